@@ -1,0 +1,42 @@
+"""The base of every schema, and what changing a key does to a run."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Effect(StrEnum):
+    """What changing a key changes. Used to judge a resume and to compare two recipes."""
+
+    NUMBERS = "numbers"
+    """The weights that come out."""
+    SHAPE = "shape"
+    """What the weights are: a checkpoint of the other value cannot be continued."""
+    LAYOUT = "layout"
+    """How the work is cut: the same numbers up to the order of summation."""
+    OPERATION = "operation"
+    """Speed, output and storage: no effect on the weights."""
+
+
+class Section(BaseModel):
+    """A frozen, strict group of keys: no unknown key, no silent conversion, documented fields."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0, lt=1)]

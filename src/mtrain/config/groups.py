@@ -1,0 +1,176 @@
+"""The smaller groups: precision, data, optim, trainer, kernels, checkpoint, log, cluster."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mtrain.config.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+KernelChoice = Literal["auto", "reference", "te"]
+
+
+class PrecisionConfig(Section):
+    """`precision`: number formats."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Format of weights and activations; with bf16 and fp16 the optimizer keeps fp32 main weights."""
+    grad_reduce_in_fp32: bool = True
+    """Gradients are accumulated and reduced in fp32."""
+    initial_loss_scale: PositiveFloat = 65536.0
+    """First dynamic loss scale (fp16 only)."""
+    loss_scale_window: PositiveInt = 1000
+    """Steps without overflow before the loss scale doubles (fp16 only)."""
+    min_loss_scale: PositiveFloat = 1.0
+    """Smallest loss scale (fp16 only)."""
+
+
+class DataConfig(Section):
+    """`data`: what is read, and how it becomes samples."""
+
+    kind: Literal["text", "indexed", "mock"] = "text"
+    """text: text files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; mock: made-up tokens."""
+    path: str | None = None
+    """text: a file or folder, null for the Python standard library of this machine; indexed: prefix of the .bin/.idx."""
+    tokenizer: str | None = None
+    """indexed: path of a tokenizer.json; null: no text can be generated."""
+    tokenizer_vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = 4096
+    """text: size of the BPE vocabulary to train."""
+    suffixes: tuple[str, ...] = Field(default=(".py", ".txt", ".rst", ".md"), strict=False)
+    """text: file name endings that are read from a folder."""
+    limit_mib: PositiveFloat | None = None
+    """text: read at most this much text; null: all."""
+    seq_length: Annotated[int, Field(ge=2)] = 256
+    """Tokens per sample. The one place where the sequence length is written."""
+    split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = Field(
+        default=(0.96, 0.03, 0.01), strict=False
+    )
+    """Shares of train, validation and test; they are normalised to one."""
+    eod_mask_loss: bool = False
+    """No loss on the prediction that follows an end-of-document token."""
+    cache_dir: str = "~/.cache/mtrain"
+    """Where tokenized text is kept."""
+
+
+class OptimConfig(Section):
+    """`optim`: the optimizer and its learning-rate schedule."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """Update rule."""
+    lr: PositiveFloat = 1e-3
+    """Largest learning rate."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay."""
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
+    """Shape of the decay after the warmup."""
+    warmup_iters: NonNegativeInt = 0
+    """Steps of linear warmup from zero."""
+    decay_iters: PositiveInt | None = None
+    """Step at which the decay ends; null: trainer.train_iters."""
+    wsd_decay_iters: PositiveInt | None = None
+    """wsd: steps of the final decay."""
+    wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    """wsd: shape of the final decay."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay; not applied to biases and norms."""
+    beta1: Beta = 0.9
+    """adamw: decay of the first moment."""
+    beta2: Beta = 0.95
+    """adamw: decay of the second moment."""
+    eps: PositiveFloat = 1e-8
+    """adamw: added to the root of the second moment."""
+    momentum: Beta = 0.9
+    """sgd: momentum."""
+    clip_grad: PositiveFloat | None = 1.0
+    """Largest global gradient norm; null: no clipping."""
+
+
+class TrainerConfig(Section):
+    """`trainer`: how long, how large a batch, how often to look."""
+
+    train_iters: PositiveInt = 100
+    """Optimizer steps."""
+    global_batch_size: PositiveInt = 16
+    """Samples per optimizer step, over all ranks."""
+    micro_batch_size: PositiveInt = 4
+    """Samples per forward and backward on one rank."""
+    eval_interval: PositiveInt | None = None
+    """Steps between evaluations during the run; null: only at the end."""
+    eval_iters: NonNegativeInt = 4
+    """Global batches of the validation split per evaluation; 0: never evaluate."""
+    seed: NonNegativeInt = 1234
+    """Seed of weights, sample order and dropout; independent of the layout."""
+    sample_tokens: NonNegativeInt = 0
+    """Tokens of generated text at the end of the run; 0: none."""
+    sample_prompt: str = "def "
+    """Where the generated text starts."""
+    profile_step: PositiveInt | None = None
+    """Write a torch.profiler trace of this step to the run folder; null: none."""
+    timeout_s: PositiveFloat = 600.0
+    """Seconds that a collective may wait for a rank."""
+
+
+class KernelsConfig(Section):
+    """`kernels`: which implementation each operation uses. A named one that cannot run is an error."""
+
+    norm: KernelChoice = "auto"
+    """RMSNorm and LayerNorm."""
+    attention: KernelChoice = "auto"
+    """Core attention."""
+    linear: KernelChoice = "auto"
+    """Row- and column-parallel linear layers."""
+    experts: KernelChoice = "auto"
+    """Expert MLPs; auto: one grouped call where there is one, else expert by expert."""
+
+
+class CheckpointConfig(Section):
+    """`checkpoint`: when state is saved, and where a run goes on from."""
+
+    save_interval: PositiveInt | None = None
+    """Steps between checkpoints; null: only at the end."""
+    save_final: bool = True
+    """Save after the last step."""
+    keep: PositiveInt | None = 2
+    """How many of the newest checkpoints stay; null: all."""
+    resume: str | None = None
+    """null: a new run; `latest`: the newest run of this configuration; else a run folder or a checkpoint folder."""
+    accept_changes: bool = False
+    """Go on although keys that change the numbers differ from those of the checkpoint."""
+
+
+class LogConfig(Section):
+    """`log`: where a run is written and what is shown."""
+
+    runs_dir: str = "runs"
+    """Folder of run folders."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] | None = None
+    """Name of the run folder; null: made from the date, the model and the layout."""
+    interval: PositiveInt = 10
+    """Steps between progress lines; the metrics file has every step."""
+    progress: Literal["auto", "live", "plain", "none"] = "auto"
+    """live: a line that is redrawn; plain: a line per interval; auto: live on a terminal."""
+
+
+class ClusterConfig(Section):
+    """`cluster`: the machines. Facts, not choices of layout."""
+
+    name: str = "local"
+    """Name used in reports."""
+    device: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = "auto"
+    """cpu, cuda, or a device that an installed plug-in provides; auto: cuda where there is a GPU, else cpu."""
+    nodes: PositiveInt = 1
+    """Machines."""
+    devices_per_node: PositiveInt | None = None
+    """Accelerators per machine; null: those of this machine, and on a CPU as many processes as the layout needs."""
+    device_memory_gib: PositiveFloat | None = None
+    """Memory of one device; null: unknown."""
+    peak_tflops: dict[Literal["fp32", "tf32", "bf16", "fp16", "fp8"], PositiveFloat] = {}
+    """Dense peak of one device in TFLOP/s by format; empty: no MFU is shown."""

@@ -1,0 +1,143 @@
+"""`model`: the shape of the network. Keys carry megatron-core's names."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mtrain.config.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+)
+
+VOCAB_MULTIPLE = 128
+
+
+class MoEConfig(Section):
+    """`model.moe`: a mixture of experts in place of the dense MLP."""
+
+    num_experts: Annotated[int, Field(ge=1)]
+    """Routed experts per layer."""
+    router_topk: PositiveInt = 2
+    """Experts that each token visits."""
+    ffn_hidden_size: PositiveInt
+    """Width of one expert's MLP."""
+    shared_expert_intermediate_size: PositiveInt | None = None
+    """Total width of the shared experts that every token visits; null: none."""
+    first_dense_layers: NonNegativeInt = 0
+    """How many of the first layers keep the dense MLP of `model.ffn_hidden_size`."""
+    router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """How router logits become scores."""
+    router_pre_softmax: bool = False
+    """Softmax before the top-k choice rather than over the chosen ones."""
+    router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "sinkhorn"] = "aux_loss"
+    """How the load of the experts is balanced."""
+    aux_loss_coeff: NonNegativeFloat = 0.01
+    """Weight of the balancing loss."""
+    z_loss_coeff: NonNegativeFloat | None = None
+    """Weight of the router's z-loss; null: off."""
+    router_enable_expert_bias: bool = False
+    """Balance by a bias on the scores that is moved after each step (DeepSeek-V3), not by a loss."""
+    router_num_groups: PositiveInt | None = None
+    """Groups of experts for group-limited routing; null: off."""
+    router_group_topk: PositiveInt | None = None
+    """Groups that a token may choose from."""
+    router_topk_scaling_factor: PositiveFloat | None = None
+    """Factor on the chosen scores."""
+    token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens travel to the ranks of their experts."""
+
+
+class MLAConfig(Section):
+    """`model.mla`: multi-head latent attention (DeepSeek-V2)."""
+
+    q_lora_rank: PositiveInt | None = None
+    """Rank of the query's low-rank projection; null: a full projection."""
+    kv_lora_rank: PositiveInt = 512
+    """Rank of the joint key and value projection."""
+    qk_head_dim: PositiveInt = 128
+    """Width of a head's part without rotary positions."""
+    qk_pos_emb_head_dim: PositiveInt = 64
+    """Width of a head's part with rotary positions."""
+    v_head_dim: PositiveInt = 128
+    """Width of a head's values."""
+
+
+class ModelConfig(Section):
+    """`model`: a decoder-only transformer."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "custom"
+    """Name used in run folders and reports."""
+    num_layers: PositiveInt
+    """Transformer layers."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    ffn_hidden_size: PositiveInt
+    """Width of the MLP (of each half for gated activations)."""
+    num_attention_heads: PositiveInt
+    """Query heads."""
+    num_query_groups: PositiveInt | None = None
+    """Key/value heads (grouped-query attention); null: as many as query heads."""
+    kv_channels: PositiveInt | None = None
+    """Width of a head; null: hidden_size / num_attention_heads."""
+    vocab_size: PositiveInt
+    """Token ids; the embedding is padded up to a multiple of 128."""
+    max_position_embeddings: PositiveInt
+    """Longest sequence that the positions are made for."""
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    """Norm of every layer."""
+    layernorm_epsilon: Annotated[float, Field(gt=0, lt=0.1)] = 1e-5
+    """Added to the variance in a norm."""
+    activation: Literal["swiglu", "geglu", "gelu", "squared_relu"] = "swiglu"
+    """MLP activation; swiglu and geglu are gated."""
+    add_bias_linear: bool = False
+    """Biases in all linear layers."""
+    add_qkv_bias: bool = False
+    """Biases in the query/key/value projection only (Qwen2)."""
+    qk_layernorm: bool = False
+    """Norm on queries and keys (Qwen3)."""
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
+    """How positions enter."""
+    rotary_base: Annotated[float, Field(gt=1)] = 10000.0
+    """Base of the rotary frequencies."""
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a head that rotates."""
+    rope_scaling_factor: PositiveFloat | None = None
+    """Llama-3.1 frequency scaling (low 1, high 4, original 8192); null: off."""
+    tie_word_embeddings: bool = False
+    """The output layer shares the embedding's weights."""
+    attention_dropout: Probability = 0.0
+    """Dropout on attention probabilities."""
+    hidden_dropout: Probability = 0.0
+    """Dropout on what each block adds to the residual stream."""
+    init_method_std: Annotated[float, Field(gt=0, le=1)] = 0.02
+    """Standard deviation of initial weights; output projections are scaled by 1/sqrt(2 num_layers)."""
+    moe: MoEConfig | None = None
+    """Mixture of experts; null: dense."""
+    mla: MLAConfig | None = None
+    """Multi-head latent attention; null: standard attention."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate beside its up projection."""
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: `vocab_size` rounded up, the same for every layout."""
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

@@ -1,0 +1,125 @@
+"""The whole configuration of a run, its canonical text and its digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from pydantic import Field
+
+from mtrain.config.base import Effect, Section
+from mtrain.config.groups import (
+    CheckpointConfig,
+    ClusterConfig,
+    DataConfig,
+    KernelsConfig,
+    LogConfig,
+    OptimConfig,
+    PrecisionConfig,
+    TrainerConfig,
+)
+from mtrain.config.model import ModelConfig
+from mtrain.config.parallel import ParallelConfig
+
+GROUPS = (
+    "model",
+    "parallel",
+    "precision",
+    "data",
+    "optim",
+    "trainer",
+    "kernels",
+    "checkpoint",
+    "log",
+    "cluster",
+)
+
+_EFFECT_OF_GROUP = {
+    "model": Effect.SHAPE,
+    "precision": Effect.NUMBERS,
+    "data": Effect.NUMBERS,
+    "optim": Effect.NUMBERS,
+    "trainer": Effect.NUMBERS,
+    "parallel": Effect.LAYOUT,
+    "kernels": Effect.LAYOUT,
+    "checkpoint": Effect.OPERATION,
+    "log": Effect.OPERATION,
+    "cluster": Effect.OPERATION,
+}
+_EFFECT_OF_KEY = {
+    "model.name": Effect.OPERATION,
+    "model.attention_dropout": Effect.NUMBERS,
+    "model.hidden_dropout": Effect.NUMBERS,
+    "model.init_method_std": Effect.NUMBERS,
+    "model.moe.aux_loss_coeff": Effect.NUMBERS,
+    "model.moe.z_loss_coeff": Effect.NUMBERS,
+    "model.moe.token_dispatcher_type": Effect.LAYOUT,
+    "data.cache_dir": Effect.OPERATION,
+    "trainer.micro_batch_size": Effect.LAYOUT,
+    "trainer.eval_interval": Effect.OPERATION,
+    "trainer.eval_iters": Effect.OPERATION,
+    "trainer.sample_tokens": Effect.OPERATION,
+    "trainer.sample_prompt": Effect.OPERATION,
+    "trainer.profile_step": Effect.OPERATION,
+    "trainer.timeout_s": Effect.OPERATION,
+}
+
+
+def effect_of(path: str) -> Effect:
+    """What changing the key at dotted `path` changes."""
+    return _EFFECT_OF_KEY.get(path) or _EFFECT_OF_GROUP[path.split(".", 1)[0]]
+
+
+class RecipeConfig(Section):
+    """`recipe`: what a recipe file says of itself. No key of it changes a run."""
+
+    title: str = ""
+    """One line."""
+    purpose: str = ""
+    """When to pick this recipe."""
+    hardware: str = ""
+    """What it was made for."""
+    source: str = ""
+    """Where its hyperparameters come from."""
+    verified: str = ""
+    """How it was verified, or that it was not."""
+
+
+class RunConfig(Section):
+    """Everything that decides a run. The file `run.yaml` in a run folder is exactly this."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    kernels: KernelsConfig = Field(default_factory=KernelsConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    recipe: RecipeConfig = Field(default_factory=RecipeConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-like values of every key."""
+        return self.model_dump(mode="json")
+
+    def flat(self) -> dict[str, Any]:
+        """Every leaf by its dotted key, without the recipe's words about itself."""
+        out: dict[str, Any] = {}
+
+        def walk(prefix: str, value: Any) -> None:
+            if isinstance(value, dict) and value:
+                for key, inner in value.items():
+                    walk(f"{prefix}.{key}" if prefix else key, inner)
+            else:
+                out[prefix] = value
+
+        walk("", {k: v for k, v in self.to_dict().items() if k != "recipe"})
+        return out
+
+    def digest(self) -> str:
+        """sha256 of the canonical JSON of all keys but the recipe's words about itself."""
+        text = json.dumps(self.flat(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,92 @@
+"""What can go wrong, as data: problems of a configuration, and errors that carry the exit code they end with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a configuration, complete enough to be mended without reading code."""
+
+    code: str
+    """Stable code such as `MT101`."""
+    path: str
+    """Dotted key, such as `parallel.tp`; empty for a problem of the whole configuration."""
+    value: object
+    """The value found at `path`."""
+    rule: str
+    """What is required, with the numbers of this configuration."""
+    fix: str
+    """What to write instead; for an override in the form `key=value`."""
+    source: str = ""
+    """Who set the key: `conf/model/llama3_8b.yaml:7`, `command line`, `default`."""
+    severity: Severity = "error"
+
+    def render(self) -> str:
+        """The problem as up to three lines of plain text."""
+        origin = f"{self.source}: " if self.source else ""
+        head = f"{self.severity}[{self.code}] {origin}"
+        if self.path:
+            head += f"{self.path} = {show(self.value)}: "
+        lines = [head + self.rule]
+        if self.fix:
+            lines.append(f"  fix: {self.fix}")
+        return "\n".join(lines)
+
+
+def show(value: object) -> str:
+    """A configuration value as YAML would spell it, in one line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return value if value else "''"
+    return str(value)
+
+
+class MtrainError(Exception):
+    """Base of every error that mtrain raises on purpose; `exit_code` is what the command ends with."""
+
+    exit_code = 1
+
+
+class BadInput(MtrainError):
+    """The configuration cannot be run. Holds every problem found, not only the first."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Iterable[Problem] | str) -> None:
+        if isinstance(problems, str):
+            problems = [Problem("MT001", "", None, problems, "")]
+        self.problems = tuple(problems)
+        super().__init__("\n".join(p.render() for p in self.problems))
+
+
+class BadEnvironment(MtrainError):
+    """The configuration is right but this machine, or what is installed on it, cannot run it."""
+
+    exit_code = 3
+
+
+class Damaged(MtrainError):
+    """Data or a checkpoint is not what it was written as."""
+
+    exit_code = 4
+
+
+class TrainingFault(MtrainError):
+    """Training itself failed: a rank died, or the loss is not a number."""
+
+    exit_code = 5
+
+
+class Preempted(MtrainError):
+    """Stopped on request after a committed checkpoint; the run can be resumed."""
+
+    exit_code = 75
