@@ -37,9 +37,9 @@ class DataConfig(Section):
     """`data`: what is read, and how it becomes samples."""
 
     kind: Literal["text", "indexed", "mock"] = "text"
-    """text: text files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; mock: made-up tokens."""
+    """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; mock: made-up tokens."""
     path: str | None = None
-    """text: a file or folder, null for the Python standard library of this machine; indexed: prefix of the .bin/.idx."""
+    """text: a file or folder, null: the Python standard library of this machine; indexed: prefix of .bin and .idx."""
     tokenizer: str | None = None
     """indexed: path of a tokenizer.json; null: no text can be generated."""
     tokenizer_vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = 4096

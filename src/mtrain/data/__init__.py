@@ -1,1 +1,117 @@
+"""Data: text becomes tokens once (`prepare`), tokens become samples by arithmetic (`open_splits`).
 
+The launcher calls `prepare` before it starts ranks; each rank calls `open_splits` and reads for itself. torch
+is imported by `mtrain.data.batch` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtrain.config.groups import DataConfig
+from mtrain.data.indexed import IndexedDataset
+from mtrain.data.mock import MockSamples
+from mtrain.data.samples import SHARES, Samples, entropy_nats, split_documents
+from mtrain.data.tokenize import Corpus, prepare, verify
+from mtrain.errors import BadInput, Damaged, Problem
+
+__all__ = ["Corpus", "Samples", "Splits", "open_splits", "prepare", "verify"]
+
+ENTROPY_TOKENS = 5_000_000
+
+
+@dataclass
+class Splits:
+    """Train, validation and test samples; None for a split that is not needed and has no sample."""
+
+    corpus: Corpus
+    train: Samples | MockSamples
+    validation: Samples | MockSamples | None
+    test: Samples | MockSamples | None
+    eod: int | None
+    """Id of the end-of-document token, where known."""
+    masked_eod: int | None
+    """The same if the configuration wants no loss after it: what `GlobalBatches` takes."""
+    dataset: IndexedDataset | None = field(repr=False)
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The `tokenizer.json`; None: no text can be generated."""
+        return self.corpus.tokenizer
+
+    @cached_property
+    def unigram_entropy_nats(self) -> float | None:
+        """Entropy of the token distribution: of a text corpus all of it, of `.bin/.idx` the validation split
+        (its first 5 million tokens); None where unknown.
+        """
+        if isinstance(self.train, MockSamples):
+            return self.train.unigram_entropy_nats()
+        known = self.corpus.meta.get("unigram_entropy_nats")
+        if known is not None or not isinstance(self.validation, Samples) or self.dataset is None:
+            return known
+        start = self.dataset.document_start(self.validation.documents.start)
+        ids = self.dataset.tokens[start : start + min(self.validation.num_tokens, ENTROPY_TOKENS)]
+        if int(ids.min()) < 0 or int(ids.max()) >= self.validation.vocab_size:
+            raise Damaged(
+                f"{self.dataset.bin}: the validation split has token ids {ids.min()} to {ids.max()}; the vocabulary "
+                f"has 0 to {self.validation.vocab_size - 1}"
+            )
+        return entropy_nats(np.bincount(ids))
+
+    def describe(self) -> dict[str, Any]:
+        """Counts of the corpus and of each split, ready for JSON."""
+        keys = ("kind", "source", "documents", "skipped", "tokens", "text_bytes", "vocab_size", "fingerprint")
+        out: dict[str, Any] = {k: self.corpus.meta[k] for k in keys if k in self.corpus.meta}
+        out |= {"eod": self.eod, "unigram_entropy_nats": self.unigram_entropy_nats}
+        for name in SHARES:
+            part = getattr(self, name)
+            out[name] = part.describe() if part is not None else None
+        return out
+
+
+def open_splits(
+    data: DataConfig,
+    vocab_size: int,
+    seed: int,
+    corpus: Corpus,
+    need: Sequence[str] = ("train", "validation"),
+) -> Splits:
+    """Open a prepared corpus as samples; a split that is not in `need` may be empty or too small, and is then
+    None.
+
+    Raises BadInput for a vocabulary or a split that does not fit, Damaged for files that do not add up.
+    """
+    if corpus.prefix is None:
+        mocks = [MockSamples(data.seq_length, seed, vocab_size, name) for name in SHARES]
+        return Splits(corpus, *mocks, eod=None, masked_eod=None, dataset=None)
+    eod = corpus.meta.get("eod")
+    problems = []
+    held = corpus.meta.get("vocab_size")
+    if held is not None and held > vocab_size:
+        rule = f"the tokenizer of the corpus has {held} tokens, the model {vocab_size}"
+        problems.append(Problem("MT607", "model.vocab_size", vocab_size, rule, f"model.vocab_size={held}"))
+    if data.eod_mask_loss and eod is None:
+        rule = "no end-of-document token is known"
+        fix = "data.eod_mask_loss=false, or data.tokenizer=PATH of a tokenizer.json that has one"
+        problems.append(Problem("MT608", "data.eod_mask_loss", True, rule, fix))
+    dataset = IndexedDataset(corpus.prefix)
+    parts: dict[str, Samples | None] = {}
+    for name, documents in zip(SHARES, split_documents(dataset, data.split), strict=True):
+        try:
+            shuffle = name == "train"
+            parts[name] = Samples(dataset, documents, data.seq_length, seed, shuffle, vocab_size, name)
+        except BadInput as error:
+            parts[name] = None
+            if name in need or name == "train":
+                problems.extend(error.problems)
+    train = parts["train"]
+    if problems or train is None:
+        raise BadInput(problems)
+    masked = eod if data.eod_mask_loss else None
+    return Splits(corpus, train, parts["validation"], parts["test"], eod, masked, dataset)

@@ -1,1 +1,117 @@
+"""The only door to megatron.core: open it once per process, then import `mtrain.mcore.api`.
 
+Nothing else in mtrain imports megatron. Opening adapts megatron-core to the device while it loads (not on
+CUDA), imports it and applies the fixes of `mtrain.mcore.fixes`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from mtrain.devices.base import Device
+from mtrain.errors import BadEnvironment
+
+VERSION = "0.16.1"
+"""The one version of megatron-core that the adaptations and fixes were checked against."""
+
+_EXPECTED_WARNINGS = (
+    r"Transformer Engine and Apex are not installed",
+    r"Apex is not installed",
+    r".*pynvml package is deprecated",
+)
+
+
+class DoorClosed(RuntimeError):
+    """megatron.core was asked for before `open_door`, or was already loaded in a way that cannot be adapted."""
+
+
+@dataclass(slots=True)
+class _Door:
+    device: Device | None = None
+    imported: bool = False
+    without: frozenset[str] | None = None
+
+
+_door = _Door()
+
+
+def open_door(device: Device, *, without: Iterable[str] = ()) -> None:
+    """Import megatron.core for `device` with every fix but those named in `without` (which is for tests).
+
+    A second call with the same arguments does nothing. Raises `BadEnvironment` where the installed
+    megatron-core is not `VERSION`, `DoorClosed` where megatron.core was already imported without the door,
+    `RuntimeError` where the door is open for another device or with other fixes.
+    """
+    left_out = frozenset(without)
+    if _door.without is not None:
+        if device is not _door.device or left_out != _door.without:
+            raise RuntimeError("the door to megatron.core is already open, for another device or with other fixes")
+        return
+    with warnings.catch_warnings():
+        for message in _EXPECTED_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
+        import_core(device)
+        importlib.import_module("mtrain.mcore.fixes").apply_fixes(device, left_out)
+        _door.without = left_out
+        importlib.import_module("mtrain.mcore.api")
+
+
+def import_core(device: Device) -> None:
+    """The first half of `open_door`: import megatron.core adapted to `device`, with no fix applied.
+
+    A process that forks ranks with different fixes calls this once. Raises as `open_door` does.
+    """
+    if _door.imported:
+        if device is not _door.device:
+            raise RuntimeError("megatron.core is already imported for another device")
+        return
+    _require_version()
+    if device.adapts_megatron:
+        _adapt(device)
+    importlib.import_module("megatron.core")
+    _door.device, _door.imported = device, True
+
+
+def require_open() -> Device:
+    """The device that the door was opened for; raises `DoorClosed` where it is closed."""
+    if _door.device is None or _door.without is None:
+        raise DoorClosed(
+            "megatron.core cannot be used yet: call mtrain.mcore.open_door(device) first, before anything imports "
+            "megatron.core or mtrain.mcore.api"
+        )
+    return _door.device
+
+
+def rewrites() -> dict[str, dict[str, int]]:
+    """How often each kind of rewrite was made in each module imported so far; empty on CUDA."""
+    return importlib.import_module("mtrain.mcore.hook").rewrites()
+
+
+def _require_version() -> None:
+    try:
+        found = version("megatron-core")
+    except PackageNotFoundError:
+        raise BadEnvironment(f"megatron-core is not installed; mtrain needs megatron-core=={VERSION}") from None
+    if found != VERSION:
+        raise BadEnvironment(
+            f"megatron-core {found} is installed; mtrain adapts and fixes {VERSION}, and was checked against it only"
+        )
+
+
+def _adapt(device: Device) -> None:
+    loaded = sorted(m for m in sys.modules if m == "megatron.core" or m.startswith("megatron.core."))
+    if loaded:
+        raise DoorClosed(
+            f"{loaded[0]} was imported before mtrain.mcore.open_door({device.name}) and is bound to CUDA now; "
+            "import megatron.core only through mtrain.mcore.api"
+        )
+    importlib.import_module("mtrain.mcore.hook").install(device)
+    import torch
+
+    # jit_fuser compiles some thirty small functions at their first call: five seconds, for nothing on a CPU
+    torch.compiler.set_stance("force_eager")

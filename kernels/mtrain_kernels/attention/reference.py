@@ -1,0 +1,100 @@
+"""Definition of softmax attention, in plain torch; which key a query sees is a question of positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """`softmax(scale * q k^T) v` over the keys that each query sees; `scale` is 1/sqrt(d) unless given.
+
+    `q` [b, n, s, d], `k` [b, g, t, d], `v` [b, g, t, e] with n a multiple of g: query head i reads key head
+    i // (n/g). `causal` lets query i see keys 0..i and needs s == t; `mask` is boolean, broadcasts to
+    [b, n, s, t], True where a query sees a key, and replaces `causal`. `sink` [n] is the logit of one more key
+    per head whose value is zero. The result is [b, n, s, e]; a query that sees nothing gives zero with a sink
+    and is undefined without. Dropout acts on the probabilities.
+
+    Raises `ValueError` where the shapes do not fit or both `causal` and `mask` are given. Source: Vaswani et al.
+    2017, arXiv:1706.03762; grouped queries: arXiv:2305.13245; sinks: arXiv:2309.17453.
+    """
+    _require_shapes(q, k, v, causal, mask)
+    width = v.shape[-1]
+    if width < q.shape[-1]:  # fused kernels know one head size; zero columns change nothing and are cut off again
+        v = F.pad(v, (0, q.shape[-1] - width))
+    if sink is not None:
+        k, v, mask, causal = _with_sink(q, k, v, causal, mask, sink)
+    out = F.scaled_dot_product_attention(
+        q, k, v, mask, dropout_p, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out[..., :width] if out.shape[-1] != width else out
+
+
+def visible(
+    q_positions: Tensor,
+    k_positions: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    q_segments: Tensor | None = None,
+    k_segments: Tensor | None = None,
+) -> Tensor:
+    """The boolean mask [s, t] of which key position each query position sees.
+
+    Positions are integers [s] and [t] in any order. `causal`: no key after the query. `window` (left, right):
+    no key more than `left` before or `right` after the query; a negative number is no limit. Segments [s], [t]:
+    only keys of the query's own segment. Raises `ValueError` if only one of the segments is given.
+    """
+    if (q_segments is None) != (k_segments is None):
+        raise ValueError("segments are needed for queries and keys, or for neither")
+    ahead = k_positions[None, :] - q_positions[:, None]
+    seen = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+    if window is not None:
+        left, right = window
+        if left >= 0:
+            seen &= ahead >= -left
+        if right >= 0:
+            seen &= ahead <= right
+    if q_segments is not None and k_segments is not None:
+        seen &= q_segments[:, None] == k_segments[None, :]
+    return seen
+
+
+def _with_sink(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, sink: Tensor
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Keys, values and an additive mask with one zero key more, whose logit is `sink`."""
+    s, t = q.shape[2], k.shape[2]
+    if causal:
+        positions = torch.arange(s, device=q.device)
+        mask = visible(positions, positions, causal=True)
+    bias = torch.zeros((s, t), dtype=q.dtype, device=q.device)
+    if mask is not None:
+        bias = bias.masked_fill(~mask, float("-inf"))
+    bias = bias.expand(*torch.broadcast_shapes(bias.shape, (1, q.shape[1], s, t)))
+    column = sink.to(q.dtype).view(1, -1, 1, 1).expand(*bias.shape[:-1], 1)
+    return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), torch.cat([bias, column], dim=-1), False
+
+
+def _require_shapes(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> None:
+    if any(x.ndim != 4 for x in (q, k, v)):
+        raise ValueError("q, k and v must be [batch, heads, tokens, head size]")
+    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not belong together")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key heads")
+    if causal and mask is not None:
+        raise ValueError("give a causal mask as `mask`, or say `causal`, not both")
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(f"causal attention of {q.shape[2]} queries over {k.shape[2]} keys needs a mask")

@@ -1,0 +1,1 @@
+"""One linear layer per group of rows: the experts of a mixture."""

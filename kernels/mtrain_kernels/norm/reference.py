@@ -1,0 +1,38 @@
+"""Definition of the norms, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * w` over the last axis, with `w = weight`, or `1 + weight` if zero-centered.
+
+    `x` [..., h], `weight` [h]; the result has x's shape and dtype. Half-precision input is normalised in fp32.
+    Raises `ValueError` where the shapes do not fit. Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+    _require_width(x, weight)
+    return F.rms_norm(x, weight.shape, _scale(weight, zero_centered), eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False) -> Tensor:
+    """`(x - mean(x)) / sqrt(var(x) + eps) * w + bias` over the last axis, with `w` as in `rms_norm`.
+
+    `x` [..., h], `weight` [h], `bias` [h] or None; the variance is that of the population. The result has x's
+    shape and dtype. Raises `ValueError` where the shapes do not fit. Source: Ba et al. 2016, arXiv:1607.06450.
+    """
+    _require_width(x, weight)
+    if bias is not None and bias.shape != weight.shape:
+        raise ValueError(f"bias {tuple(bias.shape)} and weight {tuple(weight.shape)} must have one shape")
+    return F.layer_norm(x, weight.shape, _scale(weight, zero_centered), bias, eps)
+
+
+def _scale(weight: Tensor, zero_centered: bool) -> Tensor:
+    return weight + 1 if zero_centered else weight
+
+
+def _require_width(x: torch.Tensor, weight: Tensor) -> None:
+    if weight.ndim != 1 or x.ndim == 0 or x.shape[-1] != weight.shape[0]:
+        raise ValueError(f"weight {tuple(weight.shape)} must be the last axis of x {tuple(x.shape)}")

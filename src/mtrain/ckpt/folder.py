@@ -1,0 +1,139 @@
+"""The folder of a checkpoint: names, manifest, commit by rename, and the checks of every byte. Needs no torch.
+
+A checkpoint is a folder `step_00000100` that appears by one rename after everything in it is on disk:
+
+    manifest.json          what is in it: tensors and their pieces, sizes and sha256 of the files, the trainer's state
+    run.yaml               the configuration that made it
+    rank_00000.safetensors the pieces that rank 0 saved
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mtrain.errors import Damaged
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+RUN_FILE = "run.yaml"
+MAX_MANIFEST_BYTES = 1 << 30
+
+
+def folder_name(step: int) -> str:
+    """Name of the folder of a checkpoint after `step` updates."""
+    return f"step_{step:08d}"
+
+
+def draft_of(root: Path, step: int) -> Path:
+    """Where a checkpoint is written before it is committed; no reader takes it for one."""
+    return root / f".saving-{folder_name(step)}"
+
+
+def shard_name(rank: int) -> str:
+    """Name of the file of a rank's pieces."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def commit(draft: Path, final: Path, body: dict[str, Any]) -> None:
+    """Write the manifest of a complete draft and give the folder its name."""
+    run_file = draft / RUN_FILE
+    body["files"][RUN_FILE] = {"bytes": run_file.stat().st_size, "sha256": sha256(run_file)}
+    body = {"format": FORMAT, **body}
+    write_json(draft / MANIFEST, body | {"sha256": digest(body)})
+    sync(draft)
+    if final.exists():
+        # The same step again, after a resume from an older checkpoint: the new one takes its place.
+        old = final.with_name(f".replaced-{final.name}")
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        draft.rename(final)
+        shutil.rmtree(old)
+    else:
+        draft.rename(final)
+    sync(final.parent)
+
+
+def committed(root: Path) -> list[Path]:
+    """The committed checkpoints in a folder, oldest first; half-written ones are not among them."""
+    if not root.is_dir():
+        return []
+    return sorted(p for p in root.iterdir() if p.name.startswith("step_") and (p / MANIFEST).is_file())
+
+
+def prune(root: Path, keep: int | None) -> None:
+    """Delete all but the newest `keep` checkpoints, and what an interrupted save left behind."""
+    for leftover in [*root.glob(".saving-*"), *root.glob(".replaced-*")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+    for path in committed(root)[:-keep] if keep is not None else []:
+        # Out of sight by one rename, so that an interrupted deletion is not taken for a checkpoint.
+        doomed = path.with_name(f".replaced-{path.name}")
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:
+    """The manifest of a checkpoint; with `verify`, after comparing every file with its hash.
+
+    Raises:
+        Damaged: no manifest, one that is cut or altered, or a file that is missing or altered, by name.
+    """
+    file = path / MANIFEST
+    try:
+        if file.stat().st_size > MAX_MANIFEST_BYTES:
+            raise Damaged(f"{file}: larger than a manifest can be")
+        manifest = json.loads(file.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise Damaged(f"{path} is not a committed checkpoint: it has no {MANIFEST}") from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise Damaged(f"{file} cannot be read: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise Damaged(f"{file}: not a manifest of format {FORMAT}")
+    if manifest.get("sha256") != digest({k: v for k, v in manifest.items() if k != "sha256"}):
+        raise Damaged(f"{file}: its content does not match its own hash; it was altered or cut")
+    for name, facts in manifest["files"].items():
+        _check_file(path, name, facts, verify)
+    return manifest
+
+
+def _check_file(root: Path, name: str, facts: dict[str, Any], verify: bool) -> None:
+    path = root / name
+    if Path(name).name != name:
+        raise Damaged(f"{root / MANIFEST}: {name!r} is no plain file name")
+    if not path.is_file():
+        raise Damaged(f"{path} is missing")
+    size = path.stat().st_size
+    if size != facts["bytes"]:
+        raise Damaged(f"{path} has {size} bytes, {facts['bytes']} were written")
+    if verify and sha256(path) != facts["sha256"]:
+        raise Damaged(f"{path} is not what was written: its sha256 differs")
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file's content."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def digest(body: dict[str, Any]) -> str:
+    """Hex sha256 of the canonical JSON of `body`."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def write_json(path: Path, body: dict[str, Any]) -> None:
+    """Write `body` as JSON and wait until it is on disk."""
+    path.write_text(json.dumps(body, separators=(",", ":")))
+    sync(path)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

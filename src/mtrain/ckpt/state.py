@@ -1,0 +1,138 @@
+"""Everything of a training run that is not in the configuration: what is saved, and how it is put back."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mtrain.ckpt import folder, store
+from mtrain.config.dump import run_yaml
+from mtrain.config.run import RunConfig
+from mtrain.mcore import api as mcore
+from mtrain.mcore import sharding
+from mtrain.world.init import World, seed_generators
+
+
+@dataclass
+class TrainState:
+    """What a step changes: this rank's chunks, the optimizer, its schedule, and two counters."""
+
+    chunks: list[Any]
+    optimizer: Any
+    schedule: Any
+    step: int = 0
+    """Updates made."""
+    consumed_samples: int = 0
+    """Samples of the training split used so far: the data position, whatever the layout."""
+
+
+def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts: dict[str, Any]) -> Path:
+    """Commit a checkpoint of `state` together with all ranks; see `store.save`."""
+    slots = sharding.model_slots(state.chunks) + sharding.optimizer_slots(state.chunks, state.optimizer)
+    facts = {
+        "consumed_samples": state.consumed_samples,
+        "schedule_steps": state.schedule.num_steps,
+        "optimizer_step": _agreed_step(world, sharding.get_step(state.optimizer)),
+        "loss_scale": _loss_scale(state.optimizer),
+        "grid": world.grid.sizes,
+        "digest": run.digest(),
+        "data": data_facts,
+    }
+    ranks = store.Ranks(world.rank, world.size, dist.barrier)
+    with sharding.gathered(state.chunks):
+        path = store.save(root, state.step, slots, rng_tensors(world), facts, run_yaml(run), ranks)
+    if world.is_first:
+        folder.prune(root, run.checkpoint.keep)
+    return path
+
+
+def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed: int) -> bool:
+    """Put a checkpoint's state back, in this world's layout.
+
+    Returns:
+        Whether the generators were restored too. They belong to a layout: under another one they start from the
+        seed and the step, so dropout differs from the uninterrupted run while everything else goes on.
+
+    Raises:
+        Damaged: a tensor is missing or has another shape.
+    """
+    load_model(checkpoint, state.chunks)
+    checkpoint.load(sharding.optimizer_slots(state.chunks, state.optimizer, allocate=True))
+    facts = checkpoint.state
+    sharding.set_step(state.optimizer, facts["optimizer_step"])
+    _set_loss_scale(state.optimizer, facts["loss_scale"])
+    state.step, state.consumed_samples = checkpoint.step, facts["consumed_samples"]
+    state.schedule.num_steps = facts["schedule_steps"]
+    state.schedule.step(0)
+    if facts["grid"] == world.grid.sizes:
+        set_rng_tensors(world, checkpoint.rank_tensors(world.rank))
+        return True
+    seed_generators(seed + 1_000_003 * (state.step + 1))
+    return False
+
+
+def load_model(checkpoint: store.Checkpoint, chunks: list[Any]) -> None:
+    """Put only the weights back."""
+    checkpoint.load(sharding.model_slots(chunks))
+
+
+def rng_tensors(world: World) -> dict[str, torch.Tensor]:
+    """The state of every generator of this rank, as byte tensors by name."""
+    tensors = {"rng/torch": torch.get_rng_state(), "rng/device": world.device.rng_state()}
+    for name, value in mcore.get_cuda_rng_tracker().get_states().items():
+        tensors[f"rng/tracker/{name}"] = value
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    assert kind == "MT19937"
+    tensors["rng/numpy"] = torch.tensor([*(int(k) for k in keys), position, has_gauss], dtype=torch.int64)
+    tensors["rng/numpy_gauss"] = torch.tensor([cached], dtype=torch.float64)
+    version, internal, gauss = random.getstate()
+    assert version == 3
+    tensors["rng/python"] = torch.tensor(internal, dtype=torch.int64)
+    tensors["rng/python_gauss"] = torch.tensor([] if gauss is None else [gauss], dtype=torch.float64)
+    return tensors
+
+
+def set_rng_tensors(world: World, tensors: dict[str, torch.Tensor]) -> None:
+    """Put every generator of this rank back to what `rng_tensors` returned."""
+    prefix = "rng/tracker/"
+    states = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    mcore.get_cuda_rng_tracker().set_states(states)
+    numbers = tensors["rng/numpy"].tolist()
+    cached = float(tensors["rng/numpy_gauss"][0])
+    np.random.set_state(("MT19937", np.array(numbers[:-2], dtype=np.uint32), numbers[-2], numbers[-1], cached))
+    gauss = tensors["rng/python_gauss"].tolist()
+    random.setstate((3, tuple(tensors["rng/python"].tolist()), gauss[0] if gauss else None))
+    world.device.set_rng_state(tensors["rng/device"])
+    torch.set_rng_state(tensors["rng/torch"])
+
+
+def _agreed_step(world: World, step: int) -> int:
+    """The optimizer's step over all ranks; a rank that owns no shard of any parameter has none to tell."""
+    value = torch.tensor([step], dtype=torch.int64, device=world.torch_device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return int(value.item())
+
+
+def _loss_scale(optimizer: Any) -> dict[str, float] | None:
+    for leaf in sharding.leaf_optimizers(optimizer):
+        scaler = getattr(leaf, "grad_scaler", None)
+        if scaler is not None:
+            return {k: float(v) for k, v in scaler.state_dict().items()}
+    return None
+
+
+def _set_loss_scale(optimizer: Any, values: dict[str, float] | None) -> None:
+    for leaf in sharding.leaf_optimizers(optimizer):
+        scaler = getattr(leaf, "grad_scaler", None)
+        if scaler is not None and values is not None:
+            own = scaler.state_dict()
+            as_kept = {
+                k: torch.full_like(v, values[k]) if torch.is_tensor(v) else type(v)(values[k]) for k, v in own.items()
+            }
+            scaler.load_state_dict(as_kept)

@@ -1,0 +1,252 @@
+"""Checkpoints as safetensors shards under one JSON manifest, readable in any layout.
+
+A whole tensor is a set of pieces. A piece is a box (offset and shape in the whole tensor), or a flat range of a box
+where the distributed optimizer cut it. A rank that needs a box reads whichever pieces meet it, so the layout that
+reads need not be the layout that wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from mtrain.ckpt import folder
+from mtrain.errors import Damaged
+from mtrain.mcore.sharding import Slot
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What saving needs of the other ranks."""
+
+    rank: int
+    size: int
+    barrier: Callable[[], None]
+
+
+def save(
+    root: Path,
+    step: int,
+    slots: Iterable[Slot],
+    extra: dict[str, torch.Tensor],
+    state: dict[str, Any],
+    run_yaml: str,
+    ranks: Ranks,
+) -> Path:
+    """Write a checkpoint together with all other ranks and commit it.
+
+    `slots` are this rank's tensors, of which it saves the primary ones; `extra` are tensors of this rank alone (its
+    generators); `state` is the same on all ranks and goes into the manifest. Until the rename at the end the folder
+    has a name that no reader takes for a checkpoint.
+
+    Raises:
+        OSError: the disk is full or not writable; nothing that was committed before is touched.
+    """
+    final, draft = root / folder.folder_name(step), folder.draft_of(root, step)
+    if ranks.rank == 0:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        (draft / folder.RUN_FILE).write_text(run_yaml)
+    ranks.barrier()
+    index = _write_shard(draft, slots, extra, ranks.rank)
+    folder.write_json(draft / f"rank_{ranks.rank:05d}.json", index)
+    ranks.barrier()
+    if ranks.rank == 0:
+        merged = _merge(draft, ranks.size)
+        folder.commit(draft, final, {"step": step, "ranks": ranks.size, "state": state, **merged})
+    ranks.barrier()
+    return final
+
+
+def _write_shard(draft: Path, slots: Iterable[Slot], extra: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
+    tensors: dict[str, torch.Tensor] = {}
+    pieces = []
+    name = folder.shard_name(rank)
+    for slot in slots:
+        if not slot.primary:
+            continue
+        entry = f"{slot.key}@{len(pieces)}"
+        tensors[entry] = slot.tensor.detach().cpu().contiguous()
+        pieces.append(
+            {
+                "key": slot.key,
+                "global_shape": list(slot.global_shape),
+                "dtype": str(slot.tensor.dtype).removeprefix("torch."),
+                "offset": list(slot.offset),
+                "shape": list(slot.shape),
+                "flat": list(slot.flat) if slot.flat else None,
+                "file": name,
+                "entry": entry,
+            }
+        )
+    tensors |= {f"rank/{key}": value.cpu().contiguous() for key, value in extra.items()}
+    path = draft / name
+    # Two slots may be the same memory (a tied weight): safetensors wants each entry to own its bytes.
+    save_file(_unshared(tensors), path)
+    folder.sync(path)
+    return {
+        "pieces": pieces,
+        "file": {"name": name, "bytes": path.stat().st_size, "sha256": folder.sha256(path)},
+    }
+
+
+def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    seen: set[int] = set()
+    out = {}
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        out[name] = tensor.clone() if memory in seen else tensor
+        seen.add(memory)
+    return out
+
+
+def _merge(draft: Path, size: int) -> dict[str, Any]:
+    """The manifest's tensors and files from the index that each rank left in the draft."""
+    tensors: dict[str, Any] = {}
+    files = {}
+    for rank in range(size):
+        path = draft / f"rank_{rank:05d}.json"
+        index = json.loads(path.read_text())
+        path.unlink()
+        files[index["file"]["name"]] = {k: index["file"][k] for k in ("bytes", "sha256")}
+        for piece in index["pieces"]:
+            empty = {"shape": piece["global_shape"], "dtype": piece["dtype"], "pieces": []}
+            entry = tensors.setdefault(piece["key"], empty)
+            entry["pieces"].append({k: piece[k] for k in ("file", "entry", "offset", "shape", "flat")})
+    return {"tensors": tensors, "files": files}
+
+
+@dataclass
+class Checkpoint:
+    """A committed checkpoint, opened and checked."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: Path, *, verify: bool = True) -> Checkpoint:
+        """Read the manifest; with `verify`, compare every file with its size and hash.
+
+        Raises:
+            Damaged: no manifest, one that is cut or altered, or a file that is missing or altered, by name.
+        """
+        return cls(path, folder.read_manifest(path, verify=verify))
+
+    @property
+    def step(self) -> int:
+        """Updates that were made when it was saved."""
+        return int(self.manifest["step"])
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the trainer wrote beside the tensors."""
+        return dict(self.manifest["state"])
+
+    def load(self, slots: Iterable[Slot]) -> None:
+        """Fill every slot's memory from the pieces that meet it.
+
+        Raises:
+            Damaged: a tensor that is missing, of another shape, or not covered by its pieces.
+        """
+        reader = _Reader(self)
+        with torch.no_grad():
+            for slot in slots:
+                reader.fill(slot)
+
+    def rank_tensors(self, rank: int) -> dict[str, torch.Tensor]:
+        """The tensors that `rank` alone saved, empty if it saved none."""
+        path = self.path / folder.shard_name(rank)
+        if path.name not in self.manifest["files"]:
+            return {}
+        with safe_open(path, framework="pt") as f:
+            return {k.removeprefix("rank/"): f.get_tensor(k) for k in f.keys() if k.startswith("rank/")}  # noqa: SIM118
+
+
+class _Reader:
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.root, self.tensors = checkpoint.path, checkpoint.manifest["tensors"]
+        self.files: dict[str, Any] = {}
+
+    def fill(self, slot: Slot) -> None:
+        entry = self.tensors.get(slot.key)
+        if entry is None:
+            raise Damaged(f"{self.root} has no tensor {slot.key}")
+        if tuple(entry["shape"]) != slot.global_shape:
+            raise Damaged(f"{self.root}: {slot.key} has shape {entry['shape']}, not {list(slot.global_shape)}")
+        exact = self._exact(entry, slot)
+        if exact is not None:
+            slot.tensor.copy_(exact.view(slot.tensor.shape))
+            return
+        box = torch.empty(slot.shape, dtype=slot.tensor.dtype)
+        covered = 0
+        for boxed, tensor in self._boxes(entry, slot):
+            covered += _copy_overlap(box, slot.offset, tensor, boxed["offset"])
+        if covered != box.numel():
+            raise Damaged(f"{self.root}: the pieces of {slot.key} cover {covered} of {box.numel()} elements of a box")
+        values = box.view(-1)[slot.flat[0] : slot.flat[1]] if slot.flat else box
+        slot.tensor.copy_(values.reshape(slot.tensor.shape))
+
+    def _exact(self, entry: dict[str, Any], slot: Slot) -> torch.Tensor | None:
+        """The one piece that is this slot, or that a flat slot lies in: the common case of the same layout."""
+        for piece in entry["pieces"]:
+            if tuple(piece["offset"]) != slot.offset or tuple(piece["shape"]) != slot.shape:
+                continue
+            if piece["flat"] is None:
+                tensor = self._read(piece)
+                return tensor.view(-1)[slot.flat[0] : slot.flat[1]] if slot.flat else tensor
+            if slot.flat and piece["flat"][0] <= slot.flat[0] and slot.flat[1] <= piece["flat"][1]:
+                lo = piece["flat"][0]
+                return self._read(piece)[slot.flat[0] - lo : slot.flat[1] - lo]
+        return None
+
+    def _boxes(self, entry: dict[str, Any], slot: Slot) -> Iterable[tuple[dict[str, Any], torch.Tensor]]:
+        """Each stored box that meets the slot's box, put together from its flat ranges where it was cut."""
+        boxes: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
+        for piece in entry["pieces"]:
+            if _meets(slot.offset, slot.shape, piece["offset"], piece["shape"]):
+                boxes.setdefault((tuple(piece["offset"]), tuple(piece["shape"])), []).append(piece)
+        for (_, shape), pieces in boxes.items():
+            if pieces[0]["flat"] is None:
+                yield pieces[0], self._read(pieces[0]).view(shape)
+                continue
+            pieces = sorted(pieces, key=lambda p: p["flat"][0])
+            flat = torch.cat([self._read(p) for p in pieces])
+            bounds = [p["flat"] for p in pieces]
+            joined = all(a[1] == b[0] for a, b in pairwise(bounds))
+            size = torch.Size(shape).numel()
+            if not joined or bounds[0][0] != 0 or flat.numel() != size:
+                raise Damaged(f"{self.root}: flat pieces of {slot.key} do not cover a box of {size} elements")
+            yield pieces[0], flat.view(shape)
+
+    def _read(self, piece: dict[str, Any]) -> torch.Tensor:
+        try:
+            if piece["file"] not in self.files:
+                self.files[piece["file"]] = safe_open(self.root / piece["file"], framework="pt")
+            return self.files[piece["file"]].get_tensor(piece["entry"])
+        except (SafetensorError, OSError) as error:
+            raise Damaged(f"{self.root / piece['file']}: {piece['entry']} cannot be read: {error}") from None
+
+
+def _meets(a: Iterable[int], a_shape: Iterable[int], b: Iterable[int], b_shape: Iterable[int]) -> bool:
+    return all(x < y + m and y < x + n for x, n, y, m in zip(a, a_shape, b, b_shape, strict=True))
+
+
+def _copy_overlap(box: torch.Tensor, offset: tuple[int, ...], source: torch.Tensor, at: list[int]) -> int:
+    """Copy the part of `source` (a box at `at`) that lies in `box` (at `offset`); returns its elements."""
+    here, there = [], []
+    for o, n, a, m in zip(offset, box.shape, at, source.shape, strict=True):
+        lo, hi = max(o, a), min(o + n, a + m)
+        here.append(slice(lo - o, hi - o))
+        there.append(slice(lo - a, hi - a))
+    part = box[tuple(here)]
+    part.copy_(source[tuple(there)])
+    return part.numel()

@@ -1,0 +1,62 @@
+"""`check`: is this configuration runnable? Answers in well under a second, without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+
+from mtrain.cli.setup import Loaded, load
+from mtrain.config.rules.finding import dp_of
+from mtrain.errors import Problem
+from mtrain.units import count
+
+
+def run(argv: Sequence[str], *, as_json: bool = False) -> int:
+    """Judges the configuration that `argv` describes and prints the verdict; the exit code.
+
+    Raises:
+        BadInput: there are errors.
+    """
+    loaded = load(argv)
+    if as_json:
+        print(json.dumps(verdict(loaded.warnings, loaded.run.digest()), indent=2))
+    else:
+        print(summary(loaded))
+    return 0
+
+
+def verdict(problems: Sequence[Problem], digest: str | None) -> dict[str, object]:
+    """What a machine reads: `ok`, every problem, and the digest of a configuration that passed."""
+    keys = ("code", "path", "value", "source", "rule", "fix", "severity")
+    rows = [{key: getattr(problem, key) for key in keys} for problem in problems]
+    for row in rows:
+        if isinstance(row["value"], float) and not math.isfinite(row["value"]):
+            row["value"] = str(row["value"])
+    return {"ok": digest is not None, "problems": rows, "digest": digest}
+
+
+def summary(loaded: Loaded) -> str:
+    """The configuration that passed, in a few lines."""
+    from mtrain.plan.count import parameters
+
+    run = loaded.run
+    p, t, dp = run.parallel, run.trainer, dp_of(run)
+    axes = {"tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep, "etp": p.etp or p.tp, "dp": dp}
+    shown = [f"{k} {v}" for k, v in axes.items() if (v > 1 and k != "etp") or k in ("tp", "pp", "dp")]
+    if run.model.moe is not None and p.etp not in (None, p.tp):
+        shown.append(f"etp {p.etp}")
+    flags = [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(p, name)]
+    micro = t.global_batch_size // (t.micro_batch_size * dp)
+    tokens = t.global_batch_size * run.data.seq_length
+    lines = [
+        ("model", f"{run.model.name}, {count(parameters(run.model))} parameters, {run.precision.dtype}"),
+        ("layout", ", ".join([*shown, *flags])),
+        ("ranks", f"{p.ranks} on {run.cluster.name} ({run.cluster.device}, {run.cluster.nodes} node(s))"),
+        ("batch", f"{t.global_batch_size} samples = {micro} micro-batch(es) of {t.micro_batch_size} on {dp} rank(s)"),
+        ("tokens", f"{count(tokens)} per step, {count(tokens * t.train_iters)} in {t.train_iters} steps"),
+        ("data", f"{run.data.kind}, samples of {run.data.seq_length} tokens"),
+        ("digest", run.digest()),
+    ]
+    warnings = [problem.render() for problem in loaded.warnings]
+    return "\n".join([*warnings, "ok", *(f"  {name:<7} {text}" for name, text in lines)])

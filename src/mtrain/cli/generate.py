@@ -1,0 +1,51 @@
+"""`generate RUN`: text from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mtrain.ckpt import folder as ckpt_folder
+from mtrain.cli.resume import run_file, target_of
+from mtrain.cli.setup import load
+from mtrain.errors import BadInput, Problem
+from mtrain.launching import folder as run_folder
+from mtrain.launching import local
+
+USAGE = "python launch.py generate runs/<name> [prompt=TEXT] [tokens=N] [temperature=T] [overrides]"
+OPTIONS = {"prompt": "def ", "tokens": "64", "temperature": "0.8"}
+
+
+def run(argv: list[str], *, debug: bool) -> int:
+    """Print a continuation of `prompt` by the newest checkpoint of a run, or by the checkpoint named."""
+    target, rest = target_of(argv, "generate", USAGE)
+    options, overrides = dict(OPTIONS), []
+    for word in rest:
+        key, equals, value = word.partition("=")
+        if equals and key in OPTIONS:
+            options[key] = value
+        else:
+            overrides.append(word)
+    composed = load([f"run={run_file(target)}", *overrides])
+    tokens, temperature = _number(options, "tokens", int), _number(options, "temperature", float)
+    local.generate(composed.run, _checkpoint(target), options["prompt"], int(tokens), temperature)
+    return 0
+
+
+def _checkpoint(target: Path) -> Path:
+    if (target / ckpt_folder.MANIFEST).is_file():
+        return target
+    saved = ckpt_folder.committed(target / run_folder.CHECKPOINTS)
+    if not saved:
+        raise BadInput([Problem("MT502", "", None, f"{target} has no checkpoint yet", USAGE)])
+    return saved[-1]
+
+
+def _number(options: dict[str, str], key: str, kind: type[int] | type[float]) -> float:
+    try:
+        value = kind(options[key])
+    except ValueError:
+        value = kind(-1)
+    if not 0 <= value < 1e6:
+        fix = f"{key}={OPTIONS[key]}"
+        raise BadInput([Problem("MT003", key, options[key], "must be a number of at least 0", fix, "command line")])
+    return value

@@ -1,0 +1,202 @@
+"""The command line: `mtrain [VERB] [KEY=VALUE ...]`. Verbs are loaded only when they are used."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mtrain.errors import BadInput, MtrainError, Problem
+
+VERBS = {
+    "train": "train (the verb when none is given)",
+    "check": "judge a configuration in under a second, without starting anything",
+    "show": "print the resolved configuration and who set each key",
+    "resume": "go on with a run: resume RUN_FOLDER [overrides]",
+    "generate": "write text with a trained model: generate RUN_FOLDER",
+}
+FLAGS = {
+    "--json": "check, show: print JSON for a machine",
+    "--resolved": "show: print the bare file that run=FILE reads",
+    "--debug": "print the traceback of an error",
+    "--help": "print this page",
+    "--version": "print the version",
+}
+EXAMPLES = (
+    ("mtrain", "train the default model on this machine"),
+    ("mtrain model=llama_tiny parallel=tp2pp2 trainer.train_iters=20", "another layout, fewer steps"),
+    ("mtrain check model=llama3_70b parallel=tp4pp4 cluster=h100x64", "would this run on 64 H100?"),
+    ("mtrain show recipe=llama3/70b_h100x64", "what a recipe sets, line by line"),
+    ("mtrain show --resolved optim.lr=3e-4 > my.yaml; mtrain run=my.yaml", "freeze a run into one file"),
+)
+
+
+@dataclass
+class Call:
+    """A parsed command line."""
+
+    verb: str
+    arguments: list[str]
+    flags: set[str]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    try:
+        call = parse(arguments)
+        return dispatch(call)
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return 141
+    except MtrainError as error:
+        if debug:
+            _traceback()
+        if "--json" in arguments and isinstance(error, BadInput):
+            print(_json_verdict(error))
+        else:
+            _say(message(error))
+        return error.exit_code
+    except Exception as error:
+        if debug:
+            _traceback()
+        first = (str(error).strip().splitlines() or [""])[0]
+        _say(f"unexpected {type(error).__name__}: {first}\nuse --debug for the traceback")
+        return 1
+
+
+def parse(arguments: Sequence[str]) -> Call:
+    """Verb, overrides and flags of a command line.
+
+    Raises:
+        BadInput: a word that is no verb, or a flag that does not exist.
+    """
+    flags = {a for a in arguments if a in FLAGS or a == "-h"}
+    rest = [a for a in arguments if a not in flags]
+    unknown = [a for a in rest if a.startswith("-") and "=" not in a]
+    problems = [_unknown_flag(flag) for flag in unknown]
+    rest = [a for a in rest if a not in unknown]
+    verb = "train"
+    if rest and rest[0] in VERBS:
+        verb, rest = rest[0], rest[1:]
+    elif rest and rest[0].isidentifier():
+        problems.append(_unknown_verb(rest[0]))
+    if problems:
+        raise BadInput(problems)
+    return Call(verb, rest, flags)
+
+
+def dispatch(call: Call) -> int:
+    """Runs a parsed command; returns its exit code."""
+    if "--version" in call.flags:
+        from mtrain import __version__
+
+        print(f"mtrain {__version__}")
+        return 0
+    if call.flags & {"--help", "-h"}:
+        print(help_page())
+        return 0
+    as_json = "--json" in call.flags
+    if call.verb == "check":
+        from mtrain.cli import check
+
+        return check.run(call.arguments, as_json=as_json)
+    if call.verb == "show":
+        from mtrain.cli import show
+
+        return show.run(call.arguments, bare="--resolved" in call.flags, as_json=as_json)
+    return _worker_verb(call.verb)(call.arguments, debug="--debug" in call.flags)
+
+
+def _worker_verb(verb: str) -> Callable[..., int]:
+    from importlib import import_module
+
+    run: Callable[..., int] = import_module(f"mtrain.cli.{verb}").run
+    return run
+
+
+def _json_verdict(error: BadInput) -> str:
+    import json
+
+    from mtrain.cli.check import verdict
+
+    return json.dumps(verdict(error.problems, None), indent=2)
+
+
+def message(error: MtrainError) -> str:
+    """An error as it is printed: every problem, and how many there are."""
+    if not isinstance(error, BadInput):
+        return str(error)
+    problems = error.problems
+    lines = [problem.render() for problem in problems]
+    errors = sum(problem.severity == "error" for problem in problems)
+    warnings = len(problems) - errors
+    tail = f"{errors} problem{'s' if errors != 1 else ''}"
+    if warnings:
+        tail += f", {warnings} warning{'s' if warnings != 1 else ''}"
+    return "\n".join([*lines, tail])
+
+
+def help_page() -> str:
+    """The page of --help: verbs, groups with their choices, flags, examples."""
+    from mtrain.config.paths import choices_of_group
+    from mtrain.config.run import GROUPS
+
+    out = ["usage: mtrain [VERB] [GROUP=CHOICE ...] [KEY=VALUE ...] [FLAGS]", "", "verbs"]
+    out += [f"  {name:<10} {text}" for name, text in VERBS.items()]
+    out += ["", "choices (a file each under conf/)"]
+    out += [f"  {group:<10} {_wrapped(choices_of_group(group))}" for group in GROUPS]
+    out += [
+        f"  {'':<10} parallel takes a layout in one word as well: tp4pp4, tp8pp12cp2vpp4ep8, tp2pp2dp2, tp4sp",
+        "",
+        "values, and what they stand on",
+        "  KEY=VALUE       one key: optim.lr=3e-4, data.split=[0.9,0.05,0.05], trainer.eval_interval=null",
+        "  recipe=NAME     a recipe under recipes/, or the path of one",
+        "  run=FILE        a resolved file, such as the run.yaml of a run folder",
+        "",
+        "flags",
+        *(f"  {name:<15} {text}" for name, text in FLAGS.items()),
+        "",
+        "examples",
+        *(f"  {command}\n      {text}" for command, text in EXAMPLES),
+        "",
+        "exit codes: 0 ok, 2 bad input, 3 environment, 4 damaged data, 5 training fault, 75 preempted and resumable",
+    ]
+    return "\n".join(out)
+
+
+def _wrapped(words: Sequence[str], width: int = 90) -> str:
+    import textwrap
+
+    return textwrap.fill(" ".join(words), width, subsequent_indent=" " * 13, break_on_hyphens=False)
+
+
+def _unknown_flag(flag: str) -> Problem:
+    near = difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.5)
+    rule = f"{flag}: there is no such flag; flags: {', '.join(FLAGS)}"
+    return Problem("MT010", "", None, rule, near[0] if near else "", "command line")
+
+
+def _unknown_verb(word: str) -> Problem:
+    near = difflib.get_close_matches(word, VERBS, n=2, cutoff=0.5)
+    rule = f"{word}: is neither a verb nor key=value; verbs: {', '.join(VERBS)}"
+    return Problem("MT010", "", None, rule, " or ".join(near), "command line")
+
+
+def _say(text: str) -> None:
+    """Prints on stderr; of the processes that a launcher such as torchrun started, only the first one does."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)
+
+
+def _traceback() -> None:
+    import traceback
+
+    if os.environ.get("RANK", "0") == "0":
+        traceback.print_exc()

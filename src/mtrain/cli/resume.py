@@ -1,0 +1,44 @@
+"""`resume RUN`: go on with a run, by its folder or one of its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mtrain.ckpt import folder as ckpt_folder
+from mtrain.cli import train
+from mtrain.errors import BadInput, Problem
+
+USAGE = "python launch.py resume runs/<name> [overrides]"
+
+
+def run(argv: list[str], *, debug: bool) -> int:
+    """Train on with the configuration that the run folder holds; further arguments are overrides."""
+    target, overrides = target_of(argv, "resume", USAGE)
+    return train.run([f"run={run_file(target)}", f"checkpoint.resume={quoted(target)}", *overrides], debug=debug)
+
+
+def target_of(argv: list[str], verb: str, usage: str) -> tuple[Path, list[str]]:
+    """The run or checkpoint folder that a verb was given first, and the rest of its arguments.
+
+    Raises:
+        BadInput: no folder was given, or it is neither a run nor a checkpoint.
+    """
+    if not argv or "=" in argv[0]:
+        raise BadInput([Problem("MT002", "", None, f"{verb} needs a run folder or a checkpoint folder", usage)])
+    target = Path(argv[0]).expanduser()
+    if not (target / ckpt_folder.RUN_FILE).is_file():
+        what = "does not exist" if not target.exists() else f"has no {ckpt_folder.RUN_FILE}"
+        raise BadInput(
+            [Problem("MT502", "", None, f"{target} {what}; {verb} needs a run or checkpoint folder", usage)]
+        )
+    return target, argv[1:]
+
+
+def run_file(target: Path) -> str:
+    """The configuration of a run or checkpoint folder, as an override's value."""
+    return quoted(target / ckpt_folder.RUN_FILE)
+
+
+def quoted(path: Path) -> str:
+    """A path as a value in override grammar."""
+    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"

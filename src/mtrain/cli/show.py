@@ -1,0 +1,23 @@
+"""`show`: the resolved configuration, each key with who set it, or the bare file that `run=FILE` reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from mtrain.cli.setup import load
+from mtrain.config.dump import run_yaml
+
+
+def run(argv: Sequence[str], *, bare: bool = False, as_json: bool = False) -> int:
+    """Prints the configuration; the exit code.
+
+    Raises:
+        BadInput: the configuration has errors.
+    """
+    loaded = load(argv)
+    if as_json:
+        print(json.dumps({"run": loaded.run.to_dict(), "origins": loaded.origins, "digest": loaded.run.digest()}))
+    else:
+        print(run_yaml(loaded.run, None if bare else loaded.origins), end="")
+    return 0

@@ -1,0 +1,286 @@
+"""argv -> one validated configuration, with who set each key.
+
+Precedence, lowest first: schema default, group file, recipe (or the run file, which is complete), command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtrain.config.interpolate import leaves, refused, resolve_references
+from mtrain.config.layout_string import looks_like_layout, parse_layout
+from mtrain.config.load import Document, load
+from mtrain.config.overrides import COMMAND_LINE, Overrides, near_choice, read_overrides
+from mtrain.config.paths import choices_of_group, conf_dir
+from mtrain.config.recipe import Recipe, read_recipe, reserved_keys
+from mtrain.config.run import GROUPS, RunConfig
+from mtrain.config.validate import unknown_key, validate
+from mtrain.errors import BadInput, Problem
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A configuration that passed the schema."""
+
+    run: RunConfig
+    origins: dict[str, str]
+    """Who set each leaf: `conf/model/llama3_8b.yaml:7`, a recipe's `file:line`, `command line`, `default`."""
+    choices: dict[str, str]
+    """group -> choice; with a run file only the groups that the command line replaced."""
+    warnings: tuple[Problem, ...] = ()
+
+
+def compose(argv: Sequence[str]) -> Composed:
+    """Composes group files, a recipe or run file, and overrides.
+
+    Raises:
+        BadInput: with every problem that was found.
+    """
+    return _Composition(read_overrides(argv)).finish()
+
+
+@dataclass
+class _Tree:
+    """Values with the origin of every leaf."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+
+    def merge(self, values: Mapping[str, Any], where: Callable[[str], str], prefix: str = "") -> None:
+        """Lays `values` (nested) over what is there; `where` gives the origin of a dotted key."""
+        parent = self.section(prefix)
+        for key, value in values.items():
+            path = f"{prefix}.{key}" if prefix else key
+            if isinstance(value, dict) and value and isinstance(parent.get(key), dict):
+                self.merge(value, where, path)
+            else:
+                self.replace(path, value, where)
+
+    def replace(self, path: str, value: Any, where: Callable[[str], str]) -> None:
+        """Sets the key at `path`, with everything under it.
+
+        Raises:
+            KeyError: a part of the path is no mapping.
+        """
+        parent, _, last = path.rpartition(".")
+        self.section(parent)[last] = value
+        for known in [k for k in self.origins if k == path or k.startswith(f"{path}.")]:
+            del self.origins[known]
+        for leaf, _ in leaves(value, path):
+            self.origins[leaf] = where(leaf)
+
+    def section(self, path: str) -> dict[str, Any]:
+        node = self.values
+        for part in path.split(".") if path else ():
+            inner = node.get(part)
+            if inner is None:
+                inner = node[part] = {}
+            if not isinstance(inner, dict):
+                raise KeyError(path)
+            node = inner
+        return node
+
+    def where(self, path: str) -> str:
+        """Who set the key at `path`; for one that nobody set, who set its neighbours."""
+        if path in self.origins:
+            return self.origins[path]
+        prefix = path
+        while prefix:
+            inside = [source for key, source in self.origins.items() if key.startswith(f"{prefix}.")]
+            if inside:
+                return inside[0].rpartition(":")[0] if ":" in inside[0] and prefix != path else inside[0]
+            prefix = prefix.rpartition(".")[0]
+            if prefix in self.origins:
+                return self.origins[prefix]
+        return DEFAULT
+
+
+class _Composition:
+    """One composition; collects problems as far as it can go."""
+
+    def __init__(self, overrides: Overrides) -> None:
+        self.overrides = overrides
+        self.problems = list(overrides.problems)
+        self.conf = conf_dir()
+        self.documents: dict[str, Document] = {}
+        self.layouts: dict[str, dict[str, Any]] = {}
+        self.tree = _Tree()
+
+    def finish(self) -> Composed:
+        recipe = self._recipe()
+        base = self._run_file()
+        chosen, sources = self._choices(recipe)
+        known = self._groups(chosen, sources, base)
+        if recipe is not None:
+            self.tree.merge(recipe.values, recipe.document.where)
+        self._values()
+        self.problems += resolve_references(self.tree.values, self.tree.where)
+        run, problems = validate(self.tree.values, self.tree.where)
+        self.problems += problems
+        if run is None or self.problems:
+            raise BadInput(_distinct(self.problems))
+        origins = {key: self._origin(key) for key in run.flat()}
+        return Composed(run, origins, chosen if base is not None else known)
+
+    def _origin(self, key: str) -> str:
+        while key:
+            if key in self.tree.origins:
+                return self.tree.origins[key]
+            key = key.rpartition(".")[0]
+        return DEFAULT
+
+    def _recipe(self) -> Recipe | None:
+        if self.overrides.recipe is None or self.overrides.run is not None:
+            return None
+        recipe, problems = read_recipe(self.overrides.recipe)
+        self.problems += problems
+        return recipe
+
+    def _run_file(self) -> Document | None:
+        if self.overrides.run is None:
+            return None
+        try:
+            document = load(Path(self.overrides.run))
+        except BadInput as error:
+            self.problems += error.problems
+            return None
+        self.problems += reserved_keys(document.values, document)
+        self.problems += refused(document.values, document.where)
+        return document
+
+    def _choices(self, recipe: Recipe | None) -> tuple[dict[str, str], dict[str, str]]:
+        """group -> choice and group -> who chose, of those choices that exist."""
+        chosen: dict[str, str] = {}
+        sources: dict[str, str] = {}
+        layers = [(recipe.choices, recipe.choice_lines)] if recipe is not None else []
+        for choices, lines in [*layers, (self.overrides.choices, {})]:
+            for group, choice in choices.items():
+                source = lines.get(group, COMMAND_LINE)
+                problem = self._unknown(group, choice, source)
+                if problem is None:
+                    chosen[group], sources[group] = choice, source
+                else:
+                    self.problems.append(problem)
+        return chosen, sources
+
+    def _unknown(self, group: str, choice: str, source: str) -> Problem | None:
+        if (self.conf / group / f"{choice}.yaml").is_file():
+            return None
+        if group == "parallel":
+            try:
+                self.layouts[choice] = parse_layout(choice)
+                return None
+            except ValueError as error:
+                if looks_like_layout(choice):
+                    return Problem("MT016", group, choice, str(error), _layout_fix(choice), source)
+        choices = choices_of_group(group)
+        near = near_choice(choice, choices)
+        fix = " or ".join(f"{group}={name}" for name in near) or f"{group}={choices[0]}"
+        also = ", or a layout such as tp4pp4" if group == "parallel" else ""
+        rule = f"there is no such choice; choices: {', '.join(choices)}{also}"
+        return Problem("MT011", group, choice, rule, fix, source)
+
+    def _groups(self, chosen: dict[str, str], sources: dict[str, str], base: Document | None) -> dict[str, str]:
+        """Fills the tree from the run file and the group files; returns group -> choice."""
+        if base is not None:
+            self.tree.merge(base.values, base.where)
+        if base is not None and not chosen:
+            return {}
+        files, known = self._files(chosen)
+        for group in chosen if base is not None else ():
+            self.tree.replace(group, {}, lambda _: COMMAND_LINE)
+            del self.tree.origins[group]
+        for path, package in files:
+            group = path.partition("/")[0]
+            if group not in GROUPS or (base is not None and group not in chosen):
+                continue
+            layout = self.layouts.get(path.partition("/")[2]) if group == "parallel" else None
+            if layout is not None:
+                source = sources.get(group, "conf/config.yaml")
+                self.tree.merge(layout, lambda _, s=source: s, package)  # type: ignore[misc]
+            else:
+                self._merge_file(path, package)
+        return known
+
+    def _files(self, chosen: Mapping[str, str]) -> tuple[list[tuple[str, str]], dict[str, str]]:
+        """The group files in order of rising precedence with the key each fills, and group -> choice.
+
+        Reads them with our own reader first: its problems name the line. Where a file has a defaults list of
+        its own, Hydra follows it.
+        """
+        config = load(self.conf / "config.yaml")
+        choices: dict[str, str] = {}
+        for entry in config.values.get("defaults", []):
+            if isinstance(entry, dict):
+                choices.update({str(k): str(v) for k, v in entry.items()})
+        parallel = choices.get("parallel", "")
+        if not (self.conf / "parallel" / f"{parallel}.yaml").is_file():
+            self.layouts[parallel] = parse_layout(parallel)
+        problems: list[Problem] = []
+        for group, choice in {**choices, **chosen}.items():
+            if (self.conf / group / f"{choice}.yaml").is_file():
+                try:
+                    self._document(f"{group}/{choice}")
+                except BadInput as error:
+                    problems += error.problems
+        if problems:
+            raise BadInput([*self.problems, *problems])
+        known = {**choices, **chosen}
+        if any(d.packaged or "defaults" in d.values for d in self.documents.values()):
+            from mtrain.config.source import defaults_list
+
+            return defaults_list(self.conf, chosen, self.layouts)
+        return [(f"{group}/{choice}", group) for group, choice in known.items()], known
+
+    def _document(self, path: str) -> Document:
+        if path not in self.documents:
+            self.documents[path] = load(self.conf / f"{path}.yaml")
+        return self.documents[path]
+
+    def _merge_file(self, path: str, package: str) -> None:
+        document = self._document(path)
+        cut = len(package) + 1 if package else 0
+        values = {key: value for key, value in document.values.items() if key != "defaults"}
+        self.problems += reserved_keys(values, document)
+        self.problems += refused(values, lambda key: document.where(key[cut:]), package)
+        self.tree.merge(values, lambda key: document.where(key[cut:]), package)
+
+    def _values(self) -> None:
+        for path, value in self.overrides.values.items():
+            self.problems += refused(value, lambda _: COMMAND_LINE, path)
+            try:
+                if isinstance(value, dict) and value:
+                    self.tree.merge(value, lambda _: COMMAND_LINE, path)
+                else:
+                    self.tree.replace(path, value, lambda _: COMMAND_LINE)
+            except KeyError:
+                self.problems.append(unknown_key(path, value, lambda _: COMMAND_LINE))
+
+
+def _layout_fix(choice: str) -> str:
+    """The parts of a misspelt layout that can be read, as a layout."""
+    import re
+
+    degrees: dict[str, str] = {}
+    for axis, degree in re.findall(r"(vpp|etp|tp|pp|cp|ep|dp)([1-9][0-9]{0,5})(?![0-9])", choice):
+        degrees.setdefault(axis, degree)
+    word = "".join(f"{axis}{degree}" for axis, degree in degrees.items())
+    return f"parallel={word or 'single'}"
+
+
+def _distinct(problems: Sequence[Problem]) -> list[Problem]:
+    """`problems` without repetitions; a refused reference is not judged by its type as well."""
+    seen: dict[tuple[str, str, str, str], Problem] = {}
+    refused_at: set[str] = set()
+    for problem in problems:
+        if problem.path in refused_at:
+            continue
+        if problem.code == "MT007":
+            refused_at.add(problem.path)
+        seen.setdefault((problem.code, problem.path, problem.rule, problem.source), problem)
+    return list(seen.values())

@@ -1,0 +1,72 @@
+"""A resolved configuration as text: the file `run.yaml`, with or without the origin of each key."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mtrain.config.load import HIDDEN, scalar
+from mtrain.config.run import RunConfig
+
+_BARE = re.compile(r"(?!(?i:null|true|false|nan|inf)\Z)[A-Za-z_/][A-Za-z0-9_/.:@%+-]*\Z")
+_PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.-]*\Z")
+
+
+def run_yaml(run: RunConfig, comments: Mapping[str, str] | None = None) -> str:
+    """Every key of `run` as YAML that `run=FILE` reads back to an equal configuration.
+
+    `comments` puts a remark behind the leaf at each dotted key; remarks are aligned in one column.
+    """
+    lines = list(_lines(run.to_dict(), "", 0))
+    if not comments:
+        return "".join(f"{text}\n" for text, _ in lines)
+    marks = {path: comments[path] for _, path in lines if path in comments}
+    width = min(60, max((len(text) for text, path in lines if path in marks), default=0))
+    out = [f"{text:<{width}}  # {marks[path]}" if path in marks else text for text, path in lines]
+    return "\n".join(out) + "\n"
+
+
+def spell(value: Any) -> str:
+    """A leaf as YAML of one line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(spell(v) for v in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{spell(k)}: {spell(v)}' for k, v in value.items())}}}"
+    text = str(value)
+    if _PLAIN.match(text) and scalar(text) == text:
+        return text
+    quoted = json.dumps(text, ensure_ascii=False)
+    quoted = HIDDEN.sub(lambda m: f"\\u{ord(m.group()):04x}", quoted)
+    return re.sub("[\x7f-\x9f\u2028\u2029]", lambda m: f"\\u{ord(m.group()):04x}", quoted)
+
+
+def override(key: str, value: Any) -> str:
+    """`key=value` as one word of a shell's command line that Hydra's grammar reads back to `value`."""
+    if isinstance(value, (list, tuple)):
+        return f"{key}=[{','.join(spell(v) for v in value)}]"
+    if not isinstance(value, str):
+        return f"{key}={spell(value)}"
+    if _BARE.match(value):
+        return f"{key}={value}"
+    text = re.sub(r'(\\+)(?="|\Z)', r"\1\1", value).replace('"', '\\"')
+    return shlex.quote(f'{key}="{text}"')
+
+
+def _lines(values: Mapping[str, Any], prefix: str, depth: int) -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        path = f"{prefix}.{key}" if prefix else key
+        indent = "  " * depth
+        if isinstance(value, dict) and value:
+            yield f"{indent}{key}:", ""
+            yield from _lines(value, path, depth + 1)
+        else:
+            yield f"{indent}{key}: {spell(value)}", path

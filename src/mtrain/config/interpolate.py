@@ -1,0 +1,92 @@
+"""References between keys: `${trainer.train_iters}`. No resolver, no environment, no code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mtrain.errors import Problem
+
+MAX_REFERENCES = 100
+
+_REFERENCE = re.compile(r"\$\{([^{}]*)\}")
+_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*\Z")
+
+
+def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf of nested mappings with its dotted key; an empty mapping is a leaf."""
+    if isinstance(values, dict) and (values or not prefix):
+        for key, value in values.items():
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, values
+
+
+def refused(values: Any, where: Callable[[str], str], prefix: str = "") -> Iterator[Problem]:
+    """A problem for every string with `${...}` that is more than a reference to another key."""
+    for path, value in leaves(values, prefix):
+        for text in _strings(value):
+            if "${" not in text:
+                continue
+            bodies = _REFERENCE.findall(text)
+            if "${" in _REFERENCE.sub("", text) or not all(_KEY.match(body) for body in bodies):
+                rule = "only a reference to another key is allowed, as in ${trainer.train_iters}; resolvers never run"
+                yield Problem("MT007", path, value, rule, "write the value itself", where(path))
+
+
+def resolve_references(values: dict[str, Any], where: Callable[[str], str]) -> list[Problem]:
+    """Puts the value in place of each reference, in `values` itself; returns what could not be followed."""
+    table = dict(leaves(values))
+    problems: list[Problem] = []
+    for path, value in table.items():
+        if not any("${" in text for text in _strings(value)):
+            continue
+        try:
+            _put(values, path, _Follower(table).follow(value, (path,)))
+        except ValueError as error:
+            problems.append(Problem("MT007", path, value, str(error), "write the value itself", where(path)))
+    return problems
+
+
+class _Follower:
+    """Follows the references of one value, a bounded number of them."""
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        self.table = table
+        self.left = MAX_REFERENCES
+
+    def follow(self, value: Any, chain: tuple[str, ...]) -> Any:
+        if isinstance(value, list):
+            return [self.follow(item, chain) for item in value]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        whole = _REFERENCE.fullmatch(value)
+        if whole:
+            return self.target(whole.group(1), chain)
+        return _REFERENCE.sub(lambda m: str(self.target(m.group(1), chain)), value)
+
+    def target(self, key: str, chain: tuple[str, ...]) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise ValueError(f"more than {MAX_REFERENCES} references stand behind this value")
+        if key in chain:
+            raise ValueError(f"the reference goes in a circle: {' -> '.join([*chain, key])}")
+        if key not in self.table:
+            raise ValueError(f"${{{key}}} names no key that has a value")
+        return self.follow(self.table[key], (*chain, key))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+
+
+def _put(values: dict[str, Any], path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    for name in parents:
+        values = values[name]
+    values[last] = value

@@ -1,0 +1,51 @@
+"""A layout in one word: `tp8pp12cp2vpp4ep8`, `tp2pp2dp2`, `tp4pp4sp`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+GRAMMAR = (
+    "a layout is axes with their degrees, such as tp4pp4 or tp8pp12cp2vpp4ep8: "
+    "tp pp vpp cp ep etp dp, each at most once and at least 1, and the flag sp"
+)
+
+_TOKEN = re.compile(r"(vpp|etp|tp|pp|cp|ep|dp)([0-9]{1,6})|(sp)(?![0-9])")
+
+
+def looks_like_layout(word: str) -> bool:
+    """Whether `word` was meant as a layout: it begins with an axis and a digit or with `sp`."""
+    return re.match(r"(vpp|etp|tp|pp|cp|ep|dp)-?[0-9]|sp\Z", word) is not None
+
+
+def parse_layout(word: str) -> dict[str, Any]:
+    """The values of the `parallel` group that `word` stands for.
+
+    `dp` becomes `ranks` = tp * pp * cp * dp, for the data-parallel size is derived and never written.
+
+    Raises:
+        ValueError: not a layout; says which part, and the grammar.
+    """
+    degrees: dict[str, int] = {}
+    position = 0
+    while position < len(word):
+        match = _TOKEN.match(word, position)
+        if match is None:
+            raise ValueError(f"cannot read {word[position:]!r}; {GRAMMAR}")
+        axis = match.group(1) or "sp"
+        degree = int(match.group(2) or 1)
+        if axis in degrees:
+            raise ValueError(f"{axis} is given twice; {GRAMMAR}")
+        if degree < 1:
+            raise ValueError(f"{axis}{degree} is not positive; {GRAMMAR}")
+        degrees[axis] = degree
+        position = match.end()
+    if not degrees:
+        raise ValueError(GRAMMAR)
+    values: dict[str, Any] = {axis: n for axis, n in degrees.items() if axis not in ("dp", "sp")}
+    if "sp" in degrees:
+        values["sequence_parallel"] = True
+    if "dp" in degrees:
+        copy = degrees.get("tp", 1) * degrees.get("pp", 1) * degrees.get("cp", 1)
+        values["ranks"] = copy * degrees["dp"]
+    return values

@@ -1,0 +1,312 @@
+"""YAML as data: a bounded reader that knows the line of every key and can neither build objects nor convert slyly.
+
+Numbers and booleans follow YAML 1.2: `1e-5` is a float, `no` and `on` are strings, `12:30:45` is a string.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from mtrain.config.paths import display, near_files
+from mtrain.errors import BadInput, Problem
+
+if TYPE_CHECKING:
+    from mtrain.config.run import RunConfig
+
+MAX_BYTES, MAX_DEPTH, MAX_NODES, MAX_DIGITS = 1 << 20, 32, 10_000, 400
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_INT = re.compile(r"[-+]?[0-9]+\Z")
+_BASE = re.compile(r"0o[0-7]+\Z|0x[0-9a-fA-F]+\Z")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
+_WORDS: dict[str, Any] = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+    **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
+    **dict.fromkeys((".inf", ".Inf", ".INF", "+.inf"), float("inf")),
+    **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf")),
+}
+# Characters that change how text is shown without being seen: bidirectional controls, zero-width ones, the BOM.
+HIDDEN = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
+
+
+@dataclass
+class Document:
+    """What a YAML file says, and where."""
+
+    values: dict[str, Any]
+    """Plain mappings, lists and scalars."""
+    lines: dict[str, int]
+    """Line of every key by its dotted path; items of a list by their index (`defaults.0`)."""
+    source: str
+    """The file's name as problems show it."""
+    packaged: bool = False
+    """Whether a comment of the file tells Hydra where its values go (`@package`)."""
+
+    def where(self, path: str) -> str:
+        """`file:line` of the key at `path`, or of the nearest key above it."""
+        while path and path not in self.lines:
+            path = path.rpartition(".")[0]
+        return f"{self.source}:{self.lines[path]}" if path else self.source
+
+
+def scalar(text: str) -> Any:
+    """The value of an unquoted scalar under YAML 1.2."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if len(text) <= MAX_DIGITS:
+        if _INT.match(text):
+            return int(text)
+        if _BASE.match(text):
+            return int(text, 0)
+        if _FLOAT.match(text):
+            return float(text)
+    return text
+
+
+def load(path: Path, source: str | None = None) -> Document:
+    """Reads one file.
+
+    Raises:
+        BadInput: missing, unreadable, too large, not UTF-8, not YAML, or YAML that is more than data.
+    """
+    source = source or display(path)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise BadInput([missing(path, source, error)]) from None
+    if len(data) > MAX_BYTES:
+        raise BadInput([Problem("MT005", "", None, f"larger than the limit of {MAX_BYTES} bytes", "", source)])
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        rule = f"byte {data[error.start]:#04x} is not UTF-8; a configuration is UTF-8 text"
+        raise BadInput([Problem("MT003", "", None, rule, "", f"{source}:{line}")]) from None
+    return parse(text, source)
+
+
+def read_run_file(path: Path) -> RunConfig:
+    """The configuration that a resolved file such as `run.yaml` holds.
+
+    Raises:
+        BadInput: the file cannot be read, or is no complete configuration.
+    """
+    from mtrain.config.validate import validate
+
+    document = load(path)
+    run, problems = validate(document.values, document.where)
+    if run is None:
+        raise BadInput(problems)
+    return run
+
+
+def missing(path: Path, source: str, error: OSError) -> Problem:
+    """The problem of a file that cannot be read, with the names near it."""
+    near = near_files(path)
+    if path.is_dir():
+        rule = "is a folder; a YAML file is needed"
+        near = sorted(str(p) for p in path.glob("*.yaml"))[:3]
+    elif isinstance(error, FileNotFoundError):
+        rule = "there is no such file"
+    else:
+        rule = f"cannot be read: {error.strerror}"
+    fix = f"did you mean {', '.join(near)}?" if near else ""
+    return Problem("MT002", "", None, rule, fix, source)
+
+
+def parse(text: str, source: str) -> Document:
+    """Reads YAML text whose top level is a mapping (or nothing).
+
+    Raises:
+        BadInput: with one problem, which names the line.
+    """
+    hidden = HIDDEN.search(text)
+    if hidden:
+        line = text.count("\n", 0, hidden.start()) + 1
+        rule = f"the invisible character U+{ord(hidden.group()):04X} is refused"
+        raise BadInput([Problem("MT003", "", None, rule, "delete it", f"{source}:{line}")])
+    reader = _Reader(source)
+    try:
+        values = reader.read(yaml.parse(text, Loader=_LOADER))
+    except yaml.YAMLError as error:
+        raise BadInput([_syntax(error, text, source)]) from None
+    return Document(values, reader.lines, source, "@package" in text)
+
+
+def _syntax(error: yaml.YAMLError, text: str, source: str) -> Problem:
+    mark = getattr(error, "problem_mark", None)
+    position = getattr(error, "position", None)
+    rule = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
+    if mark is None and isinstance(position, int):
+        line = text.encode()[:position].count(b"\n") + 1
+    elif mark is None:
+        return Problem("MT003", "", None, f"not YAML: {rule}", "", source)
+    else:
+        line = mark.line + 1
+    lines = text.splitlines()
+    excerpt = lines[line - 1].replace("\t", "<TAB>")[:80] if line <= len(lines) else "the end of the file"
+    fix = "indent with spaces" if "<TAB>" in excerpt else ""
+    return Problem("MT003", "", None, f"not YAML: {rule.strip()}, at: {excerpt.strip()}", fix, f"{source}:{line}")
+
+
+@dataclass
+class _Anchor:
+    value: Any
+    nodes: int
+    depth: int
+
+
+@dataclass
+class _Open:
+    """A collection that is being read."""
+
+    value: dict[str, Any] | list[Any]
+    path: str
+    anchor: str | None
+    nodes_before: int
+    key: str | None = None
+    key_lines: dict[str, int] = field(default_factory=dict)
+    inner_depth: int = 0
+
+
+class _Reader:
+    """Turns parser events into plain values, counting nodes and depth with every alias expanded."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.lines: dict[str, int] = {}
+        self.anchors: dict[str, _Anchor] = {}
+        self.stack: list[_Open] = []
+        self.nodes = 0
+        self.root: Any = None
+        self.documents = 0
+
+    def refuse(self, code: str, rule: str, event: Any, path: str = "", fix: str = "") -> BadInput:
+        line = event.start_mark.line + 1
+        return BadInput([Problem(code, path, None, rule, fix, f"{self.source}:{line}")])
+
+    def read(self, events: Iterator[Any]) -> dict[str, Any]:
+        for event in events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                self.documents += 1
+                if self.documents > 1:
+                    raise self.refuse("MT003", "a second document begins; one file is one document", event)
+            elif isinstance(event, yaml.ScalarEvent):
+                self.scalar(event)
+            elif isinstance(event, yaml.AliasEvent):
+                self.alias(event)
+            elif isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
+                self.open(event)
+            elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
+                self.close(event)
+        if self.root is None:
+            return {}
+        if not isinstance(self.root, dict):
+            raise BadInput([Problem("MT003", "", None, "the top level must be a mapping of keys", "", self.source)])
+        return self.root
+
+    def check(self, event: Any, nodes: int, depth: int) -> None:
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            short = tag.replace("tag:yaml.org,2002:", "!!")
+            raise self.refuse(
+                "MT006", f"the tag {short} is refused: a configuration is data", event, fix="delete the tag"
+            )
+        self.nodes += nodes
+        if self.nodes > MAX_NODES:
+            raise self.refuse("MT005", f"more than {MAX_NODES} values with every alias expanded", event)
+        if len(self.stack) + depth > MAX_DEPTH:
+            raise self.refuse("MT005", f"nested deeper than {MAX_DEPTH} levels", event)
+
+    def scalar(self, event: Any) -> None:
+        self.check(event, 1, 0)
+        value = scalar(event.value) if event.implicit[0] and not event.style else event.value
+        if self.awaits_key():
+            self.key(event, value)
+        else:
+            self.put(value, event)
+            if event.anchor:
+                self.anchors[event.anchor] = _Anchor(value, 1, 0)
+
+    def alias(self, event: Any) -> None:
+        anchor = self.anchors.get(event.anchor)
+        if anchor is None:
+            raise self.refuse("MT003", f"the alias *{event.anchor} stands for nothing", event)
+        self.check(event, anchor.nodes, anchor.depth)
+        if self.awaits_key():
+            raise self.refuse("MT003", "an alias cannot be a key", event)
+        self.put(_copy(anchor.value), event)
+
+    def open(self, event: Any) -> None:
+        self.check(event, 1, 1)
+        if self.awaits_key():
+            raise self.refuse("MT003", "a key must be a plain word", event)
+        value: dict[str, Any] | list[Any] = {} if isinstance(event, yaml.MappingStartEvent) else []
+        path = self.path_of_next()
+        self.put(value, event)
+        self.stack.append(_Open(value, path, event.anchor, self.nodes))
+
+    def close(self, event: Any) -> None:
+        done = self.stack.pop()
+        depth = done.inner_depth + 1
+        if self.stack:
+            self.stack[-1].inner_depth = max(self.stack[-1].inner_depth, depth)
+        if done.anchor:
+            self.anchors[done.anchor] = _Anchor(done.value, self.nodes - done.nodes_before + 1, depth)
+
+    def awaits_key(self) -> bool:
+        return bool(self.stack) and isinstance(self.stack[-1].value, dict) and self.stack[-1].key is None
+
+    def key(self, event: Any, value: Any) -> None:
+        top = self.stack[-1]
+        line = event.start_mark.line + 1
+        name = event.value
+        path = f"{top.path}.{name}" if top.path else name
+        if not isinstance(value, str) or not name:
+            raise self.refuse("MT003", f"the key {name!r} is no word; a key is text", event)
+        if name in top.key_lines:
+            first = top.key_lines[name]
+            rule = f"written twice in one mapping, at lines {first} and {line}"
+            raise self.refuse("MT004", rule, event, path, "keep one of them")
+        if "." in name:
+            rule = "dots do not nest in a file"
+            fix = f"write `{name.replace('.', ': {')}: ...{'}' * name.count('.')}`"
+            raise self.refuse("MT003", rule, event, path, fix)
+        top.key_lines[name] = line
+        top.key = name
+        self.lines[path] = line
+
+    def path_of_next(self) -> str:
+        if not self.stack:
+            return ""
+        top = self.stack[-1]
+        name = str(len(top.value)) if isinstance(top.value, list) else top.key
+        return f"{top.path}.{name}" if top.path else str(name)
+
+    def put(self, value: Any, event: Any) -> None:
+        if not self.stack:
+            self.root = value
+            return
+        top = self.stack[-1]
+        if isinstance(top.value, list):
+            self.lines[self.path_of_next()] = event.start_mark.line + 1
+            top.value.append(value)
+        else:
+            assert top.key is not None
+            top.value[top.key] = value
+            top.key = None
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _copy(v) for k, v in value.items()}
+    return [_copy(v) for v in value] if isinstance(value, list) else value

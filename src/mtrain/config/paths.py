@@ -1,0 +1,49 @@
+"""Where the choices and the shared recipes lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def _folder(name: str) -> Path:
+    checkout = _PACKAGE.parents[1] / name
+    return checkout if checkout.is_dir() and _PACKAGE.parent.name == "src" else _PACKAGE / f"_{name}"
+
+
+def conf_dir() -> Path:
+    """The folder of group files: `conf/` of the checkout, else the copy inside the installed package."""
+    return _folder("conf")
+
+
+def recipes_dir() -> Path:
+    """The folder of shared recipes: `recipes/` of the checkout, else the copy inside the installed package."""
+    return _folder("recipes")
+
+
+def choices_of_group(group: str) -> list[str]:
+    """The choices of a group that have a file."""
+    return sorted(path.name.removesuffix(".yaml") for path in (conf_dir() / group).glob("*.yaml"))
+
+
+def display(path: Path) -> str:
+    """`path` as problems name it: from `conf/` or `recipes/` on for shipped files, else as it was given."""
+    for root, name in ((conf_dir(), "conf"), (recipes_dir(), "recipes")):
+        if path.is_relative_to(root):
+            return f"{name}/{path.relative_to(root).as_posix()}"
+    return str(path)
+
+
+def near_files(path: Path, limit: int = 3) -> list[str]:
+    """Names beside a missing `path` that look like it, best first."""
+    import difflib
+
+    folder = path.parent
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except OSError:
+        return []
+    near = difflib.get_close_matches(path.name, names, n=limit, cutoff=0.5)
+    same_stem = [name for name in names if Path(name).stem == path.name and name not in near]
+    return [str(folder / name) for name in [*same_stem, *near][:limit]]

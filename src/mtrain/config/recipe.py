@@ -1,0 +1,119 @@
+"""Recipes: one YAML file of choices and values that somebody else wrote. It is data and is judged before use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtrain.config.interpolate import refused
+from mtrain.config.load import Document, load
+from mtrain.config.overrides import check_choice, near_choice
+from mtrain.config.paths import near_files, recipes_dir
+from mtrain.config.run import GROUPS
+from mtrain.errors import BadInput, Problem
+
+DEFAULTS_FORM = "an entry of defaults is `override /GROUP: CHOICE`, as in `- override /model: llama3_8b`"
+
+
+@dataclass
+class Recipe:
+    """A recipe that passed: choices and values with the document they come from."""
+
+    document: Document
+    choices: dict[str, str] = field(default_factory=dict)
+    choice_lines: dict[str, str] = field(default_factory=dict)
+    """group -> `file:line` of its choice."""
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe: a shared one by its name under `recipes/`, or any path.
+
+    Raises:
+        BadInput: there is none; with the names near it.
+    """
+    shared = recipes_dir() / f"{name.removesuffix('.yaml')}.yaml"
+    inside = shared.resolve().is_relative_to(recipes_dir().resolve())
+    for path in (Path(name), Path(f"{name}.yaml"), *([shared] if inside else [])):
+        if path.is_file():
+            return path
+    if Path(name).is_dir():
+        load(Path(name))
+    names = [p.relative_to(recipes_dir()).with_suffix("").as_posix() for p in recipes_dir().rglob("*.yaml")]
+    near = [f"recipe={n}" for n in near_choice(name, names)] or [f"recipe={p}" for p in near_files(Path(name))]
+    rule = f"there is no such recipe; shared ones: {', '.join(sorted(names)) or 'none'}"
+    raise BadInput([Problem("MT002", "recipe", name, rule, " or ".join(near), "command line")])
+
+
+def read_recipe(name: str) -> tuple[Recipe | None, list[Problem]]:
+    """Reads and judges a recipe; None where not even its YAML can be read."""
+    try:
+        document = load(find_recipe(name))
+    except BadInput as error:
+        return None, list(error.problems)
+    recipe = Recipe(document, values={k: v for k, v in document.values.items() if k not in ("defaults", "run")})
+    problems = [*_reserved(document), *refused(recipe.values, document.where), *_defaults(recipe)]
+    return recipe, problems
+
+
+def reserved_keys(values: Any, document: Document, prefix: str = "") -> Iterator[Problem]:
+    """A problem for every key that could make a loader run code: `_target_`, `hydra`, and the like."""
+    if isinstance(values, list):
+        for item in values:
+            yield from reserved_keys(item, document, prefix)
+    if not isinstance(values, dict):
+        return
+    for key, value in values.items():
+        path = f"{prefix}.{key}" if prefix else key
+        if key.startswith("_") or key == "hydra":
+            rule = "the key is refused: a configuration is data and configures no loader"
+            yield Problem("MT006", path, value, rule, "delete it", document.where(path))
+        else:
+            yield from reserved_keys(value, document, path)
+
+
+def _reserved(document: Document) -> Iterator[Problem]:
+    values = document.values
+    yield from reserved_keys({k: v for k, v in values.items() if k != "defaults"}, document)
+    if "run" in values:
+        rule = "a recipe cannot stand on a run file"
+        yield Problem("MT017", "run", values["run"], rule, "delete it", document.where("run"))
+    block = values.get("recipe")
+    if "recipe" in values and not isinstance(block, dict):
+        rule = "recipes do not nest; the `recipe:` block holds title, purpose, hardware, source, verified"
+        yield Problem("MT017", "recipe", block, rule, "delete it", document.where("recipe"))
+
+
+def _defaults(recipe: Recipe) -> Iterator[Problem]:
+    document = recipe.document
+    entries = document.values.get("defaults", [])
+    if not isinstance(entries, list):
+        yield Problem(
+            "MT017", "defaults", entries, f"must be a list; {DEFAULTS_FORM}", "", document.where("defaults")
+        )
+        return
+    for index, entry in enumerate(entries):
+        source = document.where(f"defaults.{index}")
+        if not isinstance(entry, dict) or len(entry) != 1:
+            yield Problem("MT017", "defaults", entry, DEFAULTS_FORM, "", source)
+            continue
+        ((key, choice),) = entry.items()
+        words = key.split()
+        if len(words) != 2 or words[0] != "override" or words[1].lstrip("/") not in GROUPS:
+            group = words[-1].lstrip("/") if words else ""
+            near = [group] if group in GROUPS else near_choice(group, GROUPS)
+            fix = f"- override /{near[0]}: {choice}" if near else ""
+            yield Problem("MT017", "defaults", entry, DEFAULTS_FORM, fix, source)
+            continue
+        group = words[1].lstrip("/")
+        problem = check_choice(group, str(choice), source)
+        if problem is not None:
+            yield problem
+        elif group in recipe.choices:
+            first = recipe.choice_lines[group]
+            yield Problem("MT004", group, choice, f"chosen twice, first at {first}", "keep one of them", source)
+        else:
+            recipe.choices[group] = str(choice)
+            recipe.choice_lines[group] = source

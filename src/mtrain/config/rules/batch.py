@@ -1,0 +1,66 @@
+"""Batch: samples per step against micro-batches, data-parallel ranks and pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtrain.config.rules.finding import Change, Finding, divisors, dp_of, listed, multiples, nearest
+from mtrain.config.run import RunConfig
+
+
+def batch_divides(run: RunConfig) -> Iterator[Finding]:
+    """The global batch is a whole number of micro-batches on every data-parallel rank."""
+    t, dp = run.trainer, dp_of(run)
+    step = t.micro_batch_size * dp
+    if t.global_batch_size % step == 0:
+        return
+    group = step * (run.parallel.pp if run.parallel.vpp > 1 else 1)
+    near = multiples(t.global_batch_size, group)
+    if t.global_batch_size < step:
+        problem = f"is less than micro_batch_size {t.micro_batch_size} * dp {dp} = {step}, one micro-batch per rank"
+    else:
+        problem = f"is no multiple of micro_batch_size {t.micro_batch_size} * dp {dp} = {step}"
+    rule = f"a global batch of {t.global_batch_size} {problem}; nearest: {listed(near)}"
+    fixes: list[Change] = [{"trainer.global_batch_size": n} for n in near]
+    if t.global_batch_size % dp == 0:
+        per_rank = t.global_batch_size // dp
+        sizes = nearest(t.micro_batch_size, divisors(per_rank, t.micro_batch_size))
+        fixes = [*({"trainer.micro_batch_size": n} for n in sizes[:2]), *fixes]
+    yield Finding("MT130", "trainer.global_batch_size", rule, tuple(fixes))
+
+
+def micro_batches_fill_the_pipeline(run: RunConfig) -> Iterator[Finding]:
+    """The interleaved schedule takes micro-batches in groups of pp; the plain one idles with fewer than pp."""
+    t, p = run.trainer, run.parallel
+    step = t.micro_batch_size * dp_of(run)
+    if p.pp == 1 or t.global_batch_size % step:
+        return
+    count = t.global_batch_size // step
+    near = multiples(t.global_batch_size, step * p.pp)
+    fixes: tuple[Change, ...] = tuple({"trainer.global_batch_size": n} for n in near)
+    if p.vpp > 1 and count % p.pp:
+        rule = f"interleaving takes micro-batches in groups of pp {p.pp}, and a step has {count}"
+        yield Finding("MT131", "trainer.global_batch_size", rule, (*fixes, {"parallel.vpp": 1}))
+    elif count < p.pp:
+        rule = f"{count} micro-batch{'es' if count > 1 else ''} on {p.pp} stages: stages idle for most of a step"
+        yield Finding("MT132", "trainer.global_batch_size", rule, fixes, "warning")
+
+
+def evaluation(run: RunConfig) -> Iterator[Finding]:
+    """An interval of evaluations that have no batches does nothing."""
+    t = run.trainer
+    if t.eval_interval is not None and t.eval_iters == 0:
+        rule = f"an evaluation every {t.eval_interval} steps, of 0 batches (trainer.eval_iters)"
+        fixes: tuple[Change, ...] = ({"trainer.eval_interval": None}, {"trainer.eval_iters": 4})
+        yield Finding("MT133", "trainer.eval_interval", rule, fixes)
+
+
+def profile_within_run(run: RunConfig) -> Iterator[Finding]:
+    """The profiled step is one of the run."""
+    t = run.trainer
+    if t.profile_step is not None and t.profile_step > t.train_iters:
+        rule = f"step {t.profile_step} never comes: the run has {t.train_iters} steps"
+        yield Finding("MT134", "trainer.profile_step", rule, ({"trainer.profile_step": t.train_iters},))
+
+
+RULES = (batch_divides, micro_batches_fill_the_pipeline, evaluation, profile_within_run)

@@ -1,0 +1,165 @@
+"""Data: what each kind needs, that files are there, and that token ids fit the embedding."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from mtrain.config.paths import near_files
+from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.run import RunConfig
+
+
+def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
+    """A key that the chosen kind does not read is an error, not ignored."""
+    d = run.data
+    if d.kind == "indexed" and d.path is None:
+        rule = "kind indexed reads PREFIX.bin and PREFIX.idx, and data.path is null"
+        yield Finding(
+            "MT301", "data.path", rule, ({"data.kind": "mock"}, {"data.kind": "text"}), hint="data.path=PREFIX"
+        )
+    if d.kind == "mock" and d.path is not None:
+        yield Finding("MT302", "data.path", "kind mock makes its tokens up and reads no path", ({"data.path": None},))
+    if d.kind != "text" and d.limit_mib is not None:
+        rule = f"limits how much text is read, and data.kind is {d.kind}"
+        yield Finding("MT303", "data.limit_mib", rule, ({"data.limit_mib": None},))
+    if d.kind != "indexed" and d.tokenizer is not None:
+        made = "trains its own tokenizer" if d.kind == "text" else "has no text"
+        yield Finding("MT304", "data.tokenizer", f"kind {d.kind} {made}", ({"data.tokenizer": None},))
+
+
+def text_is_there(run: RunConfig) -> Iterator[Finding]:
+    """The file or folder of text exists, can be read, and holds something."""
+    d = run.data
+    if d.kind != "text" or d.path is None:
+        return
+    path = Path(d.path).expanduser()
+    rule = _unreadable(path)
+    if rule is None and path.is_file() and path.stat().st_size == 0:
+        rule = "the file is empty"
+    if rule is None and path.is_dir():
+        found = next((f for f in _files(path) if f.endswith(tuple(d.suffixes))), None)
+        endings = ", ".join(d.suffixes)
+        if found is None:
+            empty = next(_files(path), None) is None
+            rule = "the folder is empty" if empty else f"the folder holds no file ending in {endings}"
+    if rule is not None:
+        near: tuple[Change, ...] = tuple({"data.path": name} for name in near_files(path))
+        yield Finding("MT305", "data.path", rule, (*near, {"data.path": None}))
+
+
+def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
+    """Both files of indexed data exist and can be read."""
+    d = run.data
+    if d.kind != "indexed" or d.path is None:
+        return
+    base = Path(d.path).expanduser()
+    if base.suffix in (".bin", ".idx"):
+        yield Finding("MT306", "data.path", f"is a prefix: without {base.suffix}", ({"data.path": d.path[:-4]},))
+        return
+    for suffix in (".idx", ".bin"):
+        path = base.with_name(base.name + suffix)
+        rule = _unreadable(path)
+        if rule is None and path.is_dir():
+            rule = "is a folder"
+        if rule is None and path.stat().st_size == 0:
+            rule = "the file is empty"
+        if rule is not None:
+            names = [n for n in near_files(path) if n.endswith(suffix)]
+            near = tuple({"data.path": n[: -len(suffix)]} for n in names)
+            changes: tuple[Change, ...] = (*near, {"data.kind": "mock", "data.path": None, "data.tokenizer": None})
+            yield Finding("MT306", "data.path", f"{path.name}: {rule}", changes)
+            return
+
+
+def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
+    """The tokenizer of indexed data exists and can be read."""
+    d = run.data
+    if d.kind != "indexed" or d.tokenizer is None:
+        return
+    path = Path(d.tokenizer).expanduser()
+    rule = _unreadable(path)
+    if rule is None and path.is_dir():
+        rule = "is a folder; the path of a tokenizer.json is needed"
+        inside = path / "tokenizer.json"
+        fixes: tuple[Change, ...] = ({"data.tokenizer": str(inside)},) if inside.is_file() else ()
+    else:
+        fixes = tuple({"data.tokenizer": name} for name in near_files(path))
+    if rule is not None:
+        off: Change = {"data.tokenizer": None}
+        yield Finding("MT307", "data.tokenizer", rule, (*fixes, off, {**off, "trainer.sample_tokens": 0}))
+
+
+def split_is_usable(run: RunConfig) -> Iterator[Finding]:
+    """There is something to train on, and to validate on where evaluation is asked for."""
+    train, validation, _ = run.data.split
+    total = sum(run.data.split)
+    usual: Change = {"data.split": [0.96, 0.03, 0.01]}
+    if total <= 0 or train <= 0:
+        rule = f"the share of train is {train:g} of {total:g}: nothing to train on"
+        yield Finding("MT308", "data.split", rule, (usual,))
+    elif validation <= 0 and run.trainer.eval_iters > 0:
+        rule = f"the share of validation is 0, and trainer.eval_iters asks for {run.trainer.eval_iters} batches of it"
+        none: Change = {"trainer.eval_iters": 0}
+        fixes: tuple[Change, ...] = (none, {**none, "trainer.eval_interval": None}, usual)
+        yield Finding("MT309", "data.split", rule, fixes)
+
+
+def vocabulary_fits(run: RunConfig) -> Iterator[Finding]:
+    """Every token id has a row in the embedding; few rows are never used."""
+    d, vocab = run.data, run.model.vocab_size
+    size = d.tokenizer_vocab_size
+    if d.kind != "text":
+        return
+    if size > vocab:
+        rule = f"token ids up to {size - 1}, and model.vocab_size is {vocab}"
+        fixes: tuple[Change, ...] = ({"data.tokenizer_vocab_size": vocab}, {"model.vocab_size": size})
+        yield Finding("MT310", "data.tokenizer_vocab_size", rule, fixes)
+    elif 2 * size < vocab:
+        unused = 100 * (vocab - size) // vocab
+        rule = f"{size} token ids for model.vocab_size {vocab}: {unused}% of the embedding is never used"
+        larger: Change = {"data.tokenizer_vocab_size": vocab}
+        yield Finding("MT311", "data.tokenizer_vocab_size", rule, (larger,), "warning")
+
+
+def sample_needs_text(run: RunConfig) -> Iterator[Finding]:
+    """Generated text needs a tokenizer, positions, and the whole sequence on a rank."""
+    t, d, m = run.trainer, run.data, run.model
+    if t.sample_tokens == 0:
+        return
+    none: Change = {"trainer.sample_tokens": 0}
+    if d.kind == "mock" or (d.kind == "indexed" and d.tokenizer is None):
+        missing = "data.kind mock has none" if d.kind == "mock" else "data.tokenizer is null"
+        yield Finding("MT312", "trainer.sample_tokens", f"generating text needs a tokenizer, and {missing}", (none,))
+    if run.parallel.cp > 1:
+        rule = f"text is generated with whole sequences on a rank, and cp is {run.parallel.cp}"
+        yield Finding("MT313", "trainer.sample_tokens", rule, (none, {"parallel.cp": 1}))
+    if m.position_embedding_type != "none" and t.sample_tokens >= m.max_position_embeddings:
+        rule = f"{t.sample_tokens} tokens after a prompt, and positions for {m.max_position_embeddings}"
+        fixes: tuple[Change, ...] = ({"trainer.sample_tokens": m.max_position_embeddings // 2}, none)
+        yield Finding("MT314", "trainer.sample_tokens", rule, fixes)
+
+
+def _unreadable(path: Path) -> str | None:
+    if not path.exists():
+        return "there is no such file or folder"
+    if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+        return "cannot be read: permission denied"
+    return None
+
+
+def _files(folder: Path) -> Iterator[str]:
+    for _, _, names in os.walk(folder):
+        yield from names
+
+
+RULES = (
+    keys_of_the_kind,
+    text_is_there,
+    tokens_are_there,
+    tokenizer_is_there,
+    split_is_usable,
+    vocabulary_fits,
+    sample_needs_text,
+)

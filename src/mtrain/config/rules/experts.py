@@ -1,0 +1,159 @@
+"""Mixture of experts: routing numbers, and how experts are spread over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from mtrain.config.resolve import smallest_world
+from mtrain.config.rules.finding import Change, Finding, divisors, dp_of, listed, multiples, nearest
+from mtrain.config.run import RunConfig
+
+
+def _ep_fixes(run: RunConfig, legal: list[int]) -> tuple[Change, ...]:
+    fixes: list[Change] = []
+    for ep in nearest(run.parallel.ep, [n for n in legal if n != run.parallel.ep]):
+        fixes += [{"parallel.ep": ep}, {"parallel.ep": ep, "parallel.ranks": None}]
+    return tuple(fixes)
+
+
+def expert_axes_need_experts(run: RunConfig) -> Iterator[Finding]:
+    """Axes of experts mean nothing in a dense model."""
+    p = run.parallel
+    if run.model.moe is not None:
+        return
+    if p.ep > 1:
+        rule = f"ep {p.ep} spreads experts, and model.moe is null: the model is dense"
+        yield Finding("MT120", "parallel.ep", rule, ({"parallel.ep": 1}, {"parallel.ep": 1, "parallel.ranks": None}))
+    if p.etp is not None and p.etp != p.tp:
+        rule = f"etp {p.etp} cuts experts, and model.moe is null: the model is dense"
+        yield Finding("MT121", "parallel.etp", rule, ({"parallel.etp": None},))
+
+
+def experts_divide(run: RunConfig) -> Iterator[Finding]:
+    """Every ep rank holds as many experts, every etp rank as much of each."""
+    moe, p = run.model.moe, run.parallel
+    if moe is None:
+        return
+    etp = p.etp or p.tp
+    if moe.num_experts % p.ep:
+        legal = divisors(moe.num_experts)
+        rule = f"{moe.num_experts} experts do not divide by ep {p.ep}; ep that divide: {listed(legal)}"
+        grow: tuple[Change, ...] = tuple({"model.moe.num_experts": n} for n in multiples(moe.num_experts, p.ep))
+        yield Finding("MT122", "parallel.ep", rule, (*_ep_fixes(run, legal), *grow))
+    if moe.ffn_hidden_size % etp:
+        rule = f"an expert's width {moe.ffn_hidden_size} does not divide by etp {etp}"
+        wide: tuple[Change, ...] = tuple(
+            {"model.moe.ffn_hidden_size": n} for n in multiples(moe.ffn_hidden_size, etp)
+        )
+        yield Finding("MT123", "model.moe.ffn_hidden_size", rule, ({"parallel.etp": 1}, *wide))
+
+
+def expert_grid_is_whole(run: RunConfig) -> Iterator[Finding]:
+    """A stage's ranks hold whole expert grids."""
+    p = run.parallel
+    etp = p.etp or p.tp
+    inner = dp_of(run) * p.cp * p.tp
+    ranks = p.ranks or 0
+    if run.model.moe is None or ranks % p.model_ranks or inner % (p.ep * etp) == 0:
+        return
+    ranks_of_stage = f"dp {dp_of(run)} * cp {p.cp} * tp {p.tp} = {inner} ranks of a stage"
+    rule = f"{ranks_of_stage} are no multiple of ep {p.ep} * etp {etp} = {p.ep * etp}"
+    legal = [ep for ep in divisors(math.gcd(inner, run.model.moe.num_experts)) if inner % (ep * etp) == 0]
+    more: list[Change] = [{"parallel.ranks": None}]
+    more += [{"parallel.ranks": n} for n in multiples(ranks, smallest_world(p))]
+    etp_fixes: list[Change] = [{"parallel.etp": n} for n in divisors(etp) if inner % (p.ep * n) == 0]
+    yield Finding("MT124", "parallel.ep", rule, (*_ep_fixes(run, legal), *etp_fixes, *more))
+
+
+def experts_with_tp_need_sequence_parallel(run: RunConfig) -> Iterator[Finding]:
+    """megatron-core's MoE layer refuses to train with tp and without sequence parallelism."""
+    p = run.parallel
+    if run.model.moe is not None and p.tp > 1 and not p.sequence_parallel:
+        rule = f"experts with tp {p.tp} train only with sequence parallel"
+        fixes: tuple[Change, ...] = (
+            {"parallel.sequence_parallel": True},
+            {"parallel.tp": 1},
+            {"parallel.tp": 1, "parallel.ranks": None},
+        )
+        yield Finding("MT125", "parallel.sequence_parallel", rule, fixes)
+
+
+def router_numbers(run: RunConfig) -> Iterator[Finding]:
+    """A token can visit as many experts as it is told to."""
+    moe, layers = run.model.moe, run.model.num_layers
+    if moe is None:
+        return
+    if moe.router_topk > moe.num_experts:
+        rule = f"a token cannot visit {moe.router_topk} of {moe.num_experts} experts"
+        fixes: tuple[Change, ...] = (
+            {"model.moe.router_topk": moe.num_experts},
+            {"model.moe.router_topk": moe.num_experts, "model.moe.router_pre_softmax": True},
+        )
+        yield Finding("MT220", "model.moe.router_topk", rule, fixes)
+    if moe.first_dense_layers >= layers:
+        rule = f"{moe.first_dense_layers} dense layers of {layers} leave no layer with experts"
+        less: tuple[Change, ...] = tuple({"model.moe.first_dense_layers": n} for n in (layers - 1, 0))
+        yield Finding("MT221", "model.moe.first_dense_layers", rule, (*less, {"model.moe": None}))
+    softmax = moe.router_score_function == "softmax" and moe.router_load_balancing_type != "sinkhorn"
+    if moe.router_topk == 1 and softmax and not moe.router_pre_softmax:
+        rule = "a softmax over the one chosen expert is always 1 and has no gradient"
+        pre: Change = {"model.moe.router_pre_softmax": True}
+        yield Finding("MT222", "model.moe.router_pre_softmax", rule, (pre, {"model.moe.router_topk": 2}))
+    if moe.router_enable_expert_bias and moe.router_score_function != "sigmoid":
+        rule = f"the balancing bias works on sigmoid scores, not on {moe.router_score_function}"
+        sigmoid: Change = {"model.moe.router_score_function": "sigmoid"}
+        off: Change = {"model.moe.router_enable_expert_bias": False}
+        yield Finding("MT223", "model.moe.router_enable_expert_bias", rule, (sigmoid, off))
+    if moe.router_load_balancing_type == "sinkhorn" and moe.aux_loss_coeff:
+        rule = f"sinkhorn balances without a loss, and aux_loss_coeff is {moe.aux_loss_coeff}"
+        yield Finding("MT224", "model.moe.aux_loss_coeff", rule, ({"model.moe.aux_loss_coeff": 0.0},))
+
+
+def group_limited_routing(run: RunConfig) -> Iterator[Finding]:
+    """Group-limited routing (DeepSeek-V3): experts in equal groups, and enough of them in the chosen groups."""
+    moe = run.model.moe
+    if moe is None:
+        return
+    groups, chosen, topk = moe.router_num_groups, moe.router_group_topk, moe.router_topk
+    off: Change = {"model.moe.router_num_groups": None, "model.moe.router_group_topk": None}
+    if (groups is None) != (chosen is None):
+        rule = "router_num_groups and router_group_topk go together: both or neither"
+        path = "model.moe.router_group_topk" if chosen is None else "model.moe.router_num_groups"
+        yield Finding("MT225", path, rule, (off,))
+    if groups is None or chosen is None:
+        return
+    if moe.num_experts % groups:
+        rule = f"{moe.num_experts} experts do not divide into {groups} groups"
+        legal = nearest(groups, [d for d in divisors(moe.num_experts) if d >= chosen])
+        fixes: tuple[Change, ...] = tuple({"model.moe.router_num_groups": n} for n in legal)
+        yield Finding("MT226", "model.moe.router_num_groups", rule, (*fixes, off))
+    if chosen > groups:
+        rule = f"a token cannot choose {chosen} of {groups} groups"
+        yield Finding("MT227", "model.moe.router_group_topk", rule, ({"model.moe.router_group_topk": groups}, off))
+    elif not chosen <= topk <= chosen * (moe.num_experts // groups):
+        size = moe.num_experts // groups
+        rule = f"{chosen} groups of {size} hold {chosen} to {chosen * size} choices, and router_topk is {topk}"
+        legal = [c for c in range(1, groups + 1) if c <= topk <= c * size]
+        fixes = tuple({"model.moe.router_group_topk": c} for c in nearest(chosen, legal))
+        yield Finding("MT228", "model.moe.router_group_topk", rule, (*fixes, off))
+
+
+def biases_in_experts(run: RunConfig) -> Iterator[Finding]:
+    """megatron-core adds an expert's bias once per etp rank, so it allows one."""
+    p = run.parallel
+    if run.model.moe is not None and run.model.add_bias_linear and (p.etp or p.tp) > 1:
+        rule = f"biases in experts need etp 1, and it is {p.etp or p.tp}"
+        fixes: tuple[Change, ...] = ({"parallel.etp": 1}, {"model.add_bias_linear": False})
+        yield Finding("MT229", "model.add_bias_linear", rule, fixes)
+
+
+RULES = (
+    expert_axes_need_experts,
+    experts_divide,
+    expert_grid_is_whole,
+    experts_with_tp_need_sequence_parallel,
+    router_numbers,
+    group_limited_routing,
+    biases_in_experts,
+)

@@ -1,0 +1,57 @@
+"""What a rule yields: a finding with candidate fixes, of which only one that works is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtrain.config.run import RunConfig
+from mtrain.errors import Severity
+
+Change = Mapping[str, Any]
+"""Dotted key -> new value, applied together."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One broken rule."""
+
+    code: str
+    path: str
+    rule: str
+    fixes: tuple[Change, ...] = ()
+    """Changes that may mend it, the least surprising first."""
+    severity: Severity = "error"
+    hint: str = ""
+    """What to say where no change of keys can mend it: a path that does not exist."""
+
+
+Rule = Callable[[RunConfig], Iterator[Finding]]
+
+
+def dp_of(run: RunConfig) -> int:
+    """Data-parallel size of a resolved run, at least 1 so that rules can go on where the layout is broken."""
+    return max(1, (run.parallel.ranks or 1) // run.parallel.model_ranks)
+
+
+def divisors(n: int, limit: int | None = None) -> list[int]:
+    """Divisors of `n` up to `limit`, rising."""
+    return [d for d in range(1, min(n, limit or n, 4096) + 1) if n % d == 0]
+
+
+def nearest(value: int, candidates: list[int]) -> list[int]:
+    """`candidates` by their distance from `value`, the smaller of two equally near first."""
+    return sorted(candidates, key=lambda c: (abs(c - value), c))
+
+
+def listed(values: list[int], limit: int = 8) -> str:
+    """Numbers in a sentence: `1, 2, 4`; long lists end in dots."""
+    text = ", ".join(str(v) for v in values[:limit])
+    return f"{text}, ..." if len(values) > limit else text
+
+
+def multiples(value: int, step: int) -> list[int]:
+    """The multiples of `step` around `value`, the nearest first; none below `step`."""
+    below = value // step * step
+    return nearest(value, [m for m in {below, below + step} if m >= step])

@@ -1,0 +1,216 @@
+"""Layout: what each parallel axis must divide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from mtrain.config.resolve import smallest_world
+from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
+from mtrain.config.run import RunConfig
+
+
+def _tp_fixes(run: RunConfig, number: int) -> tuple[Change, ...]:
+    """Tensor-parallel degrees that divide `number`, nearest first, with what else they need."""
+    p = run.parallel
+    out: list[Change] = []
+    for tp in nearest(p.tp, [d for d in divisors(number, 2 * p.tp) if d != p.tp]):
+        change: dict[str, object] = {"parallel.tp": tp}
+        out.append(change)
+        if tp == 1 and p.sequence_parallel:
+            out.append({**change, "parallel.sequence_parallel": False})
+        if p.ranks is not None:
+            out.append(
+                {**change, "parallel.sequence_parallel": p.sequence_parallel and tp > 1, "parallel.ranks": None}
+            )
+    return tuple(out)
+
+
+def tp_divides_heads(run: RunConfig) -> Iterator[Finding]:
+    """Every tp rank holds whole heads."""
+    heads, tp = run.model.num_attention_heads, run.parallel.tp
+    if heads % tp:
+        rule = f"{heads} attention heads do not divide by tp {tp}; tp that divide: {listed(divisors(heads))}"
+        yield Finding("MT101", "parallel.tp", rule, _tp_fixes(run, heads))
+
+
+def tp_fits_query_groups(run: RunConfig) -> Iterator[Finding]:
+    """Key/value heads are cut over tp, or copied to it."""
+    m, tp = run.model, run.parallel.tp
+    groups = m.query_groups
+    if m.mla is None and groups % tp and tp % groups:
+        rule = f"tp {tp} is neither a divisor nor a multiple of the {groups} query groups"
+        legal = math.gcd(m.num_attention_heads, groups)
+        yield Finding("MT102", "parallel.tp", rule, _tp_fixes(run, legal))
+
+
+def tp_divides_widths(run: RunConfig) -> Iterator[Finding]:
+    """Every matrix that tp cuts has a width that divides."""
+    m, tp = run.model, run.parallel.tp
+    if m.moe is None or m.moe.first_dense_layers:
+        yield from _width(run, "MT103", "model.ffn_hidden_size", m.ffn_hidden_size)
+    if m.moe is not None and m.moe.shared_expert_intermediate_size:
+        width = m.moe.shared_expert_intermediate_size
+        yield from _width(run, "MT104", "model.moe.shared_expert_intermediate_size", width)
+    if m.padded_vocab_size % tp:
+        rule = f"the padded vocabulary of {m.padded_vocab_size} (a multiple of 128) does not divide by tp {tp}"
+        fixes = _tp_fixes(run, math.gcd(m.padded_vocab_size, m.num_attention_heads))
+        yield Finding("MT105", "parallel.tp", rule, fixes)
+
+
+def _width(run: RunConfig, code: str, key: str, width: int) -> Iterator[Finding]:
+    tp = run.parallel.tp
+    if width % tp:
+        near = multiples(width, tp)
+        rule = f"{width} does not divide by tp {tp}; nearest widths: {listed(near)}"
+        yield Finding(
+            code,
+            key,
+            rule,
+            (*_tp_fixes(run, math.gcd(width, run.model.num_attention_heads)), *({key: n} for n in near)),
+        )
+
+
+def stages_are_whole(run: RunConfig) -> Iterator[Finding]:
+    """Every pipeline stage and virtual stage holds the same number of layers, at least one."""
+    layers, p = run.model.num_layers, run.parallel
+    blocks = p.pp * p.vpp
+    legal_pp = [d for d in divisors(layers, 2 * p.pp) if layers % (d * p.vpp) == 0 and (d > 1 or p.vpp == 1)]
+    pp_fixes: list[Change] = []
+    for pp in nearest(p.pp, [d for d in legal_pp if d != p.pp]):
+        pp_fixes += [{"parallel.pp": pp}, {"parallel.pp": pp, "parallel.ranks": None}]
+    if layers < p.pp:
+        rule = f"{layers} layers on {p.pp} stages: {p.pp - layers} stages would be empty"
+        fixes = (*pp_fixes, {"model.num_layers": blocks}, _single())
+        yield Finding("MT106", "parallel.pp", rule, fixes)
+    elif layers % p.pp:
+        rule = f"{layers} layers do not divide over {p.pp} stages; pp that divide: {listed(divisors(layers))}"
+        grow: tuple[Change, ...] = tuple({"model.num_layers": n} for n in multiples(layers, blocks))
+        yield Finding("MT107", "parallel.pp", rule, (*pp_fixes, *grow, _single()))
+    elif p.vpp > 1 and p.pp > 1 and layers % blocks:
+        per_stage = layers // p.pp
+        legal = divisors(per_stage)
+        rule = f"{per_stage} layers of a stage do not divide into {p.vpp} virtual stages; legal: {listed(legal)}"
+        yield Finding("MT108", "parallel.vpp", rule, tuple({"parallel.vpp": v} for v in nearest(p.vpp, legal)))
+
+
+def vpp_needs_pp(run: RunConfig) -> Iterator[Finding]:
+    """Interleaving is a pipeline schedule."""
+    p = run.parallel
+    if p.vpp > 1 and p.pp == 1:
+        rule = f"{p.vpp} virtual stages need a pipeline: pp is 1"
+        yield Finding("MT109", "parallel.vpp", rule, ({"parallel.vpp": 1}, {"parallel.pp": 2}))
+
+
+def _single() -> Change:
+    ones: dict[str, object] = {f"parallel.{axis}": 1 for axis in ("tp", "pp", "vpp", "cp", "ep")}
+    return {**ones, "parallel.etp": None, "parallel.sequence_parallel": False, "parallel.ranks": None}
+
+
+def ranks_fill_the_grid(run: RunConfig) -> Iterator[Finding]:
+    """All ranks are used, each once."""
+    p = run.parallel
+    ranks = p.ranks or 0
+    if ranks % p.model_ranks:
+        rule = f"{ranks} ranks are no multiple of tp {p.tp} * pp {p.pp} * cp {p.cp} = {p.model_ranks}"
+        yield Finding("MT112", "parallel.ranks", rule, _grid_fixes(run, p.model_ranks))
+
+
+def _grid_fixes(run: RunConfig, step: int) -> tuple[Change, ...]:
+    p = run.parallel
+    fixes: list[Change] = [{"parallel.ranks": None}]
+    fixes += [{"parallel.ranks": n} for n in multiples(p.ranks or step, math.lcm(step, smallest_world(p)))]
+    for tp in (d for d in sorted(divisors(run.model.num_attention_heads, p.tp), reverse=True)):
+        for pp in (d for d in sorted(divisors(run.model.num_layers, p.pp), reverse=True)):
+            for cp in sorted({p.cp, 1}, reverse=True):
+                if (p.ranks or 0) % (tp * pp * cp) == 0:
+                    change: dict[str, object] = {"parallel.tp": tp, "parallel.pp": pp, "parallel.cp": cp}
+                    change["parallel.sequence_parallel"] = p.sequence_parallel and tp > 1
+                    change["parallel.vpp"] = p.vpp if pp > 1 else 1
+                    fixes.append(change)
+    return (*fixes[:12], {**_single(), "parallel.ranks": p.ranks}, _single())
+
+
+def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
+    """A cluster is used whole."""
+    c, p = run.cluster, run.parallel
+    if c.devices_per_node is None and c.device == "cpu":
+        if (p.ranks or 0) % c.nodes:
+            rule = f"{p.ranks} processes cannot be spread evenly over {c.nodes} machines"
+            yield Finding("MT114", "parallel.ranks", rule, ({"cluster.nodes": 1},))
+        return
+    if c.devices_per_node is None:
+        rule = f"no {c.device} device is here and cluster.devices_per_node is not set"
+        fixes: tuple[Change, ...] = ({"cluster.devices_per_node": -(-(p.ranks or 1) // c.nodes)},)
+        if c.device == "cuda":
+            fixes = ({"cluster.device": "cpu"}, *fixes)
+        yield Finding("MT113", "cluster.device", rule, fixes)
+        return
+    devices = c.nodes * c.devices_per_node
+    if devices != p.ranks:
+        rule = f"{p.ranks} ranks on {c.nodes} * {c.devices_per_node} = {devices} devices; a cluster is used whole"
+        own: list[Change] = [{"parallel.ranks": None}]
+        if p.ranks is not None and p.ranks % c.devices_per_node == 0:
+            own.append({"cluster.nodes": p.ranks // c.devices_per_node})
+        own.append({"cluster.nodes": 1, "cluster.devices_per_node": p.ranks})
+        yield Finding("MT114", "parallel.ranks", rule, (*own, *_grid_fixes(run, p.model_ranks)))
+
+
+def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
+    """Sequence parallelism cuts over tp what is between the tensor-parallel regions."""
+    p, seq = run.parallel, run.data.seq_length
+    if not p.sequence_parallel:
+        return
+    if p.tp == 1:
+        yield Finding(
+            "MT115",
+            "parallel.sequence_parallel",
+            "sequence parallel cuts over the tp ranks, and tp is 1",
+            ({"parallel.sequence_parallel": False}, {"parallel.tp": 2}),
+        )
+    elif seq % (p.tp * p.cp):
+        step = math.lcm(p.tp * p.cp, 2 * p.cp if p.cp > 1 else 1)
+        near = multiples(seq, step)
+        cut = f"tp {p.tp} * cp {p.cp} = {p.tp * p.cp} (sequence parallel)"
+        rule = f"a sequence of {seq} does not divide by {cut}; nearest: {listed(near)}"
+        fixes: tuple[Change, ...] = tuple({"data.seq_length": n} for n in near)
+        yield Finding("MT116", "data.seq_length", rule, (*fixes, {"parallel.sequence_parallel": False}))
+
+
+def context_parallel(run: RunConfig) -> Iterator[Finding]:
+    """Each cp rank holds two chunks of the sequence, one from each end, for causal balance."""
+    p, seq = run.parallel, run.data.seq_length
+    if p.cp > 1 and seq % (2 * p.cp):
+        step = math.lcm(2 * p.cp, p.tp * p.cp if p.sequence_parallel else 1)
+        near = multiples(seq, step)
+        rule = f"a sequence of {seq} does not divide into 2 * cp {p.cp} = {2 * p.cp} chunks; nearest: {listed(near)}"
+        fixes: tuple[Change, ...] = tuple({"data.seq_length": n} for n in near)
+        yield Finding(
+            "MT117", "data.seq_length", rule, (*fixes, {"parallel.cp": 1}, {"parallel.cp": 1, "parallel.ranks": None})
+        )
+
+
+def gather_needs_distributed_optimizer(run: RunConfig) -> Iterator[Finding]:
+    """Only the distributed optimizer has weights to gather, and the gather is overlapped with the gradients."""
+    p = run.parallel
+    if not p.overlap_param_gather:
+        return
+    need = [k for k in ("distributed_optimizer", "overlap_grad_reduce") if not getattr(p, k)]
+    if need:
+        rule = f"overlapping the gather of weights needs {' and '.join(f'parallel.{k}' for k in need)}"
+        on: Change = {f"parallel.{k}": True for k in need}
+        yield Finding("MT118", "parallel.overlap_param_gather", rule, (on, {"parallel.overlap_param_gather": False}))
+
+
+RULES = (
+    tp_divides_heads,
+    tp_fits_query_groups,
+    tp_divides_widths,
+    stages_are_whole,
+    vpp_needs_pp,
+    ranks_fill_the_grid,
+    ranks_use_the_cluster,
+    sequence_parallel,
+    context_parallel,
+    gather_needs_distributed_optimizer,
+)

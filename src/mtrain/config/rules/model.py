@@ -1,0 +1,123 @@
+"""Model: heads, widths and positions that fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
+from mtrain.config.run import RunConfig
+
+
+def heads_divide_hidden(run: RunConfig) -> Iterator[Finding]:
+    """Without an explicit width, a head is hidden_size / num_attention_heads wide."""
+    m = run.model
+    if m.mla is None and m.kv_channels is None and m.hidden_size % m.num_attention_heads:
+        width = m.hidden_size / m.num_attention_heads
+        rule = (
+            f"hidden_size {m.hidden_size} / {m.num_attention_heads} heads = {width:.4g} is no whole width of a head"
+        )
+        head = max(2, m.hidden_size // m.num_attention_heads // 2 * 2)
+        near: tuple[Change, ...] = tuple(
+            {"model.hidden_size": n} for n in multiples(m.hidden_size, 2 * m.num_attention_heads)
+        )
+        yield Finding("MT201", "model.hidden_size", rule, (*near, {"model.kv_channels": head}))
+
+
+def groups_divide_heads(run: RunConfig) -> Iterator[Finding]:
+    """Each key/value head serves the same number of query heads."""
+    m = run.model
+    if m.num_query_groups is not None and m.num_attention_heads % m.num_query_groups:
+        legal = divisors(m.num_attention_heads)
+        rule = f"{m.num_query_groups} groups do not divide {m.num_attention_heads} heads; legal: {listed(legal)}"
+        fixes: tuple[Change, ...] = tuple({"model.num_query_groups": n} for n in nearest(m.num_query_groups, legal))
+        yield Finding("MT202", "model.num_query_groups", rule, fixes)
+
+
+def rotary_width_is_even(run: RunConfig) -> Iterator[Finding]:
+    """Rotary positions turn pairs of channels."""
+    m = run.model
+    if m.position_embedding_type != "rope":
+        return
+    if m.mla is not None:
+        key, width, whole = "model.mla.qk_pos_emb_head_dim", m.mla.qk_pos_emb_head_dim, None
+    else:
+        key, width, whole = "model.rotary_percent", int(m.head_dim * m.rotary_percent), m.head_dim
+    if width >= 2 and width % 2 == 0:
+        return
+    if whole is None:
+        fixes: tuple[Change, ...] = ({key: width + 1},)
+    else:
+        fixes = (
+            {"model.rotary_percent": 1.0},
+            {"model.rotary_percent": 0.5},
+            {"model.kv_channels": max(2, whole // 2 * 2)},
+            {"model.kv_channels": max(2, whole // 2 * 2), "model.rotary_percent": 1.0},
+        )
+    rule = f"{width} channels of a head rotate, and they rotate in pairs: an even number, at least 2"
+    yield Finding("MT203", key, rule, fixes)
+
+
+def sequence_fits_positions(run: RunConfig) -> Iterator[Finding]:
+    """No sample is longer than the positions are made for."""
+    m, seq = run.model, run.data.seq_length
+    if m.position_embedding_type != "none" and seq > m.max_position_embeddings:
+        rule = (
+            f"samples of {seq} tokens, and positions for {m.max_position_embeddings} (model.max_position_embeddings)"
+        )
+        fixes: tuple[Change, ...] = (
+            {"data.seq_length": m.max_position_embeddings},
+            {"model.max_position_embeddings": seq},
+        )
+        yield Finding("MT204", "data.seq_length", rule, fixes)
+
+
+def rotary_keys_need_rope(run: RunConfig) -> Iterator[Finding]:
+    """Frequency scaling changes rotary positions and no others."""
+    m = run.model
+    if m.rope_scaling_factor is None:
+        return
+    off: Change = {"model.rope_scaling_factor": None}
+    if m.position_embedding_type != "rope":
+        rule = f"scales rotary positions, and position_embedding_type is {m.position_embedding_type}"
+        yield Finding("MT205", "model.rope_scaling_factor", rule, (off, {"model.position_embedding_type": "rope"}))
+    elif m.mla is not None:
+        rule = "reaches nothing: latent attention makes its own rotary positions, without this scaling"
+        yield Finding("MT206", "model.rope_scaling_factor", rule, (off,))
+
+
+def latent_attention(run: RunConfig) -> Iterator[Finding]:
+    """Latent attention has its own widths and its own positions."""
+    m = run.model
+    if m.mla is None:
+        return
+    if m.position_embedding_type != "rope":
+        rule = f"latent attention carries its positions in rope, not in {m.position_embedding_type}"
+        yield Finding("MT207", "model.position_embedding_type", rule, ({"model.position_embedding_type": "rope"},))
+    if m.num_query_groups not in (None, m.num_attention_heads):
+        rule = "reaches nothing: latent attention has no key/value heads to group"
+        yield Finding("MT208", "model.num_query_groups", rule, ({"model.num_query_groups": None},))
+    if m.kv_channels is not None:
+        rule = "reaches nothing: the widths of latent attention are those of model.mla"
+        yield Finding("MT209", "model.kv_channels", rule, ({"model.kv_channels": None},))
+    if m.add_qkv_bias:
+        rule = "reaches nothing: the projections of latent attention have no biases"
+        yield Finding("MT210", "model.add_qkv_bias", rule, ({"model.add_qkv_bias": False},))
+
+
+def initial_weights_are_small(run: RunConfig) -> Iterator[Finding]:
+    """Large initial weights start with a loss far above that of a uniform guess."""
+    std = run.model.init_method_std
+    if std > 0.2:
+        rule = f"initial weights with a deviation of {std:g} are unusual: 0.002 to 0.05 is common"
+        yield Finding("MT211", "model.init_method_std", rule, ({"model.init_method_std": 0.02},), "warning")
+
+
+RULES = (
+    heads_divide_hidden,
+    groups_divide_heads,
+    rotary_width_is_even,
+    sequence_fits_positions,
+    rotary_keys_need_rope,
+    latent_attention,
+    initial_weights_are_small,
+)

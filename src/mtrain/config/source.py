@@ -1,0 +1,117 @@
+"""The part of composition that Hydra does: the grammar of override values, and defaults lists of group files.
+
+Importing Hydra takes as long as all the rest of `check`. So what is plain (a number, a word, group files without
+defaults lists of their own) is read here, to the same result, which a test compares; all else is Hydra's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mtrain.errors import BadInput, Problem
+
+
+class Sweep(ValueError):
+    """A value that stands for several runs: `1,2` or `range(1,4)`."""
+
+
+_INT = re.compile(r"-?(0|[1-9][0-9]{0,17})\Z")
+_FLOAT = re.compile(r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][-+]?[0-9]{1,3})?\Z")
+_WORD = re.compile(r"(?!(?i:null|true|false|nan|inf)\Z)[A-Za-z_/][A-Za-z0-9_/.-]*\Z")
+_CONSTANTS = {"true": True, "false": False, "null": None}
+
+
+def parse_value(text: str) -> Any:
+    """The value that `text` spells in Hydra's override grammar.
+
+    Raises:
+        Sweep: it spells several values.
+        ValueError: it is not in the grammar; says where.
+    """
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
+    if _INT.match(text):
+        return int(text)
+    if _FLOAT.match(text):
+        return float(text)
+    if _WORD.match(text):
+        return text
+    return hydra_value(text)
+
+
+def hydra_value(text: str) -> Any:
+    """`parse_value` by Hydra itself, for any text."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        override = OverridesParser.create().parse_override(f"key={text}")
+        if override.is_sweep_override():
+            raise Sweep("several values")
+        return _plain(override.value())
+    except HydraException as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else "cannot be read"
+        raise ValueError(first) from None
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ValueError(f"{type(value).__name__} is no plain value")
+
+
+def defaults_list(
+    conf: Path, choices: Mapping[str, str], layouts: Mapping[str, Mapping[str, Any]]
+) -> tuple[list[tuple[str, str]], dict[str, str]]:
+    """The files that the choices and their own defaults lists name, in order of rising precedence.
+
+    Args:
+        conf: folder of `config.yaml` and the groups.
+        choices: group -> choice, over those of `config.yaml`.
+        layouts: choices of the parallel group that have no file, with their values.
+
+    Returns:
+        Pairs (path under `conf` without its ending, dotted key it fills), and group -> choice.
+
+    Raises:
+        BadInput: Hydra refuses; its first sentence is the rule.
+    """
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    for name, values in layouts.items():
+        ConfigStore.instance().store(group="parallel", name=name, node=dict(values))
+    overrides = [f"{group}={choice}" for group, choice in choices.items()]
+    try:
+        with initialize_config_dir(config_dir=str(conf), version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            result = loader.compute_defaults_list("config", overrides, RunMode.RUN)
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, AttributeError) as error:
+        raise BadInput([Problem("MT011", "", None, _sentence(error), "", conf.name)]) from None
+    files = [
+        (entry.config_path, entry.package or "")
+        for entry in result.defaults
+        if entry.config_path and not entry.config_path.startswith("hydra/")
+    ]
+    known = {str(group): str(choice) for group, choice in result.overrides.known_choices.items()}
+    return files, {g: c for g, c in known.items() if not g.startswith("hydra/")}
+
+
+def _sentence(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = re.sub(r"\s+", " ", lines[0] if lines else type(error).__name__)
+    return f"the group files do not compose: {text}"

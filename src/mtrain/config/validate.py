@@ -1,0 +1,183 @@
+"""pydantic's verdict in words: every error with key, value, origin, the rule in numbers and a fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import PydanticUndefined
+
+from mtrain.config.dump import override, spell
+from mtrain.config.interpolate import leaves
+from mtrain.config.keys import choices_of, field_of, schema_keys, suggest
+from mtrain.config.overrides import near_choice
+from mtrain.config.run import GROUPS, RunConfig
+from mtrain.errors import Problem
+
+Where = Callable[[str], str]
+
+_BOUNDS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "more than"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "less than"),
+}
+_KINDS = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "dict_type": "a mapping of keys",
+    "model_type": "a mapping of keys",
+    "model_attributes_type": "a mapping of keys",
+    "finite_number": "a finite number",
+}
+
+
+def validate(values: Mapping[str, Any], where: Where) -> tuple[RunConfig | None, list[Problem]]:
+    """Checks `values` against the schema; returns the configuration, or every problem there is."""
+    try:
+        return RunConfig.model_validate(values), []
+    except ValidationError as error:
+        return None, [problem for e in error.errors(include_url=False) for problem in _problems(e, where)]
+
+
+def _problems(error: Mapping[str, Any], where: Where) -> Iterator[Problem]:
+    path = ".".join(str(part) for part in error["loc"])
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        if isinstance(value, dict) and value and suggest(path) == ([], "") and path not in GROUPS:
+            for leaf, inner in leaves(value, path):
+                yield unknown_key(leaf, inner, where)
+        else:
+            yield unknown_key(path, value, where)
+    elif kind == "missing" and path.rpartition(".")[2].isdigit():
+        yield _length(path, value, where)
+    elif kind == "missing":
+        yield Problem("MT015", path, None, "is required and nothing sets it", f"{path}=VALUE", where(path))
+    elif kind in _BOUNDS:
+        yield _bound(path, kind, value, context, where)
+    elif kind == "literal_error":
+        yield _literal(path, value, where)
+    elif kind in _KINDS:
+        yield _wrong_type(path, kind, value, where)
+    elif kind in ("missing_positional_argument", "unexpected_positional_argument", "too_long", "too_short"):
+        yield _length(path, value, where)
+    elif kind == "string_pattern_mismatch":
+        rule = f"must match {context.get('pattern')}"
+        yield Problem("MT014", path, value, rule, _default_fix(path), where(path))
+    else:
+        yield Problem("MT014", path, value, str(error["msg"]), _default_fix(path), where(path))
+
+
+def unknown_key(path: str, value: Any, where: Where) -> Problem:
+    """The problem of a key that the schema does not have, with the keys it may have meant."""
+    near, why = suggest(path)
+    top = path.split(".")[0]
+    if not near and not why:
+        section = [k for k in schema_keys() if k.startswith(f"{top}.")] if top in GROUPS else []
+        why = f"keys of {top}: {', '.join(k.partition('.')[2] for k in section)}" if section else ""
+        why = why or f"groups: {', '.join(GROUPS)}"
+    rule = "there is no such key" + (f"; {why}" if why else "")
+    known = {"true": True, "false": False}.get(str(value).lower(), value)
+    fix = " or ".join(override(key, known) for key in near)
+    return Problem("MT012", path, value, rule, fix, where(path))
+
+
+def _bound(path: str, kind: str, value: Any, context: Mapping[str, Any], where: Where) -> Problem:
+    name, words = _BOUNDS[kind]
+    bound = context[name]
+    whole = isinstance(value, int) and isinstance(bound, int)
+    if kind.endswith("equal"):
+        fix = f"{path}={bound}"
+    else:
+        default = _default(path)
+        step = 1 if whole else None
+        nearest = default if default is not None else (bound + (step or 1) if kind == "greater_than" else 0)
+        fix = override(path, nearest)
+    return Problem("MT014", path, value, f"must be {words} {bound}", _indexed(path, fix), where(path))
+
+
+def _literal(path: str, value: Any, where: Where) -> Problem:
+    if path.endswith(".[key]"):
+        words = ("fp32", "tf32", "bf16", "fp16", "fp8")
+        near = near_choice(str(value), words)
+        key = path.removesuffix(".[key]")
+        fix = f"{key.rpartition('.')[0]}.{near[0]}=VALUE" if near else ""
+        return Problem("MT012", key, value, f"there is no such key; one of {', '.join(words)}", fix, where(key))
+    choices = choices_of(path)
+    near = near_choice(str(value), choices)
+    default = _default(path)
+    best = near or ([str(default)] if default is not None else list(choices))
+    rule = f"must be one of {', '.join(choices)}"
+    return Problem("MT014", path, value, rule, f"{path}={best[0]}" if best else "", where(path))
+
+
+def _wrong_type(path: str, kind: str, value: Any, where: Where) -> Problem:
+    rule = f"must be {_KINDS[kind]}, not {_kind(value)}"
+    field = field_of(path)
+    if field is not None and path in GROUPS and isinstance(value, str):
+        rule += "; in a file a choice is made with `defaults: [- override /GROUP: CHOICE]`"
+        return Problem("MT013", path, value, rule, f"{path}={value}", where(path))
+    return Problem("MT013", path, value, rule, _indexed(path, _converted(path, kind, value)), where(path))
+
+
+def _converted(path: str, kind: str, value: Any) -> str:
+    if kind in ("int_type", "int_from_float") and not isinstance(value, bool):
+        try:
+            number = float(value)
+            if number == int(number):
+                return f"{path}={int(number)}"
+        except (TypeError, ValueError, OverflowError):
+            pass
+    if kind == "float_type":
+        try:
+            return f"{path}={float(value)!r}"
+        except (TypeError, ValueError):
+            pass
+    if kind == "string_type" and isinstance(value, (int, float)):
+        return override(path, spell(value))
+    if kind == "bool_type" and str(value).lower() in ("1", "yes", "on", "0", "no", "off"):
+        return f"{path}={'true' if str(value).lower() in ('1', 'yes', 'on') else 'false'}"
+    return _default_fix(path)
+
+
+def _length(path: str, value: Any, where: Where) -> Problem:
+    parts = path.split(".")
+    if parts[-1].isdigit():
+        path = ".".join(parts[:-1])
+    default = _default(path)
+    want = f"{len(default)} values, such as {spell(default)}" if isinstance(default, tuple) else "another length"
+    return Problem("MT014", path, value, f"must have {want}", _default_fix(path), where(path))
+
+
+def _default(path: str) -> Any:
+    field = field_of(path)
+    if field is None or field.default is PydanticUndefined:
+        return None
+    return field.default
+
+
+def _default_fix(path: str) -> str:
+    field = field_of(path)
+    if field is None or field.default is PydanticUndefined:
+        return ""
+    return override(path, field.default)
+
+
+def _indexed(path: str, fix: str) -> str:
+    """A fix for an item of a list: the whole list is set, to its default."""
+    parts = path.split(".")
+    return _default_fix(".".join(parts[:-1])) if parts[-1].isdigit() else fix
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true or false"
+    names = {int: "a number", float: "a number with a fraction", str: "text", list: "a list", dict: "a mapping"}
+    return f"{names.get(type(value), type(value).__name__)} ({spell(value)})"

@@ -1,0 +1,92 @@
+"""Micro-batches of one data-parallel rank, as torch tensors.
+
+Every rank that needs tokens reads them for itself; nothing is broadcast. The memory maps of the ranks of a
+machine share the page cache, so the bytes are read once; which samples make a step is a pure function of the
+number of samples consumed, so that tensor-parallel ranks cannot disagree; there is no collective that can
+hang; and pipeline stages that embed nothing and compute no loss simply do not ask.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypedDict
+
+import numpy as np
+import torch
+
+from mtrain.errors import BadInput, Problem
+
+
+class Source(Protocol):
+    """Where samples come from: `Samples` or `MockSamples`."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, numbers: np.ndarray) -> np.ndarray:
+        """int64 [n, seq_length + 1] for n global sample numbers."""
+        ...
+
+
+class MicroBatch(TypedDict):
+    """What a forward step takes; every tensor is [micro_batch_size, seq_length]."""
+
+    tokens: torch.Tensor
+    """int64: the input."""
+    labels: torch.Tensor
+    """int64: the token that follows each input token."""
+    loss_mask: torch.Tensor
+    """float32: 0 where the prediction does not count, else 1."""
+    position_ids: torch.Tensor
+    """int64: 0, 1, ... in each sample."""
+
+
+class GlobalBatches:
+    """The share of one data-parallel rank in each step. A step is the samples [consumed, consumed + global
+    size).
+
+    Micro-batch m of rank r takes the samples consumed + m * (micro * dp_size) + r * micro + j, so the samples
+    of a step are the same for any dp_size. With `masked_eod` no loss counts for the prediction that follows
+    this token. Raises BadInput if the global batch cannot be cut evenly.
+    """
+
+    def __init__(
+        self,
+        samples: Source,
+        global_batch_size: int,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        masked_eod: int | None = None,
+    ) -> None:
+        stride = micro_batch_size * dp_size
+        if global_batch_size % stride or not 0 <= dp_rank < dp_size:
+            rule = f"must be a multiple of micro_batch_size * dp = {micro_batch_size} * {dp_size} = {stride}"
+            fix = f"trainer.global_batch_size={max(1, round(global_batch_size / stride)) * stride}"
+            raise BadInput([Problem("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)])
+        self.samples, self.masked_eod = samples, masked_eod
+        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self._offsets = dp_rank * micro_batch_size + np.arange(micro_batch_size)
+        self._stride = stride
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of a step on one rank."""
+        return self.global_batch_size // self._stride
+
+    def numbers(self, consumed_samples: int) -> np.ndarray:
+        """Global sample numbers of the step on this rank; int64 [micro-batches, micro_batch_size]."""
+        firsts = consumed_samples + self._stride * np.arange(self.num_microbatches, dtype=np.int64)
+        return firsts[:, None] + self._offsets
+
+    def microbatches(self, consumed_samples: int) -> list[MicroBatch]:
+        """The micro-batches of the step that starts after `consumed_samples` samples."""
+        numbers = self.numbers(consumed_samples)
+        windows = torch.from_numpy(self.samples.batch(numbers.ravel()))
+        return [self._microbatch(part) for part in windows.split(self.micro_batch_size)]
+
+    def _microbatch(self, windows: torch.Tensor) -> MicroBatch:
+        tokens = windows[:, :-1].contiguous()
+        mask = torch.ones(tokens.shape, dtype=torch.float32)
+        if self.masked_eod is not None:
+            mask[tokens == self.masked_eod] = 0.0
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
+        return MicroBatch(tokens=tokens, labels=windows[:, 1:].contiguous(), loss_mask=mask, position_ids=positions)

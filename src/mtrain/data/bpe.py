@@ -1,0 +1,80 @@
+"""Trains a byte-level BPE on a corpus and encodes the corpus with it, in batches of bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from mtrain import units
+
+EOD_TOKEN = "<|endoftext|>"
+EOD = 0
+TRAIN_BYTES = 64 * units.MIB
+"""The BPE is trained on the first documents up to this size; as their order is shuffled, a fair sample."""
+BATCH_CHARS = 4 * units.MIB
+
+
+def train(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """A byte-level BPE of at most `vocab_size` tokens (a small corpus gives fewer); id 0 ends a document."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOD_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_until(texts, TRAIN_BYTES), trainer)
+    return tokenizer
+
+
+def _until(texts: Iterable[str], limit: int) -> Iterator[str]:
+    for text in texts:
+        yield text
+        limit -= len(text)
+        if limit <= 0:
+            return
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Documents end to end, each with its end-of-document token."""
+
+    tokens: np.ndarray
+    """int64 [tokens]"""
+    lengths: np.ndarray
+    """int64 [documents]"""
+
+
+def encode(tokenizer: tokenizers.Tokenizer, texts: Iterable[str]) -> Iterator[Encoded]:
+    """Encode documents in batches, over as many threads as RAYON_NUM_THREADS says.
+
+    A document that itself says `<|endoftext|>` does not end there: those characters are plain text.
+    """
+    tokenizer.encode_special_tokens = True
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_CHARS:
+            yield _encode_batch(tokenizer, batch)
+            batch, size = [], 0
+    if batch:
+        yield _encode_batch(tokenizer, batch)
+
+
+def _encode_batch(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> Encoded:
+    ids = [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    lengths = np.array([len(i) + 1 for i in ids], np.int64)
+    tokens = np.full(int(lengths.sum()), EOD, np.int64)
+    start = 0
+    for document, length in zip(ids, lengths, strict=True):
+        tokens[start : start + length - 1] = document
+        start += length
+    return Encoded(tokens, lengths)

@@ -1,0 +1,257 @@
+"""Megatron's `.bin/.idx` files: a reader that validates everything at open, and a vectorised writer.
+
+`.idx`, little-endian: 9 bytes `MMIDIDX\\0\\0`, uint64 version 1, uint8 dtype code, uint64 number of
+sequences, uint64 number of document indices (documents + 1), int32 length of each sequence in tokens, int64
+pointer to each sequence in bytes, int64 document indices (a document is the sequences from one index to the
+next). `.bin` is the tokens of all sequences, nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import struct
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from mtrain.errors import Damaged
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+CODES: dict[int, np.dtype] = {
+    code: np.dtype(name) for code, name in {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
+}
+"""Dtype codes of token files. 6 and 7 are floating-point numbers: no token ids."""
+CHUNK = 1 << 17
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The dtype that Megatron picks for token ids below `vocab_size`."""
+    return CODES[8] if vocab_size < 65500 else CODES[4]
+
+
+def with_suffix(prefix: Path, suffix: str) -> Path:
+    """`prefix` + suffix; unlike Path.with_suffix a dot in the prefix stays."""
+    return prefix.with_name(prefix.name + suffix)
+
+
+class IndexedDataset:
+    """A token corpus in memory maps. Opening reads the whole `.idx` and refuses what does not add up.
+
+    `tokens` is the stream of all documents, a flat array of `dtype`. Raises Damaged, naming file and offset.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = Path(prefix)
+        self.idx, self.bin = with_suffix(self.prefix, ".idx"), with_suffix(self.prefix, ".bin")
+        raw = _map(self.idx)
+        self.dtype, count, index_count = _header(self.idx, raw)
+        at_pointers = HEADER.size + 4 * count
+        at_documents = at_pointers + 8 * count
+        self.lengths = np.frombuffer(raw, "<i4", count, HEADER.size)
+        self.pointers = np.frombuffer(raw, "<i8", count, at_pointers)
+        self.document_indices = np.frombuffer(raw, "<i8", index_count, at_documents)
+        total = _check_pointers(self.idx, self.lengths, self.pointers, self.dtype.itemsize)
+        _check_documents(self.idx, self.document_indices, count, at_documents)
+        data = _map(self.bin)
+        if data.nbytes != total:
+            raise Damaged(
+                f"{self.bin}: {data.nbytes} bytes, but {self.idx.name} describes {total} "
+                f"({total // self.dtype.itemsize} tokens of {self.dtype.itemsize} bytes)"
+            )
+        self.tokens = np.frombuffer(data, self.dtype)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in the corpus."""
+        return len(self.document_indices) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the corpus."""
+        return len(self.tokens)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, sequence: int) -> np.ndarray:
+        """Tokens of one sequence."""
+        start = int(self.pointers[sequence]) // self.dtype.itemsize
+        return self.tokens[start : start + int(self.lengths[sequence])]
+
+    def document_start(self, document: int) -> int:
+        """Place of a document's first token in the stream; of document `num_documents`, the stream's end."""
+        sequence = int(self.document_indices[document])
+        return int(self.pointers[sequence]) // self.dtype.itemsize if sequence < len(self) else self.num_tokens
+
+    def document_at(self, place: int) -> int:
+        """Which document holds the token at `place` of the stream."""
+        sequence = int(np.searchsorted(self.pointers, place * self.dtype.itemsize, side="right")) - 1
+        return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
+
+
+def _map(path: Path) -> np.ndarray:
+    """The bytes of a file as a read-only map; an empty file as an empty array."""
+    try:
+        if path.stat().st_size == 0:
+            return np.empty(0, np.uint8)
+        return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+    except OSError as error:
+        raise Damaged(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _header(path: Path, raw: np.ndarray) -> tuple[np.dtype, int, int]:
+    """Dtype, number of sequences and number of document indices of a valid header."""
+    if raw.nbytes < HEADER.size:
+        raise Damaged(f"{path}: {raw.nbytes} bytes, a header alone has {HEADER.size}")
+    magic, version, code, count, index_count = HEADER.unpack(raw[: HEADER.size].tobytes())
+    if magic != MAGIC:
+        raise Damaged(f"{path}: offset 0: starts with {magic!r}, not with {MAGIC!r}: no Megatron index")
+    if version != 1:
+        raise Damaged(f"{path}: offset 9: version {version}, only 1 is known")
+    if code not in CODES:
+        known = ", ".join(f"{c} {d.name}" for c, d in CODES.items())
+        raise Damaged(f"{path}: offset 17: dtype code {code} is not one of tokens ({known})")
+    expected = HEADER.size + 12 * count + 8 * index_count
+    if raw.nbytes == expected + count and count:
+        raise Damaged(f"{path}: a multimodal index (one mode byte per sequence); only text is read")
+    if raw.nbytes != expected:
+        raise Damaged(
+            f"{path}: offset 18: {count} sequences and {index_count} document indices need {expected} bytes, "
+            f"the file has {raw.nbytes}"
+        )
+    if index_count < 1:
+        raise Damaged(f"{path}: offset 26: no document indices; even an empty corpus has one")
+    return CODES[code], count, index_count
+
+
+def _check_pointers(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
+    """Refuse negative lengths and pointers that are not the running sum; bytes of `.bin`."""
+    total = 0
+    for first in range(0, len(lengths), CHUNK):
+        here = lengths[first : first + CHUNK].astype(np.int64)
+        if here.min() < 0:
+            bad = first + int(np.argmax(here < 0))
+            raise Damaged(f"{path}: offset {HEADER.size + 4 * bad}: sequence {bad} has length {lengths[bad]}")
+        found = pointers[first : first + CHUNK].copy()
+        here *= itemsize
+        # found[0] is compared by itself, the rest by differences: cheaper than a running sum.
+        wrong = found[1:] - found[:-1] != here[:-1]
+        if found[0] != total or wrong.any():
+            bad = first if found[0] != total else first + 1 + int(np.argmax(wrong))
+            before = total if bad == first else int(found[bad - first - 1]) + int(here[bad - first - 1])
+            at = HEADER.size + 4 * len(lengths) + 8 * bad
+            raise Damaged(
+                f"{path}: offset {at}: pointer of sequence {bad} is {pointers[bad]}, the sequences before it "
+                f"end at {before} ({itemsize} bytes a token): wrong dtype code or a damaged index"
+            )
+        total = int(found[-1]) + int(here[-1])
+    return total
+
+
+def _check_documents(path: Path, indices: np.ndarray, count: int, offset: int) -> None:
+    """Refuse document indices that do not rise from 0 to the number of sequences."""
+    if indices[0] != 0 or indices[-1] != count:
+        raise Damaged(
+            f"{path}: offset {offset}: document indices go from {indices[0]} to {indices[-1]}, must be 0 to {count}"
+        )
+    for first in range(0, len(indices) - 1, CHUNK):
+        here = indices[first : first + CHUNK + 1].copy()
+        falls = here[1:] < here[:-1]
+        if falls.any():
+            bad = first + 1 + int(np.argmax(falls))
+            raise Damaged(
+                f"{path}: offset {offset + 8 * bad}: document index {bad} is {indices[bad]}, "
+                f"less than {indices[bad - 1]} before it"
+            )
+
+
+def write_index(path: Path, lengths: np.ndarray, dtype: np.dtype, document_indices: np.ndarray | None = None) -> None:
+    """Write an `.idx` for sequences of these `lengths`; no `document_indices`: each sequence is a document.
+
+    Byte-identical to megatron-core's IndexedDatasetBuilder. Raises Damaged for an impossible length.
+    """
+    count, dtype = len(lengths), np.dtype(dtype)
+    if count and (int(lengths.min()) < 0 or int(lengths.max()) > np.iinfo(np.int32).max):
+        raise Damaged(f"{path}: lengths {lengths.min()} to {lengths.max()}; an index holds 0 to 2^31 - 1")
+    code = next(c for c, d in CODES.items() if d == dtype)
+    index_count = count + 1 if document_indices is None else len(document_indices)
+    short = np.ascontiguousarray(lengths, "<i4")
+    # Chunks stay in the processor's cache between being computed and being copied to the file.
+    with open(path, "wb", buffering=0) as file:
+        _write(file, HEADER.pack(MAGIC, 1, code, count, index_count))
+        _write(file, short)
+        end = 0
+        for first in range(0, count, CHUNK):
+            here = short[first : first + CHUNK]
+            pointers = np.cumsum(here, dtype=np.int64)
+            pointers -= here
+            pointers *= dtype.itemsize
+            pointers += end
+            end = int(pointers[-1]) + int(here[-1]) * dtype.itemsize
+            _write(file, pointers)
+        if document_indices is not None:
+            _write(file, np.ascontiguousarray(document_indices, "<i8"))
+            return
+        for first in range(0, index_count, CHUNK):
+            _write(file, np.arange(first, min(first + CHUNK, index_count), dtype="<i8"))
+
+
+def _write(file: io.FileIO, data: bytes | np.ndarray) -> None:
+    """Write all of `data`; an unbuffered file may take it in parts."""
+    view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+    while view:
+        view = view[file.write(view) :]
+
+
+class IndexedWriter:
+    """Writes a corpus: `add` documents, `close` writes the index (leaving a `with` block closes)."""
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
+        self.prefix, self.dtype = Path(prefix), np.dtype(dtype)
+        self._limits = np.iinfo(self.dtype)
+        self._lengths: list[np.ndarray] = []
+        self._digest = hashlib.sha256()
+        self._file = open(with_suffix(self.prefix, ".bin"), "wb")  # noqa: SIM115
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray | None = None) -> None:
+        """Add documents: their tokens end to end, and the length of each; None: one document.
+
+        Raises Damaged for a token id that the dtype cannot hold.
+        """
+        lengths = np.array([len(tokens)]) if lengths is None else np.asarray(lengths)
+        if int(lengths.sum()) != len(tokens):
+            raise ValueError(f"lengths add up to {lengths.sum()}, there are {len(tokens)} tokens")
+        if len(tokens) and not self._limits.min <= int(tokens.min()) <= int(tokens.max()) <= self._limits.max:
+            raise Damaged(f"{self.prefix}: token ids {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}")
+        data = memoryview(np.ascontiguousarray(tokens, self.dtype)).cast("B")
+        self._digest.update(data)
+        self._file.write(data)
+        self._lengths.append(lengths)
+
+    def close(self) -> dict[str, str]:
+        """Write the index and flush both files to the disk; sha256 by suffix."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        lengths = np.concatenate(self._lengths) if self._lengths else np.empty(0, np.int64)
+        idx = with_suffix(self.prefix, ".idx")
+        write_index(idx, lengths, self.dtype)
+        with open(idx, "rb") as file:
+            os.fsync(file.fileno())
+            digest = hashlib.file_digest(file, "sha256")
+        return {".bin": self._digest.hexdigest(), ".idx": digest.hexdigest()}
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._file.close()
+        elif not self._file.closed:
+            self.close()

@@ -1,0 +1,152 @@
+"""GPT samples without an index: which tokens make sample number g is computed from g alone.
+
+The documents of a split are one stream of tokens. In epoch e it is cut into windows of seq_length + 1 tokens
+with a stride of seq_length (the last token of a window is the first of the next: it is predicted in one and
+read in the other), starting at a random offset below seq_length; the order of the windows is a keyed
+permutation. So opening costs nothing, whatever the size of the corpus and the number of epochs, and the
+position of a run is one integer: the number of samples consumed.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from mtrain.data.indexed import IndexedDataset
+from mtrain.data.permute import ROUNDS, Permutation, keys
+from mtrain.errors import BadInput, Damaged, Problem
+
+SHARES = ("train", "validation", "test")
+
+
+def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[range]:
+    """Cut the documents into consecutive ranges, one per share, as near to the shares of *tokens* as whole
+    documents allow.
+
+    A share above zero gets a document at least, if there are enough. Raises BadInput if no share is above
+    zero.
+    """
+    count, tokens = dataset.num_documents, dataset.num_tokens
+    total = float(sum(shares))
+    if total <= 0:
+        raise BadInput([Problem("MT604", "data.split", list(shares), "all shares are zero", "data.split=[1,0,0]")])
+    bounds = [0]
+    share = 0.0
+    for part in shares[:-1]:
+        share += part
+        target = round(tokens * share / total)
+        cut = bisect_left(range(count), target, key=dataset.document_start)
+        if cut > 0 and target - dataset.document_start(cut - 1) < dataset.document_start(cut) - target:
+            cut -= 1
+        bounds.append(max(cut, bounds[-1]))
+    bounds.append(count)
+    wanted = [int(part > 0) for part in shares]
+    if count >= sum(wanted):
+        for i in range(len(shares)):
+            bounds[i + 1] = max(bounds[i + 1], bounds[i] + wanted[i])
+        bounds[-1] = count
+        for i in reversed(range(len(shares))):
+            bounds[i] = min(bounds[i], bounds[i + 1] - wanted[i])
+    return [range(a, b) for a, b in pairwise(bounds)]
+
+
+def entropy_nats(counts: np.ndarray) -> float:
+    """Entropy in nats of the distribution of `counts`: the loss of the best model without context."""
+    share = counts[counts > 0] / max(1, int(counts.sum()))
+    return float(-(share * np.log(share)).sum())
+
+
+class Samples:
+    """The samples of a range of documents; `len` is the number per epoch, and sample numbers go on from
+    there.
+
+    Without `shuffle` the windows come in order, from the first token on. Raises BadInput if the range is too
+    small for one window.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        documents: range,
+        seq_length: int,
+        seed: int,
+        shuffle: bool,
+        vocab_size: int,
+        name: str = "train",
+    ) -> None:
+        self.dataset, self.documents, self.seq_length = dataset, documents, seq_length
+        self.seed, self.shuffle, self.vocab_size, self.name = seed, shuffle, vocab_size, name
+        self._first = dataset.document_start(documents.start)
+        self.num_tokens = dataset.document_start(documents.stop) - self._first
+        if self.num_tokens < seq_length + 1:
+            raise BadInput([self._too_small()])
+        # One window's worth is kept free, so that the grid can be shifted by any offset below seq_length.
+        spare = seq_length if shuffle else 1
+        self._count = max(1, (self.num_tokens - spare) // seq_length)
+        self._epoch = functools.lru_cache(maxsize=4)(self._draw)
+
+    def _too_small(self) -> Problem:
+        need = self.seq_length + 1
+        if self.dataset.num_tokens >= 3 * need:
+            fix = f"a larger share for {self.name} in data.split ({', '.join(SHARES)}), or a smaller data.seq_length"
+        else:
+            fix = "a larger corpus (data.path=...), or a smaller data.seq_length"
+        return Problem(
+            "MT605",
+            "data.seq_length",
+            self.seq_length,
+            f"the {self.name} split has {self.num_tokens} tokens in {len(self.documents)} documents, one sample "
+            f"needs {need} (the corpus: {self.dataset.num_tokens} tokens in {self.dataset.num_documents} documents)",
+            fix,
+        )
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _draw(self, epoch: int) -> tuple[Permutation, int]:
+        """Order of the windows of an epoch, and the place of its first window in the split."""
+        words = keys(self.seed, epoch, self.name, ROUNDS + 1)
+        room = min(self.seq_length, self.num_tokens - self._count * self.seq_length)
+        return Permutation(self._count, words[:ROUNDS]), int(words[ROUNDS]) % room
+
+    def starts(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Place in the corpus stream of the first token of each sample; int64 [n]."""
+        epochs, places = np.divmod(np.asarray(numbers, np.int64), self._count)
+        if not self.shuffle:
+            return self._first + places * self.seq_length
+        for epoch in np.unique(epochs):
+            permutation, shift = self._epoch(int(epoch))
+            rows = epochs == epoch
+            places[rows] = shift + permutation(places[rows]) * self.seq_length
+        return self._first + places
+
+    def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Tokens of the samples with these numbers; int64 [n, seq_length + 1].
+
+        Sample g is place g % len(self) of epoch g // len(self). Raises Damaged for an id outside the
+        vocabulary.
+        """
+        starts = self.starts(numbers)
+        out = np.empty((len(starts), self.seq_length + 1), np.int64)
+        for row, start in zip(out, starts, strict=True):
+            row[:] = self.dataset.tokens[start : start + self.seq_length + 1]
+        if len(out) and (out.min() < 0 or out.max() >= self.vocab_size):
+            self._refuse(out, starts, numbers)
+        return out
+
+    def _refuse(self, tokens: np.ndarray, starts: np.ndarray, numbers: Sequence[int] | np.ndarray) -> None:
+        row, column = np.argwhere((tokens < 0) | (tokens >= self.vocab_size))[0]
+        place = int(starts[row]) + int(column)
+        raise Damaged(
+            f"{self.dataset.bin}: offset {place * self.dataset.dtype.itemsize}: token id {tokens[row, column]} in "
+            f"document {self.dataset.document_at(place)} ({self.name} sample {int(numbers[row])}); the vocabulary "
+            f"has ids 0 to {self.vocab_size - 1}"
+        )
+
+    def describe(self) -> dict[str, int]:
+        """Counts: documents, tokens, samples of an epoch."""
+        return {"documents": len(self.documents), "tokens": self.num_tokens, "samples": self._count}

@@ -1,0 +1,60 @@
+"""Text to token ids and back, from a `tokenizer.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from mtrain import units
+from mtrain.errors import BadInput, Damaged, Problem
+
+LIMIT_BYTES = 128 * units.MIB
+EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<eod>")
+"""Names under which tokenizers keep an end-of-document token, in the order they are tried."""
+
+
+class Tokenizer:
+    """Encodes and decodes with a `tokenizer.json`.
+
+    Raises BadInput if the file is missing, Damaged if it is not one.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            size = self.path.stat().st_size
+            if size > LIMIT_BYTES:
+                raise Damaged(f"{path}: {units.bytes_(size)}; a tokenizer may have {units.bytes_(LIMIT_BYTES)}")
+            text = self.path.read_bytes().decode()
+        except OSError as error:
+            fix = "data.tokenizer=PATH of a tokenizer.json"
+            raise BadInput(
+                [Problem("MT603", "data.tokenizer", str(path), f"cannot be read: {error.strerror}", fix)]
+            ) from error
+        except UnicodeDecodeError as error:
+            raise Damaged(f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json") from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception
+            raise Damaged(f"{path}: no tokenizer.json: {error}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def eod(self) -> int | None:
+        """Id of the end-of-document token; None if no token has one of the names in use."""
+        ids = (self._tokenizer.token_to_id(name) for name in EOD_NAMES)
+        return next((i for i in ids if i is not None), None)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text; no special tokens are added."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)

@@ -1,0 +1,308 @@
+"""Makes a corpus ready before training: tokenizes text once into a cache, checks given `.bin/.idx`.
+
+A cached corpus is a folder `<cache_dir>/<name>-<digest>/` of `tokens.bin`, `tokens.idx`, `tokenizer.json`,
+`meta.json`. It is built beside that place and renamed, with `meta.json` written last, so that a build that
+was killed is never taken for a corpus; a lock lets one of several processes build while the others wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtrain import units
+from mtrain.config.groups import DataConfig
+from mtrain.data.corpus import TextCorpus, near_paths, open_corpus
+from mtrain.data.indexed import IndexedDataset, IndexedWriter, token_dtype, with_suffix
+from mtrain.data.samples import entropy_nats
+from mtrain.errors import BadEnvironment, BadInput, Damaged, Problem
+
+FORMAT = 1
+FILES = ("tokens.bin", "tokens.idx", "tokenizer.json")
+SETTLED_NS = 2_000_000_000
+"""A file changed so shortly before it was read may be changed again within the same tick of its clock."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus that is ready to be read."""
+
+    prefix: Path | None
+    """Prefix of the `.bin/.idx`; None for made-up tokens."""
+    tokenizer: Path | None
+    """A `tokenizer.json`; None: no text can be generated."""
+    meta: dict[str, Any]
+    """What is known of it: documents, tokens, vocab_size, eod, unigram_entropy_nats, fingerprint, ..."""
+
+
+def _say(note: str) -> None:
+    print(note, file=sys.stderr, flush=True)
+
+
+def prepare(data: DataConfig, note: Callable[[str], None] = _say) -> Corpus:
+    """Make the corpus of a configuration ready and return it; a text corpus is tokenized at the first call.
+
+    Any number of processes may call it at once. Tokenizing starts threads, so a process that forks afterwards
+    must call this in a child process. Raises BadInput for a path or corpus that cannot be used, Damaged for
+    `.bin/.idx` that do not add up, BadEnvironment when the cache folder cannot be written.
+    """
+    if data.kind == "mock":
+        return Corpus(None, None, {"kind": "mock"})
+    return _given(data) if data.kind == "indexed" else _cached(data, note)
+
+
+def verify(corpus: Corpus) -> None:
+    """Read every file of a cached text corpus again; raises Damaged for one that is not as it was written."""
+    if corpus.prefix is None:
+        return
+    for name, expected in corpus.meta.get("files", {}).items():
+        path = corpus.prefix.parent / name
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != expected["sha256"]:
+            raise Damaged(f"{path}: sha256 is {found}, was written as {expected['sha256']}: remove {path.parent}")
+
+
+def _given(data: DataConfig) -> Corpus:
+    """Check the `.bin/.idx` and the tokenizer that a configuration names."""
+    problems: list[Problem] = []
+
+    def problem(key: str, value: str | None, rule: str, fix: str) -> None:
+        problems.append(Problem("MT602", f"data.{key}", value, rule, fix))
+
+    prefix = Path(os.path.expanduser(data.path)) if data.path else None
+    if prefix is None:
+        problem("path", None, "data.kind=indexed reads .bin/.idx files", "data.path=PREFIX of the two files")
+    elif prefix.suffix in (".bin", ".idx"):
+        problem(
+            "path",
+            data.path,
+            f"is a file; the prefix of both is meant, without {prefix.suffix}",
+            f"data.path={prefix.with_suffix('')}",
+        )
+    else:
+        missing = [s for s in (".bin", ".idx") if not os.path.isfile(with_suffix(prefix, s))]
+        if missing:
+            there = sorted(p.stem for p in prefix.parent.glob("*.idx")) if os.path.isdir(prefix.parent) else []
+            missing_files = " and ".join(with_suffix(prefix, s).name for s in missing)
+            rule = f"no file {missing_files} in {prefix.parent}"
+            problem("path", data.path, rule, near_paths(prefix, there or None))
+    tokenizer = Path(os.path.expanduser(data.tokenizer)) if data.tokenizer else None
+    if tokenizer is not None and not os.path.isfile(tokenizer):
+        fix = near_paths(tokenizer).replace("data.path=", "data.tokenizer=")
+        problem("tokenizer", data.tokenizer, f"{tokenizer} is not a file", fix)
+    if problems or prefix is None:
+        raise BadInput(problems)
+    dataset = IndexedDataset(prefix)
+    meta = {
+        "kind": "indexed",
+        "documents": dataset.num_documents,
+        "tokens": dataset.num_tokens,
+        "dtype": dataset.dtype.name,
+        "fingerprint": fingerprint(dataset),
+    }
+    if tokenizer is not None:
+        from mtrain.data.text import Tokenizer
+
+        loaded = Tokenizer(tokenizer)
+        meta |= {"vocab_size": loaded.vocab_size, "eod": loaded.eod}
+        meta["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    return Corpus(prefix, tokenizer, meta)
+
+
+def fingerprint(dataset: IndexedDataset, samples: int = 256, block: int = 4096) -> str:
+    """A short hash over sizes, the ends of the index and `samples` evenly spread blocks of the tokens.
+
+    Tells one corpus from another in milliseconds, whatever the size; it does not find a single changed token.
+    """
+    digest = hashlib.sha256(f"{len(dataset)}|{dataset.num_documents}|{dataset.num_tokens}|".encode())
+    digest.update(dataset.dtype.str.encode())
+    for array in (dataset.lengths, dataset.document_indices):
+        digest.update(array[:block].tobytes() + array[-block:].tobytes())
+    for start in np.linspace(0, max(0, dataset.num_tokens - block), samples).astype(np.int64):
+        digest.update(dataset.tokens[start : start + block].tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _cached(data: DataConfig, note: Callable[[str], None]) -> Corpus:
+    """The tokenized text corpus from the cache, built if it is not there."""
+    text = open_corpus(data)
+    cache = Path(os.path.expanduser(data.cache_dir))
+    with _writing(cache):
+        (cache / "seen").mkdir(parents=True, exist_ok=True)
+    settings = {
+        "format": FORMAT,
+        "vocab_size": data.tokenizer_vocab_size,
+        "limit_bytes": text.limit_bytes,
+        "tokenizers": version("tokenizers"),
+    }
+    # The same files, unchanged, as some time before: then the digest of their contents is known.
+    stamps = [[f.name, *f.stamp] for f in text.files]
+    seen = cache / "seen" / _hash({**settings, "root": str(text.files[0].path), "files": stamps})
+    with contextlib.suppress(OSError, ValueError):
+        folder = cache / f"{text.name}-{int(seen.read_text(encoding='ascii'), 16):016x}"
+        if (corpus := _open(folder)) is not None:
+            return corpus
+    settled = max(max(f.stamp[1:3]) for f in text.files) < time.time_ns() - SETTLED_NS
+    contents = _digest(text)
+    digest = _hash({**settings, "contents": contents})[:16]
+    folder = cache / f"{text.name}-{digest}"
+    with _writing(cache), _locked(cache / f"{folder.name}.lock"):
+        corpus = _open(folder)
+        if corpus is None:
+            if folder.exists():
+                note(f"{folder}: damaged or not complete; it is built again")
+            corpus = _build(data, text, folder, contents)
+        if settled:
+            seen.write_text(digest, encoding="ascii")
+    return corpus
+
+
+def _hash(values: dict[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _digest(text: TextCorpus) -> str:
+    """sha256 over the names and contents of all documents."""
+    digest = hashlib.sha256()
+    for name, document in text:
+        _absorb(digest, name, document)
+    return digest.hexdigest()
+
+
+def _absorb(digest: Any, name: str, document: str) -> int:
+    data = document.encode()
+    digest.update(os.fsencode(name) + b"\0%d\0" % len(data))
+    digest.update(data)
+    return len(data)
+
+
+def _open(folder: Path) -> Corpus | None:
+    """The corpus in a folder; None unless it is complete and every file has the size it was written with."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        complete = meta["format"] == FORMAT and all(
+            (folder / name).stat().st_size == meta["files"][name]["bytes"] for name in FILES
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Corpus(folder / "tokens", folder / "tokenizer.json", meta) if complete else None
+
+
+def _build(data: DataConfig, text: TextCorpus, folder: Path, contents: str) -> Corpus:
+    """Tokenize into a folder beside `folder`, then rename. The caller holds the lock.
+
+    `contents` is what the folder is named after: raises BadInput if the text changed since.
+    """
+    for stale in folder.parent.glob(f".building-{folder.name}-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    building = folder.parent / f".building-{folder.name}-{os.getpid()}"
+    building.mkdir()
+    try:
+        meta = _tokenize(data, text, building)
+        if meta["contents"] != contents:
+            rule = "files of the corpus changed while they were read"
+            raise BadInput([Problem("MT601", "data.path", text.shown, rule, "run again when they are complete")])
+        if folder.exists():
+            shutil.rmtree(folder)
+        building.rename(folder)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    return Corpus(folder / "tokens", folder / "tokenizer.json", meta)
+
+
+def _tokenize(data: DataConfig, text: TextCorpus, folder: Path) -> dict[str, Any]:
+    """Train the tokenizer, encode all documents, write everything into `folder`; `meta.json` comes last."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    from mtrain.data import bpe
+
+    started = time.monotonic()
+    tokenizer = bpe.train((t for _, t in text), data.tokenizer_vocab_size)
+    trained = time.monotonic()
+    vocab_size = tokenizer.get_vocab_size()
+    tokenizer_bytes = tokenizer.to_str().encode()
+    _write(folder / "tokenizer.json", tokenizer_bytes)
+    counts = np.zeros(vocab_size, np.int64)
+    documents = text_bytes = 0
+    digest = hashlib.sha256()
+
+    def texts() -> Iterator[str]:
+        nonlocal documents, text_bytes
+        for name, document in text:
+            documents += 1
+            text_bytes += _absorb(digest, name, document)
+            yield document
+
+    writer = IndexedWriter(folder / "tokens", token_dtype(vocab_size))
+    with writer:
+        for batch in bpe.encode(tokenizer, texts()):
+            counts += np.bincount(batch.tokens, minlength=vocab_size)
+            writer.add(batch.tokens, batch.lengths)
+        sha256 = writer.close()
+    sha256 = {"tokens.bin": sha256[".bin"], "tokens.idx": sha256[".idx"]}
+    sha256["tokenizer.json"] = hashlib.sha256(tokenizer_bytes).hexdigest()
+    meta = {
+        "format": FORMAT,
+        "kind": "text",
+        "source": text.name,
+        "documents": documents,
+        "skipped": len(text.skipped),
+        "tokens": int(counts.sum()),
+        "text_bytes": text_bytes,
+        "vocab_size": vocab_size,
+        "eod": bpe.EOD,
+        "unigram_entropy_nats": entropy_nats(counts),
+        "files": {n: {"bytes": (folder / n).stat().st_size, "sha256": sha256[n]} for n in FILES},
+        "fingerprint": sha256["tokens.bin"][:32],
+        "contents": digest.hexdigest(),
+        "seconds": {
+            "train": round(trained - started, 3),
+            "encode": round(time.monotonic() - trained, 3),
+        },
+    }
+    _write(folder / "meta.json", (json.dumps(meta, indent=1) + "\n").encode())
+    return meta
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an advisory lock; the kernel drops it when the process dies, however it dies."""
+    with open(path, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _writing(cache: Path) -> Iterator[None]:
+    """Turn a failure of the cache folder's disk into a message."""
+    try:
+        yield
+    except OSError as error:
+        there = next((p for p in (cache, *cache.parents) if os.path.isdir(p)), Path("/"))
+        free = units.bytes_(shutil.disk_usage(there).free)
+        raise BadEnvironment(
+            f"data.cache_dir = {cache}: {error.filename or ''} {error.strerror} ({free} free at {there})\n"
+            "  fix: data.cache_dir=FOLDER that can be written"
+        ) from error

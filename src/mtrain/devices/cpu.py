@@ -1,0 +1,43 @@
+"""The CPU as a device: gloo between ranks, host memory, one generator for everything."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import psutil
+import torch
+
+from mtrain.devices import cpu_namespace
+from mtrain.devices.base import Device
+
+_RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
+
+
+def _memory_stats() -> dict[str, int]:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT_BYTES
+    now = psutil.Process().memory_info().rss
+    return {"allocated_bytes": now, "peak_bytes": max(peak, now)}
+
+
+CPU = Device(
+    name="cpu",
+    torch_type="cpu",
+    type_prefix="torch.",
+    backend="gloo",
+    namespace=cpu_namespace,
+    dtypes=frozenset({"fp32", "bf16", "fp16"}),
+    fork_safe=True,
+    pin_memory=False,
+    triton=False,
+    available=lambda: None,
+    count=lambda: None,
+    device=lambda _: torch.device("cpu"),
+    set_index=lambda _: None,
+    synchronize=lambda: None,
+    memory_stats=_memory_stats,
+    total_memory=lambda: int(psutil.virtual_memory().total),
+    seed=cpu_namespace.manual_seed,
+    rng_state=torch.get_rng_state,
+    set_rng_state=torch.set_rng_state,
+)

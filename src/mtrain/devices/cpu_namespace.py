@@ -1,0 +1,277 @@
+"""What megatron-core sees as `torch.cuda` on a CPU.
+
+Names and signatures are those of `torch.cuda` (torch 2.10 to 2.13), as far as megatron.core 0.16.1 touches
+them. Work on a CPU is synchronous, so streams and events order nothing; there is one generator, so the
+device's random state is torch's own.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+
+FloatTensor = torch.FloatTensor
+DoubleTensor = torch.DoubleTensor
+HalfTensor = torch.HalfTensor
+BFloat16Tensor = torch.BFloat16Tensor
+LongTensor = torch.LongTensor
+IntTensor = torch.IntTensor
+BoolTensor = torch.BoolTensor
+ByteTensor = torch.ByteTensor
+
+
+class OutOfMemoryError(RuntimeError):
+    """Never raised: a CPU that runs out of memory ends the process."""
+
+
+def is_available() -> bool:
+    """False: megatron-core asks this before it uses what only an accelerator has."""
+    return False
+
+
+def is_initialized() -> bool:
+    """True: there is nothing to initialize."""
+    return True
+
+
+def current_device() -> torch.device:
+    """The device itself, since megatron-core passes the answer on as `device=`."""
+    return _CPU
+
+
+def device_count() -> int:
+    """One device, shared by all ranks."""
+    return 1
+
+
+def set_device(device: Any) -> None:
+    """Nothing: there is one device."""
+
+
+def synchronize(device: Any = None) -> None:
+    """Nothing: work is done when the call returns."""
+
+
+def empty_cache() -> None:
+    """Nothing: torch keeps no cache of host memory."""
+
+
+def get_device_name(device: Any = None) -> str:
+    """Name of the device."""
+    return "cpu"
+
+
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    """Lower than any GPU's, so that no feature is offered by generation."""
+    return (0, 0)
+
+
+def get_device_properties(device: Any = None) -> SimpleNamespace:
+    """Name, cores and bytes under the names that torch uses for a GPU."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return SimpleNamespace(
+        name="cpu", major=0, minor=0, multi_processor_count=os.cpu_count() or 1, total_memory=total
+    )
+
+
+class device(contextlib.AbstractContextManager["device"]):
+    """Context in which a device is current; always the same one."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.idx = 0
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+class Event:
+    """A point in time; everything given to the CPU before it has been done."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._at_s: float | None = None
+
+    def record(self, stream: Any = None) -> None:
+        """Takes the time."""
+        self._at_s = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Always done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds from this event to `end`; raises `RuntimeError` where one was never recorded."""
+        if self._at_s is None or end._at_s is None:
+            raise RuntimeError("both events must be recorded before the time between them is asked for")
+        return (end._at_s - self._at_s) * 1e3
+
+
+class Stream(contextlib.AbstractContextManager["Stream"]):
+    """An order of work; on a CPU there is only the order of the program, so all streams are the same."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = _CPU
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """A recorded event."""
+        event = event or Event()
+        event.record()
+        return event
+
+    def query(self) -> bool:
+        """Always done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+ExternalStream = Stream
+_THE_STREAM = Stream()
+
+
+def current_stream(device: Any = None) -> Stream:
+    """The one stream."""
+    return _THE_STREAM
+
+
+def default_stream(device: Any = None) -> Stream:
+    """The one stream."""
+    return _THE_STREAM
+
+
+def set_stream(stream: Any) -> None:
+    """Nothing: there is one stream."""
+
+
+def stream(stream: Any) -> contextlib.AbstractContextManager[None]:
+    """A context that changes nothing."""
+    return contextlib.nullcontext()
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    """State of torch's default generator."""
+    return torch.get_rng_state()
+
+
+def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
+    """Sets the state of torch's default generator."""
+    torch.set_rng_state(new_state)
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    """The state of the one generator."""
+    return [torch.get_rng_state()]
+
+
+def manual_seed(seed: int) -> None:
+    """Seeds torch's default generator."""
+    torch.default_generator.manual_seed(seed)
+
+
+manual_seed_all = manual_seed
+initial_seed = torch.initial_seed
+
+
+class _Generators:
+    def __getitem__(self, index: Any) -> torch.Generator:
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[torch.Generator]:
+        return iter((torch.default_generator,))
+
+
+default_generators = _Generators()
+random = SimpleNamespace(
+    get_rng_state=get_rng_state,
+    set_rng_state=set_rng_state,
+    manual_seed=manual_seed,
+    manual_seed_all=manual_seed_all,
+    initial_seed=initial_seed,
+)
+
+
+def _lazy_init() -> None:
+    return None
+
+
+def _lazy_call(callable_: Callable[[], Any], **kwargs: Any) -> None:
+    callable_()
+
+
+def memory_allocated(device: Any = None) -> int:
+    """Zero: host memory is not counted per device; `mtrain.devices.cpu` measures the process."""
+    return 0
+
+
+max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    """Zero under every name."""
+    return collections.defaultdict(int)
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    """Nothing: nothing is counted."""
+
+
+class CUDAPluggableAllocator:
+    """Imported by name, never made: host memory has no other allocator."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a CPU has no pluggable allocator")
+
+
+memory = SimpleNamespace(
+    CUDAPluggableAllocator=CUDAPluggableAllocator,
+    memory_allocated=memory_allocated,
+    max_memory_allocated=max_memory_allocated,
+    memory_stats=memory_stats,
+    empty_cache=empty_cache,
+)
+nvtx = SimpleNamespace(
+    range_push=lambda message: 0,
+    range_pop=lambda: 0,
+    mark=lambda message: None,
+    range=lambda message, *args, **kwargs: contextlib.nullcontext(),
+)
+amp = SimpleNamespace(custom_fwd=lambda fwd=None, **kwargs: fwd, custom_bwd=lambda bwd=None, **kwargs: bwd)
+
+
+class CUDAGraph:
+    """Only asked what it can do; mtrain refuses CUDA graphs where there is no CUDA."""

@@ -1,0 +1,49 @@
+"""GPUs of NVIDIA, and of AMD, which torch presents under the same name; the only file with `torch.cuda`."""
+
+from __future__ import annotations
+
+import torch
+
+from mtrain.devices.base import Device
+
+
+def _available() -> str | None:
+    if not torch.backends.cuda.is_built():
+        return f"torch {torch.__version__} was built without CUDA"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no CUDA GPU and driver here"
+    return None
+
+
+def _device(local_rank: int) -> torch.device:
+    return torch.device("cuda", local_rank)
+
+
+def _memory_stats() -> dict[str, int]:
+    return {
+        "allocated_bytes": torch.cuda.memory_allocated(),
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+    }
+
+
+CUDA = Device(
+    name="cuda",
+    torch_type="cuda",
+    type_prefix="torch.cuda.",
+    backend="nccl",
+    namespace=torch.cuda,
+    dtypes=frozenset({"fp32", "bf16", "fp16"}),
+    fork_safe=False,
+    pin_memory=True,
+    triton=True,
+    available=_available,
+    count=torch.cuda.device_count,
+    device=_device,
+    set_index=torch.cuda.set_device,
+    synchronize=torch.cuda.synchronize,
+    memory_stats=_memory_stats,
+    total_memory=lambda: int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory),
+    seed=torch.cuda.manual_seed,
+    rng_state=torch.cuda.get_rng_state,
+    set_rng_state=torch.cuda.set_rng_state,
+)

@@ -1,0 +1,70 @@
+"""Finds a device by name: the two that ship, then the plug-ins that are installed."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import cast
+
+from mtrain.devices.base import Device
+from mtrain.errors import BadEnvironment, BadInput, Problem
+
+GROUP = "mtrain.devices"
+"""Entry point group of device plug-ins; the entry point's value is a `Device`."""
+
+_SHIPPED = {"cpu": ("mtrain.devices.cpu", "CPU"), "cuda": ("mtrain.devices.cuda", "CUDA")}
+
+
+def names() -> tuple[str, ...]:
+    """Every device name that can be asked for, shipped ones first."""
+    return (*_SHIPPED, *sorted(_plug_ins()))
+
+
+def get(name: str) -> Device:
+    """The device called `name`; `auto` is cuda where a GPU can be used and cpu elsewhere.
+
+    Raises `BadInput` for a name that nothing provides, `BadEnvironment` for a device that cannot be used here
+    or a plug-in that does not load.
+    """
+    if name == "auto":
+        cuda = _load("cuda")
+        return cuda if cuda.available() is None else _load("cpu")
+    device = _load(name)
+    reason = device.available()
+    if reason is not None:
+        raise BadEnvironment(f"device {name!r} cannot be used on this machine: {reason}")
+    return device
+
+
+def _plug_ins() -> dict[str, EntryPoint]:
+    return {e.name: e for e in entry_points(group=GROUP) if e.name not in _SHIPPED}
+
+
+def _load(name: str) -> Device:
+    if name in _SHIPPED:
+        module, attribute = _SHIPPED[name]
+        return cast(Device, getattr(import_module(module), attribute))
+    entry = _plug_ins().get(name)
+    if entry is None:
+        raise BadInput([_unknown(name)])
+    try:
+        device = entry.load()
+    except Exception as error:
+        raise BadEnvironment(f"device {name!r}: its plug-in {entry.value} does not load: {error}") from error
+    if not isinstance(device, Device):
+        raise BadEnvironment(f"device {name!r}: its plug-in {entry.value} is no mtrain.devices.base.Device")
+    return device
+
+
+def _unknown(name: str) -> Problem:
+    known = names()
+    near = difflib.get_close_matches(name, known, n=3)
+    hint = f"near: {', '.join(near)}; " if near else ""
+    return Problem(
+        code="MT040",
+        path="cluster.device",
+        value=name,
+        rule=f"no such device; {hint}all: auto, {', '.join(known)}",
+        fix=f"cluster.device={near[0] if near else 'auto'}",
+    )

@@ -1,0 +1,124 @@
+"""The rank grid: every process group of a layout as lists of ranks, for the dense and the expert view."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+from mtrain.config.run import RunConfig
+
+DENSE_ORDER = ("tp", "cp", "dp", "pp")
+EXPERT_ORDER = ("etp", "ep", "edp", "pp")
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """Ranks of a layout, the first axis varying fastest: dense `tp cp dp pp`, expert `etp ep edp pp`.
+
+    Both views number the same ranks; a pipeline stage holds the same ranks in both.
+
+    Raises:
+        ValueError: the degrees do not divide `world`.
+    """
+
+    world: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("world", "tp", "cp", "pp", "ep", "etp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.world % (self.tp * self.cp * self.pp):
+            raise ValueError(f"{self.world} ranks are no multiple of tp {self.tp} * cp {self.cp} * pp {self.pp}")
+        if self.world % (self.etp * self.ep * self.pp):
+            raise ValueError(f"{self.world} ranks are no multiple of etp {self.etp} * ep {self.ep} * pp {self.pp}")
+
+    @classmethod
+    def of(cls, run: RunConfig) -> RankGrid:
+        """The grid of a resolved configuration (`parallel.ranks` is a number)."""
+        p = run.parallel
+        if p.ranks is None:
+            raise ValueError("parallel.ranks is not resolved yet")
+        return cls(p.ranks, p.tp, p.cp, p.pp, p.ep, p.etp or p.tp)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size of the dense layers."""
+        return self.world // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel size of the experts."""
+        return self.world // (self.etp * self.ep * self.pp)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Size of every axis of both views."""
+        return {
+            "tp": self.tp,
+            "cp": self.cp,
+            "dp": self.dp,
+            "pp": self.pp,
+            "etp": self.etp,
+            "ep": self.ep,
+            "edp": self.edp,
+        }
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """All groups whose members differ only along `axes`; every rank is in exactly one.
+
+        The axes are of one view: some of `tp cp dp pp`, or some of `etp ep edp pp`.
+        """
+        order = DENSE_ORDER if set(axes) <= set(DENSE_ORDER) else EXPERT_ORDER
+        unknown = set(axes) - set(order)
+        if unknown or not axes:
+            raise ValueError(f"axes {axes} are not all of {DENSE_ORDER} or all of {EXPERT_ORDER}")
+        strides = self._strides(order)
+        inside = [a for a in order if a in axes]
+        outside = [a for a in order if a not in axes]
+        return [
+            [base + offset for offset in self._offsets(inside, strides)] for base in self._offsets(outside, strides)
+        ]
+
+    def group_of(self, rank: int, *axes: str) -> list[int]:
+        """The group along `axes` that holds `rank`."""
+        return next(group for group in self.groups(*axes) if rank in group)
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Position of `rank` on every axis of both views."""
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is not in a world of {self.world}")
+        out: dict[str, int] = {}
+        for order in (DENSE_ORDER, EXPERT_ORDER):
+            rest = rank
+            for axis in order:
+                rest, out[axis] = divmod(rest, self.sizes[axis])
+        return out
+
+    def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """The rank at a position of the dense view."""
+        return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
+
+    def embedding_groups(self) -> list[list[int]]:
+        """Ranks that hold word embeddings: first and last stage of each pipeline."""
+        return [sorted({ranks[0], ranks[-1]}) for ranks in self.groups("pp")]
+
+    def _strides(self, order: Iterable[str]) -> dict[str, int]:
+        order = tuple(order)
+        return {axis: prod(self.sizes[a] for a in order[:i]) for i, axis in enumerate(order)}
+
+    def _offsets(self, axes: list[str], strides: dict[str, int]) -> list[int]:
+        ranges = [range(self.sizes[a]) for a in reversed(axes)]
+        steps = [strides[a] for a in reversed(axes)]
+        return [sum(i * s for i, s in zip(index, steps, strict=True)) for index in product(*ranges)]
+
+    def __str__(self) -> str:
+        names = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "dp": self.dp}
+        return " ".join(f"{k}{v}" for k, v in names.items() if v > 1) or "one rank"

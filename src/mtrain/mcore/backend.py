@@ -1,0 +1,233 @@
+"""Which layer implements what, and the specs that tell megatron-core.
+
+Every spec is built with the provider given explicitly; none of megatron-core's spec functions is rebound.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.torch_norm import L2Norm
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from mtrain.errors import BadEnvironment
+from mtrain.mcore import api
+from mtrain.mcore.attention import CoreAttention
+from mtrain.mcore.layers import ColumnGroupedLinear, DuplicatedLinear, Norm, RowGroupedLinear
+
+OPERATIONS = ("norm", "attention", "linear", "experts")
+
+
+class Provider(BackendSpecProvider):
+    """megatron-core's question "which class?" answered per operation: the portable layer, or TransformerEngine's."""
+
+    def __init__(self, kernels: dict[str, str], te: Any) -> None:
+        self.kernels = kernels
+        self._te = te
+
+    @property
+    def all_te(self) -> bool:
+        """Whether TransformerEngine implements every operation."""
+        return all(choice == "te" for choice in self.kernels.values())
+
+    def _uses_te(self, operation: str) -> bool:
+        return self.kernels[operation] == "te"
+
+    def linear(self) -> type:
+        """A linear layer with the whole weight on every tensor-parallel rank."""
+        return self._te.linear() if self._uses_te("linear") else DuplicatedLinear
+
+    def column_parallel_linear(self) -> type:
+        """A linear layer split by output features."""
+        return self._te.column_parallel_linear() if self._uses_te("linear") else api.ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        """A linear layer split by input features."""
+        return self._te.row_parallel_linear() if self._uses_te("linear") else api.RowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        """One module for a norm and the linear layer behind it: only where everything is TransformerEngine's."""
+        return self.all_te
+
+    def column_parallel_layer_norm_linear(self) -> type | None:
+        """That module, or None."""
+        return self._te.column_parallel_layer_norm_linear() if self.all_te else None
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        """A norm; which kind, the model's config says."""
+        return self._te.layer_norm(rms_norm, for_qk) if self._uses_te("norm") else Norm
+
+    def core_attention(self) -> type:
+        """Softmax attention of this rank's heads."""
+        return self._te.core_attention() if self._uses_te("attention") else CoreAttention
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, Any]:
+        """Experts in one grouped call, or one after another; the legacy grouped MLP is never used."""
+        if self._uses_te("experts"):
+            return self._te.grouped_mlp_modules(moe_use_grouped_gemm, False)
+        if moe_use_grouped_gemm:
+            return TEGroupedMLP, MLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)
+        layers = MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
+        return SequentialMLP, layers
+
+    def activation_func(self) -> type | None:
+        """TransformerEngine's activation operators, or None for the config's function."""
+        return self._te.activation_func() if self.all_te else None
+
+
+def provider(kernels: Any) -> Provider:
+    """The provider for resolved choices: `norm`, `attention`, `linear`, `experts`, each `reference` or `te`.
+
+    Raises `BadEnvironment` where `te` is named but TransformerEngine does not import, `ValueError` for any other
+    word.
+    """
+    choices = {operation: getattr(kernels, operation) for operation in OPERATIONS}
+    for operation, choice in choices.items():
+        if choice not in ("reference", "te"):
+            raise ValueError(f"kernels.{operation} = {choice!r} is neither 'reference' nor 'te'")
+    named = [f"kernels.{operation}" for operation, choice in choices.items() if choice == "te"]
+    return Provider(choices, _transformer_engine(named) if named else None)
+
+
+def _transformer_engine(named: list[str]) -> Any:
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:
+        raise BadEnvironment(
+            f"{', '.join(named)} = te, but TransformerEngine does not import here: {error}"
+        ) from error
+    return importlib.import_module("megatron.core.extensions.transformer_engine_spec_provider").TESpecProvider()
+
+
+def layer_spec(config: Any, provider: Provider, *, vp_stage: int | None = None, pp_rank: int | None = None) -> Any:
+    """The decoder layers that this pipeline stage builds, dense or MoE as `config.moe_layer_freq` says.
+
+    Goes to `GPTModel(transformer_layer_spec=...)`. Covers grouped-query attention and MLA.
+    """
+    kinds = _moe_pattern(config)
+    specs = {moe: one_layer_spec(config, provider, moe=moe) for moe in set(kinds)}
+    if config.pipeline_model_parallel_layout is not None:
+        built = config.pipeline_model_parallel_layout.get_layer_id_list(
+            layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank
+        )
+    else:
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+        built = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank))
+    return api.TransformerBlockSubmodules(
+        layer_specs=[specs[kinds[i]] for i in built], layer_norm=provider.layer_norm(_is_rms(config))
+    )
+
+
+def mtp_spec(config: Any, provider: Provider, *, vp_stage: int | None = None, pp_rank: int | None = None) -> Any:
+    """The multi-token-prediction layers of this pipeline stage for `GPTModel(mtp_block_spec=...)`, or None."""
+    if not config.mtp_num_layers:
+        return None
+    last = one_layer_spec(config, provider, moe=_moe_pattern(config)[-1])
+    return api.get_gpt_mtp_block_spec_for_backend(
+        config=config, spec=last, backend=provider, vp_stage=vp_stage, pp_rank=pp_rank
+    )
+
+
+def one_layer_spec(config: Any, provider: Provider, *, moe: bool) -> Any:
+    """One transformer layer; `moe` tells whether its MLP is a mixture of experts."""
+    experts = config.num_moe_experts if moe else None
+    if provider.all_te:
+        return api.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+            qk_l2_norm=config.qk_l2_norm,
+            use_te_activation_func=config.use_te_activation_func,
+        )
+    norm = provider.layer_norm(_is_rms(config))
+    attention = _mla(config, provider) if config.multi_latent_attention else _self_attention(config, provider)
+    layer = TransformerLayerSubmodules(
+        input_layernorm=norm,
+        self_attention=attention,
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=norm,
+        mlp=api.get_mlp_module_spec_for_backend(
+            backend=provider, num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm
+        ),
+        mlp_bda=get_bias_dropout_add,
+    )
+    if not config.multi_latent_attention:
+        # weights are kept under the names of TransformerEngine's fused norm and linear layer
+        layer.sharded_state_dict_keys_map = {
+            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        }
+    return api.ModuleSpec(module=TransformerLayer, submodules=layer)
+
+
+def _self_attention(config: Any, provider: Provider) -> Any:
+    norm = _qk_norm(config, provider)
+    return api.ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": api.AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=provider.column_parallel_linear(),
+            core_attention=provider.core_attention(),
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=norm,
+            k_layernorm=norm,
+        ),
+    )
+
+
+def _mla(config: Any, provider: Provider) -> Any:
+    norm = _qk_norm(config, provider)
+    return api.ModuleSpec(
+        module=MLASelfAttention,
+        params={"attn_mask_type": api.AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=provider.column_parallel_linear(),
+            linear_q_down_proj=provider.linear(),
+            linear_q_up_proj=provider.column_parallel_linear(),
+            linear_kv_down_proj=provider.linear(),
+            linear_kv_up_proj=provider.column_parallel_linear(),
+            core_attention=provider.core_attention(),
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=norm,
+            kv_layernorm=norm,
+        ),
+    )
+
+
+def _qk_norm(config: Any, provider: Provider) -> type:
+    if config.qk_l2_norm:
+        if config.multi_latent_attention:
+            raise ValueError("qk_l2_norm is not defined for multi-latent attention")
+        return L2Norm
+    return provider.layer_norm(_is_rms(config), for_qk=True) if config.qk_layernorm else IdentityOp
+
+
+def _is_rms(config: Any) -> bool:
+    return config.normalization == "RMSNorm"
+
+
+def _moe_pattern(config: Any) -> list[bool]:
+    """Whether each of the model's layers is a mixture of experts; raises `ValueError` for a wrong list."""
+    if config.num_moe_experts is None:
+        return [False] * config.num_layers
+    every = config.moe_layer_freq
+    if isinstance(every, int):
+        return [i % every == 0 for i in range(config.num_layers)]
+    if len(every) != config.num_layers or not set(every) <= {0, 1}:
+        raise ValueError(f"moe_layer_freq {every} must be {config.num_layers} times 0 or 1")
+    return [bool(moe) for moe in every]

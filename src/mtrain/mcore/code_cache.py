@@ -1,0 +1,63 @@
+"""Compiled code of rewritten modules, kept between runs in a folder that only this user can write."""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import os
+import stat
+import tempfile
+from pathlib import Path
+from types import CodeType
+
+Entry = tuple[CodeType, dict[str, int]]
+
+
+def folder() -> Path:
+    """`code` under $MTRAIN_CACHE, else under ~/.cache/mtrain."""
+    root = os.environ.get("MTRAIN_CACHE")
+    return (Path(root).expanduser() if root else Path("~/.cache/mtrain").expanduser()) / "code"
+
+
+def load(key: str) -> Entry | None:
+    """What was stored under `key`; None where there is nothing, or nothing that only this user can have written.
+
+    Code from a file is run, so the file and its folder must belong to this user and be closed to writing by others.
+    """
+    try:
+        if not _is_private(os.lstat(folder())):
+            return None
+        file = os.open(folder() / key, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (OSError, RuntimeError):
+        return None
+    with open(file, "rb") as stream:
+        if not _is_private(os.fstat(stream.fileno())):
+            return None
+        try:
+            code, counts = marshal.loads(stream.read())
+        except (EOFError, ValueError, TypeError):
+            return None
+    return code, counts
+
+
+def store(key: str, code: CodeType, counts: dict[str, int]) -> None:
+    """Keep `code` and `counts` under `key`; where that is impossible, do nothing."""
+    try:
+        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_private(os.lstat(folder())):
+            return
+        file, draft = tempfile.mkstemp(prefix="draft-", dir=folder())
+    except (OSError, RuntimeError):
+        return
+    try:
+        with open(file, "wb") as stream:
+            stream.write(marshal.dumps((code, counts)))
+        os.replace(draft, folder() / key)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+
+
+def _is_private(status: os.stat_result) -> bool:
+    writable_by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return status.st_uid == os.getuid() and not writable_by_others and not stat.S_ISLNK(status.st_mode)

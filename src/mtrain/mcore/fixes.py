@@ -1,0 +1,284 @@
+"""Defects of megatron-core 0.16.1 that configuration cannot avoid, each mended once when the door is opened.
+
+Each has a test in `tests/dist/test_door_fixes.py` that fails without it. At an upgrade of megatron-core every
+entry is to be looked up again: the reason says what to look for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from mtrain.devices.base import Device
+
+Where = Literal["everywhere", "without TransformerEngine", "off CUDA"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """One mended defect."""
+
+    name: str
+    """What tests and messages call it."""
+    where: str
+    """File under megatron/core and line in 0.16.1."""
+    reason: str
+    """What is wrong, and what happens without the fix."""
+    applies: Where
+    """Where it is needed."""
+    apply: Callable[[], None]
+    """Mends it in this process."""
+
+
+def apply_fixes(device: Device, without: frozenset[str] = frozenset()) -> None:
+    """Apply every fix that this device and installation need, but those in `without`; the door calls this once.
+
+    Raises `ValueError` for an unknown name.
+    """
+    unknown = without - {fix.name for fix in FIXES}
+    if unknown:
+        raise ValueError(f"no such fixes: {', '.join(sorted(unknown))}")
+    needed = {
+        "everywhere": True,
+        "without TransformerEngine": importlib.util.find_spec("transformer_engine") is None,
+        "off CUDA": device.adapts_megatron,
+    }
+    for fix in FIXES:
+        if needed[fix.applies] and fix.name not in without:
+            fix.apply()
+
+
+def _core(module: str) -> Any:
+    return importlib.import_module(f"megatron.core.{module}")
+
+
+def _router_gemm() -> None:
+    _core("transformer.moe.moe_utils").te_general_gemm = None
+
+
+def _mla_flag() -> None:
+    _core("transformer.multi_latent_attention").HAVE_TE = False
+
+
+def _mla_down_projection() -> None:
+    from mtrain.mcore.layers import DuplicatedLinear
+
+    _core("transformer.multi_latent_attention").Linear = DuplicatedLinear
+
+
+def _mla_query_norm() -> None:
+    cls = _core("transformer.multi_latent_attention").MLASelfAttention
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, config, *args, **kwargs)
+        if config.q_lora_rank is not None and not config.sequence_parallel:
+            for parameter in self.q_layernorm.parameters():
+                parameter.average_gradients_across_tp_domain = True
+
+    cls.__init__ = __init__
+
+
+def _reduce_result() -> None:
+    def _reduce(input_: torch.Tensor, group: Any) -> torch.Tensor:
+        if group.size() > 1:
+            input_ = input_.contiguous()
+            torch.distributed.all_reduce(input_, group=group)
+        return input_
+
+    _core("tensor_parallel.mappings")._reduce = _reduce
+
+
+def _is_torch_adam(optimizer: Any) -> bool:
+    return isinstance(optimizer, torch.optim.Adam)
+
+
+def _allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
+    """Zero moments and a step counter for each parameter, as before a first step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if "step" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state.setdefault("exp_avg", torch.zeros_like(parameter))
+                state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
+
+
+def _optimizer_state_before_first_step() -> None:
+    cls = _core("optimizer.distrib_optimizer").DistributedOptimizer
+    original = cls.state_dict
+
+    @functools.wraps(original)
+    def state_dict(self: Any) -> Any:
+        if _is_torch_adam(self.optimizer):
+            _allocate_adam_state(self.optimizer)
+        return original(self)
+
+    cls.state_dict = state_dict
+
+
+def _optimizer_state_loading() -> None:
+    cls = _core("optimizer.distrib_optimizer").DistributedOptimizer
+    original = cls._set_main_param_and_optimizer_states
+
+    @functools.wraps(original)
+    @torch.no_grad()
+    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
+        if not _is_torch_adam(self.optimizer):
+            return original(self, model_param, tensors)
+        group, order = self.model_param_group_index_map[model_param]
+        main = self.optimizer.param_groups[group]["params"][order]
+        # "step" is not among what is loaded per parameter, or is a placeholder there; load_state_dict sets it
+        for name, state in {"param": main, **self.optimizer.state[main]}.items():
+            if name != "step" and name in tensors:
+                state.copy_(tensors[name])
+        return None
+
+    cls._set_main_param_and_optimizer_states = _set_main_param_and_optimizer_states
+
+
+def _optimizer_step_counters() -> None:
+    cls = _core("optimizer.distrib_optimizer").DistributedOptimizer
+    original = cls.load_state_dict
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        original(self, state_dict)
+        if _is_torch_adam(self.optimizer):
+            for state in self.optimizer.state.values():
+                if "step" in state:
+                    state["step"] = state["step"].clone()
+
+    cls.load_state_dict = load_state_dict
+
+
+def _checkpoint_without_fp8() -> None:
+    _core("tensor_parallel.random").CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
+def _fsdp_finish_grad_sync() -> None:
+    cls = _core("distributed.torch_fully_sharded_data_parallel").TorchFullyShardedDataParallel
+
+    def finish_grad_sync(self: Any, force_all_reduce: bool | None = False) -> None:
+        """Nothing: torch's FSDP2 has reduced the gradients when the backward pass ends."""
+
+    cls.finish_grad_sync = finish_grad_sync
+
+
+def _torch_norm() -> None:
+    from mtrain.mcore.layers import Norm
+
+    def __new__(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        return Norm(config, hidden_size, eps)
+
+    _core("transformer.torch_norm").WrappedTorchNorm.__new__ = staticmethod(__new__)
+
+
+def _is_no_rng_remark(record: logging.LogRecord) -> bool:
+    return record.getMessage() != "CPU RNG state changed within GPU RNG context"
+
+
+def _rng_remark() -> None:
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_no_rng_remark)
+
+
+_NO_TE: Where = "without TransformerEngine"
+
+FIXES: tuple[Fix, ...] = (
+    Fix(
+        "router-gemm",
+        "transformer/moe/moe_utils.py:22",
+        "te_general_gemm stays unbound without TransformerEngine, and line 1192 asks for it: NameError in every MoE.",
+        _NO_TE,
+        _router_gemm,
+    ),
+    Fix(
+        "mla-flag",
+        "transformer/multi_latent_attention.py:62",
+        "HAVE_TE says True although TELinear is a MagicMock, so isinstance at line 185 raises TypeError.",
+        _NO_TE,
+        _mla_flag,
+    ),
+    Fix(
+        "mla-down-projection",
+        "transformer/multi_latent_attention.py:437",
+        "Down projections must be of classes known by name. The one that works without TransformerEngine splits its "
+        "weight; the key position's gradient then misses other tensor-parallel ranks' heads: silent, 1e-3 relative.",
+        "everywhere",
+        _mla_down_projection,
+    ),
+    Fix(
+        "mla-query-norm",
+        "distributed/finalize_model_grads.py:354",
+        "Gradients of every q_layernorm are summed over tensor-parallel ranks. Without sequence parallelism MLA's is "
+        "whole on each rank: silently tp times too large. Now the mean is taken, which is right for equal ones.",
+        "everywhere",
+        _mla_query_norm,
+    ),
+    Fix(
+        "reduce-result",
+        "tensor_parallel/mappings.py:31",
+        "_reduce sums a contiguous copy and returns its input: silently no sum for a tensor that is not contiguous.",
+        "everywhere",
+        _reduce_result,
+    ),
+    Fix(
+        "optimizer-state-before-first-step",
+        "optimizer/distrib_optimizer.py:642",
+        "state_dict() takes the step from torch Adam's state, which is empty before the first step: AssertionError.",
+        _NO_TE,
+        _optimizer_state_before_first_step,
+    ),
+    Fix(
+        "optimizer-state-loading",
+        "optimizer/distrib_optimizer.py:940",
+        "Loading copies into every state tensor of torch Adam: KeyError 'step', or an in-place change of a leaf.",
+        _NO_TE,
+        _optimizer_state_loading,
+    ),
+    Fix(
+        "optimizer-step-counters",
+        "optimizer/distrib_optimizer.py:820",
+        "Loading gives all parameters one step tensor; torch Adam then counts one step per parameter: silently wrong "
+        "from the second step after a resume.",
+        _NO_TE,
+        _optimizer_step_counters,
+    ),
+    Fix(
+        "checkpoint-without-fp8",
+        "tensor_parallel/random.py:635",
+        "CheckpointWithoutOutput(fp8=False) reads as 'fp8 is on': NameError when a norm or MLP is recomputed.",
+        _NO_TE,
+        _checkpoint_without_fp8,
+    ),
+    Fix(
+        "fsdp-finish-grad-sync",
+        "distributed/data_parallel_base.py:49",
+        "torch FSDP's wrapper inherits finish_grad_sync without the argument of finalize_model_grads: TypeError.",
+        "everywhere",
+        _fsdp_finish_grad_sync,
+    ),
+    Fix(
+        "torch-norm",
+        "transformer/torch_norm.py:32",
+        "The norm that models take by default refuses sequence parallelism and zero-centered scales: AssertionError.",
+        _NO_TE,
+        _torch_norm,
+    ),
+    Fix(
+        "rng-remark",
+        "tensor_parallel/random.py:265",
+        "Warns at every dropout that the CPU's random state changed, as it must where the CPU is the device.",
+        "off CUDA",
+        _rng_remark,
+    ),
+)
+"""All fixes, in the order in which they are applied."""

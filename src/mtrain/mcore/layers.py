@@ -1,0 +1,221 @@
+"""Portable layers for megatron-core's specs: plain torch, so they run wherever torch does, at any tensor parallelism.
+
+They stand where TransformerEngine's layers stand on a GPU. What they compute is defined in `mtrain_kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu, _initialize_affine_weight_gpu
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import divide
+from mtrain_kernels.grouped_gemm.reference import grouped_linear
+from mtrain_kernels.norm.reference import layer_norm, rms_norm
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Init = Callable[[Tensor], Any]
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm, as `config.normalization` says, over the last axis of [..., hidden_size].
+
+    Under sequence parallelism each tensor-parallel rank sees part of the tokens, so the parameters are marked
+    for the all-reduce of their gradients in megatron-core's `finalize_model_grads`.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        if config.normalization not in ("RMSNorm", "LayerNorm"):
+            raise ValueError(f"normalization {config.normalization!r} is neither RMSNorm nor LayerNorm")
+        self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
+        self.bias = None
+        if config.normalization == "LayerNorm":
+            self.bias = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
+        self.reset_parameters()
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._rms = self.bias is None
+
+    def reset_parameters(self) -> None:
+        """The identity scale and no shift."""
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normalised input, in its shape and dtype."""
+        if self._rms:
+            return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
+        return layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
+
+
+class DuplicatedLinear(nn.Module):
+    """A linear layer whose whole weight is on every tensor-parallel rank: MLA's down projections.
+
+    megatron-core's own local layers split this weight and gather the output; the gather's backward then keeps
+    only this rank's part of the gradient of the key's position half, which all heads share (a relative error of
+    1e-3 at tp 2). Here the output is whole from the start and that half's gradient is summed over the ranks.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Init,
+        bias: bool = False,
+        tp_group: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if bias:
+            raise ValueError("MLA's down projections have no bias")
+        self._init_method = init_method
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        if config.perform_initialization and not self.weight.is_meta:
+            self.reset_parameters()
+        position_size = config.qk_pos_emb_head_dim
+        shares_keys = output_size == config.kv_lora_rank + position_size
+        split = tp_group is not None and tp_group.size() > 1 and not config.sequence_parallel
+        self._tp_group = tp_group
+        self._summed = position_size if shares_keys and split else 0
+
+    def reset_parameters(self) -> None:
+        """Draw the weight; every rank must draw from the same random state."""
+        self._init_method(self.weight)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """`x` [..., input_size] to [..., output_size], and no bias."""
+        y = F.linear(x, self.weight)
+        if self._summed:
+            # the compressed half needs no sum: the up projection that reads it sums its own input's gradient
+            compressed, position = y.split([y.shape[-1] - self._summed, self._summed], dim=-1)
+            position = copy_to_tensor_model_parallel_region(position, group=self._tp_group)
+            y = torch.cat([compressed, position], dim=-1)
+        return y, None
+
+
+class _GroupedLinear(nn.Module):
+    """This rank's experts' layers of one kind, applied to the rows that were sent to each.
+
+    Named and called as TransformerEngine's grouped layers, so that megatron-core's `TEGroupedMLP` takes either, with
+    checkpoints that `SequentialMLP` reads. The token dispatcher does all communication, over expert-tensor
+    ranks too.
+    """
+
+    partition_dim: int
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Init,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool = True,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self._groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        self._tp = self._groups.expt_tp
+        ranks = self._tp.size()
+        if bias and self.partition_dim == 1 and ranks > 1:
+            raise ValueError("a bias after a row-parallel expert layer would be added once per rank")
+        self._config, self._init_method = config, init_method
+        self._whole = (output_size, input_size)
+        shape = list(self._whole)
+        shape[self.partition_dim] = divide(shape[self.partition_dim], ranks)
+        self.num_gemms, self._returns_bias = num_gemms, bias and skip_bias_add
+        self._adds_bias = bias and not skip_bias_add
+        for i in range(num_gemms):
+            self.register_parameter(f"weight{i}", nn.Parameter(torch.empty(shape, dtype=config.params_dtype)))
+            if bias:
+                parameter = nn.Parameter(torch.zeros(shape[0], dtype=config.params_dtype))
+                self.register_parameter(f"bias{i}", parameter)
+        if not self.weight0.is_meta:
+            self.reset_parameters()
+        for parameter in self.parameters():
+            parameter.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+
+    def reset_parameters(self) -> None:
+        """Draw the weights, as megatron-core's own layers do: from the whole weight if it is done on the CPU."""
+        config = self._config
+        for weight in self._each("weight"):
+            if not config.perform_initialization:
+                continue
+            if config.use_cpu_initialization:
+                _initialize_affine_weight_cpu(
+                    weight,
+                    *self._whole,
+                    weight.shape[self.partition_dim],
+                    self.partition_dim,
+                    self._init_method,
+                    params_dtype=config.params_dtype,
+                    rank=self._tp.rank(),
+                    world_size=self._tp.size(),
+                )
+            else:
+                _initialize_affine_weight_gpu(weight, self._init_method, self.partition_dim, is_expert=True)
+
+    def forward(self, x: Tensor, rows: Sequence[int]) -> tuple[Tensor, list[Tensor] | None]:
+        """`x` [sum(rows), input] to [sum(rows), output]; the biases too, where the caller adds them."""
+        biases = self._each("bias") if self._adds_bias else None
+        y = grouped_linear(x, self._each("weight"), rows, biases)
+        return y, self._each("bias") if self._returns_bias else None
+
+    def backward_dw(self) -> None:
+        """Nothing: weight gradients are made in the backward pass."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Each expert's tensors at its place among all experts, under the keys of `SequentialMLP`."""
+        metadata = metadata or {}
+        alone = metadata.get("singleton_local_shards", False)
+        first, experts = self._groups.ep.rank() * self.num_gemms, self._groups.ep.size() * self.num_gemms
+        result: dict[str, Any] = {}
+        for i in range(self.num_gemms):
+            offsets = sharded_offsets if alone else (*sharded_offsets, (len(sharded_offsets), first + i, experts))
+            tensors = {n: getattr(self, f"{n}{i}") for n in ("weight", "bias") if hasattr(self, f"{n}{i}")}
+            axes = {"weight": self.partition_dim} | ({"bias": 0} if self.partition_dim == 0 else {})
+            sharded = make_sharded_tensors_for_checkpoint(
+                tensors,
+                f"{first + i}.{prefix}" if alone else prefix,
+                axes,
+                offsets,
+                tp_group=self._tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            for key, tensor in sharded.items():
+                tensor.replica_id = (*tensor.replica_id[:2], self._groups.expt_dp.rank())
+                result[f"{prefix}{key.rsplit('.', 1)[-1]}{i}"] = tensor
+        return result
+
+    def _each(self, name: str) -> list[Any]:
+        return [getattr(self, f"{name}{i}") for i in range(self.num_gemms)]
+
+
+class ColumnGroupedLinear(_GroupedLinear):
+    """Experts' first layers: each expert-tensor rank holds part of the output features."""
+
+    partition_dim = 0
+
+
+class RowGroupedLinear(_GroupedLinear):
+    """Experts' second layers: each expert-tensor rank holds part of the input features."""
+
+    partition_dim = 1

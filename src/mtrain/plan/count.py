@@ -1,0 +1,118 @@
+"""Parameters, floating-point operations and the least memory of a model, from its configuration alone."""
+
+from __future__ import annotations
+
+from mtrain.config.model import ModelConfig
+from mtrain.config.run import RunConfig
+
+
+def parameters(model: ModelConfig) -> int:
+    """Trainable parameters of the model as built, with the padded vocabulary; each shared weight once."""
+    embeddings = model.padded_vocab_size * model.hidden_size
+    total = embeddings if model.tie_word_embeddings else 2 * embeddings
+    if model.position_embedding_type == "learned_absolute":
+        total += model.max_position_embeddings * model.hidden_size
+    total += _norm(model, model.hidden_size)
+    return total + sum(layer_parameters(model, i) for i in range(model.num_layers))
+
+
+def active_parameters(model: ModelConfig) -> int:
+    """Parameters that one token visits: all of them for a dense model, the chosen experts for an MoE."""
+    if model.moe is None:
+        return parameters(model)
+    idle = model.moe.num_experts - model.moe.router_topk
+    layers = model.num_layers - model.moe.first_dense_layers
+    return parameters(model) - layers * idle * _mlp(model, model.moe.ffn_hidden_size)
+
+
+def layer_parameters(model: ModelConfig, index: int) -> int:
+    """Trainable parameters of layer `index` (counted from 0)."""
+    norms = 2 * _norm(model, model.hidden_size)
+    attention = _mla(model) if model.mla else _attention(model)
+    return norms + attention + _feed_forward(model, index)
+
+
+def _norm(model: ModelConfig, width: int) -> int:
+    return width if model.normalization == "RMSNorm" else 2 * width
+
+
+def _attention(model: ModelConfig) -> int:
+    hidden, heads = model.hidden_size, model.num_attention_heads * model.head_dim
+    qkv = heads + 2 * model.query_groups * model.head_dim
+    total = hidden * qkv + heads * hidden
+    if model.add_bias_linear or model.add_qkv_bias:
+        total += qkv
+    if model.add_bias_linear:
+        total += hidden
+    if model.qk_layernorm:
+        total += 2 * _norm(model, model.head_dim)
+    return total
+
+
+def _mla(model: ModelConfig) -> int:
+    mla = model.mla
+    assert mla is not None
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    q_width = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+    if mla.q_lora_rank:
+        total = hidden * mla.q_lora_rank + mla.q_lora_rank * q_width
+        total += _norm(model, mla.q_lora_rank) if model.qk_layernorm else 0
+    else:
+        total = hidden * q_width
+    total += hidden * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
+    total += _norm(model, mla.kv_lora_rank) if model.qk_layernorm else 0
+    total += mla.kv_lora_rank * heads * (mla.qk_head_dim + mla.v_head_dim)
+    return total + heads * mla.v_head_dim * hidden
+
+
+def _mlp(model: ModelConfig, width: int) -> int:
+    up = 2 * width if model.gated else width
+    total = model.hidden_size * (up + width)
+    return total + (up + model.hidden_size if model.add_bias_linear else 0)
+
+
+def _feed_forward(model: ModelConfig, index: int) -> int:
+    moe = model.moe
+    if moe is None or index < moe.first_dense_layers:
+        return _mlp(model, model.ffn_hidden_size)
+    total = moe.num_experts * (model.hidden_size + _mlp(model, moe.ffn_hidden_size))
+    if moe.shared_expert_intermediate_size:
+        total += _mlp(model, moe.shared_expert_intermediate_size)
+    return total
+
+
+def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
+    """Model FLOPs of one token's forward and backward, without recomputation.
+
+    6 per weight that multiplies (2 forward, 4 backward), the embedding's look-up excluded, and 12 per layer,
+    query head width and key for attention, halved when `causal` (published figures use both conventions).
+    Source: Chowdhery et al. 2022 (PaLM), appendix B.
+    """
+    weights = active_parameters(model)
+    table = model.padded_vocab_size * model.hidden_size
+    if not model.tie_word_embeddings:
+        weights -= table
+    if model.position_embedding_type == "learned_absolute":
+        weights -= model.max_position_embeddings * model.hidden_size
+    if model.mla:
+        widths = 2 * model.mla.qk_head_dim + 2 * model.mla.qk_pos_emb_head_dim + 2 * model.mla.v_head_dim
+        attention = 3 * model.num_layers * model.num_attention_heads * widths * seq_length
+    else:
+        attention = 12 * model.num_layers * model.num_attention_heads * model.head_dim * seq_length
+    return 6.0 * weights + (attention / 2 if causal else attention)
+
+
+def state_bytes(run: RunConfig) -> int:
+    """Bytes of weights, gradients and optimizer state over all ranks, replicas counted; a lower bound of the memory.
+
+    fp32: 4 weights + 4 gradients + 8 moments; bf16 and fp16: 2 + 4 (2 if reduced in that format) + 4 main weights
+    + 8. The distributed optimizer keeps main weights and moments once instead of once per data-parallel rank.
+    """
+    p = run.parallel
+    assert p.ranks is not None
+    half = run.precision.dtype != "fp32"
+    replicas = max(1, p.ranks // (p.tp * p.pp))
+    per_weight = (2 if half else 4) + (4 if not half or run.precision.grad_reduce_in_fp32 else 2)
+    per_state = (4 if half else 0) + (8 if run.optim.name == "adamw" else 4)
+    copies_of_state = 1 if p.distributed_optimizer else replicas
+    return parameters(run.model) * (per_weight * replicas + per_state * copies_of_state)

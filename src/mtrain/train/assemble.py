@@ -1,0 +1,171 @@
+"""A run on one rank, from its configuration to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtrain import units
+from mtrain.build.model import build_model
+from mtrain.build.optim import build_optimizer, build_schedule
+from mtrain.ckpt import state as ckpt_state
+from mtrain.ckpt.state import TrainState
+from mtrain.ckpt.store import Checkpoint
+from mtrain.config.run import RunConfig
+from mtrain.data import Splits, open_splits, prepare
+from mtrain.data.batch import GlobalBatches
+from mtrain.data.text import Tokenizer
+from mtrain.errors import BadInput
+from mtrain.mcore.sharding import gathered
+from mtrain.plan.count import parameters
+from mtrain.train import hooks
+from mtrain.train.generate import Sampler
+from mtrain.train.progress import Progress
+from mtrain.train.step import Parts
+from mtrain.train.trainer import Hook, Trainer
+from mtrain.world.init import World, joined
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where a run writes, and what it goes on from."""
+
+    folder: Path
+    checkpoint: Path | None = None
+
+
+def train(run: RunConfig, locate: Callable[[World], Paths]) -> None:
+    """Train on this rank: join the others, build, resume, fit, and show what came out.
+
+    `locate` says where to write and what to resume from, the same on every rank.
+
+    Raises:
+        MtrainError: see `joined`, `Trainer.fit` and `Checkpoint.open`.
+    """
+    with joined(run) as world:
+        paths = locate(world)
+        splits = splits_of(run)
+        parts = assemble(run, world, splits)
+        progress = Progress(run, speaks=world.is_first)
+        if paths.checkpoint is not None:
+            _resume(parts, paths.checkpoint, splits, progress)
+        metrics = hooks.Metrics(paths.folder)
+        evaluation = hooks.Evaluation(metrics, progress)
+        checkpoints = hooks.Checkpoints(paths.folder / CHECKPOINTS, progress, splits.describe())
+        chain: list[Hook] = [metrics, progress, evaluation, checkpoints, hooks.Memory(paths.folder)]
+        if run.trainer.profile_step:
+            chain.insert(0, hooks.Profile(paths.folder, run.trainer.profile_step))
+        _introduce(parts, splits, progress)
+        try:
+            Trainer(parts, chain).fit()
+        finally:
+            progress.close()
+        _conclude(parts, splits, evaluation, checkpoints, progress)
+
+
+def splits_of(run: RunConfig) -> Splits:
+    """The train, validation and test samples of a run; tokenizes a text corpus where no launcher did it before."""
+    need = ("train", "validation") if run.trainer.eval_iters else ("train",)
+    return open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), need)
+
+
+def assemble(run: RunConfig, world: World, splits: Splits) -> Parts:
+    """Model, optimizer, schedule and data of this rank, at step 0."""
+    chunks = build_model(run, world)
+    optimizer = build_optimizer(run, chunks)
+    configure_schedule_hooks(run, chunks, optimizer)
+    state = TrainState(chunks, optimizer, build_schedule(run, optimizer))
+    sizes = run.trainer.global_batch_size, run.trainer.micro_batch_size, world.coords["dp"], world.grid.dp
+    train_data = GlobalBatches(splits.train, *sizes, splits.masked_eod)
+    valid_data = None
+    if run.trainer.eval_iters and splits.validation is not None:
+        valid_data = GlobalBatches(splits.validation, *sizes, splits.masked_eod)
+    return Parts(run, world, state, train_data, valid_data)
+
+
+def configure_schedule_hooks(run: RunConfig, chunks: list[Any], optimizer: Any) -> None:
+    """Tell megatron-core's schedules how to scale the loss, and when to start and finish reducing gradients."""
+    from mtrain.mcore import api as mcore
+
+    config = chunks[0].config
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = mcore.finalize_model_grads
+    if run.parallel.overlap_grad_reduce:
+        config.no_sync_func = [c.no_sync for c in chunks] if len(chunks) > 1 else chunks[0].no_sync
+        if len(chunks) > 1:
+            config.grad_sync_func = [c.start_grad_sync for c in chunks]
+    if run.parallel.overlap_param_gather and len(chunks) > 1:
+        config.param_sync_func = [c.start_param_sync for c in chunks]
+
+
+def generate_text(run: RunConfig, checkpoint: Path, prompt: str, tokens: int, temperature: float) -> None:
+    """Print text that the model of a checkpoint continues `prompt` with, in the layout of `run`.
+
+    Raises:
+        BadInput: the run has no tokenizer.
+        Damaged: the checkpoint is not what was written.
+    """
+    with joined(run) as world:
+        splits = splits_of(run)
+        if splits.tokenizer is None:
+            raise BadInput("the data of this run has no tokenizer, so no text can be generated")
+        chunks = build_model(run, world, wrap=False)
+        ckpt_state.load_model(Checkpoint.open(checkpoint), chunks)
+        sampler = Sampler(run, world, chunks)
+        text = sample(sampler, splits, prompt, tokens, temperature)
+        if world.is_first:
+            print(text, flush=True)
+
+
+def sample(sampler: Sampler, splits: Splits, prompt: str, tokens: int, temperature: float) -> str:
+    """`prompt` and its continuation as text."""
+    assert splits.tokenizer is not None
+    tokenizer = Tokenizer(splits.tokenizer)
+    ids = tokenizer.encode(prompt) or [splits.eod or 0]
+    return tokenizer.decode(sampler.generate(ids, tokens, temperature=temperature))
+
+
+def _resume(parts: Parts, path: Path, splits: Splits, progress: Progress) -> None:
+    checkpoint = Checkpoint.open(path)
+    restored = ckpt_state.load(checkpoint, parts.world, parts.state, seed=parts.run.trainer.seed)
+    progress.note(f"resumed from {path}: step {parts.state.step}, {parts.state.consumed_samples} samples used")
+    if not restored:
+        progress.note("the layout changed: random generators start from the seed and the step")
+
+
+def _introduce(parts: Parts, splits: Splits, progress: Progress) -> None:
+    run, world = parts.run, parts.world
+    batch = run.trainer.global_batch_size // (run.trainer.micro_batch_size * world.grid.dp)
+    progress.note(
+        f"{run.model.name}: {units.count(parameters(run.model))} parameters, {world.grid} on {world.size} "
+        f"{world.device.name} ranks, {run.precision.dtype}, {batch} micro-batches per step"
+    )
+    if splits.unigram_entropy_nats is not None:
+        facts = splits.describe()
+        progress.note(
+            f"data: {units.count(facts['tokens'])} tokens, unigram entropy {splits.unigram_entropy_nats:.4f} nats"
+        )
+
+
+def _conclude(
+    parts: Parts, splits: Splits, evaluation: hooks.Evaluation, checkpoints: hooks.Checkpoints, progress: Progress
+) -> None:
+    """Say how good the model is, and let it write from the checkpoint that was saved."""
+    run, entropy = parts.run, splits.unigram_entropy_nats
+    if evaluation.last is not None and entropy is not None:
+        loss = evaluation.last[1]
+        side = "below" if loss < entropy else "not below"
+        progress.note(f"final validation loss {loss:.4f} nats, {side} the corpus' unigram entropy {entropy:.4f}")
+    if not run.trainer.sample_tokens or splits.tokenizer is None:
+        return
+    if checkpoints.path is not None:
+        ckpt_state.load_model(Checkpoint.open(checkpoints.path), parts.state.chunks)
+    with gathered(parts.state.chunks):
+        sampler = Sampler(run, parts.world, parts.state.chunks)
+        text = sample(sampler, splits, run.trainer.sample_prompt, run.trainer.sample_tokens, 0.8)
+    source = checkpoints.path.name if checkpoints.path is not None else "the trained weights"
+    progress.note(f"sample from {source}:\n{text}")

@@ -1,0 +1,206 @@
+"""What a run does around its steps: metrics, progress, evaluation, checkpoints, memory, a profile."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from mtrain import units
+from mtrain.ckpt import state as ckpt_state
+from mtrain.plan.count import flops_per_token
+from mtrain.train.progress import Progress
+from mtrain.train.step import Parts, StepResult, evaluate
+from mtrain.train.trainer import Hook
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Metrics(Hook):
+    """One line of JSON per step in `metrics.jsonl`, written by rank 0.
+
+    Keys: step, loss, grad_norm, lr, tokens, samples (consumed so far), tokens_per_s, step_s and its parts data_s,
+    forward_backward_s, optimizer_s; model_flops of the step by the causal count, tflops_per_rank, and, where the
+    cluster states a peak, mfu (causal) and mfu_full (attention counted in full).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / METRICS_FILE
+        self.file: TextIO | None = None
+        self.known: set[tuple[int, str]] = set()
+
+    def start(self, parts: Parts) -> None:
+        """Open the file; after a resume, without the lines of steps that are made again."""
+        if not parts.world.is_first:
+            return
+        kept = [line for line in read_lines(self.path) if line["step"] <= parts.state.step]
+        self.known = {(line["step"], key) for line in kept for key in line if key.endswith("_loss")}
+        draft = self.path.with_suffix(".draft")
+        draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        draft.replace(self.path)
+        self.file = self.path.open("a")
+
+    def after_step(self, parts: Parts, result: StepResult) -> None:
+        """Write the step's line."""
+        self._write(step_record(parts, result))
+
+    def evaluation(self, step: int, name: str, loss: float) -> None:
+        """Write the line of an evaluation, unless a resumed run has it already."""
+        if (step, f"{name}_loss") not in self.known:
+            self._write({"step": step, f"{name}_loss": loss})
+
+    def finish(self, parts: Parts) -> None:
+        """Close the file once it is on disk."""
+        if self.file is not None:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self.file is not None:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a metrics file; a last line that a kill cut off is left out."""
+    if not path.is_file():
+        return []
+    lines = []
+    for text in path.read_text().splitlines(keepends=True):
+        if text.endswith("\n"):
+            lines.append(json.loads(text))
+    return lines
+
+
+def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
+    """A step as a record of the metrics file."""
+    run, world = parts.run, parts.world
+    seconds = result.seconds
+    flops = {c: flops_per_token(run.model, run.data.seq_length, causal=c) * result.tokens for c in (True, False)}
+    rate = flops[True] / seconds["step"] / world.size
+    record: dict[str, Any] = {
+        "step": result.step,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "tokens": result.tokens,
+        "samples": result.consumed_samples,
+        "tokens_per_s": result.tokens / seconds["step"],
+        **{f"{name}_s": round(value, 6) for name, value in seconds.items()},
+        "model_flops": flops[True],
+        "tflops_per_rank": rate / 1e12,
+    }
+    if not result.updated:
+        record["skipped"] = True
+    peak = run.cluster.peak_tflops.get(run.precision.dtype)
+    if peak:
+        record["mfu"] = rate / (peak * 1e12)
+        record["mfu_full"] = record["mfu"] * flops[False] / flops[True]
+    return record
+
+
+class Evaluation(Hook):
+    """Validation loss during the run and after it."""
+
+    def __init__(self, metrics: Metrics, progress: Progress) -> None:
+        self.metrics, self.progress = metrics, progress
+        self.last: tuple[int, float] | None = None
+
+    def after_step(self, parts: Parts, result: StepResult) -> None:
+        """Evaluate every `trainer.eval_interval` steps."""
+        interval = parts.run.trainer.eval_interval
+        if interval and result.step % interval == 0:
+            self._evaluate(parts)
+
+    def finish(self, parts: Parts) -> None:
+        """Evaluate after the last step, unless that was just done; a run that was stopped is not at its end."""
+        done = self.last is not None and self.last[0] == parts.state.step
+        if not done and parts.state.step >= parts.run.trainer.train_iters:
+            self._evaluate(parts)
+
+    def _evaluate(self, parts: Parts) -> None:
+        iters = parts.run.trainer.eval_iters
+        if parts.valid_data is None or not iters:
+            return
+        loss = evaluate(parts, parts.valid_data, iters)
+        self.last = (parts.state.step, loss)
+        self.metrics.evaluation(parts.state.step, "valid", loss)
+        self.progress.note(f"step {parts.state.step}: validation loss {loss:.4f} (perplexity {math.exp(loss):.1f})")
+
+
+class Checkpoints(Hook):
+    """State on disk every `checkpoint.save_interval` steps, at the end, and when a stop is asked."""
+
+    def __init__(self, root: Path, progress: Progress, data_facts: dict[str, Any]) -> None:
+        self.root, self.progress, self.data_facts = root, progress, data_facts
+        self.saved_step: int | None = None
+        self.path: Path | None = None
+
+    def start(self, parts: Parts) -> None:
+        """What was resumed from needs no saving."""
+        self.saved_step = parts.state.step or None
+
+    def after_step(self, parts: Parts, result: StepResult) -> None:
+        """Save at the interval."""
+        interval = parts.run.checkpoint.save_interval
+        if interval and result.step % interval == 0:
+            self._save(parts)
+
+    def finish(self, parts: Parts) -> None:
+        """Save the last state."""
+        stopped = parts.state.step < parts.run.trainer.train_iters
+        if (parts.run.checkpoint.save_final or stopped) and self.saved_step != parts.state.step:
+            self._save(parts)
+
+    def _save(self, parts: Parts) -> None:
+        self.path = ckpt_state.save(self.root, parts.run, parts.world, parts.state, self.data_facts)
+        self.saved_step = parts.state.step
+        size = sum(f.stat().st_size for f in self.path.iterdir()) if parts.world.is_first else 0
+        self.progress.note(f"step {parts.state.step}: saved {self.path} ({units.bytes_(size)})")
+
+
+class Memory(Hook):
+    """Peak memory of every rank, in the run folder's `memory.json`, measured next to what was planned."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "memory.json"
+
+    def finish(self, parts: Parts) -> None:
+        """Gather the peaks."""
+        world = parts.world
+        peak = float(world.device.memory_stats()["peak_bytes"])
+        mine = torch.tensor([peak], dtype=torch.float64, device=world.torch_device)
+        everyone = [torch.empty_like(mine) for _ in range(world.size)]
+        dist.all_gather(everyone, mine)
+        if world.is_first:
+            self.path.write_text(json.dumps({"peak_bytes_by_rank": [int(t.item()) for t in everyone]}))
+
+
+class Profile(Hook):
+    """A torch.profiler trace of step `trainer.profile_step` of each rank, as `trace_rank0.json` in the run folder."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder, self.step = folder, step
+        self.profiler: Any = None
+
+    def start(self, parts: Parts) -> None:
+        """Begin at once where the first step is the one."""
+        self._begin(parts)
+
+    def after_step(self, parts: Parts, result: StepResult) -> None:
+        """End the trace after its step, or begin it after the step before."""
+        if self.profiler is not None:
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(str(self.folder / f"trace_rank{parts.world.rank}.json"))
+            self.profiler = None
+        self._begin(parts)
+
+    def _begin(self, parts: Parts) -> None:
+        if parts.state.step == self.step - 1:
+            self.profiler = torch.profiler.profile()
+            self.profiler.start()

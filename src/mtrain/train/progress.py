@@ -1,0 +1,75 @@
+"""What rank 0 shows while it trains: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from mtrain import units
+from mtrain.config.run import RunConfig
+from mtrain.train.step import Parts, StepResult
+from mtrain.train.trainer import Hook
+
+
+class Progress(Hook):
+    """Step, loss, tokens/s and time left."""
+
+    def __init__(self, run: RunConfig, *, speaks: bool) -> None:
+        choice = run.log.progress
+        if choice == "auto":
+            choice = "live" if sys.stdout.isatty() else "plain"
+        self.choice = choice if speaks else "none"
+        self.interval, self.goal = run.log.interval, run.trainer.train_iters
+        self.began, self.first_step = 0.0, 0
+        self.bar: Any = None
+        self.task: Any = None
+
+    def start(self, parts: Parts) -> None:
+        """Begin counting from the state's step."""
+        self.began, self.first_step = time.monotonic(), parts.state.step
+        if self.choice == "live":
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+            from rich.progress import Progress as Bar
+
+            self.bar = Bar(TextColumn("train"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"))
+            self.task = self.bar.add_task("train", total=self.goal, completed=self.first_step, line="")
+            self.bar.start()
+
+    def after_step(self, parts: Parts, result: StepResult) -> None:
+        """Redraw the line, or print one at the interval."""
+        if self.choice == "none":
+            return
+        line = self._line(result)
+        if self.bar is not None:
+            self.bar.update(self.task, completed=result.step, line=line)
+        elif result.step % self.interval == 0 or result.step in (1, self.goal):
+            print(f"step {result.step:>{len(str(self.goal))}}/{self.goal}  {line}", flush=True)
+
+    def finish(self, parts: Parts) -> None:
+        """Leave the line as it is."""
+        self.close()
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def note(self, text: str) -> None:
+        """Something worth a line of its own."""
+        if self.choice == "none":
+            return
+        if self.bar is not None:
+            self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        else:
+            print(text, flush=True)
+
+    def _line(self, result: StepResult) -> str:
+        done = result.step - self.first_step
+        left = (time.monotonic() - self.began) / done * (self.goal - result.step)
+        rate = units.count(result.tokens / result.seconds["step"])
+        return (
+            f"loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  lr {result.lr:.2e}  "
+            f"{rate} tokens/s  {units.seconds(left)} left"
+        )

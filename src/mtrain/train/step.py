@@ -1,0 +1,171 @@
+"""One optimizer step and one evaluation, through megatron-core's pipeline schedules."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mtrain.ckpt.state import TrainState
+from mtrain.config.run import RunConfig
+from mtrain.data.batch import GlobalBatches
+from mtrain.mcore import api as mcore
+from mtrain.mcore.sharding import gathered
+from mtrain.world.init import World
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass
+class Parts:
+    """What a run consists of on this rank."""
+
+    run: RunConfig
+    world: World
+    state: TrainState
+    train_data: GlobalBatches
+    valid_data: GlobalBatches | None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did, the same on every rank."""
+
+    step: int
+    loss: float
+    """Mean cross entropy per token of the global batch, in nats."""
+    grad_norm: float
+    """Global norm of the gradient before clipping."""
+    lr: float
+    updated: bool
+    """False where fp16 skipped the update because of an overflow."""
+    tokens: int
+    consumed_samples: int
+    stop: bool
+    """A rank was asked to stop."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Time of this rank by phase: data, forward_backward, optimizer, and all of the step."""
+
+
+def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
+    """Read a global batch, run forward and backward over its micro-batches, update the weights."""
+    clock, state = Clock(parts.world), parts.state
+    with clock.phase("data"):
+        batches = parts.train_data.microbatches(state.consumed_samples)
+        batches = [to_device(b, parts.world) for b in batches]
+    with clock.phase("forward_backward"):
+        for chunk in state.chunks:
+            chunk.zero_grad_buffer()
+        state.optimizer.zero_grad()
+        reports = run_schedule(parts, batches, forward_only=False)
+    with clock.phase("optimizer"):
+        state.schedule.step(1)
+        updated, grad_norm, _ = state.optimizer.step()
+    state.step += 1
+    state.consumed_samples += parts.run.trainer.global_batch_size
+    loss, tokens, stops = reduce_report(parts.world, reports, stop_requested)
+    return StepResult(
+        step=state.step,
+        loss=loss,
+        grad_norm=float(grad_norm),
+        lr=float(mcore.get_canonical_lr_for_logging(state.optimizer.param_groups)),
+        updated=bool(updated),
+        tokens=tokens,
+        consumed_samples=state.consumed_samples,
+        stop=stops > 0,
+        seconds=clock.done(),
+    )
+
+
+def evaluate(parts: Parts, data: GlobalBatches, iters: int) -> float:
+    """Mean cross entropy per token over the first `iters` global batches of `data`, in nats."""
+    total, count = 0.0, 0
+    with gathered(parts.state.chunks), torch.no_grad():
+        for chunk in parts.state.chunks:
+            chunk.eval()
+        for i in range(iters):
+            batches = data.microbatches(i * parts.run.trainer.global_batch_size)
+            batches = [to_device(b, parts.world) for b in batches]
+            loss, tokens, _ = reduce_report(parts.world, run_schedule(parts, batches, forward_only=True), False)
+            total, count = total + loss * tokens, count + tokens
+        for chunk in parts.state.chunks:
+            chunk.train()
+    return total / max(1, count)
+
+
+def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:
+    """Run the micro-batches through the pipeline; on the last stage, a `[loss sum, tokens]` of each."""
+    chunks, run = parts.state.chunks, parts.run
+    iterators = [iter(batches) for _ in chunks]
+    reports = mcore.get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(batches),
+        seq_length=run.data.seq_length,
+        micro_batch_size=run.trainer.micro_batch_size,
+        forward_only=forward_only,
+    )
+    return [report["loss"] for report in reports]
+
+
+def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+    """One micro-batch through one chunk of the model."""
+    batch = next(iterator)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(sum_loss, batch["loss_mask"])
+
+
+def sum_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss of a micro-batch as megatron-core's per-token form: the sum, the tokens it is over, and a report.
+
+    Gradients are divided by the tokens of the whole global batch at the end, so no layout weighs a sample
+    differently. `mask` and `losses` are `[b, s]`.
+    """
+    total = (losses.float() * mask).sum()
+    tokens = mask.sum()
+    return total, tokens.int(), {"loss": torch.stack([total.detach(), tokens])}
+
+
+def reduce_report(world: World, reports: list[torch.Tensor], stop: bool) -> tuple[float, int, int]:
+    """Mean loss, tokens and how many ranks want to stop, over the whole world in one all-reduce."""
+    values = torch.zeros(3, dtype=torch.float64, device=world.torch_device)
+    if reports and world.coords["tp"] == 0:
+        values[:2] = torch.stack([r.double() for r in reports]).sum(0)
+    values[2] = float(stop)
+    dist.all_reduce(values)
+    total, tokens, stops = values.tolist()
+    return total / max(1.0, tokens), int(tokens), int(stops)
+
+
+def to_device(batch: Batch, world: World) -> Batch:
+    """A micro-batch on this rank's device, cut to this rank's part of the sequence under context parallelism."""
+    if world.grid.cp > 1:
+        batch = mcore.get_batch_on_this_cp_rank(dict(batch))
+    return {key: value.to(world.torch_device, non_blocking=True) for key, value in batch.items()}
+
+
+class Clock:
+    """Seconds by phase, each ended by waiting for the device."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.begin = world, time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time what is done inside."""
+        start = time.perf_counter()
+        yield
+        self.world.device.synchronize()
+        self.seconds[name] = time.perf_counter() - start
+
+    def done(self) -> dict[str, float]:
+        """The phases, and all time since the clock was made as `step`."""
+        return self.seconds | {"step": time.perf_counter() - self.begin}

@@ -1,0 +1,74 @@
+"""Refusing a world that is not what the configuration says: groups that differ, ranks that disagree."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import mtrain
+from mtrain.config.run import RunConfig
+from mtrain.errors import BadEnvironment
+from mtrain.mcore import api as mcore
+from mtrain.world.init import World
+
+
+def check_groups(world: World) -> None:
+    """Compare every process group of megatron-core that holds this rank with the grid's.
+
+    Raises:
+        BadEnvironment: names each group that differs, with both lists of ranks.
+    """
+    wrong = []
+    for name, (group, expected) in _groups(world).items():
+        ranks = dist.get_process_group_ranks(group)
+        if sorted(ranks) != sorted(expected):
+            wrong.append(f"{name}: megatron-core has {ranks}, the grid has {expected}")
+    if wrong:
+        raise BadEnvironment(f"rank {world.rank}: process groups differ from the rank grid:\n  " + "\n  ".join(wrong))
+
+
+def _groups(world: World) -> dict[str, tuple[dist.ProcessGroup, list[int]]]:
+    ps, grid, rank = mcore.parallel_state, world.grid, world.rank
+    found = {
+        "tp": (ps.get_tensor_model_parallel_group(), ("tp",)),
+        "cp": (ps.get_context_parallel_group(), ("cp",)),
+        "dp": (ps.get_data_parallel_group(), ("dp",)),
+        "dp-cp": (ps.get_data_parallel_group(with_context_parallel=True), ("dp", "cp")),
+        "pp": (ps.get_pipeline_model_parallel_group(), ("pp",)),
+        "tp-pp": (ps.get_model_parallel_group(), ("tp", "pp")),
+        "tp-cp": (ps.get_tensor_and_context_parallel_group(), ("tp", "cp")),
+        "tp-dp-cp": (
+            ps.get_tensor_and_data_parallel_group(with_context_parallel=True),
+            ("tp", "dp", "cp"),
+        ),
+        "ep": (ps.get_expert_model_parallel_group(), ("ep",)),
+        "etp": (ps.get_expert_tensor_parallel_group(), ("etp",)),
+        "etp-ep": (ps.get_expert_tensor_and_model_parallel_group(), ("etp", "ep")),
+        "edp": (ps.get_expert_data_parallel_group(), ("edp",)),
+    }
+    groups = {name: (group, grid.group_of(rank, *axes)) for name, (group, axes) in found.items()}
+    embedding = next((g for g in grid.embedding_groups() if rank in g), None)
+    if embedding is not None:
+        groups["embedding"] = (ps.get_embedding_group(), embedding)
+    return groups
+
+
+def check_agreement(world: World, run: RunConfig) -> None:
+    """Every rank must hold the same configuration and the same version of mtrain and torch.
+
+    Raises:
+        BadEnvironment: names the ranks that differ from rank 0.
+    """
+    mine = f"{mtrain.__version__} {torch.__version__} {run.digest()}"
+    text = torch.zeros(256, dtype=torch.uint8, device=world.torch_device)
+    encoded = torch.frombuffer(bytearray(mine.encode()[:256]), dtype=torch.uint8)
+    text[: len(encoded)] = encoded.to(text.device)
+    everyone = [torch.empty_like(text) for _ in range(world.size)]
+    dist.all_gather(everyone, text)
+    rows = [bytes(t.tolist()).rstrip(b"\0").decode() for t in everyone]
+    odd = [rank for rank, row in enumerate(rows) if row != rows[0]]
+    if odd:
+        raise BadEnvironment(
+            f"ranks {odd} differ from rank 0 in version or configuration: "
+            f"rank {odd[0]} has {rows[odd[0]]!r}, rank 0 has {rows[0]!r}"
+        )

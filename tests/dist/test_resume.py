@@ -1,0 +1,92 @@
+"""A resumed run ends bitwise where the uninterrupted one ends; another layout goes on from the same weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.forked import run_ranks
+from tests.support.runs import rank_tensors, tiny_run, train_steps, whole_tensors
+
+FIRST, MORE = 4, 6
+
+CASES = {
+    "one rank": {},
+    "tp2": {"ranks": 2, "tp": 2},
+    "dp2": {"ranks": 2},
+    "pp2": {"ranks": 2, "pp": 2},
+    "tp2pp2": {"ranks": 4, "tp": 2, "pp": 2},
+    "dp2 distributed optimizer": {"ranks": 2, "distributed_optimizer": True},
+    "tp2dp2 distributed optimizer overlapped": {
+        "ranks": 4,
+        "tp": 2,
+        "distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    },
+    "dp2 bf16 distributed optimizer": {"ranks": 2, "distributed_optimizer": True, "dtype": "bf16"},
+    "tp2 dropout": {"ranks": 2, "tp": 2, "model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}},
+    "dp2 sgd": {"ranks": 2, "optim": {"name": "sgd"}},
+}
+
+
+def _steps(run: object, steps: int, save: Path | None, load: Path | None) -> list[tuple[float, float]]:
+    return train_steps(run, steps, save_to=save, load_from=load)  # type: ignore[arg-type]
+
+
+def _same(a: Path, b: Path) -> list[str]:
+    """Keys of tensors that differ in any bit between two checkpoints."""
+    left, right = whole_tensors(a), whole_tensors(b)
+    assert left.keys() == right.keys()
+    differing = [k for k in left if not torch.equal(_bits(left[k]), _bits(right[k]))]
+    for rank, (x, y) in enumerate(zip(rank_tensors(a), rank_tensors(b), strict=True)):
+        assert x.keys() == y.keys()
+        differing += [f"rank {rank} {k}" for k in x if not torch.equal(x[k], y[k])]
+    return differing
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
+    run = tiny_run(**CASES[name])
+    ranks = run.parallel.ranks
+    whole = run_ranks(ranks, _steps, run, FIRST + MORE, tmp_path / "whole", None)[0]
+    first = run_ranks(ranks, _steps, run, FIRST, tmp_path / "first", None)[0]
+    rest = run_ranks(ranks, _steps, run, MORE, tmp_path / "rest", tmp_path / "first" / f"step_{FIRST:08d}")[0]
+    assert first + rest == whole
+    end = f"step_{FIRST + MORE:08d}"
+    assert _same(tmp_path / "whole" / end, tmp_path / "rest" / end) == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ("tp2", "pp2"),
+        ("tp2pp2", "dp2 distributed optimizer"),
+        ("dp2 distributed optimizer", "tp2"),
+        ("dp2 distributed optimizer", "one rank"),
+        ("tp2dp2 distributed optimizer overlapped", "tp2pp2"),
+    ],
+)
+def test_a_run_resumes_in_another_layout(saved: str, resumed: str, tmp_path: Path) -> None:
+    before, after = tiny_run(**CASES[saved]), tiny_run(**CASES[resumed])
+    whole = run_ranks(1, _steps, tiny_run(), FIRST + MORE, None, None)[0]
+    run_ranks(before.parallel.ranks, _steps, before, FIRST, tmp_path / "first", None)
+    checkpoint = tmp_path / "first" / f"step_{FIRST:08d}"
+    rest = run_ranks(after.parallel.ranks, _steps, after, MORE, None, checkpoint)[0]
+    for (loss, norm), (expected, expected_norm) in zip(rest, whole[FIRST:], strict=True):
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-5)
+
+
+def test_resharding_changes_no_bit_of_weights_or_moments(tmp_path: Path) -> None:
+    before, after = tiny_run(**CASES["tp2dp2 distributed optimizer overlapped"]), tiny_run(**CASES["tp2pp2"])
+    run_ranks(4, _steps, before, FIRST, tmp_path / "a", None)
+    checkpoint = tmp_path / "a" / f"step_{FIRST:08d}"
+    run_ranks(4, _steps, after, 0, tmp_path / "b", checkpoint)
+    left, right = whole_tensors(checkpoint), whole_tensors(tmp_path / "b" / f"step_{FIRST:08d}")
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[k], right[k]) for k in left)

@@ -1,0 +1,49 @@
+"""Configurations for tests of the rules: a small valid run, changed by dotted keys, without reading any file."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from mtrain.config.resolve import Machine, resolve
+from mtrain.config.rules import apply, check
+from mtrain.config.run import RunConfig
+from mtrain.config.source import parse_value
+from mtrain.errors import Problem
+
+LAPTOP = Machine(cpu_cores=2, memory_bytes=8 << 30)
+TINY: dict[str, Any] = {
+    "model": {
+        "name": "tiny",
+        "num_layers": 4,
+        "hidden_size": 256,
+        "ffn_hidden_size": 704,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "vocab_size": 4096,
+        "max_position_embeddings": 1024,
+    },
+}
+MOE = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 352}
+
+
+def tiny(**changes: Any) -> RunConfig:
+    """The small run with dotted keys changed; `__` stands for the dot."""
+    return apply(RunConfig.model_validate(TINY), {k.replace("__", "."): v for k, v in changes.items()})
+
+
+def judge(raw: RunConfig, machine: Machine = LAPTOP) -> list[Problem]:
+    """What the rules say of `raw` on `machine`."""
+    return check(resolve(raw, machine), raw=raw, resolve=lambda run: resolve(run, machine))
+
+
+def errors(raw: RunConfig, machine: Machine = LAPTOP) -> list[Problem]:
+    """The errors only."""
+    return [problem for problem in judge(raw, machine) if problem.severity == "error"]
+
+
+def first_fix(problem: Problem) -> dict[str, Any]:
+    """The first alternative of a fix as a change, parsed like a command line."""
+    words = shlex.split(problem.fix.split(" or ")[0])
+    pairs = [word.partition("=") for word in words]
+    return {key: parse_value(text) for key, _, text in pairs}

@@ -1,0 +1,201 @@
+"""Shows each defect of megatron-core that `mtrain.mcore.fixes` mends, without the fix and with it.
+
+Run as a module it prints, as JSON, what every case gave without its fix and with it. It imports megatron.core once
+and forks the ranks of each case from there, before any fix is applied.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from mtrain.devices import registry
+from mtrain.mcore import import_core, open_door
+from tests.support import tiny
+from tests.support.forked import RankFailed, run_ranks
+
+FINE = "fine"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What shows one defect."""
+
+    run: Callable[[], str]
+    """Runs on every rank with the door open; FINE, or what is wrong. May raise."""
+    symptom: str
+    """Regular expression of what is found without the fix."""
+    ranks: int = 1
+
+
+def _train(degrees: dict[str, int] | None = None, spec: Any = None, **over: Any) -> str:
+    tiny.start_world(**(degrees or {}))
+    cfg = tiny.config(tensor_model_parallel_size=(degrees or {}).get("tp", 1), **over)
+    tiny.accumulate_gradients(tiny.model(cfg, spec), cfg)
+    return FINE
+
+
+def _query_norm() -> str:
+    from mtrain.mcore import api
+
+    tiny.start_world(tp=2)
+    cfg = tiny.config(tensor_model_parallel_size=2, **tiny.MLA)
+    model, before = tiny.model(cfg), {}
+
+    def remember_and_finalize(chunks: Any, *args: Any, **kwargs: Any) -> None:
+        before.update(tiny.gradients(model))
+        api.finalize_model_grads(chunks, *args, **kwargs)
+
+    tiny.accumulate_gradients(model, cfg, remember_and_finalize)
+    name = "decoder.layers.0.self_attention.q_layernorm.weight"
+    factor = (tiny.gradients(model)[name].norm() / before[name].norm()).item()
+    return FINE if abs(factor - 1) < 1e-5 else f"gradient times {factor:.3f}"
+
+
+def _reduce() -> str:
+    from mtrain.mcore import api
+
+    tiny.start_world(tp=2)
+    whole = torch.ones(3, 4)
+    found = api.tensor_parallel.reduce_from_tensor_model_parallel_region(whole[:, ::2])
+    return FINE if torch.equal(found, torch.full((3, 2), 2.0)) else f"sum over two ranks of 1 is {found[0, 0]:g}"
+
+
+def _optimizer(model: Any) -> Any:
+    from mtrain.mcore import api
+
+    config = api.OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=1.0, use_distributed_optimizer=True)
+    return api.get_megatron_optimizer(config, [model]).chained_optimizers[0]
+
+
+def _trainee() -> tuple[Any, Any, Callable[[], None]]:
+    cfg = tiny.config()
+    model = tiny.model(cfg, distributed_optimizer=True)
+    optimizer = _optimizer(model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        tiny.accumulate_gradients(model, cfg)
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def _copy(tree: Any) -> Any:
+    return tree_map(lambda x: x.detach().clone() if torch.is_tensor(x) else x, tree)
+
+
+def _state_before_first_step() -> str:
+    tiny.start_world()
+    _, optimizer, _ = _trainee()
+    optimizer.state_dict()
+    return FINE
+
+
+def _resume() -> str:
+    tiny.start_world()
+    model, optimizer, step = _trainee()
+    for _ in range(3):
+        step()
+    weights, state = _copy(model.state_dict()), _copy(optimizer.state_dict())
+    state["param_state"] = _copy(optimizer.get_parameter_state_dp_zero(use_gloo_comm=False))
+    state["param_state_sharding_type"] = "dp_zero_gather_scatter"
+    for _ in range(3):
+        step()
+    resumed, resumed_optimizer, resumed_step = _trainee()
+    resumed.load_state_dict(weights)
+    resumed_optimizer.load_state_dict(state)
+    for _ in range(3):
+        resumed_step()
+    equal = all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
+    return FINE if equal else "weights differ three steps after the resume"
+
+
+def _fsdp() -> str:
+    from mtrain.mcore import api
+
+    tiny.start_world()
+    cfg = tiny.config(gradient_accumulation_fusion=False)
+    model = tiny.model(cfg, wrap=False)
+    wrapped = api.TorchFullyShardedDataParallel(cfg, api.TorchFullyShardedDataParallelConfig(), model)
+    tiny.accumulate_gradients(wrapped, cfg)
+    return FINE
+
+
+def _default_norm() -> str:
+    from mtrain.mcore import backend
+
+    cfg = tiny.config(sequence_parallel=True, tensor_model_parallel_size=2)
+    one_layer = backend.one_layer_spec(cfg, backend.provider(tiny.REFERENCE), moe=False)
+    return _train({"tp": 2}, one_layer, sequence_parallel=True)
+
+
+def _rng_remark() -> str:
+    from mtrain.mcore import api
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    tiny.start_world()
+    with api.get_cuda_rng_tracker().fork():
+        torch.rand(1)
+    return said[0] if said else FINE
+
+
+CASES: dict[str, Case] = {
+    "router-gemm": Case(lambda: _train(**tiny.MOE), "NameError: name 'te_general_gemm'"),
+    "mla-flag": Case(lambda: _train(**tiny.MLA), "TypeError: isinstance"),
+    "mla-down-projection": Case(lambda: _train(**tiny.MLA), "ValueError: Unsupported linear_q_down_proj"),
+    "mla-query-norm": Case(_query_norm, "gradient times 2.000", ranks=2),
+    "reduce-result": Case(_reduce, "sum over two ranks of 1 is 1", ranks=2),
+    "optimizer-state-before-first-step": Case(_state_before_first_step, "AssertionError"),
+    "optimizer-state-loading": Case(
+        _resume, "leaf Variable that requires grad is being used in an in-place|KeyError: 'step'"
+    ),
+    "optimizer-step-counters": Case(_resume, "weights differ three steps after"),
+    "checkpoint-without-fp8": Case(
+        lambda: _train(recompute_granularity="selective", recompute_modules=["core_attn", "layernorm", "mlp"]),
+        "NameError: name 'FP8GlobalStateManager'",
+    ),
+    "fsdp-finish-grad-sync": Case(_fsdp, "TypeError: .*force_all_reduce", ranks=2),
+    "torch-norm": Case(_default_norm, "AssertionError: sequence parallel not supported", ranks=2),
+    "rng-remark": Case(_rng_remark, "CPU RNG state changed"),
+}
+
+
+def _outcome(case: Case, without: tuple[str, ...]) -> str:
+    def on_a_rank() -> str:
+        open_door(registry.get("cpu"), without=without)
+        return case.run()
+
+    try:
+        return next((v for v in run_ranks(case.ranks, on_a_rank, timeout_s=60) if v != FINE), FINE)
+    except RankFailed as failure:
+        return str(failure).strip().splitlines()[-1]
+
+
+def main() -> None:
+    """Print {fix: {"without": outcome, "with": outcome}}."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import_core(registry.get("cpu"))
+        # imported before the forks to spare each of them the time; binds nothing that a fix replaces
+        for module in ("models.gpt", "distributed", "optimizer", "pipeline_parallel"):
+            importlib.import_module(f"megatron.core.{module}")
+    outcomes = {
+        name: {"without": _outcome(case, (name,)), "with": _outcome(case, ())} for name, case in CASES.items()
+    }
+    print(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Runs a function on several gloo ranks, forked from the test's own process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_FORK = multiprocessing.get_context("fork")
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or was late; the message holds the rank and, where it raised, its traceback."""
+
+
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Fork `world_size` ranks, call `fn(*args)` on each inside a gloo world, return the values by rank.
+
+    Ranks are forked from this process: open the door first (every rank then has it open at no cost) and
+    do no multi-threaded tensor work before. `fn` finds its rank with `torch.distributed.get_rank()`; it may
+    be a closure, its return value must pickle. Each rank computes with one thread. No rank outlives the call.
+
+    Raises `RankFailed` with the traceback of the first rank that failed, or with the names of the ranks that
+    had not returned after `timeout_s` seconds.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        store = str(Path(folder) / "store")
+        pipes = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
+        ranks = [
+            _FORK.Process(target=_serve, args=(r, world_size, store, pipes[r][1], timeout_s, fn, args), daemon=True)
+            for r in range(world_size)
+        ]
+        try:
+            for process in ranks:
+                process.start()
+            for _, sender in pipes:
+                sender.close()
+            return _collect([receiver for receiver, _ in pipes], timeout_s)
+        finally:
+            for process in ranks:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+
+
+def _serve(
+    rank: int,
+    world_size: int,
+    store: str,
+    sender: Connection,
+    timeout_s: float,
+    fn: Callable[..., Any],
+    args: Any,
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        value = fn(*args)
+        dist.barrier()
+        sender.send_bytes(pickle.dumps((True, value)))
+    except BaseException:
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    finally:
+        sender.close()
+        os._exit(0)
+
+
+def _collect(receivers: list[Connection], timeout_s: float) -> list[Any]:
+    values: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(values) < len(receivers):
+        waiting = {r: c for r, c in enumerate(receivers) if r not in values}
+        ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailed(f"ranks {sorted(waiting)} had not returned after {timeout_s:g} s")
+        for rank, receiver in waiting.items():
+            if receiver not in ready:
+                continue
+            try:
+                succeeded, value = pickle.loads(receiver.recv_bytes())
+            except EOFError:
+                raise RankFailed(f"rank {rank} died without a word") from None
+            if not succeeded:
+                raise RankFailed(f"rank {rank} raised\n{value}")
+            values[rank] = value
+    return [values[r] for r in range(len(receivers))]

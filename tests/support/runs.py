@@ -1,0 +1,132 @@
+"""Small runs: configurations, and jobs for `run_ranks` that train them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtrain.config.groups import ClusterConfig, DataConfig, KernelsConfig, OptimConfig, PrecisionConfig, TrainerConfig
+from mtrain.config.model import ModelConfig
+from mtrain.config.parallel import ParallelConfig
+from mtrain.config.run import RunConfig
+
+TINY: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "vocab_size": 300,
+    "max_position_embeddings": 64,
+}
+
+
+def tiny_run(
+    *,
+    model: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    dtype: str = "fp32",
+    optim: dict[str, Any] | None = None,
+    **parallel: Any,
+) -> RunConfig:
+    """A resolved run of a tiny Llama on made-up tokens; keyword arguments are keys of `parallel`."""
+    degrees = ParallelConfig(**{"ranks": 1, **parallel})
+    batch = {"train_iters": 20, "global_batch_size": 8, "micro_batch_size": 2, "eval_iters": 0}
+    return RunConfig(
+        model=ModelConfig(**{**TINY, **(model or {})}),
+        parallel=degrees,
+        precision=PrecisionConfig(dtype=dtype),  # type: ignore[arg-type]
+        data=DataConfig(kind="mock", seq_length=32),
+        optim=OptimConfig(**{"lr": 1e-3, "warmup_iters": 5, **(optim or {})}),
+        cluster=ClusterConfig(device="cpu", devices_per_node=degrees.ranks),
+        kernels=KernelsConfig(norm="reference", attention="reference", linear="reference", experts="reference"),
+        trainer=TrainerConfig(**{**batch, **(trainer or {})}),
+    )
+
+
+def train_steps(
+    run: RunConfig,
+    steps: int,
+    *,
+    save_to: Path | None = None,
+    load_from: Path | None = None,
+    gradients_to: Path | None = None,
+    flip_gradient_on: int | None = None,
+) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step, as a job for `run_ranks`.
+
+    `save_to` gets a checkpoint after the last step; `load_from` is resumed from before the first; `gradients_to`
+    gets the whole gradient of the first step before clipping; `flip_gradient_on` is a rank that negates one of its
+    gradients in every step: a fault for tests to find.
+    """
+    from mtrain.ckpt import state as ckpt_state
+    from mtrain.ckpt.store import Checkpoint
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.step import train_step
+    from mtrain.world.init import joined
+
+    with joined(run) as world:
+        parts = assemble(run, world, splits_of(run))
+        if load_from is not None:
+            ckpt_state.load(Checkpoint.open(load_from), world, parts.state, seed=run.trainer.seed)
+        if flip_gradient_on == world.rank:
+            _flip(parts)
+        if gradients_to is not None:
+            _record_gradients(parts, gradients_to)
+        results = [train_step(parts, stop_requested=False) for _ in range(steps)]
+        if save_to is not None:
+            ckpt_state.save(save_to, run, world, parts.state, {})
+        return [(r.loss, r.grad_norm) for r in results]
+
+
+def _flip(parts: Any) -> None:
+    finalize = parts.state.chunks[0].config.finalize_model_grads_func
+
+    def faulty(chunks: Any, *args: Any, **kwargs: Any) -> Any:
+        weight = next(p for n, p in chunks[0].named_parameters() if "linear_proj.weight" in n)
+        weight.main_grad.neg_()
+        return finalize(chunks, *args, **kwargs)
+
+    parts.state.chunks[0].config.finalize_model_grads_func = faulty
+
+
+def _record_gradients(parts: Any, folder: Path) -> None:
+    """Save the gradients as the optimizer's first step finds them."""
+    import torch.distributed as dist
+
+    from mtrain.ckpt import store
+    from mtrain.mcore import sharding
+
+    step = parts.state.optimizer.step
+
+    def recording() -> Any:
+        parts.state.optimizer.step = step
+        ranks = store.Ranks(parts.world.rank, parts.world.size, dist.barrier)
+        store.save(folder, 0, sharding.gradient_slots(parts.state.chunks), {}, {}, "", ranks)
+        return step()
+
+    parts.state.optimizer.step = recording
+
+
+def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint put together from its pieces, by key."""
+    from mtrain.ckpt.store import Checkpoint
+    from mtrain.mcore.sharding import Slot
+
+    opened = Checkpoint.open(checkpoint)
+    out = {}
+    for key, entry in opened.manifest["tensors"].items():
+        shape = tuple(entry["shape"])
+        out[key] = torch.empty(shape, dtype=getattr(torch, entry["dtype"]))
+        opened.load([Slot(key, shape, (0,) * len(shape), shape, out[key])])
+    return out
+
+
+def rank_tensors(checkpoint: Path) -> list[dict[str, torch.Tensor]]:
+    """What each rank alone saved: its random generators."""
+    from mtrain.ckpt.store import Checkpoint
+
+    opened = Checkpoint.open(checkpoint)
+    return [opened.rank_tensors(rank) for rank in range(opened.manifest["ranks"])]

@@ -1,0 +1,163 @@
+"""A model small enough to train in a test, on megatron-core's own objects; needs the open door."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+VOCAB, TOKENS, BATCH = 64, 16, 2
+REFERENCE = SimpleNamespace(norm="reference", attention="reference", linear="reference", experts="reference")
+MLA = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 8,
+    "rope_type": "rope",
+    "qk_layernorm": True,
+}
+MOE = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_router_dtype": "fp32",
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+}
+
+
+def start_world(tp: int = 1, cp: int = 1, ep: int = 1, pp: int = 1, etp: int | None = None) -> None:
+    """Process groups of these degrees and megatron-core's random state, on an initialised torch.distributed."""
+    from mtrain.mcore import api
+
+    api.parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    api.model_parallel_cuda_manual_seed(7)
+    torch.manual_seed(7)
+
+
+def config(**over: Any) -> Any:
+    """A config of two layers whose initial weights do not depend on the tensor parallelism."""
+    from mtrain.mcore import api
+
+    values: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 48,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "pipeline_dtype": torch.float32,
+        "transformer_impl": "local",
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "apply_rope_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+    } | over
+    if values.get("multi_latent_attention"):
+        del values["num_query_groups"]
+        return api.MLATransformerConfig(**values)
+    return api.TransformerConfig(**values)
+
+
+def model(cfg: Any, spec: Any = None, *, wrap: bool = True, distributed_optimizer: bool = False) -> Any:
+    """A GPTModel of one stage with the portable backend (or `spec`); in DistributedDataParallel if `wrap`."""
+    from mtrain.mcore import api, backend
+
+    provider = backend.provider(REFERENCE)
+    gpt = api.GPTModel(
+        config=cfg,
+        transformer_layer_spec=spec or backend.layer_spec(cfg, provider),
+        vocab_size=VOCAB,
+        max_sequence_length=TOKENS,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        mtp_block_spec=backend.mtp_spec(cfg, provider),
+    )
+    if not wrap:
+        return gpt
+    ddp = api.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer)
+    return api.DistributedDataParallel(cfg, ddp, gpt)
+
+
+def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, positions and labels [BATCH, TOKENS]."""
+    drawn = torch.randint(0, VOCAB, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(seed))
+    positions = torch.arange(TOKENS).expand(BATCH, TOKENS).contiguous()
+    return drawn[:, :-1].contiguous(), positions, drawn[:, 1:].contiguous()
+
+
+def accumulate_gradients(chunk: Any, cfg: Any, finalize: Any = None) -> float:
+    """One forward and backward over `batch()` by megatron-core's schedule, gradients finalised; the mean loss."""
+    from mtrain.mcore import api
+
+    def forward_step(data: Any, module: Any) -> Any:
+        tokens, positions, labels = data
+        return module(tokens, positions, None, labels=labels), partial(_mean_loss)
+
+    cfg.finalize_model_grads_func = finalize or api.finalize_model_grads
+    if hasattr(chunk, "zero_grad_buffer"):
+        chunk.zero_grad_buffer()
+    losses = api.get_forward_backward_func()(
+        forward_step_func=lambda it, m: forward_step(next(it), m),
+        data_iterator=iter([batch()]),
+        model=chunk,
+        num_microbatches=1,
+        seq_length=TOKENS,
+        micro_batch_size=BATCH,
+        forward_only=False,
+    )
+    return float(losses[0]["loss"])
+
+
+def gradients(chunk: Any) -> dict[str, torch.Tensor]:
+    """Copies of all gradients by whole name."""
+    return {whole_name(name): p.main_grad.clone() for name, p in chunk.named_parameters()}
+
+
+@torch.no_grad()
+def redraw_matrices(chunk: Any) -> None:
+    """Weights that depend on their whole name only, so not on how experts are placed or grouped."""
+    for name, parameter in chunk.named_parameters():
+        if parameter.ndim == 2:
+            draw = torch.Generator().manual_seed(zlib.crc32(whole_name(name).encode()))
+            parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.1)
+
+
+def whole_name(name: str) -> str:
+    """A parameter's name without wrappers and with experts counted over all ranks, grouped or not."""
+    from mtrain.mcore import api
+
+    name = name.removeprefix("module.")
+    first = api.parallel_state.get_expert_model_parallel_rank() * (
+        MOE["num_moe_experts"] // api.parallel_state.get_expert_model_parallel_world_size()
+    )
+    if found := re.fullmatch(r"(.*experts\.)local_experts\.(\d+)\.(\w+)\.weight", name):
+        return f"{found[1]}{found[3]}.weight{first + int(found[2])}"
+    if found := re.fullmatch(r"(.*experts\.\w+\.weight)(\d+)", name):
+        return f"{found[1]}{first + int(found[2])}"
+    return name
+
+
+def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = losses.mean()
+    return loss, {"loss": loss.detach()}

@@ -1,0 +1,328 @@
+"""Composition: precedence, origins, and what is refused before and by Hydra."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mtrain.config import paths
+from mtrain.config.compose import compose
+from mtrain.config.dump import run_yaml
+from mtrain.config.keys import FOREIGN, field_of, schema_keys
+from mtrain.errors import BadInput, Problem
+
+
+def problems(*argv: str) -> list[Problem]:
+    with pytest.raises(BadInput) as caught:
+        compose(argv)
+    return list(caught.value.problems)
+
+
+def only(*argv: str) -> Problem:
+    found = problems(*argv)
+    assert len(found) == 1, found
+    return found[0]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "recipe: {title: t}\ndefaults:\n  - override /model: llama32_1b\n  - override /precision: bf16\n"
+        "optim:\n  lr: 3e-4\n  min_lr: 1e-5\nmodel:\n  num_layers: 6\n"
+    )
+    return file
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(run_yaml(compose(["optim.lr=0.007", "model=gpt_1.7b", "parallel=tp2pp2"]).run))
+    return file
+
+
+def line_of(file: Path, text: str) -> int:
+    return file.read_text().splitlines().index(text) + 1
+
+
+def test_a_group_file_is_over_the_default_and_names_its_line() -> None:
+    composed = compose([])
+    file = paths.conf_dir() / "model/llama_tiny.yaml"
+    assert composed.origins["model.hidden_size"] == f"conf/model/llama_tiny.yaml:{line_of(file, 'hidden_size: 256')}"
+    assert composed.origins["trainer.seed"] == "default"
+    assert composed.origins["parallel.tp"].startswith("conf/config.yaml")
+
+
+def test_a_recipe_is_over_the_group_files_for_choices_and_values(recipe: Path) -> None:
+    composed = compose([f"recipe={recipe}"])
+    assert (composed.run.model.name, composed.run.model.num_layers) == ("llama32_1b", 6)
+    assert composed.run.precision.dtype == "bf16"
+    assert composed.run.optim.lr == 3e-4
+    assert composed.origins["optim.lr"] == f"{recipe}:6"
+    assert composed.origins["model.num_layers"] == f"{recipe}:9"
+    assert composed.origins["model.hidden_size"].startswith("conf/model/llama32_1b.yaml:")
+    assert composed.run.recipe.title == "t"
+
+
+def test_the_command_line_is_over_a_recipe_for_choices_and_values(recipe: Path) -> None:
+    composed = compose([f"recipe={recipe}", "precision=fp32", "optim.lr=0.5", "model.num_layers=2"])
+    assert composed.run.precision.dtype == "fp32"
+    assert (composed.run.optim.lr, composed.run.optim.min_lr) == (0.5, 1e-5)
+    assert composed.origins["optim.lr"] == composed.origins["model.num_layers"] == "command line"
+
+
+def test_a_recipe_value_holds_over_a_model_chosen_on_the_command_line(recipe: Path) -> None:
+    composed = compose([f"recipe={recipe}", "model=llama_tiny"])
+    assert (composed.run.model.name, composed.run.model.num_layers) == ("llama_tiny", 6)
+
+
+def test_the_order_of_arguments_does_not_change_precedence_and_the_later_of_two_holds(recipe: Path) -> None:
+    first = compose(["optim.lr=0.5", f"recipe={recipe}", "optim.lr=0.25"])
+    assert first.run.optim.lr == 0.25
+    assert compose(["precision=bf16", "precision=fp16"]).run.precision.dtype == "fp16"
+
+
+def test_a_run_file_is_the_base_and_names_its_lines(run_file: Path) -> None:
+    composed = compose([f"run={run_file}"])
+    assert composed.run == compose(["optim.lr=0.007", "model=gpt_1.7b", "parallel=tp2pp2"]).run
+    assert composed.origins["optim.lr"] == f"{run_file}:{line_of(run_file, '  lr: 0.007')}"
+    assert "default" not in composed.origins.values()
+
+
+def test_values_and_choices_lie_over_a_run_file(run_file: Path) -> None:
+    composed = compose([f"run={run_file}", "optim.lr=0.1", "model=llama_tiny"])
+    assert composed.run.optim.lr == 0.1
+    assert composed.run.model == compose([]).run.model, "a choice replaces the whole group"
+    assert composed.run.parallel.pp == 2, "groups that are not chosen stay"
+    assert composed.choices == {"model": "llama_tiny"}
+    assert composed.origins["model.hidden_size"].startswith("conf/model/llama_tiny.yaml:")
+
+
+def test_a_quoted_path_of_a_run_file_is_unquoted(run_file: Path) -> None:
+    assert compose([f"run='{run_file}'"]).run.optim.lr == 0.007
+
+
+def test_nested_defaults_of_a_group_file_compose_with_their_own_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    conf = tmp_path / "conf"
+    shutil.copytree(paths.conf_dir(), conf)
+    (conf / "model/wide.yaml").write_text("defaults:\n  - llama_tiny\n  - _self_\n\nhidden_size: 512\n")
+    monkeypatch.setattr(paths, "conf_dir", lambda: conf)
+    monkeypatch.setattr("mtrain.config.compose.conf_dir", lambda: conf)
+    composed = compose(["model=wide"])
+    assert (composed.run.model.hidden_size, composed.run.model.num_layers) == (512, 4)
+    assert composed.origins["model.hidden_size"] == "conf/model/wide.yaml:5"
+    assert composed.origins["model.num_layers"] == "conf/model/llama_tiny.yaml:3"
+
+
+def test_a_broken_group_file_is_a_problem_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    conf = tmp_path / "conf"
+    shutil.copytree(paths.conf_dir(), conf)
+    (conf / "optim/adamw.yaml").write_text("lr: 1\nlr: 2\n")
+    monkeypatch.setattr(paths, "conf_dir", lambda: conf)
+    monkeypatch.setattr("mtrain.config.compose.conf_dir", lambda: conf)
+    problem = only()
+    assert (problem.code, problem.source) == ("MT004", "conf/optim/adamw.yaml:2")
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    found = problems(
+        "model=llma3_8b",
+        "optim.lr=foo",
+        "num_hidden_layers=2",
+        "+a=3",
+        "trainer.train_iters=0",
+        "precision.dtype=bf61",
+        "data.seq_length=64.5",
+        "model.moe.num_expert=3",
+    )
+    codes = {(p.code, p.path) for p in found}
+    assert {
+        ("MT011", "model"),
+        ("MT013", "optim.lr"),
+        ("MT012", "num_hidden_layers"),
+        ("MT014", "trainer.train_iters"),
+        ("MT014", "precision.dtype"),
+        ("MT013", "data.seq_length"),
+        ("MT012", "model.moe.num_expert"),
+    } <= codes
+    assert all(p.source == "command line" for p in found)
+
+
+@pytest.mark.parametrize(
+    ("argument", "word"),
+    [
+        ("+model.num_layers=2", "added"),
+        ("++model.num_layers=2", "added"),
+        ("~model", "deleted"),
+        ("~model.num_layers", "deleted"),
+        ("hydra.run.dir=/tmp/x", "Hydra"),
+        ("hydra/launcher=basic", "Hydra"),
+        ("hydra.searchpath=[/tmp]", "Hydra"),
+        ("model=[llama_tiny,llama3_8b]", "one"),
+        ("model=llama_tiny,llama3_8b", "sweep"),
+        ("optim.lr=1e-3,1e-4", "sweep"),
+        ("optim.lr=range(1,4)", "sweep"),
+        ("optim.lr=choice(1,4)", "sweep"),
+        ("model=../../etc/passwd", "path"),
+        ("model=/etc/passwd", "path"),
+        ("model=.hidden", "path"),
+        ("model={a:1}", "choice"),
+        ("model/llama=x", "groups inside groups"),
+        ("model@optim=llama_tiny", "packages"),
+        ("model.num_layers", "key=value"),
+        ("trainer.sample_prompt=a=(b", "read"),
+        ("optim.lr=[[[", "read"),
+        ("--tensor-model-parallel-size=2", "parallel.tp"),
+    ],
+)
+def test_forms_of_hydra_that_change_the_schema_or_the_search_path_are_refused(argument: str, word: str) -> None:
+    problem = only(argument)
+    assert problem.code == "MT010"
+    assert word in problem.rule
+    assert problem.source == "command line"
+
+
+def test_a_comma_in_a_value_is_mended_by_brackets_or_quotes() -> None:
+    assert only("data.split=0.9,0.05,0.05").fix == "data.split=[0.9,0.05,0.05]"
+    assert compose([only("data.split=0.9,0.05,0.05").fix]).run.data.split == (0.9, 0.05, 0.05)
+    fix = only("trainer.sample_prompt=a,b").fix
+    assert compose(shlex.split(fix)).run.trainer.sample_prompt == "a,b"
+
+
+@pytest.mark.parametrize(
+    ("choice", "near"), [("llma3_8b", "llama3_8b"), ("llama3-8b", "llama3_8b"), ("qwen", "qwen")]
+)
+def test_an_unknown_choice_lists_near_ones_then_all(choice: str, near: str) -> None:
+    problem = only(f"model={choice}")
+    assert problem.code == "MT011"
+    assert near in problem.fix.split(" or ")[0]
+    assert "mixtral_8x7b" in problem.rule
+
+
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("tensor_model_parallel_size", "parallel.tp"),
+        ("model.num_key_value_heads", "model.num_query_groups"),
+        ("model.intermediate_size", "model.ffn_hidden_size"),
+        ("rms_norm_eps", "model.layernorm_epsilon"),
+        ("model.hiden_size", "model.hidden_size"),
+        ("lr", "optim.lr"),
+        ("optim.learning_rate", "optim.lr"),
+        ("parallel.train_iters", "trainer.train_iters"),
+        ("model.moe.num_expertz", "model.moe.num_experts"),
+    ],
+)
+def test_an_unknown_key_points_to_ours(key: str, ours: str) -> None:
+    found = [p for p in problems(f"{key}=2") if p.code == "MT012"]
+    assert [p.path for p in found] == [key]
+    assert found[0].fix.startswith(f"{ours}=2")
+
+
+def test_a_derived_number_says_what_it_is_derived_from() -> None:
+    assert "ranks / (tp * pp * cp)" in only("parallel.dp=4").rule
+
+
+def test_the_table_of_foreign_names_points_to_keys_that_exist() -> None:
+    assert len(FOREIGN) >= 40
+    assert set(FOREIGN.values()) <= set(schema_keys())
+    assert all(field_of(f"model.{name}") is None for name in FOREIGN if name != "activation_func")
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "fix"),
+    [
+        ("model.num_layers='2'", "MT013", "model.num_layers=2"),
+        ("model.hidden_size=64.0", "MT013", "model.hidden_size=64"),
+        ("model.num_layers=true", "MT013", ""),
+        ("model.num_layers=-2", "MT014", "model.num_layers=1"),
+        ("model.attention_dropout=1.5", "MT014", "model.attention_dropout=0.0"),
+        ("model.attention_dropout=-0.1", "MT014", "model.attention_dropout=0.0"),
+        ("model.layernorm_epsilon=-1", "MT014", "model.layernorm_epsilon=1e-05"),
+        ("model.rotary_base=0", "MT014", "model.rotary_base=10000.0"),
+        ("model.rotary_percent=1.7", "MT014", "model.rotary_percent=1.0"),
+        ("model.normalization=RMSnorm", "MT014", "model.normalization=RMSNorm"),
+        ("model.position_embedding_type=rop", "MT014", "model.position_embedding_type=rope"),
+        ("optim.lr=nan", "MT013", "optim.lr=0.001"),
+        ("optim.beta1=1", "MT014", "optim.beta1=0.9"),
+        ("precision.grad_reduce_in_fp32=yes", "MT013", "precision.grad_reduce_in_fp32=true"),
+        ("log.name=123", "MT013", "'log.name=\"123\"'"),
+        ("log.name=a/b", "MT014", "log.name=null"),
+        ("data.split=[1,2]", "MT014", "data.split=[0.96,0.03,0.01]"),
+        ("data.split=[1,2,x]", "MT013", "data.split=[0.96,0.03,0.01]"),
+        ("data.split=5", "MT013", "data.split=[0.96,0.03,0.01]"),
+        ("cluster.peak_tflops.bf61=3", "MT012", "cluster.peak_tflops.bf16=VALUE"),
+        ("optim.clip_grad=0", "MT014", "optim.clip_grad=1.0"),
+    ],
+)
+def test_a_value_the_schema_refuses_comes_with_what_it_takes(argument: str, code: str, fix: str) -> None:
+    problem = only(argument)
+    assert (problem.code, problem.fix) == (code, fix)
+
+
+def test_a_section_that_is_begun_must_be_finished() -> None:
+    found = problems("model.moe.router_topk=1")
+    assert {p.path for p in found} == {"model.moe.num_experts", "model.moe.ffn_hidden_size"}
+    assert {p.code for p in found} == {"MT015"}
+
+
+def test_a_mapping_on_the_command_line_lies_over_a_section() -> None:
+    run = compose(["model.moe={num_experts: 4, ffn_hidden_size: 64}", "model.moe.router_topk=1"]).run
+    assert run.model.moe is not None
+    assert (run.model.moe.num_experts, run.model.moe.router_topk) == (4, 1)
+
+
+def test_a_key_under_a_plain_value_is_unknown() -> None:
+    assert [(p.code, p.path) for p in problems("model.num_layers.x=3")] == [("MT012", "model.num_layers.x")]
+
+
+def test_a_reference_to_another_key_is_followed() -> None:
+    run = compose(["optim.decay_iters=${trainer.train_iters}", "trainer.train_iters=77"]).run
+    assert run.optim.decay_iters == 77
+
+
+@pytest.mark.parametrize(
+    ("argument", "word"),
+    [
+        ("data.path=${oc.env:HOME}", "resolvers never run"),
+        ("data.path=${oc.decode:x}", "resolvers never run"),
+        ("data.path=${.kind}", "resolvers never run"),
+        ("data.path=${data.path}", "circle"),
+        ("data.path=${nothing.here}", "names no key"),
+    ],
+)
+def test_any_other_interpolation_is_refused_once(argument: str, word: str) -> None:
+    problem = only(argument)
+    assert problem.code == "MT007"
+    assert word in problem.rule
+
+
+def test_references_that_multiply_are_bounded() -> None:
+    keys = ["data.path", "data.tokenizer", "data.cache_dir", "log.runs_dir", "checkpoint.resume", "cluster.name"]
+    argv = [f"{a}='" + ("${" + b + "}") * 8 + "'" for a, b in itertools.pairwise(keys)]
+    assert any("100 references" in p.rule for p in problems(*argv))
+
+
+def test_a_recipe_and_a_run_file_exclude_each_other(recipe: Path, run_file: Path) -> None:
+    assert "only one" in only(f"recipe={recipe}", f"run={run_file}").rule
+
+
+def test_a_missing_run_file_names_the_near_ones(run_file: Path) -> None:
+    problem = next(p for p in problems(f"run={run_file.with_name('runn.yaml')}") if p.code == "MT002")
+    assert str(run_file) in problem.fix
+
+
+def test_origins_cover_exactly_the_leaves_of_the_run() -> None:
+    composed = compose(["cluster=h100x8", "model=mixtral_tiny"])
+    assert set(composed.origins) == set(composed.run.flat())
+    assert composed.origins["cluster.peak_tflops.bf16"].startswith("conf/cluster/h100x8.yaml:")
+    assert composed.origins["model.moe.num_experts"].startswith("conf/model/mixtral_tiny.yaml:")

@@ -1,0 +1,61 @@
+"""A resolved run as text and back."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from mtrain.config.compose import compose
+from mtrain.config.dump import override, run_yaml
+from mtrain.config.load import parse, read_run_file
+from mtrain.config.resolve import resolve
+from mtrain.config.source import parse_value
+from tests.support.configs import LAPTOP, MOE, tiny
+
+# `${` is the one thing a string of a configuration cannot hold: it is a reference or it is refused.
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30).filter(lambda s: "${" not in s)
+
+
+@given(prompt=TEXT, suffix=TEXT)
+@settings(max_examples=150, deadline=None)
+def test_any_text_survives_the_file(prompt: str, suffix: str) -> None:
+    run = tiny(trainer__sample_prompt=prompt, data__suffixes=[suffix])
+    values = parse(run_yaml(run), "f").values
+    assert values["trainer"]["sample_prompt"] == prompt
+    assert values["data"]["suffixes"] == [suffix]
+
+
+@pytest.mark.parametrize(
+    "word", ["no", "1e-5", "null", "~", "true", "0x1F", "12:30", "", " a", "a: b", "#x", "- x", "1"]
+)
+def test_words_that_yaml_could_take_for_something_else_stay_text(word: str) -> None:
+    assert parse(run_yaml(tiny(trainer__sample_prompt=word)), "f").values["trainer"]["sample_prompt"] == word
+
+
+@pytest.mark.parametrize("changes", [{}, {"model__moe": MOE}, {"cluster__peak_tflops": {"bf16": 989.0}}])
+def test_a_resolved_run_reads_back_equal_with_the_same_digest(tmp_path: Path, changes: dict[str, object]) -> None:
+    run = resolve(tiny(**changes), LAPTOP)
+    file = tmp_path / "run.yaml"
+    file.write_text(run_yaml(run))
+    assert read_run_file(file) == run
+    again = compose([f"run={file}"]).run
+    assert again == run
+    assert again.digest() == run.digest()
+
+
+def test_comments_change_nothing_that_is_read() -> None:
+    run = resolve(tiny(), LAPTOP)
+    with_comments = run_yaml(run, dict.fromkeys(run.flat(), "conf/x.yaml:3"))
+    assert parse(with_comments, "f").values == parse(run_yaml(run), "f").values
+    assert "# conf/x.yaml:3" in with_comments
+
+
+@given(text=TEXT)
+@settings(max_examples=100, deadline=None)
+def test_a_fix_for_any_text_reads_back_through_shell_and_grammar(text: str) -> None:
+    (argument,) = shlex.split(override("trainer.sample_prompt", text))
+    assert parse_value(argument.partition("=")[2]) == text

@@ -1,0 +1,125 @@
+"""Recipes from strangers: data, judged before anything uses them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mtrain.config.compose import compose
+from mtrain.config.paths import recipes_dir
+from mtrain.errors import BadInput, Problem
+
+
+def judged(tmp_path: Path, text: str) -> list[Problem]:
+    file = tmp_path / "r.yaml"
+    file.write_text(text)
+    with pytest.raises(BadInput) as caught:
+        compose([f"recipe={file}"])
+    return list(caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "path"),
+    [
+        ("model:\n  _target_: os.system\n", "MT006", "model._target_"),
+        ("model: {moe: {_partial_: true, num_experts: 2, ffn_hidden_size: 2}}\n", "MT006", "model.moe._partial_"),
+        ("optim: {_args_: [touch x]}\n", "MT006", "optim._args_"),
+        ("hydra: {run: {dir: /tmp/x}}\n", "MT006", "hydra"),
+        ("hydra: {searchpath: ['file:///tmp']}\n", "MT006", "hydra"),
+        ("_self_: 1\n", "MT006", "_self_"),
+        ("data:\n  suffixes: [{_target_: os.system}]\n", "MT006", "data.suffixes._target_"),
+        ("run: /tmp/run.yaml\n", "MT017", "run"),
+        ("recipe: other\n", "MT017", "recipe"),
+        ("defaults: [{override /model: ../../x}]\n", "MT010", "model"),
+        ("defaults: ['/model: x']\n", "MT017", "defaults"),
+        ("defaults: [_self_]\n", "MT017", "defaults"),
+        ("defaults: [{override hydra/launcher: basic}]\n", "MT017", "defaults"),
+        ("defaults: [{override /hydra/launcher: basic}]\n", "MT017", "defaults"),
+        ("defaults: [{/model: llama_tiny}]\n", "MT017", "defaults"),
+        ("defaults: [{optional /model: llama_tiny}]\n", "MT017", "defaults"),
+        ("defaults: [{override /model@optim: llama_tiny}]\n", "MT017", "defaults"),
+        ("defaults: [{override /model: [llama_tiny, llama3_8b]}]\n", "MT010", "model"),
+        ("defaults: {override /model: llama_tiny}\n", "MT017", "defaults"),
+        ("defaults: [{override /model: nope}]\n", "MT011", "model"),
+        ("data: {path: '${oc.env:HOME}'}\n", "MT007", "data.path"),
+        ("data: {path: '${oc.env:HOME,${x}}'}\n", "MT007", "data.path"),
+        ("data: {path: '${oc.decode:x}'}\n", "MT007", "data.path"),
+        ("data: {path: '${..x}'}\n", "MT007", "data.path"),
+        ("data: {suffixes: ['${oc.env:HOME}']}\n", "MT007", "data.suffixes"),
+        ("optim: !!python/name:os.system x\n", "MT006", ""),
+        ("optim: {lr: 1}\noptim: {lr: 2}\n", "MT004", "optim"),
+        ("model: llama3_8b\n", "MT013", "model"),
+        ("model: {hiden_size: 2}\n", "MT012", "model.hiden_size"),
+        ("optim: {lr: '3e-4'}\n", "MT013", "optim.lr"),
+        ("recipe: {tilte: x}\n", "MT012", "recipe.tilte"),
+    ],
+)
+def test_a_recipe_that_is_more_than_data_is_refused_with_key_and_line(
+    tmp_path: Path, text: str, code: str, path: str
+) -> None:
+    found = judged(tmp_path, text)
+    match = [p for p in found if (p.code, p.path) == (code, path)]
+    assert match, found
+    assert f"{tmp_path}/r.yaml:" in match[0].source
+
+
+def test_the_environment_never_leaks_into_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MTRAIN_CANARY", "s3cr3t-canary")
+    found = judged(tmp_path, "data: {path: '${oc.env:MTRAIN_CANARY}'}\nlog: {name: '${env:MTRAIN_CANARY}'}\n")
+    assert "s3cr3t-canary" not in "".join(p.render() for p in found)
+
+
+def test_no_hostile_recipe_opens_a_process_or_a_socket(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    hostile = tmp_path / "h.yaml"
+    canary = tmp_path / "canary"
+    hostile.write_text(
+        f"model:\n  _target_: os.system\n  _args_: ['touch {canary}']\n"
+        f"optim: {{_target_: subprocess.run, args: [touch, {canary}]}}\n"
+        f"data: {{path: '${{oc.env:HOME}}'}}\nhydra: {{callbacks: {{x: {{_target_: os.system}}}}}}\n"
+    )
+    code = (
+        "import sys\n"
+        "bad = []\n"
+        "def hook(event, args):\n"
+        "    if event in ('os.system', 'subprocess.Popen', 'socket.connect', 'os.exec', 'os.posix_spawn'):\n"
+        "        bad.append(event)\n"
+        "sys.addaudithook(hook)\n"
+        "from mtrain.cli.main import main\n"
+        f"rc = main(['check', 'recipe={hostile}'])\n"
+        "print(rc, bad)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "2 []", done.stderr
+    assert "Traceback" not in done.stderr
+    assert not canary.exists()
+
+
+def test_a_chosen_group_twice_names_both_lines(tmp_path: Path) -> None:
+    found = judged(tmp_path, "defaults:\n  - override /model: llama_tiny\n  - override /model: llama3_8b\n")
+    assert found[0].code == "MT004"
+    assert found[0].source.endswith("r.yaml:3")
+    assert "r.yaml:2" in found[0].rule
+
+
+def test_a_shared_recipe_is_found_by_its_name_and_a_near_miss_is_named() -> None:
+    assert compose(["recipe=llama3/70b_h100x64"]).run.model.name == "llama3_70b"
+    with pytest.raises(BadInput, match="recipe=llama3/70b_h100x64"):
+        compose(["recipe=llama3/70b_h100x46"])
+
+
+def test_a_recipe_name_does_not_leave_the_folder_of_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    relative = os.path.relpath(recipes_dir().parent / "conf/config", recipes_dir())
+    with pytest.raises(BadInput, match="no such recipe"):
+        compose([f"recipe={relative}"])
+
+
+def test_a_recipe_reference_is_followed_with_the_command_line_on_top(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text("optim: {decay_iters: '${trainer.train_iters}'}\ntrainer: {train_iters: 50}\n")
+    assert compose([f"recipe={file}", "trainer.train_iters=60"]).run.optim.decay_iters == 60

@@ -1,0 +1,109 @@
+"""Resolving: device, ranks and kernels from a configuration and a machine, without touching either."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from mtrain.config.resolve import Machine, machine_problems, resolve, world_size_of
+from tests.support.configs import LAPTOP, tiny
+
+GPUS = Machine(cpu_cores=64, memory_bytes=1 << 40, gpus=8, transformer_engine=True)
+
+
+def test_auto_is_the_cpu_without_a_gpu_and_cuda_with_one() -> None:
+    assert resolve(tiny(), LAPTOP).cluster.device == "cpu"
+    assert resolve(tiny(), GPUS).cluster.device == "cuda"
+    assert resolve(tiny(cluster__device="cpu"), GPUS).cluster.device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks"),
+    [
+        ({}, 1),
+        ({"tp": 2, "pp": 2}, 4),
+        ({"tp": 2, "cp": 2, "pp": 3}, 12),
+        ({"ep": 4}, 4),
+        ({"tp": 2, "ep": 4}, 8),
+        ({"tp": 2, "ep": 4, "etp": 1}, 4),
+        ({"tp": 4, "pp": 2, "ep": 2, "etp": 1}, 8),
+        ({"tp": 3, "ep": 2, "etp": 1}, 6),
+    ],
+)
+def test_a_cpu_runs_the_fewest_processes_that_fill_both_grids(parallel: dict[str, int], ranks: int) -> None:
+    run = resolve(tiny(**{f"parallel__{k}": v for k, v in parallel.items()}), LAPTOP)
+    assert run.parallel.ranks == ranks
+    assert run.cluster.devices_per_node is None
+
+
+@given(st.builds(dict, tp=st.integers(1, 6), pp=st.integers(1, 3), cp=st.integers(1, 4), ep=st.integers(1, 6)))
+@settings(max_examples=60, deadline=None)
+def test_the_world_on_a_cpu_is_legal_and_no_smaller_one_is(parallel: dict[str, int]) -> None:
+    run = resolve(tiny(**{f"parallel__{k}": v for k, v in parallel.items()}), LAPTOP)
+    p = run.parallel
+    assert p.ranks is not None
+
+    def legal(world: int) -> bool:
+        return world % (p.tp * p.pp * p.cp) == 0 and world % (p.tp * p.ep * p.pp) == 0
+
+    assert legal(p.ranks)
+    assert not any(legal(world) for world in range(1, p.ranks))
+
+
+def test_a_named_cluster_is_used_whole() -> None:
+    run = resolve(tiny(cluster__device="cuda", cluster__nodes=8, cluster__devices_per_node=8, parallel__tp=4), LAPTOP)
+    assert run.parallel.ranks == 64
+
+
+def test_gpus_of_this_machine_are_all_used_unless_ranks_are_set() -> None:
+    run = resolve(tiny(), GPUS)
+    assert (run.parallel.ranks, run.cluster.devices_per_node) == (8, 8)
+    fewer = resolve(tiny(parallel__ranks=4), GPUS)
+    assert (fewer.parallel.ranks, fewer.cluster.devices_per_node) == (4, 4)
+
+
+def test_a_launcher_decides_the_ranks_where_nobody_else_did() -> None:
+    assert resolve(tiny(parallel__tp=2), LAPTOP, world_size=4).parallel.ranks == 4
+    asked = tiny(parallel__tp=2, parallel__ranks=2)
+    got = resolve(asked, LAPTOP, world_size=4)
+    assert got.parallel.ranks == 2, "check, never mend"
+    (problem,) = machine_problems(asked, got, LAPTOP, 4, "command line")
+    assert (problem.code, problem.fix, problem.severity) == ("MT110", "parallel.ranks=4", "error")
+
+
+def test_more_processes_than_cores_is_a_warning() -> None:
+    raw = tiny(parallel__ranks=64)
+    (problem,) = machine_problems(raw, resolve(raw, LAPTOP), LAPTOP, None, "x")
+    assert problem.severity == "warning"
+
+
+def test_kernels_are_te_only_on_cuda_with_te_and_a_named_choice_stays() -> None:
+    assert {v for _, v in resolve(tiny(), GPUS).kernels} == {"te"}
+    assert {v for _, v in resolve(tiny(), LAPTOP).kernels} == {"reference"}
+    assert resolve(tiny(kernels__norm="te"), LAPTOP).kernels.norm == "te"
+    assert {v for _, v in resolve(tiny(cluster__device="cpu"), GPUS).kernels} == {"reference"}
+
+
+@pytest.mark.parametrize("machine", [LAPTOP, GPUS])
+def test_resolving_twice_changes_nothing_and_never_changes_its_argument(machine: Machine) -> None:
+    raw = tiny(parallel__tp=2)
+    before = raw.to_dict()
+    once = resolve(raw, machine)
+    assert resolve(once, machine) == once
+    assert resolve(once, LAPTOP) == once, "a resolved run means the same elsewhere"
+    assert raw.to_dict() == before
+
+
+def test_cuda_visible_devices_hides_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glob.glob", lambda pattern: [f"/dev/nvidia{i}" for i in range(4)])
+    assert Machine.here({}).gpus == 4
+    assert Machine.here({"CUDA_VISIBLE_DEVICES": "0,2"}).gpus == 2
+    assert Machine.here({"CUDA_VISIBLE_DEVICES": ""}).gpus == 0
+    assert Machine.here({"CUDA_VISIBLE_DEVICES": "0,-1,2"}).gpus == 1
+
+
+def test_the_world_of_a_launcher_is_read_from_the_environment() -> None:
+    assert world_size_of({"WORLD_SIZE": "4", "RANK": "0"}) == 4
+    assert world_size_of({"WORLD_SIZE": "4"}) is None
+    assert world_size_of({}) is None

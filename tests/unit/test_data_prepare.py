@@ -1,0 +1,375 @@
+"""From text files to a cached token corpus: order, messages, atomicity, concurrency."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mtrain.config.groups import DataConfig
+from mtrain.data import open_splits, prepare, verify
+from mtrain.data.corpus import cut, open_corpus
+from mtrain.data.indexed import IndexedDataset, IndexedWriter
+from mtrain.data.samples import entropy_nats
+from mtrain.data.text import Tokenizer
+from mtrain.errors import BadEnvironment, BadInput, Damaged, Problem
+
+
+@pytest.fixture(autouse=True)
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process fork: the tokenizer must not start threads here."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    words = random.Random(0)
+    root = tmp_path / "text"
+    for i in range(30):
+        path = root / f"d{i % 4}" / f"{i:02}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(f"word{words.randrange(300)} says né 漢 {i}" for _ in range(40)))
+    return root
+
+
+def config(folder: Path, **more: object) -> DataConfig:
+    values = {"path": str(folder), "cache_dir": str(folder.parent / "cache"), "tokenizer_vocab_size": 500}
+    return DataConfig(**{**values, "seq_length": 16, "split": (0.7, 0.2, 0.1), **more})
+
+
+def refused(data: DataConfig) -> Problem:
+    with pytest.raises(BadInput) as caught:
+        prepare(data)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_every_document_comes_back_from_the_tokens(folder: Path) -> None:
+    corpus = prepare(config(folder))
+    assert corpus.prefix is not None
+    assert corpus.tokenizer is not None
+    dataset, tokenizer = IndexedDataset(corpus.prefix), Tokenizer(corpus.tokenizer)
+    texts = dict(open_corpus(config(folder)))
+    assert sorted(texts) == sorted(os.path.relpath(p, folder) for p in folder.rglob("*.txt"))
+    assert dataset.num_documents == len(texts) == 30
+    for i, text in enumerate(texts.values()):
+        ids = dataset[i].tolist()
+        assert ids[-1] == 0
+        assert 0 not in ids[:-1]
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.encode(text) == ids[:-1]
+    assert tokenizer.eod == 0
+    assert corpus.meta["text_bytes"] == sum(len(t.encode()) for t in texts.values())
+    assert corpus.meta["tokens"] == dataset.num_tokens
+    assert corpus.meta["unigram_entropy_nats"] == pytest.approx(entropy_nats(np.bincount(dataset.tokens)))
+    assert open_splits(config(folder), 512, 1, corpus).describe()["documents"] == 30
+
+
+def test_the_same_text_gives_the_same_bytes(folder: Path) -> None:
+    first, second = prepare(config(folder)), prepare(config(folder, cache_dir=str(folder.parent / "other")))
+    assert first.meta["files"] == second.meta["files"]
+
+
+def test_text_that_looks_like_the_end_token_does_not_end_a_document(folder: Path) -> None:
+    (folder / "d0" / "00.txt").write_text("before <|endoftext|> after")
+    corpus = prepare(config(folder))
+    assert corpus.prefix is not None
+    assert (IndexedDataset(corpus.prefix).tokens == 0).sum() == 30
+
+
+def test_the_order_of_documents_is_fixed_and_mixes_folders(folder: Path) -> None:
+    names = [name for name, _ in open_corpus(config(folder))]
+    assert names == [name for name, _ in open_corpus(config(folder))]
+    assert names != sorted(names)
+    (folder / "d1" / "new.txt").write_text("new")
+    assert [n for n, _ in open_corpus(config(folder)) if n != "d1/new.txt"] == names
+
+
+def test_files_that_are_not_utf8_or_empty_are_left_out(folder: Path) -> None:
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    (folder / "empty.txt").touch()
+    corpus = prepare(config(folder))
+    assert (corpus.meta["documents"], corpus.meta["skipped"]) == (30, 1)
+
+
+def test_a_limit_bounds_the_text(folder: Path) -> None:
+    meta = prepare(config(folder, limit_mib=0.01)).meta
+    assert 10_485 - 4 < meta["text_bytes"] <= 10_485
+    assert meta["documents"] < 30
+
+
+def test_a_single_file_is_cut_into_documents(folder: Path) -> None:
+    text = "\n\n".join(f"Paragraph {i}. " + "text " * 60 for i in range(400))
+    (folder / "book.txt").write_text(text)
+    documents = [t for _, t in open_corpus(config(folder / "book.txt"))]
+    assert sorted(documents) == sorted(cut(text))
+    assert len(documents) == 8
+    assert prepare(config(folder / "book.txt")).meta["documents"] == len(documents)
+
+
+@pytest.mark.parametrize("text", ["", "a", "a" * 100, "a\n" * 50, "a\n\n" * 50, "\n\n" + "é" * 99])
+def test_the_pieces_of_a_text_are_the_text(text: str) -> None:
+    pieces = list(cut(text, 8))
+    assert "".join(pieces) == text
+    assert all(8 <= len(p) <= 32 for p in pieces[:-1])
+    assert all(len(p) <= 32 for p in pieces)
+
+
+def test_the_standard_library_is_found_without_its_tests() -> None:
+    corpus = open_corpus(DataConfig())
+    names = {file.name for file in corpus.files}
+    assert {"os.py", "json/decoder.py", "pydoc_data/topics.py"} <= names
+    assert not any({"test", "tests", "site-packages", "__pycache__", "idle_test"} & set(n.split("/")) for n in names)
+
+
+def test_a_second_call_reads_no_document_and_a_changed_one_is_seen(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    past = time.time() - 3600
+    monkeypatch.setattr("mtrain.data.tokenize.SETTLED_NS", -(10**18))
+    first = prepare(config(folder))
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} was read"))
+    assert prepare(config(folder)) == first
+    monkeypatch.undo()
+    target = folder / "d0" / "00.txt"
+    target.write_text(target.read_text().replace("word", "WORD"))
+    os.utime(target, (past, past))
+    assert prepare(config(folder)).meta["fingerprint"] != first.meta["fingerprint"]
+
+
+def test_a_file_written_a_moment_ago_is_not_known_by_its_time_alone(folder: Path) -> None:
+    prepare(config(folder))
+    assert not list((folder.parent / "cache" / "seen").iterdir())
+
+
+@pytest.mark.parametrize(
+    "change", [{"tokenizer_vocab_size": 400}, {"limit_mib": 0.02}, {"suffixes": (".txt",)}], ids=str
+)
+def test_what_changes_the_tokens_gets_a_folder_of_its_own(folder: Path, change: dict[str, object]) -> None:
+    (folder / "extra.md").write_text("more")
+    assert prepare(config(folder)).prefix != prepare(config(folder, **change)).prefix
+
+
+@pytest.mark.parametrize("damage", ["cut tokens.bin", "no tokens.idx", "bad meta.json", "no meta.json"])
+def test_a_damaged_cache_is_built_again_with_a_note(folder: Path, damage: str) -> None:
+    first = prepare(config(folder))
+    assert first.prefix is not None
+    how, name = damage.split()
+    target = first.prefix.parent / name
+    if how == "no":
+        target.unlink()
+    else:
+        target.write_bytes(target.read_bytes()[:-5])
+    notes: list[str] = []
+    again = prepare(config(folder), notes.append)
+    assert again.meta["files"] == first.meta["files"]
+    assert len(notes) == 1
+    assert str(target.parent) in notes[0]
+    verify(again)
+
+
+def test_verify_finds_a_flipped_bit(folder: Path) -> None:
+    corpus = prepare(config(folder))
+    verify(corpus)
+    target = Path(f"{corpus.prefix}.bin")
+    raw = bytearray(target.read_bytes())
+    raw[77] ^= 4
+    target.write_bytes(raw)
+    with pytest.raises(Damaged, match=r"tokens\.bin: sha256"):
+        verify(corpus)
+
+
+BUILDER = """
+import json, os, sys, time
+import mtrain.data.tokenize as t
+from mtrain.data import bpe
+from mtrain.config.groups import DataConfig
+folder, where, mark = sys.argv[1], sys.argv[2], sys.argv[3]
+data = DataConfig(path=folder, cache_dir=os.path.dirname(folder) + "/cache", tokenizer_vocab_size=500,
+                  seq_length=16, split=(0.7, 0.2, 0.1))
+def hang():
+    open(mark, "w").close()
+    time.sleep(60)
+train, encode, tokenize, build = bpe.train, bpe.encode, t._tokenize, t._build
+def slow_train(*a):
+    out = train(*a); hang(); return out
+def slow_encode(*a):
+    for batch in encode(*a):
+        yield batch
+        hang()
+def slow_rename(*a):
+    meta = tokenize(*a); hang(); return meta
+def counted(*a):
+    with open(mark, "a") as file: file.write("built\\n")
+    return build(*a)
+if where == "train": bpe.train = slow_train
+if where == "encode": bpe.encode = slow_encode
+if where == "rename": t._tokenize = slow_rename
+if where == "count": t._build = counted
+print(json.dumps(t.prepare(data).meta))
+"""
+
+
+def start(folder: Path, where: str, mark: Path) -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-c", BUILDER, str(folder), where, str(mark)]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("where", ["train", "encode", "rename"])
+def test_a_build_that_was_killed_is_never_taken_for_a_corpus(folder: Path, tmp_path: Path, where: str) -> None:
+    mark = tmp_path / "mark"
+    with start(folder, where, mark) as process:
+        deadline = time.monotonic() + 30
+        while not mark.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert mark.exists()
+    cache = tmp_path / "cache"
+    assert [p.name.startswith(".building-") for p in cache.iterdir() if p.is_dir() and p.name != "seen"] == [True]
+    corpus = prepare(config(folder), pytest.fail)
+    verify(corpus)
+    assert not list(cache.glob(".building-*"))
+
+
+def test_two_processes_at_once_build_once(folder: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    processes = [start(folder, "count", mark) for _ in range(2)]
+    metas = [json.loads(p.communicate(timeout=60)[0]) for p in processes]
+    assert metas[0] == metas[1]
+    assert mark.read_text() == "built\n"
+
+
+def test_files_that_change_while_they_are_read_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtrain.data import bpe
+
+    train = bpe.train
+
+    def meddle(*arguments: object) -> object:
+        (folder / "d0" / "00.txt").write_text("changed")
+        return train(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bpe, "train", meddle)
+    assert "changed while they were read" in refused(config(folder)).rule
+    assert not list((folder.parent / "cache").glob("*/meta.json"))
+
+
+def test_a_missing_path_names_the_nearest(folder: Path) -> None:
+    problem = refused(config(folder.parent / "texs"))
+    assert (problem.path, problem.value) == ("data.path", str(folder.parent / "texs"))
+    assert problem.rule.endswith("No such file or directory")
+    assert problem.fix == f"data.path={folder}"
+    assert f"of this one {folder.parent} does" in refused(config(folder.parent / "no" / "such" / "folder")).fix
+
+
+def test_a_folder_without_such_files_says_which_endings_it_has(folder: Path) -> None:
+    problem = refused(config(folder, suffixes=(".c", ".h")))
+    assert "no file ends in any of .c, .h; endings found: .txt (30)" in problem.rule
+    empty = folder.parent / "empty"
+    empty.mkdir()
+    assert "the folder is empty" in refused(config(empty)).rule
+
+
+def test_a_corpus_without_text_is_refused_with_numbers(folder: Path) -> None:
+    root = folder.parent / "nothing"
+    root.mkdir()
+    (root / "a.txt").touch()
+    (root / "b.txt").write_bytes(b"\xff")
+    assert "no text: 2 files, 1 of them not UTF-8" in refused(config(root)).rule
+    assert not list((folder.parent / "cache").glob("nothing*"))
+
+
+def test_a_path_that_is_no_file_is_refused(folder: Path) -> None:
+    assert refused(config(folder, path="")).rule == "an empty path"
+    assert refused(config(Path("/dev/null"))).rule == "neither a file nor a folder"
+    assert "no path" in refused(config(folder).model_copy(update={"path": "a\0b"})).rule
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read_is_named(folder: Path) -> None:
+    (folder / "d0" / "00.txt").chmod(0)
+    assert "00.txt cannot be read: Permission denied" in refused(config(folder)).rule
+
+
+def test_a_file_that_fails_to_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    assert ".txt cannot be read: Permission denied" in refused(config(folder)).rule
+
+
+def test_a_cache_folder_that_cannot_be_written_is_an_environment_error(folder: Path) -> None:
+    (folder.parent / "file").touch()
+    with pytest.raises(BadEnvironment, match=r"data.cache_dir = .*free at"):
+        prepare(config(folder, cache_dir=str(folder.parent / "file" / "cache")))
+
+
+def test_given_files_report_every_problem_at_once(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "wiki", np.dtype("<u2")) as writer:
+        writer.add(np.arange(9))
+    data = DataConfig(kind="indexed", path=str(tmp_path / "wika"), tokenizer=str(tmp_path / "none.json"))
+    with pytest.raises(BadInput) as caught:
+        prepare(data)
+    path, tokenizer = caught.value.problems
+    assert path.fix == f"data.path={tmp_path / 'wiki'}"
+    assert "wika.bin and wika.idx" in path.rule
+    assert tokenizer.path == "data.tokenizer"
+    assert refused(data.model_copy(update={"path": f"{tmp_path}/wiki.bin", "tokenizer": None})).fix == (
+        f"data.path={tmp_path / 'wiki'}"
+    )
+    assert refused(DataConfig(kind="indexed")).path == "data.path"
+    (tmp_path / "wiki.bin").unlink()
+    assert "no file wiki.bin in" in refused(DataConfig(kind="indexed", path=f"{tmp_path}/wiki")).rule
+
+
+def test_given_files_are_told_apart_by_their_fingerprint(tmp_path: Path) -> None:
+    prints = []
+    for value in (1, 2):
+        with IndexedWriter(tmp_path / "a", np.dtype("<u2")) as writer:
+            writer.add(np.full(5000, value))
+        prints.append(prepare(DataConfig(kind="indexed", path=str(tmp_path / "a"))).meta["fingerprint"])
+    assert prints[0] != prints[1]
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder: Path) -> None:
+    with pytest.raises(BadInput, match="has 500 tokens, the model 499"):
+        open_splits(config(folder), 499, 1, prepare(config(folder)))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"{}", "no tokenizer.json"), (b"\xff", "offset 0: not UTF-8"), (b"[1", "no tokenizer.json")],
+)
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(Damaged, match=message):
+        Tokenizer(path)
+
+
+def test_a_tokenizer_beyond_the_size_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(b"{" + b" " * 2000)
+    monkeypatch.setattr("mtrain.data.text.LIMIT_BYTES", 1000)
+    with pytest.raises(Damaged, match=r"2\.0 KiB; a tokenizer may have 1000 B"):
+        Tokenizer(path)
+
+
+def test_a_missing_tokenizer_is_a_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"data\.tokenizer"):
+        Tokenizer(tmp_path / "none.json")
+
+
+def test_preparing_does_not_import_torch(folder: Path) -> None:
+    code = (
+        "import sys; from mtrain.config.groups import DataConfig; from mtrain.data import prepare, open_splits\n"
+        "data = DataConfig(kind='mock'); open_splits(data, 99, 1, prepare(data))\n"
+        "assert not {'torch', 'tokenizers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

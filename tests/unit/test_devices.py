@@ -1,0 +1,95 @@
+"""Devices: what ships, how a plug-in is found, what megatron-core sees on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+
+from mtrain.devices import cpu_namespace, registry
+from mtrain.errors import BadEnvironment, BadInput
+
+
+def test_the_cpu_is_always_available_and_measures_this_process() -> None:
+    cpu = registry.get("cpu")
+    assert cpu.available() is None
+    assert cpu.device(3) == torch.device("cpu")
+    memory = cpu.memory_stats()
+    assert 10**7 < memory["allocated_bytes"] <= memory["peak_bytes"] < cpu.total_memory()
+    assert cpu.adapts_megatron
+
+
+def test_random_state_of_the_cpu_is_restored() -> None:
+    cpu = registry.get("cpu")
+    cpu.seed(5)
+    state, first = cpu.rng_state(), torch.rand(3)
+    torch.rand(7)
+    cpu.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_an_unknown_device_names_near_ones_and_all() -> None:
+    with pytest.raises(BadInput) as raised:
+        registry.get("cpuu")
+    (problem,) = raised.value.problems
+    assert problem.path == "cluster.device"
+    assert "near: cpu" in problem.rule
+    assert "cuda" in problem.rule
+    assert problem.fix == "cluster.device=cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_an_error_with_its_reason_and_auto_takes_the_cpu() -> None:
+    with pytest.raises(BadEnvironment, match=r"cuda.*(built without CUDA|no CUDA GPU)"):
+        registry.get("cuda")
+    assert registry.get("auto").name == "cpu"
+
+
+def _plug_in(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    entry = EntryPoint("toy", value, registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == registry.GROUP else [])
+
+
+toy = dataclasses.replace(registry.get("cpu"), name="toy", available=lambda: "no toy is plugged in")
+no_device = object()
+
+
+def test_a_plug_in_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    _plug_in(monkeypatch, f"{__name__}:toy")
+    assert registry.names() == ("cpu", "cuda", "toy")
+    with pytest.raises(BadEnvironment, match=r"toy.*no toy is plugged in"):
+        registry.get("toy")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [("nowhere:x", "does not load"), (f"{__name__}:no_device", "is no mtrain")]
+)
+def test_a_broken_plug_in_is_named(monkeypatch: pytest.MonkeyPatch, value: str, said: str) -> None:
+    _plug_in(monkeypatch, value)
+    with pytest.raises(BadEnvironment, match=said):
+        registry.get("toy")
+
+
+def test_finding_a_device_by_name_needs_no_torch_until_it_is_loaded() -> None:
+    code = "import sys, mtrain.devices.registry, mtrain.devices.base; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_stand_in_namespace_takes_calls_as_torch_cuda_does() -> None:
+    ns = cpu_namespace
+    start, end = ns.Event(enable_timing=True), ns.Event(enable_timing=True)
+    with ns.stream(ns.Stream()), ns.device(0), ns.nvtx.range("x"):
+        start.record(ns.current_stream())
+        ns.current_stream().wait_event(start)
+        end.record()
+    assert start.elapsed_time(end) >= 0
+    assert torch.zeros(1, device=ns.current_device()).device.type == "cpu"
+    assert ns.default_generators[ns.current_device()] is torch.default_generator
+    assert ns.memory_stats()["whatever"] == 0
+    assert not ns.is_available()
+    with pytest.raises(RuntimeError, match="recorded"):
+        ns.Event().elapsed_time(end)

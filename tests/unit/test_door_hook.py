@@ -1,0 +1,204 @@
+"""The import hook: what is rewritten, what is not, and that neither torch nor a traceback notices."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import os
+import re
+import stat
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mtrain.devices import registry
+from mtrain.mcore import code_cache, hook
+from mtrain.mcore.fixes import apply_fixes
+
+CPU = registry.get("cpu")
+ELSEWHERE = dataclasses.replace(
+    CPU,
+    name="musa",
+    torch_type="musa",
+    type_prefix="torch.musa.",
+    pin_memory=True,
+    namespace=SimpleNamespace(nvtx=SimpleNamespace(range_pop=7)),
+)
+
+
+def _rewritten(source: str, device: Any = CPU) -> str:
+    return ast.unparse(hook.rewrite(source.encode(), "x.py", device)[0])
+
+
+@pytest.mark.parametrize(
+    ("source", "on_cpu", "on_musa"),
+    [
+        ("torch.cuda.synchronize()", "__device_namespace__.synchronize()", "__device_namespace__.synchronize()"),
+        ("a.cuda(1)", "__device_adapter__.move(a, 1)", "__device_adapter__.move(a, 1)"),
+        ("a.is_cuda", "a.is_cpu", "a.is_musa"),
+        ("f(device='cuda')", "f(device='cpu')", "f(device='musa')"),
+        ("x = 'cuda:1'", "x = 'cpu'", "x = 'musa:1'"),
+        ("f'cuda:{i}'", "__device_adapter__.indexed(i)", "__device_adapter__.indexed(i)"),
+        ("x = 'torch.cuda.HalfTensor'", "x = 'torch.HalfTensor'", "x = 'torch.musa.HalfTensor'"),
+        ("f(pin_memory=True)", "f(pin_memory=False)", "f(pin_memory=True)"),
+        ("a.cpu().pin_memory()", "a.cpu()", "a.cpu().pin_memory()"),
+        ("from torch.cuda import A as B", "B = __device_adapter__.pick('A')", "B = __device_adapter__.pick('A')"),
+        (
+            "from torch.cuda.nvtx import a, b",
+            "a = __device_adapter__.pick('nvtx.a')\nb = __device_adapter__.pick('nvtx.b')",
+            "a = __device_adapter__.pick('nvtx.a')\nb = __device_adapter__.pick('nvtx.b')",
+        ),
+        ("import torch.cuda.nvtx as n", "n = __device_adapter__.pick('nvtx')", "n = __device_adapter__.pick('nvtx')"),
+    ],
+)
+def test_each_way_to_say_cuda_is_rewritten(source: str, on_cpu: str, on_musa: str) -> None:
+    assert _rewritten(source) == on_cpu
+    assert _rewritten(source, ELSEWHERE) == on_musa
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["x = 'cuda_graph'", "x = 'a cuda'", "cuda = 1", "self.cuda_graphs", "f'a cuda:{i}'", "mod.cuda"],
+)
+def test_other_words_stay(source: str) -> None:
+    assert _rewritten(source) == source
+    assert not hook.rewrite(source.encode(), "x.py", CPU)[1]
+
+
+def test_the_adapter_moves_indexes_and_picks() -> None:
+    adapter, elsewhere = hook._Adapter(CPU), hook._Adapter(ELSEWHERE)
+    tensor = torch.zeros(2)
+    assert adapter.move(tensor, CPU.namespace.current_device(), non_blocking=True) is tensor
+    assert adapter.indexed(CPU.namespace.current_device()) == "cpu"
+    assert elsewhere.indexed(3) == "musa:3"
+    assert elsewhere.pick("nvtx.range_pop") == 7
+    with pytest.raises(ImportError, match=r"musa.*nvtx\.nothing"):
+        elsewhere.pick("nvtx.nothing")
+
+
+def _core_folder() -> Path:
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(next(iter(spec.submodule_search_locations))) / "core"
+
+
+def test_the_rewrites_of_the_pinned_version_are_counted() -> None:
+    """Another number means another megatron-core: read what is new before this is changed."""
+    total: Counter[str] = Counter()
+    for path in sorted(_core_folder().rglob("*.py")):
+        source = path.read_bytes()
+        if b"cuda" in source or b"pin_memory" in source:
+            total += hook.rewrite(source, str(path), CPU)[1]
+    assert dict(total) == {
+        "namespace": 450,
+        "device string": 98,
+        "is_cuda": 24,
+        "cuda()": 21,
+        "pin_memory": 14,
+        "import": 10,
+        "type string": 9,
+    }
+
+
+def _run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, **env}
+    )
+
+
+OPEN = "from mtrain.devices import registry; import mtrain.mcore as m; m.open_door(registry.get('cpu'))\n"
+
+
+def test_a_door_opened_twice_leaves_torch_alone_and_tracebacks_true(tmp_path: Path) -> None:
+    code = OPEN + (
+        "import sys, traceback, linecache, torch\n"
+        "m.open_door(registry.get('cpu'))\n"
+        "assert torch.cuda.__name__ == 'torch.cuda' and 'megatron' not in torch.cuda.current_device.__module__\n"
+        "assert not any(n.startswith('transformer_engine') for n in sys.modules)\n"
+        "assert m.rewrites()['megatron.core.tensor_parallel.random']['import'] == 2\n"
+        "from mtrain.mcore import api\n"
+        "try: api.get_cuda_rng_tracker().fork('no such state').__enter__()\n"
+        "except Exception as e: last = traceback.extract_tb(e.__traceback__)[-1]\n"
+        "assert 'is not added' in linecache.getline(last.filename, last.lineno), last\n"
+        "try: m.open_door(registry.get('cpu'), without=('mla-flag',))\n"
+        "except RuntimeError as e: print(e)\n"
+    )
+    for _ in range(2):  # the second time from the code cache
+        done = _run(code, MTRAIN_CACHE=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+        assert "other fixes" in done.stdout
+        assert not done.stderr, "the expected warnings are filtered"
+    kept = [*(tmp_path / "code").iterdir()]
+    assert len(kept) > 50
+    assert stat.S_IMODE((tmp_path / "code").stat().st_mode) == 0o700
+
+
+def test_a_third_device_gets_megatron_bound_to_its_own_namespace() -> None:
+    code = (
+        "import dataclasses, types\n"
+        "from mtrain.devices import registry, cpu_namespace\n"
+        "import mtrain.mcore as m\n"
+        "asked = []\n"
+        "namespace = types.SimpleNamespace(**vars(cpu_namespace))\n"
+        "namespace.current_device = lambda: asked.append('current_device') or cpu_namespace.current_device()\n"
+        "m.open_door(dataclasses.replace(registry.get('cpu'), name='toy', namespace=namespace))\n"
+        "from megatron.core.utils import GlobalMemoryBuffer\n"
+        "GlobalMemoryBuffer().get_tensor((2, 2), __import__('torch').float32, 'x')\n"
+        "assert asked and m.require_open().name == 'toy'\n"
+    )
+    done = _run(code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import mtrain.mcore.api", r"call mtrain\.mcore\.open_door\(device\) first"),
+        ("import mtrain.mcore as m; m.require_open()", r"call mtrain\.mcore\.open_door\(device\) first"),
+        ("import sys; sys.modules['megatron.core'] = sys\n" + OPEN, "was imported before mtrain.mcore.open_door"),
+        (
+            "import mtrain.mcore as m; m.version = lambda n: '0.17.0'\n" + OPEN,
+            "0.17.0",
+        ),
+    ],
+)
+def test_a_door_used_wrongly_says_so(code: str, said: str) -> None:
+    done = _run(code)
+    assert done.returncode != 0
+    assert re.search(said, done.stderr.splitlines()[-1]), done.stderr
+
+
+def test_an_unknown_fix_cannot_be_left_out() -> None:
+    with pytest.raises(ValueError, match="no such fixes: nothing"):
+        apply_fixes(CPU, frozenset({"nothing"}))
+
+
+def test_code_is_only_taken_from_files_that_nobody_else_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MTRAIN_CACHE", str(tmp_path))
+    code = compile("1", "x.py", "exec")
+    code_cache.store("key", code, {"namespace": 1})
+    assert code_cache.load("key") == (code, {"namespace": 1})
+    file = tmp_path / "code" / "key"
+    file.chmod(0o666)
+    assert code_cache.load("key") is None
+    file.chmod(0o600)
+    (tmp_path / "code").chmod(0o777)
+    assert code_cache.load("key") is None
+    code_cache.store("other", code, {})
+    assert not (tmp_path / "code" / "other").exists()
+    (tmp_path / "code").chmod(0o700)
+    file.write_bytes(b"no code")
+    assert code_cache.load("key") is None
+    file.unlink()
+    file.symlink_to(tmp_path / "elsewhere")
+    assert code_cache.load("key") is None

@@ -1,0 +1,53 @@
+"""Parameter and operation counts against published figures."""
+
+import pytest
+
+from mtrain.config.groups import DataConfig
+from mtrain.config.model import ModelConfig
+from mtrain.config.parallel import ParallelConfig
+from mtrain.config.run import RunConfig
+from mtrain.layout.stages import stage_layers
+from mtrain.plan import count
+
+LLAMA3_8B = ModelConfig(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_attention_heads=32,
+    num_query_groups=8,
+    vocab_size=128256,
+    max_position_embeddings=8192,
+)
+
+
+def test_llama3_8b_has_its_published_parameters() -> None:
+    assert count.parameters(LLAMA3_8B) == 8_030_261_248
+
+
+@pytest.mark.parametrize(("causal", "gflops"), [(True, 51.5), (False, 57.9)])
+def test_llama3_8b_costs_its_published_operations_at_8192_tokens(causal: bool, gflops: float) -> None:
+    assert count.flops_per_token(LLAMA3_8B, 8192, causal=causal) / 1e9 == pytest.approx(gflops, abs=0.06)
+
+
+def test_tying_saves_one_embedding_and_leaves_the_operations() -> None:
+    tied = LLAMA3_8B.model_copy(update={"tie_word_embeddings": True})
+    assert count.parameters(LLAMA3_8B) - count.parameters(tied) == 128256 * 4096
+    assert count.flops_per_token(tied, 8192) == count.flops_per_token(LLAMA3_8B, 8192)
+
+
+def test_fp32_state_is_sixteen_bytes_a_parameter_on_one_rank() -> None:
+    run = RunConfig(model=LLAMA3_8B, parallel=ParallelConfig(ranks=1))
+    assert count.state_bytes(run) == 16 * count.parameters(LLAMA3_8B)
+
+
+def test_the_distributed_optimizer_keeps_moments_once() -> None:
+    whole = RunConfig(model=LLAMA3_8B, parallel=ParallelConfig(ranks=4))
+    spread = RunConfig(model=LLAMA3_8B, parallel=ParallelConfig(ranks=4, distributed_optimizer=True))
+    assert count.state_bytes(whole) - count.state_bytes(spread) == 3 * 8 * count.parameters(LLAMA3_8B)
+
+
+def test_interleaved_stages_take_turns() -> None:
+    run = RunConfig(
+        model=LLAMA3_8B.model_copy(update={"num_layers": 8}), parallel=ParallelConfig(pp=2, vpp=2), data=DataConfig()
+    )
+    assert stage_layers(run) == [[range(0, 2), range(4, 6)], [range(2, 4), range(6, 8)]]

@@ -1,0 +1,258 @@
+"""Every rule fires where it must, is quiet where it must be, and shows a fix that works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.config.resolve import Machine
+from mtrain.config.rules import apply
+from tests.support.configs import LAPTOP, MOE, errors, first_fix, judge, tiny
+
+MLA: dict[str, Any] = {"kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+DEEPSEEK = {**MOE, "num_experts": 8, "router_topk": 4, "router_score_function": "sigmoid"}
+BROKEN: list[tuple[str, dict[str, Any]]] = [
+    ("MT101", {"parallel.tp": 3}),
+    (
+        "MT102",
+        {"model.num_attention_heads": 12, "model.num_query_groups": 4, "model.kv_channels": 16, "parallel.tp": 3},
+    ),
+    ("MT103", {"model.ffn_hidden_size": 703, "parallel.tp": 2}),
+    ("MT104", {"model.moe": {**MOE, "shared_expert_intermediate_size": 33}, "parallel.tp": 2}),
+    (
+        "MT105",
+        {"model.num_attention_heads": 6, "model.num_query_groups": 6, "model.kv_channels": 16, "parallel.tp": 3},
+    ),
+    ("MT106", {"parallel.pp": 8}),
+    ("MT107", {"parallel.pp": 3}),
+    ("MT108", {"parallel.pp": 2, "parallel.vpp": 3}),
+    ("MT109", {"parallel.vpp": 2}),
+    ("MT112", {"parallel.tp": 2, "parallel.ranks": 3}),
+    ("MT113", {"cluster.device": "cuda"}),
+    ("MT113", {"cluster.device": "musa"}),
+    ("MT114", {"cluster.device": "cuda", "cluster.devices_per_node": 8, "parallel.ranks": 4}),
+    ("MT114", {"cluster.nodes": 2, "parallel.ranks": 3, "trainer.global_batch_size": 12}),
+    ("MT115", {"parallel.sequence_parallel": True}),
+    ("MT116", {"parallel.sequence_parallel": True, "parallel.tp": 2, "data.seq_length": 255}),
+    ("MT116", {"parallel.sequence_parallel": True, "parallel.tp": 4, "parallel.cp": 2, "data.seq_length": 252}),
+    ("MT117", {"parallel.cp": 2, "data.seq_length": 254}),
+    ("MT118", {"parallel.overlap_param_gather": True}),
+    ("MT118", {"parallel.overlap_param_gather": True, "parallel.distributed_optimizer": True}),
+    ("MT120", {"parallel.ep": 2}),
+    ("MT121", {"parallel.etp": 2}),
+    ("MT122", {"model.moe": MOE, "parallel.ep": 3, "trainer.global_batch_size": 12}),
+    ("MT123", {"model.moe": {**MOE, "ffn_hidden_size": 351}, "parallel.tp": 2, "parallel.sequence_parallel": True}),
+    ("MT124", {"model.moe": MOE, "parallel.ep": 2, "parallel.ranks": 3, "trainer.global_batch_size": 12}),
+    ("MT125", {"model.moe": MOE, "parallel.tp": 2}),
+    ("MT130", {"trainer.global_batch_size": 15}),
+    ("MT130", {"trainer.global_batch_size": 2}),
+    ("MT131", {"parallel.pp": 2, "parallel.vpp": 2, "trainer.global_batch_size": 12}),
+    ("MT133", {"trainer.eval_interval": 5, "trainer.eval_iters": 0}),
+    ("MT134", {"trainer.profile_step": 1000}),
+    ("MT201", {"model.hidden_size": 250}),
+    ("MT202", {"model.num_query_groups": 3}),
+    ("MT203", {"model.kv_channels": 15}),
+    ("MT203", {"model.rotary_percent": 0.1}),
+    ("MT203", {"model.mla": {**MLA, "qk_pos_emb_head_dim": 7}, "model.num_query_groups": None}),
+    ("MT204", {"data.seq_length": 2048}),
+    ("MT204", {"data.seq_length": 2048, "model.position_embedding_type": "learned_absolute"}),
+    ("MT205", {"model.rope_scaling_factor": 8.0, "model.position_embedding_type": "none"}),
+    ("MT206", {"model.rope_scaling_factor": 8.0, "model.mla": MLA, "model.num_query_groups": None}),
+    ("MT207", {"model.mla": MLA, "model.position_embedding_type": "none", "model.num_query_groups": None}),
+    ("MT208", {"model.mla": MLA}),
+    ("MT209", {"model.mla": MLA, "model.kv_channels": 16, "model.num_query_groups": None}),
+    ("MT210", {"model.mla": MLA, "model.add_qkv_bias": True, "model.num_query_groups": None}),
+    ("MT220", {"model.moe": {**MOE, "router_topk": 5}}),
+    ("MT220", {"model.moe": {**MOE, "num_experts": 1}}),
+    ("MT221", {"model.moe": {**MOE, "first_dense_layers": 4}}),
+    ("MT222", {"model.moe": {**MOE, "router_topk": 1}}),
+    ("MT223", {"model.moe": {**MOE, "router_enable_expert_bias": True}}),
+    ("MT224", {"model.moe": {**MOE, "router_load_balancing_type": "sinkhorn"}}),
+    ("MT225", {"model.moe": {**DEEPSEEK, "router_num_groups": 2}}),
+    ("MT226", {"model.moe": {**DEEPSEEK, "router_num_groups": 3, "router_group_topk": 2}}),
+    ("MT227", {"model.moe": {**DEEPSEEK, "router_num_groups": 2, "router_group_topk": 3}}),
+    ("MT228", {"model.moe": {**DEEPSEEK, "router_num_groups": 8, "router_group_topk": 2}}),
+    (
+        "MT229",
+        {"model.moe": MOE, "model.add_bias_linear": True, "parallel.tp": 2, "parallel.sequence_parallel": True},
+    ),
+    ("MT301", {"data.kind": "indexed"}),
+    ("MT302", {"data.kind": "mock", "data.path": "x"}),
+    ("MT303", {"data.kind": "mock", "data.limit_mib": 1.0}),
+    ("MT304", {"data.tokenizer": "x"}),
+    ("MT305", {"data.path": "/nowhere/at/all"}),
+    ("MT306", {"data.kind": "indexed", "data.path": "/nowhere/at/all"}),
+    ("MT307", {"data.kind": "indexed", "data.path": "/nowhere", "data.tokenizer": "/nowhere/t.json"}),
+    ("MT308", {"data.split": [0.0, 1.0, 0.0]}),
+    ("MT308", {"data.split": [0.0, 0.0, 0.0]}),
+    ("MT309", {"data.split": [1.0, 0.0, 0.0]}),
+    ("MT310", {"data.tokenizer_vocab_size": 5000}),
+    ("MT312", {"data.kind": "mock", "trainer.sample_tokens": 8}),
+    ("MT313", {"parallel.cp": 2, "trainer.sample_tokens": 8}),
+    ("MT314", {"trainer.sample_tokens": 1024}),
+    ("MT401", {"precision.dtype": "fp16"}),
+    ("MT403", {"kernels.attention": "te"}),
+    ("MT501", {"optim.min_lr": 0.1}),
+    ("MT502", {"optim.warmup_iters": 100}),
+    ("MT502", {"optim.warmup_iters": 50, "optim.decay_iters": 50}),
+    ("MT503", {"optim.wsd_decay_iters": 5}),
+    ("MT504", {"optim.schedule": "wsd"}),
+    ("MT505", {"optim.schedule": "wsd", "optim.wsd_decay_iters": 200}),
+    ("MT506", {"optim.name": "sgd", "parallel.distributed_optimizer": True}),
+    ("MT601", {"log.runs_dir": "/dev/null"}),
+    ("MT602", {"data.cache_dir": "/dev/null/x"}),
+    ("MT603", {"checkpoint.resume": "/nowhere/at/all"}),
+]
+H100: dict[str, Any] = {"cluster.device": "cuda", "cluster.devices_per_node": 1}
+FINE: list[dict[str, Any]] = [
+    {},
+    {"parallel.tp": 8},
+    {"parallel.tp": 2, "parallel.pp": 2, "parallel.vpp": 2},
+    {"parallel.tp": 2, "parallel.sequence_parallel": True, "model.moe": MOE, "parallel.ep": 2},
+    {"parallel.tp": 2, "parallel.sequence_parallel": True, "model.moe": MOE, "parallel.etp": 1, "parallel.ep": 2},
+    {"model.num_query_groups": 1, "parallel.tp": 4},
+    {"model.kv_channels": 48, "model.hidden_size": 250},
+    {"model.position_embedding_type": "none", "data.seq_length": 4096},
+    {"model.rotary_percent": 0.5},
+    {"model.mla": MLA, "model.num_query_groups": None, "parallel.tp": 2},
+    {"model.moe": {**MOE, "router_topk": 1, "router_pre_softmax": True}},
+    {"model.moe": {**MOE, "router_topk": 1, "router_score_function": "sigmoid"}},
+    {"model.moe": {**DEEPSEEK, "router_num_groups": 4, "router_group_topk": 2, "router_enable_expert_bias": True}},
+    {"model.ffn_hidden_size": 703, "model.moe": MOE, "parallel.tp": 2, "parallel.sequence_parallel": True},
+    {"model.tie_word_embeddings": True, "parallel.pp": 4},
+    {"data.kind": "mock", "data.split": [1.0, 0.0, 0.0], "trainer.eval_iters": 0},
+    {"optim.schedule": "wsd", "optim.wsd_decay_iters": 10},
+    {"optim.decay_iters": 5000, "optim.warmup_iters": 4000},
+    {"optim.schedule": "constant", "optim.name": "sgd"},
+    {"precision.dtype": "fp16", **H100},
+    {"kernels.attention": "te", **H100},
+    {"checkpoint.resume": "latest"},
+    {
+        "parallel.distributed_optimizer": True,
+        "parallel.overlap_grad_reduce": True,
+        "parallel.overlap_param_gather": True,
+    },
+    {"parallel.cp": 2, "parallel.tp": 2, "parallel.sequence_parallel": True, "data.seq_length": 4 * 15},
+]
+
+
+@pytest.mark.parametrize(("code", "change"), BROKEN, ids=lambda v: v if isinstance(v, str) else str(v)[:60])
+def test_a_broken_rule_is_named_with_its_value_and_a_fix_that_works(code: str, change: dict[str, Any]) -> None:
+    raw = apply(tiny(), change)
+    found = [p for p in errors(raw) if p.code == code]
+    assert found, errors(raw)
+    problem = found[0]
+    assert problem.rule
+    assert problem.fix, problem
+    after = errors(apply(raw, first_fix(problem)))
+    assert code not in {p.code for p in after}
+    assert {(p.code, p.path) for p in after} < {(p.code, p.path) for p in errors(raw)}
+
+
+@pytest.mark.parametrize("change", FINE, ids=lambda v: str(v)[:60])
+def test_a_legal_configuration_has_no_error(change: dict[str, Any]) -> None:
+    assert errors(apply(tiny(), change)) == []
+
+
+def test_fp16_loss_scales_are_ordered() -> None:
+    raw = apply(tiny(), {"precision.dtype": "fp16", "precision.min_loss_scale": 1e6, **H100})
+    (problem,) = errors(raw)
+    assert problem.code == "MT402"
+    assert errors(apply(raw, first_fix(problem))) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "change"),
+    [
+        ("MT132", {"parallel.pp": 4, "trainer.global_batch_size": 8}),
+        ("MT211", {"model.init_method_std": 0.5}),
+        ("MT311", {"data.tokenizer_vocab_size": 400}),
+        ("MT507", {"optim.lr": 3.0}),
+        ("MT605", {"checkpoint.save_interval": 1000, "checkpoint.save_final": False}),
+    ],
+)
+def test_what_is_only_unusual_is_a_warning_and_blocks_nothing(code: str, change: dict[str, Any]) -> None:
+    found = judge(apply(tiny(), change))
+    assert [(p.code, p.severity) for p in found] == [(code, "warning")]
+    assert found[0].fix
+
+
+def test_numbers_are_in_the_rule() -> None:
+    (problem,) = errors(
+        tiny(model__num_attention_heads=6, model__num_query_groups=2, model__kv_channels=16, parallel__tp=4)
+    )[:1]
+    assert "6 attention heads do not divide by tp 4" in problem.rule
+    assert "1, 2, 3, 6" in problem.rule
+    assert problem.fix.startswith("parallel.tp=2")
+
+
+def test_the_nearest_batches_are_named() -> None:
+    problem = next(p for p in errors(tiny(trainer__global_batch_size=15)) if p.code == "MT130")
+    assert "nearest: 16, 12" in problem.rule
+
+
+def test_all_rules_are_asked_at_once() -> None:
+    raw = tiny(
+        parallel__tp=3, parallel__pp=3, optim__min_lr=1.0, precision__dtype="fp16", trainer__global_batch_size=15
+    )
+    assert {"MT101", "MT107", "MT501", "MT401", "MT130"} <= {p.code for p in errors(raw)}
+
+
+def test_a_cluster_that_is_not_filled_names_both_numbers() -> None:
+    raw = tiny(cluster__device="cuda", cluster__nodes=8, cluster__devices_per_node=8, parallel__ranks=32)
+    problem = next(p for p in errors(raw) if p.code == "MT114")
+    assert "32 ranks on 8 * 8 = 64 devices" in problem.rule
+    assert problem.fix.startswith("parallel.ranks=null")
+
+
+def test_a_gpu_that_is_here_needs_no_cluster() -> None:
+    one_gpu = Machine(cpu_cores=8, memory_bytes=1 << 36, gpus=1)
+    assert errors(tiny(), one_gpu) == []
+    problem = errors(tiny(parallel__tp=2), one_gpu)[0]
+    assert problem.code == "MT112"
+    assert errors(apply(tiny(parallel__tp=2), first_fix(problem)), one_gpu) == []
+
+
+def test_a_missing_file_names_its_neighbours_and_the_neighbour_is_the_fix(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/a.txt").write_text("text\n")
+    (problem,) = errors(tiny(data__path=str(tmp_path / "corpsu")))
+    assert problem.fix.startswith(f"data.path={tmp_path / 'corpus'}")
+
+
+def test_an_empty_folder_an_empty_file_and_a_folder_of_other_files_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "e.txt").write_text("")
+    assert "file is empty" in errors(tiny(data__path=str(tmp_path / "e.txt")))[0].rule
+    (tmp_path / "empty").mkdir()
+    assert "folder is empty" in errors(tiny(data__path=str(tmp_path / "empty")))[0].rule
+    (tmp_path / "empty/x.bin").write_bytes(b"x")
+    assert "no file ending in" in errors(tiny(data__path=str(tmp_path / "empty")))[0].rule
+
+
+def test_indexed_data_needs_both_files_by_their_prefix(tmp_path: Path) -> None:
+    (tmp_path / "tokens.idx").write_bytes(b"x")
+    change = {"data.kind": "indexed", "data.path": str(tmp_path / "tokens")}
+    assert "tokens.bin: there is no such file" in errors(apply(tiny(), change))[0].rule
+    (tmp_path / "tokens.bin").write_bytes(b"x")
+    assert errors(apply(tiny(), change)) == []
+    (problem,) = errors(apply(tiny(), {**change, "data.path": str(tmp_path / "tokens.bin")}))
+    assert problem.fix.startswith(f"data.path={tmp_path / 'tokens'}")
+    (problem,) = errors(apply(tiny(), {**change, "data.path": str(tmp_path / "tokeens")}))
+    assert problem.fix.startswith(f"data.path={tmp_path / 'tokens'}")
+
+
+def test_a_run_folder_that_is_taken_is_a_warning_with_a_free_name(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    raw = tiny(log__runs_dir=str(tmp_path), log__name="first")
+    (problem,) = judge(raw)
+    assert (problem.code, problem.severity) == ("MT604", "warning")
+    assert problem.fix.startswith("log.name=first-2")
+
+
+def test_rules_change_nothing() -> None:
+    raw = tiny(parallel__tp=3)
+    before = raw.to_dict()
+    judge(raw, LAPTOP)
+    assert raw.to_dict() == before
