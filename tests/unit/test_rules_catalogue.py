@@ -94,16 +94,16 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT314", {"trainer.sample_tokens": 1024}),
     ("MT401", {"precision.dtype": "fp16"}),
     ("MT403", {"kernels.attention": "te"}),
-    ("MT501", {"optim.min_lr": 0.1}),
-    ("MT502", {"optim.warmup_iters": 100}),
-    ("MT502", {"optim.warmup_iters": 50, "optim.decay_iters": 50}),
-    ("MT503", {"optim.wsd_decay_iters": 5}),
-    ("MT504", {"optim.schedule": "wsd"}),
-    ("MT505", {"optim.schedule": "wsd", "optim.wsd_decay_iters": 200}),
-    ("MT506", {"optim.name": "sgd", "parallel.distributed_optimizer": True}),
-    ("MT601", {"log.runs_dir": "/dev/null"}),
-    ("MT602", {"data.cache_dir": "/dev/null/x"}),
-    ("MT603", {"checkpoint.resume": "/nowhere/at/all"}),
+    ("MT421", {"optim.min_lr": 0.1}),
+    ("MT422", {"optim.warmup_iters": 100}),
+    ("MT422", {"optim.warmup_iters": 50, "optim.decay_iters": 50}),
+    ("MT423", {"optim.wsd_decay_iters": 5}),
+    ("MT424", {"optim.schedule": "wsd"}),
+    ("MT425", {"optim.schedule": "wsd", "optim.wsd_decay_iters": 200}),
+    ("MT426", {"optim.name": "sgd", "parallel.distributed_optimizer": True}),
+    ("MT431", {"log.runs_dir": "/dev/null"}),
+    ("MT432", {"data.cache_dir": "/dev/null/x"}),
+    ("MT433", {"checkpoint.resume": "/nowhere/at/all"}),
 ]
 H100: dict[str, Any] = {"cluster.device": "cuda", "cluster.devices_per_node": 1}
 FINE: list[dict[str, Any]] = [
@@ -169,8 +169,8 @@ def test_fp16_loss_scales_are_ordered() -> None:
         ("MT132", {"parallel.pp": 4, "trainer.global_batch_size": 8}),
         ("MT211", {"model.init_method_std": 0.5}),
         ("MT311", {"data.tokenizer_vocab_size": 400}),
-        ("MT507", {"optim.lr": 3.0}),
-        ("MT605", {"checkpoint.save_interval": 1000, "checkpoint.save_final": False}),
+        ("MT427", {"optim.lr": 3.0}),
+        ("MT435", {"checkpoint.save_interval": 1000, "checkpoint.save_final": False}),
     ],
 )
 def test_what_is_only_unusual_is_a_warning_and_blocks_nothing(code: str, change: dict[str, Any]) -> None:
@@ -197,7 +197,7 @@ def test_all_rules_are_asked_at_once() -> None:
     raw = tiny(
         parallel__tp=3, parallel__pp=3, optim__min_lr=1.0, precision__dtype="fp16", trainer__global_batch_size=15
     )
-    assert {"MT101", "MT107", "MT501", "MT401", "MT130"} <= {p.code for p in errors(raw)}
+    assert {"MT101", "MT107", "MT421", "MT401", "MT130"} <= {p.code for p in errors(raw)}
 
 
 def test_a_cluster_that_is_not_filled_names_both_numbers() -> None:
@@ -247,7 +247,7 @@ def test_a_run_folder_that_is_taken_is_a_warning_with_a_free_name(tmp_path: Path
     (tmp_path / "first").mkdir()
     raw = tiny(log__runs_dir=str(tmp_path), log__name="first")
     (problem,) = judge(raw)
-    assert (problem.code, problem.severity) == ("MT604", "warning")
+    assert (problem.code, problem.severity) == ("MT434", "warning")
     assert problem.fix.startswith("log.name=first-2")
 
 

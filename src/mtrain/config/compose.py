@@ -109,6 +109,7 @@ class _Composition:
         self.conf = conf_dir()
         self.documents: dict[str, Document] = {}
         self.layouts: dict[str, dict[str, Any]] = {}
+        self.default_sources: dict[str, str] = {}
         self.tree = _Tree()
 
     def finish(self) -> Composed:
@@ -169,7 +170,8 @@ class _Composition:
         return chosen, sources
 
     def _unknown(self, group: str, choice: str, source: str) -> Problem | None:
-        if (self.conf / group / f"{choice}.yaml").is_file():
+        choices = choices_of_group(group)
+        if choice in choices:
             return None
         if group == "parallel":
             try:
@@ -178,7 +180,6 @@ class _Composition:
             except ValueError as error:
                 if looks_like_layout(choice):
                     return Problem("MT016", group, choice, str(error), _layout_fix(choice), source)
-        choices = choices_of_group(group)
         near = near_choice(choice, choices)
         fix = " or ".join(f"{group}={name}" for name in near) or f"{group}={choices[0]}"
         also = ", or a layout such as tp4pp4" if group == "parallel" else ""
@@ -201,7 +202,7 @@ class _Composition:
                 continue
             layout = self.layouts.get(path.partition("/")[2]) if group == "parallel" else None
             if layout is not None:
-                source = sources.get(group, "conf/config.yaml")
+                source = sources.get(group) or self.default_sources.get(group, DEFAULT)
                 self.tree.merge(layout, lambda _, s=source: s, package)  # type: ignore[misc]
             else:
                 self._merge_file(path, package)
@@ -215,15 +216,16 @@ class _Composition:
         """
         config = load(self.conf / "config.yaml")
         choices: dict[str, str] = {}
-        for entry in config.values.get("defaults", []):
+        for index, entry in enumerate(config.values.get("defaults", [])):
             if isinstance(entry, dict):
                 choices.update({str(k): str(v) for k, v in entry.items()})
+                self.default_sources |= dict.fromkeys(map(str, entry), config.where(f"defaults.{index}"))
         parallel = choices.get("parallel", "")
-        if not (self.conf / "parallel" / f"{parallel}.yaml").is_file():
+        if parallel not in choices_of_group("parallel"):
             self.layouts[parallel] = parse_layout(parallel)
         problems: list[Problem] = []
         for group, choice in {**choices, **chosen}.items():
-            if (self.conf / group / f"{choice}.yaml").is_file():
+            if group != "parallel" or choice not in self.layouts:
                 try:
                     self._document(f"{group}/{choice}")
                 except BadInput as error:

@@ -5,6 +5,7 @@ Numbers and booleans follow YAML 1.2: `1e-5` is a float, `no` and `on` are strin
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -81,7 +82,7 @@ def load(path: Path, source: str | None = None) -> Document:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise BadInput([missing(path, source, error)]) from None
     if len(data) > MAX_BYTES:
         raise BadInput([Problem("MT005", "", None, f"larger than the limit of {MAX_BYTES} bytes", "", source)])
@@ -109,16 +110,16 @@ def read_run_file(path: Path) -> RunConfig:
     return run
 
 
-def missing(path: Path, source: str, error: OSError) -> Problem:
+def missing(path: Path, source: str, error: OSError | ValueError) -> Problem:
     """The problem of a file that cannot be read, with the names near it."""
     near = near_files(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         rule = "is a folder; a YAML file is needed"
         near = sorted(str(p) for p in path.glob("*.yaml"))[:3]
     elif isinstance(error, FileNotFoundError):
         rule = "there is no such file"
     else:
-        rule = f"cannot be read: {error.strerror}"
+        rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
     fix = f"did you mean {', '.join(near)}?" if near else ""
     return Problem("MT002", "", None, rule, fix, source)
 

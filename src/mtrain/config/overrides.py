@@ -15,6 +15,7 @@ from mtrain.config.run import GROUPS
 from mtrain.errors import Problem
 
 COMMAND_LINE = "command line"
+MAX_ARGUMENT = 4096
 
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*\Z")
 CHOICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
@@ -51,6 +52,9 @@ def _bad(path: str, value: object, rule: str, fix: str, code: str = "MT010") -> 
 
 
 def _read(argument: str, out: Overrides) -> Problem | None:
+    if len(argument) > MAX_ARGUMENT:
+        rule = f"an argument of {len(argument)} characters, more than the limit of {MAX_ARGUMENT}: {argument[:40]}..."
+        return _bad("", None, rule, "put it into a recipe")
     key, equals, text = argument.partition("=")
     if argument.startswith(("+", "~")):
         word = "deleted" if argument.startswith("~") else "added"
@@ -62,7 +66,7 @@ def _read(argument: str, out: Overrides) -> Problem | None:
         return _no_equals(argument)
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return _bad(key, text, "Hydra itself is not configurable here: it only composes", "leave it out")
-    if any(0xD800 <= ord(c) <= 0xDFFF for c in argument):
+    if any(0xD800 <= ord(c) <= 0xDFFF or c == "\0" for c in argument):
         return _bad("", None, f"{argument.encode('ascii', 'replace').decode()}: is not UTF-8 text", "")
     if key in ("recipe", "run"):
         if not text:

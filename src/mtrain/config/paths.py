@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -35,6 +36,11 @@ def display(path: Path) -> str:
     return str(path)
 
 
+def user_path(text: str) -> Path:
+    """The path that a configuration names, `~` expanded where there is such a home."""
+    return Path(os.path.expanduser(text))
+
+
 def near_files(path: Path, limit: int = 3) -> list[str]:
     """Names beside a missing `path` that look like it, best first."""
     import difflib
@@ -42,7 +48,7 @@ def near_files(path: Path, limit: int = 3) -> list[str]:
     folder = path.parent
     try:
         names = sorted(entry.name for entry in folder.iterdir())
-    except OSError:
+    except (OSError, ValueError):
         return []
     near = difflib.get_close_matches(path.name, names, n=limit, cutoff=0.5)
     same_stem = [name for name in names if Path(name).stem == path.name and name not in near]

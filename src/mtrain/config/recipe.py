@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,11 +36,11 @@ def find_recipe(name: str) -> Path:
         BadInput: there is none; with the names near it.
     """
     shared = recipes_dir() / f"{name.removesuffix('.yaml')}.yaml"
-    inside = shared.resolve().is_relative_to(recipes_dir().resolve())
+    inside = os.path.realpath(shared).startswith(os.path.realpath(recipes_dir()) + os.sep)
     for path in (Path(name), Path(f"{name}.yaml"), *([shared] if inside else [])):
-        if path.is_file():
+        if os.path.isfile(path):
             return path
-    if Path(name).is_dir():
+    if os.path.isdir(name):
         load(Path(name))
     names = [p.relative_to(recipes_dir()).with_suffix("").as_posix() for p in recipes_dir().rglob("*.yaml")]
     near = [f"recipe={n}" for n in near_choice(name, names)] or [f"recipe={p}" for p in near_files(Path(name))]

@@ -180,4 +180,5 @@ def _kind(value: Any) -> str:
     if isinstance(value, bool):
         return "true or false"
     names = {int: "a number", float: "a number with a fraction", str: "text", list: "a list", dict: "a mapping"}
-    return f"{names.get(type(value), type(value).__name__)} ({spell(value)})"
+    text = spell(value)
+    return f"{names.get(type(value), type(value).__name__)} ({text[:60]}{'...' if len(text) > 60 else ''})"

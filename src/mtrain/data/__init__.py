@@ -104,8 +104,10 @@ def open_splits(
     parts: dict[str, Samples | None] = {}
     for name, documents in zip(SHARES, split_documents(dataset, data.split), strict=True):
         try:
-            shuffle = name == "train"
-            parts[name] = Samples(dataset, documents, data.seq_length, seed, shuffle, vocab_size, name)
+            # Evaluations look at the first few samples: shuffled, they stand for the whole split, and with a seed
+            # of their own they are the same samples in every run.
+            order = seed if name == "train" else 0
+            parts[name] = Samples(dataset, documents, data.seq_length, order, True, vocab_size, name)
         except BadInput as error:
             parts[name] = None
             if name in need or name == "train":

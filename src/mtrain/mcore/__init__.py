@@ -30,6 +30,14 @@ class DoorClosed(RuntimeError):
     """megatron.core was asked for before `open_door`, or was already loaded in a way that cannot be adapted."""
 
 
+_KNOWN_WARNINGS = (
+    # megatron-core 0.16.1 calls what torch 2.13 deprecates, and advises on streams where there are none
+    (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
+    (r"When using (async grad allreduce|sequence parallelism) it is recommended to set the environment", UserWarning),
+    (r"The \.grad attribute of a Tensor that is not a leaf", UserWarning),
+)
+
+
 @dataclass(slots=True)
 class _Door:
     device: Device | None = None
@@ -59,6 +67,8 @@ def open_door(device: Device, *, without: Iterable[str] = ()) -> None:
         importlib.import_module("mtrain.mcore.fixes").apply_fixes(device, left_out)
         _door.without = left_out
         importlib.import_module("mtrain.mcore.api")
+    for known, kind in _KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=known, category=kind)
 
 
 def import_core(device: Device) -> None:

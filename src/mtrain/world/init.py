@@ -93,6 +93,9 @@ def _join(run: RunConfig) -> World:
     grid = RankGrid.of(run)
     if size != grid.world:
         raise BadEnvironment(f"the layout has {grid.world} ranks ({grid}), but {size} were started")
+    if grid.tp > 1:
+        # Kernels must run in the order they were launched for communication to overlap with GEMMs before Hopper.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = registry.get(run.cluster.device)
     door.open_door(device)
     device.set_index(local_rank)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from mtrain.config.paths import near_files
+from mtrain.config.paths import near_files, user_path
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.run import RunConfig
 
@@ -34,11 +34,11 @@ def text_is_there(run: RunConfig) -> Iterator[Finding]:
     d = run.data
     if d.kind != "text" or d.path is None:
         return
-    path = Path(d.path).expanduser()
+    path = user_path(d.path)
     rule = _unreadable(path)
-    if rule is None and path.is_file() and path.stat().st_size == 0:
+    if rule is None and os.path.isfile(path) and path.stat().st_size == 0:
         rule = "the file is empty"
-    if rule is None and path.is_dir():
+    if rule is None and os.path.isdir(path):
         found = next((f for f in _files(path) if f.endswith(tuple(d.suffixes))), None)
         endings = ", ".join(d.suffixes)
         if found is None:
@@ -54,14 +54,14 @@ def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
     d = run.data
     if d.kind != "indexed" or d.path is None:
         return
-    base = Path(d.path).expanduser()
+    base = user_path(d.path)
     if base.suffix in (".bin", ".idx"):
         yield Finding("MT306", "data.path", f"is a prefix: without {base.suffix}", ({"data.path": d.path[:-4]},))
         return
     for suffix in (".idx", ".bin"):
         path = base.with_name(base.name + suffix)
         rule = _unreadable(path)
-        if rule is None and path.is_dir():
+        if rule is None and os.path.isdir(path):
             rule = "is a folder"
         if rule is None and path.stat().st_size == 0:
             rule = "the file is empty"
@@ -78,12 +78,12 @@ def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
     d = run.data
     if d.kind != "indexed" or d.tokenizer is None:
         return
-    path = Path(d.tokenizer).expanduser()
+    path = user_path(d.tokenizer)
     rule = _unreadable(path)
-    if rule is None and path.is_dir():
+    if rule is None and os.path.isdir(path):
         rule = "is a folder; the path of a tokenizer.json is needed"
         inside = path / "tokenizer.json"
-        fixes: tuple[Change, ...] = ({"data.tokenizer": str(inside)},) if inside.is_file() else ()
+        fixes: tuple[Change, ...] = ({"data.tokenizer": str(inside)},) if os.path.isfile(inside) else ()
     else:
         fixes = tuple({"data.tokenizer": name} for name in near_files(path))
     if rule is not None:
@@ -142,9 +142,9 @@ def sample_needs_text(run: RunConfig) -> Iterator[Finding]:
 
 
 def _unreadable(path: Path) -> str | None:
-    if not path.exists():
+    if not os.path.exists(path):
         return "there is no such file or folder"
-    if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+    if not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)):
         return "cannot be read: permission denied"
     return None
 

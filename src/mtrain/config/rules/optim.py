@@ -14,7 +14,7 @@ def rates_are_ordered(run: RunConfig) -> Iterator[Finding]:
     if o.min_lr > o.lr:
         rule = f"min_lr {o.min_lr:g} is above lr {o.lr:g}"
         fixes: tuple[Change, ...] = ({"optim.min_lr": o.lr / 10}, {"optim.min_lr": 0.0})
-        yield Finding("MT501", "optim.min_lr", rule, fixes)
+        yield Finding("MT421", "optim.min_lr", rule, fixes)
 
 
 def warmup_ends_before_decay(run: RunConfig) -> Iterator[Finding]:
@@ -25,7 +25,7 @@ def warmup_ends_before_decay(run: RunConfig) -> Iterator[Finding]:
         key = "optim.decay_iters" if o.decay_iters else "trainer.train_iters"
         rule = f"{o.warmup_iters} steps of warmup do not end before the decay does at step {decay} ({key})"
         fixes: list[Change] = [{"optim.warmup_iters": decay // 10}, {"optim.warmup_iters": 0}]
-        yield Finding("MT502", "optim.warmup_iters", rule, tuple(fixes))
+        yield Finding("MT422", "optim.warmup_iters", rule, tuple(fixes))
 
 
 def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
@@ -35,16 +35,16 @@ def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
     if o.schedule != "wsd":
         if o.wsd_decay_iters is not None:
             rule = f"reaches nothing: the schedule is {o.schedule}"
-            yield Finding("MT503", "optim.wsd_decay_iters", rule, ({"optim.wsd_decay_iters": None},))
+            yield Finding("MT423", "optim.wsd_decay_iters", rule, ({"optim.wsd_decay_iters": None},))
         return
     tenth: Change = {"optim.wsd_decay_iters": max(1, decay // 10)}
     if o.wsd_decay_iters is None:
-        yield Finding("MT504", "optim.wsd_decay_iters", "schedule wsd needs the steps of its final decay", (tenth,))
+        yield Finding("MT424", "optim.wsd_decay_iters", "schedule wsd needs the steps of its final decay", (tenth,))
     elif o.wsd_decay_iters > decay - o.warmup_iters > 0:
         room = f"between the end of the warmup at {o.warmup_iters} and step {decay}"
         rule = f"{o.wsd_decay_iters} steps of final decay do not fit {room}"
         rest: Change = {"optim.wsd_decay_iters": decay - o.warmup_iters}
-        yield Finding("MT505", "optim.wsd_decay_iters", rule, (rest, tenth))
+        yield Finding("MT425", "optim.wsd_decay_iters", rule, (rest, tenth))
 
 
 def optimizer_can_be_distributed(run: RunConfig) -> Iterator[Finding]:
@@ -53,7 +53,7 @@ def optimizer_can_be_distributed(run: RunConfig) -> Iterator[Finding]:
         rule = f"the distributed optimizer takes adamw, not {run.optim.name}"
         off: Change = {"parallel.distributed_optimizer": False}
         both: Change = {**off, "parallel.overlap_param_gather": False}
-        yield Finding("MT506", "parallel.distributed_optimizer", rule, (off, both, {"optim.name": "adamw"}))
+        yield Finding("MT426", "parallel.distributed_optimizer", rule, (off, both, {"optim.name": "adamw"}))
 
 
 def rate_is_plausible(run: RunConfig) -> Iterator[Finding]:
@@ -62,7 +62,7 @@ def rate_is_plausible(run: RunConfig) -> Iterator[Finding]:
     if o.name == "adamw" and o.lr > 0.1:
         rule = f"a learning rate of {o.lr:g} is unusual for adamw: 1e-5 to 1e-2 is common"
         fixes: tuple[Change, ...] = ({"optim.lr": 1e-3}, {"optim.lr": 1e-3, "optim.min_lr": 0.0})
-        yield Finding("MT507", "optim.lr", rule, fixes, "warning")
+        yield Finding("MT427", "optim.lr", rule, fixes, "warning")
 
 
 RULES = (

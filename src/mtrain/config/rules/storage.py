@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from pathlib import Path
 
-from mtrain.config.paths import near_files
+from mtrain.config.paths import near_files, user_path
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.run import RunConfig
 
@@ -13,12 +13,12 @@ from mtrain.config.run import RunConfig
 def folders_are_folders(run: RunConfig) -> Iterator[Finding]:
     """Neither the folder of runs nor the cache is a file, or lies under one."""
     for code, key, text in (
-        ("MT601", "log.runs_dir", run.log.runs_dir),
-        ("MT602", "data.cache_dir", run.data.cache_dir),
+        ("MT431", "log.runs_dir", run.log.runs_dir),
+        ("MT432", "data.cache_dir", run.data.cache_dir),
     ):
-        path = Path(text).expanduser()
-        existing = next((p for p in (path, *path.parents) if p.exists()), None)
-        if not text or (existing is not None and not existing.is_dir()):
+        path = user_path(text)
+        existing = next((p for p in (path, *path.parents) if os.path.exists(p)), None)
+        if not text or (existing is not None and not os.path.isdir(existing)):
             rule = f"{existing} is a file, and a folder is needed" if text else "is empty, and a folder is needed"
             default = "runs" if key == "log.runs_dir" else "~/.cache/mtrain"
             yield Finding(code, key, rule, ({key: default}, {key: f"{text}_folder"}))
@@ -29,28 +29,32 @@ def resume_point_exists(run: RunConfig) -> Iterator[Finding]:
     resume = run.checkpoint.resume
     if resume is None or resume == "latest":
         return
-    path = Path(resume).expanduser()
-    if not path.is_dir():
+    path = user_path(resume)
+    if not os.path.isdir(path):
         rule = (
-            "is a file, and a run folder is needed" if path.exists() else "there is no such run or checkpoint folder"
+            "is a file, and a run folder is needed"
+            if os.path.exists(path)
+            else "there is no such run or checkpoint folder"
         )
-        near: tuple[Change, ...] = tuple({"checkpoint.resume": n} for n in near_files(path) if Path(n).is_dir())
+        near: tuple[Change, ...] = tuple({"checkpoint.resume": n} for n in near_files(path) if os.path.isdir(n))
         changes: tuple[Change, ...] = (*near, {"checkpoint.resume": None}, {"checkpoint.resume": "latest"})
-        yield Finding("MT603", "checkpoint.resume", rule, changes)
+        yield Finding("MT433", "checkpoint.resume", rule, changes)
 
 
 def run_folder_is_free(run: RunConfig) -> Iterator[Finding]:
     """A named run folder that is already there is not written over: the launcher refuses it."""
     if run.log.name is None or run.checkpoint.resume is not None:
         return
-    folder = Path(run.log.runs_dir).expanduser() / run.log.name
-    if folder.exists():
+    folder = user_path(run.log.runs_dir) / run.log.name
+    if os.path.exists(folder):
         free = next(
-            f"{run.log.name}-{n}" for n in range(2, 10**6) if not (folder.parent / f"{run.log.name}-{n}").exists()
+            f"{run.log.name}-{n}"
+            for n in range(2, 10**6)
+            if not os.path.exists(folder.parent / f"{run.log.name}-{n}")
         )
         rule = f"{folder} is there already, and training would refuse to write over it"
         fixes: tuple[Change, ...] = ({"log.name": free}, {"checkpoint.resume": str(folder)})
-        yield Finding("MT604", "log.name", rule, fixes, "warning")
+        yield Finding("MT434", "log.name", rule, fixes, "warning")
 
 
 def something_is_saved(run: RunConfig) -> Iterator[Finding]:
@@ -59,7 +63,7 @@ def something_is_saved(run: RunConfig) -> Iterator[Finding]:
     if c.save_interval is not None and c.save_interval > steps and not c.save_final:
         rule = f"a checkpoint every {c.save_interval} steps, of {steps}, and none at the end: nothing is saved"
         fixes: tuple[Change, ...] = ({"checkpoint.save_final": True}, {"checkpoint.save_interval": steps})
-        yield Finding("MT605", "checkpoint.save_interval", rule, fixes, "warning")
+        yield Finding("MT435", "checkpoint.save_interval", rule, fixes, "warning")
 
 
 RULES = (folders_are_folders, resume_point_exists, run_folder_is_free, something_is_saved)

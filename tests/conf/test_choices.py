@@ -1,0 +1,130 @@
+"""Every file under conf/: composes, validates, is short, says when to pick it, and has the right numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mtrain.config.compose import compose
+from mtrain.config.load import load
+from mtrain.config.paths import choices_of_group, conf_dir
+from mtrain.config.resolve import Machine, resolve
+from mtrain.config.rules import check
+from mtrain.config.run import GROUPS, RunConfig
+from mtrain.plan.count import parameters
+from tests.support.configs import LAPTOP, errors
+
+FILES = sorted(conf_dir().glob("*/*.yaml"))
+CHOICES = [(group, choice) for group in GROUPS for choice in choices_of_group(group)]
+
+# Billions of parameters as published or computed from the published shapes, with the vocabulary unpadded.
+PUBLISHED = {
+    "llama3_8b": 8.030,
+    "llama3_70b": 70.554,
+    "llama31_8b": 8.030,
+    "llama31_405b": 405.853,
+    "llama32_1b": 1.236,
+    "llama2_7b": 6.738,
+    "llama2_13b": 13.016,
+    "llama2_70b": 68.977,
+    "gpt_1.7b": 1.745,
+    "gpt_7.1b": 7.11,
+    "gpt_16b": 16.1,
+    "gpt_70b": 69.8,
+    "gpt_177b": 177.2,
+    "qwen25_7b": 7.616,
+    "qwen3_0.6b": 0.596,
+    "qwen3_8b": 8.191,
+    "mixtral_8x7b": 46.703,
+}
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES, ids="/".join)
+def test_every_choice_composes_and_sets_nothing_but_its_group(group: str, choice: str) -> None:
+    composed = compose([f"{group}={choice}"])
+    assert composed.choices[group] == choice
+    changed = {k.split(".")[0] for k, v in composed.origins.items() if v.startswith(f"conf/{group}/{choice}.yaml")}
+    assert changed == {group}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
+def test_every_file_is_short_and_begins_with_when_to_pick_it(file: Path) -> None:
+    lines = file.read_text().splitlines()
+    assert len(lines) <= 40
+    assert lines[0].startswith("# ")
+    assert len(lines[0]) > 20
+
+
+def test_the_root_holds_a_defaults_list_only_with_itself_first() -> None:
+    values = load(conf_dir() / "config.yaml").values
+    assert set(values) == {"defaults"}, "values live in group files: with them here a recipe would lose"
+    assert values["defaults"][0] == "_self_", "_self_ last would silently discard a recipe's values"
+    assert [next(iter(entry)) for entry in values["defaults"][1:]] == list(GROUPS)
+
+
+@pytest.mark.parametrize("model", choices_of_group("model"))
+def test_a_model_is_called_as_its_file(model: str) -> None:
+    assert compose([f"model={model}"]).run.model.name == model
+
+
+def test_every_model_has_a_published_count_or_is_ours() -> None:
+    assert set(choices_of_group("model")) - set(PUBLISHED) == {"llama_tiny", "mixtral_tiny"}
+
+
+@pytest.mark.parametrize(("model", "billions"), PUBLISHED.items())
+def test_a_model_has_the_published_number_of_parameters(model: str, billions: float) -> None:
+    m = compose([f"model={model}"]).run.model
+    tables = 1 if m.tie_word_embeddings else 2
+    padding = tables * (m.padded_vocab_size - m.vocab_size) * m.hidden_size
+    # The scaling tables count 12 L h^2 + 2 V h: no positions, and no biases and norms (below 0.2%).
+    if m.position_embedding_type == "learned_absolute":
+        padding += m.max_position_embeddings * m.hidden_size
+    tolerance = 2e-3 if model.startswith("gpt_") else 1e-3
+    assert (parameters(m) - padding) / 1e9 == pytest.approx(billions, rel=tolerance)
+
+
+def test_the_traps_of_published_shapes_are_avoided() -> None:
+    def model(name: str) -> RunConfig:
+        return compose([f"model={name}"]).run
+
+    qwen3 = model("qwen3_0.6b").model
+    assert (qwen3.head_dim, qwen3.qk_layernorm, qwen3.tie_word_embeddings) == (128, True, True)
+    assert qwen3.hidden_size // qwen3.num_attention_heads == 64
+    llama32 = model("llama32_1b").model
+    assert (llama32.head_dim, llama32.tie_word_embeddings, llama32.rope_scaling_factor) == (64, True, 32.0)
+    assert model("llama31_405b").model.layernorm_epsilon == 1e-5
+    qwen25 = model("qwen25_7b").model
+    assert (qwen25.add_qkv_bias, qwen25.layernorm_epsilon, qwen25.num_attention_heads % 8) == (True, 1e-6, 4)
+
+
+def test_the_default_run_has_five_million_parameters_on_two_ranks() -> None:
+    run = resolve(compose([]).run, LAPTOP)
+    assert parameters(run.model) == pytest.approx(5.0e6, rel=0.02)
+    assert run.parallel.ranks == 2
+    assert errors(compose([]).run) == []
+
+
+@pytest.mark.parametrize("parallel", ["single", "parallel.ranks=2", "tp2", "pp2", "tp2pp2", "dp2", "tp2pp2dp2"])
+def test_layouts_of_a_laptop_pass_with_the_default_model(parallel: str) -> None:
+    argument = parallel if "=" in parallel else f"parallel={parallel}"
+    assert errors(compose([argument]).run) == []
+
+
+@pytest.mark.parametrize(("layout", "cluster"), [("tp4pp4", "h100x64"), ("tp8pp8", "h100x64"), ("tp4pp2", "h100x8")])
+def test_a_70b_model_can_be_checked_for_a_cluster_from_anywhere(layout: str, cluster: str) -> None:
+    raw = compose(["model=llama3_70b", f"parallel={layout}", f"cluster={cluster}"]).run
+    for machine in (LAPTOP, Machine(cpu_cores=8, memory_bytes=1 << 36, gpus=1)):
+        run = resolve(raw, machine)
+        assert [p for p in check(run, raw=raw) if p.severity == "error"] == []
+        assert run.parallel.ranks == run.cluster.nodes * 8
+
+
+@pytest.mark.parametrize(
+    ("cluster", "bf16", "fp32"),
+    [("h100x8", 989.0, 67.0), ("h100x64", 989.0, 67.0), ("h200x8", 989.0, 67.0), ("a100x8", 312.0, 19.5)],
+)
+def test_clusters_have_the_dense_peaks_of_their_devices(cluster: str, bf16: float, fp32: float) -> None:
+    peaks = compose([f"cluster={cluster}"]).run.cluster.peak_tflops
+    assert (peaks["bf16"], peaks["fp32"]) == (bf16, fp32)
+    assert ("fp8" in peaks) == (not cluster.startswith("a100"))

@@ -1,0 +1,56 @@
+"""Every shared recipe: judged as a stranger's would be, valid for its hardware, and a short delta."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mtrain.config.compose import compose
+from mtrain.config.load import load
+from mtrain.config.paths import recipes_dir
+from mtrain.config.resolve import resolve
+from mtrain.config.rules import check
+from tests.support.configs import LAPTOP
+
+RECIPES = sorted(recipes_dir().rglob("*.yaml"))
+NAMES = [file.relative_to(recipes_dir()).with_suffix("").as_posix() for file in RECIPES]
+
+
+def test_the_recipes_of_the_mission_are_there() -> None:
+    assert {"llama/tiny_cpu", "llama3/8b_h100x8", "llama3/70b_h100x64", "mixtral/8x7b_h100x64"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_passes_every_rule_without_a_warning(name: str) -> None:
+    raw = compose([f"recipe={name}"]).run
+    assert check(resolve(raw, LAPTOP), raw=raw, resolve=lambda run: resolve(run, LAPTOP)) == []
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=NAMES)
+def test_a_recipe_is_a_delta_of_at_most_twelve_lines_and_says_what_it_is(file: Path) -> None:
+    lines = [line for line in file.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    block = [i for i, line in enumerate(lines) if line == "recipe:"]
+    end = next(i for i in range(block[0] + 1, len(lines)) if not lines[i].startswith(" "))
+    assert len(lines) - (end - block[0]) <= 12
+    assert set(load(file).values["recipe"]) == {"title", "purpose", "hardware", "source", "verified"}
+
+
+def test_the_70b_recipe_is_the_published_one() -> None:
+    run = resolve(compose(["recipe=llama3/70b_h100x64"]).run, LAPTOP)
+    p, t, o = run.parallel, run.trainer, run.optim
+    assert (p.tp, p.pp, p.sequence_parallel, p.ranks) == (4, 4, True, 64)
+    assert (t.global_batch_size, t.micro_batch_size, run.data.seq_length) == (1024, 1, 4096)
+    assert (o.lr, o.schedule, o.warmup_iters, o.weight_decay, o.clip_grad) == (3e-4, "cosine", 2000, 0.1, 1.0)
+    assert run.precision.dtype == "bf16"
+
+
+def test_the_laptop_recipe_is_the_default_run() -> None:
+    recipe, default = compose(["recipe=llama/tiny_cpu", "cluster=local"]).run, compose([]).run
+    assert recipe.digest() == default.digest()
+
+
+def test_the_words_of_a_recipe_change_no_digest(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text("recipe: {title: another}\n")
+    assert compose([f"recipe={file}"]).run.digest() == compose([]).run.digest()

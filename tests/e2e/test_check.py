@@ -1,0 +1,139 @@
+"""`check`, `show` and the command line itself, as a user's shell sees them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.e2e
+
+
+def mtrain(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | environment
+    return subprocess.run(
+        [sys.executable, str(ROOT / "launch.py"), *argv], capture_output=True, text=True, timeout=60, env=environ
+    )
+
+
+def test_check_prints_what_would_run() -> None:
+    done = mtrain("check", "model=llama3_70b", "parallel=tp4pp4", "cluster=h100x64")
+    assert done.returncode == 0, done.stderr
+    for piece in ("ok", "llama3_70b, 70.55B", "tp 4, pp 4, dp 4", "64 on h100x64", "digest"):
+        assert piece in done.stdout
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["model=llama3_70b", "parallel=tp4pp4", "cluster=h100x64"],
+        ["parallel=tp3"],
+        ["recipe=llama3/70b_h100x64"],
+        ["data.split=[1,1,1]"],
+    ],
+)
+def test_no_judgement_imports_torch(argv: list[str]) -> None:
+    code = (
+        "import sys\nfrom mtrain.cli.main import main\n"
+        f"main(['check', *{argv!r}])\n"
+        "print(sorted(m for m in ('torch', 'megatron', 'numpy', 'typer', 'rich') if m in sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_judgement_takes_well_under_a_second() -> None:
+    took = []
+    for _ in range(3):
+        start = time.perf_counter()
+        mtrain("check", "model=llama3_70b", "parallel=tp4pp4", "cluster=h100x64")
+        took.append(time.perf_counter() - start)
+    assert min(took) < 0.6, took
+
+
+def test_errors_go_to_stderr_all_at_once_without_a_traceback() -> None:
+    done = mtrain("check", "parallel=tp3pp3", "trainer.global_batch_size=15", "optim.min_lr=1.0")
+    assert (done.returncode, done.stdout) == (2, "")
+    for piece in ("MT101", "MT107", "MT130", "MT421", "command line", "fix: parallel.tp=2"):
+        assert piece in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.rstrip().splitlines()[-1].startswith("7 problems")
+
+
+def test_debug_adds_the_traceback() -> None:
+    assert "Traceback" in mtrain("check", "parallel=tp3", "--debug").stderr
+
+
+def test_json_is_for_machines_in_both_verdicts() -> None:
+    good = json.loads(mtrain("check", "--json").stdout)
+    assert good["ok"] is True
+    assert len(good["digest"]) == 64
+    done = mtrain("check", "--json", "parallel=tp3", "model.hiden_size=2")
+    bad = json.loads(done.stdout)
+    assert (done.returncode, done.stderr, bad["ok"]) == (2, "", False)
+    assert set(bad["problems"][0]) == {"code", "path", "value", "source", "rule", "fix", "severity"}
+    assert bad["problems"][0]["path"] == "model.hiden_size"
+
+
+def test_an_unknown_verb_or_flag_names_the_near_one() -> None:
+    done = mtrain("chekc")
+    assert done.returncode == 2
+    assert "fix: check" in done.stderr
+    done = mtrain("check", "--jsno")
+    assert "fix: --json" in done.stderr
+
+
+def test_show_resolved_is_a_file_that_runs_the_same(tmp_path: Path) -> None:
+    argv = ["parallel=tp2pp2", "optim.lr=3e-4", "trainer.sample_prompt='a: #b'"]
+    bare = mtrain("show", "--resolved", *argv)
+    assert bare.returncode == 0, bare.stderr
+    assert "#" not in bare.stdout.replace("a: #b", "")
+    file = tmp_path / "my.yaml"
+    file.write_text(bare.stdout)
+    digests = [json.loads(mtrain("check", "--json", *a).stdout)["digest"] for a in (argv, [f"run={file}"])]
+    assert digests[0] == digests[1]
+
+
+def test_show_names_who_set_each_key() -> None:
+    out = mtrain("show", "recipe=llama3/70b_h100x64", "optim.lr=1e-4").stdout
+    rows = {row.split(":")[0].strip(): row for row in out.splitlines() if "#" in row}
+    assert rows["lr"].endswith("# command line")
+    assert "# recipes/llama3/70b_h100x64.yaml:" in rows["warmup_iters"]
+    assert "# conf/model/llama3_70b.yaml:" in rows["num_layers"]
+    assert rows["seed"].endswith("# default")
+    assert rows["ranks"].endswith("# resolved on this machine")
+
+
+def test_help_and_version_need_no_configuration() -> None:
+    page = mtrain("--help")
+    assert page.returncode == 0
+    for piece in ("usage:", "check", "llama3_70b", "recipe=", "tp4pp4", "exit codes"):
+        assert piece in page.stdout
+    assert mtrain("--version").stdout.startswith("mtrain 0.")
+
+
+def test_only_the_first_rank_of_a_launcher_speaks() -> None:
+    loud = mtrain("check", "parallel=tp3", RANK="0", WORLD_SIZE="3")
+    quiet = mtrain("check", "parallel=tp3", RANK="1", WORLD_SIZE="3")
+    assert (loud.returncode, quiet.returncode) == (2, 2)
+    assert "MT101" in loud.stderr
+    assert quiet.stderr == ""
+
+
+def test_a_launcher_with_another_number_of_processes_is_refused() -> None:
+    done = mtrain("check", "parallel=tp2dp2", RANK="0", WORLD_SIZE="2")
+    assert done.returncode == 2
+    assert "fix: parallel.ranks=2" in done.stderr
+
+
+def test_a_reader_that_goes_away_leaves_no_traceback() -> None:
+    command = f"{sys.executable} {ROOT / 'launch.py'} show | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr
