@@ -59,7 +59,9 @@ def test_a_judgement_takes_well_under_a_second() -> None:
 
 
 def test_errors_go_to_stderr_all_at_once_without_a_traceback() -> None:
-    done = mtrain("check", "parallel=tp3pp3", "trainer.global_batch_size=15", "optim.min_lr=1.0")
+    done = mtrain(
+        "check", "parallel=tp3pp3", "trainer.global_batch_size=15", "trainer.micro_batch_size=4", "optim.min_lr=1.0"
+    )
     assert (done.returncode, done.stdout) == (2, "")
     for piece in ("MT101", "MT107", "MT130", "MT421", "command line", "fix: parallel.tp=2"):
         assert piece in done.stderr
@@ -137,3 +139,10 @@ def test_a_reader_that_goes_away_leaves_no_traceback() -> None:
     command = f"{sys.executable} {ROOT / 'launch.py'} show | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert "Traceback" not in done.stderr
+
+
+def test_typos_do_not_hide_what_else_is_wrong() -> None:
+    words = ["trainer.tran_iters=3", "parallel=tp3", "optim.lr=fast", "model.hidden_size=2.5"]
+    shown = mtrain("check", *words).stderr
+    for key in ("trainer.tran_iters", "optim.lr", "model.hidden_size", "parallel.tp"):
+        assert f"{key} = " in shown, shown

@@ -23,6 +23,7 @@ TINY: dict[str, Any] = {
         "vocab_size": 4096,
         "max_position_embeddings": 1024,
     },
+    "trainer": {"global_batch_size": 16, "micro_batch_size": 4},
 }
 MOE = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 352}
 

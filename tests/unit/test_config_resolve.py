@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
@@ -107,3 +109,27 @@ def test_the_world_of_a_launcher_is_read_from_the_environment() -> None:
     assert world_size_of({"WORLD_SIZE": "4", "RANK": "0"}) == 4
     assert world_size_of({"WORLD_SIZE": "4"}) is None
     assert world_size_of({}) is None
+
+
+def test_the_micro_batch_fits_the_share_of_a_rank_and_fills_the_pipeline() -> None:
+    def size(**changes: Any) -> int | None:
+        return resolve(tiny(trainer__micro_batch_size=None, **changes), LAPTOP).trainer.micro_batch_size
+
+    assert size(trainer__global_batch_size=16) == 4
+    assert size(trainer__global_batch_size=16, parallel__ranks=8) == 2
+    assert size(trainer__global_batch_size=6) == 2
+    assert size(trainer__global_batch_size=8, parallel__pp=4) == 2
+    assert size(trainer__global_batch_size=2, parallel__pp=4) == 1
+    assert size(trainer__global_batch_size=24, parallel__pp=3, parallel__vpp=2) == 4
+
+
+def test_what_a_learning_rate_alone_does_not_say_follows_it() -> None:
+    run = resolve(tiny(optim__lr=3e-4, trainer__train_iters=200), LAPTOP)
+    assert (run.optim.min_lr, run.optim.warmup_iters) == (3e-5, 10)
+    kept = resolve(tiny(optim__lr=3e-4, optim__min_lr=0.0, optim__warmup_iters=0), LAPTOP)
+    assert (kept.optim.min_lr, kept.optim.warmup_iters) == (0.0, 0)
+
+
+def test_text_is_sampled_where_there_is_a_tokenizer() -> None:
+    assert resolve(tiny(), LAPTOP).trainer.sample_tokens == 64
+    assert resolve(tiny(data__kind="mock"), LAPTOP).trainer.sample_tokens == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.resolve import Machine
+from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import apply
 from tests.support.configs import LAPTOP, MOE, errors, first_fix, judge, tiny
 
@@ -49,7 +49,6 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT130", {"trainer.global_batch_size": 15}),
     ("MT130", {"trainer.global_batch_size": 2}),
     ("MT131", {"parallel.pp": 2, "parallel.vpp": 2, "trainer.global_batch_size": 12}),
-    ("MT133", {"trainer.eval_interval": 5, "trainer.eval_iters": 0}),
     ("MT134", {"trainer.profile_step": 1000}),
     ("MT201", {"model.hidden_size": 250}),
     ("MT202", {"model.num_query_groups": 3}),
@@ -91,7 +90,6 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT310", {"data.tokenizer_vocab_size": 5000}),
     ("MT312", {"data.kind": "mock", "trainer.sample_tokens": 8}),
     ("MT313", {"parallel.cp": 2, "trainer.sample_tokens": 8}),
-    ("MT314", {"trainer.sample_tokens": 1024}),
     ("MT401", {"precision.dtype": "fp16"}),
     ("MT403", {"kernels.attention": "te"}),
     ("MT421", {"optim.min_lr": 0.1}),
@@ -210,7 +208,8 @@ def test_a_cluster_that_is_not_filled_names_both_numbers() -> None:
 def test_a_gpu_that_is_here_needs_no_cluster() -> None:
     one_gpu = Machine(cpu_cores=8, memory_bytes=1 << 36, gpus=1)
     assert errors(tiny(), one_gpu) == []
-    problem = errors(tiny(parallel__tp=2), one_gpu)[0]
+    assert resolve(tiny(parallel__tp=2), one_gpu).cluster.device == "cpu"
+    problem = errors(tiny(parallel__tp=2, cluster__device="cuda"), one_gpu)[0]
     assert problem.code == "MT112"
     assert errors(apply(tiny(parallel__tp=2), first_fix(problem)), one_gpu) == []
 

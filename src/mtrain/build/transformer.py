@@ -86,7 +86,7 @@ MOE_FIELDS: dict[str, Callable[[RunConfig, Any], Any]] = {
     "moe_router_topk_scaling_factor": lambda r, m: m.router_topk_scaling_factor,
     "moe_token_dispatcher_type": lambda r, m: m.token_dispatcher_type,
     "moe_router_dtype": lambda r, m: "fp32",
-    "moe_grouped_gemm": lambda r, m: r.kernels.experts == "te",
+    "moe_grouped_gemm": lambda r, m: True,
 }
 
 MLA_FIELDS: dict[str, Callable[[Any], Any]] = {
@@ -111,6 +111,11 @@ FUSIONS = (
 )
 
 
+def _activation_can_fuse(run: RunConfig) -> bool:
+    """What megatron-core's fused activations cover: swiglu, and gelu with its bias."""
+    return run.model.activation == "swiglu" or (run.model.activation == "gelu" and run.model.add_bias_linear)
+
+
 def transformer_config(run: RunConfig, device: Device) -> Any:
     """The TransformerConfig (MLATransformerConfig for MLA) of a resolved configuration.
 
@@ -120,7 +125,9 @@ def transformer_config(run: RunConfig, device: Device) -> Any:
     if run.model.moe is not None:
         values |= {name: get(run, run.model.moe) for name, get in MOE_FIELDS.items()}
     fused = run.kernels.linear == "te"
-    values |= {name: fused and name in ("bias_activation_fusion", "bias_dropout_fusion") for name in FUSIONS}
+    values |= dict.fromkeys(FUSIONS, False)
+    values["bias_dropout_fusion"] = fused
+    values["bias_activation_fusion"] = fused and _activation_can_fuse(run)
     values["use_cpu_initialization"] = False
     values["perform_initialization"] = True
     if run.model.mla is None:

@@ -47,13 +47,13 @@ def summary(loaded: Loaded) -> str:
     if run.model.moe is not None and p.etp not in (None, p.tp):
         shown.append(f"etp {p.etp}")
     flags = [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(p, name)]
-    micro = t.global_batch_size // (t.micro_batch_size * dp)
+    micro = t.global_batch_size // (t.micro * dp)
     tokens = t.global_batch_size * run.data.seq_length
     lines = [
         ("model", f"{run.model.name}, {count(parameters(run.model))} parameters, {run.precision.dtype}"),
         ("layout", ", ".join([*shown, *flags])),
         ("ranks", f"{p.ranks} on {run.cluster.name} ({run.cluster.device}, {run.cluster.nodes} node(s))"),
-        ("batch", f"{t.global_batch_size} samples = {micro} micro-batch(es) of {t.micro_batch_size} on {dp} rank(s)"),
+        ("batch", f"{t.global_batch_size} samples = {micro} micro-batch(es) of {t.micro} on {dp} rank(s)"),
         ("tokens", f"{count(tokens)} per step, {count(tokens * t.train_iters)} in {t.train_iters} steps"),
         ("data", f"{run.data.kind}, samples of {run.data.seq_length} tokens"),
         ("digest", run.digest()),

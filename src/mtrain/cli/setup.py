@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mtrain.config.compose import Composed, compose
+from mtrain.config.compose import Composed, Rejected, compose
 from mtrain.config.resolve import HERE, Machine, machine_problems, resolve, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
@@ -30,16 +30,44 @@ def load(argv: Sequence[str], machine: Machine | None = None, environment: Mappi
     """
     machine = machine or Machine.here()
     world_size = world_size_of(environment)
-    composed = compose(argv)
+    try:
+        composed = compose(argv)
+    except Rejected as error:
+        raise BadInput([*error.problems, *also_wrong(error, machine, world_size)]) from None
     raw = composed.run
     run = resolve(raw, machine, world_size)
     origins = resolved_origins(composed, run)
-    problems = check(run, origins, raw=raw, resolve=lambda r: resolve(r, machine, world_size))
-    problems += machine_problems(raw, run, machine, world_size, origins["parallel.ranks"])
+    problems = judge(composed, run, origins, machine, world_size)
     problems += memory_problems(run, machine)
     if any(problem.severity == "error" for problem in problems):
         raise BadInput(sorted(problems, key=lambda p: p.severity))
     return Loaded(run, origins, composed.choices, tuple(problems), raw)
+
+
+def judge(
+    composed: Composed, run: RunConfig, origins: Mapping[str, str], machine: Machine, world_size: int | None
+) -> list[Problem]:
+    """What the rules say of a resolved configuration, and what this machine does."""
+    problems = check(run, origins, raw=composed.run, resolve=lambda r: resolve(r, machine, world_size))
+    return problems + machine_problems(composed.run, run, machine, world_size, origins["parallel.ranks"])
+
+
+def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> list[Problem]:
+    """Broken rules of a configuration that the schema refused, between keys that it did not refuse.
+
+    A refused key has its default for the time being, so what speaks of it is left out.
+    """
+    if error.partial is None:
+        return []
+    run = resolve(error.partial.run, machine, world_size)
+    found = judge(error.partial, run, resolved_origins(error.partial, run), machine, world_size)
+    refused = [p.path for p in error.problems if p.path in run.flat()]
+
+    def speaks_of_refused(problem: Problem) -> bool:
+        text = f"{problem.path} {problem.rule} {problem.fix}"
+        return any(path in text or path.rpartition(".")[2] in text for path in refused)
+
+    return [p for p in found if p.severity == "error" and not speaks_of_refused(p)]
 
 
 def memory_problems(run: RunConfig, machine: Machine) -> list[Problem]:

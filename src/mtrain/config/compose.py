@@ -5,6 +5,7 @@ Precedence, lowest first: schema default, group file, recipe (or the run file, w
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,11 +36,19 @@ class Composed:
     warnings: tuple[Problem, ...] = ()
 
 
+class Rejected(BadInput):
+    """What the schema refused; `partial` is the rest where it makes sense alone, to be judged as well."""
+
+    def __init__(self, problems: Sequence[Problem], partial: Composed | None) -> None:
+        super().__init__(problems)
+        self.partial = partial
+
+
 def compose(argv: Sequence[str]) -> Composed:
     """Composes group files, a recipe or run file, and overrides.
 
     Raises:
-        BadInput: with every problem that was found.
+        Rejected: with every problem that was found.
     """
     return _Composition(read_overrides(argv)).finish()
 
@@ -119,14 +128,32 @@ class _Composition:
         known = self._groups(chosen, sources, base)
         if recipe is not None:
             self.tree.merge(recipe.values, recipe.document.where)
+        beneath = copy.deepcopy(self.tree.values)
         self._values()
         self.problems += resolve_references(self.tree.values, self.tree.where)
         run, problems = validate(self.tree.values, self.tree.where)
         self.problems += problems
+        choices = chosen if base is not None else known
         if run is None or self.problems:
-            raise BadInput(_distinct(self.problems))
-        origins = {key: self._origin(key) for key in run.flat()}
-        return Composed(run, origins, chosen if base is not None else known)
+            found = _distinct(self.problems)
+            rest = run or self._without([p.path for p in found], beneath)
+            raise Rejected(found, self._composed(rest, choices) if rest is not None else None)
+        return self._composed(run, choices)
+
+    def _composed(self, run: RunConfig, choices: dict[str, str]) -> Composed:
+        return Composed(run, {key: self._origin(key) for key in run.flat()}, choices)
+
+    def _without(self, paths: Sequence[str], beneath: Mapping[str, Any]) -> RunConfig | None:
+        """The configuration with each refused key as it was `beneath` the command line, or at its default."""
+        values = copy.deepcopy(self.tree.values)
+        for path in filter(None, paths):
+            parent, _, last = path.rpartition(".")
+            node, before = _at(values, parent), _at(beneath, parent)
+            if isinstance(node, dict):
+                node.pop(last, None)
+                if isinstance(before, dict) and last in before:
+                    node[last] = before[last]
+        return validate(values, self.tree.where)[0]
 
     def _origin(self, key: str) -> str:
         while key:
@@ -262,6 +289,14 @@ class _Composition:
                     self.tree.replace(path, value, lambda _: COMMAND_LINE)
             except KeyError:
                 self.problems.append(unknown_key(path, value, lambda _: COMMAND_LINE))
+
+
+def _at(values: Mapping[str, Any], path: str) -> Any:
+    """What stands at a dotted path; None where nothing does."""
+    node: Any = values
+    for name in path.split(".") if path else ():
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node
 
 
 def _layout_fix(choice: str) -> str:

@@ -67,12 +67,12 @@ class OptimConfig(Section):
     """Update rule."""
     lr: PositiveFloat = 1e-3
     """Largest learning rate."""
-    min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end of the decay."""
+    min_lr: NonNegativeFloat | None = None
+    """Learning rate at the end of the decay; null: a tenth of `lr`."""
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
     """Shape of the decay after the warmup."""
-    warmup_iters: NonNegativeInt = 0
-    """Steps of linear warmup from zero."""
+    warmup_iters: NonNegativeInt | None = None
+    """Steps of linear warmup from zero; null: a twentieth of the steps up to the end of the decay."""
     decay_iters: PositiveInt | None = None
     """Step at which the decay ends; null: trainer.train_iters."""
     wsd_decay_iters: PositiveInt | None = None
@@ -100,22 +100,29 @@ class TrainerConfig(Section):
     """Optimizer steps."""
     global_batch_size: PositiveInt = 16
     """Samples per optimizer step, over all ranks."""
-    micro_batch_size: PositiveInt = 4
-    """Samples per forward and backward on one rank."""
+    micro_batch_size: PositiveInt | None = None
+    """Samples per forward and backward on one rank; null: the largest of 4, 2, 1 that cuts the batch evenly and
+    leaves a micro-batch for every pipeline stage."""
     eval_interval: PositiveInt | None = None
     """Steps between evaluations during the run; null: only at the end."""
     eval_iters: NonNegativeInt = 4
     """Global batches of the validation split per evaluation; 0: never evaluate."""
     seed: NonNegativeInt = 1234
     """Seed of weights, sample order and dropout; independent of the layout."""
-    sample_tokens: NonNegativeInt = 0
-    """Tokens of generated text at the end of the run; 0: none."""
+    sample_tokens: NonNegativeInt | None = None
+    """Tokens of generated text at the end of the run; null: 64 where there is a tokenizer and no context parallelism,
+    else 0."""
     sample_prompt: str = "def "
     """Where the generated text starts."""
     profile_step: PositiveInt | None = None
     """Write a torch.profiler trace of this step to the run folder; null: none."""
     timeout_s: PositiveFloat = 600.0
     """Seconds that a collective may wait for a rank."""
+
+    @property
+    def micro(self) -> int:
+        """Samples per forward and backward, once it is resolved."""
+        return self.micro_batch_size or 1
 
 
 class KernelsConfig(Section):
@@ -165,7 +172,8 @@ class ClusterConfig(Section):
     name: str = "local"
     """Name used in reports."""
     device: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = "auto"
-    """cpu, cuda, or a device that an installed plug-in provides; auto: cuda where there is a GPU, else cpu."""
+    """cpu, cuda, or a device that an installed plug-in provides; auto: cuda where there are GPUs enough for the
+    layout, else cpu."""
     nodes: PositiveInt = 1
     """Machines."""
     devices_per_node: PositiveInt | None = None

@@ -1,4 +1,4 @@
-"""The one place where `auto` and null become values: device, devices per node, ranks, kernels."""
+"""The one place where `auto` and null become values: device, ranks, kernels, micro-batch, warmup, sample."""
 
 from __future__ import annotations
 
@@ -68,18 +68,57 @@ def resolve(run: RunConfig, machine: Machine, world_size: int | None = None) -> 
     """
     device = run.cluster.device
     if device == "auto":
-        device = "cuda" if machine.gpus else "cpu"
+        needed = run.parallel.ranks or world_size or smallest_world(run.parallel)
+        device = "cuda" if machine.gpus * run.cluster.nodes >= needed else "cpu"
     ranks, per_node = _ranks(run, device, machine, world_size)
-    kernel = "te" if device == "cuda" and machine.transformer_engine else "reference"
-    kernels = {key: kernel for key, value in run.kernels if value == "auto"}
+    kernels: dict[str, Any] = {}
+    if device == "cpu" or machine.gpus:  # elsewhere the machine that runs it decides
+        kernel = "te" if device == "cuda" and machine.transformer_engine else "reference"
+        kernels = {key: kernel for key, value in run.kernels if value == "auto"}
     cluster: dict[str, Any] = {"device": device, "devices_per_node": per_node}
     return run.model_copy(
         update={
             "cluster": run.cluster.model_copy(update=cluster),
             "parallel": run.parallel.model_copy(update={"ranks": ranks}),
             "kernels": run.kernels.model_copy(update=kernels),
+            "optim": run.optim.model_copy(update=_schedule(run)),
+            "trainer": run.trainer.model_copy(update=_sample(run) | _micro_batch(run, ranks)),
         }
     )
+
+
+def _schedule(run: RunConfig) -> dict[str, Any]:
+    o = run.optim
+    filled: dict[str, Any] = {}
+    if o.warmup_iters is None:
+        filled["warmup_iters"] = (o.decay_iters or run.trainer.train_iters) // 20
+    if o.min_lr is None:
+        filled["min_lr"] = tenth(o.lr)
+    return filled
+
+
+def tenth(rate: float) -> float:
+    """A tenth of a learning rate, as one would write it."""
+    return float(f"{rate / 10:.6g}")
+
+
+def _sample(run: RunConfig) -> dict[str, Any]:
+    if run.trainer.sample_tokens is not None:
+        return {}
+    tokenizer = run.data.kind == "text" or (run.data.kind == "indexed" and run.data.tokenizer is not None)
+    return {"sample_tokens": 64 if tokenizer and run.parallel.cp == 1 else 0}
+
+
+def _micro_batch(run: RunConfig, ranks: int) -> dict[str, Any]:
+    t, p = run.trainer, run.parallel
+    if t.micro_batch_size is not None:
+        return {}
+    share = t.global_batch_size // max(1, ranks // p.model_ranks)  # what a data-parallel rank takes of a step
+    even = [size for size in (4, 2, 1) if share and share % size == 0]
+    if p.vpp > 1:
+        even = [size for size in even if share // size % p.pp == 0] or even
+    filling = [size for size in even if share // size >= p.pp]
+    return {"micro_batch_size": filling[0] if filling else (even or [1])[-1]}
 
 
 def smallest_world(parallel: ParallelConfig) -> int:

@@ -104,11 +104,7 @@ def gradient_slots(chunks: list[Any]) -> list[Slot]:
             if param is None:
                 continue
             grad = param.main_grad.view(param.shape)  # type: ignore[attr-defined]
-            entry = (
-                replace(entry, data=grad)
-                if _is_factory(entry)
-                else replace(entry, data=grad, dtype=grad.dtype)
-            )
+            entry = replace(entry, data=grad) if _is_factory(entry) else replace(entry, data=grad, dtype=grad.dtype)
             out += [_slot(sharded, param) for sharded in _pieces(entry)]
     return out
 
@@ -184,15 +180,10 @@ def get_step(optimizer: Any) -> int:
         if "step" in state
     }
     steps |= {
-        int(g["step"])
-        for leaf in leaf_optimizers(optimizer)
-        for g in leaf.optimizer.param_groups
-        if "step" in g
+        int(g["step"]) for leaf in leaf_optimizers(optimizer) for g in leaf.optimizer.param_groups if "step" in g
     }
     if len(steps) > 1:
-        raise RuntimeError(
-            f"the optimizer's parameters have made different numbers of updates: {sorted(steps)}"
-        )
+        raise RuntimeError(f"the optimizer's parameters have made different numbers of updates: {sorted(steps)}")
     return steps.pop() if steps else 0
 
 
@@ -269,9 +260,7 @@ def _flat_slots(name: str, entry: Any, shard: StateShard, tensor: torch.Tensor) 
     for sharded in _pieces(entry):
         box = _slot(sharded, shard.param)
         if not box.tensor.is_contiguous():
-            raise RuntimeError(
-                f"{box.key} is not contiguous in its parameter; its optimizer state cannot be cut"
-            )
+            raise RuntimeError(f"{box.key} is not contiguous in its parameter; its optimizer state cannot be cut")
         first = (box.tensor.data_ptr() - base) // box.tensor.element_size()
         lo, hi = max(start, first), min(stop, first + box.tensor.numel())
         if lo >= hi:

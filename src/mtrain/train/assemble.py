@@ -79,7 +79,7 @@ def assemble(run: RunConfig, world: World, splits: Splits) -> Parts:
     optimizer = build_optimizer(run, chunks)
     configure_schedule_hooks(run, chunks, optimizer)
     state = TrainState(chunks, optimizer, build_schedule(run, optimizer))
-    sizes = run.trainer.global_batch_size, run.trainer.micro_batch_size, world.coords["dp"], world.grid.dp
+    sizes = run.trainer.global_batch_size, run.trainer.micro, world.coords["dp"], world.grid.dp
     train_data = GlobalBatches(splits.train, *sizes, splits.masked_eod)
     valid_data = None
     if run.trainer.eval_iters and splits.validation is not None:
@@ -139,7 +139,7 @@ def _resume(parts: Parts, path: Path, splits: Splits, progress: Progress) -> Non
 
 def _introduce(parts: Parts, splits: Splits, progress: Progress) -> None:
     run, world = parts.run, parts.world
-    batch = run.trainer.global_batch_size // (run.trainer.micro_batch_size * world.grid.dp)
+    batch = run.trainer.global_batch_size // (run.trainer.micro * world.grid.dp)
     progress.note(
         f"{run.model.name}: {units.count(parameters(run.model))} parameters, {world.grid} on {world.size} "
         f"{world.device.name} ranks, {run.precision.dtype}, {batch} micro-batches per step"

@@ -109,7 +109,7 @@ def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) 
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(batches),
         seq_length=run.data.seq_length,
-        micro_batch_size=run.trainer.micro_batch_size,
+        micro_batch_size=run.trainer.micro,
         forward_only=forward_only,
     )
     return [report["loss"] for report in reports]

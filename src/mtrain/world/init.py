@@ -66,7 +66,8 @@ class World:
 def joined(run: RunConfig) -> Iterator[World]:
     """The world of a resolved configuration, from the environment that torchrun sets; left at the end.
 
-    A torch.distributed that the caller has initialised is used and kept. On an error the groups are abandoned, not waited for: a barrier on the way out would hang on the rank that died.
+    A torch.distributed that the caller has initialised is used and kept. On an error the groups are abandoned, not
+    waited for: a barrier on the way out would hang on the rank that died.
 
     Raises:
         BadEnvironment: no such device, another number of ranks than the layout has, groups that differ from

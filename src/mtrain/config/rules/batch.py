@@ -11,20 +11,20 @@ from mtrain.config.run import RunConfig
 def batch_divides(run: RunConfig) -> Iterator[Finding]:
     """The global batch is a whole number of micro-batches on every data-parallel rank."""
     t, dp = run.trainer, dp_of(run)
-    step = t.micro_batch_size * dp
+    step = t.micro * dp
     if t.global_batch_size % step == 0:
         return
     group = step * (run.parallel.pp if run.parallel.vpp > 1 else 1)
     near = multiples(t.global_batch_size, group)
     if t.global_batch_size < step:
-        problem = f"is less than micro_batch_size {t.micro_batch_size} * dp {dp} = {step}, one micro-batch per rank"
+        problem = f"is less than micro_batch_size {t.micro} * dp {dp} = {step}, one micro-batch per rank"
     else:
-        problem = f"is no multiple of micro_batch_size {t.micro_batch_size} * dp {dp} = {step}"
+        problem = f"is no multiple of micro_batch_size {t.micro} * dp {dp} = {step}"
     rule = f"a global batch of {t.global_batch_size} {problem}; nearest: {listed(near)}"
     fixes: list[Change] = [{"trainer.global_batch_size": n} for n in near]
     if t.global_batch_size % dp == 0:
         per_rank = t.global_batch_size // dp
-        sizes = nearest(t.micro_batch_size, divisors(per_rank, t.micro_batch_size))
+        sizes = nearest(t.micro, divisors(per_rank, t.micro))
         fixes = [*({"trainer.micro_batch_size": n} for n in sizes[:2]), *fixes]
     yield Finding("MT130", "trainer.global_batch_size", rule, tuple(fixes))
 
@@ -32,7 +32,7 @@ def batch_divides(run: RunConfig) -> Iterator[Finding]:
 def micro_batches_fill_the_pipeline(run: RunConfig) -> Iterator[Finding]:
     """The interleaved schedule takes micro-batches in groups of pp; the plain one idles with fewer than pp."""
     t, p = run.trainer, run.parallel
-    step = t.micro_batch_size * dp_of(run)
+    step = t.micro * dp_of(run)
     if p.pp == 1 or t.global_batch_size % step:
         return
     count = t.global_batch_size // step
@@ -46,15 +46,6 @@ def micro_batches_fill_the_pipeline(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT132", "trainer.global_batch_size", rule, fixes, "warning")
 
 
-def evaluation(run: RunConfig) -> Iterator[Finding]:
-    """An interval of evaluations that have no batches does nothing."""
-    t = run.trainer
-    if t.eval_interval is not None and t.eval_iters == 0:
-        rule = f"an evaluation every {t.eval_interval} steps, of 0 batches (trainer.eval_iters)"
-        fixes: tuple[Change, ...] = ({"trainer.eval_interval": None}, {"trainer.eval_iters": 4})
-        yield Finding("MT133", "trainer.eval_interval", rule, fixes)
-
-
 def profile_within_run(run: RunConfig) -> Iterator[Finding]:
     """The profiled step is one of the run."""
     t = run.trainer
@@ -63,4 +54,4 @@ def profile_within_run(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT134", "trainer.profile_step", rule, ({"trainer.profile_step": t.train_iters},))
 
 
-RULES = (batch_divides, micro_batches_fill_the_pipeline, evaluation, profile_within_run)
+RULES = (batch_divides, micro_batches_fill_the_pipeline, profile_within_run)

@@ -124,9 +124,9 @@ def vocabulary_fits(run: RunConfig) -> Iterator[Finding]:
 
 
 def sample_needs_text(run: RunConfig) -> Iterator[Finding]:
-    """Generated text needs a tokenizer, positions, and the whole sequence on a rank."""
-    t, d, m = run.trainer, run.data, run.model
-    if t.sample_tokens == 0:
+    """Generated text needs a tokenizer, and the whole sequence on a rank."""
+    t, d = run.trainer, run.data
+    if not t.sample_tokens:
         return
     none: Change = {"trainer.sample_tokens": 0}
     if d.kind == "mock" or (d.kind == "indexed" and d.tokenizer is None):
@@ -135,10 +135,6 @@ def sample_needs_text(run: RunConfig) -> Iterator[Finding]:
     if run.parallel.cp > 1:
         rule = f"text is generated with whole sequences on a rank, and cp is {run.parallel.cp}"
         yield Finding("MT313", "trainer.sample_tokens", rule, (none, {"parallel.cp": 1}))
-    if m.position_embedding_type != "none" and t.sample_tokens >= m.max_position_embeddings:
-        rule = f"{t.sample_tokens} tokens after a prompt, and positions for {m.max_position_embeddings}"
-        fixes: tuple[Change, ...] = ({"trainer.sample_tokens": m.max_position_embeddings // 2}, none)
-        yield Finding("MT314", "trainer.sample_tokens", rule, fixes)
 
 
 def _unreadable(path: Path) -> str | None:

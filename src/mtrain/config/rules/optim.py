@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtrain.config.resolve import tenth
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.run import RunConfig
 
@@ -11,9 +12,9 @@ from mtrain.config.run import RunConfig
 def rates_are_ordered(run: RunConfig) -> Iterator[Finding]:
     """The schedule falls from lr to min_lr."""
     o = run.optim
-    if o.min_lr > o.lr:
+    if (o.min_lr or 0.0) > o.lr:
         rule = f"min_lr {o.min_lr:g} is above lr {o.lr:g}"
-        fixes: tuple[Change, ...] = ({"optim.min_lr": o.lr / 10}, {"optim.min_lr": 0.0})
+        fixes: tuple[Change, ...] = ({"optim.min_lr": tenth(o.lr)}, {"optim.min_lr": 0.0})
         yield Finding("MT421", "optim.min_lr", rule, fixes)
 
 
@@ -21,9 +22,10 @@ def warmup_ends_before_decay(run: RunConfig) -> Iterator[Finding]:
     """The warmup is over before the decay is."""
     o = run.optim
     decay = o.decay_iters or run.trainer.train_iters
-    if o.warmup_iters >= decay:
+    warmup = o.warmup_iters or 0
+    if warmup >= decay:
         key = "optim.decay_iters" if o.decay_iters else "trainer.train_iters"
-        rule = f"{o.warmup_iters} steps of warmup do not end before the decay does at step {decay} ({key})"
+        rule = f"{warmup} steps of warmup do not end before the decay does at step {decay} ({key})"
         fixes: list[Change] = [{"optim.warmup_iters": decay // 10}, {"optim.warmup_iters": 0}]
         yield Finding("MT422", "optim.warmup_iters", rule, tuple(fixes))
 
@@ -32,6 +34,7 @@ def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
     """Warmup-stable-decay needs to know how long the decay is; nothing else reads that."""
     o = run.optim
     decay = o.decay_iters or run.trainer.train_iters
+    warmup = o.warmup_iters or 0
     if o.schedule != "wsd":
         if o.wsd_decay_iters is not None:
             rule = f"reaches nothing: the schedule is {o.schedule}"
@@ -40,10 +43,10 @@ def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
     tenth: Change = {"optim.wsd_decay_iters": max(1, decay // 10)}
     if o.wsd_decay_iters is None:
         yield Finding("MT424", "optim.wsd_decay_iters", "schedule wsd needs the steps of its final decay", (tenth,))
-    elif o.wsd_decay_iters > decay - o.warmup_iters > 0:
-        room = f"between the end of the warmup at {o.warmup_iters} and step {decay}"
+    elif o.wsd_decay_iters > decay - warmup > 0:
+        room = f"between the end of the warmup at {warmup} and step {decay}"
         rule = f"{o.wsd_decay_iters} steps of final decay do not fit {room}"
-        rest: Change = {"optim.wsd_decay_iters": decay - o.warmup_iters}
+        rest: Change = {"optim.wsd_decay_iters": decay - warmup}
         yield Finding("MT425", "optim.wsd_decay_iters", rule, (rest, tenth))
 
 
