@@ -64,7 +64,7 @@ def train(run: RunConfig, locate: Callable[[World], Paths]) -> None:
             Trainer(parts, chain).fit()
         finally:
             progress.close()
-        _conclude(parts, splits, evaluation, checkpoints, progress)
+        _conclude(parts, splits, evaluation, checkpoints.path or paths.checkpoint, progress)
 
 
 def splits_of(run: RunConfig) -> Splits:
@@ -144,15 +144,13 @@ def _introduce(parts: Parts, splits: Splits, progress: Progress) -> None:
         f"{run.model.name}: {units.count(parameters(run.model))} parameters, {world.grid} on {world.size} "
         f"{world.device.name} ranks, {run.precision.dtype}, {batch} micro-batches per step"
     )
-    if splits.unigram_entropy_nats is not None:
-        facts = splits.describe()
-        progress.note(
-            f"data: {units.count(facts['tokens'])} tokens, unigram entropy {splits.unigram_entropy_nats:.4f} nats"
-        )
+    tokens = splits.describe().get("tokens")
+    if tokens is not None and splits.unigram_entropy_nats is not None:
+        progress.note(f"data: {units.count(tokens)} tokens, unigram entropy {splits.unigram_entropy_nats:.4f} nats")
 
 
 def _conclude(
-    parts: Parts, splits: Splits, evaluation: hooks.Evaluation, checkpoints: hooks.Checkpoints, progress: Progress
+    parts: Parts, splits: Splits, evaluation: hooks.Evaluation, checkpoint: Path | None, progress: Progress
 ) -> None:
     """Say how good the model is, and let it write from the checkpoint that was saved."""
     run, entropy = parts.run, splits.unigram_entropy_nats
@@ -162,10 +160,10 @@ def _conclude(
         progress.note(f"final validation loss {loss:.4f} nats, {side} the corpus' unigram entropy {entropy:.4f}")
     if not run.trainer.sample_tokens or splits.tokenizer is None:
         return
-    if checkpoints.path is not None:
-        ckpt_state.load_model(Checkpoint.open(checkpoints.path), parts.state.chunks)
     with gathered(parts.state.chunks):
+        if checkpoint is not None:
+            ckpt_state.load_model(Checkpoint.open(checkpoint), parts.state.chunks)
         sampler = Sampler(run, parts.world, parts.state.chunks)
         text = sample(sampler, splits, run.trainer.sample_prompt, run.trainer.sample_tokens, 0.8)
-    source = checkpoints.path.name if checkpoints.path is not None else "the trained weights"
+    source = checkpoint.name if checkpoint is not None else "the trained weights, which were not saved"
     progress.note(f"sample from {source}:\n{text}")

@@ -1,0 +1,151 @@
+"""Runs that are killed or stopped: who is named, what is left behind, and where the resumed run ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.commands import SMALL, environment, metrics, mtrain, ranks_of, start, wait_for
+
+pytestmark = pytest.mark.e2e
+
+STEPS, INTERVAL = 40, 8
+RUN = (*SMALL, f"trainer.train_iters={STEPS}", f"checkpoint.save_interval={INTERVAL}", "log.name=run")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nobody disturbed."""
+    home = tmp_path_factory.mktemp("whole")
+    done = mtrain(*RUN, cwd=home)
+    assert done.returncode == 0, done.stderr
+    return home / "runs/run"
+
+
+def _shards(run: Path) -> dict[str, str]:
+    """Hashes of what each rank saved after the last step: weights, moments and random generators."""
+    manifest = json.loads((run / f"checkpoints/step_{STEPS:08d}/manifest.json").read_text())
+    files = {name: facts["sha256"] for name, facts in manifest["files"].items() if name.startswith("rank_")}
+    state = {k: v for k, v in manifest["state"].items() if k != "digest"}
+    return files | {"state": json.dumps(state, sort_keys=True)}
+
+
+def _losses(run: Path) -> list[tuple[object, ...]]:
+    return [tuple(line[k] for k in ("step", "loss", "grad_norm", "lr", "samples")) for line in metrics(run)]
+
+
+def _end(process: subprocess.Popen[str], ranks: list[psutil.Process]) -> str:
+    output, _ = process.communicate(timeout=30)
+    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+    return output
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_killed_rank_is_named_and_the_resumed_run_ends_bitwise_equal(
+    seed: int, uninterrupted: Path, tmp_path: Path
+) -> None:
+    dice = random.Random(seed)
+    victim, when = dice.randrange(2), dice.randrange(0, STEPS - 4)
+    run = tmp_path / "runs/run"
+    process = start(*RUN, cwd=tmp_path)
+    wait_for(lambda: len(metrics(run)) > when or process.poll() is not None)
+    ranks = ranks_of(process)
+    assert len(ranks) == 2
+    ranks[victim].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    output = _end(process, ranks)
+    assert time.monotonic() - killed < 10
+    assert process.returncode == 5, output
+    assert f"rank {victim} was ended by SIGKILL" in output
+
+    done = mtrain(*RUN, "checkpoint.resume=latest", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert _losses(run) == _losses(uninterrupted)
+    assert _shards(run) == _shards(uninterrupted)
+
+
+def test_a_stop_saves_and_says_so_and_the_verb_resume_goes_on(uninterrupted: Path, tmp_path: Path) -> None:
+    process = start(*RUN, cwd=tmp_path)
+    run = tmp_path / "runs/run"
+    wait_for(lambda: len(metrics(run)) > 10 or process.poll() is not None)
+    ranks = ranks_of(process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the launcher and every rank
+    output = _end(process, ranks)
+    assert process.returncode == 75, output
+    assert "checkpoint.resume=latest" in output
+    stopped_at = metrics(run)[-1]["step"]
+    assert (run / f"checkpoints/step_{stopped_at:08d}/manifest.json").exists()
+
+    done = mtrain("resume", str(run), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"step {stopped_at}," in done.stdout
+    assert _losses(run) == _losses(uninterrupted)
+    assert _shards(run) == _shards(uninterrupted)
+
+
+def test_a_second_stop_ends_at_once_and_leaves_the_checkpoints(tmp_path: Path) -> None:
+    process = start(*RUN, "trainer.train_iters=100000", cwd=tmp_path)
+    run = tmp_path / "runs/run"
+    wait_for(lambda: (run / f"checkpoints/step_{INTERVAL:08d}/manifest.json").exists() or process.poll() is not None)
+    ranks = ranks_of(process)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    output = _end(process, ranks)
+    assert process.returncode in (75, 130), output
+    assert list((run / "checkpoints").glob("step_*/manifest.json"))
+
+
+def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    process = start(*RUN, "trainer.train_iters=100000", cwd=tmp_path)
+    wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 2 or process.poll() is not None)
+    ranks = ranks_of(process)
+    process.kill()
+    process.communicate(timeout=10)
+    _, alive = psutil.wait_procs(ranks, timeout=5)
+    assert not alive
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(uninterrupted: Path, tmp_path: Path) -> None:
+    words = [w for w in RUN if not w.startswith("checkpoint.save_interval")] + ["checkpoint.save_interval=1000"]
+    process = start(*words, cwd=tmp_path)
+    run = tmp_path / "runs/run"
+    wait_for(lambda: len(metrics(run)) > 3 or process.poll() is not None)
+    ranks_of(process)[1].send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+    done = mtrain(*words, "checkpoint.resume=latest", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert _losses(run) == _losses(uninterrupted)
+
+
+def test_a_rank_that_raises_is_named_with_its_error_although_its_peer_dies_too(tmp_path: Path) -> None:
+    code = (
+        "import sys; import mtrain.train.step as step; real = step.train_step\n"
+        "import os\n"
+        "def faulty(parts, *, stop_requested):\n"
+        "    if parts.state.step == 3 and parts.world.rank == 1: raise ValueError('seeded fault')\n"
+        "    return real(parts, stop_requested=stop_requested)\n"
+    )
+    plugin = tmp_path / "faulty.py"
+    plugin.write_text(
+        "from mtrain import mcore\nfrom mtrain.devices import registry\nmcore.open_door(registry.get('cpu'))\n"
+        + code
+        + "import mtrain.train.trainer as trainer\ntrainer.train_step = faulty\n"
+        "from mtrain.cli.main import main\nraise SystemExit(main(sys.argv[1:]))\n"
+    )
+    words = [sys.executable, str(plugin), *RUN]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment())
+    assert done.returncode == 5
+    assert re.search(r"rank 1 failed first: ValueError: seeded fault", done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+    record = json.loads((tmp_path / "runs/run/errors/rank_00001.json").read_text())
+    assert "seeded fault" in record["traceback"]

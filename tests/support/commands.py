@@ -1,0 +1,81 @@
+"""The command line as a user's shell runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SMALL = (
+    "data=mock",
+    "data.seq_length=32",
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=128",
+    "model.vocab_size=512",
+    "trainer.eval_iters=0",
+    "trainer.eval_interval=null",
+    "log.interval=1",
+)
+"""Overrides that make the default run small enough for a step of some hundredths of a second."""
+
+
+def command(*argv: str) -> list[str]:
+    """The words of `python launch.py ...`."""
+    return [sys.executable, str(ROOT / "launch.py"), *argv]
+
+
+def environment() -> dict[str, str]:
+    """This process's environment without what a launcher of ranks would set."""
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+
+
+def mtrain(*argv: str, cwd: Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        command(*argv), capture_output=True, text=True, timeout=timeout_s, env=environment(), cwd=cwd
+    )
+
+
+def start(*argv: str, cwd: Path) -> subprocess.Popen[str]:
+    """Start a command in a process group of its own."""
+    return subprocess.Popen(
+        command(*argv),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+        cwd=cwd,
+        start_new_session=True,
+    )
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The rank processes of a launcher, by rank: they are forked in order."""
+    return sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The complete lines of a run's metrics."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    """Until `condition` holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError("waited in vain")
+        time.sleep(0.005)
