@@ -32,6 +32,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT112", {"parallel.tp": 2, "parallel.ranks": 3}),
     ("MT113", {"cluster.device": "cuda"}),
     ("MT113", {"cluster.device": "musa"}),
+    ("MT119", {"cluster.device": "cdua"}),
     ("MT114", {"cluster.device": "cuda", "cluster.devices_per_node": 8, "parallel.ranks": 4}),
     ("MT114", {"cluster.nodes": 2, "parallel.ranks": 3, "trainer.global_batch_size": 12}),
     ("MT115", {"parallel.sequence_parallel": True}),

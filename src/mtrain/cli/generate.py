@@ -9,7 +9,7 @@ from mtrain.cli.resume import run_file, target_of
 from mtrain.cli.setup import load
 from mtrain.errors import BadInput, Problem
 from mtrain.launching import folder as run_folder
-from mtrain.launching import local
+from mtrain.launching import local, preflight
 
 USAGE = "python launch.py generate runs/<name> [prompt=TEXT] [tokens=N] [temperature=T] [overrides]"
 OPTIONS = {"prompt": "def ", "tokens": "64", "temperature": "0.8"}
@@ -26,6 +26,7 @@ def run(argv: list[str], *, debug: bool) -> int:
         else:
             overrides.append(word)
     composed = load([f"run={run_file(target)}", *overrides])
+    preflight.check(composed.run, rest)
     tokens, temperature = _number(options, "tokens", int), _number(options, "temperature", float)
     local.generate(composed.run, _checkpoint(target), options["prompt"], int(tokens), temperature)
     return 0

@@ -16,8 +16,9 @@ def run(argv: list[str], *, debug: bool) -> int:
     composed = load(argv)
     if torchrun.is_worker():
         return _as_worker(composed.run, argv, debug)
-    from mtrain.launching import local
+    from mtrain.launching import local, preflight
 
+    preflight.check(composed.run, argv)
     for warning in composed.warnings:
         print(warning.render(), file=sys.stderr)
     local.launch(composed.run, argv)

@@ -50,6 +50,6 @@ def near_files(path: Path, limit: int = 3) -> list[str]:
         names = sorted(entry.name for entry in folder.iterdir())
     except (OSError, ValueError):
         return []
-    near = difflib.get_close_matches(path.name, names, n=limit, cutoff=0.5)
+    near = difflib.get_close_matches(path.name, names, n=limit, cutoff=0.65)
     same_stem = [name for name in names if Path(name).stem == path.name and name not in near]
     return [str(folder / name) for name in [*same_stem, *near][:limit]]

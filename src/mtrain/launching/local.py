@@ -21,7 +21,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, BadInput, Damaged, MtrainError, Problem, show
 from mtrain.launching import folder, preflight
@@ -35,11 +34,12 @@ HOST = "127.0.0.1"
 def launch(run: RunConfig, argv: list[str]) -> Path:
     """Train `run` in local processes; returns the run folder.
 
+    `preflight.check` has found no shortage.
+
     Raises:
         BadInput, BadEnvironment, Damaged: before any rank is started.
         MtrainError: what the first failing rank ended with.
     """
-    preflight.check(run, Machine.here())
     chosen = folder.plan(run)
     prepared = Forked(lambda: _prepare(run))
     _warm(run)
@@ -52,7 +52,6 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
 
 def generate(run: RunConfig, checkpoint: Path, prompt: str, tokens: int, temperature: float) -> None:
     """Print text from a checkpoint, in local processes of `run`'s layout."""
-    preflight.check(run, Machine.here())
     _warm(run)
     with tempfile.TemporaryDirectory(prefix="mtrain-") as scratch:
         _run_ranks(run, Path(scratch), lambda: _generate(run, checkpoint, prompt, tokens, temperature))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
+from collections.abc import Sequence
 
 from mtrain import units
 from mtrain.config.resolve import Machine
@@ -17,12 +19,13 @@ RANK_BYTES = 300 << 20
 """Memory of a CPU rank beside the model: what a forked interpreter with torch comes to own."""
 
 
-def check(run: RunConfig, machine: Machine) -> None:
-    """Compare what a run needs with what is here.
+def check(run: RunConfig, argv: Sequence[str], machine: Machine | None = None) -> None:
+    """Compare what a run needs with what is here; `argv` is what the user wrote, for the commands that do work.
 
     Raises:
         BadEnvironment: every shortage at once, and which commands work here.
     """
+    machine = machine or Machine.here()
     grid, shortages = RankGrid.of(run), []
     here = run.cluster.devices_per_node or 0
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("torch") is None:
@@ -37,7 +40,7 @@ def check(run: RunConfig, machine: Machine) -> None:
     if run.cluster.device == "cpu":
         shortages += _cpu_shortages(run, grid, machine)
     if shortages:
-        raise BadEnvironment(_message(run, grid, machine, shortages))
+        raise BadEnvironment(_message(run, grid, machine, shortages, argv))
 
 
 def _cpu_shortages(run: RunConfig, grid: RankGrid, machine: Machine) -> list[str]:
@@ -54,15 +57,16 @@ def _cpu_shortages(run: RunConfig, grid: RankGrid, machine: Machine) -> list[str
     return out
 
 
-def _message(run: RunConfig, grid: RankGrid, machine: Machine, shortages: list[str]) -> str:
+def _message(run: RunConfig, grid: RankGrid, machine: Machine, shortages: list[str], argv: Sequence[str]) -> str:
+    words = shlex.join(argv)
     lines = [f"{run.model.name} with {grid} cannot run here:"]
     lines += [f"  - {s}" for s in shortages]
     lines += [
         f"this machine: {machine.cpu_cores} cores, {units.bytes_(machine.memory_bytes)}, {machine.gpus} GPUs",
         "what works here:",
-        "  python launch.py check <the same arguments>   judge the configuration without running it",
-        "  python launch.py show <the same arguments>    see every value and who set it",
-        "  python launch.py                              train a small model on this machine",
+        f"  python launch.py check {words}   (judge this configuration without running it)",
+        f"  python launch.py show {words}   (see every value and who set it)",
+        "  python launch.py   (train a small model on this machine)",
     ]
     return "\n".join(lines)
 

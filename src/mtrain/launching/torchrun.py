@@ -7,7 +7,9 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
+from mtrain import mcore as door
 from mtrain.config.run import RunConfig
+from mtrain.devices import registry
 from mtrain.errors import BadEnvironment, MtrainError
 from mtrain.launching import folder
 
@@ -23,6 +25,7 @@ def train(run: RunConfig, argv: list[str]) -> int:
     Rank 0 makes the run folder and tells the others. The process ends at once after a failure, so that no
     destructor waits for a rank that is gone.
     """
+    door.open_door(registry.get(run.cluster.device))
     from mtrain.train.assemble import Paths
     from mtrain.train.assemble import train as train_rank
     from mtrain.world.init import World

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from difflib import get_close_matches
 
 from mtrain.config.resolve import smallest_world
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.run import RunConfig
+
+SHIPPED_DEVICES = ("auto", "cpu", "cuda")
 
 
 def _tp_fixes(run: RunConfig, number: int) -> tuple[Change, ...]:
@@ -202,7 +205,23 @@ def gather_needs_distributed_optimizer(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT118", "parallel.overlap_param_gather", rule, (on, {"parallel.overlap_param_gather": False}))
 
 
+def device_is_known(run: RunConfig) -> Iterator[Finding]:
+    """The device ships with mtrain, or an installed plug-in provides it."""
+    device = run.cluster.device
+    if device in SHIPPED_DEVICES:
+        return
+    from importlib.metadata import entry_points
+
+    known = [*SHIPPED_DEVICES, *sorted(point.name for point in entry_points(group="mtrain.devices"))]
+    if device not in known:
+        near = get_close_matches(device, known, n=1)
+        rule = f"there is no such device here; devices: {', '.join(known)} (a plug-in adds one)"
+        changes: list[Change] = [{"cluster.device": name} for name in dict.fromkeys([*near, "auto", "cpu"])]
+        yield Finding("MT119", "cluster.device", rule, tuple(changes))
+
+
 RULES = (
+    device_is_known,
     tp_divides_heads,
     tp_fits_query_groups,
     tp_divides_widths,
