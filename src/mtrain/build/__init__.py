@@ -1,1 +1,1 @@
-"""Floor 7: from a configuration to this rank's model, optimizer and schedule."""
+"""Floor 8: from a configuration to this rank's model, optimizer and schedule."""

@@ -1,1 +1,1 @@
-"""Floor 9: starting the ranks of a run, watching them, and saying which one failed."""
+"""Floor 10: starting the ranks of a run, watching them, and saying which one failed."""

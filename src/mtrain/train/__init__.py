@@ -1,1 +1,1 @@
-"""Floor 8: where the parts meet and a run happens."""
+"""Floor 9: where the parts meet and a run happens."""

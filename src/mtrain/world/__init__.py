@@ -1,1 +1,1 @@
-"""Floor 5: this process among the others: process groups equal to the rank grid, or a refusal."""
+"""Floor 6: this process among the others: process groups equal to the rank grid, or a refusal."""

@@ -1,0 +1,169 @@
+"""The laws of the house: each failure message is the sentence that explains the law."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from mtrain.config.run import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src/mtrain"
+KERNELS = ROOT / "kernels/mtrain_kernels"
+
+FLOORS = {
+    "errors": 0,
+    "units": 0,
+    "config": 1,
+    "layout": 2,
+    "plan": 3,
+    "devices": 4,
+    "mcore": 5,
+    "world": 6,
+    "data": 7,
+    "build": 8,
+    "ckpt": 8,
+    "train": 9,
+    "launching": 10,
+    "cli": 11,
+}
+ONLY_IN = {
+    "hydra": ("config/compose.py", "config/source.py"),
+    "omegaconf": ("config/compose.py", "config/source.py"),
+    "pydantic": ("config/",),
+    "megatron": ("mcore/",),
+    "transformer_engine": ("mcore/",),
+    "safetensors": ("ckpt/",),
+    "tokenizers": ("data/",),
+}
+WITHOUT_TORCH = [room for room, floor in FLOORS.items() if floor <= 3]
+
+
+def modules() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Every module that a file imports, with the line."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((name.name, node.lineno) for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module, node.lineno
+            if node.module == "mtrain":
+                yield from ((f"mtrain.{name.name}", node.lineno) for name in node.names)
+
+
+def room_of(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if parts[0] == "mtrain" and len(parts) > 1 else None
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_go_strictly_downward(path: Path) -> None:
+    here = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    if here == "__init__":
+        return
+    for module, line in imports(path):
+        room = room_of(module)
+        if room is None or room == here or room == "__version__":
+            continue
+        assert room in FLOORS, f"{path}:{line}: {room} has no floor; give it one in this test and in the README"
+        assert FLOORS[room] < FLOORS[here], (
+            f"{path}:{line}: {here} (floor {FLOORS[here]}) imports {module} (floor {FLOORS[room]}). "
+            "Imports go downward, and rooms of one floor do not know each other."
+        )
+
+
+@pytest.mark.parametrize("library", ONLY_IN)
+def test_a_library_stays_in_its_room(library: str) -> None:
+    for path in modules():
+        where = str(path.relative_to(SOURCE))
+        for module, line in imports(path):
+            if module.split(".")[0] == library:
+                allowed = any(where.startswith(place) for place in ONLY_IN[library])
+                assert allowed, f"{path}:{line}: {library} is imported only in {', '.join(ONLY_IN[library])}"
+
+
+def test_torch_is_unknown_below_floor_four() -> None:
+    for path in modules():
+        room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if room in WITHOUT_TORCH:
+            for module, line in imports(path):
+                assert module.split(".")[0] not in ("torch", "numpy"), (
+                    f"{path}:{line}: floors 0 to 3 judge within a second, so they know no torch"
+                )
+
+
+def test_torch_cuda_is_named_in_one_file() -> None:
+    for path in modules():
+        if path == SOURCE / "devices/cuda.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = isinstance(node, ast.Attribute) and node.attr == "cuda" and isinstance(node.value, ast.Name)
+            assert not (named and node.value.id == "torch"), (  # type: ignore[attr-defined]
+                f"{path}:{node.lineno}: torch.cuda is named only in devices/cuda.py; ask the device instead"
+            )
+
+
+def test_kernels_know_neither_mtrain_nor_megatron() -> None:
+    for path in sorted(KERNELS.rglob("*.py")):
+        for module, line in imports(path):
+            assert module.split(".")[0] not in ("mtrain", "megatron"), (
+                f"{path}:{line}: mtrain_kernels stands alone, so that others can use it"
+            )
+
+
+def test_no_pickle_is_read() -> None:
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                spelled = ast.unparse(node.func)
+                assert spelled not in ("pickle.load", "pickle.loads", "torch.load", "np.load", "numpy.load"), (
+                    f"{path}:{node.lineno}: {spelled} can run what a stranger wrote"
+                )
+
+
+def test_files_and_functions_stay_readable() -> None:
+    for path in modules():
+        tree = ast.parse(path.read_text())
+        lines = len(path.read_text().splitlines())
+        assert lines <= 400, f"{path} has {lines} lines: cut it where its ideas part"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                assert length <= 60, f"{path}:{node.lineno}: {node.name} has {length} lines"
+
+
+def test_no_room_is_named_after_nothing() -> None:
+    for path in modules():
+        assert not {"utils", "helpers", "common", "manager"} & set(path.with_suffix("").parts), (
+            f"{path}: a name says what is in the room"
+        )
+
+
+def test_every_public_thing_says_what_it_is() -> None:
+    for path in modules():
+        tree = ast.parse(path.read_text())
+        assert ast.get_docstring(tree), f"{path} has no docstring"
+        for node in ast.walk(tree):
+            public = isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+            if public and node in tree.body:
+                assert ast.get_docstring(node), f"{path}:{node.lineno}: {node.name} has no docstring"
+
+
+def test_every_key_is_documented() -> None:
+    def walk(model: type[BaseModel], prefix: str) -> Iterator[str]:
+        for name, field in model.model_fields.items():
+            inner = [a for a in (field.annotation, *getattr(field.annotation, "__args__", ())) if isinstance(a, type)]
+            sections = [a for a in inner if issubclass(a, BaseModel)]
+            if not field.description and not sections:
+                yield f"{prefix}{name}"
+            for section in sections:
+                yield from walk(section, f"{prefix}{name}.")
+
+    assert list(walk(RunConfig, "")) == []
