@@ -60,6 +60,28 @@ def _query_norm() -> str:
     return FINE if abs(factor - 1) < 1e-5 else f"gradient times {factor:.3f}"
 
 
+def _moe_loss_tokens() -> str:
+    tiny.start_world(tp=2)
+    moe = {
+        **tiny.MOE,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.01,
+        "moe_z_loss_coeff": 1.0,
+    }
+    cfg = tiny.config(tensor_model_parallel_size=2, sequence_parallel=True, calculate_per_token_loss=True, **moe)
+    router = tiny.model(cfg, wrap=False).decoder.layers[0].mlp.router
+    loss, activation = torch.ones((), requires_grad=True), torch.zeros(6, 4)
+    router.attach_and_log_load_balancing_loss(
+        activation, 1.0, loss, "load_balancing_loss", router.tp_cp_group
+    ).sum().backward()
+    logits = torch.zeros(6, 4, requires_grad=True)
+    (router.apply_z_loss(logits) * 0).sum().backward()
+    # of logits that are all 0, d(logsumexp^2)/d(logit) is 2 log(4) / 4 for each
+    expected = 2 * torch.tensor(4.0).log() / 4
+    found = f"{loss.grad:g} of 12 tokens, z-loss gradient {logits.grad[0, 0] / expected:.3g}"
+    return FINE if found == "12 of 12 tokens, z-loss gradient 1" else found
+
+
 def _reduce() -> str:
     from mtrain.mcore import api
 
@@ -156,6 +178,7 @@ CASES: dict[str, Case] = {
     "mla-flag": Case(lambda: _train(**tiny.MLA), "TypeError: isinstance"),
     "mla-down-projection": Case(lambda: _train(**tiny.MLA), "ValueError: Unsupported linear_q_down_proj"),
     "mla-query-norm": Case(_query_norm, "gradient times 2.000", ranks=2),
+    "moe-loss-tokens": Case(_moe_loss_tokens, "6 of 12 tokens, z-loss gradient 0.5", ranks=2),
     "reduce-result": Case(_reduce, "sum over two ranks of 1 is 1", ranks=2),
     "optimizer-state-before-first-step": Case(_state_before_first_step, "AssertionError"),
     "optimizer-state-loading": Case(

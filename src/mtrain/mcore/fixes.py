@@ -97,6 +97,35 @@ def _reduce_result() -> None:
     _core("tensor_parallel.mappings")._reduce = _reduce
 
 
+def _moe_loss_tokens() -> None:
+    router, moe = _core("transformer.moe.router"), _core("transformer.moe.moe_utils")
+    cls = router.TopKRouter
+    attach, z_loss = cls.attach_and_log_load_balancing_loss, cls.apply_z_loss
+
+    @functools.wraps(attach)
+    def attach_whole(self: Any, activation: Any, coeff: Any, loss: Any, name: str, group: Any, *args: Any, **kw: Any):  # type: ignore[no-untyped-def]
+        if self.calculate_per_token_loss:
+            local = kw.get("valid_token_count")
+            kw["valid_token_count"] = (activation.shape[0] if local is None else local) * group.size()
+        return attach(self, activation, coeff, loss, name, group, *args, **kw)
+
+    @functools.wraps(z_loss)
+    def apply_z_loss(self: Any, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
+        if not self.calculate_per_token_loss or self.config.moe_z_loss_coeff is None:
+            return z_loss(self, logits, padding_mask)
+        scale, tokens = moe.MoEAuxLossAutoScaler, logits.shape[0] if padding_mask is None else (~padding_mask).sum()
+        if self.training and torch.is_grad_enabled():
+            loss = moe.z_loss_func(logits, self.config.moe_z_loss_coeff, padding_mask=padding_mask)
+            logits = scale.apply(logits, loss * tokens)
+            layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
+            share = loss / self.config.moe_z_loss_coeff / self.tp_cp_group.size()
+            moe.save_to_aux_losses_tracker("z_loss", share, self.layer_number, layers)
+        return logits
+
+    cls.attach_and_log_load_balancing_loss = attach_whole
+    cls.apply_z_loss = apply_z_loss
+
+
 def _is_torch_adam(optimizer: Any) -> bool:
     return isinstance(optimizer, torch.optim.Adam)
 
@@ -222,6 +251,14 @@ FIXES: tuple[Fix, ...] = (
         "whole on each rank: silently tp times too large. Now the mean is taken, which is right for equal ones.",
         "everywhere",
         _mla_query_norm,
+    ),
+    Fix(
+        "moe-loss-tokens",
+        "transformer/moe/router.py:469",
+        "With a loss per token, balancing and z-losses are weighted with a rank's tokens and gradients divided by "
+        "those of all: under sequence or context parallelism these losses are silently tp * cp times too small.",
+        "everywhere",
+        _moe_loss_tokens,
     ),
     Fix(
         "reduce-result",

@@ -1,0 +1,55 @@
+"""Joining: process groups equal the grid for every kind of layout, and a world that differs is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from mtrain.layout.grid import RankGrid
+from tests.support.forked import RankFailed, run_ranks
+from tests.support.runs import tiny_run
+
+
+def _join(run: object) -> dict[str, int]:
+    from mtrain.world.init import joined
+
+    with joined(run) as world:  # type: ignore[arg-type]
+        return world.coords
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"ranks": 8, "tp": 2, "pp": 2, "cp": 2},
+        {"ranks": 8, "tp": 2, "pp": 2, "ep": 2},
+        {"ranks": 8, "tp": 2, "ep": 4, "etp": 1},
+        {"ranks": 6, "pp": 3},
+    ],
+    ids=str,
+)
+def test_megatron_groups_are_those_of_the_grid(degrees: dict[str, int]) -> None:
+    run = tiny_run(**degrees)
+    grid = RankGrid.of(run)
+    assert run_ranks(run.parallel.ranks, _join, run) == [grid.coords(rank) for rank in range(grid.world)]
+
+
+def test_a_grid_that_numbers_ranks_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mtrain.layout.grid as grid
+
+    monkeypatch.setattr(grid, "DENSE_ORDER", ("pp", "cp", "dp", "tp"))
+    with pytest.raises(RankFailed, match="process groups differ from the rank grid"):
+        run_ranks(4, _join, tiny_run(ranks=4, tp=2, pp=2))
+
+
+def test_a_rank_with_another_configuration_is_named() -> None:
+    def join() -> None:
+        odd = {"seed": 7} if dist.get_rank() == 1 else {}
+        _join(tiny_run(ranks=2, trainer=odd))
+
+    with pytest.raises(RankFailed, match=r"ranks \[1\] differ from rank 0 in version or configuration"):
+        run_ranks(2, join)
+
+
+def test_another_number_of_processes_than_the_layout_has_is_refused() -> None:
+    with pytest.raises(RankFailed, match="the layout has 4 ranks"):
+        run_ranks(2, _join, tiny_run(ranks=4, tp=2))

@@ -1,0 +1,148 @@
+"""The run folder: who owns it, what it is resumed from, and what may differ."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mtrain.config.resolve import resolve
+from mtrain.config.run import RunConfig
+from mtrain.errors import BadEnvironment, BadInput
+from mtrain.launching import folder, preflight
+from tests.support.configs import LAPTOP, tiny
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run_of(**changes: object) -> RunConfig:
+    return resolve(tiny(**changes), LAPTOP)
+
+
+def made(name: str, *steps: int, age_s: float = 0.0, **changes: object) -> Path:
+    """A run folder as a run leaves it, with empty committed checkpoints."""
+    run = run_of(log__name=name, **changes)
+    with folder.opened(run, folder.plan(run), []):
+        pass
+    home = Path("runs") / name
+    for step in steps:
+        checkpoint = home / f"checkpoints/step_{step:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text("{}")
+        (checkpoint / "run.yaml").write_text((home / "run.yaml").read_text())
+    stamp = (home / "run.yaml").stat().st_mtime - age_s
+    os.utime(home / "run.yaml", (stamp, stamp))
+    return home
+
+
+def refusal(run: RunConfig) -> BadInput:
+    with pytest.raises(BadInput) as caught:
+        folder.plan(run)
+    return caught.value
+
+
+def test_a_taken_name_is_refused_with_a_free_one() -> None:
+    made("a")
+    problem = refusal(run_of(log__name="a")).problems[0]
+    assert (problem.code, problem.fix) == ("MT501", "checkpoint.resume=latest, or log.name=a-2")
+
+
+def test_a_folder_in_use_names_its_owner() -> None:
+    run = run_of(log__name="a")
+    chosen = folder.plan(run)
+    with folder.opened(run, chosen, []), pytest.raises(BadInput) as caught, folder.opened(run, chosen, []):
+        pass
+    assert f"process {os.getpid()}" in caught.value.problems[0].rule
+
+
+def test_what_will_run_is_written_before_it_runs() -> None:
+    home = made("a", parallel__tp=2)
+    assert json.loads((home / "plan.json").read_text())["ranks"] == 2
+    assert "tp: 2" in (home / "run.yaml").read_text()
+    assert {"env.json", "overrides.txt"} <= {p.name for p in home.iterdir()}
+
+
+def test_latest_is_the_newest_run_of_this_configuration_not_of_another() -> None:
+    made("mine", 5, 10, age_s=100)
+    made("other", 7, optim__lr=0.5)
+    chosen = folder.plan(run_of(checkpoint__resume="latest"))
+    assert chosen.folder == Path("runs/mine")
+    assert chosen.checkpoint == Path("runs/mine/checkpoints/step_00000010")
+
+
+def test_a_half_written_checkpoint_is_not_the_latest() -> None:
+    home = made("a", 5)
+    (home / "checkpoints/.saving-step_00000010").mkdir()
+    (home / "checkpoints/step_00000009").mkdir()
+    assert folder.plan(run_of(log__name="a", checkpoint__resume="latest")).checkpoint == home / (
+        "checkpoints/step_00000005"
+    )
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_again_in_its_folder() -> None:
+    made("a")
+    chosen = folder.plan(run_of(log__name="a", checkpoint__resume="latest"))
+    assert (chosen.folder, chosen.checkpoint) == (Path("runs/a"), None)
+
+
+def test_another_model_cannot_be_continued_and_every_key_is_named() -> None:
+    made("a", 5)
+    problems = refusal(
+        run_of(log__name="a", checkpoint__resume="latest", model__num_layers=8, model__ffn_hidden_size=512)
+    ).problems
+    assert [(p.code, p.path, p.fix) for p in problems] == [
+        ("MT503", "model.num_layers", "model.num_layers=4"),
+        ("MT503", "model.ffn_hidden_size", "model.ffn_hidden_size=704"),
+    ]
+
+
+def test_a_key_that_changes_the_numbers_needs_a_word_and_is_recorded() -> None:
+    made("a", 5)
+    problem = refusal(run_of(log__name="a", checkpoint__resume="latest", optim__lr=0.5, optim__min_lr=0.1)).problems[
+        0
+    ]
+    assert (problem.code, problem.path) == ("MT504", "optim.lr")
+    accepted = run_of(
+        log__name="a", checkpoint__resume="latest", optim__lr=0.5, optim__min_lr=0.1, checkpoint__accept_changes=True
+    )
+    assert "optim.lr: 0.001 -> 0.5" in folder.plan(accepted).changes
+
+
+def test_another_layout_goes_on_without_a_word() -> None:
+    made("a", 5)
+    chosen = folder.plan(run_of(log__name="a", checkpoint__resume="latest", parallel__tp=2))
+    assert "parallel.tp: 1 -> 2" in chosen.changes
+
+
+def test_a_checkpoint_of_one_run_can_begin_another() -> None:
+    made("a", 5, 10)
+    older = "runs/a/checkpoints/step_00000005"
+    assert folder.plan(run_of(checkpoint__resume=older)).folder == Path("runs/a")
+    branch = folder.plan(run_of(log__name="b", checkpoint__resume=older))
+    assert (branch.folder, branch.checkpoint) == (Path("runs/b"), Path(older))
+
+
+@pytest.mark.parametrize("resume", ["latest", "nowhere", "."])
+def test_nothing_to_resume_from_is_said(resume: str) -> None:
+    assert refusal(run_of(checkpoint__resume=resume)).problems[0].code == "MT502"
+
+
+def test_a_model_larger_than_memory_is_refused_with_numbers_and_what_works() -> None:
+    large = run_of(model__num_layers=80, model__hidden_size=8192, model__ffn_hidden_size=28672)
+    with pytest.raises(BadEnvironment) as caught:
+        preflight.check(large, ["model=large"], LAPTOP)
+    text = str(caught.value)
+    assert "needs at least" in text
+    assert "8.0 GiB" in text
+    assert "python launch.py check model=large" in text
+
+
+def test_gpus_that_are_missing_are_counted() -> None:
+    run = run_of(cluster__device="cuda", cluster__devices_per_node=8, parallel__tp=2)
+    with pytest.raises(BadEnvironment, match="needs 8 GPUs on this machine; here: 0"):
+        preflight.check(run, [], LAPTOP)
