@@ -91,6 +91,16 @@ def _reduce() -> str:
     return FINE if torch.equal(found, torch.full((3, 2), 2.0)) else f"sum over two ranks of 1 is {found[0, 0]:g}"
 
 
+def _gradient_norm() -> str:
+    from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+
+    tiny.start_world()
+    gradient = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)) * 1e-3
+    found = get_grad_norm_fp32([gradient, gradient], grad_stats_parallel_group=torch.distributed.group.WORLD)
+    error = abs(found / (gradient.double().norm().item() * 2**0.5) - 1)
+    return FINE if error < 1e-6 else f"off by {'more' if error > 1e-5 else 'less'} than 1e-5"
+
+
 def _optimizer(model: Any) -> Any:
     from mtrain.mcore import api
 
@@ -180,6 +190,7 @@ CASES: dict[str, Case] = {
     "mla-query-norm": Case(_query_norm, "gradient times 2.000", ranks=2),
     "moe-loss-tokens": Case(_moe_loss_tokens, "6 of 12 tokens, z-loss gradient 0.5", ranks=2),
     "reduce-result": Case(_reduce, "sum over two ranks of 1 is 1", ranks=2),
+    "gradient-norm": Case(_gradient_norm, "off by more than 1e-5"),
     "optimizer-state-before-first-step": Case(_state_before_first_step, "AssertionError"),
     "optimizer-state-loading": Case(
         _resume, "leaf Variable that requires grad is being used in an in-place|KeyError: 'step'"
