@@ -115,12 +115,12 @@ def test_the_micro_batch_fits_the_share_of_a_rank_and_fills_the_pipeline() -> No
     def size(**changes: Any) -> int | None:
         return resolve(tiny(trainer__micro_batch_size=None, **changes), LAPTOP).trainer.micro_batch_size
 
-    assert size(trainer__global_batch_size=16) == 4
+    assert size(trainer__global_batch_size=16) == 8
     assert size(trainer__global_batch_size=16, parallel__ranks=8) == 2
     assert size(trainer__global_batch_size=6) == 2
     assert size(trainer__global_batch_size=8, parallel__pp=4) == 2
     assert size(trainer__global_batch_size=2, parallel__pp=4) == 1
-    assert size(trainer__global_batch_size=24, parallel__pp=3, parallel__vpp=2) == 4
+    assert size(trainer__global_batch_size=24, parallel__pp=3, parallel__vpp=2) == 8
 
 
 def test_what_a_learning_rate_alone_does_not_say_follows_it() -> None:

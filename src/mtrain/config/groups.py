@@ -101,7 +101,7 @@ class TrainerConfig(Section):
     global_batch_size: PositiveInt = 16
     """Samples per optimizer step, over all ranks."""
     micro_batch_size: PositiveInt | None = None
-    """Samples per forward and backward on one rank; null: the largest of 4, 2, 1 that cuts the batch evenly and
+    """Samples per forward and backward on one rank; null: the largest of 8, 4, 2, 1 that cuts the batch evenly and
     leaves a micro-batch for every pipeline stage."""
     eval_interval: PositiveInt | None = None
     """Steps between evaluations during the run; null: only at the end."""

@@ -114,7 +114,7 @@ def _micro_batch(run: RunConfig, ranks: int) -> dict[str, Any]:
     if t.micro_batch_size is not None:
         return {}
     share = t.global_batch_size // max(1, ranks // p.model_ranks)  # what a data-parallel rank takes of a step
-    even = [size for size in (4, 2, 1) if share and share % size == 0]
+    even = [size for size in (8, 4, 2, 1) if share and share % size == 0]
     if p.vpp > 1:
         even = [size for size in even if share // size % p.pp == 0] or even
     filling = [size for size in even if share // size >= p.pp]

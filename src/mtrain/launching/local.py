@@ -41,6 +41,8 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
         MtrainError: what the first failing rank ended with.
     """
     chosen = folder.plan(run)
+    if run.log.progress != "none":
+        print("starting: data, torch, megatron-core", flush=True)
     prepared = Forked(lambda: _prepare(run))
     _warm(run)
     prepared.result()
