@@ -10,7 +10,7 @@ import pytest
 
 from mtrain.config.resolve import resolve
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadEnvironment, BadInput
+from mtrain.errors import BadEnvironment, BadInput, Damaged
 from mtrain.launching import folder, preflight
 from tests.support.configs import LAPTOP, tiny
 
@@ -30,6 +30,7 @@ def made(name: str, *steps: int, age_s: float = 0.0, **changes: object) -> Path:
     with folder.opened(run, folder.plan(run), []):
         pass
     home = Path("runs") / name
+    (home / "metrics.jsonl").write_text('{"step": 1}\n')
     for step in steps:
         checkpoint = home / f"checkpoints/step_{step:08d}"
         checkpoint.mkdir(parents=True)
@@ -64,7 +65,67 @@ def test_what_will_run_is_written_before_it_runs() -> None:
     home = made("a", parallel__tp=2)
     assert json.loads((home / "plan.json").read_text())["ranks"] == 2
     assert "tp: 2" in (home / "run.yaml").read_text()
+    assert "resume: null" in (home / "run.yaml").read_text()
     assert {"env.json", "overrides.txt"} <= {p.name for p in home.iterdir()}
+
+
+def test_a_folder_in_which_no_step_was_made_may_be_used_again() -> None:
+    run = run_of(log__name="a")
+    with folder.opened(run, folder.plan(run), []):
+        pass
+    with folder.opened(run, folder.plan(run), []) as again:
+        assert again.folder == Path("runs/a")
+
+
+def test_of_two_starts_at_once_with_one_name_one_is_refused() -> None:
+    run = run_of(log__name="a")
+    early = folder.plan(run)  # judged while the name was free
+    made("a")
+    with pytest.raises(BadInput, match="exists already"), folder.opened(run, early, []):
+        pass
+
+
+def test_of_two_starts_at_once_without_a_name_both_run() -> None:
+    run = run_of()
+    first, second = folder.plan(run), folder.plan(run)
+    with folder.opened(run, first, []) as a, folder.opened(run, second, []) as b:
+        assert a.folder != b.folder
+
+
+def test_an_older_checkpoint_takes_the_course_and_later_ones_are_set_aside() -> None:
+    home = made("a", 5, 10)
+    run = run_of(checkpoint__resume=str(home / "checkpoints/step_00000005"))
+    with folder.opened(run, folder.plan(run), []):
+        pass
+    assert folder.plan(run_of(checkpoint__resume=str(home))).checkpoint == home / "checkpoints/step_00000005"
+
+
+def test_a_checkpoint_without_its_manifest_is_neither_resumed_nor_passed_over_in_silence() -> None:
+    home = made("a", 5, 10)
+    (home / "checkpoints/step_00000010/manifest.json").unlink()
+    chosen = folder.plan(run_of(checkpoint__resume=str(home)))
+    assert chosen.checkpoint == home / "checkpoints/step_00000005"
+    assert "step_00000010 has no manifest.json" in chosen.notes[0]
+    with pytest.raises(Damaged, match="not a committed checkpoint"):
+        folder.plan(run_of(checkpoint__resume=str(home / "checkpoints/step_00000010")))
+
+
+def test_a_foreign_run_file_is_passed_over() -> None:
+    made("a", 5, age_s=10)
+    foreign = Path("runs/zz")
+    foreign.mkdir()
+    (foreign / "run.yaml").write_text("model: {nope: 1}\n")
+    chosen = folder.plan(run_of(checkpoint__resume="latest"))
+    assert chosen.folder == Path("runs/a")
+    assert "zz" in chosen.notes[0]
+
+
+def test_another_precision_or_optimizer_cannot_be_continued() -> None:
+    made("a", 5)
+    problems = refusal(
+        run_of(log__name="a", checkpoint__resume="latest", precision__dtype="bf16", optim__name="sgd")
+    ).problems
+    assert {(p.code, p.path) for p in problems} == {("MT503", "precision.dtype"), ("MT503", "optim.name")}
 
 
 def test_latest_is_the_newest_run_of_this_configuration_not_of_another() -> None:

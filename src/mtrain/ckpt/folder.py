@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -58,22 +59,44 @@ def commit(draft: Path, final: Path, body: dict[str, Any]) -> None:
     sync(final.parent)
 
 
-def committed(root: Path) -> list[Path]:
-    """The committed checkpoints in a folder, oldest first; half-written ones are not among them."""
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name says."""
+    return int(path.name.removeprefix("step_"))
+
+
+def folders(root: Path) -> list[Path]:
+    """Folders with the name of a checkpoint, by step; some may lack their manifest."""
     if not root.is_dir():
         return []
-    return sorted(p for p in root.iterdir() if p.name.startswith("step_") and (p / MANIFEST).is_file())
+    return sorted((p for p in root.iterdir() if re.fullmatch(r"step_\d{8,}", p.name)), key=step_of)
+
+
+def committed(root: Path) -> list[Path]:
+    """The committed checkpoints in a folder, oldest first; half-written ones are not among them."""
+    return [path for path in folders(root) if (path / MANIFEST).is_file()]
+
+
+def sweep(root: Path) -> None:
+    """Remove what an interrupted save or deletion left, and put back what an interrupted replacement took away."""
+    for path in root.glob(".replaced-step_*"):
+        final = path.with_name(path.name.removeprefix(".replaced-"))
+        if final.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.rename(final)
+    for path in [*root.glob(".saving-*"), *root.glob(".deleted-*")]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def prune(root: Path, keep: int | None) -> None:
-    """Delete all but the newest `keep` checkpoints, and what an interrupted save left behind."""
-    for leftover in [*root.glob(".saving-*"), *root.glob(".replaced-*")]:
-        shutil.rmtree(leftover, ignore_errors=True)
+    """Delete all but the newest `keep` checkpoints, and those of a course that the run has left."""
+    sweep(root)
+    doomed = list(root.glob(".superseded-*"))
     for path in committed(root)[:-keep] if keep is not None else []:
         # Out of sight by one rename, so that an interrupted deletion is not taken for a checkpoint.
-        doomed = path.with_name(f".replaced-{path.name}")
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+        doomed.append(path.rename(path.with_name(f".deleted-{path.name}")))
+    for path in doomed:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:

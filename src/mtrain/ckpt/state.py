@@ -46,7 +46,7 @@ def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts
     }
     ranks = store.Ranks(world.rank, world.size, dist.barrier)
     with sharding.gathered(state.chunks):
-        path = store.save(root, state.step, slots, rng_tensors(world), facts, run_yaml(run), ranks)
+        path = store.save(root, state.step, slots, rng_tensors(world), facts, run_yaml(run.recorded()), ranks)
     if world.is_first:
         folder.prune(root, run.checkpoint.keep)
     return path

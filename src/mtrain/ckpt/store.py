@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,8 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from mtrain import units
 from mtrain.ckpt import folder
-from mtrain.errors import Damaged
+from mtrain.errors import Damaged, TrainingFault
 from mtrain.mcore.sharding import Slot
 
 
@@ -49,9 +51,36 @@ def save(
     has a name that no reader takes for a checkpoint.
 
     Raises:
-        OSError: the disk is full or not writable; nothing that was committed before is touched.
+        TrainingFault: the disk is full or not writable; nothing that was committed before is touched.
     """
     final, draft = root / folder.folder_name(step), folder.draft_of(root, step)
+    with _says_what_is_missing(draft):
+        _save(draft, final, step, slots, extra, state, run_yaml, ranks)
+    return final
+
+
+@contextmanager
+def _says_what_is_missing(draft: Path) -> Iterator[None]:
+    """A disk that is full or not writable, in words; what was written is removed."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        existing = next(p for p in (draft, *draft.parents) if p.exists())
+        free = units.bytes_(shutil.disk_usage(existing).free)
+        raise TrainingFault(f"the checkpoint {draft} cannot be written ({free} free): {error}") from None
+
+
+def _save(
+    draft: Path,
+    final: Path,
+    step: int,
+    slots: Iterable[Slot],
+    extra: dict[str, torch.Tensor],
+    state: dict[str, Any],
+    run_yaml: str,
+    ranks: Ranks,
+) -> None:
     if ranks.rank == 0:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
@@ -64,7 +93,6 @@ def save(
         merged = _merge(draft, ranks.size)
         folder.commit(draft, final, {"step": step, "ranks": ranks.size, "state": state, **merged})
     ranks.barrier()
-    return final
 
 
 def _write_shard(draft: Path, slots: Iterable[Slot], extra: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:

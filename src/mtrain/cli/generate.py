@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from mtrain.ckpt import folder as ckpt_folder
-from mtrain.cli.resume import run_file, target_of
+from mtrain.cli.resume import relaid, run_file, target_of
 from mtrain.cli.setup import load
 from mtrain.errors import BadInput, Problem
 from mtrain.launching import folder as run_folder
 from mtrain.launching import local, preflight
 
 USAGE = "python launch.py generate runs/<name> [prompt=TEXT] [tokens=N] [temperature=T] [overrides]"
+WITHOUT_DATA = ("data.kind=mock", "data.path=null", "data.tokenizer=null", "trainer.sample_tokens=0")
+"""The corpus of the run may be gone: its tokenizer is in the run folder."""
 OPTIONS = {"prompt": "def ", "tokens": "64", "temperature": "0.8"}
 
 
@@ -25,20 +27,28 @@ def run(argv: list[str], *, debug: bool) -> int:
             options[key] = value
         else:
             overrides.append(word)
-    composed = load([f"run={run_file(target)}", *overrides])
+    composed = load([f"run={run_file(target)}", *WITHOUT_DATA, *relaid(overrides), *overrides])
     preflight.check(composed.run, rest)
     tokens, temperature = _number(options, "tokens", int), _number(options, "temperature", float)
-    local.generate(composed.run, _checkpoint(target), options["prompt"], int(tokens), temperature)
+    local.generate(composed.run, _source(target), options["prompt"], int(tokens), temperature)
     return 0
 
 
-def _checkpoint(target: Path) -> Path:
-    if (target / ckpt_folder.MANIFEST).is_file():
-        return target
-    saved = ckpt_folder.committed(target / run_folder.CHECKPOINTS)
-    if not saved:
-        raise BadInput([Problem("MT502", "", None, f"{target} has no checkpoint yet", USAGE)])
-    return saved[-1]
+def _source(target: Path) -> local.Source:
+    """The checkpoint of a run or checkpoint folder, and the tokenizer that the run kept."""
+    if target.parent.name == run_folder.CHECKPOINTS:
+        home, checkpoint = target.parent.parent, target
+    else:
+        home = target
+        saved = ckpt_folder.committed(home / run_folder.CHECKPOINTS)
+        if not saved:
+            raise BadInput([Problem("MT502", "", None, f"{target} has no checkpoint yet", USAGE)])
+        checkpoint = saved[-1]
+    tokenizer = home / "tokenizer.json"
+    if not tokenizer.is_file():
+        rule = f"{home} has no tokenizer.json: its data has no tokenizer, so no text can be generated"
+        raise BadInput([Problem("MT506", "", None, rule, "a run on data=stdlib, data=text or data.tokenizer=FILE")])
+    return local.Source(checkpoint, tokenizer)
 
 
 def _number(options: dict[str, str], key: str, kind: type[int] | type[float]) -> float:

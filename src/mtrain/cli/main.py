@@ -6,6 +6,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mtrain.errors import BadInput, MtrainError, Problem
@@ -191,12 +192,17 @@ def _unknown_verb(word: str) -> Problem:
 
 def _say(text: str) -> None:
     """Prints on stderr; of the processes that a launcher such as torchrun started, only the first one does."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.stderr, flush=True)
+    if _speaks():
+        with suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+
+
+def _speaks() -> bool:
+    return "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
 def _traceback() -> None:
     import traceback
 
-    if os.environ.get("RANK", "0") == "0":
+    if _speaks():
         traceback.print_exc()

@@ -14,7 +14,13 @@ USAGE = "python launch.py resume runs/<name> [overrides]"
 def run(argv: list[str], *, debug: bool) -> int:
     """Train on with the configuration that the run folder holds; further arguments are overrides."""
     target, overrides = target_of(argv, "resume", USAGE)
-    return train.run([f"run={run_file(target)}", f"checkpoint.resume={quoted(target)}", *overrides], debug=debug)
+    words = [f"run={run_file(target)}", *relaid(overrides), f"checkpoint.resume={quoted(target)}"]
+    return train.run([*words, *overrides], debug=debug)
+
+
+def relaid(overrides: list[str]) -> list[str]:
+    """What another layout decides anew: the size of a micro-batch was resolved for the layout of the run."""
+    return ["trainer.micro_batch_size=null"] if any(word.startswith("parallel") for word in overrides) else []
 
 
 def target_of(argv: list[str], verb: str, usage: str) -> tuple[Path, list[str]]:

@@ -6,9 +6,12 @@ import sys
 import traceback
 
 from mtrain.cli.setup import load
-from mtrain.errors import MtrainError
+from mtrain.config.run import RunConfig
+from mtrain.errors import BadEnvironment, BadInput, MtrainError
 from mtrain.launching import torchrun
 from mtrain.launching.worker import leave
+
+TAKEN = "MT434"
 
 
 def run(argv: list[str], *, debug: bool) -> int:
@@ -20,17 +23,21 @@ def run(argv: list[str], *, debug: bool) -> int:
 
     preflight.check(composed.run, argv)
     for warning in composed.warnings:
-        print(warning.render(), file=sys.stderr)
+        if warning.code != TAKEN:  # the launcher says it as an error
+            print(warning.render(), file=sys.stderr)
     local.launch(composed.run, argv)
     return 0
 
 
-def _as_worker(configured: object, argv: list[str], debug: bool) -> int:
+def _as_worker(configured: RunConfig, argv: list[str], debug: bool) -> int:
+    """As a rank of somebody else's launcher: ends the process at once after a failure."""
     try:
-        return torchrun.train(configured, argv)  # type: ignore[arg-type]
+        return torchrun.train(configured, argv)
     except BaseException as error:
-        if debug or not isinstance(error, MtrainError):
+        expected = isinstance(error, MtrainError | KeyboardInterrupt)
+        if debug or not expected:
             traceback.print_exc()
-        print(f"rank {torchrun.rank()}: {error}", file=sys.stderr)
-        leave(error.exit_code if isinstance(error, MtrainError) else 1)
+        if not isinstance(error, BadInput | BadEnvironment) or torchrun.rank() == 0:
+            print(f"rank {torchrun.rank()}: {error}", file=sys.stderr)
+        leave(error.exit_code if isinstance(error, MtrainError) else 130 if expected else 1)
         raise

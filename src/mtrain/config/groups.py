@@ -107,7 +107,7 @@ class TrainerConfig(Section):
     """Steps between evaluations during the run; null: only at the end."""
     eval_iters: NonNegativeInt = 4
     """Global batches of the validation split per evaluation; 0: never evaluate."""
-    seed: NonNegativeInt = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     """Seed of weights, sample order and dropout; independent of the layout."""
     sample_tokens: NonNegativeInt | None = None
     """Tokens of generated text at the end of the run; null: 64 where there is a tokenizer and no context parallelism,
@@ -158,7 +158,7 @@ class LogConfig(Section):
 
     runs_dir: str = "runs"
     """Folder of run folders."""
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] | None = None
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=200)] | None = None
     """Name of the run folder; null: made from the date, the model and the layout."""
     interval: PositiveInt = 10
     """Steps between progress lines; the metrics file has every step."""

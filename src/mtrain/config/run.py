@@ -49,6 +49,10 @@ _EFFECT_OF_GROUP = {
 }
 _EFFECT_OF_KEY = {
     "model.name": Effect.OPERATION,
+    "precision.dtype": Effect.SHAPE,
+    "optim.name": Effect.SHAPE,
+    "data.path": Effect.OPERATION,
+    "data.tokenizer": Effect.OPERATION,
     "model.attention_dropout": Effect.NUMBERS,
     "model.hidden_dropout": Effect.NUMBERS,
     "model.init_method_std": Effect.NUMBERS,
@@ -119,7 +123,12 @@ class RunConfig(Section):
         walk("", {k: v for k, v in self.to_dict().items() if k != "recipe"})
         return out
 
+    def recorded(self) -> RunConfig:
+        """The run as it is written down: without the words that chose what to go on from."""
+        choice = {"resume": None, "accept_changes": False}
+        return self.model_copy(update={"checkpoint": self.checkpoint.model_copy(update=choice)})
+
     def digest(self) -> str:
-        """sha256 of the canonical JSON of all keys but the recipe's words about itself."""
-        text = json.dumps(self.flat(), sort_keys=True, separators=(",", ":"))
+        """sha256 of the canonical JSON of all keys but how to resume and the recipe's words about itself."""
+        text = json.dumps(self.recorded().flat(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()

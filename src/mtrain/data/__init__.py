@@ -6,7 +6,7 @@ is imported by `mtrain.data.batch` alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from mtrain.data.samples import SHARES, Samples, entropy_nats, split_documents
 from mtrain.data.tokenize import Corpus, prepare, verify
 from mtrain.errors import BadInput, Damaged, Problem
 
-__all__ = ["Corpus", "Samples", "Splits", "open_splits", "prepare", "verify"]
+__all__ = ["Corpus", "Samples", "Splits", "open_splits", "prepare", "same_data", "verify"]
 
 ENTROPY_TOKENS = 5_000_000
 
@@ -68,11 +68,28 @@ class Splits:
         """Counts of the corpus and of each split, ready for JSON."""
         keys = ("kind", "source", "documents", "skipped", "tokens", "text_bytes", "vocab_size", "fingerprint")
         out: dict[str, Any] = {k: self.corpus.meta[k] for k in keys if k in self.corpus.meta}
+        out["tokenizer_sha256"] = self.corpus.tokenizer_sha256
         out |= {"eod": self.eod, "unigram_entropy_nats": self.unigram_entropy_nats}
         for name in SHARES:
             part = getattr(self, name)
             out[name] = part.describe() if part is not None else None
         return out
+
+
+def same_data(saved: Mapping[str, Any], splits: Splits) -> None:
+    """Refuse to go on with other data than a checkpoint was trained on.
+
+    `saved` is what `Splits.describe` gave then. Raises BadInput if the corpus, or its tokenizer, is another.
+    """
+    now = splits.describe()
+    for key, what in (("fingerprint", "corpus"), ("tokenizer_sha256", "tokenizer")):
+        if saved.get(key) != now.get(key):
+            rule = (
+                f"the {what} is not the one that the checkpoint was trained on ({key} {str(now.get(key))[:12]}, then "
+                f"{str(saved.get(key))[:12]})"
+            )
+            fix = "checkpoint.accept_changes=true to go on with it, or the files as they were"
+            raise BadInput([Problem("MT609", "data.path", now.get("source"), rule, fix)])
 
 
 def open_splits(

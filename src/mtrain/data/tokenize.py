@@ -47,6 +47,12 @@ class Corpus:
     meta: dict[str, Any]
     """What is known of it: documents, tokens, vocab_size, eod, unigram_entropy_nats, fingerprint, ..."""
 
+    @property
+    def tokenizer_sha256(self) -> str | None:
+        """Hash of the tokenizer.json; None where there is none."""
+        known: str | None = self.meta.get("tokenizer_sha256")
+        return known or self.meta.get("files", {}).get("tokenizer.json", {}).get("sha256")
+
 
 def _say(note: str) -> None:
     print(note, file=sys.stderr, flush=True)

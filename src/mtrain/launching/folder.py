@@ -9,7 +9,7 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,23 @@ from mtrain.config.base import Effect
 from mtrain.config.dump import run_yaml
 from mtrain.config.load import read_run_file
 from mtrain.config.run import RunConfig, effect_of
-from mtrain.errors import BadInput, Problem, show
+from mtrain.errors import BadEnvironment, BadInput, Damaged, Problem, show
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import flops_per_token, parameters, state_bytes
 
 RUN_FILE = "run.yaml"
 LOCK_FILE = ".lock"
+PREAMBLE = (
+    LOCK_FILE,
+    RUN_FILE,
+    "overrides.txt",
+    "env.json",
+    "plan.json",
+    "tokenizer.json",
+    "errors",
+    "metrics.jsonl",
+)
+PACKAGES = ("mtrain", "torch", "megatron-core", "pydantic", "hydra-core")
 CHECKPOINTS = "checkpoints"
 
 
@@ -36,6 +47,20 @@ class Plan:
     checkpoint: Path | None = None
     changes: tuple[str, ...] = ()
     """Keys that differ from the checkpoint's configuration, for the record."""
+    new: bool = True
+    """The folder does not belong to an earlier run that goes on."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of the choice."""
+
+
+def anchored(run: RunConfig) -> RunConfig:
+    """The run with absolute data paths, so that it means the same from any working directory."""
+
+    def absolute(path: str | None) -> str | None:
+        return os.path.abspath(Path(path).expanduser()) if path is not None else None
+
+    data = run.data.model_copy(update={"path": absolute(run.data.path), "tokenizer": absolute(run.data.tokenizer)})
+    return run.model_copy(update={"data": data})
 
 
 def plan(run: RunConfig) -> Plan:
@@ -44,78 +69,133 @@ def plan(run: RunConfig) -> Plan:
     Raises:
         BadInput: the folder is taken, there is nothing to resume from, or it was made by a configuration that
             this one cannot continue.
+        Damaged: what was named is a checkpoint that was never committed.
     """
     if run.checkpoint.resume is None:
         return Plan(_new_folder(run))
-    found, checkpoint = _latest(run) if run.checkpoint.resume == "latest" else _named(run)
-    changes = _judge(run, found, checkpoint)
-    return Plan(found, checkpoint, changes)
+    notes: list[str] = []
+    found, checkpoint = _latest(run, notes) if run.checkpoint.resume == "latest" else _named(run, notes)
+    new = checkpoint is not None and checkpoint.parent.parent != found
+    return Plan(found, checkpoint, _judge(run, found, checkpoint), new, tuple(notes))
 
 
 @contextmanager
 def opened(run: RunConfig, chosen: Plan, argv: list[str]) -> Iterator[Plan]:
     """Make the run folder and own it until the end: no second run may write to it.
 
+    Yields the plan as it is once the folder is owned. Checkpoints behind the one that the run goes on from are set
+    aside.
+
     Raises:
-        BadInput: another process owns it.
+        BadInput: another process owns it, or made it in the meantime.
+        BadEnvironment: it cannot be written.
     """
-    folder = chosen.folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise _occupied(
-            folder, f"cannot be written: {error.strerror}", "log.runs_dir=<a folder you may write to>"
-        ) from None
-    try:
+    while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            owner = os.read(descriptor, 200).decode(errors="replace").strip()
-            raise _occupied(folder, f"is in use by {owner or 'another process'}", "log.name=<another name>") from None
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
-        _describe(run, folder, argv, chosen)
+            descriptor = _claim(chosen.folder)
+        except OSError as error:
+            raise BadEnvironment(f"the run folder {chosen.folder} cannot be written: {error.strerror}") from None
+        if descriptor is not None and not (chosen.new and _begun(chosen.folder)):
+            break
+        owner = _owner(chosen.folder)
+        if descriptor is not None:
+            os.close(descriptor)
+        if not chosen.new or run.log.name is not None:
+            what = f"is in use by {owner}" if descriptor is None else "exists already"
+            raise _occupied(chosen.folder, what, f"log.name={_free_name(chosen.folder)}")
+        chosen = replace(chosen, folder=chosen.folder.with_name(_free_name(chosen.folder)))
+    try:
+        ckpt_folder.sweep(chosen.folder / CHECKPOINTS)
+        if not chosen.new:
+            chosen = plan(run)  # what was the newest may have changed before the folder was owned
+            _set_aside(chosen)
+        try:
+            _describe(run, chosen, argv)
+        except OSError as error:
+            raise BadEnvironment(f"the run folder {chosen.folder} cannot be written: {error.strerror}") from None
         yield chosen
     finally:
         os.close(descriptor)
 
 
-def _describe(run: RunConfig, folder: Path, argv: list[str], chosen: Plan) -> None:
-    """Write run.yaml, overrides.txt, env.json and plan.json; a resume keeps the earlier ones under a number."""
-    previous = folder / RUN_FILE
-    if previous.exists():
+def _claim(folder: Path) -> int | None:
+    """A descriptor that owns the folder as long as it is open; None: another process does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+    return descriptor
+
+
+def _owner(folder: Path) -> str:
+    try:
+        return (folder / LOCK_FILE).read_text().strip() or "another process"
+    except OSError:
+        return "another process"
+
+
+def _begun(folder: Path) -> bool:
+    """Whether a run made a step or saved anything in a folder; one that failed before may be used again."""
+    if not folder.exists():
+        return False
+    if not folder.is_dir():
+        return True
+    metrics = folder / "metrics.jsonl"
+    foreign = any(p.name not in PREAMBLE for p in folder.iterdir())
+    return foreign or (metrics.is_file() and metrics.stat().st_size > 0)
+
+
+def _set_aside(chosen: Plan) -> None:
+    """Take checkpoints behind the chosen one out of the way: the run takes another course from there."""
+    if chosen.checkpoint is None:
+        return
+    for later in ckpt_folder.committed(chosen.folder / CHECKPOINTS):
+        if ckpt_folder.step_of(later) > ckpt_folder.step_of(chosen.checkpoint):
+            later.rename(later.with_name(f".superseded-{later.name}"))
+
+
+def _describe(run: RunConfig, chosen: Plan, argv: list[str]) -> None:
+    """Write run.yaml, overrides.txt, env.json and plan.json; a resume keeps the earlier run.yaml under a number."""
+    folder, current = chosen.folder, chosen.folder / RUN_FILE
+    draft = folder / f".{RUN_FILE}"
+    draft.write_text(run_yaml(anchored(run).recorded()))
+    ckpt_folder.sync(draft)
+    if current.exists() and not chosen.new:
         number = len(list(folder.glob("run.*.yaml"))) + 1
-        previous.replace(folder / f"run.{number}.yaml")
-    previous.write_text(run_yaml(run))
+        os.link(current, folder / f"run.{number}.yaml")
+    draft.replace(current)
     (folder / "overrides.txt").write_text("\n".join(argv) + "\n")
-    versions = {
-        name: metadata.version(name) for name in ("mtrain", "torch", "megatron-core", "pydantic", "hydra-core")
-    }
+    versions = {name: metadata.version(name) for name in PACKAGES}
     facts = {"python": platform.python_version(), "platform": platform.platform(), "versions": versions}
     (folder / "env.json").write_text(json.dumps(facts, indent=1))
-    grid = RankGrid.of(run)
-    planned: dict[str, Any] = {
+    (folder / "plan.json").write_text(json.dumps(_planned(run, chosen), indent=1))
+
+
+def _planned(run: RunConfig, chosen: Plan) -> dict[str, Any]:
+    grid, tokens = RankGrid.of(run), run.trainer.global_batch_size * run.data.seq_length
+    return {
         "digest": run.digest(),
         "parameters": parameters(run.model),
         "ranks": grid.world,
         "layout": grid.sizes,
-        "tokens": run.trainer.train_iters * run.trainer.global_batch_size * run.data.seq_length,
-        "model_flops_per_step": flops_per_token(run.model, run.data.seq_length)
-        * run.trainer.global_batch_size
-        * run.data.seq_length,
+        "tokens": run.trainer.train_iters * tokens,
+        "model_flops_per_step": flops_per_token(run.model, run.data.seq_length) * tokens,
         "state_bytes": state_bytes(run),
         "resumed_from": str(chosen.checkpoint) if chosen.checkpoint else None,
         "changes": list(chosen.changes),
     }
-    (folder / "plan.json").write_text(json.dumps(planned, indent=1))
 
 
 def _new_folder(run: RunConfig) -> Path:
     root = Path(run.log.runs_dir).expanduser()
     if run.log.name is not None:
         folder = root / run.log.name
-        if folder.exists() and (not folder.is_dir() or any(p.name != LOCK_FILE for p in folder.iterdir())):
+        if _begun(folder):
             raise _occupied(folder, "exists already", f"checkpoint.resume=latest, or log.name={_free_name(folder)}")
         return folder
     layout = str(RankGrid.of(run)).replace(" ", "") if RankGrid.of(run).world > 1 else "single"
@@ -134,18 +214,27 @@ def _occupied(folder: Path, what: str, fix: str) -> BadInput:
     return BadInput([Problem("MT501", "log.name", folder.name, f"the run folder {folder} {what}", fix)])
 
 
-def _latest(run: RunConfig) -> tuple[Path, Path | None]:
-    """The newest run of this configuration; failing that, the newest of this model and data."""
+def _latest(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
+    """The newest run of this configuration; failing that, the newest whose checkpoints this model can continue."""
     root = Path(run.log.runs_dir).expanduser()
     names = [root / run.log.name] if run.log.name else sorted(root.glob("*"), key=_age, reverse=True)
-    runs = [(folder, read_run_file(folder / RUN_FILE)) for folder in names if (folder / RUN_FILE).is_file()]
+    runs: list[tuple[Path, RunConfig]] = []
+    for folder in names:
+        if (folder / RUN_FILE).is_file():
+            try:
+                runs.append((folder, read_run_file(folder / RUN_FILE)))
+            except BadInput:
+                notes.append(f"{folder / RUN_FILE} is no configuration of this version; passed over")
     if not runs:
         what = f"there is no run named {run.log.name} in {root}" if run.log.name else f"there is no run in {root}"
         raise _nothing("latest", what)
     same = [folder for folder, other in runs if not _differences(run, other)]
     alike = [folder for folder, other in runs if not _differences(run, other, Effect.SHAPE)]
-    folder = (same or alike or [runs[0][0]])[0]
-    return folder, _newest(folder)
+    if not (same or alike or run.log.name):
+        raise _nothing("latest", f"no run in {root} has this model; the newest is {runs[0][0]}")
+    candidates = same or alike or [runs[0][0]]
+    folder = next((f for f in candidates if ckpt_folder.committed(f / CHECKPOINTS)), candidates[0])
+    return folder, _newest(folder, notes)
 
 
 def _age(folder: Path) -> float:
@@ -153,7 +242,7 @@ def _age(folder: Path) -> float:
     return file.stat().st_mtime if file.is_file() else 0.0
 
 
-def _named(run: RunConfig) -> tuple[Path, Path | None]:
+def _named(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
     given = run.checkpoint.resume
     assert given is not None
     path = Path(given).expanduser()
@@ -162,18 +251,25 @@ def _named(run: RunConfig) -> tuple[Path, Path | None]:
         in_run = path.parent.name == CHECKPOINTS and (home / RUN_FILE).is_file()
         elsewhere = run.log.name is not None and run.log.name != home.name
         return (_new_folder(run) if elsewhere or not in_run else home), path
+    if path.parent.name == CHECKPOINTS and path.exists():
+        raise Damaged(f"{path} is not a committed checkpoint: it has no {ckpt_folder.MANIFEST}")
     if (path / RUN_FILE).is_file():
-        return path, _newest(path)
+        return path, _newest(path, notes)
     if not path.exists():
         raise _nothing(given, f"{path} does not exist")
-    raise _nothing(
-        given, f"{path} is neither a run folder (no {RUN_FILE}) nor a checkpoint (no {ckpt_folder.MANIFEST})"
-    )
+    neither = f"{path} is neither a run folder (no {RUN_FILE}) nor a checkpoint (no {ckpt_folder.MANIFEST})"
+    raise _nothing(given, neither)
 
 
-def _newest(folder: Path) -> Path | None:
+def _newest(folder: Path, notes: list[str]) -> Path | None:
     """The newest committed checkpoint of a run; None: it was stopped before the first, and starts again."""
-    return next(reversed(ckpt_folder.committed(folder / CHECKPOINTS)), None)
+    root = folder / CHECKPOINTS
+    saved = ckpt_folder.committed(root)
+    broken = [p for p in ckpt_folder.folders(root) if p not in saved and (not saved or p.name > saved[-1].name)]
+    if broken:
+        after = f"going on from {saved[-1].name}" if saved else "starting again"
+        notes.append(f"{broken[-1]} has no {ckpt_folder.MANIFEST}, so it was not committed; {after}")
+    return saved[-1] if saved else None
 
 
 def _nothing(given: str, what: str) -> BadInput:
@@ -206,7 +302,6 @@ def _judge(run: RunConfig, folder: Path, checkpoint: Path | None) -> tuple[str, 
 def _differences(run: RunConfig, other: RunConfig, *effects: Effect) -> dict[str, tuple[object, object]]:
     """Keys whose values differ, of the given effects (default: those that change the weights that come out)."""
     wanted = effects or (Effect.SHAPE, Effect.NUMBERS, Effect.LAYOUT)
-    mine, theirs = run.flat(), other.flat()
-    skipped = {"checkpoint.resume", "checkpoint.accept_changes"}
-    keys = [k for k in {**mine, **theirs} if k not in skipped and effect_of(k) in wanted]
+    mine, theirs = anchored(run).recorded().flat(), anchored(other).recorded().flat()
+    keys = [k for k in {**mine, **theirs} if effect_of(k) in wanted]
     return {k: (theirs.get(k), mine.get(k)) for k in keys if theirs.get(k) != mine.get(k)}

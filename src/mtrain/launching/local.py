@@ -1,7 +1,7 @@
 """Ranks of a run on this machine, in the environment that torchrun would give them.
 
 Where the device allows it, ranks are forked from this process after it has imported torch and megatron-core once: an
-import costs seconds of a core each. Other devices get a fresh interpreter per rank.
+import costs seconds of a core each. On other devices they are forked before, and import for themselves.
 """
 
 from __future__ import annotations
@@ -15,20 +15,30 @@ import signal
 import socket
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
+from mtrain.ckpt.folder import read_manifest
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadEnvironment, BadInput, Damaged, MtrainError, Problem, show
+from mtrain.errors import BadEnvironment, MtrainError
 from mtrain.launching import folder, preflight
 from mtrain.launching.supervise import Supervisor
-from mtrain.launching.worker import leave, run_rank
+from mtrain.launching.worker import describe, leave, revive, run_rank
 
 PR_SET_PDEATHSIG = 1
 HOST = "127.0.0.1"
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Source:
+    """What text is generated from."""
+
+    checkpoint: Path
+    tokenizer: Path
 
 
 def launch(run: RunConfig, argv: list[str]) -> Path:
@@ -41,28 +51,41 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
         MtrainError: what the first failing rank ended with.
     """
     chosen = folder.plan(run)
-    if run.log.progress != "none":
-        print("starting: data, torch, megatron-core", flush=True)
-    prepared = Forked(lambda: _prepare(run))
+    say(run, "starting: data, torch, megatron-core")
+    prepared = Forked(lambda: _prepare(run, chosen))
     _warm(run)
     prepared.result()
-    with folder.opened(run, chosen, argv):
-        print(f"run folder: {chosen.folder}", flush=True)
-        _run_ranks(run, chosen.folder, lambda: _train(run, chosen))
-    return chosen.folder
+    with folder.opened(run, chosen, argv) as owned:
+        for note in owned.notes:
+            say(run, note)
+        say(run, f"run folder: {owned.folder}")
+        job = folder.anchored(run)
+        _run_ranks(job, owned.folder, lambda: _train(job, owned), "go on with checkpoint.resume=latest")
+    return owned.folder
 
 
-def generate(run: RunConfig, checkpoint: Path, prompt: str, tokens: int, temperature: float) -> None:
+def say(run: RunConfig, text: str) -> None:
+    """Print a line, unless the run is to be silent or nobody reads any more."""
+    if run.log.progress != "none":
+        with suppress(OSError):
+            print(text, flush=True)
+
+
+def generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperature: float) -> None:
     """Print text from a checkpoint, in local processes of `run`'s layout."""
     _warm(run)
     with tempfile.TemporaryDirectory(prefix="mtrain-") as scratch:
-        _run_ranks(run, Path(scratch), lambda: _generate(run, checkpoint, prompt, tokens, temperature))
+        _run_ranks(run, Path(scratch), lambda: _generate(run, source, prompt, tokens, temperature))
 
 
-def _prepare(run: RunConfig) -> None:
-    from mtrain.data import prepare
+def _prepare(run: RunConfig, chosen: folder.Plan) -> None:
+    """Tokenize where that is needed, and find what is wrong with the data before any rank exists."""
+    from mtrain.data import open_splits, prepare, same_data
 
-    prepare(run.data)
+    need = ("train", "validation") if run.trainer.eval_iters else ("train",)
+    splits = open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), need)
+    if chosen.checkpoint is not None and not run.checkpoint.accept_changes:
+        same_data(read_manifest(chosen.checkpoint, verify=False)["state"]["data"], splits)
 
 
 def _train(run: RunConfig, chosen: folder.Plan) -> None:
@@ -71,10 +94,10 @@ def _train(run: RunConfig, chosen: folder.Plan) -> None:
     train(run, lambda world: Paths(chosen.folder, chosen.checkpoint))
 
 
-def _generate(run: RunConfig, checkpoint: Path, prompt: str, tokens: int, temperature: float) -> None:
+def _generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperature: float) -> None:
     from mtrain.train.assemble import generate_text
 
-    generate_text(run, checkpoint, prompt, tokens, temperature)
+    generate_text(run, source.checkpoint, source.tokenizer, prompt, tokens, temperature)
 
 
 def _warm(run: RunConfig) -> None:
@@ -92,8 +115,8 @@ def _warm(run: RunConfig) -> None:
         import mtrain.train.assemble  # noqa: F401
 
 
-def _run_ranks(run: RunConfig, home: Path, job: Callable[[], None]) -> None:
-    """Fork one process per rank, each running `job`, and watch them to the end."""
+def _run_ranks(run: RunConfig, home: Path, job: Callable[[], None], advice: str = "") -> None:
+    """Fork one process per rank, each running `job`, and watch them to the end; `advice` goes with a failure."""
     errors = home / "errors"
     shutil.rmtree(errors, ignore_errors=True)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -104,7 +127,7 @@ def _run_ranks(run: RunConfig, home: Path, job: Callable[[], None]) -> None:
     ranks = run.parallel.ranks or 1
     sys.stdout.flush()
     sys.stderr.flush()
-    supervisor = Supervisor({}, errors)
+    supervisor = Supervisor(errors, advice)
     supervisor.start(lambda rank: _fork(rank, ranks, listener, job, errors), ranks)
     listener.close()
     supervisor.wait()
@@ -165,8 +188,10 @@ class Forked:
         with os.fdopen(self.read_end) as pipe:
             text = pipe.read()
         _, status = os.waitpid(self.pid, 0)
+        if os.waitstatus_to_exitcode(status) == INTERRUPTED:
+            raise KeyboardInterrupt
         if text:
-            raise _revive(json.loads(text))
+            raise revive(json.loads(text))
         if status:
             raise BadEnvironment(f"preparing the data ended with {os.waitstatus_to_exitcode(status)}")
 
@@ -175,19 +200,10 @@ def _report(work: Callable[[], None], pipe: TextIO) -> int:
     try:
         work()
     except KeyboardInterrupt:
-        return 130
-    except BadInput as error:
-        problems = [{**asdict(p), "value": show(p.value)} for p in error.problems]
-        pipe.write(json.dumps({"kind": "BadInput", "problems": problems}))
+        return INTERRUPTED
     except MtrainError as error:
-        pipe.write(json.dumps({"kind": type(error).__name__, "message": str(error)}))
+        pipe.write(json.dumps(describe(error)))
     except Exception as error:
-        trace = "".join(traceback.format_exception(error))
-        pipe.write(json.dumps({"kind": "BadEnvironment", "message": f"preparing the data failed:\n{trace}"}))
+        text = f"preparing the data failed: {type(error).__name__}: {error}"
+        pipe.write(json.dumps(describe(BadEnvironment(text))))
     return 0
-
-
-def _revive(body: dict[str, Any]) -> MtrainError:
-    if body["kind"] == "BadInput":
-        return BadInput([Problem(**p) for p in body["problems"]])
-    return {"Damaged": Damaged}.get(body["kind"], BadEnvironment)(body["message"])

@@ -13,15 +13,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mtrain.errors import BadEnvironment, Damaged, MtrainError, Preempted, TrainingFault
-from mtrain.launching.worker import record_name
+from mtrain.errors import MtrainError, Preempted, TrainingFault
+from mtrain.launching.worker import record_name, revive
 
 GRACE_S = 0.5
 """After a first death, how long its peers may take to record what they saw."""
 END_S = 3.0
 """After SIGTERM, how long a rank may take before SIGKILL."""
-
-ERRORS = {error.exit_code: error for error in (BadEnvironment, Damaged, TrainingFault)}
 
 
 @dataclass
@@ -45,15 +43,17 @@ class Ended:
 class Supervisor:
     """Waits for forked ranks; forwards a stop; ends all when one fails."""
 
-    def __init__(self, pids: dict[int, int], errors: Path) -> None:
-        self.ranks = pids
+    def __init__(self, errors: Path, advice: str) -> None:
+        self.ranks: dict[int, int] = {}
         """Process id -> rank, of those that still run."""
-        self.errors = errors
+        self.errors, self.advice = errors, advice
         self.ended: list[Ended] = []
         self.stops = 0
+        self.previous: dict[int, Any] = {}
 
     def start(self, fork: Callable[[int], int], ranks: int) -> None:
-        """Fork every rank; a stop that is asked in between reaches those that exist."""
+        """Fork every rank; a stop that is asked in between reaches those that exist, and ends the others early."""
+        self.previous = {s: signal.signal(s, self._on_stop) for s in (signal.SIGINT, signal.SIGTERM)}
         for rank in range(ranks):
             self.ranks[fork(rank)] = rank
 
@@ -62,10 +62,9 @@ class Supervisor:
 
         Raises:
             MtrainError: of the kind that the first failing rank ended with, naming that rank.
-            Preempted: all ranks stopped on request.
+            Preempted: the ranks stopped on request.
             KeyboardInterrupt: a stop was asked twice.
         """
-        previous = {s: signal.signal(s, self._on_stop) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             while self.ranks and not self._failed():
                 self._reap(block=True)
@@ -74,14 +73,20 @@ class Supervisor:
             failed = self._failed()
         finally:
             self._end_all()
-            for number, handler in previous.items():
+            for number, handler in self.previous.items():
                 signal.signal(number, handler)
         if self.stops > 1:
             raise KeyboardInterrupt
-        if self.stops and all(e.signal == signal.SIGTERM for e in failed):
-            raise Preempted("stopped on request; go on with checkpoint.resume=latest")
+        stopped = any(e.code == Preempted.exit_code for e in self.ended)
+        if (stopped and not failed) or (self.stops and failed and all(self._stopped_early(e) for e in failed)):
+            raise Preempted("; ".join(filter(None, ("stopped on request", self.advice))))
         if failed:
             raise self._cause(failed)
+
+    def _stopped_early(self, ended: Ended) -> bool:
+        """Whether a rank ended because a stop came before it could listen, or because its peer did."""
+        record = self._record(ended.rank)
+        return ended.signal == signal.SIGTERM or (record is not None and record["peer_lost"])
 
     def _end_all(self) -> None:
         """Ask every rank that still runs to end, then make it."""
@@ -121,31 +126,31 @@ class Supervisor:
                 time.sleep(0.01)
 
     def _cause(self, failed: list[Ended]) -> MtrainError:
-        """The first failing rank: a process that was killed from outside, else the earliest error of its own."""
+        """The first failing rank: the earliest error of its own, or a process that was killed from outside."""
         records = {e.rank: self._record(e.rank) for e in failed}
-        killed = [e for e in failed if e.signal is not None and records[e.rank] is None]
-        if killed:
-            first = killed[0]
-            name = signal.Signals(first.signal or 0).name
-            return TrainingFault(f"rank {first.rank} was ended by {name}; {self._where()}")
         own = [r for r in records.values() if r and not r["peer_lost"]]
+        first = failed[0]
+        if records[first.rank] not in own:
+            killed = [e for e in failed if e.signal is not None and records[e.rank] is None]
+            if killed:
+                name = signal.Signals(killed[0].signal or 0).name
+                return TrainingFault(self._advised(f"rank {killed[0].rank} was ended by {name}"))
         seen = own or [r for r in records.values() if r]
         if not seen:
-            first = failed[0]
-            return TrainingFault(f"rank {first.rank} ended with exit code {first.code} and left no record")
+            text = f"rank {first.rank} ended with exit code {first.code} and left no record"
+            return TrainingFault(self._advised(text))
         cause = min(seen, key=lambda r: r["time"])
-        kind = ERRORS.get(cause["exit_code"], TrainingFault)
         if cause["expected"]:
-            return kind(f"rank {cause['rank']}: {cause['message']}")
-        summary = cause["message"].strip().splitlines() or [""]
-        return TrainingFault(
-            f"rank {cause['rank']} failed first: {cause['kind']}: {summary[0]}; {self._where(cause['rank'])}"
-        )
+            return revive(cause, f"rank {cause['rank']}: ")
+        summary = (cause["message"].strip().splitlines() or [""])[0]
+        text = f"rank {cause['rank']} failed first: {cause['kind']}: {summary}"
+        if self.advice:
+            text += f"; details in {self.errors / record_name(cause['rank'])}"
+        return TrainingFault(self._advised(text))
+
+    def _advised(self, text: str) -> str:
+        return f"{text}; {self.advice}" if self.advice else text
 
     def _record(self, rank: int) -> dict[str, Any] | None:
         path = self.errors / record_name(rank)
         return json.loads(path.read_text()) if path.is_file() else None
-
-    def _where(self, rank: int | None = None) -> str:
-        file = self.errors / record_name(rank) if rank is not None else self.errors
-        return f"details in {file}; go on with checkpoint.resume=latest"

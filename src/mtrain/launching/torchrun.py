@@ -10,8 +10,9 @@ from pathlib import Path
 from mtrain import mcore as door
 from mtrain.config.run import RunConfig
 from mtrain.devices import registry
-from mtrain.errors import BadEnvironment, MtrainError
+from mtrain.errors import MtrainError
 from mtrain.launching import folder
+from mtrain.launching.worker import describe, revive
 
 
 def is_worker() -> bool:
@@ -37,12 +38,12 @@ def train(run: RunConfig, argv: list[str]) -> int:
             if world.is_first:
                 told = _decide(run, argv, stack)
             body = json.loads(world.tell(told))
-            if "error" in body:
-                raise BadEnvironment(body["error"])
+            if "kind" in body:
+                raise revive(body)
             checkpoint = body["checkpoint"]
             return Paths(Path(body["folder"]), Path(checkpoint) if checkpoint else None)
 
-        train_rank(run, locate)
+        train_rank(folder.anchored(run), locate)
     return 0
 
 
@@ -50,7 +51,7 @@ def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
     try:
         chosen = stack.enter_context(folder.opened(run, folder.plan(run), argv))
     except MtrainError as error:
-        return json.dumps({"error": str(error)})
+        return json.dumps(describe(error))
     print(f"run folder: {chosen.folder}", flush=True)
     return json.dumps(
         {"folder": str(chosen.folder), "checkpoint": str(chosen.checkpoint) if chosen.checkpoint else None}

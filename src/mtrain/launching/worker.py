@@ -8,9 +8,21 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from mtrain.errors import MtrainError, Preempted
+from mtrain.errors import (
+    BadEnvironment,
+    BadInput,
+    Damaged,
+    MtrainError,
+    Preempted,
+    Problem,
+    TrainingFault,
+    show,
+)
 
 PEER_LOST = (
     "connection closed by peer",
@@ -44,14 +56,8 @@ def run_rank(job: Callable[[], None], errors: Path, rank: int) -> int:
 
 def record(error: BaseException, errors: Path, rank: int) -> None:
     """Write how this rank failed, for the launcher to tell cause from consequence."""
-    text = str(error)
-    body = {
+    body = describe(error) | {
         "rank": rank,
-        "kind": type(error).__name__,
-        "message": text,
-        "exit_code": error.exit_code if isinstance(error, MtrainError) else 1,
-        "expected": isinstance(error, MtrainError),
-        "peer_lost": not isinstance(error, MtrainError) and any(sign in text.lower() for sign in PEER_LOST),
         "time": time.monotonic(),
         "traceback": "".join(traceback.format_exception(error)),
     }
@@ -61,11 +67,36 @@ def record(error: BaseException, errors: Path, rank: int) -> None:
         draft.write_text(json.dumps(body))
         draft.replace(errors / record_name(rank))
     except OSError:  # a full disk must not hide the error itself
-        sys.stderr.write(body["traceback"] if isinstance(body["traceback"], str) else text)
+        with suppress(OSError):
+            sys.stderr.write(f"rank {rank}: {body['kind']}: {body['message']}\n")
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """An error as JSON-like values, enough for `revive`."""
+    expected = isinstance(error, MtrainError)
+    text = str(error)
+    problems = error.problems if isinstance(error, BadInput) else ()
+    return {
+        "kind": type(error).__name__,
+        "message": text,
+        "exit_code": error.exit_code if isinstance(error, MtrainError) else 1,
+        "expected": expected,
+        "peer_lost": not expected and any(sign in text.lower() for sign in PEER_LOST),
+        "problems": [{**asdict(p), "value": show(p.value)} for p in problems],
+    }
+
+
+def revive(body: dict[str, Any], prefix: str = "") -> MtrainError:
+    """The error that `describe` described; one that mtrain did not raise on purpose is a training fault."""
+    if body["kind"] == "BadInput":
+        return BadInput([Problem(**p) for p in body["problems"]])
+    kinds = {error.__name__: error for error in (BadEnvironment, Damaged, TrainingFault)}
+    return kinds.get(body["kind"], TrainingFault)(f"{prefix}{body['message']}")
 
 
 def leave(code: int) -> None:
     """End this process now: no destructor may wait for a rank that is gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody may be reading any more
+            stream.flush()
     os._exit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,9 @@ from mtrain.ckpt import state as ckpt_state
 from mtrain.ckpt.state import TrainState
 from mtrain.ckpt.store import Checkpoint
 from mtrain.config.run import RunConfig
-from mtrain.data import Splits, open_splits, prepare
+from mtrain.data import Splits, open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches
 from mtrain.data.text import Tokenizer
-from mtrain.errors import BadInput
 from mtrain.mcore.sharding import gathered
 from mtrain.plan.count import parameters
 from mtrain.train import hooks
@@ -28,6 +28,7 @@ from mtrain.train.trainer import Hook, Trainer
 from mtrain.world.init import World, joined
 
 CHECKPOINTS = "checkpoints"
+TOKENIZER_FILE = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ def train(run: RunConfig, locate: Callable[[World], Paths]) -> None:
         splits = splits_of(run)
         parts = assemble(run, world, splits)
         progress = Progress(run, speaks=world.is_first)
+        if world.is_first:
+            _keep_tokenizer(splits, paths.folder)
         if paths.checkpoint is not None:
             _resume(parts, paths.checkpoint, splits, progress)
         metrics = hooks.Metrics(paths.folder)
@@ -60,11 +63,13 @@ def train(run: RunConfig, locate: Callable[[World], Paths]) -> None:
         if run.trainer.profile_step:
             chain.insert(0, hooks.Profile(paths.folder, run.trainer.profile_step))
         _introduce(parts, splits, progress)
+        begun_at = parts.state.step
         try:
             Trainer(parts, chain).fit()
         finally:
             progress.close()
-        _conclude(parts, splits, evaluation, checkpoints.path or paths.checkpoint, progress)
+        unchanged = paths.checkpoint if parts.state.step == begun_at else None
+        _conclude(parts, splits, evaluation, checkpoints.path or unchanged, progress)
 
 
 def splits_of(run: RunConfig) -> Splits:
@@ -102,39 +107,44 @@ def configure_schedule_hooks(run: RunConfig, chunks: list[Any], optimizer: Any) 
         config.param_sync_func = [c.start_param_sync for c in chunks]
 
 
-def generate_text(run: RunConfig, checkpoint: Path, prompt: str, tokens: int, temperature: float) -> None:
+def generate_text(
+    run: RunConfig, checkpoint: Path, tokenizer: Path, prompt: str, tokens: int, temperature: float
+) -> None:
     """Print text that the model of a checkpoint continues `prompt` with, in the layout of `run`.
 
     Raises:
-        BadInput: the run has no tokenizer.
-        Damaged: the checkpoint is not what was written.
+        Damaged: the checkpoint or the tokenizer is not what was written.
     """
     with joined(run) as world:
-        splits = splits_of(run)
-        if splits.tokenizer is None:
-            raise BadInput("the data of this run has no tokenizer, so no text can be generated")
         chunks = build_model(run, world, wrap=False)
         ckpt_state.load_model(Checkpoint.open(checkpoint), chunks)
-        sampler = Sampler(run, world, chunks)
-        text = sample(sampler, splits, prompt, tokens, temperature)
+        text = sample(Sampler(run, world, chunks), Tokenizer(tokenizer), prompt, tokens, temperature)
         if world.is_first:
             print(text, flush=True)
 
 
-def sample(sampler: Sampler, splits: Splits, prompt: str, tokens: int, temperature: float) -> str:
+def sample(sampler: Sampler, tokenizer: Tokenizer, prompt: str, tokens: int, temperature: float) -> str:
     """`prompt` and its continuation as text."""
-    assert splits.tokenizer is not None
-    tokenizer = Tokenizer(splits.tokenizer)
-    ids = tokenizer.encode(prompt) or [splits.eod or 0]
+    ids = tokenizer.encode(prompt) or [tokenizer.eod or 0]
     return tokenizer.decode(sampler.generate(ids, tokens, temperature=temperature))
 
 
 def _resume(parts: Parts, path: Path, splits: Splits, progress: Progress) -> None:
     checkpoint = Checkpoint.open(path)
+    if not parts.run.checkpoint.accept_changes:
+        same_data(checkpoint.state["data"], splits)
     restored = ckpt_state.load(checkpoint, parts.world, parts.state, seed=parts.run.trainer.seed)
     progress.note(f"resumed from {path}: step {parts.state.step}, {parts.state.consumed_samples} samples used")
     if not restored:
         progress.note("the layout changed: random generators start from the seed and the step")
+
+
+def _keep_tokenizer(splits: Splits, folder: Path) -> None:
+    """Put the tokenizer beside what it is needed to read: the corpus may be gone when text is generated."""
+    if splits.tokenizer is not None:
+        draft = folder / f".{TOKENIZER_FILE}"
+        shutil.copyfile(splits.tokenizer, draft)
+        draft.replace(folder / TOKENIZER_FILE)
 
 
 def _introduce(parts: Parts, splits: Splits, progress: Progress) -> None:
@@ -164,6 +174,7 @@ def _conclude(
         if checkpoint is not None:
             ckpt_state.load_model(Checkpoint.open(checkpoint), parts.state.chunks)
         sampler = Sampler(run, parts.world, parts.state.chunks)
-        text = sample(sampler, splits, run.trainer.sample_prompt, run.trainer.sample_tokens, 0.8)
+        tokenizer = Tokenizer(splits.tokenizer)
+        text = sample(sampler, tokenizer, run.trainer.sample_prompt, run.trainer.sample_tokens, 0.8)
     source = checkpoint.name if checkpoint is not None else "the trained weights, which were not saved"
     progress.note(f"sample from {source}:\n{text}")

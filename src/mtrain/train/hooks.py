@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -61,19 +62,28 @@ class Metrics(Hook):
             os.fsync(self.file.fileno())
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self.file is not None:
+        if self.file is None:
+            return
+        try:
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
+        except OSError as error:  # a run is worth more than its log
+            print(f"warning: {self.path} cannot be written ({error.strerror}); training goes on", file=sys.stderr)
+            self.file = None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics file; a last line that a kill cut off is left out."""
+    """The readable lines of a metrics file: one that a kill cut off, or that is none of ours, is left out."""
     if not path.is_file():
         return []
     lines = []
-    for text in path.read_text().splitlines(keepends=True):
-        if text.endswith("\n"):
-            lines.append(json.loads(text))
+    for text in path.read_text(errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
     return lines
 
 
@@ -130,7 +140,8 @@ class Evaluation(Hook):
         loss = evaluate(parts, parts.valid_data, iters)
         self.last = (parts.state.step, loss)
         self.metrics.evaluation(parts.state.step, "valid", loss)
-        self.progress.note(f"step {parts.state.step}: validation loss {loss:.4f} (perplexity {math.exp(loss):.1f})")
+        perplexity = math.exp(min(loss, 700.0))
+        self.progress.note(f"step {parts.state.step}: validation loss {loss:.4f} (perplexity {perplexity:.1f})")
 
 
 class Checkpoints(Hook):

@@ -44,7 +44,7 @@ class Progress(Hook):
         if self.bar is not None:
             self.bar.update(self.task, completed=result.step, line=line)
         elif result.step % self.interval == 0 or result.step in (1, self.goal):
-            print(f"step {result.step:>{len(str(self.goal))}}/{self.goal}  {line}", flush=True)
+            self._print(f"step {result.step:>{len(str(self.goal))}}/{self.goal}  {line}")
 
     def finish(self, parts: Parts) -> None:
         """Leave the line as it is."""
@@ -63,7 +63,13 @@ class Progress(Hook):
         if self.bar is not None:
             self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        try:
             print(text, flush=True)
+        except OSError:  # nobody reads any more, or the disk is full: training goes on in silence
+            self.choice = "none"
 
     def _line(self, result: StepResult) -> str:
         done = result.step - self.first_step

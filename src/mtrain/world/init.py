@@ -51,15 +51,13 @@ class World:
         return self.coords["pp"] == self.grid.pp - 1
 
     def tell(self, text: str) -> str:
-        """The text that rank 0 gave, on every rank; at most 4,095 bytes of UTF-8."""
-        row = torch.zeros(4096, dtype=torch.uint8, device=self.torch_device)
-        encoded = text.encode()
-        if len(encoded) >= row.numel():
-            raise ValueError(f"{len(encoded)} bytes are too many to tell")
-        if encoded:
-            row[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(row.device)
+        """The text that rank 0 gave, on every rank."""
+        encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(self.torch_device)
+        size = torch.tensor([encoded.numel()], device=self.torch_device)
+        dist.broadcast(size, src=0)
+        row = encoded if self.is_first else torch.empty(int(size.item()), dtype=torch.uint8, device=self.torch_device)
         dist.broadcast(row, src=0)
-        return bytes(row.tolist()).rstrip(b"\0").decode()
+        return bytes(row.tolist()).decode()
 
 
 @contextmanager
@@ -102,8 +100,9 @@ def _join(run: RunConfig) -> World:
     device.set_index(local_rank)
     if device.torch_type == "cpu":
         on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        threads = os.environ.get("OMP_NUM_THREADS") or (os.cpu_count() or 1) // on_this_machine
-        torch.set_num_threads(max(1, int(threads)))
+        asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+        threads = int(asked) if asked.isdigit() else (os.cpu_count() or 1) // on_this_machine
+        torch.set_num_threads(max(1, threads))
     timeout = timedelta(seconds=run.trainer.timeout_s)
     if not dist.is_initialized():
         store = _store(rank, size, timeout)
@@ -156,6 +155,6 @@ def _make_groups(grid: RankGrid, vpp: int, timeout: timedelta) -> None:
         context_parallel_size=grid.cp,
         expert_model_parallel_size=grid.ep,
         expert_tensor_parallel_size=grid.etp,
-        distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+        distributed_timeout_minutes=timeout.total_seconds() / 60,
         create_gloo_process_groups=False,
     )

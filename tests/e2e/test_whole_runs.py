@@ -1,0 +1,181 @@
+"""Runs on text from the first command to generated words, as a user's shell sees them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import SMALL, command, environment, metrics, mtrain, ranks_of, start, wait_for
+
+pytestmark = pytest.mark.e2e
+WORDS = [w for w in SMALL if not w.startswith(("data=", "model.vocab"))]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus of a user's own."""
+    home = tmp_path_factory.mktemp("home with a space")
+    dice = random.Random(0)
+    names = ["alpha", "beta", "gamma", "delta", "return", "import", "self", "print"]
+    (home / "corpus").mkdir()
+    for i in range(40):
+        lines = [" ".join(dice.choices(names, k=8)) + f" = {dice.randrange(100)}" for _ in range(60)]
+        (home / f"corpus/file{i}.txt").write_text("\n".join(lines))
+    return home
+
+
+def text_words(home: Path) -> list[str]:
+    return [
+        *WORDS,
+        "data=text",
+        "data.path=corpus",
+        "data.seq_length=32",
+        "data.tokenizer_vocab_size=512",
+        "model.vocab_size=512",
+        f"data.cache_dir='{home}/cache'",
+        "trainer.eval_iters=2",
+        "trainer.train_iters=12",
+        "trainer.sample_tokens=8",
+        "checkpoint.save_interval=6",
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained(home: Path) -> Path:
+    """A finished run."""
+    done = mtrain(*text_words(home), "log.name=run", cwd=home)
+    assert done.returncode == 0, done.stderr
+    for said in ("unigram entropy", "final validation loss", "saved", "sample from step_00000012"):
+        assert said in done.stdout
+    return home / "runs/run"
+
+
+def test_a_run_leaves_what_it_promises(trained: Path) -> None:
+    steps = [line for line in metrics(trained) if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    for key in (
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_s",
+        "data_s",
+        "forward_backward_s",
+        "optimizer_s",
+        "samples",
+    ):
+        assert steps[0][key] >= 0
+    assert steps[-1]["samples"] == 12 * 8
+    assert {"run.yaml", "plan.json", "env.json", "memory.json", "tokenizer.json"} <= {
+        p.name for p in trained.iterdir()
+    }
+
+
+def test_text_is_generated_in_another_layout_and_from_elsewhere_without_the_corpus(trained: Path) -> None:
+    hidden = (trained.parent.parent / "corpus").rename(trained.parent.parent / "moved")
+    try:
+        words = ["generate", str(trained), "prompt=alpha", "tokens=6", "temperature=0"]
+        same = mtrain(*words, cwd=Path("/"))
+        other = mtrain(*words, "parallel=tp2pp2", cwd=Path("/"))
+    finally:
+        hidden.rename(trained.parent.parent / "corpus")
+    assert same.returncode == other.returncode == 0, same.stderr + other.stderr
+    assert same.stdout == other.stdout
+    assert same.stdout.startswith("alpha")
+
+
+def test_a_run_goes_on_from_another_directory_and_in_another_layout(trained: Path) -> None:
+    done = mtrain(
+        "resume",
+        str(trained / "checkpoints/step_00000006"),
+        "parallel=pp2",
+        "log.name=branch",
+        f"log.runs_dir='{trained.parent}'",
+        cwd=Path("/"),
+    )
+    assert done.returncode == 0, done.stderr
+    branch = [line["loss"] for line in metrics(trained.parent / "branch") if "loss" in line]
+    whole = [line["loss"] for line in metrics(trained) if "loss" in line]
+    assert branch == pytest.approx(whole[6:], rel=1e-5)
+
+
+def test_another_corpus_is_not_taken_for_the_one_of_the_checkpoint(trained: Path) -> None:
+    home = trained.parent.parent
+    file = home / "corpus/file0.txt"
+    before = file.read_text()
+    file.write_text(before + "\nsomething else entirely")
+    os.utime(file, (1, 1))
+    try:
+        refused = mtrain(*text_words(home), "log.name=run", "checkpoint.resume=latest", cwd=home)
+    finally:
+        file.write_text(before)
+    assert refused.returncode == 2, refused.stdout
+    assert "corpus is not the one that the checkpoint was trained on" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_corpus_that_is_too_small_is_refused_before_a_run_folder_exists(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/a.txt").write_text("too short\n" * 3)
+    done = mtrain(*text_words(tmp_path), cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "tokens" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_damaged_checkpoint_ends_4_and_names_the_file(trained: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = Path(shutil.copytree(trained, tmp_path / "runs/run"))
+    shard = copy / "checkpoints/step_00000012/rank_00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 4
+    shard.write_bytes(bytes(content))
+    done = mtrain("resume", str(copy), "trainer.train_iters=14", "checkpoint.accept_changes=true", cwd=tmp_path)
+    assert done.returncode == 4, done.stderr
+    assert "rank_00001.safetensors" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_goes_away_stops_no_training(tmp_path: Path) -> None:
+    words = [*command(*SMALL, "trainer.train_iters=20", "log.name=run")]
+    first = subprocess.Popen(words, stdout=subprocess.PIPE, cwd=tmp_path, env=environment(), text=True)
+    assert first.stdout is not None
+    first.stdout.readline()
+    first.stdout.close()
+    assert first.wait(timeout=60) == 0
+    assert (tmp_path / "runs/run/checkpoints/step_00000020/manifest.json").exists()
+
+
+def test_a_stop_that_reaches_one_rank_only_stops_the_run_and_says_so(tmp_path: Path) -> None:
+    process = start(*SMALL, "trainer.train_iters=100000", "log.name=run", cwd=tmp_path)
+    wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 3 or process.poll() is not None)
+    ranks_of(process)[1].send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 75, output
+    assert list((tmp_path / "runs/run/checkpoints").glob("step_*/manifest.json"))
+
+
+def test_torchrun_starts_the_same_run(tmp_path: Path) -> None:
+    import sys
+
+    torchrun = Path(sys.executable).with_name("torchrun")
+    words = [*SMALL, "trainer.train_iters=4", "log.name=run"]
+    done = subprocess.run(
+        [str(torchrun), "--nproc-per-node", "2", command()[1], *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    here = mtrain(*words, "log.name=local", cwd=tmp_path)
+    assert here.returncode == 0, here.stderr
+    losses = [[line["loss"] for line in metrics(tmp_path / "runs" / name)] for name in ("run", "local")]
+    assert losses[0] == losses[1]
