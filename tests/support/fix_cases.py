@@ -91,6 +91,20 @@ def _reduce() -> str:
     return FINE if torch.equal(found, torch.full((3, 2), 2.0)) else f"sum over two ranks of 1 is {found[0, 0]:g}"
 
 
+def _uneven_splits() -> str:
+    from mtrain.mcore import api
+
+    tiny.start_world(tp=2)
+    rank, group, sizes = torch.distributed.get_rank(), api.parallel_state.get_tensor_model_parallel_group(), [1, 3]
+    own = torch.full((sizes[rank], 2), float(rank + 1), requires_grad=True)
+    gathered = api.gather_from_sequence_parallel_region(own, group=group, output_split_sizes=sizes)
+    (gathered * torch.arange(1.0, 5.0)[:, None]).sum().backward()
+    expected = torch.tensor([1.0, 2.0, 2.0, 2.0])
+    weights = [[1.0], [2.0, 3.0, 4.0]][rank]
+    right = torch.equal(gathered[:, 0], expected) and own.grad[:, 0].tolist() == [2 * w for w in weights]
+    return FINE if right else f"gathered {gathered[:, 0].tolist()}, gradient {own.grad[:, 0].tolist()}"
+
+
 def _gradient_norm() -> str:
     from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 
@@ -190,6 +204,7 @@ CASES: dict[str, Case] = {
     "mla-query-norm": Case(_query_norm, "gradient times 2.000", ranks=2),
     "moe-loss-tokens": Case(_moe_loss_tokens, "6 of 12 tokens, z-loss gradient 0.5", ranks=2),
     "reduce-result": Case(_reduce, "sum over two ranks of 1 is 1", ranks=2),
+    "uneven-splits": Case(_uneven_splits, "RuntimeError: .*invalid tensor size", ranks=2),
     "gradient-norm": Case(_gradient_norm, "off by more than 1e-5"),
     "optimizer-state-before-first-step": Case(_state_before_first_step, "AssertionError"),
     "optimizer-state-loading": Case(

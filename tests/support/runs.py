@@ -64,6 +64,7 @@ def train_steps(
     from mtrain.ckpt import state as ckpt_state
     from mtrain.ckpt.store import Checkpoint
     from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.prove import record_gradients
     from mtrain.train.step import train_step
     from mtrain.world.init import joined
 
@@ -74,7 +75,7 @@ def train_steps(
         if flip_gradient_on == world.rank:
             _flip(parts)
         if gradients_to is not None:
-            _record_gradients(parts, gradients_to)
+            record_gradients(parts, gradients_to)
         results = [train_step(parts, stop_requested=False) for _ in range(steps)]
         if save_to is not None:
             ckpt_state.save(save_to, run, world, parts.state, {})
@@ -92,36 +93,11 @@ def _flip(parts: Any) -> None:
     parts.state.chunks[0].config.finalize_model_grads_func = faulty
 
 
-def _record_gradients(parts: Any, folder: Path) -> None:
-    """Save the gradients as the optimizer's first step finds them."""
-    import torch.distributed as dist
-
-    from mtrain.ckpt import store
-    from mtrain.mcore import sharding
-
-    step = parts.state.optimizer.step
-
-    def recording() -> Any:
-        parts.state.optimizer.step = step
-        ranks = store.Ranks(parts.world.rank, parts.world.size, dist.barrier)
-        store.save(folder, 0, sharding.gradient_slots(parts.state.chunks), {}, {}, "", ranks)
-        return step()
-
-    parts.state.optimizer.step = recording
-
-
 def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint put together from its pieces, by key."""
-    from mtrain.ckpt.store import Checkpoint
-    from mtrain.mcore.sharding import Slot
+    from mtrain.train import prove
 
-    opened = Checkpoint.open(checkpoint)
-    out = {}
-    for key, entry in opened.manifest["tensors"].items():
-        shape = tuple(entry["shape"])
-        out[key] = torch.empty(shape, dtype=getattr(torch, entry["dtype"]))
-        opened.load([Slot(key, shape, (0,) * len(shape), shape, out[key])])
-    return out
+    return prove.whole_tensors(checkpoint)
 
 
 def rank_tensors(checkpoint: Path) -> list[dict[str, torch.Tensor]]:

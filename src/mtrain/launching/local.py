@@ -64,6 +64,12 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
     return owned.folder
 
 
+def observe(run: RunConfig, home: Path) -> None:
+    """Train a small run in local processes and leave in `home` what `train.prove.compare` reads."""
+    _warm(run)
+    _run_ranks(run, home, lambda: _observe(run, home))
+
+
 def say(run: RunConfig, text: str) -> None:
     """Print a line, unless the run is to be silent or nobody reads any more."""
     if run.log.progress != "none":
@@ -92,6 +98,12 @@ def _train(run: RunConfig, chosen: folder.Plan) -> None:
     from mtrain.train.assemble import Paths, train
 
     train(run, lambda world: Paths(chosen.folder, chosen.checkpoint))
+
+
+def _observe(run: RunConfig, home: Path) -> None:
+    from mtrain.train import prove
+
+    prove.observe(run, home)
 
 
 def _generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperature: float) -> None:

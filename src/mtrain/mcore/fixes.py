@@ -126,6 +126,32 @@ def _moe_loss_tokens() -> None:
     cls.apply_z_loss = apply_z_loss
 
 
+def _uneven_splits() -> None:
+    mappings, dist = _core("tensor_parallel.mappings"), torch.distributed
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    @functools.wraps(gather)
+    def gather_uneven(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kw: Any) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, *args, **kw)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = input_.new_zeros((max(*sizes, 1), *input_.shape[1:]))
+        padded[: input_.shape[0]] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    @functools.wraps(scatter)
+    def scatter_uneven(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kw: Any) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(input_, group, input_split_sizes, *args, **kw)
+        total = input_.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total.split([int(size) for size in input_split_sizes])[group.rank()].contiguous()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, scatter_uneven
+
+
 def _gradient_norm() -> None:
     def l2_norm(chunk_size: int, flag: Any, lists: list[list[torch.Tensor]], per_tensor: bool, *_: Any) -> Any:
         norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for tensors in lists for t in tensors]
@@ -274,6 +300,14 @@ FIXES: tuple[Fix, ...] = (
         "_reduce sums a contiguous copy and returns its input: silently no sum for a tensor that is not contiguous.",
         "everywhere",
         _reduce_result,
+    ),
+    Fix(
+        "uneven-splits",
+        "tensor_parallel/mappings.py:150",
+        "Experts cut over tensor-parallel ranks gather tokens in pieces of different sizes, which gloo refuses: "
+        "RuntimeError. Pieces are padded to the longest; a reduce-scatter of such pieces becomes an all-reduce.",
+        "off CUDA",
+        _uneven_splits,
     ),
     Fix(
         "gradient-norm",

@@ -79,11 +79,7 @@ def optimizer_slots(chunks: list[Any], optimizer: Any, *, allocate: bool = False
     parameter (the distributed optimizer), slots are flat parts of the parameter's boxes, and every data-parallel
     rank saves its own. `allocate` makes the state that an optimizer has only after its first step.
     """
-    entries = {}
-    for chunk in chunks:
-        model = unwrap(chunk)
-        by_memory = {e.data.data_ptr(): e for e in _entries(model)}
-        entries |= {p: by_memory[p.data_ptr()] for p in model.parameters() if p.requires_grad and p.numel()}
+    entries = _entries_by_param(chunks)
     slots = []
     for shard in state_shards(optimizer):
         if allocate:
@@ -93,20 +89,18 @@ def optimizer_slots(chunks: list[Any], optimizer: Any, *, allocate: bool = False
     return slots
 
 
-def gradient_slots(chunks: list[Any]) -> list[Slot]:
-    """Slots of the gradient that each parameter holds after the backward (`main_grad`)."""
-    out = []
-    for chunk in chunks:
-        model = unwrap(chunk)
-        params = {p.data_ptr(): p for p in model.parameters() if p.requires_grad and p.numel()}
-        for entry in _entries(model):
-            param = params.get(entry.data.data_ptr())
-            if param is None:
-                continue
-            grad = param.main_grad.view(param.shape)  # type: ignore[attr-defined]
-            entry = replace(entry, data=grad) if _is_factory(entry) else replace(entry, data=grad, dtype=grad.dtype)
-            out += [_slot(sharded, param) for sharded in _pieces(entry)]
-    return out
+def gradient_slots(chunks: list[Any], optimizer: Any) -> list[Slot]:
+    """Slots of the gradient that each parameter holds after the backward (`main_grad`).
+
+    With the distributed optimizer a rank's gradient is whole only in the range that it owns, so slots are that range.
+    """
+    entries = _entries_by_param(chunks)
+    slots = []
+    for shard in state_shards(optimizer):
+        gradient = shard.param.main_grad.detach().view(-1)  # type: ignore[attr-defined]
+        own = gradient[shard.start : shard.start + shard.main.numel()]
+        slots += _flat_slots("", entries[shard.param], shard, own)
+    return slots
 
 
 @dataclass(frozen=True)
@@ -198,6 +192,16 @@ def set_step(optimizer: Any, step: int) -> None:
                 group["step"] = step
 
 
+def _entries_by_param(chunks: list[Any]) -> dict[torch.nn.Parameter, Any]:
+    """What each trainable parameter is in the whole model."""
+    entries: dict[torch.nn.Parameter, Any] = {}
+    for chunk in chunks:
+        model = unwrap(chunk)
+        by_memory = {e.data.data_ptr(): e for e in _entries(model)}
+        entries |= {p: by_memory[p.data_ptr()] for p in model.parameters() if p.requires_grad and p.numel()}
+    return entries
+
+
 def _entries(model: Any) -> list[Any]:
     """Sharded tensors and factories of a model's state; objects without tensor data are left out."""
     metadata = {"dp_cp_group": mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)}
@@ -270,7 +274,7 @@ def _flat_slots(name: str, entry: Any, shard: StateShard, tensor: torch.Tensor) 
         slots.append(
             replace(
                 box,
-                key=f"{name}.{box.key}",
+                key=f"{name}.{box.key}" if name else box.key,
                 tensor=local.view(box.tensor.shape) if whole else local,
                 flat=None if whole else (lo - first, hi - first),
                 primary=_primary(sharded.replica_id, ignore_data_parallel=shard.spread),

@@ -1,0 +1,112 @@
+"""What a layout computes, written down so that another layout can be compared with it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mtrain.ckpt import state as ckpt_state
+from mtrain.ckpt import store
+from mtrain.ckpt.folder import folder_name
+from mtrain.config.run import RunConfig
+from mtrain.mcore import sharding
+from mtrain.train.assemble import assemble, splits_of
+from mtrain.train.step import Parts, train_step
+from mtrain.world.init import joined
+
+
+def observe(run: RunConfig, folder: Path) -> None:
+    """Train `run` to its end on this rank, and leave in `folder`: losses and norms of each step, the whole gradient
+    that the first update was made from, and the weights after the last.
+    """
+    with joined(run) as world:
+        parts = assemble(run, world, splits_of(run))
+        record_gradients(parts, folder / "gradients")
+        results = [train_step(parts, stop_requested=False) for _ in range(run.trainer.train_iters)]
+        ckpt_state.save(folder, run, world, parts.state, {})
+        if world.is_first:
+            rows = [{"loss": r.loss, "grad_norm": r.grad_norm} for r in results]
+            (folder / "steps.json").write_text(json.dumps(rows))
+
+
+def record_gradients(parts: Parts, folder: Path) -> None:
+    """Save the gradients that the optimizer's next step finds, as a checkpoint of step 0."""
+    optimizer = parts.state.optimizer
+    step = optimizer.step
+
+    def recording() -> Any:
+        optimizer.step = step
+        ranks = store.Ranks(parts.world.rank, parts.world.size, dist.barrier)
+        slots = sharding.gradient_slots(parts.state.chunks, optimizer)
+        store.save(folder, 0, slots, {}, {}, "", ranks)
+        return step()
+
+    optimizer.step = recording
+
+
+def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint put together from its pieces, by key."""
+    opened = store.Checkpoint.open(checkpoint)
+    out = {}
+    for key, entry in opened.manifest["tensors"].items():
+        shape = tuple(entry["shape"])
+        out[key] = torch.empty(shape, dtype=getattr(torch, entry["dtype"]))
+        opened.load([sharding.Slot(key, shape, (0,) * len(shape), shape, out[key])])
+    return out
+
+
+@dataclass(frozen=True)
+class Row:
+    """The largest relative difference of one kind of number, and where it was found."""
+
+    what: str
+    error: float
+    where: str
+    tolerance: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether it is within its tolerance."""
+        return self.error <= self.tolerance
+
+
+def compare(one: Path, many: Path, steps: int, tolerances: dict[str, float]) -> list[Row]:
+    """What `observe` left of two layouts: losses, norm and gradients of the first step, weights after the last."""
+    a, b = (json.loads((folder / "steps.json").read_text()) for folder in (one, many))
+    losses = {f"step {i}": _relative(x["loss"], y["loss"]) for i, (x, y) in enumerate(zip(a, b, strict=True), 1)}
+    rows = [
+        _worst("loss", losses, tolerances["loss"]),
+        _worst("gradient norm", {"step 1": _relative(a[0]["grad_norm"], b[0]["grad_norm"])}, tolerances["loss"]),
+    ]
+    for what, inside in (("gradient", f"gradients/{folder_name(0)}"), ("weight", folder_name(steps))):
+        left, right = (whole_tensors(folder / inside) for folder in (one, many))
+        left, right = ({k: v for k, v in tensors.items() if _is_weight(k)} for tensors in (left, right))
+        if left.keys() != right.keys():
+            odd = sorted(left.keys() ^ right.keys())
+            return [*rows, Row(what, float("inf"), f"only on one side: {', '.join(odd[:3])}", 0.0)]
+        errors = {key: _distance(value, right[key]) for key, value in left.items()}
+        rows.append(_worst(what, errors, tolerances[what]))
+    return rows
+
+
+def _is_weight(key: str) -> bool:
+    """Whether a key is of a weight or its gradient: not of the optimizer's moments or a router's counters."""
+    return not key.startswith(("exp_avg", "main_weight.", "momentum_buffer.")) and "tokens_per_expert" not in key
+
+
+def _relative(a: float, b: float) -> float:
+    return abs(a - b) / max(abs(a), 1e-12)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / a.double().norm().clamp_min(1e-12))
+
+
+def _worst(what: str, errors: dict[str, float], tolerance: float) -> Row:
+    where = max(errors, key=lambda key: errors[key])
+    return Row(what, errors[where], where, tolerance)

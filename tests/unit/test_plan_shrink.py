@@ -1,0 +1,76 @@
+"""Shrinking keeps what decides which code runs, and always gives a configuration that passes the rules."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtrain.cli.setup import load
+from mtrain.config.paths import choices_of_group
+from mtrain.config.resolve import Machine
+from mtrain.config.rules import check
+from mtrain.errors import BadInput
+from mtrain.plan.count import parameters
+from mtrain.plan.shrink import alone, differences, shrink
+
+BIG = Machine(cpu_cores=1024, memory_bytes=1 << 50)
+LAYOUTS = (
+    "single",
+    "dp2",
+    "tp2",
+    "tp2sp",
+    "tp4pp2sp",
+    "pp4",
+    "pp2vpp2",
+    "tp2cp2",
+    "tp8",
+    "tp2pp2dp2",
+    "ep2",
+    "tp2ep4sp",
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", choices_of_group("model"))
+def test_every_model_in_every_layout_that_it_allows_shrinks_to_a_valid_run(model: str, layout: str) -> None:
+    words = [
+        f"model={model}",
+        f"parallel={layout}",
+        "data=mock",
+        "data.seq_length=1024",
+        "trainer.global_batch_size=64",
+    ]
+    try:
+        full = load(words, BIG, {}).run
+    except BadInput:
+        return  # the model does not allow the layout
+    small = shrink(full, steps=3)
+    assert [p for p in check(small) if p.severity == "error"] == []
+    assert [p for p in check(alone(small)) if p.severity == "error"] == []
+    for degree in ("tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel"):
+        assert getattr(small.parallel, degree) == getattr(full.parallel, degree)
+    kept = ("normalization", "activation", "add_bias_linear", "qk_layernorm", "tie_word_embeddings", "gated")
+    assert all(getattr(small.model, key) == getattr(full.model, key) for key in kept)
+    assert (small.model.moe is None, small.model.mla is None) == (full.model.moe is None, full.model.mla is None)
+    assert parameters(small.model) < 5_000_000
+    assert small.parallel.ranks is not None
+    assert small.parallel.ranks <= 16
+
+
+def test_at_least_half_of_the_models_allow_each_plain_layout() -> None:
+    """The test above would prove nothing if every configuration were refused."""
+    for layout in ("tp2sp", "pp4", "tp4pp2sp"):
+        allowed = 0
+        for model in choices_of_group("model"):
+            try:
+                load([f"model={model}", f"parallel={layout}", "data=mock", "trainer.global_batch_size=64"], BIG, {})
+                allowed += 1
+            except BadInput:
+                pass
+        assert allowed >= len(choices_of_group("model")) // 2, layout
+
+
+def test_what_was_shrunk_is_told() -> None:
+    full = load(["model=llama3_8b", "parallel=tp2", "data=mock"], BIG, {}).run
+    told = differences(full, shrink(full, steps=3))
+    assert "model.num_layers: 32 -> 2" in told
+    assert any(line.startswith("model.hidden_size: 4096 -> ") for line in told)
