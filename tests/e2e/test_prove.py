@@ -1,4 +1,4 @@
-"""`prove`: a right layout is proven, a wrong one is not."""
+"""`prove` and `rehearse`: a right layout is proven, a wrong one is not."""
 
 from __future__ import annotations
 
@@ -82,3 +82,20 @@ def test_a_wrong_layout_is_not_proven_and_the_difference_is_named(name: str, tmp
     assert done.returncode == 5, done.stdout + done.stderr
     assert any(line.startswith(kind) and "<- differs" in line for line in done.stdout.splitlines()), done.stdout
     assert "NOT equal" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words", [["parallel=tp2pp2"], ["model=mixtral_8x7b", "parallel=ep2", "precision=bf16"]], ids=" ".join
+)
+def test_a_layout_is_rehearsed_over_a_checkpoint(words: list[str], tmp_path: Path) -> None:
+    done = mtrain("rehearse", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed from" in done.stdout
+    assert "ends bitwise where the whole one ends" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_layout_of_more_ranks_than_a_machine_may_start_is_refused(tmp_path: Path) -> None:
+    done = mtrain("prove", "recipe=mixtral/8x7b_h100x64", cwd=tmp_path)
+    assert done.returncode == 3
+    assert "needs 32 processes" in done.stderr

@@ -16,6 +16,7 @@ VERBS = {
     "check": "judge a configuration in under a second, without starting anything",
     "show": "print the resolved configuration and who set each key",
     "prove": "train the layout and one rank from the same start, shrunk to this machine, and compare",
+    "rehearse": "run the layout on this machine, shrunk: train, save, resume, compare",
     "resume": "go on with a run: resume RUN_FOLDER [overrides]",
     "generate": "write text with a trained model: generate RUN_FOLDER",
 }

@@ -28,22 +28,33 @@ FAULT = 5
 
 def run(argv: list[str], *, debug: bool) -> int:
     """Prove the layout that `argv` describes, at a size that fits this machine; returns the exit code."""
+    full, small = shrunk(argv, STEPS)
+    dtype = small.precision.dtype
+    ranks = RankGrid.of(small).world
+    against = f"{RankGrid.of(small)} on {ranks} ranks against one rank"
+    print(f"{full.model.name}: {against}, {dtype}, {STEPS} steps", flush=True)
+    print(f"shrunk to {count(parameters(small.model))} parameters: {'; '.join(differences(full, small))}", flush=True)
+    return _compare(small, dtype)
+
+
+def shrunk(argv: list[str], steps: int) -> tuple[RunConfig, RunConfig]:
+    """The run that `argv` describes, and the same layout small enough for this machine.
+
+    Raises:
+        BadInput: the configuration, or what is left of it, breaks a rule.
+        BadEnvironment: the layout has more ranks than this machine may start.
+    """
     full = load(argv).run
     dtype = "bf16" if full.precision.dtype == "bf16" else "fp32"
-    small = shrink(full, steps=STEPS, dtype=dtype, max_ranks=MAX_RANKS)
+    small = shrink(full, steps=steps, dtype=dtype, max_ranks=MAX_RANKS)
     problems = [p for p in check(small) if p.severity == "error"]
     if problems:
         raise BadInput(problems)
     ranks = RankGrid.of(small).world
     if ranks > MAX_RANKS:
-        raise BadEnvironment(f"the layout needs {ranks} processes; prove starts at most {MAX_RANKS}")
+        raise BadEnvironment(f"the layout needs {ranks} processes; at most {MAX_RANKS} are started on one machine")
     preflight.check(small, argv, Machine.here())
-    print(
-        f"{full.model.name}: {RankGrid.of(small)} on {ranks} ranks against one rank, {dtype}, {STEPS} steps",
-        flush=True,
-    )
-    print(f"shrunk to {count(parameters(small.model))} parameters: {'; '.join(differences(full, small))}", flush=True)
-    return _compare(small, dtype)
+    return full, small
 
 
 def _compare(small: RunConfig, dtype: str) -> int:

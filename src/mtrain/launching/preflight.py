@@ -66,6 +66,11 @@ def _message(run: RunConfig, grid: RankGrid, machine: Machine, shortages: list[s
         "what works here:",
         f"  python launch.py check {words}   (judge this configuration without running it)",
         f"  python launch.py show {words}   (see every value and who set it)",
+        *(
+            [f"  python launch.py rehearse {words}   (run this layout here, shrunk)"]
+            if grid.model_ranks <= 16
+            else []
+        ),
         "  python launch.py   (train a small model on this machine)",
     ]
     return "\n".join(lines)

@@ -54,6 +54,11 @@ class RankGrid:
         return self.world // (self.tp * self.cp * self.pp)
 
     @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tp * self.cp * self.pp
+
+    @property
     def edp(self) -> int:
         """Data-parallel size of the experts."""
         return self.world // (self.etp * self.ep * self.pp)

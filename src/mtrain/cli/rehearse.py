@@ -1,0 +1,53 @@
+"""`rehearse`: the layout of a run on this machine's CPU, from the first step over a checkpoint to a resumed end."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from mtrain.ckpt import folder as ckpt_folder
+from mtrain.cli.prove import FAULT, shrunk
+from mtrain.config.run import RunConfig
+from mtrain.launching import local
+from mtrain.launching.folder import CHECKPOINTS
+from mtrain.layout.grid import RankGrid
+from mtrain.plan.count import parameters
+from mtrain.plan.shrink import differences
+from mtrain.units import count
+
+STEPS, SAVED = 6, 3
+
+
+def run(argv: list[str], *, debug: bool) -> int:
+    """Train what `argv` describes, shrunk; save, resume, and compare the two ends; returns the exit code."""
+    full, small = shrunk(argv, STEPS)
+    grid = RankGrid.of(small)
+    print(f"{full.model.name}: {grid} on {grid.world} ranks, {small.precision.dtype}", flush=True)
+    print(f"shrunk to {count(parameters(small.model))} parameters: {'; '.join(differences(full, small))}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="mtrain-rehearse-") as scratch:
+        whole = local.launch(_in(small, scratch, "whole"), argv) / CHECKPOINTS
+        saved = whole / ckpt_folder.folder_name(SAVED)
+        resumed = local.launch(_in(small, scratch, "resumed", resume=str(saved)), argv) / CHECKPOINTS
+        equal = _ends(whole) == _ends(resumed)
+    if equal:
+        print(f"rehearsed: {STEPS} steps; the run resumed from step {SAVED} ends bitwise where the whole one ends")
+    else:
+        print(f"NOT equal: the run resumed from step {SAVED} ends elsewhere than the whole one")
+    return 0 if equal else FAULT
+
+
+def _in(run: RunConfig, folder: str, name: str, **checkpoint: Any) -> RunConfig:
+    saving = {"save_interval": SAVED, "save_final": True, "keep": None, **checkpoint}
+    return run.model_copy(
+        update={
+            "log": run.log.model_copy(update={"runs_dir": folder, "name": name, "interval": 1}),
+            "checkpoint": run.checkpoint.model_copy(update=saving),
+        }
+    )
+
+
+def _ends(root: Path) -> dict[str, str]:
+    """Hashes of what every rank saved after the last step: weights, optimizer state, random generators."""
+    manifest = ckpt_folder.read_manifest(root / ckpt_folder.folder_name(STEPS), verify=True)
+    return {name: facts["sha256"] for name, facts in manifest["files"].items() if name != ckpt_folder.RUN_FILE}
