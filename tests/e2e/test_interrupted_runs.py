@@ -55,7 +55,7 @@ def test_a_killed_rank_is_named_and_the_resumed_run_ends_bitwise_equal(
     seed: int, uninterrupted: Path, tmp_path: Path
 ) -> None:
     dice = random.Random(seed)
-    victim, when = dice.randrange(2), dice.randrange(0, STEPS - 4)
+    victim, when = dice.randrange(2), dice.randrange(0, STEPS - 12)
     run = tmp_path / "runs/run"
     process = start(*RUN, cwd=tmp_path)
     wait_for(lambda: len(metrics(run)) > when or process.poll() is not None)
