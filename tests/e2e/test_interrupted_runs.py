@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.commands import SMALL, environment, metrics, mtrain, ranks_of, start, wait_for
+from tests.support.commands import SMALL, command, environment, metrics, mtrain, ranks_of, start, wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -149,3 +150,20 @@ def test_a_rank_that_raises_is_named_with_its_error_although_its_peer_dies_too(t
     assert "Traceback" not in done.stderr
     record = json.loads((tmp_path / "runs/run/errors/rank_00001.json").read_text())
     assert "seeded fault" in record["traceback"]
+
+
+def test_a_checkpoint_that_does_not_fit_is_said_and_the_one_before_stays(tmp_path: Path) -> None:
+    words = [*RUN[:-3], "trainer.train_iters=8", "checkpoint.save_interval=4", "log.name=run"]
+    assert mtrain(*words, cwd=tmp_path).returncode == 0
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))  # noqa: E731
+    more = ["resume", "runs/run", "trainer.train_iters=12", "checkpoint.accept_changes=true"]
+    done = subprocess.run(
+        command(*more), capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment(), preexec_fn=limit
+    )
+    assert done.returncode == 5, done.stdout + done.stderr
+    assert "cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr
+    left = sorted(p.name for p in (tmp_path / "runs/run/checkpoints").iterdir())
+    assert left == ["step_00000004", "step_00000008"]
+    again = mtrain("resume", "runs/run", "trainer.train_iters=12", "checkpoint.accept_changes=true", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
