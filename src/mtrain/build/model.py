@@ -65,8 +65,3 @@ def _wrap(run: RunConfig, config: Any, chunk: Any, *, first: bool) -> Any:
     return mcore.DistributedDataParallel(
         config, ddp, chunk, disable_bucketing=not first and not p.overlap_grad_reduce
     )
-
-
-def parameter_count(chunks: list[Any]) -> int:
-    """Trainable elements that this rank holds."""
-    return sum(p.numel() for chunk in chunks for p in chunk.parameters() if p.requires_grad)

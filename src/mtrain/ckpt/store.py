@@ -55,7 +55,18 @@ def save(
     """
     final, draft = root / folder.folder_name(step), folder.draft_of(root, step)
     with _says_what_is_missing(draft):
-        _save(draft, final, step, slots, extra, state, run_yaml, ranks)
+        if ranks.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            (draft / folder.RUN_FILE).write_text(run_yaml)
+        ranks.barrier()
+        index = _write_shard(draft, slots, extra, ranks.rank)
+        folder.write_json(draft / f"rank_{ranks.rank:05d}.json", index)
+        ranks.barrier()
+        if ranks.rank == 0:
+            merged = _merge(draft, ranks.size)
+            folder.commit(draft, final, {"step": step, "ranks": ranks.size, "state": state, **merged})
+        ranks.barrier()
     return final
 
 
@@ -69,30 +80,6 @@ def _says_what_is_missing(draft: Path) -> Iterator[None]:
         existing = next(p for p in (draft, *draft.parents) if p.exists())
         free = units.bytes_(shutil.disk_usage(existing).free)
         raise TrainingFault(f"the checkpoint {draft} cannot be written ({free} free): {error}") from None
-
-
-def _save(
-    draft: Path,
-    final: Path,
-    step: int,
-    slots: Iterable[Slot],
-    extra: dict[str, torch.Tensor],
-    state: dict[str, Any],
-    run_yaml: str,
-    ranks: Ranks,
-) -> None:
-    if ranks.rank == 0:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        (draft / folder.RUN_FILE).write_text(run_yaml)
-    ranks.barrier()
-    index = _write_shard(draft, slots, extra, ranks.rank)
-    folder.write_json(draft / f"rank_{ranks.rank:05d}.json", index)
-    ranks.barrier()
-    if ranks.rank == 0:
-        merged = _merge(draft, ranks.size)
-        folder.commit(draft, final, {"step": step, "ranks": ranks.size, "state": state, **merged})
-    ranks.barrier()
 
 
 def _write_shard(draft: Path, slots: Iterable[Slot], extra: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:

@@ -12,17 +12,8 @@ from megatron.core import parallel_state, tensor_parallel
 
 # Checkpoints: where a local tensor lies in the whole one
 from megatron.core.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
-    apply_factories,
-    apply_factory_merges,
-)
-from megatron.core.dist_checkpointing.optimizer import (
-    get_param_id_to_sharded_param_map,
-    make_sharded_optimizer_tensor,
 )
 
 # Data parallelism
@@ -33,32 +24,20 @@ from megatron.core.distributed import (
     TorchFullyShardedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-from megatron.core.enums import ModelType
 
 # Models and layers
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
-    get_gpt_mtp_block_spec,
     get_gpt_mtp_block_spec_for_backend,
     get_mlp_module_spec_for_backend,
 )
 
 # Steps and optimizers
-from megatron.core.num_microbatches_calculator import (
-    destroy_num_microbatches_calculator,
-    get_num_microbatches,
-    init_num_microbatches_calculator,
-)
 from megatron.core.optimizer import (
-    ChainedOptimizer,
     DistributedOptimizer,
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
-    MegatronOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
     get_standard_config_overrides,
@@ -70,17 +49,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
-    VocabParallelEmbedding,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
-    vocab_parallel_cross_entropy,
 )
 from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import Float16Module, MegatronModule
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
+from megatron.core.utils import get_batch_on_this_cp_rank

@@ -45,11 +45,6 @@ class World:
         """Whether this is rank 0."""
         return self.rank == 0
 
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
-        return self.coords["pp"] == self.grid.pp - 1
-
     def tell(self, text: str) -> str:
         """The text that rank 0 gave, on every rank."""
         encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(self.torch_device)
