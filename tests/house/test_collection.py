@@ -1,0 +1,19 @@
+"""Every folder of tests is one that pytest looks into."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+
+import pytest
+
+from tests.support.commands import ROOT
+
+
+def test_no_folder_of_tests_is_passed_over(pytestconfig: pytest.Config) -> None:
+    skipped = pytestconfig.getini("norecursedirs")
+    for base in (ROOT / "tests", ROOT / "kernels/tests"):
+        for file in base.rglob("test_*.py"):
+            for part in file.relative_to(ROOT).parts[:-1]:
+                assert not any(fnmatch(part, pattern) for pattern in skipped), (
+                    f"{file} is never run: pytest passes over folders named {part} (norecursedirs)"
+                )
