@@ -81,10 +81,10 @@ def test_more_processes_than_cores_is_a_warning() -> None:
 
 
 def test_kernels_are_te_only_on_cuda_with_te_and_a_named_choice_stays() -> None:
-    assert {v for _, v in resolve(tiny(), GPUS).kernels} == {"te"}
-    assert {v for _, v in resolve(tiny(), LAPTOP).kernels} == {"reference"}
+    assert {v for _, v in resolve(tiny(), GPUS).kernels if isinstance(v, str)} == {"te"}
+    assert {v for _, v in resolve(tiny(), LAPTOP).kernels if isinstance(v, str)} == {"reference"}
     assert resolve(tiny(kernels__norm="te"), LAPTOP).kernels.norm == "te"
-    assert {v for _, v in resolve(tiny(cluster__device="cpu"), GPUS).kernels} == {"reference"}
+    assert {v for _, v in resolve(tiny(cluster__device="cpu"), GPUS).kernels if isinstance(v, str)} == {"reference"}
 
 
 @pytest.mark.parametrize("machine", [LAPTOP, GPUS])

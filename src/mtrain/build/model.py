@@ -47,6 +47,7 @@ def _chunk(run: RunConfig, config: Any, device: Device, stage: int | None) -> An
         rotary_percent=model.rotary_percent,
         rope_scaling=scaling is not None,
         rope_scaling_factor=scaling or 8.0,
+        mtp_block_spec=backend.mtp_spec(config, provider, vp_stage=stage),
         vp_stage=stage,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from mtrain.build.weights import Normal
 from mtrain.config.run import RunConfig
+from mtrain.config.stages import stages, uneven
 from mtrain.devices.base import Device
 from mtrain.mcore import api as mcore
 
@@ -28,6 +29,15 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "squared_relu": squared_relu,
 }
+
+
+def _list(values: Sequence[Any] | None) -> list[Any] | None:
+    return None if values is None else list(values)
+
+
+def _unless_none(word: str) -> str | None:
+    return None if word == "none" else word
+
 
 # megatron-core's field -> where its value comes from
 FIELDS: dict[str, Callable[[RunConfig], Any]] = {
@@ -56,6 +66,21 @@ FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "expert_model_parallel_size": lambda r: r.parallel.ep,
     "expert_tensor_parallel_size": lambda r: r.parallel.etp or r.parallel.tp,
     "sequence_parallel": lambda r: r.parallel.sequence_parallel,
+    "cp_comm_type": lambda r: r.parallel.cp_comm_type,
+    "hierarchical_context_parallel_sizes": lambda r: _list(r.parallel.hierarchical_cp_sizes),
+    "pipeline_model_parallel_layout": lambda r: [s.words() for s in stages(r)] if uneven(r) else None,
+    "recompute_granularity": lambda r: _unless_none(r.parallel.recompute.granularity),
+    "recompute_modules": lambda r: _list(r.parallel.recompute.modules),
+    "recompute_method": lambda r: r.parallel.recompute.method,
+    "recompute_num_layers": lambda r: r.parallel.recompute.num_layers,
+    "rotary_interleaved": lambda r: r.model.rotary_interleaved,
+    # A window of n keys, the token's own included, reaches n - 1 to the left.
+    "window_size": lambda r: (r.model.window_size - 1, 0) if r.model.window_size else None,
+    "window_attn_skip_freq": lambda r: r.model.window_attn_skip_freq,
+    "softmax_type": lambda r: r.model.softmax_type,
+    "mtp_num_layers": lambda r: r.model.mtp_num_layers,
+    "mtp_loss_scaling_factor": lambda r: r.model.mtp_loss_scaling_factor,
+    "gradient_accumulation_fusion": lambda r: r.kernels.gradient_accumulation_fusion,
     "params_dtype": lambda r: DTYPES[r.precision.dtype],
     "pipeline_dtype": lambda r: DTYPES[r.precision.dtype],
     "bf16": lambda r: r.precision.dtype == "bf16",
@@ -84,7 +109,12 @@ MOE_FIELDS: dict[str, Callable[[RunConfig, Any], Any]] = {
     "moe_router_num_groups": lambda r, m: m.router_num_groups,
     "moe_router_group_topk": lambda r, m: m.router_group_topk,
     "moe_router_topk_scaling_factor": lambda r, m: m.router_topk_scaling_factor,
+    "moe_router_bias_update_rate": lambda r, m: m.router_bias_update_rate or 0.0,
     "moe_token_dispatcher_type": lambda r, m: m.token_dispatcher_type,
+    "moe_expert_capacity_factor": lambda r, m: m.expert_capacity_factor,
+    "moe_pad_expert_input_to_capacity": lambda r, m: m.pad_expert_input_to_capacity,
+    "moe_token_drop_policy": lambda r, m: m.token_drop_policy or "probs",
+    "moe_shared_expert_overlap": lambda r, m: m.shared_expert_overlap,
     "moe_router_dtype": lambda r, m: "fp32",
     "moe_grouped_gemm": lambda r, m: True,
 }
@@ -96,6 +126,14 @@ MLA_FIELDS: dict[str, Callable[[Any], Any]] = {
     "qk_head_dim": lambda m: m.qk_head_dim,
     "qk_pos_emb_head_dim": lambda m: m.qk_pos_emb_head_dim,
     "v_head_dim": lambda m: m.v_head_dim,
+    "rope_type": lambda m: m.rope_type,
+}
+
+YARN_FIELDS: dict[str, Callable[[Any], Any]] = {
+    "rotary_scaling_factor": lambda m: m.rotary_scaling_factor,
+    "original_max_position_embeddings": lambda m: m.original_max_position_embeddings,
+    "mscale": lambda m: m.mscale,
+    "mscale_all_dim": lambda m: m.mscale_all_dim,
 }
 
 # Fusions that are CUDA kernels, or that torch.compile would have to make first.
@@ -104,7 +142,6 @@ FUSIONS = (
     "bias_dropout_fusion",
     "masked_softmax_fusion",
     "apply_rope_fusion",
-    "gradient_accumulation_fusion",
     "persist_layer_norm",
     "moe_permute_fusion",
     "cross_entropy_loss_fusion",
@@ -133,8 +170,9 @@ def transformer_config(run: RunConfig, device: Device) -> Any:
     if run.model.mla is None:
         return mcore.TransformerConfig(**values)
     values |= {name: get(run.model.mla) for name, get in MLA_FIELDS.items()}
+    if run.model.mla.rope_type == "yarn":
+        values |= {name: get(run.model.mla) for name, get in YARN_FIELDS.items()}
     values |= {
-        "rope_type": "rope",
         "rotary_base": run.model.rotary_base,
         "rotary_percent": run.model.rotary_percent,
     }

@@ -56,6 +56,11 @@ class DataConfig(Section):
     """Shares of train, validation and test; they are normalised to one."""
     eod_mask_loss: bool = False
     """No loss on the prediction that follows an end-of-document token."""
+    packed: bool = False
+    """A sample's documents do not see each other and each starts at position 0 (packed sequences, THD)."""
+    packed_multiple: PositiveInt | None = None
+    """packed: documents are padded to a multiple of this many tokens; what no longer fits in the sample is left out.
+    null: 2 * cp under context parallelism, else 1."""
     cache_dir: str = "~/.cache/mtrain"
     """Where tokenized text is kept."""
 
@@ -91,6 +96,8 @@ class OptimConfig(Section):
     """sgd: momentum."""
     clip_grad: PositiveFloat | None = 1.0
     """Largest global gradient norm; null: no clipping."""
+    cpu_offload: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """adamw: share of the parameters whose optimizer state lives in host memory and is updated there."""
 
 
 class TrainerConfig(Section):
@@ -116,8 +123,12 @@ class TrainerConfig(Section):
     """Where the generated text starts."""
     profile_step: PositiveInt | None = None
     """Write a torch.profiler trace of this step to the run folder; null: none."""
+    join_timeout_s: PositiveFloat = 5.0
+    """Seconds that a rank which is ready to start waits for the others; then the absent ones are named."""
+    soft_timeout_s: PositiveFloat = 120.0
+    """Seconds without progress after which every rank writes its stacks and the rank that is behind is named."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds that a collective may wait for a rank."""
+    """Seconds without progress after which the run is ended."""
 
     @property
     def micro(self) -> int:
@@ -136,6 +147,8 @@ class KernelsConfig(Section):
     """Row- and column-parallel linear layers."""
     experts: KernelChoice = "auto"
     """Expert MLPs; auto: one grouped call where there is one, else expert by expert."""
+    gradient_accumulation_fusion: bool = False
+    """Weight gradients are added up inside the GEMM that makes them; needs linear=te on a GPU."""
 
 
 class CheckpointConfig(Section):

@@ -49,8 +49,18 @@ class MoEConfig(Section):
     """Groups that a token may choose from."""
     router_topk_scaling_factor: PositiveFloat | None = None
     """Factor on the chosen scores."""
+    router_bias_update_rate: PositiveFloat | None = None
+    """router_enable_expert_bias: how far the bias of an expert moves in a step; null: 0.001."""
     token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens travel to the ranks of their experts."""
+    expert_capacity_factor: PositiveFloat | None = None
+    """Tokens that an expert takes of a rank's micro-batch, over the even share; others are dropped; null: none is."""
+    pad_expert_input_to_capacity: bool = False
+    """Experts always compute their whole capacity: one shape in every step."""
+    token_drop_policy: Literal["probs", "position"] | None = None
+    """expert_capacity_factor: which tokens stay, the most probable or the first ones; null: probs."""
+    shared_expert_overlap: bool = False
+    """Shared experts compute while tokens travel; needs the alltoall dispatcher."""
 
 
 class MLAConfig(Section):
@@ -66,6 +76,16 @@ class MLAConfig(Section):
     """Width of a head's part with rotary positions."""
     v_head_dim: PositiveInt = 128
     """Width of a head's values."""
+    rope_type: Literal["rope", "yarn"] = "rope"
+    """yarn: rotary positions stretched beyond the length that the model was trained for (Peng et al. 2023)."""
+    rotary_scaling_factor: PositiveFloat | None = None
+    """yarn: how much longer; null: 40."""
+    original_max_position_embeddings: PositiveInt | None = None
+    """yarn: the length before stretching; null: 4096."""
+    mscale: PositiveFloat | None = None
+    """yarn: weight of the attention temperature; null: 1."""
+    mscale_all_dim: NonNegativeFloat | None = None
+    """yarn: the same for all dimensions; null: 0."""
 
 
 class ModelConfig(Section):
@@ -107,8 +127,21 @@ class ModelConfig(Section):
     """Base of the rotary frequencies."""
     rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of a head that rotates."""
+    rotary_interleaved: bool = False
+    """Rotary pairs are neighbours (GPT-J) instead of halves of the head."""
     rope_scaling_factor: PositiveFloat | None = None
     """Llama-3.1 frequency scaling (low 1, high 4, original 8192); null: off."""
+    window_size: Annotated[int, Field(ge=2)] | None = None
+    """Sliding-window attention: a token sees this many keys, itself included; null: all before it."""
+    window_attn_skip_freq: Annotated[int, Field(ge=2)] | None = None
+    """window_size: every n-th layer sees all keys; null: every layer has the window."""
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    """Attention sinks: what stands beside the keys in the softmax of each head; off-by-one: a logit of 0, learnable:
+    a weight."""
+    mtp_num_layers: PositiveInt | None = None
+    """Multi-token prediction (DeepSeek-V3): extra layers that each predict one token further; null: none."""
+    mtp_loss_scaling_factor: PositiveFloat | None = None
+    """mtp_num_layers: weight of their mean loss; null: 0.1."""
     tie_word_embeddings: bool = False
     """The output layer shares the embedding's weights."""
     attention_dropout: Probability = 0.0

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from pydantic import Field
+
 from mtrain.config.base import PositiveInt, Section
+
+RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
+
+
+class RecomputeConfig(Section):
+    """`parallel.recompute`: activations that the backward computes again instead of keeping. Changes no number."""
+
+    granularity: Literal["none", "selective", "full"] = "none"
+    """selective: the named modules of every layer; full: whole layers, only their inputs are kept."""
+    modules: tuple[RecomputeModule, ...] | None = Field(default=None, strict=False)
+    """selective: what is computed again; null: core_attn."""
+    method: Literal["uniform", "block"] | None = None
+    """full: uniform keeps the input of every group of num_layers layers; block recomputes the first num_layers layers
+    of each (virtual) stage, one by one; null: uniform."""
+    num_layers: PositiveInt | None = None
+    """full: layers of a group (uniform) or of a stage (block); null: 1."""
 
 
 class ParallelConfig(Section):
@@ -24,12 +44,37 @@ class ParallelConfig(Section):
     """Norms and residuals are cut over the tp ranks along the sequence."""
     ranks: PositiveInt | None = None
     """Processes in all; null: every device of the cluster, or the fewest that the degrees need on a CPU."""
+    cp_comm_type: Literal["all_gather", "p2p", "a2a", "a2a+p2p"] | None = None
+    """How attention sees the whole sequence under `cp`: all_gather gathers keys and values, p2p passes them around a
+    ring, a2a exchanges the sequence for heads (Ulysses), a2a+p2p does the second inside groups and the first between
+    them; null: p2p with TransformerEngine's attention, else all_gather."""
+    hierarchical_cp_sizes: tuple[PositiveInt, PositiveInt] | None = Field(default=None, strict=False)
+    """a2a+p2p: ranks of an inner group (a2a) and number of such groups (p2p); their product is `cp`."""
+    pipeline_layout: str | None = None
+    """What each stage holds, as `Et*3|(tt|)*29,m|L`: E embedding, t layer, m multi-token prediction, L loss, |
+    between the pp * vpp stages; null: equal stages."""
+    layers_per_stage: tuple[int, ...] | None = Field(default=None, strict=False)
+    """Layers of each of the pp * vpp stages, in the order of the model; null: equal stages."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """The embedding counts as a layer: the first stage holds one layer fewer than the others."""
+    account_for_loss_in_pipeline_split: bool = False
+    """The output layer and loss count as a layer: the last stage holds one layer fewer than the others."""
     distributed_optimizer: bool = False
     """Optimizer state and main weights are spread over the data-parallel ranks (ZeRO-1)."""
     overlap_grad_reduce: bool = False
     """Gradients are reduced while the backward still runs."""
     overlap_param_gather: bool = False
     """Weights are gathered while the forward already runs; needs `distributed_optimizer`."""
+    fsdp: Literal["none", "fsdp2", "megatron"] = "none"
+    """Weights themselves are spread over the data-parallel ranks and gathered layer by layer: by torch's FSDP2, or by
+    megatron-core's own FSDP."""
+    fsdp_sharding: Literal["optim", "optim_grads", "optim_grads_params"] | None = None
+    """megatron: what is spread (ZeRO-1, 2, 3); null: optim_grads_params. FSDP2 always spreads all three."""
+    hsdp_replicas: PositiveInt = 1
+    """fsdp, distributed_optimizer: groups of data-parallel ranks that each hold one whole spread copy (HSDP);
+    gradients are reduced inside a group and then between groups."""
+    recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
+    """Activations computed again in the backward."""
 
     @property
     def model_ranks(self) -> int:

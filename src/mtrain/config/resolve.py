@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from mtrain.config.conditional import CONDITIONAL
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem
@@ -76,7 +77,7 @@ def resolve(run: RunConfig, machine: Machine, world_size: int | None = None) -> 
         kernel = "te" if device == "cuda" and machine.transformer_engine else "reference"
         kernels = {key: kernel for key, value in run.kernels if value == "auto"}
     cluster: dict[str, Any] = {"device": device, "devices_per_node": per_node}
-    return run.model_copy(
+    run = run.model_copy(
         update={
             "cluster": run.cluster.model_copy(update=cluster),
             "parallel": run.parallel.model_copy(update={"ranks": ranks}),
@@ -85,6 +86,16 @@ def resolve(run: RunConfig, machine: Machine, world_size: int | None = None) -> 
             "trainer": run.trainer.model_copy(update=_sample(run) | _micro_batch(run, ranks)),
         }
     )
+    for key in CONDITIONAL:
+        if key.value(run) is None and key.active(run):
+            run = _with(run, key.path.split("."), key.default(run))
+    return run
+
+
+def _with(node: Any, path: list[str], value: Any) -> Any:
+    """A copy of a section with one key set."""
+    inner = value if len(path) == 1 else _with(getattr(node, path[0]), path[1:], value)
+    return node.model_copy(update={path[0]: inner})
 
 
 def _schedule(run: RunConfig) -> dict[str, Any]:

@@ -67,6 +67,17 @@ _EFFECT_OF_KEY = {
     "trainer.sample_prompt": Effect.OPERATION,
     "trainer.profile_step": Effect.OPERATION,
     "trainer.timeout_s": Effect.OPERATION,
+    "trainer.soft_timeout_s": Effect.OPERATION,
+    "trainer.join_timeout_s": Effect.OPERATION,
+    "optim.cpu_offload": Effect.LAYOUT,
+    "model.window_size": Effect.NUMBERS,
+    "model.window_attn_skip_freq": Effect.NUMBERS,
+    "model.mtp_loss_scaling_factor": Effect.NUMBERS,
+    "model.moe.router_bias_update_rate": Effect.NUMBERS,
+    "model.moe.expert_capacity_factor": Effect.NUMBERS,
+    "model.moe.pad_expert_input_to_capacity": Effect.LAYOUT,
+    "model.moe.token_drop_policy": Effect.NUMBERS,
+    "model.moe.shared_expert_overlap": Effect.LAYOUT,
 }
 
 

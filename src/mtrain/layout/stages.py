@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from mtrain.config.run import RunConfig
+from mtrain.config.stages import Stage, stages
 
 
 def stage_layers(run: RunConfig) -> list[list[range]]:
     """Layers of each pipeline rank: one range per virtual stage, `out[pp_rank][vpp_index]`.
 
-    Stages are equal; with `vpp` > 1 a rank holds every pp-th block of layers.
+    Raises:
+        ValueError: the layers cannot be cut as the configuration says.
     """
-    p = run.parallel
-    blocks = p.pp * p.vpp
-    size, rest = divmod(run.model.num_layers, blocks)
-    if rest:
-        raise ValueError(f"{run.model.num_layers} layers do not divide into {blocks} stages")
-    return [[range((v * p.pp + s) * size, (v * p.pp + s + 1) * size) for v in range(p.vpp)] for s in range(p.pp)]
+    return [[stage.layers for stage in held] for held in held_stages(run)]
+
+
+def held_stages(run: RunConfig) -> list[list[Stage]]:
+    """The stages of each pipeline rank, `out[pp_rank][vpp_index]`: with `vpp` > 1 a rank holds every pp-th stage."""
+    every, p = stages(run), run.parallel
+    return [[every[v * p.pp + s] for v in range(p.vpp)] for s in range(p.pp)]

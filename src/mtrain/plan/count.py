@@ -13,6 +13,7 @@ def parameters(model: ModelConfig) -> int:
     if model.position_embedding_type == "learned_absolute":
         total += model.max_position_embeddings * model.hidden_size
     total += _norm(model, model.hidden_size)
+    total += (model.mtp_num_layers or 0) * prediction_parameters(model)
     return total + sum(layer_parameters(model, i) for i in range(model.num_layers))
 
 
@@ -21,7 +22,7 @@ def active_parameters(model: ModelConfig) -> int:
     if model.moe is None:
         return parameters(model)
     idle = model.moe.num_experts - model.moe.router_topk
-    layers = model.num_layers - model.moe.first_dense_layers
+    layers = model.num_layers - model.moe.first_dense_layers + (model.mtp_num_layers or 0)
     return parameters(model) - layers * idle * _mlp(model, model.moe.ffn_hidden_size)
 
 
@@ -29,7 +30,17 @@ def layer_parameters(model: ModelConfig, index: int) -> int:
     """Trainable parameters of layer `index` (counted from 0)."""
     norms = 2 * _norm(model, model.hidden_size)
     attention = _mla(model) if model.mla else _attention(model)
-    return norms + attention + _feed_forward(model, index)
+    sinks = model.num_attention_heads if model.softmax_type == "learnable" else 0
+    return norms + attention + sinks + _feed_forward(model, index)
+
+
+def prediction_parameters(model: ModelConfig) -> int:
+    """Trainable parameters of one layer of multi-token prediction: a layer like the last, the projection of hidden
+    state and next embedding in front of it, and three norms.
+    """
+    hidden = model.hidden_size
+    bias = hidden if model.add_bias_linear else 0
+    return layer_parameters(model, model.num_layers - 1) + 2 * hidden * hidden + bias + 3 * _norm(model, hidden)
 
 
 def _norm(model: ModelConfig, width: int) -> int:
@@ -85,7 +96,8 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     """Model FLOPs of one token's forward and backward, without recomputation.
 
     6 per weight that multiplies (2 forward, 4 backward), the embedding's look-up excluded, and 12 per layer,
-    query head width and key for attention, halved when `causal` (published figures use both conventions).
+    query head width and key for attention, halved when `causal` (published figures use both conventions). Layers
+    with a window count the keys in it under both.
     Source: Chowdhery et al. 2022 (PaLM), appendix B.
     """
     weights = active_parameters(model)
@@ -94,12 +106,25 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
         weights -= table
     if model.position_embedding_type == "learned_absolute":
         weights -= model.max_position_embeddings * model.hidden_size
+    # every further prediction multiplies with the output layer once more
+    weights += (model.mtp_num_layers or 0) * table
     if model.mla:
         widths = 2 * model.mla.qk_head_dim + 2 * model.mla.qk_pos_emb_head_dim + 2 * model.mla.v_head_dim
-        attention = 3 * model.num_layers * model.num_attention_heads * widths * seq_length
     else:
-        attention = 12 * model.num_layers * model.num_attention_heads * model.head_dim * seq_length
-    return 6.0 * weights + (attention / 2 if causal else attention)
+        widths = 4 * model.head_dim
+    keys = sum(_keys(model, layer, seq_length, causal=causal) for layer in range(model.num_layers))
+    keys += (model.mtp_num_layers or 0) * _keys(model, 0, seq_length, causal=causal)
+    return 6.0 * weights + 3.0 * model.num_attention_heads * widths * keys
+
+
+def _keys(model: ModelConfig, layer: int, seq_length: int, *, causal: bool) -> float:
+    """Keys that a token of layer `layer` is multiplied with, on average over the sequence."""
+    every, window = model.window_attn_skip_freq, model.window_size
+    whole = seq_length / 2 if causal else float(seq_length)
+    if window is None or (every is not None and (layer + 1) % every == 0) or window >= seq_length:
+        return whole
+    # the first `window` tokens see half a window on average, the others a whole one
+    return window * (1 - window / (2 * seq_length))
 
 
 def state_bytes(run: RunConfig) -> int:

@@ -50,7 +50,7 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
                 "profile_step": None,
             }
         ),
-        "kernels": run.kernels.model_copy(update=dict.fromkeys(type(run.kernels).model_fields, "reference")),
+        "kernels": run.kernels.model_copy(update=_on_a_cpu(run)),
         "checkpoint": run.checkpoint.model_copy(update={"save_interval": None, "resume": None}),
         "cluster": run.cluster.model_copy(
             update={"name": "rehearsal", "device": "cpu", "nodes": 1, "devices_per_node": None, "peak_tflops": {}}
@@ -73,6 +73,11 @@ def differences(before: RunConfig, after: RunConfig) -> list[str]:
 
 def _data_parallel(run: RunConfig) -> int:
     return max(1, (run.parallel.ranks or 1) // run.parallel.model_ranks)
+
+
+def _on_a_cpu(run: RunConfig) -> dict[str, Any]:
+    words = {key: "reference" for key, value in run.kernels if isinstance(value, str)}
+    return {**words, "gradient_accumulation_fusion": False}
 
 
 def _final_decay(run: RunConfig) -> dict[str, Any]:

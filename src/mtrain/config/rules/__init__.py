@@ -8,13 +8,39 @@ from typing import Any
 from pydantic import ValidationError
 
 from mtrain.config.dump import override
-from mtrain.config.rules import batch, data, experts, layout, model, optim, precision, storage
+from mtrain.config.rules import (
+    batch,
+    data,
+    experts,
+    inert,
+    layout,
+    model,
+    optim,
+    pipeline,
+    precision,
+    sharding,
+    storage,
+)
 from mtrain.config.rules.finding import Change, Finding, Rule
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem
 
 RULES: tuple[Rule, ...] = tuple(
-    rule for room in (layout, experts, batch, model, data, precision, optim, storage) for rule in room.RULES
+    rule
+    for room in (
+        layout,
+        pipeline,
+        sharding,
+        experts,
+        batch,
+        model,
+        data,
+        precision,
+        optim,
+        storage,
+        inert,
+    )
+    for rule in room.RULES
 )
 
 MAX_TRIES = 400

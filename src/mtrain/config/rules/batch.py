@@ -54,4 +54,13 @@ def profile_within_run(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT134", "trainer.profile_step", rule, ({"trainer.profile_step": t.train_iters},))
 
 
-RULES = (batch_divides, micro_batches_fill_the_pipeline, profile_within_run)
+def timeouts_are_ordered(run: RunConfig) -> Iterator[Finding]:
+    """A run says where it hangs before it is ended."""
+    t = run.trainer
+    if t.soft_timeout_s >= t.timeout_s:
+        rule = f"stacks after {t.soft_timeout_s:g} s come too late: the run is ended after {t.timeout_s:g} s"
+        fixes: tuple[Change, ...] = ({"trainer.soft_timeout_s": t.timeout_s / 5},)
+        yield Finding("MT135", "trainer.soft_timeout_s", rule, fixes)
+
+
+RULES = (timeouts_are_ordered, batch_divides, micro_batches_fill_the_pipeline, profile_within_run)

@@ -148,7 +148,67 @@ def biases_in_experts(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT229", "model.add_bias_linear", rule, fixes)
 
 
+def capacity(run: RunConfig) -> Iterator[Finding]:
+    """Experts of limited capacity: which balancing allows it, and what it makes of a layout."""
+    moe, p = run.model.moe, run.parallel
+    if moe is None or moe.expert_capacity_factor is None:
+        return
+    dropless: Change = {
+        "model.moe.expert_capacity_factor": None,
+        "model.moe.token_drop_policy": None,
+        "model.moe.pad_expert_input_to_capacity": False,
+    }
+    if moe.router_load_balancing_type == "sinkhorn":
+        rule = "sinkhorn has its own balance; capacity works with aux_loss, seq_aux_loss or none"
+        aux: Change = {"model.moe.router_load_balancing_type": "aux_loss"}
+        yield Finding("MT230", "model.moe.expert_capacity_factor", rule, (dropless, aux))
+    if moe.token_dispatcher_type == "allgather":
+        rule = "the allgather dispatcher is dropless"
+        yield Finding("MT230", "model.moe.expert_capacity_factor", rule, (dropless, _ALLTOALL))
+    if p.sequence_parallel or p.cp > 1:
+        rule = (
+            f"capacity is counted over the tokens of one rank: with tp {p.tp} * cp {p.cp} other tokens are dropped "
+            "than on one rank"
+        )
+        yield Finding("MT231", "model.moe.expert_capacity_factor", rule, (dropless,), "warning")
+
+
+def sinkhorn_sees_one_rank(run: RunConfig) -> Iterator[Finding]:
+    """Sinkhorn normalises over the tokens that a rank has."""
+    moe, p = run.model.moe, run.parallel
+    if moe is None or moe.router_load_balancing_type != "sinkhorn":
+        return
+    aux: Change = {"model.moe.router_load_balancing_type": "aux_loss"}
+    if moe.router_num_groups is not None or moe.router_enable_expert_bias:
+        rule = "sinkhorn chooses by itself: group-limited routing and the balancing bias reach nothing"
+        off: Change = {
+            "model.moe.router_num_groups": None,
+            "model.moe.router_group_topk": None,
+            "model.moe.router_enable_expert_bias": False,
+            "model.moe.router_bias_update_rate": None,
+        }
+        yield Finding("MT232", "model.moe.router_load_balancing_type", rule, (off, aux))
+    if p.sequence_parallel or p.cp > 1:
+        rule = f"balances the tokens of one rank: with tp {p.tp} * cp {p.cp} it chooses otherwise than on one rank"
+        yield Finding("MT233", "model.moe.router_load_balancing_type", rule, (aux,), "warning")
+
+
+def overlapped_shared_experts(run: RunConfig) -> Iterator[Finding]:
+    """Only the all-to-all dispatcher leaves time for the shared experts."""
+    moe = run.model.moe
+    if moe is None or not moe.shared_expert_overlap or moe.token_dispatcher_type == "alltoall":
+        return
+    rule = f"needs the alltoall dispatcher, and it is {moe.token_dispatcher_type}"
+    off: Change = {"model.moe.shared_expert_overlap": False}
+    yield Finding("MT234", "model.moe.shared_expert_overlap", rule, (_ALLTOALL, off))
+
+
+_ALLTOALL: Change = {"model.moe.token_dispatcher_type": "alltoall"}
+
 RULES = (
+    capacity,
+    sinkhorn_sees_one_rank,
+    overlapped_shared_experts,
     expert_axes_need_experts,
     experts_divide,
     expert_grid_is_whole,

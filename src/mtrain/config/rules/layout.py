@@ -8,6 +8,7 @@ from difflib import get_close_matches
 
 from mtrain.config.resolve import smallest_world
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
+from mtrain.config.rules.pipeline import single
 from mtrain.config.run import RunConfig
 
 SHIPPED_DEVICES = ("auto", "cpu", "cuda")
@@ -74,42 +75,6 @@ def _width(run: RunConfig, code: str, key: str, width: int) -> Iterator[Finding]
         )
 
 
-def stages_are_whole(run: RunConfig) -> Iterator[Finding]:
-    """Every pipeline stage and virtual stage holds the same number of layers, at least one."""
-    layers, p = run.model.num_layers, run.parallel
-    blocks = p.pp * p.vpp
-    legal_pp = [d for d in divisors(layers, 2 * p.pp) if layers % (d * p.vpp) == 0 and (d > 1 or p.vpp == 1)]
-    pp_fixes: list[Change] = []
-    for pp in nearest(p.pp, [d for d in legal_pp if d != p.pp]):
-        pp_fixes += [{"parallel.pp": pp}, {"parallel.pp": pp, "parallel.ranks": None}]
-    if layers < p.pp:
-        rule = f"{layers} layers on {p.pp} stages: at least one would be empty"
-        fixes = (*pp_fixes, {"model.num_layers": blocks}, _single())
-        yield Finding("MT106", "parallel.pp", rule, fixes)
-    elif layers % p.pp:
-        rule = f"{layers} layers do not divide over {p.pp} stages; pp that divide: {listed(divisors(layers))}"
-        grow: tuple[Change, ...] = tuple({"model.num_layers": n} for n in multiples(layers, blocks))
-        yield Finding("MT107", "parallel.pp", rule, (*pp_fixes, *grow, _single()))
-    elif p.vpp > 1 and p.pp > 1 and layers % blocks:
-        per_stage = layers // p.pp
-        legal = divisors(per_stage)
-        rule = f"{per_stage} layers of a stage do not divide into {p.vpp} virtual stages; legal: {listed(legal)}"
-        yield Finding("MT108", "parallel.vpp", rule, tuple({"parallel.vpp": v} for v in nearest(p.vpp, legal)))
-
-
-def vpp_needs_pp(run: RunConfig) -> Iterator[Finding]:
-    """Interleaving is a pipeline schedule."""
-    p = run.parallel
-    if p.vpp > 1 and p.pp == 1:
-        rule = f"{p.vpp} virtual stages need a pipeline: pp is 1"
-        yield Finding("MT109", "parallel.vpp", rule, ({"parallel.vpp": 1}, {"parallel.pp": 2}))
-
-
-def _single() -> Change:
-    ones: dict[str, object] = {f"parallel.{axis}": 1 for axis in ("tp", "pp", "vpp", "cp", "ep")}
-    return {**ones, "parallel.etp": None, "parallel.sequence_parallel": False, "parallel.ranks": None}
-
-
 def ranks_fill_the_grid(run: RunConfig) -> Iterator[Finding]:
     """All ranks are used, each once."""
     p = run.parallel
@@ -131,7 +96,7 @@ def _grid_fixes(run: RunConfig, step: int) -> tuple[Change, ...]:
                     change["parallel.sequence_parallel"] = p.sequence_parallel and tp > 1
                     change["parallel.vpp"] = p.vpp if pp > 1 else 1
                     fixes.append(change)
-    return (*fixes[:12], {**_single(), "parallel.ranks": p.ranks}, _single())
+    return (*fixes[:12], {**single(), "parallel.ranks": p.ranks}, single())
 
 
 def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
@@ -225,8 +190,6 @@ RULES = (
     tp_divides_heads,
     tp_fits_query_groups,
     tp_divides_widths,
-    stages_are_whole,
-    vpp_needs_pp,
     ranks_fill_the_grid,
     ranks_use_the_cluster,
     sequence_parallel,

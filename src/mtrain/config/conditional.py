@@ -1,0 +1,128 @@
+"""Keys that mean something only beside another: what they are by default then, and what they wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mtrain.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Conditional:
+    """A key that is off (null or false) unless `active` says that it reaches something."""
+
+    path: str
+    active: Callable[[RunConfig], bool]
+    needs: str
+    """The condition as a user writes it."""
+    default: Callable[[RunConfig], Any] = lambda run: None
+    """The value that null stands for where the key is active."""
+    off: Any = None
+
+    def value(self, run: RunConfig) -> Any:
+        """The key's value; `off` where its section is null."""
+        node: Any = run
+        for name in self.path.split("."):
+            if node is None:
+                return self.off
+            node = getattr(node, name)
+        return node
+
+
+def _attends_with_te(run: RunConfig) -> bool:
+    return run.kernels.attention == "te"
+
+
+CONDITIONAL = (
+    Conditional(
+        "parallel.recompute.modules",
+        lambda r: r.parallel.recompute.granularity == "selective",
+        "parallel.recompute.granularity=selective",
+        lambda r: ("core_attn",),
+    ),
+    Conditional(
+        "parallel.recompute.method",
+        lambda r: r.parallel.recompute.granularity == "full",
+        "parallel.recompute.granularity=full",
+        lambda r: "uniform",
+    ),
+    Conditional(
+        "parallel.recompute.num_layers",
+        lambda r: r.parallel.recompute.granularity == "full",
+        "parallel.recompute.granularity=full",
+        lambda r: 1,
+    ),
+    Conditional(
+        "parallel.cp_comm_type",
+        lambda r: r.parallel.cp > 1,
+        "parallel.cp above 1",
+        lambda r: "p2p" if _attends_with_te(r) else "all_gather",
+    ),
+    Conditional(
+        "parallel.hierarchical_cp_sizes",
+        lambda r: r.parallel.cp > 1 and r.parallel.cp_comm_type == "a2a+p2p",
+        "parallel.cp_comm_type=a2a+p2p",
+    ),
+    Conditional(
+        "parallel.fsdp_sharding",
+        lambda r: r.parallel.fsdp == "megatron",
+        "parallel.fsdp=megatron",
+        lambda r: "optim_grads_params",
+    ),
+    Conditional(
+        "data.packed_multiple",
+        lambda r: r.data.packed,
+        "data.packed=true",
+        lambda r: 2 * r.parallel.cp if r.parallel.cp > 1 else 1,
+    ),
+    Conditional("model.window_attn_skip_freq", lambda r: r.model.window_size is not None, "a model.window_size"),
+    Conditional(
+        "model.mtp_loss_scaling_factor",
+        lambda r: r.model.mtp_num_layers is not None,
+        "a number of model.mtp_num_layers",
+        lambda r: 0.1,
+    ),
+    Conditional(
+        "model.moe.router_bias_update_rate",
+        lambda r: bool(r.model.moe and r.model.moe.router_enable_expert_bias),
+        "model.moe.router_enable_expert_bias=true",
+        lambda r: 1e-3,
+    ),
+    Conditional(
+        "model.moe.token_drop_policy",
+        lambda r: bool(r.model.moe and r.model.moe.expert_capacity_factor),
+        "a model.moe.expert_capacity_factor",
+        lambda r: "probs",
+    ),
+    Conditional(
+        "model.moe.pad_expert_input_to_capacity",
+        lambda r: bool(r.model.moe and r.model.moe.expert_capacity_factor),
+        "a model.moe.expert_capacity_factor",
+        lambda r: False,
+        off=False,
+    ),
+    Conditional(
+        "model.moe.shared_expert_overlap",
+        lambda r: bool(r.model.moe and r.model.moe.shared_expert_intermediate_size),
+        "a model.moe.shared_expert_intermediate_size",
+        lambda r: False,
+        off=False,
+    ),
+    *(
+        Conditional(
+            f"model.mla.{key}",
+            lambda r: bool(r.model.mla and r.model.mla.rope_type == "yarn"),
+            "model.mla.rope_type=yarn",
+            lambda r, value=value: value,  # type: ignore[misc]
+        )
+        for key, value in {
+            "rotary_scaling_factor": 40.0,
+            "original_max_position_embeddings": 4096,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.0,
+        }.items()
+    ),
+)
+"""All of them; `resolve` fills their defaults in, and a rule refuses one that is set and reaches nothing."""

@@ -1,0 +1,103 @@
+"""Pipeline: what each stage holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
+from mtrain.config.run import RunConfig
+from mtrain.config.stages import stages, uneven
+
+EQUAL: Change = {
+    "parallel.pipeline_layout": None,
+    "parallel.layers_per_stage": None,
+    "parallel.account_for_embedding_in_pipeline_split": False,
+    "parallel.account_for_loss_in_pipeline_split": False,
+}
+
+
+def single() -> Change:
+    """One rank: the change that removes every axis."""
+    ones: dict[str, object] = {f"parallel.{axis}": 1 for axis in ("tp", "pp", "vpp", "cp", "ep", "hsdp_replicas")}
+    off = {"parallel.etp": None, "parallel.sequence_parallel": False, "parallel.ranks": None}
+    return {**ones, **off, **EQUAL, "parallel.cp_comm_type": None, "parallel.hierarchical_cp_sizes": None}
+
+
+def stages_are_whole(run: RunConfig) -> Iterator[Finding]:
+    """Where nothing else is said, every pipeline stage and virtual stage holds the same number of layers."""
+    layers, p = run.model.num_layers, run.parallel
+    if uneven(run):
+        return
+    blocks = p.pp * p.vpp
+    legal_pp = [d for d in divisors(layers, 2 * p.pp) if layers % (d * p.vpp) == 0 and (d > 1 or p.vpp == 1)]
+    pp_fixes: list[Change] = []
+    for pp in nearest(p.pp, [d for d in legal_pp if d != p.pp]):
+        pp_fixes += [{"parallel.pp": pp}, {"parallel.pp": pp, "parallel.ranks": None}]
+    if layers < p.pp:
+        rule = f"{layers} layers on {p.pp} stages: at least one would be empty"
+        fixes = (*pp_fixes, {"model.num_layers": blocks}, single())
+        yield Finding("MT106", "parallel.pp", rule, fixes)
+    elif layers % p.pp:
+        rule = f"{layers} layers do not divide over {p.pp} stages; pp that divide: {listed(divisors(layers))}"
+        grow: tuple[Change, ...] = tuple({"model.num_layers": n} for n in multiples(layers, blocks))
+        own: Change = {"parallel.layers_per_stage": _nearly_equal(layers, blocks)}
+        yield Finding("MT107", "parallel.pp", rule, (*pp_fixes, own, *grow, single()))
+    elif p.vpp > 1 and p.pp > 1 and layers % blocks:
+        per_stage = layers // p.pp
+        legal = divisors(per_stage)
+        rule = f"{per_stage} layers of a stage do not divide into {p.vpp} virtual stages; legal: {listed(legal)}"
+        yield Finding("MT108", "parallel.vpp", rule, tuple({"parallel.vpp": v} for v in nearest(p.vpp, legal)))
+
+
+def _nearly_equal(layers: int, blocks: int) -> list[int]:
+    """Sizes that differ by one at most, the first and the last stage, which have the embedding and the loss, last."""
+    size, rest = divmod(layers, blocks)
+    order = [*range(1, blocks - 1), blocks - 1, 0]
+    return [size + (i in order[:rest]) for i in range(blocks)]
+
+
+def one_way_to_say_it(run: RunConfig) -> Iterator[Finding]:
+    """The cut is written once."""
+    said = [k for k, off in EQUAL.items() if getattr(run.parallel, k.rpartition(".")[2]) != off]
+    kinds = {"account" if "account" in k else k for k in said}
+    if len(kinds) > 1:
+        first = said[0]
+        rest: Change = {k: EQUAL[k] for k in said[1:]}
+        rule = f"the cut into stages is said more than once: {' and '.join(said)}"
+        yield Finding("MT141", first, rule, (rest, EQUAL))
+
+
+def stages_fit(run: RunConfig) -> Iterator[Finding]:
+    """Written stages are those of the layout, and hold the layers of the model."""
+    p = run.parallel
+    if not uneven(run):
+        return
+    path = next(k for k, off in EQUAL.items() if getattr(p, k.rpartition(".")[2]) != off)
+    blocks, layers = p.pp * p.vpp, run.model.num_layers
+    fixes: list[Change] = [EQUAL]
+    if layers >= blocks > 1:
+        fixes.insert(0, {**EQUAL, "parallel.layers_per_stage": _nearly_equal(layers, blocks)})
+    if "account" in path:
+        more = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
+        fixes = [{"model.num_layers": n - more} for n in multiples(layers + more, blocks) if n > more] + fixes
+    fixes.append(single())
+    try:
+        found = stages(run)
+    except ValueError as error:
+        yield Finding("MT142", path, str(error), tuple(fixes))
+        return
+    bare = [i for i, stage in enumerate(found) if stage.empty]
+    if bare:
+        yield Finding("MT143", path, f"stages {listed(bare)} (counted from 0) would hold nothing", tuple(fixes))
+
+
+def vpp_needs_pp(run: RunConfig) -> Iterator[Finding]:
+    """Interleaving is a pipeline schedule."""
+    p = run.parallel
+    if p.vpp > 1 and p.pp == 1:
+        rule = f"{p.vpp} virtual stages need a pipeline: pp is 1"
+        fixes: tuple[Change, ...] = ({"parallel.vpp": 1}, {"parallel.pp": 2}, {**EQUAL, "parallel.vpp": 1})
+        yield Finding("MT109", "parallel.vpp", rule, fixes)
+
+
+RULES = (stages_are_whole, one_way_to_say_it, stages_fit, vpp_needs_pp)

@@ -1,0 +1,156 @@
+"""What else is cut or computed again: context, weights (FSDP), replicas, activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtrain.config.rules.finding import Change, Finding, divisors, dp_of, listed, nearest
+from mtrain.config.run import RunConfig
+
+NO_CONTEXT: Change = {"parallel.cp": 1, "parallel.cp_comm_type": None, "parallel.hierarchical_cp_sizes": None}
+
+
+def heads_can_be_exchanged(run: RunConfig) -> Iterator[Finding]:
+    """All-to-all context parallelism gives each rank of a group some heads of the whole sequence."""
+    p, m = run.parallel, run.model
+    if p.cp == 1 or p.cp_comm_type not in ("a2a", "a2a+p2p"):
+        return
+    ranks, sizes = p.cp, p.hierarchical_cp_sizes
+    gather: Change = {"parallel.cp_comm_type": "all_gather", "parallel.hierarchical_cp_sizes": None}
+    if p.cp_comm_type == "a2a+p2p":
+        halves: list[Change] = [
+            {"parallel.hierarchical_cp_sizes": [d, p.cp // d]} for d in divisors(p.cp) if 1 < d < p.cp
+        ]
+        if sizes is None or sizes[0] * sizes[1] != p.cp or 1 in sizes:
+            given = "none are given" if sizes is None else f"{sizes[0]} * {sizes[1]} are given"
+            rule = f"a2a+p2p needs two sizes above 1 whose product is cp {p.cp}, and {given}"
+            yield Finding("MT160", "parallel.hierarchical_cp_sizes", rule, (*halves, gather, NO_CONTEXT))
+            return
+        ranks = sizes[0]
+    heads = m.num_attention_heads // p.tp
+    groups = heads if m.mla else max(1, m.query_groups // p.tp)
+    if heads % ranks or groups % ranks:
+        rule = (
+            f"{ranks} ranks exchange the sequence for heads, and a rank of tp {p.tp} has {heads} heads and {groups} "
+            "key/value heads"
+        )
+        yield Finding("MT161", "parallel.cp_comm_type", rule, (gather, NO_CONTEXT))
+
+
+def fully_sharded(run: RunConfig) -> Iterator[Finding]:
+    """What each FSDP can be combined with, as megatron-core 0.16.1 has it."""
+    p = run.parallel
+    if p.fsdp == "none":
+        return
+    plain: Change = {"parallel.fsdp": "none", "parallel.fsdp_sharding": None, "parallel.hsdp_replicas": 1}
+    if p.distributed_optimizer or p.overlap_grad_reduce or p.overlap_param_gather:
+        keys = ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+        set_keys = [k for k in keys if getattr(p, k)]
+        rule = f"spreads and overlaps by itself; {' and '.join(set_keys)} must be false"
+        off: Change = {f"parallel.{k}": False for k in set_keys}
+        yield Finding("MT162", "parallel.fsdp", rule, (off, plain))
+    if p.pp > 1:
+        rule = f"weights that are gathered and freed again cannot be kept over the micro-batches of pp {p.pp} stages"
+        fixes: tuple[Change, ...] = (
+            {"parallel.pp": 1, "parallel.vpp": 1},
+            {"parallel.pp": 1, "parallel.vpp": 1, "parallel.ranks": None},
+            plain,
+        )
+        yield Finding("MT163", "parallel.fsdp", rule, fixes)
+    if p.ep > 1 or (p.etp is not None and p.etp != p.tp):
+        one: Change = {"parallel.ep": 1, "parallel.etp": None}
+        rule = "experts that are spread over other ranks than the rest cannot be sharded with it"
+        yield Finding("MT164", "parallel.fsdp", rule, (plain, one, {**one, "parallel.ranks": None}))
+    if run.optim.name != "adamw":
+        rule = f"shards the state of adamw, and the optimizer is {run.optim.name}"
+        yield Finding("MT165", "parallel.fsdp", rule, ({"optim.name": "adamw"}, plain))
+    if run.precision.dtype == "fp16":
+        bf16: Change = {"precision.dtype": "bf16"}
+        yield Finding("MT166", "parallel.fsdp", "does not scale the loss of fp16", (bf16, plain))
+
+
+def replicas_divide(run: RunConfig) -> Iterator[Finding]:
+    """Groups that each hold one whole spread copy are equal."""
+    p = run.parallel
+    if p.hsdp_replicas == 1:
+        return
+    one: Change = {"parallel.hsdp_replicas": 1}
+    if p.fsdp == "none" and not p.distributed_optimizer:
+        rule = "reaches nothing without parallel.fsdp or parallel.distributed_optimizer: every rank has a whole copy"
+        yield Finding("MT150", "parallel.hsdp_replicas", rule, (one, {"parallel.distributed_optimizer": True}))
+    ranks = dp_of(run) * p.cp
+    if ranks % p.hsdp_replicas or ranks == p.hsdp_replicas:
+        legal = [d for d in divisors(ranks) if d < ranks]
+        rule = (
+            f"{p.hsdp_replicas} copies over {ranks} ranks (dp {dp_of(run)} * cp {p.cp}), at least 2 for each; "
+            f"legal: {listed(legal)}"
+        )
+        fixes: tuple[Change, ...] = tuple({"parallel.hsdp_replicas": n} for n in nearest(p.hsdp_replicas, legal))
+        yield Finding("MT167", "parallel.hsdp_replicas", rule, (*fixes, one))
+
+
+def recomputed_modules_exist(run: RunConfig) -> Iterator[Finding]:
+    """A module that is to be computed again is in the model, and its output is not needed earlier."""
+    r, m = run.parallel.recompute, run.model
+    if r.granularity != "selective" or r.modules is None:
+        return
+    dense = m.moe is None or m.moe.first_dense_layers > 0
+    shared = bool(m.moe and m.moe.shared_expert_intermediate_size)
+    there = {
+        "core_attn": True,
+        "layernorm": True,
+        "mlp": dense,
+        "mla_up_proj": m.mla is not None,
+        "moe": m.moe is not None,
+        "moe_act": m.moe is not None,
+        "shared_experts": shared and not (m.moe and m.moe.shared_expert_overlap),
+    }
+    usable = [name for name in r.modules if there[name]]
+    wrong = [name for name in r.modules if not there[name]]
+    none: Change = {"parallel.recompute.granularity": "none", "parallel.recompute.modules": None}
+    fixes: tuple[Change, ...] = ({"parallel.recompute.modules": usable}, none) if usable else (none,)
+    if not r.modules:
+        yield Finding("MT168", "parallel.recompute.modules", "names no module to compute again", (none,))
+    elif wrong:
+        rule = f"{' and '.join(wrong)}: the model has no such part, or it cannot be computed again"
+        yield Finding("MT168", "parallel.recompute.modules", rule, fixes)
+    elif len(set(r.modules)) < len(r.modules):
+        once: Change = {"parallel.recompute.modules": list(dict.fromkeys(r.modules))}
+        yield Finding("MT168", "parallel.recompute.modules", "a module is named twice", (once,))
+
+
+def fused_accumulation(run: RunConfig) -> Iterator[Finding]:
+    """Only TransformerEngine's GEMM adds to the gradient that is there."""
+    if run.kernels.gradient_accumulation_fusion and run.kernels.linear != "te":
+        rule = f"only TransformerEngine's GEMM adds to a gradient, and kernels.linear is {run.kernels.linear}"
+        off: Change = {"kernels.gradient_accumulation_fusion": False}
+        yield Finding("MT404", "kernels.gradient_accumulation_fusion", rule, (off,))
+    elif run.kernels.gradient_accumulation_fusion and run.parallel.fsdp != "none":
+        off = {"kernels.gradient_accumulation_fusion": False}
+        rule = "the gradient of a weight that is freed after use has no place to be added to"
+        yield Finding("MT404", "kernels.gradient_accumulation_fusion", rule, (off,))
+
+
+def offloaded_optimizer(run: RunConfig) -> Iterator[Finding]:
+    """Host memory holds the state of adamw, in a layout that shards it or not."""
+    o, p = run.optim, run.parallel
+    if not o.cpu_offload:
+        return
+    off: Change = {"optim.cpu_offload": 0.0}
+    if o.name != "adamw":
+        rule = f"offloads the state of adamw, and the optimizer is {o.name}"
+        yield Finding("MT428", "optim.cpu_offload", rule, (off, {"optim.name": "adamw"}))
+    if p.fsdp != "none":
+        rule = f"is not combined with parallel.fsdp={p.fsdp}"
+        plain: Change = {"parallel.fsdp": "none", "parallel.fsdp_sharding": None}
+        yield Finding("MT428", "optim.cpu_offload", rule, (off, plain))
+
+
+RULES = (
+    heads_can_be_exchanged,
+    fully_sharded,
+    replicas_divide,
+    recomputed_modules_exist,
+    fused_accumulation,
+    offloaded_optimizer,
+)
