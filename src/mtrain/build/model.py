@@ -6,6 +6,7 @@ from typing import Any
 
 from mtrain.build import weights
 from mtrain.build.transformer import transformer_config
+from mtrain.config.core_fields import DDP_FIELDS, GPT_FIELDS, values
 from mtrain.config.run import RunConfig
 from mtrain.devices.base import Device
 from mtrain.mcore import api as mcore
@@ -30,39 +31,23 @@ def build_model(run: RunConfig, world: World, *, wrap: bool = True) -> list[Any]
 
 
 def _chunk(run: RunConfig, config: Any, device: Device, stage: int | None) -> Any:
-    ps, model = mcore.parallel_state, run.model
+    ps = mcore.parallel_state
     provider = backend.provider(run.kernels)
-    scaling = model.rope_scaling_factor
     return mcore.GPTModel(
         config=config,
         transformer_layer_spec=backend.layer_spec(config, provider, vp_stage=stage),
-        vocab_size=model.padded_vocab_size,
-        max_sequence_length=model.max_position_embeddings,
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,
-        share_embeddings_and_output_weights=model.tie_word_embeddings,
-        position_embedding_type=model.position_embedding_type,
-        rotary_base=model.rotary_base,
-        rotary_percent=model.rotary_percent,
-        rope_scaling=scaling is not None,
-        rope_scaling_factor=scaling or 8.0,
         mtp_block_spec=backend.mtp_spec(config, provider, vp_stage=stage),
         vp_stage=stage,
+        **values(GPT_FIELDS, run),
     )
 
 
 def _wrap(run: RunConfig, config: Any, chunk: Any, *, first: bool) -> Any:
-    p = run.parallel
-    ddp = mcore.DistributedDataParallelConfig(
-        grad_reduce_in_fp32=run.precision.grad_reduce_in_fp32,
-        overlap_grad_reduce=p.overlap_grad_reduce,
-        overlap_param_gather=p.overlap_param_gather,
-        use_distributed_optimizer=p.distributed_optimizer,
-        # A NaN is found by the trainer, which can say which step; this check would only kill one rank.
-        check_for_nan_in_grad=False,
-    )
+    ddp = mcore.DistributedDataParallelConfig(**values(DDP_FIELDS, run))
     # Only the first chunk may wait for its buckets one by one; see DistributedDataParallel's own use in training.
     return mcore.DistributedDataParallel(
-        config, ddp, chunk, disable_bucketing=not first and not p.overlap_grad_reduce
+        config, ddp, chunk, disable_bucketing=not first and not run.parallel.overlap_grad_reduce
     )
