@@ -19,7 +19,10 @@ VERBS = {
     "rehearse": "run the layout on this machine, shrunk: train, save, resume, compare",
     "resume": "go on with a run: resume RUN_FOLDER [overrides]",
     "generate": "write text with a trained model: generate RUN_FOLDER",
+    "recipe": "list, show, new, diff, lock, verify, import, export: recipe --help",
 }
+OWN_WORDS = ("recipe",)
+"""Verbs that read their arguments themselves."""
 FLAGS = {
     "--json": "check, show: print JSON for a machine",
     "--resolved": "show: print the bare file that run=FILE reads",
@@ -80,6 +83,10 @@ def parse(arguments: Sequence[str]) -> Call:
     Raises:
         BadInput: a word that is no verb, or a flag that does not exist.
     """
+    verb = next((a for a in arguments if not a.startswith("-")), "")
+    if verb in OWN_WORDS:
+        place = arguments.index(verb)
+        return Call(verb, [a for a in arguments[place + 1 :] if a != "--debug"], set(arguments[:place]))
     flags = {a for a in arguments if a in FLAGS or a == "-h"}
     rest = [a for a in arguments if a not in flags]
     unknown = [a for a in rest if a.startswith("-") and "=" not in a]
