@@ -9,6 +9,7 @@ from mtrain.config.core_fields import OPTIMIZER_FIELDS, SCHEDULE_FIELDS, values
 from mtrain.config.run import RunConfig
 from mtrain.mcore import api as mcore
 
+
 def build_optimizer(run: RunConfig, chunks: list[Any]) -> Any:
     """megatron-core's optimizer over this rank's chunks: distributed or not, mixed precision or not."""
     fields = values(OPTIMIZER_FIELDS, run)

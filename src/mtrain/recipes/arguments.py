@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from mtrain.recipes.shell import UNKNOWN, shown
 
-Why = Literal["unknown", "not supported", "derived here", "no effect", "unreadable", "conditional", "secret"]
+Why = Literal["unknown", "not supported", "derived here", "no effect", "unreadable", "secret"]
 T = TypeVar("T")
 
 

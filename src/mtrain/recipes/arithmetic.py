@@ -1,4 +1,4 @@
-"""Whole numbers from text: `$(( ))` of a shell, and the list expressions of `--moe-layer-freq`. Nothing is evaluated."""
+"""Whole numbers from text: `$(( ))` of a shell, and the list expressions of `--moe-layer-freq`; nothing is run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class _Parser:
             match = _TOKEN.match(text, position)
             if match is None:
                 raise _Unreadable
-            self.tokens.append(("number", match[1]) if match[1] else ("name", match[2]) if match[2] else ("", match[3]))
+            self.tokens.append(
+                ("number", match[1]) if match[1] else ("name", match[2]) if match[2] else ("", match[3])
+            )
             position = match.end()
         self.at = 0
         self.variable = variable

@@ -48,6 +48,7 @@ def one(
     absent: Any = None,
     *,
     words: Mapping[str, str] | None = None,
+    near: Mapping[str, str] | None = None,
     none: tuple[Any, ...] = (),
     always: bool = False,
     also: Sequence[str] = (),
@@ -55,8 +56,8 @@ def one(
     """A flag with one value.
 
     `absent` is what leaving it out means: a value, or a function of the keys before it. `words` are the flag's own
-    words for ours, `none` the values that stand for null, `also` other spellings of the flag. With `always` it is
-    written even where leaving it out says the same.
+    words for ours, `near` the nearest of ours to a word that is not there, `none` the values that stand for null,
+    `also` other spellings of the flag. With `always` it is written even where leaving it out says the same.
     """
     means: Absent = absent if callable(absent) else lambda d: absent
     kind = kind_of(key)
@@ -71,7 +72,9 @@ def one(
             value = theirs.get(value, value) if kind is str else value
             if choices and value not in choices:
                 a.refuse(name, "not supported", f"{key} is one of {', '.join(choices)}")
-                continue
+                if near is None or value not in near:
+                    continue
+                value = near[value]
             return {key: None if value in none else value}
         value = means(d)
         return {} if value is None and always else {key: value}
@@ -82,8 +85,8 @@ def one(
             return [flag, spelled(none[0])]
         if value is None or (not always and value == means(d)):
             return []
-        back = {ours: word for word, ours in theirs.items()}
-        return [flag, back.get(value, value) if kind is str else spelled(value)]
+        back: dict[Any, str] = {ours: word for word, ours in theirs.items()}
+        return [flag, back.get(value, str(value)) if kind is str else spelled(value)]
 
     return Entry((flag, *also), (key,), read, write)
 

@@ -40,9 +40,9 @@ def _stages(a: Arguments, d: Draft) -> Draft:
         return {**out, "parallel.pipeline_layout": layout, "parallel.vpp": max(1, count // pp)}
     counted = layers + bool(a.has("--account-for-embedding-in-pipeline-split"))
     counted += bool(a.has("--account-for-loss-in-pipeline-split"))
-    size, count = a.as_(PER_STAGE, whole), a.as_(PER_RANK, whole)
-    if count is not None:
-        out["parallel.vpp"] = max(1, count)
+    size, virtual = a.as_(PER_STAGE, whole), a.as_(PER_RANK, whole)
+    if virtual is not None:
+        out["parallel.vpp"] = max(1, virtual)
     elif size is not None and size > 0 and counted % (pp * size) == 0:
         out["parallel.vpp"] = counted // pp // size
     elif size is not None:
@@ -100,8 +100,9 @@ def _context(a: Arguments, d: Draft) -> Draft:
 
 
 def _context_words(d: Values) -> list[str]:
-    word = d["parallel.cp_comm_type"]
-    return [] if word is None else ["--cp-comm-type", {v: k for k, v in COMM.items()}.get(word, word)]
+    word: str | None = d["parallel.cp_comm_type"]
+    theirs = {ours: word for word, ours in COMM.items()}
+    return [] if word is None else ["--cp-comm-type", theirs.get(word, word)]
 
 
 STRATEGY = "--data-parallel-sharding-strategy"

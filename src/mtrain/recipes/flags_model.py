@@ -10,7 +10,7 @@ from typing import Any
 from mtrain.config.keys import choices_of
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.arithmetic import pattern_of
-from mtrain.recipes.flags import always, off, on, one
+from mtrain.recipes.flags import off, on, one
 
 ACTIVATIONS = {"--swiglu": "swiglu", "--squared-relu": "squared_relu", "--quick-geglu": "quick_geglu"}
 NEAREST = {"quick_geglu": "geglu"}
@@ -247,7 +247,12 @@ EXPERTS: tuple[Entry, ...] = (
     one("--moe-router-num-groups", "model.moe.router_num_groups"),
     one("--moe-router-group-topk", "model.moe.router_group_topk"),
     one("--moe-router-topk-scaling-factor", "model.moe.router_topk_scaling_factor"),
-    one("--moe-token-dispatcher-type", "model.moe.token_dispatcher_type", "allgather"),
+    one(
+        "--moe-token-dispatcher-type",
+        "model.moe.token_dispatcher_type",
+        "allgather",
+        near={"flex": "alltoall"},
+    ),
     one("--moe-expert-capacity-factor", "model.moe.expert_capacity_factor"),
     on("--moe-pad-expert-input-to-capacity", "model.moe.pad_expert_input_to_capacity"),
     one("--moe-token-drop-policy", "model.moe.token_drop_policy", _drop_policy),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.keys import choices_of
 from mtrain.config.model import VOCAB_MULTIPLE
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.flags import always, default_of, on, one, spelled
@@ -86,17 +85,25 @@ def _tokens(a: Arguments, d: Draft) -> Draft:
     if size is not None and kind in ("NullTokenizer", "NullMultimodalTokenizer"):
         size += 1  # its end of document is an id more
     size = size if size is not None else KNOWN_VOCABULARIES.get(kind or "")
-    if padded is None and size is not None and multiple > 0:
-        padded = -(-size // multiple) * multiple
-    if padded is None:
-        return out
-    same = size is not None and -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE == padded
-    return {**out, "model.vocab_size": size if same else padded}
+    if padded is not None:
+        same = size is not None and _up(size, VOCAB_MULTIPLE) == padded
+        return {**out, "model.vocab_size": size if same else padded}
+    return out if size is None else {**out, "model.vocab_size": vocabulary(size, multiple)}
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def vocabulary(size: int, multiple: int) -> int:
+    """What `model.vocab_size` must be for an embedding that Megatron-LM pads to `multiple`."""
+    padded = _up(size, max(1, multiple))
+    return size if _up(size, VOCAB_MULTIPLE) == padded else padded
 
 
 def _tokens_words(d: Values) -> list[str]:
     size = d["model.vocab_size"]
-    padded = ["--padded-vocab-size", str(-(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)]
+    padded = ["--padded-vocab-size", str(_up(size, VOCAB_MULTIPLE))]
     if d["data.kind"] == "indexed" and d["data.tokenizer"] is not None:
         tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", d["data.tokenizer"]]
         return [*tokenizer, "--vocab-size", str(size), *padded]

@@ -11,9 +11,10 @@ from typing import Any
 
 from mtrain.config.compose import compose
 from mtrain.config.conditional import CONDITIONAL
-from mtrain.config.keys import schema_keys
+from mtrain.config.load import parse
 from mtrain.config.overrides import read_overrides
-from mtrain.config.run import GROUPS, RunConfig
+from mtrain.config.paths import choices_of_group
+from mtrain.config.run import RunConfig
 from mtrain.config.validate import validate
 from mtrain.errors import BadInput, Problem
 from mtrain.recipes.arguments import Arguments, Draft, Unplaced
@@ -23,6 +24,7 @@ from mtrain.recipes.secrets import HIDDEN, Secrets, names_secret
 from mtrain.recipes.table import flags_of, known_flags, table
 from mtrain.recipes.write import section
 
+_KEY = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)+\Z")
 MARK = "# mtrain: "
 """Begins a line that `export` writes for a key without a flag."""
 
@@ -50,17 +52,18 @@ def read_flags(words: Sequence[str], world: World | None) -> tuple[Arguments, Dr
     ):
         present = d.get(key) is not None if part == "moe" else d.pop("model.mla") is not None
         if not present:
-            _drop(a, d, f"model.{part}.", f"read only with {flag}")
+            _drop(a, d, f"model.{part}.", flag)
             d[f"model.{part}"] = None
     return a, d
 
 
-def _drop(a: Arguments, d: Draft, prefix: str, why: str) -> None:
+def _drop(a: Arguments, d: Draft, prefix: str, needed: str) -> None:
     """Takes the keys of a section that is not there out, and says so of their flags."""
     for key in [key for key in d if key.startswith(prefix)]:
         del d[key]
         for flag in flags_of().get(key, ()):
-            a.refuse(flag, "no effect", why)
+            if flag != needed:
+                a.refuse(flag, "no effect", f"read only with {needed}")
 
 
 def backend_of(a: Arguments, d: Draft, world: World | None) -> None:
@@ -76,8 +79,8 @@ def backend_of(a: Arguments, d: Draft, world: World | None) -> None:
         d["cluster.devices_per_node"] = world.per_node
 
 
-def build(d: Draft, a: Arguments, extra: Sequence[str], source: str) -> RunConfig:
-    """The configuration of keys that were read, with `extra` overrides on top.
+def build(d: Draft, a: Arguments, extra: Sequence[str], source: str, said: Draft | None = None) -> RunConfig:
+    """The configuration of keys that were read; those that an export `said` in lines, and `extra` overrides, on top.
 
     Raises:
         BadInput: a key that is required is missing, or a value is refused; the flag is named.
@@ -92,7 +95,7 @@ def build(d: Draft, a: Arguments, extra: Sequence[str], source: str) -> RunConfi
     for key, value in d.items():
         if key.partition(".")[0] not in overrides.choices:
             put(values, key, value)
-    for key, value in overrides.values.items():
+    for key, value in {**(said or {}), **overrides.values}.items():
         put(values, key, value)
     run, problems = validate(values, lambda path: _where(path, a, source))
     if run is None:
@@ -178,9 +181,22 @@ def without_secrets(d: Draft, a: Arguments, secrets: Secrets) -> None:
                 a.refuse(flag, "secret", f"its value holds a secret; {key} is left as it was")
 
 
-def residue(text: str) -> list[str]:
-    """The overrides in lines that an export wrote for keys without a flag."""
-    return [line[len(MARK) :].strip() for line in text.splitlines() if line.startswith(MARK)]
+def residue(text: str, source: str) -> Draft:
+    """What the lines say that an export wrote for keys without a flag: each a key and a value in YAML.
+
+    Raises:
+        BadInput: a line is none of that kind.
+    """
+    out: Draft = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.startswith(MARK):
+            continue
+        key, equals, value = line[len(MARK) :].partition("=")
+        if not equals or not _KEY.match(key):
+            rule = f"a line that begins with `{MARK}` holds KEY=VALUE"
+            raise BadInput([Problem("MT003", "", None, rule, "delete it", f"{source}:{number}")])
+        out[key] = parse(f"value: {value}", f"{source}:{number}").values["value"]
+    return out
 
 
 def name_of(path: Path) -> str:
@@ -189,23 +205,13 @@ def name_of(path: Path) -> str:
     return stem or "imported"
 
 
-def same_shape(run_model: Mapping[str, Any]) -> str | None:
-    """A shipped model of the same layers and widths."""
-    from mtrain.config.paths import choices_of_group
-
-    keys = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
+def same_shape(d: Draft) -> str | None:
+    """The shipped model of the same layers and widths; of several the one that is nearest in all else."""
+    shape = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+    best: tuple[int, str] | None = None
     for choice in choices_of_group("model"):
         model = section("model", choice)
-        if all(getattr(model, key) == run_model.get(f"model.{key}") for key in keys):
-            return choice
-    return None
-
-
-def required() -> list[str]:
-    """Keys of the model that have no default."""
-    return [
-        key
-        for key, info in schema_keys().items()
-        if info.is_required() and key.count(".") == 1 and key.partition(".")[0] in GROUPS
-    ]
-
+        far = sum(d[f"model.{key}"] != value for key, value in model if f"model.{key}" in d)
+        if all(getattr(model, key) == d.get(f"model.{key}") for key in shape) and (best is None or far < best[0]):
+            best = (far, choice)
+    return best[1] if best is not None else None

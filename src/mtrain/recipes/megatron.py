@@ -6,11 +6,13 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mtrain.config.dump import override, spell
+from mtrain.config.dump import spell
 from mtrain.config.load import read_text, refuse_hidden
+from mtrain.config.model import VOCAB_MULTIPLE
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadInput, Problem
 from mtrain.recipes.arguments import Arguments, Draft
+from mtrain.recipes.flags_training import vocabulary
 from mtrain.recipes.imported import (
     MARK,
     Imported,
@@ -28,7 +30,7 @@ from mtrain.recipes.launch import World, directives, world_of
 from mtrain.recipes.secrets import Secrets
 from mtrain.recipes.shell import UNKNOWN, Command, Script, read_script, shown
 from mtrain.recipes.table import known_flags, table
-from mtrain.recipes.write import unequal
+from mtrain.recipes.write import section, unequal
 
 FEW_FLAGS = 3
 SLURM_NODES = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
@@ -66,10 +68,17 @@ def import_texts(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[st
     backend_of(a, d, world)
     without_secrets(d, a, secrets)
     d["model.name"] = name
-    extra = [*residue(whole), *extra]
-    _vocabulary(d, notes, extra, source)
-    run = build(d, a, extra, source)
+    said = residue(whole, source)
+    if "model.vocab_size" not in said:
+        _vocabulary(d, notes, extra, source)
+    run = build(d, a, extra, source, said)
+    notes += _unsaid(d | said, run, extra)
     notes += [f"{where}: {flag} is added only under a condition, and is left out" for flag, where in script.left_out]
+    notes += [
+        f"{c.where}: {c.words[1]} is not read; give it before this file if it sets what is missing"
+        for c in script.commands
+        if c.words[0] in ("source", ".") and len(c.words) > 1
+    ]
     used = {what.strip("${}") for word in words for what in UNKNOWN.findall(word)}
     notes += [f"{where}: ${v} is set only under a condition" for v, where in script.conditional.items() if v in used]
     return Imported(run, blacked_out(leftovers(a), secrets), [secrets.hide(shown(n)) for n in dict.fromkeys(notes)])
@@ -142,10 +151,17 @@ def _vocabulary(d: Draft, notes: list[str], extra: Sequence[str], source: str) -
     if like is None:
         rule = "the size of the vocabulary is known only to the tokenizer, which is not read"
         raise BadInput([Problem("MT702", key, None, rule, f"{key}=32000", source)])
-    from mtrain.recipes.write import section
+    size = section("model", like).model_dump()["vocab_size"]
+    d[key] = vocabulary(size, VOCAB_MULTIPLE * d["parallel.tp"])
+    notes.append(f"the vocabulary of {size} is that of model={like}, which has the same shape; no tokenizer is read")
 
-    d[key] = getattr(section("model", like), "vocab_size")  # noqa: B009
-    notes.append(f"{key}={d[key]} is taken from model={like}, which has the same shape; the tokenizer is not read")
+
+def _unsaid(d: Draft, run: RunConfig, extra: Sequence[str]) -> list[str]:
+    """Notes on what Megatron-LM insists on being told and was not."""
+    keys = ("trainer.train_iters", "optim.lr", "data.seq_length", "trainer.global_batch_size")
+    values = run.flat()
+    missing = [key for key in keys if key not in d and not any(word.startswith(f"{key}=") for word in extra)]
+    return [f"{key} is not said; it is {spell(values[key])}" for key in missing]
 
 
 def export_words(run: RunConfig) -> tuple[World, list[list[str]]]:
@@ -186,19 +202,20 @@ def export_script(run: RunConfig) -> str:
 
 
 def leftover_keys(run: RunConfig, text: str) -> list[str]:
-    """Overrides that make of the flags in `text` the configuration they were written from."""
+    """Keys with their values that make of the flags in `text` the configuration they were written from."""
     back = import_texts([(text, "export")], "imported").run
     per_node = back.cluster.devices_per_node
-    if back.parallel.ranks is None and per_node is not None:  # it is resolved from the machines
+    derived = back.parallel.ranks is None and per_node == run.cluster.devices_per_node
+    if derived and per_node is not None:  # the number of ranks is resolved from the machines
         whole = back.parallel.model_copy(update={"ranks": back.cluster.nodes * per_node})
         back = back.model_copy(update={"parallel": whole})
     wanted, out = run.flat(), list[str]()
     for key in unequal(back, run):
-        section = next((p for p in _above(key) if wanted.get(p, ...) is None), None)
-        if section is not None:
-            out.append(f"{section}=null")
-        elif key in wanted and (key.count(".") < 2 or wanted[key] != back.flat().get(key, ...)):
-            out.append(shlex.split(override(key, wanted[key]))[0])
+        above = next((p for p in _above(key) if wanted.get(p, ...) is None), None)
+        if above is not None:
+            out.append(f"{above}=null")
+        elif key in wanted:
+            out.append(f"{key}={spell(wanted[key])}")
     for key, value in {"cluster.peak_tflops": run.to_dict()["cluster"]["peak_tflops"]}.items():
         if any(word.startswith(f"{key}.") for word in out):
             out = [word for word in out if not word.startswith(f"{key}.")]

@@ -9,7 +9,19 @@ HIDDEN = "***"
 MIN_LENGTH = 4
 
 _WORDS = frozenset(
-    ("key", "apikey", "token", "secret", "password", "passwd", "passphrase", "credential", "credentials", "auth", "pat")
+    (
+        "key",
+        "apikey",
+        "token",
+        "secret",
+        "password",
+        "passwd",
+        "passphrase",
+        "credential",
+        "credentials",
+        "auth",
+        "pat",
+    )
 )
 _SHAPES = re.compile(
     r"hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|glpat-[\w-]{16,}|AKIA[0-9A-Z]{12,}"

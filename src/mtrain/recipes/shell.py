@@ -19,8 +19,7 @@ UNKNOWN = re.compile("\ue000([^\ue001]*)\ue001")
 """A piece of a word that only running the script could tell; group 1 says what it is, such as `$SLURM_NNODES`."""
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=(.*)\Z", re.DOTALL)
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-_BRACED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\[[@*0-9]+\])?(?:(:?[-=+?])(.*))?\Z", re.DOTALL)
+_BRACED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*|[1-9][0-9]*)(\[[@*0-9]+\])?(?:(:?[-=+?])(.*))?\Z", re.DOTALL)
 _OPENING = ("if", "while", "until", "for", "case", "select")
 _INNER = ("then", "do", "else", "elif", "!", "{", "}", "time")
 _CLOSING = ("fi", "done", "esac")
@@ -92,11 +91,9 @@ class _Reader:
     def take(self, statement: Statement) -> None:
         self.line = statement.line
         words = list(statement.words)
-        conditional = statement.conditional
         while words and (keyword := words[0].keyword) is not None:
             if keyword in _OPENING:
                 self.depth += 1
-                conditional = True
                 words = [] if keyword in ("for", "case", "select") else words[1:]
             elif keyword in _CLOSING:
                 self.depth = max(0, self.depth - 1)
@@ -107,8 +104,8 @@ class _Reader:
                 words = [w for w in words[1:] if not (w.keyword or "").startswith("-")]
             else:
                 break
-        conditional = conditional or self.depth > 0
-        while words and self._assigned(words[0], conditional):
+        conditional = self.depth > 0
+        while words and self._assigned(words[0], conditional or statement.conditional):
             words.pop(0)
         out: list[str] = []
         for raw in words:
@@ -192,9 +189,9 @@ class _Reader:
             return [str(number) if number is not None else unknown(f"$(({part.text}))")]
         match = _BRACED.match(part.text)
         if match is None:
-            if part.text in ("@", "*"):
+            if part.text[:1] in ("@", "*"):
                 return []  # the script's own arguments: none are given
-            return [unknown(f"${{{part.text}}}" if not part.text.isdigit() else f"${part.text}")]
+            return [unknown(f"${{{part.text}}}")]
         name, index, operator, word = match[1], match[2], match[3], match[4] or ""
         held = self.script.variables.get(name)
         items = self._indexed(held, index, part.quoted)

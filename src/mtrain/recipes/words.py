@@ -50,7 +50,7 @@ class Statement:
     words: list[Raw]
     line: int
     conditional: bool
-    """Whether it stands behind `&&` or `||` and assigns something."""
+    """Whether it stands behind `&&` or `||`."""
 
 
 def statements(text: str, source: str) -> Iterator[Statement]:

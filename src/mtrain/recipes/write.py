@@ -18,6 +18,9 @@ from mtrain.config.run import GROUPS, RunConfig
 
 SCHEMA_LINE = "# yaml-language-server: $schema=recipe.schema.json"
 MAX_LINES, WIDTH, FEW = 12, 112, 4
+FAR = 5
+"""What taking a choice other than the default one costs, in halves of a key, where something is left to say."""
+_WEIGHTS = {"data.kind": 5, "optim.name": 5, "precision.dtype": 5}
 
 
 @dataclass
@@ -47,13 +50,15 @@ def delta(run: RunConfig, chosen: Mapping[str, str] | None = None) -> Delta:
             left = _beyond(target, section(group, choice))
             if left is None:
                 continue
-            cost = _size(left)
-            rank = (2 * cost + (choice != usual[group]), int(choice != usual[group]), choice, left)
+            cost = 2 * _size(left, group)
+            if choice != usual[group] and choice in choices_of_group(group):
+                cost += FAR if left and group != "parallel" else 1
+            rank = (cost, int(choice != usual[group]), choice, left)
             if best is None or rank[:2] < best[:2]:
                 best = rank
         if best is None:
             raise AssertionError(f"no choice of {group} can be changed into {target!r}")
-        if group == "model" and best[0] > 2 * FEW and group not in (chosen or {}):
+        if group == "model" and best[0] > 2 * FEW + FAR and group not in (chosen or {}):
             best = (0, 0, usual[group], _said(target) | (_beyond(target, section(group, usual[group])) or {}))
         if best[2] != usual[group]:
             out.choices[group] = best[2]
@@ -84,7 +89,9 @@ def recipe_text(found: Delta, about: Mapping[str, str], *, short: bool = False) 
 def default_choices() -> dict[str, str]:
     """group -> the choice that holds when nothing is said."""
     entries = load(conf_dir() / "config.yaml").values["defaults"]
-    return {str(group): str(choice) for entry in entries if isinstance(entry, dict) for group, choice in entry.items()}
+    return {
+        str(group): str(choice) for entry in entries if isinstance(entry, dict) for group, choice in entry.items()
+    }
 
 
 @cache
@@ -108,7 +115,7 @@ def _candidates(group: str, target: Any, usual: str, chosen: Mapping[str, str]) 
         return [chosen[group]]
     words = [usual, *choices_of_group(group)]
     if isinstance(target, ParallelConfig):
-        words += [word for ranks in (True, False) for word in _layouts(target, ranks)]
+        words[:0] = [word for ranks in (True, False) for word in _layouts(target, ranks)]
     return list(dict.fromkeys(words))
 
 
@@ -157,8 +164,12 @@ def _said(wanted: Section) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in out.items()}
 
 
-def _size(values: Mapping[str, Any]) -> int:
-    return sum(_size(value) if isinstance(value, dict) and value else 1 for value in values.values())
+def _size(values: Mapping[str, Any], prefix: str) -> int:
+    """How much a recipe would have to say; what a choice stands for counts most."""
+    return sum(
+        _size(value, f"{prefix}.{key}") if isinstance(value, dict) and value else _WEIGHTS.get(f"{prefix}.{key}", 1)
+        for key, value in values.items()
+    )
 
 
 def _flat(values: Mapping[str, Any]) -> list[str]:

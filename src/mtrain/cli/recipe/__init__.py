@@ -14,7 +14,10 @@ SUBVERBS = {
     "diff": ("diff", "what two recipes, runs or checkpoints differ in: diff A B [--json]"),
     "lock": ("lock", "one file with versions and digests: lock NAME [-o FILE] [overrides]"),
     "verify": ("lock", "what differs between a lock and this machine: verify FILE [--json]"),
-    "import": ("exchange", "a recipe from Megatron-LM scripts or a config.json: import FILE... [-o FILE] [overrides]"),
+    "import": (
+        "exchange",
+        "a recipe from scripts of Megatron-LM or a config.json: import FILE... [-o FILE] [overrides]",
+    ),
     "export": ("exchange", "the flags of Megatron-LM: export --megatron NAME [overrides]"),
 }
 """Word -> module of this package, and what it does."""

@@ -44,7 +44,8 @@ def _table(found: Sequence[Difference], names: Sequence[str]) -> str:
     rows = [(f"{n}.", d.key, f"{_shown(d.left)} -> {_shown(d.right)}", d.kind) for n, d in enumerate(found, 1)]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = [
-        f"{n:>{widths[0]}} {key:<{widths[1]}}  {values:<{min(60, widths[2])}}  {kind}" for n, key, values, kind in rows
+        f"{n:>{widths[0]}} {key:<{widths[1]}}  {values:<{min(60, widths[2])}}  {kind}"
+        for n, key, values, kind in rows
     ]
     kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(d.kind for d in found).items())
     return "\n".join([*lines, f"{len(found)} difference{'s' if len(found) > 1 else ''}: {kinds}"])

@@ -23,6 +23,7 @@ from mtrain.recipes.megatron import export_script, import_scripts, import_texts
 from mtrain.recipes.write import delta, recipe_text
 
 OUT = {"-o": "--output", "--output": "--output"}
+_ORDER = ("secret", "unreadable", "unknown", "not supported", "derived here", "no effect")
 USAGE = "recipe import train.sh [-o my.yaml] [overrides], or recipe import -- --num-layers 24 ..."
 
 
@@ -69,8 +70,8 @@ def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | Non
 
 
 def _about(run: RunConfig, sources: str, problems: Sequence[Problem]) -> dict[str, str]:
-    errors = sum(p.severity == "error" for p in problems)
-    verdict = f"breaks {errors} rule(s): see mtrain check" if errors else "composes and passes every rule; not trained"
+    broken = ", ".join(dict.fromkeys(p.code for p in problems if p.severity == "error"))
+    verdict = f"does not pass here: {broken}" if broken else "composes and passes every rule; not trained"
     words = describe(run, f"imported from {sources} by mtrain recipe import")
     return {**words, "verified": verdict}
 
@@ -79,23 +80,20 @@ def _report(found: Imported, problems: Sequence[Problem]) -> list[str]:
     """What a person has to know beside the recipe."""
     lines = [f"note: {note}" for note in found.notes]
     if found.unplaced:
-        width = max(len(u.flag) for u in found.unplaced)
         lines.append(f"{len(found.unplaced)} not taken over:")
-        for why in dict.fromkeys(sorted((u.why for u in found.unplaced), key=_weight)):
-            for u in (u for u in found.unplaced if u.why == why):
-                value = f" {u.value}" if u.value else ""
-                lines.append(f"  {why:<13} {u.flag:<{width}}{value}: {u.text}")
+    together: dict[tuple[str, str], list[str]] = {}
+    for u in sorted(found.unplaced, key=lambda u: _ORDER.index(u.why)):
+        together.setdefault((u.why, u.text), []).append(f"{u.flag} {u.value}".strip())
+    for (why, text), flags in together.items():
+        lines.append(f"  {why}: {', '.join(flags)}: {text}")
     return [*lines, *(problem.render() for problem in problems)]
-
-
-def _weight(why: str) -> int:
-    order = ("secret", "unreadable", "unknown", "not supported", "conditional", "derived here", "no effect")
-    return order.index(why)
 
 
 def _facts(found: Imported, text: str, problems: Sequence[Problem], digest: str) -> dict[str, object]:
     unplaced = [{"flag": u.flag, "value": u.value, "why": u.why, "text": u.text} for u in found.unplaced]
-    broken = [{"code": p.code, "path": p.path, "rule": p.rule, "fix": p.fix, "severity": p.severity} for p in problems]
+    broken = [
+        {"code": p.code, "path": p.path, "rule": p.rule, "fix": p.fix, "severity": p.severity} for p in problems
+    ]
     return {"recipe": text, "digest": digest, "unplaced": unplaced, "notes": found.notes, "problems": broken}
 
 

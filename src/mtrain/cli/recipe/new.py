@@ -42,11 +42,11 @@ def said(raw: RunConfig, choices: dict[str, str], words: Sequence[str]) -> Delta
 
 def describe(run: RunConfig, source: str) -> dict[str, str]:
     """The words of a new recipe about itself."""
-    grid = RankGrid.of(run)
+    grid, cluster = RankGrid.of(run), run.cluster
     return {
         "title": f"{run.model.name} with {grid}",
         "purpose": "Say here when to pick it.",
-        "hardware": f"{grid.world} {run.cluster.device} ranks, {run.cluster.nodes} machine(s), {run.cluster.name}",
+        "hardware": f"{cluster.nodes} x {grid.world // cluster.nodes} {cluster.device} ({cluster.name})",
         "source": source,
         "verified": "composes and passes every rule; not trained",
     }
@@ -64,8 +64,9 @@ def write_new(path: Path, text: str) -> None:
             file.write(text)
     except FileExistsError:
         fix = str(path.with_name(f"{path.stem}_2{path.suffix}"))
-        raise BadInput([Problem("MT704", "", None, f"{path} is there already; nothing is written over", fix)]) from None
+        raise BadInput(
+            [Problem("MT704", "", None, f"{path} is there already; nothing is written over", fix)]
+        ) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise BadEnvironment(f"{path} cannot be written: {why}") from None
-
