@@ -18,6 +18,7 @@ MAX_EXPANDED, MAX_DEPTH = 4 << 20, 16
 UNKNOWN = re.compile("\ue000([^\ue001]*)\ue001")
 """A piece of a word that only running the script could tell; group 1 says what it is, such as `$SLURM_NNODES`."""
 
+_PIECE = re.compile("(?:[^\\s\ue000]|\ue000[^\ue001]*\ue001)+")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=(.*)\Z", re.DOTALL)
 _BRACED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*|[1-9][0-9]*)(\[[@*0-9]+\])?(?:(:?[-=+?])(.*))?\Z", re.DOTALL)
 _OPENING = ("if", "while", "until", "for", "case", "select")
@@ -126,7 +127,7 @@ class _Reader:
             value = [self.joined([Part("text", match[3], False), *raw.parts[1:]])]
         if conditional:
             self.script.conditional.setdefault(name, self.where)
-            words = value if raw.array is not None else value[0].split()
+            words = value if raw.array is not None else _PIECE.findall(value[0])
             self.script.left_out += [(shown(w), self.where) for w in words if w.startswith("--")]
             return True
         before = self.script.variables.get(name, [])
@@ -158,7 +159,7 @@ class _Reader:
                 continue
             items = self.value(part, 0)
             if not part.quoted:
-                pieces = [piece for item in items for piece in item.split()]
+                pieces = [piece for item in items for piece in _PIECE.findall(item)]
                 spaced = bool(items) and items[0][:1].isspace(), bool(items) and items[-1][-1:].isspace()
             else:
                 pieces, spaced = items, (False, False)
