@@ -1,4 +1,4 @@
-"""Training scripts as people write them: what their flags mean, written by hand, against what the import makes of them."""
+"""Training scripts as people write them: what their flags mean, by hand, against what the import makes of them."""
 
 from __future__ import annotations
 
@@ -416,7 +416,7 @@ def test_a_vocabulary_that_nobody_says_is_asked_for_or_taken_from_the_same_shape
     from mtrain.errors import BadInput
 
     text = "torchrun pretrain_gpt.py --num-layers 3 --hidden-size 66 --num-attention-heads 2 --seq-length 8"
-    with pytest.raises(BadInput, match="model.vocab_size=32000"):
+    with pytest.raises(BadInput, match=r"model\.vocab_size=32000"):
         import_texts([(text, "x.sh")], "x")
     assert import_texts([(text, "x.sh")], "x", ["model.vocab_size=512"]).run.model.vocab_size == 512
 
