@@ -20,9 +20,10 @@ VERBS = {
     "resume": "go on with a run: resume RUN_FOLDER [overrides]",
     "generate": "write text with a trained model: generate RUN_FOLDER",
     "recipe": "list, show, new, diff, lock, verify, import, export: recipe --help",
+    "schema": "JSON Schema for editors: schema [run|recipe|GROUP] [-o DIR]",
     "explain": "what a key means, who set it and what it reaches; or a code: explain parallel.tp, explain MT101",
 }
-OWN_WORDS = ("recipe", "explain")
+OWN_WORDS = ("recipe", "explain", "schema")
 """Verbs that read their arguments themselves."""
 FLAGS = {
     "--json": "check, show: print JSON for a machine",
