@@ -21,9 +21,10 @@ VERBS = {
     "generate": "write text with a trained model: generate RUN_FOLDER",
     "recipe": "list, show, new, diff, lock, verify, import, export: recipe --help",
     "schema": "JSON Schema for editors: schema [run|recipe|GROUP] [-o DIR]",
+    "completion": "a script that completes verbs, choices and keys: completion bash|zsh|fish",
     "explain": "what a key means, who set it and what it reaches; or a code: explain parallel.tp, explain MT101",
 }
-OWN_WORDS = ("recipe", "explain", "schema")
+OWN_WORDS = ("recipe", "explain", "schema", "completion", "__complete")
 """Verbs that read their arguments themselves."""
 FLAGS = {
     "--json": "check, show: print JSON for a machine",
@@ -153,7 +154,7 @@ def _many(call: Call, as_json: bool) -> int:
 def _worker_verb(verb: str) -> Callable[..., int]:
     from importlib import import_module
 
-    run: Callable[..., int] = import_module(f"mtrain.cli.{verb}").run
+    run: Callable[..., int] = import_module(f"mtrain.cli.{verb.strip('_')}").run
     return run
 
 
