@@ -82,6 +82,33 @@ def _moe_loss_tokens() -> str:
     return FINE if found == "12 of 12 tokens, z-loss gradient 1" else found
 
 
+def _predicting_and_tied() -> str:
+    from mtrain.mcore import api, backend
+
+    tiny.start_world(pp=2)
+    cfg, last = tiny.config(mtp_num_layers=1, pipeline_model_parallel_size=2), torch.distributed.get_rank() == 1
+    provider = backend.provider(tiny.REFERENCE)
+    gpt = api.GPTModel(
+        config=cfg,
+        transformer_layer_spec=backend.layer_spec(cfg, provider),
+        vocab_size=tiny.VOCAB,
+        max_sequence_length=tiny.TOKENS,
+        pre_process=not last,
+        post_process=last,
+        share_embeddings_and_output_weights=True,
+        mtp_block_spec=backend.mtp_spec(cfg, provider),
+    )
+    gpt.sharded_state_dict(metadata={"dp_cp_group": api.parallel_state.get_data_parallel_group()})
+    return FINE
+
+
+def _generating_with_predictions() -> str:
+    tiny.start_world()
+    tokens, positions, _ = tiny.batch()
+    logits = tiny.model(tiny.config(mtp_num_layers=1), wrap=False)(tokens, positions, None)
+    return FINE if logits.shape == (tiny.BATCH, tiny.TOKENS, tiny.VOCAB) else f"logits {tuple(logits.shape)}"
+
+
 def _reduce() -> str:
     from mtrain.mcore import api
 
@@ -203,6 +230,8 @@ CASES: dict[str, Case] = {
     "mla-down-projection": Case(lambda: _train(**tiny.MLA), "ValueError: Unsupported linear_q_down_proj"),
     "mla-query-norm": Case(_query_norm, "gradient times 2.000", ranks=2),
     "moe-loss-tokens": Case(_moe_loss_tokens, "6 of 12 tokens, z-loss gradient 0.5", ranks=2),
+    "mtp-tied-output": Case(_predicting_and_tied, "AssertionError: dict_keys", ranks=2),
+    "mtp-without-labels": Case(_generating_with_predictions, "AttributeError: 'NoneType' object has no attribute"),
     "reduce-result": Case(_reduce, "sum over two ranks of 1 is 1", ranks=2),
     "uneven-splits": Case(_uneven_splits, "RuntimeError: .*invalid tensor size", ranks=2),
     "gradient-norm": Case(_gradient_norm, "off by more than 1e-5"),

@@ -57,8 +57,8 @@ class CoreAttention(MegatronModule):
 
     def _make_sink(self) -> None:
         kind, heads = self.config.softmax_type, self.config.num_attention_heads
-        self.softmax_offset: Tensor | None = None
         if kind == "vanilla":
+            self.softmax_offset = None
             return
         zeros = torch.zeros(divide(heads, self._tp_group.size()), dtype=self.config.params_dtype)
         if kind == "off-by-one":

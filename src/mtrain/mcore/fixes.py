@@ -126,6 +126,37 @@ def _moe_loss_tokens() -> None:
     cls.apply_z_loss = apply_z_loss
 
 
+def _mtp_tied_output() -> None:
+    cls = _core("models.gpt.gpt_model").GPTModel
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.share_embeddings_and_output_weights and self.mtp_process and self.post_process:
+            self.output_layer.weight = None
+
+    cls.__init__ = __init__
+
+
+def _mtp_without_labels() -> None:
+    cls = _core("models.gpt.gpt_model").GPTModel
+    original = cls._postprocess
+
+    @functools.wraps(original)
+    def _postprocess(self: Any, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        predictions = self.config.mtp_num_layers
+        if labels is not None or not predictions:
+            return original(self, *args, labels=labels, **kwargs)
+        self.config.mtp_num_layers = None
+        try:
+            return original(self, *args, labels=None, **{**kwargs, "mtp_in_postprocess": False})
+        finally:
+            self.config.mtp_num_layers = predictions
+
+    cls._postprocess = _postprocess
+
+
 def _uneven_splits() -> None:
     mappings, dist = _core("tensor_parallel.mappings"), torch.distributed
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -293,6 +324,21 @@ FIXES: tuple[Fix, ...] = (
         "those of all: under sequence or context parallelism these losses are silently tp * cp times too small.",
         "everywhere",
         _moe_loss_tokens,
+    ),
+    Fix(
+        "mtp-tied-output",
+        "models/gpt/gpt_model.py:248",
+        "Where a stage predicts several tokens with tied embeddings, the output layer has a weight of its own beside "
+        "the embedding that it uses: AssertionError when the state is cut into shards.",
+        "everywhere",
+        _mtp_tied_output,
+    ),
+    Fix(
+        "mtp-without-labels",
+        "models/gpt/gpt_model.py:605",
+        "A model that was trained with multi-token prediction asks for labels when it generates: AttributeError.",
+        "everywhere",
+        _mtp_without_labels,
     ),
     Fix(
         "reduce-result",

@@ -118,8 +118,9 @@ def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) 
 def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
     """One micro-batch through one chunk of the model."""
     batch = next(iterator)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, partial(sum_loss, batch["loss_mask"])
+    mask = batch["loss_mask"]  # the model needs it for the losses of further predictions only
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
+    return output, partial(sum_loss, mask)
 
 
 def sum_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

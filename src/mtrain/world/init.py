@@ -18,6 +18,7 @@ from mtrain.config.run import RunConfig
 from mtrain.devices import registry
 from mtrain.devices.base import Device
 from mtrain.errors import BadEnvironment
+from mtrain.layout import stages
 from mtrain.layout.grid import RankGrid
 
 LISTEN_FD = "MTRAIN_LISTEN_FD"
@@ -34,6 +35,8 @@ class World:
     device: Device
     torch_device: torch.device
     coords: dict[str, int]
+    embedding_stages: list[int]
+    """Pipeline ranks that share the gradient of the word embedding."""
 
     @property
     def size(self) -> int:
@@ -102,10 +105,11 @@ def _join(run: RunConfig) -> World:
     if not dist.is_initialized():
         store = _store(rank, size, timeout)
         dist.init_process_group(device.backend, rank=rank, world_size=size, store=store, timeout=timeout)
-    _make_groups(grid, run.parallel.vpp, timeout)
+    embedding_stages = stages.embedding_stages(run)
+    _make_groups(grid, run, embedding_stages, timeout)
     seed_generators(run.trainer.seed)
     torch_device = device.device(local_rank)
-    return World(rank, local_rank, grid, device, torch_device, grid.coords(rank))
+    return World(rank, local_rank, grid, device, torch_device, grid.coords(rank), embedding_stages)
 
 
 def seed_generators(seed: int) -> None:
@@ -140,16 +144,19 @@ def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     )
 
 
-def _make_groups(grid: RankGrid, vpp: int, timeout: timedelta) -> None:
+def _make_groups(grid: RankGrid, run: RunConfig, embedding_stages: list[int], timeout: timedelta) -> None:
     from mtrain.mcore import api as mcore
 
+    p = run.parallel
     mcore.parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=grid.tp,
         pipeline_model_parallel_size=grid.pp,
-        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
         context_parallel_size=grid.cp,
+        hierarchical_context_parallel_sizes=list(p.hierarchical_cp_sizes) if p.hierarchical_cp_sizes else None,
         expert_model_parallel_size=grid.ep,
         expert_tensor_parallel_size=grid.etp,
+        get_embedding_ranks=lambda ranks: sorted({ranks[stage] for stage in embedding_stages}),
         distributed_timeout_minutes=timeout.total_seconds() / 60,
         create_gloo_process_groups=False,
     )
