@@ -82,6 +82,17 @@ def _moe_loss_tokens() -> str:
     return FINE if found == "12 of 12 tokens, z-loss gradient 1" else found
 
 
+def _expert_gradients() -> str:
+    tiny.start_world(tp=2, etp=1)
+    cfg = tiny.config(tensor_model_parallel_size=2, expert_tensor_parallel_size=1, sequence_parallel=True, **tiny.MOE)
+    model = tiny.model(cfg)
+    tiny.accumulate_gradients(model, cfg)
+    own = torch.cat([g.flatten() for name, g in tiny.gradients(model).items() if ".experts." in name])
+    both = [torch.empty_like(own) for _ in range(2)]
+    torch.distributed.all_gather(both, own)
+    return FINE if torch.equal(*both) else "ranks that hold the same experts have different gradients"
+
+
 def _predicting_and_tied() -> str:
     from mtrain.mcore import api, backend
 
@@ -230,6 +241,7 @@ CASES: dict[str, Case] = {
     "mla-down-projection": Case(lambda: _train(**tiny.MLA), "ValueError: Unsupported linear_q_down_proj"),
     "mla-query-norm": Case(_query_norm, "gradient times 2.000", ranks=2),
     "moe-loss-tokens": Case(_moe_loss_tokens, "6 of 12 tokens, z-loss gradient 0.5", ranks=2),
+    "expert-gradients": Case(_expert_gradients, "have different gradients", ranks=2),
     "mtp-tied-output": Case(_predicting_and_tied, "AssertionError: dict_keys", ranks=2),
     "mtp-without-labels": Case(_generating_with_predictions, "AttributeError: 'NoneType' object has no attribute"),
     "reduce-result": Case(_reduce, "sum over two ranks of 1 is 1", ranks=2),

@@ -126,6 +126,20 @@ def _moe_loss_tokens() -> None:
     cls.apply_z_loss = apply_z_loss
 
 
+def _expert_gradients() -> None:
+    cls = _core("transformer.moe.moe_layer").MoELayer
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, config, *args, **kwargs)
+        if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+            for parameter in self.experts.parameters():
+                parameter.allreduce = False
+
+    cls.__init__ = __init__
+
+
 def _mtp_tied_output() -> None:
     cls = _core("models.gpt.gpt_model").GPTModel
     original = cls.__init__
@@ -324,6 +338,14 @@ FIXES: tuple[Fix, ...] = (
         "those of all: under sequence or context parallelism these losses are silently tp * cp times too small.",
         "everywhere",
         _moe_loss_tokens,
+    ),
+    Fix(
+        "expert-gradients",
+        "tensor_parallel/layers.py:842",
+        "Without expert parallelism, experts count as dense weights. If those are cut otherwise (etp is not "
+        "tp) their gradients are summed over the wrong ranks: silently half of a gradient with tp 2 and etp 1.",
+        "everywhere",
+        _expert_gradients,
     ),
     Fix(
         "mtp-tied-output",
