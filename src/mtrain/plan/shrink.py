@@ -40,7 +40,11 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
         "precision": run.precision.model_copy(update={"dtype": dtype}),
         "data": run.data.model_copy(update=_tokens(run.data, p, seq)),
         "optim": run.optim.model_copy(
-            update={"warmup_iters": min(run.optim.warmup_iters or 0, 2), "decay_iters": None, **_final_decay(run)}
+            update={
+                "warmup_iters": min(run.optim.warmup_iters or 0, steps // 2),
+                "decay_iters": None,
+                **_final_decay(run),
+            }
         ),
         "trainer": run.trainer.model_copy(
             update={
