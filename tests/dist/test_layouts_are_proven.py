@@ -63,6 +63,9 @@ LAYOUTS = {
     "model.moe.router_load_balancing_type=seq_aux_loss",
     "window and sinks": "parallel=tp2cp2sp model.window_size=8 model.window_attn_skip_freq=2 "
     "model.softmax_type=learnable parallel.cp_comm_type=p2p",
+    "packed dp2": "parallel=dp2 data.packed=true",
+    "packed cp2 ring": "parallel=cp2 data.packed=true parallel.cp_comm_type=p2p model.mtp_num_layers=1",
+    "packed tp2cp2 all-to-all": "parallel=tp2cp2sp data.packed=true parallel.cp_comm_type=a2a",
     "full recomputation": "parallel=tp2pp2sp parallel.recompute.granularity=full parallel.recompute.method=block",
     "tp2 bf16": "parallel=tp2sp precision=bf16",
     "tp2cp2 bf16": "parallel=tp2cp2 precision=bf16 parallel.cp_comm_type=p2p",
@@ -91,6 +94,7 @@ RECOMPUTED = {
     "full, uniform": ("", "granularity=full"),
     "full, block": ("parallel=pp2", "granularity=full parallel.recompute.method=block"),
     "attention, norms and MLPs": ("parallel=tp2sp", "granularity=selective parallel.recompute.modules=[core_attn,layernorm,mlp]"),
+    "MLPs with biases": ("model=gpt_1.7b parallel=pp2", "granularity=selective parallel.recompute.modules=[mlp]"),
     "experts": (f"{MIXTRAL} parallel=ep2", "granularity=selective parallel.recompute.modules=[moe]"),
     "expert activations": (f"{MIXTRAL} parallel=ep2", "granularity=selective parallel.recompute.modules=[moe_act,layernorm]"),
     "latent projections": (

@@ -203,6 +203,16 @@ def _resume() -> str:
     return FINE if equal else "weights differ three steps after the resume"
 
 
+def _recomputed_bias() -> str:
+    tiny.start_world()
+    recomputed = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    model = tiny.model(tiny.config(add_bias_linear=True, **recomputed), wrap=False)
+    tokens, positions, labels = tiny.batch()
+    model(tokens, positions, None, labels=labels)
+    outputs = [name for name, parameter in model.named_parameters() if not parameter.is_leaf]
+    return f"{outputs[0]} became an output of its own recomputation" if outputs else FINE
+
+
 def _fsdp() -> str:
     from mtrain.mcore import api
 
@@ -256,6 +266,7 @@ CASES: dict[str, Case] = {
         lambda: _train(recompute_granularity="selective", recompute_modules=["core_attn", "layernorm", "mlp"]),
         "NameError: name 'FP8GlobalStateManager'",
     ),
+    "recomputed-bias": Case(_recomputed_bias, "mlp.linear_fc2.bias became an output of its own recomputation"),
     "fsdp-finish-grad-sync": Case(_fsdp, "TypeError: .*force_all_reduce", ranks=2),
     "torch-norm": Case(_default_norm, "AssertionError: sequence parallel not supported", ranks=2),
     "rng-remark": Case(_rng_remark, "CPU RNG state changed"),
