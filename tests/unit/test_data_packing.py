@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -48,10 +50,10 @@ def test_every_counted_token_keeps_its_label_and_its_document(rows: list[list[in
     assert len(tokens) == 16 * len(rows)
     assert bounds[0] == 0
     assert bounds[-1] == len(tokens)
-    assert all(b > a and (b - a) % multiple == 0 for a, b in zip(bounds, bounds[1:], strict=False))
+    assert all(b > a and (b - a) % multiple == 0 for a, b in itertools.pairwise(bounds))
     assert {0, *range(16, len(tokens) + 1, 16)} <= set(bounds), "a sample's documents stay in its row"
-    pairs = {(a, b) for row in rows for a, b in zip(row, row[1:], strict=False) if a != EOD}
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    pairs = {(a, b) for row in rows for a, b in itertools.pairwise(row) if a != EOD}
+    for start, stop in itertools.pairwise(bounds):
         inner = [i for i in range(start, stop) if mask[i]]
         assert all((tokens[i], labels[i]) in pairs for i in inner)
         assert EOD not in tokens[start : stop - multiple]

@@ -106,7 +106,7 @@ def _join(run: RunConfig) -> World:
         store = _store(rank, size, timeout)
         dist.init_process_group(device.backend, rank=rank, world_size=size, store=store, timeout=timeout)
     embedding_stages = stages.embedding_stages(run)
-    _make_groups(grid, run, embedding_stages, timeout)
+    make_groups(grid, run, embedding_stages, timeout)
     seed_generators(run.trainer.seed)
     torch_device = device.device(local_rank)
     return World(rank, local_rank, grid, device, torch_device, grid.coords(rank), embedding_stages)
@@ -144,7 +144,8 @@ def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     )
 
 
-def _make_groups(grid: RankGrid, run: RunConfig, embedding_stages: list[int], timeout: timedelta) -> None:
+def make_groups(grid: RankGrid, run: RunConfig, embedding_stages: list[int], timeout: timedelta) -> None:
+    """megatron-core's process groups for `grid`, with word embeddings on `embedding_stages` of each pipeline."""
     from mtrain.mcore import api as mcore
 
     p = run.parallel
