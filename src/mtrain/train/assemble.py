@@ -21,6 +21,7 @@ from mtrain.data.text import Tokenizer
 from mtrain.mcore.sharding import gathered
 from mtrain.plan.count import parameters
 from mtrain.train import hooks
+from mtrain.train.dynamic import run_documents
 from mtrain.train.generate import Sampler
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts
@@ -84,13 +85,15 @@ def assemble(run: RunConfig, world: World, splits: Splits) -> Parts:
     optimizer = build_optimizer(run, chunks)
     configure_schedule_hooks(run, chunks, optimizer)
     state = TrainState(chunks, optimizer, build_schedule(run, optimizer))
-    sizes = run.trainer.global_batch_size, run.trainer.micro, world.coords["dp"], world.grid.dp
+    dynamic = run.parallel.hybrid_context_parallel
+    share = (0, 1) if dynamic else (world.coords["dp"], world.grid.dp)  # documents are dealt out after they are read
+    sizes = run.trainer.global_batch_size, run.trainer.micro, *share
     packing = Packing(splits.document_ends, run.data.packed_multiple or 1) if run.data.packed else None
     train_data = GlobalBatches(splits.train, *sizes, splits.masked_eod, packing)
     valid_data = None
     if run.trainer.eval_iters and splits.validation is not None:
         valid_data = GlobalBatches(splits.validation, *sizes, splits.masked_eod, packing)
-    return Parts(run, world, state, train_data, valid_data)
+    return Parts(run, world, state, train_data, valid_data, run_documents if dynamic else None)
 
 
 def configure_schedule_hooks(run: RunConfig, chunks: list[Any], optimizer: Any) -> None:

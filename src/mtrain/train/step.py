@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +32,8 @@ class Parts:
     state: TrainState
     train_data: GlobalBatches
     valid_data: GlobalBatches | None
+    schedule: Callable[..., list[torch.Tensor]] | None = None
+    """How the micro-batches of a step are run, with the arguments of `run_schedule`; None: through the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,12 @@ def evaluate(parts: Parts, data: GlobalBatches, iters: int) -> float:
 
 
 def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:
-    """Run the micro-batches through the pipeline; on the last stage, a `[loss sum, tokens]` of each."""
+    """Run the micro-batches of a step; on the last stage, a `[loss sum, tokens]` of each."""
+    return (parts.schedule or run_pipeline)(parts, batches, forward_only=forward_only)
+
+
+def run_pipeline(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:
+    """`run_schedule` by the schedules of megatron-core, with or without stages."""
     chunks, run = parts.state.chunks, parts.run
     iterators = [iter(batches) for _ in chunks]
     reports = mcore.get_forward_backward_func()(

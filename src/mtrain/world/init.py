@@ -155,6 +155,7 @@ def make_groups(grid: RankGrid, run: RunConfig, embedding_stages: list[int], tim
         virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
         context_parallel_size=grid.cp,
         hierarchical_context_parallel_sizes=list(p.hierarchical_cp_sizes) if p.hierarchical_cp_sizes else None,
+        hybrid_context_parallel=p.hybrid_context_parallel,
         expert_model_parallel_size=grid.ep,
         expert_tensor_parallel_size=grid.etp,
         get_embedding_ranks=lambda ranks: sorted({ranks[stage] for stage in embedding_stages}),
