@@ -26,7 +26,8 @@ from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, MtrainError
 from mtrain.launching import folder, preflight
 from mtrain.launching.supervise import Supervisor
-from mtrain.launching.worker import describe, leave, revive, run_rank
+from mtrain.launching.worker import describe, end, enter, leave, revive, run_rank
+from mtrain.world.stacks import ERRORS
 
 PR_SET_PDEATHSIG = 1
 HOST = "127.0.0.1"
@@ -95,18 +96,22 @@ def _prepare(run: RunConfig, chosen: folder.Plan) -> None:
 
 
 def _train(run: RunConfig, chosen: folder.Plan) -> None:
+    enter(run)
     from mtrain.train.assemble import Paths, train
 
-    train(run, lambda world: Paths(chosen.folder, chosen.checkpoint))
+    errors, rank = chosen.folder / ERRORS, int(os.environ["RANK"])
+    train(run, lambda world: Paths(chosen.folder, chosen.checkpoint), lambda error, _: end(error, errors, rank))
 
 
 def _observe(run: RunConfig, home: Path) -> None:
+    enter(run)
     from mtrain.train import prove
 
     prove.observe(run, home)
 
 
 def _generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperature: float) -> None:
+    enter(run)
     from mtrain.train.assemble import generate_text
 
     generate_text(run, source.checkpoint, source.tokenizer, prompt, tokens, temperature)
@@ -118,6 +123,7 @@ def _warm(run: RunConfig) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, threads)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from mtrain import mcore as door
     from mtrain.devices import registry
 
@@ -129,7 +135,7 @@ def _warm(run: RunConfig) -> None:
 
 def _run_ranks(run: RunConfig, home: Path, job: Callable[[], None], advice: str = "") -> None:
     """Fork one process per rank, each running `job`, and watch them to the end; `advice` goes with a failure."""
-    errors = home / "errors"
+    errors = home / ERRORS
     shutil.rmtree(errors, ignore_errors=True)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

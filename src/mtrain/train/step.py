@@ -17,6 +17,7 @@ from mtrain.config.run import RunConfig
 from mtrain.data.batch import GlobalBatches
 from mtrain.mcore import api as mcore
 from mtrain.mcore.sharding import gathered
+from mtrain.world.beats import beat
 from mtrain.world.init import World
 
 Batch = Mapping[str, torch.Tensor]
@@ -56,6 +57,7 @@ class StepResult:
 def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
     """Read a global batch, run forward and backward over its micro-batches, update the weights."""
     clock, state = Clock(parts.world), parts.state
+    beat("data")
     with clock.phase("data"):
         batches = parts.train_data.microbatches(state.consumed_samples)
         batches = [to_device(b, parts.world) for b in batches]
@@ -64,6 +66,7 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
         reports = run_schedule(parts, batches, forward_only=False)
+    beat("optimizer")
     with clock.phase("optimizer"):
         state.schedule.step(1)
         updated, grad_norm, _ = state.optimizer.step()
@@ -90,6 +93,7 @@ def evaluate(parts: Parts, data: GlobalBatches, iters: int) -> float:
         for chunk in parts.state.chunks:
             chunk.eval()
         for i in range(iters):
+            beat("evaluation")
             batches = data.microbatches(i * parts.run.trainer.global_batch_size)
             batches = [to_device(b, parts.world) for b in batches]
             loss, tokens, _ = reduce_report(parts.world, run_schedule(parts, batches, forward_only=True), False)
@@ -117,6 +121,7 @@ def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) 
 
 def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
     """One micro-batch through one chunk of the model."""
+    beat("forward")
     batch = next(iterator)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(sum_loss, batch["loss_mask"])
@@ -139,6 +144,7 @@ def reduce_report(world: World, reports: list[torch.Tensor], stop: bool) -> tupl
     if reports and world.coords["tp"] == 0:
         values[:2] = torch.stack([r.double() for r in reports]).sum(0)
     values[2] = float(stop)
+    beat("report")
     dist.all_reduce(values)
     total, tokens, stops = values.tolist()
     return total / max(1.0, tokens), int(tokens), int(stops)
