@@ -16,7 +16,7 @@ import pytest
 from tests.support.commands import SMALL, metrics, wait_for
 from tests.support.launched import Launched, as_rank, free_port
 
-SOFT_S, HARD_S = 1.5, 4.0
+SOFT_S, HARD_S = 1.5, 3.0
 RUN = (
     *SMALL,
     "cluster=cpu",
@@ -40,18 +40,21 @@ def started() -> Iterator[list[Launched]]:
 
 
 def holding(rank: int, forwards: int, hold: Callable[[], object]) -> Callable[[], None]:
-    """A patch that has `rank` call `hold` in its forward number `forwards`."""
+    """A patch that has `rank` call `hold` within its forward number `forwards`."""
 
     def patch() -> None:
         from mtrain.train import step
 
         real, done = step.forward_step, []
 
-        def held(*args: object) -> object:
+        def held(batches: Iterator[object], model: object) -> object:
             done.append(None)
-            if os.environ["RANK"] == str(rank) and len(done) == forwards:
+            return real(late(batches) if len(done) == forwards else batches, model)  # type: ignore[arg-type]
+
+        def late(batches: Iterator[object]) -> Iterator[object]:
+            if os.environ["RANK"] == str(rank):
                 hold()
-            return real(*args)  # type: ignore[arg-type]
+            yield next(batches)
 
         step.forward_step = held  # type: ignore[assignment]
 
@@ -75,7 +78,7 @@ def end_of(launched: Launched, ranks: list[psutil.Process]) -> str:
     return launched.said
 
 
-@pytest.mark.parametrize(("layout", "sleeper"), [("tp2", 1), ("pp2", 0), ("pp2", 1)])
+@pytest.mark.parametrize(("layout", "sleeper"), [("tp2", 1), ("pp2", 0)])
 def test_a_sleeping_rank_is_named_twice_and_every_rank_leaves_its_stacks(
     layout: str, sleeper: int, tmp_path: Path, started: list[Launched]
 ) -> None:
@@ -91,9 +94,8 @@ def test_a_sleeping_rank_is_named_twice_and_every_rank_leaves_its_stacks(
     assert len(re.findall(rf"^rank \d: no progress for [\d.]+ s .*{named} in sleep", said, re.M)) == 1, said
     assert "checkpoint.resume=latest" in said
     assert "time.sleep(1000)  # the line that holds everybody up" in stacks(tmp_path, sleeper)
-    assert "distributed_c10d.py" in stacks(tmp_path, 1 - sleeper) or "p2p_communication" in stacks(
-        tmp_path, 1 - sleeper
-    )
+    waiting = "distributed_c10d.py" if layout == "tp2" else "p2p_communication.py"
+    assert waiting in stacks(tmp_path, 1 - sleeper)
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -112,7 +114,7 @@ def test_a_stopped_rank_is_named_by_the_others(stopped: int, tmp_path: Path, sta
 
 def test_a_rank_that_holds_pythons_lock_leaves_its_stacks_too(tmp_path: Path, started: list[Launched]) -> None:
     hold = lambda: ctypes.PyDLL(None).sleep(1000)  # noqa: E731
-    run = Launched(*RUN, "parallel=tp2", "trainer.timeout_s=6", cwd=tmp_path, patch=holding(1, 6, hold))
+    run = Launched(*RUN, "parallel=tp2", "trainer.timeout_s=4", cwd=tmp_path, patch=holding(1, 6, hold))
     started.append(run)
     said = end_of(run, [])
     assert re.search(r"no progress .*: rank 1 .* no sign of life", said), said
@@ -164,7 +166,7 @@ def test_a_stall_that_passes_is_said_once_and_the_run_ends_well(tmp_path: Path, 
 
 
 def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path: Path, started: list[Launched]) -> None:
-    run = Launched(*RUN, "parallel=tp2", "trainer.train_iters=300", cwd=tmp_path)
+    run = Launched(*RUN, "parallel=tp2", "trainer.train_iters=100", cwd=tmp_path)
     started.append(run)
     wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 3)
     ranks = run.ranks()

@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.support.commands import SMALL, metrics
+from mtrain.config.run import RunConfig
+from tests.support.commands import SMALL, metrics, wait_for
 from tests.support.launched import Launched, as_rank, free_port
 
 RUN = (*SMALL, "cluster=cpu", "trainer.train_iters=2", "log.name=run", "trainer.join_timeout_s=2", "trainer.global_batch_size=12")
@@ -216,3 +218,27 @@ def test_something_else_on_the_port_is_said(start: Callable[..., Launched], tmp_
         rank = Launched(*RUN, "parallel=dp", cwd=tmp_path, environment=environment)
         assert rank.wait() == ENVIRONMENT
     assert "Address already in use" in rank.said
+
+
+def test_a_rank_of_the_local_launcher_that_does_not_come_is_named_and_ended(tmp_path: Path) -> None:
+    def stop_rank_1() -> None:
+        from mtrain.launching import local
+
+        real = local.enter
+
+        def stopped(run: RunConfig) -> None:
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            real(run)
+
+        local.enter = stopped
+
+    run = Launched(*RUN, "parallel=tp2", cwd=tmp_path, patch=stop_rank_1)
+    try:
+        wait_for(lambda: len(run.ranks()) == 2)
+        ranks = run.ranks()
+        assert run.wait() == ENVIRONMENT
+    finally:
+        run.kill()
+    assert run.said.count("rank 1 of 2 did not arrive within 2 s") == 1
+    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)

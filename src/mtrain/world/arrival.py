@@ -40,7 +40,7 @@ class Arrival:
 
     def __init__(self, seat: Seat, card: Card, config: dict[str, Any], join_timeout_s: float) -> None:
         self.seat, self.card, self.config, self.join_timeout_s = seat, card, config, join_timeout_s
-        self.pause_s = max(0.02, seat.size / 20_000)
+        self.pause_s = max(0.02, seat.size / 10_000)
         """Between two looks: thousands of ranks must not keep the store busy with asking."""
         self.ready = threading.Event()
         self.ready_at = float("inf")
@@ -205,10 +205,10 @@ def together(run: RunConfig) -> dist.Store:
 def give_up(error: BaseException) -> bool:
     """Tell the ranks that wait for this one why it will not come; returns whether they know.
 
-    Ranks that were in one world, or were refused together, need not be told.
+    Ranks that were in one world, were refused together, or were all interrupted need not be told.
     """
     global _arrival
-    if _joined or isinstance(error, Refused):
+    if _joined or isinstance(error, Refused | KeyboardInterrupt):
         return True
     text = str(error) if isinstance(error, MtrainError) else f"{type(error).__name__}: {error}"
     try:
