@@ -78,38 +78,46 @@ def end_of(launched: Launched, ranks: list[psutil.Process]) -> str:
     return launched.said
 
 
-@pytest.mark.parametrize(("layout", "sleeper"), [("tp2", 1), ("pp2", 0)])
 def test_a_sleeping_rank_is_named_twice_and_every_rank_leaves_its_stacks(
-    layout: str, sleeper: int, tmp_path: Path, started: list[Launched]
+    tmp_path: Path, started: list[Launched]
 ) -> None:
-    run = Launched(*RUN, f"parallel={layout}", cwd=tmp_path, patch=holding(sleeper, 6, sleep))
-    started.append(run)
-    wait_for(lambda: "warning: no progress" in run.said)
-    warned = time.monotonic()
-    ranks = run.ranks()
-    said = end_of(run, ranks)
-    assert time.monotonic() - warned < HARD_S - SOFT_S + SLACK_S
-    named = rf"rank {sleeper} \(.*, process {ranks[sleeper].pid}\) is behind, in step \d+, \w+, at test_hanging.py:\d+"
-    assert len(re.findall(rf"warning: no progress for [\d.]+ s .*{named} in sleep", said)) == 1, said
-    assert len(re.findall(rf"^rank \d: no progress for [\d.]+ s .*{named} in sleep", said, re.M)) == 1, said
-    assert "checkpoint.resume=latest" in said
-    assert "time.sleep(1000)  # the line that holds everybody up" in stacks(tmp_path, sleeper)
-    waiting = "distributed_c10d.py" if layout == "tp2" else "p2p_communication.py"
-    assert waiting in stacks(tmp_path, 1 - sleeper)
+    for layout, sleeper in (("tp2", 1), ("pp2", 0)):
+        (tmp_path / layout).mkdir()
+        patch = holding(sleeper, 6, sleep)
+        started.append(Launched(*RUN, f"parallel={layout}", cwd=tmp_path / layout, patch=patch))
+    for run, layout, sleeper in zip(started, ("tp2", "pp2"), (1, 0), strict=True):
+        wait_for(lambda run=run: "warning: no progress" in run.said)  # type: ignore[misc]
+        warned = time.monotonic()
+        ranks = run.ranks()
+        said = end_of(run, ranks)
+        assert time.monotonic() - warned < HARD_S - SOFT_S + SLACK_S
+        who = rf"rank {sleeper} \(.*, process {ranks[sleeper].pid}\) is behind, in step \d+, forward"
+        named = rf"{who}, at test_hanging.py:\d+ in sleep"
+        assert len(re.findall(rf"warning: no progress for [\d.]+ s .*{named}", said)) == 1, said
+        assert len(re.findall(rf"^rank \d: no progress for [\d.]+ s .*{named}", said, re.M)) == 1, said
+        assert "checkpoint.resume=latest" in said
+        home = tmp_path / layout
+        assert "time.sleep(1000)  # the line that holds everybody up" in stacks(home, sleeper)
+        waiting = "distributed_c10d.py" if layout == "tp2" else "p2p_communication.py"
+        assert waiting in stacks(home, 1 - sleeper)
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_stopped_rank_is_named_by_the_others(stopped: int, tmp_path: Path, started: list[Launched]) -> None:
-    run = Launched(*RUN, "parallel=tp2", cwd=tmp_path)
-    started.append(run)
-    wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 3)
-    ranks = run.ranks()
-    ranks[stopped].send_signal(signal.SIGSTOP)
-    said = end_of(run, ranks)
-    assert run.seconds > HARD_S
-    assert len(re.findall(rf"warning: no progress .*: rank {stopped} .* no sign of life", said)) == 1, said
-    assert re.search(rf"rank {1 - stopped}: no progress .*: rank {stopped} .* no sign of life", said), said
-    assert stacks(tmp_path, 1 - stopped)
+def test_a_stopped_rank_is_named_by_the_others(tmp_path: Path, started: list[Launched]) -> None:
+    homes = [tmp_path / "0", tmp_path / "1"]
+    for home in homes:
+        home.mkdir()
+        started.append(Launched(*RUN, "parallel=tp2", cwd=home))
+    ranks = []
+    for stopped, run in enumerate(started):
+        wait_for(lambda stopped=stopped: len(metrics(homes[stopped] / "runs/run")) > 3)  # type: ignore[misc]
+        ranks.append(run.ranks())
+        ranks[stopped][stopped].send_signal(signal.SIGSTOP)
+    for stopped, run in enumerate(started):
+        said = end_of(run, ranks[stopped])
+        assert run.seconds > HARD_S
+        assert len(re.findall(rf"warning: no progress .*: rank {stopped} .* no sign of life", said)) == 1, said
+        assert re.search(rf"rank {1 - stopped}: no progress .*: rank {stopped} .* no sign of life", said), said
+        assert stacks(homes[stopped], 1 - stopped)
 
 
 def test_a_rank_that_holds_pythons_lock_leaves_its_stacks_too(tmp_path: Path, started: list[Launched]) -> None:
@@ -166,13 +174,14 @@ def test_a_stall_that_passes_is_said_once_and_the_run_ends_well(tmp_path: Path, 
 
 
 def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path: Path, started: list[Launched]) -> None:
-    run = Launched(*RUN, "parallel=tp2", "trainer.train_iters=100", cwd=tmp_path)
+    run = Launched(*RUN, "parallel=tp2", "log.progress=none", cwd=tmp_path)
     started.append(run)
     wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 3)
     ranks = run.ranks()
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for rank in ranks:
             rank.send_signal(number)
-        time.sleep(HARD_S + 1 if number == signal.SIGSTOP else 0)
-    assert run.wait() == 0, run.said
-    assert "warning" not in run.said
+        time.sleep(HARD_S + 0.5 if number == signal.SIGSTOP else 0)
+    steps = len(metrics(tmp_path / "runs/run"))
+    wait_for(lambda: len(metrics(tmp_path / "runs/run")) > steps + 20)
+    assert run.said == ""

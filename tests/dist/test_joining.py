@@ -58,8 +58,8 @@ def test_absent_ranks_are_named_with_those_that_came(start: Callable[..., Launch
 def test_rank_0_may_be_the_absent_one(start: Callable[..., Launched]) -> None:
     rank = start(1, 2)
     assert rank.wait() == ENVIRONMENT
-    assert "rank 1 of 2: rank 0 at 127.0.0.1:" in rank.said
-    assert "did not answer within 2 s: [Errno 111] Connection refused" in rank.said
+    assert "rank 1: rank 0 at 127.0.0.1:" in rank.said
+    assert "did not answer within 2 s: Connection refused" in rank.said
     assert rank.seconds < 2 + SLACK_S
 
 
@@ -104,12 +104,6 @@ def test_keys_that_differ_are_named_with_both_values(start: Callable[..., Launch
         assert "1234 on rank 0 (" in rank.said
         assert "train_iters" not in rank.said
         assert rank.seconds < SLACK_S
-
-
-def test_the_odd_one_is_named_even_if_it_is_rank_0(start: Callable[..., Launched]) -> None:
-    ranks = [start(0, 4, "trainer.seed=7"), *(start(r, 4) for r in (1, 2, 3))]
-    assert [rank.wait() for rank in ranks] == [ENVIRONMENT] * 4
-    assert "ranks [0] differ from rank 1" in ranks[3].said
 
 
 def test_a_version_that_differs_is_named(start: Callable[..., Launched]) -> None:
@@ -160,13 +154,14 @@ def test_a_rank_that_came_twice_is_named_with_both_processes(start: Callable[...
 def test_a_rank_that_comes_a_second_time_when_training_has_begun_ends_alone(
     start: Callable[..., Launched], tmp_path: Path
 ) -> None:
-    ranks = [start(0, 2, "trainer.train_iters=400"), start(1, 2, "trainer.train_iters=400")]
-    while len(metrics(tmp_path / "runs/run")) < 3:
-        time.sleep(0.02)
-    second = start(1, 2, "trainer.train_iters=400")
+    ranks = [start(rank, 2, "trainer.train_iters=100000", "log.progress=none") for rank in (0, 1)]
+    wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 2)
+    second = start(1, 2, "trainer.train_iters=100000", "log.progress=none")
     assert second.wait() == ENVIRONMENT
     assert "is its RANK given twice?" in second.said
-    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
+    steps = len(metrics(tmp_path / "runs/run"))
+    wait_for(lambda: len(metrics(tmp_path / "runs/run")) > steps + 2)
+    assert "warning" not in ranks[0].said + ranks[1].said
 
 
 def test_a_rank_that_still_imports_is_waited_for(start: Callable[..., Launched]) -> None:
@@ -183,6 +178,18 @@ def test_a_rank_that_still_imports_is_waited_for(start: Callable[..., Launched])
 
     ranks = [start(0, 2, "trainer.join_timeout_s=1"), start(1, 2, "trainer.join_timeout_s=1", patch=slow)]
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
+
+
+def test_a_rank_that_is_refused_while_it_imports_ends_at_once(start: Callable[..., Launched]) -> None:
+    def stuck() -> None:
+        from mtrain import mcore
+
+        mcore.open_door = lambda *_: time.sleep(100)  # type: ignore[assignment,misc]
+
+    ranks = [start(0, 2, patch=stuck), start(1, 2, "trainer.seed=7", patch=stuck)]
+    for rank in ranks:
+        assert rank.wait() == ENVIRONMENT
+        assert "trainer.seed: 7 on rank 1" in rank.said
 
 
 def test_a_rank_that_came_and_never_gets_ready_is_named(start: Callable[..., Launched]) -> None:
@@ -226,10 +233,10 @@ def test_a_rank_of_the_local_launcher_that_does_not_come_is_named_and_ended(tmp_
 
         real = local.enter
 
-        def stopped(run: RunConfig) -> None:
+        def stopped(run: RunConfig, ending: local.Ending) -> None:
             if os.environ["RANK"] == "1":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            real(run)
+            real(run, ending)
 
         local.enter = stopped
 

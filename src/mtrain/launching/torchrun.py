@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadEnvironment, BadInput, MtrainError, TrainingFault
+from mtrain.errors import BadEnvironment, BadInput, MtrainError
 from mtrain.launching import folder
 from mtrain.launching.worker import describe, enter, revive
 
@@ -25,7 +25,7 @@ def train(run: RunConfig, argv: list[str]) -> int:
     destructor waits for a rank that is gone.
     """
     run = folder.anchored(run)
-    enter(run)
+    enter(run, _end)
     from mtrain.train.assemble import Paths
     from mtrain.train.assemble import train as train_rank
     from mtrain.world.init import World
@@ -46,9 +46,9 @@ def train(run: RunConfig, argv: list[str]) -> int:
     return 0
 
 
-def _end(error: TrainingFault, speaks: bool) -> None:
+def _end(error: MtrainError, speaks: bool) -> None:
     """End this process from any thread; one rank of each machine says why, past whatever holds Python's stderr."""
-    if speaks or os.environ.get("LOCAL_RANK", "0") == "0":
+    if speaks or _speaks():
         os.write(2, f"rank {rank()}: {error}\n".encode())
     os._exit(error.exit_code)
 
@@ -61,12 +61,15 @@ def tell_others(error: BaseException) -> bool:
 
 
 def is_for_this_rank(error: BaseException, *, known: bool) -> bool:
-    """Whether this rank prints an error: what all ranks know is said once on each machine, or by rank 0 alone."""
+    """Whether this rank prints an error: what all ranks know, one rank of each machine says."""
     from mtrain.world.verdict import Refused
 
-    if isinstance(error, Refused):
-        return error.speaks or os.environ.get("LOCAL_RANK", "0") == "0"
-    return not (known and isinstance(error, BadInput | BadEnvironment)) or rank() == "0"
+    shared = known and isinstance(error, BadInput | BadEnvironment)
+    return not shared or _speaks() or (isinstance(error, Refused) and error.speaks)
+
+
+def _speaks() -> bool:
+    return rank() == "0" or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:

@@ -38,12 +38,15 @@ PEER_LOST = (
 )
 
 
-def enter(run: RunConfig) -> None:
-    """Make this rank known to the others, then import what takes seconds: megatron-core, for the run's device."""
+def enter(run: RunConfig, end: Callable[[MtrainError, bool], None]) -> None:
+    """Make this rank known to the others, then import what takes seconds: megatron-core, for the run's device.
+
+    `end` ends the process where the others refuse it meanwhile.
+    """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a peer that ends is no news worth a C++ stack
     from mtrain.world import arrival
 
-    arrival.announce(run)
+    arrival.announce(run, end)
     from mtrain import mcore as door
     from mtrain.devices import registry
 

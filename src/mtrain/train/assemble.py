@@ -25,9 +25,10 @@ from mtrain.train.generate import Sampler
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts
 from mtrain.train.trainer import Hook, Trainer
+from mtrain.world.arrival import End
 from mtrain.world.init import World, joined
 from mtrain.world.stacks import ERRORS
-from mtrain.world.watchdog import End, watching
+from mtrain.world.watchdog import watching
 
 CHECKPOINTS = "checkpoints"
 TOKENIZER_FILE = "tokenizer.json"

@@ -11,6 +11,7 @@ import platform
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from importlib import metadata
 from typing import Any
@@ -29,6 +30,8 @@ from mtrain.world.seat import Seat
 from mtrain.world.verdict import Card, Refused
 
 BACKLOG = 2048
+End = Callable[[MtrainError, bool], None]
+"""Ends the process, from any thread, and does not return; told whether this is the rank that says why."""
 FAREWELL_S = 2.0
 """How long the rank that serves the store stays for the others to read why there is no world."""
 PATIENCE = 0.8
@@ -38,8 +41,10 @@ PATIENCE = 0.8
 class Arrival:
     """One attempt of this process to join the others."""
 
-    def __init__(self, seat: Seat, card: Card, config: dict[str, Any], join_timeout_s: float) -> None:
-        self.seat, self.card, self.config, self.join_timeout_s = seat, card, config, join_timeout_s
+    def __init__(
+        self, seat: Seat, card: Card, config: dict[str, Any], join_timeout_s: float, end: End | None = None
+    ) -> None:
+        self.seat, self.card, self.config, self.join_timeout_s, self.end = seat, card, config, join_timeout_s, end
         self.pause_s = max(0.02, seat.size / 10_000)
         """Between two looks: thousands of ranks must not keep the store busy with asking."""
         self.ready = threading.Event()
@@ -68,15 +73,20 @@ class Arrival:
                 raise self._lost(f"did not answer within {self.join_timeout_s:g} s: {why}")
         if self.verdict is None or self.store is None:
             raise self._lost(f"was lost while the ranks came together: {self.trouble}")
-        if self.verdict["problem"] is not None:
-            text = "\n".join(filter(None, (self.verdict["problem"], self.note)))
-            raise Refused(text, speaks=self.verdict["speaker"] == self.seat.rank)
+        refused = self._refusal(self.verdict)
+        if refused is not None:
+            raise refused
         return dist.PrefixStore(f"mtrain/world/{self.verdict['number']}", self.store)
 
     def _lost(self, how: str) -> Refused:
-        seat = self.seat
         fix = "see whether it runs, and why it ended; correct MASTER_ADDR and MASTER_PORT if it is elsewhere"
-        return Refused(f"rank {seat.rank} of {seat.size}: {seat.server} {how}\n  fix: {fix}", speaks=True)
+        return Refused(f"{self.seat.server} {how}\n  fix: {fix}", speaks=True)
+
+    def _refusal(self, verdict: dict[str, Any]) -> Refused | None:
+        if verdict["problem"] is None:
+            return None
+        text = "\n".join(filter(None, (verdict["problem"], self.note)))
+        return Refused(text, speaks=verdict["speaker"] == self.seat.rank)
 
     def give_up(self, why: str) -> bool:
         """Tell the others that this rank will not come; returns whether anybody could be told."""
@@ -93,6 +103,9 @@ class Arrival:
             self.verdict = self._meet(dist.PrefixStore("mtrain/join", self.store))
         except Exception as error:  # the rank waits for this thread: whatever it was, it is to be said
             self.trouble = (str(error) or type(error).__name__).splitlines()[0]
+        refused = self._refusal(self.verdict) if self.verdict is not None else None
+        if refused is not None and self.end is not None and not self.ready.is_set():
+            self.end(refused, refused.speaks)  # the imports can take as long again
         self.settled.set()
 
     def _reach(self) -> dist.Store:
@@ -111,7 +124,7 @@ class Arrival:
                 socket.create_connection((seat.host, seat.port), timeout=1.0).close()
                 break
             except OSError as error:
-                self.trouble = str(error)
+                self.trouble = error.strerror or str(error)
                 time.sleep(0.1)
         return dist.TCPStore(seat.host, seat.port, is_master=False, **served)
 
@@ -176,8 +189,10 @@ _arrival: Arrival | None = None
 _joined = False
 
 
-def announce(run: RunConfig) -> None:
+def announce(run: RunConfig, end: End | None = None) -> None:
     """Make this rank known to the others, without waiting for any; a second call changes nothing.
+
+    `end` ends the process where it is refused while it still imports; without it, `together` tells.
 
     Raises:
         BadEnvironment: the launcher's environment makes no sense, or there is no such device.
@@ -185,7 +200,7 @@ def announce(run: RunConfig) -> None:
     global _arrival
     if _arrival is None:
         seat = Seat.here()
-        _arrival = Arrival(seat, _card(run, seat), run.recorded().flat(), run.trainer.join_timeout_s)
+        _arrival = Arrival(seat, _card(run, seat), run.recorded().flat(), run.trainer.join_timeout_s, end)
 
 
 def together(run: RunConfig) -> dist.Store:

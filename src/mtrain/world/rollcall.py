@@ -16,8 +16,10 @@ from torch.distributed import PrefixStore, Store
 
 from mtrain.world.verdict import Card, Roll, absence, faults, unreadiness
 
-FAULT_GRACE_S = 1.0
-"""Once something is wrong, how long further ranks are waited for, so that all that is wrong is said at once."""
+FAULT_GRACE = 0.5
+"""Once something is wrong, the share of the join timeout in which further ranks may come: all is said at once."""
+LEAST_GRACE = 0.2
+"""The share of the join timeout that the others have to answer a roll call in rank 0's place."""
 IMPORT_FACTOR = 12
 """How many times longer a rank that came and still imports is waited for than one that nobody has heard of."""
 
@@ -87,7 +89,7 @@ class Judge:
 
     def __init__(self, root: Store, card: Card, config: Config, join_timeout_s: float, waited_s: float = 0.0) -> None:
         self.card, self.config, self.join_timeout_s = card, config, join_timeout_s
-        self.absent_s = max(FAULT_GRACE_S, join_timeout_s - waited_s)
+        self.absent_s = max(LEAST_GRACE * join_timeout_s, join_timeout_s - waited_s)
         self.roll, self.reports = Roll(), 0
         self.first_ready: float | None = None
         self.wrong_since: float | None = None
@@ -114,7 +116,7 @@ class Judge:
         waited = now - (self.first_ready or now)
         if self.roll.is_world(size):
             self._give(None)
-        elif self.wrong_since and (not absent or now - self.wrong_since > FAULT_GRACE_S):
+        elif self.wrong_since and (not absent or now - self.wrong_since > FAULT_GRACE * self.join_timeout_s):
             self._give("\n".join(faults(self.roll, self._config_of)))
         elif absent and waited > self.absent_s:
             self._give(absence(self.roll, size, self.join_timeout_s))

@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore, Store
 from mtrain.config.run import RunConfig
 from mtrain.errors import TrainingFault
 from mtrain.world import stacks, stall
+from mtrain.world.arrival import End
 from mtrain.world.beats import pulse
 from mtrain.world.init import World
 from mtrain.world.seat import Seat
@@ -31,9 +32,6 @@ from mtrain.world.stall import Finding, Status
 SILENT_TICKS = 10
 LONGEST_TICK_S = 2.0
 """A tick that took longer counts as this much: the whole process was stopped, and the time is nobody's stall."""
-
-End = Callable[[TrainingFault, bool], None]
-"""Ends the process, from any thread, and does not return; told whether this is the rank that says why."""
 
 
 @contextmanager
