@@ -26,7 +26,10 @@ from mtrain.train.generate import Sampler
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts
 from mtrain.train.trainer import Hook, Trainer
+from mtrain.world.arrival import End
 from mtrain.world.init import World, joined
+from mtrain.world.stacks import ERRORS
+from mtrain.world.watchdog import watching
 
 CHECKPOINTS = "checkpoints"
 TOKENIZER_FILE = "tokenizer.json"
@@ -40,10 +43,11 @@ class Paths:
     checkpoint: Path | None = None
 
 
-def train(run: RunConfig, locate: Callable[[World], Paths]) -> None:
+def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> None:
     """Train on this rank: join the others, build, resume, fit, and show what came out.
 
-    `locate` says where to write and what to resume from, the same on every rank.
+    `locate` says where to write and what to resume from, the same on every rank; `end` ends this process where it
+    hangs.
 
     Raises:
         MtrainError: see `joined`, `Trainer.fit` and `Checkpoint.open`.
@@ -55,22 +59,29 @@ def train(run: RunConfig, locate: Callable[[World], Paths]) -> None:
         progress = Progress(run, speaks=world.is_first)
         if world.is_first:
             _keep_tokenizer(splits, paths.folder)
-        if paths.checkpoint is not None:
-            _resume(parts, paths.checkpoint, splits, progress)
-        metrics = hooks.Metrics(paths.folder)
-        evaluation = hooks.Evaluation(metrics, progress)
-        checkpoints = hooks.Checkpoints(paths.folder / CHECKPOINTS, progress, splits.describe())
-        chain: list[Hook] = [metrics, progress, evaluation, checkpoints, hooks.Memory(paths.folder)]
-        if run.trainer.profile_step:
-            chain.insert(0, hooks.Profile(paths.folder, run.trainer.profile_step))
-        _introduce(parts, splits, progress)
-        begun_at = parts.state.step
-        try:
-            Trainer(parts, chain).fit()
-        finally:
-            progress.close()
-        unchanged = paths.checkpoint if parts.state.step == begun_at else None
-        _conclude(parts, splits, evaluation, checkpoints.path or unchanged, progress)
+        with watching(run, world, paths.folder / ERRORS, lambda: parts.state.step, end):
+            _run(parts, splits, paths, progress)
+
+
+def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> None:
+    """Resume, fit, and show what came out."""
+    run = parts.run
+    if paths.checkpoint is not None:
+        _resume(parts, paths.checkpoint, splits, progress)
+    metrics = hooks.Metrics(paths.folder)
+    evaluation = hooks.Evaluation(metrics, progress)
+    checkpoints = hooks.Checkpoints(paths.folder / CHECKPOINTS, progress, splits.describe())
+    chain: list[Hook] = [metrics, progress, evaluation, checkpoints, hooks.Memory(paths.folder)]
+    if run.trainer.profile_step:
+        chain.insert(0, hooks.Profile(paths.folder, run.trainer.profile_step))
+    _introduce(parts, splits, progress)
+    begun_at = parts.state.step
+    try:
+        Trainer(parts, chain).fit()
+    finally:
+        progress.close()
+    unchanged = paths.checkpoint if parts.state.step == begun_at else None
+    _conclude(parts, splits, evaluation, checkpoints.path or unchanged, progress)
 
 
 def splits_of(run: RunConfig) -> Splits:

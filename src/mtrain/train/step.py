@@ -18,6 +18,7 @@ from mtrain.data.batch import GlobalBatches
 from mtrain.mcore import api as mcore
 from mtrain.mcore.context import context_positions
 from mtrain.mcore.sharding import gathered
+from mtrain.world.beats import beat
 from mtrain.world.init import World
 
 Batch = Mapping[str, torch.Tensor]
@@ -59,6 +60,7 @@ class StepResult:
 def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
     """Read a global batch, run forward and backward over its micro-batches, update the weights."""
     clock, state = Clock(parts.world), parts.state
+    beat("data")
     with clock.phase("data"):
         batches = parts.train_data.microbatches(state.consumed_samples)
         batches = [to_device(b, parts.world) for b in batches]
@@ -67,6 +69,7 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
         reports = run_schedule(parts, batches, forward_only=False)
+    beat("optimizer")
     with clock.phase("optimizer"):
         state.schedule.step(1)
         updated, grad_norm, _ = state.optimizer.step()
@@ -93,6 +96,7 @@ def evaluate(parts: Parts, data: GlobalBatches, iters: int) -> float:
         for chunk in parts.state.chunks:
             chunk.eval()
         for i in range(iters):
+            beat("evaluation")
             batches = data.microbatches(i * parts.run.trainer.global_batch_size)
             batches = [to_device(b, parts.world) for b in batches]
             loss, tokens, _ = reduce_report(parts.world, run_schedule(parts, batches, forward_only=True), False)
@@ -125,6 +129,7 @@ def run_pipeline(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) 
 
 def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
     """One micro-batch through one chunk of the model."""
+    beat("forward")
     batch = next(iterator)
     mask = batch["loss_mask"]  # the model needs it for the losses of further predictions only
     packed = packed_params(batch.get("cu_seqlens"))
@@ -168,6 +173,7 @@ def reduce_report(world: World, reports: list[torch.Tensor], stop: bool) -> tupl
     if reports and world.coords["tp"] == 0:
         values[:2] = torch.stack([r.double() for r in reports]).sum(0)
     values[2] = float(stop)
+    beat("report")
     dist.all_reduce(values)
     total, tokens, stops = values.tolist()
     return total / max(1.0, tokens), int(tokens), int(stops)
