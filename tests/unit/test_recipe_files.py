@@ -330,3 +330,47 @@ def test_the_verb_explains_itself(run: Run, argv: list[str]) -> None:
     code, out, err = run(*argv)
     assert code == (0 if "--help" in argv else 2)
     assert "import" in out + err or "--json" in err
+
+
+FLAGS = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 9 --seq-length 8"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["list"],
+        ["show", "llama3/70b_h100x64", "--resolved"],
+        ["new", "x", "model=llama3_8b", "parallel=tp2", "cluster=h100x8"],
+        ["diff", "llama3/70b_h100x64", "llama3/8b_h100x8"],
+        ["lock", "llama3/70b_h100x64", "-o", "x.yaml"],
+        ["export", "--megatron", "llama3/70b_h100x64"],
+        [
+            "import",
+            "--",
+            "--num-layers",
+            "2",
+            "--hidden-size",
+            "64",
+            "--num-attention-heads",
+            "4",
+            "--vocab-size",
+            "9",
+        ],
+    ],
+    ids=lambda words: words[0],
+)
+def test_no_subverb_imports_what_trains_and_none_takes_long(argv: list[str], tmp_path: Path) -> None:
+    import os
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\nfrom mtrain.cli.main import main\n"
+        f"code = main(['recipe', *{argv!r}])\n"
+        "print(code, sorted(m for m in ('torch', 'megatron', 'numpy', 'hydra') if m in sys.modules))\n"
+    )
+    before = os.times()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    after = os.times()
+    assert done.stdout.splitlines()[-1] == f"{1 if argv[0] == 'diff' else 0} []", done.stderr
+    assert after.children_user - before.children_user < 1.5, "seconds of the processor"

@@ -256,6 +256,7 @@ def test_what_would_be_another_network_is_listed(change: dict[str, Any], flag: s
         (json.dumps({**LLAMA3, "num_hidden_layers": -1}), "MT014"),
         (json.dumps({**LLAMA3, "hidden_size": True}), "MT013"),
         ('{"a": "\u202e"}', "MT003"),
+        ('{"model_type": "llama", "\\u001b[31m": 1}', "MT003"),
     ],
 )
 def test_what_is_no_configuration_is_refused(text: str, code: str, tmp_path: Path) -> None:

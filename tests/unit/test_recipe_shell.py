@@ -166,6 +166,8 @@ def test_a_hostile_script_starts_nothing_reads_nothing_and_writes_nothing(tmp_pa
         ("torchrun x.py --bf16 \u202e".encode(), "MT003"),
         (b"a" * (2 << 20), "MT005"),
         ("torchrun x.py --bf16 \ue000A\ue001".encode(), "MT003"),
+        (b"torchrun x.py --bf16 --nope '\x1b]0;owned\x07'", "MT003"),
+        ("torchrun x.py --bf16 \x9b31m".encode(), "MT003"),
         (b"echo hello\n", "MT701"),
         (b"", "MT701"),
     ],

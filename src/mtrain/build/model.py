@@ -8,7 +8,6 @@ from mtrain.build import weights
 from mtrain.build.transformer import transformer_config
 from mtrain.config.core_fields import DDP_FIELDS, GPT_FIELDS, values
 from mtrain.config.run import RunConfig
-from mtrain.devices.base import Device
 from mtrain.mcore import api as mcore
 from mtrain.mcore import backend
 from mtrain.world.init import World
@@ -20,8 +19,7 @@ def build_model(run: RunConfig, world: World, *, wrap: bool = True) -> list[Any]
     With `wrap`, each is inside megatron-core's DistributedDataParallel; without, it can only run forward.
     """
     config = transformer_config(run, world.device)
-    stages = range(run.parallel.vpp) if run.parallel.vpp > 1 else [None]
-    chunks = [_chunk(run, config, world.device, stage) for stage in stages]
+    chunks = _chunks(run, config)
     for chunk in chunks:
         chunk.to(world.torch_device)
     weights.initialize(chunks, run.trainer.seed)
@@ -30,7 +28,20 @@ def build_model(run: RunConfig, world: World, *, wrap: bool = True) -> list[Any]
     return [_wrap(run, config, chunk, first=i == 0) for i, chunk in enumerate(chunks)] if wrap else chunks
 
 
-def _chunk(run: RunConfig, config: Any, device: Device, stage: int | None) -> Any:
+def blank_model(run: RunConfig, world: World) -> list[Any]:
+    """This rank's chunks in a `pretended` world: every layer and shape, no memory; portable layers."""
+    words = {key: "reference" for key, value in run.kernels if isinstance(value, str)}
+    off = {"gradient_accumulation_fusion": False}
+    run = run.model_copy(update={"kernels": run.kernels.model_copy(update={**words, **off})})
+    return _chunks(run, transformer_config(run, world.device))
+
+
+def _chunks(run: RunConfig, config: Any) -> list[Any]:
+    stages = range(run.parallel.vpp) if run.parallel.vpp > 1 else [None]
+    return [_chunk(run, config, stage) for stage in stages]
+
+
+def _chunk(run: RunConfig, config: Any, stage: int | None) -> Any:
     ps = mcore.parallel_state
     provider = backend.provider(run.kernels)
     return mcore.GPTModel(

@@ -16,8 +16,9 @@ VERBS = {
     "check": "judge a configuration in under a second, without starting anything",
     "show": "print the resolved configuration and who set each key",
     "prove": "train the layout and one rank from the same start, shrunk to this machine, and compare",
-    "rehearse": "run the layout on this machine, shrunk: train, save, resume, compare",
+    "rehearse": "run the layout on this machine, shrunk: train, save, resume, export, compare",
     "resume": "go on with a run: resume RUN_FOLDER [overrides]",
+    "export": "write the weights of a checkpoint as whole tensors: export RUN_FOLDER OUT_FOLDER",
     "generate": "write text with a trained model: generate RUN_FOLDER",
     "recipe": "list, show, new, diff, lock, verify, import, export: recipe --help",
     "schema": "JSON Schema for editors: schema [run|recipe|GROUP] [-o DIR]",
@@ -94,7 +95,8 @@ def parse(arguments: Sequence[str]) -> Call:
     if verb in OWN_WORDS:
         place = arguments.index(verb)
         flags = {SHORT.get(a, a) for a in arguments[:place]}
-        return Call(verb, [a for a in arguments[place + 1 :] if a != "--debug"], flags)
+        rest = [a for a in arguments[place + 1 :] if a != "--debug"]
+        return Call(verb, [*(["--json"] if "--json" in flags else []), *rest], flags)
     arguments = [SHORT.get(a, a) for a in arguments]
     flags = {a for a in arguments if a in FLAGS}
     rest = [a for a in arguments if a not in flags]
@@ -136,6 +138,9 @@ def dispatch(call: Call) -> int:
         from mtrain.cli import show
 
         return show.run(call.arguments, bare="--resolved" in call.flags, as_json=as_json)
+    if call.verb in VERBS and call.arguments[:1] in (["--help"], ["-h"]) and call.verb != "recipe":
+        print(f"mtrain {call.verb}: {VERBS[call.verb]}")
+        return 0
     return _worker_verb(call.verb)(call.arguments, debug="--debug" in call.flags)
 
 

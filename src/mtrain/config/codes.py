@@ -66,6 +66,7 @@ WORDS: dict[str, tuple[str, str]] = {
         "Take its value, or checkpoint.accept_changes=true.",
     ),
     "MT506": ("A run has no tokenizer, so no text can be generated.", "Train on text, or set data.tokenizer."),
+    "MT507": ("The folder that weights are to be written to is there already.", "Name one that is not there yet."),
     "MT601": ("A text corpus cannot be read as it is.", "Name a folder that holds text of these endings."),
     "MT602": ("The .bin and .idx that are named cannot be opened.", "Name the prefix of both files."),
     "MT603": ("A tokenizer.json cannot be read.", "Name one that can."),

@@ -36,6 +36,8 @@ _WORDS: dict[str, Any] = {
 }
 # Characters that change how text is shown without being seen: bidirectional controls, zero-width ones, the BOM.
 HIDDEN = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
+# Those, the characters that a terminal may obey, which YAML refuses by itself, and those that mark what is unknown.
+UNSHOWN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ue000\ue001\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
 
 
 @dataclass
@@ -132,13 +134,13 @@ def missing(path: Path, source: str, error: OSError | ValueError) -> Problem:
     return Problem("MT002", "", None, rule, fix, source)
 
 
-def refuse_hidden(text: str, source: str) -> None:
-    """Refuses text with characters that change how it is shown without being seen.
+def refuse_hidden(text: str, source: str, pattern: re.Pattern[str] = HIDDEN) -> None:
+    """Refuses text with characters that change how it is shown without being seen, or others of a `pattern`.
 
     Raises:
         BadInput: with the line of the first one.
     """
-    hidden = HIDDEN.search(text)
+    hidden = pattern.search(text)
     if hidden:
         line = text.count("\n", 0, hidden.start()) + 1
         rule = f"the invisible character U+{ord(hidden.group()):04X} is refused"

@@ -16,7 +16,7 @@ from mtrain.config.keys import field_of
 
 RAISING = ("Finding", "Problem", "refuse", "problem")
 """Calls that make a problem."""
-MAX_RULES = 6
+MAX_RULES = 8
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Place:
     file: str
     function: str
     words: str
-    """The first paragraph of its docstring, or of its class's or module's."""
+    """The first paragraph of its docstring, or of what it stands in."""
     key: str
     """The key that the problem is about; empty where it is about no single one."""
     rules: tuple[str, ...]
@@ -36,10 +36,13 @@ class Place:
     severity: str
 
 
+Owner = ast.Module | ast.ClassDef | ast.FunctionDef
+
+
 class _Function:
     """A function with everything that stands in it, functions inside it left out."""
 
-    def __init__(self, node: ast.FunctionDef, owners: list[ast.Module | ast.ClassDef]) -> None:
+    def __init__(self, node: ast.FunctionDef, owners: list[Owner]) -> None:
         self.node, self.owners = node, owners
         self.inside = list(_own(node))
         self.calls = [n for n in self.inside if isinstance(n, ast.Call)]
@@ -84,6 +87,9 @@ def _place(function: _Function, functions: tuple[_Function, ...], shown: str, co
         holder = next((f for f in functions if f.node.name in handed and f.raising), function)
         calls = holder.raising
     rules = [rule for call in calls for rule in holder.rules_of(call)]
+    if not rules:  # the sentence is handed to it
+        asking = [(f, call) for f in functions for call in f.calls if _name(call.func) == holder.node.name]
+        rules = [rule for f, call in asking for rule in f.rules_of(call)]
     beside = [v for part in _together(function, code) for v in part if _is_key(v)]
     about = next((v for call in direct for v in _values(call) if _is_key(v)), "") or next(iter(beside), "")
     mends = sorted(v for v in function.strings if _is_key(v) and v != about)
@@ -97,11 +103,11 @@ def _functions(file: Path) -> tuple[_Function, ...]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     out: list[_Function] = []
 
-    def walk(node: ast.AST, owners: list[ast.Module | ast.ClassDef]) -> None:
+    def walk(node: ast.AST, owners: list[Owner]) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef):
                 out.append(_Function(child, owners))
-            walk(child, [*owners, child] if isinstance(child, ast.ClassDef) else owners)
+            walk(child, [*owners, child] if isinstance(child, ast.ClassDef | ast.FunctionDef) else owners)
 
     walk(tree, [tree])
     return tuple(out)

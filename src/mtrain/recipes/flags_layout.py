@@ -89,8 +89,7 @@ def _stages_words(d: Values) -> list[str]:
 def _context(a: Arguments, d: Draft) -> Draft:
     words = a.words("--cp-comm-type")
     key = "parallel.cp_comm_type"
-    if words is None or d["parallel.cp"] == 1:
-        a.refuse("--cp-comm-type", "no effect", "says nothing without context parallelism")
+    if words is None:
         return {key: None}
     word = COMM.get(words[0], words[0]) if words else ""
     if len(set(words)) != 1 or word not in choices_of(key):

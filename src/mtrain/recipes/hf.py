@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.load import MAX_DEPTH, MAX_NODES, read_text, refuse_hidden
+from mtrain.config.load import MAX_DEPTH, MAX_NODES, UNSHOWN, read_text, refuse_hidden
 from mtrain.errors import BadInput, Problem
 from mtrain.recipes.arguments import Arguments, Draft
 from mtrain.recipes.hf_families import FAMILIES, IGNORED, ConfigFile, Family, Json
@@ -74,10 +74,12 @@ def read_json(path: Path, source: str) -> Json:
         BadInput: it is something else.
     """
     text = read_text(path, source)
-    refuse_hidden(text, source)
+    refuse_hidden(text, source, UNSHOWN)
 
     def pairs(items: list[tuple[str, Any]]) -> Json:
         out = dict(items)
+        for key in out:  # an escape such as \u001b can spell what the text itself may not hold
+            refuse_hidden(key, source, UNSHOWN)
         if len(out) < len(items):
             twice = next(key for key, _ in items if [k for k, _ in items].count(key) > 1)
             raise BadInput([Problem("MT004", twice, None, "written twice in one object", "keep one of them", source)])

@@ -16,7 +16,9 @@ from typing import Any, Literal
 
 import mtrain
 from mtrain.config.dump import run_yaml, spell
+from mtrain.config.interpolate import refused
 from mtrain.config.load import parse, read_text
+from mtrain.config.recipe import reserved_keys
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.config.validate import validate
@@ -101,9 +103,10 @@ def read_lock(path: Path) -> Lock:
     facts = parse("".join(line[2:] for line in lines[1:end]), source).values
     body = "".join(lines[end:])
     document = parse(body, source)
-    run, problems = validate(document.values, document.where)
-    if run is None:
-        raise BadInput(problems)
+    problems = [*reserved_keys(document.values, document), *refused(document.values, document.where)]
+    run, more = validate(document.values, document.where)
+    if run is None or problems:
+        raise BadInput([*problems, *more])
     kinds = {"digest": str, "content": str, "versions": dict, "digests": dict}
     wrong = [key for key, kind in kinds.items() if not isinstance(facts.get(key), kind)]
     if wrong:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mtrain.config.dump import spell
-from mtrain.config.load import read_text, refuse_hidden
+from mtrain.config.load import UNSHOWN, read_text, refuse_hidden
 from mtrain.config.model import VOCAB_MULTIPLE
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadInput, Problem
@@ -47,9 +47,7 @@ def import_scripts(paths: Sequence[Path], extra: Sequence[str] = ()) -> Imported
     texts = []
     for path in paths:
         text = read_text(path, str(path))
-        refuse_hidden(text, str(path))
-        if "\ue000" in text or "\ue001" in text:
-            raise BadInput([Problem("MT003", "", None, "a private-use character is refused", "", str(path))])
+        refuse_hidden(text, str(path), UNSHOWN)
         texts.append((text, str(path)))
     return import_texts(texts, name_of(paths[-1]), extra)
 

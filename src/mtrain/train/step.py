@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,9 @@ from mtrain.ckpt.state import TrainState
 from mtrain.config.run import RunConfig
 from mtrain.data.batch import GlobalBatches
 from mtrain.mcore import api as mcore
+from mtrain.mcore.context import context_positions
 from mtrain.mcore.sharding import gathered
+from mtrain.world.beats import beat
 from mtrain.world.init import World
 
 Batch = Mapping[str, torch.Tensor]
@@ -31,6 +33,8 @@ class Parts:
     state: TrainState
     train_data: GlobalBatches
     valid_data: GlobalBatches | None
+    schedule: Callable[..., list[torch.Tensor]] | None = None
+    """How the micro-batches of a step are run, with the arguments of `run_schedule`; None: through the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class StepResult:
 def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
     """Read a global batch, run forward and backward over its micro-batches, update the weights."""
     clock, state = Clock(parts.world), parts.state
+    beat("data")
     with clock.phase("data"):
         batches = parts.train_data.microbatches(state.consumed_samples)
         batches = [to_device(b, parts.world) for b in batches]
@@ -64,6 +69,7 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
         reports = run_schedule(parts, batches, forward_only=False)
+    beat("optimizer")
     with clock.phase("optimizer"):
         state.schedule.step(1)
         updated, grad_norm, _ = state.optimizer.step()
@@ -90,6 +96,7 @@ def evaluate(parts: Parts, data: GlobalBatches, iters: int) -> float:
         for chunk in parts.state.chunks:
             chunk.eval()
         for i in range(iters):
+            beat("evaluation")
             batches = data.microbatches(i * parts.run.trainer.global_batch_size)
             batches = [to_device(b, parts.world) for b in batches]
             loss, tokens, _ = reduce_report(parts.world, run_schedule(parts, batches, forward_only=True), False)
@@ -100,7 +107,12 @@ def evaluate(parts: Parts, data: GlobalBatches, iters: int) -> float:
 
 
 def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:
-    """Run the micro-batches through the pipeline; on the last stage, a `[loss sum, tokens]` of each."""
+    """Run the micro-batches of a step; on the last stage, a `[loss sum, tokens]` of each."""
+    return (parts.schedule or run_pipeline)(parts, batches, forward_only=forward_only)
+
+
+def run_pipeline(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:
+    """`run_schedule` by the schedules of megatron-core, with or without stages."""
     chunks, run = parts.state.chunks, parts.run
     iterators = [iter(batches) for _ in chunks]
     reports = mcore.get_forward_backward_func()(
@@ -108,8 +120,8 @@ def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) 
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(batches),
-        seq_length=run.data.seq_length,
-        micro_batch_size=run.trainer.micro,
+        seq_length=run.data.seq_length * (run.trainer.micro if run.data.packed else 1),
+        micro_batch_size=1 if run.data.packed else run.trainer.micro,
         forward_only=forward_only,
     )
     return [report["loss"] for report in reports]
@@ -117,9 +129,31 @@ def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) 
 
 def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
     """One micro-batch through one chunk of the model."""
+    beat("forward")
     batch = next(iterator)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, partial(sum_loss, batch["loss_mask"])
+    mask = batch["loss_mask"]  # the model needs it for the losses of further predictions only
+    packed = packed_params(batch.get("cu_seqlens"))
+    labels = batch["labels"]
+    output = model(
+        batch["tokens"], batch["position_ids"], None, labels=labels, loss_mask=mask, packed_seq_params=packed
+    )
+    return output, partial(sum_loss, mask)
+
+
+def packed_params(cu_seqlens: torch.Tensor | None) -> Any:
+    """megatron-core's description of packed documents that start at `cu_seqlens` (int32 [n + 1]); None for None."""
+    if cu_seqlens is None:
+        return None
+    longest = int(cu_seqlens.diff().max())
+    return mcore.PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens,
+        cu_seqlens_kv_padded=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def sum_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -139,6 +173,7 @@ def reduce_report(world: World, reports: list[torch.Tensor], stop: bool) -> tupl
     if reports and world.coords["tp"] == 0:
         values[:2] = torch.stack([r.double() for r in reports]).sum(0)
     values[2] = float(stop)
+    beat("report")
     dist.all_reduce(values)
     total, tokens, stops = values.tolist()
     return total / max(1.0, tokens), int(tokens), int(stops)
@@ -147,8 +182,17 @@ def reduce_report(world: World, reports: list[torch.Tensor], stop: bool) -> tupl
 def to_device(batch: Batch, world: World) -> Batch:
     """A micro-batch on this rank's device, cut to this rank's part of the sequence under context parallelism."""
     if world.grid.cp > 1:
-        batch = mcore.get_batch_on_this_cp_rank(dict(batch))
+        batch = _part_of_context(batch, world)
     return {key: value.to(world.torch_device, non_blocking=True) for key, value in batch.items()}
+
+
+def _part_of_context(batch: Batch, world: World) -> Batch:
+    bounds = batch.get("cu_seqlens")
+    if bounds is None:
+        return mcore.get_batch_on_this_cp_rank(dict(batch))  # type: ignore[no-any-return]
+    tokens = int(bounds[-1])
+    mine = context_positions(tokens, world.grid.cp, bounds)[world.coords["cp"]]
+    return {key: value if key == "cu_seqlens" else value[:, mine] for key, value in batch.items()}
 
 
 class Clock:

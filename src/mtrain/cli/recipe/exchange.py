@@ -11,7 +11,7 @@ from pathlib import Path
 from mtrain.cli.options import needed, read_options
 from mtrain.cli.recipe.new import describe, write_new
 from mtrain.cli.setup import load
-from mtrain.config.load import MAX_BYTES, refuse_hidden
+from mtrain.config.load import MAX_BYTES, UNSHOWN, refuse_hidden
 from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
@@ -52,13 +52,15 @@ def import_(argv: Sequence[str]) -> int:
 
 def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | None) -> Imported:
     if words is not None:
-        return import_texts([(shlex.join(words), "command line")], "imported", extra)
+        text = shlex.join(words)
+        refuse_hidden(text, "command line", UNSHOWN)
+        return import_texts([(text, "command line")], "imported", extra)
     needed(files, USAGE)
     if list(files) == ["-"]:
         text = sys.stdin.read(MAX_BYTES + 1)
         if len(text) > MAX_BYTES:
             raise BadInput([Problem("MT005", "", None, f"more than {MAX_BYTES} characters", "", "stdin")])
-        refuse_hidden(text, "stdin")
+        refuse_hidden(text, "stdin", UNSHOWN)
         return import_texts([(text, "stdin")], "imported", extra)
     configs = [name for name in files if name.endswith(".json")]
     if not configs:
