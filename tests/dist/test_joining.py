@@ -171,12 +171,12 @@ def test_a_rank_that_still_imports_is_waited_for(start: Callable[..., Launched])
         real = mcore.open_door
 
         def late(*args: object) -> None:
-            time.sleep(3.0)
+            time.sleep(1.5)
             real(*args)  # type: ignore[arg-type]
 
         mcore.open_door = late  # type: ignore[assignment]
 
-    ranks = [start(0, 2, "trainer.join_timeout_s=1"), start(1, 2, "trainer.join_timeout_s=1", patch=slow)]
+    ranks = [start(0, 2, "trainer.join_timeout_s=0.5"), start(1, 2, "trainer.join_timeout_s=0.5", patch=slow)]
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
 
 
