@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from mtrain.config.run import RunConfig
+from mtrain.world.seat import End
 from tests.support.commands import SMALL, metrics, wait_for
 from tests.support.launched import Launched, as_rank, free_port
 
@@ -233,7 +234,7 @@ def test_a_rank_of_the_local_launcher_that_does_not_come_is_named_and_ended(tmp_
 
         real = local.enter
 
-        def stopped(run: RunConfig, ending: local.Ending) -> None:
+        def stopped(run: RunConfig, ending: End) -> None:
             if os.environ["RANK"] == "1":
                 os.kill(os.getpid(), signal.SIGSTOP)
             real(run, ending)
