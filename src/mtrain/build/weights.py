@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mtrain.mcore.sharding import Slot, model_slots
+from mtrain.world.beats import tick
 
 BLOCK_ELEMENTS = 1 << 24
 
@@ -59,6 +60,7 @@ def _fill(slot: Slot, std: float, seed: int) -> None:
     columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], tensor.shape[1:], strict=True))
     first, last = offset[0], offset[0] + tensor.shape[0]
     for block in range(first // rows, -(-last // rows)):
+        tick()
         start, stop = block * rows, min((block + 1) * rows, shape[0])
         generator = torch.Generator(tensor.device)
         digest = hashlib.sha256(f"{name}/{block}".encode()).digest()
