@@ -99,7 +99,9 @@ def configure_schedule_hooks(run: RunConfig, chunks: list[Any], optimizer: Any) 
     config = chunks[0].config
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = mcore.finalize_model_grads
-    if run.parallel.overlap_grad_reduce:
+    if run.parallel.overlap_grad_reduce or (
+        run.parallel.fsdp == "megatron" and (run.parallel.fsdp_sharding != "optim")
+    ):
         config.no_sync_func = [c.no_sync for c in chunks] if len(chunks) > 1 else chunks[0].no_sync
         if len(chunks) > 1:
             config.grad_sync_func = [c.start_grad_sync for c in chunks]

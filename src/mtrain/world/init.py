@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain import mcore as door
+from mtrain.config.parallel import ParallelConfig
 from mtrain.config.run import RunConfig
 from mtrain.devices import registry
 from mtrain.devices.base import Device
@@ -102,7 +103,7 @@ def _join(run: RunConfig) -> World:
     if not dist.is_initialized():
         store = _store(rank, size, timeout)
         dist.init_process_group(device.backend, rank=rank, world_size=size, store=store, timeout=timeout)
-    _make_groups(grid, run.parallel.vpp, timeout)
+    _make_groups(grid, run.parallel, timeout)
     seed_generators(run.trainer.seed)
     torch_device = device.device(local_rank)
     return World(rank, local_rank, grid, device, torch_device, grid.coords(rank))
@@ -140,16 +141,17 @@ def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     )
 
 
-def _make_groups(grid: RankGrid, vpp: int, timeout: timedelta) -> None:
+def _make_groups(grid: RankGrid, parallel: ParallelConfig, timeout: timedelta) -> None:
     from mtrain.mcore import api as mcore
 
     mcore.parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=grid.tp,
         pipeline_model_parallel_size=grid.pp,
-        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         context_parallel_size=grid.cp,
         expert_model_parallel_size=grid.ep,
         expert_tensor_parallel_size=grid.etp,
+        num_distributed_optimizer_instances=parallel.hsdp_replicas,
         distributed_timeout_minutes=timeout.total_seconds() / 60,
         create_gloo_process_groups=False,
     )
