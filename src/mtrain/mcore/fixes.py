@@ -10,31 +10,13 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from mtrain.devices.base import Device
-
-Where = Literal["everywhere", "without TransformerEngine", "off CUDA"]
-
-
-@dataclass(frozen=True, slots=True)
-class Fix:
-    """One mended defect."""
-
-    name: str
-    """What tests and messages call it."""
-    where: str
-    """File under megatron/core and line in 0.16.1."""
-    reason: str
-    """What is wrong, and what happens without the fix."""
-    applies: Where
-    """Where it is needed."""
-    apply: Callable[[], None]
-    """Mends it in this process."""
+from mtrain.mcore.fix import Fix, Where, core
+from mtrain.mcore.fixes_fsdp import FSDP_FIXES
 
 
 def apply_fixes(device: Device, without: frozenset[str] = frozenset()) -> None:
@@ -55,26 +37,22 @@ def apply_fixes(device: Device, without: frozenset[str] = frozenset()) -> None:
             fix.apply()
 
 
-def _core(module: str) -> Any:
-    return importlib.import_module(f"megatron.core.{module}")
-
-
 def _router_gemm() -> None:
-    _core("transformer.moe.moe_utils").te_general_gemm = None
+    core("transformer.moe.moe_utils").te_general_gemm = None
 
 
 def _mla_flag() -> None:
-    _core("transformer.multi_latent_attention").HAVE_TE = False
+    core("transformer.multi_latent_attention").HAVE_TE = False
 
 
 def _mla_down_projection() -> None:
     from mtrain.mcore.layers import DuplicatedLinear
 
-    _core("transformer.multi_latent_attention").Linear = DuplicatedLinear
+    core("transformer.multi_latent_attention").Linear = DuplicatedLinear
 
 
 def _mla_query_norm() -> None:
-    cls = _core("transformer.multi_latent_attention").MLASelfAttention
+    cls = core("transformer.multi_latent_attention").MLASelfAttention
     original = cls.__init__
 
     @functools.wraps(original)
@@ -94,11 +72,11 @@ def _reduce_result() -> None:
             torch.distributed.all_reduce(input_, group=group)
         return input_
 
-    _core("tensor_parallel.mappings")._reduce = _reduce
+    core("tensor_parallel.mappings")._reduce = _reduce
 
 
 def _moe_loss_tokens() -> None:
-    router, moe = _core("transformer.moe.router"), _core("transformer.moe.moe_utils")
+    router, moe = core("transformer.moe.router"), core("transformer.moe.moe_utils")
     cls = router.TopKRouter
     attach, z_loss = cls.attach_and_log_load_balancing_loss, cls.apply_z_loss
 
@@ -127,7 +105,7 @@ def _moe_loss_tokens() -> None:
 
 
 def _uneven_splits() -> None:
-    mappings, dist = _core("tensor_parallel.mappings"), torch.distributed
+    mappings, dist = core("tensor_parallel.mappings"), torch.distributed
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     @functools.wraps(gather)
@@ -157,21 +135,7 @@ def _gradient_norm() -> None:
         norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for tensors in lists for t in tensors]
         return torch.linalg.vector_norm(torch.stack(norms)).float().view(1), None
 
-    _core("optimizer.clip_grads").l2_norm_impl = l2_norm
-
-
-def _norm_groups() -> None:
-    from torch.distributed.tensor import DTensor
-
-    def group_of(tensor: torch.Tensor, known: Any = None) -> Any:
-        if not isinstance(tensor, DTensor):
-            return None
-        group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
-        ranks = torch.distributed.get_process_group_ranks
-        assert known is None or ranks(known) == ranks(group), "gradients of one norm are spread over different ranks"
-        return group
-
-    _core("optimizer.clip_grads").get_data_parallel_group_if_dtensor = group_of
+    core("optimizer.clip_grads").l2_norm_impl = l2_norm
 
 
 def _is_torch_adam(optimizer: Any) -> bool:
@@ -190,7 +154,7 @@ def _allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _optimizer_state_before_first_step() -> None:
-    cls = _core("optimizer.distrib_optimizer").DistributedOptimizer
+    cls = core("optimizer.distrib_optimizer").DistributedOptimizer
     original = cls.state_dict
 
     @functools.wraps(original)
@@ -203,7 +167,7 @@ def _optimizer_state_before_first_step() -> None:
 
 
 def _optimizer_state_loading() -> None:
-    cls = _core("optimizer.distrib_optimizer").DistributedOptimizer
+    cls = core("optimizer.distrib_optimizer").DistributedOptimizer
     original = cls._set_main_param_and_optimizer_states
 
     @functools.wraps(original)
@@ -223,7 +187,7 @@ def _optimizer_state_loading() -> None:
 
 
 def _optimizer_step_counters() -> None:
-    cls = _core("optimizer.distrib_optimizer").DistributedOptimizer
+    cls = core("optimizer.distrib_optimizer").DistributedOptimizer
     original = cls.load_state_dict
 
     @functools.wraps(original)
@@ -237,88 +201,52 @@ def _optimizer_step_counters() -> None:
     cls.load_state_dict = load_state_dict
 
 
+def _offloaded_shards() -> None:
+    cls = core("optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        for param in (p for group in params for p in group["params"]):
+            if not param.is_leaf:
+                param.retain_grad()
+        original(self, params, *args, **kwargs)
+
+    cls.__init__ = __init__
+
+
+def _offloaded_main_weights() -> None:
+    cls = core("optimizer.optimizer").Float16OptimizerWithFloat16Params
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, optimizer, *args, **kwargs)
+        if isinstance(optimizer, core("optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer):
+            optimizer._init_sub_optimizers()
+
+    cls.__init__ = __init__
+
+
+def _offloaded_copies() -> None:
+    cls = core("optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
+    original = cls._get_sub_optimizer_param_groups
+
+    @functools.wraps(original)
+    def groups(self: Any, offload_fraction: float) -> Any:
+        host, device, copies, originals, fp32 = original(self, offload_fraction)
+        cut = [({**g, "params": []}, {**g, "params": []}) for g in device]
+        for group, (copied, kept) in zip(device, cut, strict=True):
+            for param in group["params"]:
+                (copied if param in originals else kept)["params"].append(param)
+        host = [*host, *(copied for copied, _ in cut if copied["params"])]
+        return host, [kept for _, kept in cut if kept["params"]], copies, originals, fp32
+
+    cls._get_sub_optimizer_param_groups = groups
+
+
 def _checkpoint_without_fp8() -> None:
-    _core("tensor_parallel.random").CheckpointWithoutOutput.__init__.__defaults__ = (None,)
-
-
-def _fsdp_finish_grad_sync() -> None:
-    cls = _core("distributed.torch_fully_sharded_data_parallel").TorchFullyShardedDataParallel
-
-    def finish_grad_sync(self: Any, force_all_reduce: bool | None = False) -> None:
-        """Nothing: torch's FSDP2 has reduced the gradients when the backward pass ends."""
-
-    cls.finish_grad_sync = finish_grad_sync
-
-
-def _fsdp_te_linear() -> None:
-    _core("distributed.fsdp.mcore_fsdp_adapter").TELinear = ()
-
-
-def _fsdp_optim_replicas() -> None:
-    cls = _core("distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer").ParamAndGradBuffer
-    original = cls.reduce_scatter_gradients
-
-    @functools.wraps(original)
-    def reduce_scatter_gradients(self: Any, async_op: bool = True) -> None:
-        original(self, async_op)
-        if self.dist_index.use_hybrid_fsdp:
-            for group in self.parameter_groups:
-                if group.main_grad_buffer is not None:
-                    own = group.main_grad_buffer.get_shard_from_local_buffer()
-                    torch.distributed.all_reduce(own, group=self.dist_index.get_outer_fsdp_group())
-
-    cls.reduce_scatter_gradients = reduce_scatter_gradients
-
-
-def _fsdp_lone_rank() -> None:
-    cls = _core("distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer").GradReducePipeline
-    original = cls._bucket_group_gradient_reduce
-
-    @functools.wraps(original)
-    def reduce(self: Any, bucket_group: list[int], async_op: bool = False, **kw: Any) -> bool:
-        buffers = [self.get_fsdp_buffer(bucket) for bucket in bucket_group]
-        if any(buffer.data_parallel_group.size() > 1 for buffer in buffers):
-            return bool(original(self, bucket_group, async_op, **kw))
-        for bucket, buffer in zip(bucket_group, buffers, strict=True):
-            if buffer.gradient_scaling_factor is not None:
-                buffer.data.mul_(buffer.gradient_scaling_factor)
-            if kw.get("outer_fsdp_group_grad_reduce"):
-                torch.distributed.all_reduce(buffer.data, group=self.buffer.dist_index.get_outer_fsdp_group())
-            self.bucket_grad_ready_params[bucket] = set()
-        return True
-
-    cls._bucket_group_gradient_reduce = reduce
-
-
-def _fsdp_meshes() -> None:
-    module = _core("distributed.fsdp.mcore_fsdp_adapter")
-
-    def mesh(*groups: Any) -> torch.Tensor:
-        here, found = torch.distributed.get_rank(), torch.tensor([0])
-        for group in groups:
-            steps = torch.tensor(torch.distributed.get_process_group_ranks(group)) - here
-            found = found[..., None] + steps
-        return found[0] + here
-
-    module._get_dp_tp_mesh = lambda dp, tp, ep_size=1: mesh(dp, tp)
-    module._get_hsdp_tp_mesh = mesh
-
-
-def _fsdp_tied_stages() -> None:
-    module = _core("distributed.finalize_model_grads")
-    original, unwrap = module._allreduce_embedding_grad, module.get_attr_wrapped_model
-
-    @functools.wraps(original)
-    def reduce(model: list[Any], embd_group: Any, pp_group: Any, weight_getter: Any, *args: Any, **kw: Any) -> None:
-        if not model[0].ddp_config.use_megatron_fsdp:
-            original(model, embd_group, pp_group, weight_getter, *args, **kw)
-        elif embd_group is not None and embd_group.size() > 1:
-            weights = [weight_getter(unwrap(chunk, "pre_process", return_model_obj=True)) for chunk in model]
-            for weight in weights:
-                if weight is not None and weight.grad is not None:
-                    torch.distributed.all_reduce(weight.grad._local_tensor, group=embd_group)
-
-    module._allreduce_embedding_grad = reduce
+    core("tensor_parallel.random").CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
 def _torch_norm() -> None:
@@ -327,7 +255,7 @@ def _torch_norm() -> None:
     def __new__(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
         return Norm(config, hidden_size, eps)
 
-    _core("transformer.torch_norm").WrappedTorchNorm.__new__ = staticmethod(__new__)
+    core("transformer.torch_norm").WrappedTorchNorm.__new__ = staticmethod(__new__)
 
 
 def _is_no_rng_remark(record: logging.LogRecord) -> bool:
@@ -403,14 +331,6 @@ FIXES: tuple[Fix, ...] = (
         _gradient_norm,
     ),
     Fix(
-        "norm-groups",
-        "utils.py:1074",
-        "Asks the mesh of a gradient for its one group: RuntimeError where it has two dimensions (replicas in FSDP2). "
-        "And takes two groups of the same ranks (dense, expert) for different ones: AssertionError.",
-        "everywhere",
-        _norm_groups,
-    ),
-    Fix(
         "optimizer-state-before-first-step",
         "optimizer/distrib_optimizer.py:642",
         "state_dict() takes the step from torch Adam's state, which is empty before the first step: AssertionError.",
@@ -433,56 +353,35 @@ FIXES: tuple[Fix, ...] = (
         _optimizer_step_counters,
     ),
     Fix(
+        "offloaded-shards",
+        "optimizer/distrib_optimizer.py:603",
+        "The distributed optimizer's shards of fp32 weights are views, which the offloading optimizer does not take: "
+        "ValueError about a non-leaf tensor.",
+        "everywhere",
+        _offloaded_shards,
+    ),
+    Fix(
+        "offloaded-main-weights",
+        "optimizer/optimizer.py:676",
+        "Main weights replace 16-bit ones in an offloading optimizer that has copied those already: KeyError at the "
+        "first update.",
+        "everywhere",
+        _offloaded_main_weights,
+    ),
+    Fix(
+        "offloaded-copies",
+        "optimizer/cpu_offloading/hybrid_optimizer.py:287",
+        "A copy in host memory is known by its device; where the CPU is the device, none is, and weights that are "
+        "offloaded are silently never updated.",
+        "off CUDA",
+        _offloaded_copies,
+    ),
+    Fix(
         "checkpoint-without-fp8",
         "tensor_parallel/random.py:635",
         "CheckpointWithoutOutput(fp8=False) reads as 'fp8 is on': NameError when a norm or MLP is recomputed.",
         _NO_TE,
         _checkpoint_without_fp8,
-    ),
-    Fix(
-        "fsdp-finish-grad-sync",
-        "distributed/data_parallel_base.py:49",
-        "torch FSDP's wrapper inherits finish_grad_sync without the argument of finalize_model_grads: TypeError.",
-        "everywhere",
-        _fsdp_finish_grad_sync,
-    ),
-    Fix(
-        "fsdp-te-linear",
-        "distributed/fsdp/mcore_fsdp_adapter.py:184",
-        "Without TransformerEngine TELinear is a MagicMock: isinstance raises TypeError under tensor parallelism.",
-        _NO_TE,
-        _fsdp_te_linear,
-    ),
-    Fix(
-        "fsdp-optim-replicas",
-        "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:2906",
-        "With only optimizer state spread (optim), gradients are reduced within a replica and never between them: "
-        "each silently trains on samples of its own.",
-        "everywhere",
-        _fsdp_optim_replicas,
-    ),
-    Fix(
-        "fsdp-lone-rank",
-        "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:3263",
-        "In a group of one rank (ep = dp) the reduced gradient is added to itself: silently doubled, and those of "
-        "earlier micro-batches again at each later one.",
-        "everywhere",
-        _fsdp_lone_rank,
-    ),
-    Fix(
-        "fsdp-meshes",
-        "distributed/fsdp/mcore_fsdp_adapter.py:369",
-        "Takes the data- and tensor-parallel ranks for the whole world: EinopsError with pipeline stages.",
-        "everywhere",
-        _fsdp_meshes,
-    ),
-    Fix(
-        "fsdp-tied-stages",
-        "distributed/finalize_model_grads.py:259",
-        "With megatron-core's FSDP the gradient of an embedding that two stages hold is set to this rank's part of it: "
-        "RuntimeError about its size. The sum in place is all that is needed.",
-        "everywhere",
-        _fsdp_tied_stages,
     ),
     Fix(
         "torch-norm",
@@ -498,5 +397,6 @@ FIXES: tuple[Fix, ...] = (
         "off CUDA",
         _rng_remark,
     ),
+    *FSDP_FIXES,
 )
 """All fixes, in the order in which they are applied."""

@@ -1,4 +1,4 @@
-"""What a rank keeps of each parameter between steps: all of it, or the part that a fully sharded layout leaves here."""
+"""What a rank keeps of each parameter between steps: all of it, or the part that FSDP leaves to it."""
 
 from __future__ import annotations
 
@@ -73,6 +73,5 @@ def _in_buffers(buffers: Any, boxes: dict[str, list[Box]]) -> Iterator[Kept]:
         item = weights.param_idx[param.orig_param]
         start, _ = weights.locate_item_in_global_item(item)
         own = name.removeprefix("module.")
-        yield Kept(
-            own, param, param.orig_param, boxes[own], weights.get_item(item), start, weights.is_data_distributed
-        )
+        memory, spread = weights.get_item(item), weights.is_data_distributed
+        yield Kept(own, param, param.orig_param, boxes[own], memory, start, spread)

@@ -27,7 +27,7 @@ class FullyShardedBuffers(mcore.MegatronFSDP):
         for owner in deferred:
             del owner.reset_parameters
         if ddp_config.data_parallel_sharding_strategy == "optim_grads_params":
-            # The forward gathers what it needs; what the optimizer gathers at the end of a step would be kept until then.
+            # The forward gathers what it needs; what is gathered at the end of a step would be kept until then.
             self.start_param_sync = lambda *_, **__: None
 
 

@@ -123,7 +123,7 @@ def _subs(leaf: Any) -> list[torch.optim.Optimizer]:
 def _ranges(
     leaf: Any, own: dict[torch.nn.Parameter, Kept]
 ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, bool]]:
-    """Each parameter of a leaf optimizer, its main weights, where they start in it, and whether others own the rest."""
+    """Each parameter of a leaf, its main weights, where they start in it, and whether others own the rest."""
     groups = leaf.optimizer.param_groups
     if isinstance(leaf, mcore.DistributedOptimizer) and leaf.ddp_config.use_megatron_fsdp:
         for param in (p for group in groups for p in group["params"]):
