@@ -12,7 +12,7 @@ from mtrain.config.paths import choices_of_group, conf_dir
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import check
 from mtrain.config.run import GROUPS, RunConfig
-from mtrain.plan.count import parameters
+from mtrain.plan.count import parameters, prediction_parameters
 from tests.support.configs import LAPTOP, errors
 
 FILES = sorted(conf_dir().glob("*/*.yaml"))
@@ -37,6 +37,8 @@ PUBLISHED = {
     "qwen3_0.6b": 0.596,
     "qwen3_8b": 8.191,
     "mixtral_8x7b": 46.703,
+    "deepseek_v2_lite": 15.706,
+    "deepseek_v3": 671.03,
 }
 
 
@@ -69,7 +71,7 @@ def test_a_model_is_called_as_its_file(model: str) -> None:
 
 
 def test_every_model_has_a_published_count_or_is_ours() -> None:
-    assert set(choices_of_group("model")) - set(PUBLISHED) == {"llama_tiny", "mixtral_tiny"}
+    assert set(choices_of_group("model")) - set(PUBLISHED) == {"llama_tiny", "mixtral_tiny", "deepseek_tiny"}
 
 
 @pytest.mark.parametrize(("model", "billions"), PUBLISHED.items())
@@ -80,6 +82,7 @@ def test_a_model_has_the_published_number_of_parameters(model: str, billions: fl
     # The scaling tables count 12 L h^2 + 2 V h: no positions, and no biases and norms (below 0.2%).
     if m.position_embedding_type == "learned_absolute":
         padding += m.max_position_embeddings * m.hidden_size
+    padding += (m.mtp_num_layers or 0) * prediction_parameters(m)
     tolerance = 2e-3 if model.startswith("gpt_") else 1e-3
     assert (parameters(m) - padding) / 1e9 == pytest.approx(billions, rel=tolerance)
 

@@ -191,12 +191,22 @@ ATTENTION_CASES: dict[str, dict[str, Any]] = {
 }
 
 
+CONTEXT_KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "all_gather": (2, {"cp_comm_type": "all_gather"}),
+    "p2p": (2, {"cp_comm_type": "p2p"}),
+    "a2a": (2, {"cp_comm_type": "a2a"}),
+    "p2p on 4": (4, {"cp_comm_type": "p2p"}),
+    "a2a+p2p on 4": (4, {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}),
+}
+
+
 def _attend(cp: int, case: dict[str, Any]) -> list[torch.Tensor]:
     """Output and gradients of q, k, v (and the sink), each at its place in the whole sequence, zero elsewhere."""
     from mtrain.mcore import api
-    from mtrain.mcore.attention import CoreAttention, context_positions
+    from mtrain.mcore.attention import CoreAttention
+    from mtrain.mcore.context import context_positions
 
-    tiny.start_world(cp=cp)
+    tiny.start_world(cp=cp, cp_sizes=case.get("hierarchical_context_parallel_sizes"))
     case = dict(case)
     bounds, value_size = case.pop("cu_seqlens", None), case.pop("value_size", 8)
     mask_type = api.AttnMaskType[case.pop("mask", "causal")]
@@ -228,11 +238,12 @@ def _attend(cp: int, case: dict[str, Any]) -> list[torch.Tensor]:
     return placed
 
 
+@pytest.mark.parametrize("kind", CONTEXT_KINDS)
 @pytest.mark.parametrize("name", ATTENTION_CASES)
-def test_attention_under_cp2_equals_one_rank(name: str) -> None:
-    case = ATTENTION_CASES[name]
+def test_attention_under_context_parallelism_equals_one_rank(name: str, kind: str) -> None:
+    case, (cp, context) = ATTENTION_CASES[name], CONTEXT_KINDS[kind]
     (expected,) = run_ranks(1, _attend, 1, case)
-    ranks = run_ranks(2, _attend, 2, case)
+    ranks = run_ranks(cp, _attend, cp, {**case, **context})
     for what, whole, parts in zip(
         ("output", "q", "k", "v", "sink"), expected, zip(*ranks, strict=True), strict=False
     ):

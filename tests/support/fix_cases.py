@@ -82,6 +82,44 @@ def _moe_loss_tokens() -> str:
     return FINE if found == "12 of 12 tokens, z-loss gradient 1" else found
 
 
+def _expert_gradients() -> str:
+    tiny.start_world(tp=2, etp=1)
+    cfg = tiny.config(tensor_model_parallel_size=2, expert_tensor_parallel_size=1, sequence_parallel=True, **tiny.MOE)
+    model = tiny.model(cfg)
+    tiny.accumulate_gradients(model, cfg)
+    own = torch.cat([g.flatten() for name, g in tiny.gradients(model).items() if ".experts." in name])
+    both = [torch.empty_like(own) for _ in range(2)]
+    torch.distributed.all_gather(both, own)
+    return FINE if torch.equal(*both) else "ranks that hold the same experts have different gradients"
+
+
+def _predicting_and_tied() -> str:
+    from mtrain.mcore import api, backend
+
+    tiny.start_world(pp=2)
+    cfg, last = tiny.config(mtp_num_layers=1, pipeline_model_parallel_size=2), torch.distributed.get_rank() == 1
+    provider = backend.provider(tiny.REFERENCE)
+    gpt = api.GPTModel(
+        config=cfg,
+        transformer_layer_spec=backend.layer_spec(cfg, provider),
+        vocab_size=tiny.VOCAB,
+        max_sequence_length=tiny.TOKENS,
+        pre_process=not last,
+        post_process=last,
+        share_embeddings_and_output_weights=True,
+        mtp_block_spec=backend.mtp_spec(cfg, provider),
+    )
+    gpt.sharded_state_dict(metadata={"dp_cp_group": api.parallel_state.get_data_parallel_group()})
+    return FINE
+
+
+def _generating_with_predictions() -> str:
+    tiny.start_world()
+    tokens, positions, _ = tiny.batch()
+    logits = tiny.model(tiny.config(mtp_num_layers=1), wrap=False)(tokens, positions, None)
+    return FINE if logits.shape == (tiny.BATCH, tiny.TOKENS, tiny.VOCAB) else f"logits {tuple(logits.shape)}"
+
+
 def _reduce() -> str:
     from mtrain.mcore import api
 
@@ -165,6 +203,16 @@ def _resume() -> str:
     return FINE if equal else "weights differ three steps after the resume"
 
 
+def _recomputed_bias() -> str:
+    tiny.start_world()
+    recomputed = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    model = tiny.model(tiny.config(add_bias_linear=True, **recomputed), wrap=False)
+    tokens, positions, labels = tiny.batch()
+    model(tokens, positions, None, labels=labels)
+    outputs = [name for name, parameter in model.named_parameters() if not parameter.is_leaf]
+    return f"{outputs[0]} became an output of its own recomputation" if outputs else FINE
+
+
 def _fsdp() -> str:
     from mtrain.mcore import api
 
@@ -203,6 +251,9 @@ CASES: dict[str, Case] = {
     "mla-down-projection": Case(lambda: _train(**tiny.MLA), "ValueError: Unsupported linear_q_down_proj"),
     "mla-query-norm": Case(_query_norm, "gradient times 2.000", ranks=2),
     "moe-loss-tokens": Case(_moe_loss_tokens, "6 of 12 tokens, z-loss gradient 0.5", ranks=2),
+    "expert-gradients": Case(_expert_gradients, "have different gradients", ranks=2),
+    "mtp-tied-output": Case(_predicting_and_tied, "AssertionError: dict_keys", ranks=2),
+    "mtp-without-labels": Case(_generating_with_predictions, "AttributeError: 'NoneType' object has no attribute"),
     "reduce-result": Case(_reduce, "sum over two ranks of 1 is 1", ranks=2),
     "uneven-splits": Case(_uneven_splits, "RuntimeError: .*invalid tensor size", ranks=2),
     "gradient-norm": Case(_gradient_norm, "off by more than 1e-5"),
@@ -215,6 +266,7 @@ CASES: dict[str, Case] = {
         lambda: _train(recompute_granularity="selective", recompute_modules=["core_attn", "layernorm", "mlp"]),
         "NameError: name 'FP8GlobalStateManager'",
     ),
+    "recomputed-bias": Case(_recomputed_bias, "mlp.linear_fc2.bias became an output of its own recomputation"),
     "fsdp-finish-grad-sync": Case(_fsdp, "TypeError: .*force_all_reduce", ranks=2),
     "torch-norm": Case(_default_norm, "AssertionError: sequence parallel not supported", ranks=2),
     "rng-remark": Case(_rng_remark, "CPU RNG state changed"),

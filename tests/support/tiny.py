@@ -32,7 +32,9 @@ MOE = {
 }
 
 
-def start_world(tp: int = 1, cp: int = 1, ep: int = 1, pp: int = 1, etp: int | None = None) -> None:
+def start_world(
+    tp: int = 1, cp: int = 1, ep: int = 1, pp: int = 1, etp: int | None = None, cp_sizes: list[int] | None = None
+) -> None:
     """Process groups of these degrees and megatron-core's random state, on an initialised torch.distributed."""
     from mtrain.mcore import api
 
@@ -40,6 +42,7 @@ def start_world(tp: int = 1, cp: int = 1, ep: int = 1, pp: int = 1, etp: int | N
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         context_parallel_size=cp,
+        hierarchical_context_parallel_sizes=cp_sizes,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
     )

@@ -10,7 +10,6 @@ import torch
 from mtrain.build import weights
 from mtrain.build.transformer import transformer_config
 from mtrain.config.run import RunConfig
-from mtrain.devices.base import Device
 from mtrain.mcore import api as mcore
 from mtrain.mcore import backend
 from mtrain.mcore.boxes import boxes_of
@@ -27,9 +26,8 @@ def build_model(run: RunConfig, world: World, *, wrap: bool = True) -> list[Any]
     only run forward. Weights that FSDP spreads have no memory before that: a rank never holds all of them.
     """
     config = transformer_config(run, world.device)
-    stages = range(run.parallel.vpp) if run.parallel.vpp > 1 else [None]
     with weights.deferred() if wrap and _may_defer(run) else nullcontext():
-        chunks = [_chunk(run, config, world.device, stage) for stage in stages]
+        chunks = _chunks(run, config)
     for chunk in chunks:
         chunk._apply(lambda t: t if t.is_meta else t.to(world.torch_device))
         boxes_of(chunk)
@@ -49,7 +47,20 @@ def _may_defer(run: RunConfig) -> bool:
     return run.parallel.fsdp != "none" and not tied_stages
 
 
-def _chunk(run: RunConfig, config: Any, device: Device, stage: int | None) -> Any:
+def blank_model(run: RunConfig, world: World) -> list[Any]:
+    """This rank's chunks in a `pretended` world: every layer and shape, no memory; portable layers."""
+    words = {key: "reference" for key, value in run.kernels if isinstance(value, str)}
+    off = {"gradient_accumulation_fusion": False}
+    run = run.model_copy(update={"kernels": run.kernels.model_copy(update={**words, **off})})
+    return _chunks(run, transformer_config(run, world.device))
+
+
+def _chunks(run: RunConfig, config: Any) -> list[Any]:
+    stages = range(run.parallel.vpp) if run.parallel.vpp > 1 else [None]
+    return [_chunk(run, config, stage) for stage in stages]
+
+
+def _chunk(run: RunConfig, config: Any, stage: int | None) -> Any:
     ps, model = mcore.parallel_state, run.model
     provider = backend.provider(run.kernels)
     scaling = model.rope_scaling_factor

@@ -177,6 +177,18 @@ class Checkpoint:
             for slot in slots:
                 reader.fill(slot)
 
+    def whole(self, key: str) -> torch.Tensor:
+        """One tensor put together from all of its pieces.
+
+        Raises:
+            Damaged: its pieces do not make it up.
+        """
+        entry = self.manifest["tensors"][key]
+        shape = tuple(entry["shape"])
+        out = torch.empty(shape, dtype=getattr(torch, entry["dtype"]))
+        self.load([Slot(key, shape, (0,) * len(shape), shape, out)])
+        return out
+
     def rank_tensors(self, rank: int) -> dict[str, torch.Tensor]:
         """The tensors that `rank` alone saved, empty if it saved none."""
         path = self.path / folder.shard_name(rank)

@@ -16,8 +16,9 @@ VERBS = {
     "check": "judge a configuration in under a second, without starting anything",
     "show": "print the resolved configuration and who set each key",
     "prove": "train the layout and one rank from the same start, shrunk to this machine, and compare",
-    "rehearse": "run the layout on this machine, shrunk: train, save, resume, compare",
+    "rehearse": "run the layout on this machine, shrunk: train, save, resume, export, compare",
     "resume": "go on with a run: resume RUN_FOLDER [overrides]",
+    "export": "write the weights of a checkpoint as whole tensors: export RUN_FOLDER OUT_FOLDER",
     "generate": "write text with a trained model: generate RUN_FOLDER",
 }
 FLAGS = {

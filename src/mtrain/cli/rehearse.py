@@ -8,6 +8,7 @@ from typing import Any
 
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.prove import FAULT, shrunk
+from mtrain.cli.setup import load
 from mtrain.config.run import RunConfig
 from mtrain.launching import local
 from mtrain.launching.folder import CHECKPOINTS
@@ -21,7 +22,8 @@ STEPS, SAVED = 6, 3
 
 def run(argv: list[str], *, debug: bool) -> int:
     """Train what `argv` describes, shrunk; save, resume, and compare the two ends; returns the exit code."""
-    full, small = shrunk(argv, STEPS)
+    full = load(argv).run
+    small = shrunk(full, argv, STEPS, "bf16" if full.precision.dtype == "bf16" else "fp32")
     grid = RankGrid.of(small)
     print(f"{full.model.name}: {grid} on {grid.world} ranks, {small.precision.dtype}", flush=True)
     print(f"shrunk to {count(parameters(small.model))} parameters: {'; '.join(differences(full, small))}", flush=True)
@@ -30,11 +32,26 @@ def run(argv: list[str], *, debug: bool) -> int:
         saved = whole / ckpt_folder.folder_name(SAVED)
         resumed = local.launch(_in(small, scratch, "resumed", resume=str(saved)), argv) / CHECKPOINTS
         equal = _ends(whole) == _ends(resumed)
+        exported = _export(whole, Path(scratch) / "exported")
+    missing = parameters(small.model) - exported
+    print(f"exported {count(exported)} parameters as whole tensors", flush=True)
+    if missing:
+        print(f"NOT equal: the model has {parameters(small.model)} parameters, {exported} were exported")
+        return FAULT
     if equal:
         print(f"rehearsed: {STEPS} steps; the run resumed from step {SAVED} ends bitwise where the whole one ends")
     else:
         print(f"NOT equal: the run resumed from step {SAVED} ends elsewhere than the whole one")
     return 0 if equal else FAULT
+
+
+def _export(checkpoints: Path, out: Path) -> int:
+    """Export the last checkpoint; the number of parameters that can be read back."""
+    from mtrain.ckpt.export import export, read
+    from mtrain.ckpt.store import Checkpoint
+
+    export(Checkpoint.open(checkpoints / ckpt_folder.folder_name(STEPS)), out)
+    return sum(tensor.numel() for key, tensor in read(out) if ".router." not in key or key.endswith(".weight"))
 
 
 def _in(run: RunConfig, folder: str, name: str, **checkpoint: Any) -> RunConfig:

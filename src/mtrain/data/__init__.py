@@ -16,7 +16,7 @@ import numpy as np
 
 from mtrain.config.groups import DataConfig
 from mtrain.data.indexed import IndexedDataset
-from mtrain.data.mock import MockSamples
+from mtrain.data.mock import DOCUMENT_ENDS, MockSamples
 from mtrain.data.samples import SHARES, Samples, entropy_nats, split_documents
 from mtrain.data.tokenize import Corpus, prepare, verify
 from mtrain.errors import BadInput, Damaged, Problem
@@ -38,6 +38,8 @@ class Splits:
     """Id of the end-of-document token, where known."""
     masked_eod: int | None
     """The same if the configuration wants no loss after it: what `GlobalBatches` takes."""
+    document_ends: tuple[int, ...]
+    """Tokens after which another document begins; none known: empty."""
     dataset: IndexedDataset | None = field(repr=False)
 
     @property
@@ -106,7 +108,7 @@ def open_splits(
     """
     if corpus.prefix is None:
         mocks = [MockSamples(data.seq_length, seed, vocab_size, name) for name in SHARES]
-        return Splits(corpus, *mocks, eod=None, masked_eod=None, dataset=None)
+        return Splits(corpus, *mocks, eod=None, masked_eod=None, document_ends=DOCUMENT_ENDS, dataset=None)
     eod = corpus.meta.get("eod")
     problems = []
     held = corpus.meta.get("vocab_size")
@@ -117,6 +119,10 @@ def open_splits(
         rule = "no end-of-document token is known"
         fix = "data.eod_mask_loss=false, or data.tokenizer=PATH of a tokenizer.json that has one"
         problems.append(Problem("MT608", "data.eod_mask_loss", True, rule, fix))
+    if data.packed and eod is None:
+        rule = "documents are told apart by their end-of-document token, and none is known"
+        fix = "data.packed=false, or data.tokenizer=PATH of a tokenizer.json that has one"
+        problems.append(Problem("MT608", "data.packed", True, rule, fix))
     dataset = IndexedDataset(corpus.prefix)
     parts: dict[str, Samples | None] = {}
     for name, documents in zip(SHARES, split_documents(dataset, data.split), strict=True):
@@ -133,4 +139,5 @@ def open_splits(
     if problems or train is None:
         raise BadInput(problems)
     masked = eod if data.eod_mask_loss else None
-    return Splits(corpus, train, parts["validation"], parts["test"], eod, masked, dataset)
+    ends = () if eod is None else (eod,)
+    return Splits(corpus, train, parts["validation"], parts["test"], eod, masked, ends, dataset)

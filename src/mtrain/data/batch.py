@@ -8,7 +8,9 @@ hang; and pipeline stages that embed nothing and compute no loss simply do not a
 
 from __future__ import annotations
 
-from typing import Protocol, TypedDict
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NotRequired, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -27,7 +29,7 @@ class Source(Protocol):
 
 
 class MicroBatch(TypedDict):
-    """What a forward step takes; every tensor is [micro_batch_size, seq_length]."""
+    """What a forward step takes; tensors are [micro_batch_size, seq_length], packed ones [1, micro * seq_length]."""
 
     tokens: torch.Tensor
     """int64: the input."""
@@ -36,7 +38,19 @@ class MicroBatch(TypedDict):
     loss_mask: torch.Tensor
     """float32: 0 where the prediction does not count, else 1."""
     position_ids: torch.Tensor
-    """int64: 0, 1, ... in each sample."""
+    """int64: 0, 1, ... in each sample, or in each document of packed samples."""
+    cu_seqlens: NotRequired[torch.Tensor]
+    """packed: int32 [documents + 1], where each document starts, and the end of the last."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the documents of a sample are kept apart."""
+
+    ends: tuple[int, ...]
+    """Tokens that end a document."""
+    multiple: int = 1
+    """Documents are padded to a multiple of this many tokens."""
 
 
 class GlobalBatches:
@@ -45,7 +59,8 @@ class GlobalBatches:
 
     Micro-batch m of rank r takes the samples consumed + m * (micro * dp_size) + r * micro + j, so the samples
     of a step are the same for any dp_size. With `masked_eod` no loss counts for the prediction that follows
-    this token. Raises BadInput if the global batch cannot be cut evenly.
+    this token. With `packing`, samples are packed documents. Raises BadInput if the global batch cannot be cut
+    evenly.
     """
 
     def __init__(
@@ -56,13 +71,14 @@ class GlobalBatches:
         dp_rank: int,
         dp_size: int,
         masked_eod: int | None = None,
+        packing: Packing | None = None,
     ) -> None:
         stride = micro_batch_size * dp_size
         if global_batch_size % stride or not 0 <= dp_rank < dp_size:
             rule = f"must be a multiple of micro_batch_size * dp = {micro_batch_size} * {dp_size} = {stride}"
             fix = f"trainer.global_batch_size={max(1, round(global_batch_size / stride)) * stride}"
             raise BadInput([Problem("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)])
-        self.samples, self.masked_eod = samples, masked_eod
+        self.samples, self.masked_eod, self.packing = samples, masked_eod, packing
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self._offsets = dp_rank * micro_batch_size + np.arange(micro_batch_size)
         self._stride = stride
@@ -84,9 +100,56 @@ class GlobalBatches:
         return [self._microbatch(part) for part in windows.split(self.micro_batch_size)]
 
     def _microbatch(self, windows: torch.Tensor) -> MicroBatch:
+        if self.packing is not None:
+            return pack(windows, self.packing)
         tokens = windows[:, :-1].contiguous()
         mask = torch.ones(tokens.shape, dtype=torch.float32)
         if self.masked_eod is not None:
             mask[tokens == self.masked_eod] = 0.0
         positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
         return MicroBatch(tokens=tokens, labels=windows[:, 1:].contiguous(), loss_mask=mask, position_ids=positions)
+
+
+def pack(windows: torch.Tensor, packing: Packing) -> MicroBatch:
+    """Samples as one row of documents that do not see each other.
+
+    `windows` is int64 [n, seq_length + 1]. Each document of a sample is padded at its end to a multiple of
+    `packing.multiple`, and what then no longer fits into the sample is left out. No loss counts for padding, nor
+    where a document ends: what follows is another's.
+    """
+    length = windows.shape[1] - 1
+    ending = torch.isin(windows, torch.tensor(packing.ends))
+    rows, starts = [], []
+    for window, ends in zip(windows, ending, strict=True):
+        place, begin = _placed(ends[:-1], length, packing.multiple)
+        row = torch.zeros((3, length), dtype=torch.int64)
+        kept = place < length
+        row[:, place[kept]] = torch.stack([window[:-1], window[1:], (~ends[:-1]).long()])[:, kept]
+        starts += [len(rows) * length + start for start in begin]
+        rows.append(row)
+    tokens, labels, counted = torch.cat(rows, dim=1).unsqueeze(1)
+    bounds = torch.tensor([*starts, len(rows) * length], dtype=torch.int32)
+    lengths = bounds.diff().long()
+    positions = torch.arange(tokens.shape[1]) - bounds[:-1].long().repeat_interleave(lengths)
+    return MicroBatch(
+        tokens=tokens.contiguous(),
+        labels=labels.contiguous(),
+        loss_mask=counted.float(),
+        position_ids=positions.unsqueeze(0),
+        cu_seqlens=bounds,
+    )
+
+
+def _placed(ends: torch.Tensor, length: int, multiple: int) -> tuple[torch.Tensor, list[int]]:
+    """Where each token of a sample goes, and where each document that fits begins; `ends` [length] is boolean."""
+    cuts = [0, *(ends.nonzero().flatten() + 1).tolist(), length]
+    place = torch.arange(length)
+    begin, shift = [], 0
+    for start, stop in pairwise(cuts):
+        if start == stop:
+            continue
+        if start + shift < length:
+            begin.append(start + shift)
+        place[start:stop] += shift
+        shift += -(stop - start) % multiple
+    return place, begin

@@ -10,6 +10,8 @@ from mtrain.data.permute import keys, mix64
 
 STATES = 256
 """Tokens in use at most; so few that a small model learns the graph in some hundred steps."""
+DOCUMENT_ENDS = tuple(range(16))
+"""Tokens that end a document where samples are packed: one in sixteen."""
 LIKELIHOOD = (0.6, 0.25, 0.1, 0.05)
 """How often the first, second, ... successor of a token follows it: an entropy of 1.03 nats a token."""
 

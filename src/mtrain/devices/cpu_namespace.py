@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
+_where = [_CPU]
+"""Where tensors for the current device are made; the last entry counts."""
 
 FloatTensor = torch.FloatTensor
 DoubleTensor = torch.DoubleTensor
@@ -45,7 +47,17 @@ def is_initialized() -> bool:
 
 def current_device() -> torch.device:
     """The device itself, since megatron-core passes the answer on as `device=`."""
-    return _CPU
+    return _where[-1]
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Tensors that are made inside for the current device have a shape and no memory."""
+    _where.append(torch.device("meta"))
+    try:
+        yield
+    finally:
+        _where.pop()
 
 
 def device_count() -> int:

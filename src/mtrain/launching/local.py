@@ -142,6 +142,7 @@ def _run_ranks(run: RunConfig, home: Path, job: Callable[[], None], advice: str 
     supervisor = Supervisor(errors, advice)
     supervisor.start(lambda rank: _fork(rank, ranks, listener, job, errors), ranks)
     listener.close()
+    gc.unfreeze()
     supervisor.wait()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -111,9 +111,9 @@ class RankGrid:
         """The rank at a position of the dense view."""
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
-    def embedding_groups(self) -> list[list[int]]:
-        """Ranks that hold word embeddings: first and last stage of each pipeline."""
-        return [sorted({ranks[0], ranks[-1]}) for ranks in self.groups("pp")]
+    def embedding_groups(self, stages: Sequence[int] = (0, -1)) -> list[list[int]]:
+        """Ranks that hold word embeddings: of each pipeline those at `stages`, by default the first and the last."""
+        return [sorted({ranks[stage] for stage in stages}) for ranks in self.groups("pp")]
 
     def _strides(self, order: Iterable[str]) -> dict[str, int]:
         order = tuple(order)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
+from mtrain_kernels.attention.partial import merge, partial_attention, with_sink
 from mtrain_kernels.attention.reference import attention, visible
 from torch import Tensor, nn
+
+from mtrain.mcore.context import Context
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 _MASKED = (AttnMaskType.padding, AttnMaskType.padding_causal, AttnMaskType.arbitrary)
@@ -25,9 +26,7 @@ _MASKED = (AttnMaskType.padding, AttnMaskType.padding_causal, AttnMaskType.arbit
 class CoreAttention(MegatronModule):
     """Softmax attention of this rank's heads: [s, b, n, d] queries to [s, b, n * e].
 
-    Under context parallelism a rank holds chunks r and 2c-1-r of the 2c chunks of a sequence (of every sequence,
-    if they are packed), the layout that megatron-core cuts batches and rotary embeddings to. Keys and values are
-    gathered, which is the all-gather kind of context parallelism whatever `cp_comm_type` says.
+    Under context parallelism the layer sees the whole sequence in the way that `cp_comm_type` says; see `Context`.
     """
 
     def __init__(
@@ -48,7 +47,8 @@ class CoreAttention(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self._tp_group = pg_collection.tp
-        self._cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
+        cut = config.context_parallel_size > 1
+        self._context = Context(pg_collection.cp, cp_comm_type or config.cp_comm_type) if cut else None
         self._mask_type, self._scale = attn_mask_type, softmax_scale
         self._dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, max(1, layer_number))
@@ -57,8 +57,8 @@ class CoreAttention(MegatronModule):
 
     def _make_sink(self) -> None:
         kind, heads = self.config.softmax_type, self.config.num_attention_heads
-        self.softmax_offset: Tensor | None = None
         if kind == "vanilla":
+            self.softmax_offset = None
             return
         zeros = torch.zeros(divide(heads, self._tp_group.size()), dtype=self.config.params_dtype)
         if kind == "off-by-one":
@@ -92,29 +92,103 @@ class CoreAttention(MegatronModule):
         causal = mask_type in _CAUSAL
         hidden = attention_mask if mask_type in _MASKED else None
         cu_seqlens = _boundaries(packed_seq_params)
-        if self._cp_group is not None and self._cp_group.size() > 1:
-            key, value, q_at = self._gather_keys(key, value, cu_seqlens)
-            mask = self._mask(q_at, key.shape[0], causal, cu_seqlens)
-        elif causal and query.shape[0] == key.shape[0] and cu_seqlens is None and self._window is None:
+        if self._context is not None:
+            out = self._over_context(self._context, query, key, value, causal, hidden, cu_seqlens)
+            return out.squeeze(1) if packed else out
+        if causal and query.shape[0] == key.shape[0] and cu_seqlens is None and self._window is None:
             mask = None
         else:
             q_at = torch.arange(key.shape[0] - query.shape[0], key.shape[0], device=query.device)
-            mask = self._mask(q_at, key.shape[0], causal, cu_seqlens)
+            mask = self._mask(q_at, torch.arange(key.shape[0], device=query.device), causal, cu_seqlens)
         if hidden is not None:
             if mask is None:
-                q_at = torch.arange(query.shape[0], device=query.device)
-                mask = self._mask(q_at, key.shape[0], causal, None)
+                at = torch.arange(query.shape[0], device=query.device)
+                mask = self._mask(at, at, causal, None)
             mask = ~hidden if mask is None else mask & ~hidden
         out = self._attend(query, key, value, mask, causal and mask is None)
         return out.squeeze(1) if packed else out
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    def _over_context(
+        self,
+        context: Context,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        causal: bool,
+        hidden: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:
+        """Attention of this rank's part of the sequence to all of it."""
+        if hidden is not None:
+            raise NotImplementedError("a padding mask is not cut over context-parallel ranks")
+        blocks = context.positions(query.shape[0], cu_seqlens, query.device)
+        q_at = blocks[context.block]
+        if context.kind == "all_gather":
+            key, value = context.gathered(key, value, blocks)
+            mask = self._mask(q_at, torch.arange(key.shape[0], device=query.device), causal, cu_seqlens)
+            return self._attend(query, key, value, mask, False)
+        sink = self.softmax_offset
+        if sink is not None:
+            sink = sink[context.head_slice(query.shape[2])]
+        query, key, value = (context.to_heads(x) for x in (query, key, value))
+        if context.outer is None:
+            mask = self._mask(q_at, q_at, causal, cu_seqlens)
+            out = self._attend(query, key, value, mask, False, sink)
+        else:
+            out = self._ring(context, query, key, value, causal, cu_seqlens, blocks, sink)
+        return context.to_tokens(out)
+
+    def _ring(
+        self,
+        context: Context,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        causal: bool,
+        cu_seqlens: Tensor | None,
+        blocks: Tensor,
+        sink: Tensor | None,
+    ) -> Tensor:
+        """Attention to one block of keys after another, each handed on by the rank before.
+
+        Every block is used, even one of which no key is seen: else a rank would miss a hand-over of gradients in
+        which its neighbours wait.
+        """
         dropout_p = self._dropout_p if self.training else 0.0
+        size, here = blocks.shape[0], context.block
+        q, both = query.permute(1, 2, 0, 3), torch.cat([key, value], dim=-1)
+        out = lse = None
+        for step in range(size):
+            if step:
+                both = context.pass_on(both)
+            k, v = (x.permute(1, 2, 0, 3) for x in both.split([key.shape[-1], value.shape[-1]], dim=-1))
+            k_at = blocks[(here - step) % size]
+            mask = self._mask(blocks[here], k_at, causal, cu_seqlens)
+            if mask is None:
+                mask = torch.ones((len(blocks[here]), len(k_at)), dtype=torch.bool, device=q.device)
+            with self._random_state(dropout_p):
+                part = partial_attention(q, k, v, mask=mask, scale=self._scale, dropout_p=dropout_p)
+            out, lse = part if out is None or lse is None else merge(out, lse, *part)
+        assert out is not None
+        assert lse is not None
+        if sink is not None:
+            out = with_sink(out, lse, sink)
+        return out.to(query.dtype).permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        sink: Tensor | None = None,
+    ) -> Tensor:
+        dropout_p = self._dropout_p if self.training else 0.0
+        sink = self.softmax_offset if sink is None else sink
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         with self._random_state(dropout_p):
-            out = attention(
-                q, k, v, causal=causal, mask=mask, sink=self.softmax_offset, scale=self._scale, dropout_p=dropout_p
-            )
+            out = attention(q, k, v, causal=causal, mask=mask, sink=sink, scale=self._scale, dropout_p=dropout_p)
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
     def _random_state(self, dropout_p: float) -> AbstractContextManager[Any]:
@@ -123,10 +197,9 @@ class CoreAttention(MegatronModule):
             return nullcontext()
         return get_cuda_rng_tracker().fork()
 
-    def _mask(self, q_at: Tensor, keys: int, causal: bool, cu_seqlens: Tensor | None) -> Tensor | None:
+    def _mask(self, q_at: Tensor, k_at: Tensor, causal: bool, cu_seqlens: Tensor | None) -> Tensor | None:
         if not causal and cu_seqlens is None and self._window is None:
             return None
-        k_at = torch.arange(keys, device=q_at.device)
         segments: dict[str, Tensor] = {}
         if cu_seqlens is not None:
             ends = cu_seqlens[1:].to(q_at.dtype)
@@ -135,16 +208,6 @@ class CoreAttention(MegatronModule):
                 "k_segments": torch.bucketize(k_at, ends, right=True),
             }
         return visible(q_at, k_at, causal=causal, window=self._window, **segments)
-
-    def _gather_keys(self, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """All keys and values in the order of the sequence, and the positions of this rank's queries."""
-        group = self._cp_group
-        positions = context_positions(key.shape[0] * group.size(), group.size(), cu_seqlens, key.device)
-        both = torch.cat([key, value], dim=-1)  # one collective instead of two
-        both = gather_from_sequence_parallel_region(both, group=group)
-        both = both.index_select(0, torch.argsort(positions.flatten()))
-        key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
-        return key, value, positions[group.rank()]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -158,28 +221,6 @@ class CoreAttention(MegatronModule):
             tp_group=self._tp_group,
             dp_cp_group=(metadata or {})["dp_cp_group"],
         )
-
-
-def context_positions(
-    tokens: int, ranks: int, cu_seqlens: Tensor | None, device: torch.device | None = None
-) -> Tensor:
-    """Positions [ranks, tokens / ranks] that each context-parallel rank holds, in its order.
-
-    Every sequence (all `tokens`, or each between two entries of `cu_seqlens`) is cut into 2 * ranks chunks of which
-    rank r holds r and 2 * ranks - 1 - r, so that each has as much causal work as the others.
-    Raises `ValueError` where a sequence cannot be cut so, or the sequences do not make up `tokens`.
-    """
-    bounds = [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
-    if bounds[-1] != tokens:
-        raise ValueError(f"packed sequences end at {bounds[-1]}, not at the {tokens} tokens of the batch")
-    held: list[list[Tensor]] = [[] for _ in range(ranks)]
-    for start, stop in pairwise(bounds):
-        if (stop - start) % (2 * ranks):
-            raise ValueError(f"a sequence of {stop - start} tokens is not cut into {2 * ranks} equal chunks")
-        chunks = torch.arange(start, stop, device=device).view(2 * ranks, -1)
-        for rank in range(ranks):
-            held[rank] += [chunks[rank], chunks[2 * ranks - 1 - rank]]
-    return torch.stack([torch.cat(parts) for parts in held])
 
 
 def _boundaries(packed_seq_params: Any) -> Tensor | None:

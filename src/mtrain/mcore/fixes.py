@@ -6,17 +6,31 @@ entry is to be looked up again: the reason says what to look for.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import importlib.util
-import logging
-from typing import Any
-
-import torch
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from mtrain.devices.base import Device
-from mtrain.mcore.fix import Fix, Where, core
-from mtrain.mcore.fixes_fsdp import FSDP_FIXES
+from mtrain.mcore import mending, mending_shards
+
+Where = Literal["everywhere", "without TransformerEngine", "off CUDA"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """One mended defect."""
+
+    name: str
+    """What tests and messages call it."""
+    where: str
+    """File under megatron/core and line in 0.16.1."""
+    reason: str
+    """What is wrong, and what happens without the fix."""
+    applies: Where
+    """Where it is needed."""
+    apply: Callable[[], None]
+    """Mends it in this process."""
 
 
 def apply_fixes(device: Device, without: frozenset[str] = frozenset()) -> None:
@@ -37,235 +51,6 @@ def apply_fixes(device: Device, without: frozenset[str] = frozenset()) -> None:
             fix.apply()
 
 
-def _router_gemm() -> None:
-    core("transformer.moe.moe_utils").te_general_gemm = None
-
-
-def _mla_flag() -> None:
-    core("transformer.multi_latent_attention").HAVE_TE = False
-
-
-def _mla_down_projection() -> None:
-    from mtrain.mcore.layers import DuplicatedLinear
-
-    core("transformer.multi_latent_attention").Linear = DuplicatedLinear
-
-
-def _mla_query_norm() -> None:
-    cls = core("transformer.multi_latent_attention").MLASelfAttention
-    original = cls.__init__
-
-    @functools.wraps(original)
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, config, *args, **kwargs)
-        if config.q_lora_rank is not None and not config.sequence_parallel:
-            for parameter in self.q_layernorm.parameters():
-                parameter.average_gradients_across_tp_domain = True
-
-    cls.__init__ = __init__
-
-
-def _reduce_result() -> None:
-    def _reduce(input_: torch.Tensor, group: Any) -> torch.Tensor:
-        if group.size() > 1:
-            input_ = input_.contiguous()
-            torch.distributed.all_reduce(input_, group=group)
-        return input_
-
-    core("tensor_parallel.mappings")._reduce = _reduce
-
-
-def _moe_loss_tokens() -> None:
-    router, moe = core("transformer.moe.router"), core("transformer.moe.moe_utils")
-    cls = router.TopKRouter
-    attach, z_loss = cls.attach_and_log_load_balancing_loss, cls.apply_z_loss
-
-    @functools.wraps(attach)
-    def attach_whole(self: Any, activation: Any, coeff: Any, loss: Any, name: str, group: Any, *args: Any, **kw: Any):  # type: ignore[no-untyped-def]
-        if self.calculate_per_token_loss:
-            local = kw.get("valid_token_count")
-            kw["valid_token_count"] = (activation.shape[0] if local is None else local) * group.size()
-        return attach(self, activation, coeff, loss, name, group, *args, **kw)
-
-    @functools.wraps(z_loss)
-    def apply_z_loss(self: Any, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
-        if not self.calculate_per_token_loss or self.config.moe_z_loss_coeff is None:
-            return z_loss(self, logits, padding_mask)
-        scale, tokens = moe.MoEAuxLossAutoScaler, logits.shape[0] if padding_mask is None else (~padding_mask).sum()
-        if self.training and torch.is_grad_enabled():
-            loss = moe.z_loss_func(logits, self.config.moe_z_loss_coeff, padding_mask=padding_mask)
-            logits = scale.apply(logits, loss * tokens)
-            layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
-            share = loss / self.config.moe_z_loss_coeff / self.tp_cp_group.size()
-            moe.save_to_aux_losses_tracker("z_loss", share, self.layer_number, layers)
-        return logits
-
-    cls.attach_and_log_load_balancing_loss = attach_whole
-    cls.apply_z_loss = apply_z_loss
-
-
-def _uneven_splits() -> None:
-    mappings, dist = core("tensor_parallel.mappings"), torch.distributed
-    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
-
-    @functools.wraps(gather)
-    def gather_uneven(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kw: Any) -> Any:
-        if output_split_sizes is None or group.size() == 1:
-            return gather(input_, group, output_split_sizes, *args, **kw)
-        sizes = [int(size) for size in output_split_sizes]
-        padded = input_.new_zeros((max(*sizes, 1), *input_.shape[1:]))
-        padded[: input_.shape[0]] = input_
-        parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded, group=group)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-
-    @functools.wraps(scatter)
-    def scatter_uneven(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kw: Any) -> Any:
-        if input_split_sizes is None or group.size() == 1:
-            return scatter(input_, group, input_split_sizes, *args, **kw)
-        total = input_.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total.split([int(size) for size in input_split_sizes])[group.rank()].contiguous()
-
-    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, scatter_uneven
-
-
-def _gradient_norm() -> None:
-    def l2_norm(chunk_size: int, flag: Any, lists: list[list[torch.Tensor]], per_tensor: bool, *_: Any) -> Any:
-        norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for tensors in lists for t in tensors]
-        return torch.linalg.vector_norm(torch.stack(norms)).float().view(1), None
-
-    core("optimizer.clip_grads").l2_norm_impl = l2_norm
-
-
-def _is_torch_adam(optimizer: Any) -> bool:
-    return isinstance(optimizer, torch.optim.Adam)
-
-
-def _allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
-    """Zero moments and a step counter for each parameter, as before a first step."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            if "step" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                state.setdefault("exp_avg", torch.zeros_like(parameter))
-                state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
-
-
-def _optimizer_state_before_first_step() -> None:
-    cls = core("optimizer.distrib_optimizer").DistributedOptimizer
-    original = cls.state_dict
-
-    @functools.wraps(original)
-    def state_dict(self: Any) -> Any:
-        if _is_torch_adam(self.optimizer):
-            _allocate_adam_state(self.optimizer)
-        return original(self)
-
-    cls.state_dict = state_dict
-
-
-def _optimizer_state_loading() -> None:
-    cls = core("optimizer.distrib_optimizer").DistributedOptimizer
-    original = cls._set_main_param_and_optimizer_states
-
-    @functools.wraps(original)
-    @torch.no_grad()
-    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
-        if not _is_torch_adam(self.optimizer):
-            return original(self, model_param, tensors)
-        group, order = self.model_param_group_index_map[model_param]
-        main = self.optimizer.param_groups[group]["params"][order]
-        # "step" is not among what is loaded per parameter, or is a placeholder there; load_state_dict sets it
-        for name, state in {"param": main, **self.optimizer.state[main]}.items():
-            if name != "step" and name in tensors:
-                state.copy_(tensors[name])
-        return None
-
-    cls._set_main_param_and_optimizer_states = _set_main_param_and_optimizer_states
-
-
-def _optimizer_step_counters() -> None:
-    cls = core("optimizer.distrib_optimizer").DistributedOptimizer
-    original = cls.load_state_dict
-
-    @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        original(self, state_dict)
-        if _is_torch_adam(self.optimizer):
-            for state in self.optimizer.state.values():
-                if "step" in state:
-                    state["step"] = state["step"].clone()
-
-    cls.load_state_dict = load_state_dict
-
-
-def _offloaded_shards() -> None:
-    cls = core("optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
-    original = cls.__init__
-
-    @functools.wraps(original)
-    def __init__(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-        for param in (p for group in params for p in group["params"]):
-            if not param.is_leaf:
-                param.retain_grad()
-        original(self, params, *args, **kwargs)
-
-    cls.__init__ = __init__
-
-
-def _offloaded_main_weights() -> None:
-    cls = core("optimizer.optimizer").Float16OptimizerWithFloat16Params
-    original = cls.__init__
-
-    @functools.wraps(original)
-    def __init__(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, optimizer, *args, **kwargs)
-        if isinstance(optimizer, core("optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer):
-            optimizer._init_sub_optimizers()
-
-    cls.__init__ = __init__
-
-
-def _offloaded_copies() -> None:
-    cls = core("optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
-    original = cls._get_sub_optimizer_param_groups
-
-    @functools.wraps(original)
-    def groups(self: Any, offload_fraction: float) -> Any:
-        host, device, copies, originals, fp32 = original(self, offload_fraction)
-        cut = [({**g, "params": []}, {**g, "params": []}) for g in device]
-        for group, (copied, kept) in zip(device, cut, strict=True):
-            for param in group["params"]:
-                (copied if param in originals else kept)["params"].append(param)
-        host = [*host, *(copied for copied, _ in cut if copied["params"])]
-        return host, [kept for _, kept in cut if kept["params"]], copies, originals, fp32
-
-    cls._get_sub_optimizer_param_groups = groups
-
-
-def _checkpoint_without_fp8() -> None:
-    core("tensor_parallel.random").CheckpointWithoutOutput.__init__.__defaults__ = (None,)
-
-
-def _torch_norm() -> None:
-    from mtrain.mcore.layers import Norm
-
-    def __new__(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        return Norm(config, hidden_size, eps)
-
-    core("transformer.torch_norm").WrappedTorchNorm.__new__ = staticmethod(__new__)
-
-
-def _is_no_rng_remark(record: logging.LogRecord) -> bool:
-    return record.getMessage() != "CPU RNG state changed within GPU RNG context"
-
-
-def _rng_remark() -> None:
-    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_no_rng_remark)
-
-
 _NO_TE: Where = "without TransformerEngine"
 
 FIXES: tuple[Fix, ...] = (
@@ -274,14 +59,14 @@ FIXES: tuple[Fix, ...] = (
         "transformer/moe/moe_utils.py:22",
         "te_general_gemm stays unbound without TransformerEngine, and line 1192 asks for it: NameError in every MoE.",
         _NO_TE,
-        _router_gemm,
+        mending.router_gemm,
     ),
     Fix(
         "mla-flag",
         "transformer/multi_latent_attention.py:62",
         "HAVE_TE says True although TELinear is a MagicMock, so isinstance at line 185 raises TypeError.",
         _NO_TE,
-        _mla_flag,
+        mending.mla_flag,
     ),
     Fix(
         "mla-down-projection",
@@ -289,7 +74,7 @@ FIXES: tuple[Fix, ...] = (
         "Down projections must be of classes known by name. The one that works without TransformerEngine splits its "
         "weight; the key position's gradient then misses other tensor-parallel ranks' heads: silent, 1e-3 relative.",
         "everywhere",
-        _mla_down_projection,
+        mending.mla_down_projection,
     ),
     Fix(
         "mla-query-norm",
@@ -297,7 +82,7 @@ FIXES: tuple[Fix, ...] = (
         "Gradients of every q_layernorm are summed over tensor-parallel ranks. Without sequence parallelism MLA's is "
         "whole on each rank: silently tp times too large. Now the mean is taken, which is right for equal ones.",
         "everywhere",
-        _mla_query_norm,
+        mending.mla_query_norm,
     ),
     Fix(
         "moe-loss-tokens",
@@ -305,14 +90,37 @@ FIXES: tuple[Fix, ...] = (
         "With a loss per token, balancing and z-losses are weighted with a rank's tokens and gradients divided by "
         "those of all: under sequence or context parallelism these losses are silently tp * cp times too small.",
         "everywhere",
-        _moe_loss_tokens,
+        mending.moe_loss_tokens,
+    ),
+    Fix(
+        "expert-gradients",
+        "tensor_parallel/layers.py:842",
+        "Without expert parallelism, experts count as dense weights. If those are cut otherwise (etp is not "
+        "tp) their gradients are summed over the wrong ranks: silently half of a gradient with tp 2 and etp 1.",
+        "everywhere",
+        mending.expert_gradients,
+    ),
+    Fix(
+        "mtp-tied-output",
+        "models/gpt/gpt_model.py:248",
+        "Where a stage predicts several tokens with tied embeddings, the output layer has a weight of its own beside "
+        "the embedding that it uses: AssertionError when the state is cut into shards.",
+        "everywhere",
+        mending.mtp_tied_output,
+    ),
+    Fix(
+        "mtp-without-labels",
+        "models/gpt/gpt_model.py:605",
+        "A model that was trained with multi-token prediction asks for labels when it generates: AttributeError.",
+        "everywhere",
+        mending.mtp_without_labels,
     ),
     Fix(
         "reduce-result",
         "tensor_parallel/mappings.py:31",
         "_reduce sums a contiguous copy and returns its input: silently no sum for a tensor that is not contiguous.",
         "everywhere",
-        _reduce_result,
+        mending.reduce_result,
     ),
     Fix(
         "uneven-splits",
@@ -320,7 +128,7 @@ FIXES: tuple[Fix, ...] = (
         "Experts cut over tensor-parallel ranks gather tokens in pieces of different sizes, which gloo refuses: "
         "RuntimeError. Pieces are padded to the longest; a reduce-scatter of such pieces becomes an all-reduce.",
         "off CUDA",
-        _uneven_splits,
+        mending.uneven_splits,
     ),
     Fix(
         "gradient-norm",
@@ -328,21 +136,21 @@ FIXES: tuple[Fix, ...] = (
         "Without Apex the norm is torch.norm in fp32, on a CPU with an error of 1e-5 at a million elements "
         "and 7e-5 at four: layouts clip differently.",
         "off CUDA",
-        _gradient_norm,
+        mending.gradient_norm,
     ),
     Fix(
         "optimizer-state-before-first-step",
         "optimizer/distrib_optimizer.py:642",
         "state_dict() takes the step from torch Adam's state, which is empty before the first step: AssertionError.",
         _NO_TE,
-        _optimizer_state_before_first_step,
+        mending.optimizer_state_before_first_step,
     ),
     Fix(
         "optimizer-state-loading",
         "optimizer/distrib_optimizer.py:940",
         "Loading copies into every state tensor of torch Adam: KeyError 'step', or an in-place change of a leaf.",
         _NO_TE,
-        _optimizer_state_loading,
+        mending.optimizer_state_loading,
     ),
     Fix(
         "optimizer-step-counters",
@@ -350,7 +158,22 @@ FIXES: tuple[Fix, ...] = (
         "Loading gives all parameters one step tensor; torch Adam then counts one step per parameter: silently wrong "
         "from the second step after a resume.",
         _NO_TE,
-        _optimizer_step_counters,
+        mending.optimizer_step_counters,
+    ),
+    Fix(
+        "checkpoint-without-fp8",
+        "tensor_parallel/random.py:635",
+        "CheckpointWithoutOutput(fp8=False) reads as 'fp8 is on': NameError when a norm or MLP is recomputed.",
+        _NO_TE,
+        mending.checkpoint_without_fp8,
+    ),
+    Fix(
+        "recomputed-bias",
+        "tensor_parallel/random.py:508",
+        "A recomputed MLP returns its bias for a later addition. The parameter itself then counts as output of the "
+        "recomputation, whose backward runs into itself without end: training hangs.",
+        "everywhere",
+        mending.recomputed_bias,
     ),
     Fix(
         "offloaded-shards",
@@ -358,7 +181,7 @@ FIXES: tuple[Fix, ...] = (
         "The distributed optimizer's shards of fp32 weights are views, which the offloading optimizer does not take: "
         "ValueError about a non-leaf tensor.",
         "everywhere",
-        _offloaded_shards,
+        mending_shards.offloaded_shards,
     ),
     Fix(
         "offloaded-main-weights",
@@ -366,7 +189,7 @@ FIXES: tuple[Fix, ...] = (
         "Main weights replace 16-bit ones in an offloading optimizer that has copied those already: KeyError at the "
         "first update.",
         "everywhere",
-        _offloaded_main_weights,
+        mending_shards.offloaded_main_weights,
     ),
     Fix(
         "offloaded-copies",
@@ -374,29 +197,74 @@ FIXES: tuple[Fix, ...] = (
         "A copy in host memory is known by its device; where the CPU is the device, none is, and weights that are "
         "offloaded are silently never updated.",
         "off CUDA",
-        _offloaded_copies,
+        mending_shards.offloaded_copies,
     ),
     Fix(
-        "checkpoint-without-fp8",
-        "tensor_parallel/random.py:635",
-        "CheckpointWithoutOutput(fp8=False) reads as 'fp8 is on': NameError when a norm or MLP is recomputed.",
+        "norm-groups",
+        "utils.py:1074",
+        "Asks the mesh of a gradient for its one group: RuntimeError where it has two dimensions (FSDP2's replicas). "
+        "And takes two groups of the same ranks (dense, expert) for different ones: AssertionError.",
+        "everywhere",
+        mending_shards.norm_groups,
+    ),
+    Fix(
+        "fsdp-te-linear",
+        "distributed/fsdp/mcore_fsdp_adapter.py:184",
+        "Without TransformerEngine TELinear is a MagicMock: isinstance raises TypeError under tensor parallelism.",
         _NO_TE,
-        _checkpoint_without_fp8,
+        mending_shards.fsdp_te_linear,
+    ),
+    Fix(
+        "fsdp-optim-replicas",
+        "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:2906",
+        "With only optimizer state spread (optim), gradients are reduced within a replica and never between them: "
+        "each silently trains on samples of its own.",
+        "everywhere",
+        mending_shards.fsdp_optim_replicas,
+    ),
+    Fix(
+        "fsdp-lone-rank",
+        "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:3263",
+        "In a group of one rank (ep = dp) the reduced gradient is added to itself: silently doubled, and those of "
+        "earlier micro-batches again at each later one.",
+        "everywhere",
+        mending_shards.fsdp_lone_rank,
+    ),
+    Fix(
+        "fsdp-meshes",
+        "distributed/fsdp/mcore_fsdp_adapter.py:369",
+        "Takes the data- and tensor-parallel ranks for the whole world: EinopsError with pipeline stages.",
+        "everywhere",
+        mending_shards.fsdp_meshes,
+    ),
+    Fix(
+        "fsdp-tied-stages",
+        "distributed/finalize_model_grads.py:259",
+        "With megatron-core's FSDP the gradient of an embedding that two stages hold is set to this rank's part of "
+        "it: RuntimeError about its size. The sum in place is all that is needed.",
+        "everywhere",
+        mending_shards.fsdp_tied_stages,
+    ),
+    Fix(
+        "fsdp-unscaling",
+        "optimizer/distrib_optimizer.py:2312",
+        "Unscales fp16's gradient of every weight, also where a rank owns no part of it: AttributeError of None.",
+        "everywhere",
+        mending_shards.fsdp_unscaling,
     ),
     Fix(
         "torch-norm",
         "transformer/torch_norm.py:32",
         "The norm that models take by default refuses sequence parallelism and zero-centered scales: AssertionError.",
         _NO_TE,
-        _torch_norm,
+        mending.torch_norm,
     ),
     Fix(
         "rng-remark",
         "tensor_parallel/random.py:265",
         "Warns at every dropout that the CPU's random state changed, as it must where the CPU is the device.",
         "off CUDA",
-        _rng_remark,
+        mending.rng_remark,
     ),
-    *FSDP_FIXES,
 )
 """All fixes, in the order in which they are applied."""

@@ -161,7 +161,8 @@ class _Adapter:
         target = self._device.torch_type if device is None else self.indexed(device)
         if _is_module(value):
             return value.to(target)
-        return value.to(target, non_blocking=non_blocking)
+        # what has a shape and no memory has nothing to move
+        return value if value.is_meta else value.to(target, non_blocking=non_blocking)
 
     def indexed(self, index: int | str | torch.device) -> str:
         """The device string of an index; a namespace may as well call a device by its torch.device."""

@@ -52,6 +52,9 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The normalised input, in its shape and dtype."""
+        # One gradient leaves this layer for x, as from a fused kernel. Several would be added to the residual's in
+        # another order than where the norm is computed again: recomputation changes no bit.
+        x = x.view_as(x)
         if self._rms:
             return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
         return layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)

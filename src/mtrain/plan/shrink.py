@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.model import MLAConfig, ModelConfig, MoEConfig
-from mtrain.config.parallel import ParallelConfig
+from mtrain.config.groups import DataConfig
+from mtrain.config.model import ModelConfig, MoEConfig
+from mtrain.config.parallel import ParallelConfig, RecomputeConfig
 from mtrain.config.resolve import Machine, resolve, smallest_world
 from mtrain.config.run import RunConfig
+from mtrain.config.stages import Stage, stages
 
 HEAD, HIDDEN, FFN, VOCAB = 16, 64, 128, 512
+EQUAL_STAGES: dict[str, Any] = {"pipeline_layout": None, "layers_per_stage": None}
 MACHINE = Machine(cpu_cores=1, memory_bytes=0)
 
 
@@ -17,27 +20,31 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
     """`run` with the same layout, on made-up tokens on a CPU.
 
     Of its data-parallel ranks the fewest stay that the layout allows, and a second one where all fit in `max_ranks`.
+    A layout that needs more has its degrees halved, the largest first, until it fits.
 
-    Layers become one per (virtual) stage, heads and key/value heads the fewest that keep how they are cut, experts
-    at most two per rank. Everything that decides which code runs stays as it was: norm, activation, biases,
-    positions, tying, routing, optimizer, schedule.
+    Layers become one or two per (virtual) stage, heads and key/value heads the fewest that keep how they are cut,
+    experts at most two per rank. Everything that decides which code runs stays as it was: norm, activation, biases,
+    positions, windows, sinks, tying, routing, recomputation, optimizer, schedule.
     """
-    p = run.parallel
-    world = smallest_world(p)
-    if world == p.model_ranks and _data_parallel(run) > 1 and 2 * world <= max_ranks:
-        world *= 2
+    p, deep = _fitting(run.parallel, _data_parallel(run), max_ranks), stages(run)
+    if p.pp * p.vpp < len(deep):  # written stages are of a pipeline that no longer exists
+        p, deep = p.model_copy(update=EQUAL_STAGES), []
     seq = 2 * p.cp * p.tp * -(-32 // (2 * p.cp * p.tp))
-    data_parallel = world // p.model_ranks
-    batch = data_parallel * p.pp * max(1, 4 // p.pp)
+    assert p.ranks is not None
+    batch = (p.ranks // p.model_ranks) * p.pp * max(1, 4 // p.pp)
+    p = p.model_copy(update={"recompute": _one_layer_groups(p.recompute)})
+    model, p = _model(run.model, p, seq, deep)
     values: dict[str, Any] = {
-        "model": _model(run.model, p, seq),
-        "parallel": p.model_copy(update={"ranks": world}),
+        "model": model,
+        "parallel": p,
         "precision": run.precision.model_copy(update={"dtype": dtype}),
-        "data": run.data.model_copy(
-            update={"kind": "mock", "path": None, "tokenizer": None, "seq_length": seq, "eod_mask_loss": False}
-        ),
+        "data": run.data.model_copy(update=_tokens(run.data, p, seq)),
         "optim": run.optim.model_copy(
-            update={"warmup_iters": min(run.optim.warmup_iters or 0, 2), "decay_iters": None, **_final_decay(run)}
+            update={
+                "warmup_iters": min(run.optim.warmup_iters or 0, steps // 2),
+                "decay_iters": None,
+                **_final_decay(run),
+            }
         ),
         "trainer": run.trainer.model_copy(
             update={
@@ -59,15 +66,60 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
     return resolve(RunConfig.model_validate(run.model_copy(update=values).model_dump()), MACHINE)
 
 
+def _fitting(p: ParallelConfig, data_parallel: int, max_ranks: int) -> ParallelConfig:
+    """`p` with the fewest ranks that its degrees allow, or twice as many where there was data parallelism."""
+    while _fewest(p) > max_ranks:
+        axis = max(("ep", "pp", "cp", "etp", "tp"), key=lambda a: (getattr(p, a) or 1) % 2 == 0 and getattr(p, a))
+        degree = getattr(p, axis)
+        if not degree or degree % 2:
+            break
+        p = p.model_copy(update={axis: degree // 2})
+        if axis == "cp":
+            gather = {"cp_comm_type": "p2p", "hierarchical_cp_sizes": None} if p.hierarchical_cp_sizes else {}
+            p = p.model_copy(update=gather if p.cp > 1 else {"cp_comm_type": None, "hierarchical_cp_sizes": None})
+        if axis == "pp" and p.pp == 1:
+            p = p.model_copy(update={"vpp": 1})
+        if axis == "tp" and p.tp == 1:
+            p = p.model_copy(update={"sequence_parallel": False})
+    world = _fewest(p)
+    if world == p.model_ranks and data_parallel > 1 and 2 * world <= max_ranks:
+        world *= 2
+    return p.model_copy(update={"ranks": world})
+
+
+def _fewest(p: ParallelConfig) -> int:
+    """The fewest ranks of the grid, in which every replica of a spread copy has two of them at least."""
+    world = smallest_world(p)
+    while p.hsdp_replicas > 1 and (world // (p.tp * p.pp)) % (2 * p.hsdp_replicas):
+        world += smallest_world(p)
+    return world
+
+
+def _one_layer_groups(recompute: RecomputeConfig) -> RecomputeConfig:
+    return recompute.model_copy(update={"num_layers": 1}) if recompute.num_layers else recompute
+
+
+def _tokens(data: DataConfig, p: ParallelConfig, seq: int) -> dict[str, Any]:
+    return {
+        "kind": "mock",
+        "path": None,
+        "tokenizer": None,
+        "seq_length": seq,
+        "eod_mask_loss": False,
+        "packed_multiple": 2 * p.cp if data.packed else None,
+    }
+
+
 def alone(run: RunConfig) -> RunConfig:
-    """The same run on one rank: the same samples in the same micro-batches."""
-    return run.model_copy(update={"parallel": ParallelConfig(ranks=1)})
+    """The same run on one rank, with everything kept on it: the same samples in the same micro-batches."""
+    optim = run.optim.model_copy(update={"cpu_offload": 0.0})
+    return run.model_copy(update={"parallel": ParallelConfig(ranks=1), "optim": optim})
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
     """What was shrunk, as `key: old -> new`."""
     old, new = before.flat(), after.flat()
-    watched = ("model.", "data.seq_length", "trainer.global_batch_size", "parallel.ranks", "precision.dtype")
+    watched = ("model.", "data.seq_length", "trainer.global_batch_size", "parallel.", "precision.dtype")
     return [f"{k}: {old.get(k)} -> {v}" for k, v in new.items() if old.get(k) != v and k.startswith(watched)]
 
 
@@ -84,15 +136,34 @@ def _final_decay(run: RunConfig) -> dict[str, Any]:
     return {"wsd_decay_iters": 1} if run.optim.schedule == "wsd" else {}
 
 
-def _model(model: ModelConfig, p: ParallelConfig, seq: int) -> ModelConfig:
+def _depth(p: ParallelConfig, deep: list[Stage]) -> tuple[int, ParallelConfig]:
+    """Layers of the small model, and the layout that says how they are cut."""
+    blocks, smallest = p.pp * p.vpp, min((len(s.layers) for s in deep if s.layers), default=0)
+    sizes = [min(len(s.layers), 1 + (len(s.layers) > smallest)) for s in deep]
+    if p.pipeline_layout is not None:
+        kinds = zip(deep, sizes, strict=True)
+        words = ["E" * s.embedding + "t" * n + "m" * s.mtp + "L" * s.loss for s, n in kinds]
+        return sum(sizes), p.model_copy(update={"pipeline_layout": "|".join(words)})
+    if p.layers_per_stage is not None:
+        return sum(sizes), p.model_copy(update={"layers_per_stage": tuple(sizes)})
+    more = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
+    if more:
+        return 2 * blocks - more, p
+    return max(blocks, 2), p
+
+
+def _model(model: ModelConfig, p: ParallelConfig, seq: int, deep: list[Stage]) -> tuple[ModelConfig, ParallelConfig]:
+    layers, p = _depth(p, deep)
     groups = p.tp if model.query_groups >= p.tp else model.query_groups
     ratio = min(2, model.num_attention_heads // model.query_groups)
     heads = groups * ratio
     if heads % p.tp:
         heads = groups * p.tp
-    blocks = p.pp * p.vpp
+    if p.cp_comm_type in ("a2a", "a2a+p2p"):  # as many key/value heads as are exchanged
+        exchange = (p.hierarchical_cp_sizes or (p.cp, 1))[0]
+        groups = heads = p.tp * exchange
     update: dict[str, Any] = {
-        "num_layers": blocks if blocks > 1 else 2,
+        "num_layers": layers,
         "hidden_size": HIDDEN * max(1, p.tp // 4),
         "ffn_hidden_size": FFN * max(1, p.tp // 4),
         "num_attention_heads": heads,
@@ -102,18 +173,24 @@ def _model(model: ModelConfig, p: ParallelConfig, seq: int) -> ModelConfig:
         "max_position_embeddings": max(seq, 64),
     }
     if model.num_query_groups is None:
-        update["num_attention_heads"] = max(p.tp, 2)
+        update["num_attention_heads"] = max(groups, 2)
+    if model.window_size is not None:
+        update["window_size"] = min(model.window_size, seq // 4)
     if model.moe is not None:
-        update["moe"] = _experts(model.moe, p, update["num_layers"])
+        update["moe"] = _experts(model.moe, p, layers)
     if model.mla is not None:
-        update["mla"] = MLAConfig(
-            q_lora_rank=32 if model.mla.q_lora_rank else None,
-            kv_lora_rank=32,
-            qk_head_dim=16,
-            qk_pos_emb_head_dim=8,
-            v_head_dim=16,
+        update["kv_channels"] = model.kv_channels
+        update["num_attention_heads"] = max(groups if p.cp_comm_type in ("a2a", "a2a+p2p") else p.tp, 2)
+        update["mla"] = model.mla.model_copy(
+            update={
+                "q_lora_rank": 32 if model.mla.q_lora_rank else None,
+                "kv_lora_rank": 32,
+                "qk_head_dim": 16,
+                "qk_pos_emb_head_dim": 8,
+                "v_head_dim": 16,
+            }
         )
-    return model.model_copy(update=update)
+    return model.model_copy(update=update), p
 
 
 def _experts(moe: MoEConfig, p: ParallelConfig, layers: int) -> MoEConfig:

@@ -16,7 +16,7 @@ from mtrain.ckpt.state import TrainState
 from mtrain.ckpt.store import Checkpoint
 from mtrain.config.run import RunConfig
 from mtrain.data import Splits, open_splits, prepare, same_data
-from mtrain.data.batch import GlobalBatches
+from mtrain.data.batch import GlobalBatches, Packing
 from mtrain.data.text import Tokenizer
 from mtrain.mcore.sharding import gathered
 from mtrain.plan.count import parameters
@@ -85,10 +85,11 @@ def assemble(run: RunConfig, world: World, splits: Splits) -> Parts:
     configure_schedule_hooks(run, chunks, optimizer)
     state = TrainState(chunks, optimizer, build_schedule(run, optimizer))
     sizes = run.trainer.global_batch_size, run.trainer.micro, world.coords["dp"], world.grid.dp
-    train_data = GlobalBatches(splits.train, *sizes, splits.masked_eod)
+    packing = Packing(splits.document_ends, run.data.packed_multiple or 1) if run.data.packed else None
+    train_data = GlobalBatches(splits.train, *sizes, splits.masked_eod, packing)
     valid_data = None
     if run.trainer.eval_iters and splits.validation is not None:
-        valid_data = GlobalBatches(splits.validation, *sizes, splits.masked_eod)
+        valid_data = GlobalBatches(splits.validation, *sizes, splits.masked_eod, packing)
     return Parts(run, world, state, train_data, valid_data)
 
 

@@ -16,6 +16,7 @@ from mtrain.ckpt.state import TrainState
 from mtrain.config.run import RunConfig
 from mtrain.data.batch import GlobalBatches
 from mtrain.mcore import api as mcore
+from mtrain.mcore.context import context_positions
 from mtrain.mcore.sharding import gathered
 from mtrain.world.init import World
 
@@ -108,8 +109,8 @@ def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) 
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(batches),
-        seq_length=run.data.seq_length,
-        micro_batch_size=run.trainer.micro,
+        seq_length=run.data.seq_length * (run.trainer.micro if run.data.packed else 1),
+        micro_batch_size=1 if run.data.packed else run.trainer.micro,
         forward_only=forward_only,
     )
     return [report["loss"] for report in reports]
@@ -118,8 +119,29 @@ def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) 
 def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
     """One micro-batch through one chunk of the model."""
     batch = next(iterator)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, partial(sum_loss, batch["loss_mask"])
+    mask = batch["loss_mask"]  # the model needs it for the losses of further predictions only
+    packed = packed_params(batch.get("cu_seqlens"))
+    labels = batch["labels"]
+    output = model(
+        batch["tokens"], batch["position_ids"], None, labels=labels, loss_mask=mask, packed_seq_params=packed
+    )
+    return output, partial(sum_loss, mask)
+
+
+def packed_params(cu_seqlens: torch.Tensor | None) -> Any:
+    """megatron-core's description of packed documents that start at `cu_seqlens` (int32 [n + 1]); None for None."""
+    if cu_seqlens is None:
+        return None
+    longest = int(cu_seqlens.diff().max())
+    return mcore.PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens,
+        cu_seqlens_kv_padded=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def sum_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -147,8 +169,17 @@ def reduce_report(world: World, reports: list[torch.Tensor], stop: bool) -> tupl
 def to_device(batch: Batch, world: World) -> Batch:
     """A micro-batch on this rank's device, cut to this rank's part of the sequence under context parallelism."""
     if world.grid.cp > 1:
-        batch = mcore.get_batch_on_this_cp_rank(dict(batch))
+        batch = _part_of_context(batch, world)
     return {key: value.to(world.torch_device, non_blocking=True) for key, value in batch.items()}
+
+
+def _part_of_context(batch: Batch, world: World) -> Batch:
+    bounds = batch.get("cu_seqlens")
+    if bounds is None:
+        return mcore.get_batch_on_this_cp_rank(dict(batch))  # type: ignore[no-any-return]
+    tokens = int(bounds[-1])
+    mine = context_positions(tokens, world.grid.cp, bounds)[world.coords["cp"]]
+    return {key: value if key == "cu_seqlens" else value[:, mine] for key, value in batch.items()}
 
 
 class Clock:

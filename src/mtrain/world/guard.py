@@ -47,7 +47,7 @@ def _groups(world: World) -> dict[str, tuple[dist.ProcessGroup, list[int]]]:
         "edp": (ps.get_expert_data_parallel_group(), ("edp",)),
     }
     groups = {name: (group, grid.group_of(rank, *axes)) for name, (group, axes) in found.items()}
-    embedding = next((g for g in grid.embedding_groups() if rank in g), None)
+    embedding = next((g for g in grid.embedding_groups(world.embedding_stages) if rank in g), None)
     if embedding is not None:
         groups["embedding"] = (ps.get_embedding_group(), embedding)
     return groups

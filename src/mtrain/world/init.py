@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from mtrain import mcore as door
-from mtrain.config.parallel import ParallelConfig
 from mtrain.config.run import RunConfig
 from mtrain.devices import registry
 from mtrain.devices.base import Device
 from mtrain.errors import BadEnvironment
+from mtrain.layout import stages
 from mtrain.layout.grid import RankGrid
 
 LISTEN_FD = "MTRAIN_LISTEN_FD"
@@ -35,6 +35,8 @@ class World:
     device: Device
     torch_device: torch.device
     coords: dict[str, int]
+    embedding_stages: list[int]
+    """Pipeline ranks that share the gradient of the word embedding."""
 
     @property
     def size(self) -> int:
@@ -103,10 +105,11 @@ def _join(run: RunConfig) -> World:
     if not dist.is_initialized():
         store = _store(rank, size, timeout)
         dist.init_process_group(device.backend, rank=rank, world_size=size, store=store, timeout=timeout)
-    _make_groups(grid, run.parallel, timeout)
+    embedding_stages = stages.embedding_stages(run)
+    make_groups(grid, run, embedding_stages, timeout)
     seed_generators(run.trainer.seed)
     torch_device = device.device(local_rank)
-    return World(rank, local_rank, grid, device, torch_device, grid.coords(rank))
+    return World(rank, local_rank, grid, device, torch_device, grid.coords(rank), embedding_stages)
 
 
 def seed_generators(seed: int) -> None:
@@ -141,17 +144,21 @@ def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     )
 
 
-def _make_groups(grid: RankGrid, parallel: ParallelConfig, timeout: timedelta) -> None:
+def make_groups(grid: RankGrid, run: RunConfig, embedding_stages: list[int], timeout: timedelta) -> None:
+    """megatron-core's process groups for `grid`, with word embeddings on `embedding_stages` of each pipeline."""
     from mtrain.mcore import api as mcore
 
+    p = run.parallel
     mcore.parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=grid.tp,
         pipeline_model_parallel_size=grid.pp,
-        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
         context_parallel_size=grid.cp,
+        hierarchical_context_parallel_sizes=list(p.hierarchical_cp_sizes) if p.hierarchical_cp_sizes else None,
         expert_model_parallel_size=grid.ep,
         expert_tensor_parallel_size=grid.etp,
-        num_distributed_optimizer_instances=parallel.hsdp_replicas,
+        num_distributed_optimizer_instances=p.hsdp_replicas,
+        get_embedding_ranks=lambda ranks: sorted({ranks[stage] for stage in embedding_stages}),
         distributed_timeout_minutes=timeout.total_seconds() / 60,
         create_gloo_process_groups=False,
     )

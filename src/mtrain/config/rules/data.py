@@ -154,9 +154,6 @@ def packed_samples(run: RunConfig) -> Iterator[Finding]:
         rule = "seq_aux_loss balances each sample, and a packed micro-batch is one long sample"
         aux: Change = {"model.moe.router_load_balancing_type": "aux_loss"}
         yield Finding("MT315", "data.packed", rule, (aux, off))
-    if m.mtp_num_layers is not None and p.cp > 1:
-        rule = "multi-token prediction does not know the documents of a sample that context parallelism has cut"
-        yield Finding("MT316", "data.packed", rule, (off, {"parallel.cp": 1, "parallel.cp_comm_type": None}))
 
 
 def _unreadable(path: Path) -> str | None:

@@ -100,4 +100,17 @@ def vpp_needs_pp(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT109", "parallel.vpp", rule, fixes)
 
 
-RULES = (stages_are_whole, one_way_to_say_it, stages_fit, vpp_needs_pp)
+def predictions_share_positions(run: RunConfig) -> Iterator[Finding]:
+    """megatron-core sums the gradient of word embeddings over stages, not that of position embeddings."""
+    m, p = run.model, run.parallel
+    if m.mtp_num_layers and p.pp > 1 and m.position_embedding_type == "learned_absolute":
+        rule = (
+            "multi-token prediction looks positions up in a stage of its own, and the gradient of a learned table is "
+            f"not summed over the pp {p.pp} stages"
+        )
+        rope: Change = {"model.position_embedding_type": "rope"}
+        none: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_factor": None}
+        yield Finding("MT144", "model.position_embedding_type", rule, (rope, {**none, **EQUAL}, none))
+
+
+RULES = (predictions_share_positions, stages_are_whole, one_way_to_say_it, stages_fit, vpp_needs_pp)

@@ -1,19 +1,70 @@
-"""Defects of megatron-core 0.16.1 in what spreads weights over data-parallel ranks.
+"""How defects in what spreads or moves weights and optimizer state are mended: FSDP, and offloading to host memory.
 
-Part of the list in `mtrain.mcore.fixes`.
+Each function changes megatron-core in this process; the list is in `mtrain.mcore.fixes`.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 import torch
 
-from mtrain.mcore.fix import Fix, core
+
+def _core(module: str) -> Any:
+    return importlib.import_module(f"megatron.core.{module}")
 
 
-def _norm_groups() -> None:
+def offloaded_shards() -> None:
+    """Let views of fp32 weights be optimized."""
+    cls = _core("optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        for param in (p for group in params for p in group["params"]):
+            if not param.is_leaf:
+                param.retain_grad()
+        original(self, params, *args, **kwargs)
+
+    cls.__init__ = __init__
+
+
+def offloaded_main_weights() -> None:
+    """Copy to host memory what is optimized in the end."""
+    cls = _core("optimizer.optimizer").Float16OptimizerWithFloat16Params
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, optimizer, *args, **kwargs)
+        if isinstance(optimizer, _core("optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer):
+            optimizer._init_sub_optimizers()
+
+    cls.__init__ = __init__
+
+
+def offloaded_copies() -> None:
+    """Know copies in host memory by having made them."""
+    cls = _core("optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
+    original = cls._get_sub_optimizer_param_groups
+
+    @functools.wraps(original)
+    def groups(self: Any, offload_fraction: float) -> Any:
+        host, device, copies, originals, fp32 = original(self, offload_fraction)
+        cut = [({**g, "params": []}, {**g, "params": []}) for g in device]
+        for group, (copied, kept) in zip(device, cut, strict=True):
+            for param in group["params"]:
+                (copied if param in originals else kept)["params"].append(param)
+        host = [*host, *(copied for copied, _ in cut if copied["params"])]
+        return host, [kept for _, kept in cut if kept["params"]], copies, originals, fp32
+
+    cls._get_sub_optimizer_param_groups = groups
+
+
+def norm_groups() -> None:
+    """Ask the mesh for the ranks of its last dimension, and compare ranks."""
     from torch.distributed.tensor import DTensor
 
     def group_of(tensor: torch.Tensor, known: Any = None) -> Any:
@@ -24,15 +75,17 @@ def _norm_groups() -> None:
         assert known is None or ranks(known) == ranks(group), "gradients of one norm are spread over different ranks"
         return group
 
-    core("optimizer.clip_grads").get_data_parallel_group_if_dtensor = group_of
+    _core("optimizer.clip_grads").get_data_parallel_group_if_dtensor = group_of
 
 
-def _fsdp_te_linear() -> None:
-    core("distributed.fsdp.mcore_fsdp_adapter").TELinear = ()
+def fsdp_te_linear() -> None:
+    """Say that no layer is TransformerEngine's."""
+    _core("distributed.fsdp.mcore_fsdp_adapter").TELinear = ()
 
 
-def _fsdp_optim_replicas() -> None:
-    cls = core("distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer").ParamAndGradBuffer
+def fsdp_optim_replicas() -> None:
+    """Sum a replica's gradients with those of the others."""
+    cls = _core("distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer").ParamAndGradBuffer
     original = cls.reduce_scatter_gradients
 
     @functools.wraps(original)
@@ -47,8 +100,9 @@ def _fsdp_optim_replicas() -> None:
     cls.reduce_scatter_gradients = reduce_scatter_gradients
 
 
-def _fsdp_lone_rank() -> None:
-    cls = core("distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer").GradReducePipeline
+def fsdp_lone_rank() -> None:
+    """Leave a gradient that no other rank shares as it is."""
+    cls = _core("distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer").GradReducePipeline
     original = cls._bucket_group_gradient_reduce
 
     @functools.wraps(original)
@@ -67,8 +121,9 @@ def _fsdp_lone_rank() -> None:
     cls._bucket_group_gradient_reduce = reduce
 
 
-def _fsdp_meshes() -> None:
-    module = core("distributed.fsdp.mcore_fsdp_adapter")
+def fsdp_meshes() -> None:
+    """Derive a mesh from the groups that this rank is in, whatever else there is in the world."""
+    module = _core("distributed.fsdp.mcore_fsdp_adapter")
 
     def mesh(*groups: Any) -> torch.Tensor:
         here, found = torch.distributed.get_rank(), torch.tensor([0])
@@ -81,8 +136,9 @@ def _fsdp_meshes() -> None:
     module._get_hsdp_tp_mesh = mesh
 
 
-def _fsdp_tied_stages() -> None:
-    module = core("distributed.finalize_model_grads")
+def fsdp_tied_stages() -> None:
+    """Sum this rank's parts of the gradient in place."""
+    module = _core("distributed.finalize_model_grads")
     original, unwrap = module._allreduce_embedding_grad, module.get_attr_wrapped_model
 
     @functools.wraps(original)
@@ -98,8 +154,9 @@ def _fsdp_tied_stages() -> None:
     module._allreduce_embedding_grad = reduce
 
 
-def _fsdp_unscaling() -> None:
-    cls = core("optimizer.distrib_optimizer").DistributedOptimizer
+def fsdp_unscaling() -> None:
+    """Unscale the gradients that there are."""
+    cls = _core("optimizer.distrib_optimizer").DistributedOptimizer
     original = cls._collect_main_grad_data_for_unscaling
 
     @functools.wraps(original)
@@ -110,61 +167,3 @@ def _fsdp_unscaling() -> None:
         return [p.grad._local_tensor for p in params if p.grad is not None]
 
     cls._collect_main_grad_data_for_unscaling = gradients
-
-
-FSDP_FIXES: tuple[Fix, ...] = (
-    Fix(
-        "norm-groups",
-        "utils.py:1074",
-        "Asks the mesh of a gradient for its one group: RuntimeError where it has two dimensions (FSDP2's replicas). "
-        "And takes two groups of the same ranks (dense, expert) for different ones: AssertionError.",
-        "everywhere",
-        _norm_groups,
-    ),
-    Fix(
-        "fsdp-te-linear",
-        "distributed/fsdp/mcore_fsdp_adapter.py:184",
-        "Without TransformerEngine TELinear is a MagicMock: isinstance raises TypeError under tensor parallelism.",
-        "without TransformerEngine",
-        _fsdp_te_linear,
-    ),
-    Fix(
-        "fsdp-optim-replicas",
-        "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:2906",
-        "With only optimizer state spread (optim), gradients are reduced within a replica and never between them: "
-        "each silently trains on samples of its own.",
-        "everywhere",
-        _fsdp_optim_replicas,
-    ),
-    Fix(
-        "fsdp-lone-rank",
-        "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:3263",
-        "In a group of one rank (ep = dp) the reduced gradient is added to itself: silently doubled, and those of "
-        "earlier micro-batches again at each later one.",
-        "everywhere",
-        _fsdp_lone_rank,
-    ),
-    Fix(
-        "fsdp-meshes",
-        "distributed/fsdp/mcore_fsdp_adapter.py:369",
-        "Takes the data- and tensor-parallel ranks for the whole world: EinopsError with pipeline stages.",
-        "everywhere",
-        _fsdp_meshes,
-    ),
-    Fix(
-        "fsdp-tied-stages",
-        "distributed/finalize_model_grads.py:259",
-        "With megatron-core's FSDP the gradient of an embedding that two stages hold is set to this rank's part of "
-        "it: RuntimeError about its size. The sum in place is all that is needed.",
-        "everywhere",
-        _fsdp_tied_stages,
-    ),
-    Fix(
-        "fsdp-unscaling",
-        "optimizer/distrib_optimizer.py:2312",
-        "Unscales fp16's gradient of every weight, also where a rank owns no part of it: AttributeError of None.",
-        "everywhere",
-        _fsdp_unscaling,
-    ),
-)
-"""Those fixes, in the order in which they are applied."""

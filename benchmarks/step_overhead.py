@@ -1,0 +1,184 @@
+"""What a step of mtrain costs beside megatron-core's own objects driven by a bare loop, on the same model.
+
+    python benchmarks/step_overhead.py [--pairs 60] [--out FILE] [OVERRIDES ...]
+
+Both train in this one process, on one rank with one thread, from the same weights and the same samples, a step of one
+and a step of the other in turn, the order swapped every time. Ratios are of medians, in seconds of the CPU (which a
+busy machine disturbs least) and of the wall; the quartiles of the ratio of neighbouring steps say how far noise goes.
+mtrain's step is the whole of it: reading samples, forward, backward, update, the report over all ranks, and every hook
+of a training run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+DEFAULTS = ["model=llama_tiny", "parallel=single", "data=mock", "data.seq_length=256", "trainer.global_batch_size=2"]
+
+
+def main() -> int:
+    """Run the comparison and print it; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=60, help="steps of each")
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    parser.add_argument("overrides", nargs="*", help="keys of the configuration")
+    options = parser.parse_args()
+    result = measured(DEFAULTS + options.overrides, options.pairs)
+    print(json.dumps(result, indent=2))
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def measured(words: list[str], pairs: int) -> dict[str, Any]:
+    """Median seconds of a step of each, and their ratio."""
+    from mtrain import mcore as door
+    from mtrain.cli.setup import load
+    from mtrain.devices import registry
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    door.open_door(registry.get("cpu"))
+    from mtrain.world.init import joined
+
+    run = load(words).run
+    with joined(run) as world, tempfile.TemporaryDirectory() as folder:
+        ours, stop = mtrain_step(run, world, Path(folder))
+        bare = bare_step(run, world)
+        losses = [(ours(), bare()) for _ in range(5)]
+        assert all(abs(a - b) < 1e-6 * abs(b) for a, b in losses), f"they train differently: {losses}"
+        clocks = {"cpu": time.process_time, "wall": time.perf_counter}
+        seconds: dict[str, dict[str, list[float]]] = {c: {"mtrain": [], "bare": []} for c in clocks}
+        for i in range(pairs):
+            for name, step in sorted({"mtrain": ours, "bare": bare}.items(), reverse=i % 2 == 0):
+                begin = {c: clock() for c, clock in clocks.items()}
+                step()
+                for c, clock in clocks.items():
+                    seconds[c][name].append(clock() - begin[c])
+        stop()
+    return {**{c: compared(values) for c, values in seconds.items()}, "pairs": pairs, **circumstances()}
+
+
+def compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians, their ratio, and the quartiles of the ratio of neighbouring steps."""
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    ratios = [a / b for a, b in zip(seconds["mtrain"], seconds["bare"], strict=True)]
+    return {
+        "ratio_of_medians": medians["mtrain"] / medians["bare"],
+        "quartiles_of_neighbours": statistics.quantiles(ratios, n=4),
+        "median_seconds": medians,
+    }
+
+
+def mtrain_step(run: Any, world: Any, folder: Path) -> tuple[Callable[[], float], Callable[[], None]]:
+    """One step of a training run with its hooks, and what ends it."""
+    from mtrain.train import hooks
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.progress import Progress
+    from mtrain.train.step import train_step
+    from mtrain.train.trainer import check_finite
+
+    parts = assemble(run, world, splits_of(run))
+    log = run.log.model_copy(update={"progress": "none"})
+    progress = Progress(run.model_copy(update={"log": log}), speaks=True)
+    metrics = hooks.Metrics(folder)
+    chain = [metrics, progress, hooks.Evaluation(metrics, progress)]
+    for hook in chain:
+        hook.start(parts)
+
+    def step() -> float:
+        result = train_step(parts, stop_requested=False)
+        check_finite(result)
+        for hook in chain:
+            hook.after_step(parts, result)
+        return result.loss
+
+    return step, lambda: [hook.finish(parts) for hook in (metrics,)] and None
+
+
+def bare_step(run: Any, world: Any) -> Callable[[], float]:
+    """The shortest loop around megatron-core's objects that trains the same model on the same samples."""
+    from mtrain.build.model import build_model
+    from mtrain.build.optim import build_optimizer, build_schedule
+    from mtrain.data import open_splits, prepare
+    from mtrain.mcore import api
+
+    chunks = build_model(run, world)
+    optimizer = build_optimizer(run, chunks)
+    schedule = build_schedule(run, optimizer)
+    config, model = chunks[0].config, chunks[0]
+    config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, api.finalize_model_grads
+    samples = open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), ("train",)).train
+    schedule_of_steps = api.get_forward_backward_func()
+    batch, micro, seq = run.trainer.global_batch_size, run.trainer.micro, run.data.seq_length
+    used = 0
+
+    def forward_step(iterator: Iterator[Any], chunk: Any) -> Any:
+        import torch
+
+        tokens, labels, positions, mask = next(iterator)
+
+        def loss(losses: Any) -> Any:
+            total, count = (losses.float() * mask).sum(), mask.sum()
+            return total, count.int(), {"loss": torch.stack([total.detach(), count])}
+
+        return chunk(tokens, positions, None, labels=labels), loss
+
+    def step() -> float:
+        import numpy as np
+        import torch
+
+        nonlocal used
+        windows = torch.from_numpy(samples.batch(np.arange(used, used + batch)))
+        used += batch
+        positions = torch.arange(seq).expand(micro, seq).contiguous()
+        mask = torch.ones(micro, seq)
+        batches = [
+            (part[:, :-1].contiguous(), part[:, 1:].contiguous(), positions, mask) for part in windows.split(micro)
+        ]
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports = schedule_of_steps(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=model,
+            num_microbatches=len(batches),
+            seq_length=seq,
+            micro_batch_size=micro,
+            forward_only=False,
+        )
+        schedule.step(1)
+        optimizer.step()
+        total, count = torch.stack([r["loss"].double() for r in reports]).sum(0).tolist()
+        return total / count
+
+    return step
+
+
+def circumstances() -> dict[str, Any]:
+    """Where and with what this was measured."""
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "megatron-core": "0.16.1"}
+    words = ["benchmarks/step_overhead.py", *sys.argv[1:]]
+    return {
+        "device": f"cpu, {torch.get_num_threads()} threads",
+        "versions": versions,
+        "commit": commit,
+        "command": "python " + " ".join(words),
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

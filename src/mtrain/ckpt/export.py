@@ -1,0 +1,96 @@
+"""The weights of a checkpoint as whole tensors: files that depend on no layout and on no optimizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from mtrain.ckpt import folder
+from mtrain.ckpt.store import Checkpoint
+
+OPTIMIZER = ("exp_avg.", "exp_avg_sq.", "main_weight.", "momentum_buffer.")
+"""What the keys of the optimizer's tensors begin with."""
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    files: tuple[Path, ...]
+    tensors: int
+    elements: int
+    """Numbers in all tensors: the parameters of the model, and a router's balancing biases where it has them."""
+
+
+def weight_keys(checkpoint: Checkpoint) -> list[str]:
+    """Keys of the model's own tensors, in order."""
+    return sorted(key for key in checkpoint.manifest["tensors"] if not key.startswith(OPTIMIZER))
+
+
+def export(checkpoint: Checkpoint, out: Path, tokenizer: Path | None = None) -> Exported:
+    """Write the weights of `checkpoint` to the new folder `out` as safetensors files and an index.
+
+    A tensor has its name in megatron-core and its whole shape; layers are counted over the whole model, experts are
+    the first axis of theirs. Beside them: `run.yaml`, and the tokenizer if there is one. One file is in memory at a
+    time. The folder appears when everything is in it.
+
+    Raises:
+        Damaged: the checkpoint's pieces do not make up a tensor.
+        FileExistsError: `out` is there.
+    """
+    if out.exists():
+        raise FileExistsError(out)
+    draft = out.with_name(f".exporting-{out.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    groups = list(_files(checkpoint))
+    placed: dict[str, str] = {}
+    total_bytes = elements = 0
+    for i, keys in enumerate(groups, 1):
+        name = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        tensors = {key: checkpoint.whole(key) for key in keys}
+        save_file(tensors, draft / name, metadata={"format": "pt", "step": str(checkpoint.step)})
+        placed |= dict.fromkeys(keys, name)
+        total_bytes += sum(t.numel() * t.element_size() for t in tensors.values())
+        elements += sum(t.numel() for t in tensors.values())
+    folder.write_json(draft / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": placed})
+    shutil.copyfile(checkpoint.path / folder.RUN_FILE, draft / folder.RUN_FILE)
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer, draft / tokenizer.name)
+    draft.rename(out)
+    return Exported(tuple(sorted(out.iterdir())), len(placed), elements)
+
+
+def read(exported: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of an exported folder by name, a file at a time."""
+    from safetensors.torch import load_file
+
+    index = json.loads((exported / INDEX).read_text())
+    for name in sorted(set(index["weight_map"].values())):
+        yield from load_file(exported / name).items()
+
+
+def _files(checkpoint: Checkpoint) -> Iterator[list[str]]:
+    """Keys of each file: as many as fit in `SHARD_BYTES`, at least one."""
+    entries: dict[str, Any] = checkpoint.manifest["tensors"]
+    held: list[str] = []
+    size = 0
+    for key in weight_keys(checkpoint):
+        width = getattr(torch, entries[key]["dtype"]).itemsize
+        need = prod(entries[key]["shape"]) * width
+        if held and size + need > SHARD_BYTES:
+            yield held
+            held, size = [], 0
+        held.append(key)
+        size += need
+    yield held

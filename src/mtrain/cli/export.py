@@ -1,0 +1,49 @@
+"""`export RUN OUT`: the weights of a checkpoint as whole tensors, for whatever comes after training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mtrain.ckpt import folder as ckpt_folder
+from mtrain.cli.resume import target_of
+from mtrain.errors import BadInput, Problem
+from mtrain.launching.folder import CHECKPOINTS
+from mtrain.units import bytes_, count
+
+USAGE = "python launch.py export runs/<name> OUT_FOLDER"
+
+
+def run(argv: list[str], *, debug: bool) -> int:
+    """Write the newest checkpoint of a run, or the checkpoint named, to a new folder; returns the exit code."""
+    target, rest = target_of(argv, "export", USAGE)
+    if len(rest) != 1 or "=" in rest[0]:
+        raise BadInput([Problem("MT002", "", None, "export needs the folder to write", USAGE)])
+    out, checkpoint = Path(rest[0]).expanduser(), newest(target)
+    if out.exists():
+        raise BadInput([Problem("MT507", "", None, f"{out} is there; export writes a new folder", f"{out}-2")])
+    from mtrain import mcore as door
+    from mtrain.devices import registry
+
+    door.open_door(registry.get("cpu"))  # the reader of checkpoints speaks of megatron-core's tensors
+    from mtrain.ckpt.export import export
+    from mtrain.ckpt.store import Checkpoint
+
+    tokenizer = (target.parent.parent if target.parent.name == CHECKPOINTS else target) / "tokenizer.json"
+    done = export(Checkpoint.open(checkpoint), out, tokenizer if tokenizer.is_file() else None)
+    size = sum(file.stat().st_size for file in done.files)
+    print(f"exported {checkpoint}: {done.tensors} tensors, {count(done.elements)} numbers, {bytes_(size)} in {out}")
+    return 0
+
+
+def newest(target: Path) -> Path:
+    """The newest checkpoint of a run folder, or the checkpoint folder itself.
+
+    Raises:
+        BadInput: the run has none yet.
+    """
+    if target.parent.name == CHECKPOINTS or (target / ckpt_folder.MANIFEST).is_file():
+        return target
+    saved = ckpt_folder.committed(target / CHECKPOINTS)
+    if not saved:
+        raise BadInput([Problem("MT502", "", None, f"{target} has no checkpoint yet", USAGE)])
+    return saved[-1]

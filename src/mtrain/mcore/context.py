@@ -1,0 +1,130 @@
+"""How attention sees a sequence that is cut over ranks: rings, exchanges of sequence for heads, and both."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
+from torch import Tensor
+
+
+class Context:
+    """The context-parallel ranks of one attention layer, by the way in which they talk (`parallel.cp_comm_type`).
+
+    `inner` ranks exchange the sequence for heads (all-to-all); `outer` ranks pass keys and values around a ring. With
+    `all_gather` every rank gathers all keys and values instead. A rank holds chunks r and 2c-1-r of the 2c chunks of
+    every sequence, the layout that megatron-core cuts batches and rotary embeddings to.
+    """
+
+    def __init__(self, group: Any, kind: str | None) -> None:
+        self.group, self.kind = group, kind or "all_gather"
+        self.inner = self.outer = None
+        if self.kind == "a2a":
+            self.inner = group
+        elif self.kind == "p2p":
+            self.outer = group
+        elif self.kind == "a2a+p2p":
+            self.inner, self.outer = parallel_state.get_hierarchical_context_parallel_groups()
+        elif self.kind != "all_gather":
+            raise ValueError(f"cp_comm_type {self.kind!r} is none of all_gather, p2p, a2a, a2a+p2p")
+
+    @property
+    def inner_size(self) -> int:
+        """Ranks that share the heads of one sequence."""
+        return self.inner.size() if self.inner else 1
+
+    def head_slice(self, heads: int) -> slice:
+        """Which of this tensor-parallel rank's heads are here while the sequence is exchanged for them."""
+        share = heads // self.inner_size
+        first = (self.inner.rank() if self.inner else 0) * share
+        return slice(first, first + share)
+
+    def positions(self, tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+        """Places [outer ranks, tokens of a block] in the batch of what each ring rank holds after the exchange.
+
+        `tokens` is what one rank holds before it.
+        """
+        every = context_positions(tokens * self.group.size(), self.group.size(), cu_seqlens, device)
+        return every.view(-1, self.inner_size * tokens)
+
+    @property
+    def block(self) -> int:
+        """Which block of `positions` is this rank's."""
+        return self.group.rank() // self.inner_size
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """[s, b, n, d] of one rank's tokens and all heads to [inner * s, b, n / inner, d]."""
+        if self.inner is None:
+            return x
+        s, b, n, d = x.shape
+        parts = x.view(s, b, self.inner_size, n // self.inner_size, d).permute(2, 0, 1, 3, 4).contiguous()
+        return all_to_all(self.inner, parts).flatten(0, 1)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """[inner * s, b, w] of some heads back to [s, b, inner * w] of this rank's tokens and all heads."""
+        if self.inner is None:
+            return x
+        _, b, w = x.shape
+        parts = all_to_all(self.inner, x.reshape(self.inner_size, -1, b, w))
+        return parts.permute(1, 2, 0, 3).reshape(-1, b, self.inner_size * w)
+
+    def pass_on(self, x: Tensor) -> Tensor:
+        """What the rank before in the ring gave to this call; the gradient travels back."""
+        return _Pass.apply(x, self.outer)
+
+    def gathered(self, key: Tensor, value: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values [c * s, b, n, d] in the order of the sequence."""
+        both = torch.cat([key, value], dim=-1)  # one collective instead of two
+        both = gather_from_sequence_parallel_region(both, group=self.group)
+        both = both.index_select(0, torch.argsort(positions.flatten()))
+        key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        return key, value
+
+
+class _Pass(torch.autograd.Function):
+    """Give to the next rank of a ring and take from the one before; gradients go the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _exchange(x, group, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _exchange(grad, ctx.group, -1), None
+
+
+def _exchange(x: Tensor, group: Any, step: int) -> Tensor:
+    size, rank, sent = group.size(), group.rank(), x.contiguous()
+    got = torch.empty_like(sent)
+    to, source = (dist.get_global_rank(group, (rank + way) % size) for way in (step, -step))
+    give, take = dist.P2POp(dist.isend, sent, to, group), dist.P2POp(dist.irecv, got, source, group)
+    for request in dist.batch_isend_irecv([give, take]):
+        request.wait()
+    return got
+
+
+def context_positions(
+    tokens: int, ranks: int, cu_seqlens: Tensor | None, device: torch.device | None = None
+) -> Tensor:
+    """Positions [ranks, tokens / ranks] that each context-parallel rank holds, in its order.
+
+    Every sequence (all `tokens`, or each between two entries of `cu_seqlens`) is cut into 2 * ranks chunks of which
+    rank r holds r and 2 * ranks - 1 - r, so that each has as much causal work as the others.
+    Raises `ValueError` where a sequence cannot be cut so, or the sequences do not make up `tokens`.
+    """
+    bounds = [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
+    if bounds[-1] != tokens:
+        raise ValueError(f"packed sequences end at {bounds[-1]}, not at the {tokens} tokens of the batch")
+    held: list[list[Tensor]] = [[] for _ in range(ranks)]
+    for start, stop in pairwise(bounds):
+        if (stop - start) % (2 * ranks):
+            raise ValueError(f"a sequence of {stop - start} tokens is not cut into {2 * ranks} equal chunks")
+        chunks = torch.arange(start, stop, device=device).view(2 * ranks, -1)
+        for rank in range(ranks):
+            held[rank] += [chunks[rank], chunks[2 * ranks - 1 - rank]]
+    return torch.stack([torch.cat(parts) for parts in held])

@@ -1,0 +1,282 @@
+"""How each defect in `mtrain.mcore.fixes` is mended: a function each, which changes megatron-core in this process."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def _core(module: str) -> Any:
+    return importlib.import_module(f"megatron.core.{module}")
+
+
+def router_gemm() -> None:
+    """Say that there is no GEMM of TransformerEngine."""
+    _core("transformer.moe.moe_utils").te_general_gemm = None
+
+
+def mla_flag() -> None:
+    """Say that there is no TransformerEngine."""
+    _core("transformer.multi_latent_attention").HAVE_TE = False
+
+
+def mla_down_projection() -> None:
+    """Let the portable projection, whose weight is whole on every rank, stand for the one that is named."""
+    from mtrain.mcore.layers import DuplicatedLinear
+
+    _core("transformer.multi_latent_attention").Linear = DuplicatedLinear
+
+
+def mla_query_norm() -> None:
+    """Mark the query norm for a mean over tensor-parallel ranks where the sum would be wrong."""
+    cls = _core("transformer.multi_latent_attention").MLASelfAttention
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, config, *args, **kwargs)
+        if config.q_lora_rank is not None and not config.sequence_parallel:
+            for parameter in self.q_layernorm.parameters():
+                parameter.average_gradients_across_tp_domain = True
+
+    cls.__init__ = __init__
+
+
+def reduce_result() -> None:
+    """Return the tensor that was summed."""
+
+    def _reduce(input_: torch.Tensor, group: Any) -> torch.Tensor:
+        if group.size() > 1:
+            input_ = input_.contiguous()
+            torch.distributed.all_reduce(input_, group=group)
+        return input_
+
+    _core("tensor_parallel.mappings")._reduce = _reduce
+
+
+def moe_loss_tokens() -> None:
+    """Weigh balancing and z-losses with the tokens of all ranks that share them."""
+    router, moe = _core("transformer.moe.router"), _core("transformer.moe.moe_utils")
+    cls = router.TopKRouter
+    attach, z_loss = cls.attach_and_log_load_balancing_loss, cls.apply_z_loss
+
+    @functools.wraps(attach)
+    def attach_whole(self: Any, activation: Any, coeff: Any, loss: Any, name: str, group: Any, *args: Any, **kw: Any):  # type: ignore[no-untyped-def]
+        if self.calculate_per_token_loss:
+            local = kw.get("valid_token_count")
+            kw["valid_token_count"] = (activation.shape[0] if local is None else local) * group.size()
+        return attach(self, activation, coeff, loss, name, group, *args, **kw)
+
+    @functools.wraps(z_loss)
+    def apply_z_loss(self: Any, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
+        if not self.calculate_per_token_loss or self.config.moe_z_loss_coeff is None:
+            return z_loss(self, logits, padding_mask)
+        scale, tokens = moe.MoEAuxLossAutoScaler, logits.shape[0] if padding_mask is None else (~padding_mask).sum()
+        if self.training and torch.is_grad_enabled():
+            loss = moe.z_loss_func(logits, self.config.moe_z_loss_coeff, padding_mask=padding_mask)
+            logits = scale.apply(logits, loss * tokens)
+            layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
+            share = loss / self.config.moe_z_loss_coeff / self.tp_cp_group.size()
+            moe.save_to_aux_losses_tracker("z_loss", share, self.layer_number, layers)
+        return logits
+
+    cls.attach_and_log_load_balancing_loss = attach_whole
+    cls.apply_z_loss = apply_z_loss
+
+
+def expert_gradients() -> None:
+    """Mark experts that are cut otherwise than dense weights as what they are."""
+    cls = _core("transformer.moe.moe_layer").MoELayer
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, config, *args, **kwargs)
+        if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+            for parameter in self.experts.parameters():
+                parameter.allreduce = False
+
+    cls.__init__ = __init__
+
+
+def mtp_tied_output() -> None:
+    """Take the unused weight out of a tied output layer."""
+    cls = _core("models.gpt.gpt_model").GPTModel
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.share_embeddings_and_output_weights and self.mtp_process and self.post_process:
+            self.output_layer.weight = None
+
+    cls.__init__ = __init__
+
+
+def mtp_without_labels() -> None:
+    """Leave further predictions out where there are no labels."""
+    cls = _core("models.gpt.gpt_model").GPTModel
+    original = cls._postprocess
+
+    @functools.wraps(original)
+    def _postprocess(self: Any, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        predictions = self.config.mtp_num_layers
+        if labels is not None or not predictions:
+            return original(self, *args, labels=labels, **kwargs)
+        self.config.mtp_num_layers = None
+        try:
+            return original(self, *args, labels=None, **{**kwargs, "mtp_in_postprocess": False})
+        finally:
+            self.config.mtp_num_layers = predictions
+
+    cls._postprocess = _postprocess
+
+
+def uneven_splits() -> None:
+    """Gather and scatter pieces of different sizes with collectives that gloo has."""
+    mappings, dist = _core("tensor_parallel.mappings"), torch.distributed
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    @functools.wraps(gather)
+    def gather_uneven(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kw: Any) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, *args, **kw)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = input_.new_zeros((max(*sizes, 1), *input_.shape[1:]))
+        padded[: input_.shape[0]] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    @functools.wraps(scatter)
+    def scatter_uneven(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kw: Any) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(input_, group, input_split_sizes, *args, **kw)
+        total = input_.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total.split([int(size) for size in input_split_sizes])[group.rank()].contiguous()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, scatter_uneven
+
+
+def gradient_norm() -> None:
+    """Add squares up in fp64."""
+
+    def l2_norm(chunk_size: int, flag: Any, lists: list[list[torch.Tensor]], per_tensor: bool, *_: Any) -> Any:
+        norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for tensors in lists for t in tensors]
+        return torch.linalg.vector_norm(torch.stack(norms)).float().view(1), None
+
+    _core("optimizer.clip_grads").l2_norm_impl = l2_norm
+
+
+def _is_torch_adam(optimizer: Any) -> bool:
+    return isinstance(optimizer, torch.optim.Adam)
+
+
+def _allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
+    """Zero moments and a step counter for each parameter, as before a first step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if "step" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state.setdefault("exp_avg", torch.zeros_like(parameter))
+                state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
+
+
+def optimizer_state_before_first_step() -> None:
+    """Make Adam's state before it is asked for."""
+    cls = _core("optimizer.distrib_optimizer").DistributedOptimizer
+    original = cls.state_dict
+
+    @functools.wraps(original)
+    def state_dict(self: Any) -> Any:
+        if _is_torch_adam(self.optimizer):
+            _allocate_adam_state(self.optimizer)
+        return original(self)
+
+    cls.state_dict = state_dict
+
+
+def optimizer_state_loading() -> None:
+    """Copy what was saved into the moments and the main weight alone."""
+    cls = _core("optimizer.distrib_optimizer").DistributedOptimizer
+    original = cls._set_main_param_and_optimizer_states
+
+    @functools.wraps(original)
+    @torch.no_grad()
+    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
+        if not _is_torch_adam(self.optimizer):
+            return original(self, model_param, tensors)
+        group, order = self.model_param_group_index_map[model_param]
+        main = self.optimizer.param_groups[group]["params"][order]
+        # "step" is not among what is loaded per parameter, or is a placeholder there; load_state_dict sets it
+        for name, state in {"param": main, **self.optimizer.state[main]}.items():
+            if name != "step" and name in tensors:
+                state.copy_(tensors[name])
+        return None
+
+    cls._set_main_param_and_optimizer_states = _set_main_param_and_optimizer_states
+
+
+def optimizer_step_counters() -> None:
+    """Give each parameter a step counter of its own."""
+    cls = _core("optimizer.distrib_optimizer").DistributedOptimizer
+    original = cls.load_state_dict
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        original(self, state_dict)
+        if _is_torch_adam(self.optimizer):
+            for state in self.optimizer.state.values():
+                if "step" in state:
+                    state["step"] = state["step"].clone()
+
+    cls.load_state_dict = load_state_dict
+
+
+def checkpoint_without_fp8() -> None:
+    """Make the default of the flag mean that FP8 is off."""
+    _core("tensor_parallel.random").CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
+def recomputed_bias() -> None:
+    """Hand a bias out of the first forward as a copy that has no history."""
+    cls = _core("tensor_parallel.random").CheckpointFunction
+    original = cls.forward
+
+    def forward(ctx: Any, run_function: Callable[..., Any], distribute: bool, *args: Any) -> Any:
+        @functools.wraps(run_function)
+        def without_parameters(*inputs: Any) -> Any:
+            outputs = run_function(*inputs)
+            if torch.is_grad_enabled() or not isinstance(outputs, tuple):
+                return outputs
+            return tuple(o.detach() if isinstance(o, torch.nn.Parameter) else o for o in outputs)
+
+        return original(ctx, without_parameters, distribute, *args)
+
+    cls.forward = staticmethod(forward)
+
+
+def torch_norm() -> None:
+    """Let the portable norm stand for the one that models take by default."""
+    from mtrain.mcore.layers import Norm
+
+    def __new__(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        return Norm(config, hidden_size, eps)
+
+    _core("transformer.torch_norm").WrappedTorchNorm.__new__ = staticmethod(__new__)
+
+
+def _is_no_rng_remark(record: logging.LogRecord) -> bool:
+    return record.getMessage() != "CPU RNG state changed within GPU RNG context"
+
+
+def rng_remark() -> None:
+    """Keep the remark out of the log."""
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_no_rng_remark)

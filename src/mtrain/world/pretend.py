@@ -1,0 +1,51 @@
+"""Being one rank of a world that is not there: groups that talk to nobody, tensors with a shape and no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mtrain import mcore as door
+from mtrain.config.run import RunConfig
+from mtrain.devices import cpu_namespace, registry
+from mtrain.layout import stages
+from mtrain.layout.grid import RankGrid
+from mtrain.world.init import World, make_groups, seed_generators
+
+
+@contextmanager
+def pretended(run: RunConfig, rank: int) -> Iterator[World]:
+    """The world of a resolved configuration as its rank `rank` sees it, in this process alone.
+
+    What is built inside has the shapes, the groups and the layers of that rank and takes no memory; collectives
+    return at once and change nothing. Works for worlds of thousands of ranks. megatron-core is adapted to the CPU
+    for it, whatever device the run is meant for.
+
+    Raises:
+        ValueError: the layout has no such rank.
+        RuntimeError: torch.distributed is in use in this process.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    grid = RankGrid.of(run)
+    coords = grid.coords(rank)
+    if dist.is_initialized():
+        raise RuntimeError("this process is a rank of a real world already")
+    device = registry.get("cpu")
+    door.open_door(device)
+    from mtrain.mcore import api as mcore
+
+    embedding_stages = stages.embedding_stages(run)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.world)
+    try:
+        make_groups(grid, run, embedding_stages, timedelta(seconds=1))
+        seed_generators(run.trainer.seed)
+        with torch.device("meta"), cpu_namespace.shapes_only():
+            yield World(rank, 0, grid, device, torch.device("meta"), coords, embedding_stages)
+    finally:
+        mcore.parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -1,0 +1,228 @@
+"""`prove` over every kind of layout, and over the faults that it exists to find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtrain.cli import prove
+from mtrain.cli.setup import load
+from mtrain.errors import TrainingFault
+from mtrain.launching import local
+from tests.support.runs import whole_tensors
+
+DEEPSEEK = "model=deepseek_tiny"
+MIXTRAL = "model=mixtral_tiny"
+LAYOUTS = {
+    "tp2": "parallel=tp2",
+    "tp2 sequence parallel": "parallel=tp2sp",
+    "tp4": "parallel=tp4",
+    "pp2": "parallel=pp2",
+    "pp4": "parallel=pp4",
+    "pp2vpp2": "parallel=pp2vpp2",
+    "uneven stages by sizes": "parallel=pp2 model.num_layers=7 parallel.layers_per_stage=[4,3]",
+    "uneven stages by a layout": "parallel=pp2vpp2 model.num_layers=5 parallel.pipeline_layout=Et|tt|t|tL",
+    "embedding and loss count as layers": "parallel=pp4 model.num_layers=6 "
+    "parallel.account_for_embedding_in_pipeline_split=true parallel.account_for_loss_in_pipeline_split=true",
+    "dp2": "parallel=dp2",
+    "dp2 distributed optimizer overlapped": "parallel=dp2 parallel.distributed_optimizer=true "
+    "parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true",
+    "cp2 all-gather": "parallel=cp2 parallel.cp_comm_type=all_gather",
+    "cp2 ring": "parallel=cp2 parallel.cp_comm_type=p2p",
+    "cp2 all-to-all": "parallel=cp2 parallel.cp_comm_type=a2a",
+    "cp4": "parallel=cp4",
+    "cp4 hierarchical": "parallel=cp4 parallel.cp_comm_type=a2a+p2p parallel.hierarchical_cp_sizes=[2,2]",
+    "ep2": f"{MIXTRAL} parallel=ep2",
+    "ep2 allgather dispatcher": f"{MIXTRAL} parallel=ep2 model.moe.token_dispatcher_type=allgather",
+    "ep2tp2 etp1": f"{MIXTRAL} parallel=tp2ep2etp1sp",
+    "ep2tp2 etp2": f"{MIXTRAL} parallel=tp2ep2etp2sp",
+    "tp2 etp1 without ep": f"{MIXTRAL} parallel=tp2etp1sp",
+    "tp2pp2": "parallel=tp2pp2",
+    "tp2pp2dp2": "parallel=tp2pp2dp2",
+    "tp2cp2": "parallel=tp2cp2",
+    "pp2cp2": "parallel=pp2cp2",
+    "pp2vpp2tp2": "parallel=tp2pp2vpp2",
+    "pp2ep2": f"{MIXTRAL} parallel=pp2ep2",
+    "tp2pp2ep2 of a small DeepSeek-V3": f"{DEEPSEEK} parallel=tp2pp2ep2etp1sp",
+    "cp2 all-to-all of latent attention": f"{DEEPSEEK} parallel=cp2 parallel.cp_comm_type=a2a",
+    "multi-token prediction in a stage of its own": "parallel=pp4 model.num_layers=5 model.mtp_num_layers=1 "
+    "parallel.pipeline_layout=Ett|ttt|m|L",
+    "two predictions, tied": "parallel=pp2 model.mtp_num_layers=2 model.tie_word_embeddings=true",
+    "tied embeddings pp2": "parallel=pp2 model.tie_word_embeddings=true",
+    "fewer key/value heads than tp": "parallel=tp4 model.num_query_groups=2",
+    "sinkhorn": f"{MIXTRAL} parallel=ep2 model.moe.router_load_balancing_type=sinkhorn model.moe.aux_loss_coeff=0",
+    "capacity and padding": f"{MIXTRAL} parallel=ep2 model.moe.expert_capacity_factor=1.0 "
+    "model.moe.pad_expert_input_to_capacity=true",
+    "overlapped shared experts": f"{MIXTRAL} parallel=tp2ep2sp model.moe.shared_expert_intermediate_size=256 "
+    "model.moe.shared_expert_overlap=true",
+    "sequence-wise balancing, z-loss": f"{MIXTRAL} parallel=tp2cp2ep2sp model.moe.z_loss_coeff=0.01 "
+    "model.moe.router_load_balancing_type=seq_aux_loss",
+    "window and sinks": "parallel=tp2cp2sp model.window_size=8 model.window_attn_skip_freq=2 "
+    "model.softmax_type=learnable parallel.cp_comm_type=p2p",
+    "packed dp2": "parallel=dp2 data.packed=true",
+    "packed cp2 ring": "parallel=cp2 data.packed=true parallel.cp_comm_type=p2p model.mtp_num_layers=1",
+    "packed tp2cp2 all-to-all": "parallel=tp2cp2sp data.packed=true parallel.cp_comm_type=a2a",
+    "full recomputation": "parallel=tp2pp2sp parallel.recompute.granularity=full parallel.recompute.method=block",
+    "tp2 bf16": "parallel=tp2sp precision=bf16",
+    "tp2cp2 bf16": "parallel=tp2cp2 precision=bf16 parallel.cp_comm_type=p2p",
+    "ep2 bf16": f"{MIXTRAL} parallel=ep2 precision=bf16",
+}
+
+
+def _compared(words: str) -> list[Any]:
+    """Rows of every number format that the configuration is proven in."""
+    argv = words.split()
+    full = load(argv).run
+    return [
+        row
+        for dtype in prove.formats(full)
+        for row in prove.compared(prove.shrunk(full, argv, prove.STEPS, dtype))
+    ]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_is_proven(name: str) -> None:
+    rows = _compared(LAYOUTS[name])
+    assert all(row.equal for row in rows), prove.table(rows)
+
+
+RECOMPUTED = {
+    "full, uniform": ("", "granularity=full"),
+    "full, block": ("parallel=pp2", "granularity=full parallel.recompute.method=block"),
+    "attention, norms and MLPs": ("parallel=tp2sp", "granularity=selective parallel.recompute.modules=[core_attn,layernorm,mlp]"),
+    "MLPs with biases": ("model=gpt_1.7b parallel=pp2", "granularity=selective parallel.recompute.modules=[mlp]"),
+    "experts": (f"{MIXTRAL} parallel=ep2", "granularity=selective parallel.recompute.modules=[moe]"),
+    "expert activations": (f"{MIXTRAL} parallel=ep2", "granularity=selective parallel.recompute.modules=[moe_act,layernorm]"),
+    "latent projections": (
+        f"{DEEPSEEK} parallel=tp2sp",
+        "granularity=selective parallel.recompute.modules=[mla_up_proj,shared_experts]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_recomputation_changes_no_bit(name: str, tmp_path: Path) -> None:
+    layout, recompute = RECOMPUTED[name]
+    ends = []
+    for i, words in enumerate((layout.split(), [*layout.split(), *f"parallel.recompute.{recompute}".split()])):
+        home = tmp_path / str(i)
+        home.mkdir()
+        local.observe(prove.shrunk(load(words).run, words, 2, "fp32"), home)
+        ends.append(whole_tensors(home / "step_00000002"))
+    kept, recomputed = ends
+    assert kept.keys() == recomputed.keys()
+    assert all(torch.equal(kept[key], tensor) for key, tensor in recomputed.items())
+
+
+def _wrong_sign() -> None:
+    from mtrain.build import model
+
+    real = model.build_model
+
+    def build(run: Any, world: Any, **more: Any) -> Any:
+        chunks = real(run, world, **more)
+        if world.rank == 1:
+            weight = next(p for n, p in chunks[0].named_parameters() if "linear_proj.weight" in n)
+            weight.register_hook(torch.neg)
+        return chunks
+
+    _replace("mtrain.train.assemble", "build_model", build)
+
+
+def _norm_gradients_of_sequence_parallel_ranks_not_summed() -> None:
+    name = "_allreduce_non_tensor_model_parallel_grads"
+    _replace("megatron.core.distributed.finalize_model_grads", name, lambda *args, **kwargs: None)
+
+
+def _stage_off_by_one() -> None:
+    from megatron.core.transformer import transformer_layer as room
+
+    from mtrain.mcore import api
+
+    real = room.get_transformer_layer_offset
+    late = api.parallel_state.get_pipeline_model_parallel_rank
+    room.get_transformer_layer_offset = lambda *args, **kwargs: real(*args, **kwargs) + (late() == 1)
+
+
+def _positions_shifted_under_context_parallelism() -> None:
+    from megatron.core.models.common.embeddings import rotary_pos_embedding as room
+
+    real = room.get_pos_emb_on_this_cp_rank
+    room.get_pos_emb_on_this_cp_rank = lambda emb, dim, group, *a: real(emb, dim, group, *a).roll(1, dim)
+
+
+def _shared_expert_counted_twice() -> None:
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+    real = SharedExpertMLP.forward
+
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        out = real(self, hidden)
+        return out if torch.distributed.get_world_size() == 1 else 2 * out
+
+    SharedExpertMLP.forward = forward
+
+
+def _balancing_loss_not_scaled() -> None:
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    real = MoEAuxLossAutoScaler.apply
+
+    def apply(output: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        return real(output, loss / torch.distributed.get_world_size())
+
+    MoEAuxLossAutoScaler.apply = apply
+
+
+def _replace(module: str, name: str, value: Any) -> None:
+    import importlib
+
+    setattr(importlib.import_module(module), name, value)
+
+
+FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
+    "a wrong sign": ("parallel=dp2", _wrong_sign),
+    "norm gradients of sequence-parallel ranks that are not summed": (
+        "parallel=tp2sp",
+        _norm_gradients_of_sequence_parallel_ranks_not_summed,
+    ),
+    "a stage that is off by one layer": (
+        "parallel=pp2 model.window_size=8 model.window_attn_skip_freq=2",
+        _stage_off_by_one,
+    ),
+    "rotary positions shifted under context parallelism": (
+        "parallel=cp2",
+        _positions_shifted_under_context_parallelism,
+    ),
+    "a shared expert that is counted twice": (
+        f"{MIXTRAL} parallel=ep2 model.moe.shared_expert_intermediate_size=256",
+        _shared_expert_counted_twice,
+    ),
+    "a balancing loss that is not scaled": (
+        f"{MIXTRAL} parallel=tp2ep2sp model.moe.aux_loss_coeff=0.1",
+        _balancing_loss_not_scaled,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_seeded_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words, fault = FAULTS[name]
+    real = local._observe
+
+    def faulty(run: Any, home: Path) -> None:
+        fault()
+        real(run, home)
+
+    monkeypatch.setattr(local, "_observe", faulty)  # runs in the forked ranks alone
+    try:
+        rows = _compared(words)
+    except TrainingFault as refused:  # a stage that is not where it says cannot even be saved
+        assert "off by one" in name, refused
+        assert "Invalid rank offsets" in str(refused)
+    else:
+        assert any(not row.equal for row in rows), prove.table(rows)
