@@ -37,8 +37,10 @@ def build_optimizer(run: RunConfig, chunks: list[Any]) -> Any:
         initial_loss_scale=precision.initial_loss_scale,
         min_loss_scale=precision.min_loss_scale,
         loss_scale_window=precision.loss_scale_window,
-        use_distributed_optimizer=p.distributed_optimizer,
+        use_distributed_optimizer=p.distributed_optimizer or p.fsdp == "megatron",
         overlap_param_gather=p.overlap_param_gather,
+        optimizer_cpu_offload=o.cpu_offload > 0,
+        optimizer_offload_fraction=o.cpu_offload,
     )
     return mcore.get_megatron_optimizer(
         config,
