@@ -140,7 +140,7 @@ def _attempt(name: str, model: str, arch: int) -> list[Row] | str:
 def compile_all(
     names: Iterable[str] = (), models: Iterable[str] = (), archs: Iterable[int] = (80, 90, 100), processes: int = 2
 ) -> tuple[list[Row], list[str]]:
-    """Compiles ops (all) at models (each op's `aot_models`) for every arch, in parallel processes: rows and faults."""
+    """Compiles ops (all) at models (each op's `aot_models`) for every arch, in processes: rows and faults."""
     models = list(models)
     jobs = [
         (name, model, arch)
