@@ -81,7 +81,7 @@ def gradient_kernel(
     CAPPED: tl.constexpr,
     Z_LOSS: tl.constexpr,
 ):
-    """A part of one row per program; `out_ptr` may be `logits_ptr`. An ignored row becomes zeros, whatever it holds."""
+    """A part of one row per program; `out_ptr` may be `logits_ptr`. Ignored rows become zeros, whatever they hold."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
