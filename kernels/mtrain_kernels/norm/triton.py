@@ -59,6 +59,21 @@ def forward_kernel(
 
 
 @triton.jit
+def _load_normed(
+    x_ptr, dy_ptr, mean_ptr, rstd_ptr, row, column, rows, width, x_stride, dy_stride,
+    SUBTRACT_MEAN: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """Normed rows and their gradient; `AGAIN` reads them again, which the compiler must not save itself."""
+    inside = (row < rows) & (column < width)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0, volatile=AGAIN).to(tl.float32)
+    dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0.0, volatile=AGAIN).to(tl.float32)
+    rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+    if SUBTRACT_MEAN:
+        x -= tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+    return tl.where(inside, x * rstd, 0.0), dy, rstd
+
+
+@triton.jit
 def backward_kernel(
     dy_ptr,
     dtotal_ptr,
@@ -76,6 +91,7 @@ def backward_kernel(
     x_stride,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WIDE: tl.constexpr,
     DTOTAL: tl.constexpr,
     BIAS: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
@@ -90,25 +106,31 @@ def backward_kernel(
     dweight = tl.zeros((1, COLUMNS), tl.float32)
     dbias = tl.zeros((1, COLUMNS), tl.float32)
     for start in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
-        row = start + tl.arange(0, ROWS).to(tl.int64)
-        inside = (row[:, None] < rows) & (column < width)
-        x = tl.load(x_ptr + row[:, None] * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row[:, None] * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
+        row = (start + tl.arange(0, ROWS).to(tl.int64))[:, None]
+        inside = (row < rows) & (column < width)
+        normed, dy, rstd = _load_normed(
+            x_ptr, dy_ptr, mean_ptr, rstd_ptr, row, column, rows, width, x_stride, dy_stride, SUBTRACT_MEAN, False
+        )  # fmt: skip
+        along = tl.sum(dy * weight * normed, axis=1, keep_dims=True) / width
         if SUBTRACT_MEAN:
-            x -= tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
-        normed = tl.where(inside, x * rstd, 0.0)
+            middle = tl.sum(dy * weight, axis=1, keep_dims=True) / width
+        if WIDE:  # registers do not hold a row while it is summed up, the cache does
+            normed, dy, rstd = _load_normed(
+                x_ptr, dy_ptr, mean_ptr, rstd_ptr, row, column, rows, width, x_stride, dy_stride, SUBTRACT_MEAN, True
+            )  # fmt: skip
+            weight = tl.load(weight_ptr + column, mask=column < width, other=0.0, volatile=True).to(tl.float32)
+            if ZERO_CENTERED:
+                weight += 1.0
         dweight += tl.sum(dy * normed, axis=0, keep_dims=True)
         if BIAS:
             dbias += tl.sum(dy, axis=0, keep_dims=True)
-        dy *= weight
-        dx = dy - normed * (tl.sum(dy * normed, axis=1, keep_dims=True) / width)
+        dx = dy * weight - normed * along
         if SUBTRACT_MEAN:
-            dx -= tl.sum(dy, axis=1, keep_dims=True) / width
+            dx -= middle
         dx *= rstd
         if DTOTAL:
-            dx += tl.load(dtotal_ptr + row[:, None] * dtotal_stride + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row[:, None] * width + column, cast(dx, dx_ptr.dtype.element_ty), mask=inside)
+            dx += tl.load(dtotal_ptr + row * dtotal_stride + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row * width + column, cast(dx, dx_ptr.dtype.element_ty), mask=inside)
     tl.store(dweight_ptr + program * width + column, dweight, mask=column < width)
     if BIAS:
         tl.store(dbias_ptr + program * width + column, dbias, mask=column < width)
@@ -206,6 +228,7 @@ def backward(
                 source.stride(0),
                 ROWS=tile_rows,
                 COLUMNS=columns,
+                WIDE=columns > 8192,
                 DTOTAL=through is not None,
                 BIAS=has_bias,
                 SUBTRACT_MEAN=subtract_mean,
