@@ -33,7 +33,8 @@ def test_every_kernel_compiles_for_every_target_without_spilling() -> None:
     rows, faults = compiled_elsewhere()
     print(table(rows))
     assert faults == []
-    assert {(row.op, row.arch) for row in rows} == {(name, arch) for name in ops() for arch in (80, 90, 100)}
+    with_kernels = [name for name, op in ops().items() if "triton" in op.implementations]
+    assert {(row.op, row.arch) for row in rows} == {(name, arch) for name in with_kernels for arch in (80, 90, 100)}
 
 
 def test_a_spill_and_too_much_shared_memory_are_faults() -> None:
