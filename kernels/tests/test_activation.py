@@ -110,7 +110,10 @@ def test_a_seeded_bug_is_caught(kind: str, old: str, new: str) -> None:
 def test_torch_accepts_the_registration() -> None:
     for kind, weighted in (("swiglu", True), ("squared_relu", False)):
         found = inputs((5, 18), weighted=weighted)
-        torch.library.opcheck(op._activation, (found["x"], found.get("weight"), kind, 1.0, 2.0))
+        arguments = (found["x"], found.get("weight"), kind, 1.0, 2.0)
+        torch.library.opcheck(op._activation, arguments)
+        backward = tuple(a.detach() if isinstance(a, Tensor) else a for a in (op._activation(*arguments), *arguments))
+        torch.library.opcheck(op._activation_backward, backward, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_a_compiled_function_gives_the_same_gradient() -> None:

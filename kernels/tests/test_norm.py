@@ -127,6 +127,10 @@ def test_torch_accepts_the_registration(full: bool) -> None:
     found = inputs("layer_norm_residual" if full else "rms_norm", (5, 17))
     arguments = (found["x"], found.get("residual"), found["weight"], found.get("bias"), 1e-5, False, full)
     torch.library.opcheck(op._norm, arguments)
+    _, total, mean, rstd = (t.detach() for t in op._norm(*arguments))
+    x, dtotal = (total, total) if full else (found["x"].detach(), None)
+    backward = (x, dtotal, x, found["weight"].detach(), mean, rstd, full, False, full)
+    torch.library.opcheck(op._norm_backward, backward, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_a_compiled_function_gives_the_same_gradient() -> None:

@@ -140,6 +140,9 @@ def test_torch_accepts_the_registration() -> None:
     for weight, positions in ((None, None), (found["weight"], torch.arange(10, device=DEVICE).view(2, 5))):
         arguments = (found["x"], weight, found["cos"], found["sin"], positions, False, 1e-6, False, False)
         torch.library.opcheck(op._rope, arguments)
+    x, weight, *rest = arguments[:-1]
+    backward = (x.detach(), x.detach(), weight.detach(), *rest)
+    torch.library.opcheck(op._rope_norm_backward, backward, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_a_compiled_function_gives_the_same_gradient() -> None:
