@@ -134,7 +134,10 @@ def _attempt(name: str, model: str, arch: int) -> list[Row] | str:
     try:
         return compile_op(name, model, arch)
     except Exception as error:  # one op that does not compile must not hide what the others need
-        return f"{name} does not compile for sm_{arch} ({model}): {type(error).__name__}: {error}"
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # a fault inside a called function is hidden under the caller's
+            cause = cause.__cause__
+        return f"{name} does not compile for sm_{arch} ({model}): {error}\n{type(cause).__name__}: {cause}"
 
 
 def compile_all(
