@@ -81,7 +81,7 @@ def test_values_and_gradients_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize(
-    "sizes", [(1, 1, 1, 1), (1, 2, 2, 4), (0, 2, 5, 4), (2, 0, 5, 4), (2, 3, 0, 4), (1, 70, 1030, 2)]
+    "sizes", [(1, 1, 1, 1), (1, 2, 2, 4), (0, 2, 5, 4), (2, 0, 5, 4), (2, 3, 0, 4), (1, 9, 1030, 2)]
 )
 def test_sizes_may_be_anything(sizes: tuple[int, ...]) -> None:
     compare(inputs(sizes))
@@ -132,9 +132,8 @@ def test_a_seeded_bug_is_caught(old: str, new: str) -> None:
 
 
 def test_torch_accepts_the_registration() -> None:
-    for found in (inputs(), inputs(bias=False, packed=False)):
-        arguments = (found["x"], found["weight"], found["bias"], found.get("segments"), True)
-        torch.library.opcheck(op._conv, arguments)
+    found = inputs(bias=False)
+    torch.library.opcheck(op._conv, (found["x"], found["weight"], None, found["segments"], True))
 
 
 def test_a_compiled_function_gives_the_same_gradient() -> None:

@@ -173,11 +173,20 @@ def test_a_seeded_bug_is_caught(old: str, new: str) -> None:
         compare(inputs(77, 20, "groups with a bias"))
 
 
-@pytest.mark.parametrize("way", ["softmax", "groups with a bias"])
-def test_torch_accepts_the_registration(way: str) -> None:
-    found = inputs(5, 20, way)
-    arguments = (found["logits"], found.get("expert_bias"), 3, found.get("score", "softmax"), True, 2.0)
-    torch.library.opcheck(op._router, (*arguments, found.get("groups", 1), found.get("group_topk", 1), 2))
+def test_torch_accepts_the_registration() -> None:
+    found = inputs(5, 20, "groups with a bias")
+    arguments = (
+        found["logits"],
+        found["expert_bias"],
+        3,
+        "sigmoid",
+        True,
+        2.0,
+        found["groups"],
+        found["group_topk"],
+        2,
+    )
+    torch.library.opcheck(op._router, arguments)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = "mtrain_kernels.softmax.triton"
-SMALL_TILES = ("COLUMNS = 4096  # keys in a tile\nELEMENTS = 4096", "COLUMNS = 16\nELEMENTS = 128")
+SMALL_TILES = ("COLUMNS = 4096  # keys in a tile\nELEMENTS = 4096", "COLUMNS = 16\nELEMENTS = 512")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -61,7 +61,7 @@ def test_the_gradient_of_the_definition_is_that_of_differences() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", WAYS)
 def test_values_and_gradients_are_those_of_the_definition(way: str, dtype: torch.dtype) -> None:
-    compare(inputs(way, (2, 3, 37, 37), dtype))
+    compare(inputs(way, (2, 2, 37, 37), dtype))
 
 
 @pytest.mark.parametrize(
@@ -133,21 +133,20 @@ def test_what_is_no_number_or_enormous_stays_in_its_row() -> None:
 )
 def test_a_seeded_bug_is_caught(old: str, new: str) -> None:
     with parity.mutated(KERNELS, *SMALL_TILES), parity.caught(KERNELS, old, new):
-        compare(inputs("all of it", (2, 3, 37, 45)))
+        compare(inputs("all of it", (2, 1, 37, 69)))
         compare(inputs("plain", (1, 1, 9, 13)))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_may_be_longer_than_a_tile(way: str) -> None:
     with parity.mutated(KERNELS, *SMALL_TILES):
-        compare(inputs(way, (2, 3, 37, 45)))
-        compare(inputs(way, (1, 1, 45, 37)))
+        compare(inputs(way, (1, 2, 37, 69)))
+        compare(inputs(way, (1, 1, 37, 21)))
 
 
-@pytest.mark.parametrize("way", ["plain", "all of it"])
-def test_torch_accepts_the_registration(way: str) -> None:
-    found = inputs(way)
-    torch.library.opcheck(op._softmax, (found["x"], found.get("mask"), found.get("sink"), 0.5, True))
+def test_torch_accepts_the_registration() -> None:
+    found = inputs("all of it")
+    torch.library.opcheck(op._softmax, (found["x"], found["mask"], found["sink"], 0.5, True))
 
 
 def test_a_compiled_function_gives_the_same_gradient() -> None:

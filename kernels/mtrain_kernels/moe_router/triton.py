@@ -66,7 +66,7 @@ def _open_groups(
     values = tl.reshape(value, (T, G, S))
     place = tl.arange(0, S)[None, None, :]
     worth = tl.zeros([T, G], tl.float32)
-    for _ in tl.static_range(MEMBERS):
+    for _ in range(MEMBERS):
         at = tl.min(tl.where(left == tl.max(left, 2)[:, :, None], place, S), 2)
         hit = place == at[:, :, None]
         worth += tl.sum(tl.where(hit, values, 0.0), 2)
@@ -74,7 +74,7 @@ def _open_groups(
     group = tl.arange(0, G)[None, :]
     rank = _key(worth, group < GROUPS)
     taken = group < 0
-    for _ in tl.static_range(GROUP_TOPK):
+    for _ in range(GROUP_TOPK):
         at = tl.min(tl.where(rank == tl.max(rank, 1)[:, None], group, G), 1)
         hit = group == at[:, None]
         taken = taken | hit
@@ -120,7 +120,7 @@ def route_kernel(
     if GROUPS > 1:
         key = _open_groups(key, value, T, G, S, GROUPS, GROUP_TOPK, MEMBERS)
     rank = tl.full([T, G * S], -1, tl.int32)
-    for j in tl.static_range(TOPK):
+    for j in range(TOPK):
         at = tl.min(tl.where(key == tl.max(key, 1)[:, None], place, G * S), 1)
         hit = place == at[:, None]
         rank = tl.where(hit, j, rank)
@@ -159,7 +159,7 @@ def route_backward_kernel(
     x = tl.load(logits_ptr + row[:, None] * EXPERTS + expert, mask=live, other=0.0).to(tl.float32)
     chosen = expert < 0
     d_weight = tl.zeros([T, E], tl.float32)
-    for j in tl.static_range(TOPK):
+    for j in range(TOPK):
         index = tl.load(indices_ptr + row * TOPK + j, mask=row < tokens, other=-1)
         d = tl.load(d_weights_ptr + row * TOPK + j, mask=row < tokens, other=0.0).to(tl.float32)
         hit = expert == index[:, None]

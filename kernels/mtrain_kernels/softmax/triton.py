@@ -20,7 +20,7 @@ def _seen(query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL: tl.const
     if CAUSAL:
         seen &= key[None, :] <= query[:, None] + (t - s)
     if MASKED:
-        at = base + query[:, None] * stride_s + key[None, :] * stride_t
+        at = base + query[:, None] * stride_s + key[None, :].to(tl.int64) * stride_t
         seen &= tl.load(mask_ptr + at, mask=seen, other=0) != 0
     return seen
 
