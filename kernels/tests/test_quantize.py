@@ -230,7 +230,7 @@ def ties() -> None:
         ("triton", "transposed_at, tl.trans(q), mask", "transposed_at, q, mask", square("128x128")),
         ("triton", "tl.store(at, tl.trans(q), mask", "tl.store(at, q, mask", tensorwise),
         ("triton", "-8388608", "-4194304", square("1x128_power_of_two", shape=(3, 40))),
-        ("triton", "cut * m[:, :, None]", "cut", square("1x128", shape=(3, 40))),
+        ("triton", "tl.reshape(cut * m[:, :, None]", "tl.reshape(cut", square("1x128", shape=(3, 40))),
         (
             "triton",
             "tl.where(exponent == 0, 0x00400000, exponent << 23)",
@@ -238,6 +238,7 @@ def ties() -> None:
             lambda: powers_of_two(),
         ),
         ("triton", "row[:, None] // BLOCK_ROWS", "row[:, None]", square("128x128", shape=(3, 40))),
+        ("triton", "cut * m[:, None, :]", "cut", square("mx", shape=(3, 40))),
         ("triton", "* tl.load(multiplier_ptr)", "* 1.0", tensorwise),
         ("nvfp4_triton", "low | (high << 4)", "high | (low << 4)", nvfp4),
         ("nvfp4_triton", "(1.0 / 6.0)", "(1.0 / 4.0)", nvfp4),

@@ -328,11 +328,10 @@ def _launch(model: Model) -> None:
 
     x = torch.empty((model.tokens, model.hidden), dtype=torch.bfloat16, device="meta")
     m = torch.empty(1, dtype=torch.float32, device="meta")
-    triton.quantize_tensorwise(x, None, "e4m3", True, False)
-    triton.quantize_tensorwise(x, m, "e5m2", True, True)
+    triton.quantize_tensorwise(x, None, "e5m2", True, True)
     for layout in ("1x128", "128x128", "mx"):
         q, scale, _, _ = triton.quantize_blocks(x, "e4m3", layout, True, layout == "mx")
-        triton.dequantize_blocks(q, scale, "e4m3", layout, torch.bfloat16)
+    triton.dequantize_blocks(q, scale, "e4m3", "mx", torch.bfloat16)
     nvfp4_triton.dequantize_nvfp4(*nvfp4_triton.quantize_nvfp4(x), torch.bfloat16)
     norm_triton.rms_norm_quantize(x, x[0], 1e-5, False, m, "e4m3", "1x128")
     norm_triton.rms_norm_quantize(x, x[0], 1e-5, False, None, "e4m3", "mx")

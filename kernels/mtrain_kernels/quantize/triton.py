@@ -78,13 +78,16 @@ def scales(amax, GREATEST: tl.constexpr, EMAX: tl.constexpr, SCALE: tl.constexpr
 
 
 @triton.jit
-def load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU: tl.constexpr):
-    """A tile in fp32, 0 outside; with `SWIGLU` silu(gate) times up of the halves, rounded to the input's dtype."""
+def load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU: tl.constexpr, EVICT: tl.constexpr = ""):
+    """A tile in fp32, 0 outside; with `SWIGLU` silu(gate) times up of the halves, rounded to the input's dtype.
+
+    Another `EVICT` makes a second load a load of its own, from the cache, instead of registers kept.
+    """
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     at = x_ptr + row[:, None].to(tl.int64) * stride + column[None, :]
-    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(at, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
     if SWIGLU:
-        up = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(at + columns, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
         x = cast(x / (1.0 + tl.exp(-x)) * up, x_ptr.dtype.element_ty).to(tl.float32)
     return x
 
@@ -130,12 +133,27 @@ def tensorwise_kernel(
 
 @triton.jit
 def groups(
-    x, SIDE: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, B: tl.constexpr, G: tl.constexpr, SCALE: tl.constexpr
+    x,
+    DOWN: tl.constexpr,
+    SIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    GREATEST: tl.constexpr,
+    SCALE: tl.constexpr,
 ):
-    """Codes of a tile whose rows are cut into groups with a scale each, and the scales [SIDE, SIDE / GROUP]."""
-    cut = tl.reshape(x, (SIDE, SIDE // GROUP, GROUP))
-    m, scale = scales(tl.max(finite(cut), axis=2), G, 8 if M == 3 else 15, SCALE)
-    return encode(tl.reshape(cut * m[:, :, None], (SIDE, SIDE)), M, B, G).to(tl.uint8), scale
+    """Codes of a tile in groups along its rows, or `DOWN` its columns, and the scale of each group."""
+    COUNT: tl.constexpr = SIDE // GROUP
+    EMAX: tl.constexpr = 8 if MANTISSA == 3 else 15
+    if DOWN:
+        cut = tl.reshape(x, (COUNT, GROUP, SIDE))
+        m, scale = scales(tl.max(finite(cut), axis=1), GREATEST, EMAX, SCALE)
+        scaled = tl.reshape(cut * m[:, None, :], (SIDE, SIDE))
+    else:
+        cut = tl.reshape(x, (SIDE, COUNT, GROUP))
+        m, scale = scales(tl.max(finite(cut), axis=2), GREATEST, EMAX, SCALE)
+        scaled = tl.reshape(cut * m[:, :, None], (SIDE, SIDE))
+    return encode(scaled, MANTISSA, BIAS, GREATEST).to(tl.uint8), scale
 
 
 @triton.jit
@@ -175,19 +193,20 @@ def blocks_kernel(
             tl.store(transposed_scale_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), scale)
     else:
         GROUPS: tl.constexpr = SIDE // GROUP
-        q, scale = groups(x, SIDE, GROUP, MANTISSA, BIAS, GREATEST, SCALE)
+        q, scale = groups(x, False, SIDE, GROUP, MANTISSA, BIAS, GREATEST, SCALE)
         tl.store(q_at, q, mask=inside)
         group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
         width = tl.cdiv(columns, GROUP)
         kept = (row[:, None] < rows) & (group[None, :] < width)
         tl.store(scale_ptr + row[:, None] * width + group[None, :], scale, mask=kept)
         if TRANSPOSE:
-            q, scale = groups(tl.trans(x), SIDE, GROUP, MANTISSA, BIAS, GREATEST, SCALE)
-            tl.store(transposed_at, q, mask=tl.trans(inside))
+            x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU, "evict_first")  # else 32 registers wait
+            q, scale = groups(x, True, SIDE, GROUP, MANTISSA, BIAS, GREATEST, SCALE)
+            tl.store(transposed_at, tl.trans(q), mask=tl.trans(inside))
             group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
             width = tl.cdiv(rows, GROUP)
-            kept = (column[:, None] < columns) & (group[None, :] < width)
-            tl.store(transposed_scale_ptr + column[:, None] * width + group[None, :], scale, mask=kept)
+            kept = (column[None, :] < columns) & (group[:, None] < width)
+            tl.store(transposed_scale_ptr + column[None, :] * width + group[:, None], scale, mask=kept)
 
 
 @triton.jit
