@@ -73,7 +73,7 @@ def _open_groups(
         left = tl.where(hit, LEAST, left)
     group = tl.arange(0, G)[None, :]
     rank = _key(worth, group < GROUPS)
-    taken = group < 0
+    taken = tl.broadcast_to(group < 0, (T, G))
     for _ in range(GROUP_TOPK):
         at = tl.min(tl.where(rank == tl.max(rank, 1)[:, None], group, G), 1)
         hit = group == at[:, None]
@@ -157,7 +157,7 @@ def route_backward_kernel(
     inside = tl.broadcast_to(expert < EXPERTS, (T, E))
     live = inside & (row[:, None] < tokens)
     x = tl.load(logits_ptr + row[:, None] * EXPERTS + expert, mask=live, other=0.0).to(tl.float32)
-    chosen = expert < 0
+    chosen = tl.broadcast_to(expert < 0, (T, E))
     d_weight = tl.zeros([T, E], tl.float32)
     for j in range(TOPK):
         index = tl.load(indices_ptr + row * TOPK + j, mask=row < tokens, other=-1)
