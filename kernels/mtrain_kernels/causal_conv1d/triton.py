@@ -123,9 +123,10 @@ def conv_backward_kernel(
     tl.store(d_x_ptr + row + time, cast(d_x, d_x_ptr.dtype.element_ty), mask=live & (time < times))
 
 
-def _tile(times: int) -> tuple[int, int]:
+def _tile(times: int, width: int) -> tuple[int, int]:
+    elements = ELEMENTS if width <= 4 else ELEMENTS // 2  # more taps keep more values at once, and would spill
     t = min(power_of_two(times), TIMES)
-    return max(1, min(ELEMENTS // t, 64)), t
+    return max(1, min(elements // t, 64)), t
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None, silu: bool) -> Tensor:
@@ -135,7 +136,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | N
     y = torch.empty_like(x)
     if x.numel() == 0:
         return y
-    d, t = _tile(times)
+    d, t = _tile(times, weight.shape[1])
     with on_device_of(x):
         conv_kernel[(batch * ceil_div(channels, d) * ceil_div(times, t),)](
             x,
@@ -167,7 +168,7 @@ def backward(
     d_x = torch.empty_like(x)
     if x.numel() == 0:
         return d_x, torch.zeros_like(weight), x.new_zeros(channels, dtype=torch.float32)
-    d, t = _tile(times)
+    d, t = _tile(times, width)
     tiles = batch * ceil_div(times, t)
     partial = torch.empty(tiles, channels, width + 1, dtype=torch.float32, device=x.device)
     with on_device_of(x):

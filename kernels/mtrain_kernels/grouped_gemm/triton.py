@@ -128,7 +128,8 @@ def rows_product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = Fal
     if y.numel() == 0:
         return y
     wide = x.dtype == torch.float32
-    tile_r, tile_n, tile_k = _side(rows, 128), _side(n, 64 if wide else 128), _side(k, 32 if wide else 64)
+    side = 64 if wide else 128
+    tile_r, tile_n, tile_k = _side(rows, side), _side(n, side), _side(k, side // 2)
     most = (ceil_div(rows, tile_r) + weight.shape[0]) * ceil_div(n, tile_n)
     with on_device_of(x):
         rows_kernel[(min(most, processors(x.device)),)](
