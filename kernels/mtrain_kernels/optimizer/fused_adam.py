@@ -89,8 +89,11 @@ class FusedAdam(torch.optim.Optimizer):
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Stores a moment or a master in fp32 as it is kept; a remainder takes the parameter's own bits with it.
 
-        A master in int16 is taken as the remainder itself.
+        A master in int16 is taken as the remainder itself. What is no tensor is left alone: megatron-core passes its
+        own marks, such as `padding`, along with a parameter's tensors.
         """
+        if not isinstance(unscaled_state, Tensor):
+            return
         if state_name not in self.state[param]:
             self.initialize_state(param)
         kept, value = self.state[param][state_name], unscaled_state.to(param.device).reshape(param.shape)
@@ -208,6 +211,10 @@ class FusedAdam(torch.optim.Optimizer):
                 raise ValueError(
                     f"a parameter {tuple(param.shape)} {param.dtype} with a gradient {tuple(grad.shape)}"
                 )
+        for param in params:
+            missing = {*MOMENT_NAMES, *([MASTER] * self.master_weights)} - self.state[param].keys()
+            if missing:
+                raise RuntimeError(f"a parameter {tuple(param.shape)} was given a state without {sorted(missing)}")
         state = [self.state[param] for param in params]
         scales = [self._scales.get(param, {}) for param in params]
         return Lists(

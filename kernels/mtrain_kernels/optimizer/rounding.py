@@ -61,13 +61,14 @@ def store_moment(
 ) -> tuple[Tensor, Tensor | None]:
     """A moment [n] in fp32 as it is kept, with its scales: fp32, bf16 (stochastic with `words`), or 8 bits for uint8.
 
-    Eight bits are e4m3 with an fp32 scale for 128 elements; of the second moment it is the square root, whose
+    Eight bits are e4m3 with a power of two as the scale of 128 elements, so that storing again what was loaded changes
+    nothing; of the second moment it is the square root, whose
     exponents spread half as wide, and what is above zero stays above zero, so that no step is divided by nothing.
     """
     if dtype == torch.uint8:
         x = x.sqrt() if second else x
         blocks = torch.nn.functional.pad(x, (0, -len(x) % MOMENT_BLOCK)).unflatten(0, (-1, MOMENT_BLOCK))
-        factor = multiplier(finite_amax(blocks, 1), "e4m3")
+        factor = multiplier(finite_amax(blocks, 1), "e4m3", "power_of_two")
         code = encode(blocks * factor[:, None], "e4m3").view(torch.uint8)
         if second:
             code = code.clamp(min=1).where(blocks > 0, code)

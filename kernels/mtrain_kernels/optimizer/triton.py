@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mtrain_kernels.optimizer.reference import Hyper, Lists
 from mtrain_kernels.optimizer.rounding import MOMENT_BLOCK
-from mtrain_kernels.quantize.triton import decode, encode, finite, multiplier
+from mtrain_kernels.quantize.triton import decode, encode, finite, scales
 from mtrain_kernels.runtime import cast, on_device_of
 
 BLOCK = 2048  # elements in the registers of one program
@@ -77,14 +77,14 @@ def store_moment(
         if SECOND:
             x = tl.sqrt_rn(x)
         blocks = tl.reshape(tl.where(inside, x, 0.0), (BLOCK // SHARED, SHARED))
-        m = multiplier(tl.max(finite(blocks), axis=1), 448.0)
+        m, scale = scales(tl.max(finite(blocks), axis=1), 448.0, 8, "power_of_two")
         code = encode(tl.reshape(blocks * m[:, None], (BLOCK,)), 3, 7, 448.0)
         if SECOND:
             code = tl.where(x > 0, tl.maximum(code, 1), code)
         tl.store(ptr + at, code.to(tl.uint8), mask=inside)
         block = tl.min(at, axis=0) // SHARED + tl.arange(0, BLOCK // SHARED)
         last = tl.max(tl.where(inside, at, 0), axis=0) // SHARED
-        tl.store(scale_ptr + block, tl.div_rn(m * 0.0 + 1.0, m), mask=block <= last)
+        tl.store(scale_ptr + block, scale, mask=block <= last)
     elif STOCHASTIC and tl.bfloat16 == TYPE:
         tl.store(ptr + at, stochastic(x, word), mask=inside)
     else:
