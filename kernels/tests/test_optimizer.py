@@ -83,6 +83,27 @@ def test_the_kernel_is_the_definition(kind, decoupled, options):
     assert_same(step(lists, hyper, "triton", **options), step(lists, hyper, "reference", **options))
 
 
+@pytest.mark.parametrize("kind", ["remainder", "eight bits"])
+def test_a_tensor_of_many_chunks_is_whole(kind, monkeypatch):
+    from mtrain_kernels.optimizer import triton
+
+    triton.tables.cache_clear()
+    monkeypatch.setattr(triton, "CHUNK", triton.BLOCK)
+    lists, hyper = make(kind, (5000, 2 * triton.BLOCK)), HYPER._replace(stochastic=True)
+    assert_same(step(lists, hyper, "triton"), step(lists, hyper, "reference"))
+    torch.testing.assert_close(op.grad_norm(lists.grads, choice="triton"), reference.grad_norm(lists.grads))
+    triton.tables.cache_clear()
+
+
+def test_not_a_number_stays_in_its_element():
+    for kind in ("fp32", "remainder", "eight bits"):
+        lists = make(kind, (300,))
+        lists.grads[0][7] = torch.nan
+        for choice in ("triton", "reference"):
+            found = step(lists, HYPER, choice).params[0]
+            assert found.isnan().nonzero().tolist() == [[7]], (kind, choice)
+
+
 def test_stochastic_rounding_is_the_same_in_both_and_right_on_average():
     lists = make("bf16", (2500,))
     hyper = HYPER._replace(stochastic=True)

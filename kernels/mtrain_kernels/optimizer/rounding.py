@@ -61,9 +61,9 @@ def store_moment(
 ) -> tuple[Tensor, Tensor | None]:
     """A moment [n] in fp32 as it is kept, with its scales: fp32, bf16 (stochastic with `words`), or 8 bits for uint8.
 
-    Eight bits are e4m3 with a power of two as the scale of 128 elements, so that storing again what was loaded changes
-    nothing; of the second moment it is the square root, whose
-    exponents spread half as wide, and what is above zero stays above zero, so that no step is divided by nothing.
+    Eight bits are e4m3 with a power of two as the scale of 128 elements: storing again what was loaded changes
+    nothing. Of the second moment it is the square root, whose exponents spread half as wide, and what is above
+    zero stays above zero, so that no step is divided by nothing.
     """
     if dtype == torch.uint8:
         x = x.sqrt() if second else x
