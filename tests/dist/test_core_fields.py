@@ -22,7 +22,11 @@ def owners() -> dict[str, tuple[Any, dict[str, Any]]]:
 
     return {
         "GPTModel": (api.GPTModel, core_fields.GPT_FIELDS),
-        "DistributedDataParallelConfig": (api.DistributedDataParallelConfig, core_fields.DDP_FIELDS),
+        "DistributedDataParallelConfig": (
+            api.DistributedDataParallelConfig,
+            core_fields.DDP_FIELDS | core_fields.FSDP_FIELDS,
+        ),
+        "TorchFullyShardedDataParallelConfig": (api.TorchFullyShardedDataParallelConfig, core_fields.WRAP_FIELDS),
         "OptimizerConfig": (api.OptimizerConfig, core_fields.OPTIMIZER_FIELDS),
         "OptimizerParamScheduler": (api.OptimizerParamScheduler, core_fields.SCHEDULE_FIELDS),
     }

@@ -81,15 +81,18 @@ def end_of(launched: Launched, ranks: list[psutil.Process]) -> str:
 def test_a_sleeping_rank_is_named_twice_and_every_rank_leaves_its_stacks(
     tmp_path: Path, started: list[Launched]
 ) -> None:
-    for layout, sleeper in (("tp2", 1), ("pp2", 0)):
+    cases = (("tp2", 1), ("pp2", 0))
+    for layout, sleeper in cases:
         (tmp_path / layout).mkdir()
-        patch = holding(sleeper, 6, sleep)
+        patch = holding(sleeper, 12, sleep)
         started.append(Launched(*RUN, f"parallel={layout}", cwd=tmp_path / layout, patch=patch))
-    warnings = []
-    for run in started:
+    everyone = []
+    for run, (layout, _) in zip(started, cases, strict=True):
+        wait_for(lambda layout=layout: len(metrics(tmp_path / layout / "runs/run")) > 0)  # type: ignore[misc]
+        everyone.append(run.ranks())
+    for run, (layout, sleeper), ranks in zip(started, cases, everyone, strict=True):
         wait_for(lambda run=run: "warning: no progress" in run.said)  # type: ignore[misc]
-        warnings.append((time.monotonic(), run.ranks()))
-    for run, layout, sleeper, (warned, ranks) in zip(started, ("tp2", "pp2"), (1, 0), warnings, strict=True):
+        warned = time.monotonic()
         said = end_of(run, ranks)
         assert time.monotonic() - warned < HARD_S - SOFT_S + SLACK_S
         who = rf"rank {sleeper} \(.*, process {ranks[sleeper].pid}\) is behind, in step \d+, forward"
@@ -144,23 +147,33 @@ def test_the_ranks_of_another_launcher_end_as_well(tmp_path: Path, started: list
     assert "# the line that holds everybody up" in stacks(tmp_path, 1)
 
 
-def test_a_healthy_run_says_nothing_and_leaves_nothing(tmp_path: Path, started: list[Launched]) -> None:
-    def slow_steps() -> None:
+def test_a_healthy_run_with_slow_steps_and_a_long_save_says_nothing_and_leaves_nothing(
+    tmp_path: Path, started: list[Launched]
+) -> None:
+    def slowly() -> None:
+        from mtrain.ckpt import store
         from mtrain.train import trainer
+        from mtrain.world.beats import tick
 
-        real = trainer.train_step
+        step, merge = trainer.train_step, store._merge
 
-        def slow(*args: object, **kwargs: object) -> object:
-            time.sleep(0.3)
-            return real(*args, **kwargs)  # type: ignore[arg-type]
+        def slow_step(*args: object, **kwargs: object) -> object:
+            time.sleep(SOFT_S / 5)
+            return step(*args, **kwargs)  # type: ignore[arg-type]
 
-        trainer.train_step = slow  # type: ignore[assignment]
+        def long_merge(*args: object) -> object:  # by rank 0 alone, while the others wait
+            for _ in range(20):
+                time.sleep(1.2 * HARD_S / 20)
+                tick()
+            return merge(*args)  # type: ignore[arg-type]
 
-    words = ("trainer.train_iters=12", "trainer.eval_iters=2", "trainer.eval_interval=4", "checkpoint.save_interval=4")
-    run = Launched(*RUN, "parallel=tp2", *words, cwd=tmp_path, patch=slow_steps)
+        trainer.train_step, store._merge = slow_step, long_merge  # type: ignore[assignment]
+
+    words = ("trainer.train_iters=8", "trainer.eval_iters=2", "trainer.eval_interval=4")
+    run = Launched(*RUN, "parallel=tp2", *words, cwd=tmp_path, patch=slowly)
     started.append(run)
     assert run.wait() == 0, run.said
-    assert run.seconds > 2 * SOFT_S
+    assert run.seconds > HARD_S + 8 * SOFT_S / 5
     assert "warning" not in run.said
     assert not (tmp_path / "runs/run/errors").exists()
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from mtrain.config.run import RunConfig
+from mtrain.world.seat import End
 from tests.support.commands import SMALL, metrics, wait_for
 from tests.support.launched import Launched, as_rank, free_port
 
@@ -171,12 +172,12 @@ def test_a_rank_that_still_imports_is_waited_for(start: Callable[..., Launched])
         real = mcore.open_door
 
         def late(*args: object) -> None:
-            time.sleep(3.0)
+            time.sleep(1.5)
             real(*args)  # type: ignore[arg-type]
 
         mcore.open_door = late  # type: ignore[assignment]
 
-    ranks = [start(0, 2, "trainer.join_timeout_s=1"), start(1, 2, "trainer.join_timeout_s=1", patch=slow)]
+    ranks = [start(0, 2, "trainer.join_timeout_s=0.5"), start(1, 2, "trainer.join_timeout_s=0.5", patch=slow)]
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
 
 
@@ -233,7 +234,7 @@ def test_a_rank_of_the_local_launcher_that_does_not_come_is_named_and_ended(tmp_
 
         real = local.enter
 
-        def stopped(run: RunConfig, ending: local.Ending) -> None:
+        def stopped(run: RunConfig, ending: End) -> None:
             if os.environ["RANK"] == "1":
                 os.kill(os.getpid(), signal.SIGSTOP)
             real(run, ending)

@@ -52,14 +52,15 @@ def train_steps(
     *,
     save_to: Path | None = None,
     load_from: Path | None = None,
+    save_after: int | None = None,
     gradients_to: Path | None = None,
     flip_gradient_on: int | None = None,
 ) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step, as a job for `run_ranks`.
 
-    `save_to` gets a checkpoint after the last step; `load_from` is resumed from before the first; `gradients_to`
-    gets the whole gradient of the first step before clipping; `flip_gradient_on` is a rank that negates one of its
-    gradients in every step: a fault for tests to find.
+    `save_to` gets a checkpoint after the last step, and one after `save_after` of them; `load_from` is resumed from
+    before the first; `gradients_to` gets the whole gradient of the first step before clipping; `flip_gradient_on` is
+    a rank that negates one of its gradients in every step: a fault for tests to find.
     """
     from mtrain.ckpt import state as ckpt_state
     from mtrain.ckpt.store import Checkpoint
@@ -76,7 +77,11 @@ def train_steps(
             _flip(parts)
         if gradients_to is not None:
             record_gradients(parts, gradients_to)
-        results = [train_step(parts, stop_requested=False) for _ in range(steps)]
+        results = []
+        for made in range(1, steps + 1):
+            results.append(train_step(parts, stop_requested=False))
+            if save_to is not None and made == save_after:
+                ckpt_state.save(save_to, run, world, parts.state, {})
         if save_to is not None:
             ckpt_state.save(save_to, run, world, parts.state, {})
         return [(r.loss, r.grad_norm) for r in results]

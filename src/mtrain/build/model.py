@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+
+import torch
 
 from mtrain.build import weights
 from mtrain.build.transformer import transformer_config
-from mtrain.config.core_fields import DDP_FIELDS, GPT_FIELDS, values
+from mtrain.config.core_fields import DDP_FIELDS, FSDP_FIELDS, GPT_FIELDS, WRAP_FIELDS, values
 from mtrain.config.run import RunConfig
 from mtrain.mcore import api as mcore
 from mtrain.mcore import backend
+from mtrain.mcore.boxes import boxes_of
+from mtrain.mcore.fsdp2 import FullySharded
+from mtrain.mcore.kept import unwrap
+from mtrain.mcore.megatron_fsdp import FullyShardedBuffers, communication_elements
 from mtrain.world.init import World
 
 
 def build_model(run: RunConfig, world: World, *, wrap: bool = True) -> list[Any]:
     """This rank's chunks of the model: one per virtual pipeline stage, with weights from `trainer.seed`.
 
-    With `wrap`, each is inside megatron-core's DistributedDataParallel; without, it can only run forward.
+    With `wrap`, each is inside megatron-core's DistributedDataParallel or what `parallel.fsdp` names; without, it can
+    only run forward. Weights that FSDP spreads have no memory before that: a rank never holds all of them.
     """
     config = transformer_config(run, world.device)
-    chunks = _chunks(run, config)
+    with weights.deferred() if wrap and _may_defer(run) else nullcontext():
+        chunks = _chunks(run, config)
     for chunk in chunks:
-        chunk.to(world.torch_device)
-    weights.initialize(chunks, run.trainer.seed)
+        chunk._apply(lambda t: t if t.is_meta else t.to(world.torch_device))
+        boxes_of(chunk)
     if run.precision.dtype != "fp32":
         chunks = [mcore.Float16Module(config, chunk) for chunk in chunks]
-    return [_wrap(run, config, chunk, first=i == 0) for i, chunk in enumerate(chunks)] if wrap else chunks
+    if wrap and run.parallel.fsdp != "none":
+        chunks = [_fully_shard(run, config, chunk, world.torch_device) for chunk in chunks]
+    weights.initialize(chunks, run.trainer.seed)
+    if wrap and run.parallel.fsdp == "none":
+        chunks = [_wrap(run, config, chunk, first=i == 0) for i, chunk in enumerate(chunks)]
+    return chunks
+
+
+def _may_defer(run: RunConfig) -> bool:
+    """Whether weights may stay without memory until they are cut; pipeline stages add tied embeddings up before."""
+    tied_stages = run.parallel.pp > 1 and run.model.tie_word_embeddings
+    return run.parallel.fsdp != "none" and not tied_stages
 
 
 def blank_model(run: RunConfig, world: World) -> list[Any]:
@@ -62,3 +82,12 @@ def _wrap(run: RunConfig, config: Any, chunk: Any, *, first: bool) -> Any:
     return mcore.DistributedDataParallel(
         config, ddp, chunk, disable_bucketing=not first and not run.parallel.overlap_grad_reduce
     )
+
+
+def _fully_shard(run: RunConfig, config: Any, chunk: Any, device: torch.device) -> Any:
+    if run.parallel.fsdp == "fsdp2":
+        wrap = mcore.TorchFullyShardedDataParallelConfig(**values(WRAP_FIELDS, run))
+        return FullySharded(config, wrap, chunk, device)
+    size = communication_elements(unwrap(chunk))
+    ddp = mcore.DistributedDataParallelConfig(**values(FSDP_FIELDS, run), suggested_communication_unit_size=size)
+    return FullyShardedBuffers(config, ddp, chunk, device)

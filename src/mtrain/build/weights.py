@@ -9,15 +9,32 @@ seeded with the tensor's name, and each rank keeps its part.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 
-from mtrain.mcore.sharding import Slot, model_slots
+from mtrain.mcore.sharding import Slot, make_main_weights, model_slots
+from mtrain.world.beats import tick
 
 BLOCK_ELEMENTS = 1 << 24
+
+
+_deferred = ContextVar("deferred", default=False)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Leave the parameters that a `Normal` marks without memory, on torch's meta device."""
+    token = _deferred.set(True)
+    try:
+        yield
+    finally:
+        _deferred.reset(token)
 
 
 @dataclass(frozen=True)
@@ -28,6 +45,10 @@ class Normal:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor.mtrain_init_std = self.std  # type: ignore[attr-defined]
+        if _deferred.get():
+            empty = torch.nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
+            vars(empty).update(vars(tensor))
+            torch.utils.swap_tensors(tensor, empty)
         return tensor
 
 
@@ -44,26 +65,33 @@ def initialize(chunks: list[Any], seed: int) -> None:
         std = getattr(slot.param, "mtrain_init_std", None)
         if std is not None:
             _fill(slot, std, seed)
-        elif slot.tensor.ndim > 1 and slot.tensor.numel() and not (slot.tensor == slot.tensor.flatten()[0]).all():
+        elif len(slot.shape) - slot.lead > 1 and not (slot.tensor == slot.tensor.flatten()[0]).all():
             raise RuntimeError(f"{slot.key} was initialised by something that mtrain does not control")
+    make_main_weights(chunks)
 
 
 @torch.no_grad()
 def _fill(slot: Slot, std: float, seed: int) -> None:
     """Draw the blocks of leading rows that meet this slot, and keep what belongs to it."""
-    lead = len(slot.offset) - slot.tensor.ndim  # axes that count layers or experts: one index each
-    shape, offset = slot.global_shape[lead:], slot.offset[lead:]
-    tensor = slot.tensor
+    # axes that count layers or experts are part of the name: they have one index each
+    lead, values = slot.lead, slot.tensor.view(-1)
+    shape, offset, size = slot.global_shape[lead:], slot.offset[lead:], slot.shape[lead:]
     name = f"{seed}/{slot.key}/{'.'.join(map(str, slot.offset[:lead]))}"
     rows = max(1, BLOCK_ELEMENTS // max(1, prod(shape[1:])))
-    columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], tensor.shape[1:], strict=True))
-    first, last = offset[0], offset[0] + tensor.shape[0]
+    columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], size[1:], strict=True))
+    start, stop = slot.flat or (0, prod(size))
+    row = prod(size[1:])  # elements of the box's rows
+    first, last = offset[0] + start // row, offset[0] - (-stop // row)
     for block in range(first // rows, -(-last // rows)):
-        start, stop = block * rows, min((block + 1) * rows, shape[0])
-        generator = torch.Generator(tensor.device)
+        tick()
+        top, bottom = block * rows, min((block + 1) * rows, shape[0])
+        generator = torch.Generator(values.device)
         digest = hashlib.sha256(f"{name}/{block}".encode()).digest()
         generator.manual_seed(int.from_bytes(digest[:7], "big"))
-        drawn = torch.empty((stop - start, *shape[1:]), device=tensor.device, dtype=torch.float32)
+        drawn = torch.empty((bottom - top, *shape[1:]), device=values.device, dtype=torch.float32)
         drawn.normal_(0.0, std, generator=generator)
-        lo, hi = max(first, start), min(last, stop)
-        tensor[lo - first : hi - first].copy_(drawn[(slice(lo - start, hi - start), *columns)])
+        upper, lower = max(first, top), min(last, bottom)
+        part = drawn[(slice(upper - top, lower - top), *columns)].reshape(-1)
+        begin = (upper - offset[0]) * row  # where the part lies in the box
+        lo, hi = max(start, begin), min(stop, begin + part.numel())
+        values[lo - start : hi - start].copy_(part[lo - begin : hi - begin])

@@ -15,7 +15,7 @@ from mtrain.ckpt import folder, store
 from mtrain.config.dump import run_yaml
 from mtrain.config.run import RunConfig
 from mtrain.mcore import api as mcore
-from mtrain.mcore import sharding
+from mtrain.mcore import optimizer_state, sharding
 from mtrain.world.beats import beat
 from mtrain.world.init import World, seed_generators
 
@@ -40,7 +40,7 @@ def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts
     facts = {
         "consumed_samples": state.consumed_samples,
         "schedule_steps": state.schedule.num_steps,
-        "optimizer_step": _agreed_step(world, sharding.get_step(state.optimizer)),
+        "optimizer_step": _agreed_step(world, optimizer_state.get_step(state.optimizer)),
         "loss_scale": _loss_scale(state.optimizer),
         "grid": world.grid.sizes,
         "digest": run.digest(),
@@ -68,8 +68,9 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
     beat("load")
     load_model(checkpoint, state.chunks)
     checkpoint.load(sharding.optimizer_slots(state.chunks, state.optimizer, allocate=True))
+    sharding.refresh(state.chunks, state.optimizer)
     facts = checkpoint.state
-    sharding.set_step(state.optimizer, facts["optimizer_step"])
+    optimizer_state.set_step(state.optimizer, facts["optimizer_step"])
     _set_loss_scale(state.optimizer, facts["loss_scale"])
     state.step, state.consumed_samples = checkpoint.step, facts["consumed_samples"]
     state.schedule.num_steps = facts["schedule_steps"]
@@ -84,6 +85,7 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
 def load_model(checkpoint: store.Checkpoint, chunks: list[Any]) -> None:
     """Put only the weights back."""
     checkpoint.load(sharding.model_slots(chunks))
+    sharding.refresh(chunks)
 
 
 def rng_tensors(world: World) -> dict[str, torch.Tensor]:
@@ -124,7 +126,7 @@ def _agreed_step(world: World, step: int) -> int:
 
 
 def _loss_scale(optimizer: Any) -> dict[str, float] | None:
-    for leaf in sharding.leaf_optimizers(optimizer):
+    for leaf in optimizer_state.leaf_optimizers(optimizer):
         scaler = getattr(leaf, "grad_scaler", None)
         if scaler is not None:
             return {k: float(v) for k, v in scaler.state_dict().items()}
@@ -132,7 +134,7 @@ def _loss_scale(optimizer: Any) -> dict[str, float] | None:
 
 
 def _set_loss_scale(optimizer: Any, values: dict[str, float] | None) -> None:
-    for leaf in sharding.leaf_optimizers(optimizer):
+    for leaf in optimizer_state.leaf_optimizers(optimizer):
         scaler = getattr(leaf, "grad_scaler", None)
         if scaler is not None and values is not None:
             own = scaler.state_dict()

@@ -149,15 +149,33 @@ GPT_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
 }
 """Of GPTModel."""
 
-DDP_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
+WRAP_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "grad_reduce_in_fp32": lambda r: r.precision.grad_reduce_in_fp32,
-    "overlap_grad_reduce": lambda r: r.parallel.overlap_grad_reduce,
-    "overlap_param_gather": lambda r: r.parallel.overlap_param_gather,
-    "use_distributed_optimizer": lambda r: r.parallel.distributed_optimizer,
+    "num_distributed_optimizer_instances": lambda r: r.parallel.hsdp_replicas,
     # A NaN is found by the trainer, which can say which step; this check would only kill one rank.
     "check_for_nan_in_grad": lambda r: False,
 }
+"""Of whatever wraps the model for data parallelism; alone of TorchFullyShardedDataParallelConfig."""
+
+DDP_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
+    **WRAP_FIELDS,
+    "overlap_grad_reduce": lambda r: r.parallel.overlap_grad_reduce,
+    "overlap_param_gather": lambda r: r.parallel.overlap_param_gather,
+    "use_distributed_optimizer": lambda r: r.parallel.distributed_optimizer,
+}
 """Of DistributedDataParallelConfig."""
+
+FSDP_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
+    **WRAP_FIELDS,
+    "use_megatron_fsdp": lambda r: r.parallel.fsdp == "megatron",
+    "use_distributed_optimizer": lambda r: True,
+    "data_parallel_sharding_strategy": lambda r: r.parallel.fsdp_sharding,
+    # fp32 weights need no second copy as main weights
+    "preserve_fp32_weights": lambda r: r.precision.dtype != "fp32",
+    # a division fused into the sum is NCCL's alone
+    "gradient_reduce_div_fusion": lambda r: False,
+}
+"""Of DistributedDataParallelConfig where megatron-core's FSDP spreads the weights."""
 
 OPTIMIZER_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "optimizer": lambda r: "adam" if r.optim.name == "adamw" else "sgd",
@@ -176,8 +194,10 @@ OPTIMIZER_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "initial_loss_scale": lambda r: r.precision.initial_loss_scale,
     "min_loss_scale": lambda r: r.precision.min_loss_scale,
     "loss_scale_window": lambda r: r.precision.loss_scale_window,
-    "use_distributed_optimizer": lambda r: r.parallel.distributed_optimizer,
+    "use_distributed_optimizer": lambda r: r.parallel.distributed_optimizer or r.parallel.fsdp == "megatron",
     "overlap_param_gather": lambda r: r.parallel.overlap_param_gather,
+    "optimizer_cpu_offload": lambda r: r.optim.cpu_offload > 0,
+    "optimizer_offload_fraction": lambda r: r.optim.cpu_offload,
 }
 """Of OptimizerConfig."""
 
@@ -258,13 +278,15 @@ def feeds(run: RunConfig) -> dict[str, list[str]]:
         seen: set[str] = set()
         get(_Watched(run, "", seen))
         for key in sorted(seen):
-            out.setdefault(key, []).append(f"{owner}.{name}")
+            fields = out.setdefault(key, [])
+            fields += [f"{owner}.{name}"] if f"{owner}.{name}" not in fields else []
 
     config = "TransformerConfig" if run.model.mla is None else "MLATransformerConfig"
     for owner, table in (
         (config, FIELDS),
         ("GPTModel", GPT_FIELDS),
         ("DistributedDataParallelConfig", DDP_FIELDS),
+        ("DistributedDataParallelConfig", FSDP_FIELDS),
         ("OptimizerConfig", OPTIMIZER_FIELDS),
         ("OptimizerParamScheduler", SCHEDULE_FIELDS),
     ):

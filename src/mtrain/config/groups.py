@@ -97,7 +97,7 @@ class OptimConfig(Section):
     clip_grad: PositiveFloat | None = 1.0
     """Largest global gradient norm; null: no clipping."""
     cpu_offload: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """adamw: share of the parameters whose optimizer state lives in host memory and is updated there."""
+    """Share of the parameters whose optimizer state lives in host memory and is updated there."""
 
 
 class TrainerConfig(Section):

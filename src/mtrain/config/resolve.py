@@ -133,9 +133,15 @@ def _micro_batch(run: RunConfig, ranks: int) -> dict[str, Any]:
 
 
 def smallest_world(parallel: ParallelConfig) -> int:
-    """The fewest ranks whose dense grid (tp pp cp) and expert grid (etp ep pp) are both whole."""
-    dense = parallel.tp * parallel.cp
+    """The fewest ranks whose dense grid (tp pp cp) and expert grid (etp ep pp) are both whole.
+
+    With replicas (`hsdp_replicas`) both divide into as many equal parts, and a dense one is spread over two ranks.
+    """
+    replicas, dense = parallel.hsdp_replicas, parallel.tp * parallel.cp
     expert = (parallel.etp or parallel.tp) * parallel.ep
+    if replicas > 1:
+        copies = math.lcm(parallel.cp, replicas)
+        dense, expert = parallel.tp * copies * (2 if copies == replicas else 1), expert * replicas
     return parallel.pp * math.lcm(dense, expert)
 
 

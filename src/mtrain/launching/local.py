@@ -27,15 +27,14 @@ from mtrain.errors import BadEnvironment, MtrainError
 from mtrain.launching import folder, preflight
 from mtrain.launching.supervise import Supervisor
 from mtrain.launching.worker import describe, end, enter, leave, revive, run_rank
+from mtrain.world.seat import LISTEN_FD, End
 from mtrain.world.stacks import ERRORS
 
 PR_SET_PDEATHSIG = 1
 HOST = "127.0.0.1"
 INTERRUPTED = 130
-Ending = Callable[[MtrainError, bool], None]
-"""Ends this process, from any of its threads, and leaves a record of why."""
-Job = Callable[[Ending], None]
-"""What a rank does."""
+Job = Callable[[End], None]
+"""What a rank does, given how it is ended where it hangs."""
 
 
 @dataclass(frozen=True)
@@ -99,21 +98,21 @@ def _prepare(run: RunConfig, chosen: folder.Plan) -> None:
         same_data(read_manifest(chosen.checkpoint, verify=False)["state"]["data"], splits)
 
 
-def _train(run: RunConfig, chosen: folder.Plan, ending: Ending) -> None:
+def _train(run: RunConfig, chosen: folder.Plan, ending: End) -> None:
     enter(run, ending)
     from mtrain.train.assemble import Paths, train
 
     train(run, lambda world: Paths(chosen.folder, chosen.checkpoint), ending)
 
 
-def _observe(run: RunConfig, home: Path, ending: Ending) -> None:
+def _observe(run: RunConfig, home: Path, ending: End) -> None:
     enter(run, ending)
     from mtrain.train import prove
 
     prove.observe(run, home)
 
 
-def _generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperature: float, ending: Ending) -> None:
+def _generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperature: float, ending: End) -> None:
     enter(run, ending)
     from mtrain.train.assemble import generate_text
 
@@ -172,7 +171,7 @@ def _fork(rank: int, size: int, listener: socket.socket, job: Job, errors: Path)
         MASTER_PORT=str(listener.getsockname()[1]),
     )
     if rank == 0:
-        os.environ["MTRAIN_LISTEN_FD"] = str(os.dup(listener.fileno()))
+        os.environ[LISTEN_FD] = str(os.dup(listener.fileno()))
     listener.close()
     leave(run_rank(lambda: job(lambda error, _: end(error, errors, rank)), errors, rank))
     raise AssertionError("unreachable")

@@ -24,6 +24,7 @@ from mtrain.errors import (
     TrainingFault,
     show,
 )
+from mtrain.world.seat import End
 
 PEER_LOST = (
     "connection closed by peer",
@@ -38,7 +39,7 @@ PEER_LOST = (
 )
 
 
-def enter(run: RunConfig, end: Callable[[MtrainError, bool], None]) -> None:
+def enter(run: RunConfig, end: End) -> None:
     """Make this rank known to the others, then import what takes seconds: megatron-core, for the run's device.
 
     `end` ends the process where the others refuse it meanwhile.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mtrain.devices.base import Device
-from mtrain.mcore import mending
+from mtrain.mcore import mending, mending_shards
 
 Where = Literal["everywhere", "without TransformerEngine", "off CUDA"]
 
@@ -176,11 +176,81 @@ FIXES: tuple[Fix, ...] = (
         mending.recomputed_bias,
     ),
     Fix(
-        "fsdp-finish-grad-sync",
-        "distributed/data_parallel_base.py:49",
-        "torch FSDP's wrapper inherits finish_grad_sync without the argument of finalize_model_grads: TypeError.",
+        "offloaded-shards",
+        "optimizer/distrib_optimizer.py:603",
+        "The distributed optimizer's shards of fp32 weights are views, which the offloading optimizer does not take: "
+        "ValueError about a non-leaf tensor.",
         "everywhere",
-        mending.fsdp_finish_grad_sync,
+        mending_shards.offloaded_shards,
+    ),
+    Fix(
+        "offloaded-main-weights",
+        "optimizer/optimizer.py:676",
+        "Main weights replace 16-bit ones in an offloading optimizer that has copied those already: KeyError at the "
+        "first update.",
+        "everywhere",
+        mending_shards.offloaded_main_weights,
+    ),
+    Fix(
+        "offloaded-copies",
+        "optimizer/cpu_offloading/hybrid_optimizer.py:287",
+        "A copy in host memory is known by its device; where the CPU is the device, none is, and weights that are "
+        "offloaded are silently never updated.",
+        "off CUDA",
+        mending_shards.offloaded_copies,
+    ),
+    Fix(
+        "norm-groups",
+        "utils.py:1074",
+        "Asks the mesh of a gradient for its one group: RuntimeError where it has two dimensions (FSDP2's replicas). "
+        "And takes two groups of the same ranks (dense, expert) for different ones: AssertionError.",
+        "everywhere",
+        mending_shards.norm_groups,
+    ),
+    Fix(
+        "fsdp-te-linear",
+        "distributed/fsdp/mcore_fsdp_adapter.py:184",
+        "Without TransformerEngine TELinear is a MagicMock: isinstance raises TypeError under tensor parallelism.",
+        _NO_TE,
+        mending_shards.fsdp_te_linear,
+    ),
+    Fix(
+        "fsdp-optim-replicas",
+        "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:2906",
+        "With only optimizer state spread (optim), gradients are reduced within a replica and never between them: "
+        "each silently trains on samples of its own.",
+        "everywhere",
+        mending_shards.fsdp_optim_replicas,
+    ),
+    Fix(
+        "fsdp-lone-rank",
+        "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:3263",
+        "In a group of one rank (ep = dp) the reduced gradient is added to itself: silently doubled, and those of "
+        "earlier micro-batches again at each later one.",
+        "everywhere",
+        mending_shards.fsdp_lone_rank,
+    ),
+    Fix(
+        "fsdp-meshes",
+        "distributed/fsdp/mcore_fsdp_adapter.py:369",
+        "Takes the data- and tensor-parallel ranks for the whole world: EinopsError with pipeline stages.",
+        "everywhere",
+        mending_shards.fsdp_meshes,
+    ),
+    Fix(
+        "fsdp-tied-stages",
+        "distributed/finalize_model_grads.py:259",
+        "With megatron-core's FSDP the gradient of an embedding that two stages hold is set to this rank's part of "
+        "it: RuntimeError about its size. The sum in place is all that is needed.",
+        "everywhere",
+        mending_shards.fsdp_tied_stages,
+    ),
+    Fix(
+        "fsdp-unscaling",
+        "optimizer/distrib_optimizer.py:2312",
+        "Unscales fp16's gradient of every weight, also where a rank owns no part of it: AttributeError of None.",
+        "everywhere",
+        mending_shards.fsdp_unscaling,
     ),
     Fix(
         "torch-norm",

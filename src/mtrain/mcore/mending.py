@@ -263,16 +263,6 @@ def recomputed_bias() -> None:
     cls.forward = staticmethod(forward)
 
 
-def fsdp_finish_grad_sync() -> None:
-    """Take the argument that every other wrapper takes."""
-    cls = _core("distributed.torch_fully_sharded_data_parallel").TorchFullyShardedDataParallel
-
-    def finish_grad_sync(self: Any, force_all_reduce: bool | None = False) -> None:
-        """Nothing: torch's FSDP2 has reduced the gradients when the backward pass ends."""
-
-    cls.finish_grad_sync = finish_grad_sync
-
-
 def torch_norm() -> None:
     """Let the portable norm stand for the one that models take by default."""
     from mtrain.mcore.layers import Norm

@@ -26,8 +26,8 @@ from mtrain.train.generate import Sampler
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts
 from mtrain.train.trainer import Hook, Trainer
-from mtrain.world.arrival import End
 from mtrain.world.init import World, joined
+from mtrain.world.seat import End
 from mtrain.world.stacks import ERRORS
 from mtrain.world.watchdog import watching
 
@@ -55,17 +55,15 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> None:
     with joined(run) as world:
         paths = locate(world)
         splits = splits_of(run)
-        parts = assemble(run, world, splits)
-        progress = Progress(run, speaks=world.is_first)
         if world.is_first:
             _keep_tokenizer(splits, paths.folder)
-        with watching(run, world, paths.folder / ERRORS, lambda: parts.state.step, end):
-            _run(parts, splits, paths, progress)
+        with watching(run, world, paths.folder / ERRORS, end):
+            _run(assemble(run, world, splits), splits, paths)
 
 
-def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> None:
+def _run(parts: Parts, splits: Splits, paths: Paths) -> None:
     """Resume, fit, and show what came out."""
-    run = parts.run
+    run, progress = parts.run, Progress(parts.run, speaks=parts.world.is_first)
     if paths.checkpoint is not None:
         _resume(parts, paths.checkpoint, splits, progress)
     metrics = hooks.Metrics(paths.folder)
@@ -114,7 +112,9 @@ def configure_schedule_hooks(run: RunConfig, chunks: list[Any], optimizer: Any) 
     config = chunks[0].config
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = mcore.finalize_model_grads
-    if run.parallel.overlap_grad_reduce:
+    # megatron-core's FSDP learns from it which micro-batch is the last; without spread gradients it must not
+    spread = run.parallel.fsdp == "megatron" and run.parallel.fsdp_sharding != "optim"
+    if run.parallel.overlap_grad_reduce or spread:
         config.no_sync_func = [c.no_sync for c in chunks] if len(chunks) > 1 else chunks[0].no_sync
         if len(chunks) > 1:
             config.grad_sync_func = [c.start_grad_sync for c in chunks]

@@ -18,7 +18,7 @@ from mtrain.data.batch import GlobalBatches
 from mtrain.mcore import api as mcore
 from mtrain.mcore.context import context_positions
 from mtrain.mcore.sharding import gathered
-from mtrain.world.beats import beat
+from mtrain.world.beats import beat, begin_step
 from mtrain.world.init import World
 
 Batch = Mapping[str, torch.Tensor]
@@ -60,7 +60,7 @@ class StepResult:
 def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
     """Read a global batch, run forward and backward over its micro-batches, update the weights."""
     clock, state = Clock(parts.world), parts.state
-    beat("data")
+    begin_step(state.step + 1)
     with clock.phase("data"):
         batches = parts.train_data.microbatches(state.consumed_samples)
         batches = [to_device(b, parts.world) for b in batches]

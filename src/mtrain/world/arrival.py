@@ -11,7 +11,6 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from importlib import metadata
 from typing import Any
@@ -26,12 +25,10 @@ from mtrain.devices import registry
 from mtrain.errors import BadEnvironment, MtrainError
 from mtrain.layout.grid import RankGrid
 from mtrain.world.rollcall import IMPORT_FACTOR, Judge, Member, newest
-from mtrain.world.seat import Seat
+from mtrain.world.seat import End, Seat
 from mtrain.world.verdict import Card, Refused
 
 BACKLOG = 2048
-End = Callable[[MtrainError, bool], None]
-"""Ends the process, from any thread, and does not return; told whether this is the rank that says why."""
 FAREWELL_S = 2.0
 """How long the rank that serves the store stays for the others to read why there is no world."""
 PATIENCE = 0.8
@@ -52,6 +49,8 @@ class Arrival:
         self.failure: str | None = None
         self.settled, self.closed = threading.Event(), False
         self.store: dist.Store | None = None
+        self.serves = False
+        """The store lives in this process."""
         self.verdict: dict[str, Any] | None = None
         self.heard = 0.0
         """When the store answered last."""
@@ -117,6 +116,7 @@ class Arrival:
             return dist.HashStore()
         served = {"world_size": seat.size, "wait_for_workers": False, "timeout": timedelta(seconds=60)}
         fd = self._listening() if seat.serves else None
+        self.serves = fd is not None
         if fd is not None:
             return dist.TCPStore(seat.host, seat.port, is_master=True, master_listen_fd=fd, **served)
         while not self.closed:
@@ -178,9 +178,10 @@ class Arrival:
         """Let the others read a verdict that ends them before the store goes with this process."""
         until = time.monotonic() + FAREWELL_S
         if verdict["problem"] is not None:
-            if self.seat.rank:
+            if not self.serves:
                 member.acknowledge()
-            while self.seat.serves and not member.all_read(verdict) and time.monotonic() < until:
+            others = verdict["able"] - (self.failure is None)
+            while self.serves and not member.all_read(others) and time.monotonic() < until:
                 time.sleep(self.pause_s)
         return verdict | {"number": member.number}
 

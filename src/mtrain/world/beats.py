@@ -6,7 +6,7 @@ from __future__ import annotations
 class Pulse:
     """How far this rank's main thread has come. Written by that thread alone, read by the watchdog's."""
 
-    __slots__ = ("count", "phase", "ticks")
+    __slots__ = ("count", "phase", "step", "ticks")
 
     def __init__(self) -> None:
         self.count = 0
@@ -14,7 +14,14 @@ class Pulse:
         self.ticks = 0
         """Signs of life between milestones, as many as this rank's work has."""
         self.phase = "start"
-        """What came with the last milestone."""
+        """What the last milestone began."""
+        self.step = 0
+        """The step that was begun last, from 1; 0: none yet."""
+
+    @property
+    def place(self) -> str:
+        """Step and phase in words."""
+        return f"step {self.step}, {self.phase}" if self.step else self.phase
 
 
 pulse = Pulse()
@@ -24,6 +31,12 @@ def beat(phase: str) -> None:
     """Note that `phase` begins, which it does on every rank."""
     pulse.count += 1
     pulse.phase = phase
+
+
+def begin_step(number: int) -> None:
+    """Note that a step begins, on every rank."""
+    pulse.step = number
+    beat("data")
 
 
 def tick() -> None:

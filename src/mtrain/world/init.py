@@ -150,6 +150,7 @@ def make_groups(grid: RankGrid, run: RunConfig, embedding_stages: list[int], tim
         hybrid_context_parallel=p.hybrid_context_parallel,
         expert_model_parallel_size=grid.ep,
         expert_tensor_parallel_size=grid.etp,
+        num_distributed_optimizer_instances=p.hsdp_replicas,
         get_embedding_ranks=lambda ranks: sorted({ranks[stage] for stage in embedding_stages}),
         distributed_timeout_minutes=timeout.total_seconds() / 60,
         create_gloo_process_groups=False,

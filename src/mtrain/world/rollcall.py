@@ -65,7 +65,8 @@ class Member:
             _add_page(self.store, "reports", json.dumps(page))
 
     def verdict(self) -> dict[str, Any] | None:
-        """What was found: `problem` (None: none) and `speaker`, a rank; None while it is not known."""
+        """What was found: `problem` (None: none), `speaker` (a rank), `count` of ranks that came and `able` of those
+        that did not fail; None while it is not known."""
         if not self.store.check(["verdict"]):
             return None
         verdict: dict[str, Any] = json.loads(self.store.get("verdict"))
@@ -79,9 +80,9 @@ class Member:
         """Tell the rank that serves the store that this one needs it no more."""
         self.store.add("read", 1)
 
-    def all_read(self, verdict: dict[str, Any]) -> bool:
-        """Whether every rank but rank 0, which serves the store, and those that failed has read the verdict."""
-        return self.store.add("read", 0) >= int(verdict["awaited"])
+    def all_read(self, others: int) -> bool:
+        """Whether as many `others` have read the verdict."""
+        return self.store.add("read", 0) >= others
 
 
 class Judge:
@@ -150,6 +151,6 @@ class Judge:
             "problem": problem,
             "speaker": min(able, default=self.card.rank),
             "count": len(self.roll.cards),
-            "awaited": sum(rank > 0 for rank in able),
+            "able": len(able),
         }
         self.store.set("verdict", json.dumps(verdict))

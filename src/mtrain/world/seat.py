@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mtrain.errors import BadEnvironment
+from mtrain.errors import BadEnvironment, MtrainError
 
 LISTEN_FD = "MTRAIN_LISTEN_FD"
 """Descriptor of a socket that already listens, from the local launcher: rank 0 serves the rendezvous on it."""
+
+End = Callable[[MtrainError, bool], None]
+"""Ends the process, from any thread, and does not return; told whether this is the rank that says why."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Seat:
 
     @property
     def serves(self) -> bool:
-        """Whether the store lives in this process."""
+        """Whether the store is to live in this process."""
         return self.rank == 0 and not self.launcher_serves
 
     @property

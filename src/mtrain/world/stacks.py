@@ -11,8 +11,8 @@ from types import FrameType
 
 ERRORS = "errors"
 """Where in a run folder each rank leaves how it failed, and its stacks when it hung."""
-LIBRARIES = ("torch", "megatron")
-WAITING = (".wait(", "synchronize(", "wait_tensor(", ".barrier(")
+LIBRARIES = ("torch", "megatron", "mtrain")
+WAITING = (".wait(", "synchronize(", "wait_tensor(", ".item()", ".tolist()")
 """What the line of a library holds where a rank waits for others, or for a device that waits for others."""
 WATCHING = "mtrain "
 """What the names of the threads begin with that watch, and do none of the work."""

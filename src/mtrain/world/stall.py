@@ -21,7 +21,7 @@ class Status:
     count: int
     """Milestones passed."""
     phase: str
-    step: int
+    """Step and phase that it is in."""
     waits: bool
     """Its main thread waits inside a collective, for others."""
     place: str
@@ -83,18 +83,18 @@ def blame(known: Mapping[int, Status], silent: set[int], size: int) -> str:
         return f"{_ranks(missing)} {'has' if len(missing) == 1 else 'have'} not begun to train"
     if silent:
         gone = [known[rank] for rank in sorted(silent)]
-        last = f"last seen in step {gone[0].step + 1}, {gone[0].phase}" if len(gone) == 1 else "stacks may be missing"
+        last = f"last seen in {gone[0].phase}" if len(gone) == 1 else "stacks may be missing"
         verb = "gives" if len(gone) == 1 else "give"
         return f"{_who(gone)} {verb} no sign of life (stopped, dead, or stuck outside Python; {last})"
     busy = [s for s in known.values() if not s.waits]
     fewest = min(s.count for s in busy or known.values())
     behind = sorted((s for s in busy or known.values() if s.count == fewest), key=lambda s: s.rank)
     if len(behind) == size > 1 and not busy:
-        return f"every rank waits for the others, in step {behind[0].step + 1}, {behind[0].phase}"
+        return f"every rank waits for the others, in {behind[0].phase}"
     first = behind[0]
     doing = "waits like all others, and is" if not busy else "is"
     verb = doing if len(behind) == 1 else "are"
-    return f"{_who(behind)} {verb} behind, in step {first.step + 1}, {first.phase}, at {first.place}"
+    return f"{_who(behind)} {verb} behind, in {first.phase}, at {first.place}"
 
 
 def _who(ranks: list[Status]) -> str:

@@ -12,7 +12,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,26 +23,24 @@ from torch.distributed import PrefixStore, Store
 from mtrain.config.run import RunConfig
 from mtrain.errors import TrainingFault
 from mtrain.world import stacks, stall
-from mtrain.world.arrival import End
 from mtrain.world.beats import pulse
 from mtrain.world.init import World
-from mtrain.world.seat import Seat
+from mtrain.world.seat import End, Seat
 from mtrain.world.stall import Finding, Status
 
 SILENT_TICKS = 10
-LONGEST_TICK_S = 2.0
-"""A tick that took longer counts as this much: the whole process was stopped, and the time is nobody's stall."""
+LONGEST_TICK = 0.25
+"""The share of the soft timeout that a tick counts at most: in a longer one the whole process was stopped."""
 
 
 @contextmanager
-def watching(run: RunConfig, world: World, folder: Path, step: Callable[[], int], end: End) -> Iterator[None]:
+def watching(run: RunConfig, world: World, folder: Path, end: End) -> Iterator[None]:
     """Watch over what this rank does inside, together with all other ranks.
 
-    `folder` gets the stacks, `step` tells how many steps are done. After `trainer.soft_timeout_s` in which no rank
-    made progress each writes its stacks and one names the rank that is behind; after `trainer.timeout_s` `end` is
-    called with a TrainingFault that names it again.
+    `folder` gets the stacks. After `trainer.soft_timeout_s` in which no rank made progress each writes its own, and
+    one names the rank that is behind; after `trainer.timeout_s` `end` gets a TrainingFault that names it again.
     """
-    watchdog = Watchdog(run, world, folder, step, end)
+    watchdog = Watchdog(run, world, folder, end)
     watchdog.start()
     try:
         yield
@@ -58,8 +56,8 @@ def stacks_name(rank: int) -> str:
 class Watchdog:
     """The watcher of one rank."""
 
-    def __init__(self, run: RunConfig, world: World, folder: Path, step: Callable[[], int], end: End) -> None:
-        self.world, self.folder, self.step, self.end = world, folder, step, end
+    def __init__(self, run: RunConfig, world: World, folder: Path, end: End) -> None:
+        self.world, self.folder, self.end = world, folder, end
         self.soft_s, self.hard_s = run.trainer.soft_timeout_s, run.trainer.timeout_s
         # Thousands of ranks talk to one store: then they do it less often.
         self.tick_s = min(1.0, max(0.1, self.soft_s / 20)) * max(1.0, world.size / 1000)
@@ -102,7 +100,8 @@ class Watchdog:
         seen, before = (pulse.count, pulse.ticks), time.monotonic()
         while not self.over.wait(self.tick_s):
             now, latest = time.monotonic(), (pulse.count, pulse.ticks)
-            self.idle_s = 0.0 if latest != seen else self.idle_s + min(now - before, LONGEST_TICK_S + self.tick_s)
+            passed = min(now - before, self.tick_s + LONGEST_TICK * self.soft_s)
+            self.idle_s = 0.0 if latest != seen else self.idle_s + passed
             seen, before = latest, now
             if self.file is not None:
                 # A thread that holds Python's lock stops this one too; faulthandler needs no lock.
@@ -148,7 +147,7 @@ class Watchdog:
         return Finding(self.idle_s, finding.blame if finding else blame, first, 0), rank == first
 
     def _write_stacks(self, found: Finding) -> None:
-        title = f"rank {self.world.rank}, step {self.step() + 1}, {pulse.phase}: no progress for {found.idle_s:.1f} s"
+        title = f"rank {self.world.rank} in {pulse.place}: no progress for {found.idle_s:.1f} s"
         with suppress(OSError):
             stacks.write(self.folder / stacks_name(self.world.rank), title)
 
@@ -191,8 +190,7 @@ class Wire:
             pid=os.getpid(),
             number=self.published,
             count=pulse.count,
-            phase=pulse.phase,
-            step=self.watchdog.step(),
+            phase=pulse.place,
             waits=stacks.is_waiting(frame),
             place=stacks.place(frame),
             idle_s=self.watchdog.idle_s,

@@ -73,7 +73,7 @@ def dynamic_context(run: RunConfig) -> Iterator[Finding]:
 
 
 def fully_sharded(run: RunConfig) -> Iterator[Finding]:
-    """What each FSDP can be combined with, as megatron-core 0.16.1 has it."""
+    """What each FSDP can be combined with."""
     p = run.parallel
     if p.fsdp == "none":
         return
@@ -84,24 +84,18 @@ def fully_sharded(run: RunConfig) -> Iterator[Finding]:
         rule = f"spreads and overlaps by itself; {' and '.join(set_keys)} must be false"
         off: Change = {f"parallel.{k}": False for k in set_keys}
         yield Finding("MT162", "parallel.fsdp", rule, (off, plain))
-    if p.pp > 1:
-        rule = f"weights that are gathered and freed again cannot be kept over the micro-batches of pp {p.pp} stages"
-        fixes: tuple[Change, ...] = (
-            {"parallel.pp": 1, "parallel.vpp": 1},
-            {"parallel.pp": 1, "parallel.vpp": 1, "parallel.ranks": None},
-            plain,
+    if p.fsdp != "megatron":
+        return
+    torch_fsdp: Change = {"parallel.fsdp": "fsdp2", "parallel.fsdp_sharding": None}
+    if p.hsdp_replicas > 1 and (p.ep > 1 or (p.etp is not None and p.etp != p.tp)):
+        rule = (
+            f"megatron knows no replicas of experts: with {p.hsdp_replicas} of them it adds up gradients of experts "
+            f"over the ranks of dense weights, and ep {p.ep}, etp {p.etp or p.tp} keep other experts there"
         )
-        yield Finding("MT163", "parallel.fsdp", rule, fixes)
-    if p.ep > 1 or (p.etp is not None and p.etp != p.tp):
-        one: Change = {"parallel.ep": 1, "parallel.etp": None}
-        rule = "experts that are spread over other ranks than the rest cannot be sharded with it"
-        yield Finding("MT164", "parallel.fsdp", rule, (plain, one, {**one, "parallel.ranks": None}))
+        yield Finding("MT164", "parallel.fsdp", rule, ({"parallel.hsdp_replicas": 1}, torch_fsdp, plain))
     if run.optim.name != "adamw":
-        rule = f"shards the state of adamw, and the optimizer is {run.optim.name}"
-        yield Finding("MT165", "parallel.fsdp", rule, ({"optim.name": "adamw"}, plain))
-    if run.precision.dtype == "fp16":
-        bf16: Change = {"precision.dtype": "bf16"}
-        yield Finding("MT166", "parallel.fsdp", "does not scale the loss of fp16", (bf16, plain))
+        rule = f"megatron shards the state of adamw, and the optimizer is {run.optim.name}"
+        yield Finding("MT165", "parallel.fsdp", rule, ({"optim.name": "adamw"}, torch_fsdp, plain))
 
 
 def replicas_divide(run: RunConfig) -> Iterator[Finding]:
@@ -114,14 +108,21 @@ def replicas_divide(run: RunConfig) -> Iterator[Finding]:
         rule = "reaches nothing without parallel.fsdp or parallel.distributed_optimizer: every rank has a whole copy"
         yield Finding("MT150", "parallel.hsdp_replicas", rule, (one, {"parallel.distributed_optimizer": True}))
     ranks = dp_of(run) * p.cp
+    experts = ranks * p.tp // (p.ep * (p.etp or p.tp))  # ranks that hold the same experts
+    legal = [d for d in divisors(ranks) if d < ranks and experts % d == 0]
+    fixes: tuple[Change, ...] = (*({"parallel.hsdp_replicas": n} for n in nearest(p.hsdp_replicas, legal)), one)
     if ranks % p.hsdp_replicas or ranks == p.hsdp_replicas:
-        legal = [d for d in divisors(ranks) if d < ranks]
         rule = (
-            f"{p.hsdp_replicas} copies over {ranks} ranks (dp {dp_of(run)} * cp {p.cp}), at least 2 for each; "
-            f"legal: {listed(legal)}"
+            f"{p.hsdp_replicas} copies over {ranks} ranks (dp {dp_of(run)} * cp {p.cp}), and a copy is spread over 2 "
+            f"at least; legal: {listed(legal)}"
         )
-        fixes: tuple[Change, ...] = tuple({"parallel.hsdp_replicas": n} for n in nearest(p.hsdp_replicas, legal))
-        yield Finding("MT167", "parallel.hsdp_replicas", rule, (*fixes, one))
+        yield Finding("MT167", "parallel.hsdp_replicas", rule, fixes)
+    elif experts % p.hsdp_replicas:
+        rule = (
+            f"{experts} ranks hold the same experts (ep {p.ep}, etp {p.etp or p.tp}), which {p.hsdp_replicas} copies "
+            f"do not divide; legal: {listed(legal)}"
+        )
+        yield Finding("MT167", "parallel.hsdp_replicas", rule, fixes)
 
 
 def recomputed_modules_exist(run: RunConfig) -> Iterator[Finding]:
@@ -167,18 +168,13 @@ def fused_accumulation(run: RunConfig) -> Iterator[Finding]:
 
 
 def offloaded_optimizer(run: RunConfig) -> Iterator[Finding]:
-    """Host memory holds the state of adamw, in a layout that shards it or not."""
-    o, p = run.optim, run.parallel
-    if not o.cpu_offload:
-        return
-    off: Change = {"optim.cpu_offload": 0.0}
-    if o.name != "adamw":
-        rule = f"offloads the state of adamw, and the optimizer is {o.name}"
-        yield Finding("MT428", "optim.cpu_offload", rule, (off, {"optim.name": "adamw"}))
-    if p.fsdp != "none":
-        rule = f"is not combined with parallel.fsdp={p.fsdp}"
+    """Host memory holds the state of weights that a rank keeps whole, or of the distributed optimizer's shards."""
+    p = run.parallel
+    if run.optim.cpu_offload and p.fsdp != "none":
+        rule = f"copies to host memory are of plain tensors, and parallel.fsdp={p.fsdp} leaves parts of spread ones"
         plain: Change = {"parallel.fsdp": "none", "parallel.fsdp_sharding": None}
-        yield Finding("MT428", "optim.cpu_offload", rule, (off, plain))
+        zero: Change = {**plain, "parallel.distributed_optimizer": True}
+        yield Finding("MT428", "optim.cpu_offload", rule, ({"optim.cpu_offload": 0.0}, zero, plain))
 
 
 RULES = (

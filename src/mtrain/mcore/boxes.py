@@ -1,0 +1,109 @@
+"""Where each parameter lies in the whole model, as megatron-core's sharded state dict says it of an unwrapped model.
+
+The answer is kept on the model: once its parameters are spread over data-parallel ranks, nobody can say it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from typing import Any
+
+from mtrain.mcore import api as mcore
+
+_KEPT = "mtrain_boxes"
+
+
+@dataclass(frozen=True)
+class Box:
+    """The part of a whole tensor that a run of elements of one parameter or buffer is."""
+
+    key: str
+    """Name of the whole tensor, the same in every layout."""
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Size of the box; leading axes that count layers or experts have size 1."""
+    lead: int
+    """How many axes count layers or experts."""
+    first: int
+    """Element of the row-major parameter that the box starts at."""
+    replica: tuple[int, ...]
+    """Place among the ranks that hold the same box; the last number counts data-parallel ranks."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the box."""
+        return prod(self.shape)
+
+    def primary(self, *, spread: bool = False) -> bool:
+        """Whether this rank is the one that saves the box; with `spread`, each data-parallel rank saves its part."""
+        return not any(self.replica[:-1] if spread else self.replica)
+
+
+def boxes_of(model: Any) -> dict[str, list[Box]]:
+    """The boxes of every parameter and persistent buffer of an unwrapped model, by its name in the model.
+
+    A gated MLP's fused weight is two boxes. Asked first before the model is sharded, later answered from memory.
+
+    Raises:
+        RuntimeError: a box that is not contiguous in its parameter, or a sharded tensor that is none.
+    """
+    if not hasattr(model, _KEPT):
+        setattr(model, _KEPT, _describe(model))
+    found: dict[str, list[Box]] = getattr(model, _KEPT)
+    return found
+
+
+def _describe(model: Any) -> dict[str, list[Box]]:
+    names = {id(t): name for name, t in chain(model.named_parameters(), model.named_buffers())}
+    metadata = {"dp_cp_group": mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    out: dict[str, list[Box]] = {}
+    for entry in _entries(model.sharded_state_dict(metadata=metadata)):
+        name = names.get(id(entry.data))
+        if name is None:
+            raise RuntimeError(f"{entry.key} is neither a parameter nor a buffer of the model")
+        if name not in out:
+            out[name] = [_box(piece, entry.data.storage_offset()) for piece in _pieces(entry)]
+    return out
+
+
+def _entries(node: Any) -> Iterator[Any]:
+    """Sharded tensors and factories of a model's state; objects without tensor data are left out."""
+    if isinstance(node, dict):
+        for value in node.values():
+            yield from _entries(value)
+    elif isinstance(node, list | tuple):
+        for value in node:
+            yield from _entries(value)
+    elif isinstance(node, mcore.ShardedTensor | mcore.ShardedTensorFactory) and node.data is not None:
+        yield node
+
+
+def _pieces(entry: Any) -> list[Any]:
+    """The sharded tensors that an entry stands for (a gated MLP's fused weight is two halves)."""
+    if not isinstance(entry, mcore.ShardedTensorFactory):
+        return [entry]
+    built = entry.build()
+    if isinstance(built, dict):
+        return list(built.values())
+    return list(built) if isinstance(built, list | tuple) else [built]
+
+
+def _box(piece: Any, start: int) -> Box:
+    data = piece.data
+    if not data.is_contiguous():
+        raise RuntimeError(f"{piece.key} is not contiguous in its parameter and cannot be cut")
+    lead = len(piece.global_shape) - data.ndim
+    replica = piece.replica_id
+    return Box(
+        key=piece.key,
+        global_shape=tuple(piece.global_shape),
+        offset=tuple(piece.global_offset),
+        shape=(1,) * lead + tuple(data.shape),
+        lead=lead,
+        first=data.storage_offset() - start,
+        replica=tuple(replica) if isinstance(replica, tuple) else (replica,),
+    )

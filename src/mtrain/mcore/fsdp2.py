@@ -1,0 +1,105 @@
+"""torch's FSDP2 behind megatron-core's wrapper for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from mtrain.mcore import api as mcore
+
+
+class FullySharded(mcore.TorchFullyShardedDataParallel):
+    """A chunk whose weights, gradients and optimizer state are spread over data-parallel ranks, layer by layer.
+
+    megatron-core's own constructor is not run, because it can do neither of these:
+
+    - With the loss per token, gradients are summed over the ranks and divided by the tokens of the global batch.
+      FSDP2 takes the mean over the ranks by itself: without a divide factor of 1 every gradient is dp * cp times too
+      small. Sums also are all that gloo can reduce. And `scale_gradients` was empty: nothing divided by the tokens.
+    - Gradients are reduced and added up over micro-batches in `main_grad`, in fp32 where the run asks for that;
+      FSDP2 alone adds them up in the dtype of the weights.
+    - Replicas (HSDP) are a mesh of two dimensions, and experts that other ranks hold have a mesh of their own.
+    - A tied embedding is not freed before the output layer has used it.
+    - Weights may still be without memory (on torch's meta device); they get it once they are cut, so a rank never
+      holds more than its own part.
+    """
+
+    def __init__(self, config: Any, ddp_config: Any, module: torch.nn.Module, device: torch.device) -> None:
+        super(mcore.TorchFullyShardedDataParallel, self).__init__(config=config, module=module)
+        self.ddp_config = ddp_config
+        attributes = {name: dict(vars(p)) for name, p in module.named_parameters()}
+        self._shard(config, device)
+        module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+        for name, param in module.named_parameters():
+            for attribute, value in attributes[name].items():
+                setattr(param, attribute, value)
+            dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else param.dtype
+            param.main_grad = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+            param.register_post_accumulate_grad_hook(_to_main_grad)
+
+    def _shard(self, config: Any, device: torch.device) -> None:
+        reduce_dtype = torch.float32 if self.ddp_config.grad_reduce_in_fp32 else None
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        meshes = {experts: _mesh(device, experts=experts) for experts in (False, True)}
+        previous = None
+        for unit, experts in (*_units(self.module), (self.module, False)):
+            sharded = fully_shard(unit, mesh=meshes[experts], mp_policy=policy, reshard_after_forward=True)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+            if config.recompute_granularity is not None and unit is not self.module and not experts:
+                # a layer that is run again in the backward would change the order of prefetching
+                sharded.set_modules_to_backward_prefetch([previous] if previous else [])
+                previous = sharded
+
+    def zero_grad_buffer(self) -> None:
+        """Set all gradients to zero."""
+        for param in self.module.parameters():
+            param.main_grad.zero_()
+
+    def scale_gradients(self, scaling_factor: Any) -> None:
+        """Multiply all gradients."""
+        for param in self.module.parameters():
+            param.main_grad.mul_(scaling_factor)
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Nothing: FSDP2 has reduced the gradients when the backward pass ends."""
+
+
+def _to_main_grad(param: torch.Tensor) -> None:
+    """Add the gradient that a backward left to those of the micro-batches before."""
+    param.main_grad += param.grad  # type: ignore[attr-defined]
+    param.grad = None
+
+
+def _units(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, bool]]:
+    """What is gathered and freed at once, inner ones first, and whether it is of experts that other ranks hold."""
+    tied = any(getattr(m, "share_embeddings_and_output_weights", False) for m in model.modules())
+    for module in model.modules():
+        if isinstance(module, mcore.TransformerLayer):
+            experts = getattr(module.mlp, "experts", None)
+            if experts is not None and not all(getattr(p, "allreduce", True) for p in experts.parameters()):
+                yield experts, True
+            yield module, False
+        elif isinstance(module, mcore.LanguageModelEmbedding) and not tied:
+            yield module, False
+
+
+def _mesh(device: torch.device, *, experts: bool) -> DeviceMesh:
+    """The ranks that share the weights; of more than one replica, (replica, part)."""
+    ps = mcore.parallel_state
+    if experts:
+        whole = ps.get_expert_data_parallel_group()
+        part = ps.get_expert_data_parallel_group(partial_expert_data_parallel=True)
+    else:
+        whole = ps.get_data_parallel_group(with_context_parallel=True)
+        part = ps.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    if part.size() == whole.size():
+        return DeviceMesh.from_group(whole, device.type)
+    ranks = torch.tensor(dist.get_process_group_ranks(whole)).view(-1, part.size())
+    between = ps.get_inter_distributed_optimizer_instance_group()
+    return DeviceMesh.from_group([between, part], device.type, mesh=ranks, mesh_dim_names=("replica", "part"))

@@ -1,0 +1,50 @@
+"""megatron-core's own FSDP over a chunk."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from mtrain.mcore import api as mcore
+
+
+class FullyShardedBuffers(mcore.MegatronFSDP):
+    """A chunk whose optimizer state, gradients and weights (or the first of these) are cut out of flat buffers.
+
+    Parameters without memory (on torch's meta device) get it when their group is cut, a layer at a time, so a rank
+    holds its own part and one layer at most.
+    """
+
+    def __init__(self, config: Any, ddp_config: Any, module: torch.nn.Module, device: torch.device) -> None:
+        deferred = [m for m in module.modules() if any(p.is_meta for p in m.parameters(recurse=False))]
+        for owner in deferred:
+            before = {**dict(owner.named_parameters(recurse=False)), **dict(owner.named_buffers(recurse=False))}
+            owner.reset_parameters = partial(_restore, owner, before)  # type: ignore[assignment]
+        config.init_model_with_meta_device = bool(deferred)
+        super().__init__(config, ddp_config, module, device=device)
+        for owner in deferred:
+            del owner.reset_parameters
+        if ddp_config.data_parallel_sharding_strategy == "optim_grads_params":
+            # The forward gathers what it needs; what is gathered at the end of a step would be kept until then.
+            self.start_param_sync = lambda *_, **__: None
+
+
+def communication_elements(model: torch.nn.Module) -> int:
+    """Elements of two layers: what megatron-core's FSDP may gather and reduce at once.
+
+    Its own default is no less than 10^9 elements, which would gather a small model whole.
+    """
+    layers = [m for m in model.modules() if isinstance(m, mcore.TransformerLayer)]
+    return 2 * max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=1)
+
+
+def _restore(module: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
+    """Give parameters and buffers that were just made anew the attributes and constants of those before."""
+    for name, old in before.items():
+        new = module._parameters.get(name, module._buffers.get(name))
+        assert new is not None
+        vars(new).update(vars(old))
+        if not old.is_meta:
+            new.data.copy_(old.data)

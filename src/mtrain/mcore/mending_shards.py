@@ -1,0 +1,169 @@
+"""How defects in what spreads or moves weights and optimizer state are mended: FSDP, and offloading to host memory.
+
+Each function changes megatron-core in this process; the list is in `mtrain.mcore.fixes`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+
+
+def _core(module: str) -> Any:
+    return importlib.import_module(f"megatron.core.{module}")
+
+
+def offloaded_shards() -> None:
+    """Let views of fp32 weights be optimized."""
+    cls = _core("optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        for param in (p for group in params for p in group["params"]):
+            if not param.is_leaf:
+                param.retain_grad()
+        original(self, params, *args, **kwargs)
+
+    cls.__init__ = __init__
+
+
+def offloaded_main_weights() -> None:
+    """Copy to host memory what is optimized in the end."""
+    cls = _core("optimizer.optimizer").Float16OptimizerWithFloat16Params
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, optimizer, *args, **kwargs)
+        if isinstance(optimizer, _core("optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer):
+            optimizer._init_sub_optimizers()
+
+    cls.__init__ = __init__
+
+
+def offloaded_copies() -> None:
+    """Know copies in host memory by having made them."""
+    cls = _core("optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
+    original = cls._get_sub_optimizer_param_groups
+
+    @functools.wraps(original)
+    def groups(self: Any, offload_fraction: float) -> Any:
+        host, device, copies, originals, fp32 = original(self, offload_fraction)
+        cut = [({**g, "params": []}, {**g, "params": []}) for g in device]
+        for group, (copied, kept) in zip(device, cut, strict=True):
+            for param in group["params"]:
+                (copied if param in originals else kept)["params"].append(param)
+        host = [*host, *(copied for copied, _ in cut if copied["params"])]
+        return host, [kept for _, kept in cut if kept["params"]], copies, originals, fp32
+
+    cls._get_sub_optimizer_param_groups = groups
+
+
+def norm_groups() -> None:
+    """Ask the mesh for the ranks of its last dimension, and compare ranks."""
+    from torch.distributed.tensor import DTensor
+
+    def group_of(tensor: torch.Tensor, known: Any = None) -> Any:
+        if not isinstance(tensor, DTensor):
+            return None
+        group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
+        ranks = torch.distributed.get_process_group_ranks
+        assert known is None or ranks(known) == ranks(group), "gradients of one norm are spread over different ranks"
+        return group
+
+    _core("optimizer.clip_grads").get_data_parallel_group_if_dtensor = group_of
+
+
+def fsdp_te_linear() -> None:
+    """Say that no layer is TransformerEngine's."""
+    _core("distributed.fsdp.mcore_fsdp_adapter").TELinear = ()
+
+
+def fsdp_optim_replicas() -> None:
+    """Sum a replica's gradients with those of the others."""
+    cls = _core("distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer").ParamAndGradBuffer
+    original = cls.reduce_scatter_gradients
+
+    @functools.wraps(original)
+    def reduce_scatter_gradients(self: Any, async_op: bool = True) -> None:
+        original(self, async_op)
+        if self.dist_index.use_hybrid_fsdp:
+            for group in self.parameter_groups:
+                if group.main_grad_buffer is not None:
+                    own = group.main_grad_buffer.get_shard_from_local_buffer()
+                    torch.distributed.all_reduce(own, group=self.dist_index.get_outer_fsdp_group())
+
+    cls.reduce_scatter_gradients = reduce_scatter_gradients
+
+
+def fsdp_lone_rank() -> None:
+    """Leave a gradient that no other rank shares as it is."""
+    cls = _core("distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer").GradReducePipeline
+    original = cls._bucket_group_gradient_reduce
+
+    @functools.wraps(original)
+    def reduce(self: Any, bucket_group: list[int], async_op: bool = False, **kw: Any) -> bool:
+        buffers = [self.get_fsdp_buffer(bucket) for bucket in bucket_group]
+        if any(buffer.data_parallel_group.size() > 1 for buffer in buffers):
+            return bool(original(self, bucket_group, async_op, **kw))
+        for bucket, buffer in zip(bucket_group, buffers, strict=True):
+            if buffer.gradient_scaling_factor is not None:
+                buffer.data.mul_(buffer.gradient_scaling_factor)
+            if kw.get("outer_fsdp_group_grad_reduce"):
+                torch.distributed.all_reduce(buffer.data, group=self.buffer.dist_index.get_outer_fsdp_group())
+            self.bucket_grad_ready_params[bucket] = set()
+        return True
+
+    cls._bucket_group_gradient_reduce = reduce
+
+
+def fsdp_meshes() -> None:
+    """Derive a mesh from the groups that this rank is in, whatever else there is in the world."""
+    module = _core("distributed.fsdp.mcore_fsdp_adapter")
+
+    def mesh(*groups: Any) -> torch.Tensor:
+        here, found = torch.distributed.get_rank(), torch.tensor([0])
+        for group in groups:
+            steps = torch.tensor(torch.distributed.get_process_group_ranks(group)) - here
+            found = found[..., None] + steps
+        return found[0] + here
+
+    module._get_dp_tp_mesh = lambda dp, tp, ep_size=1: mesh(dp, tp)
+    module._get_hsdp_tp_mesh = mesh
+
+
+def fsdp_tied_stages() -> None:
+    """Sum this rank's parts of the gradient in place."""
+    module = _core("distributed.finalize_model_grads")
+    original, unwrap = module._allreduce_embedding_grad, module.get_attr_wrapped_model
+
+    @functools.wraps(original)
+    def reduce(model: list[Any], embd_group: Any, pp_group: Any, weight_getter: Any, *args: Any, **kw: Any) -> None:
+        if not model[0].ddp_config.use_megatron_fsdp:
+            original(model, embd_group, pp_group, weight_getter, *args, **kw)
+        elif embd_group is not None and embd_group.size() > 1:
+            weights = [weight_getter(unwrap(chunk, "pre_process", return_model_obj=True)) for chunk in model]
+            for weight in weights:
+                if weight is not None and weight.grad is not None:
+                    torch.distributed.all_reduce(weight.grad._local_tensor, group=embd_group)
+
+    module._allreduce_embedding_grad = reduce
+
+
+def fsdp_unscaling() -> None:
+    """Unscale the gradients that there are."""
+    cls = _core("optimizer.distrib_optimizer").DistributedOptimizer
+    original = cls._collect_main_grad_data_for_unscaling
+
+    @functools.wraps(original)
+    def gradients(self: Any) -> list[torch.Tensor]:
+        if not self.ddp_config.use_megatron_fsdp:
+            return list(original(self))
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [p.grad._local_tensor for p in params if p.grad is not None]
+
+    cls._collect_main_grad_data_for_unscaling = gradients

@@ -1,0 +1,141 @@
+"""What megatron-core's optimizers keep for each parameter, whichever of them it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mtrain.mcore import api as mcore
+from mtrain.mcore.kept import Kept, kept, local
+
+
+@dataclass(frozen=True)
+class StateShard:
+    """What one optimizer keeps for one parameter, or for the range of it that this rank owns."""
+
+    kept: Kept
+    main: torch.Tensor
+    """The weights that are updated, as megatron-core's optimizer knows them."""
+    start: int
+    spread: bool
+    """Each data-parallel rank (of a replica) owns another range."""
+    inner: torch.optim.Optimizer
+    """torch's optimizer that updates them."""
+    updated: torch.Tensor
+    """What it updates: `main`, or a copy of it in host memory."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The main weight, unless it is the weight itself, and every moment, by name, each 1-D."""
+        main = local(self.main)
+        if main.untyped_storage().data_ptr() != self.kept.weight.untyped_storage().data_ptr():
+            yield "main_weight", main
+        for name, value in self.inner.state.get(self.updated, {}).items():
+            if name != "master_param" and torch.is_tensor(value) and value.shape == self.updated.shape:
+                yield name, local(value)
+
+    def allocate(self) -> None:
+        """Make zero moments, with a step counter of its own, where the optimizer has none yet."""
+        state, group = self.inner.state[self.updated], self.inner.param_groups[0]
+        names = ("exp_avg", "exp_avg_sq") if "betas" in group else ("momentum_buffer",)
+        for name in names:
+            state.setdefault(name, torch.zeros_like(self.updated))
+        if isinstance(self.inner, torch.optim.Adam):
+            device = self.updated.device if group.get("fused") else None
+            state.setdefault("step", torch.zeros((), dtype=torch.float32, device=device))
+
+    def gradient(self) -> torch.Tensor:
+        """The gradient of the range after the backward, 1-D."""
+        param, size = self.kept.param, local(self.main).numel()
+        if hasattr(param, "orig_param"):  # megatron-core's FSDP: no gradient where this rank owns nothing
+            return local(param.grad) if param.grad is not None else torch.empty(0)
+        start = self.start - self.kept.start
+        return local(param.main_grad)[start : start + size]  # type: ignore[attr-defined]
+
+
+def leaf_optimizers(optimizer: Any) -> list[Any]:
+    """megatron-core's optimizers without the chain around them, those that hold no parameter left out."""
+    leaves = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [leaf for leaf in leaves if leaf.optimizer is not None]
+
+
+def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """torch's optimizers, those of an offloading one included."""
+    found = []
+    for leaf in leaf_optimizers(optimizer):
+        hybrid = isinstance(leaf.optimizer, mcore.HybridDeviceOptimizer)
+        found += leaf.optimizer.sub_optimizers if hybrid else [leaf.optimizer]
+    return found
+
+
+def state_shards(chunks: list[Any], optimizer: Any) -> Iterator[StateShard]:
+    """What every leaf optimizer keeps, parameter by parameter."""
+    own = {k.param: k for chunk in chunks for k in kept(chunk)}
+    for leaf in leaf_optimizers(optimizer):
+        inner = {p: (sub, p) for sub in _subs(leaf) for group in sub.param_groups for p in group["params"]}
+        if isinstance(leaf.optimizer, mcore.HybridDeviceOptimizer):
+            inner = {leaf.optimizer.inner_param_to_orig_param[p]: found for p, found in inner.items()}
+        for param, main, start, spread in _ranges(leaf, own):
+            yield StateShard(own[param], main, start, spread, *inner[main])
+
+
+def refresh_copies(optimizer: Any) -> None:
+    """Copy main weights again to where an offloading optimizer updates copies of them."""
+    for leaf in leaf_optimizers(optimizer):
+        if isinstance(leaf.optimizer, mcore.HybridDeviceOptimizer):
+            for main, copied in leaf.optimizer.param_to_inner_param.items():
+                if copied is not main:
+                    copied.data.copy_(main.data)
+
+
+def get_step(optimizer: Any) -> int:
+    """How many updates the optimizer has made (for Adam's bias correction).
+
+    Raises:
+        RuntimeError: its parameters disagree, which one shared counter after a resume would cause.
+    """
+    inner = inner_optimizers(optimizer)
+    steps = {int(s["step"]) for o in inner for p, s in o.state.items() if "step" in s and local(p).numel()}
+    steps |= {int(group["step"]) for o in inner for group in o.param_groups if "step" in group}
+    if len(steps) > 1:
+        raise RuntimeError(f"the optimizer's parameters have made different numbers of updates: {sorted(steps)}")
+    return steps.pop() if steps else 0
+
+
+def set_step(optimizer: Any, step: int) -> None:
+    """Set the number of updates, each parameter with a counter of its own."""
+    for inner in inner_optimizers(optimizer):
+        for state in inner.state.values():
+            if "step" in state:
+                state["step"] = torch.full_like(state["step"], step)
+        for group in inner.param_groups:
+            if "step" in group:
+                group["step"] = step
+
+
+def _subs(leaf: Any) -> list[torch.optim.Optimizer]:
+    hybrid = isinstance(leaf.optimizer, mcore.HybridDeviceOptimizer)
+    return list(leaf.optimizer.sub_optimizers) if hybrid else [leaf.optimizer]
+
+
+def _ranges(
+    leaf: Any, own: dict[torch.nn.Parameter, Kept]
+) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, bool]]:
+    """Each parameter of a leaf, its main weights, where they start in it, and whether others own the rest."""
+    groups = leaf.optimizer.param_groups
+    if isinstance(leaf, mcore.DistributedOptimizer) and leaf.ddp_config.use_megatron_fsdp:
+        for param in (p for group in groups for p in group["params"]):
+            yield param, param, param.megatron_fsdp_slice.start, True
+    elif isinstance(leaf, mcore.DistributedOptimizer):
+        for param, (group, order) in leaf.model_param_group_index_map.items():
+            yield param, groups[group]["params"][order], leaf._get_model_param_range_map(param)["param"].start, True
+    else:
+        pairs = [(p, p) for group in groups for p in group["params"]]
+        if isinstance(leaf, mcore.Float16OptimizerWithFloat16Params):
+            pairs = [(p, p) for group in leaf.fp32_from_fp32_groups for p in group]
+            for params, mains in zip(leaf.float16_groups, leaf.fp32_from_float16_groups, strict=True):
+                pairs += zip(params, mains, strict=True)
+        for param, main in pairs:
+            yield param, main, own[param].start, own[param].spread

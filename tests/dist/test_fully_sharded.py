@@ -1,0 +1,245 @@
+"""Weights, gradients and optimizer state that are spread (FSDP2, megatron-core's FSDP, replicas) or moved to host memory
+compute what one rank computes, and go on from a checkpoint as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtrain.cli import prove
+from mtrain.cli.setup import load
+from mtrain.config.run import RunConfig
+from tests.support.forked import run_ranks
+from tests.support.runs import rank_tensors, train_steps, whole_tensors
+
+MIXTRAL = "model=mixtral_tiny"
+FSDP2, MEGATRON = "parallel.fsdp=fsdp2", "parallel.fsdp=megatron"
+LAYOUTS = {
+    "fsdp2": f"parallel=dp2 {FSDP2}",
+    "fsdp2 tp2": f"parallel=tp2dp2sp {FSDP2}",
+    "fsdp2 cp2": f"parallel=cp2dp2 {FSDP2}",
+    "fsdp2 pp2 tied": f"parallel=pp2dp2 {FSDP2} model.tie_word_embeddings=true",
+    "fsdp2 pp2vpp2": f"parallel=pp2vpp2dp2 {FSDP2}",
+    "fsdp2 replicas": f"parallel=dp4 {FSDP2} parallel.hsdp_replicas=2",
+    "fsdp2 tied": f"parallel=dp2 {FSDP2} model.tie_word_embeddings=true model.mtp_num_layers=1",
+    "fsdp2 experts": f"{MIXTRAL} parallel=dp2 {FSDP2}",
+    "fsdp2 ep2 replicas": f"{MIXTRAL} parallel=ep2dp4 {FSDP2} parallel.hsdp_replicas=2",
+    "fsdp2 tp2ep2 etp1": f"{MIXTRAL} parallel=tp2ep2etp1spdp2 {FSDP2}",
+    "fsdp2 sgd": f"parallel=dp2 {FSDP2} optim=sgd",
+    "fsdp2 recomputation": f"parallel=dp2 {FSDP2} parallel.recompute.granularity=full",
+    "fsdp2 bf16": f"parallel=tp2dp2sp {FSDP2} precision=bf16",
+    "megatron": f"parallel=dp2 {MEGATRON}",
+    "megatron optimizer and gradients": f"parallel=dp2 {MEGATRON} parallel.fsdp_sharding=optim_grads",
+    "megatron optimizer": f"parallel=dp2 {MEGATRON} parallel.fsdp_sharding=optim",
+    "megatron tp2": f"parallel=tp2dp2sp {MEGATRON}",
+    "megatron cp2": f"parallel=cp2dp2 {MEGATRON}",
+    "megatron pp2 tied": f"parallel=pp2dp2 {MEGATRON} model.tie_word_embeddings=true",
+    "megatron pp2vpp2": f"parallel=pp2vpp2dp2 {MEGATRON}",
+    "megatron replicas": f"parallel=dp4 {MEGATRON} parallel.hsdp_replicas=2",
+    "megatron optimizer replicas": f"parallel=dp4 {MEGATRON} parallel.fsdp_sharding=optim parallel.hsdp_replicas=2",
+    "megatron ep2": f"{MIXTRAL} parallel=ep2dp2 {MEGATRON}",
+    "megatron tp2ep2 etp1": f"{MIXTRAL} parallel=tp2ep2etp1spdp2 {MEGATRON}",
+    "megatron recomputation": f"parallel=dp2 {MEGATRON} parallel.recompute.granularity=full",
+    "megatron bf16": f"parallel=tp2dp2sp {MEGATRON} precision=bf16",
+    "megatron optimizer bf16": f"parallel=dp2 {MEGATRON} parallel.fsdp_sharding=optim precision=bf16",
+    "distributed optimizer replicas": "parallel=dp4 parallel.distributed_optimizer=true parallel.hsdp_replicas=2",
+    "distributed optimizer replicas ep2": f"{MIXTRAL} parallel=ep2dp4 parallel.distributed_optimizer=true "
+    "parallel.hsdp_replicas=2",
+    "offload": "parallel=dp2 optim.cpu_offload=1.0",
+    "offload half": "parallel=single optim.cpu_offload=0.5",
+    "offload half, distributed optimizer": "parallel=dp2 optim.cpu_offload=0.5 parallel.distributed_optimizer=true",
+    "offload half sgd": "parallel=tp2 optim.cpu_offload=0.5 optim=sgd",
+    "offload half bf16": "parallel=dp2 optim.cpu_offload=0.5 precision=bf16",
+    "offload bf16, distributed optimizer": "parallel=dp2 optim.cpu_offload=1.0 precision=bf16 "
+    "parallel.distributed_optimizer=true",
+}
+STEPS = 6
+HALF = 3
+
+
+def _run(words: str, dtype: str | None = None) -> RunConfig:
+    """The layout that `words` describe, small enough for a test."""
+    argv = words.split()
+    full = load(argv).run
+    return prove.shrunk(full, argv, STEPS, dtype or prove.formats(full)[-1])
+
+
+def _on(run: RunConfig, ranks: int) -> RunConfig:
+    """The same run on another number of data-parallel ranks."""
+    batch = run.trainer.model_copy(update={"global_batch_size": 2 * ranks})
+    return run.model_copy(update={"parallel": run.parallel.model_copy(update={"ranks": ranks}), "trainer": batch})
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "megatron"])
+def test_ranks_that_divide_no_weight_evenly_are_proven(name: str) -> None:
+    rows = prove.compared(_on(_run(LAYOUTS[name]), 3))
+    assert all(row.equal for row in rows), prove.table(rows)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_is_proven(name: str) -> None:
+    rows = prove.compared(_run(LAYOUTS[name]))
+    assert all(row.equal for row in rows), prove.table(rows)
+
+
+def _job(run: RunConfig, steps: int, save: Path, after: int | None, load: Path | None) -> list[tuple[float, float]]:
+    return train_steps(run, steps, save_to=save, save_after=after, load_from=load)
+
+
+def _step(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:08d}"
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "recomputation" not in name])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
+    run = _run(LAYOUTS[name])
+    ranks, whole, rest = run.parallel.ranks or 1, tmp_path / "whole", tmp_path / "rest"
+    values = run_ranks(ranks, _job, run, STEPS, whole, HALF, None)
+    more = run_ranks(ranks, _job, run, STEPS - HALF, rest, None, _step(whole, HALF))
+    assert all(v == values[0] for v in values), "ranks report different numbers"
+    assert values[0][HALF:] == more[0]
+    expected, found = whole_tensors(_step(whole, STEPS)), whole_tensors(_step(rest, STEPS))
+    assert expected.keys() == found.keys()
+    assert any(key.startswith(("exp_avg.", "momentum_buffer.")) for key in found)
+    assert [k for k in expected if not torch.equal(expected[k], found[k])] == []
+    for before, after in zip(rank_tensors(_step(whole, STEPS)), rank_tensors(_step(rest, STEPS)), strict=True):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+PLAIN = {
+    "one rank": "parallel=single",
+    "tp2": "parallel=tp2",
+    "tp2pp2": "parallel=tp2pp2",
+    "dp2 distributed optimizer": "parallel=dp2 parallel.distributed_optimizer=true",
+    "ep2": f"{MIXTRAL} parallel=ep2dp2",
+    "one rank bf16": "parallel=single precision=bf16",
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ("fsdp2", "tp2"),
+        ("tp2", "fsdp2"),
+        ("fsdp2 tp2", "one rank"),
+        ("one rank", "fsdp2 replicas"),
+        ("fsdp2 replicas", "tp2pp2"),
+        ("fsdp2 ep2 replicas", "ep2"),
+        ("ep2", "fsdp2 ep2 replicas"),
+        ("fsdp2", "megatron tp2"),
+        ("megatron", "fsdp2 cp2"),
+        ("megatron tp2", "tp2pp2"),
+        ("tp2pp2", "megatron"),
+        ("megatron optimizer replicas", "dp2 distributed optimizer"),
+        ("dp2 distributed optimizer", "megatron optimizer"),
+        ("megatron ep2", "fsdp2 ep2 replicas"),
+        ("distributed optimizer replicas", "offload"),
+        ("offload half, distributed optimizer", "fsdp2"),
+        ("megatron", "offload half"),
+        ("fsdp2 bf16", "megatron bf16"),
+        ("megatron optimizer bf16", "fsdp2 bf16"),
+        ("one rank bf16", "offload half bf16"),
+        ("offload bf16, distributed optimizer", "one rank bf16"),
+    ],
+)
+def test_a_layout_goes_on_from_another_and_changes_no_bit_of_its_state(
+    saved: str, resumed: str, tmp_path: Path
+) -> None:
+    tables = {**LAYOUTS, **PLAIN}
+    before = _run(tables[saved])
+    after = _run(tables[resumed]).model_copy(update={"trainer": before.trainer, "data": before.data, "model": before.model})
+    first = tmp_path / "first"
+    run_ranks(before.parallel.ranks or 1, _job, before, HALF, first, None, None)
+    run_ranks(after.parallel.ranks or 1, _job, after, 0, tmp_path / "same", None, _step(first, HALF))
+    left, right = whole_tensors(_step(first, HALF)), whole_tensors(_step(tmp_path / "same", HALF))
+    assert left.keys() == right.keys()
+    assert [k for k in left if not torch.equal(left[k], right[k])] == []
+    ends = []
+    for run, home in ((before, tmp_path / "a"), (after, tmp_path / "b")):
+        ends.append(run_ranks(run.parallel.ranks or 1, _job, run, STEPS - HALF, home, None, _step(first, HALF))[0])
+    tolerance = 2e-2 if before.precision.dtype == "bf16" else 1e-5
+    for (loss, norm), (expected, expected_norm) in zip(*ends, strict=True):
+        assert loss == pytest.approx(expected, rel=tolerance)
+        assert norm == pytest.approx(expected_norm, rel=tolerance)
+
+
+def _unreduced() -> None:
+    """Every fifth gradient that should be summed over ranks stays this rank's own."""
+    import torch.distributed as dist
+
+    real, calls = dist.reduce_scatter_tensor, [0]
+
+    def reduce(output: torch.Tensor, input: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] % 5 == 0 and group is not None and group.size() > 1:
+            input = input.clone()
+            dist.broadcast(input, dist.get_process_group_ranks(group)[0], group=group)
+            return output.copy_(input.view(group.size(), -1)[group.rank()])
+        return real(output, input, *args, group=group, **kwargs)
+
+    dist.reduce_scatter_tensor = reduce
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2 replicas", "megatron", "megatron replicas"])
+def test_a_shard_that_is_not_reduced_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtrain.launching import local
+
+    real: Callable[[RunConfig, Path], None] = local._observe
+
+    def faulty(run: RunConfig, home: Path) -> None:
+        _unreduced()
+        real(run, home)
+
+    monkeypatch.setattr(local, "_observe", faulty)  # runs in the forked ranks alone
+    rows = prove.compared(_run(LAYOUTS[name]))
+    assert any(row.what == "gradient" and row.error > 0.1 for row in rows), prove.table(rows)
+
+
+def _memory(run: RunConfig) -> dict[str, float]:
+    """Weights: all, with memory before the model was cut, kept between steps; bytes of all that lives then."""
+    from mtrain.build import model
+    from mtrain.mcore.kept import kept
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.step import train_step
+    from mtrain.world.init import joined
+
+    found: dict[str, float] = {"made": 0}
+    shard = model._fully_shard
+
+    def measure(run: Any, config: Any, chunk: Any, device: Any) -> Any:
+        found["all"] = sum(p.numel() for p in chunk.parameters())
+        found["made"] = sum(p.numel() for p in chunk.parameters() if not p.is_meta)
+        return shard(run, config, chunk, device)
+
+    model._fully_shard = measure
+    with joined(run) as world:
+        parts = assemble(run, world, splits_of(run))
+        for _ in range(2):
+            train_step(parts, stop_requested=False)
+        found["kept"] = sum(k.weight.numel() for k in kept(parts.state.chunks[0]))
+        found["live"] = _live_bytes()
+    return found
+
+
+def _live_bytes() -> int:
+    """Bytes of the memory that tensors of this process share among them."""
+    gc.collect()
+    tensors = (o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter))
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_meta}.values())
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "megatron"])
+def test_a_rank_keeps_its_part_of_the_weights_and_never_had_more(name: str) -> None:
+    ranks = 4
+    for rank in run_ranks(ranks, _memory, _on(_run(LAYOUTS[name]), ranks)):
+        assert rank["made"] < 0.01 * rank["all"], "weights had memory before they were cut"
+        assert rank["kept"] == pytest.approx(rank["all"] / ranks, rel=0.05)
+        # between steps nothing lives but a part of the weights, of their gradients and of two moments
+        assert rank["live"] < 1.15 * 16 * rank["all"] / ranks
