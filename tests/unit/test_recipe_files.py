@@ -130,6 +130,21 @@ def test_a_file_is_never_written_over(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "mine.yaml").read_text() == "precious\n"
 
 
+def test_data_that_another_machine_has_keeps_nothing_from_being_written(run: Run, tmp_path: Path) -> None:
+    words = [
+        "data=indexed",
+        "data.path=/cluster/tokens",
+        "data.tokenizer=/cluster/tokenizer.json",
+        "data.seq_length=64",
+    ]
+    for argv in (["new", "mine", *words], ["lock", "llama/tiny_cpu", *words], ["export", "llama/tiny_cpu", *words]):
+        code, out, err = run("recipe", *argv)
+        assert code == 0, err
+        assert "/cluster/tokens" in err
+        assert out
+    assert compose(["recipe=mine.yaml"]).run.data.path == "/cluster/tokens"
+
+
 def test_nothing_is_written_for_a_configuration_that_breaks_a_rule(run: Run, tmp_path: Path) -> None:
     code, _, err = run("recipe", "new", "mine", "parallel=tp3")
     assert (code, list(tmp_path.iterdir())) == (2, [])

@@ -84,7 +84,9 @@ def _tokens(a: Arguments, d: Draft) -> Draft:
     multiple = (a.as_("--make-vocab-size-divisible-by", whole) or VOCAB_MULTIPLE) * d["parallel.tp"]
     if size is not None and kind in ("NullTokenizer", "NullMultimodalTokenizer"):
         size += 1  # its end of document is an id more
-    size = size if size is not None else KNOWN_VOCABULARIES.get(kind or "")
+    if size is None and kind in KNOWN_VOCABULARIES:
+        size = KNOWN_VOCABULARIES[kind]
+        a.notes.append(f"{kind} is taken to have {size} ids; its files are not read")
     if padded is not None:
         same = size is not None and _up(size, VOCAB_MULTIPLE) == padded
         return {**out, "model.vocab_size": size if same else padded}

@@ -44,7 +44,10 @@ def world_of(words: Sequence[str], directives: Mapping[str, str]) -> World | Non
 
 def directives(text: str) -> dict[str, str]:
     """The `#SBATCH` lines of a script that say how many machines and processes."""
-    return {"--nodes" if short else flag: value for flag, short, value in _SBATCH.findall(text)}
+    out = {"--nodes" if short else flag: value for flag, short, value in _SBATCH.findall(text)}
+    if "--gres" in out:  # gpu:8, gpu:h100:8
+        out.setdefault("--gpus-per-node", out["--gres"].rpartition(":")[2])
+    return out
 
 
 def _flags(words: Sequence[str]) -> dict[str, str]:

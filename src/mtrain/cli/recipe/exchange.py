@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mtrain.cli.options import needed, read_options
-from mtrain.cli.recipe.new import describe, write_new
-from mtrain.cli.setup import load
+from mtrain.cli.recipe.new import describe, for_elsewhere, write_new
 from mtrain.config.load import MAX_BYTES, UNSHOWN, refuse_hidden
 from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.rules import check
@@ -102,7 +101,7 @@ def _facts(found: Imported, text: str, problems: Sequence[Problem], digest: str)
 def export(argv: Sequence[str]) -> int:
     """Prints the command line of Megatron-LM that means the same, and in comments what has no flag."""
     options = read_options(argv, ("--megatron",))
-    run = load(overrides_of(options.words)).run
+    _, run = for_elsewhere(overrides_of(options.words))
     text = export_script(run)
     if options.as_json:
         print(json.dumps({"script": text, "digest": run.digest()}, indent=2))

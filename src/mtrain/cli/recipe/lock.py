@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mtrain.cli.options import needed, read_options
-from mtrain.cli.recipe.new import write_new
-from mtrain.cli.setup import load
+from mtrain.cli.recipe.new import for_elsewhere, write_new
 from mtrain.config.paths import user_path
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
@@ -27,7 +26,7 @@ def lock(argv: Sequence[str]) -> int:
     """Prints, or writes with `-o`, the resolved configuration with versions and digests."""
     options = read_options(argv, (), OUT)
     needed(options.words, "recipe lock NAME [-o FILE]")
-    run = load(overrides_of(options.words)).run
+    _, run = for_elsewhere(overrides_of(options.words))
     text = lock_text(run, digests(run), Machine.here())
     out = options.values.get("--output")
     if out is None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from mtrain.cli.options import needed, read_options
-from mtrain.cli.setup import load
+from mtrain.cli.setup import also_wrong, judge, resolved_origins
+from mtrain.config.compose import Composed, Rejected, compose
 from mtrain.config.overrides import read_overrides
+from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, BadInput, Problem
 from mtrain.layout.grid import RankGrid
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.write import Delta, delta, recipe_text
+
+NOT_HERE = ("MT305", "MT306", "MT307", "MT433")
+"""Codes of files and folders that are missing on this machine, and need not be on another."""
 
 
 def new(argv: Sequence[str]) -> int:
@@ -23,15 +29,35 @@ def new(argv: Sequence[str]) -> int:
     if path.suffix not in (".yaml", ".yml"):
         path = path.with_name(f"{path.name}.yaml")
     words = overrides_of(options.words[1:])
-    loaded = load(words)
-    raw = loaded.raw
-    assert raw is not None
-    about = describe(loaded.run, f"mtrain recipe new {path.name} {shlex.join(words)}".strip())
-    text = recipe_text(said(raw, loaded.choices, words), about, short=True)
+    loaded, run = for_elsewhere(words)
+    about = describe(run, f"mtrain recipe new {path.name} {shlex.join(words)}".strip())
+    text = recipe_text(said(loaded.run, loaded.choices, words), about, short=True)
     write_new(path, text)
     print(f"wrote {path}: mtrain recipe={path}")
     print(f"for an editor that completes keys: mtrain schema recipe -o {path.parent}")
     return 0
+
+
+def for_elsewhere(words: Sequence[str]) -> tuple[Composed, RunConfig]:
+    """A configuration and what it is resolved to, judged but for files that another machine may have.
+
+    Raises:
+        BadInput: it breaks a rule that holds on every machine.
+    """
+    machine, world_size = Machine.here(), world_size_of()
+    try:
+        composed = compose(words)
+    except Rejected as error:
+        raise BadInput([*error.problems, *also_wrong(error, machine, world_size)]) from None
+    run = resolve(composed.run, machine, world_size)
+    problems = judge(composed, run, resolved_origins(composed, run), machine, world_size)
+    here = [p for p in problems if p.code in NOT_HERE]
+    wrong = [p for p in problems if p not in here and p.severity == "error"]
+    if wrong:
+        raise BadInput(problems)
+    for problem in here:
+        print(f"note: {problem.path} = {problem.value}: {problem.rule}", file=sys.stderr)
+    return composed, run
 
 
 def said(raw: RunConfig, choices: dict[str, str], words: Sequence[str]) -> Delta:
