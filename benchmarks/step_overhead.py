@@ -5,7 +5,7 @@
 Both train in this one process, on one rank with one thread, from the same weights and the same samples, a step of one
 and a step of the other in turn, the order swapped every time. Ratios are of medians, in seconds of the CPU (which a
 busy machine disturbs least) and of the wall; the quartiles of the ratio of neighbouring steps say how far noise goes.
-mtrain's step is the whole of it: reading samples, forward, backward, update, the report over all ranks, and every hook
+mtrain's step is the whole of it: reading samples, forward, backward, update, the report over all ranks, and all hooks
 of a training run.
 """
 

@@ -66,6 +66,9 @@ LAYOUTS = {
     "packed dp2": "parallel=dp2 data.packed=true",
     "packed cp2 ring": "parallel=cp2 data.packed=true parallel.cp_comm_type=p2p model.mtp_num_layers=1",
     "packed tp2cp2 all-to-all": "parallel=tp2cp2sp data.packed=true parallel.cp_comm_type=a2a",
+    "dynamic context": "parallel=dp4 data.packed=true parallel.hybrid_context_parallel=true",
+    "dynamic context ring tp2": "parallel=tp2dp2sp data.packed=true parallel.hybrid_context_parallel=true "
+    "parallel.cp_comm_type=p2p",
     "full recomputation": "parallel=tp2pp2sp parallel.recompute.granularity=full parallel.recompute.method=block",
     "tp2 bf16": "parallel=tp2sp precision=bf16",
     "tp2cp2 bf16": "parallel=tp2cp2 precision=bf16 parallel.cp_comm_type=p2p",

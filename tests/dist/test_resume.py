@@ -5,10 +5,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from mtrain.config.model import MoEConfig
 from tests.support.forked import run_ranks
 from tests.support.runs import rank_tensors, tiny_run, train_steps, whole_tensors
 
 FIRST, MORE = 4, 6
+BIASED = MoEConfig(
+    num_experts=4,
+    ffn_hidden_size=64,
+    router_score_function="sigmoid",
+    router_enable_expert_bias=True,
+    router_bias_update_rate=1e-3,
+    router_load_balancing_type="none",
+)
 
 CASES = {
     "one rank": {},
@@ -26,6 +35,7 @@ CASES = {
     },
     "dp2 bf16 distributed optimizer": {"ranks": 2, "distributed_optimizer": True, "dtype": "bf16"},
     "tp2 dropout": {"ranks": 2, "tp": 2, "model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}},
+    "ep2 bf16 balanced by a bias": {"ranks": 2, "ep": 2, "dtype": "bf16", "model": {"moe": BIASED}},
     "dp2 sgd": {"ranks": 2, "optim": {"name": "sgd"}},
 }
 

@@ -55,6 +55,33 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: fl
                     process.join()
 
 
+def run_alone(fn: Callable[[], Any], timeout_s: float = 120.0) -> Any:
+    """`fn()` in a forked process of its own, where torch.distributed is not in use; its value must pickle.
+
+    Raises `RankFailed` as `run_ranks` does.
+    """
+    receiver, sender = _FORK.Pipe(duplex=False)
+    process = _FORK.Process(target=_answer, args=(sender, fn), daemon=True)
+    try:
+        process.start()
+        sender.close()
+        return _collect([receiver], timeout_s)[0]
+    finally:
+        process.kill()
+        process.join()
+
+
+def _answer(sender: Connection, fn: Callable[[], Any]) -> None:
+    torch.set_num_threads(1)
+    try:
+        sender.send_bytes(pickle.dumps((True, fn())))
+    except BaseException:
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    finally:
+        sender.close()
+        os._exit(0)
+
+
 def _serve(
     rank: int,
     world_size: int,

@@ -8,6 +8,7 @@ from mtrain.cli.setup import load
 from mtrain.config.paths import choices_of_group
 from mtrain.config.resolve import Machine
 from mtrain.config.rules import check
+from mtrain.config.stages import stages
 from mtrain.errors import BadInput
 from mtrain.plan.count import parameters
 from mtrain.plan.shrink import alone, differences, shrink
@@ -74,3 +75,59 @@ def test_what_was_shrunk_is_told() -> None:
     told = differences(full, shrink(full, steps=3))
     assert "model.num_layers: 32 -> 2" in told
     assert any(line.startswith("model.hidden_size: 4096 -> ") for line in told)
+
+
+ASKED = {
+    "uneven sizes": ["parallel=pp2", "model.num_layers=7", "parallel.layers_per_stage=[4,3]"],
+    "a written layout": ["parallel=pp2vpp2", "model.num_layers=5", "parallel.pipeline_layout='Ett|tt|t|L'"],
+    "counted embedding": ["parallel=pp4", "model.num_layers=7", "parallel.account_for_loss_in_pipeline_split=true"],
+    "hierarchical context": [
+        "parallel=cp4",
+        "parallel.cp_comm_type=a2a+p2p",
+        "parallel.hierarchical_cp_sizes=[2,2]",
+    ],
+    "recomputed groups": [
+        "parallel=pp2",
+        "parallel.recompute.granularity=full",
+        "parallel.recompute.method=block",
+        "parallel.recompute.num_layers=2",
+    ],
+    "packed": ["parallel=cp2", "data.packed=true", "data.packed_multiple=16"],
+    "window": ["parallel=tp2", "model.window_size=100", "model.window_attn_skip_freq=2"],
+    "replicas": ["parallel=dp4", "parallel.distributed_optimizer=true", "parallel.hsdp_replicas=2"],
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_was_asked_for_stays_asked_for(name: str) -> None:
+    full = load([*ASKED[name], "trainer.global_batch_size=64"], BIG, {}).run
+    small = shrink(full, steps=3)
+    assert [p for p in check(small) if p.severity == "error"] == []
+    asked = [word.partition("=")[0] for word in ASKED[name] if "." in word.partition("=")[0]]
+    kept = {key: small.flat()[key] for key in asked}
+    assert None not in kept.values()
+    assert all(value is not False for value in kept.values())
+    if full.parallel.pipeline_layout or full.parallel.layers_per_stage:
+        sizes = [[len(s.layers) for s in stages(run)] for run in (full, small)]
+        assert [n > min(sizes[0]) for n in sizes[0]] == [n > min(sizes[1]) for n in sizes[1]], "which stage is larger"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "degrees"),
+    [
+        ("deepseek/v3_h100x1024", {"tp": 2, "pp": 4, "ep": 4, "vpp": 4}),
+        ("mixtral/8x7b_h100x64", {"tp": 1, "pp": 4, "ep": 4}),
+        ("llama3/70b_h100x64", {"tp": 4, "pp": 4}),
+        ("llama31/8b_128k_h100x64", {"tp": 4, "cp": 4}),
+    ],
+)
+def test_a_layout_of_too_many_ranks_keeps_every_axis_and_says_which_were_halved(
+    recipe: str, degrees: dict[str, int]
+) -> None:
+    full = load([f"recipe={recipe}"], BIG, {}).run
+    small = shrink(full, steps=3)
+    assert {axis: getattr(small.parallel, axis) for axis in degrees} == degrees
+    assert small.parallel.ranks == 16
+    said = " ".join(differences(full, small))
+    for axis, degree in degrees.items():
+        assert (f"parallel.{axis}: " in said) == (getattr(full.parallel, axis) != degree)

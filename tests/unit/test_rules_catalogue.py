@@ -87,6 +87,28 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("MT168", {"parallel.recompute.granularity": "selective", "parallel.recompute.modules": ["moe"]}),
+    ("MT169", {"parallel.hybrid_context_parallel": True, "parallel.ranks": 2}),
+    ("MT169", {"parallel.hybrid_context_parallel": True, "data.packed": True}),
+    ("MT169", {"parallel.hybrid_context_parallel": True, "data.packed": True, "parallel.ranks": 4, "parallel.pp": 2}),
+    (
+        "MT169",
+        {
+            "parallel.hybrid_context_parallel": True,
+            "data.packed": True,
+            "parallel.ranks": 2,
+            "parallel.cp_comm_type": "a2a",
+        },
+    ),
+    ("MT169", {"parallel.hybrid_context_parallel": True, "data.packed": True, "model.moe": MOE, "parallel.ranks": 2}),
+    (
+        "MT170",
+        {
+            "parallel.hybrid_context_parallel": True,
+            "data.packed": True,
+            "parallel.ranks": 2,
+            "parallel.max_seqlen_per_dp_cp_rank": 100,
+        },
+    ),
     ("MT168", {"parallel.recompute.granularity": "selective", "parallel.recompute.modules": []}),
     ("MT168", {"parallel.recompute.granularity": "selective", "parallel.recompute.modules": ["mlp", "mlp"]}),
     ("MT120", {"parallel.ep": 2}),

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 HIDDEN = -1e30
-"""The logit of a key that is not seen, and the log-sum-exp of a query that sees none: finite, so that gradients are."""
+"""The logit of a key that is not seen, and the log-sum-exp of a query that sees none: finite, for the gradients."""
 
 
 def partial_attention(

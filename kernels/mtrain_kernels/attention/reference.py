@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mtrain_kernels.softmax.reference import softmax
+
 
 def attention(
     q: Tensor,
@@ -16,6 +18,7 @@ def attention(
     mask: Tensor | None = None,
     sink: Tensor | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """`softmax(scale * q k^T) v` over the keys that each query sees; `scale` is 1/sqrt(d) unless given.
@@ -24,12 +27,15 @@ def attention(
     i // (n/g). `causal` lets query i see keys 0..i and needs s == t; `mask` is boolean, broadcasts to
     [b, n, s, t], True where a query sees a key, and replaces `causal`. `sink` [n] is the logit of one more key
     per head whose value is zero. The result is [b, n, s, e]; a query that sees nothing gives zero with a sink
-    and is undefined without. Dropout acts on the probabilities.
+    and is undefined without. A positive `softcap` c bends the scaled scores z to c tanh(z/c). Dropout acts on the
+    probabilities.
 
     Raises `ValueError` where the shapes do not fit or both `causal` and `mask` are given. Source: Vaswani et al.
-    2017, arXiv:1706.03762; grouped queries: arXiv:2305.13245; sinks: arXiv:2309.17453.
+    2017, arXiv:1706.03762; grouped queries: arXiv:2305.13245; sinks: arXiv:2309.17453; caps: arXiv:2408.00118.
     """
-    _require_shapes(q, k, v, causal, mask)
+    require_shapes(q, k, v, causal, mask)
+    if softcap > 0:
+        return _capped(q, k, v, causal, mask, sink, scale, softcap, dropout_p)
     width = v.shape[-1]
     if width < q.shape[-1]:  # fused kernels know one head size; zero columns change nothing and are cut off again
         v = F.pad(v, (0, q.shape[-1] - width))
@@ -87,7 +93,28 @@ def _with_sink(
     return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), torch.cat([bias, column], dim=-1), False
 
 
-def _require_shapes(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> None:
+def _capped(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    scale: float | None,
+    softcap: float,
+    dropout_p: float,
+) -> Tensor:
+    """Attention written out, since torch's own knows no caps."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    share = q.shape[1] // k.shape[1]
+    k, v = k.to(wide).repeat_interleave(share, 1), v.to(wide).repeat_interleave(share, 1)
+    z = q.to(wide) @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    p = softmax(softcap * (z / softcap).tanh(), causal=causal, mask=mask, sink=sink)
+    return (F.dropout(p, dropout_p) @ v).to(q.dtype)
+
+
+def require_shapes(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> None:
+    """Raise `ValueError` unless queries, keys, values and mask belong together."""
     if any(x.ndim != 4 for x in (q, k, v)):
         raise ValueError("q, k and v must be [batch, heads, tokens, head size]")
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:

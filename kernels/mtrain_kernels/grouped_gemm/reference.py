@@ -29,3 +29,33 @@ def grouped_linear(
             for g, (part, weight) in enumerate(zip(parts, weights, strict=True))
         ]
     )
+
+
+def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`grouped_linear` with the counts on the device: `y_r = W_g x_r + b_g` for the group g of row r.
+
+    `x` [r, k], `weight` [g, n, k], `counts` [g] integers, `bias` [g, n]; the result is [r, n] in x's dtype. Rows
+    behind the last group's belong to nobody and give zeros. Raises `ValueError` where the shapes do not fit or the
+    groups have more rows than there are (the reference alone looks at the counts; kernels leave out what is beyond).
+    """
+    require_grouped(x, weight, counts, bias)
+    rows = counts.tolist()
+    held = sum(rows)
+    if held > x.shape[0] or min(rows, default=0) < 0:
+        raise ValueError(f"groups of {rows} rows do not fit x {tuple(x.shape)}")
+    y = grouped_linear(x[:held], list(weight), rows, None if bias is None else list(bias))
+    return torch.cat([y, y.new_zeros(x.shape[0] - held, weight.shape[1])])
+
+
+def require_grouped(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None) -> None:
+    """Raise `ValueError` unless the arguments of `grouped_gemm` belong together."""
+    if x.ndim != 2 or weight.ndim != 3 or weight.shape[0] == 0 or weight.shape[2] != x.shape[1]:
+        raise ValueError(f"weight {tuple(weight.shape)} must be [groups, n, k] and x {tuple(x.shape)} [rows, k]")
+    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+        raise ValueError(f"x {x.dtype}, weight {weight.dtype} and the bias must have one dtype")
+    if counts.shape != weight.shape[:1] or counts.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"counts {counts.dtype} {tuple(counts.shape)} must be integers ({weight.shape[0]},)")
+    if bias is not None and bias.shape != weight.shape[:2]:
+        raise ValueError(f"bias {tuple(bias.shape)} must be {tuple(weight.shape[:2])}")
+    if any(other is not None and other.device != x.device for other in (weight, counts, bias)):
+        raise ValueError(f"weight, counts and bias must be on {x.device}, as x")

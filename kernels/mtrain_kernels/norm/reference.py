@@ -29,6 +29,34 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, ze
     return F.layer_norm(x, weight.shape, _scale(weight, zero_centered), bias, eps)
 
 
+def rms_norm_residual(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The new residual `x + residual`, rounded to residual's dtype, and its `rms_norm` in x's dtype.
+
+    `x` and `residual` [..., h]; returns (normed, new residual). Raises `ValueError` as `rms_norm` does.
+    """
+    total = _add(x, residual)
+    return rms_norm(total, weight, eps, zero_centered=zero_centered).to(x.dtype), total
+
+
+def layer_norm_residual(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The new residual `x + residual`, rounded to residual's dtype, and its `layer_norm` in x's dtype.
+
+    `x` and `residual` [..., h]; returns (normed, new residual). Raises `ValueError` as `layer_norm` does.
+    """
+    total = _add(x, residual)
+    return layer_norm(total, weight, bias, eps, zero_centered=zero_centered).to(x.dtype), total
+
+
+def _add(x: Tensor, residual: Tensor) -> Tensor:
+    if x.shape != residual.shape:
+        raise ValueError(f"residual {tuple(residual.shape)} and x {tuple(x.shape)} must have one shape")
+    return (x + residual).to(residual.dtype)
+
+
 def _scale(weight: Tensor, zero_centered: bool) -> Tensor:
     return weight + 1 if zero_centered else weight
 

@@ -68,6 +68,8 @@ FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "sequence_parallel": lambda r: r.parallel.sequence_parallel,
     "cp_comm_type": lambda r: r.parallel.cp_comm_type,
     "hierarchical_context_parallel_sizes": lambda r: _list(r.parallel.hierarchical_cp_sizes),
+    "hybrid_context_parallel": lambda r: r.parallel.hybrid_context_parallel,
+    "max_seqlen_per_dp_cp_rank": lambda r: r.parallel.max_seqlen_per_dp_cp_rank,
     "pipeline_model_parallel_layout": lambda r: [s.words() for s in stages(r)] if uneven(r) else None,
     "recompute_granularity": lambda r: _unless_none(r.parallel.recompute.granularity),
     "recompute_modules": lambda r: _list(r.parallel.recompute.modules),

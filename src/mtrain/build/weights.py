@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from mtrain.mcore.sharding import Slot, make_main_weights, model_slots
+from mtrain.world.beats import tick
 
 BLOCK_ELEMENTS = 1 << 24
 
@@ -82,6 +83,7 @@ def _fill(slot: Slot, std: float, seed: int) -> None:
     row = prod(size[1:])  # elements of the box's rows
     first, last = offset[0] + start // row, offset[0] - (-stop // row)
     for block in range(first // rows, -(-last // rows)):
+        tick()
         top, bottom = block * rows, min((block + 1) * rows, shape[0])
         generator = torch.Generator(values.device)
         digest = hashlib.sha256(f"{name}/{block}".encode()).digest()

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.errors import Damaged
+from mtrain.world.beats import tick
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 RUN_FILE = "run.yaml"
 MAX_MANIFEST_BYTES = 1 << 30
+HASHED_BYTES = 1 << 24
 
 
 def folder_name(step: int) -> str:
@@ -138,8 +140,12 @@ def _check_file(root: Path, name: str, facts: dict[str, Any], verify: bool) -> N
 
 def sha256(path: Path) -> str:
     """Hex digest of a file's content."""
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+    whole = hashlib.sha256()
+    with path.open("rb", buffering=0) as f:
+        while block := f.read(HASHED_BYTES):
+            whole.update(block)
+            tick()
+    return whole.hexdigest()
 
 
 def digest(body: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from mtrain.config.dump import run_yaml
 from mtrain.config.run import RunConfig
 from mtrain.mcore import api as mcore
 from mtrain.mcore import optimizer_state, sharding
+from mtrain.world.beats import beat
 from mtrain.world.init import World, seed_generators
 
 
@@ -34,6 +35,7 @@ class TrainState:
 
 def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts: dict[str, Any]) -> Path:
     """Commit a checkpoint of `state` together with all ranks; see `store.save`."""
+    beat("save")
     slots = sharding.model_slots(state.chunks) + sharding.optimizer_slots(state.chunks, state.optimizer)
     facts = {
         "consumed_samples": state.consumed_samples,
@@ -49,6 +51,7 @@ def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts
         path = store.save(root, state.step, slots, rng_tensors(world), facts, run_yaml(run.recorded()), ranks)
     if world.is_first:
         folder.prune(root, run.checkpoint.keep)
+    beat("after save")
     return path
 
 
@@ -62,6 +65,7 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
     Raises:
         Damaged: a tensor is missing or has another shape.
     """
+    beat("load")
     load_model(checkpoint, state.chunks)
     checkpoint.load(sharding.optimizer_slots(state.chunks, state.optimizer, allocate=True))
     sharding.refresh(state.chunks, state.optimizer)

@@ -24,6 +24,7 @@ from mtrain import units
 from mtrain.ckpt import folder
 from mtrain.errors import Damaged, TrainingFault
 from mtrain.mcore.sharding import Slot
+from mtrain.world.beats import tick
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def _write_shard(draft: Path, slots: Iterable[Slot], extra: dict[str, torch.Tens
     for slot in slots:
         if not slot.primary:
             continue
+        tick()
         entry = f"{slot.key}@{len(pieces)}"
         tensors[entry] = slot.tensor.detach().cpu().contiguous()
         pieces.append(
@@ -107,7 +109,9 @@ def _write_shard(draft: Path, slots: Iterable[Slot], extra: dict[str, torch.Tens
     path = draft / name
     # Two slots may be the same memory (a tied weight): safetensors wants each entry to own its bytes.
     save_file(_unshared(tensors), path)
+    tick()
     folder.sync(path)
+    tick()
     return {
         "pieces": pieces,
         "file": {"name": name, "bytes": path.stat().st_size, "sha256": folder.sha256(path)},
@@ -175,6 +179,7 @@ class Checkpoint:
         reader = _Reader(self)
         with torch.no_grad():
             for slot in slots:
+                tick()
                 reader.fill(slot)
 
     def whole(self, key: str) -> torch.Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import traceback
 
+from mtrain.cli.main import message
 from mtrain.cli.setup import load
-from mtrain.config.run import RunConfig
-from mtrain.errors import BadEnvironment, BadInput, MtrainError
+from mtrain.errors import MtrainError
 from mtrain.launching import torchrun
 from mtrain.launching.worker import leave
 
@@ -16,11 +16,11 @@ TAKEN = "MT434"
 
 def run(argv: list[str], *, debug: bool) -> int:
     """Train what `argv` describes; returns the exit code."""
-    composed = load(argv)
     if torchrun.is_worker():
-        return _as_worker(composed.run, argv, debug)
+        return _as_worker(argv, debug)
     from mtrain.launching import local, preflight
 
+    composed = load(argv)
     preflight.check(composed.run, argv)
     for warning in composed.warnings:
         if warning.code != TAKEN:  # the launcher says it as an error
@@ -29,15 +29,16 @@ def run(argv: list[str], *, debug: bool) -> int:
     return 0
 
 
-def _as_worker(configured: RunConfig, argv: list[str], debug: bool) -> int:
-    """As a rank of somebody else's launcher: ends the process at once after a failure."""
+def _as_worker(argv: list[str], debug: bool) -> int:
+    """As a rank of somebody else's launcher: after a failure tells the others, and ends the process at once."""
     try:
-        return torchrun.train(configured, argv)
+        return torchrun.train(load(argv).run, argv)
     except BaseException as error:
         expected = isinstance(error, MtrainError | KeyboardInterrupt)
-        if debug or not expected:
-            traceback.print_exc()
-        if not isinstance(error, BadInput | BadEnvironment) or torchrun.rank() == 0:
-            print(f"rank {torchrun.rank()}: {error}", file=sys.stderr)
+        if torchrun.is_for_this_rank(error, known=torchrun.tell_others(error)):
+            if debug or not expected:
+                traceback.print_exc()
+            text = message(error) if isinstance(error, MtrainError) else str(error)
+            print(f"rank {torchrun.rank()}: {text}", file=sys.stderr)
         leave(error.exit_code if isinstance(error, MtrainError) else 130 if expected else 1)
         raise

@@ -35,6 +35,14 @@ def _attends_with_te(run: RunConfig) -> bool:
     return run.kernels.attention == "te"
 
 
+def chunks_of_a_document(run: RunConfig) -> int:
+    """Chunks that a document may be cut into, so that each is whole."""
+    p = run.parallel
+    if p.hybrid_context_parallel:
+        return 2 * max(1, (p.ranks or 1) // p.model_ranks) * (p.tp if p.sequence_parallel else 1)
+    return 2 * p.cp if p.cp > 1 else 1
+
+
 CONDITIONAL = (
     Conditional(
         "parallel.recompute.modules",
@@ -56,7 +64,7 @@ CONDITIONAL = (
     ),
     Conditional(
         "parallel.cp_comm_type",
-        lambda r: r.parallel.cp > 1,
+        lambda r: r.parallel.cp > 1 or r.parallel.hybrid_context_parallel,
         "parallel.cp above 1",
         lambda r: "p2p" if _attends_with_te(r) else "all_gather",
     ),
@@ -64,6 +72,12 @@ CONDITIONAL = (
         "parallel.hierarchical_cp_sizes",
         lambda r: r.parallel.cp > 1 and r.parallel.cp_comm_type == "a2a+p2p",
         "parallel.cp_comm_type=a2a+p2p",
+    ),
+    Conditional(
+        "parallel.max_seqlen_per_dp_cp_rank",
+        lambda r: r.parallel.hybrid_context_parallel,
+        "parallel.hybrid_context_parallel=true",
+        lambda r: max(1, r.data.seq_length // max(1, (r.parallel.ranks or 1) // r.parallel.model_ranks)),
     ),
     Conditional(
         "parallel.fsdp_sharding",
@@ -75,7 +89,7 @@ CONDITIONAL = (
         "data.packed_multiple",
         lambda r: r.data.packed,
         "data.packed=true",
-        lambda r: 2 * r.parallel.cp if r.parallel.cp > 1 else 1,
+        chunks_of_a_document,
     ),
     Conditional("model.window_attn_skip_freq", lambda r: r.model.window_size is not None, "a model.window_size"),
     Conditional(

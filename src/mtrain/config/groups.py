@@ -124,11 +124,13 @@ class TrainerConfig(Section):
     profile_step: PositiveInt | None = None
     """Write a torch.profiler trace of this step to the run folder; null: none."""
     join_timeout_s: PositiveFloat = 5.0
-    """Seconds that a rank which is ready to start waits for the others; then the absent ones are named."""
+    """Seconds that a rank which is ready to start waits for those that nobody has heard of; then they are named. One
+    that was heard of and still imports has twelve times as long. A thousand machines start further apart: 60."""
     soft_timeout_s: PositiveFloat = 120.0
-    """Seconds without progress after which every rank writes its stacks and the rank that is behind is named."""
+    """Seconds without progress of any rank after which each writes its stacks and the one that is behind is named.
+    The first step may compile for minutes; to be named does no harm."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds without progress after which the run is ended."""
+    """Seconds without progress of any rank after which the run is ended."""
 
     @property
     def micro(self) -> int:

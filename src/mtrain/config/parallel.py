@@ -50,6 +50,11 @@ class ParallelConfig(Section):
     them; null: p2p with TransformerEngine's attention, else all_gather."""
     hierarchical_cp_sizes: tuple[PositiveInt, PositiveInt] | None = Field(default=None, strict=False)
     """a2a+p2p: ranks of an inner group (a2a) and number of such groups (p2p); their product is `cp`."""
+    hybrid_context_parallel: bool = False
+    """Dynamic context parallelism: each packed document of a batch is cut over as many data-parallel ranks (1, 2, 4,
+    ...) as its length needs, so that documents of very different lengths train together; `cp` stays 1."""
+    max_seqlen_per_dp_cp_rank: PositiveInt | None = None
+    """hybrid_context_parallel: tokens of a document that one rank takes; null: data.seq_length / dp."""
     pipeline_layout: str | None = None
     """What each stage holds, as `Et*3|(tt|)*29,m|L`: E embedding, t layer, m multi-token prediction, L loss, |
     between the pp * vpp stages; null: equal stages."""

@@ -22,6 +22,7 @@ from mtrain.config.run import RunConfig, effect_of
 from mtrain.errors import BadEnvironment, BadInput, Damaged, Problem, show
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import flops_per_token, parameters, state_bytes
+from mtrain.world.stacks import ERRORS
 
 RUN_FILE = "run.yaml"
 LOCK_FILE = ".lock"
@@ -32,7 +33,7 @@ PREAMBLE = (
     "env.json",
     "plan.json",
     "tokenizer.json",
-    "errors",
+    ERRORS,
     "metrics.jsonl",
 )
 PACKAGES = ("mtrain", "torch", "megatron-core", "pydantic", "hydra-core")

@@ -26,11 +26,15 @@ from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, MtrainError
 from mtrain.launching import folder, preflight
 from mtrain.launching.supervise import Supervisor
-from mtrain.launching.worker import describe, leave, revive, run_rank
+from mtrain.launching.worker import describe, end, enter, leave, revive, run_rank
+from mtrain.world.seat import LISTEN_FD, End
+from mtrain.world.stacks import ERRORS
 
 PR_SET_PDEATHSIG = 1
 HOST = "127.0.0.1"
 INTERRUPTED = 130
+Job = Callable[[End], None]
+"""What a rank does, given how it is ended where it hangs."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +63,15 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
         for note in owned.notes:
             say(run, note)
         say(run, f"run folder: {owned.folder}")
-        job = folder.anchored(run)
-        _run_ranks(job, owned.folder, lambda: _train(job, owned), "go on with checkpoint.resume=latest")
+        anchored, advice = folder.anchored(run), "go on with checkpoint.resume=latest"
+        _run_ranks(anchored, owned.folder, lambda ending: _train(anchored, owned, ending), advice)
     return owned.folder
 
 
 def observe(run: RunConfig, home: Path) -> None:
     """Train a small run in local processes and leave in `home` what `train.prove.compare` reads."""
     _warm(run)
-    _run_ranks(run, home, lambda: _observe(run, home))
+    _run_ranks(run, home, lambda ending: _observe(run, home, ending))
 
 
 def say(run: RunConfig, text: str) -> None:
@@ -81,7 +85,7 @@ def generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperatu
     """Print text from a checkpoint, in local processes of `run`'s layout."""
     _warm(run)
     with tempfile.TemporaryDirectory(prefix="mtrain-") as scratch:
-        _run_ranks(run, Path(scratch), lambda: _generate(run, source, prompt, tokens, temperature))
+        _run_ranks(run, Path(scratch), lambda ending: _generate(run, source, prompt, tokens, temperature, ending))
 
 
 def _prepare(run: RunConfig, chosen: folder.Plan) -> None:
@@ -94,19 +98,22 @@ def _prepare(run: RunConfig, chosen: folder.Plan) -> None:
         same_data(read_manifest(chosen.checkpoint, verify=False)["state"]["data"], splits)
 
 
-def _train(run: RunConfig, chosen: folder.Plan) -> None:
+def _train(run: RunConfig, chosen: folder.Plan, ending: End) -> None:
+    enter(run, ending)
     from mtrain.train.assemble import Paths, train
 
-    train(run, lambda world: Paths(chosen.folder, chosen.checkpoint))
+    train(run, lambda world: Paths(chosen.folder, chosen.checkpoint), ending)
 
 
-def _observe(run: RunConfig, home: Path) -> None:
+def _observe(run: RunConfig, home: Path, ending: End) -> None:
+    enter(run, ending)
     from mtrain.train import prove
 
     prove.observe(run, home)
 
 
-def _generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperature: float) -> None:
+def _generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperature: float, ending: End) -> None:
+    enter(run, ending)
     from mtrain.train.assemble import generate_text
 
     generate_text(run, source.checkpoint, source.tokenizer, prompt, tokens, temperature)
@@ -118,6 +125,7 @@ def _warm(run: RunConfig) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, threads)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from mtrain import mcore as door
     from mtrain.devices import registry
 
@@ -127,9 +135,9 @@ def _warm(run: RunConfig) -> None:
         import mtrain.train.assemble  # noqa: F401
 
 
-def _run_ranks(run: RunConfig, home: Path, job: Callable[[], None], advice: str = "") -> None:
+def _run_ranks(run: RunConfig, home: Path, job: Job, advice: str = "") -> None:
     """Fork one process per rank, each running `job`, and watch them to the end; `advice` goes with a failure."""
-    errors = home / "errors"
+    errors = home / ERRORS
     shutil.rmtree(errors, ignore_errors=True)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -146,7 +154,7 @@ def _run_ranks(run: RunConfig, home: Path, job: Callable[[], None], advice: str 
     supervisor.wait()
 
 
-def _fork(rank: int, size: int, listener: socket.socket, job: Callable[[], None], errors: Path) -> int:
+def _fork(rank: int, size: int, listener: socket.socket, job: Job, errors: Path) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -163,9 +171,9 @@ def _fork(rank: int, size: int, listener: socket.socket, job: Callable[[], None]
         MASTER_PORT=str(listener.getsockname()[1]),
     )
     if rank == 0:
-        os.environ["MTRAIN_LISTEN_FD"] = str(os.dup(listener.fileno()))
+        os.environ[LISTEN_FD] = str(os.dup(listener.fileno()))
     listener.close()
-    leave(run_rank(job, errors, rank))
+    leave(run_rank(lambda: job(lambda error, _: end(error, errors, rank)), errors, rank))
     raise AssertionError("unreachable")
 
 

@@ -7,12 +7,10 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from mtrain import mcore as door
 from mtrain.config.run import RunConfig
-from mtrain.devices import registry
-from mtrain.errors import MtrainError
+from mtrain.errors import BadEnvironment, BadInput, MtrainError
 from mtrain.launching import folder
-from mtrain.launching.worker import describe, revive
+from mtrain.launching.worker import describe, enter, revive
 
 
 def is_worker() -> bool:
@@ -26,7 +24,8 @@ def train(run: RunConfig, argv: list[str]) -> int:
     Rank 0 makes the run folder and tells the others. The process ends at once after a failure, so that no
     destructor waits for a rank that is gone.
     """
-    door.open_door(registry.get(run.cluster.device))
+    run = folder.anchored(run)
+    enter(run, _end)
     from mtrain.train.assemble import Paths
     from mtrain.train.assemble import train as train_rank
     from mtrain.world.init import World
@@ -43,8 +42,34 @@ def train(run: RunConfig, argv: list[str]) -> int:
             checkpoint = body["checkpoint"]
             return Paths(Path(body["folder"]), Path(checkpoint) if checkpoint else None)
 
-        train_rank(folder.anchored(run), locate)
+        train_rank(run, locate, _end)
     return 0
+
+
+def _end(error: MtrainError, speaks: bool) -> None:
+    """End this process from any thread; one rank of each machine says why, past whatever holds Python's stderr."""
+    if speaks or _speaks():
+        os.write(2, f"rank {rank()}: {error}\n".encode())
+    os._exit(error.exit_code)
+
+
+def tell_others(error: BaseException) -> bool:
+    """Tell the ranks that wait for this one why it ends; returns whether they know."""
+    from mtrain.world import arrival
+
+    return arrival.give_up(error)
+
+
+def is_for_this_rank(error: BaseException, *, known: bool) -> bool:
+    """Whether this rank prints an error: what all ranks know, one rank of each machine says."""
+    from mtrain.world.verdict import Refused
+
+    shared = known and isinstance(error, BadInput | BadEnvironment)
+    return not shared or _speaks() or (isinstance(error, Refused) and error.speaks)
+
+
+def _speaks() -> bool:
+    return rank() == "0" or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
@@ -58,6 +83,6 @@ def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
     )
 
 
-def rank() -> int:
-    """This process's rank."""
-    return int(os.environ["RANK"])
+def rank() -> str:
+    """This process's rank, as the launcher wrote it."""
+    return os.environ["RANK"]

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mtrain.config.run import RunConfig
 from mtrain.errors import (
     BadEnvironment,
     BadInput,
@@ -23,6 +24,7 @@ from mtrain.errors import (
     TrainingFault,
     show,
 )
+from mtrain.world.seat import End
 
 PEER_LOST = (
     "connection closed by peer",
@@ -35,6 +37,21 @@ PEER_LOST = (
     "remote process exited",
     "no more data",
 )
+
+
+def enter(run: RunConfig, end: End) -> None:
+    """Make this rank known to the others, then import what takes seconds: megatron-core, for the run's device.
+
+    `end` ends the process where the others refuse it meanwhile.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a peer that ends is no news worth a C++ stack
+    from mtrain.world import arrival
+
+    arrival.announce(run, end)
+    from mtrain import mcore as door
+    from mtrain.devices import registry
+
+    door.open_door(registry.get(run.cluster.device))
 
 
 def record_name(rank: int) -> str:
@@ -71,6 +88,12 @@ def record(error: BaseException, errors: Path, rank: int) -> None:
             sys.stderr.write(f"rank {rank}: {body['kind']}: {body['message']}\n")
 
 
+def end(error: MtrainError, errors: Path, rank: int) -> None:
+    """End this process from any thread, leaving a record; its main thread may hang, and hold any lock of Python's."""
+    record(error, errors, rank)
+    os._exit(error.exit_code)
+
+
 def describe(error: BaseException) -> dict[str, Any]:
     """An error as JSON-like values, enough for `revive`."""
     expected = isinstance(error, MtrainError)
@@ -90,8 +113,8 @@ def revive(body: dict[str, Any], prefix: str = "") -> MtrainError:
     """The error that `describe` described; one that mtrain did not raise on purpose is a training fault."""
     if body["kind"] == "BadInput":
         return BadInput([Problem(**p) for p in body["problems"]])
-    kinds = {error.__name__: error for error in (BadEnvironment, Damaged, TrainingFault)}
-    return kinds.get(body["kind"], TrainingFault)(f"{prefix}{body['message']}")
+    kinds = {error.exit_code: error for error in (BadEnvironment, Damaged, TrainingFault)}
+    return kinds.get(body["exit_code"], TrainingFault)(f"{prefix}{body['message']}")
 
 
 def leave(code: int) -> None:

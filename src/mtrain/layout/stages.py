@@ -22,7 +22,9 @@ def embedding_stages(run: RunConfig) -> list[int]:
     words up there, and the last takes part only if its output layer is tied to the embedding.
     """
     p = run.parallel
-    predicting = next((i % p.pp for i, stage in enumerate(stages(run)) if stage.mtp), p.pp - 1)
+    predicting = p.pp - 1
+    if p.pipeline_layout is not None:  # elsewhere further predictions are in the last stage
+        predicting = next((i % p.pp for i, stage in enumerate(stages(run)) if stage.mtp), predicting)
     last = {p.pp - 1} if run.model.tie_word_embeddings or predicting == p.pp - 1 else set()
     return sorted({0, predicting} | last)
 

@@ -117,7 +117,7 @@ def _require_version() -> None:
 
 
 def _adapt(device: Device) -> None:
-    loaded = sorted(m for m in sys.modules if m == "megatron.core" or m.startswith("megatron.core."))
+    loaded = sorted(m for m in list(sys.modules) if m == "megatron.core" or m.startswith("megatron.core."))
     if loaded:
         raise DoorClosed(
             f"{loaded[0]} was imported before mtrain.mcore.open_door({device.name}) and is bound to CUDA now; "

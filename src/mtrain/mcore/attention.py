@@ -48,7 +48,8 @@ class CoreAttention(MegatronModule):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self._tp_group = pg_collection.tp
         cut = config.context_parallel_size > 1
-        self._context = Context(pg_collection.cp, cp_comm_type or config.cp_comm_type) if cut else None
+        self._kind = cp_comm_type or config.cp_comm_type
+        self._context = Context(pg_collection.cp, self._kind) if cut else None
         self._mask_type, self._scale = attn_mask_type, softmax_scale
         self._dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, max(1, layer_number))
@@ -92,8 +93,9 @@ class CoreAttention(MegatronModule):
         causal = mask_type in _CAUSAL
         hidden = attention_mask if mask_type in _MASKED else None
         cu_seqlens = _boundaries(packed_seq_params)
-        if self._context is not None:
-            out = self._over_context(self._context, query, key, value, causal, hidden, cu_seqlens)
+        context = self._context_of(packed_seq_params)
+        if context is not None:
+            out = self._over_context(context, query, key, value, causal, hidden, cu_seqlens)
             return out.squeeze(1) if packed else out
         if causal and query.shape[0] == key.shape[0] and cu_seqlens is None and self._window is None:
             mask = None
@@ -107,6 +109,11 @@ class CoreAttention(MegatronModule):
             mask = ~hidden if mask is None else mask & ~hidden
         out = self._attend(query, key, value, mask, causal and mask is None)
         return out.squeeze(1) if packed else out
+
+    def _context_of(self, packed_seq_params: Any) -> Context | None:
+        """The ranks that this sequence is cut over: those of the run, or, with dynamic parallelism, its own."""
+        group = getattr(packed_seq_params, "cp_group", None)
+        return self._context if group is None else Context(group, self._kind)
 
     def _over_context(
         self,
@@ -227,7 +234,5 @@ def _boundaries(packed_seq_params: Any) -> Tensor | None:
     """Where packed sequences start and end in the batch, padding included; None if they are not packed."""
     if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
         return None
-    if packed_seq_params.local_cp_size is not None:
-        raise NotImplementedError("the reference attention knows one size of context parallelism per run")
     padded = packed_seq_params.cu_seqlens_q_padded
     return padded if padded is not None else packed_seq_params.cu_seqlens_q

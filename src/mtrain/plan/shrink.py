@@ -30,6 +30,9 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
     if p.pp * p.vpp < len(deep):  # written stages are of a pipeline that no longer exists
         p, deep = p.model_copy(update=EQUAL_STAGES), []
     seq = 2 * p.cp * p.tp * -(-32 // (2 * p.cp * p.tp))
+    if p.hybrid_context_parallel:  # room for documents of different lengths
+        seq *= 4
+        p = p.model_copy(update={"max_seqlen_per_dp_cp_rank": None})
     assert p.ranks is not None
     batch = (p.ranks // p.model_ranks) * p.pp * max(1, 4 // p.pp)
     p = p.model_copy(update={"recompute": _one_layer_groups(p.recompute)})
@@ -83,7 +86,7 @@ def _fitting(p: ParallelConfig, data_parallel: int, max_ranks: int) -> ParallelC
             p = p.model_copy(update={"sequence_parallel": False})
     world = _fewest(p)
     if world == p.model_ranks and data_parallel > 1 and 2 * world <= max_ranks:
-        world *= 2
+        world *= 2 * (1 + (p.hybrid_context_parallel and data_parallel > 2))
     return p.model_copy(update={"ranks": world})
 
 
@@ -106,7 +109,7 @@ def _tokens(data: DataConfig, p: ParallelConfig, seq: int) -> dict[str, Any]:
         "tokenizer": None,
         "seq_length": seq,
         "eod_mask_loss": False,
-        "packed_multiple": 2 * p.cp if data.packed else None,
+        "packed_multiple": None,  # resolved for the small layout
     }
 
 

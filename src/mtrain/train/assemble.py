@@ -21,11 +21,15 @@ from mtrain.data.text import Tokenizer
 from mtrain.mcore.sharding import gathered
 from mtrain.plan.count import parameters
 from mtrain.train import hooks
+from mtrain.train.dynamic import run_documents
 from mtrain.train.generate import Sampler
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts
 from mtrain.train.trainer import Hook, Trainer
 from mtrain.world.init import World, joined
+from mtrain.world.seat import End
+from mtrain.world.stacks import ERRORS
+from mtrain.world.watchdog import watching
 
 CHECKPOINTS = "checkpoints"
 TOKENIZER_FILE = "tokenizer.json"
@@ -39,10 +43,11 @@ class Paths:
     checkpoint: Path | None = None
 
 
-def train(run: RunConfig, locate: Callable[[World], Paths]) -> None:
+def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> None:
     """Train on this rank: join the others, build, resume, fit, and show what came out.
 
-    `locate` says where to write and what to resume from, the same on every rank.
+    `locate` says where to write and what to resume from, the same on every rank; `end` ends this process where it
+    hangs.
 
     Raises:
         MtrainError: see `joined`, `Trainer.fit` and `Checkpoint.open`.
@@ -50,26 +55,31 @@ def train(run: RunConfig, locate: Callable[[World], Paths]) -> None:
     with joined(run) as world:
         paths = locate(world)
         splits = splits_of(run)
-        parts = assemble(run, world, splits)
-        progress = Progress(run, speaks=world.is_first)
         if world.is_first:
             _keep_tokenizer(splits, paths.folder)
-        if paths.checkpoint is not None:
-            _resume(parts, paths.checkpoint, splits, progress)
-        metrics = hooks.Metrics(paths.folder)
-        evaluation = hooks.Evaluation(metrics, progress)
-        checkpoints = hooks.Checkpoints(paths.folder / CHECKPOINTS, progress, splits.describe())
-        chain: list[Hook] = [metrics, progress, evaluation, checkpoints, hooks.Memory(paths.folder)]
-        if run.trainer.profile_step:
-            chain.insert(0, hooks.Profile(paths.folder, run.trainer.profile_step))
-        _introduce(parts, splits, progress)
-        begun_at = parts.state.step
-        try:
-            Trainer(parts, chain).fit()
-        finally:
-            progress.close()
-        unchanged = paths.checkpoint if parts.state.step == begun_at else None
-        _conclude(parts, splits, evaluation, checkpoints.path or unchanged, progress)
+        with watching(run, world, paths.folder / ERRORS, end):
+            _run(assemble(run, world, splits), splits, paths)
+
+
+def _run(parts: Parts, splits: Splits, paths: Paths) -> None:
+    """Resume, fit, and show what came out."""
+    run, progress = parts.run, Progress(parts.run, speaks=parts.world.is_first)
+    if paths.checkpoint is not None:
+        _resume(parts, paths.checkpoint, splits, progress)
+    metrics = hooks.Metrics(paths.folder)
+    evaluation = hooks.Evaluation(metrics, progress)
+    checkpoints = hooks.Checkpoints(paths.folder / CHECKPOINTS, progress, splits.describe())
+    chain: list[Hook] = [metrics, progress, evaluation, checkpoints, hooks.Memory(paths.folder)]
+    if run.trainer.profile_step:
+        chain.insert(0, hooks.Profile(paths.folder, run.trainer.profile_step))
+    _introduce(parts, splits, progress)
+    begun_at = parts.state.step
+    try:
+        Trainer(parts, chain).fit()
+    finally:
+        progress.close()
+    unchanged = paths.checkpoint if parts.state.step == begun_at else None
+    _conclude(parts, splits, evaluation, checkpoints.path or unchanged, progress)
 
 
 def splits_of(run: RunConfig) -> Splits:
@@ -84,13 +94,15 @@ def assemble(run: RunConfig, world: World, splits: Splits) -> Parts:
     optimizer = build_optimizer(run, chunks)
     configure_schedule_hooks(run, chunks, optimizer)
     state = TrainState(chunks, optimizer, build_schedule(run, optimizer))
-    sizes = run.trainer.global_batch_size, run.trainer.micro, world.coords["dp"], world.grid.dp
+    dynamic = run.parallel.hybrid_context_parallel
+    share = (0, 1) if dynamic else (world.coords["dp"], world.grid.dp)  # documents are dealt out after they are read
+    sizes = run.trainer.global_batch_size, run.trainer.micro, *share
     packing = Packing(splits.document_ends, run.data.packed_multiple or 1) if run.data.packed else None
     train_data = GlobalBatches(splits.train, *sizes, splits.masked_eod, packing)
     valid_data = None
     if run.trainer.eval_iters and splits.validation is not None:
         valid_data = GlobalBatches(splits.validation, *sizes, splits.masked_eod, packing)
-    return Parts(run, world, state, train_data, valid_data)
+    return Parts(run, world, state, train_data, valid_data, run_documents if dynamic else None)
 
 
 def configure_schedule_hooks(run: RunConfig, chunks: list[Any], optimizer: Any) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from mtrain.config.run import RunConfig
 from mtrain.mcore import api as mcore
+from mtrain.world.beats import beat
 from mtrain.world.init import World
 
 
@@ -33,6 +34,7 @@ class Sampler:
         for chunk in self.chunks:
             chunk.eval()
         for _ in range(tokens):
+            beat("generation")
             logits = self._next_logits(ids[-self.run.data.seq_length :])
             choice = torch.zeros(1, dtype=torch.int64, device=self.world.torch_device)
             if logits is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,7 @@ from mtrain.data.batch import GlobalBatches
 from mtrain.mcore import api as mcore
 from mtrain.mcore.context import context_positions
 from mtrain.mcore.sharding import gathered
+from mtrain.world.beats import beat, begin_step
 from mtrain.world.init import World
 
 Batch = Mapping[str, torch.Tensor]
@@ -32,6 +33,8 @@ class Parts:
     state: TrainState
     train_data: GlobalBatches
     valid_data: GlobalBatches | None
+    schedule: Callable[..., list[torch.Tensor]] | None = None
+    """How the micro-batches of a step are run, with the arguments of `run_schedule`; None: through the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class StepResult:
 def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
     """Read a global batch, run forward and backward over its micro-batches, update the weights."""
     clock, state = Clock(parts.world), parts.state
+    begin_step(state.step + 1)
     with clock.phase("data"):
         batches = parts.train_data.microbatches(state.consumed_samples)
         batches = [to_device(b, parts.world) for b in batches]
@@ -65,6 +69,7 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
         reports = run_schedule(parts, batches, forward_only=False)
+    beat("optimizer")
     with clock.phase("optimizer"):
         state.schedule.step(1)
         updated, grad_norm, _ = state.optimizer.step()
@@ -91,6 +96,7 @@ def evaluate(parts: Parts, data: GlobalBatches, iters: int) -> float:
         for chunk in parts.state.chunks:
             chunk.eval()
         for i in range(iters):
+            beat("evaluation")
             batches = data.microbatches(i * parts.run.trainer.global_batch_size)
             batches = [to_device(b, parts.world) for b in batches]
             loss, tokens, _ = reduce_report(parts.world, run_schedule(parts, batches, forward_only=True), False)
@@ -101,7 +107,12 @@ def evaluate(parts: Parts, data: GlobalBatches, iters: int) -> float:
 
 
 def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:
-    """Run the micro-batches through the pipeline; on the last stage, a `[loss sum, tokens]` of each."""
+    """Run the micro-batches of a step; on the last stage, a `[loss sum, tokens]` of each."""
+    return (parts.schedule or run_pipeline)(parts, batches, forward_only=forward_only)
+
+
+def run_pipeline(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:
+    """`run_schedule` by the schedules of megatron-core, with or without stages."""
     chunks, run = parts.state.chunks, parts.run
     iterators = [iter(batches) for _ in chunks]
     reports = mcore.get_forward_backward_func()(
@@ -118,6 +129,7 @@ def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) 
 
 def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
     """One micro-batch through one chunk of the model."""
+    beat("forward")
     batch = next(iterator)
     mask = batch["loss_mask"]  # the model needs it for the losses of further predictions only
     packed = packed_params(batch.get("cu_seqlens"))
@@ -161,6 +173,7 @@ def reduce_report(world: World, reports: list[torch.Tensor], stop: bool) -> tupl
     if reports and world.coords["tp"] == 0:
         values[:2] = torch.stack([r.double() for r in reports]).sum(0)
     values[2] = float(stop)
+    beat("report")
     dist.all_reduce(values)
     total, tokens, stops = values.tolist()
     return total / max(1.0, tokens), int(tokens), int(stops)

@@ -1,12 +1,9 @@
-"""Refusing a world that is not what the configuration says: groups that differ, ranks that disagree."""
+"""Refusing a world that is not what the configuration says: process groups that differ from the grid."""
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 
-import mtrain
-from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment
 from mtrain.mcore import api as mcore
 from mtrain.world.init import World
@@ -51,24 +48,3 @@ def _groups(world: World) -> dict[str, tuple[dist.ProcessGroup, list[int]]]:
     if embedding is not None:
         groups["embedding"] = (ps.get_embedding_group(), embedding)
     return groups
-
-
-def check_agreement(world: World, run: RunConfig) -> None:
-    """Every rank must hold the same configuration and the same version of mtrain and torch.
-
-    Raises:
-        BadEnvironment: names the ranks that differ from rank 0.
-    """
-    mine = f"{mtrain.__version__} {torch.__version__} {run.digest()}"
-    text = torch.zeros(256, dtype=torch.uint8, device=world.torch_device)
-    encoded = torch.frombuffer(bytearray(mine.encode()[:256]), dtype=torch.uint8)
-    text[: len(encoded)] = encoded.to(text.device)
-    everyone = [torch.empty_like(text) for _ in range(world.size)]
-    dist.all_gather(everyone, text)
-    rows = [bytes(t.tolist()).rstrip(b"\0").decode() for t in everyone]
-    odd = [rank for rank, row in enumerate(rows) if row != rows[0]]
-    if odd:
-        raise BadEnvironment(
-            f"ranks {odd} differ from rank 0 in version or configuration: "
-            f"rank {odd[0]} has {rows[odd[0]]!r}, rank 0 has {rows[0]!r}"
-        )

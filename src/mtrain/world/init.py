@@ -20,9 +20,11 @@ from mtrain.devices.base import Device
 from mtrain.errors import BadEnvironment
 from mtrain.layout import stages
 from mtrain.layout.grid import RankGrid
+from mtrain.world import arrival
+from mtrain.world.seat import Seat
 
-LISTEN_FD = "MTRAIN_LISTEN_FD"
-"""Descriptor of a socket that already listens, from the local launcher: rank 0 serves the rendezvous on it."""
+GROUP_SLACK_S = 60.0
+"""Process groups time out this much after trainer.timeout_s: by then the watchdog has said who is behind."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class World:
     coords: dict[str, int]
     embedding_stages: list[int]
     """Pipeline ranks that share the gradient of the word embedding."""
+    store: dist.Store
+    """A store that only this world uses."""
 
     @property
     def size(self) -> int:
@@ -67,14 +71,19 @@ def joined(run: RunConfig) -> Iterator[World]:
 
     Raises:
         BadEnvironment: no such device, another number of ranks than the layout has, groups that differ from
-            the grid, or a rank with another configuration.
+            the grid, or a rank that is absent, came twice, or has another configuration or version.
     """
     found = dist.is_initialized()
-    world = _join(run)
+    arrival.announce(run)
+    try:
+        device = _prepare(run, Seat.here())
+    except BaseException as error:
+        arrival.give_up(error)
+        raise
+    world = _join(run, Seat.here(), device)
     from mtrain.world import guard
 
     guard.check_groups(world)
-    guard.check_agreement(world, run)
     yield world
     dist.barrier()
     from mtrain.mcore import api as mcore
@@ -84,32 +93,37 @@ def joined(run: RunConfig) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def _join(run: RunConfig) -> World:
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+def _prepare(run: RunConfig, seat: Seat) -> Device:
+    """Import and set up what this rank needs before it meets the others."""
     grid = RankGrid.of(run)
-    if size != grid.world:
-        raise BadEnvironment(f"the layout has {grid.world} ranks ({grid}), but {size} were started")
+    if seat.size != grid.world:
+        raise BadEnvironment(f"the layout has {grid.world} ranks ({grid}), but {seat.size} were started")
     if grid.tp > 1:
         # Kernels must run in the order they were launched for communication to overlap with GEMMs before Hopper.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = registry.get(run.cluster.device)
     door.open_door(device)
-    device.set_index(local_rank)
+    device.set_index(seat.local_rank)
     if device.torch_type == "cpu":
-        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", seat.size))
         asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
         threads = int(asked) if asked.isdigit() else (os.cpu_count() or 1) // on_this_machine
         torch.set_num_threads(max(1, threads))
-    timeout = timedelta(seconds=run.trainer.timeout_s)
+    return device
+
+
+def _join(run: RunConfig, seat: Seat, device: Device) -> World:
+    store, grid = arrival.together(run), RankGrid.of(run)
+    timeout = timedelta(seconds=run.trainer.timeout_s + GROUP_SLACK_S)
+    store.set_timeout(timeout)
     if not dist.is_initialized():
-        store = _store(rank, size, timeout)
-        dist.init_process_group(device.backend, rank=rank, world_size=size, store=store, timeout=timeout)
+        dist.init_process_group(device.backend, rank=seat.rank, world_size=seat.size, store=store, timeout=timeout)
     embedding_stages = stages.embedding_stages(run)
     make_groups(grid, run, embedding_stages, timeout)
     seed_generators(run.trainer.seed)
-    torch_device = device.device(local_rank)
-    return World(rank, local_rank, grid, device, torch_device, grid.coords(rank), embedding_stages)
+    coords = grid.coords(seat.rank)
+    torch_device = device.device(seat.local_rank)
+    return World(seat.rank, seat.local_rank, grid, device, torch_device, coords, embedding_stages, store)
 
 
 def seed_generators(seed: int) -> None:
@@ -120,28 +134,6 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     mcore.model_parallel_cuda_manual_seed(seed % 2**31, force_reset_rng=True)
-
-
-def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """The rendezvous of the local launcher, of torchrun, or, for a process on its own, one in memory."""
-    if size == 1 and "MASTER_PORT" not in os.environ:
-        return dist.HashStore()
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    fd = os.environ.get(LISTEN_FD)
-    if fd is not None and rank == 0:
-        return dist.TCPStore(
-            host,
-            port,
-            size,
-            is_master=True,
-            timeout=timeout,
-            master_listen_fd=int(fd),
-            wait_for_workers=False,
-        )
-    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return dist.TCPStore(
-        host, port, size, is_master=rank == 0 and not agent_serves, timeout=timeout, wait_for_workers=False
-    )
 
 
 def make_groups(grid: RankGrid, run: RunConfig, embedding_stages: list[int], timeout: timedelta) -> None:
@@ -155,6 +147,7 @@ def make_groups(grid: RankGrid, run: RunConfig, embedding_stages: list[int], tim
         virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
         context_parallel_size=grid.cp,
         hierarchical_context_parallel_sizes=list(p.hierarchical_cp_sizes) if p.hierarchical_cp_sizes else None,
+        hybrid_context_parallel=p.hybrid_context_parallel,
         expert_model_parallel_size=grid.ep,
         expert_tensor_parallel_size=grid.etp,
         num_distributed_optimizer_instances=p.hsdp_replicas,

@@ -40,12 +40,13 @@ def pretended(run: RunConfig, rank: int) -> Iterator[World]:
     from mtrain.mcore import api as mcore
 
     embedding_stages = stages.embedding_stages(run)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.world)
+    store = FakeStore()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=grid.world)
     try:
         make_groups(grid, run, embedding_stages, timedelta(seconds=1))
         seed_generators(run.trainer.seed)
         with torch.device("meta"), cpu_namespace.shapes_only():
-            yield World(rank, 0, grid, device, torch.device("meta"), coords, embedding_stages)
+            yield World(rank, 0, grid, device, torch.device("meta"), coords, embedding_stages, store)
     finally:
         mcore.parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

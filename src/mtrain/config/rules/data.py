@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from mtrain.config.conditional import chunks_of_a_document
 from mtrain.config.paths import near_files, user_path
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.run import RunConfig
@@ -139,15 +140,15 @@ def sample_needs_text(run: RunConfig) -> Iterator[Finding]:
 
 def packed_samples(run: RunConfig) -> Iterator[Finding]:
     """Documents that are cut and padded one by one, and what can be said of them."""
-    d, p, m = run.data, run.parallel, run.model
+    d, _p, m = run.data, run.parallel, run.model
     if not d.packed:
         return
     off: Change = {"data.packed": False, "data.packed_multiple": None}
-    step = 2 * p.cp if p.cp > 1 else 1
+    step = chunks_of_a_document(run)
     size = d.packed_multiple or 1
     if size % step or d.seq_length % size:
         near = [n for n in (step, 2 * step, 4 * step) if d.seq_length % n == 0]
-        rule = f"{size} must be a multiple of the 2 * cp = {step} chunks and divide the sample of {d.seq_length}"
+        rule = f"{size} must be a multiple of the {step} chunks of a document and divide samples of {d.seq_length}"
         fixes: tuple[Change, ...] = tuple({"data.packed_multiple": n} for n in near)
         yield Finding("MT314", "data.packed_multiple", rule, (*fixes, off))
     if m.moe is not None and m.moe.router_load_balancing_type == "seq_aux_loss":

@@ -37,6 +37,41 @@ def heads_can_be_exchanged(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT161", "parallel.cp_comm_type", rule, (gather, NO_CONTEXT))
 
 
+def dynamic_context(run: RunConfig) -> Iterator[Finding]:
+    """What megatron-core's scheduler of documents over ranks can be combined with."""
+    p, m, d = run.parallel, run.model, run.data
+    if not p.hybrid_context_parallel:
+        return
+    off: Change = {"parallel.hybrid_context_parallel": False, "parallel.max_seqlen_per_dp_cp_rank": None}
+    dp = dp_of(run)
+
+    def refuse(rule: str, *fixes: Change) -> Finding:
+        return Finding("MT169", "parallel.hybrid_context_parallel", rule, (*fixes, off))
+
+    if not d.packed:
+        yield refuse("cuts the documents of packed samples, and data.packed is false", {"data.packed": True})
+    if p.cp > 1 or p.pp > 1:
+        rule = f"documents are cut over data-parallel ranks, with cp 1 and pp 1; here cp {p.cp}, pp {p.pp}"
+        flat: Change = {"parallel.cp": 1, "parallel.pp": 1, "parallel.vpp": 1, "parallel.cp_comm_type": None}
+        yield refuse(rule, flat)
+    if p.cp_comm_type in ("a2a", "a2a+p2p"):
+        gather: Change = {"parallel.cp_comm_type": "all_gather"}
+        yield refuse("heads cannot be exchanged in groups of every size; all_gather and p2p can", gather)
+    if dp < 2 or dp & (dp - 1):
+        yield refuse(f"groups of ranks are powers of two, and dp is {dp}")
+    if m.moe is not None or m.mla is not None or m.mtp_num_layers is not None:
+        rule = "ranks run different numbers of documents: no experts, latent attention or further predictions"
+        yield refuse(rule)
+    if p.overlap_grad_reduce or p.fsdp != "none":
+        rule = "ranks run different numbers of documents: gradients cannot be reduced while the backward runs"
+        keys: Change = {"parallel.overlap_grad_reduce": False, "parallel.overlap_param_gather": False}
+        yield refuse(rule, keys, {**keys, "parallel.fsdp": "none", "parallel.fsdp_sharding": None})
+    if (p.max_seqlen_per_dp_cp_rank or 1) * dp < d.seq_length:
+        rule = f"{dp} ranks of {p.max_seqlen_per_dp_cp_rank} tokens cannot take a document of {d.seq_length}"
+        more: Change = {"parallel.max_seqlen_per_dp_cp_rank": -(-d.seq_length // dp)}
+        yield Finding("MT170", "parallel.max_seqlen_per_dp_cp_rank", rule, (more, off))
+
+
 def fully_sharded(run: RunConfig) -> Iterator[Finding]:
     """What each FSDP can be combined with."""
     p = run.parallel
@@ -143,6 +178,7 @@ def offloaded_optimizer(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
+    dynamic_context,
     heads_can_be_exchanged,
     fully_sharded,
     replicas_divide,

@@ -1,0 +1,323 @@
+"""Measures every op beside what else computes it, against what the device can copy and multiply.
+
+    python kernels/bench/run.py [op ...] [--shapes llama3_8b,llama3_70b] [--device cuda] [--json bench.json]
+
+Each contender gets the same inputs: the Triton kernel, the reference run eagerly and under torch.compile, and Liger
+and TransformerEngine where they are installed. `share` is the least time that the op's bytes and FLOPs take at the
+rates measured in the same run, divided by the measured time. `--device cpu --tiny` tries the program, not the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mtrain_kernels import parity
+from mtrain_kernels.registry import MODELS, Case, Cost, Model, Unavailable, ops
+
+FLUSH_BYTES = 2 << 30  # larger than any L2 cache, and longer to write than the host needs to launch a call
+
+
+@dataclass
+class Row:
+    """One contender at one case: median times in seconds, rates, share of the limit, extra memory in bytes."""
+
+    op: str
+    case: str
+    model: str
+    contender: str
+    forward_s: float | None = None
+    backward_s: float | None = None
+    forward_gb_per_s: float | None = None
+    backward_gb_per_s: float | None = None
+    forward_tflop_per_s: float | None = None
+    backward_tflop_per_s: float | None = None
+    forward_share: float | None = None
+    backward_share: float | None = None
+    forward_bytes: int | None = None
+    backward_bytes: int | None = None
+    agrees: bool | None = None
+    note: str = ""
+
+
+class Clock:
+    """Times calls on a device; `repeat` measurements each, the cache flushed between them, and the median told."""
+
+    def __init__(self, device: torch.device, repeat: int, tiny: bool) -> None:
+        self.device, self.repeat, self.gpu = device, repeat, device.type != "cpu"
+        self.api = torch.get_device_module(device) if self.gpu else None
+        size = FLUSH_BYTES if self.gpu and not tiny else 0
+        self.flush = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def seconds(self, call: Callable[..., Any], prepare: Callable[[], Any] = tuple) -> float:
+        """The median time of `call(*prepare())`, what is prepared not counted, after one call that warms up."""
+        return statistics.median([self._once(call, prepare()) for _ in range(self.repeat + 1)][1:])
+
+    def _once(self, call: Callable[..., Any], arguments: Any) -> float:
+        self.flush.zero_()
+        if self.api is None:
+            start = time.perf_counter()
+            call(*arguments)
+            return time.perf_counter() - start
+        begin, end = (self.api.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call(*arguments)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def memory(self, call: Callable[..., Any], prepare: Callable[[], Any] = tuple) -> int | None:
+        """How many bytes the device holds at most during the call beyond what it held before; None on a CPU."""
+        arguments = prepare()
+        if self.api is None:
+            return None
+        self.api.synchronize()
+        before = self.api.memory_allocated()
+        self.api.reset_peak_memory_stats()
+        kept = call(*arguments)
+        self.api.synchronize()
+        del kept
+        return self.api.max_memory_allocated() - before
+
+
+def ceilings(clock: Clock, dtype: torch.dtype, tiny: bool) -> dict[str, float]:
+    """The measured copy rate in bytes/s, both ways counted, and the matrix rate in FLOP/s."""
+    n, side = (1 << 16, 64) if tiny else (1 << 30, 8192)
+    source, target = (torch.zeros(n, dtype=torch.uint8, device=clock.device) for _ in range(2))
+    a, b = (torch.randn(side, side, device=clock.device).to(dtype) for _ in range(2))
+    return {
+        "copy_bytes_per_s": 2 * n / clock.seconds(lambda: target.copy_(source)),
+        "gemm_flop_per_s": 2 * side**3 / clock.seconds(lambda: a @ b),
+    }
+
+
+def contenders(case: Case, inputs: dict[str, Any]) -> dict[str, Callable[[], Callable[[], Any]]]:
+    """Who computes the case, each as a function that sets it up and returns the call."""
+    return {
+        "eager": lambda: lambda: case.call(inputs, "reference"),
+        "triton": lambda: lambda: case.call(inputs, "triton"),
+        "compile": lambda: _compiled(case, inputs),
+        **{name: lambda rival=rival: rival(inputs) for name, rival in case.rivals.items()},
+    }
+
+
+def _compiled(case: Case, inputs: dict[str, Any]) -> Callable[[], Any]:
+    torch.compiler.reset()
+    compiled = torch.compile(lambda given: case.call(given, "reference"))
+    return lambda: compiled(inputs)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all measurements share; `contenders` are those to measure, all if empty."""
+
+    clock: Clock
+    dtype: torch.dtype
+    rates: dict[str, float]
+    contenders: list[str]
+
+
+def measure(op: str, case: Case, model: Model, setting: Setting) -> Iterator[Row]:
+    """A row for every contender of a case; one that cannot run says why."""
+    torch.manual_seed(0)
+    inputs = case.make(model, setting.clock.device, setting.dtype)
+    truth: list[Tensor] = []
+    for name, prepare in contenders(case, inputs).items():
+        if setting.contenders and name not in setting.contenders:
+            continue
+        row = Row(op, case.name, model.name, name)
+        try:
+            call = prepare()
+            values = [out.detach() for out in _tensors(call())]
+            if name == "eager":
+                truth = values
+            elif name in ("triton", "compile") and truth:
+                row.agrees = _agree(values, truth)
+            del values
+            _time(row, case, model, call, setting)
+        except ImportError as error:
+            row.note = f"not installed: {error}"
+        except Unavailable as error:
+            row.note = str(error)
+        except Exception as error:  # a contender that breaks is a result, and the others go on
+            row.note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        yield row
+
+
+def _time(row: Row, case: Case, model: Model, call: Callable[[], Any], setting: Setting) -> None:
+    clock, rates = setting.clock, setting.rates
+    row.forward_bytes = clock.memory(call)
+    row.forward_s = clock.seconds(call)
+    row.forward_gb_per_s, row.forward_tflop_per_s, row.forward_share = _rates(
+        case.forward(model), row.forward_s, rates
+    )
+    if case.backward is None or not any(out.requires_grad for out in _tensors(call())):
+        return
+
+    def fresh() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        outputs = [out for out in _tensors(call()) if out.requires_grad]  # anew: an op may allow one backward only
+        return outputs, _leaves(outputs), [torch.ones_like(out) for out in outputs]
+
+    def backward(*arguments: list[Tensor]) -> Any:
+        return torch.autograd.grad(*arguments, allow_unused=True)
+
+    row.backward_bytes = clock.memory(backward, fresh)
+    row.backward_s = clock.seconds(backward, fresh)
+    row.backward_gb_per_s, row.backward_tflop_per_s, row.backward_share = _rates(
+        case.backward(model), row.backward_s, rates
+    )
+
+
+def _leaves(outputs: list[Tensor]) -> list[Tensor]:
+    """What the outputs depend on: the inputs, or what a rival made of them."""
+    found, seen, queue = [], set(), [out.grad_fn for out in outputs]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        queue += [parent for parent, _ in node.next_functions]
+    return found
+
+
+def _rates(cost: Cost, seconds: float, rates: dict[str, float]) -> tuple[float, float | None, float]:
+    limit = cost.seconds(rates["copy_bytes_per_s"], rates["gemm_flop_per_s"])
+    return cost.bytes / seconds / 1e9, cost.flops / seconds / 1e12 if cost.flops else None, limit / seconds
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    return [out for out in outputs if isinstance(out, Tensor)]
+
+
+def _agree(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    try:
+        for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
+            parity.assert_near(f"output {i}", a, b, parity.TOLERANCE[torch.bfloat16])
+    except AssertionError:
+        return False
+    return True
+
+
+def surroundings(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What a number means nothing without: device, versions, commit, command."""
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "triton", "liger_kernel", "transformer_engine"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+    said = subprocess.run(git, capture_output=True, text=True)
+    name = platform.processor() or platform.machine()
+    if device.type != "cpu":
+        name = torch.get_device_module(device).get_device_name(device)
+    return {
+        "device": name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "versions": versions,
+        "commit": said.stdout.strip() if said.returncode == 0 else "unknown",
+        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+    }
+
+
+def line(row: Row) -> str:
+    """One row of the printed table."""
+
+    def way(seconds: float | None, gb: float | None, tflop: float | None, share: float | None) -> str:
+        if seconds is None:
+            return f"{'':>34}"
+        rate = f"{tflop:8.1f} TFLOP/s" if tflop else f"{gb:8.0f} GB/s   "
+        return f"{1e6 * seconds:9.1f} us {rate} {share:4.0%}"
+
+    forward = way(row.forward_s, row.forward_gb_per_s, row.forward_tflop_per_s, row.forward_share)
+    backward = way(row.backward_s, row.backward_gb_per_s, row.backward_tflop_per_s, row.backward_share)
+    memory = f"{max(row.forward_bytes or 0, row.backward_bytes or 0) / 2**20:8.0f} MiB" if row.forward_bytes else ""
+    wrong = "DIFFERS FROM THE REFERENCE " if row.agrees is False else ""
+    return f"{row.case:<24} {row.model:<14} {row.contender:<18} {forward} | {backward} {memory} {wrong}{row.note}"
+
+
+def plot(report: dict[str, Any], path: Path) -> str | None:
+    """Draws shares of the limit, a panel a model; why not, if matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "matplotlib is not installed: no plot"
+    rows = [row for row in report["rows"] if row["forward_share"] is not None]
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    places = list(dict.fromkeys((row["case"], row["model"]) for row in rows))
+    figure = Figure(figsize=(10, 1 + 0.3 * len(places)), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, way in zip(panels, ("forward", "backward"), strict=True):
+        for i, name in enumerate(names):
+            mine = [row for row in rows if row["contender"] == name and row[f"{way}_share"] is not None]
+            heights = [places.index((row["case"], row["model"])) + 0.8 * i / len(names) for row in mine]
+            panel.barh(heights, [row[f"{way}_share"] for row in mine], height=0.8 / len(names), label=name)
+        panel.set(title=way, xlabel="share of the measured copy or GEMM limit")
+        panel.set_yticks(range(len(places)), [" ".join(place) for place in places])
+    panels[0].legend()
+    figure.suptitle(f"{report['device']}, {report['dtype']}, {report['commit']}")
+    figure.savefig(path)
+    return None
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Measures what the command line names, prints the table, writes JSON and plot, returns the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ops", nargs="*", help="all unless named")
+    parser.add_argument("--shapes", default="llama3_8b", help=f"models, by comma: {', '.join(MODELS)}")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--tiny", action="store_true", help="the tiny model, to try the program and not the device")
+    parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument(
+        "--contenders", default="", help="by comma: eager, triton, compile, liger, ...; all unless named"
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    chosen = parser.parse_args(arguments)
+    unknown = [name for name in chosen.ops if name not in ops()]
+    models = ["tiny"] if chosen.tiny else chosen.shapes.split(",")
+    unknown += [name for name in models if name not in MODELS]
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)}; ops are {', '.join(ops())}, shapes {', '.join(MODELS)}")
+    device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
+    clock = Clock(device, 1 if chosen.tiny else chosen.repeat, chosen.tiny)
+    rates = ceilings(clock, dtype, chosen.tiny)
+    setting = Setting(clock, dtype, rates, [name for name in chosen.contenders.split(",") if name])
+    report = {**surroundings(device, dtype), "ceilings": rates, "rows": []}
+    print(f"{report['device']}: copy {rates['copy_bytes_per_s'] / 1e12:.3g} TB/s", end=", ")
+    print(f"{report['dtype']} GEMM {rates['gemm_flop_per_s'] / 1e12:.4g} TFLOP/s; forward | backward")
+    for name in chosen.ops or ops():
+        for case in ops()[name].cases:
+            for model in (MODELS[name] for name in models if case.applies(MODELS[name])):
+                for row in measure(name, case, model, setting):
+                    print(line(row), flush=True)
+                    report["rows"].append(asdict(row))
+    if chosen.json:
+        chosen.json.write_text(json.dumps(report, indent=1))
+    if chosen.plot and (reason := plot(report, chosen.plot)):
+        print(reason, file=sys.stderr)
+    return report
+
+
+if __name__ == "__main__":
+    main()

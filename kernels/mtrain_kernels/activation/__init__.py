@@ -1,0 +1,1 @@
+"""Gated and squared activations of a feed-forward layer, with an optional weight for each token."""

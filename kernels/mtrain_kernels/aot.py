@@ -1,0 +1,189 @@
+"""Compiles every kernel for GPUs that are not here, and reads registers, shared memory and spills from the binary.
+
+Each op launches its kernels on meta tensors (`Op.launch`); a stand-in for Triton's driver names the target, so what
+is compiled is what a launch on that GPU would compile: types, alignments, constants, warps and stages.
+`python -m mtrain_kernels.aot [op ...] [--models llama3_8b,...] [--archs 90] [--json]` prints the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from mtrain_kernels.registry import MODELS, ops
+
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a block may use, by compute capability
+REGISTER_LIMIT = 255
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compiled kernel: registers per thread, shared memory per block and spilled bytes per thread."""
+
+    op: str
+    model: str
+    kernel: str
+    arch: int
+    warps: int
+    registers: int
+    shared_bytes: int
+    spill_bytes: int
+
+    def faults(self) -> list[str]:
+        """What is wrong with the binary, in words; empty if nothing is."""
+        where = f"{self.op} {self.kernel} sm_{self.arch} ({self.model})"
+        found = []
+        if self.spill_bytes:
+            found.append(f"{where} spills {self.spill_bytes} bytes a thread")
+        if self.shared_bytes > SHARED_LIMIT[self.arch]:
+            found.append(f"{where} wants {self.shared_bytes} bytes of shared memory of {SHARED_LIMIT[self.arch]}")
+        return found
+
+
+class _Driver:
+    """Says that the current device is a GPU of one compute capability; nothing else is asked when only compiling."""
+
+    def __init__(self, arch: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.arch, self.target = arch, GPUTarget("cuda", arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+
+@contextmanager
+def _compile_only(arch: int, compiled: dict[str, Any]) -> Iterator[None]:
+    """Turns each launch into a compilation for `arch`, collected under a name with its constants."""
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def compile_(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.setdefault(kernel.hash, (self.__name__, kernel))
+        return kernel
+
+    active = driver._active  # there may be none, and reading the public property would look for a GPU
+    driver.set_active(_Driver(arch))
+    JITFunction.run = compile_
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
+            yield
+    finally:
+        JITFunction.run = run
+        driver._active = active
+
+
+def compile_op(name: str, model: str, arch: int) -> list[Row]:
+    """Compiles every kernel that the op launches at a model's shape, for one compute capability (80, 90, 100).
+
+    Raises `RuntimeError` under Triton's interpreter, which compiles nothing.
+    """
+    from mtrain_kernels.runtime import interpreted
+
+    if interpreted():
+        raise RuntimeError("ahead-of-time compilation needs a process without TRITON_INTERPRET")
+    compiled: dict[str, Any] = {}
+    with _compile_only(arch, compiled):
+        ops()[name].launch(MODELS[model])
+    return [
+        Row(name, model, kernel_name, arch, kernel.metadata.num_warps, *_resources(kernel))
+        for kernel_name, kernel in compiled.values()
+    ]
+
+
+def _resources(kernel: Any) -> tuple[int, int, int]:
+    """Registers, shared bytes and spilled bytes (stack and local memory) of a compiled kernel, from its binary."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        said = subprocess.run(
+            [str(tool), "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
+    return usage["REG"], kernel.metadata.shared, usage["STACK"] + usage["LOCAL"]
+
+
+def _attempt(name: str, model: str, arch: int) -> list[Row] | str:
+    try:
+        return compile_op(name, model, arch)
+    except Exception as error:  # one op that does not compile must not hide what the others need
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # a fault inside a called function is hidden under the caller's
+            cause = cause.__cause__
+        return f"{name} does not compile for sm_{arch} ({model}): {error}\n{type(cause).__name__}: {cause}"
+
+
+def compile_all(
+    names: Iterable[str] = (), models: Iterable[str] = (), archs: Iterable[int] = (80, 90, 100), processes: int = 2
+) -> tuple[list[Row], list[str]]:
+    """Compiles ops (all) at models (each op's `aot_models`) for every arch, in processes: rows and faults."""
+    models = list(models)
+    jobs = [
+        (name, model, arch)
+        for name in (list(names) or ops())
+        for model in (models or ops()[name].aot_models)
+        for arch in archs
+    ]
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        found = list(pool.map(_attempt, *zip(*jobs, strict=True)))
+    rows = [row for part in found if not isinstance(part, str) for row in part]
+    faults = [part for part in found if isinstance(part, str)] + [fault for row in rows for fault in row.faults()]
+    return sorted(rows, key=lambda row: (row.op, row.kernel, row.model, row.arch)), faults
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as text, one kernel and target a line."""
+    lines = [f"{'op':<16} {'kernel':<28} {'model':<14} {'arch':>6} warps registers shared(B) spilled(B)"]
+    lines += [
+        f"{r.op:<16} {r.kernel:<28} {r.model:<14} {f'sm_{r.arch}':>6} {r.warps:>5} {r.registers:>9} "
+        f"{r.shared_bytes:>9} {r.spill_bytes:>10}"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the table and every fault; the exit code is 1 if there is one."""
+    parser = argparse.ArgumentParser(prog="python -m mtrain_kernels.aot", description=__doc__)
+    parser.add_argument("ops", nargs="*")
+    parser.add_argument("--models", type=lambda text: text.split(","), default=[])
+    parser.add_argument("--archs", type=lambda text: [int(a) for a in text.split(",")], default=list(SHARED_LIMIT))
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", action="store_true", help="rows as JSON instead of the table")
+    chosen = parser.parse_args(arguments)
+    start = time.perf_counter()
+    rows, faults = compile_all(chosen.ops, chosen.models, chosen.archs, chosen.processes)
+    print(json.dumps({"rows": [asdict(r) for r in rows], "faults": faults}) if chosen.json else table(rows))
+    print(f"{len(rows)} binaries in {time.perf_counter() - start:.1f} s", *faults, sep="\n", file=sys.stderr)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""Who can compute attention, by what rules, and how each is called."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mtrain_kernels.attention import reference
+
+HALF = (torch.float16, torch.bfloat16)
+HAS_FLASH3 = importlib.util.find_spec("flash_attn_interface") is not None
+
+
+def _has_windows() -> bool:
+    """Whether this torch has attention over packed sequences that knows windows and grouped queries."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
+
+
+HAS_VARLEN = _has_windows()
+
+
+class Call(NamedTuple):
+    """What a call of attention asks for, without its data; rules judge this alone.
+
+    `capability` is that of the GPU, (0, 0) elsewhere. `window` is (left, right), negative for no limit, with
+    causality written into it. `packed` says that sequences lie one behind the other in one row of the batch.
+    """
+
+    device: str
+    capability: tuple[int, int]
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    size: int
+    value_size: int
+    window: tuple[int, int]
+    masked: bool
+    sink: bool
+    softcap: float
+    dropout_p: float
+    packed: bool
+
+    @property
+    def dense(self) -> bool:
+        """Whether every query sees all keys, or all up to its own: what kernels know without a mask."""
+        return not self.masked and not self.packed and self.window in ((-1, -1), (-1, 0))
+
+
+def describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: tuple[int, int],
+    masked: bool,
+    sink: bool,
+    softcap: float,
+    dropout_p: float,
+    packed: bool,
+) -> Call:
+    """The call that these tensors and settings make."""
+    capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0)
+    sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+    return Call(q.device.type, capability, q.dtype, *sizes, window, masked, sink, softcap, dropout_p, packed)
+
+
+def _common(call: Call, oldest: tuple[int, int], largest: int) -> Iterator[str]:
+    """What every fused kernel of a GPU wants."""
+    if call.device != "cuda":
+        yield f"runs on CUDA only, the tensors are on {call.device}"
+    elif call.capability < oldest:
+        yield f"needs sm_{oldest[0]}{oldest[1]} or newer, this is sm_{call.capability[0]}{call.capability[1]}"
+    if call.dtype not in HALF:
+        yield f"takes fp16 and bf16, not {call.dtype}"
+    if call.size > largest or call.size % 8 or call.value_size > call.size:
+        yield f"takes heads of 8 to {largest} by 8, with values no wider, not {call.size} and {call.value_size}"
+    if call.masked:
+        yield "takes no mask"
+    if call.sink:
+        yield "takes no sink"
+
+
+def _flash3(call: Call) -> Iterator[str]:
+    if not HAS_FLASH3:
+        yield "FlashAttention-3 (flash_attn_interface) is not installed"
+    yield from _common(call, (9, 0), 256)
+    if call.device == "cuda" and call.capability[0] != 9:
+        yield f"is written for sm_90, this is sm_{call.capability[0]}{call.capability[1]}"
+    if call.dropout_p:
+        yield "knows no dropout"
+
+
+def _cudnn(call: Call) -> Iterator[str]:
+    yield from _common(call, (9, 0), 128)
+    if call.packed or (not call.dense and not call.masked):
+        yield "knows neither windows nor packed sequences here"
+    if call.softcap:
+        yield "knows no cap of scores"
+
+
+def _flash(call: Call) -> Iterator[str]:
+    if call.device == "cpu":
+        if call.dropout_p:
+            yield "knows no dropout on the CPU"
+        if call.sink:
+            yield "takes no sink"
+        if call.value_size > call.size:
+            yield f"takes values no wider than keys: not {call.value_size} for {call.size}"
+    else:
+        yield from _common(call, (8, 0), 256)
+        if not call.dense and not HAS_VARLEN:
+            yield "this torch knows neither windows nor packed sequences (torch.nn.attention.varlen)"
+        if not call.dense and call.dropout_p:
+            yield "knows no dropout with windows or packed sequences"
+    if call.softcap:
+        yield "knows no cap of scores"
+
+
+def _efficient(call: Call) -> Iterator[str]:
+    if call.device != "cuda":
+        yield f"runs on CUDA only, the tensors are on {call.device}"
+    if call.dtype not in (*HALF, torch.float32):
+        yield f"takes fp32, fp16 and bf16, not {call.dtype}"
+    alignment = 4 if call.dtype == torch.float32 else 8
+    if call.size % alignment or call.value_size % alignment:
+        yield f"takes heads of a multiple of {alignment}, not {call.size} and {call.value_size}"
+    if call.softcap:
+        yield "knows no cap of scores"
+
+
+def _math(call: Call) -> Iterator[str]:
+    if call.softcap:
+        yield "knows no cap of scores"
+
+
+RULES = {  # in the order in which `auto` tries them: the faster first, see the README
+    "flash3": _flash3,
+    "cudnn": _cudnn,
+    "flash": _flash,
+    "efficient": _efficient,
+    "math": _math,
+    "reference": lambda call: iter(()),
+}
+SDPA = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def seen(call: Call, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> Tensor | None:
+    """The boolean mask [s, t] (or `mask`) of a call for those who know no other way; None if all is seen."""
+    if mask is not None or (call.window == (-1, -1) and not call.packed):
+        return mask
+    q_at, k_at = (torch.arange(n, device=device) for n in (call.queries, call.keys))
+    owners = (None, None)
+    if cu_seqlens is not None:
+        owners = tuple(torch.searchsorted(cu_seqlens.to(at.dtype), at, right=True) for at in (q_at, k_at))
+    return reference.visible(q_at, k_at, window=call.window, q_segments=owners[0], k_segments=owners[1])
+
+
+def by_torch(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    scale: float | None,
+) -> Tensor:
+    """Attention by one backend of torch's scaled_dot_product_attention; `mask` is what `seen` says."""
+    causal = call.window == (-1, 0) and call.dense
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    if name == "efficient" and call.heads != call.kv_heads:  # it wants as many key heads as query heads
+        k, v = (x.repeat_interleave(call.heads // call.kv_heads, 1) for x in (k, v))
+    with sdpa_kernel(SDPA[name]):
+        return reference.attention(
+            q,
+            k,
+            v,
+            causal=causal,
+            mask=None if causal else mask,
+            sink=sink,
+            scale=scale,
+            dropout_p=call.dropout_p,
+        )
+
+
+def by_varlen(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, cu_seqlens: Tensor | None, longest: int | None, scale: float | None
+) -> Tensor:
+    """Attention with windows or packed sequences by the flash attention in torch."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    width = v.shape[-1]
+    v = F.pad(v, (0, q.shape[-1] - width))
+    (q_rows, q_edges, q_longest), (k_rows, k_edges, k_longest) = (_flat(x, cu_seqlens, longest) for x in (q, k))
+    options: dict[str, Any] = {"scale": scale, "window_size": call.window, "enable_gqa": call.heads != call.kv_heads}
+    out = varlen_attn(
+        q_rows, k_rows, _flat(v, cu_seqlens, longest)[0], q_edges, k_edges, q_longest, k_longest, **options
+    )
+    return _unflat(out, q.shape[0])[..., :width]
+
+
+def by_flash3(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, cu_seqlens: Tensor | None, longest: int | None, scale: float | None
+) -> Tensor:
+    """Attention by FlashAttention-3, whose versions return the output alone or with the logarithms of the sums."""
+    from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+
+    width = v.shape[-1]
+    v = F.pad(v, (0, q.shape[-1] - width))
+    options = {
+        "softmax_scale": scale,
+        "causal": call.window[1] == 0,
+        "window_size": call.window,
+        "softcap": call.softcap,
+    }
+    if cu_seqlens is None:
+        out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **options)
+        out = out[0] if isinstance(out, tuple) else out
+        return out.transpose(1, 2)[..., :width]
+    rows, edges, most = zip(*(_flat(x, cu_seqlens, longest) for x in (q, k, v)), strict=True)
+    out = flash_attn_varlen_func(*rows, edges[0], edges[1], max_seqlen_q=most[0], max_seqlen_k=most[1], **options)
+    out = out[0] if isinstance(out, tuple) else out
+    return _unflat(out, q.shape[0])[..., :width]
+
+
+def _flat(x: Tensor, cu_seqlens: Tensor | None, longest: int | None) -> tuple[Tensor, Tensor, int]:
+    """[b, n, s, d] as rows [b s, n, d], where each sequence begins and ends, and the longest one's length."""
+    b, n, s, d = x.shape
+    rows = x.transpose(1, 2).reshape(b * s, n, d)
+    if cu_seqlens is None:
+        return rows, torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=x.device), s
+    return rows, cu_seqlens.to(torch.int32), s if longest is None else longest
+
+
+def _unflat(rows: Tensor, batch: int) -> Tensor:
+    return rows.unflatten(0, (batch, -1)).transpose(1, 2)

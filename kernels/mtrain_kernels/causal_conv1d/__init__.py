@@ -1,0 +1,1 @@
+"""Depthwise causal convolution over time, with SiLU."""

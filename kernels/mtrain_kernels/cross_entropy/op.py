@@ -1,0 +1,188 @@
+"""Cross entropy over logits whose vocabulary may be split over ranks: contract, gradients, registration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain_kernels.cross_entropy import reference
+from mtrain_kernels.cross_entropy.reference import Terms
+from mtrain_kernels.cross_entropy.vocabulary import Vocabulary, name_of, size_of
+from mtrain_kernels.registry import Case, Cost, Model, Op, pick
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    ignore_index: int = -100,
+    group: dist.ProcessGroup | None = None,
+    choice: str = "auto",
+) -> Tensor:
+    """The loss of each token, with the vocabulary on one rank or in equal parts over the ranks of `group`.
+
+    `logits` [..., v_local], in fp32, fp16, bf16 (or fp64 in the reference), `labels` [...] int64 over the whole
+    vocabulary, the same on every rank; the result is [...] in fp32 and the same on every rank, which its gradient
+    must be too. With `x = soft_cap tanh(logits / soft_cap)` and `lse` the log-sum-exp of x, the loss is
+    `lse - (1 - label_smoothing) x_label - label_smoothing mean(x) + z_loss lse^2`, or 0 where the label is
+    `ignore_index`; any other label outside the vocabulary makes it NaN. Raises `ValueError` where shapes, dtypes
+    or numbers do not fit, `Unavailable` where the named implementation cannot run.
+    """
+    terms = Terms(logits.shape[-1] * size_of(group), label_smoothing, z_loss, soft_cap or 0.0, ignore_index)
+    _require(logits, labels, terms)
+    backend = pick("cross_entropy", choice, logits.device, obstacle(logits))
+    rows = logits.reshape(labels.numel(), logits.shape[-1])
+    losses, _ = _cross_entropy(rows, labels.reshape(-1), name_of(group), *terms, backend)
+    return losses.view(labels.shape)
+
+
+def obstacle(*tensors: Tensor) -> str | None:
+    """Why the Triton kernels do not take these tensors, or None."""
+    wrong = {str(t.dtype) for t in tensors if t.dtype not in DTYPES}
+    return f"{', '.join(sorted(wrong))} is none of fp32, fp16 and bf16" if wrong else None
+
+
+def mark_foreign(statistics: Tensor, labels: Tensor, terms: Terms) -> Tensor:
+    """The statistics, in place, with NaN for tokens whose label is neither in the vocabulary nor to be ignored."""
+    foreign = ((labels < 0) | (labels >= terms.vocab)) & (labels != terms.ignore_index)
+    statistics[0].masked_fill_(foreign, torch.nan)
+    return statistics
+
+
+def _require(logits: Tensor, labels: Tensor, terms: Terms) -> None:
+    if logits.ndim == 0 or logits.shape[:-1] != labels.shape or logits.shape[-1] == 0:
+        raise ValueError(f"labels {tuple(labels.shape)} must be one for each row of logits {tuple(logits.shape)}")
+    if labels.dtype != torch.int64 or not logits.dtype.is_floating_point:
+        raise ValueError(f"labels must be int64 and logits floating point, not {labels.dtype} and {logits.dtype}")
+    if labels.device != logits.device:
+        raise ValueError(f"logits are on {logits.device}, labels on {labels.device}")
+    reference.valid_terms(terms)
+
+
+@torch.library.custom_op("mtrain::cross_entropy", mutates_args=())
+def _cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    group: str,
+    vocab: int,
+    label_smoothing: float,
+    z_loss: float,
+    soft_cap: float,
+    ignore_index: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    terms = Terms(vocab, label_smoothing, z_loss, soft_cap, ignore_index)
+    vocabulary = Vocabulary(group)
+    first = vocabulary.rank * logits.shape[1]
+    if backend == "reference":
+        statistics = reference.row_statistics(logits, labels, first, terms)
+    else:
+        from mtrain_kernels.cross_entropy import triton
+
+        statistics = triton.row_statistics(_dense(logits), labels.contiguous(), first, terms)
+    statistics = mark_foreign(vocabulary.merge(statistics), labels, terms)
+    return reference.token_losses(statistics, labels, terms), statistics[0].clone()
+
+
+@_cross_entropy.register_fake
+def _(logits, labels, group, vocab, label_smoothing, z_loss, soft_cap, ignore_index, backend):
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return logits.new_empty(labels.shape, dtype=dtype), logits.new_empty(labels.shape, dtype=dtype)
+
+
+@torch.library.custom_op("mtrain::cross_entropy_backward", mutates_args=())
+def _cross_entropy_backward(
+    dlosses: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    group: str,
+    vocab: int,
+    label_smoothing: float,
+    z_loss: float,
+    soft_cap: float,
+    ignore_index: int,
+    backend: str,
+) -> Tensor:
+    terms = Terms(vocab, label_smoothing, z_loss, soft_cap, ignore_index)
+    first = Vocabulary(group).rank * logits.shape[1]
+    if backend == "reference":
+        return reference.logits_gradient(logits, labels, lse, dlosses, first, terms).contiguous()
+    from mtrain_kernels.cross_entropy import triton
+
+    out = logits.new_empty(logits.shape)
+    return triton.logits_gradient(_dense(logits), labels.contiguous(), lse, dlosses.contiguous(), first, terms, out)
+
+
+@_cross_entropy_backward.register_fake
+def _(dlosses, logits, labels, lse, group, vocab, label_smoothing, z_loss, soft_cap, ignore_index, backend):
+    return logits.new_empty(logits.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, labels, *ctx.settings = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(logits, labels, output[1])
+
+
+def _differentiate(ctx: Any, dlosses: Tensor, _: Tensor) -> tuple[Any, ...]:
+    return _cross_entropy_backward(dlosses, *ctx.saved_tensors, *ctx.settings), *[None] * 8
+
+
+_cross_entropy.register_autograd(_differentiate, setup_context=_save)
+
+
+def _dense(logits: Tensor) -> Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def _launch(model: Model) -> None:
+    from mtrain_kernels.cross_entropy import triton
+
+    logits = torch.empty((1024, model.vocab), dtype=torch.bfloat16, device="meta")
+    labels = torch.empty(1024, dtype=torch.int64, device="meta")
+    lse = torch.empty(1024, dtype=torch.float32, device="meta")
+    terms = Terms(model.vocab, 0.1, 1e-4, 30.0)  # everything at once; linear_cross_entropy launches what is usual
+    triton.row_statistics(logits, labels, 0, terms)
+    triton.logits_gradient(logits, labels, lse, lse, 0, terms, logits)
+
+
+def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    logits = torch.randn((model.tokens, model.vocab), device=device, dtype=dtype).requires_grad_()
+    return {"logits": logits, "labels": torch.randint(0, model.vocab, (model.tokens,), device=device)}
+
+
+def _liger(inputs: dict[str, Any]) -> Any:
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    return lambda: liger_cross_entropy(inputs["logits"], inputs["labels"], reduction="none")
+
+
+def _torch(inputs: dict[str, Any]) -> Any:
+    return lambda: torch.nn.functional.cross_entropy(inputs["logits"], inputs["labels"], reduction="none")
+
+
+OPS = (
+    Op(
+        "cross_entropy",
+        cases=(
+            Case(
+                "cross_entropy",
+                _make,
+                lambda inputs, choice: cross_entropy(**inputs, choice=choice),
+                forward=lambda model: Cost(bytes=2 * model.tokens * model.vocab),
+                backward=lambda model: Cost(bytes=4 * model.tokens * model.vocab),
+                rivals={"torch": _torch, "liger": _liger},
+            ),
+        ),
+        launch=_launch,
+    ),
+)

@@ -1,0 +1,65 @@
+"""A vocabulary split over the ranks of a torch.distributed group: the part held here, and sums over all parts."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+
+class Vocabulary:
+    """The ranks that hold equal, consecutive parts of the vocabulary; `group` is a group's name, "" for one rank.
+
+    Ops carry the name because an operator's schema knows strings and no groups.
+    """
+
+    def __init__(self, group: str) -> None:
+        self.group = _resolve_process_group(group) if group else None
+        self.rank = self.group.rank() if self.group is not None else 0
+        self.ranks = self.group.size() if self.group is not None else 1
+
+    def merge(self, statistics: Tensor) -> Tensor:
+        """`row_statistics` [3, t] of every part -> those of the whole vocabulary, in place: two all-reduces."""
+        if self.ranks == 1:
+            return statistics
+        lse = statistics[0]
+        highest = lse.clone()
+        dist.all_reduce(highest, dist.ReduceOp.MAX, self.group)
+        shift = highest.where(highest.isfinite(), 0)
+        lse.sub_(shift).exp_()
+        dist.all_reduce(statistics, group=self.group)
+        lse.log_().add_(shift)
+        return statistics
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of `x` over the ranks, in place."""
+        if self.ranks > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def gather(self, part: Tensor) -> Tensor:
+        """[t / ranks, h] of every rank, in the order of ranks, as [t, h]."""
+        if self.ranks == 1:
+            return part
+        whole = part.new_empty((self.ranks * part.shape[0], *part.shape[1:]))
+        dist.all_gather_into_tensor(whole, part.contiguous(), self.group)
+        return whole
+
+    def scatter_sum(self, whole: Tensor) -> Tensor:
+        """[t, h] of every rank -> this rank's part [t / ranks, h] of their sum."""
+        if self.ranks == 1:
+            return whole
+        part = torch.empty_like(whole[: whole.shape[0] // self.ranks])
+        dist.reduce_scatter_tensor(part, whole, group=self.group)
+        return part
+
+
+def name_of(group: dist.ProcessGroup | None) -> str:
+    """The name by which an op finds `group` again; "" for None."""
+    return "" if group is None else group.group_name
+
+
+def size_of(group: dist.ProcessGroup | None) -> int:
+    """How many ranks `group` has; 1 for None."""
+    return 1 if group is None else group.size()

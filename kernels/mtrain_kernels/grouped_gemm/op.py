@@ -1,0 +1,171 @@
+"""The grouped product of rows and their groups' weights: contract, gradients, registration, choice."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtrain_kernels.grouped_gemm import reference
+from mtrain_kernels.registry import REFERENCE, TRITON, Case, Cost, Implementation, Model, Op, choose
+
+log = logging.getLogger(__name__)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Name of a GPU -> the implementation that bench/run.py found faster there, forward and backward together. A GPU that
+# is not listed was not measured, and gets the library's.
+MEASURED: dict[str, str] = {}
+
+
+def grouped_gemm(
+    x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, *, choice: str = "auto"
+) -> Tensor:
+    """`y_r = W_g x_r + b_g` for the group g of row r; groups are neighbours, and `counts` says how long each is.
+
+    `x` [r, k], `weight` [g, n, k], `bias` [g, n] of one dtype (fp32, fp16 or bf16; products are summed in fp32),
+    `counts` [g] integers on the same device, which the host never waits for. The result is [r, n] in x's dtype;
+    rows behind the last group's give zeros and get gradient zero. `choice` is `reference`, `triton`, `torch` (its
+    grouped product: bf16, rows of a multiple of 16 bytes) or `auto`: on a GPU what was measured to be faster there,
+    elsewhere as for every op. Raises `ValueError` where shapes do not fit, `Unavailable` where the named one cannot
+    run.
+    """
+    reference.require_grouped(x, weight, counts, bias)
+    name = _pick(choice, x.device, _triton_obstacle(x), _torch_obstacle(x, weight))
+    if name == "reference":
+        return reference.grouped_gemm(x, weight, counts, bias)
+    ends = counts.cumsum(0).to(torch.int32)
+    y = _grouped(x, weight, ends, name)
+    if bias is None:
+        return y
+    owner = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device, dtype=torch.int32), right=True)
+    return y + torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[owner]  # the last row is that of nobody
+
+
+@torch.compiler.assume_constant_result
+def _pick(choice: str, device: torch.device, triton: str | None, library: str | None) -> str:
+    """The implementation to take; `triton` and `library` say why it or torch's cannot take this input."""
+    if choice == "auto" and device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+        favourite = MEASURED.get(gpu, "torch")
+        if (library if favourite == "torch" else triton) is None:
+            log.debug(
+                "grouped_gemm on %s: %s (%s)", gpu, favourite, "measured" if gpu in MEASURED else "not measured"
+            )
+            return favourite
+    return choose(OPS[0], choice, device, library if choice == "torch" else triton)[0]
+
+
+def _triton_obstacle(x: Tensor) -> str | None:
+    return None if x.dtype in DTYPES else f"{x.dtype} is none of fp32, fp16 and bf16"
+
+
+def _torch_obstacle(x: Tensor, weight: Tensor) -> str | None:
+    if x.dtype != torch.bfloat16:
+        return f"torch's grouped product takes bfloat16, not {x.dtype}"
+    if weight.shape[1] % 8 or weight.shape[2] % 8:
+        return f"torch's grouped product needs rows of a multiple of 16 bytes, not {tuple(weight.shape[1:])} elements"
+    return None
+
+
+@torch.library.custom_op("mtrain::grouped_gemm", mutates_args=())
+def _grouped(x: Tensor, weight: Tensor, ends: Tensor, implementation: str) -> Tensor:
+    if implementation == "torch":
+        return _cleared(torch._grouped_mm(x.contiguous(), weight.contiguous().transpose(1, 2), offs=ends), ends)
+    from mtrain_kernels.grouped_gemm import triton
+
+    return triton.rows_product(x, weight, ends)
+
+
+@_grouped.register_fake
+def _(x, weight, ends, implementation):
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("mtrain::grouped_gemm_backward", mutates_args=())
+def _grouped_backward(
+    d_y: Tensor, x: Tensor, weight: Tensor, ends: Tensor, implementation: str
+) -> tuple[Tensor, Tensor]:
+    if implementation == "torch":
+        d_y, x = d_y.contiguous(), x.contiguous()
+        d_x = _cleared(torch._grouped_mm(d_y, weight.contiguous(), offs=ends), ends)
+        return d_x, torch._grouped_mm(d_y.T, x, offs=ends)
+    from mtrain_kernels.grouped_gemm import triton
+
+    return triton.rows_product(d_y, weight, ends, transposed=True), triton.weights_product(d_y, x, ends)
+
+
+@_grouped_backward.register_fake
+def _(d_y, x, weight, ends, implementation):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _cleared(y: Tensor, ends: Tensor) -> Tensor:
+    """`y` with zeros behind the last group, where torch's product leaves what the memory held."""
+    row = torch.arange(y.shape[0], device=y.device)
+    return y.masked_fill_((row >= ends[-1])[:, None], 0.0)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.implementation = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
+    return *_grouped_backward(d_y, *ctx.saved_tensors, ctx.implementation), None, None
+
+
+_grouped.register_autograd(_differentiate, setup_context=_save)
+
+
+def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    rows = model.tokens * model.top_k
+    counts = torch.full((model.experts,), rows // model.experts, dtype=torch.int32, device=device)
+    x = torch.randn(rows, model.hidden, device=device, dtype=dtype)
+    weight = torch.randn(model.experts, 2 * model.expert_ffn, model.hidden, device=device, dtype=dtype)
+    return {"x": x.requires_grad_(), "weight": weight.requires_grad_(), "counts": counts}
+
+
+def _cost(products: int) -> Any:
+    """So many products of rows with the gate and up projections of all experts, each operand moved once."""
+
+    def cost(m: Model) -> Cost:
+        rows, n = m.tokens * m.top_k, 2 * m.expert_ffn
+        moved = 2 * (rows * (m.hidden + n) + m.experts * n * m.hidden)
+        return Cost(bytes=products * moved, flops=products * 2 * rows * n * m.hidden)
+
+    return cost
+
+
+def _launch(model: Model) -> None:
+    from mtrain_kernels.grouped_gemm import triton
+
+    rows, n = model.tokens * model.top_k, 2 * model.expert_ffn
+    x = torch.empty(rows, model.hidden, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(model.experts, n, model.hidden, dtype=torch.bfloat16, device="meta")
+    ends = torch.empty(model.experts, dtype=torch.int32, device="meta")
+    y = triton.rows_product(x, weight, ends)
+    triton.rows_product(y, weight, ends, transposed=True)
+    triton.weights_product(y, x, ends)
+
+
+OPS = (
+    Op(
+        "grouped_gemm",
+        cases=(
+            Case(
+                "grouped_gemm",
+                _make,
+                lambda inputs, choice: grouped_gemm(**inputs, choice=choice),
+                forward=_cost(1),
+                backward=_cost(2),
+                applies=lambda m: m.experts > 0,
+                rivals={"torch._grouped_mm": lambda inputs: lambda: grouped_gemm(**inputs, choice="torch")},
+            ),
+        ),
+        launch=_launch,
+        aot_models=("qwen3_30b_a3b",),
+        implementations={"triton": TRITON, "reference": REFERENCE, "torch": Implementation("torch", lambda d: None)},
+    ),
+)

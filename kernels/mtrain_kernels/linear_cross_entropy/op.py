@@ -1,0 +1,353 @@
+"""Linear layer and cross entropy in one: contract, gradients, registration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain_kernels.cross_entropy.op import obstacle
+from mtrain_kernels.cross_entropy.reference import Terms, valid_terms
+from mtrain_kernels.cross_entropy.vocabulary import Vocabulary, name_of, size_of
+from mtrain_kernels.linear_cross_entropy.reference import Gradients, Open, ReferenceChunks, chunked
+from mtrain_kernels.registry import Case, Cost, Model, Op, pick
+from mtrain_kernels.runtime import ceil_div
+
+CHUNK_ELEMENTS = {"cpu": 1 << 23}  # logits alive at a time: 16 MiB in bf16 suit a CPU's caches
+GPU_CHUNK_ELEMENTS = 1 << 27  # 256 MiB in bf16: matrix products of 1,024 tokens at a vocabulary of 128 thousand
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    ignore_index: int = -100,
+    group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    chunk: int | None = None,
+    fp32_accumulate: bool = False,
+    choice: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`(sum_i token_weights_i loss_i, losses)` of the logits `hidden weight^T`, which are never held whole.
+
+    The weights of the tokens (a mask, or a mask divided by its count) are known before the backward, so that the
+    forward makes the gradients with three matrix products, and the backward only multiplies them by the gradient
+    of the sum: exactly once, as another call raises `RuntimeError`. The losses are for reading: they carry no
+    gradient. Where the factor of each token is known only in the backward, use `token_cross_entropy`.
+
+    `hidden` [t, h], `weight` [v_local, h] in the same dtype, `labels` [t] int64, `token_weights` [t] fp32; the sum
+    is a scalar and the losses are [t], in fp32; all of it is the same on every rank of `group`, over which the
+    vocabulary is split in equal parts. The gradient of `hidden` is summed over the ranks. With `sequence_parallel`
+    `hidden` is this rank's [t / ranks, h], gathered here, and its gradient this rank's part. `chunk` is how many
+    tokens are done at a time (by default as many as make 2^27 logits, 2^23 on a CPU). The gradient of the weight
+    is added up over the chunks in its own dtype, or in fp32 with `fp32_accumulate`, at 4 bytes an element. The
+    loss and the remaining arguments, also the errors raised, are those of `cross_entropy`.
+    """
+    terms = Terms(weight.shape[0] * size_of(group), label_smoothing, z_loss, soft_cap or 0.0, ignore_index)
+    _require(hidden, weight, labels, size_of(group) if sequence_parallel else 1, terms)
+    if token_weights.shape != labels.shape or token_weights.device != hidden.device:
+        raise ValueError(f"token_weights {tuple(token_weights.shape)} must be one for each label, on {hidden.device}")
+    backend = pick("linear_cross_entropy", choice, hidden.device, obstacle(hidden, weight))
+    accumulated = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    grad = torch.is_grad_enabled()
+    total, losses, *_ = _linear_cross_entropy(
+        hidden,
+        weight,
+        labels,
+        token_weights.to(accumulated),
+        name_of(group),
+        sequence_parallel,
+        *terms,
+        chunk or 0,
+        grad and hidden.requires_grad,
+        grad and weight.requires_grad,
+        fp32_accumulate,
+        not torch.compiler.is_compiling(),
+        backend,
+    )
+    return total, losses
+
+
+def token_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    ignore_index: int = -100,
+    group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    chunk: int | None = None,
+    fp32_accumulate: bool = False,
+    choice: str = "auto",
+) -> Tensor:
+    """The loss of each token [t] in fp32, differentiable with any gradient per token; see `linear_cross_entropy`.
+
+    The backward makes the logits again, a chunk at a time: four matrix products in all instead of three.
+    """
+    terms = Terms(weight.shape[0] * size_of(group), label_smoothing, z_loss, soft_cap or 0.0, ignore_index)
+    _require(hidden, weight, labels, size_of(group) if sequence_parallel else 1, terms)
+    backend = pick("linear_cross_entropy", choice, hidden.device, obstacle(hidden, weight))
+    return _token_cross_entropy(
+        hidden,
+        weight,
+        labels,
+        name_of(group),
+        sequence_parallel,
+        *terms,
+        chunk or 0,
+        fp32_accumulate,
+        backend,
+    )
+
+
+def _require(hidden: Tensor, weight: Tensor, labels: Tensor, parts: int, terms: Terms) -> None:
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or weight.shape[0] == 0:
+        raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be [t, h] and [v, h]")
+    if hidden.dtype != weight.dtype or not hidden.dtype.is_floating_point:
+        raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: they must have one floating dtype")
+    if labels.shape != (hidden.shape[0] * parts,) or labels.dtype != torch.int64:
+        raise ValueError(
+            f"labels {tuple(labels.shape)} {labels.dtype} must be int64 for the {hidden.shape[0]} x {parts} tokens"
+        )
+    if len({hidden.device, weight.device, labels.device}) > 1:
+        raise ValueError(f"hidden is on {hidden.device}, weight on {weight.device}, labels on {labels.device}")
+    valid_terms(terms)
+
+
+def chunk_rows(chunk: int, columns: int, device: torch.device) -> int:
+    """How many tokens are done at a time: `chunk`, or for 0 a multiple of 64 that keeps to the elements allowed."""
+    rows = CHUNK_ELEMENTS.get(device.type, GPU_CHUNK_ELEMENTS) // columns
+    return chunk or max(64, rows // 64 * 64)
+
+
+def _triton_chunks() -> Open:
+    from mtrain_kernels.cross_entropy import triton
+
+    def open_chunk(logits: Tensor, labels: Tensor, first: int, terms: Terms) -> Any:
+        def finish(lse: Tensor, factors: Tensor) -> Tensor:
+            return triton.logits_gradient(logits, labels, lse, factors, first, terms, out=logits)
+
+        return triton.row_statistics(logits, labels, first, terms), finish
+
+    return open_chunk
+
+
+def _run(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor,
+    group: str,
+    sequence_parallel: bool,
+    terms: Terms,
+    chunk: int,
+    need_hidden: bool,
+    need_weight: bool,
+    fp32_accumulate: bool,
+    backend: str,
+) -> Gradients:
+    vocabulary = Vocabulary(group)
+    found = chunked(
+        vocabulary.gather(hidden) if sequence_parallel else hidden,
+        weight,
+        labels.contiguous(),
+        token_weights,
+        vocabulary,
+        terms,
+        rows=chunk_rows(chunk, weight.shape[0], hidden.device),
+        need_hidden=need_hidden,
+        need_weight=need_weight,
+        fp32_accumulate=fp32_accumulate,
+        open_chunk=ReferenceChunks() if backend == "reference" else _triton_chunks(),
+    )
+    if need_hidden:
+        dhidden = vocabulary.scatter_sum(found.hidden) if sequence_parallel else vocabulary.sum(found.hidden)
+        found = found._replace(hidden=dhidden)
+    return found
+
+
+@torch.library.custom_op("mtrain::linear_cross_entropy", mutates_args=())
+def _linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor,
+    group: str,
+    sequence_parallel: bool,
+    vocab: int,
+    label_smoothing: float,
+    z_loss: float,
+    soft_cap: float,
+    ignore_index: int,
+    chunk: int,
+    need_hidden: bool,
+    need_weight: bool,
+    fp32_accumulate: bool,
+    in_place: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`in_place` lets the backward multiply the gradients where they lie, which a traced graph could not express."""
+    terms = Terms(vocab, label_smoothing, z_loss, soft_cap, ignore_index)
+    found = _run(
+        hidden, weight, labels, token_weights, group, sequence_parallel, terms, chunk, need_hidden, need_weight,
+        fp32_accumulate, backend,
+    )  # fmt: skip
+    total = (found.losses * token_weights).sum()
+    return total, found.losses, found.hidden, found.weight, found.scale
+
+
+@_linear_cross_entropy.register_fake
+def _(hidden, weight, labels, token_weights, group, sequence_parallel, *rest):
+    need_hidden, need_weight = rest[6:8]
+    return (
+        token_weights.new_empty(()),
+        token_weights.new_empty(labels.shape),
+        hidden.new_empty(hidden.shape if need_hidden else (0, hidden.shape[1])),
+        weight.new_empty(weight.shape if need_weight else (0, weight.shape[1])),
+        token_weights.new_empty(()),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, losses, dhidden, dweight, scale = output
+    ctx.mark_non_differentiable(losses, dhidden, dweight, scale)
+    ctx.need_hidden, ctx.need_weight, _, ctx.in_place, _ = inputs[12:]
+    ctx.spent = False
+    ctx.save_for_backward(losses, dhidden, dweight, scale)
+
+
+def _differentiate(ctx: Any, dtotal: Tensor, *_: Tensor) -> tuple[Any, ...]:
+    if ctx.spent:
+        raise RuntimeError("linear_cross_entropy made its gradients once and has given them away: no second backward")
+    ctx.spent = ctx.in_place
+    losses, dhidden, dweight, scale = ctx.saved_tensors
+    times = Tensor.mul_ if ctx.in_place else Tensor.mul
+    return (
+        times(dhidden, dtotal * scale) if ctx.need_hidden else None,
+        times(dweight, dtotal * scale) if ctx.need_weight else None,
+        None,
+        losses * dtotal if ctx.needs_input_grad[3] else None,
+        *[None] * 13,
+    )
+
+
+_linear_cross_entropy.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("mtrain::token_cross_entropy", mutates_args=())
+def _token_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    group: str,
+    sequence_parallel: bool,
+    vocab: int,
+    label_smoothing: float,
+    z_loss: float,
+    soft_cap: float,
+    ignore_index: int,
+    chunk: int,
+    fp32_accumulate: bool,
+    backend: str,
+) -> Tensor:
+    terms = Terms(vocab, label_smoothing, z_loss, soft_cap, ignore_index)
+    ones = _token_ones(hidden, labels)
+    return _run(
+        hidden, weight, labels, ones, group, sequence_parallel, terms, chunk, False, False, fp32_accumulate, backend
+    ).losses
+
+
+def _token_ones(hidden: Tensor, labels: Tensor) -> Tensor:
+    return hidden.new_ones(labels.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+
+
+@_token_cross_entropy.register_fake
+def _(hidden, weight, labels, *rest):
+    return torch.empty_like(_token_ones(hidden, labels))
+
+
+def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    hidden, weight, labels, *ctx.settings = inputs
+    ctx.save_for_backward(hidden, weight, labels)
+
+
+def _differentiate_tokens(ctx: Any, dlosses: Tensor) -> tuple[Any, ...]:
+    need_hidden, need_weight = ctx.needs_input_grad[:2]
+    *settings, fp32_accumulate, backend = ctx.settings
+    _, _, dhidden, dweight, scale = _linear_cross_entropy(
+        *ctx.saved_tensors, dlosses.contiguous(), *settings, need_hidden, need_weight, fp32_accumulate, False, backend
+    )
+    times = Tensor.mul if torch.compiler.is_compiling() else Tensor.mul_
+    return (
+        times(dhidden, scale) if need_hidden else None,
+        times(dweight, scale) if need_weight else None,
+        *[None] * 11,
+    )
+
+
+_token_cross_entropy.register_autograd(_differentiate_tokens, setup_context=_save_tokens)
+
+
+def _launch(model: Model) -> None:
+    from mtrain_kernels.cross_entropy import triton
+
+    rows = chunk_rows(0, model.vocab, torch.device("meta"))
+    logits = torch.empty((rows, model.vocab), dtype=torch.bfloat16, device="meta")
+    labels = torch.empty(rows, dtype=torch.int64, device="meta")
+    statistics = triton.row_statistics(logits, labels, 0, Terms(model.vocab, 0.0, 1e-4))
+    triton.logits_gradient(logits, labels, statistics[0], statistics[0], 0, Terms(model.vocab, 0.0, 1e-4), logits)
+
+
+def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "hidden": torch.randn((model.tokens, model.hidden), device=device, dtype=dtype).requires_grad_(),
+        "weight": (torch.randn((model.vocab, model.hidden), device=device) * 0.02).to(dtype).requires_grad_(),
+        "labels": torch.randint(0, model.vocab, (model.tokens,), device=device),
+        "token_weights": torch.full((model.tokens,), 1 / model.tokens, device=device),
+    }
+
+
+def _cost(model: Model) -> Cost:
+    weight, logits = model.vocab * model.hidden, model.tokens * model.vocab
+    chunks = ceil_div(model.tokens, chunk_rows(0, model.vocab, torch.device("meta")))
+    # a chunk: logits written, read, read and replaced, read twice; weight read twice, its gradient added to
+    return Cost(bytes=2 * (6 * logits + 4 * chunks * weight), flops=6 * model.tokens * weight)
+
+
+def _liger(inputs: dict[str, Any]) -> Any:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return lambda: liger_fused_linear_cross_entropy(inputs["hidden"], inputs["weight"], inputs["labels"])
+
+
+def _torch(inputs: dict[str, Any]) -> Any:
+    functional = torch.nn.functional
+    return lambda: functional.cross_entropy(functional.linear(inputs["hidden"], inputs["weight"]), inputs["labels"])
+
+
+OPS = (
+    Op(
+        "linear_cross_entropy",
+        cases=(
+            Case(
+                "linear_cross_entropy",
+                _make,
+                lambda inputs, choice: linear_cross_entropy(**inputs, choice=choice)[0],
+                forward=_cost,
+                backward=lambda model: Cost(bytes=4 * model.hidden * (model.vocab + model.tokens)),
+                rivals={"torch": _torch, "liger": _liger},
+            ),
+        ),
+        launch=_launch,
+    ),
+)

@@ -1,0 +1,134 @@
+"""Definition of a linear layer and cross entropy, and the same in chunks of tokens with gradients made at once.
+
+Per chunk there are three matrix products: the logits, their gradient times the weight, and their gradient times the
+hidden state. Only one chunk of logits is alive at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mtrain_kernels.cross_entropy import reference as rows_reference
+from mtrain_kernels.cross_entropy.op import mark_foreign
+from mtrain_kernels.cross_entropy.reference import Terms, capped, local_labels, token_losses, wide
+from mtrain_kernels.cross_entropy.vocabulary import Vocabulary
+
+# Statistics [3, t] of a chunk of logits, and what turns the merged log-sum-exp and a factor per token into the
+# gradient of the logits; the chunk may be overwritten.
+Finish = Callable[[Tensor, Tensor], Tensor]
+Open = Callable[[Tensor, Tensor, int, Terms], tuple[Tensor, Finish]]
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, terms: Terms
+) -> tuple[Tensor, Tensor]:
+    """`sum_i token_weights_i loss_i` and the losses [t] of `hidden weight^T`, by autograd, with all logits at once.
+
+    `hidden` [t, h], `weight` [v, h], `labels` [t] int64, `token_weights` [t]; see `cross_entropy` for the loss.
+    """
+    losses = rows_reference.cross_entropy(F.linear(hidden, weight), labels, terms)
+    return (losses * token_weights).sum(), losses
+
+
+class Gradients(NamedTuple):
+    """What one pass over the chunks gives: losses [t], and gradients [t, h] and [v_local, h] up to a common factor.
+
+    The gradient of the weighted sum is `scale` times `hidden`, summed over the ranks, and `scale` times `weight`.
+    A gradient that was not asked for is empty.
+    """
+
+    losses: Tensor
+    hidden: Tensor
+    weight: Tensor
+    scale: Tensor
+
+
+def chunked(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor,
+    vocabulary: Vocabulary,
+    terms: Terms,
+    *,
+    rows: int,
+    need_hidden: bool,
+    need_weight: bool,
+    fp32_accumulate: bool,
+    open_chunk: Open,
+) -> Gradients:
+    """Losses and gradients of the weighted sum, `rows` tokens at a time; see `linear_cross_entropy` and `Gradients`.
+
+    The weights of the tokens multiply hidden states and their gradients instead of the logits' gradient, divided
+    by the largest of them: masks of zeros and ones are exact, and nothing underflows in fp16.
+    """
+    scale = token_weights.abs().amax() if len(token_weights) else token_weights.new_zeros(())
+    factors = (token_weights / scale.where(scale != 0, 1))[:, None]
+    counted = (labels != terms.ignore_index).to(scale.dtype)
+    losses = torch.empty_like(token_weights)
+    dhidden = hidden.new_empty(hidden.shape if need_hidden else (0, hidden.shape[1]))
+    kept = torch.promote_types(weight.dtype, torch.float32) if fp32_accumulate else weight.dtype
+    dweight = weight.new_zeros(weight.shape if need_weight else (0, weight.shape[1]), dtype=kept)
+    first = vocabulary.rank * weight.shape[0]
+    space = hidden.new_empty((min(rows, len(labels)), weight.shape[0]))
+    for start in range(0, len(labels), rows):
+        part = slice(start, start + rows)
+        logits = torch.mm(hidden[part], weight.T, out=space[: len(labels[part])])
+        statistics, finish = open_chunk(logits, labels[part], first, terms)
+        statistics = mark_foreign(vocabulary.merge(statistics), labels[part], terms)
+        losses[part] = token_losses(statistics, labels[part], terms)
+        if not (need_hidden or need_weight):
+            continue
+        dlogits = finish(statistics[0], counted[part])
+        if need_hidden:
+            torch.mul(dlogits @ weight, factors[part], out=dhidden[part])
+        if need_weight:
+            weighted = (hidden[part] * factors[part]).to(hidden.dtype)
+            if dweight.dtype == dlogits.dtype:
+                dweight.addmm_(dlogits.T, weighted)
+            else:
+                dweight += dlogits.T @ weighted
+    return Gradients(losses, dhidden, dweight.to(weight.dtype), scale)
+
+
+class ReferenceChunks:
+    """Opens chunks of logits in plain torch; the fp32 copy of a chunk is allocated once, for a CPU's sake."""
+
+    def __init__(self) -> None:
+        self._space: Tensor | None = None
+
+    def __call__(self, logits: Tensor, labels: Tensor, first: int, terms: Terms) -> tuple[Tensor, Finish]:
+        """One softmax over the local columns, which is rescaled once the whole sum is known; see `Open`."""
+        highest = capped(wide(logits.amax(1)), terms.soft_cap)
+        x = capped(self._widened(logits), terms.soft_cap)
+        here, column = local_labels(labels, first, x.shape[1])
+        target = x.gather(1, column[:, None])[:, 0].where(here, 0)
+        total = x.sum(1) if terms.label_smoothing else torch.zeros_like(target)
+        slope = 1 - (x / terms.soft_cap).square() if terms.soft_cap else None
+        gradient = torch.softmax(x, 1, out=x)
+        local = highest - gradient.amax(1).log()
+
+        def finish(lse: Tensor, factors: Tensor) -> Tensor:
+            gradient.mul_(((local - lse).exp() * (1 + 2 * terms.z_loss * lse) * factors)[:, None])
+            if terms.label_smoothing:
+                gradient.sub_((terms.label_smoothing / terms.vocab * factors)[:, None])
+            hit = (1 - terms.label_smoothing) * here * factors
+            gradient.scatter_add_(1, column[:, None], -hit[:, None].to(gradient.dtype))
+            if slope is not None:
+                gradient.mul_(slope)
+            gradient.index_fill_(0, (labels == terms.ignore_index).nonzero()[:, 0], 0)  # even where it is NaN
+            return logits.copy_(gradient)
+
+        return torch.stack([local, target, total]), finish
+
+    def _widened(self, logits: Tensor) -> Tensor:
+        if logits.dtype in (torch.float32, torch.float64):
+            return logits
+        if self._space is None or self._space.shape[0] < logits.shape[0]:
+            self._space = logits.new_empty(logits.shape, dtype=torch.float32)
+        return self._space[: logits.shape[0]].copy_(logits)

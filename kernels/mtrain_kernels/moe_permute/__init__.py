@@ -1,0 +1,1 @@
+"""Rows of tokens sorted by expert, and their weighted way back."""

@@ -1,0 +1,170 @@
+"""Tokens to rows sorted by expert and back: contract, gradients, registration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtrain_kernels.moe_permute import reference
+from mtrain_kernels.moe_permute.reference import Plan, plan
+from mtrain_kernels.registry import Case, Cost, Model, Op, pick
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+__all__ = ["OPS", "Plan", "permute", "plan", "unpermute"]
+
+
+def permute(x: Tensor, plan: Plan, *, choice: str = "auto") -> Tensor:
+    """The rows [r, h] of tokens `x` [t, h] in the order of `plan`; rows that hold no copy are zero.
+
+    x is fp32, fp16 or bf16, and so is the result; the gradient sums a token's copies in fp32. `choice` is
+    `reference`, `triton` or `auto`. Raises `ValueError` where x and plan do not belong together, `Unavailable`
+    where the named implementation cannot run.
+    """
+    reference.require_permute(x, plan.position)
+    if pick("moe_permute", choice, x.device, _obstacle(x)) == "reference":
+        return reference.permute(x, plan)
+    return _permute(x, plan.position, plan.source)
+
+
+def unpermute(rows: Tensor, plan: Plan, weights: Tensor | None = None, *, choice: str = "auto") -> Tensor:
+    """Tokens [t, h] from `rows` [r, h]: the sum in fp32 of a token's copies, each times its weight.
+
+    The result has the dtype of the rows; `weights` [t, k] may have another and get their gradient in it. Dropped
+    copies add nothing and get none. The rest is as in `permute`.
+    """
+    reference.require_unpermute(rows, plan.position, plan.source, weights)
+    if pick("moe_permute", choice, rows.device, _obstacle(rows, weights)) == "reference":
+        return reference.unpermute(rows, plan, weights)
+    return _unpermute(rows, plan.position, plan.source, weights)
+
+
+def _obstacle(*tensors: Tensor | None) -> str | None:
+    wrong = [str(t.dtype) for t in tensors if t is not None and t.dtype not in DTYPES]
+    return f"{', '.join(wrong)} is none of fp32, fp16 and bf16" if wrong else None
+
+
+@torch.library.custom_op("mtrain::moe_permute", mutates_args=())
+def _permute(x: Tensor, position: Tensor, source: Tensor) -> Tensor:
+    from mtrain_kernels.moe_permute import triton
+
+    return triton.spread(x, source, position.shape[1])[0]
+
+
+@_permute.register_fake
+def _(x, position, source):
+    return x.new_empty(source.shape[0], x.shape[1])
+
+
+@torch.library.custom_op("mtrain::moe_unpermute", mutates_args=())
+def _unpermute(rows: Tensor, position: Tensor, source: Tensor, weights: Tensor | None) -> Tensor:
+    from mtrain_kernels.moe_permute import triton
+
+    return triton.combine(rows, position, weights)
+
+
+@_unpermute.register_fake
+def _(rows, position, source, weights):
+    return rows.new_empty(position.shape[0], rows.shape[1])
+
+
+@torch.library.custom_op("mtrain::moe_unpermute_backward", mutates_args=())
+def _unpermute_backward(d_out: Tensor, rows: Tensor, source: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    from mtrain_kernels.moe_permute import triton
+
+    return triton.spread(d_out, source, weights.shape[1], weights, rows)
+
+
+@_unpermute_backward.register_fake
+def _(d_out, rows, source, weights):
+    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+
+
+def _save_permute(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _differentiate_permute(ctx: Any, d_rows: Tensor) -> tuple[Any, ...]:
+    position, source = ctx.saved_tensors
+    return _unpermute(d_rows, position, source, None), None, None
+
+
+def _save_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, position, source, weights = inputs
+    ctx.save_for_backward(position, source, weights, None if weights is None else rows)
+
+
+def _differentiate_unpermute(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
+    position, source, weights, rows = ctx.saved_tensors
+    if weights is None:
+        return _permute(d_out, position, source), None, None, None
+    d_rows, d_weights = _unpermute_backward(d_out, rows, source, weights)
+    return d_rows, None, None, d_weights
+
+
+_permute.register_autograd(_differentiate_permute, setup_context=_save_permute)
+_unpermute.register_autograd(_differentiate_unpermute, setup_context=_save_unpermute)
+
+
+def _copies(model: Model, device: torch.device) -> Tensor:
+    scores = torch.rand(model.tokens, model.experts, device=device)
+    return scores.topk(model.top_k).indices
+
+
+def _make_permute(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    x = torch.randn(model.tokens, model.hidden, device=device, dtype=dtype).requires_grad_()
+    return {"x": x, "plan": plan(_copies(model, device), model.experts)}
+
+
+def _make_unpermute(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    made = plan(_copies(model, device), model.experts)
+    rows = torch.randn(made.source.shape[0], model.hidden, device=device, dtype=dtype).requires_grad_()
+    weights = torch.rand(model.tokens, model.top_k, device=device).requires_grad_()
+    return {"rows": rows, "plan": made, "weights": weights}
+
+
+def _moves(tokens: int, rows: int) -> Any:
+    """Bytes of so many passes over tokens and over rows in BF16."""
+    return lambda m: Cost(bytes=2 * m.hidden * m.tokens * (tokens + rows * m.top_k))
+
+
+def _launch(model: Model) -> None:
+    from mtrain_kernels.moe_permute import triton
+
+    x = torch.empty(model.tokens, model.hidden, dtype=torch.bfloat16, device="meta")
+    position = torch.empty(model.tokens, model.top_k, dtype=torch.int32, device="meta")
+    source = position.view(-1)
+    weights = torch.empty(position.shape, device="meta")
+    rows, _ = triton.spread(x, source, model.top_k)
+    triton.combine(rows, position)
+    triton.combine(rows, position, weights)
+    triton.spread(x, source, model.top_k, weights, rows)
+
+
+OPS = (
+    Op(
+        "moe_permute",
+        cases=(
+            Case(
+                "moe_permute",
+                _make_permute,
+                lambda inputs, choice: permute(**inputs, choice=choice),
+                forward=_moves(1, 1),
+                backward=_moves(1, 1),
+                applies=lambda m: m.experts > 0,
+            ),
+            Case(
+                "moe_unpermute",
+                _make_unpermute,
+                lambda inputs, choice: unpermute(**inputs, choice=choice),
+                forward=_moves(1, 1),
+                backward=_moves(1, 2),
+                applies=lambda m: m.experts > 0,
+            ),
+        ),
+        launch=_launch,
+        aot_models=("deepseek_v3",),
+    ),
+)

@@ -1,0 +1,163 @@
+"""The router of a mixture of experts: contract, gradient, registration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtrain_kernels.moe_router import reference
+from mtrain_kernels.registry import Case, Cost, Model, Op, pick
+
+MOST_EXPERTS = 2048  # the experts of one token live in the registers of one program
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def moe_router(
+    logits: Tensor,
+    topk: int,
+    *,
+    score: str = "softmax",
+    pre_softmax: bool = False,
+    normalize: bool | None = None,
+    scale: float = 1.0,
+    expert_bias: Tensor | None = None,
+    groups: int = 1,
+    group_topk: int = 1,
+    group_members: int = 2,
+    choice: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The `topk` experts of every token, best first, their weights, and how many tokens each expert got.
+
+    Arguments and results are those of `reference.moe_router`: `logits` [t, e] in fp32, fp16 or bf16, weights
+    [t, topk] in their dtype, indices [t, topk] and counts [e] in int64. `choice` is `reference`, `triton` or
+    `auto`. Raises `ValueError` where sizes or names do not fit, `Unavailable` where the named implementation
+    cannot run. Sources: arXiv:1701.06538; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+    """
+    reference.require_router(logits, topk, score, expert_bias, groups, group_topk, group_members)
+    if pick("moe_router", choice, logits.device, _obstacle(logits, expert_bias)) == "reference":
+        return reference.moe_router(
+            logits,
+            topk,
+            score=score,
+            pre_softmax=pre_softmax,
+            normalize=normalize,
+            scale=scale,
+            expert_bias=expert_bias,
+            groups=groups,
+            group_topk=group_topk,
+            group_members=group_members,
+        )
+    kind = "pre_softmax" if score == "softmax" and pre_softmax else score
+    divide = reference.normalizes(normalize, score, topk)
+    bias = None if expert_bias is None else expert_bias.detach()
+    return _router(logits, bias, topk, kind, divide, float(scale), groups, group_topk, group_members)
+
+
+def _obstacle(logits: Tensor, bias: Tensor | None) -> str | None:
+    if logits.shape[1] > MOST_EXPERTS:
+        return f"{logits.shape[1]} experts are more than {MOST_EXPERTS}"
+    wrong = [str(t.dtype) for t in (logits, bias) if t is not None and t.dtype not in DTYPES]
+    return f"{', '.join(wrong)} is none of fp32, fp16 and bf16" if wrong else None
+
+
+@torch.library.custom_op("mtrain::moe_router", mutates_args=())
+def _router(
+    logits: Tensor,
+    bias: Tensor | None,
+    topk: int,
+    kind: str,
+    normalize: bool,
+    scale: float,
+    groups: int,
+    group_topk: int,
+    members: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from mtrain_kernels.moe_router import triton
+
+    return triton.forward(logits, bias, topk, kind, normalize, scale, groups, group_topk, members)
+
+
+@_router.register_fake
+def _(logits, bias, topk, kind, normalize, scale, groups, group_topk, members):
+    tokens, experts = logits.shape
+    return (
+        logits.new_empty(tokens, topk),
+        logits.new_empty(tokens, topk, dtype=torch.int64),
+        logits.new_empty(experts, dtype=torch.int64),
+    )
+
+
+@torch.library.custom_op("mtrain::moe_router_backward", mutates_args=())
+def _router_backward(
+    d_weights: Tensor, logits: Tensor, indices: Tensor, kind: str, normalize: bool, scale: float
+) -> Tensor:
+    from mtrain_kernels.moe_router import triton
+
+    return triton.backward(d_weights, logits, indices, kind, normalize, scale)
+
+
+@_router_backward.register_fake
+def _(d_weights, logits, indices, kind, normalize, scale):
+    return logits.new_empty(logits.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, _, _, ctx.kind, ctx.normalize, ctx.scale, *_ = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(logits, output[1])
+
+
+def _differentiate(ctx: Any, d_weights: Tensor, *_: Any) -> tuple[Any, ...]:
+    logits, indices = ctx.saved_tensors
+    d_logits = _router_backward(d_weights, logits, indices, ctx.kind, ctx.normalize, ctx.scale)
+    return d_logits, *(None,) * 8
+
+
+_router.register_autograd(_differentiate, setup_context=_save)
+
+
+def _settings(model: Model) -> dict[str, Any]:
+    """How the model routes: by groups with a bias as DeepSeek-V3 with its 256 experts, or by a plain softmax."""
+    if model.experts == 256:
+        return {"topk": model.top_k, "score": "sigmoid", "scale": 2.5, "groups": 8, "group_topk": 4}
+    return {"topk": model.top_k}
+
+
+def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    inputs: dict[str, Any] = {"logits": torch.randn(model.tokens, model.experts, device=device).requires_grad_()}
+    if model.experts == 256:
+        inputs["expert_bias"] = torch.zeros(model.experts, device=device)
+    return {**inputs, **_settings(model)}
+
+
+def _launch(model: Model) -> None:
+    from mtrain_kernels.moe_router import triton
+
+    logits = torch.empty(model.tokens, model.experts, device="meta")
+    settings = _settings(model)
+    kind, divide = settings.get("score", "softmax"), "score" in settings
+    limits = (settings.get("groups", 1), settings.get("group_topk", 1), 2)
+    bias = logits[0] if divide else None
+    weights, indices, _ = triton.forward(logits, bias, model.top_k, kind, divide, 1.0, *limits)
+    triton.backward(weights, logits, indices, kind, divide, 1.0)
+
+
+OPS = (
+    Op(
+        "moe_router",
+        cases=(
+            Case(
+                "moe_router",
+                _make,
+                lambda inputs, choice: moe_router(**inputs, choice=choice),
+                forward=lambda m: Cost(bytes=m.tokens * (4 * m.experts + 12 * m.top_k)),
+                backward=lambda m: Cost(bytes=m.tokens * (8 * m.experts + 12 * m.top_k)),
+                applies=lambda m: m.experts > 0,
+            ),
+        ),
+        launch=_launch,
+        aot_models=("deepseek_v3",),
+    ),
+)

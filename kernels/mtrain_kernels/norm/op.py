@@ -1,0 +1,259 @@
+"""RMSNorm and LayerNorm, with and without the addition of a residual: contract, gradients, registration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtrain_kernels.norm import reference
+from mtrain_kernels.registry import Case, Cost, Model, Op, pick
+
+WIDEST = 32768  # a row lives in the registers of one program
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False, choice: str = "auto") -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * w` over the last axis, with `w = weight`, or `1 + weight` if zero-centered.
+
+    `x` [..., h], `weight` [h], in fp32, fp16 or bf16 each; the result has x's shape and dtype. `choice` is
+    `reference`, `triton` or `auto`. Raises `ValueError` where shapes do not fit, `Unavailable` where the named
+    implementation cannot run. Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+    _require(x, weight, None, None)
+    if pick("norm", choice, x.device, _obstacle(x, weight)) == "reference":
+        return reference.rms_norm(x, weight, eps, zero_centered=zero_centered)
+    return _norm(x, None, weight, None, eps, zero_centered, False)[0]
+
+
+def rms_norm_residual(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False, choice: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """The new residual `x + residual`, and its `rms_norm`, as (normed, new residual).
+
+    `residual` has x's shape and may have another dtype, which the new residual keeps; the sum is rounded to it
+    before it is normalised. The rest is as in `rms_norm`.
+    """
+    _require(x, weight, None, residual)
+    if pick("norm", choice, x.device, _obstacle(x, residual, weight)) == "reference":
+        return reference.rms_norm_residual(x, residual, weight, eps, zero_centered=zero_centered)
+    return _norm(x, residual, weight, None, eps, zero_centered, False)[:2]
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    choice: str = "auto",
+) -> Tensor:
+    """`(x - mean(x)) / sqrt(var(x) + eps) * w + bias` over the last axis, with `w` as in `rms_norm`.
+
+    `x` [..., h], `weight` [h], `bias` [h] or None; the variance is that of the population. The rest is as in
+    `rms_norm`. Source: Ba et al. 2016, arXiv:1607.06450.
+    """
+    _require(x, weight, bias, None)
+    if pick("norm", choice, x.device, _obstacle(x, weight, bias)) == "reference":
+        return reference.layer_norm(x, weight, bias, eps, zero_centered=zero_centered)
+    return _norm(x, None, weight, bias, eps, zero_centered, True)[0]
+
+
+def layer_norm_residual(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    choice: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The new residual `x + residual`, and its `layer_norm`, as (normed, new residual); see `rms_norm_residual`."""
+    _require(x, weight, bias, residual)
+    if pick("norm", choice, x.device, _obstacle(x, residual, weight, bias)) == "reference":
+        return reference.layer_norm_residual(x, residual, weight, bias, eps, zero_centered=zero_centered)
+    return _norm(x, residual, weight, bias, eps, zero_centered, True)[:2]
+
+
+def _require(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+    if weight.ndim != 1 or x.ndim == 0 or x.shape[-1] != weight.shape[0]:
+        raise ValueError(f"weight {tuple(weight.shape)} must be the last axis of x {tuple(x.shape)}")
+    if bias is not None and bias.shape != weight.shape:
+        raise ValueError(f"bias {tuple(bias.shape)} and weight {tuple(weight.shape)} must have one shape")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual {tuple(residual.shape)} and x {tuple(x.shape)} must have one shape")
+    for other in (weight, bias, residual):
+        if other is not None and other.device != x.device:
+            raise ValueError(f"x is on {x.device}, but one of weight, bias and residual is on {other.device}")
+
+
+def _obstacle(x: Tensor, *others: Tensor | None) -> str | None:
+    if x.shape[-1] > WIDEST:
+        return f"a row of {x.shape[-1]} elements is wider than {WIDEST}"
+    wrong = {str(t.dtype) for t in (x, *others) if t is not None and t.dtype not in DTYPES}
+    return f"{', '.join(sorted(wrong))} is none of fp32, fp16 and bf16" if wrong else None
+
+
+@torch.library.custom_op("mtrain::norm", mutates_args=())
+def _norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    subtract_mean: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from mtrain_kernels.norm import triton
+
+    return triton.forward(x, residual, weight, bias, eps, zero_centered, subtract_mean)
+
+
+@_norm.register_fake
+def _(x, residual, weight, bias, eps, zero_centered, subtract_mean):
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(0) if residual is None else residual.new_empty(x.shape),
+        x.new_empty(rows if subtract_mean else 0, dtype=torch.float32),
+        x.new_empty(rows, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("mtrain::norm_backward", mutates_args=())
+def _norm_backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    has_bias: bool,
+    zero_centered: bool,
+    subtract_mean: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from mtrain_kernels.norm import triton
+
+    return triton.backward(dy, dtotal, x, weight, mean, rstd, has_bias, zero_centered, subtract_mean)
+
+
+@_norm_backward.register_fake
+def _(dy, dtotal, x, weight, mean, rstd, has_bias, zero_centered, subtract_mean):
+    return x.new_empty(x.shape), torch.empty_like(weight), weight.new_empty(weight.shape[0] if has_bias else 0)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, residual, weight, bias, _, ctx.zero_centered, ctx.subtract_mean = inputs
+    _, total, mean, rstd = output
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)
+    ctx.has_residual, ctx.has_bias, ctx.dtype = residual is not None, bias is not None, x.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(x if residual is None else total, weight, mean, rstd)
+
+
+def _differentiate(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    x, weight, mean, rstd = ctx.saved_tensors
+    if dy is None:  # only the new residual was used
+        return dtotal.to(ctx.dtype) if dtotal is not None else None, dtotal, None, None, None, None, None
+    dtotal = dtotal if ctx.has_residual else None
+    dx, dweight, dbias = _norm_backward(
+        dy, dtotal, x, weight, mean, rstd, ctx.has_bias, ctx.zero_centered, ctx.subtract_mean
+    )
+    return (
+        dx.to(ctx.dtype),
+        dx if ctx.has_residual else None,
+        dweight,
+        dbias.to(ctx.bias_dtype) if ctx.has_bias else None,
+        None,
+        None,
+        None,
+    )
+
+
+_norm.register_autograd(_differentiate, setup_context=_save)
+
+
+def _launch(model: Model) -> None:
+    from mtrain_kernels.norm import triton
+
+    x = torch.empty((model.tokens, model.hidden), dtype=torch.bfloat16, device="meta")
+    weight = x[0]
+    _, total, mean, rstd = triton.forward(x, x, weight, None, 1e-5, False, False)
+    triton.backward(x, x, total, weight, mean, rstd, False, False, False)
+    _, total, mean, rstd = triton.forward(x, x, weight, weight, 1e-5, True, True)
+    triton.backward(x, x, total, weight, mean, rstd, True, True, True)
+
+
+def _make(residual: bool, bias: bool) -> Any:
+    def make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+        def leaf(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device, dtype=dtype).requires_grad_()
+
+        inputs: dict[str, Any] = {"x": leaf(model.tokens, model.hidden)}
+        if residual:
+            inputs["residual"] = leaf(model.tokens, model.hidden)
+        inputs["weight"] = leaf(model.hidden)
+        if bias:
+            inputs["bias"] = leaf(model.hidden)
+        return {**inputs, "eps": 1e-5}
+
+    return make
+
+
+def _moves(tensors: int) -> Any:
+    return lambda model: Cost(bytes=tensors * 2 * model.tokens * model.hidden)
+
+
+def _liger(inputs: dict[str, Any]) -> Any:
+    from liger_kernel.transformers.functional import liger_fused_add_rms_norm, liger_rms_norm
+
+    if "residual" in inputs:
+        return lambda: liger_fused_add_rms_norm(inputs["x"], inputs["residual"], inputs["weight"], inputs["eps"])
+    return lambda: liger_rms_norm(inputs["x"], inputs["weight"], inputs["eps"])
+
+
+def _transformer_engine(inputs: dict[str, Any]) -> Any:
+    import transformer_engine.pytorch as te
+
+    x = inputs["x"]
+    kind = te.LayerNorm if "bias" in inputs else te.RMSNorm
+    module = kind(x.shape[-1], eps=inputs["eps"], device=x.device, dtype=x.dtype)
+    return lambda: module(x)
+
+
+OPS = (
+    Op(
+        "norm",
+        cases=(
+            Case(
+                "rms_norm",
+                _make(False, False),
+                lambda inputs, choice: rms_norm(**inputs, choice=choice),
+                forward=_moves(2),
+                backward=_moves(3),
+                rivals={"liger": _liger, "transformer_engine": _transformer_engine},
+            ),
+            Case(
+                "rms_norm_residual",
+                _make(True, False),
+                lambda inputs, choice: rms_norm_residual(**inputs, choice=choice),
+                forward=_moves(4),
+                backward=_moves(4),
+                rivals={"liger": _liger},
+            ),
+            Case(
+                "layer_norm",
+                _make(False, True),
+                lambda inputs, choice: layer_norm(**inputs, choice=choice),
+                forward=_moves(2),
+                backward=_moves(3),
+                rivals={"transformer_engine": _transformer_engine},
+            ),
+        ),
+        launch=_launch,
+    ),
+)

@@ -1,0 +1,1 @@
+"""AdamW over many tensors at once, gradient norm and clipping, and the orthogonalisation of Muon."""

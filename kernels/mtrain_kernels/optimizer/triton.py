@@ -1,0 +1,306 @@
+"""AdamW on a GPU: one launch over many tensors, found through a table of pointers and a table of chunks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtrain_kernels.optimizer.reference import Hyper, Lists
+from mtrain_kernels.optimizer.rounding import MOMENT_BLOCK
+from mtrain_kernels.quantize.triton import decode, encode, finite, scales
+from mtrain_kernels.runtime import cast, on_device_of
+
+BLOCK = 2048  # elements in the registers of one program
+CHUNK = 1 << 16  # elements that one program walks over
+TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.uint8: tl.uint8,
+    torch.int16: tl.int16,
+}
+
+
+@triton.jit
+def array(table_ptr, tensor, LIST: tl.constexpr, LISTS: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer to list `LIST` of a tensor, which may promise 16 bytes of alignment so that loads are wide."""
+    address = tl.load(table_ptr + tensor * LISTS + LIST)
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address.to(tl.pointer_type(TYPE))
+
+
+@triton.jit
+def stochastic(x, word):
+    """fp32 to bf16: the low half of a random word is added before the low half of the bits is dropped."""
+    bits = x.to(tl.uint32, bitcast=True) + (word.to(tl.uint32) & 0xFFFF)
+    upper = tl.where(x == x, bits >> 16, 0x7FC0)
+    return upper.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def load_moment(
+    ptr, scale_ptr, at, inside, SECOND: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr
+):
+    """A moment in fp32 from fp32, bf16 or eight bits with a scale for `SHARED` elements."""
+    kept = tl.load(ptr + at, mask=inside, other=0)
+    if tl.uint8 == TYPE:
+        x = decode(kept.to(tl.int32), 3, 7) * tl.load(scale_ptr + at // SHARED, mask=inside, other=0.0)
+        if SECOND:
+            x = x * x
+    else:
+        x = kept.to(tl.float32)
+    return x
+
+
+@triton.jit
+def store_moment(
+    ptr,
+    scale_ptr,
+    at,
+    inside,
+    x,
+    word,
+    SECOND: tl.constexpr,
+    TYPE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """A moment as it is kept; of the second one eight bits hold the root, and nothing above zero becomes zero."""
+    if tl.uint8 == TYPE:
+        if SECOND:
+            x = tl.sqrt_rn(x)
+        blocks = tl.reshape(tl.where(inside, x, 0.0), (BLOCK // SHARED, SHARED))
+        m, scale = scales(tl.max(finite(blocks), axis=1), 448.0, 8, "power_of_two")
+        code = encode(tl.reshape(blocks * m[:, None], (BLOCK,)), 3, 7, 448.0)
+        if SECOND:
+            code = tl.where(x > 0, tl.maximum(code, 1), code)
+        tl.store(ptr + at, code.to(tl.uint8), mask=inside)
+        block = tl.min(at, axis=0) // SHARED + tl.arange(0, BLOCK // SHARED)
+        last = tl.max(tl.where(inside, at, 0), axis=0) // SHARED
+        tl.store(scale_ptr + block, scale, mask=block <= last)
+    elif STOCHASTIC and tl.bfloat16 == TYPE:
+        tl.store(ptr + at, stochastic(x, word), mask=inside)
+    else:
+        tl.store(ptr + at, cast(x, TYPE), mask=inside)
+
+
+@triton.jit
+def load_weight(p_ptr, master_ptr, at, inside, MASTER: tl.constexpr):
+    """The fp32 weight: the parameter, its fp32 master, or bf16 bits and a signed remainder put together."""
+    if MASTER == "remainder":
+        upper = tl.load(p_ptr + at, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
+        bits = (upper << 16) + tl.load(master_ptr + at, mask=inside, other=0).to(tl.int32)
+        weight = bits.to(tl.float32, bitcast=True)
+    elif MASTER == "fp32":
+        weight = tl.load(master_ptr + at, mask=inside, other=0.0)
+    else:
+        weight = tl.load(p_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    return weight
+
+
+@triton.jit
+def store_weight(
+    p_ptr, master_ptr, at, inside, x, word, MASTER: tl.constexpr, P: tl.constexpr, STOCHASTIC: tl.constexpr
+):
+    """The weight and what there is of a master; the remainder is of the nearest bf16, ties away from zero."""
+    if MASTER == "remainder":
+        bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
+        upper = (bits.to(tl.uint32, bitcast=True) + 0x8000) >> 16
+        tl.store(p_ptr + at, upper.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
+        tl.store(master_ptr + at, (bits & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True), mask=inside)
+    elif STOCHASTIC and MASTER == "none" and tl.bfloat16 == P:
+        tl.store(p_ptr + at, stochastic(x, word), mask=inside)
+    else:
+        tl.store(p_ptr + at, cast(x, P), mask=inside)
+        if MASTER == "fp32":
+            tl.store(master_ptr + at, x, mask=inside)
+
+
+@triton.jit(do_not_specialize=["seed", "step"])
+def adamw_kernel(
+    table_ptr,
+    chunks_ptr,
+    grad_scale_ptr,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    kept,
+    lr_over_bias1,
+    root_bias2,
+    rest1,
+    rest2,
+    seed,
+    step,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    V: tl.constexpr,
+    MASTER: tl.constexpr,
+    SCALED: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """One chunk of one tensor per program. A table row: p, g, m, v, master, two lists of scales, size, stream."""
+    tensor = tl.load(chunks_ptr + 2 * tl.program_id(0)).to(tl.int64)
+    begin = tl.load(chunks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    p_ptr = array(table_ptr, tensor, 0, 9, P, ALIGNED) + begin
+    g_ptr = array(table_ptr, tensor, 1, 9, G, ALIGNED) + begin
+    m_ptr = array(table_ptr, tensor, 2, 9, M, ALIGNED) + begin
+    v_ptr = array(table_ptr, tensor, 3, 9, V, ALIGNED) + begin
+    master_ptr = array(table_ptr, tensor, 4, 9, tl.int16 if MASTER == "remainder" else tl.float32, ALIGNED) + begin
+    m_scale_ptr = array(table_ptr, tensor, 5, 9, tl.float32, False) + begin // SHARED
+    v_scale_ptr = array(table_ptr, tensor, 6, 9, tl.float32, False) + begin // SHARED
+    size = tl.minimum(tl.load(table_ptr + tensor * 9 + 7) - begin, CHUNK).to(tl.int32)
+    stream = tl.load(table_ptr + tensor * 9 + 8)
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < size
+        g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if SCALED:
+            g *= tl.load(grad_scale_ptr)
+        w = load_weight(p_ptr, master_ptr, at, inside, MASTER)
+        m = load_moment(m_ptr, m_scale_ptr, at, inside, False, M, BLOCK, SHARED)
+        v = load_moment(v_ptr, v_scale_ptr, at, inside, True, V, BLOCK, SHARED)
+        if DECOUPLED:
+            w *= kept
+        else:
+            g += weight_decay * w
+        m = m * beta1 + rest1 * g
+        v = v * beta2 + rest2 * (g * g)
+        w -= lr_over_bias1 * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), v * 0.0 + root_bias2) + eps)
+        w0 = at
+        w1 = at
+        w2 = at
+        if STOCHASTIC:
+            index = begin + at
+            low = (index & 0xFFFFFFFF).to(tl.uint32)
+            zero = low * 0
+            high = (index >> 32).to(tl.uint32)
+            w0, w1, w2, _ = tl.philox(seed, low, high, zero + stream.to(tl.uint32), zero + step.to(tl.uint32))
+        store_weight(p_ptr, master_ptr, at, inside, w, w0, MASTER, P, STOCHASTIC)
+        store_moment(m_ptr, m_scale_ptr, at, inside, m, w1, False, M, STOCHASTIC, BLOCK, SHARED)
+        store_moment(v_ptr, v_scale_ptr, at, inside, v, w2, True, V, STOCHASTIC, BLOCK, SHARED)
+
+
+@triton.jit
+def norm_kernel(
+    table_ptr,
+    chunks_ptr,
+    out_ptr,
+    factor_ptr,
+    G: tl.constexpr,
+    SCALE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """A chunk's sum of squares, or with `SCALE` the chunk times a factor, in place."""
+    tensor = tl.load(chunks_ptr + 2 * tl.program_id(0)).to(tl.int64)
+    begin = tl.load(chunks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    g_ptr = array(table_ptr, tensor, 0, 2, G, ALIGNED) + begin
+    size = tl.minimum(tl.load(table_ptr + tensor * 2 + 1) - begin, CHUNK).to(tl.int32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        g = tl.load(g_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+        if SCALE:
+            tl.store(g_ptr + at, cast(g * tl.load(factor_ptr), G), mask=at < size)
+        squares += g * g
+    if not SCALE:
+        tl.store(out_ptr + tl.program_id(0), tl.sum(squares, axis=0))
+
+
+def adamw_(lists: Lists, streams: Sequence[int], grad_scale: Tensor | None, hyper: Hyper) -> None:
+    """Launches the kernel on all tensors that have elements; arguments as in the reference."""
+    empty = [None] * len(lists.params)
+    columns = [tuple(column) if column else tuple(empty) for column in lists]
+    rows = tuple(
+        (*(0 if t is None else address(t) for t in row), row[0].numel(), streams[i])
+        for i, row in enumerate(zip(*columns, strict=True))
+    )
+    if not any(row[7] for row in rows):
+        return
+    p = lists.params[0]
+    table, chunks = tables(rows, 7, p.device)
+    master = {torch.int16: "remainder", torch.float32: "fp32"}[lists.masters[0].dtype] if lists.masters else "none"
+    with on_device_of(p):
+        adamw_kernel[(len(chunks),)](
+            table,
+            chunks,
+            grad_scale,
+            hyper.beta1,
+            hyper.beta2,
+            hyper.eps,
+            hyper.weight_decay,
+            1 - hyper.lr * hyper.weight_decay,
+            hyper.lr / hyper.bias1,
+            hyper.bias2**0.5,
+            1 - hyper.beta1,
+            1 - hyper.beta2,
+            hyper.seed,
+            hyper.step,
+            P=TYPES[p.dtype],
+            G=TYPES[lists.grads[0].dtype],
+            M=TYPES[lists.exp_avgs[0].dtype],
+            V=TYPES[lists.exp_avg_sqs[0].dtype],
+            MASTER=master,
+            SCALED=grad_scale is not None,
+            DECOUPLED=hyper.decoupled,
+            STOCHASTIC=hyper.stochastic,
+            ALIGNED=all(x % 16 == 0 for row in rows for x in row[:5]),
+            BLOCK=BLOCK,
+            CHUNK=CHUNK,
+            SHARED=MOMENT_BLOCK,
+            num_warps=8,
+        )
+
+
+def grad_norm(grads: Sequence[Tensor]) -> Tensor:
+    """The Euclidean norm of all elements of all tensors of one dtype, a scalar in fp32."""
+    table, chunks, settings = _gradients(grads)
+    partial = torch.empty(len(chunks), dtype=torch.float32, device=chunks.device)
+    if len(chunks):
+        with on_device_of(grads[0]):
+            norm_kernel[(len(chunks),)](table, chunks, partial, None, SCALE=False, **settings)
+    return partial.sum(dtype=torch.float64).sqrt().float()
+
+
+def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies all tensors of one dtype by `factor`, in place."""
+    table, chunks, settings = _gradients(grads)
+    if len(chunks):
+        with on_device_of(grads[0]):
+            norm_kernel[(len(chunks),)](table, chunks, None, factor, SCALE=True, **settings)
+
+
+def _gradients(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor, dict[str, object]]:
+    rows = tuple((address(g), g.numel()) for g in grads)
+    table, chunks = tables(rows, 1, grads[0].device)
+    aligned = all(row[0] % 16 == 0 for row in rows)
+    settings = {"G": TYPES[grads[0].dtype], "ALIGNED": aligned, "BLOCK": BLOCK, "CHUNK": CHUNK, "num_warps": 8}
+    return table, chunks, settings
+
+
+def address(x: Tensor) -> int:
+    """Where the data of a tensor lie; 0 for a meta tensor, which has none."""
+    return 0 if x.device.type == "meta" else x.data_ptr()
+
+
+@functools.lru_cache(maxsize=32)
+def tables(rows: tuple[tuple[int, ...], ...], size_at: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The rows as int64 on the device, and (tensor, chunk) of every chunk as int32; kept while pointers stay."""
+    chunks = [(i, c) for i, row in enumerate(rows) for c in range(-(-row[size_at] // CHUNK))]
+    table = torch.tensor(rows, dtype=torch.int64).to(device)
+    return table, torch.tensor(chunks, dtype=torch.int32).view(-1, 2).to(device)

@@ -1,0 +1,170 @@
+"""One harness that holds an op against its definition: values, every gradient, strides, poisoned memory, mutants."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Largest error allowed, relative to the element and to the root mean square of the tensor, against the definition
+# evaluated in fp64 on the same inputs.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def check(
+    op: Callable[..., Any],
+    reference: Callable[..., Any],
+    inputs: dict[str, Any],
+    *,
+    exact: bool = False,
+    upcast: bool = True,
+    tolerance: float | None = None,
+    seed: int = 0,
+) -> None:
+    """Asserts that `op(**inputs)` and the gradient of each input with requires_grad equal those of `reference`.
+
+    Memory that `op` allocates is poisoned. `upcast` evaluates the reference in fp64 (turn it off where the
+    rounding is part of the definition); `exact` wants every bit. Errors are measured against `TOLERANCE` of the
+    coarsest dtype among inputs and results, or `tolerance`, relative to the element and to the tensor's root mean
+    square. Not-a-number and infinity must stand at the same places. Raises `AssertionError` naming the tensor.
+    """
+    with poisoned():
+        found = _values_and_gradients(op, inputs, seed, None)
+    wanted = _values_and_gradients(reference, inputs, seed, torch.float64 if upcast else None)
+    assert found.keys() == wanted.keys(), f"results {list(found)} instead of {list(wanted)}"
+    dtypes = [t.dtype for t in (*inputs.values(), *found.values()) if isinstance(t, Tensor)]
+    coarsest = max((TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE), default=0.0)
+    for name, value in found.items():
+        if exact:
+            torch.testing.assert_close(value, wanted[name].to(value.dtype), rtol=0, atol=0, equal_nan=True, msg=name)
+        else:
+            assert_near(name, value, wanted[name], coarsest if tolerance is None else tolerance)
+
+
+def assert_near(name: str, found: Tensor, wanted: Tensor, tolerance: float | None = None) -> None:
+    """Asserts shape and values of one tensor, to the tolerance of `found`'s dtype unless one is given."""
+    assert found.shape == wanted.shape, f"{name}: shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
+    if not found.dtype.is_floating_point:
+        assert torch.equal(found, wanted.to(found.dtype)), f"{name}: integers differ"
+        return
+    tolerance = TOLERANCE[found.dtype] if tolerance is None else tolerance
+    a, b = found.double(), wanted.to(found.dtype).double()
+    finite = b.isfinite()
+    same = torch.where(finite, torch.ones_like(b, dtype=torch.bool), (a == b) | (a.isnan() & b.isnan()))
+    assert bool(same.all()), f"{name}: {int((~same).sum())} places should be infinite or not a number and are not"
+    if not finite.any():
+        return
+    a, b = a[finite], b[finite]
+    limit = tolerance * (b.abs() + b.square().mean().sqrt()) + 1e-12  # fp64 has noise where the truth is zero
+    excess = ((a - b).abs() / limit).nan_to_num(nan=torch.inf)
+    worst = int(excess.argmax())
+    assert excess[worst] <= 1, (
+        f"{name}: {a[worst]:.7g} instead of {b[worst]:.7g}, {excess[worst]:.3g} times the tolerance {tolerance:g}; "
+        f"{int((excess > 1).sum())} of {excess.numel()} elements are off"
+    )
+
+
+def _values_and_gradients(
+    function: Callable[..., Any], inputs: dict[str, Any], seed: int, dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    arguments = {name: _leaf(value, dtype) for name, value in inputs.items()}
+    leaves = {n: v for n, v in arguments.items() if isinstance(v, Tensor) and v.requires_grad}
+    outputs = function(**arguments)
+    outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    values = {f"output {i}": out for i, out in enumerate(outputs) if isinstance(out, Tensor)}
+    generator = torch.Generator().manual_seed(seed)
+    differentiable, directions = [], []
+    for out in values.values():
+        direction = torch.randn(out.shape, generator=generator).bfloat16()  # the same numbers in every dtype
+        if out.requires_grad:
+            differentiable.append(out)
+            directions.append(direction.to(out.device, out.dtype))
+    if differentiable and leaves:
+        gradients = torch.autograd.grad(differentiable, list(leaves.values()), directions, allow_unused=True)
+        for name, gradient in zip(leaves, gradients, strict=True):
+            values[f"gradient of {name}"] = torch.zeros_like(leaves[name]) if gradient is None else gradient
+    return {name: value.detach() for name, value in values.items()}
+
+
+def _leaf(value: Any, dtype: torch.dtype | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    cast = value.detach().to(dtype) if dtype is not None and value.is_floating_point() else value.detach()
+    return cast.requires_grad_(value.requires_grad)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Fills memory from `torch.empty` and its relatives with NaN (integers: the largest): what nobody wrote shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The values of `x` in other strides: padded rows, every second element, and the axes stored in reverse order."""
+    grad = x.requires_grad
+    x = x.detach()
+    padded = torch.full((*x.shape[:-1], x.shape[-1] + 3), float("nan"), dtype=x.dtype, device=x.device)
+    padded[..., : x.shape[-1]] = x
+    yield "padded rows", padded[..., : x.shape[-1]].requires_grad_(grad)
+    spread = torch.full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"), dtype=x.dtype, device=x.device)
+    spread[..., ::2] = x
+    yield "every second element", spread[..., ::2].requires_grad_(grad)
+    reverse = tuple(reversed(range(x.ndim)))
+    yield "reversed axes", x.permute(reverse).contiguous().permute(reverse).requires_grad_(grad)
+
+
+@contextmanager
+def mutated(module: str, old: str, new: str) -> Iterator[None]:
+    """Runs with a variant of `module` in which the text `old`, which must occur, reads `new`: a seeded bug.
+
+    The variant stands in for the module for whoever imports it inside the `with`, as ops do when they are called.
+    """
+    original = importlib.import_module(module)
+    source = Path(original.__file__ or "").read_text()
+    assert old in source, f"{module} does not contain {old!r}: the mutant would be no mutant"
+    package, _, name = module.rpartition(".")
+    parent = importlib.import_module(package)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{name}.py"
+        path.write_text(source.replace(old, new))
+        spec = importlib.util.spec_from_file_location(module, path)
+        assert spec is not None
+        assert spec.loader is not None
+        variant = importlib.util.module_from_spec(spec)
+        sys.modules[module] = variant
+        setattr(parent, name, variant)
+        try:
+            spec.loader.exec_module(variant)
+            yield
+        finally:
+            sys.modules[module] = original
+            setattr(parent, name, original)
+
+
+@contextmanager
+def caught(module: str, old: str, new: str) -> Iterator[None]:
+    """Fails unless the body raises `AssertionError` while `module` is `mutated`: parity must see a seeded bug."""
+    seen = False
+    with mutated(module, old, new):
+        try:
+            yield
+        except AssertionError:
+            seen = True
+    assert seen, f"nobody noticed that {module} said {new!r} instead of {old!r}"

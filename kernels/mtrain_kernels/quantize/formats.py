@@ -1,0 +1,44 @@
+"""Eight- and four-bit floating-point formats, and how a tensor is divided into parts with a scale each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Format(NamedTuple):
+    """`mantissa` bits, exponent `bias` and greatest number of a format; `dtype` is None for four bits."""
+
+    mantissa: int
+    bias: int
+    greatest: float
+    dtype: torch.dtype | None
+
+
+FORMATS = {  # OCP 8-bit floating point specification 1.0; OCP microscaling formats specification 1.0 for e2m1
+    "e4m3": Format(3, 7, 448.0, torch.float8_e4m3fn),
+    "e5m2": Format(2, 15, 57344.0, torch.float8_e5m2),
+    "e2m1": Format(1, 1, 6.0, None),
+}
+
+
+class Layout(NamedTuple):
+    """Blocks of `rows` x `columns` share a scale: fp32, fp32 that is a `power_of_two`, or the 8-bit exponent `e8m0`.
+
+    With `rows` 1 the blocks of a transposed result run along its own rows, so that each of the two is
+    quantised along the axis over which a matrix product sums.
+    """
+
+    rows: int
+    columns: int
+    scale: str = "fp32"
+
+
+LAYOUTS = {
+    "1x128": Layout(1, 128),
+    "128x128": Layout(128, 128),
+    "1x128_power_of_two": Layout(1, 128, "power_of_two"),
+    "128x128_power_of_two": Layout(128, 128, "power_of_two"),
+    "mx": Layout(1, 32, "e8m0"),
+}

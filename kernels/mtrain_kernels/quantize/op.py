@@ -1,0 +1,367 @@
+"""FP8, MXFP8 and NVFP4: contract and registration; nothing here has gradients."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mtrain_kernels.quantize import reference
+from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS
+from mtrain_kernels.registry import Case, Cost, Model, Op, pick
+from mtrain_kernels.runtime import as_rows, ceil_div
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Quantized(NamedTuple):
+    """`data` [m, n] and `scale`; where wanted the `transposed` data [n, m] and its scale, else both empty.
+
+    `amax` [1] fp32 is the greatest finite absolute value, where the whole tensor has one scale; else it is empty.
+    A number is `scale data`. For one scale `scale` is [1] fp32; for blocks [ceil(m / rows), ceil(n / columns)].
+    """
+
+    data: Tensor
+    scale: Tensor
+    transposed: Tensor
+    transposed_scale: Tensor
+    amax: Tensor
+
+
+def quantize_tensorwise(
+    x: Tensor,
+    *,
+    format: str = "e4m3",
+    multiplier: Tensor | None = None,
+    transpose: bool = False,
+    swiglu: bool = False,
+    choice: str = "auto",
+) -> Quantized:
+    """FP8 with one scale for the tensor: current scaling, or delayed scaling with the `multiplier` [1] fp32 given.
+
+    `x` [..., n] in fp32, fp16 or bf16, taken as [m, n]; `format` "e4m3" or "e5m2". With `swiglu` it is [..., 2 n],
+    and what is quantised is silu(gate) times up of the two halves, rounded to x's dtype. For delayed scaling see
+    `reference.delayed_multiplier` and `push_amax_`. Raises `ValueError` where arguments do not fit,
+    `Unavailable` where the named implementation cannot run. Definition: `quantize.reference`.
+    """
+    rows = _rows(x, format, swiglu)
+    if multiplier is not None and (multiplier.shape != (1,) or multiplier.dtype != torch.float32):
+        raise ValueError(f"multiplier must be [1] in fp32, not {tuple(multiplier.shape)} {multiplier.dtype}")
+    backend = pick("quantize", choice, x.device)
+    data, scale, transposed, amax = _tensorwise(rows, multiplier, format, transpose, swiglu, backend)
+    dtype = FORMATS[format].dtype
+    again = scale.clone() if transpose else scale.new_empty(0)
+    return Quantized(data.view(dtype), scale, transposed.view(dtype), again, amax)
+
+
+def quantize_blocks(
+    x: Tensor,
+    *,
+    format: str = "e4m3",
+    layout: str = "1x128",
+    transpose: bool = False,
+    swiglu: bool = False,
+    choice: str = "auto",
+) -> Quantized:
+    """FP8 with a scale for each block: `layout` "1x128", "128x128", each with "_power_of_two", or "mx" (MXFP8).
+
+    The transpose of a layout with one row is quantised anew along its own rows. `x`, `format`, `swiglu` and errors
+    are those of `quantize_tensorwise`.
+    """
+    rows = _rows(x, format, swiglu)
+    _require_layout(layout)
+    backend = pick("quantize", choice, x.device)
+    data, scale, transposed, transposed_scale = _blocks(rows, format, layout, transpose, swiglu, backend)
+    dtype, kind = FORMATS[format].dtype, _scale_dtype(layout)
+    return Quantized(
+        data.view(dtype), scale.view(kind), transposed.view(dtype), transposed_scale.view(kind), _empty(x)
+    )
+
+
+def dequantize_blocks(
+    data: Tensor, scale: Tensor, *, layout: str, dtype: torch.dtype = torch.bfloat16, choice: str = "auto"
+) -> Tensor:
+    """`scale data` [m, n] in `dtype` from what `quantize_blocks` gave; `ValueError` where shapes do not fit."""
+    _require_layout(layout)
+    rows, columns, _ = LAYOUTS[layout]
+    wanted = (ceil_div(data.shape[0], rows), ceil_div(data.shape[1], columns)) if data.ndim == 2 else None
+    format = next((name for name, f in FORMATS.items() if f.dtype == data.dtype), None)
+    if scale.shape != wanted or scale.dtype != _scale_dtype(layout) or format is None or dtype not in DTYPES:
+        raise ValueError(f"{layout}: scale {tuple(scale.shape)} of {tuple(data.shape)} {data.dtype} to {dtype}")
+    backend = pick("quantize", choice, data.device)
+    return _dequantize(_bytes(data), _bytes(scale), format, layout, dtype, backend)
+
+
+def quantize_nvfp4(x: Tensor, *, choice: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
+    """NVFP4: codes [m, n / 2] uint8 (even columns in low halves), scales of blocks [m, ceil(n / 16)] e4m3, scale [1].
+
+    `x` [..., n] in fp32, fp16 or bf16, taken as [m, n], n even. Raises `ValueError` where it does not fit. A block
+    with a NaN has the scale NaN. Definition: `reference.quantize_nvfp4`.
+    """
+    rows = _rows(x, "e4m3", False)
+    if rows.shape[1] % 2:
+        raise ValueError(f"NVFP4 holds two numbers a byte: {rows.shape[1]} columns are odd")
+    packed, block_scale, scale = _nvfp4(rows, pick("quantize", choice, x.device))
+    return packed, block_scale.view(torch.float8_e4m3fn), scale
+
+
+def dequantize_nvfp4(
+    packed: Tensor, block_scale: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.bfloat16, choice: str = "auto"
+) -> Tensor:
+    """The numbers [m, n] in `dtype` from what `quantize_nvfp4` gave; raises `ValueError` where shapes do not fit."""
+    fits = packed.ndim == 2 and block_scale.shape == (packed.shape[0], ceil_div(2 * packed.shape[1], 16))
+    if not fits or scale.shape != (1,) or dtype not in DTYPES:
+        raise ValueError(
+            f"scales {tuple(block_scale.shape)}, {tuple(scale.shape)} of {tuple(packed.shape)} to {dtype}"
+        )
+    backend = pick("quantize", choice, packed.device)
+    return _nvfp4_dequantize(packed.contiguous(), _bytes(block_scale), scale, dtype, backend)
+
+
+def swiglu_quantize(x: Tensor, **options: Any) -> Quantized:
+    """silu(gate) times up of `x` [..., 2 n], quantised; `quantize_blocks` if `layout` is given, else tensorwise."""
+    return (quantize_blocks if "layout" in options else quantize_tensorwise)(x, swiglu=True, **options)
+
+
+def rms_norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    format: str = "e4m3",
+    layout: str = "1x128",
+    multiplier: Tensor | None = None,
+    choice: str = "auto",
+) -> tuple[Quantized, Tensor]:
+    """`rms_norm(x, weight, eps)`, rounded to x's dtype and quantised, and 1 / root mean square of each row [m] fp32.
+
+    Scales are those of a `layout` of one row, or the tensor's, from the `multiplier` [1] of delayed scaling. `x`
+    [..., n] taken as [m, n], `weight` [n]; no transpose, as a row is done at a time. Errors as in
+    `quantize_tensorwise`.
+    """
+    rows = _rows(x, format, False)
+    _require_layout(layout)
+    if weight.shape != (x.shape[-1],) or LAYOUTS[layout].rows != 1 or x.shape[-1] > 32768:
+        raise ValueError(f"weight {tuple(weight.shape)}, layout {layout} and x {tuple(x.shape)} do not fit")
+    if multiplier is not None and (multiplier.shape != (1,) or multiplier.dtype != torch.float32):
+        raise ValueError(f"multiplier must be [1] in fp32, not {tuple(multiplier.shape)} {multiplier.dtype}")
+    backend = pick("quantize", choice, x.device)
+    data, scale, rstd, amax = _rms_norm(
+        rows, weight.contiguous(), eps, zero_centered, multiplier, format, layout, backend
+    )
+    data, scale = (
+        data.view(FORMATS[format].dtype),
+        scale if multiplier is not None else scale.view(_scale_dtype(layout)),
+    )
+    return Quantized(data, scale, data.new_empty((0, 0)), _empty(x), amax), rstd
+
+
+def _empty(x: Tensor) -> Tensor:
+    return x.new_empty(0, dtype=torch.float32)
+
+
+def _scale_dtype(layout: str) -> torch.dtype:
+    return torch.float8_e8m0fnu if LAYOUTS[layout].scale == "e8m0" else torch.float32
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """One-byte dtypes as uint8, in which the operators speak: FP8 knows little arithmetic, and old GPUs no FP8."""
+    return x.contiguous().view(torch.uint8) if x.element_size() == 1 else x.contiguous()
+
+
+def _require_layout(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"no layout {layout!r}; choose one of {', '.join(LAYOUTS)}")
+
+
+def _rows(x: Tensor, format: str, swiglu: bool) -> Tensor:
+    if format not in ("e4m3", "e5m2"):
+        raise ValueError(f"no format {format!r}; choose e4m3 or e5m2")
+    if x.ndim == 0 or x.dtype not in DTYPES:
+        raise ValueError(f"x {tuple(x.shape)} {x.dtype} must have rows in fp32, fp16 or bf16")
+    if swiglu and x.shape[-1] % 2:
+        raise ValueError(f"gate and up are two halves of the last axis, x is {tuple(x.shape)}")
+    return as_rows(x.detach(), x.shape[-1])
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+@torch.library.custom_op("mtrain::quantize_tensorwise", mutates_args=())
+def _tensorwise(
+    x: Tensor, multiplier: Tensor | None, format: str, transpose: bool, swiglu: bool, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if backend == "reference":
+        found = reference.quantize_tensorwise(_swiglu(x) if swiglu else x, multiplier, format, transpose)
+        return tuple(map(_bytes, found))
+    from mtrain_kernels.quantize import triton
+
+    return triton.quantize_tensorwise(x, multiplier, format, transpose, swiglu)
+
+
+@_tensorwise.register_fake
+def _(x, multiplier, format, transpose, swiglu, backend):
+    rows, columns = x.shape[0], x.shape[1] // (1 + swiglu)
+    return (
+        x.new_empty((rows, columns), dtype=torch.uint8),
+        x.new_empty(1, dtype=torch.float32),
+        x.new_empty((columns, rows) if transpose else (0, 0), dtype=torch.uint8),
+        x.new_empty(1, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("mtrain::quantize_blocks", mutates_args=())
+def _blocks(
+    x: Tensor, format: str, layout: str, transpose: bool, swiglu: bool, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if backend == "reference":
+        return tuple(map(_bytes, reference.quantize_blocks(_swiglu(x) if swiglu else x, format, layout, transpose)))
+    from mtrain_kernels.quantize import triton
+
+    return triton.quantize_blocks(x, format, layout, transpose, swiglu)
+
+
+@_blocks.register_fake
+def _(x, format, layout, transpose, swiglu, backend):
+    m, n = x.shape[0], x.shape[1] // (1 + swiglu)
+    rows, columns, kind = LAYOUTS[layout]
+    scale = torch.uint8 if kind == "e8m0" else torch.float32
+    return (
+        x.new_empty((m, n), dtype=torch.uint8),
+        x.new_empty((-(-m // rows), -(-n // columns)), dtype=scale),
+        x.new_empty((n, m) if transpose else (0, 0), dtype=torch.uint8),
+        x.new_empty((-(-n // rows), -(-m // columns)) if transpose else (0, 0), dtype=scale),
+    )
+
+
+@torch.library.custom_op("mtrain::dequantize_blocks", mutates_args=())
+def _dequantize(data: Tensor, scale: Tensor, format: str, layout: str, dtype: torch.dtype, backend: str) -> Tensor:
+    if backend == "reference":
+        kind = _scale_dtype(layout)
+        return reference.dequantize_blocks(data.view(FORMATS[format].dtype), scale.view(kind), layout, dtype)
+    from mtrain_kernels.quantize import triton
+
+    return triton.dequantize_blocks(data, scale, format, layout, dtype)
+
+
+@_dequantize.register_fake
+def _(data, scale, format, layout, dtype, backend):
+    return data.new_empty(data.shape, dtype=dtype)
+
+
+@torch.library.custom_op("mtrain::quantize_nvfp4", mutates_args=())
+def _nvfp4(x: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    if backend == "reference":
+        return tuple(map(_bytes, reference.quantize_nvfp4(x)))
+    from mtrain_kernels.quantize import nvfp4_triton
+
+    return nvfp4_triton.quantize_nvfp4(x)
+
+
+@_nvfp4.register_fake
+def _(x, backend):
+    m, n = x.shape
+    return (
+        x.new_empty((m, n // 2), dtype=torch.uint8),
+        x.new_empty((m, -(-n // 16)), dtype=torch.uint8),
+        x.new_empty(1, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("mtrain::dequantize_nvfp4", mutates_args=())
+def _nvfp4_dequantize(packed: Tensor, block_scale: Tensor, scale: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+    if backend == "reference":
+        return reference.dequantize_nvfp4(packed, block_scale.view(torch.float8_e4m3fn), scale, dtype)
+    from mtrain_kernels.quantize import nvfp4_triton
+
+    return nvfp4_triton.dequantize_nvfp4(packed, block_scale, scale, dtype)
+
+
+@_nvfp4_dequantize.register_fake
+def _(packed, block_scale, scale, dtype, backend):
+    return packed.new_empty((packed.shape[0], 2 * packed.shape[1]), dtype=dtype)
+
+
+@torch.library.custom_op("mtrain::rms_norm_quantize", mutates_args=())
+def _rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    zero_centered: bool,
+    multiplier: Tensor | None,
+    format: str,
+    layout: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if backend != "reference":
+        from mtrain_kernels.quantize import norm_triton
+
+        return norm_triton.rms_norm_quantize(x, weight, eps, zero_centered, multiplier, format, layout)
+    rstd = (x.float().square().mean(1) + eps).rsqrt()
+    y = (x.float() * rstd[:, None] * (weight.float() + zero_centered)).to(x.dtype)
+    if multiplier is None:
+        data, scale, _, _ = reference.quantize_blocks(y, format, layout, False)
+        return _bytes(data), _bytes(scale), rstd, x.new_empty(0, dtype=torch.float32)
+    data, scale, _, amax = reference.quantize_tensorwise(y, multiplier, format, False)
+    return _bytes(data), scale, rstd, amax
+
+
+@_rms_norm.register_fake
+def _(x, weight, eps, zero_centered, multiplier, format, layout, backend):
+    kind = torch.uint8 if LAYOUTS[layout].scale == "e8m0" else torch.float32
+    blocks = (x.shape[0], -(-x.shape[1] // LAYOUTS[layout].columns))
+    return (
+        x.new_empty(x.shape, dtype=torch.uint8),
+        x.new_empty(blocks, dtype=kind) if multiplier is None else x.new_empty(1, dtype=torch.float32),
+        x.new_empty(x.shape[0], dtype=torch.float32),
+        x.new_empty(0 if multiplier is None else 1, dtype=torch.float32),
+    )
+
+
+def _launch(model: Model) -> None:
+    from mtrain_kernels.quantize import norm_triton, nvfp4_triton, triton
+
+    x = torch.empty((model.tokens, model.hidden), dtype=torch.bfloat16, device="meta")
+    m = torch.empty(1, dtype=torch.float32, device="meta")
+    triton.quantize_tensorwise(x, None, "e5m2", True, True)
+    for layout in ("1x128", "128x128", "mx"):
+        q, scale, _, _ = triton.quantize_blocks(x, "e4m3", layout, True, layout == "mx")
+    triton.dequantize_blocks(q, scale, "e4m3", "mx", torch.bfloat16)
+    nvfp4_triton.dequantize_nvfp4(*nvfp4_triton.quantize_nvfp4(x), torch.bfloat16)
+    norm_triton.rms_norm_quantize(x, x[0], 1e-5, False, m, "e4m3", "1x128")
+    norm_triton.rms_norm_quantize(x, x[0], 1e-5, False, None, "e4m3", "mx")
+
+
+def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    return {"x": torch.randn((model.tokens, model.hidden), device=device, dtype=dtype)}
+
+
+def _case(name: str, call: Any, bytes_per_element: float, reads_twice: bool = False) -> Case:
+    total = bytes_per_element + 2 * reads_twice
+    return Case(name, _make, call, forward=lambda model: Cost(bytes=int(total * model.tokens * model.hidden)))
+
+
+OPS = (
+    Op(
+        "quantize",
+        cases=(
+            _case("tensorwise", lambda i, c: quantize_tensorwise(**i, transpose=True, choice=c), 4, reads_twice=True),
+            _case("1x128", lambda i, c: quantize_blocks(**i, transpose=True, choice=c), 4 + 8 / 128),
+            _case("128x128", lambda i, c: quantize_blocks(**i, layout="128x128", transpose=True, choice=c), 4),
+            _case("mxfp8", lambda i, c: quantize_blocks(**i, layout="mx", transpose=True, choice=c), 4 + 2 / 32),
+            _case("nvfp4", lambda i, c: quantize_nvfp4(**i, choice=c), 2.5 + 1 / 16, reads_twice=True),
+            _case("swiglu_1x128", lambda i, c: swiglu_quantize(**i, layout="1x128", choice=c), 2.5 + 2 / 128),
+            _case(
+                "rms_norm_1x128",
+                lambda i, c: rms_norm_quantize(**i, weight=i["x"][0], eps=1e-5, choice=c),
+                3 + 4 / 128,
+            ),
+        ),
+        launch=_launch,
+    ),
+)

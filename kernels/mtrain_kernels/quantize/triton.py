@@ -1,0 +1,342 @@
+"""Quantisation on a GPU: bits are rounded by integer arithmetic, alike on every target and in the interpreter."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtrain_kernels.quantize import reference
+from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS
+from mtrain_kernels.runtime import cast, ceil_div, on_device_of
+
+SIDE = 128  # of a square tile
+GREATEST_MULTIPLIER = tl.constexpr(reference.GREATEST_MULTIPLIER)
+
+
+@triton.jit
+def encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr):
+    """The code of fp32 `x` in int32: nearest, ties to even, saturating; NaN is all ones, or the greatest in e2m1.
+
+    Below the normal numbers, adding a power of two leaves the multiple of the smallest number in the last bits.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    nan = x != x
+    magnitude = tl.minimum(tl.abs(x), GREATEST)
+    big = magnitude.to(tl.int32, bitcast=True)
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    normal = ((big + ((1 << (DROPPED - 1)) - 1) + ((big >> DROPPED) & 1)) >> DROPPED) - ((127 - BIAS) << MANTISSA)
+    MAGIC: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
+    tiny = (magnitude + MAGIC).to(tl.int32, bitcast=True) - ((24 - BIAS - MANTISSA + 127) << 23)
+    code = tl.where(magnitude >= 2.0 ** (1 - BIAS), normal, tiny)
+    SIGN: tl.constexpr = 1 << (3 if MANTISSA == 1 else 7)
+    code = tl.where(bits < 0, code | SIGN, code)
+    return tl.where(nan, SIGN - 1, code)
+
+
+@triton.jit
+def decode(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """The fp32 number of a code in int32; multiplying by a power of two makes subnormal codes normal."""
+    SIGN: tl.constexpr = 1 << (3 if MANTISSA == 1 else 7)
+    magnitude = code & (SIGN - 1)
+    value = (magnitude << (23 - MANTISSA)).to(tl.float32, bitcast=True) * (2.0 ** (127 - BIAS))
+    if MANTISSA == 3:
+        value = tl.where(magnitude == 0x7F, float("nan"), value)
+    if MANTISSA == 2:
+        value = tl.where(magnitude == 0x7C, float("inf"), tl.where(magnitude > 0x7C, float("nan"), value))
+    return tl.where(code >= SIGN, -value, value)
+
+
+@triton.jit
+def finite(x):
+    """The absolute value, 0 where it is infinite or not a number."""
+    magnitude = tl.abs(x)
+    return tl.where(magnitude < float("inf"), magnitude, 0.0)
+
+
+@triton.jit
+def multiplier(amax, GREATEST: tl.constexpr):
+    """`GREATEST / amax`, at most 2^126, and 1 for an amax of 0; the division is exact to the last bit."""
+    return tl.where(amax > 0, tl.minimum(tl.div_rn(amax * 0.0 + GREATEST, amax), GREATEST_MULTIPLIER), 1.0)
+
+
+@triton.jit
+def scales(amax, GREATEST: tl.constexpr, EMAX: tl.constexpr, SCALE: tl.constexpr):
+    """Multiplier in fp32, and the scale as it is stored: fp32, or for "e8m0" its exponent in uint8."""
+    if SCALE == "e8m0":
+        bits = amax.to(tl.int32, bitcast=True)
+        exponent = tl.maximum((bits >> 23) - EMAX + tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0), 0)
+        m = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        scale = exponent.to(tl.uint8)
+    else:
+        m = multiplier(amax, GREATEST)
+        if SCALE == "power_of_two":
+            m = (m.to(tl.int32, bitcast=True) & -8388608).to(tl.float32, bitcast=True)
+        scale = tl.div_rn(m * 0.0 + 1.0, m)
+    return m, scale
+
+
+@triton.jit
+def load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU: tl.constexpr, EVICT: tl.constexpr = ""):
+    """A tile in fp32, 0 outside; with `SWIGLU` silu(gate) times up of the halves, rounded to the input's dtype.
+
+    Another `EVICT` makes a second load a load of its own, from the cache, instead of registers kept.
+    """
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    at = x_ptr + row[:, None].to(tl.int64) * stride + column[None, :]
+    x = tl.load(at, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    if SWIGLU:
+        up = tl.load(at + columns, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
+        x = cast(x / (1.0 + tl.exp(-x)) * up, x_ptr.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@triton.jit
+def amax_kernel(x_ptr, out_ptr, rows, columns, stride, SWIGLU: tl.constexpr, SIDE: tl.constexpr):
+    """The greatest finite absolute value of each tile; torch takes the greatest of all."""
+    row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+    column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+    x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU)
+    tl.store(out_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(tl.max(finite(x), 1), 0))
+
+
+@triton.jit
+def tensorwise_kernel(
+    x_ptr,
+    multiplier_ptr,
+    q_ptr,
+    transposed_ptr,
+    amax_ptr,
+    rows,
+    columns,
+    stride,
+    SWIGLU: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    GREATEST: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """A tile with the tensor's one multiplier, written twice where the transpose is wanted; its amax on the way."""
+    row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+    column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU)
+    tl.store(amax_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(tl.max(finite(x), 1), 0))
+    q = encode(x * tl.load(multiplier_ptr), MANTISSA, BIAS, GREATEST).to(tl.uint8)
+    tl.store(q_ptr + row[:, None].to(tl.int64) * columns + column[None, :], q, mask=inside)
+    if TRANSPOSE:
+        at = transposed_ptr + column[:, None].to(tl.int64) * rows + row[None, :]
+        tl.store(at, tl.trans(q), mask=tl.trans(inside))
+
+
+@triton.jit
+def groups(
+    x,
+    DOWN: tl.constexpr,
+    SIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    GREATEST: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """Codes of a tile in groups along its rows, or `DOWN` its columns, and the scale of each group."""
+    COUNT: tl.constexpr = SIDE // GROUP
+    EMAX: tl.constexpr = 8 if MANTISSA == 3 else 15
+    if DOWN:
+        cut = tl.reshape(x, (COUNT, GROUP, SIDE))
+        m, scale = scales(tl.max(finite(cut), axis=1), GREATEST, EMAX, SCALE)
+        scaled = tl.reshape(cut * m[:, None, :], (SIDE, SIDE))
+    else:
+        cut = tl.reshape(x, (SIDE, COUNT, GROUP))
+        m, scale = scales(tl.max(finite(cut), axis=2), GREATEST, EMAX, SCALE)
+        scaled = tl.reshape(cut * m[:, :, None], (SIDE, SIDE))
+    return encode(scaled, MANTISSA, BIAS, GREATEST).to(tl.uint8), scale
+
+
+@triton.jit
+def blocks_kernel(
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    transposed_ptr,
+    transposed_scale_ptr,
+    rows,
+    columns,
+    stride,
+    SWIGLU: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+    SQUARE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    GREATEST: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """A tile with a scale for all of it (`SQUARE`) or for each `GROUP` of a row, and, transposed, of a column."""
+    row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+    column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    q_at = q_ptr + row[:, None].to(tl.int64) * columns + column[None, :]
+    transposed_at = transposed_ptr + column[:, None].to(tl.int64) * rows + row[None, :]
+    x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU)
+    if SQUARE:
+        m, scale = scales(tl.max(tl.max(finite(x), 1), 0), GREATEST, 0, SCALE)
+        q = encode(x * m, MANTISSA, BIAS, GREATEST).to(tl.uint8)
+        tl.store(q_at, q, mask=inside)
+        tl.store(scale_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), scale)
+        if TRANSPOSE:
+            tl.store(transposed_at, tl.trans(q), mask=tl.trans(inside))
+            tl.store(transposed_scale_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), scale)
+    else:
+        GROUPS: tl.constexpr = SIDE // GROUP
+        q, scale = groups(x, False, SIDE, GROUP, MANTISSA, BIAS, GREATEST, SCALE)
+        tl.store(q_at, q, mask=inside)
+        group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+        width = tl.cdiv(columns, GROUP)
+        kept = (row[:, None] < rows) & (group[None, :] < width)
+        tl.store(scale_ptr + row[:, None] * width + group[None, :], scale, mask=kept)
+        if TRANSPOSE:
+            x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU, "evict_first")  # else 32 registers wait
+            q, scale = groups(x, True, SIDE, GROUP, MANTISSA, BIAS, GREATEST, SCALE)
+            tl.store(transposed_at, tl.trans(q), mask=tl.trans(inside))
+            group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+            width = tl.cdiv(rows, GROUP)
+            kept = (column[None, :] < columns) & (group[:, None] < width)
+            tl.store(transposed_scale_ptr + column[None, :] * width + group[:, None], scale, mask=kept)
+
+
+@triton.jit
+def dequantize_kernel(
+    q_ptr,
+    scale_ptr,
+    out_ptr,
+    rows,
+    columns,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    E8M0: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """A tile of numbers from codes and the scales of their blocks."""
+    row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+    column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    at = row[:, None].to(tl.int64) * columns + column[None, :]
+    value = decode(tl.load(q_ptr + at, mask=inside, other=0).to(tl.int32), MANTISSA, BIAS)
+    width = tl.cdiv(columns, BLOCK_COLUMNS)
+    scale_at = scale_ptr + (row[:, None] // BLOCK_ROWS) * width + column[None, :] // BLOCK_COLUMNS
+    scale = tl.load(scale_at, mask=inside, other=0)
+    if E8M0:
+        exponent = scale.to(tl.int32)
+        scale = tl.where(exponent == 0, 0x00400000, exponent << 23).to(tl.float32, bitcast=True)
+        scale = tl.where(exponent == 255, float("nan"), scale)
+    tl.store(out_ptr + at, cast(value * scale, out_ptr.dtype.element_ty), mask=inside)
+
+
+def quantize_tensorwise(
+    x: Tensor, m: Tensor | None, format: str, transpose: bool, swiglu: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The reference's results as bytes: launches the tensorwise kernel, after that for amax unless `m` [1] is given.
+
+    `x` [m, n] with unit column stride, or with `swiglu` [m, 2 n], gate and up side by side.
+    """
+    rows, columns = x.shape[0], x.shape[1] // (1 + swiglu)
+    mantissa, bias, greatest, _ = FORMATS[format]
+    grid = (ceil_div(rows, SIDE), ceil_div(columns, SIDE))
+    q = x.new_empty((rows, columns), dtype=torch.uint8)
+    transposed = x.new_empty((columns, rows) if transpose else (0, 0), dtype=torch.uint8)
+    partial = x.new_zeros(max(1, grid[0] * grid[1]), dtype=torch.float32)
+    settings = (rows, columns, x.stride(0))
+    with on_device_of(x):
+        if m is None:
+            if q.numel():
+                amax_kernel[grid](x, partial, *settings, SWIGLU=swiglu, SIDE=SIDE, num_warps=8)
+            amax = partial.amax(0, keepdim=True)
+            m = reference.multiplier(amax, format)
+        if q.numel():
+            tensorwise_kernel[grid](
+                x,
+                m,
+                q,
+                transposed,
+                partial,
+                *settings,
+                SWIGLU=swiglu,
+                TRANSPOSE=transpose,
+                MANTISSA=mantissa,
+                BIAS=bias,
+                GREATEST=greatest,
+                SIDE=SIDE,
+                num_warps=16,
+            )
+    return q, 1 / m, transposed, partial.amax(0, keepdim=True)
+
+
+def quantize_blocks(
+    x: Tensor, format: str, layout: str, transpose: bool, swiglu: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The reference's results as bytes: launches the kernel for blocks; `x` as in `quantize_tensorwise`."""
+    rows, columns = x.shape[0], x.shape[1] // (1 + swiglu)
+    mantissa, bias, greatest, _ = FORMATS[format]
+    block_rows, group, scale_kind = LAYOUTS[layout]
+    q = x.new_empty((rows, columns), dtype=torch.uint8)
+    scale = x.new_empty((ceil_div(rows, block_rows), ceil_div(columns, group)), dtype=scale_dtype(layout))
+    transposed = x.new_empty((columns, rows) if transpose else (0, 0), dtype=torch.uint8)
+    other = (ceil_div(columns, block_rows), ceil_div(rows, group)) if transpose else (0, 0)
+    transposed_scale = x.new_empty(other, dtype=scale.dtype)
+    if q.numel():
+        with on_device_of(x):
+            blocks_kernel[(ceil_div(rows, SIDE), ceil_div(columns, SIDE))](
+                x,
+                q,
+                scale,
+                transposed,
+                transposed_scale,
+                rows,
+                columns,
+                x.stride(0),
+                SWIGLU=swiglu,
+                TRANSPOSE=transpose,
+                SQUARE=block_rows > 1,
+                GROUP=group,
+                SCALE=scale_kind,
+                MANTISSA=mantissa,
+                BIAS=bias,
+                GREATEST=greatest,
+                SIDE=SIDE,
+                num_warps=16,
+            )
+    return q, scale, transposed, transposed_scale
+
+
+def dequantize_blocks(q: Tensor, scale: Tensor, format: str, layout: str, dtype: torch.dtype) -> Tensor:
+    """Launches the kernel that turns codes back into numbers; see the reference."""
+    mantissa, bias, _, _ = FORMATS[format]
+    out = q.new_empty(q.shape, dtype=dtype)
+    if q.numel():
+        with on_device_of(q):
+            dequantize_kernel[(ceil_div(q.shape[0], SIDE), ceil_div(q.shape[1], SIDE))](
+                q,
+                scale,
+                out,
+                *q.shape,
+                BLOCK_ROWS=LAYOUTS[layout].rows,
+                BLOCK_COLUMNS=LAYOUTS[layout].columns,
+                E8M0=LAYOUTS[layout].scale == "e8m0",
+                MANTISSA=mantissa,
+                BIAS=bias,
+                SIDE=SIDE,
+                num_warps=16,
+            )
+    return out
+
+
+def scale_dtype(layout: str) -> torch.dtype:
+    """How the scales of a layout are stored: fp32, or the bytes of their exponents."""
+    return torch.uint8 if LAYOUTS[layout].scale == "e8m0" else torch.float32

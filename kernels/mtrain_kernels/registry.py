@@ -1,0 +1,163 @@
+"""The table of operations: who implements each, what it costs, at which shapes it is measured and compiled."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtrain_kernels.runtime import triton_obstacle
+
+log = logging.getLogger(__name__)
+
+
+class Unavailable(RuntimeError):
+    """A named implementation cannot run; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op; `obstacle(device)` says why it cannot run on tensors of a device, or None."""
+
+    name: str
+    obstacle: Callable[[torch.device], str | None]
+
+    def available(self, device: torch.device) -> str | None:
+        """None if usable on `device`, else the reason why it is not."""
+        return self.obstacle(device)
+
+
+REFERENCE = Implementation("reference", lambda device: None)
+TRITON = Implementation("triton", triton_obstacle)
+STANDARD = {i.name: i for i in (TRITON, REFERENCE)}  # in the order in which `auto` tries them
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a transformer layer that ops are measured at; `tokens` is the micro-batch in tokens."""
+
+    name: str
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    rope_dim: int
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int = 0
+    tokens: int = 8192
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        Model("llama3_8b", 4096, 14336, 32, 8, 128, 128256, 128),
+        Model("llama3_70b", 8192, 28672, 64, 8, 128, 128256, 128),
+        Model("qwen3_30b_a3b", 2048, 6144, 32, 4, 128, 151936, 128, experts=128, top_k=8, expert_ffn=768),
+        Model("deepseek_v3", 7168, 18432, 128, 128, 192, 129280, 64, experts=256, top_k=8, expert_ffn=2048),
+        Model("tiny", 64, 160, 4, 2, 16, 384, 16, experts=8, top_k=2, expert_ffn=48, tokens=32),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call must do at least: `bytes` read and written in device memory, `flops` in matrix products."""
+
+    bytes: int
+    flops: int = 0
+
+    def seconds(self, copy: float, gemm: float) -> float:
+        """The time limit on a device that copies `copy` bytes/s, both ways counted, and multiplies `gemm` FLOP/s."""
+        return max(self.bytes / copy, self.flops / gemm)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an op that is measured and stands in the table.
+
+    `make(model, device, dtype)` returns the keyword arguments, tensors to differentiate with requires_grad set;
+    `call(inputs, choice)` runs the op. `forward` and `backward` give its cost at a model in BF16; `backward` is
+    None for an op without gradients. `applies` is False for a model that has no such layer. `rivals` maps a
+    library's name to a function that takes the inputs and returns a call of that library without arguments, or
+    raises ImportError.
+    """
+
+    name: str
+    make: Callable[[Model, torch.device, torch.dtype], dict[str, Any]]
+    call: Callable[[dict[str, Any], str], Any]
+    forward: Callable[[Model], Cost]
+    backward: Callable[[Model], Cost] | None = None
+    applies: Callable[[Model], bool] = lambda model: True
+    rivals: Mapping[str, Callable[[dict[str, Any]], Callable[[], Any]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operation: its name, who implements it, the cases that are measured, and how its kernels are launched.
+
+    `launch(model)` launches every Triton kernel of the op on meta tensors of a model's shape, as training would;
+    `aot` records and compiles what is launched. `aot_models` are the shapes that CI compiles.
+    """
+
+    name: str
+    cases: tuple[Case, ...]
+    launch: Callable[[Model], None]
+    aot_models: tuple[str, ...] = ("llama3_70b",)
+    implementations: Mapping[str, Implementation] = field(default_factory=lambda: STANDARD)
+
+
+@functools.cache
+def ops() -> dict[str, Op]:
+    """Every op by name: the `OPS` of each folder's `op.py`."""
+    folder = Path(__file__).parent
+    found: dict[str, Op] = {}
+    for module in pkgutil.iter_modules([str(folder)]):
+        if module.ispkg and (folder / module.name / "op.py").exists():
+            for op in importlib.import_module(f"mtrain_kernels.{module.name}.op").OPS:
+                found[op.name] = op
+    return found
+
+
+@torch.compiler.assume_constant_result
+def pick(name: str, choice: str, device: torch.device, obstacle: str | None = None) -> str:
+    """`choose` by an op's name, returning the implementation alone; for use inside ops, also under torch.compile."""
+    return choose(ops()[name], choice, device, obstacle)[0]
+
+
+def choose(op: Op, choice: str, device: torch.device, obstacle: str | None = None) -> tuple[str, str]:
+    """The implementation that a `choice` names and the reason, which `auto` logs once.
+
+    `choice` is `auto` or the name of an implementation. `obstacle` is why this very input (a dtype, a width) is
+    beyond every implementation but the reference. Raises `Unavailable` where the named one cannot run, and
+    `ValueError` for a name that nobody has.
+    """
+    reasons = {
+        name: implementation.available(device) or (obstacle if name != "reference" else None)
+        for name, implementation in op.implementations.items()
+    }
+    if choice == "auto":
+        chosen = next(name for name, reason in reasons.items() if reason is None)
+        refused = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
+        reason = "; ".join(refused) or "the first that can run"
+        _say_once(f"{op.name} on {device.type}: {chosen} ({reason})")
+        return chosen, reason
+    if choice not in reasons:
+        raise ValueError(f"{op.name} has no implementation {choice!r}; choose one of auto, {', '.join(reasons)}")
+    if reasons[choice] is not None:
+        raise Unavailable(f"{op.name}: {choice} cannot run: {reasons[choice]}")
+    return choice, "named"
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    log.info(line)

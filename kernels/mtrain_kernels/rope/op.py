@@ -1,0 +1,208 @@
+"""Rotary position embedding with optional normalisation of each head: contract, gradients, registration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtrain_kernels.registry import Case, Cost, Model, Op, pick
+from mtrain_kernels.rope import reference
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+WIDEST = 1024
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+    choice: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`rotate` on queries and on keys, each head RMS-normalised before where there are weights.
+
+    `q` [..., s, n, d] and `k` [..., s, g, d]; `q_weight` and `k_weight` [d], both or neither. See `rotate`.
+    """
+    options: dict[str, Any] = {"positions": positions, "interleaved": interleaved, "eps": eps}
+    options |= {"zero_centered": zero_centered, "choice": choice}
+    return rotate(q, cos, sin, weight=q_weight, **options), rotate(k, cos, sin, weight=k_weight, **options)
+
+
+def rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+    choice: str = "auto",
+) -> Tensor:
+    """Turns pair i of the first r elements of each head by the angle of table entry i of the token's position.
+
+    `x` [s, n, d] or [b, s, n, d] in any strides, which a dense x hands to the result; `cos` and `sin` [p, r/2];
+    `positions` int [s] or [b, s]; `weight` [d] normalises each head first; all as in `reference.rotate`, in fp32,
+    fp16 or bf16 each. x and weight get gradients, the tables do not. A position outside of the table is an error of
+    the reference and gives no number under triton. `choice` is `reference`, `triton` or `auto`. Raises `ValueError`
+    where shapes do not fit or a table wants a gradient, `Unavailable` where the named implementation cannot run.
+    """
+    reference.require(x, cos, sin, positions, weight)
+    if cos.requires_grad or sin.requires_grad:
+        raise ValueError("the tables of cosines and sines get no gradient; detach them")
+    for other in (cos, sin, positions, weight):
+        if other is not None and other.device != x.device:
+            raise ValueError(f"x is on {x.device}, but a table, the positions or the weight on {other.device}")
+    if pick("rope", choice, x.device, _obstacle(x, cos, sin, weight)) == "reference":
+        return reference.rotate(
+            x, cos, sin, positions=positions, interleaved=interleaved, weight=weight, eps=eps,
+            zero_centered=zero_centered,
+        )  # fmt: skip
+    batched = x if x.ndim == 4 else x[None]
+    numbers = None if positions is None else positions.expand(batched.shape[:2])
+    y = _rope(batched, weight, cos, sin, numbers, interleaved, eps, zero_centered, False)
+    return y if x.ndim == 4 else y[0]
+
+
+def _obstacle(x: Tensor, *others: Tensor | None) -> str | None:
+    if x.shape[-1] > WIDEST:
+        return f"a head of {x.shape[-1]} elements is wider than {WIDEST}"
+    wrong = {str(t.dtype) for t in (x, *others) if t is not None and t.dtype not in DTYPES}
+    return f"{', '.join(sorted(wrong))} is none of fp32, fp16 and bf16" if wrong else None
+
+
+@torch.library.custom_op("mtrain::rope", mutates_args=())
+def _rope(
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    eps: float,
+    zero_centered: bool,
+    backward: bool,
+) -> Tensor:
+    from mtrain_kernels.rope import triton
+
+    return triton.forward(x, weight, cos, sin, positions, interleaved, eps, zero_centered, backward)
+
+
+@_rope.register_fake
+def _(x, weight, cos, sin, positions, interleaved, eps, zero_centered, backward):
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("mtrain::rope_norm_backward", mutates_args=())
+def _rope_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    eps: float,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor]:
+    from mtrain_kernels.rope import triton
+
+    return triton.backward(dy, x, weight, cos, sin, positions, interleaved, eps, zero_centered)
+
+
+@_rope_norm_backward.register_fake
+def _(dy, x, weight, cos, sin, positions, interleaved, eps, zero_centered):
+    return torch.empty_like(x), weight.new_empty(weight.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, cos, sin, positions, *ctx.options = inputs
+    ctx.save_for_backward(None if weight is None else x, weight, cos, sin, positions)
+
+
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, weight, cos, sin, positions = ctx.saved_tensors
+    interleaved, eps, zero_centered, backward = ctx.options
+    if weight is None:
+        dx, dweight = _rope(dy, None, cos, sin, positions, interleaved, eps, zero_centered, not backward), None
+    else:
+        dx, dweight = _rope_norm_backward(dy, x, weight, cos, sin, positions, interleaved, eps, zero_centered)
+    return dx, dweight, None, None, None, None, None, None, None
+
+
+_rope.register_autograd(_differentiate, setup_context=_save)
+
+
+def _launch(model: Model) -> None:
+    from mtrain_kernels.rope import triton
+
+    x = torch.empty((1, model.tokens, model.heads, model.head_dim), dtype=torch.bfloat16, device="meta")
+    table = torch.empty((model.tokens, model.rope_dim // 2), dtype=torch.float32, device="meta")
+    positions = torch.empty((1, model.tokens), dtype=torch.int64, device="meta")
+    triton.forward(x, None, table, table, positions, True, 0.0, False, False)
+    for options in ((None, False), (positions, True)):
+        triton.forward(x, x[0, 0, 0], table, table, *options, 1e-6, False, False)
+        triton.backward(x, x, x[0, 0, 0], table, table, *options, 1e-6, False)
+
+
+def _keys(model: Model) -> int:
+    """Latent attention turns a part that is split off each query, and one key for all heads."""
+    return model.kv_heads if model.rope_dim == model.head_dim else 1
+
+
+def _case(name: str, norm: bool) -> Case:
+    def make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+        def leaf(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device, dtype=dtype).requires_grad_()
+
+        angles = torch.outer(
+            torch.arange(model.tokens, device=device),
+            5e5 ** (-torch.arange(model.rope_dim // 2, device=device) * 2 / model.rope_dim),
+        )
+        inputs = {
+            "q": leaf(1, model.tokens, model.heads, model.rope_dim),
+            "k": leaf(1, model.tokens, _keys(model), model.rope_dim),
+            "cos": angles.cos(),
+            "sin": angles.sin(),
+        }
+        if norm:
+            inputs |= {"q_weight": leaf(model.rope_dim), "k_weight": leaf(model.rope_dim)}
+        return inputs
+
+    def moves(times: int) -> Any:
+        def cost(model: Model) -> Cost:
+            heads = model.tokens * (model.heads + _keys(model)) * model.rope_dim
+            return Cost(bytes=2 * times * heads + 4 * model.tokens * model.rope_dim)
+
+        return cost
+
+    return Case(
+        name,
+        make,
+        lambda inputs, choice: rope(**inputs, choice=choice),
+        forward=moves(2),
+        backward=moves(3 if norm else 2),
+        applies=lambda model: not norm or model.rope_dim == model.head_dim,
+        rivals={} if norm else {"liger": _liger},
+    )
+
+
+def _liger(inputs: dict[str, Any]) -> Any:
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb
+
+    q, k = (inputs[name].detach().transpose(1, 2).requires_grad_() for name in ("q", "k"))
+    cos, sin = (torch.cat((inputs[name],) * 2, dim=-1)[None].to(q.dtype) for name in ("cos", "sin"))
+    return lambda: liger_rotary_pos_emb(q, k, cos, sin)
+
+
+OPS = (Op("rope", cases=(_case("rope", False), _case("rope_qk_norm", True)), launch=_launch),)

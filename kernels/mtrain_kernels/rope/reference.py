@@ -1,0 +1,80 @@
+"""Definition of the rotary position embedding, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`rotate` on queries and on keys, each head RMS-normalised before where there are weights.
+
+    `q` [..., s, n, d] and `k` [..., s, g, d]; `q_weight` and `k_weight` [d], both or neither. See `rotate`.
+    """
+    options = {"positions": positions, "interleaved": interleaved, "eps": eps, "zero_centered": zero_centered}
+    return rotate(q, cos, sin, weight=q_weight, **options), rotate(k, cos, sin, weight=k_weight, **options)
+
+
+def rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+) -> Tensor:
+    """Turns pair i of the first r elements of each head by the angle of table entry i of the token's position.
+
+    (a, b) becomes (a cos - b sin, b cos + a sin). The pairs are elements (i, i + r/2), or (2i, 2i + 1) if
+    interleaved. `x` [s, n, d] or [b, s, n, d]; `cos` and `sin` [p, r/2] with r <= d, the other d - r elements stay.
+    `positions` [s] or [b, s] are integers that say which entry each token reads, 0 .. s-1 unless given. With `weight`
+    [d] each head is first normalised, `x / sqrt(mean(x^2) + eps) * w` with `w = weight`, or `1 + weight` if
+    zero-centered. Computed in fp32 for half precision; the result has x's dtype. Raises `ValueError` where shapes
+    do not fit. Source: Su et al. 2021, arXiv:2104.09864; normalised heads: arXiv:2302.05442.
+    """
+    require(x, cos, sin, positions, weight)
+    inner = torch.promote_types(x.dtype, torch.float32)
+    head = x.to(inner)
+    if weight is not None:
+        scale = weight.to(inner) + 1 if zero_centered else weight.to(inner)
+        head = head * torch.rsqrt(head.square().mean(-1, keepdim=True) + eps) * scale
+    c, s = (t.to(inner)[: x.shape[-3]] if positions is None else t.to(inner)[positions] for t in (cos, sin))
+    c, s = c.unsqueeze(-2), s.unsqueeze(-2)
+    half = cos.shape[-1]
+    turned, rest = head[..., : 2 * half], head[..., 2 * half :]
+    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
+    a, b = a * c - b * s, b * c + a * s
+    turned = torch.stack((a, b), dim=-1).flatten(-2) if interleaved else torch.cat((a, b), dim=-1)
+    return torch.cat((turned, rest), dim=-1).to(x.dtype)
+
+
+def require(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, weight: Tensor | None) -> None:
+    """Raises `ValueError` where x, tables, positions and weight do not belong together."""
+    if x.ndim not in (3, 4):
+        raise ValueError(f"x {tuple(x.shape)} must be [tokens, heads, head size] or have a batch before")
+    if cos.ndim != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} are no tables for x {tuple(x.shape)}")
+    if positions is None and cos.shape[0] < x.shape[-3]:
+        raise ValueError(f"the tables end at position {cos.shape[0]}, x has {x.shape[-3]} tokens")
+    if positions is not None:
+        if positions.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"positions are {positions.dtype}, not int32 or int64")
+        if positions.shape not in (x.shape[-3:-2], x.shape[:-2]):
+            raise ValueError(f"positions {tuple(positions.shape)} do not number the tokens of x {tuple(x.shape)}")
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight {tuple(weight.shape)} must be the last axis of x {tuple(x.shape)}")

@@ -1,0 +1,99 @@
+"""What a Triton kernel needs around it: is Triton there, is it interpreted, rounding, grids and rows."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+H200_PROCESSORS = 132
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+    @triton.jit
+    def cast(x, dtype: tl.constexpr):
+        """fp32 `x` rounded to nearest even in `dtype`; the interpreter would truncate to bfloat16."""
+        if INTERPRETED and dtype == tl.bfloat16:
+            bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+            rounded = tl.where(x == x, rounded, 0x7FC0)  # the carry would turn some NaN into infinity or zero
+            return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        return x.to(dtype)
+
+    @triton.jit
+    def to_bf16(x):
+        """fp32 `x` rounded to nearest even in bfloat16."""
+        return cast(x, tl.bfloat16)
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run in the interpreter; decided by TRITON_INTERPRET when this module is imported."""
+    return HAS_TRITON and INTERPRETED.value
+
+
+def triton_obstacle(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on tensors of `device`, or None; on meta tensors only shapes are worked out."""
+    if not HAS_TRITON:
+        return "triton is not installed"
+    if device.type == "meta" or interpreted():
+        return None
+    return _driver_obstacle(device)
+
+
+@functools.cache
+def _driver_obstacle(device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return "the tensors are on the CPU, where Triton runs only with TRITON_INTERPRET=1"
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} is older than sm_80"
+    try:
+        served = triton.runtime.driver.active.get_active_torch_device().type
+    except Exception as error:
+        return f"triton has no driver here: {error}"
+    return None if served == device.type else f"triton serves {served} here, the tensors are on {device.type}"
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many programs run side by side on `device`; an H200's number for meta tensors, 2 in the interpreter."""
+    if device.type == "meta":
+        return H200_PROCESSORS
+    if device.type == "cpu":
+        return 2
+    return torch.get_device_module(device).get_device_properties(device).multi_processor_count
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager:
+    """Makes x's GPU the current one, where Triton launches; does nothing for other tensors."""
+    return torch.cuda.device_of(x)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """`a / b` rounded up."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least `n` and 1."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def as_rows(x: Tensor, width: int) -> Tensor:
+    """`x` [..., width] as [rows, width] with unit stride along the row; copies only where no view does it."""
+    rows = x.reshape(-1, width) if x.numel() else x.new_empty((x.numel() // max(width, 1), width))
+    return rows if rows.stride(-1) == 1 or width == 1 else rows.contiguous()
+
+
+def tile(width: int, elements: int = 4096, per_warp: int = 1024) -> tuple[int, int, int]:
+    """Rows, columns and warps of a tile of whole rows of `width`: about `elements` of them, `per_warp` to a warp."""
+    columns = power_of_two(width)
+    rows = max(1, elements // columns)
+    return rows, columns, min(32, max(4, rows * columns // per_warp))

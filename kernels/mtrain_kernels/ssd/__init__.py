@@ -1,0 +1,1 @@
+"""The scan of Mamba-2 (state space duality)."""

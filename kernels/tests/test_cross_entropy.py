@@ -1,0 +1,165 @@
+"""Cross entropy against its definition, PyTorch's, and seeded bugs; the vocabulary whole and in parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from mtrain_kernels.cross_entropy import op, reference
+from mtrain_kernels.cross_entropy.reference import Terms
+from mtrain_kernels.parity import caught, check, layouts
+from mtrain_kernels.registry import Unavailable
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.support.forked import run_ranks
+
+MODULE = "mtrain_kernels.cross_entropy.triton"
+TERMS = {"plain": {}, "all": {"label_smoothing": 0.1, "z_loss": 1e-2, "soft_cap": 3.0}}
+
+
+def inputs(tokens: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rising = torch.linspace(0, vocab**0.2, vocab)  # so that a later block holds the maximum
+    logits = (2 * torch.randn(tokens, vocab, generator=generator) + rising).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    labels[1::4] = -100
+    return {"logits": logits, "labels": labels}
+
+
+def defined(logits: Tensor, labels: Tensor, **terms: Any) -> Tensor:
+    return reference.cross_entropy(logits, labels, Terms(logits.shape[-1], **terms))
+
+
+def run(choice: str, **terms: Any) -> Any:
+    return lambda logits, labels: op.cross_entropy(logits, labels, choice=choice, **terms)
+
+
+@pytest.mark.parametrize("choice", ["reference", "triton"])
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "vocab"), [(5, 77), (1, 1), (3, 10000), (0, 5)])
+def test_values_and_gradients_are_those_of_the_definition(choice, terms, dtype, tokens, vocab):
+    check(run(choice, **terms), lambda **kw: defined(**kw, **terms), inputs(tokens, vocab, dtype))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_the_definition_is_that_of_pytorch(smoothing):
+    given = inputs(6, 50, torch.float64)
+    check(
+        lambda **kw: defined(**kw, label_smoothing=smoothing),
+        lambda logits, labels: F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing),
+        given,
+    )
+
+
+def test_strides_do_not_matter():
+    given = inputs(4, 65, torch.float32)
+    for _, logits in layouts(given["logits"]):
+        check(run("triton"), defined, {**given, "logits": logits})
+
+
+def test_leading_dimensions_are_kept():
+    given = inputs(6, 9, torch.float32)
+    folded = op.cross_entropy(given["logits"].view(2, 3, 9), given["labels"].view(2, 3), choice="triton")
+    torch.testing.assert_close(folded.view(6), defined(**given))
+
+
+@pytest.mark.parametrize("choice", ["reference", "triton"])
+def test_what_is_not_finite_shows_in_its_row_alone(choice):
+    given = inputs(6, 40, torch.float32)
+    with torch.no_grad():
+        given["logits"][0, 3] = torch.nan
+        given["logits"][2, 5] = torch.inf
+        given["logits"][3, 7] = -torch.inf
+        given["logits"][4, :] = -torch.inf
+    check(run(choice), defined, given)
+
+
+@pytest.mark.parametrize("choice", ["reference", "triton"])
+def test_nothing_of_an_ignored_row_shows_not_even_nan(choice):
+    given = inputs(6, 40, torch.float32)
+    with torch.no_grad():
+        given["logits"][1, :] = torch.nan
+    losses = op.cross_entropy(**given, choice=choice)
+    losses.sum().backward()
+    assert losses[1] == 0
+    assert bool((given["logits"].grad[1] == 0).all())
+    assert losses.isfinite().all()
+
+
+@pytest.mark.parametrize("choice", ["reference", "triton"])
+def test_a_label_outside_the_vocabulary_makes_its_loss_nan(choice):
+    given = inputs(3, 10, torch.float32)
+    given["labels"] = torch.tensor([10, 2, -1])
+    losses = op.cross_entropy(**given, choice=choice)
+    assert losses.isnan().tolist() == [True, False, True]
+    losses[1].backward()
+    assert given["logits"].grad[1].isfinite().all()
+
+
+@pytest.mark.parametrize("choice", ["reference", "triton"])
+def test_opcheck(choice):
+    given = inputs(3, 40, torch.float32)
+    torch.library.opcheck(op._cross_entropy, (*given.values(), "", *Terms(40, 0.1, 1e-3, 5.0), choice))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('mask=column < columns, other=-float("inf")', "mask=column < columns, other=0.0"),
+        ("exponentials = exponentials * tl.exp(shift - following) +", "exponentials = exponentials +"),
+        ("tl.where(here, target, 0.0)", "target + 1e-3"),
+        ("gradient -= smoothing_share", "pass"),
+        ("1.0 + 2.0 * z_loss * lse", "1.0 + z_loss * lse"),
+        ("gradient *= 1.0 - bent * bent", "gradient *= 1.0 - bent"),
+        ("tl.where(label == ignore_index, 0.0, gradient * factor)", "gradient * factor"),
+        ("tl.where(column == label - first,", "tl.where(column == label - first + 1,"),
+        ("column, mask=inside, other=0.0)", "column, mask=column < columns - 1, other=0.0)"),
+    ],
+)
+def test_a_seeded_bug_is_noticed(old, new):
+    with caught(MODULE, old, new):
+        for terms in TERMS.values():
+            check(run("triton", **terms), lambda t=terms, **kw: defined(**kw, **t), inputs(3, 10000, torch.float32))
+
+
+def sharded(rank_inputs: dict[str, Tensor], choice: str, terms: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    import torch.distributed as dist
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    logits = rank_inputs["logits"].detach().chunk(ranks, dim=1)[rank].clone().requires_grad_()
+    losses = op.cross_entropy(logits, rank_inputs["labels"], group=dist.group.WORLD, choice=choice, **terms)
+    (losses * torch.arange(len(losses))).sum().backward()
+    return losses.detach(), logits.grad
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+def test_a_vocabulary_in_two_parts_is_the_whole(terms):
+    given = inputs(7, 66, torch.float32)
+    with torch.no_grad():
+        given["logits"][0, :33] = -torch.inf  # a part without any mass
+        given["labels"][0] = 40
+    weights = torch.arange(7)
+    losses = op.cross_entropy(**given, choice="reference", **terms)
+    (losses * weights).sum().backward()
+    parts = run_ranks(2, sharded, given, "reference", terms)
+    for part, _ in parts:
+        torch.testing.assert_close(part, losses.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(torch.cat([g for _, g in parts], 1), given["logits"].grad, rtol=1e-6, atol=1e-6)
+
+
+def test_what_does_not_fit_is_refused():
+    given = inputs(3, 10, torch.float32)
+    with pytest.raises(ValueError, match="one for each row"):
+        op.cross_entropy(given["logits"], given["labels"][:2])
+    with pytest.raises(ValueError, match="int64"):
+        op.cross_entropy(given["logits"], given["labels"].int())
+    with pytest.raises(ValueError, match="label_smoothing"):
+        op.cross_entropy(**given, label_smoothing=1.0)
+    with pytest.raises(ValueError, match="soft_cap"):
+        op.cross_entropy(**given, soft_cap=-1.0)
+    with pytest.raises(Unavailable, match="float64"):
+        op.cross_entropy(given["logits"].double(), given["labels"], choice="triton")

@@ -1,0 +1,153 @@
+"""The grouped product's kernels and torch's own against the definition."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from mtrain_kernels import parity
+from mtrain_kernels.grouped_gemm import op, reference
+from mtrain_kernels.registry import Unavailable
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS = "mtrain_kernels.grouped_gemm.triton"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+COUNTS = [[5], [3, 0, 2], [0, 0], [40, 1, 17, 0], [0, 30, 9]]
+SMALL_TILES = ("return min(max(power_of_two(size), 16), most)", "return 16")
+
+
+def inputs(
+    counts: list[int], sizes: tuple[int, int] = (19, 37), dtype: torch.dtype = torch.float32, rest: int = 0
+) -> dict[str, Any]:
+    """`sizes` are n and k; `rest` rows lie behind the last group."""
+    torch.manual_seed(0)
+    shapes = {"x": (sum(counts) + rest, sizes[1]), "weight": (len(counts), *sizes), "bias": (len(counts), sizes[0])}
+    found: dict[str, Any] = {n: torch.randn(s, device=DEVICE).to(dtype).requires_grad_() for n, s in shapes.items()}
+    return found | {"counts": torch.tensor(counts, device=DEVICE)}
+
+
+def compare(found: dict[str, Any], choice: str = "triton") -> None:
+    parity.check(partial(op.grouped_gemm, choice=choice), reference.grouped_gemm, found)
+
+
+def test_the_definition_is_that_of_the_grouped_layer_and_zeros_behind_it() -> None:
+    found = inputs([3, 0, 2], rest=2)
+    y = reference.grouped_gemm(**found)
+    layer = reference.grouped_linear(found["x"][:5], list(found["weight"]), [3, 0, 2], list(found["bias"]))
+    assert torch.equal(y[:5], layer)
+    assert y[5:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", COUNTS)
+def test_values_and_gradients_are_those_of_the_definition(counts: list[int], dtype: torch.dtype) -> None:
+    compare(inputs(counts, dtype=dtype, rest=3))
+    compare(inputs(counts, dtype=dtype) | {"bias": None})
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_torchs_product_gives_the_same(counts: list[int]) -> None:
+    compare(inputs(counts, (24, 40), torch.bfloat16, rest=3), "torch")
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (0, 4), (4, 0), (150, 20), (20, 150)])
+def test_sizes_may_be_anything(sizes: tuple[int, int]) -> None:
+    compare(inputs([2, 0, 3], sizes))
+    compare(inputs([0, 0], sizes))
+
+
+def test_programs_walk_over_many_tiles() -> None:
+    with parity.mutated(KERNELS, *SMALL_TILES):
+        compare(inputs([40, 0, 21], rest=18))
+
+
+def test_strides_do_not_matter() -> None:
+    found = inputs([3, 4])
+    layouts = {n: dict(parity.layouts(found[n])) for n in ("x", "weight", "bias")}
+    for name in layouts["x"]:
+        compare(found | {n: other[name] for n, other in layouts.items()})
+    half = inputs([3, 4], (8, 16), torch.bfloat16)
+    for _, x in parity.layouts(half["x"]):
+        compare(half | {"x": x}, "torch")
+
+
+def test_what_is_no_number_stays_in_its_row_and_group() -> None:
+    found = inputs([3, 0, 4], rest=2)
+    with torch.no_grad():
+        found["x"][1, 5], found["x"][8, 0] = float("nan"), float("inf")
+    y = op.grouped_gemm(**found, choice="triton")
+    assert y.isnan().any(1).tolist() == [False, True, *[False] * 7]
+    gradient = torch.autograd.grad(y[2:].sum(), found["weight"])[0]
+    assert gradient[2].isfinite().all()
+    assert gradient[1].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("mask=(r < end)[:, None] & (inner < k)[None, :]", "mask=(r < rows)[:, None] & (inner < k - 1)[None, :]"),
+        ("mask=(inner < k)[:, None] & (c < n)[None, :]", "mask=(inner < k - 1)[:, None] & (c < n)[None, :]"),
+        ("for g in range(GROUPS + 1)", "for g in range(GROUPS)"),
+        ("tl.cast(g, tl.int64) * stride_g", "tl.cast(0, tl.int64) * stride_g"),
+        ("first += tiles", "first += 1"),
+        ("start = end\n", "start = start\n"),
+        ("for i in range(start, end, R)", "for i in range(start, end - 1, R)"),
+        ("mask=(r < end)[:, None] & (b < k)", "mask=(r < rows)[:, None] & (b < k - 1)"),
+        ("tl.load(ends_ptr + g - 1)", "tl.load(ends_ptr + g)"),
+        ("stride_n, stride_k = stride_k, stride_n", "pass"),
+        ("total = _dot(d_y, x, total, EXACT)", "total = _dot(d_y, x, total * 0, EXACT)"),
+        ("total = _dot(x, w, total, EXACT)", "total = _dot(x, w, total * 0, EXACT)"),
+    ],
+)
+def test_a_seeded_bug_is_caught(old: str, new: str) -> None:
+    with parity.mutated(KERNELS, *SMALL_TILES), parity.caught(KERNELS, old, new):
+        compare(inputs([17, 0, 2, 3], (19, 19), rest=2))
+
+
+@pytest.mark.parametrize("implementation", ["triton", "torch"])
+def test_torch_accepts_the_registration(implementation: str) -> None:
+    found = inputs([3, 0, 2], (8, 16), torch.bfloat16, rest=3)
+    ends = found["counts"].cumsum(0).int()
+    torch.library.opcheck(op._grouped, (found["x"], found["weight"], ends, implementation), rtol=1e-2, atol=1e-2)
+
+
+def test_a_compiled_function_gives_the_same_gradient() -> None:
+    def loss(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
+        return op.grouped_gemm(x, weight, counts, bias, choice="triton").square().sum()
+
+    found = inputs([3, 0, 2])
+    leaves = [found[n] for n in ("x", "weight", "bias")]
+    plain = torch.autograd.grad(loss(**found), leaves)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(**found), leaves), plain)
+
+
+def test_the_named_one_runs_or_says_why_not() -> None:
+    with pytest.raises(Unavailable, match="bfloat16"):
+        op.grouped_gemm(**inputs([2]), choice="torch")
+    with pytest.raises(Unavailable, match="16 bytes"):
+        op.grouped_gemm(**inputs([2], dtype=torch.bfloat16), choice="torch")
+    with pytest.raises(ValueError, match="no implementation 'cublas'"):
+        op.grouped_gemm(**inputs([2]), choice="cublas")
+    wide = inputs([2], dtype=torch.float64)
+    with pytest.raises(Unavailable, match="float64"):
+        op.grouped_gemm(**wide, choice="triton")
+    assert op.grouped_gemm(**wide).dtype == torch.float64
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    found = inputs([2, 3])
+    for change, said in (
+        ({"x": found["x"][:, 1:]}, "groups, n, k"),
+        ({"weight": found["weight"].half()}, "one dtype"),
+        ({"counts": found["counts"][1:]}, "integers"),
+        ({"counts": found["counts"].float()}, "integers"),
+        ({"bias": found["bias"][1:]}, "bias"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            op.grouped_gemm(**found | change)
+    with pytest.raises(ValueError, match="do not fit"):
+        op.grouped_gemm(**found | {"counts": found["counts"] + 1}, choice="reference")

@@ -1,0 +1,72 @@
+"""The laws of this package: each failure message is the sentence that explains the law."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted((ROOT / "mtrain_kernels").rglob("*.py")) + sorted((ROOT / "bench").rglob("*.py"))
+STANDARD = {"torch", "triton", "numpy", "mtrain_kernels"}
+RIVALS = {
+    "liger_kernel",
+    "transformer_engine",
+    "matplotlib",
+    "mamba_ssm",
+    "causal_conv1d",
+    "flash_attn",
+    "flash_attn_interface",
+    "fla",
+}
+KERNEL_LINES, FUNCTION_LINES, FILE_LINES = 120, 60, 400
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_stays_readable(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    lines = len(path.read_text().splitlines())
+    assert lines <= FILE_LINES, f"{path} has {lines} lines: cut it where its ideas part"
+    assert ast.get_docstring(tree), f"{path} has no docstring"
+    assert path.stem not in ("utils", "helpers", "common", "manager"), f"{path}: a name says what is in the file"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+            length = (node.end_lineno or 0) - node.lineno + 1
+            allowed = KERNEL_LINES if kernel else FUNCTION_LINES
+            if isinstance(node, ast.FunctionDef):
+                assert length <= allowed, (
+                    f"{path}:{node.lineno}: {node.name} has {length} lines, {allowed} are readable"
+                )
+            if node in tree.body and not node.name.startswith("_"):
+                assert ast.get_docstring(node), f"{path}:{node.lineno}: {node.name} has no docstring"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_package_stands_alone(path: Path) -> None:
+    """Rivals are imported only where they are called, so that nobody needs them."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        modules = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+        modules += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        for module in (name.split(".")[0] for name in modules):
+            known = module in STANDARD or module in sys.stdlib_module_names
+            late = module in RIVALS and node not in tree.body
+            assert known or late, (
+                f"{path}:{node.lineno} imports {module}; the package needs torch, triton and numpy only"
+            )
+
+
+def test_triton_is_imported_where_kernels_are_and_nowhere_at_import_of_an_op() -> None:
+    """Without Triton every op must still import, and run through its definition."""
+    for path in FILES:
+        if path.parent.name == "bench" or path.stem.endswith("triton") or path.stem == "runtime":
+            continue
+        for node in ast.parse(path.read_text()).body:
+            names = [name.name for name in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any("triton" in name.split(".") for name in names), (
+                f"{path}:{node.lineno}: import triton inside the function that launches"
+            )

@@ -1,0 +1,252 @@
+"""Linear layer and cross entropy in one: values, gradients, memory, speed, tensor and sequence parallelism."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mtrain_kernels.cross_entropy.reference import Terms
+from mtrain_kernels.linear_cross_entropy import op, reference
+from mtrain_kernels.parity import caught, check
+from torch import Tensor
+
+from tests.support.forked import run_ranks
+
+TERMS = {"plain": {}, "all": {"label_smoothing": 0.1, "z_loss": 1e-2, "soft_cap": 3.0}}
+
+
+def inputs(tokens: int, width: int, vocab: int, dtype: torch.dtype, weighted: bool = True) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(tokens, width, generator=generator).to(dtype)
+    weight = (0.3 * torch.randn(vocab, width, generator=generator)).to(dtype)
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    labels[1::4] = -100
+    given = {"hidden": hidden.requires_grad_(), "weight": weight.requires_grad_(), "labels": labels}
+    if weighted:
+        token_weights = torch.rand(tokens, generator=generator) * 1e-3
+        token_weights[2::5] = 0
+        given["token_weights"] = token_weights.requires_grad_()
+    return given
+
+
+def summed(choice: str, **options: Any) -> Any:
+    return lambda **kw: op.linear_cross_entropy(**kw, choice=choice, **options)
+
+
+def defined(hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, **terms: Any) -> Any:
+    total, losses = reference.linear_cross_entropy(
+        hidden, weight, labels, token_weights, Terms(weight.shape[0], **terms)
+    )
+    return total, losses.detach()
+
+
+def defined_tokens(hidden: Tensor, weight: Tensor, labels: Tensor, **terms: Any) -> Tensor:
+    ones = hidden.new_ones(labels.shape)
+    return reference.linear_cross_entropy(hidden, weight, labels, ones, Terms(weight.shape[0], **terms))[1]
+
+
+@pytest.mark.parametrize("choice", ["reference", "triton"])
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("tokens", "chunk"), [(7, 3), (1, None), (0, None)])
+def test_values_and_gradients_are_those_of_the_definition(choice, terms, dtype, tokens, chunk):
+    # logits in half precision are rounded before the loss, which the definition in fp64 does not do
+    tolerance = None if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    given = inputs(tokens, 24, 45, dtype)
+    check(summed(choice, chunk=chunk, **terms), lambda **kw: defined(**kw, **terms), given, tolerance=tolerance)
+    given.pop("token_weights")
+    check(
+        lambda **kw: op.token_cross_entropy(**kw, chunk=chunk, choice=choice, **terms),
+        lambda **kw: defined_tokens(**kw, **terms),
+        given,
+        tolerance=tolerance,
+    )
+
+
+def test_fp64_in_the_reference():
+    given = {
+        k: v.detach().double() if v.is_floating_point() else v for k, v in inputs(5, 8, 13, torch.float32).items()
+    }
+    given = {k: v.requires_grad_(v.is_floating_point()) for k, v in given.items()}
+    check(summed("reference", chunk=2), defined, given)
+
+
+def test_a_mask_of_zeros_and_ones_changes_no_bit_of_the_other_gradients():
+    given = inputs(6, 16, 33, torch.bfloat16)
+    mask = torch.tensor([1.0, 1, 0, 1, 0, 1])
+    total, _ = op.linear_cross_entropy(given["hidden"], given["weight"], given["labels"], mask, chunk=6)
+    total.backward()
+    kept = mask.bool()
+    short, _ = op.linear_cross_entropy(
+        given["hidden"].detach()[kept].requires_grad_(), given["weight"].detach().requires_grad_(),
+        given["labels"][kept], mask[kept],
+    )  # fmt: skip
+    assert torch.equal(total, short)
+    assert bool((given["hidden"].grad[~kept] == 0).all())
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_a_frozen_input_gets_no_gradient_and_costs_none(frozen):
+    given = inputs(5, 8, 13, torch.float32)
+    given[frozen].requires_grad_(False)
+    check(summed("reference"), defined, given)
+    given.pop("token_weights")
+    check(op.token_cross_entropy, defined_tokens, given)
+
+
+def test_a_second_backward_is_refused():
+    total, _ = op.linear_cross_entropy(**inputs(5, 8, 13, torch.float32))
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="no second backward"):
+        total.backward()
+
+
+@pytest.mark.parametrize("choice", ["reference", "triton"])
+def test_opcheck(choice):
+    given = inputs(4, 8, 40, torch.float32)
+    settings = ("", False, *Terms(40, 0.1, 1e-3, 5.0), 3)
+    torch.library.opcheck(op._linear_cross_entropy, (*given.values(), *settings, True, True, False, False, choice))
+    given.pop("token_weights")
+    torch.library.opcheck(op._token_cross_entropy, (*given.values(), *settings, False, choice))
+
+
+def test_what_is_not_finite_shows():
+    given = inputs(6, 8, 20, torch.float32)
+    with torch.no_grad():
+        given["hidden"][0, 0] = torch.nan
+        given["hidden"][1] = torch.nan  # ignored
+    total, losses = op.linear_cross_entropy(**given)
+    total.backward()
+    assert total.isnan()
+    assert losses.isnan().tolist() == [True, *[False] * 5]
+    assert bool((given["hidden"].grad[1] == 0).all())
+    assert bool(given["hidden"].grad[2:].isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("gradient.mul_(slope)", "pass"),
+        ("dlogits @ weight, factors[part]", "dlogits @ weight, factors[:1]"),
+        ("hidden[part] * factors[part]", "hidden[part] * factors[0]"),
+        ("range(0, len(labels), rows)", "range(0, len(labels) - 1, rows)"),
+        ("here * factors", "factors"),
+    ],
+)
+def test_a_seeded_bug_is_noticed(old, new):
+    import mtrain_kernels.linear_cross_entropy.reference as module
+
+    if old == "here * factors":  # only a part of the vocabulary has labels that are elsewhere
+        given = inputs(6, 8, 20, torch.float32)
+        weight = given["weight"].detach()
+
+        def local(chunks: Any) -> Tensor:
+            with torch.no_grad():
+                return chunks(given["hidden"] @ weight[:10].T, given["labels"], 0, Terms(20))[1](
+                    torch.ones(6), torch.ones(6)
+                )
+
+        wanted = local(module.ReferenceChunks())
+        with caught(module.__name__, old, new):
+            assert torch.equal(local(sys.modules[module.__name__].ReferenceChunks()), wanted)
+        return
+    with caught(module.__name__, old, new):
+        variant = sys.modules[module.__name__]
+        before = op.chunked, op.ReferenceChunks
+        op.chunked, op.ReferenceChunks = variant.chunked, variant.ReferenceChunks
+        try:
+            for terms in TERMS.values():
+                given = inputs(7, 8, 20, torch.float32)
+                check(summed("reference", chunk=3, **terms), lambda t=terms, **kw: defined(**kw, **t), given)
+        finally:
+            op.chunked, op.ReferenceChunks = before
+
+
+def sharded(given: dict[str, Tensor], sequence_parallel: bool, terms: dict[str, Any], tokens: bool) -> Any:
+    import torch.distributed as dist
+
+    rank, group = dist.get_rank(), dist.group.WORLD
+    weight = given["weight"].detach().chunk(2)[rank].clone().requires_grad_()
+    hidden = given["hidden"].detach()
+    hidden = (hidden.chunk(2)[rank] if sequence_parallel else hidden).clone().requires_grad_()
+    options = {"group": group, "sequence_parallel": sequence_parallel, "chunk": 3, **terms}
+    if tokens:
+        losses = op.token_cross_entropy(hidden, weight, given["labels"], **options)
+        total = (losses * given["token_weights"].detach()).sum()
+    else:
+        total, losses = op.linear_cross_entropy(
+            hidden, weight, given["labels"], given["token_weights"].detach(), **options
+        )
+    total.backward()
+    return total.detach(), losses.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("tokens", [False, True], ids=["sum", "tokens"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2sp"])
+def test_a_vocabulary_in_two_parts_is_the_whole(sequence_parallel, tokens):
+    terms = TERMS["all"]
+    given = inputs(8, 24, 46, torch.float32)
+    given["token_weights"] = given["token_weights"].detach() * 1e3
+    total, losses = op.linear_cross_entropy(**given, **terms)
+    total.backward()
+    parts = run_ranks(2, sharded, given, sequence_parallel, terms, tokens)
+    close = {"rtol": 1e-6, "atol": 1e-6}
+    for part_total, part_losses, _, _ in parts:
+        torch.testing.assert_close(part_total, total.detach(), **close)
+        torch.testing.assert_close(part_losses, losses, **close)
+    torch.testing.assert_close(torch.cat([p[3] for p in parts]), given["weight"].grad, **close)
+    if sequence_parallel:
+        torch.testing.assert_close(torch.cat([p[2] for p in parts]), given["hidden"].grad, **close)
+    else:
+        for part in parts:
+            torch.testing.assert_close(part[2], given["hidden"].grad, **close)
+
+
+MEASURE = """
+import re, sys, torch
+from pathlib import Path
+from torch.nn import functional as F
+from mtrain_kernels.linear_cross_entropy.op import linear_cross_entropy
+torch.set_num_threads(1)
+tokens, width, vocab = map(int, sys.argv[1:])
+hidden = torch.randn(tokens, width).bfloat16().requires_grad_()
+weight = torch.randn(vocab, width).bfloat16().requires_grad_()
+labels = torch.randint(0, vocab, (tokens,))
+share = torch.full((tokens,), 1 / tokens)
+
+def kib(key):
+    return int(re.search(key + r":\\s+(\\d+)", Path("/proc/self/status").read_text()).group(1))
+
+def peak(loss):
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
+    before = kib("VmRSS")
+    loss().backward()
+    hidden.grad = weight.grad = None
+    return (kib("VmHWM") - before) / 1024
+
+print(peak(lambda: linear_cross_entropy(hidden, weight, labels, share, choice="reference")[0]))
+print(peak(lambda: F.cross_entropy(F.linear(hidden, weight), labels)))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads peak memory from Linux's /proc")
+def test_the_logits_are_never_held_whole():
+    tokens, width, vocab = 4096, 64, 16000
+    said = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tokens), str(width), str(vocab)],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    fused, plain = map(float, said.split())
+    logits = 2 * tokens * vocab / 2**20  # 125 MiB in bf16
+    gradients = 2 * (tokens + vocab) * width / 2**20
+    assert plain > 2 * logits, said
+    chunk = 6 * op.CHUNK_ELEMENTS["cpu"] / 2**20  # logits in bf16 and in fp32
+    assert fused < chunk + 2 * gradients + 40, said  # 40 MiB: what a first matrix product takes for itself
+    assert fused < plain / 2, said

@@ -1,0 +1,163 @@
+"""The norms' kernels against their definition: values, every gradient, strides, tails, seeded bugs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from mtrain_kernels import parity
+from mtrain_kernels.norm import op, reference
+from mtrain_kernels.registry import Unavailable
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS = "mtrain_kernels.norm.triton"
+FUNCTIONS = ["rms_norm", "rms_norm_residual", "layer_norm", "layer_norm_residual"]
+SHAPES = [(1,), (7,), (3, 1), (2, 3, 64), (0, 8), (2, 0), (33, 300), (3, 9000)]
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype).requires_grad_()
+
+
+def inputs(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, bias: bool = True
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    found: dict[str, Any] = {"x": leaf(*shape, dtype=dtype)}
+    if "residual" in name:
+        found["residual"] = leaf(*shape, dtype=dtype)
+    found["weight"] = leaf(shape[-1], dtype=dtype)
+    if "layer" in name:
+        found["bias"] = leaf(shape[-1], dtype=dtype) if bias else None
+    return found
+
+
+def compare(name: str, found: dict[str, Any], zero_centered: bool = False) -> None:
+    options = {"eps": 0.1, "zero_centered": zero_centered}
+    kernel = partial(getattr(op, name), choice="triton", **options)
+    parity.check(kernel, partial(getattr(reference, name), **options), found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_value_and_gradients_are_those_of_the_definition(name: str, dtype: torch.dtype) -> None:
+    for i, shape in enumerate(SHAPES):
+        compare(name, inputs(name, shape, dtype, bias=i % 2 == 0), zero_centered=i % 3 == 0)
+
+
+def test_programs_that_walk_over_several_tiles_add_up_the_weight_gradient() -> None:
+    compare("layer_norm_residual", inputs("layer_norm_residual", (3000, 17)))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_strides_do_not_matter(name: str) -> None:
+    found = inputs(name, (3, 4, 40))
+    others = [dict(parity.layouts(value)) for value in found.values()]
+    for layout in others[0]:
+        compare(name, {n: other[layout] for n, other in zip(found, others, strict=True)})
+
+
+def test_strides_of_gradients_do_not_matter() -> None:
+    x, weight = leaf(6, 5), leaf(5)
+    for choice in ("triton", "reference"):
+        op.rms_norm(x, weight, 1e-5, choice=choice).T[::2].sum().backward()
+    x.grad, doubled = None, x.grad
+    op.rms_norm(x, weight, 1e-5, choice="reference").T[::2].sum().backward()
+    torch.testing.assert_close(doubled, 2 * x.grad)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_no_number_stays_in_its_row(name: str) -> None:
+    found = inputs(name, (6, 40))
+    with torch.no_grad():
+        found["x"][1, 3], found["x"][4, 0] = float("nan"), float("inf")
+    compare(name, found)
+
+
+def test_the_residual_keeps_its_own_dtype() -> None:
+    found = inputs("rms_norm_residual", (5, 24), torch.bfloat16) | {"residual": leaf(5, 24)}
+    compare("rms_norm_residual", found)
+    normed, total = op.rms_norm_residual(**found, eps=1e-3, choice="triton")
+    assert (normed.dtype, total.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_a_weight_may_be_wider_than_its_input() -> None:
+    for name in FUNCTIONS:
+        compare(name, inputs(name, (5, 24), torch.bfloat16) | {"weight": leaf(24)})
+
+
+def test_a_residual_that_alone_is_used_gets_its_gradient() -> None:
+    found = inputs("rms_norm_residual", (5, 24))
+    _, total = op.rms_norm_residual(**found, eps=1e-3, choice="triton")
+    gradients = torch.autograd.grad(total.sum(), list(found.values()), allow_unused=True)
+    assert all(torch.equal(g, torch.ones_like(g)) for g in gradients[:2])
+    assert gradients[2] is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("mask=inside, other=0.0)", "mask=inside, other=1.0)"),
+        ("/ width + eps", "/ COLUMNS + eps"),
+        ("x = tl.where(inside, x - mean[:, None], 0.0)", "x = x - mean[:, None]"),
+        ("y = x * rstd[:, None] * weight", "y = x * rstd[:, None]"),
+        ("weight += 1.0", "weight += 0.0"),
+        ("ceil_div(rows, tile_rows),)", "rows // tile_rows,)"),
+        ("dweight += tl.sum", "dweight = tl.sum"),
+        ("dbias += tl.sum", "dbias -= tl.sum"),
+        ("dx -= middle", "dx -= 0 * middle"),
+        ("normed * along", "0 * normed * along"),
+        ("dx *= rstd", "dx *= 1.0"),
+        ("dx += tl.load(dtotal_ptr", "dx += 0 * tl.load(dtotal_ptr"),
+    ],
+)
+def test_a_seeded_bug_is_caught(old: str, new: str) -> None:
+    with parity.caught(KERNELS, old, new):
+        compare("layer_norm_residual", inputs("layer_norm_residual", (1100, 33)), zero_centered=True)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_torch_accepts_the_registration(full: bool) -> None:
+    found = inputs("layer_norm_residual" if full else "rms_norm", (5, 17))
+    arguments = (found["x"], found.get("residual"), found["weight"], found.get("bias"), 1e-5, False, full)
+    torch.library.opcheck(op._norm, arguments)
+    _, total, mean, rstd = (t.detach() for t in op._norm(*arguments))
+    x, dtotal = (total, total) if full else (found["x"].detach(), None)
+    backward = (x, dtotal, x, found["weight"].detach(), mean, rstd, full, False, full)
+    torch.library.opcheck(op._norm_backward, backward, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_compiled_function_gives_the_same_gradient() -> None:
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        return op.rms_norm(x, weight, 1e-5, choice="triton").square().sum()
+
+    x, weight = leaf(5, 17), leaf(17)
+    plain = torch.autograd.grad(loss(x, weight), [x, weight])
+    compiled = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(x, weight), [x, weight])
+    torch.testing.assert_close(compiled, plain)
+
+
+def test_meta_tensors_get_their_shapes() -> None:
+    x, weight = torch.empty(4, 6, device="meta", dtype=torch.bfloat16), torch.empty(6, device="meta")
+    normed, total = op.rms_norm_residual(x, x.float(), weight, 1e-5, choice="triton")
+    assert (normed.shape, normed.dtype, total.dtype) == (x.shape, torch.bfloat16, torch.float32)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="last axis"):
+        op.rms_norm(leaf(2, 4), leaf(3), 1e-5)
+    with pytest.raises(ValueError, match="one shape"):
+        op.layer_norm(leaf(2, 4), leaf(4), leaf(3), 1e-5)
+    with pytest.raises(ValueError, match="one shape"):
+        op.rms_norm_residual(leaf(2, 4), leaf(4), leaf(4), 1e-5)
+    with pytest.raises(Unavailable, match="float64 is none of"):
+        op.rms_norm(leaf(2, 4).double(), leaf(4), 1e-5, choice="triton")
+    with pytest.raises(Unavailable, match="wider than"):
+        op.rms_norm(leaf(1, 40000), leaf(40000), 1e-5, choice="triton")
+    assert op.rms_norm(leaf(1, 40000), leaf(40000), 1e-5).shape == (1, 40000)

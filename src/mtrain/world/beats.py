@@ -1,0 +1,44 @@
+"""Progress of this rank, as cheaply as it can be noted: what the watchdog looks at. Needs no torch."""
+
+from __future__ import annotations
+
+
+class Pulse:
+    """How far this rank's main thread has come. Written by that thread alone, read by the watchdog's."""
+
+    __slots__ = ("count", "phase", "step", "ticks")
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Milestones passed; every rank passes the same ones in the same order."""
+        self.ticks = 0
+        """Signs of life between milestones, as many as this rank's work has."""
+        self.phase = "start"
+        """What the last milestone began."""
+        self.step = 0
+        """The step that was begun last, from 1; 0: none yet."""
+
+    @property
+    def place(self) -> str:
+        """Step and phase in words."""
+        return f"step {self.step}, {self.phase}" if self.step else self.phase
+
+
+pulse = Pulse()
+
+
+def beat(phase: str) -> None:
+    """Note that `phase` begins, which it does on every rank."""
+    pulse.count += 1
+    pulse.phase = phase
+
+
+def begin_step(number: int) -> None:
+    """Note that a step begins, on every rank."""
+    pulse.step = number
+    beat("data")
+
+
+def tick() -> None:
+    """Note progress within a phase, as a rank makes it that has more to do there than another."""
+    pulse.ticks += 1

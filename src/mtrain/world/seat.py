@@ -1,0 +1,74 @@
+"""Which rank this process is, as torchrun, the local launcher and their like say it: in the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mtrain.errors import BadEnvironment, MtrainError
+
+LISTEN_FD = "MTRAIN_LISTEN_FD"
+"""Descriptor of a socket that already listens, from the local launcher: rank 0 serves the rendezvous on it."""
+
+End = Callable[[MtrainError, bool], None]
+"""Ends the process, from any thread, and does not return; told whether this is the rank that says why."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's number, and where it finds the others."""
+
+    rank: int
+    size: int
+    local_rank: int
+    host: str | None
+    """Where the store is served; None: this process is on its own, or torch.distributed is initialised already."""
+    port: int
+    launcher_serves: bool
+    """The store is the launcher's; else rank 0 serves it."""
+    listen_fd: int | None
+
+    @classmethod
+    def here(cls, environment: Mapping[str, str] = os.environ) -> Seat:
+        """The seat of this process; a process that nobody launched is rank 0 of 1.
+
+        Raises:
+            BadEnvironment: a variable is no number, or RANK is not below WORLD_SIZE.
+        """
+        rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
+        if rank >= size:
+            raise BadEnvironment(f"RANK is {rank} and WORLD_SIZE {size}: ranks are numbered from 0 to {size - 1}")
+        agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(
+            rank=rank,
+            size=size,
+            local_rank=_number(environment, "LOCAL_RANK", 0),
+            host=environment.get("MASTER_ADDR", "127.0.0.1") if "MASTER_PORT" in environment else None,
+            port=_number(environment, "MASTER_PORT", 0),
+            launcher_serves=agent,
+            listen_fd=_number(environment, LISTEN_FD, 0) if LISTEN_FD in environment and rank == 0 else None,
+        )
+
+    @property
+    def serves(self) -> bool:
+        """Whether the store is to live in this process."""
+        return self.rank == 0 and not self.launcher_serves
+
+    @property
+    def server(self) -> str:
+        """Who serves the store, for messages."""
+        who = "the launcher's store" if self.launcher_serves else "rank 0"
+        return f"{who} at {self.host}:{self.port}" if self.host else who
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank prints what all ranks of its machine know."""
+        return self.rank == 0 or self.local_rank == 0
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, str(default))
+    if not text.isdigit():
+        raise BadEnvironment(f"{name} is {text!r} in the environment: a launcher sets a number there")
+    return int(text)

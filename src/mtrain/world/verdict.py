@@ -1,0 +1,200 @@
+"""Whether the ranks that came make one world, and if not, why: who is absent, who came twice, what differs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from typing import Any
+
+from mtrain.errors import BadEnvironment, show
+
+MAX_LINES = 20
+CONFIGURATION = "configuration"
+
+
+class Refused(BadEnvironment):
+    """The ranks make no world; the same on every rank that came. `speaks`: it is for this one to print it."""
+
+    def __init__(self, text: str, *, speaks: bool) -> None:
+        super().__init__(text)
+        self.speaks = speaks
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a rank says of itself when it comes."""
+
+    rank: int
+    size: int
+    """Its WORLD_SIZE."""
+    host: str
+    pid: int
+    digest: str = ""
+    """Digest of its configuration; empty where it has none that can be run."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What must be the same everywhere beside the configuration: versions, grid, device."""
+
+    def text(self) -> str:
+        """The card as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, text: str | bytes) -> Card:
+        """The card that `text` made."""
+        return cls(**json.loads(text))
+
+    @property
+    def who(self) -> str:
+        """The rank, and where it is found."""
+        return f"rank {self.rank} ({self.process})"
+
+    @property
+    def process(self) -> str:
+        """Where it is found."""
+        return f"{self.host}, process {self.pid}"
+
+    @property
+    def signature(self) -> tuple[str, ...]:
+        """All that must be the same on every rank."""
+        return (self.digest, *(f"{k} {v}" for k, v in sorted(self.facts.items())))
+
+
+@dataclass
+class Roll:
+    """Who came so far, in the order of coming."""
+
+    cards: list[Card] = field(default_factory=list)
+    ready: set[int] = field(default_factory=set)
+    """Positions in `cards` of those that have imported what they need."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Positions of those that will not take part, with the reason."""
+
+    def absent(self, size: int) -> list[int]:
+        """Ranks of a world of `size` that did not come."""
+        return sorted(set(range(size)) - {card.rank for card in self.cards})
+
+    def unready(self) -> list[Card]:
+        """Those that came and still import."""
+        return [c for i, c in enumerate(self.cards) if i not in self.ready and i not in self.failed]
+
+    def is_wrong(self) -> bool:
+        """Whether no further rank can make this a world."""
+        able = [card for i, card in enumerate(self.cards) if i not in self.failed]
+        return (
+            bool(self.failed)
+            or len({card.rank for card in self.cards}) < len(self.cards)
+            or len({card.size for card in self.cards}) > 1
+            or len({card.signature for card in able}) > 1
+        )
+
+    def is_world(self, size: int) -> bool:
+        """Whether all of `size` ranks are here and ready."""
+        return not self.is_wrong() and len(self.ready) == size
+
+
+def faults(roll: Roll, config_of: Callable[[str], dict[str, Any] | None]) -> list[str]:
+    """What is wrong with those who came; `config_of` gives the flat configuration of a digest, where known."""
+    found = [f"{roll.cards[i].who} ended before it was ready: {text}" for i, text in sorted(roll.failed.items())]
+    for rank, cards in _by_rank(roll.cards):
+        if len(cards) > 1:
+            found.append(f"RANK {rank} came {_times(len(cards))}: {' and '.join(c.process for c in cards)}")
+    sizes = Counter(card.size for card in roll.cards)
+    if len(sizes) > 1:
+        each = [f"{size} on {_named(c for c in roll.cards if c.size == size)}" for size, _ in sizes.most_common()]
+        found.append(f"WORLD_SIZE differs: {', '.join(each)}\n  fix: start every rank with the same WORLD_SIZE")
+    else:
+        found += _differences([card for i, card in enumerate(roll.cards) if i not in roll.failed], config_of)
+    return found
+
+
+def absence(roll: Roll, size: int, waited_s: float) -> str:
+    """Who did not come, and who did."""
+    absent = roll.absent(size)
+    hosts = [
+        f"{_numbers(c.rank for c in cards)} on {host}"
+        for host, cards in groupby(sorted(roll.cards, key=lambda c: (c.host, c.rank)), lambda c: c.host)
+    ]
+    more = f" and {len(hosts) - 8} more machines" if len(hosts) > 8 else ""
+    plural = "s" if len(absent) > 1 else ""
+    return (
+        f"rank{plural} {_listed(absent)} of {size} did not arrive within {waited_s:g} s; "
+        f"arrived: {', '.join(hosts[:8])}{more}\n"
+        f"  fix: see why {'they do' if plural else 'it does'} not start, or, where machines start further apart, "
+        f"trainer.join_timeout_s={waited_s * 10:g}"
+    )
+
+
+def unreadiness(roll: Roll, waited_s: float) -> str:
+    """Who came and is still not ready."""
+    late = sorted(roll.unready(), key=lambda card: card.rank)
+    names = ", ".join(card.who for card in late[:8]) + (f" and {len(late) - 8} more" if len(late) > 8 else "")
+    return (
+        f"{names} arrived, but {'were' if len(late) > 1 else 'was'} not ready within {waited_s:g} s: "
+        "still importing, stopped or dead\n"
+        "  fix: see what holds it; where imports take long, a larger trainer.join_timeout_s (twelve of it are waited)"
+    )
+
+
+def _differences(cards: list[Card], config_of: Callable[[str], dict[str, Any] | None]) -> list[str]:
+    """A text for each kind of rank that differs from what most have, or, of two as large, from the lowest rank."""
+    kinds: dict[tuple[str, ...], list[Card]] = {}
+    for card in sorted(cards, key=lambda c: c.rank):
+        kinds.setdefault(card.signature, []).append(card)
+    if len(kinds) < 2:
+        return []
+    usual, *odd = sorted(kinds.values(), key=lambda kind: (-len(kind), kind[0].rank))
+    found = []
+    for kind in odd[:3]:
+        lines = _lines(kind[0], usual[0], config_of)
+        hidden = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
+        head = (
+            f"ranks [{_numbers(c.rank for c in kind)}] differ from rank {usual[0].rank} in version or configuration:"
+        )
+        found.append("\n  ".join([head, *lines[:MAX_LINES], *hidden]))
+    return found
+
+
+def _lines(odd: Card, usual: Card, config_of: Callable[[str], dict[str, Any] | None]) -> list[str]:
+    """What differs between two ranks, a line for each fact and key."""
+    values: list[tuple[str, object, object]] = [
+        (name, odd.facts.get(name), usual.facts.get(name)) for name in {**usual.facts, **odd.facts}
+    ]
+    if odd.digest != usual.digest:
+        one, other = config_of(odd.digest), config_of(usual.digest)
+        if one is None or other is None:
+            values.append((CONFIGURATION, f"digest {odd.digest[:12]}", f"digest {usual.digest[:12]}"))
+        else:
+            values += [(key, one.get(key), other.get(key)) for key in {**other, **one}]
+    return [f"{k}: {show(a)} on {odd.who}, {show(b)} on {usual.who}" for k, a, b in values if a != b]
+
+
+def _by_rank(cards: Iterable[Card]) -> list[tuple[int, list[Card]]]:
+    return [(rank, list(found)) for rank, found in groupby(sorted(cards, key=lambda c: c.rank), lambda c: c.rank)]
+
+
+def _times(count: int) -> str:
+    return "twice" if count == 2 else f"{count} times"
+
+
+def _named(cards: Iterable[Card]) -> str:
+    some = sorted(cards, key=lambda card: card.rank)
+    return some[0].who if len(some) == 1 else f"ranks {_numbers(card.rank for card in some)}"
+
+
+def _listed(numbers: list[int]) -> str:
+    text = _numbers(numbers).split(", ")
+    return text[0] if len(text) == 1 else f"{', '.join(text[:-1])} and {text[-1]}"
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    """Numbers with runs of three and more written short: `0-2, 5, 6`."""
+    runs: list[tuple[int, int]] = []
+    for n in sorted(set(numbers)):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], n)
+        else:
+            runs.append((n, n))
+    return ", ".join(f"{a}-{b}" if b > a + 1 else f"{a}, {b}" if b > a else f"{a}" for a, b in runs)

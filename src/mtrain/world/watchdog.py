@@ -1,0 +1,250 @@
+"""Noticing that a run no longer goes on: stacks and a name after a soft timeout, an end after a hard one.
+
+Two threads beside the one that trains. One talks to the other ranks over a store connection of its own, where it may
+be held for ever: a store whose process is stopped answers nothing. The other watches the clock, and acts.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+from torch.distributed import PrefixStore, Store
+
+from mtrain.config.run import RunConfig
+from mtrain.errors import TrainingFault
+from mtrain.world import stacks, stall
+from mtrain.world.beats import pulse
+from mtrain.world.init import World
+from mtrain.world.seat import End, Seat
+from mtrain.world.stall import Finding, Status
+
+SILENT_TICKS = 10
+LONGEST_TICK = 0.25
+"""The share of the soft timeout that a tick counts at most: in a longer one the whole process was stopped."""
+
+
+@contextmanager
+def watching(run: RunConfig, world: World, folder: Path, end: End) -> Iterator[None]:
+    """Watch over what this rank does inside, together with all other ranks.
+
+    `folder` gets the stacks. After `trainer.soft_timeout_s` in which no rank made progress each writes its own, and
+    one names the rank that is behind; after `trainer.timeout_s` `end` gets a TrainingFault that names it again.
+    """
+    watchdog = Watchdog(run, world, folder, end)
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.stop()
+
+
+def stacks_name(rank: int) -> str:
+    """Name of the file that holds a rank's stacks."""
+    return f"stacks_rank_{rank:05d}.txt"
+
+
+class Watchdog:
+    """The watcher of one rank."""
+
+    def __init__(self, run: RunConfig, world: World, folder: Path, end: End) -> None:
+        self.world, self.folder, self.end = world, folder, end
+        self.soft_s, self.hard_s = run.trainer.soft_timeout_s, run.trainer.timeout_s
+        # Thousands of ranks talk to one store: then they do it less often.
+        self.tick_s = min(1.0, max(0.1, self.soft_s / 20)) * max(1.0, world.size / 1000)
+        self.silent_s = max(SILENT_TICKS * self.tick_s, min(2.0, 0.8 * self.soft_s))
+        """Without a status for this long, a rank is taken for stopped or dead."""
+        self.alert_s = max(2 * self.tick_s, self.soft_s - self.silent_s - 2 * self.tick_s)
+        self.idle_s = 0.0
+        """Time since this rank made progress."""
+        self.told = False
+        self.over = threading.Event()
+        self.wire = Wire(self)
+        self.file: TextIO | None = None
+        work = {"watchdog": self._watch, "heartbeat": self.wire.talk}
+        names = ((f"{stacks.WATCHING}{name}", target) for name, target in work.items())
+        self.threads = [threading.Thread(target=target, name=name, daemon=True) for name, target in names]
+
+    def start(self) -> None:
+        """Begin to watch."""
+        with suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.file = (self.folder / stacks_name(self.world.rank)).open("a")
+        for thread in self.threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer, and leave no empty file."""
+        self.over.set()
+        for thread in self.threads:
+            thread.join(1.0)
+        faulthandler.cancel_dump_traceback_later()
+        path = self.folder / stacks_name(self.world.rank)
+        if self.file is not None:
+            with suppress(OSError):
+                self.file.close()
+                if path.stat().st_size == 0:
+                    path.unlink()
+                    self.folder.rmdir()
+
+    def _watch(self) -> None:
+        seen, before = (pulse.count, pulse.ticks), time.monotonic()
+        while not self.over.wait(self.tick_s):
+            now, latest = time.monotonic(), (pulse.count, pulse.ticks)
+            passed = min(now - before, self.tick_s + LONGEST_TICK * self.soft_s)
+            self.idle_s = 0.0 if latest != seen else self.idle_s + passed
+            seen, before = latest, now
+            if self.file is not None:
+                # A thread that holds Python's lock stops this one too; faulthandler needs no lock.
+                faulthandler.dump_traceback_later(self.soft_s + self.silent_s, file=self.file)
+            if self.idle_s >= self.alert_s:
+                self._act()
+            else:
+                self.told = False
+
+    def _act(self) -> None:
+        found, speaks = self._found()
+        files = self.folder / "stacks_rank_*.txt"
+        if found.idle_s >= self.soft_s and not self.told:
+            self.told = True
+            self._write_stacks(found)
+            if speaks:
+                _say(
+                    f"warning: no progress for {found.idle_s:.1f} s (trainer.soft_timeout_s={self.soft_s:g}): "
+                    f"{found.blame}; stacks of every rank: {files}; the run ends after {self.hard_s:g} s "
+                    "(trainer.timeout_s)"
+                )
+        if found.idle_s >= self.hard_s:
+            text = (
+                f"no progress for {found.idle_s:.1f} s (trainer.timeout_s={self.hard_s:g}): {found.blame}; "
+                f"stacks: {files}; go on with checkpoint.resume=latest"
+            )
+            self.end(TrainingFault(text), speaks)
+
+    def _found(self) -> tuple[Finding, bool]:
+        """What is known of the stall, and whether it is for this rank to say it."""
+        rank, wire, now = self.world.rank, self.wire, time.monotonic()
+        finding, seat = wire.finding, Seat.here()
+        if now - wire.heard < self.silent_s:
+            if finding is not None:
+                idle_s = min(self.idle_s, finding.idle_s + now - wire.found_at)
+                return replace(finding, idle_s=idle_s), finding.observer == rank
+            # Nobody has looked yet; if that stays so, this rank ends with what it knows.
+            idle_s = self.idle_s if self.idle_s > self.soft_s + 2 * self.silent_s else 0.0
+            return Finding(idle_s, "it is not known who is behind", rank, 0), seat.speaks
+        # The store is silent, so each rank is on its own; whoever serves it is stopped or dead.
+        first = 0 if seat.launcher_serves else min(1, self.world.size - 1)
+        blame = f"{seat.server}, which serves the store of all ranks, gives no sign of life (stopped or dead)"
+        return Finding(self.idle_s, finding.blame if finding else blame, first, 0), rank == first
+
+    def _write_stacks(self, found: Finding) -> None:
+        title = f"rank {self.world.rank} in {pulse.place}: no progress for {found.idle_s:.1f} s"
+        with suppress(OSError):
+            stacks.write(self.folder / stacks_name(self.world.rank), title)
+
+
+class Wire:
+    """What the ranks know of each other: each publishes its status, and in a stall one looks at all of them."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self.watchdog, self.world = watchdog, watchdog.world
+        self.heard = time.monotonic()
+        """When the store answered last."""
+        self.finding: Finding | None = None
+        """Who is behind, while no progress is made; None: all is well, or it is not known yet."""
+        self.found_at = 0.0
+        """When this rank learned it."""
+        self.published = 0
+        self.stall: int | None = None
+        self.observes = False
+        self.changed: dict[int, tuple[int, float]] = {}
+        """By rank: the number of its last status, and when this rank saw it first."""
+
+    def talk(self) -> None:
+        """Publish and look until the watch is over, or the store is lost."""
+        with suppress(RuntimeError):  # torch's errors of a store; the clock notices the silence
+            store = PrefixStore("watch", self.world.store.clone())
+            while not self.watchdog.over.wait(self.watchdog.tick_s):
+                self._publish(store)
+                if self.watchdog.idle_s >= self.watchdog.alert_s:
+                    self._look(store)
+                elif self.stall is not None:
+                    self._recover(store)
+                self.heard = time.monotonic()
+
+    def _publish(self, store: Store) -> None:
+        frame = stacks.main_frame()
+        self.published += 1
+        status = Status(
+            rank=self.world.rank,
+            host=platform.node(),
+            pid=os.getpid(),
+            number=self.published,
+            count=pulse.count,
+            phase=pulse.place,
+            waits=stacks.is_waiting(frame),
+            place=stacks.place(frame),
+            idle_s=self.watchdog.idle_s,
+        )
+        store.set(f"status/{status.rank}", status.text())
+
+    def _look(self, store: Store) -> None:
+        """Learn who is behind: from the rank that looks at all, or, where there is none, by looking."""
+        number = store.add("stalls", 0)
+        if number != self.stall:
+            self._forget()
+            self.stall = number
+        key = f"finding/{number}"
+        if not self.observes:
+            if store.check([key]):
+                self._learn(Finding.of(store.get(key)))
+            last = self.finding.number if self.finding else 0
+            stale = last == 0 or time.monotonic() - self.found_at > self.watchdog.silent_s
+            self.observes = stale and store.add(f"observer/{number}/{last}", 1) == 1
+        if self.observes:
+            found = self._observe(store)
+            store.set(key, found.text())
+            self._learn(found)
+
+    def _learn(self, finding: Finding) -> None:
+        if self.finding is None or self.finding.number != finding.number:
+            self.found_at = time.monotonic()
+            self.finding = finding
+
+    def _forget(self) -> None:
+        self.stall, self.observes, self.finding, self.changed = None, False, None, {}
+
+    def _observe(self, store: Store) -> Finding:
+        """Look at every rank."""
+        keys = [f"status/{rank}" for rank in range(self.world.size)]
+        if not store.check(keys):
+            keys = [key for key in keys if store.check([key])]
+        now = time.monotonic()
+        known = {status.rank: status for status in map(Status.of, store.multi_get(keys))}
+        for rank, status in known.items():
+            if self.changed.get(rank, (0, 0.0))[0] != status.number:
+                self.changed[rank] = (status.number, now)
+        silent = {rank for rank in known if now - self.changed[rank][1] >= self.watchdog.silent_s * 0.8}
+        number = self.finding.number + 1 if self.finding else 1
+        blame = stall.blame(known, silent, self.world.size)
+        return Finding(stall.idle_s(known, silent), blame, self.world.rank, number)
+
+    def _recover(self, store: Store) -> None:
+        """The stall is over for this rank; the one that observed it makes way for the next."""
+        if self.observes:
+            store.add("stalls", 1)
+        self._forget()
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,92 @@
+"""Any rank of any world, built here without memory: what all ranks own adds up to the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import pytest
+
+from mtrain.cli.setup import load
+from mtrain.config.paths import recipes_dir
+from mtrain.config.resolve import Machine
+from mtrain.config.run import RunConfig
+from mtrain.layout.grid import RankGrid
+from mtrain.plan.count import parameters
+from tests.support.forked import run_alone
+
+BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
+RECIPES = sorted(file.relative_to(recipes_dir()).with_suffix("").as_posix() for file in recipes_dir().rglob("*.yaml"))
+LARGE = [
+    "model=llama31_405b",
+    "parallel=tp8pp16cp2sp",
+    "data=mock",
+    "data.seq_length=8192",
+    "cluster=h100x64",
+    "cluster.nodes=1024",
+    "model.num_layers=128",
+    "trainer.global_batch_size=2048",
+]
+
+
+def _owned(run: RunConfig, ranks: Iterable[int]) -> dict[int, int]:
+    """By rank: the parameters that it is the first to hold, so that every one counts once."""
+    from mtrain.build.model import blank_model
+    from mtrain.mcore.boxes import boxes_of
+    from mtrain.world.pretend import pretended
+
+    found = {}
+    for rank in ranks:
+        with pretended(run, rank) as world:
+            found[rank] = 0
+            for chunk in blank_model(run, world):
+                trained = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
+                assert all(parameter.is_meta for parameter in chunk.parameters())
+                boxes = (box for name, held in boxes_of(chunk).items() if name in trained for box in held)
+                found[rank] += sum(box.numel for box in boxes if box.primary())
+    return found
+
+
+def _first_holders(run: RunConfig) -> list[int]:
+    """Ranks that can be the first to hold anything: those without a data- and context-parallel sibling before them."""
+    grid = RankGrid.of(run)
+    places = [grid.coords(rank) for rank in range(grid.world)]
+    return [
+        rank
+        for rank, at in enumerate(places)
+        if (at["dp"] == 0 and at["cp"] == 0) or (run.model.moe is not None and at["edp"] == 0)
+    ]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_ranks_of_a_recipe_own_every_parameter_once(name: str) -> None:
+    run = load([f"recipe={name}"], BIG, {}).run
+    world, holders = RankGrid.of(run).world, _first_holders(run)
+    if world <= 64:
+        others = [rank for rank in range(world) if rank not in set(holders)]
+        owned = run_alone(lambda: _owned(run, [*holders, *others[:: max(1, len(others) // 4)]]))
+        assert sum(owned[rank] for rank in holders) == parameters(run.model)
+        assert all(owned[rank] == 0 for rank in set(owned) - set(holders))
+        return
+    # Of a large world: one rank of each stage and tensor-parallel place, times the ranks that own as much.
+    grid = RankGrid.of(run)
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for rank in holders:
+        at = grid.coords(rank)
+        dense = at["dp"] == 0 and at["cp"] == 0
+        kinds.setdefault((at["pp"], at["tp"], at["etp"], dense, at["edp"] == 0), []).append(rank)
+    sample = run_alone(lambda: _owned(run, [ranks[-1] for ranks in kinds.values()]))
+    assert sum(sample[ranks[-1]] * len(ranks) for ranks in kinds.values()) == parameters(run.model)
+
+
+def test_ranks_of_a_world_of_8192_are_built_in_seconds() -> None:
+    run = load(LARGE, BIG, {}).run
+    grid = RankGrid.of(run)
+    assert grid.world == 8192
+    begin = time.monotonic()
+    places = [grid.rank_of(tp=tp, pp=pp) for pp in (0, 7, 15) for tp in (0, 7)]
+    owned = run_alone(lambda: _owned(run, [*places, 8191]))
+    assert time.monotonic() - begin < 60
+    first, middle, last = (owned[a] + 7 * owned[b] for a, b in zip(places[::2], places[1::2], strict=True))
+    assert first + 14 * middle + last == parameters(run.model)
+    assert owned[8191] == 0

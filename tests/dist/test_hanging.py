@@ -1,0 +1,201 @@
+"""Runs that no longer go on: who is behind is said, every rank leaves its stacks, and the run ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.commands import SMALL, metrics, wait_for
+from tests.support.launched import Launched, as_rank, free_port
+
+SOFT_S, HARD_S = 1.5, 3.0
+RUN = (
+    *SMALL,
+    "cluster=cpu",
+    "trainer.train_iters=100000",
+    "log.name=run",
+    f"trainer.soft_timeout_s={SOFT_S}",
+    f"trainer.timeout_s={HARD_S}",
+)
+FAULT = 5
+SLACK_S = 20.0
+"""What a busy machine may add to a time limit."""
+
+
+@pytest.fixture
+def started() -> Iterator[list[Launched]]:
+    """Processes that do not outlive the test."""
+    launched: list[Launched] = []
+    yield launched
+    for one in launched:
+        one.kill()
+
+
+def holding(rank: int, forwards: int, hold: Callable[[], object]) -> Callable[[], None]:
+    """A patch that has `rank` call `hold` within its forward number `forwards`."""
+
+    def patch() -> None:
+        from mtrain.train import step
+
+        real, done = step.forward_step, []
+
+        def held(batches: Iterator[object], model: object) -> object:
+            done.append(None)
+            return real(late(batches) if len(done) == forwards else batches, model)  # type: ignore[arg-type]
+
+        def late(batches: Iterator[object]) -> Iterator[object]:
+            if os.environ["RANK"] == str(rank):
+                hold()
+            yield next(batches)
+
+        step.forward_step = held  # type: ignore[assignment]
+
+    return patch
+
+
+def sleep() -> None:
+    time.sleep(1000)  # the line that holds everybody up
+
+
+def stacks(folder: Path, rank: int) -> str:
+    path = folder / f"runs/run/errors/stacks_rank_{rank:05d}.txt"
+    return path.read_text() if path.exists() else ""
+
+
+def end_of(launched: Launched, ranks: list[psutil.Process]) -> str:
+    """What a run that must end with a fault has said; none of its ranks is left."""
+    assert launched.wait() == FAULT, launched.said
+    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+    assert "Traceback" not in launched.said
+    return launched.said
+
+
+def test_a_sleeping_rank_is_named_twice_and_every_rank_leaves_its_stacks(
+    tmp_path: Path, started: list[Launched]
+) -> None:
+    cases = (("tp2", 1), ("pp2", 0))
+    for layout, sleeper in cases:
+        (tmp_path / layout).mkdir()
+        patch = holding(sleeper, 12, sleep)
+        started.append(Launched(*RUN, f"parallel={layout}", cwd=tmp_path / layout, patch=patch))
+    everyone = []
+    for run, (layout, _) in zip(started, cases, strict=True):
+        wait_for(lambda layout=layout: len(metrics(tmp_path / layout / "runs/run")) > 0)  # type: ignore[misc]
+        everyone.append(run.ranks())
+    for run, (layout, sleeper), ranks in zip(started, cases, everyone, strict=True):
+        wait_for(lambda run=run: "warning: no progress" in run.said)  # type: ignore[misc]
+        warned = time.monotonic()
+        said = end_of(run, ranks)
+        assert time.monotonic() - warned < HARD_S - SOFT_S + SLACK_S
+        who = rf"rank {sleeper} \(.*, process {ranks[sleeper].pid}\) is behind, in step \d+, forward"
+        named = rf"{who}, at test_hanging.py:\d+ in sleep"
+        assert len(re.findall(rf"warning: no progress for [\d.]+ s .*{named}", said)) == 1, said
+        assert len(re.findall(rf"^rank \d: no progress for [\d.]+ s .*{named}", said, re.M)) == 1, said
+        assert "checkpoint.resume=latest" in said
+        home = tmp_path / layout
+        assert "time.sleep(1000)  # the line that holds everybody up" in stacks(home, sleeper)
+        waiting = "distributed_c10d.py" if layout == "tp2" else "p2p_communication.py"
+        assert waiting in stacks(home, 1 - sleeper)
+
+
+def test_a_stopped_rank_is_named_by_the_others(tmp_path: Path, started: list[Launched]) -> None:
+    homes = [tmp_path / "0", tmp_path / "1"]
+    for home in homes:
+        home.mkdir()
+        started.append(Launched(*RUN, "parallel=tp2", cwd=home))
+    ranks = []
+    for stopped, run in enumerate(started):
+        wait_for(lambda stopped=stopped: len(metrics(homes[stopped] / "runs/run")) > 3)  # type: ignore[misc]
+        ranks.append(run.ranks())
+        ranks[stopped][stopped].send_signal(signal.SIGSTOP)
+    for stopped, run in enumerate(started):
+        said = end_of(run, ranks[stopped])
+        assert run.seconds > HARD_S
+        assert len(re.findall(rf"warning: no progress .*: rank {stopped} .* no sign of life", said)) == 1, said
+        assert re.search(rf"rank {1 - stopped}: no progress .*: rank {stopped} .* no sign of life", said), said
+        assert stacks(homes[stopped], 1 - stopped)
+
+
+def test_a_rank_that_holds_pythons_lock_leaves_its_stacks_too(tmp_path: Path, started: list[Launched]) -> None:
+    hold = lambda: ctypes.PyDLL(None).sleep(1000)  # noqa: E731
+    run = Launched(*RUN, "parallel=tp2", "trainer.timeout_s=4", cwd=tmp_path, patch=holding(1, 6, hold))
+    started.append(run)
+    said = end_of(run, [])
+    assert re.search(r"no progress .*: rank 1 .* no sign of life", said), said
+    assert "Timeout" in stacks(tmp_path, 1)
+    assert "test_hanging.py" in stacks(tmp_path, 1)
+
+
+def test_the_ranks_of_another_launcher_end_as_well(tmp_path: Path, started: list[Launched]) -> None:
+    port = free_port()
+    for rank in (0, 1):
+        environment = as_rank(rank, 2, port, LOCAL_RANK=str(rank))
+        patch = holding(1, 6, sleep)
+        started.append(Launched(*RUN, "parallel=tp2", cwd=tmp_path, environment=environment, patch=patch))
+    assert [one.wait() for one in started] == [FAULT, FAULT], started[0].said
+    said = started[0].said + started[1].said
+    assert len(re.findall(r"warning: no progress for .* rank 1 .* is behind", said)) == 1, said
+    assert re.search(r"rank 0: no progress for .* rank 1 .* is behind", said), said
+    assert "# the line that holds everybody up" in stacks(tmp_path, 1)
+
+
+def test_a_healthy_run_with_slow_steps_and_a_long_save_says_nothing_and_leaves_nothing(
+    tmp_path: Path, started: list[Launched]
+) -> None:
+    def slowly() -> None:
+        from mtrain.ckpt import store
+        from mtrain.train import trainer
+        from mtrain.world.beats import tick
+
+        step, merge = trainer.train_step, store._merge
+
+        def slow_step(*args: object, **kwargs: object) -> object:
+            time.sleep(SOFT_S / 5)
+            return step(*args, **kwargs)  # type: ignore[arg-type]
+
+        def long_merge(*args: object) -> object:  # by rank 0 alone, while the others wait
+            for _ in range(20):
+                time.sleep(1.2 * HARD_S / 20)
+                tick()
+            return merge(*args)  # type: ignore[arg-type]
+
+        trainer.train_step, store._merge = slow_step, long_merge  # type: ignore[assignment]
+
+    words = ("trainer.train_iters=8", "trainer.eval_iters=2", "trainer.eval_interval=4")
+    run = Launched(*RUN, "parallel=tp2", *words, cwd=tmp_path, patch=slowly)
+    started.append(run)
+    assert run.wait() == 0, run.said
+    assert run.seconds > HARD_S + 8 * SOFT_S / 5
+    assert "warning" not in run.said
+    assert not (tmp_path / "runs/run/errors").exists()
+
+
+def test_a_stall_that_passes_is_said_once_and_the_run_ends_well(tmp_path: Path, started: list[Launched]) -> None:
+    words = ("trainer.train_iters=8", "trainer.timeout_s=60")
+    patch = holding(1, 4, lambda: time.sleep(2 * SOFT_S))
+    run = Launched(*RUN, "parallel=tp2", *words, cwd=tmp_path, patch=patch)
+    started.append(run)
+    assert run.wait() == 0, run.said
+    assert run.said.count("warning: no progress") == 1
+
+
+def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path: Path, started: list[Launched]) -> None:
+    run = Launched(*RUN, "parallel=tp2", "log.progress=none", cwd=tmp_path)
+    started.append(run)
+    wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 3)
+    ranks = run.ranks()
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for rank in ranks:
+            rank.send_signal(number)
+        time.sleep(HARD_S + 0.5 if number == signal.SIGSTOP else 0)
+    steps = len(metrics(tmp_path / "runs/run"))
+    wait_for(lambda: len(metrics(tmp_path / "runs/run")) > steps + 20)
+    assert run.said == ""

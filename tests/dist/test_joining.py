@@ -1,0 +1,252 @@
+"""Ranks that come together, or do not: who is absent, who came twice and what differs is named by all the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mtrain.config.run import RunConfig
+from mtrain.world.seat import End
+from tests.support.commands import SMALL, metrics, wait_for
+from tests.support.launched import Launched, as_rank, free_port
+
+RUN = (*SMALL, "cluster=cpu", "trainer.train_iters=2", "log.name=run", "trainer.join_timeout_s=2", "trainer.global_batch_size=12")
+ENVIRONMENT = 3
+SLACK_S = 20.0
+"""What a busy machine may add to a time limit."""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """Starts a rank of `parallel=dp`; none outlives the test."""
+    port, started = free_port(), []
+
+    def one(rank: int, size: int, *words: str, patch: Callable[[], None] | None = None, **more: str) -> Launched:
+        environment = as_rank(rank, size, port, **more)
+        started.append(Launched(*RUN, "parallel=dp", *words, cwd=tmp_path, environment=environment, patch=patch))
+        return started[-1]
+
+    yield one
+    for launched in started:
+        launched.kill()
+
+
+def test_ranks_that_agree_train(start: Callable[..., Launched], tmp_path: Path) -> None:
+    ranks = [start(0, 2), start(1, 2)]
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said + ranks[1].said
+    assert len(metrics(tmp_path / "runs/run")) == 2
+
+
+def test_absent_ranks_are_named_with_those_that_came(start: Callable[..., Launched], tmp_path: Path) -> None:
+    ranks = [start(0, 4), start(2, 4)]
+    for rank in ranks:
+        assert rank.wait() == ENVIRONMENT, rank.said
+        assert "ranks 1 and 3 of 4 did not arrive within 2 s; arrived: 0, 2 on" in rank.said
+        assert "trainer.join_timeout_s=20" in rank.said
+        assert "Traceback" not in rank.said
+        assert 2 < rank.seconds < 2 + SLACK_S
+    assert not (tmp_path / "runs").exists()
+
+
+def test_rank_0_may_be_the_absent_one(start: Callable[..., Launched]) -> None:
+    rank = start(1, 2)
+    assert rank.wait() == ENVIRONMENT
+    assert "rank 1: rank 0 at 127.0.0.1:" in rank.said
+    assert "did not answer within 2 s: Connection refused" in rank.said
+    assert rank.seconds < 2 + SLACK_S
+
+
+def test_rank_0_may_be_absent_from_a_store_of_the_launchers(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        Launched(*RUN, "parallel=dp", cwd=tmp_path, environment=as_rank(r, 3, store.port, **AGENT)) for r in (1, 2)
+    ]
+    for rank in ranks:
+        assert rank.wait() == ENVIRONMENT
+        assert "rank 0 of 3 did not arrive within 2 s; arrived: 1, 2 on" in rank.said
+        assert rank.seconds < 2 + SLACK_S
+
+
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+def test_what_an_earlier_start_left_in_the_launchers_store_confuses_nobody(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def start(rank: int, size: int, name: str, restarts: str) -> Launched:
+        environment = as_rank(rank, size, store.port, **AGENT | {"TORCHELASTIC_RESTART_COUNT": restarts})
+        return Launched(*RUN, "parallel=dp", f"log.name={name}", cwd=tmp_path, environment=environment)
+
+    for name, sizes, code in (("a", (2, 2), 0), ("b", (2,), ENVIRONMENT), ("c", (2, 2), 0)):
+        # Machines count restarts differently: one that failed counts its own, the others do not.
+        ranks = [start(rank, size, name, str(rank)) for rank, size in enumerate(sizes)]
+        assert [rank.wait() for rank in ranks] == [code] * len(ranks), ranks[0].said + ranks[-1].said
+
+
+def test_keys_that_differ_are_named_with_both_values(start: Callable[..., Launched]) -> None:
+    ranks = [start(0, 2), start(1, 2, "optim.lr=0.5", "trainer.seed=7")]
+    for rank in ranks:
+        assert rank.wait() == ENVIRONMENT
+        assert "ranks [1] differ from rank 0 in version or configuration" in rank.said
+        assert "optim.lr: 0.5 on rank 1 (" in rank.said
+        assert "trainer.seed: 7 on rank 1 (" in rank.said
+        assert "1234 on rank 0 (" in rank.said
+        assert "train_iters" not in rank.said
+        assert rank.seconds < SLACK_S
+
+
+def test_a_version_that_differs_is_named(start: Callable[..., Launched]) -> None:
+    import mtrain
+
+    def other_version() -> None:
+        mtrain.__version__ = "9.9"
+
+    ranks = [start(0, 2), start(1, 2, patch=other_version)]
+    assert [rank.wait() for rank in ranks] == [ENVIRONMENT] * 2
+    assert f"mtrain: 9.9 on rank 1 (" in ranks[0].said
+
+
+def test_another_world_size_is_named_on_every_rank(start: Callable[..., Launched]) -> None:
+    ranks = [start(0, 2), start(1, 4)]
+    for rank in ranks:
+        assert rank.wait() == ENVIRONMENT
+        assert "WORLD_SIZE differs: 2 on rank 0 (" in rank.said
+        assert "4 on rank 1 (" in rank.said
+        assert rank.seconds < SLACK_S
+
+
+def test_a_rank_whose_configuration_is_refused_tells_the_others(start: Callable[..., Launched]) -> None:
+    ranks = [start(0, 2), start(1, 2, "optim.lr=-1")]
+    assert [rank.wait() for rank in ranks] == [ENVIRONMENT, 2]
+    assert "rank 1 (" in ranks[0].said
+    assert "ended before it was ready" in ranks[0].said
+    assert "optim.lr" in ranks[0].said
+
+
+def test_a_refused_configuration_of_rank_0_reaches_the_others(start: Callable[..., Launched]) -> None:
+    ranks = [start(0, 2, "optim.lr=-1"), start(1, 2)]
+    assert [rank.wait() for rank in ranks] == [2, ENVIRONMENT]
+    assert "rank 0 (" in ranks[1].said
+    assert "optim.lr" in ranks[1].said
+
+
+@pytest.mark.parametrize("twice", [0, 1])
+def test_a_rank_that_came_twice_is_named_with_both_processes(start: Callable[..., Launched], twice: int) -> None:
+    ranks = [start(twice, 3), start(twice, 3), start(1 - twice, 3)]
+    assert [rank.wait() for rank in ranks] == [ENVIRONMENT] * 3
+    for rank in ranks:
+        assert f"RANK {twice} came twice: " in rank.said
+        assert f"process {ranks[0].pid}" in rank.said
+        assert f"process {ranks[1].pid}" in rank.said
+
+
+def test_a_rank_that_comes_a_second_time_when_training_has_begun_ends_alone(
+    start: Callable[..., Launched], tmp_path: Path
+) -> None:
+    ranks = [start(rank, 2, "trainer.train_iters=100000", "log.progress=none") for rank in (0, 1)]
+    wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 2)
+    second = start(1, 2, "trainer.train_iters=100000", "log.progress=none")
+    assert second.wait() == ENVIRONMENT
+    assert "is its RANK given twice?" in second.said
+    steps = len(metrics(tmp_path / "runs/run"))
+    wait_for(lambda: len(metrics(tmp_path / "runs/run")) > steps + 2)
+    assert "warning" not in ranks[0].said + ranks[1].said
+
+
+def test_a_rank_that_still_imports_is_waited_for(start: Callable[..., Launched]) -> None:
+    def slow() -> None:
+        from mtrain import mcore
+
+        real = mcore.open_door
+
+        def late(*args: object) -> None:
+            time.sleep(1.5)
+            real(*args)  # type: ignore[arg-type]
+
+        mcore.open_door = late  # type: ignore[assignment]
+
+    ranks = [start(0, 2, "trainer.join_timeout_s=0.5"), start(1, 2, "trainer.join_timeout_s=0.5", patch=slow)]
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
+
+
+def test_a_rank_that_is_refused_while_it_imports_ends_at_once(start: Callable[..., Launched]) -> None:
+    def stuck() -> None:
+        from mtrain import mcore
+
+        mcore.open_door = lambda *_: time.sleep(100)  # type: ignore[assignment,misc]
+
+    ranks = [start(0, 2, patch=stuck), start(1, 2, "trainer.seed=7", patch=stuck)]
+    for rank in ranks:
+        assert rank.wait() == ENVIRONMENT
+        assert "trainer.seed: 7 on rank 1" in rank.said
+
+
+def test_a_rank_that_came_and_never_gets_ready_is_named(start: Callable[..., Launched]) -> None:
+    def stuck() -> None:
+        from mtrain import mcore
+
+        mcore.open_door = lambda *_: time.sleep(100)  # type: ignore[assignment,misc]
+
+    short = "trainer.join_timeout_s=0.25"
+    ranks = [start(0, 2, short), start(1, 2, short, patch=stuck)]
+    assert ranks[0].wait() == ENVIRONMENT
+    assert "rank 1 (" in ranks[0].said
+    assert "arrived, but was not ready within 3 s" in ranks[0].said
+
+
+def test_a_rank_0_that_is_stopped_is_said_not_to_answer(start: Callable[..., Launched]) -> None:
+    def stop_when_it_serves() -> None:
+        from mtrain.world import rollcall
+
+        rollcall.Judge.look = lambda self: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]
+
+    start(0, 2, patch=stop_when_it_serves)
+    rank = start(1, 2)
+    assert rank.wait() == ENVIRONMENT
+    assert "rank 0 at 127.0.0.1:" in rank.said
+    assert "did not answer within 2 s" in rank.said
+
+
+def test_something_else_on_the_port_is_said(start: Callable[..., Launched], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=lambda: other.accept()[0].recv(1), daemon=True).start()
+        environment = as_rank(0, 2, other.getsockname()[1])
+        rank = Launched(*RUN, "parallel=dp", cwd=tmp_path, environment=environment)
+        assert rank.wait() == ENVIRONMENT
+    assert "Address already in use" in rank.said
+
+
+def test_a_rank_of_the_local_launcher_that_does_not_come_is_named_and_ended(tmp_path: Path) -> None:
+    def stop_rank_1() -> None:
+        from mtrain.launching import local
+
+        real = local.enter
+
+        def stopped(run: RunConfig, ending: End) -> None:
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            real(run, ending)
+
+        local.enter = stopped
+
+    run = Launched(*RUN, "parallel=tp2", cwd=tmp_path, patch=stop_rank_1)
+    try:
+        wait_for(lambda: len(run.ranks()) == 2)
+        ranks = run.ranks()
+        assert run.wait() == ENVIRONMENT
+    finally:
+        run.kill()
+    assert run.said.count("rank 1 of 2 did not arrive within 2 s") == 1
+    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)

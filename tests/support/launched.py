@@ -1,0 +1,95 @@
+"""The command line in processes of their own, forked from the test's process so that nothing is imported again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Launched:
+    """A process that runs `mtrain ARGV` in the folder `cwd`, after `patch`; what it prints goes to a file."""
+
+    def __init__(
+        self,
+        *argv: str,
+        cwd: Path,
+        environment: dict[str, str] | None = None,
+        patch: Callable[[], None] | None = None,
+    ) -> None:
+        self.output = cwd / f"output-{len(list(cwd.glob('output-*')))}.txt"
+        self.output.touch()
+        self.began = time.monotonic()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                self._become(cwd, environment or {})
+                if patch is not None:
+                    patch()
+                from mtrain.cli.main import main
+
+                code = main(argv)
+                sys.stdout.flush()
+            finally:
+                os._exit(code)
+
+    def _become(self, cwd: Path, environment: dict[str, str]) -> None:
+        os.setsid()
+        os.chdir(cwd)
+        for name in LAUNCHER:
+            os.environ.pop(name, None)
+        os.environ.update({"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment})
+        fd = os.open(self.output, os.O_WRONLY | os.O_APPEND)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1) for fd in (1, 2))
+
+    @property
+    def said(self) -> str:
+        """What it has printed so far."""
+        return self.output.read_text()
+
+    def ranks(self) -> list[psutil.Process]:
+        """The rank processes that it forked, by rank; none before all are there or after they have ended."""
+        return sorted(psutil.Process(self.pid).children(), key=lambda child: child.pid)
+
+    def wait(self, timeout_s: float = 120) -> int:
+        """Its exit code, once it has ended."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.seconds = time.monotonic() - self.began
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.02)
+        self.kill()
+        raise AssertionError(f"still running after {timeout_s:g} s:\n{self.said}")
+
+    def kill(self) -> None:
+        """End it and all it started, unless it has ended."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+def as_rank(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
+    """The environment of one rank on this machine as a launcher sets it."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}

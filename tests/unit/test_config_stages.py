@@ -1,0 +1,66 @@
+"""What each pipeline stage holds: written as a layout, as sizes, or counted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtrain.config.rules import apply
+from mtrain.config.stages import Stage, parse_pipeline_layout, stages
+from mtrain.layout.stages import embedding_stages, held_stages
+from tests.support.configs import tiny
+
+
+def test_the_layout_of_deepseek_v3_is_read_as_megatron_reads_it() -> None:
+    found = parse_pipeline_layout("Et*3|(tt|)*29,m|L")
+    assert len(found) == 32
+    assert found[0] == Stage(range(3), embedding=True)
+    assert found[1] == Stage(range(3, 5))
+    assert found[-2] == Stage(range(61, 61), mtp=1)
+    assert found[-1] == Stage(range(61, 61), loss=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("tt|tL", "E .embedding. stands 0 times"),
+        ("EtE|tL", "E .embedding. stands 2 times"),
+        ("Et|t", "L .loss. stands 0 times"),
+        ("tE|tL", "E must be the first"),
+        ("Et|Lt", "L the last of the last"),
+        ("Em|tL", "behind an m"),
+        ("Et|m|mL", "all m must be in one stage"),
+        ("Et|xL", "cannot read 'x'"),
+        ("Et*|L", "cannot read '\\*'"),
+        ("E(t|)*9999(t|)*9999L", "repeats make|stages"),
+        ("E" + "t" * 3000 + "L", "3002 letters"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_with_what_is_wrong(text: str, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        parse_pipeline_layout(text)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=12))
+def test_sizes_and_the_layout_that_spells_them_are_the_same_stages(sizes: list[int]) -> None:
+    text = "|".join("t" * n for n in sizes)
+    run = apply(
+        tiny(), {"model.num_layers": sum(sizes), "parallel.pp": len(sizes), "parallel.layers_per_stage": sizes}
+    )
+    assert stages(run) == parse_pipeline_layout(f"E{text}L")
+
+
+def test_embedding_and_loss_take_the_place_of_a_layer() -> None:
+    keys = {f"parallel.account_for_{what}_in_pipeline_split": True for what in ("embedding", "loss")}
+    run = apply(tiny(), {"model.num_layers": 14, "parallel.pp": 4, "parallel.vpp": 2, **keys})
+    assert [len(stage.layers) for stage in stages(run)] == [1, 2, 2, 2, 2, 2, 2, 1]
+    assert [[len(s.layers) for s in held] for held in held_stages(run)] == [[1, 2], [2, 2], [2, 2], [2, 1]]
+
+
+def test_a_prediction_in_the_middle_shares_the_embedding_with_the_first_stage() -> None:
+    keys = {"model.num_layers": 5, "parallel.pp": 4, "model.mtp_num_layers": 1}
+    run = apply(tiny(), {**keys, "parallel.pipeline_layout": "Ett|ttt|m|L"})
+    assert embedding_stages(run) == [0, 2]
+    assert embedding_stages(apply(run, {"model.tie_word_embeddings": True})) == [0, 2, 3]
+    assert embedding_stages(apply(tiny(), {"parallel.pp": 4})) == [0, 3]

@@ -1,0 +1,182 @@
+"""What is said of ranks that make no world, and who is blamed for a stall: pure functions of what ranks say."""
+
+from __future__ import annotations
+
+import threading
+import timeit
+from typing import Any
+
+import pytest
+
+from mtrain.errors import BadEnvironment
+from mtrain.world import beats, stacks
+from mtrain.world.seat import Seat
+from mtrain.world.stall import Finding, Status, blame, idle_s
+from mtrain.world.verdict import Card, Roll, absence, faults, unreadiness
+
+
+def card(rank: int, size: int = 4, digest: str = "a", **facts: str) -> Card:
+    return Card(rank, size, f"host{rank // 2}", 100 + rank, digest, facts)
+
+
+def nothing(digest: str) -> dict[str, Any] | None:
+    return None
+
+
+def test_all_ranks_ready_and_alike_are_a_world() -> None:
+    roll = Roll([card(rank) for rank in range(4)], ready={0, 1, 2})
+    assert not roll.is_wrong()
+    assert not roll.is_world(4)
+    roll.ready.add(3)
+    assert roll.is_world(4)
+
+
+def test_absent_ranks_are_listed_with_the_machines_of_those_that_came() -> None:
+    roll = Roll([card(rank, 8) for rank in (7, 0, 1, 2, 4, 6)])
+    said = absence(roll, 8, 5.0)
+    assert said.startswith("ranks 3 and 5 of 8 did not arrive within 5 s; arrived: 0, 1 on host0, 2 on host1, 4 on")
+    assert "trainer.join_timeout_s=50" in said
+
+
+def test_many_numbers_are_written_short() -> None:
+    roll = Roll([card(rank, 100) for rank in range(50)])
+    assert absence(roll, 100, 5.0).startswith("ranks 50-99 of 100 did not arrive")
+    assert "and 17 more machines" in absence(roll, 100, 5.0)
+
+
+def test_keys_and_versions_that_differ_are_listed_with_both_values() -> None:
+    configs = {"a": {"optim.lr": 0.1, "model.name": "m"}, "b": {"optim.lr": 0.2, "model.name": "m"}}
+    roll = Roll([card(0, 3, torch="2.1"), card(1, 3, digest="b", torch="2.1"), card(2, 3, torch="2.2")])
+    said = faults(roll, configs.get)
+    assert said == [
+        "ranks [1] differ from rank 0 in version or configuration:\n"
+        "  optim.lr: 0.2 on rank 1 (host0, process 101), 0.1 on rank 0 (host0, process 100)",
+        "ranks [2] differ from rank 0 in version or configuration:\n"
+        "  torch: 2.2 on rank 2 (host1, process 102), 2.1 on rank 0 (host0, process 100)",
+    ]
+
+
+def test_the_minority_is_odd_and_an_unknown_configuration_is_told_by_its_digest() -> None:
+    roll = Roll([card(0, digest="b" * 64), *(card(rank, digest="a" * 64) for rank in (1, 2, 3))])
+    assert faults(roll, nothing) == [
+        "ranks [0] differ from rank 1 in version or configuration:\n"
+        "  configuration: digest bbbbbbbbbbbb on rank 0 (host0, process 100), "
+        "digest aaaaaaaaaaaa on rank 1 (host0, process 101)"
+    ]
+
+
+def test_world_sizes_ranks_that_came_twice_and_ranks_that_failed_are_all_said_at_once() -> None:
+    roll = Roll([card(0, 2), card(1, 3), card(1, 2), card(2, 3)], failed={3: "no disk"})
+    said = faults(roll, nothing)
+    assert said[0] == "rank 2 (host1, process 102) ended before it was ready: no disk"
+    assert said[1].startswith("RANK 1 came twice: host0, process 101 and host0, process 101")
+    assert said[2].startswith("WORLD_SIZE differs: 2 on ranks 0, 1, 3 on ranks 1, 2")
+    assert roll.is_wrong()
+
+
+def test_a_rank_that_failed_is_not_compared() -> None:
+    roll = Roll([card(0, 2), card(1, 2, digest="")], failed={1: "no disk"})
+    assert faults(roll, nothing) == ["rank 1 (host0, process 101) ended before it was ready: no disk"]
+
+
+def test_ranks_that_are_not_ready_are_named() -> None:
+    roll = Roll([card(0), card(1), card(2), card(3)], ready={0, 2})
+    assert unreadiness(roll, 60.0).startswith(
+        "rank 1 (host0, process 101), rank 3 (host1, process 103) arrived, but were not ready within 60 s"
+    )
+
+
+def test_a_card_survives_its_text() -> None:
+    assert Card.of(card(3, torch="2").text()) == card(3, torch="2")
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE 2: ranks are numbered from 0 to 1"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused(environment: dict[str, str], said: str) -> None:
+    with pytest.raises(BadEnvironment, match=said):
+        Seat.here(environment)
+
+
+def test_the_store_is_in_rank_0_unless_the_launcher_has_it() -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    assert Seat.here(environment).serves
+    assert not Seat.here({**environment, "TORCHELASTIC_USE_AGENT_STORE": "True"}).serves
+    assert not Seat.here({**environment, "RANK": "1"}).serves
+
+
+def status(rank: int, count: int, *, waits: bool, idle: float = 9.0) -> Status:
+    return Status(rank, "host", 100 + rank, 1, count, "step 7, forward", waits, "x.py:1 in f", idle)
+
+
+def known(*statuses: Status) -> dict[int, Status]:
+    return {s.rank: s for s in statuses}
+
+
+def test_a_silent_rank_is_blamed_before_one_that_is_behind() -> None:
+    ranks = known(status(0, 5, waits=True), status(1, 3, waits=False), status(2, 5, waits=False))
+    said = blame(ranks, {2}, 3)
+    assert said.startswith("rank 2 (host, process 102) gives no sign of life")
+    assert "in step 7, forward" in said
+
+
+def test_a_rank_that_has_not_begun_is_blamed_first() -> None:
+    assert blame(known(status(0, 5, waits=True)), {0}, 3) == "ranks 1, 2 have not begun to train"
+
+
+def test_a_stage_that_waits_for_its_input_is_not_blamed_for_having_done_less() -> None:
+    ranks = known(status(0, 6, waits=False), status(1, 5, waits=True), status(2, 4, waits=True))
+    assert blame(ranks, set(), 3) == "rank 0 (host, process 100) is behind, in step 7, forward, at x.py:1 in f"
+
+
+def test_of_busy_ranks_the_ones_that_have_come_least_far_are_blamed() -> None:
+    ranks = known(status(0, 6, waits=False), status(1, 5, waits=False), status(2, 5, waits=False))
+    assert blame(ranks, set(), 3).startswith("rank 1 (host, process 101), rank 2 (host, process 102) are behind")
+
+
+def test_where_all_wait_the_one_that_has_come_least_far_is_blamed() -> None:
+    ranks = known(status(0, 6, waits=True), status(1, 5, waits=True))
+    assert blame(ranks, set(), 2).startswith("rank 1 (host, process 101) waits like all others, and is behind")
+    ranks = known(status(0, 5, waits=True), status(1, 5, waits=True))
+    assert blame(ranks, set(), 2) == "every rank waits for the others, in step 7, forward"
+
+
+def test_a_rank_that_makes_progress_keeps_the_others_from_being_a_stall() -> None:
+    ranks = known(status(0, 5, waits=True, idle=99.0), status(1, 5, waits=False, idle=0.5))
+    assert idle_s(ranks, set()) == 0.5
+    assert idle_s(ranks, {1}) == 99.0
+
+
+def test_a_status_and_a_finding_survive_their_text() -> None:
+    assert Status.of(status(0, 6, waits=True).text()) == status(0, 6, waits=True)
+    assert Finding.of(Finding(1.0, "x", 2, 3).text()) == Finding(1.0, "x", 2, 3)
+
+
+def test_a_sleeping_thread_does_not_wait_for_others(tmp_path: Any) -> None:
+    assert not stacks.is_waiting(stacks.main_frame())
+    over = threading.Event()
+    sleeper = threading.Thread(target=over.wait, name="sleeper")
+    sleeper.start()
+    stacks.write(tmp_path / "errors/stacks.txt", "title")
+    over.set()
+    sleeper.join()
+    text = (tmp_path / "errors/stacks.txt").read_text()
+    assert text.startswith("title\n\nMainThread, most recent call last:")
+    assert 'stacks.write(tmp_path / "errors/stacks.txt", "title")' in text
+    assert "sleeper, most recent call last:" in text
+
+
+def test_a_beat_costs_less_than_a_microsecond() -> None:
+    assert min(timeit.repeat(lambda: beats.beat("forward"), number=10_000, repeat=20)) / 10_000 < 1e-6
+
+
+def test_a_beat_is_a_milestone_and_a_tick_is_none() -> None:
+    before, ticks = beats.pulse.count, beats.pulse.ticks
+    beats.begin_step(7)
+    beats.tick()
+    assert (beats.pulse.count, beats.pulse.ticks, beats.pulse.place) == (before + 1, ticks + 1, "step 7, data")
