@@ -174,17 +174,20 @@ def _unreduced() -> None:
     """Every fifth gradient that should be summed over ranks stays this rank's own."""
     import torch.distributed as dist
 
-    real, calls = dist.reduce_scatter_tensor, [0]
+    calls = [0]
 
-    def reduce(output: torch.Tensor, input: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if calls[0] % 5 == 0 and group is not None and group.size() > 1:
-            input = input.clone()
-            dist.broadcast(input, dist.get_process_group_ranks(group)[0], group=group)
-            return output.copy_(input.view(group.size(), -1)[group.rank()])
-        return real(output, input, *args, group=group, **kwargs)
+    def faulty(real: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce(output: torch.Tensor, input: torch.Tensor, *args: Any, group: Any = None, **more: Any) -> Any:
+            calls[0] += 1
+            if calls[0] % 5 == 0:
+                return output.copy_(input.view(group.size(), -1)[group.rank()])
+            return real(output, input, *args, group=group, **more)
 
-    dist.reduce_scatter_tensor = reduce
+        return reduce
+
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # megatron-core's name, and that of newer torch
+        if hasattr(dist, name):
+            setattr(dist, name, faulty(getattr(dist, name)))
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp2 replicas", "megatron", "megatron replicas"])

@@ -5,10 +5,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from mtrain.config.model import MoEConfig
 from tests.support.forked import run_ranks
 from tests.support.runs import rank_tensors, tiny_run, train_steps, whole_tensors
 
 FIRST, MORE = 4, 6
+BIASED = MoEConfig(
+    num_experts=4,
+    ffn_hidden_size=64,
+    router_score_function="sigmoid",
+    router_enable_expert_bias=True,
+    router_bias_update_rate=1e-3,
+    router_load_balancing_type="none",
+)
 
 CASES = {
     "one rank": {},
@@ -90,3 +99,20 @@ def test_resharding_changes_no_bit_of_weights_or_moments(tmp_path: Path) -> None
     left, right = whole_tensors(checkpoint), whole_tensors(tmp_path / "b" / f"step_{FIRST:08d}")
     assert left.keys() == right.keys()
     assert all(torch.equal(left[k], right[k]) for k in left)
+
+
+def test_a_balancing_bias_is_read_in_full_into_a_model_in_half_precision() -> None:
+    run = tiny_run(dtype="bf16", model={"moe": BIASED})
+
+    def formats() -> dict[str, torch.dtype]:
+        from mtrain.build.model import build_model
+        from mtrain.mcore.sharding import model_slots
+        from mtrain.world.init import joined
+
+        with joined(run) as world:
+            slots = model_slots(build_model(run, world))
+            return {slot.key: slot.tensor.dtype for slot in slots if "expert_bias" in slot.key}
+
+    (found,) = run_ranks(1, formats)
+    assert len(found) == run.model.num_layers
+    assert set(found.values()) == {torch.float32}

@@ -17,12 +17,16 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from mtrain import mcore
+from mtrain.config.groups import PrecisionConfig
 from mtrain.devices import registry
 from mtrain.mcore import import_core, open_door
 from tests.support import tiny
 from tests.support.forked import RankFailed, run_ranks
+from tests.support.runs import tiny_run, train_steps
 
 FINE = "fine"
+MEGATRON = {"fsdp": "megatron", "fsdp_sharding": "optim_grads_params"}
 
 
 @dataclass(frozen=True)
@@ -213,15 +217,26 @@ def _recomputed_bias() -> str:
     return f"{outputs[0]} became an output of its own recomputation" if outputs else FINE
 
 
-def _fsdp() -> str:
-    from mtrain.mcore import api
-
-    tiny.start_world()
-    cfg = tiny.config(gradient_accumulation_fusion=False)
-    model = tiny.model(cfg, wrap=False)
-    wrapped = api.TorchFullyShardedDataParallel(cfg, api.TorchFullyShardedDataParallelConfig(), model)
-    tiny.accumulate_gradients(wrapped, cfg)
-    return FINE
+def _trains_as_without(optim: dict[str, Any] | None = None, **parallel: Any) -> str:
+    """Whether mtrain's own run with these keys of `parallel` and `optim` has the losses and norms of a plain one."""
+    mcore.open_door = lambda device: None  # it is open already, with the fixes of this case
+    dtype, model = parallel.pop("dtype", "fp32"), parallel.pop("model", {})
+    axes = {key: parallel[key] for key in ("ranks", "pp", "tp") if key in parallel}
+    runs = [
+        tiny_run(model={"num_layers": 2, **model}, dtype=dtype, optim=changes, **keys)
+        for keys, changes in ((axes, None), (parallel, optim))
+    ]
+    if dtype == "fp16":
+        runs = [
+            r.model_copy(update={"precision": PrecisionConfig(dtype="fp16", initial_loss_scale=16.0)}) for r in runs
+        ]
+    try:
+        (expected, norm), (loss, found) = (train_steps(run, 3)[-1] for run in runs)
+    except KeyError:  # whose text would be a whole tensor
+        return "KeyError"
+    tolerance = 1e-5 if dtype == "fp32" else 1e-2
+    equal = abs(loss / expected - 1) < tolerance and abs(found / norm - 1) < tolerance
+    return FINE if equal else f"loss {loss} instead of {expected}, norm {found} instead of {norm}"
 
 
 def _default_norm() -> str:
@@ -267,7 +282,30 @@ CASES: dict[str, Case] = {
         "NameError: name 'FP8GlobalStateManager'",
     ),
     "recomputed-bias": Case(_recomputed_bias, "mlp.linear_fc2.bias became an output of its own recomputation"),
-    "fsdp-finish-grad-sync": Case(_fsdp, "TypeError: .*force_all_reduce", ranks=2),
+    "offloaded-shards": Case(
+        lambda: _trains_as_without({"cpu_offload": 0.5}, distributed_optimizer=True), "non-leaf Tensor"
+    ),
+    "offloaded-main-weights": Case(lambda: _trains_as_without({"cpu_offload": 0.5}, dtype="bf16"), "KeyError"),
+    "offloaded-copies": Case(lambda: _trains_as_without({"cpu_offload": 1.0}), "loss .* instead of"),
+    "norm-groups": Case(
+        lambda: _trains_as_without(ranks=2, fsdp="fsdp2", hsdp_replicas=2), "RuntimeError: .*mesh_dim", ranks=2
+    ),
+    "fsdp-te-linear": Case(lambda: _trains_as_without(ranks=2, tp=2, **MEGATRON), "TypeError: isinstance", ranks=2),
+    "fsdp-optim-replicas": Case(
+        lambda: _trains_as_without(ranks=2, hsdp_replicas=2, fsdp="megatron", fsdp_sharding="optim"),
+        "norm .* instead of",
+        ranks=2,
+    ),
+    "fsdp-lone-rank": Case(lambda: _trains_as_without(**MEGATRON), "norm .* instead of"),
+    "fsdp-meshes": Case(lambda: _trains_as_without(ranks=2, pp=2, **MEGATRON), "Shape mismatch", ranks=2),
+    "fsdp-tied-stages": Case(
+        lambda: _trains_as_without(ranks=4, pp=2, model={"tie_word_embeddings": True}, **MEGATRON),
+        "RuntimeError: attempting to assign a gradient of size",
+        ranks=4,
+    ),
+    "fsdp-unscaling": Case(
+        lambda: _trains_as_without(ranks=2, dtype="fp16", **MEGATRON), "AttributeError: 'NoneType'", ranks=2
+    ),
     "torch-norm": Case(_default_norm, "AssertionError: sequence parallel not supported", ranks=2),
     "rng-remark": Case(_rng_remark, "CPU RNG state changed"),
 }

@@ -33,13 +33,21 @@ def build_model(run: RunConfig, world: World, *, wrap: bool = True) -> list[Any]
         chunk._apply(lambda t: t if t.is_meta else t.to(world.torch_device))
         boxes_of(chunk)
     if run.precision.dtype != "fp32":
-        chunks = [mcore.Float16Module(config, chunk) for chunk in chunks]
+        chunks = [_half(config, chunk) for chunk in chunks]
     if wrap and run.parallel.fsdp != "none":
         chunks = [_fully_shard(run, config, chunk, world.torch_device) for chunk in chunks]
     weights.initialize(chunks, run.trainer.seed)
     if wrap and run.parallel.fsdp == "none":
         chunks = [_wrap(run, config, chunk, first=i == 0) for i, chunk in enumerate(chunks)]
     return chunks
+
+
+def _half(config: Any, chunk: Any) -> Any:
+    """The chunk in half precision, but for the routers' balancing biases, which a checkpoint holds in full."""
+    wrapped = mcore.Float16Module(config, chunk)
+    for router in (module for module in wrapped.modules() if isinstance(module, mcore.TopKRouter)):
+        router._maintain_float32_expert_bias()
+    return wrapped
 
 
 def _may_defer(run: RunConfig) -> bool:

@@ -35,6 +35,9 @@ _KNOWN_WARNINGS = (
     (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
     (r"When using (async grad allreduce|sequence parallelism) it is recommended to set the environment", UserWarning),
     (r"The \.grad attribute of a Tensor that is not a leaf", UserWarning),
+    # FSDP2 of an embedding that nobody changes in place; megatron-core's FSDP of a gather that a forward did not need
+    (r"FSDP2-wrapped module .* returned a view tensor", UserWarning),
+    (r"There are still pending all-gather tasks", UserWarning),
 )
 
 

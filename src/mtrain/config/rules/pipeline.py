@@ -41,7 +41,7 @@ def stages_are_whole(run: RunConfig) -> Iterator[Finding]:
         rule = f"{layers} layers do not divide over {p.pp} stages; pp that divide: {listed(divisors(layers))}"
         grow: tuple[Change, ...] = tuple({"model.num_layers": n} for n in multiples(layers, blocks))
         own: Change = {"parallel.layers_per_stage": _nearly_equal(layers, blocks)}
-        yield Finding("MT107", "parallel.pp", rule, (*pp_fixes, own, *grow, single()))
+        yield Finding("MT107", "parallel.pp", rule, (own, *pp_fixes, *grow, single()))
     elif p.vpp > 1 and p.pp > 1 and layers % blocks:
         per_stage = layers // p.pp
         legal = divisors(per_stage)
