@@ -1,0 +1,111 @@
+"""Seeded nonsense in what is imported, compared and verified: an answer or problems, no traceback, never slow."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mtrain.cli.recipe.diff import diff
+from mtrain.config.compose import compose
+from mtrain.config.resolve import resolve
+from mtrain.errors import BadInput, MtrainError
+from mtrain.recipes.hf import import_config
+from mtrain.recipes.lock import lock_text, mismatches, read_lock
+from mtrain.recipes.megatron import import_scripts
+from mtrain.recipes.table import known_flags
+from mtrain.recipes.write import delta, recipe_text
+from tests.support.configs import LAPTOP
+from tests.unit.test_recipe_hf import DEEPSEEK, LLAMA3
+
+SCRIPTS = sorted((Path(__file__).resolve().parents[1] / "support/megatron_scripts").glob("*.sh"))
+PIECES = (
+    *("$(", "${", "$((", "`", "'", '"', "\\", "\n", "#", "(", ")", "<<E", ";", "&&", "|", "=", "${A[@]}", "$A", "\0"),
+    *("-1", "0", "1e400", "nan", "9" * 40, "x" * 300, "é", "--", "--=", "[0]*9", "(((((", "*", "~", "if", "fi", "\t"),
+)
+
+
+def mutated(text: str, rng: random.Random, pieces: tuple[str, ...]) -> str:
+    for _ in range(rng.randint(1, 5)):
+        at = rng.randrange(len(text) + 1)
+        match rng.randrange(4):
+            case 0:
+                text = text[:at] + rng.choice(pieces) + text[at:]
+            case 1:
+                text = text[:at] + text[at + rng.randint(1, 30) :]
+            case 2:
+                words = text.split(" ")
+                words[rng.randrange(len(words))] = rng.choice(pieces)
+                text = " ".join(words)
+            case _:
+                text = text[:at] + text[rng.randrange(len(text) + 1) :][:200] + text[at:]
+    return text
+
+
+def answered(work: Callable[[], object]) -> None:
+    start, rules = time.process_time(), ["answered"]
+    try:
+        work()
+    except BadInput as error:
+        rules = [problem.rule for problem in error.problems]
+    except MtrainError as error:
+        rules = [str(error)]
+    assert all(rules)
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_mutated_script_is_imported_or_refused(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    flags = tuple(sorted(known_flags()))
+    file = tmp_path / "x.sh"
+
+    def work() -> None:
+        run = import_scripts([file]).run
+        (tmp_path / "r.yaml").write_text(recipe_text(delta(run), {"title": "x"}))
+        if "${" not in str(run.to_dict()):  # a literal `${` cannot stand in a recipe
+            assert compose([f"recipe={tmp_path / 'r.yaml'}"]).run.digest() == run.digest()
+
+    for _ in range(60):
+        file.write_text(mutated(rng.choice(SCRIPTS).read_text(), rng, (*PIECES, *rng.sample(flags, 20))))
+        answered(work)
+
+
+def test_a_mutated_configuration_of_another_library_is_imported_or_refused(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    file = tmp_path / "config.json"
+    values = ("null", "[]", "{}", "-1", '"x"', "true", "1e999", "NaN", '{"factor": "big"}', "[[[[", "9" * 50)
+    for _ in range(150):
+        text = json.dumps(rng.choice([LLAMA3, DEEPSEEK]))
+        for _ in range(rng.randint(1, 4)):
+            parts = text.split(", ")
+            index = rng.randrange(len(parts))
+            parts[index] = f"{parts[index].split(':')[0]}: {rng.choice(values)}"
+            text = ", ".join(parts)
+        file.write_text(text if rng.random() < 0.8 else mutated(text, rng, PIECES))
+        answered(lambda: import_config(file))
+
+
+def test_a_mutated_lock_is_read_or_refused(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    file = tmp_path / "x.lock.yaml"
+    text = lock_text(resolve(compose([]).run, LAPTOP), {"data": "a"}, LAPTOP)
+    for _ in range(150):
+        file.write_text(
+            mutated(text, rng, (*PIECES, "!!python/name:os.system", "&a", "*a", "_target_", "${oc.env:HOME}"))
+        )
+        answered(lambda: mismatches(read_lock(file), {}, LAPTOP))
+
+
+def test_a_mutated_file_is_compared_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = random.Random(9)
+    file = tmp_path / "x.yaml"
+    text = "defaults:\n  - override /model: llama3_8b\noptim: {lr: 3e-4}\nmodel: {num_layers: 2}\n"
+    for _ in range(100):
+        file.write_text(mutated(text, rng, (*PIECES, "_target_", "hydra", "${oc.env:HOME}", "null", "{}")))
+        answered(lambda: diff([str(file), "llama/tiny_cpu"]))
+    capsys.readouterr()
