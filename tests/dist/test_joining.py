@@ -152,14 +152,16 @@ def test_a_rank_that_came_twice_is_named_with_both_processes(start: Callable[...
         assert f"process {ranks[1].pid}" in rank.said
 
 
+@pytest.mark.parametrize("twice", [0, 1])
 def test_a_rank_that_comes_a_second_time_when_training_has_begun_ends_alone(
-    start: Callable[..., Launched], tmp_path: Path
+    start: Callable[..., Launched], tmp_path: Path, twice: int
 ) -> None:
     ranks = [start(rank, 2, "trainer.train_iters=100000", "log.progress=none") for rank in (0, 1)]
     wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 2)
-    second = start(1, 2, "trainer.train_iters=100000", "log.progress=none")
+    second = start(twice, 2, "trainer.train_iters=100000", "log.progress=none")
     assert second.wait() == ENVIRONMENT
-    assert "is its RANK given twice?" in second.said
+    assert f"rank {1 - twice} of 2 did not arrive" in second.said
+    assert "note: ranks started on this store before; if they still run, RANK is given twice" in second.said
     steps = len(metrics(tmp_path / "runs/run"))
     wait_for(lambda: len(metrics(tmp_path / "runs/run")) > steps + 2)
     assert "warning" not in ranks[0].said + ranks[1].said

@@ -35,7 +35,6 @@ CASES = {
     },
     "dp2 bf16 distributed optimizer": {"ranks": 2, "distributed_optimizer": True, "dtype": "bf16"},
     "tp2 dropout": {"ranks": 2, "tp": 2, "model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}},
-    "ep2 bf16 balanced by a bias": {"ranks": 2, "ep": 2, "dtype": "bf16", "model": {"moe": BIASED}},
     "dp2 sgd": {"ranks": 2, "optim": {"name": "sgd"}},
 }
 
@@ -100,3 +99,20 @@ def test_resharding_changes_no_bit_of_weights_or_moments(tmp_path: Path) -> None
     left, right = whole_tensors(checkpoint), whole_tensors(tmp_path / "b" / f"step_{FIRST:08d}")
     assert left.keys() == right.keys()
     assert all(torch.equal(left[k], right[k]) for k in left)
+
+
+def test_a_balancing_bias_is_read_in_full_into_a_model_in_half_precision() -> None:
+    run = tiny_run(dtype="bf16", model={"moe": BIASED})
+
+    def formats() -> dict[str, torch.dtype]:
+        from mtrain.build.model import build_model
+        from mtrain.mcore.sharding import model_slots
+        from mtrain.world.init import joined
+
+        with joined(run) as world:
+            slots = model_slots(build_model(run, world))
+            return {slot.key: slot.tensor.dtype for slot in slots if "expert_bias" in slot.key}
+
+    (found,) = run_ranks(1, formats)
+    assert len(found) == run.model.num_layers
+    assert set(found.values()) == {torch.float32}

@@ -20,6 +20,7 @@ FLOORS = {
     "units": 0,
     "config": 1,
     "layout": 2,
+    "recipes": 2,
     "plan": 3,
     "devices": 4,
     "mcore": 5,

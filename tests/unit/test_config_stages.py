@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtrain.config.rules import apply
@@ -42,6 +42,7 @@ def test_a_layout_that_cannot_be_is_refused_with_what_is_wrong(text: str, what: 
         parse_pipeline_layout(text)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12))
 def test_sizes_and_the_layout_that_spells_them_are_the_same_stages(sizes: list[int]) -> None:
     text = "|".join("t" * n for n in sizes)

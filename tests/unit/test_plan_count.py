@@ -3,7 +3,7 @@
 import pytest
 
 from mtrain.config.groups import DataConfig
-from mtrain.config.model import ModelConfig
+from mtrain.config.model import ModelConfig, MoEConfig
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.run import RunConfig
 from mtrain.layout.stages import stage_layers
@@ -44,6 +44,22 @@ def test_the_distributed_optimizer_keeps_moments_once() -> None:
     whole = RunConfig(model=LLAMA3_8B, parallel=ParallelConfig(ranks=4))
     spread = RunConfig(model=LLAMA3_8B, parallel=ParallelConfig(ranks=4, distributed_optimizer=True))
     assert count.state_bytes(whole) - count.state_bytes(spread) == 3 * 8 * count.parameters(LLAMA3_8B)
+
+
+def test_expert_parallelism_spreads_the_experts_and_nothing_else() -> None:
+    moe = MoEConfig(num_experts=8, ffn_hidden_size=14336)
+    model = LLAMA3_8B.model_copy(update={"moe": moe})
+    one = RunConfig(model=model, parallel=ParallelConfig(ranks=8))
+    spread = RunConfig(model=model, parallel=ParallelConfig(ranks=8, ep=8))
+    experts = count.expert_parameters(model)
+    assert experts == 32 * 8 * 3 * 4096 * 14336
+    assert count.state_bytes(one) - count.state_bytes(spread) == 16 * 7 * experts
+    assert count.expert_parameters(LLAMA3_8B) == 0
+
+
+def test_fsdp_keeps_everything_once() -> None:
+    run = RunConfig(model=LLAMA3_8B, parallel=ParallelConfig(ranks=8, fsdp="megatron"))
+    assert count.state_bytes(run) == 16 * count.parameters(LLAMA3_8B)
 
 
 def test_interleaved_stages_take_turns() -> None:

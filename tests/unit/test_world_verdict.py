@@ -88,6 +88,7 @@ def test_ranks_that_are_not_ready_are_named() -> None:
 
 def test_a_card_survives_its_text() -> None:
     assert Card.of(card(3, torch="2").text()) == card(3, torch="2")
+    assert Card.of(card(3).text().replace('"pid"', '"a_key_of_another_version": 1, "pid"')) == card(3)
 
 
 @pytest.mark.parametrize(

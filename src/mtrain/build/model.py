@@ -9,6 +9,7 @@ import torch
 
 from mtrain.build import weights
 from mtrain.build.transformer import transformer_config
+from mtrain.config.core_fields import DDP_FIELDS, FSDP_FIELDS, GPT_FIELDS, WRAP_FIELDS, values
 from mtrain.config.run import RunConfig
 from mtrain.mcore import api as mcore
 from mtrain.mcore import backend
@@ -69,64 +70,32 @@ def _chunks(run: RunConfig, config: Any) -> list[Any]:
 
 
 def _chunk(run: RunConfig, config: Any, stage: int | None) -> Any:
-    ps, model = mcore.parallel_state, run.model
+    ps = mcore.parallel_state
     provider = backend.provider(run.kernels)
-    scaling = model.rope_scaling_factor
     return mcore.GPTModel(
         config=config,
         transformer_layer_spec=backend.layer_spec(config, provider, vp_stage=stage),
-        vocab_size=model.padded_vocab_size,
-        max_sequence_length=model.max_position_embeddings,
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,
-        share_embeddings_and_output_weights=model.tie_word_embeddings,
-        position_embedding_type=model.position_embedding_type,
-        rotary_base=model.rotary_base,
-        rotary_percent=model.rotary_percent,
-        rope_scaling=scaling is not None,
-        rope_scaling_factor=scaling or 8.0,
         mtp_block_spec=backend.mtp_spec(config, provider, vp_stage=stage),
         vp_stage=stage,
+        **values(GPT_FIELDS, run),
     )
 
 
 def _wrap(run: RunConfig, config: Any, chunk: Any, *, first: bool) -> Any:
-    p = run.parallel
-    ddp = mcore.DistributedDataParallelConfig(
-        overlap_grad_reduce=p.overlap_grad_reduce,
-        overlap_param_gather=p.overlap_param_gather,
-        use_distributed_optimizer=p.distributed_optimizer,
-        **_common(run),
-    )
+    ddp = mcore.DistributedDataParallelConfig(**values(DDP_FIELDS, run))
     # Only the first chunk may wait for its buckets one by one; see DistributedDataParallel's own use in training.
     return mcore.DistributedDataParallel(
-        config, ddp, chunk, disable_bucketing=not first and not p.overlap_grad_reduce
+        config, ddp, chunk, disable_bucketing=not first and not run.parallel.overlap_grad_reduce
     )
 
 
 def _fully_shard(run: RunConfig, config: Any, chunk: Any, device: torch.device) -> Any:
-    p = run.parallel
-    if p.fsdp == "fsdp2":
-        return FullySharded(config, mcore.TorchFullyShardedDataParallelConfig(**_common(run)), chunk, device)
-    ddp = mcore.DistributedDataParallelConfig(
-        use_megatron_fsdp=True,
-        use_distributed_optimizer=True,
-        data_parallel_sharding_strategy=p.fsdp_sharding,
-        # fp32 weights need no second copy as main weights
-        preserve_fp32_weights=run.precision.dtype != "fp32",
-        # a division fused into the sum is NCCL's alone
-        gradient_reduce_div_fusion=False,
-        suggested_communication_unit_size=communication_elements(unwrap(chunk)),
-        **_common(run),
-    )
+    if run.parallel.fsdp == "fsdp2":
+        wrap = mcore.TorchFullyShardedDataParallelConfig(**values(WRAP_FIELDS, run))
+        return FullySharded(config, wrap, chunk, device)
+    size = communication_elements(unwrap(chunk))
+    ddp = mcore.DistributedDataParallelConfig(**values(FSDP_FIELDS, run), suggested_communication_unit_size=size)
     return FullyShardedBuffers(config, ddp, chunk, device)
-
-
-def _common(run: RunConfig) -> dict[str, Any]:
-    return {
-        "grad_reduce_in_fp32": run.precision.grad_reduce_in_fp32,
-        "num_distributed_optimizer_instances": run.parallel.hsdp_replicas,
-        # A NaN is found by the trainer, which can say which step; this check would only kill one rank.
-        "check_for_nan_in_grad": False,
-    }

@@ -20,18 +20,28 @@ VERBS = {
     "resume": "go on with a run: resume RUN_FOLDER [overrides]",
     "export": "write the weights of a checkpoint as whole tensors: export RUN_FOLDER OUT_FOLDER",
     "generate": "write text with a trained model: generate RUN_FOLDER",
+    "recipe": "list, show, new, diff, lock, verify, import, export: recipe --help",
+    "schema": "JSON Schema for editors: schema [run|recipe|GROUP] [-o DIR]",
+    "completion": "a script that completes verbs, choices and keys: completion bash|zsh|fish",
+    "explain": "what a key means, who set it and what it reaches; or a code: explain parallel.tp, explain MT101",
 }
+OWN_WORDS = ("recipe", "explain", "schema", "completion", "__complete")
+"""Verbs that read their arguments themselves."""
 FLAGS = {
     "--json": "check, show: print JSON for a machine",
     "--resolved": "show: print the bare file that run=FILE reads",
+    "--all": "check: every model in every layout, precision and cluster that ships",
+    "--multirun": "train, check: one run for each of KEY=A,B or KEY=range(1,4); -m for short",
     "--debug": "print the traceback of an error",
     "--help": "print this page",
     "--version": "print the version",
 }
+SHORT = {"-h": "--help", "-m": "--multirun"}
 EXAMPLES = (
     ("mtrain", "train the default model on this machine"),
     ("mtrain model=llama_tiny parallel=tp2pp2 trainer.train_iters=20", "another layout, fewer steps"),
     ("mtrain check model=llama3_70b parallel=tp4pp4 cluster=h100x64", "would this run on 64 H100?"),
+    ("mtrain -m optim.lr=1e-3,3e-3 parallel=tp2,pp2", "four runs, and one table of what became of them"),
     ("mtrain show recipe=llama3/70b_h100x64", "what a recipe sets, line by line"),
     ("mtrain show --resolved optim.lr=3e-4 > my.yaml; mtrain run=my.yaml", "freeze a run into one file"),
 )
@@ -81,7 +91,14 @@ def parse(arguments: Sequence[str]) -> Call:
     Raises:
         BadInput: a word that is no verb, or a flag that does not exist.
     """
-    flags = {a for a in arguments if a in FLAGS or a == "-h"}
+    verb = next((a for a in arguments if not a.startswith("-")), "")
+    if verb in OWN_WORDS:
+        place = arguments.index(verb)
+        flags = {SHORT.get(a, a) for a in arguments[:place]}
+        rest = [a for a in arguments[place + 1 :] if a != "--debug"]
+        return Call(verb, [*(["--json"] if "--json" in flags else []), *rest], flags)
+    arguments = [SHORT.get(a, a) for a in arguments]
+    flags = {a for a in arguments if a in FLAGS}
     rest = [a for a in arguments if a not in flags]
     unknown = [a for a in rest if a.startswith("-") and "=" not in a]
     problems = [_unknown_flag(flag) for flag in unknown]
@@ -103,10 +120,16 @@ def dispatch(call: Call) -> int:
 
         print(f"mtrain {__version__}")
         return 0
-    if call.flags & {"--help", "-h"}:
+    if "--help" in call.flags:
         print(help_page())
         return 0
     as_json = "--json" in call.flags
+    if "--multirun" in call.flags:
+        return _many(call, as_json)
+    if call.verb == "check" and "--all" in call.flags:
+        from mtrain.cli import matrix
+
+        return matrix.run(call.arguments, as_json=as_json)
     if call.verb == "check":
         from mtrain.cli import check
 
@@ -115,13 +138,28 @@ def dispatch(call: Call) -> int:
         from mtrain.cli import show
 
         return show.run(call.arguments, bare="--resolved" in call.flags, as_json=as_json)
+    if call.verb in VERBS and call.arguments[:1] in (["--help"], ["-h"]) and call.verb != "recipe":
+        print(f"mtrain {call.verb}: {VERBS[call.verb]}")
+        return 0
     return _worker_verb(call.verb)(call.arguments, debug="--debug" in call.flags)
+
+
+def _many(call: Call, as_json: bool) -> int:
+    """Runs a verb once for each combination of swept values."""
+    from mtrain.cli import multirun
+
+    if call.verb == "check":
+        return multirun.check(call.arguments, as_json=as_json)
+    if call.verb != "train":
+        rule = f"-m: train and check take several values; {call.verb} takes one run"
+        raise BadInput([Problem("MT010", "", None, rule, f"{call.verb}, without -m", "command line")])
+    return multirun.train(call.arguments, debug="--debug" in call.flags, as_json=as_json)
 
 
 def _worker_verb(verb: str) -> Callable[..., int]:
     from importlib import import_module
 
-    run: Callable[..., int] = import_module(f"mtrain.cli.{verb}").run
+    run: Callable[..., int] = import_module(f"mtrain.cli.{verb.strip('_')}").run
     return run
 
 

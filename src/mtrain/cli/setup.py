@@ -41,7 +41,7 @@ def load(argv: Sequence[str], machine: Machine | None = None, environment: Mappi
     problems += memory_problems(run, machine)
     if any(problem.severity == "error" for problem in problems):
         raise BadInput(sorted(problems, key=lambda p: p.severity))
-    return Loaded(run, origins, composed.choices, tuple(problems), raw)
+    return Loaded(run, origins, composed.choices, tuple(problems), composed.history, raw)
 
 
 def judge(

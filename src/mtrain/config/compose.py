@@ -34,6 +34,17 @@ class Composed:
     choices: dict[str, str]
     """group -> choice; with a run file only the groups that the command line replaced."""
     warnings: tuple[Problem, ...] = ()
+    history: tuple[Setting, ...] = ()
+    """Everything that was set, in order: of two settings of one key the later one holds."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key or a section that something set."""
+
+    path: str
+    value: Any
+    source: str
 
 
 class Rejected(BadInput):
@@ -59,6 +70,7 @@ class _Tree:
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    history: list[Setting] = field(default_factory=list)
 
     def merge(self, values: Mapping[str, Any], where: Callable[[str], str], prefix: str = "") -> None:
         """Lays `values` (nested) over what is there; `where` gives the origin of a dotted key."""
@@ -80,8 +92,9 @@ class _Tree:
         self.section(parent)[last] = value
         for known in [k for k in self.origins if k == path or k.startswith(f"{path}.")]:
             del self.origins[known]
-        for leaf, _ in leaves(value, path):
+        for leaf, inner in leaves(value, path):
             self.origins[leaf] = where(leaf)
+            self.history.append(Setting(leaf, inner, self.origins[leaf]))
 
     def section(self, path: str) -> dict[str, Any]:
         node = self.values
@@ -141,7 +154,8 @@ class _Composition:
         return self._composed(run, choices)
 
     def _composed(self, run: RunConfig, choices: dict[str, str]) -> Composed:
-        return Composed(run, {key: self._origin(key) for key in run.flat()}, choices)
+        origins = {key: self._origin(key) for key in run.flat()}
+        return Composed(run, origins, choices, history=tuple(self.tree.history))
 
     def _without(self, paths: Sequence[str], beneath: Mapping[str, Any]) -> RunConfig | None:
         """The configuration with each refused key as it was `beneath` the command line, or at its default."""

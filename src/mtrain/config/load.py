@@ -36,6 +36,8 @@ _WORDS: dict[str, Any] = {
 }
 # Characters that change how text is shown without being seen: bidirectional controls, zero-width ones, the BOM.
 HIDDEN = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
+# Those, the characters that a terminal may obey, which YAML refuses by itself, and those that mark what is unknown.
+UNSHOWN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ue000\ue001\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
 
 
 @dataclass
@@ -79,6 +81,15 @@ def load(path: Path, source: str | None = None) -> Document:
         BadInput: missing, unreadable, too large, not UTF-8, not YAML, or YAML that is more than data.
     """
     source = source or display(path)
+    return parse(read_text(path, source), source)
+
+
+def read_text(path: Path, source: str) -> str:
+    """The text of a file that somebody else may have written.
+
+    Raises:
+        BadInput: missing, unreadable, too large, or not UTF-8.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -87,12 +98,11 @@ def load(path: Path, source: str | None = None) -> Document:
     if len(data) > MAX_BYTES:
         raise BadInput([Problem("MT005", "", None, f"larger than the limit of {MAX_BYTES} bytes", "", source)])
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         rule = f"byte {data[error.start]:#04x} is not UTF-8; a configuration is UTF-8 text"
         raise BadInput([Problem("MT003", "", None, rule, "", f"{source}:{line}")]) from None
-    return parse(text, source)
 
 
 def read_run_file(path: Path) -> RunConfig:
@@ -124,17 +134,26 @@ def missing(path: Path, source: str, error: OSError | ValueError) -> Problem:
     return Problem("MT002", "", None, rule, fix, source)
 
 
+def refuse_hidden(text: str, source: str, pattern: re.Pattern[str] = HIDDEN) -> None:
+    """Refuses text with characters that change how it is shown without being seen, or others of a `pattern`.
+
+    Raises:
+        BadInput: with the line of the first one.
+    """
+    hidden = pattern.search(text)
+    if hidden:
+        line = text.count("\n", 0, hidden.start()) + 1
+        rule = f"the invisible character U+{ord(hidden.group()):04X} is refused"
+        raise BadInput([Problem("MT003", "", None, rule, "delete it", f"{source}:{line}")])
+
+
 def parse(text: str, source: str) -> Document:
     """Reads YAML text whose top level is a mapping (or nothing).
 
     Raises:
         BadInput: with one problem, which names the line.
     """
-    hidden = HIDDEN.search(text)
-    if hidden:
-        line = text.count("\n", 0, hidden.start()) + 1
-        rule = f"the invisible character U+{ord(hidden.group()):04X} is refused"
-        raise BadInput([Problem("MT003", "", None, rule, "delete it", f"{source}:{line}")])
+    refuse_hidden(text, source)
     reader = _Reader(source)
     try:
         values = reader.read(yaml.parse(text, Loader=_LOADER))

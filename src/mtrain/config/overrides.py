@@ -126,7 +126,7 @@ def check_choice(group: str, text: str, source: str) -> Problem | None:
         return Problem("MT010", group, value, f"{rule}; choose one", f"{group}={names[0].strip()}", source)
     if "," in text:
         first = text.split(",")[0].strip()
-        rule = "a comma makes a sweep, and sweeps are not available here; choose one"
+        rule = "a comma makes a sweep: -m trains or checks one run for each; without it, choose one"
         return Problem("MT010", group, value, rule, f"{group}={first}", source)
     if "/" in text or "\\" in text or text.startswith("."):
         rule = f"a choice is a file name under conf/{group}, not a path"
@@ -145,7 +145,7 @@ def _read_value(key: str, text: str, out: Overrides) -> Problem | None:
     try:
         out.values[key] = parse_value(text)
     except Sweep:
-        rule = "a comma or range makes a sweep, and sweeps are not available here"
+        rule = "a comma or range makes a sweep: -m trains or checks one run for each value"
         return _bad(key, text, rule, _sweep_fix(key, text))
     except ValueError as error:
         return _bad(key, text, f"cannot be read: {error}", override(key, text))

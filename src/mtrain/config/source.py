@@ -7,7 +7,7 @@ defaults lists of their own) is read here, to the same result, which a test comp
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,48 @@ def hydra_value(text: str) -> Any:
         raise ValueError(first) from None
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+def sweep_values(text: str, names: Sequence[str], limit: int) -> list[str] | None:
+    """The values that `text` sweeps over, each as an override's value; None where it is one plain value.
+
+    `names` are what `glob(...)` chooses from.
+
+    Raises:
+        ValueError: not in the grammar, more than `limit` values, or a kind that cannot be counted.
+    """
+    if _INT.match(text) or _FLOAT.match(text) or _WORD.match(text) or text in _CONSTANTS:
+        return None
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import Glob, RangeSweep
+    from hydra.errors import HydraException
+
+    try:
+        override = OverridesParser.create().parse_override(f"key={text}")
+        if not override.is_sweep_override():
+            return None
+        sweep = override.value()
+        if isinstance(sweep, Glob):
+            return sweep.filter(list(names))
+        if not override.is_discrete_sweep():
+            raise ValueError("only values that can be counted are swept: a,b or choice() or range() or glob()")
+        if isinstance(sweep, RangeSweep) and _length(sweep) > limit:
+            raise ValueError(f"more than {limit} values")
+        found = list(override.sweep_string_iterator())
+    except (HydraException, ArithmeticError) as error:
+        raise ValueError(str(error).strip().splitlines()[0]) from None
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if len(found) > limit:
+        raise ValueError(f"more than {limit} values")
+    return found
+
+
+def _length(sweep: Any) -> float:
+    """How many numbers a range has, without making them."""
+    if not sweep.step:
+        raise ValueError("a range with a step of 0 never ends")
+    return max(0.0, (float(sweep.stop) - float(sweep.start)) / float(sweep.step))
 
 
 def _plain(value: Any) -> Any:

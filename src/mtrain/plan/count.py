@@ -127,17 +127,33 @@ def _keys(model: ModelConfig, layer: int, seq_length: int, *, causal: bool) -> f
     return window * (1 - window / (2 * seq_length))
 
 
+def expert_parameters(model: ModelConfig) -> int:
+    """Trainable parameters of routed experts: what expert parallelism spreads."""
+    if model.moe is None:
+        return 0
+    layers = model.num_layers - model.moe.first_dense_layers + (model.mtp_num_layers or 0)
+    return layers * model.moe.num_experts * _mlp(model, model.moe.ffn_hidden_size)
+
+
 def state_bytes(run: RunConfig) -> int:
     """Bytes of weights, gradients and optimizer state over all ranks, replicas counted; a lower bound of the memory.
 
     fp32: 4 weights + 4 gradients + 8 moments; bf16 and fp16: 2 + 4 (2 if reduced in that format) + 4 main weights
-    + 8. The distributed optimizer keeps main weights and moments once instead of once per data-parallel rank.
+    + 8. The distributed optimizer keeps main weights and moments once instead of once per data-parallel rank, FSDP
+    all of it; experts have as many copies as the expert grid has data-parallel ranks.
     """
     p = run.parallel
     assert p.ranks is not None
     half = run.precision.dtype != "fp32"
-    replicas = max(1, p.ranks // (p.tp * p.pp))
     per_weight = (2 if half else 4) + (4 if not half or run.precision.grad_reduce_in_fp32 else 2)
     per_state = (4 if half else 0) + (8 if run.optim.name == "adamw" else 4)
-    copies_of_state = 1 if p.distributed_optimizer else replicas
-    return parameters(run.model) * (per_weight * replicas + per_state * copies_of_state)
+    experts = expert_parameters(run.model)
+    total = 0
+    for number, ranks_of_a_copy in (
+        (parameters(run.model) - experts, p.tp * p.pp),
+        (experts, (p.etp or p.tp) * p.ep * p.pp),
+    ):
+        replicas = max(1, p.ranks // ranks_of_a_copy)
+        copies = replicas if p.fsdp == "none" else 1
+        total += number * (per_weight * copies + per_state * (1 if p.distributed_optimizer else copies))
+    return total

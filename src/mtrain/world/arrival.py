@@ -24,7 +24,7 @@ from mtrain.config.run import RunConfig
 from mtrain.devices import registry
 from mtrain.errors import BadEnvironment, MtrainError
 from mtrain.layout.grid import RankGrid
-from mtrain.world.rollcall import IMPORT_FACTOR, Judge, Member, newest
+from mtrain.world.rollcall import IMPORT_FACTOR, Judge, Member, newest, started_before
 from mtrain.world.seat import End, Seat
 from mtrain.world.verdict import Card, Refused
 
@@ -158,8 +158,6 @@ class Arrival:
             late = member is not None and member.came_late(verdict)
             if member is not None and not late and (verdict or (self.failure and judge is None)):
                 return self._take_leave(member, verdict) if verdict else None
-            if late and verdict and verdict["problem"] is None:
-                self.note = "note: other ranks have started without this one: is its RANK given twice?"
             waited = time.monotonic() - self.ready_at
             if (member is None or late) and waited > self.join_timeout_s * PATIENCE:
                 judge = self._call(root, number, waited)
@@ -170,6 +168,8 @@ class Arrival:
 
     def _call(self, root: dist.Store, instead_of: int | None, waited_s: float = 0.0) -> Judge:
         """Hold the roll call that comes after `instead_of`."""
+        if started_before(root):
+            self.note = "note: ranks started on this store before; if they still run, RANK is given twice"
         judge = Judge(root, self.card, self.config, self.join_timeout_s, waited_s)
         judge.open(root, instead_of if waited_s else newest(root))
         return judge

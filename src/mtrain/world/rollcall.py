@@ -32,6 +32,12 @@ def newest(root: Store) -> int | None:
     return int(root.get("newest")) if root.check(["newest"]) else None
 
 
+def started_before(root: Store) -> bool:
+    """Whether the newest roll call found a world."""
+    key = f"{newest(root)}/verdict"
+    return root.check([key]) and json.loads(root.get(key))["problem"] is None
+
+
 def _pages(store: Store, name: str, known: int) -> list[bytes]:
     """What was added to a list in the store after its first `known` pages."""
     keys = [f"{name}/{i}" for i in range(known + 1, store.add(name, 0) + 1)]

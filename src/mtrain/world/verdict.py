@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from typing import Any
 
@@ -43,8 +43,9 @@ class Card:
 
     @classmethod
     def of(cls, text: str | bytes) -> Card:
-        """The card that `text` made."""
-        return cls(**json.loads(text))
+        """The card that `text` made, maybe that of another version."""
+        values = json.loads(text)
+        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
     @property
     def who(self) -> str:

@@ -1,0 +1,114 @@
+"""What could stand where the cursor is: the answer to a shell that completes. Nothing heavy is imported for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from mtrain.config.paths import choices_of_group, conf_dir, recipes_dir
+
+NAMED = ("show", "diff", "lock", "export")
+"""Subverbs of `recipe` that take the name of one."""
+RUNS = "runs"
+SHELLS = ("bash", "zsh", "fish")
+
+
+def run(argv: list[str], *, debug: bool) -> int:
+    """Prints a line for each candidate of the command line in `argv[0]`, up to the cursor; never an error."""
+    with suppress(Exception):
+        print("\n".join(candidates(argv[0] if argv else "")))
+    return 0
+
+
+def candidates(line: str) -> list[str]:
+    """Everything that the last word of `line` could become; the first word is the command itself."""
+    words = line.split()[1:]
+    if line[-1:].isspace() or not words:
+        words.append("")
+    *before, current = words
+    return sorted(dict.fromkeys(word for word in _offered(before, current) if word.startswith(current)))
+
+
+def _offered(before: list[str], current: str) -> Iterable[str]:
+    from mtrain.cli.main import FLAGS, VERBS
+
+    verb = next((word for word in before if not word.startswith("-")), "")
+    if current.startswith("-"):
+        return [*FLAGS, "-m", "-o"]
+    if not verb:
+        return [*VERBS, *_overrides(current)]
+    if verb == "recipe":
+        return _recipe([word for word in before if not word.startswith("-")][1:], current)
+    if verb == "explain" and len(before) == 1:
+        return _explained(current)
+    if verb == "schema":
+        from mtrain.config.json_schema import KINDS
+
+        return KINDS
+    if verb == "completion":
+        return SHELLS
+    if verb in ("resume", "generate") and len(before) == 1:
+        return _runs()
+    return _overrides(current)
+
+
+def _recipe(before: list[str], current: str) -> Iterable[str]:
+    if not before:
+        from mtrain.cli.recipe import SUBVERBS
+
+        return SUBVERBS
+    names = [*_recipes(), *_runs()] if before[0] in NAMED else []
+    return [*names, *_overrides(current)] if before[0] != "diff" else names
+
+
+def _explained(current: str) -> Iterable[str]:
+    if current[:1] in ("M", "m") and current[1:2] in ("T", "t"):
+        from mtrain.config.codes import codes
+
+        return [code if current[0] == "M" else code.lower() for code in codes()]
+    groups = [folder.name for folder in conf_dir().iterdir() if folder.is_dir()]
+    if "." not in current:
+        return [*groups, *(f"{group}." for group in groups)]
+    return [key.removesuffix("=") for key in _keys()]
+
+
+def _overrides(current: str) -> list[str]:
+    """Settings: a group with its choices, a key with its words."""
+    key, equals, _ = current.partition("=")
+    groups = [folder.name for folder in conf_dir().iterdir() if folder.is_dir()]
+    if equals:
+        return [f"{key}={value}" for value in _values(key, groups)]
+    if "." in current:
+        return _keys()
+    return [*(f"{group}=" for group in groups), *(f"{group}." for group in groups), "recipe=", "run="]
+
+
+def _keys() -> list[str]:
+    from mtrain.config.keys import schema_keys
+
+    return [f"{key}=" for key in schema_keys() if not key.startswith("recipe.")]
+
+
+def _values(key: str, groups: list[str]) -> list[str]:
+    if key in groups:
+        return choices_of_group(key)
+    if key == "recipe":
+        return _recipes()
+    if key == "run":
+        return [f"{folder}/run.yaml" for folder in _runs()]
+    from mtrain.config.describe import type_of
+    from mtrain.config.keys import choices_of
+
+    words = type_of(key)
+    found = [*choices_of(key), *(["true", "false"] if words.startswith("true or false") else [])]
+    return [*found, *(["null"] if words.endswith("null") else [])]
+
+
+def _recipes() -> list[str]:
+    return [file.relative_to(recipes_dir()).with_suffix("").as_posix() for file in recipes_dir().rglob("*.yaml")]
+
+
+def _runs() -> list[str]:
+    """Run folders in the usual place."""
+    return [str(file.parent) for file in Path(RUNS).glob("*/run.yaml")]

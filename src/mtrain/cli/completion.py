@@ -1,0 +1,55 @@
+"""`completion SHELL`: a script that lets a shell ask `mtrain __complete` what could stand at the cursor."""
+
+from __future__ import annotations
+
+from mtrain.cli.complete import SHELLS
+from mtrain.cli.options import needed, read_options
+from mtrain.errors import BadInput, Problem
+
+BASH = r"""# bash: eval "$(mtrain completion bash)", or save this as a file in the folder of bash completions
+_mtrain() {
+    local line="${COMP_LINE:0:COMP_POINT}" word candidate
+    word="${line##*[[:space:]]}"
+    # bash cuts words at = and :, so what stands in front of the last one is not part of the answer
+    local front="${word%"${word##*[=:]}"}"
+    COMPREPLY=()
+    while IFS= read -r candidate; do
+        [[ -n $candidate ]] && COMPREPLY+=("${candidate#"$front"}")
+    done < <("$1" __complete "$line" 2>/dev/null)
+    if [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[=.] ]]; then
+        compopt -o nospace 2>/dev/null
+    fi
+}
+complete -o default -F _mtrain mtrain
+"""
+ZSH = r"""#compdef mtrain
+# zsh: eval "$(mtrain completion zsh)", or save this as _mtrain in a folder of $fpath
+_mtrain() {
+    local -a found open whole
+    found=("${(@f)$(${words[1]} __complete "${(j: :)words[1,CURRENT-1]} ${PREFIX}" 2>/dev/null)}")
+    open=(${(M)found:#*[=.]})
+    whole=(${found:#*[=.]})
+    (( ${#open} )) && compadd -Q -S '' -- $open
+    (( ${#whole} )) && compadd -Q -- $whole
+    (( ${#found} )) || _files
+}
+compdef _mtrain mtrain
+"""
+FISH = r"""# fish: mtrain completion fish | source, or save this as ~/.config/fish/completions/mtrain.fish
+complete -c mtrain -a '(mtrain __complete (commandline -cp) 2>/dev/null)'
+"""
+SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+
+
+def run(argv: list[str], *, debug: bool) -> int:
+    """Prints the script of a shell; the exit code.
+
+    Raises:
+        BadInput: no shell, or one that is not known.
+    """
+    shell = needed(read_options(argv).words, "completion bash")
+    if shell not in SCRIPTS:
+        rule = f"there is no completion for {shell}; shells: {', '.join(SHELLS)}"
+        raise BadInput([Problem("MT010", "", None, rule, "completion bash", "command line")])
+    print(SCRIPTS[shell], end="")
+    return 0

@@ -1,0 +1,199 @@
+"""`explain WORD`: what a key is, who set it and what it reaches; or what a problem's code means and what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mtrain.cli.options import read_options
+from mtrain.config.compose import Composed, compose
+from mtrain.config.conditional import CONDITIONAL
+from mtrain.config.core_fields import feeds
+from mtrain.config.describe import (
+    EFFECTS,
+    default_of,
+    example_section,
+    groups,
+    keys_of,
+    section_of,
+    summary,
+    type_of,
+)
+from mtrain.config.dump import spell
+from mtrain.config.keys import field_of, suggest
+from mtrain.config.resolve import HERE, Machine, resolve, world_size_of
+from mtrain.config.run import RunConfig, effect_of
+from mtrain.errors import BadInput, Problem
+from mtrain.recipes.diff import overrides_of
+from mtrain.recipes.table import flags_of
+
+USAGE = "explain parallel.tp [overrides], explain MT101, explain model"
+_CODE = re.compile(r"[Mm][Tt][0-9]{3}\Z")
+DEFAULT = "default"
+ABSENT = "(not there: its section is null)"
+
+
+def run(argv: list[str], *, debug: bool) -> int:
+    """Explains the first word, for the configuration that the others describe; returns the exit code.
+
+    Raises:
+        BadInput: there is no such key and no such code, or the overrides are refused.
+    """
+    options = read_options(argv)
+    if not options.words:
+        print(_contents())
+        return 0
+    word, rest = options.words[0].partition("=")[0], options.words[1:]
+    if _CODE.match(word):
+        facts = _code(word.upper())
+    elif field_of(word) is None:
+        raise BadInput([_unknown(word)])
+    elif section_of(word) is not None:
+        facts = _section(word)
+    else:
+        facts = _key(word, compose(overrides_of(rest)))
+    print(json.dumps(facts, indent=2) if options.as_json else _page(facts))
+    return 0
+
+
+def _unknown(word: str) -> Problem:
+    near, why = suggest(word)
+    rule = "there is no such key, group or code" + (f"; {why}" if why else "")
+    fix = " or ".join(f"explain {key}" for key in near) or "explain, for all groups and codes"
+    return Problem("MT012", word, None, rule, fix, "command line")
+
+
+def _contents() -> str:
+    """What can be explained."""
+    from mtrain.config.codes import FAMILIES, codes
+
+    lines = [f"usage: mtrain {USAGE}", "", "groups"]
+    lines += [f"  {group:<11} {words}" for group, words in groups().items()]
+    lines += ["", "codes"]
+    for begin, words in FAMILIES.items():
+        mine = [code for code in codes() if code.startswith(begin)]
+        lines.append(f"  {words}: {' '.join(mine)}")
+    return "\n".join(lines)
+
+
+def _code(code: str) -> dict[str, Any]:
+    """What a code means, when it is raised, and what to do."""
+    from mtrain.config.codes import WORDS, codes, family, places
+
+    if code not in codes():
+        near = [known for known in codes() if known[:4] == code[:4]] or list(codes())[:8]
+        rule = f"there is no such code; codes: {', '.join(near)}"
+        raise BadInput([Problem("MT010", "", None, rule, f"explain {near[0]}", "command line")])
+    found = places(code)
+    words, mend = WORDS.get(code, ("", ""))
+    keys = list(dict.fromkeys(place.key for place in found if place.key))
+    others = list(dict.fromkeys(key for place in found for key in place.mends if key not in keys))
+    if not mend:
+        named = ", ".join([*keys, *others][:8])
+        mend = f"change {named or 'the key that it names'}; `mtrain check` shows values that were tried"
+    return {
+        "code": code,
+        "about": family(code),
+        "means": words or next((place.words for place in found if place.words), ""),
+        "severity": found[0].severity if found else "error",
+        "keys": keys,
+        "says": list(dict.fromkeys(rule for place in found for rule in place.rules)),
+        "do": mend,
+        "raised_in": sorted({place.file for place in found}),
+    }
+
+
+def _section(path: str) -> dict[str, Any]:
+    doc = " ".join((getattr(section_of(path), "__doc__", "") or "").split())
+    return {"section": path, "means": doc, "keys": {key: summary(key) for key in keys_of(path)}}
+
+
+def _key(path: str, composed: Composed) -> dict[str, Any]:
+    """Everything about a key in a configuration."""
+    from mtrain.config.codes import judging
+
+    field = field_of(path)
+    assert field is not None
+    facts: dict[str, Any] = {
+        "key": path,
+        "means": " ".join((field.description or "").split()),
+        "type": type_of(path),
+        "default": default_of(path),
+    }
+    if path.startswith("recipe."):
+        return facts
+    machine = Machine.here()
+    resolved = resolve(composed.run, machine, world_size_of())
+    chain = _chain(path, composed, resolved)
+    facts |= {
+        "value": _inside(resolved.to_dict(), path),
+        "set_by": chain[-1]["source"],
+        "chain": chain,
+        "changes": EFFECTS[effect_of(path)],
+        "needs": next((key.needs for key in CONDITIONAL if key.path == path), ""),
+        "feeds": feeds(_with_section(resolved, path)).get(path, []),
+        "flags": list(flags_of().get(path, ())),
+        "judged_by": judging(path),
+    }
+    return facts
+
+
+def _chain(path: str, composed: Composed, resolved: RunConfig) -> list[dict[str, Any]]:
+    """Who set a key, from the lowest to the one that holds."""
+    out = [{"source": DEFAULT, "value": default_of(path)}]
+    for setting in composed.history:
+        if setting.path == path:
+            out.append({"source": setting.source, "value": spell(setting.value)})
+        elif path.startswith(f"{setting.path}.") and setting.value is None:  # the section above was taken away
+            out.append({"source": setting.source, "value": ABSENT})
+        elif setting.path.startswith(f"{path}."):
+            out.append(
+                {"source": setting.source, "value": f"{setting.path[len(path) + 1 :]}: {spell(setting.value)}"}
+            )
+    before, after = (_inside(run.to_dict(), path) for run in (composed.run, resolved))
+    if before != after:
+        out.append({"source": HERE, "value": after})
+    return out
+
+
+def _inside(value: Any, path: str) -> str:
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return ABSENT
+        value = value[name]
+    return spell(value)
+
+
+def _with_section(run: RunConfig, path: str) -> RunConfig:
+    """The run with the section of a key in place, so that what reads the key can be watched."""
+    for part in ("model.moe", "model.mla"):
+        name = part.partition(".")[2]
+        if path.startswith(f"{part}.") and getattr(run.model, name) is None:
+            section = section_of(part)
+            assert section is not None
+            inner = section.model_validate(example_section(section))
+            return run.model_copy(update={"model": run.model.model_copy(update={name: inner})})
+    return run
+
+
+def _page(facts: Mapping[str, Any]) -> str:
+    """Facts as a page of plain text."""
+    if "section" in facts:
+        width = max(len(key) for key in facts["keys"])
+        return "\n".join([facts["means"], *(f"  {key:<{width}}  {text}" for key, text in facts["keys"].items())])
+    head = next(iter(facts.values()))
+    lines = [head if "about" not in facts else f"{head} ({facts['about']})"]
+    for name, value in list(facts.items())[1:]:
+        if name == "about" or value in ("", []):
+            continue
+        if name == "chain":
+            rows = [f"{row['source']}: {row['value']}" for row in value] if len(value) > 1 else []
+        elif name in ("says", "flags"):
+            rows = list(value)
+        else:
+            rows = [", ".join(value) if isinstance(value, list) else value]
+        for index, row in enumerate(rows):
+            lines.append(f"  {name.replace('_', ' ') if index == 0 else '':<9} {row}")
+    return "\n".join(lines)

@@ -1,0 +1,49 @@
+"""`recipe`: list, show, new, diff, lock, verify, import, export. None of them imports torch."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+
+from mtrain.errors import BadInput, Problem
+
+SUBVERBS = {
+    "list": ("listing", "every shared recipe: list [--json]"),
+    "show": ("listing", "a recipe with its comments, or as one file that runs: show NAME [--resolved]"),
+    "new": ("new", "write a recipe from a command line: new PATH [overrides]"),
+    "diff": ("diff", "what two recipes, runs or checkpoints differ in: diff A B [--json]"),
+    "lock": ("lock", "one file with versions and digests: lock NAME [-o FILE] [overrides]"),
+    "verify": ("lock", "what differs between a lock and this machine: verify FILE [--json]"),
+    "import": (
+        "exchange",
+        "a recipe from scripts of Megatron-LM or a config.json: import FILE... [-o FILE] [overrides]",
+    ),
+    "export": ("exchange", "the flags of Megatron-LM: export --megatron NAME [overrides]"),
+}
+"""Word -> module of this package, and what it does."""
+
+
+def run(argv: list[str], *, debug: bool) -> int:
+    """Runs the subverb that `argv` begins with; returns the exit code.
+
+    Raises:
+        BadInput: there is no such subverb, or it refuses its arguments.
+    """
+    if not argv or argv[0] in ("--help", "-h"):
+        print(page())
+        return 0 if argv else 2
+    word = argv[0]
+    if word not in SUBVERBS:
+        near = difflib.get_close_matches(word, SUBVERBS, n=2, cutoff=0.5)
+        rule = f"{word}: there is no such subverb; subverbs: {', '.join(SUBVERBS)}"
+        fix = " or ".join(f"recipe {name}" for name in near)
+        raise BadInput([Problem("MT010", "", None, rule, fix, "command line")])
+    function = f"{word}_" if word in ("import", "list") else word
+    code: int = getattr(import_module(f"mtrain.cli.recipe.{SUBVERBS[word][0]}"), function)(argv[1:])
+    return code
+
+
+def page() -> str:
+    """The page of `recipe --help`."""
+    rows = [f"  {name:<8} {text}" for name, (_, text) in SUBVERBS.items()]
+    return "\n".join(["usage: mtrain recipe SUBVERB ...", "", *rows])

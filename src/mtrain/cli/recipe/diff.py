@@ -1,0 +1,55 @@
+"""`recipe diff`: what two recipes, run files, run folders or checkpoint folders differ in."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+
+from mtrain.cli.options import read_options
+from mtrain.config.dump import spell
+from mtrain.config.resolve import Machine, resolve
+from mtrain.errors import BadInput, Problem
+from mtrain.recipes.diff import ABSENT, Difference, differences, side
+
+EQUAL, DIFFERENT = 0, 1
+"""Exit codes, as those of diff."""
+
+
+def diff(argv: Sequence[str]) -> int:
+    """Prints each difference with its kind; 0 where there is none, else 1."""
+    options = read_options(argv)
+    if len(options.words) != 2:
+        rule = f"compares two, and {len(options.words)} are given"
+        raise BadInput([Problem("MT010", "", None, rule, "recipe diff llama3/8b_h100x8 runs/NAME", "command line")])
+    machine = Machine.here()
+    left, right = (resolve(side(word), machine) for word in options.words)
+    found = differences(left, right)
+    if options.as_json:
+        rows = [{"key": d.key, "left": _plain(d.left), "right": _plain(d.right), "kind": d.kind} for d in found]
+        digests = {"left": left.digest(), "right": right.digest()}
+        print(json.dumps({"equal": not found, "digests": digests, "differences": rows}, indent=2))
+    else:
+        print(_table(found, options.words))
+    return DIFFERENT if found else EQUAL
+
+
+def _plain(value: object) -> object:
+    return None if value is ABSENT else value
+
+
+def _table(found: Sequence[Difference], names: Sequence[str]) -> str:
+    if not found:
+        return f"equal: {names[0]} and {names[1]} are the same run"
+    rows = [(f"{n}.", d.key, f"{_shown(d.left)} -> {_shown(d.right)}", d.kind) for n, d in enumerate(found, 1)]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = [
+        f"{n:>{widths[0]}} {key:<{widths[1]}}  {values:<{min(60, widths[2])}}  {kind}"
+        for n, key, values, kind in rows
+    ]
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(d.kind for d in found).items())
+    return "\n".join([*lines, f"{len(found)} difference{'s' if len(found) > 1 else ''}: {kinds}"])
+
+
+def _shown(value: object) -> str:
+    return ABSENT if value is ABSENT else spell(value)

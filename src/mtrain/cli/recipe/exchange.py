@@ -1,0 +1,111 @@
+"""`recipe import` and `recipe export`: Megatron-LM's flags and Hugging Face's config.json."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mtrain.cli.options import needed, read_options
+from mtrain.cli.recipe.new import describe, write_new
+from mtrain.cli.setup import load
+from mtrain.config.load import MAX_BYTES, UNSHOWN, refuse_hidden
+from mtrain.config.resolve import Machine, resolve, world_size_of
+from mtrain.config.rules import check
+from mtrain.config.run import RunConfig
+from mtrain.errors import BadInput, Problem
+from mtrain.recipes.diff import overrides_of
+from mtrain.recipes.hf import import_config
+from mtrain.recipes.imported import Imported
+from mtrain.recipes.megatron import export_script, import_scripts, import_texts
+from mtrain.recipes.write import delta, recipe_text
+
+OUT = {"-o": "--output", "--output": "--output"}
+_ORDER = ("secret", "unreadable", "unknown", "not supported", "derived here", "no effect")
+USAGE = "recipe import train.sh [-o my.yaml] [overrides], or recipe import -- --num-layers 24 ..."
+
+
+def import_(argv: Sequence[str]) -> int:
+    """Prints, or writes with `-o`, a recipe; what found no place is listed on stderr."""
+    options = read_options(argv, (), OUT)
+    files = [word for word in options.words if "=" not in word]
+    extra = [word for word in options.words if "=" in word]
+    found = _read(files, extra, options.rest)
+    raw = found.run
+    run = resolve(raw, Machine.here(), world_size_of())
+    problems = check(run, raw=raw, resolve=lambda r: resolve(r, Machine.here(), world_size_of()))
+    sources = ", ".join(Path(name).name for name in files) or "a command line"
+    text = recipe_text(delta(raw), _about(run, sources, problems))
+    out = options.values.get("--output")
+    if out is not None:
+        write_new(Path(out), text)
+    if options.as_json:
+        print(json.dumps(_facts(found, text, problems, run.digest()), indent=2))
+        return 0
+    print(text if out is None else f"wrote {out}: mtrain check recipe={out}", end="" if out is None else "\n")
+    for line in _report(found, problems):
+        print(line, file=sys.stderr)
+    return 0
+
+
+def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | None) -> Imported:
+    if words is not None:
+        text = shlex.join(words)
+        refuse_hidden(text, "command line", UNSHOWN)
+        return import_texts([(text, "command line")], "imported", extra)
+    needed(files, USAGE)
+    if list(files) == ["-"]:
+        text = sys.stdin.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise BadInput([Problem("MT005", "", None, f"more than {MAX_BYTES} characters", "", "stdin")])
+        refuse_hidden(text, "stdin", UNSHOWN)
+        return import_texts([(text, "stdin")], "imported", extra)
+    configs = [name for name in files if name.endswith(".json")]
+    if not configs:
+        return import_scripts([Path(name) for name in files], extra)
+    if len(files) > 1:
+        rule = "a config.json says a whole model: it is read alone"
+        raise BadInput([Problem("MT010", "", None, rule, f"recipe import {configs[0]}", "command line")])
+    return import_config(Path(configs[0]), extra)
+
+
+def _about(run: RunConfig, sources: str, problems: Sequence[Problem]) -> dict[str, str]:
+    broken = ", ".join(dict.fromkeys(p.code for p in problems if p.severity == "error"))
+    verdict = f"does not pass here: {broken}" if broken else "composes and passes every rule; not trained"
+    words = describe(run, f"imported from {sources} by mtrain recipe import")
+    return {**words, "verified": verdict}
+
+
+def _report(found: Imported, problems: Sequence[Problem]) -> list[str]:
+    """What a person has to know beside the recipe."""
+    lines = [f"note: {note}" for note in found.notes]
+    if found.unplaced:
+        lines.append(f"{len(found.unplaced)} not taken over:")
+    together: dict[tuple[str, str], list[str]] = {}
+    for u in sorted(found.unplaced, key=lambda u: _ORDER.index(u.why)):
+        together.setdefault((u.why, u.text), []).append(f"{u.flag} {u.value}".strip())
+    for (why, text), flags in together.items():
+        lines.append(f"  {why}: {', '.join(flags)}: {text}")
+    return [*lines, *(problem.render() for problem in problems)]
+
+
+def _facts(found: Imported, text: str, problems: Sequence[Problem], digest: str) -> dict[str, object]:
+    unplaced = [{"flag": u.flag, "value": u.value, "why": u.why, "text": u.text} for u in found.unplaced]
+    broken = [
+        {"code": p.code, "path": p.path, "rule": p.rule, "fix": p.fix, "severity": p.severity} for p in problems
+    ]
+    return {"recipe": text, "digest": digest, "unplaced": unplaced, "notes": found.notes, "problems": broken}
+
+
+def export(argv: Sequence[str]) -> int:
+    """Prints the command line of Megatron-LM that means the same, and in comments what has no flag."""
+    options = read_options(argv, ("--megatron",))
+    run = load(overrides_of(options.words)).run
+    text = export_script(run)
+    if options.as_json:
+        print(json.dumps({"script": text, "digest": run.digest()}, indent=2))
+    else:
+        print(text, end="")
+    return 0

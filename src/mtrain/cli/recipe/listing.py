@@ -1,0 +1,57 @@
+"""`recipe list` and `recipe show`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from mtrain.cli import show as show_verb
+from mtrain.cli.options import needed, read_options
+from mtrain.config.compose import compose
+from mtrain.config.load import load, parse, read_text
+from mtrain.config.paths import display, recipes_dir
+from mtrain.config.recipe import find_recipe
+from mtrain.config.resolve import Machine, resolve
+from mtrain.layout.grid import RankGrid
+from mtrain.recipes.diff import overrides_of
+
+WORDS = ("title", "purpose", "hardware", "source", "verified")
+
+
+def list_(argv: Sequence[str]) -> int:
+    """Prints every shared recipe with what it says of itself and its layout."""
+    options = read_options(argv)
+    cards = [_card(file) for file in sorted(recipes_dir().rglob("*.yaml"))]
+    if options.as_json:
+        print(json.dumps(cards, indent=2))
+        return 0
+    for card in cards:
+        print(card["name"])
+        for key in ("title", "hardware", "layout", "verified"):
+            print(f"  {key:<9} {card[key]}")
+    return 0
+
+
+def _card(file: Path) -> dict[str, str]:
+    name = file.relative_to(recipes_dir()).with_suffix("").as_posix()
+    block = load(file).values.get("recipe", {})
+    run = resolve(compose([f"recipe={name}"]).run, Machine.here())
+    grid = RankGrid.of(run)
+    words = {key: str(block.get(key, "")) for key in WORDS}
+    layout = f"{grid} on {grid.world} rank{'s' if grid.world > 1 else ''}"
+    return {"name": name, **words, "model": run.model.name, "layout": layout}
+
+
+def show(argv: Sequence[str]) -> int:
+    """Prints a recipe as it is written, or with `--resolved` the file that `run=` reads."""
+    options = read_options(argv, ("--resolved",))
+    name = needed(options.words, "recipe show NAME [--resolved]")
+    if "--resolved" in options.flags or options.as_json or len(options.words) > 1:
+        words = overrides_of(options.words)
+        return show_verb.run(words, bare="--resolved" in options.flags, as_json=options.as_json)
+    path = find_recipe(name)
+    text = read_text(path, display(path))
+    parse(text, display(path))  # what cannot be read as data is not put on a terminal either
+    print(text, end="" if text.endswith("\n") else "\n")
+    return 0

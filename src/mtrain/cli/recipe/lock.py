@@ -1,0 +1,106 @@
+"""`recipe lock` and `recipe verify`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from mtrain.cli.options import needed, read_options
+from mtrain.cli.recipe.new import write_new
+from mtrain.cli.setup import load
+from mtrain.config.paths import user_path
+from mtrain.config.resolve import Machine
+from mtrain.config.run import RunConfig
+from mtrain.errors import BadInput, Damaged
+from mtrain.recipes.diff import overrides_of
+from mtrain.recipes.lock import lock_text, mismatches, read_lock
+
+ENVIRONMENT, DATA = 3, 4
+OUT = {"-o": "--output", "--output": "--output"}
+MAX_TOKENIZER_BYTES = 1 << 28
+
+
+def lock(argv: Sequence[str]) -> int:
+    """Prints, or writes with `-o`, the resolved configuration with versions and digests."""
+    options = read_options(argv, (), OUT)
+    needed(options.words, "recipe lock NAME [-o FILE]")
+    run = load(overrides_of(options.words)).run
+    text = lock_text(run, digests(run), Machine.here())
+    out = options.values.get("--output")
+    if out is None:
+        print(text, end="")
+        return 0
+    write_new(Path(out), text)
+    print(f"wrote {out}: it runs with run={out}, and `mtrain recipe verify {out}` compares")
+    return 0
+
+
+def verify(argv: Sequence[str]) -> int:
+    """Prints what differs between a lock and this machine: 0 nothing, 3 versions or devices, 4 the file or data."""
+    options = read_options(argv)
+    path = Path(needed(options.words, "recipe verify FILE"))
+    held = read_lock(path)
+    found = mismatches(held, digests(held.run), Machine.here())
+    code = DATA if any(m.damaged for m in found) else ENVIRONMENT if found else 0
+    if options.as_json:
+        rows = [{"what": m.what, "name": m.name, "locked": m.locked, "here": m.here} for m in found]
+        print(json.dumps({"ok": not found, "digest": held.run.digest(), "differences": rows}, indent=2))
+        return code
+    for m in found:
+        print(f"{m.what} {m.name}: {m.locked} then, {m.here} here")
+    if not found:
+        print(f"verified: {path} is as it was locked, digest {held.run.digest()}")
+    return code
+
+
+def digests(run: RunConfig) -> dict[str, str]:
+    """Digests of the data and the tokenizer that a configuration names, of those that are here.
+
+    Only plain files are opened; of a text corpus names and sizes count, not what is in the files.
+    """
+    out: dict[str, str] = {}
+    if run.data.tokenizer is not None:
+        path = user_path(run.data.tokenizer)
+        if _plain(path) and path.stat().st_size <= MAX_TOKENIZER_BYTES:
+            out["tokenizer"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    data = _tokens(run) if run.data.kind == "indexed" else _text(run) if run.data.kind == "text" else None
+    return out | ({"data": data} if data else {})
+
+
+def _plain(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _tokens(run: RunConfig) -> str | None:
+    """The fingerprint that a checkpoint keeps of `.bin/.idx`; None where they are not here or cannot be read."""
+    if run.data.path is None:
+        return None
+    prefix = user_path(run.data.path)
+    if not all(_plain(prefix.with_name(prefix.name + suffix)) for suffix in (".bin", ".idx")):
+        return None
+    from mtrain.data.indexed import IndexedDataset
+    from mtrain.data.tokenize import fingerprint
+
+    try:
+        return fingerprint(IndexedDataset(prefix))
+    except (Damaged, OSError):
+        return "unreadable"
+
+
+def _text(run: RunConfig) -> str | None:
+    from mtrain.data.corpus import open_corpus
+
+    try:
+        text = open_corpus(run.data)
+    except (BadInput, OSError):
+        return None
+    digest = hashlib.sha256()
+    for file in text.files:
+        digest.update(f"{file.name}\0{file.stamp[0]}\0".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()

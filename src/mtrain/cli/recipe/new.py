@@ -1,0 +1,72 @@
+"""`recipe new`: a recipe written from a command line."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from mtrain.cli.options import needed, read_options
+from mtrain.cli.setup import load
+from mtrain.config.overrides import read_overrides
+from mtrain.config.run import RunConfig
+from mtrain.errors import BadEnvironment, BadInput, Problem
+from mtrain.layout.grid import RankGrid
+from mtrain.recipes.diff import overrides_of
+from mtrain.recipes.write import Delta, delta, recipe_text
+
+
+def new(argv: Sequence[str]) -> int:
+    """Writes the configuration of the overrides as a recipe of at most 12 lines; never over a file."""
+    options = read_options(argv)
+    path = Path(needed(options.words, "recipe new my.yaml model=llama3_8b parallel=tp2"))
+    if path.suffix not in (".yaml", ".yml"):
+        path = path.with_name(f"{path.name}.yaml")
+    words = overrides_of(options.words[1:])
+    loaded = load(words)
+    raw = loaded.raw
+    assert raw is not None
+    about = describe(loaded.run, f"mtrain recipe new {path.name} {shlex.join(words)}".strip())
+    text = recipe_text(said(raw, loaded.choices, words), about, short=True)
+    write_new(path, text)
+    print(f"wrote {path}: mtrain recipe={path}")
+    print(f"for an editor that completes keys: mtrain schema recipe -o {path.parent}")
+    return 0
+
+
+def said(raw: RunConfig, choices: dict[str, str], words: Sequence[str]) -> Delta:
+    """What a recipe says for a command line: its choices are kept unless it stands on a whole run file."""
+    whole = read_overrides(words).run is not None
+    return delta(raw, {} if whole else choices)
+
+
+def describe(run: RunConfig, source: str) -> dict[str, str]:
+    """The words of a new recipe about itself."""
+    grid, cluster = RankGrid.of(run), run.cluster
+    return {
+        "title": f"{run.model.name} with {grid}",
+        "purpose": "Say here when to pick it.",
+        "hardware": f"{cluster.nodes} x {grid.world // cluster.nodes} {cluster.device} ({cluster.name})",
+        "source": source,
+        "verified": "composes and passes every rule; not trained",
+    }
+
+
+def write_new(path: Path, text: str) -> None:
+    """Writes a file that is not there yet.
+
+    Raises:
+        BadInput: it is there.
+        BadEnvironment: it cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        fix = str(path.with_name(f"{path.stem}_2{path.suffix}"))
+        raise BadInput(
+            [Problem("MT704", "", None, f"{path} is there already; nothing is written over", fix)]
+        ) from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise BadEnvironment(f"{path} cannot be written: {why}") from None

@@ -1,0 +1,122 @@
+"""What each code of a problem means and what to do: from where it is raised, and a table for the rest."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+from mtrain.config.raised import Place, raised_in
+
+CODE = re.compile(r"[\"'](MT[0-9]{3})[\"']")
+_ROOT = Path(__file__).resolve().parents[1]
+
+FAMILIES = {
+    "MT00": "a file that cannot be read as data",
+    "MT01": "the command line and the schema",
+    "MT04": "devices",
+    "MT1": "layout, batch and steps against each other",
+    "MT2": "the model",
+    "MT3": "data",
+    "MT4": "precision, kernels, optimizer and folders",
+    "MT5": "runs and checkpoints",
+    "MT6": "the corpus, found when it is opened",
+    "MT7": "recipes, locks and imports",
+}
+"""Begin of a code -> what codes of that kind are about."""
+
+WORDS: dict[str, tuple[str, str]] = {
+    "MT001": ("An input was refused that has no code of its own.", "Read the sentence beside it."),
+    "MT002": ("A file, a folder or a recipe is not where its name says.", "Take one of the names that are shown."),
+    "MT003": ("Text is not what it must be: YAML, JSON, a script, UTF-8.", "Mend the line that is named."),
+    "MT004": ("Something is said twice, and the later one would win silently.", "Keep one of the two."),
+    "MT005": ("A file is too large, too deep, or unfolds into too much.", "Split it, or write less of it."),
+    "MT006": ("A file is more than data: a tag, `_target_`, `hydra`.", "Delete the key; a recipe runs no code."),
+    "MT007": ("`${...}` is more than a reference to another key, or leads nowhere.", "Write the value itself."),
+    "MT010": (
+        "An argument is neither a verb, a flag nor key=value.",
+        "See --help, or take the spelling that is shown.",
+    ),
+    "MT011": ("A group has no such choice.", "Take one of the choices that are listed."),
+    "MT012": ("There is no such key.", "Take the key that is shown; `mtrain explain GROUP` lists them."),
+    "MT013": ("A value is of another type than its key.", "Write it as the type that is named."),
+    "MT014": ("A value is outside what its key allows.", "Take a value in the range that is named."),
+    "MT015": ("A key has no default, and nothing sets it.", "Set it, or choose a file that does."),
+    "MT016": ("A layout in one word cannot be read.", "Write axes with their degrees, such as tp4pp4."),
+    "MT017": ("A recipe has a part that recipes do not have.", "Write choices as `- override /GROUP: CHOICE`."),
+    "MT040": ("No installed plug-in provides the device.", "Choose cpu or cuda, or install its plug-in."),
+    "MT110": (
+        "A launcher started another number of processes than the configuration asks for.",
+        "Start as many, or leave parallel.ranks null.",
+    ),
+    "MT111": ("Many more processes than cores.", "Choose a smaller layout, or wait."),
+    "MT142": (
+        "What the stages are written to hold does not fit the layout or the model.",
+        "Write as many stages as pp * vpp, with all layers of the model, or leave the cut to mtrain.",
+    ),
+    "MT140": (
+        "The state of the model alone is larger than this machine's memory.",
+        "Name the machines it is meant for, as in cluster=h100x64, or take a smaller model.",
+    ),
+    "MT501": ("A run folder is taken.", "Go on with it, or give the new run another name."),
+    "MT502": ("There is no run or checkpoint to go on from.", "Name one that exists, or begin a new run."),
+    "MT503": ("A checkpoint is of another model.", "Take the model of the checkpoint, or begin a new run."),
+    "MT504": (
+        "A key that changes the numbers differs from the run that is to go on.",
+        "Take its value, or checkpoint.accept_changes=true.",
+    ),
+    "MT506": ("A run has no tokenizer, so no text can be generated.", "Train on text, or set data.tokenizer."),
+    "MT507": ("The folder that weights are to be written to is there already.", "Name one that is not there yet."),
+    "MT601": ("A text corpus cannot be read as it is.", "Name a folder that holds text of these endings."),
+    "MT602": ("The .bin and .idx that are named cannot be opened.", "Name the prefix of both files."),
+    "MT603": ("A tokenizer.json cannot be read.", "Name one that can."),
+    "MT604": ("The shares of the split are all zero.", "Give train a share."),
+    "MT605": ("A split has too few tokens for one sample.", "Shorten data.seq_length, or give the split more."),
+    "MT606": ("The global batch cannot be cut into the micro-batches of all ranks.", "Take a multiple of them."),
+    "MT607": ("The tokenizer has more ids than the model has rows.", "Enlarge model.vocab_size."),
+    "MT608": ("No end-of-document token is known to mask.", "Turn the mask off, or name a tokenizer."),
+    "MT609": (
+        "A checkpoint was trained on other data, or with another tokenizer.",
+        "Bring the files back, or checkpoint.accept_changes=true.",
+    ),
+    "MT701": ("A file that is to be imported holds no command line of Megatron-LM.", "Name a training script."),
+    "MT702": ("Nothing says how many ids the tokenizer has.", "Say it: model.vocab_size=N."),
+    "MT703": ("A config.json is of a family that is not read.", "Write the model's keys into a recipe."),
+    "MT704": ("A file is there already, and nothing is written over.", "Take another name."),
+    "MT705": ("A file is no lock, or its lock is broken.", "Make one: mtrain recipe lock NAME -o FILE."),
+}
+"""Code -> what it means and what to do, where the function that raises it is not enough."""
+
+
+@cache
+def codes() -> dict[str, tuple[Path, ...]]:
+    """Every code that the source can raise, with the files it stands in."""
+    out: dict[str, list[Path]] = {}
+    for file in sorted(_ROOT.rglob("*.py")):
+        if file != Path(__file__).resolve():
+            for code in set(CODE.findall(file.read_text(encoding="utf-8"))):
+                out.setdefault(code, []).append(file)
+    return {code: tuple(out[code]) for code in sorted(out)}
+
+
+def family(code: str) -> str:
+    """What codes of this kind are about."""
+    return next((words for begin, words in FAMILIES.items() if code.startswith(begin)), "")
+
+
+def places(code: str) -> list[Place]:
+    """Where and why a code is raised."""
+    return [p for file in codes().get(code, ()) for p in raised_in(file, file.relative_to(_ROOT).as_posix(), code)]
+
+
+def judging(key: str) -> list[str]:
+    """Codes of the rules whose problem is about `key`."""
+    rules = _ROOT / "config/rules"
+    texts = {file: file.read_text(encoding="utf-8") for file in sorted(rules.glob("*.py"))}
+    return [
+        code
+        for file, text in texts.items()
+        if f'"{key}"' in text
+        for code in sorted(set(CODE.findall(text)))
+        if any(place.key == key for place in raised_in(file, file.name, code))
+    ]

@@ -1,0 +1,95 @@
+"""What two recipes, runs or checkpoints differ in, and what each difference means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtrain.config.base import Effect
+from mtrain.config.compose import compose
+from mtrain.config.load import load
+from mtrain.config.recipe import find_recipe
+from mtrain.config.run import GROUPS, RunConfig, effect_of
+from mtrain.errors import BadInput, Problem
+
+RUN_FILE = "run.yaml"
+KINDS = {
+    Effect.SHAPE: "shape",
+    Effect.NUMBERS: "numbers",
+    Effect.LAYOUT: "layout or speed",
+    Effect.OPERATION: "cosmetic",
+}
+"""Effect -> the word for a difference of that kind, in the order in which they are shown."""
+ABSENT = "(not there)"
+"""Stands for a key of a section that is null on one side."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One key with both values."""
+
+    key: str
+    left: Any
+    right: Any
+    kind: str
+
+
+def overrides_of(words: Sequence[str]) -> list[str]:
+    """Words of a command line where a bare one names a recipe, a run or checkpoint folder, or a run file.
+
+    Raises:
+        BadInput: a folder holds no run, or there is no such recipe.
+    """
+    return [word if "=" in word else _named(word) for word in words]
+
+
+def _named(word: str) -> str:
+    path = Path(word).expanduser()
+    if path.is_dir() and not (path / RUN_FILE).is_file() and not path.with_suffix(".yaml").is_file():
+        rule = f"{word} is a folder without {RUN_FILE}; a run or a checkpoint folder has one"
+        raise BadInput([Problem("MT502", "", None, rule, "the name of a recipe, or runs/NAME", "command line")])
+    if (path / RUN_FILE).is_file():
+        return f"run={path / RUN_FILE}"
+    key = "run" if _is_run_file(path) else "recipe"
+    if key == "recipe":
+        find_recipe(word)  # says which names are near
+    return f"{key}={path if key == 'run' else word}"
+
+
+def _is_run_file(path: Path) -> bool:
+    """Whether a file says every group, as the one in a run folder does."""
+    if not path.is_file():
+        return False
+    values = load(path).values
+    return "defaults" not in values and set(GROUPS) <= values.keys()
+
+
+def side(word: str) -> RunConfig:
+    """The configuration that a name stands for, before it is resolved.
+
+    Raises:
+        BadInput: it cannot be read, or the schema refuses it.
+    """
+    return compose(overrides_of([word])).run
+
+
+def differences(left: RunConfig, right: RunConfig) -> list[Difference]:
+    """What differs, the gravest kind first; the words of a recipe about itself and how to resume left out."""
+    mine, theirs = left.recorded().flat(), right.recorded().flat()
+    keys = [key for key in {**mine, **theirs} if mine.get(key, ABSENT) != theirs.get(key, ABSENT)]
+    found = [
+        Difference(key, mine.get(key, ABSENT), theirs.get(key, ABSENT), KINDS[effect_of(key)])
+        for key in keys
+        if not _beside_its_section(key, mine, theirs)
+    ]
+    order = list(KINDS.values())
+    return sorted(found, key=lambda d: order.index(d.kind))
+
+
+def _beside_its_section(key: str, mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Whether a key says only that a section is there, which its own keys on the other side say."""
+    here, there = key in mine, key in theirs
+    other = theirs if here else mine
+    return here != there and any(k.startswith(f"{key}.") for k in other)

@@ -1,0 +1,272 @@
+"""Megatron-LM's flags for the shape of the network.
+
+Defaults are those of its argument parser: LayerNorm, gelu with biases, learned positions, tied embeddings, dropout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mtrain.config.keys import choices_of
+from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
+from mtrain.recipes.arithmetic import pattern_of
+from mtrain.recipes.flags import off, on, one
+
+ACTIVATIONS = {"--swiglu": "swiglu", "--squared-relu": "squared_relu", "--quick-geglu": "quick_geglu"}
+NEAREST = {"quick_geglu": "geglu"}
+
+
+def _activation(a: Arguments, d: Draft) -> Draft:
+    given = [(flag, word) for flag, word in ACTIVATIONS.items() if a.has(flag)]
+    if not given:
+        return {"model.activation": "gelu"}
+    flag, word = given[0]
+    if word not in choices_of("model.activation"):
+        word = NEAREST[word]
+        a.refuse(flag, "not supported", f"changes the numbers: model.activation={word} is the nearest there is")
+    return {"model.activation": word}
+
+
+def _activation_words(d: Values) -> list[str]:
+    return [flag for flag, word in ACTIVATIONS.items() if d["model.activation"] == word]
+
+
+def _ffn(d: Values) -> int | None:
+    """Megatron-LM's width: 4 h, and for swiglu 8/3 h cut to a multiple of 64."""
+    hidden = d.get("model.hidden_size")
+    if hidden is None:
+        return None
+    return int(4 * hidden * 2 / 3 / 64) * 64 if d["model.activation"] == "swiglu" else 4 * hidden
+
+
+def _groups(a: Arguments, d: Draft) -> Draft:
+    key, flag = "model.num_query_groups", "--num-query-groups"
+    groups = a.as_(flag, whole)
+    if a.has("--group-query-attention") and d["model.mla"] is None:
+        return {key: groups if groups is not None else 1}
+    why = "latent attention has no groups" if d["model.mla"] else "read only with --group-query-attention"
+    a.refuse(flag, "no effect", why)
+    if d["model.mla"]:
+        a.refuse("--group-query-attention", "no effect", why)
+    return {key: None}
+
+
+def _groups_words(d: Values) -> list[str]:
+    groups = d["model.num_query_groups"]
+    return [] if groups is None else ["--group-query-attention", "--num-query-groups", str(groups)]
+
+
+def _head(a: Arguments, d: Draft) -> Draft:
+    width = a.as_("--kv-channels", whole)
+    if d["model.mla"] is not None:
+        a.refuse("--kv-channels", "no effect", "latent attention has widths of its own")
+        return {"model.kv_channels": None}
+    return {"model.kv_channels": width}
+
+
+def _head_words(d: Values) -> list[str]:
+    return [] if d["model.kv_channels"] is None else ["--kv-channels", str(d["model.kv_channels"])]
+
+
+def _positions(a: Arguments, d: Draft) -> Draft:
+    kind = a.word("--position-embedding-type") or "learned_absolute"
+    if a.has("--use-rotary-position-embeddings"):
+        kind = "rope"
+    if kind not in choices_of("model.position_embedding_type"):
+        a.refuse("--position-embedding-type", "not supported", f"changes the numbers: there are no {kind} positions")
+        kind = "none"
+    if a.has("--no-position-embedding"):
+        a.refuse("--no-position-embedding", "no effect", "says nothing beside --position-embedding-type")
+    return {"model.position_embedding_type": kind}
+
+
+def _positions_words(d: Values) -> list[str]:
+    kind = d["model.position_embedding_type"]
+    return [] if kind == "learned_absolute" else ["--position-embedding-type", kind]
+
+
+def _scaling(a: Arguments, d: Draft) -> Draft:
+    factor = a.as_("--rope-scaling-factor", float)
+    if not a.has("--use-rope-scaling"):
+        a.refuse("--rope-scaling-factor", "no effect", "read only with --use-rope-scaling")
+        return {"model.rope_scaling_factor": None}
+    return {"model.rope_scaling_factor": factor or 8.0}
+
+
+def _scaling_words(d: Values) -> list[str]:
+    factor = d["model.rope_scaling_factor"]
+    return [] if factor is None else ["--use-rope-scaling", "--rope-scaling-factor", repr(factor)]
+
+
+def _window(a: Arguments, d: Draft) -> Draft:
+    text = a.word("--window-size")
+    if text is None:
+        return {"model.window_size": None}
+    sides = [side.strip() for side in text.strip("()").split(",")]
+    if len(sides) != 2 or sides[1] not in ("0", "-1") or not sides[0].lstrip("-").isdigit() or len(sides[0]) > 9:
+        a.refuse("--window-size", "not supported", "a window to the left, as 127,0")
+        return {"model.window_size": None}
+    left = int(sides[0])
+    return {"model.window_size": left + 1 if left > 0 else None}
+
+
+def _window_words(d: Values) -> list[str]:
+    # The flag counts the tokens to the left, the key every token that is seen.
+    return [] if d["model.window_size"] is None else ["--window-size", f"{d['model.window_size'] - 1},0"]
+
+
+def _latent(a: Arguments, d: Draft) -> Draft:
+    return {"model.mla": {} if a.has("--multi-latent-attention") else None}
+
+
+def _latent_words(d: Values) -> list[str]:
+    return ["--multi-latent-attention"] if "model.mla.kv_lora_rank" in d else []
+
+
+def _rope_type(a: Arguments, d: Draft) -> Draft:
+    kind = a.word("--rope-type")
+    if d["model.mla"] is None:
+        a.refuse("--rope-type", "no effect" if kind == "rope" else "not supported", "is read by latent attention")
+        return {}
+    return {"model.mla.rope_type": kind if kind in choices_of("model.mla.rope_type") else "yarn"}
+
+
+def _rope_type_words(d: Values) -> list[str]:
+    return ["--rope-type", d["model.mla.rope_type"]] if "model.mla.rope_type" in d else []
+
+
+def _stretched(value: Any) -> Any:
+    """What leaving out a flag of stretched positions means: the value, where positions are stretched."""
+    return lambda d: value if d.get("model.mla.rope_type") == "yarn" else None
+
+
+def _layers_with_experts(a: Arguments, d: Draft) -> Draft:
+    key, flag, text = "model.moe.first_dense_layers", "--moe-layer-freq", a.word("--moe-layer-freq")
+    if text is None or text.strip() == "1":
+        return {key: 0}
+    pattern = pattern_of(text)
+    dense = pattern.index(1) if pattern and 1 in pattern else 0
+    layers = d.get("model.num_layers")
+    if pattern is None or pattern != [0] * dense + [1] * (len(pattern) - dense):
+        a.refuse(flag, "not supported", "changes the numbers: dense layers come first, all others have experts")
+    elif len(pattern) != layers:
+        a.refuse(flag, "unreadable", f"says {len(pattern)} layers, and the model has {layers}")
+    return {key: dense}
+
+
+def _layers_with_experts_words(d: Values) -> list[str]:
+    dense = d.get("model.moe.first_dense_layers")
+    if not dense:
+        return []
+    return ["--moe-layer-freq", f"([0]*{dense}+[1]*{d['model.num_layers'] - dense})"]
+
+
+def _single(flag: str, key: str, absent: Any) -> Entry:
+    """A flag that takes a list, of which only one item can be taken over."""
+    plain = one(flag, key, absent)
+
+    def read(a: Arguments, d: Draft) -> Draft:
+        if len(a.words(flag) or ()) > 1:
+            a.refuse(flag, "not supported", "changes the numbers: only one kind of balancing at a time")
+            a = Arguments([flag, a.flags[flag][0]])
+        return plain.read(a, d)
+
+    return Entry((flag,), (key,), read, plain.write)
+
+
+def _balancing_rate(d: Values) -> float | None:
+    return 1e-3 if d.get("model.moe.router_enable_expert_bias") else None
+
+
+def _drop_policy(d: Values) -> str | None:
+    return "probs" if d.get("model.moe.expert_capacity_factor") else None
+
+
+MODEL: tuple[Entry, ...] = (
+    Entry(("--multi-latent-attention",), ("model.mla",), _latent, _latent_words),
+    one("--num-layers", "model.num_layers", always=True, also=("--encoder-num-layers",)),
+    one("--hidden-size", "model.hidden_size", always=True),
+    Entry(tuple(ACTIVATIONS), ("model.activation",), _activation, _activation_words),
+    one("--ffn-hidden-size", "model.ffn_hidden_size", _ffn, always=True),
+    one("--num-attention-heads", "model.num_attention_heads", always=True),
+    Entry(("--group-query-attention", "--num-query-groups"), ("model.num_query_groups",), _groups, _groups_words),
+    Entry(("--kv-channels",), ("model.kv_channels",), _head, _head_words),
+    one("--normalization", "model.normalization", "LayerNorm"),
+    one("--norm-epsilon", "model.layernorm_epsilon", 1e-5, also=("--layernorm-epsilon",)),
+    off("--disable-bias-linear", "model.add_bias_linear"),
+    on("--add-qkv-bias", "model.add_qkv_bias"),
+    on("--qk-layernorm", "model.qk_layernorm"),
+    Entry(
+        ("--position-embedding-type", "--use-rotary-position-embeddings", "--no-position-embedding"),
+        ("model.position_embedding_type",),
+        _positions,
+        _positions_words,
+    ),
+    one("--rotary-base", "model.rotary_base", 10000.0),
+    one("--rotary-percent", "model.rotary_percent", 1.0),
+    on("--rotary-interleaved", "model.rotary_interleaved"),
+    Entry(("--use-rope-scaling", "--rope-scaling-factor"), ("model.rope_scaling_factor",), _scaling, _scaling_words),
+    Entry(("--window-size",), ("model.window_size",), _window, _window_words),
+    one("--window-attn-skip-freq", "model.window_attn_skip_freq"),
+    one("--softmax-type", "model.softmax_type", "vanilla"),
+    one("--mtp-num-layers", "model.mtp_num_layers", none=(0,)),
+    one(
+        "--mtp-loss-scaling-factor",
+        "model.mtp_loss_scaling_factor",
+        lambda d: 0.1 if d.get("model.mtp_num_layers") else None,
+    ),
+    off("--untie-embeddings-and-output-weights", "model.tie_word_embeddings"),
+    one("--attention-dropout", "model.attention_dropout", 0.1),
+    one("--hidden-dropout", "model.hidden_dropout", 0.1),
+    one("--init-method-std", "model.init_method_std", 0.02),
+)
+
+EXPERTS: tuple[Entry, ...] = (
+    one("--num-experts", "model.moe.num_experts", none=(0,)),
+    one("--moe-router-topk", "model.moe.router_topk", 2),
+    one(
+        "--moe-ffn-hidden-size",
+        "model.moe.ffn_hidden_size",
+        lambda d: d.get("model.ffn_hidden_size"),
+        always=True,
+    ),
+    one("--moe-shared-expert-intermediate-size", "model.moe.shared_expert_intermediate_size", none=(0,)),
+    Entry(
+        ("--moe-layer-freq",),
+        ("model.moe.first_dense_layers",),
+        _layers_with_experts,
+        _layers_with_experts_words,
+    ),
+    one("--moe-router-score-function", "model.moe.router_score_function", "softmax"),
+    on("--moe-router-pre-softmax", "model.moe.router_pre_softmax"),
+    _single("--moe-router-load-balancing-type", "model.moe.router_load_balancing_type", "aux_loss"),
+    _single("--moe-aux-loss-coeff", "model.moe.aux_loss_coeff", 0.0),
+    one("--moe-z-loss-coeff", "model.moe.z_loss_coeff"),
+    on("--moe-router-enable-expert-bias", "model.moe.router_enable_expert_bias"),
+    one("--moe-router-bias-update-rate", "model.moe.router_bias_update_rate", _balancing_rate),
+    one("--moe-router-num-groups", "model.moe.router_num_groups"),
+    one("--moe-router-group-topk", "model.moe.router_group_topk"),
+    one("--moe-router-topk-scaling-factor", "model.moe.router_topk_scaling_factor"),
+    one(
+        "--moe-token-dispatcher-type",
+        "model.moe.token_dispatcher_type",
+        "allgather",
+        near={"flex": "alltoall"},
+    ),
+    one("--moe-expert-capacity-factor", "model.moe.expert_capacity_factor"),
+    on("--moe-pad-expert-input-to-capacity", "model.moe.pad_expert_input_to_capacity"),
+    one("--moe-token-drop-policy", "model.moe.token_drop_policy", _drop_policy),
+    on("--moe-shared-expert-overlap", "model.moe.shared_expert_overlap"),
+)
+
+LATENT: tuple[Entry, ...] = (
+    one("--q-lora-rank", "model.mla.q_lora_rank"),
+    one("--kv-lora-rank", "model.mla.kv_lora_rank", 32),
+    one("--qk-head-dim", "model.mla.qk_head_dim", 128),
+    one("--qk-pos-emb-head-dim", "model.mla.qk_pos_emb_head_dim", 64),
+    one("--v-head-dim", "model.mla.v_head_dim", 128),
+    Entry(("--rope-type",), ("model.mla.rope_type",), _rope_type, _rope_type_words),
+    one("--rotary-scaling-factor", "model.mla.rotary_scaling_factor", _stretched(1.0)),
+    one("--mscale", "model.mla.mscale", _stretched(1.0)),
+    one("--mscale-all-dim", "model.mla.mscale_all_dim", _stretched(0.0)),
+)

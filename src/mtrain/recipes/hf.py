@@ -1,0 +1,105 @@
+"""A Hugging Face `config.json` as the shape of a model. It is data: no code that it names is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mtrain.config.load import MAX_DEPTH, MAX_NODES, UNSHOWN, read_text, refuse_hidden
+from mtrain.errors import BadInput, Problem
+from mtrain.recipes.arguments import Arguments, Draft
+from mtrain.recipes.hf_families import FAMILIES, IGNORED, ConfigFile, Family, Json
+from mtrain.recipes.imported import Imported, build, name_of
+
+
+def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
+    """Reads a `config.json`; `extra` are overrides in our own grammar, for layout, data and all else.
+
+    Raises:
+        BadInput: no JSON, a family that is not known, or a value that is refused.
+    """
+    source = str(path)
+    values = read_json(path, source)
+    kind = values.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        rule = f"models of type {kind!r} are not read; those are: {', '.join(FAMILIES)}"
+        raise BadInput([Problem("MT703", "", None, rule, "", source)])
+    f = ConfigFile(values, family)
+    try:
+        d = _read(f, family)
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise BadInput(
+            [Problem("MT703", "", None, f"a value is of another type than it must be: {error}", "", source)]
+        ) from None
+    d["model.name"] = name_of(path.resolve().parent if path.stem == "config" else path)
+    for key in values:
+        if key == "auto_map":
+            f.refuse(key, "not supported", "names code, which is never loaded")
+        elif key in ("torch_dtype", "dtype"):
+            f.refuse(key, "derived here", "says how weights are stored; a run chooses precision=bf16")
+        elif key == "quantization_config":
+            f.refuse(key, "not supported", "says how weights are stored")
+        elif key not in f.read and key not in IGNORED and key not in family.keys:
+            f.refuse(key, "unknown", "is not read for this family")
+    return Imported(build(d, Arguments(()), extra, source), f.unplaced)
+
+
+def _read(f: ConfigFile, family: Family) -> Draft:
+    for theirs, ours in family.keys.items():
+        value = f.get(theirs)
+        if value is not None:
+            f.out[ours] = value
+    f.out |= family.fixed
+    for more in family.more:
+        more(f)
+    groups, heads = f.out.get("model.num_query_groups"), f.out.get("model.num_attention_heads")
+    if groups == heads:
+        f.out["model.num_query_groups"] = None
+    width, hidden = f.out.get("model.kv_channels"), f.out.get("model.hidden_size")
+    if width is not None and heads and width * heads == hidden:
+        f.out["model.kv_channels"] = None
+    for key in ("model.layernorm_epsilon", "model.init_method_std", "model.attention_dropout"):
+        if key in f.out:
+            f.out[key] = float(f.out[key])
+    return f.out
+
+
+def read_json(path: Path, source: str) -> Json:
+    """A JSON object of bounded size and depth, no key of it written twice.
+
+    Raises:
+        BadInput: it is something else.
+    """
+    text = read_text(path, source)
+    refuse_hidden(text, source, UNSHOWN)
+
+    def pairs(items: list[tuple[str, Any]]) -> Json:
+        out = dict(items)
+        for key in out:  # an escape such as \u001b can spell what the text itself may not hold
+            refuse_hidden(key, source, UNSHOWN)
+        if len(out) < len(items):
+            twice = next(key for key, _ in items if [k for k, _ in items].count(key) > 1)
+            raise BadInput([Problem("MT004", twice, None, "written twice in one object", "keep one of them", source)])
+        return out
+
+    try:
+        values = json.loads(text, object_pairs_hook=pairs)
+    except (ValueError, RecursionError) as error:
+        raise BadInput([Problem("MT003", "", None, f"not JSON: {error}", "", source)]) from None
+    if not isinstance(values, dict):
+        raise BadInput([Problem("MT003", "", None, "the top level must be an object", "", source)])
+    depth, nodes, layer = 0, 0, [values]
+    while layer:
+        depth, nodes = depth + 1, nodes + len(layer)
+        if depth > MAX_DEPTH or nodes > MAX_NODES:
+            rule = f"nested deeper than {MAX_DEPTH} levels, or more than {MAX_NODES} values"
+            raise BadInput([Problem("MT005", "", None, rule, "", source)])
+        layer = [inner for value in layer for inner in _inside(value)]
+    return values
+
+
+def _inside(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []

@@ -1,0 +1,217 @@
+"""What a command line or a file of another system becomes, and what of it has no place."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtrain.config.compose import compose
+from mtrain.config.conditional import CONDITIONAL
+from mtrain.config.load import parse
+from mtrain.config.overrides import read_overrides
+from mtrain.config.paths import choices_of_group
+from mtrain.config.run import RunConfig
+from mtrain.config.validate import validate
+from mtrain.errors import BadInput, Problem
+from mtrain.recipes.arguments import Arguments, Draft, Unplaced
+from mtrain.recipes.flags_other import FITTING, OTHERS
+from mtrain.recipes.launch import World
+from mtrain.recipes.secrets import HIDDEN, Secrets, names_secret
+from mtrain.recipes.table import flags_of, known_flags, table
+from mtrain.recipes.write import section
+
+_KEY = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)+\Z")
+MARK = "# mtrain: "
+"""Begins a line that `export` writes for a key without a flag."""
+
+
+@dataclass
+class Imported:
+    """A configuration made of somebody else's."""
+
+    run: RunConfig
+    unplaced: list[Unplaced] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was assumed or found out, in sentences."""
+
+
+def read_flags(words: Sequence[str], world: World | None) -> tuple[Arguments, Draft]:
+    """Every entry of the table, read in its order; the keys that say nothing left out."""
+    a = Arguments(words)
+    d: Draft = {"ranks": world.ranks if world else 1}
+    for entry in table():
+        d |= entry.read(a, d)
+    del d["ranks"]
+    for part, key, flag in (
+        ("moe", "model.moe.num_experts", "--num-experts"),
+        ("mla", "model.mla.kv_lora_rank", "--multi-latent-attention"),
+    ):
+        present = d.get(key) is not None if part == "moe" else d.pop("model.mla") is not None
+        if not present:
+            _drop(a, d, f"model.{part}.", flag)
+            d[f"model.{part}"] = None
+    return a, d
+
+
+def _drop(a: Arguments, d: Draft, prefix: str, needed: str) -> None:
+    """Takes the keys of a section that is not there out, and says so of their flags."""
+    for key in [key for key in d if key.startswith(prefix)]:
+        del d[key]
+        for flag in flags_of().get(key, ()):
+            if flag != needed:
+                a.refuse(flag, "no effect", f"read only with {needed}")
+
+
+def backend_of(a: Arguments, d: Draft, world: World | None) -> None:
+    """The machines: CPUs under gloo, else GPUs; where nothing is said of them, nothing is set."""
+    gloo = a.word("--distributed-backend") == "gloo"
+    if world is None and not gloo:
+        return
+    world = world or World(1, 1)
+    d |= {"cluster.nodes": world.nodes, "cluster.device": "cpu" if gloo else "cuda"}
+    if gloo:
+        d["parallel.ranks"] = world.ranks
+    else:
+        d["cluster.devices_per_node"] = world.per_node
+
+
+def build(d: Draft, a: Arguments, extra: Sequence[str], source: str, said: Draft | None = None) -> RunConfig:
+    """The configuration of keys that were read; those that an export `said` in lines, and `extra` overrides, on top.
+
+    Raises:
+        BadInput: a key that is required is missing, or a value is refused; the flag is named.
+    """
+    overrides = read_overrides(extra)
+    problems = list(overrides.problems)
+    if overrides.recipe is not None or overrides.run is not None:
+        problems.append(Problem("MT010", "", None, "what is imported stands on nothing else", "leave recipe= out"))
+    if problems:
+        raise BadInput(problems)
+    values = _beneath(d, overrides.choices)
+    for key, value in d.items():
+        if key.partition(".")[0] not in overrides.choices:
+            put(values, key, value)
+    for key, value in {**(said or {}), **overrides.values}.items():
+        put(values, key, value)
+    run, problems = validate(values, lambda path: _where(path, a, source))
+    if run is None:
+        raise BadInput(problems)
+    return _quiet(run, a)
+
+
+def put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a dotted key of nested mappings; a section that is null is made."""
+    *parents, last = key.split(".")
+    node = values
+    for name in parents:
+        if not isinstance(node.get(name), dict):
+            node[name] = {}
+        node = node[name]
+    node[last] = value
+
+
+def _beneath(d: Draft, choices: Mapping[str, str]) -> dict[str, Any]:
+    """What the keys without a flag are: the schema's defaults for model and layout, else those of the choices."""
+    picked = {"data": d.get("data.kind", "mock"), "precision": d.get("precision.dtype", "fp32"), **choices}
+    words = [f"{group}={choice}" for group, choice in picked.items()]
+    values = compose(words).run.to_dict()
+    for group in ("model", "parallel"):
+        if group not in choices:
+            values[group] = {}
+    return values
+
+
+def _where(path: str, a: Arguments, source: str) -> str:
+    given = [flag for flag in flags_of().get(path, ()) if flag in a.flags]
+    return f"{source}: {given[0]}" if given else source
+
+
+def _quiet(run: RunConfig, a: Arguments) -> RunConfig:
+    """`run` with the keys that reach nothing here at rest: Megatron-LM reads over them too."""
+    values = run.to_dict()
+    for key in CONDITIONAL:
+        if key.value(run) != key.off and not key.active(run):
+            put(values, key.path, key.off)
+            for flag in flags_of().get(key.path, ()):
+                a.refuse(flag, "no effect", f"says nothing without {key.needs}")
+    return RunConfig.model_validate(values)
+
+
+def leftovers(a: Arguments) -> list[Unplaced]:
+    """Every flag that was not taken over, in the order of the command line."""
+    for flag in a.flags:
+        if flag in a.asked:
+            continue
+        why, text = OTHERS.get(flag, ("unknown", ""))
+        fitting = FITTING.get(flag, {}).get(" ".join(a.flags[flag]))
+        if fitting is not None:
+            a.refuse(flag, "no effect", fitting)
+        elif why != "unknown":
+            a.refuse(flag, why, text)
+        else:
+            near = difflib.get_close_matches(flag.replace("_", "-"), known_flags(), n=1, cutoff=0.8)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            a.refuse(flag, "unknown", f"is no flag of Megatron-LM that is known here{hint}")
+    return [a.unplaced[flag] for flag in a.flags if flag in a.unplaced]
+
+
+def blacked_out(found: list[Unplaced], secrets: Secrets) -> list[Unplaced]:
+    """The same without a secret: values of flags that nobody knows are not shown at all."""
+    out = []
+    for item in found:
+        value = secrets.hide(item.value)
+        if item.flag not in known_flags():
+            value = HIDDEN if item.value else ""
+        if names_secret(item.flag) and item.flag not in known_flags():
+            item = Unplaced(item.flag, HIDDEN, "secret", "a secret has no place in a recipe")
+        out.append(Unplaced(item.flag, value, item.why, secrets.hide(item.text)))
+    return out
+
+
+def without_secrets(d: Draft, a: Arguments, secrets: Secrets) -> None:
+    """Takes every value that holds a secret out of what was read."""
+    for key, value in list(d.items()):
+        if isinstance(value, str) and secrets.within(value):
+            del d[key]
+            for flag in flags_of().get(key, ()):
+                a.refuse(flag, "secret", f"its value holds a secret; {key} is left as it was")
+
+
+def residue(text: str, source: str) -> Draft:
+    """What the lines say that an export wrote for keys without a flag: each a key and a value in YAML.
+
+    Raises:
+        BadInput: a line is none of that kind.
+    """
+    out: Draft = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.startswith(MARK):
+            continue
+        key, equals, value = line[len(MARK) :].partition("=")
+        if not equals or not _KEY.match(key):
+            rule = f"a line that begins with `{MARK}` holds KEY=VALUE"
+            raise BadInput([Problem("MT003", "", None, rule, "delete it", f"{source}:{number}")])
+        out[key] = parse(f"value: {value}", f"{source}:{number}").values["value"]
+    return out
+
+
+def name_of(path: Path) -> str:
+    """A model's name made of a file's."""
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "_", path.stem).strip("_.-")
+    return stem or "imported"
+
+
+def same_shape(d: Draft) -> str | None:
+    """The shipped model of the same layers and widths; of several the one that is nearest in all else."""
+    shape = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+    best: tuple[int, str] | None = None
+    for choice in choices_of_group("model"):
+        model = section("model", choice)
+        far = sum(d[f"model.{key}"] != value for key, value in model if f"model.{key}" in d)
+        if all(getattr(model, key) == d.get(f"model.{key}") for key in shape) and (best is None or far < best[0]):
+            best = (far, choice)
+    return best[1] if best is not None else None

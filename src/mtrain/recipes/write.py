@@ -1,0 +1,197 @@
+"""A configuration as a recipe: the choices that come nearest, and what is left to say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from mtrain.config.base import Section
+from mtrain.config.compose import compose
+from mtrain.config.dump import spell
+from mtrain.config.layout_string import parse_layout
+from mtrain.config.load import load, scalar
+from mtrain.config.parallel import ParallelConfig
+from mtrain.config.paths import choices_of_group, conf_dir
+from mtrain.config.run import GROUPS, RunConfig
+
+SCHEMA_LINE = "# yaml-language-server: $schema=recipe.schema.json"
+MAX_LINES, WIDTH, FEW = 12, 112, 4
+FAR = 5
+"""What taking a choice other than the default one costs, in halves of a key, where something is left to say."""
+_WEIGHTS = {"data.kind": 5, "optim.name": 5, "precision.dtype": 5}
+
+
+@dataclass
+class Delta:
+    """What a recipe says beside its words about itself."""
+
+    choices: dict[str, str] = field(default_factory=dict)
+    """group -> choice, where it is not the default one."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Nested values, over the choices."""
+
+
+def delta(run: RunConfig, chosen: Mapping[str, str] | None = None) -> Delta:
+    """The shortest way to say `run`: for each group the choice that leaves least to say.
+
+    A model that is near none of the choices is said whole, so that it can be read without knowing the one beneath.
+
+    Args:
+        run: a configuration; what is null in it is left to be resolved where it runs.
+        chosen: choices that are to be kept.
+    """
+    out, usual = Delta(), default_choices()
+    for group in GROUPS:
+        target = getattr(run, group)
+        best: tuple[int, int, str, dict[str, Any]] | None = None
+        for choice in _candidates(group, target, usual[group], chosen or {}):
+            left = _beyond(target, section(group, choice))
+            if left is None:
+                continue
+            cost = 2 * _size(left, group)
+            if choice != usual[group] and choice in choices_of_group(group):
+                cost += FAR if left and group != "parallel" else 1
+            rank = (cost, int(choice != usual[group]), choice, left)
+            if best is None or rank[:2] < best[:2]:
+                best = rank
+        if best is None:
+            raise AssertionError(f"no choice of {group} can be changed into {target!r}")
+        if group == "model" and best[0] > 2 * FEW + FAR and group not in (chosen or {}):
+            best = (0, 0, usual[group], _said(target) | (_beyond(target, section(group, usual[group])) or {}))
+        if best[2] != usual[group]:
+            out.choices[group] = best[2]
+        if best[3]:
+            out.values[group] = best[3]
+    return out
+
+
+def recipe_text(found: Delta, about: Mapping[str, str], *, short: bool = False) -> str:
+    """The file: a line for the editor, the words about itself, choices, values.
+
+    With `short`, choices and values take at most 12 lines, however long.
+    """
+    choices = [f"  - override /{group}: {choice}" for group, choice in found.choices.items()]
+    body = (["defaults:", *choices] if choices else []) + [
+        line for group, values in found.values.items() for line in _block(group, values, WIDTH)
+    ]
+    if short and len(body) > MAX_LINES:
+        body = (["defaults:", *choices] if choices else []) + _flat(found.values)
+    if short and len(body) > MAX_LINES:
+        entries = ", ".join(f"{{override /{group}: {choice}}}" for group, choice in found.choices.items())
+        body = [f"defaults: [{entries}]", *_flat(found.values)]
+    head = [SCHEMA_LINE, "recipe:", *(f"  {key}: {_words(value)}" for key, value in about.items())]
+    return "\n".join([*head, *body]) + "\n"
+
+
+@cache
+def default_choices() -> dict[str, str]:
+    """group -> the choice that holds when nothing is said."""
+    entries = load(conf_dir() / "config.yaml").values["defaults"]
+    return {
+        str(group): str(choice) for entry in entries if isinstance(entry, dict) for group, choice in entry.items()
+    }
+
+
+@cache
+def section(group: str, choice: str) -> Section:
+    """What a choice alone makes of its group."""
+    kind: Any = RunConfig.model_fields[group].annotation
+    found: Section
+    if choice not in choices_of_group(group):
+        found = kind.model_validate(parse_layout(choice))
+        return found
+    document = load(conf_dir() / group / f"{choice}.yaml")
+    if document.packaged or "defaults" in document.values or "${" in str(document.values):
+        found = getattr(compose([f"{group}={choice}"]).run, group)
+    else:
+        found = kind.model_validate(document.values)
+    return found
+
+
+def _candidates(group: str, target: Any, usual: str, chosen: Mapping[str, str]) -> list[str]:
+    if group in chosen:
+        return [chosen[group]]
+    words = [usual, *choices_of_group(group)]
+    if isinstance(target, ParallelConfig):
+        words[:0] = [word for ranks in (True, False) for word in _layouts(target, ranks)]
+    return list(dict.fromkeys(words))
+
+
+def _layouts(p: ParallelConfig, with_ranks: bool) -> list[str]:
+    """The layout as one word, with the data-parallel size or without."""
+    axes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "vpp": p.vpp, "ep": p.ep, "etp": p.etp or 1}
+    word = "".join(f"{axis}{n}" for axis, n in axes.items() if n > 1 or (axis == "etp" and p.etp is not None))
+    if with_ranks:
+        if p.ranks is None or p.ranks % p.model_ranks:
+            return []
+        word += f"dp{p.ranks // p.model_ranks}"
+    word += "sp" if p.sequence_parallel else ""
+    try:
+        parse_layout(word)
+    except ValueError:
+        return []
+    return [word]
+
+
+def _beyond(target: Any, base: Any) -> dict[str, Any] | None:
+    """What must be said to make `base` into `target`; None where a file cannot say it."""
+    out: dict[str, Any] = {}
+    for name in type(target).model_fields:
+        wanted, here = getattr(target, name), getattr(base, name)
+        if wanted == here:
+            continue
+        if isinstance(wanted, Section):
+            inner = _said(wanted) if here is None else _beyond(wanted, here)
+            if inner is None:
+                return None
+            out[name] = inner
+        elif isinstance(wanted, dict) and here and not here.keys() <= wanted.keys():
+            return None  # a mapping is merged: an item of it cannot be taken away
+        else:
+            out[name] = list(wanted) if isinstance(wanted, tuple) else wanted
+    return out
+
+
+def _said(wanted: Section) -> dict[str, Any]:
+    """The keys of a section that are not at their default."""
+    out: dict[str, Any] = {}
+    for name, info in type(wanted).model_fields.items():
+        value = getattr(wanted, name)
+        if info.is_required() or value != info.get_default(call_default_factory=True):
+            out[name] = _said(value) if isinstance(value, Section) else value
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in out.items()}
+
+
+def _size(values: Mapping[str, Any], prefix: str) -> int:
+    """How much a recipe would have to say; what a choice stands for counts most."""
+    return sum(
+        _size(value, f"{prefix}.{key}") if isinstance(value, dict) and value else _WEIGHTS.get(f"{prefix}.{key}", 1)
+        for key, value in values.items()
+    )
+
+
+def _flat(values: Mapping[str, Any]) -> list[str]:
+    return [f"{group}: {spell(inner)}" for group, inner in values.items()]
+
+
+def _block(key: str, value: Any, width: int, depth: int = 0) -> list[str]:
+    """A key in one line where it fits, else its keys in lines of their own."""
+    line = f"{'  ' * depth}{key}: {spell(value)}"
+    if not isinstance(value, dict) or not value or len(line) <= width:
+        return [line]
+    inner = [row for name, item in value.items() for row in _block(name, item, width, depth + 1)]
+    return [f"{'  ' * depth}{key}:", *inner]
+
+
+def _words(text: str) -> str:
+    """A sentence as YAML, plain where it can be."""
+    plain = text[:1].isalpha() and text[-1:] != ":" and not any(sign in text for sign in (": ", " #"))
+    return text if plain and text.isprintable() and scalar(text) == text else spell(text)
+
+
+def unequal(first: RunConfig, second: RunConfig) -> list[str]:
+    """Keys whose values differ; the words of a recipe about itself left out."""
+    mine, theirs = first.flat(), second.flat()
+    return [key for key in {**mine, **theirs} if mine.get(key, ...) != theirs.get(key, ...)]

@@ -1,0 +1,43 @@
+"""A sweep as a user starts it: every run in its folder, one table, and a stop that ends it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import SMALL, metrics, mtrain, start, wait_for
+
+pytestmark = pytest.mark.e2e
+TINY = (*SMALL, "parallel=single", "checkpoint=off", "log=quiet")
+
+
+def test_a_failing_run_stops_no_other_and_its_code_is_the_exit_code(tmp_path: Path) -> None:
+    words = ["trainer.train_iters=3", "trainer.eval_iters=1", "optim.lr=1e-3,1e-2", "parallel=single,tp3"]
+    done = mtrain("-m", *TINY, *words, "log.name=s", "--json", cwd=tmp_path, timeout_s=240)
+    rows = json.loads(done.stdout[done.stdout.index("[\n") :])
+    assert done.returncode == 2
+    assert [row["code"] for row in rows] == [0, 2, 0, 2]
+    assert [row["name"] for row in rows] == ["s-0", "s-1", "s-2", "s-3"]
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["s-0", "s-2"]
+    for row in (rows[0], rows[2]):
+        lines = metrics(tmp_path / "runs" / row["name"])
+        assert row["loss"] == next(line["loss"] for line in reversed(lines) if "loss" in line)
+        assert row["validation"] == lines[-1]["valid_loss"]
+        assert row["tokens_per_s"] > 0
+    assert rows[0]["loss"] != rows[2]["loss"]
+    assert "MT101" in done.stderr
+
+
+def test_a_stop_ends_the_run_and_the_sweep_with_what_there_is(tmp_path: Path) -> None:
+    words = ["trainer.train_iters=100000", "trainer.seed=1,2", "log.name=s", "log.runs_dir=runs"]
+    sweep = start("-m", *SMALL, "parallel=single", "log=quiet", *words, cwd=tmp_path)
+    wait_for(lambda: len(metrics(tmp_path / "runs/s-0")) > 3, 90)
+    sweep.send_signal(signal.SIGTERM)
+    out, _ = sweep.communicate(timeout=60)
+    assert sweep.returncode == 75, out
+    assert "1 of 2 runs" in out
+    assert not (tmp_path / "runs/s-1").exists()
+    assert list((tmp_path / "runs/s-0/checkpoints").glob("step_*")), "the run saved before it ended"

@@ -1,0 +1,157 @@
+"""Completion: what the callback offers, how fast, and a real bash that asks it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mtrain.cli.complete import SHELLS, candidates
+from mtrain.cli.completion import SCRIPTS
+from mtrain.cli.main import VERBS, main
+from mtrain.cli.recipe import SUBVERBS
+from mtrain.config.json_schema import KINDS
+from mtrain.config.keys import schema_keys
+from mtrain.config.paths import choices_of_group
+from mtrain.config.run import GROUPS
+from tests.support.commands import ROOT, command, environment
+
+
+def test_a_first_word_is_a_verb_or_a_setting() -> None:
+    found = candidates("mtrain ")
+    assert set(VERBS) <= set(found)
+    assert {f"{group}=" for group in GROUPS} | {f"{group}." for group in GROUPS} <= set(found)
+    assert {"recipe=", "run="} <= set(found)
+    assert "__complete" not in found
+    assert candidates("mtrain rec") == ["recipe", "recipe="]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_offers_its_choices_and_its_keys(group: str) -> None:
+    for verb in ("", "check ", "train "):
+        assert candidates(f"mtrain {verb}{group}=") == [f"{group}={choice}" for choice in choices_of_group(group)]
+    keys = sorted(f"{key}=" for key in schema_keys() if key.startswith(f"{group}."))
+    assert candidates(f"mtrain check {group}.") == keys
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("mtrain check precision.dt", ["precision.dtype="]),
+        ("mtrain check precision.dtype=", ["precision.dtype=bf16", "precision.dtype=fp16", "precision.dtype=fp32"]),
+        ("mtrain parallel.sequence_parallel=t", ["parallel.sequence_parallel=true"]),
+        ("mtrain optim.min_lr=", ["optim.min_lr=null"]),
+        ("mtrain optim.lr=", []),
+        ("mtrain show recipe=llama3/7", ["recipe=llama3/70b_h100x64"]),
+        ("mtrain recipe ver", ["verify"]),
+        ("mtrain recipe show llama/", ["llama/tiny_cpu"]),
+        ("mtrain recipe diff llama/tiny_cpu mix", ["mixtral/8x7b_h100x64"]),
+        ("mtrain recipe new x.yaml model=mixtral_t", ["model=mixtral_tiny"]),
+        ("mtrain explain model.moe.router_top", ["model.moe.router_topk", "model.moe.router_topk_scaling_factor"]),
+        ("mtrain explain kern", ["kernels", "kernels."]),
+        ("mtrain explain mt101", ["mt101"]),
+        ("mtrain completion ", sorted(SHELLS)),
+        ("mtrain schema rec", ["recipe"]),
+        ("mtrain check --js", ["--json"]),
+        ("mtrain nothing.at.all", []),
+        ("mtrain check x=y=z", []),
+        ("", candidates("mtrain ")),
+    ],
+)
+def test_what_is_offered_at_a_place(line: str, found: list[str]) -> None:
+    assert candidates(line) == found
+
+
+def test_every_subverb_and_every_schema_is_offered() -> None:
+    assert set(candidates("mtrain recipe ")) >= set(SUBVERBS)
+    assert candidates("mtrain schema ") == sorted(KINDS)
+
+
+def test_runs_are_offered_where_a_run_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs/first").mkdir(parents=True)
+    (tmp_path / "runs/first/run.yaml").write_text("")
+    (tmp_path / "runs/other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert candidates("mtrain resume ") == ["runs/first"]
+    assert candidates("mtrain show run=") == ["run=runs/first/run.yaml"]
+    assert "runs/first" in candidates("mtrain recipe diff ")
+
+
+@pytest.mark.parametrize(
+    "line", ["mtrain \x00", "mtrain " + "a" * 100_000, "mtrain 'unclosed", "mtrain \ud800", "é ="]
+)
+def test_nonsense_is_answered_with_nothing_and_no_error(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["__complete", line]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("line", ["mtrain ", "mtrain model=ll", "mtrain optim.", "mtrain explain MT"])
+def test_an_answer_takes_less_than_a_third_of_a_second_and_no_torch(line: str) -> None:
+    took = []
+    for _ in range(4):
+        before = os.times()
+        done = subprocess.run(
+            command("__complete", line), capture_output=True, text=True, timeout=60, env=environment()
+        )
+        after = os.times()  # of the processor, so that a busy machine is not taken for a slow answer
+        took.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        assert done.stdout
+    assert min(took) < 0.3, took
+    code = (
+        "import sys\nfrom mtrain.cli.main import main\n"
+        f"main(['__complete', {line!r}])\n"
+        "print(sorted(m for m in ('torch', 'megatron', 'numpy', 'hydra', 'typer') if m in sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@pytest.mark.parametrize(
+    ("line", "reply"),
+    [
+        ("mtrain reci", ["recipe", "recipe="]),
+        ("mtrain check model=llama3_", ["llama3_70b", "llama3_8b"]),
+        ("mtrain optim.sch", ["optim.schedule="]),
+        ("mtrain optim.schedule=co", ["constant", "cosine"]),
+        ("mtrain recipe show llama3/8", ["llama3/8b_h100x8"]),
+        ("mtrain check zzz", []),
+    ],
+)
+def test_a_real_bash_completes_with_the_script(line: str, reply: list[str], tmp_path: Path) -> None:
+    (tmp_path / "completion.bash").write_text(SCRIPTS["bash"])
+    words = " ".join(f"'{word}'" for word in command())
+    script = (
+        f"source {tmp_path}/completion.bash\n"
+        f'mtrain() {{ {words} "$@"; }}\n'
+        f"COMP_LINE='{line}'; COMP_POINT=${{#COMP_LINE}}\n"
+        '_mtrain mtrain "" ""\nprintf "%s\\n" "${COMPREPLY[@]}"\n'
+        "complete -p mtrain\n"
+    )
+    done = subprocess.run(
+        ["bash", "--norc", "-c", script], capture_output=True, text=True, timeout=60, env=environment(), cwd=ROOT
+    )
+    *found, registered = done.stdout.splitlines()
+    assert [word for word in found if word] == reply, done.stderr
+    assert registered == "complete -o default -F _mtrain mtrain"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_every_shell_has_a_script_that_calls_back(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert script == SCRIPTS[shell]
+    assert "__complete" in script
+    assert main(["completion", "tcsh"]) == 2
+    assert main(["completion"]) == 2
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_the_script_of_bash_is_well_formed() -> None:
+    done = subprocess.run(["bash", "-n"], input=SCRIPTS["bash"], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (0, "")

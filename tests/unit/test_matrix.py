@@ -1,0 +1,96 @@
+"""`check --all`: a sample of the table, judged as `check` judges one configuration."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from mtrain.cli.main import main
+from mtrain.cli.matrix import AXES, MEMORY, judged, shipped
+from mtrain.config.compose import compose
+from mtrain.config.paths import choices_of_group, recipes_dir
+from mtrain.config.recipe import read_recipe
+from tests.support.configs import LAPTOP
+
+RECIPES = [file.relative_to(recipes_dir()).with_suffix("").as_posix() for file in recipes_dir().rglob("*.yaml")]
+
+
+def sample(**axes: list[str]) -> dict[tuple[str, ...], tuple[bool, str]]:
+    """Verdicts of a small table by choice."""
+    wanted = {axis: axes[axis] for axis in AXES}
+    found = judged(wanted, compose(["data=mock"]).run, LAPTOP)
+    return {(v.model, v.parallel, v.precision, v.cluster): (v.ok, v.code) for v in found}
+
+
+def test_the_table_says_what_fits_and_the_first_reason_of_what_does_not() -> None:
+    found = sample(
+        model=["llama3_70b", "llama31_405b", "mixtral_8x7b", "llama_tiny"],
+        parallel=["tp4pp4", "tp2", "single"],
+        precision=["bf16", "fp16"],
+        cluster=["h100x64", "h100x8", "cpu"],
+    )
+    assert found["llama3_70b", "tp4pp4", "bf16", "h100x64"] == (True, "")
+    assert found["llama3_70b", "tp4pp4", "bf16", "h100x8"] == (False, "MT112")
+    assert found["llama31_405b", "tp4pp4", "bf16", "h100x64"] == (False, "MT107")
+    assert found["mixtral_8x7b", "tp2", "bf16", "h100x64"] == (False, "MT125")
+    assert found["llama3_70b", "single", "bf16", "h100x8"] == (False, MEMORY)
+    assert found["llama3_70b", "single", "bf16", "cpu"] == (False, MEMORY)
+    assert found["llama_tiny", "tp2", "fp16", "cpu"] == (False, "MT401")
+    assert found["llama_tiny", "tp2", "bf16", "cpu"] == (True, "")
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_shared_recipe_is_a_combination_that_can_launch(name: str) -> None:
+    recipe, problems = read_recipe(name)
+    assert recipe is not None
+    assert not problems
+    axes = {axis: [recipe.choices.get(axis, "llama_tiny" if axis == "model" else "fp32")] for axis in AXES}
+    axes["parallel"] = [name]
+    (verdict,) = sample(**axes).values()
+    assert verdict == (True, "")
+
+
+def test_the_axes_are_what_ships() -> None:
+    axes = shipped()
+    assert axes["model"] == choices_of_group("model")
+    assert set(RECIPES) <= set(axes["parallel"])
+
+
+def test_the_whole_table_takes_seconds_and_explains_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    start = time.perf_counter()
+    assert main(["check", "--all", "--json"]) == 0
+    assert time.perf_counter() - start < 60
+    rows = json.loads(capsys.readouterr().out)
+    axes = shipped()
+    assert len(rows) == len(axes["model"]) * len(axes["parallel"]) * len(axes["precision"]) * len(axes["cluster"])
+    assert all(row["ok"] or (row["code"] and row["rule"]) for row in rows)
+    assert {row["model"] for row in rows if row["ok"]} >= set(axes["model"]) - _huge()
+
+
+def _huge() -> set[str]:
+    """Models whose state alone is larger than the largest cluster that ships."""
+    from mtrain.plan.count import parameters
+
+    return {m for m in choices_of_group("model") if parameters(compose([f"model={m}"]).run.model) > 150e9}
+
+
+def test_choices_narrow_the_table_and_overrides_hold_for_all(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=llama_tiny,llama3_8b", "parallel=tp2", "cluster=h100x8", "precision=bf16", "model.num_layers=3"]
+    assert main(["check", "--all", *words]) == 0
+    table = capsys.readouterr().out
+    assert "2 of 2 combinations" in table
+    assert "llama3_8b" in table
+    assert main(["check", "--all", "parallel=tp3", "model=llama_tiny", "cluster=h100x8"]) == 0
+    table = capsys.readouterr().out
+    assert "MT" in table.splitlines()[1]
+    assert "such as llama_tiny tp3" in table
+
+
+@pytest.mark.parametrize("words", [["model=nope"], ["parallel=tp0"], ["recipe=llama/tiny_cpu"], ["optim.lr=fast"]])
+def test_what_cannot_be_composed_is_refused_before_the_table(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "--all", *words]) == 2
+    assert "error[" in capsys.readouterr().err

@@ -1,0 +1,365 @@
+"""`recipe list, show, new, diff, lock, verify` as functions of the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mtrain.cli.main import main
+from mtrain.config.base import Effect
+from mtrain.config.compose import compose
+from mtrain.config.dump import run_yaml
+from mtrain.config.load import load
+from mtrain.config.paths import recipes_dir
+from mtrain.config.resolve import Machine, resolve
+from mtrain.config.run import RunConfig
+from mtrain.errors import BadInput
+from mtrain.recipes.diff import KINDS, differences, overrides_of
+from mtrain.recipes.lock import PACKAGES, versions
+from mtrain.recipes.write import Delta, delta, recipe_text, unequal
+from tests.support.configs import LAPTOP
+
+Run = Callable[..., tuple[int, str, str]]
+NAMES = sorted(f.relative_to(recipes_dir()).with_suffix("").as_posix() for f in recipes_dir().rglob("*.yaml"))
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command in an empty folder; exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def call(*argv: str) -> tuple[int, str, str]:
+        code = main(argv)
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return call
+
+
+def test_the_list_has_every_shared_recipe_with_what_it_says(run: Run) -> None:
+    code, out, _ = run("recipe", "list", "--json")
+    cards = {card["name"]: card for card in json.loads(out)}
+    assert (code, sorted(cards)) == (0, NAMES)
+    card = cards["llama3/70b_h100x64"]
+    assert (card["layout"], card["model"]) == ("tp4 pp4 dp4 on 64 ranks", "llama3_70b")
+    assert card["title"]
+    assert card["hardware"]
+    assert card["verified"]
+    plain = run("recipe", "list")[1]
+    assert all(name in plain for name in NAMES)
+
+
+def test_a_recipe_is_shown_as_it_is_written(run: Run) -> None:
+    assert run("recipe", "show", "llama/tiny_cpu")[1] == (recipes_dir() / "llama/tiny_cpu.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resolved_recipe_is_one_file_that_runs_the_same(run: Run, name: str, tmp_path: Path) -> None:
+    (tmp_path / "whole.yaml").write_text(run("recipe", "show", name, "--resolved")[1])
+    digests = [json.loads(run("check", "--json", word)[1])["digest"] for word in (f"recipe={name}", "run=whole.yaml")]
+    assert digests[0] == digests[1]
+
+
+def test_a_hostile_file_is_refused_before_it_is_shown(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "h.yaml").write_bytes(b"a: \x1b]0;owned\x07\n")
+    code, out, _ = run("recipe", "show", "h.yaml")
+    assert (code, out) == (2, "")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["model=llama3_8b", "parallel=tp2sp", "optim.lr=3e-4", "cluster=h100x8", "data=mock", "precision=bf16"],
+        ["recipe=llama3/70b_h100x64", "trainer.train_iters=5000", "optim.clip_grad=null"],
+        ["model=mixtral_tiny", "model.moe.num_experts=8", "parallel=ep2", "model.moe.z_loss_coeff=1e-3"],
+        ["parallel=tp2dp2", "data.split=[0.5,0.25,0.25]", 'trainer.sample_prompt="a: #b"', "checkpoint=off"],
+        ["model.qk_layernorm=true", "model.name=other", "parallel.recompute.granularity=full", "log=quiet"],
+    ],
+    ids=lambda words: " ".join(words) or "default",
+)
+def test_a_new_recipe_says_its_command_line_in_twelve_lines(run: Run, argv: list[str], tmp_path: Path) -> None:
+    assert run("recipe", "new", "mine", *argv)[0] == 0
+    text = (tmp_path / "mine.yaml").read_text()
+    assert text.startswith("# yaml-language-server: $schema=")
+    body = [line for line in text.splitlines() if not line.startswith("#")]
+    assert len([line for line in body[6:] if line.strip()]) <= 12
+    assert unequal(compose(["recipe=mine.yaml"]).run, compose(argv).run) == []
+    assert set(load(tmp_path / "mine.yaml").values["recipe"]) == {
+        "title",
+        "purpose",
+        "hardware",
+        "source",
+        "verified",
+    }
+
+
+def test_a_recipe_with_everything_set_still_takes_twelve_lines() -> None:
+    from mtrain.config.rules import apply
+
+    wanted = compose(["model=mixtral_8x7b", "cluster=h100x64", "parallel=tp2sp", "precision=fp16", "optim=sgd"]).run
+    changes: dict[str, Any] = {
+        "model.attention_dropout": 0.25,
+        "parallel.overlap_grad_reduce": True,
+        "precision.loss_scale_window": 7,
+        "data.eod_mask_loss": True,
+        "optim.lr": 0.5,
+        "trainer.seed": 5,
+        "kernels.norm": "reference",
+        "checkpoint.keep": 9,
+        "log.interval": 3,
+        "cluster.name": "mine",
+    }
+    text = recipe_text(delta(apply(wanted, changes)), {"title": "x"}, short=True)
+    assert len(text.splitlines()) - 3 <= 12
+
+
+def test_a_file_is_never_written_over(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("precious\n")
+    code, _, err = run("recipe", "new", "mine.yaml")
+    assert (code, (tmp_path / "mine.yaml").read_text()) == (2, "precious\n")
+    assert "MT704" in err
+    assert run("recipe", "lock", "llama/tiny_cpu", "-o", "mine.yaml")[0] == 2
+    assert (tmp_path / "mine.yaml").read_text() == "precious\n"
+
+
+def test_nothing_is_written_for_a_configuration_that_breaks_a_rule(run: Run, tmp_path: Path) -> None:
+    code, _, err = run("recipe", "new", "mine", "parallel=tp3")
+    assert (code, list(tmp_path.iterdir())) == (2, [])
+    assert "MT101" in err
+
+
+def test_the_nearest_choices_are_taken_and_the_rest_is_said() -> None:
+    wanted = compose(["model=llama3_8b", "parallel=tp4pp2sp", "cluster=h100x8", "data=mock", "optim.lr=1e-4"]).run
+    found = delta(wanted)
+    assert found.choices == {"model": "llama3_8b", "parallel": "tp4pp2sp", "data": "mock", "cluster": "h100x8"}
+    assert found.values == {"optim": {"lr": 1e-4}}
+    assert delta(compose([]).run) == Delta()
+
+
+def test_differences_are_numbered_and_say_what_they_mean(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("optim: {lr: 1.0e-3}\nmodel: {hidden_size: 512}\nlog: {interval: 5}\n")
+    (tmp_path / "b.yaml").write_text("optim: {lr: 2.0e-3}\nparallel: {overlap_grad_reduce: true}\n")
+    code, out, _ = run("recipe", "diff", "a.yaml", "b.yaml")
+    rows = {line.split()[1]: line for line in out.splitlines()[:-1]}
+    assert code == 1
+    assert rows["model.hidden_size"].startswith("1. ")
+    assert rows["model.hidden_size"].endswith("shape")
+    assert "0.001 -> 0.002" in rows["optim.lr"]
+    assert rows["optim.lr"].endswith("numbers")
+    assert rows["parallel.overlap_grad_reduce"].endswith("layout or speed")
+    assert rows["log.interval"].endswith("cosmetic")
+    as_json = json.loads(run("recipe", "diff", "--json", "a.yaml", "b.yaml")[1])
+    assert (as_json["equal"], len(as_json["differences"])) == (False, len(rows))
+
+
+def test_equal_things_of_different_kinds_are_equal(run: Run, tmp_path: Path) -> None:
+    run_folder = tmp_path / "runs/x"
+    checkpoint = run_folder / "checkpoints/step_00000010"
+    checkpoint.mkdir(parents=True)
+    text = run_yaml(resolve(compose([]).run, Machine.here()))
+    (run_folder / "run.yaml").write_text(text)
+    shutil.copy(run_folder / "run.yaml", checkpoint)
+    (tmp_path / "whole.yaml").write_text(text)
+    for other in ("runs/x", "runs/x/checkpoints/step_00000010", "whole.yaml", "runs/x/run.yaml"):
+        code, out, _ = run("recipe", "diff", "llama/tiny_cpu", other)
+        # the recipe names the CPU; the default finds it
+        assert (code, "cluster" in out or "equal" in out) == (1, True), other
+        assert run("recipe", "diff", "whole.yaml", other)[0] == 0
+
+
+def test_every_kind_of_effect_has_its_word() -> None:
+    assert set(KINDS) == set(Effect)
+
+
+def test_a_section_that_is_there_on_one_side_is_told_by_its_keys() -> None:
+    dense, experts = (resolve(compose([f"model={m}"]).run, LAPTOP) for m in ("llama_tiny", "mixtral_tiny"))
+    found = {d.key: (d.left, d.right) for d in differences(dense, experts)}
+    assert "model.moe" not in found
+    assert found["model.moe.num_experts"] == ("(not there)", 4)
+    assert {d.key for d in differences(experts, dense)} == set(found)
+    assert differences(dense, dense) == []
+
+
+@pytest.mark.parametrize("word", ["nope", "folder", "llama3/70b_h100x46"])
+def test_what_cannot_be_compared_is_named(run: Run, word: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    code, _, err = run("recipe", "diff", word, "llama/tiny_cpu")
+    assert code == 2
+    assert word in err
+
+
+def test_a_lock_runs_and_is_verified(run: Run, tmp_path: Path) -> None:
+    assert run("recipe", "lock", "llama/tiny_cpu", "-o", "t.lock.yaml")[0] == 0
+    digests = [
+        json.loads(run("check", "--json", w)[1])["digest"] for w in ("recipe=llama/tiny_cpu", "run=t.lock.yaml")
+    ]
+    assert digests[0] == digests[1]
+    text = (tmp_path / "t.lock.yaml").read_text()
+    assert f"# digest: {digests[0]}" in text.replace('"', "")
+    assert load(tmp_path / "t.lock.yaml").values.keys() == RunConfig.model_fields.keys(), (
+        "nothing but the schema's keys"
+    )
+    code, out, _ = run("recipe", "verify", "t.lock.yaml")
+    assert (code, out.startswith("verified")) == (0, True)
+
+
+def test_a_lock_knows_what_was_installed() -> None:
+    found = versions()
+    assert set(found) == {"python", "mtrain", *PACKAGES}
+    assert found["megatron-core"] == "0.16.1"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "what"),
+    [
+        ("seed: 1234", "seed: 1235", 4, "content"),
+        ('megatron-core: "0.16.1"', 'megatron-core: "0.99.0"', 3, "megatron-core"),
+        ("\n# digest: ", "\n# digest: 0", 4, "digest"),
+    ],
+)
+def test_what_is_not_as_it_was_is_said(run: Run, tmp_path: Path, old: str, new: str, code: int, what: str) -> None:
+    run("recipe", "lock", "llama/tiny_cpu", "-o", "t.yaml")
+    text = (tmp_path / "t.yaml").read_text()
+    assert old in text
+    (tmp_path / "t.yaml").write_text(text.replace(old, new, 1))
+    found, out, _ = run("recipe", "verify", "t.yaml", "--json")
+    answer = json.loads(out)
+    assert (found, answer["ok"], [d["name"] for d in answer["differences"]]) == (code, False, [what])
+
+
+def test_a_file_of_an_older_version_is_told_by_the_keys_it_lacks(run: Run, tmp_path: Path) -> None:
+    import hashlib
+
+    run("recipe", "lock", "llama/tiny_cpu", "-o", "t.yaml")
+    lines = (tmp_path / "t.yaml").read_text().splitlines(keepends=True)
+    body = "".join(line for line in lines if not line.startswith("#") and "sample_prompt" not in line)
+    head = [line for line in lines if line.startswith("#")]
+    content = hashlib.sha256(body.encode()).hexdigest()
+    head = [f"# content: {content}\n" if "content" in line else line for line in head]
+    head = [f"# digest: {'0' * 64}\n".replace("0", "a") if "digest:" in line else line for line in head]
+    (tmp_path / "t.yaml").write_text("".join(head) + body)
+    code, out, _ = run("recipe", "verify", "t.yaml")
+    assert code == 3
+    assert "trainer.sample_prompt" in out
+
+
+def test_a_lock_for_gpus_that_are_not_here_is_the_environments_fault(run: Run) -> None:
+    run("recipe", "lock", "llama3/70b_h100x64", "-o", "t.yaml")
+    code, out, _ = run("recipe", "verify", "t.yaml")
+    if Machine.here().gpus < 8:
+        assert (code, "device cuda" in out) == (3, True)
+
+
+def test_other_data_and_another_tokenizer_are_told_apart(run: Run, tmp_path: Path) -> None:
+    from mtrain.data.indexed import IndexedWriter
+
+    def write(last: int) -> None:
+        with IndexedWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
+            for start in range(40):
+                writer.add(np.arange(start, start + 300, dtype=np.uint16) % last)
+
+    write(97)
+    (tmp_path / "t.json").write_text('{"version": 1}')
+    words = ["data=indexed", "data.path=tokens", "data.tokenizer=t.json", "data.seq_length=32"]
+    assert run("recipe", "lock", "llama/tiny_cpu", *words, "-o", "t.yaml")[0] == 0
+    assert run("recipe", "verify", "t.yaml")[0] == 0
+    (tmp_path / "t.json").write_text('{"version": 2}')
+    code, out, _ = run("recipe", "verify", "t.yaml")
+    assert (code, out.startswith("tokenizer")) == (4, True)
+    (tmp_path / "t.json").write_text('{"version": 1}')
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"tokens{suffix}").unlink()
+    code, out, _ = run("recipe", "verify", "t.yaml")
+    assert (code, "none here" in out) == (3, True), "data that is not here is no other data"
+    write(89)
+    code, out, _ = run("recipe", "verify", "t.yaml")
+    assert (code, out.startswith("data")) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("head", "code"),
+    [
+        ("", "MT705"),
+        ("# mtrain lock 1\n", "MT705"),
+        ("# mtrain lock 1\n# digest: [1]\n# content: x\n# versions: 3\n# digests: {}\n", "MT705"),
+        ("# mtrain lock 1\n# digest: !!python/name:os.system x\n", "MT006"),
+        (
+            "# mtrain lock 1\n# a: &a [1,1,1,1,1,1,1,1,1,1]\n"
+            + "".join(f"# {chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 10)}]\n" for i in range(6)),
+            "MT005",
+        ),
+        ("# mtrain lock 1\n# digest: a\n# digest: b\n", "MT004"),
+    ],
+)
+def test_a_hostile_or_broken_lock_is_refused(run: Run, tmp_path: Path, head: str, code: str) -> None:
+    (tmp_path / "t.yaml").write_text(head + run_yaml(resolve(compose([]).run, LAPTOP)))
+    found, out, err = run("recipe", "verify", "t.yaml")
+    assert (found, out) == (2, "")
+    assert code in err
+
+
+def test_no_lock_makes_us_read_a_file_that_is_none(run: Run, tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "t.json")
+    body = run_yaml(resolve(compose(["data=indexed", "data.path=/dev/zero", "data.tokenizer=t.json"]).run, LAPTOP))
+    (tmp_path / "t.yaml").write_text(
+        f"# mtrain lock 1\n# digest: a\n# content: a\n# versions: {{}}\n# digests: {{}}\n{body}"
+    )
+    assert run("recipe", "verify", "t.yaml")[0] == 4
+
+
+def test_names_stand_for_recipes_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert overrides_of(["llama/tiny_cpu", "optim.lr=1"]) == ["recipe=llama/tiny_cpu", "optim.lr=1"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadInput, match="MT502"):
+        overrides_of(["empty"])
+
+
+@pytest.mark.parametrize("argv", [["recipe"], ["recipe", "--help"], ["recipe", "nope"], ["recipe", "list", "--nope"]])
+def test_the_verb_explains_itself(run: Run, argv: list[str]) -> None:
+    code, out, err = run(*argv)
+    assert code == (0 if "--help" in argv else 2)
+    assert "import" in out + err or "--json" in err
+
+
+FLAGS = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 9 --seq-length 8"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["list"],
+        ["show", "llama3/70b_h100x64", "--resolved"],
+        ["new", "x", "model=llama3_8b", "parallel=tp2", "cluster=h100x8"],
+        ["diff", "llama3/70b_h100x64", "llama3/8b_h100x8"],
+        ["lock", "llama3/70b_h100x64", "-o", "x.yaml"],
+        ["export", "--megatron", "llama3/70b_h100x64"],
+        ["import", "--", *FLAGS.split()],
+    ],
+    ids=lambda words: words[0],
+)
+def test_no_subverb_imports_what_trains_and_none_takes_long(argv: list[str], tmp_path: Path) -> None:
+    import os
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\nfrom mtrain.cli.main import main\n"
+        f"code = main(['recipe', *{argv!r}])\n"
+        "print(code, sorted(m for m in ('torch', 'megatron', 'numpy', 'hydra') if m in sys.modules))\n"
+    )
+    before = os.times()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    after = os.times()
+    assert done.stdout.splitlines()[-1] == f"{1 if argv[0] == 'diff' else 0} []", done.stderr
+    assert after.children_user - before.children_user < 1.5, "seconds of the processor"

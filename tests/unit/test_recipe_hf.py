@@ -1,0 +1,270 @@
+"""`config.json` of published models as they are written, and what becomes of files that are more than that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.config.compose import compose
+from mtrain.errors import BadInput
+from mtrain.plan.count import parameters
+from mtrain.recipes.hf import import_config
+
+LLAMA3 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+LLAMA3_ROPE = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "first_k_dense_replace": 3,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+
+def write(folder: Path, values: Any) -> Path:
+    (folder / "model").mkdir(exist_ok=True)
+    file = folder / "model/config.json"
+    file.write_text(values if isinstance(values, str) else json.dumps(values))
+    return file
+
+
+def test_llama_3_8b_is_the_model_that_ships(tmp_path: Path) -> None:
+    found = import_config(write(tmp_path, LLAMA3))
+    shipped = compose(["model=llama3_8b"]).run.model
+    assert found.run.model == shipped.model_copy(update={"name": "model"})
+    assert [(u.flag, u.why) for u in found.unplaced] == [("torch_dtype", "derived here")]
+
+
+@pytest.mark.parametrize(
+    ("values", "shipped"),
+    [
+        (
+            {**LLAMA3, "rope_scaling": LLAMA3_ROPE, "max_position_embeddings": 131072},
+            "llama31_8b",
+        ),
+        (
+            {
+                "model_type": "qwen2",
+                "hidden_act": "silu",
+                "hidden_size": 3584,
+                "intermediate_size": 18944,
+                "max_position_embeddings": 131072,
+                "max_window_layers": 28,
+                "num_attention_heads": 28,
+                "num_hidden_layers": 28,
+                "num_key_value_heads": 4,
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 1000000.0,
+                "sliding_window": 131072,
+                "use_sliding_window": False,
+                "vocab_size": 152064,
+            },
+            "qwen25_7b",
+        ),
+        (
+            {
+                "model_type": "qwen3",
+                "attention_bias": False,
+                "head_dim": 128,
+                "hidden_act": "silu",
+                "hidden_size": 1024,
+                "intermediate_size": 3072,
+                "max_position_embeddings": 40960,
+                "num_attention_heads": 16,
+                "num_hidden_layers": 28,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 1000000,
+                "tie_word_embeddings": True,
+                "vocab_size": 151936,
+            },
+            "qwen3_0.6b",
+        ),
+        (
+            {
+                "model_type": "mixtral",
+                "hidden_act": "silu",
+                "hidden_size": 4096,
+                "intermediate_size": 14336,
+                "max_position_embeddings": 32768,
+                "num_attention_heads": 32,
+                "num_experts_per_tok": 2,
+                "num_hidden_layers": 32,
+                "num_key_value_heads": 8,
+                "num_local_experts": 8,
+                "rms_norm_eps": 1e-05,
+                "rope_theta": 1000000.0,
+                "router_aux_loss_coef": 0.01,
+                "sliding_window": None,
+                "vocab_size": 32000,
+            },
+            "mixtral_8x7b",
+        ),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_a_published_configuration_is_the_model_that_ships(
+    values: dict[str, Any], shipped: str, tmp_path: Path
+) -> None:
+    found = import_config(write(tmp_path, values)).run.model
+    wanted = compose([f"model={shipped}"]).run.model
+    head = {"name": "model", "kv_channels": wanted.kv_channels}
+    assert found.model_copy(update=head) == wanted.model_copy(update=head)
+    assert found.head_dim == wanted.head_dim
+
+
+def test_deepseek_v3_has_its_parts_and_its_671_billion_parameters(tmp_path: Path) -> None:
+    found = import_config(write(tmp_path, DEEPSEEK))
+    m = found.run.model
+    assert m.mla is not None
+    assert m.moe is not None
+    assert (m.mla.rope_type, m.mla.rotary_scaling_factor, m.mla.mscale_all_dim) == ("yarn", 40.0, 1.0)
+    assert (m.moe.first_dense_layers, m.moe.shared_expert_intermediate_size, m.moe.router_num_groups) == (3, 2048, 8)
+    assert (m.moe.router_enable_expert_bias, m.moe.router_score_function, m.mtp_num_layers) == (True, "sigmoid", 1)
+    assert m.qk_layernorm
+    without = m.model_copy(update={"mtp_num_layers": None})
+    assert parameters(without) / 1e9 == pytest.approx(671.03, rel=1e-3)
+    assert found.unplaced == []
+
+
+def test_gpt2_is_a_gelu_that_is_not_ours(tmp_path: Path) -> None:
+    values = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "activation_function": "gelu_new"}
+    found = import_config(write(tmp_path, values))
+    m = found.run.model
+    assert (m.ffn_hidden_size, m.vocab_size, m.tie_word_embeddings, m.add_bias_linear) == (3072, 50257, True, True)
+    assert (m.attention_dropout, m.hidden_dropout, m.position_embedding_type) == (0.1, 0.1, "learned_absolute")
+    assert [(u.flag, u.why) for u in found.unplaced] == [("activation_function", "not supported")]
+
+
+def test_gpt_neox_with_a_parallel_residual_is_said_to_be_another_network(tmp_path: Path) -> None:
+    values = {
+        "model_type": "gpt_neox",
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 6,
+        "hidden_act": "gelu",
+        "rotary_pct": 0.25,
+        "rotary_emb_base": 10000,
+        "max_position_embeddings": 2048,
+        "vocab_size": 50304,
+        "layer_norm_eps": 1e-5,
+        "use_parallel_residual": True,
+    }
+    found = import_config(write(tmp_path, values))
+    assert found.run.model.rotary_percent == 0.25
+    assert [u.flag for u in found.unplaced] == ["use_parallel_residual"]
+
+
+@pytest.mark.parametrize(
+    ("change", "flag"),
+    [
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling"),
+        ({"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 2.0}}, "rope_scaling"),
+        ({"hidden_act": "relu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"auto_map": {"AutoModel": "modeling.Evil"}}, "auto_map"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"never_heard_of": 1}, "never_heard_of"),
+    ],
+)
+def test_what_would_be_another_network_is_listed(change: dict[str, Any], flag: str, tmp_path: Path) -> None:
+    found = import_config(write(tmp_path, {**LLAMA3, **change}))
+    assert flag in {u.flag for u in found.unplaced}
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("[1]", "MT003"),
+        ("{", "MT003"),
+        ('{"a": 1, "a": 2}', "MT004"),
+        ('{"model_type": "llama", "a": ' + "[" * 60 + "]" * 60 + "}", "MT005"),
+        ("[" * 100_000 + "]" * 100_000, "MT003"),
+        ('{"a": "' + "x" * (1 << 20) + '"}', "MT005"),
+        ('{"model_type": "bert"}', "MT703"),
+        ('{"model_type": ["llama"]}', "MT703"),
+        ('{"model_type": "llama"}', "MT015"),
+        (json.dumps({**LLAMA3, "hidden_size": "4096"}), "MT013"),
+        (json.dumps({**LLAMA3, "rope_theta": "big"}), "MT703"),
+        (json.dumps({**LLAMA3, "num_hidden_layers": -1}), "MT014"),
+        (json.dumps({**LLAMA3, "hidden_size": True}), "MT013"),
+        ('{"a": "\u202e"}', "MT003"),
+        ('{"model_type": "llama", "\\u001b[31m": 1}', "MT003"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(text: str, code: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as caught:
+        import_config(write(tmp_path, text))
+    assert code in {p.code for p in caught.value.problems}
+
+
+def test_overrides_stand_above_the_file(tmp_path: Path) -> None:
+    found = import_config(write(tmp_path, LLAMA3), ["parallel=tp2", "model.num_layers=2", "precision=bf16"])
+    assert (found.run.parallel.tp, found.run.model.num_layers, found.run.precision.dtype) == (2, 2, "bf16")

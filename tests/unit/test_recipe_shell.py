@@ -1,0 +1,202 @@
+"""Scripts are read and never run: expansions against bash itself, what cannot be known, bombs, and hostile text."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mtrain.errors import BadInput
+from mtrain.recipes.arithmetic import pattern_of, whole_number
+from mtrain.recipes.megatron import import_scripts
+from mtrain.recipes.shell import UNKNOWN, read_script, shown
+
+LIKE_BASH = [
+    "A=1; B=$A$A; show $B ${B}x",
+    "A='x y'; show $A \"$A\" '$A'",
+    'A=( 1 \'b c\' "d" ); show ${A[@]} "${A[@]}" ${A[1]} $A',
+    'A=(1); A+=(2 3); show "${A[@]}"',
+    "A=x; A+=y; show $A",
+    'A="a \\\n b"; show $A "$A"',
+    'show a\\ b \'it\'"\'"\'s\' "q\\"q" "d\\$d"',
+    "N=3; show $((N * 8 + 2)) $(( (N+1) / 2 )) $((-7 / 2)) $((7 % 4))",
+    'show "${X:-def ault}" ${Y:-a b} ${Z-} "${W:-}" end',
+    'A=; show ${A:-empty} "${A-set}" ${A:+no}yes',
+    ": ${A:=given}; show $A",
+    "show a#b # c\nshow d",
+    "A=1 # comment\nshow $A",
+    "show a ; show b && show c || show d\nshow e | cat",
+    "show one \\\n  two \\\n  three",
+    "A=(\n  --x 1   # first\n  # a line of its own\n  --y 2\n)\nshow ${A[@]}",
+    "show a > /dev/null 2>&1",
+    "show --n 2 2>&1",
+    "cat <<EOF >/dev/null\nshow no 'quote\nEOF\nshow yes",
+    'A=" --p 1 "; show $A--q 2 x$A',
+    'A="it\'s"; show "$A" $A',
+    "show \"\" '' x",
+]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@pytest.mark.parametrize("script", LIKE_BASH)
+def test_words_expand_as_bash_expands_them(script: str) -> None:
+    show = 'show() { for word in "$@"; do printf "%s\\0" "$word"; done; printf "\\n"; }\n'
+    done = subprocess.run(
+        ["bash", "--norc", "-c", show + script],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        env={"PATH": "/bin:/usr/bin"},
+    )
+    wanted = [line.split("\0")[:-1] for line in done.stdout.split("\n")[:-1]]
+    found = [c.words[1:] for c in read_script((script, "s.sh")).commands if c.words[0] == "show"]
+    if "> /dev/null" in script:
+        assert found == [["a"]]
+    elif "||" in script:
+        assert found == [["a"], ["b"], ["c"], ["d"], ["e"]], "both sides of || are read"
+    else:
+        assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("run $NOT_SET", "$NOT_SET"),
+        ("run $(whoami)", "$(whoami)"),
+        ("run `whoami`", "$(whoami)"),
+        ("run $1", "$1"),
+        ("run ${A%.*}", "${A%.*}"),
+        ("A=$(date); B=$A; run $B", "$(date)"),
+        ("run $((NOT_SET + 1))", "$((NOT_SET + 1))"),
+        ("run ${!A}", "${!A}"),
+    ],
+)
+def test_what_only_running_could_tell_is_marked_and_never_guessed(text: str, what: str) -> None:
+    words = read_script((text, "s.sh")).commands[-1].words
+    assert [found for word in words for found in UNKNOWN.findall(word)] == [what]
+    assert shown(words[1]) == what
+
+
+def test_conditions_and_loops_change_nothing_outside_them() -> None:
+    script = read_script(
+        (
+            "A=1\nif [ -n x ]; then A=2; B=3; fi\n[ x ] && A=4\nfor i in 1 2; do A=5; done\n"
+            "case $A in\n  x) A=6 ;;\n  y) A=7 ;;\nesac\nwhile true; do A=8; done\nrun $A $B\n",
+            "s.sh",
+        )
+    )
+    run = script.commands[-1]
+    assert (run.words[1], shown(run.words[2]), run.conditional) == ("1", "$B", False)
+    assert script.conditional == {"A": "s.sh:2", "B": "s.sh:2"}
+
+
+def test_a_command_in_a_condition_is_marked() -> None:
+    commands = read_script(("if true; then run a; fi\ncd x && run b\n", "s.sh")).commands
+    assert [(c.words[1], c.conditional) for c in commands if c.words[0] == "run"] == [("a", True), ("b", False)]
+
+
+@pytest.mark.parametrize("text", ["run 'a", 'run "a', "run ${a", "run $((1", "A=(1 2", "run `x", "run $(x"])
+def test_text_that_does_not_close_is_refused_with_its_line(text: str) -> None:
+    with pytest.raises(BadInput, match="does not close") as caught:
+        read_script((f"x\n{text}", "s.sh"))
+    assert caught.value.problems[0].source.startswith("s.sh:")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A=" + "a" * 1000 + "\n" + "A=$A$A$A$A\n" * 40,
+        "A=(" + "a " * 1000 + ")\n" + "A=(${A[@]} ${A[@]})\n" * 40,
+        "A=x\n" + "B=" + "${A:-" * 40 + "x" + "}" * 40,
+        "run $((" + "(" * 400 + "1" + ")" * 400 + "))",
+        "A=9\n" + "A=$((A*A))\n" * 200,
+        "run " + "\\\n" * 5000,
+        "run " + "${A[@]}" * 20000,
+    ],
+    ids=["text", "array", "nested", "brackets", "numbers", "continuations", "expansions"],
+)
+def test_a_bomb_is_refused_or_read_in_a_moment(text: str) -> None:
+    start = time.perf_counter()
+    codes: set[str] = set()
+    try:
+        read_script((text, "s.sh"))
+    except BadInput as error:
+        codes = {p.code for p in error.problems}
+    assert codes <= {"MT003", "MT005"}
+    assert time.perf_counter() - start < 3
+
+
+def test_a_hostile_script_starts_nothing_reads_nothing_and_writes_nothing(tmp_path: Path) -> None:
+    canary, secret = tmp_path / "canary", tmp_path / "secret"
+    secret.write_text("s3cr3t-canary")
+    script = tmp_path / "h.sh"
+    script.write_text(
+        f"touch {canary}\nX=$(touch {canary}; cat {secret})\nY=`touch {canary}`\neval 'touch {canary}'\n"
+        f"source {secret}\n. {secret}\n"
+        f"torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+        f"--seq-length 8 --vocab-size 100 --data-args-path {secret} --yaml-cfg {secret} --data-path $X "
+        f"--tokenizer-model '$(touch {canary})' --lr $(cat {secret}) > {canary} &\n"
+    )
+    code = (
+        "import sys\nbad = []\n"
+        "def hook(event, args):\n"
+        "    if event in ('os.system', 'subprocess.Popen', 'socket.connect', 'os.exec', 'os.posix_spawn'):\n"
+        "        bad.append(event)\n"
+        f"    if event == 'open' and str(args[0]) in ({str(secret)!r}, {str(canary)!r}):\n"
+        "        bad.append(args[0])\n"
+        "sys.addaudithook(hook)\n"
+        "from mtrain.cli.main import main\n"
+        f"rc = main(['recipe', 'import', {str(script)!r}])\n"
+        "print('END', rc, bad, [m for m in ('torch', 'numpy', 'megatron') if m in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "END 0 [] []", done.stderr
+    assert "s3cr3t-canary" not in done.stdout + done.stderr
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b"\xff\xfe", "MT003"),
+        ("torchrun x.py --bf16 \u202e".encode(), "MT003"),
+        (b"a" * (2 << 20), "MT005"),
+        ("torchrun x.py --bf16 \ue000A\ue001".encode(), "MT003"),
+        (b"torchrun x.py --bf16 --nope '\x1b]0;owned\x07'", "MT003"),
+        ("torchrun x.py --bf16 \x9b31m".encode(), "MT003"),
+        (b"echo hello\n", "MT701"),
+        (b"", "MT701"),
+    ],
+)
+def test_what_is_no_script_is_refused(data: bytes, code: str, tmp_path: Path) -> None:
+    (tmp_path / "x.sh").write_bytes(data)
+    with pytest.raises(BadInput) as caught:
+        import_scripts([tmp_path / "x.sh"])
+    assert caught.value.problems[0].code == code
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("([0]*3+[1]*2)", [0, 0, 0, 1, 1]),
+        ("[1,1,0]*2", [1, 1, 0, 1, 1, 0]),
+        ("[1]*10000000000", None),
+        ("[1]*5000+[1]*5001", None),
+        ("__import__('os')", None),
+        ("[1", None),
+        ("7", None),
+        ("[[1]]", None),
+    ],
+)
+def test_a_list_expression_is_read_and_never_evaluated(text: str, value: list[int] | None) -> None:
+    assert pattern_of(text) == value
+
+
+def test_whole_numbers_stay_bounded() -> None:
+    assert whole_number("2 * (3 + A)", {"A": "4"}.get) == 14
+    for text in ("1/0", "9" * 30, "999999999*999999999*9", "A", "1 +", "2 ** 3", "1 if 1 else 2"):
+        assert whole_number(text, lambda name: None) is None

@@ -1,0 +1,138 @@
+"""`-m`: Hydra's grammar of several values, against Hydra's own sweeper; bounded; judged one by one."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from mtrain.cli.main import main
+from mtrain.cli.multirun import worst
+from mtrain.config.compose import compose
+from mtrain.config.paths import choices_of_group
+from mtrain.config.sweep import MAX_RUNS, jobs
+from mtrain.errors import BadInput
+
+LIKE_HYDRA = [
+    ["optim.lr=1e-3,1e-2"],
+    ["optim.lr=choice(1e-3,1e-2)", "trainer.seed=1,2,3"],
+    ["trainer.seed=range(1,5)"],
+    ["trainer.seed=range(0,10,5)", "optim.lr=range(0.1,0.4,0.1)"],
+    ["trainer.sample_prompt='a b','c,d'"],
+    ["data.split=[1,1,1],[2,1,1]"],
+    ["data.suffixes=[.py,.md]", "trainer.seed=5"],
+    ["optim.clip_grad=null,1.0", "parallel.sequence_parallel=true,false"],
+    ["trainer.seed=sort(3,1,2)", "optim.lr=sort(1,2,3,reverse=true)"],
+    ["trainer.seed=tag(t,choice(4,5))"],
+    ["trainer.sample_prompt='f(x, y)'"],
+    ["model.name=a.b,c/d"],
+]
+
+
+@pytest.mark.parametrize("argv", LIKE_HYDRA, ids=" ".join)
+def test_several_values_make_the_runs_that_hydra_makes(argv: list[str]) -> None:
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    (batch,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(argv), None)
+    wanted = [_values(words) for words in batch]
+    assert [_values(list(job.argv)) for job in jobs(argv)] == wanted
+
+
+def _values(words: list[str]) -> list[tuple[str, object]]:
+    from mtrain.config.source import hydra_value
+
+    return [(word.partition("=")[0], hydra_value(word.partition("=")[2])) for word in words]
+
+
+def test_groups_and_recipes_are_swept_as_well() -> None:
+    assert [job.argv for job in jobs(["parallel=tp2,pp2"])] == [("parallel=tp2",), ("parallel=pp2",)]
+    llamas = [name for name in choices_of_group("model") if name.startswith("llama3_")]
+    assert [job.swept["model"] for job in jobs(["model=glob(llama3_*)"])] == llamas
+    assert [job.swept["recipe"] for job in jobs(["recipe=glob(llama3/*)"])] == [
+        "llama3/70b_h100x64",
+        "llama3/8b_h100x8",
+    ]
+    assert [j.swept["optim.schedule"] for j in jobs(["optim.schedule=glob([c*,w*],exclude=cos*)"])] == [
+        "constant",
+        "wsd",
+    ]
+
+
+def test_each_run_composes_to_its_own_values() -> None:
+    runs = [compose(job.argv).run for job in jobs(["optim.lr=1e-3,2e-3", "parallel=tp2,single", "trainer.seed=7"])]
+    assert [(r.optim.lr, r.parallel.tp, r.trainer.seed) for r in runs] == [
+        (1e-3, 2, 7),
+        (1e-3, 1, 7),
+        (2e-3, 2, 7),
+        (2e-3, 1, 7),
+    ]
+
+
+def test_the_later_of_two_settings_holds() -> None:
+    (job,) = jobs(["optim.lr=1,2,3", "optim.lr=5"])
+    assert (job.argv, job.swept) == (("optim.lr=5",), {})
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [f"trainer.seed=range({MAX_RUNS + 1})"],
+        ["trainer.seed=range(0,1e15)"],
+        ["trainer.seed=shuffle(range(0,1e15))"],
+        ["optim.lr=range(0,1,1e-12)"],
+        ["optim.lr=range(0,1,0)"],
+        ["trainer.seed=range(1,5,0)"],
+        ["trainer.seed=range(100)", "model.num_layers=range(1,100)"],
+        ["optim.lr=interval(0,1)"],
+        ["model=glob(nothing*)"],
+        ["optim.lr=1,,2"],
+        ["optim.lr=choice("],
+        ["trainer.seed=" + ",".join(map(str, range(MAX_RUNS + 1)))],
+    ],
+    ids=lambda words: words[0][:40],
+)
+def test_a_sweep_without_end_or_without_a_run_is_refused_at_once(argv: list[str]) -> None:
+    start = time.perf_counter()
+    with pytest.raises(BadInput) as caught:
+        jobs(argv)
+    assert {p.code for p in caught.value.problems} == {"MT010"}
+    assert time.perf_counter() - start < 5
+
+
+def test_every_combination_is_judged_and_the_worst_is_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "-m", "--json", "parallel=tp2,tp3", "optim.lr=1e-3,1e-2"]) == 2
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["ok"] for row in rows] == [True, True, False, False]
+    assert rows[0]["differs"] == "parallel=tp2 optim.lr=0.001"
+    assert {p["code"] for p in rows[2]["problems"]} >= {"MT101"}
+    assert main(["check", "-m", "trainer.seed=1,2"]) == 0
+    assert "2 of 2 pass" in capsys.readouterr().out
+    assert main(["check", "--multirun", "model=llama_tiny"]) == 0
+
+
+def test_a_comma_without_the_flag_names_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "optim.lr=1e-3,1e-2"]) == 2
+    assert "-m" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["show", "prove", "resume"])
+def test_other_verbs_take_one_run(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "-m", "optim.lr=1,2"]) == 2
+    assert "-m" in capsys.readouterr().err
+
+
+def test_a_rank_of_a_launcher_starts_no_sweep(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["-m", "optim.lr=1,2"]) == 2
+    assert "torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"), [([], 0), ([0, 0], 0), ([0, 75], 75), ([75, 2, 0], 2), ([5, 2, 3], 5), ([5, 130, 0], 130)]
+)
+def test_the_worst_exit_code_is_told(codes: list[int], code: int) -> None:
+    assert worst(codes) == code
