@@ -49,6 +49,8 @@ LAYOUTS = {
     "megatron recomputation": f"parallel=dp2 {MEGATRON} parallel.recompute.granularity=full",
     "megatron bf16": f"parallel=tp2dp2sp {MEGATRON} precision=bf16",
     "megatron optimizer bf16": f"parallel=dp2 {MEGATRON} parallel.fsdp_sharding=optim precision=bf16",
+    "fsdp2 small DeepSeek-V3": f"model=deepseek_tiny parallel=tp2ep2etp1spdp2 {FSDP2}",
+    "megatron small DeepSeek-V3": f"model=deepseek_tiny parallel=ep2dp2 {MEGATRON} precision=bf16",
     "distributed optimizer replicas": "parallel=dp4 parallel.distributed_optimizer=true parallel.hsdp_replicas=2",
     "distributed optimizer replicas ep2": f"{MIXTRAL} parallel=ep2dp4 parallel.distributed_optimizer=true "
     "parallel.hsdp_replicas=2",
