@@ -15,6 +15,7 @@ import torch
 from mtrain.cli import prove
 from mtrain.cli.setup import load
 from mtrain.config.run import RunConfig
+from mtrain.plan.shrink import alone
 from tests.support.forked import run_ranks
 from tests.support.runs import rank_tensors, train_steps, whole_tensors
 
@@ -48,6 +49,8 @@ LAYOUTS = {
     "megatron recomputation": f"parallel=dp2 {MEGATRON} parallel.recompute.granularity=full",
     "megatron bf16": f"parallel=tp2dp2sp {MEGATRON} precision=bf16",
     "megatron optimizer bf16": f"parallel=dp2 {MEGATRON} parallel.fsdp_sharding=optim precision=bf16",
+    "fsdp2 small DeepSeek-V3": f"model=deepseek_tiny parallel=tp2ep2etp1spdp2 {FSDP2}",
+    "megatron small DeepSeek-V3": f"model=deepseek_tiny parallel=ep2dp2 {MEGATRON} precision=bf16",
     "distributed optimizer replicas": "parallel=dp4 parallel.distributed_optimizer=true parallel.hsdp_replicas=2",
     "distributed optimizer replicas ep2": f"{MIXTRAL} parallel=ep2dp4 parallel.distributed_optimizer=true "
     "parallel.hsdp_replicas=2",
@@ -168,6 +171,34 @@ def test_a_layout_goes_on_from_another_and_changes_no_bit_of_its_state(
     for (loss, norm), (expected, expected_norm) in zip(*ends, strict=True):
         assert loss == pytest.approx(expected, rel=tolerance)
         assert norm == pytest.approx(expected_norm, rel=tolerance)
+
+
+def _use(run: RunConfig) -> tuple[float, list[int], float]:
+    """Validation loss and generated tokens after two steps, and the loss of the step that follows."""
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.generate import Sampler
+    from mtrain.train.step import evaluate, train_step
+    from mtrain.world.init import joined
+
+    with joined(run) as world:
+        parts = assemble(run, world, splits_of(run))
+        for _ in range(2):
+            train_step(parts, stop_requested=False)
+        assert parts.valid_data is not None
+        valid = evaluate(parts, parts.valid_data, 2)
+        tokens = Sampler(run, world, parts.state.chunks).generate([1, 2, 3], 8, temperature=0)
+        return valid, tokens, train_step(parts, stop_requested=False).loss
+
+
+@pytest.mark.parametrize("name", ["fsdp2 tp2", "fsdp2 replicas", "fsdp2 pp2 tied", "megatron tp2", "megatron optimizer"])
+def test_a_model_that_is_spread_is_evaluated_and_writes_text_between_steps(name: str) -> None:
+    run = _run(LAYOUTS[name])
+    run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"eval_iters": 2})})
+    (expected_loss, expected_tokens, expected_next) = run_ranks(1, _use, alone(run))[0]
+    for loss, tokens, following in run_ranks(run.parallel.ranks or 1, _use, run):
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert tokens == expected_tokens
+        assert following == pytest.approx(expected_next, rel=1e-5)
 
 
 def _unreduced() -> None:

@@ -24,6 +24,8 @@ def _join(run: object) -> dict[str, int]:
         {"ranks": 8, "tp": 2, "pp": 2, "ep": 2},
         {"ranks": 8, "tp": 2, "ep": 4, "etp": 1},
         {"ranks": 6, "pp": 3},
+        {"ranks": 8, "tp": 2, "cp": 2, "fsdp": "fsdp2", "hsdp_replicas": 2},
+        {"ranks": 8, "tp": 2, "ep": 2, "etp": 1, "distributed_optimizer": True, "hsdp_replicas": 2},
     ],
     ids=str,
 )
@@ -39,6 +41,21 @@ def test_a_grid_that_numbers_ranks_otherwise_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(grid, "DENSE_ORDER", ("pp", "cp", "dp", "tp"))
     with pytest.raises(RankFailed, match="process groups differ from the rank grid"):
         run_ranks(4, _join, tiny_run(ranks=4, tp=2, pp=2))
+
+
+def test_copies_that_are_spread_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtrain.mcore import api
+
+    real = api.parallel_state.get_data_parallel_group
+    monkeypatch.setattr(
+        api.parallel_state,
+        "get_data_parallel_group",
+        lambda *a, partial_data_parallel=False, **k: (
+            api.parallel_state.get_inter_distributed_optimizer_instance_group() if partial_data_parallel else real(*a, **k)
+        ),
+    )
+    with pytest.raises(RankFailed, match="dp-cp of a copy: megatron-core has"):
+        run_ranks(4, _join, tiny_run(ranks=4, fsdp="fsdp2", hsdp_replicas=2))
 
 
 def test_a_rank_with_another_configuration_is_named() -> None:

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from mtrain.config.resolve import Machine, machine_problems, resolve, world_size_of
+from mtrain.config.resolve import Machine, machine_problems, resolve, smallest_world, world_size_of
 from tests.support.configs import LAPTOP, tiny
 
 GPUS = Machine(cpu_cores=64, memory_bytes=1 << 40, gpus=8, transformer_engine=True)
@@ -63,6 +63,26 @@ def test_gpus_of_this_machine_are_all_used_unless_ranks_are_set() -> None:
     assert (run.parallel.ranks, run.cluster.devices_per_node) == (8, 8)
     fewer = resolve(tiny(parallel__ranks=4), GPUS)
     assert (fewer.parallel.ranks, fewer.cluster.devices_per_node) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ({"hsdp_replicas": 2}, 4),
+        ({"hsdp_replicas": 3}, 6),
+        ({"hsdp_replicas": 2, "cp": 3}, 6),
+        ({"hsdp_replicas": 2, "tp": 2, "pp": 2}, 16),
+        ({"hsdp_replicas": 2, "ep": 4}, 8),
+        ({"hsdp_replicas": 2, "ep": 2, "tp": 2, "etp": 1}, 8),
+    ],
+    ids=str,
+)
+def test_the_smallest_world_has_room_for_every_copy_that_is_spread(layout: dict[str, int], ranks: int) -> None:
+    p = tiny(**{f"parallel__{key}": value for key, value in layout.items()}).parallel
+    assert smallest_world(p) == ranks
+    shared, alike = ranks // (p.tp * p.pp), ranks // (p.pp * p.ep * (p.etp or p.tp))
+    assert shared % p.hsdp_replicas == alike % p.hsdp_replicas == 0
+    assert shared > p.hsdp_replicas
 
 
 def test_a_launcher_decides_the_ranks_where_nobody_else_did() -> None:

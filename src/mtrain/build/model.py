@@ -31,7 +31,7 @@ def build_model(run: RunConfig, world: World, *, wrap: bool = True) -> list[Any]
         chunks = _chunks(run, config)
     for chunk in chunks:
         chunk._apply(lambda t: t if t.is_meta else t.to(world.torch_device))
-        boxes_of(chunk)
+        boxes_of(chunk)  # while it can still say where its parameters lie in the whole model
     if run.precision.dtype != "fp32":
         chunks = [_half(config, chunk) for chunk in chunks]
     if wrap and run.parallel.fsdp != "none":

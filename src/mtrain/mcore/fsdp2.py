@@ -16,11 +16,11 @@ from mtrain.mcore import api as mcore
 class FullySharded(mcore.TorchFullyShardedDataParallel):
     """A chunk whose weights, gradients and optimizer state are spread over data-parallel ranks, layer by layer.
 
-    megatron-core's own constructor is not run, because it can do neither of these:
+    megatron-core's own constructor is not run, because it can do none of these:
 
     - With the loss per token, gradients are summed over the ranks and divided by the tokens of the global batch.
       FSDP2 takes the mean over the ranks by itself: without a divide factor of 1 every gradient is dp * cp times too
-      small. Sums also are all that gloo can reduce. And `scale_gradients` was empty: nothing divided by the tokens.
+      small (a norm of half with dp 2). And `scale_gradients` was empty: nothing divided by the tokens.
     - Gradients are reduced and added up over micro-batches in `main_grad`, in fp32 where the run asks for that;
       FSDP2 alone adds them up in the dtype of the weights.
     - Replicas (HSDP) are a mesh of two dimensions, and experts that other ranks hold have a mesh of their own.

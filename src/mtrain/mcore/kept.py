@@ -57,7 +57,7 @@ def kept(chunk: Any) -> list[Kept]:
 def _in_parameter(name: str, param: torch.nn.Parameter, boxes: list[Box]) -> Kept:
     """A plain parameter, or FSDP2's: rows that torch gives to each rank in turn."""
     weight = local(param)
-    if not isinstance(param.data, DTensor):
+    if not isinstance(param, DTensor):
         return Kept(name, param, param, boxes, weight)
     rows, dim = param.shape[0], param.device_mesh.ndim - 1
     chunk_rows = -(-rows // param.device_mesh.size(dim))

@@ -44,6 +44,14 @@ def _groups(world: World) -> dict[str, tuple[dist.ProcessGroup, list[int]]]:
         "edp": (ps.get_expert_data_parallel_group(), ("edp",)),
     }
     groups = {name: (group, grid.group_of(rank, *axes)) for name, (group, axes) in found.items()}
+    # a copy of what is spread is on consecutive ranks of those that share weights
+    shared = sorted(grid.group_of(rank, "dp", "cp"))
+    part = ps.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    between = ps.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+    size, place = part.size(), shared.index(rank)
+    groups["dp-cp of a copy"] = part, shared[place // size * size :][:size]
+    if between is not None:
+        groups["between copies"] = between, shared[place % size :: size]
     embedding = next((g for g in grid.embedding_groups(world.embedding_stages) if rank in g), None)
     if embedding is not None:
         groups["embedding"] = (ps.get_embedding_group(), embedding)
