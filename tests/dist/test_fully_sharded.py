@@ -225,11 +225,11 @@ def _unreduced() -> None:
 def test_a_shard_that_is_not_reduced_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from mtrain.launching import local
 
-    real: Callable[[RunConfig, Path], None] = local._observe
+    real = local._observe
 
-    def faulty(run: RunConfig, home: Path) -> None:
+    def faulty(*args: Any) -> None:
         _unreduced()
-        real(run, home)
+        real(*args)
 
     monkeypatch.setattr(local, "_observe", faulty)  # runs in the forked ranks alone
     rows = prove.compared(_run(LAYOUTS[name]))

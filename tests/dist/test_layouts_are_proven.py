@@ -217,9 +217,9 @@ def test_a_seeded_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     words, fault = FAULTS[name]
     real = local._observe
 
-    def faulty(run: Any, home: Path) -> None:
+    def faulty(*args: Any) -> None:
         fault()
-        real(run, home)
+        real(*args)
 
     monkeypatch.setattr(local, "_observe", faulty)  # runs in the forked ranks alone
     try:
