@@ -12,7 +12,13 @@ from mtrain.launching import folder as run_folder
 from mtrain.launching import local, preflight
 
 USAGE = "python launch.py generate runs/<name> [prompt=TEXT] [tokens=N] [temperature=T] [overrides]"
-WITHOUT_DATA = ("data.kind=mock", "data.path=null", "data.tokenizer=null", "trainer.sample_tokens=0")
+WITHOUT_DATA = (
+    "data.kind=mock",
+    "data.path=null",
+    "data.tokenizer=null",
+    "data.limit_mib=null",
+    "trainer.sample_tokens=0",
+)
 """The corpus of the run may be gone: its tokenizer is in the run folder."""
 OPTIONS = {"prompt": "def ", "tokens": "64", "temperature": "0.8"}
 

@@ -79,7 +79,7 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
     return StepResult(
         step=state.step,
         loss=loss,
-        grad_norm=float(grad_norm),
+        grad_norm=float("nan") if grad_norm is None else float(grad_norm),  # None where fp16 overflowed
         lr=float(mcore.get_canonical_lr_for_logging(state.optimizer.param_groups)),
         updated=bool(updated),
         tokens=tokens,
