@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadEnvironment, BadInput, MtrainError
+from mtrain.errors import BadEnvironment, BadInput, MtrainError, TrainingFault
 from mtrain.launching import folder
 from mtrain.launching.worker import describe, enter, revive
 
@@ -42,7 +42,13 @@ def train(run: RunConfig, argv: list[str]) -> int:
             checkpoint = body["checkpoint"]
             return Paths(Path(body["folder"]), Path(checkpoint) if checkpoint else None)
 
-        train_rank(run, locate, _end)
+        try:
+            train_rank(run, locate, _end)
+        except Exception as error:
+            if not describe(error)["peer_lost"]:
+                raise
+            first = str(error).strip().splitlines()[0]
+            raise TrainingFault(f"another rank has failed or ended: {first}") from error
     return 0
 
 

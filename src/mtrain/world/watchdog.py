@@ -44,6 +44,12 @@ def watching(run: RunConfig, world: World, folder: Path, end: End) -> Iterator[N
     watchdog.start()
     try:
         yield
+    except Exception:
+        # Another rank has come to its end of the same stall a moment earlier: the verdict that names the cause is due
+        # here too, and comes before the broken connection.
+        if watchdog.told:
+            watchdog.over.wait(1.0 + 10 * watchdog.tick_s)
+        raise
     finally:
         watchdog.stop()
 
