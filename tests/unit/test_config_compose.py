@@ -247,7 +247,7 @@ def test_the_table_of_foreign_names_points_to_keys_that_exist() -> None:
         ("model.num_layers=-2", "MT014", "model.num_layers=1"),
         ("model.attention_dropout=1.5", "MT014", "model.attention_dropout=0.0"),
         ("model.attention_dropout=-0.1", "MT014", "model.attention_dropout=0.0"),
-        ("model.layernorm_epsilon=-1", "MT014", "model.layernorm_epsilon=1e-05"),
+        ("model.layernorm_epsilon=-1", "MT014", "model.layernorm_epsilon=0.0"),
         ("model.rotary_base=0", "MT014", "model.rotary_base=10000.0"),
         ("model.rotary_percent=1.7", "MT014", "model.rotary_percent=1.0"),
         ("model.normalization=RMSnorm", "MT014", "model.normalization=RMSNorm"),

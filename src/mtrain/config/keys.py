@@ -98,7 +98,6 @@ FOREIGN = {
     "optimizer": "optim.name",
     "max_steps": "trainer.train_iters",
     "train_steps": "trainer.train_iters",
-    "gradient_accumulation_steps": "trainer.global_batch_size",
     "per_device_train_batch_size": "trainer.micro_batch_size",
     "eval_steps": "trainer.eval_interval",
     "exit_interval": "trainer.train_iters",
@@ -116,6 +115,13 @@ FOREIGN = {
     "log_interval": "log.interval",
     "logging_steps": "log.interval",
     "distributed_timeout_minutes": "trainer.timeout_s",
+    "start_weight_decay": "optim.weight_decay",
+    "end_weight_decay": "optim.weight_decay",
+    "zero_stage": "parallel.distributed_optimizer",
+    "attention_backend": "kernels.attention",
+    "transformer_impl": "kernels.linear",
+    "data_prefix": "data.path",
+    "blend": "data.path",
 }
 """Names of Megatron-LM flags and Hugging Face configuration keys -> the key here."""
 
@@ -124,9 +130,21 @@ DERIVED = {
     "dp": "the data-parallel size is derived: ranks / (tp * pp * cp); as a choice: parallel=tp2dp2",
     "data_parallel": "the data-parallel size is derived: ranks / (tp * pp * cp)",
     "num_microbatches": "micro-batches are derived: global_batch_size / (micro_batch_size * dp)",
+    "gradient_accumulation_steps": "micro-batches are derived: global_batch_size / (micro_batch_size * dp)",
+    "train_samples": "a run is as long as trainer.train_iters says: samples / trainer.global_batch_size",
     "bf16": "the number format is one key: precision.dtype=bf16",
     "fp16": "the number format is one key: precision.dtype=fp16",
     "pipeline_dtype": "it follows from precision.dtype",
+    **dict.fromkeys(
+        (
+            "bias_activation_fusion",
+            "bias_gelu_fusion",
+            "bias_swiglu_fusion",
+            "bias_dropout_fusion",
+            "apply_rope_fusion",
+        ),
+        "what is fused follows from the implementations that `kernels` names",
+    ),
     "make_vocab_size_divisible_by": "the vocabulary is always padded to a multiple of 128",
 }
 """Names that have no key here, and why."""

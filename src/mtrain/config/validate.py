@@ -11,6 +11,7 @@ from pydantic_core import PydanticUndefined
 from mtrain.config.dump import override, spell
 from mtrain.config.interpolate import leaves
 from mtrain.config.keys import choices_of, field_of, schema_keys, suggest
+from mtrain.config.near import at_default, meant
 from mtrain.config.overrides import near_choice
 from mtrain.config.run import GROUPS, RunConfig
 from mtrain.errors import Problem
@@ -68,9 +69,9 @@ def _problems(error: Mapping[str, Any], where: Where) -> Iterator[Problem]:
         yield _length(path, value, where)
     elif kind == "string_pattern_mismatch":
         rule = f"must match {context.get('pattern')}"
-        yield Problem("MT014", path, value, rule, _default_fix(path), where(path))
+        yield Problem("MT014", path, value, rule, at_default(path), where(path))
     else:
-        yield Problem("MT014", path, value, str(error["msg"]), _default_fix(path), where(path))
+        yield Problem("MT014", path, value, str(error["msg"]), at_default(path), where(path))
 
 
 def unknown_key(path: str, value: Any, where: Where) -> Problem:
@@ -78,13 +79,10 @@ def unknown_key(path: str, value: Any, where: Where) -> Problem:
     near, why = suggest(path)
     top = path.split(".")[0]
     if not near and not why:
-        section = [k for k in schema_keys() if k.startswith(f"{top}.")] if top in GROUPS else []
-        why = f"keys of {top}: {', '.join(k.partition('.')[2] for k in section)}" if section else ""
-        why = why or f"groups: {', '.join(GROUPS)}"
+        section = dict.fromkeys(k.split(".")[1] for k in schema_keys() if k.startswith(f"{top}."))
+        why = f"keys of {top}: {', '.join(section)}" if top in GROUPS else f"groups: {', '.join(GROUPS)}"
     rule = "there is no such key" + (f"; {why}" if why else "")
-    known = {"true": True, "false": False}.get(str(value).lower(), value)
-    fix = " or ".join(override(key, known) for key in near)
-    return Problem("MT012", path, value, rule, fix, where(path))
+    return Problem("MT012", path, value, rule, " or ".join(meant(path, value)), where(path))
 
 
 def _bound(path: str, kind: str, value: Any, context: Mapping[str, Any], where: Where) -> Problem:
@@ -142,7 +140,7 @@ def _converted(path: str, kind: str, value: Any) -> str:
         return override(path, spell(value))
     if kind == "bool_type" and str(value).lower() in ("1", "yes", "on", "0", "no", "off"):
         return f"{path}={'true' if str(value).lower() in ('1', 'yes', 'on') else 'false'}"
-    return _default_fix(path)
+    return at_default(path)
 
 
 def _length(path: str, value: Any, where: Where) -> Problem:
@@ -151,7 +149,7 @@ def _length(path: str, value: Any, where: Where) -> Problem:
         path = ".".join(parts[:-1])
     default = _default(path)
     want = f"{len(default)} values, such as {spell(default)}" if isinstance(default, tuple) else "another length"
-    return Problem("MT014", path, value, f"must have {want}", _default_fix(path), where(path))
+    return Problem("MT014", path, value, f"must have {want}", at_default(path), where(path))
 
 
 def _default(path: str) -> Any:
@@ -161,17 +159,10 @@ def _default(path: str) -> Any:
     return field.default
 
 
-def _default_fix(path: str) -> str:
-    field = field_of(path)
-    if field is None or field.default is PydanticUndefined:
-        return ""
-    return override(path, field.default)
-
-
 def _indexed(path: str, fix: str) -> str:
     """A fix for an item of a list: the whole list is set, to its default."""
     parts = path.split(".")
-    return _default_fix(".".join(parts[:-1])) if parts[-1].isdigit() else fix
+    return at_default(".".join(parts[:-1])) if parts[-1].isdigit() else fix
 
 
 def _kind(value: Any) -> str:
