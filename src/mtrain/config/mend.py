@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,9 @@ from mtrain.config.run import RunConfig
 from mtrain.config.source import parse_value
 from mtrain.errors import Problem
 
+PROPOSED = ("MT013", "MT014", "MT007")
+"""Codes whose fix is a value of ours, which must not even be unusual; others repeat the value that was written."""
+
 
 def mended(
     problems: Sequence[Problem], partial: RunConfig, resolve: Callable[[RunConfig], RunConfig]
@@ -26,22 +29,41 @@ def mended(
     A bound such as "at least 1" is allowed by the schema and may be useless beside the other keys: then the fix is
     the value that the key had before it was set.
     """
-    before = set(_said(resolve(partial)))
-    return [replace(p, fix=_tried(p.fix, partial, resolve, before)) for p in problems]
+    trial = _Trial(partial, resolve)
+    return [replace(p, fix=trial.best(p.fix, unusual=p.code not in PROPOSED)) for p in problems]
 
 
-def _tried(
-    fix: str, partial: RunConfig, resolve: Callable[[RunConfig], RunConfig], before: set[tuple[str, str]]
-) -> str:
-    changes = [_change(text) for text in fix.split(" or ")]
-    if not fix or None in changes:
-        return fix
-    good = [override(*change) for change in changes if change and _fits(change, partial, resolve, before)]
-    if not good and changes[0] is not None:
-        key = changes[0][0]
-        beneath = key, partial.flat().get(key)
-        good = [override(*beneath)] if key in partial.flat() and _fits(beneath, partial, resolve, before) else [fix]
-    return " or ".join(dict.fromkeys(good))
+class _Trial:
+    """Tries settings of one key beside those that were not refused."""
+
+    def __init__(self, partial: RunConfig, resolve: Callable[[RunConfig], RunConfig]) -> None:
+        self.partial, self.resolve = partial, resolve
+        self.held = partial.flat()
+        self.before = self._said(partial, unusual=False)
+
+    def best(self, fix: str, *, unusual: bool) -> str:
+        """Those alternatives of a fix that work; where the first does not, the value that its key held before."""
+        changes = [_change(text) for text in fix.split(" or ")]
+        known = [change for change in changes if change is not None]
+        if len(known) < len(changes):  # words, or several keys at once
+            return fix
+        good = [change for change in known if self._fits(*change, unusual=unusual)]
+        if known[0] not in good:  # another key that takes the value is not what was meant
+            key = known[0][0]
+            works = key in self.held and self._fits(key, self.held[key], unusual=True)
+            good = [(key, self.held[key])] if works else known
+        return " or ".join(dict.fromkeys(override(*change) for change in good))
+
+    def _fits(self, key: str, value: Any, *, unusual: bool) -> bool:
+        try:
+            return self._said(apply(self.partial, {key: value}), unusual=unusual) <= self.before
+        except (ValidationError, KeyError, TypeError):
+            return False
+
+    def _said(self, run: RunConfig, *, unusual: bool) -> set[tuple[str, str]]:
+        """What the rules say of a run; warnings only where nothing `unusual` may be."""
+        found = findings(self.resolve(run))
+        return {(f.code, f.path) for f in found if f.severity == "error" or not unusual}
 
 
 def _change(text: str) -> tuple[str, Any] | None:
@@ -50,21 +72,5 @@ def _change(text: str) -> tuple[str, Any] | None:
         words = shlex.split(text)
         key, _, value = words[0].partition("=") if len(words) == 1 else ("", "", "")
         return (key, parse_value(value)) if field_of(key) is not None else None
-    except (ValueError, IndexError):
+    except ValueError:
         return None
-
-
-def _fits(
-    change: tuple[str, Any],
-    partial: RunConfig,
-    resolve: Callable[[RunConfig], RunConfig],
-    before: set[tuple[str, str]],
-) -> bool:
-    try:
-        return set(_said(resolve(apply(partial, dict([change]))))) <= before
-    except (ValidationError, KeyError, TypeError):
-        return False
-
-
-def _said(run: RunConfig) -> Iterator[tuple[str, str]]:
-    return ((f.code, f.path) for f in findings(run))
