@@ -43,7 +43,7 @@ COMMAND_LINES: tuple[Row, ...] = (
     bad(0, "trainer.train_iters=1k", "MT013", "trainer.train_iters", "whole number"),
     bad(0, "trainer.train_iters=1e3", "MT013", "trainer.train_iters", "whole number", "1000.0"),
     bad(0, "trainer.train_iters=2.5", "MT013", "trainer.train_iters", "2.5"),
-    bad(0, "trainer.seed=9223372036854775808", "MT014", "trainer.seed", "less than 9223372036854775808"),
+    bad(0, "trainer.seed=9223372036854775808", "MT014", "trainer.seed", "19 digits"),
     bad(0, "parallel.sequence_parallel=yes parallel=tp2", "MT013", "parallel.sequence_parallel", "true or false"),
     bad(0, "parallel.tp=two", "MT013", "parallel.tp", "text (two)"),
     bad(0, "parallel.tp=[1]", "MT013", "parallel.tp", "a list"),

@@ -158,6 +158,10 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ),
     ("MT314", {"data.packed": True, "data.packed_multiple": 3, "parallel.cp": 2}),
     ("MT315", {"data.packed": True, "model.moe": {**MOE, "router_load_balancing_type": "seq_aux_loss"}}),
+    (
+        "MT316",
+        {"data.packed": True, "model.mtp_num_layers": 1, "parallel.recompute.granularity": "full"},
+    ),
     ("MT404", {"kernels.gradient_accumulation_fusion": True}),
     ("MT428", {"optim.cpu_offload": 1.0, "parallel.fsdp": "fsdp2", "parallel.ranks": 2}),
     ("MT201", {"model.hidden_size": 250}),

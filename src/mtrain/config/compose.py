@@ -15,7 +15,8 @@ from mtrain.config.interpolate import leaves, refused, resolve_references
 from mtrain.config.keys import schema_keys
 from mtrain.config.layout_string import looks_like_layout, parse_layout
 from mtrain.config.load import Document, load
-from mtrain.config.overrides import COMMAND_LINE, Overrides, near_choice, read_overrides
+from mtrain.config.near import near_choice
+from mtrain.config.overrides import COMMAND_LINE, Overrides, read_overrides
 from mtrain.config.paths import choices_of_group, conf_dir
 from mtrain.config.recipe import Recipe, read_recipe, reserved_keys
 from mtrain.config.run import GROUPS, RunConfig

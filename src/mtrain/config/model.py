@@ -47,7 +47,7 @@ class MoEConfig(Section):
     """Groups of experts for group-limited routing; null: off."""
     router_group_topk: PositiveInt | None = None
     """Groups that a token may choose from."""
-    router_topk_scaling_factor: PositiveFloat | None = None
+    router_topk_scaling_factor: Annotated[float, Field(gt=0, le=100)] | None = None
     """Factor on the chosen scores."""
     router_bias_update_rate: PositiveFloat | None = None
     """router_enable_expert_bias: how far the bias of an expert moves in a step; null: 0.001."""
@@ -148,7 +148,7 @@ class ModelConfig(Section):
     """Dropout on attention probabilities."""
     hidden_dropout: Probability = 0.0
     """Dropout on what each block adds to the residual stream."""
-    init_method_std: Annotated[float, Field(gt=0, le=100)] = 0.02
+    init_method_std: Annotated[float, Field(gt=0, le=20)] = 0.02
     """Standard deviation of initial weights; output projections are scaled by 1/sqrt(2 num_layers)."""
     moe: MoEConfig | None = None
     """Mixture of experts; null: dense."""

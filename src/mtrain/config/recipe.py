@@ -10,7 +10,8 @@ from typing import Any
 
 from mtrain.config.interpolate import refused
 from mtrain.config.load import Document, load
-from mtrain.config.overrides import check_choice, near_choice
+from mtrain.config.near import near_choice
+from mtrain.config.overrides import check_choice
 from mtrain.config.paths import near_files, recipes_dir
 from mtrain.config.run import GROUPS
 from mtrain.errors import BadInput, Problem

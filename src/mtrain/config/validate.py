@@ -12,8 +12,7 @@ from pydantic_core import PydanticUndefined
 from mtrain.config.dump import override, spell
 from mtrain.config.interpolate import leaves
 from mtrain.config.keys import choices_of, field_of, schema_keys, suggest
-from mtrain.config.near import accepts, at_default, meant
-from mtrain.config.overrides import near_choice
+from mtrain.config.near import accepts, at_default, meant, near_choice
 from mtrain.config.run import GROUPS, RunConfig
 from mtrain.errors import Problem
 
@@ -47,11 +46,25 @@ _PATTERNS = {
 
 def validate(values: Mapping[str, Any], where: Where) -> tuple[RunConfig | None, list[Problem]]:
     """Checks `values` against the schema; returns the configuration, or every problem there is."""
+    huge = [_huge(path, number, where) for path, value in leaves(values) for number in _huge_numbers(value)]
+    if huge:
+        return None, huge
     try:
         return RunConfig.model_validate(values), []
     except ValidationError as error:
         found = error.errors(include_url=False)
         return None, [problem for e in found for problem in _problems(e, where, dict(leaves(values)))]
+
+
+def _huge_numbers(value: Any) -> list[int]:
+    items = value if isinstance(value, list) else [value]
+    return [item for item in items if isinstance(item, int) and abs(item) >= 2**63]
+
+
+def _huge(path: str, number: int, where: Where) -> Problem:
+    """The problem of a number that no machine word holds; what is computed from it would not be either."""
+    rule = f"has {len(str(abs(number)))} digits; whole numbers go up to {2**63 - 1}"
+    return Problem("MT014", path, number, rule, at_default(path) or "write a smaller one", where(path))
 
 
 def _problems(error: Mapping[str, Any], where: Where, values: Mapping[str, Any]) -> Iterator[Problem]:

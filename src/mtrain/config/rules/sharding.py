@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mtrain.config.rules.finding import Change, Finding, divisors, dp_of, listed, multiples, nearest
 from mtrain.config.run import RunConfig
-from mtrain.config.stages import stages
+from mtrain.config.stages import stages, uneven
 
 NO_CONTEXT: Change = {"parallel.cp": 1, "parallel.cp_comm_type": None, "parallel.hierarchical_cp_sizes": None}
 
@@ -172,11 +172,13 @@ def recomputed_modules_exist(run: RunConfig) -> Iterator[Finding]:
 def recomputed_layers_are_in_a_stage(run: RunConfig) -> Iterator[Finding]:
     """No group of layers is larger than what a stage holds."""
     r, p = run.parallel.recompute, run.parallel
-    try:
-        held = max(len(stage.layers) for stage in stages(run))
-    except ValueError:  # the stages themselves are wrong, which other rules say
+    if r.granularity != "full" or r.num_layers is None:
         return
-    if r.granularity == "full" and r.num_layers is not None and r.num_layers > held > 0:
+    try:
+        held = max(len(s.layers) for s in stages(run)) if uneven(run) else run.model.num_layers // (p.pp * p.vpp)
+    except ValueError:  # the stages themselves are wrong, which another rule says
+        return
+    if r.num_layers > held > 0:
         rule = f"{r.num_layers} layers are to be computed again of each stage, and none holds more than {held}"
         if p.vpp > 1:
             rule += f" (vpp {p.vpp})"
