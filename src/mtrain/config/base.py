@@ -27,6 +27,7 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         strict=True,
+        defer_build=True,
         extra="forbid",
         use_attribute_docstrings=True,
         validate_default=True,
