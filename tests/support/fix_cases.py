@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from mtrain import mcore
-from mtrain.config.groups import PrecisionConfig
+from mtrain.config.precision import PrecisionConfig
 from mtrain.devices import registry
 from mtrain.mcore import import_core, open_door
 from tests.support import tiny

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
-from mtrain.config.groups import ClusterConfig, DataConfig, KernelsConfig, OptimConfig, PrecisionConfig, TrainerConfig
+from mtrain.config.cluster import ClusterConfig
+from mtrain.config.groups import DataConfig, KernelsConfig, OptimConfig, TrainerConfig
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
+from mtrain.config.precision import PrecisionConfig
 from mtrain.config.run import RunConfig
 
 TINY: dict[str, Any] = {

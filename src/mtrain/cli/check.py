@@ -41,7 +41,9 @@ def summary(loaded: Loaded) -> str:
     from mtrain.plan.count import parameters
 
     run = loaded.run
-    p, t, dp = run.parallel, run.trainer, dp_of(run)
+    p, t, dp, formats = run.parallel, run.trainer, dp_of(run), run.precision.dtype
+    if run.precision.quantized is not None:
+        formats += f" with products in {run.precision.multiplies_in} ({run.precision.quantized})"
     axes = {"tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep, "etp": p.etp or p.tp, "dp": dp}
     shown = [f"{k} {v}" for k, v in axes.items() if (v > 1 and k != "etp") or k in ("tp", "pp", "dp")]
     if run.model.moe is not None and p.etp not in (None, p.tp):
@@ -50,7 +52,7 @@ def summary(loaded: Loaded) -> str:
     micro = t.global_batch_size // (t.micro * dp)
     tokens = t.global_batch_size * run.data.seq_length
     lines = [
-        ("model", f"{run.model.name}, {count(parameters(run.model))} parameters, {run.precision.dtype}"),
+        ("model", f"{run.model.name}, {count(parameters(run.model))} parameters, {formats}"),
         ("layout", ", ".join([*shown, *flags])),
         ("ranks", f"{p.ranks} on {run.cluster.name} ({run.cluster.device}, {run.cluster.nodes} node(s))"),
         ("batch", f"{t.global_batch_size} samples = {micro} micro-batch(es) of {t.micro} on {dp} rank(s)"),

@@ -43,7 +43,58 @@ def chunks_of_a_document(run: RunConfig) -> int:
     return 2 * p.cp if p.cp > 1 else 1
 
 
+def _delayed(run: RunConfig) -> bool:
+    return run.precision.fp8 is not None and run.precision.fp8_recipe == "delayed"
+
+
+def _layers_may_differ(run: RunConfig) -> bool:
+    return run.precision.quantized is not None and not _delayed(run)
+
+
+# fp8_recipe stands first: the others look at the value that null stands for
+QUANTIZED = (
+    Conditional(
+        "precision.fp8_recipe",
+        lambda r: r.precision.fp8 is not None,
+        "a precision.fp8",
+        lambda r: "tensorwise",
+    ),
+    Conditional("precision.fp4_recipe", lambda r: r.precision.fp4 is not None, "a precision.fp4", lambda r: "nvfp4"),
+    *(
+        Conditional(f"precision.{key}", _delayed, "precision.fp8_recipe=delayed", lambda r, v=value: v)  # type: ignore[misc]
+        for key, value in {
+            "fp8_margin": 0,
+            "fp8_amax_history_len": 1024,
+            "fp8_amax_compute_algo": "max",
+        }.items()
+    ),
+    Conditional("precision.fp8_wgrad", _delayed, "precision.fp8_recipe=delayed", off=True),
+    Conditional("precision.tp_only_amax_red", _delayed, "precision.fp8_recipe=delayed", off=False),
+    Conditional(
+        "precision.fp8_dot_product_attention",
+        lambda r: r.precision.fp8 is not None and r.precision.quantized in ("delayed", "tensorwise"),
+        "precision.fp8_recipe=delayed or tensorwise",
+        off=False,
+    ),
+    Conditional(
+        "precision.fp8_multi_head_attention",
+        lambda r: _delayed(r) and r.precision.fp8_dot_product_attention,
+        "precision.fp8_dot_product_attention=true and precision.fp8_recipe=delayed",
+        off=False,
+    ),
+    *(
+        Conditional(
+            f"precision.num_layers_at_{end}_in_bf16",
+            _layers_may_differ,
+            "a precision.fp8 whose recipe is not delayed, or a precision.fp4",
+            off=0,
+        )
+        for end in ("start", "end")
+    ),
+)
+
 CONDITIONAL = (
+    *QUANTIZED,
     Conditional(
         "parallel.recompute.modules",
         lambda r: r.parallel.recompute.granularity == "selective",

@@ -30,6 +30,10 @@ def _activation_can_fuse(run: RunConfig) -> bool:
     return run.model.activation == "swiglu" or (run.model.activation == "gelu" and run.model.add_bias_linear)
 
 
+def _some_layers_in_bf16(run: RunConfig) -> bool:
+    return run.precision.num_layers_at_start_in_bf16 + run.precision.num_layers_at_end_in_bf16 > 0
+
+
 FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "num_layers": lambda r: r.model.num_layers,
     "hidden_size": lambda r: r.model.hidden_size,
@@ -77,6 +81,20 @@ FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "pipeline_dtype": lambda r: r.precision.dtype,
     "bf16": lambda r: r.precision.dtype == "bf16",
     "fp16": lambda r: r.precision.dtype == "fp16",
+    "fp8": lambda r: r.precision.fp8,
+    "fp8_recipe": lambda r: r.precision.fp8_recipe or "delayed",
+    "fp8_margin": lambda r: r.precision.fp8_margin or 0,
+    "fp8_amax_history_len": lambda r: r.precision.fp8_amax_history_len or 1,
+    "fp8_amax_compute_algo": lambda r: r.precision.fp8_amax_compute_algo or "most_recent",
+    "fp8_wgrad": lambda r: r.precision.fp8_wgrad,
+    "fp8_dot_product_attention": lambda r: r.precision.fp8_dot_product_attention,
+    "fp8_multi_head_attention": lambda r: r.precision.fp8_multi_head_attention,
+    "tp_only_amax_red": lambda r: r.precision.tp_only_amax_red,
+    "fp4": lambda r: r.precision.fp4,
+    "fp4_recipe": lambda r: r.precision.fp4_recipe or "nvfp4",
+    "first_last_layers_bf16": _some_layers_in_bf16,
+    "num_layers_at_start_in_bf16": lambda r: r.precision.num_layers_at_start_in_bf16,
+    "num_layers_at_end_in_bf16": lambda r: r.precision.num_layers_at_end_in_bf16,
     # Interleaving between two stages is silently wrong with batched p2p: both neighbours are the same rank.
     "overlap_p2p_comm": lambda r: r.parallel.vpp > 1,
     "batch_p2p_comm": lambda r: r.parallel.vpp == 1,

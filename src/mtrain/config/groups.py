@@ -1,4 +1,4 @@
-"""The smaller groups: precision, data, optim, trainer, kernels, checkpoint, log, cluster."""
+"""The smaller groups: data, optim, trainer, kernels, checkpoint, log."""
 
 from __future__ import annotations
 
@@ -16,21 +16,6 @@ from mtrain.config.base import (
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 KernelChoice = Literal["auto", "reference", "te"]
-
-
-class PrecisionConfig(Section):
-    """`precision`: number formats."""
-
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Format of weights and activations; with bf16 and fp16 the optimizer keeps fp32 main weights."""
-    grad_reduce_in_fp32: bool = True
-    """Gradients are accumulated and reduced in fp32."""
-    initial_loss_scale: PositiveFloat = 65536.0
-    """First dynamic loss scale (fp16 only)."""
-    loss_scale_window: PositiveInt = 1000
-    """Steps without overflow before the loss scale doubles (fp16 only)."""
-    min_loss_scale: PositiveFloat = 1.0
-    """Smallest loss scale (fp16 only)."""
 
 
 class DataConfig(Section):
@@ -179,21 +164,3 @@ class LogConfig(Section):
     """Steps between progress lines; the metrics file has every step."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """live: a line that is redrawn; plain: a line per interval; auto: live on a terminal."""
-
-
-class ClusterConfig(Section):
-    """`cluster`: the machines. Facts, not choices of layout."""
-
-    name: str = "local"
-    """Name used in reports."""
-    device: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = "auto"
-    """cpu, cuda, or a device that an installed plug-in provides; auto: cuda where there are GPUs enough for the
-    layout, else cpu."""
-    nodes: PositiveInt = 1
-    """Machines."""
-    devices_per_node: PositiveInt | None = None
-    """Accelerators per machine; null: those of this machine, and on a CPU as many processes as the layout needs."""
-    device_memory_gib: PositiveFloat | None = None
-    """Memory of one device; null: unknown."""
-    peak_tflops: dict[Literal["fp32", "tf32", "bf16", "fp16", "fp8"], PositiveFloat] = {}
-    """Dense peak of one device in TFLOP/s by format; empty: no MFU is shown."""

@@ -9,18 +9,18 @@ from typing import Any
 from pydantic import Field
 
 from mtrain.config.base import Effect, Section
+from mtrain.config.cluster import ClusterConfig
 from mtrain.config.groups import (
     CheckpointConfig,
-    ClusterConfig,
     DataConfig,
     KernelsConfig,
     LogConfig,
     OptimConfig,
-    PrecisionConfig,
     TrainerConfig,
 )
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
+from mtrain.config.precision import PrecisionConfig
 
 GROUPS = (
     "model",

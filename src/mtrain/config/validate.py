@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
+from mtrain.config.cluster import Format
 from mtrain.config.dump import override, spell
 from mtrain.config.interpolate import leaves
 from mtrain.config.keys import choices_of, field_of, schema_keys, suggest
@@ -103,7 +104,7 @@ def _bound(path: str, kind: str, value: Any, context: Mapping[str, Any], where: 
 
 def _literal(path: str, value: Any, where: Where) -> Problem:
     if path.endswith(".[key]"):
-        words = ("fp32", "tf32", "bf16", "fp16", "fp8")
+        words = get_args(Format)
         near = near_choice(str(value), words)
         key = path.removesuffix(".[key]")
         fix = f"{key.rpartition('.')[0]}.{near[0]}=VALUE" if near else ""

@@ -13,6 +13,7 @@ from mtrain.config.stages import Stage, stages
 
 HEAD, HIDDEN, FFN, VOCAB = 16, 64, 128, 512
 EQUAL_STAGES: dict[str, Any] = {"pipeline_layout": None, "layers_per_stage": None}
+_FORMATS = ("precision.dtype", "precision.fp8", "precision.fp4")
 MACHINE = Machine(cpu_cores=1, memory_bytes=0)
 
 
@@ -24,7 +25,8 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
 
     Layers become one or two per (virtual) stage, heads and key/value heads the fewest that keep how they are cut,
     experts at most two per rank. Everything that decides which code runs stays as it was: norm, activation, biases,
-    positions, windows, sinks, tying, routing, recomputation, optimizer, schedule.
+    positions, windows, sinks, tying, routing, recomputation, optimizer, schedule. Products in 8 or 4 bits do not: no
+    CPU has them.
     """
     p, deep = _fitting(run.parallel, _data_parallel(run), max_ranks), stages(run)
     if p.pp * p.vpp < len(deep):  # written stages are of a pipeline that no longer exists
@@ -40,7 +42,7 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
     values: dict[str, Any] = {
         "model": model,
         "parallel": p,
-        "precision": run.precision.model_copy(update={"dtype": dtype}),
+        "precision": run.precision.unquantized(dtype),
         "data": run.data.model_copy(update=_tokens(run.data, p, seq)),
         "optim": run.optim.model_copy(
             update={
@@ -122,7 +124,7 @@ def alone(run: RunConfig) -> RunConfig:
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
     """What was shrunk, as `key: old -> new`."""
     old, new = before.flat(), after.flat()
-    watched = ("model.", "data.seq_length", "trainer.global_batch_size", "parallel.", "precision.dtype")
+    watched = ("model.", "data.seq_length", "trainer.global_batch_size", "parallel.", *_FORMATS)
     return [f"{k}: {old.get(k)} -> {v}" for k, v in new.items() if old.get(k) != v and k.startswith(watched)]
 
 

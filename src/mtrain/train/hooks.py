@@ -107,7 +107,7 @@ def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
     }
     if not result.updated:
         record["skipped"] = True
-    peak = run.cluster.peak_tflops.get(run.precision.dtype)
+    peak = run.cluster.peak_tflops.get(run.precision.multiplies_in)
     if peak:
         record["mfu"] = rate / (peak * 1e12)
         record["mfu_full"] = record["mfu"] * flops[False] / flops[True]
