@@ -45,7 +45,7 @@ BROKEN: list[tuple[str, str, dict[str, Any]]] = [
         "kernels.attention is reference",
         {**FP8, "precision.fp8_dot_product_attention": True, "kernels.attention": "reference"},
     ),
-    ("MT443", "needs sm_89 or newer, and the devices of local are sm_80", {**FP8, "cluster.sm": 80}),
+    ("MT443", "needs sm_89 or newer, and the devices are sm_80", {**FP8, "cluster.sm": 80}),
     ("MT443", "needs sm_90 or newer", {**FP8, "precision.fp8_recipe": "blockwise", "cluster.sm": 89}),
     ("MT443", "needs sm_100 or newer and below sm_120", {**FP8, "precision.fp8_recipe": "mxfp8"}),
     ("MT443", "below sm_120", {**FP8, "precision.fp8_recipe": "mxfp8", "cluster.sm": 120}),

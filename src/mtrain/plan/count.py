@@ -14,7 +14,9 @@ def parameters(model: ModelConfig) -> int:
         total += model.max_position_embeddings * model.hidden_size
     total += _norm(model, model.hidden_size)
     total += (model.mtp_num_layers or 0) * prediction_parameters(model)
-    return total + sum(layer_parameters(model, i) for i in range(model.num_layers))
+    dense = model.num_layers if model.moe is None else min(model.moe.first_dense_layers, model.num_layers)
+    first, last = layer_parameters(model, 0), layer_parameters(model, model.num_layers - 1)
+    return total + dense * first + (model.num_layers - dense) * last
 
 
 def active_parameters(model: ModelConfig) -> int:

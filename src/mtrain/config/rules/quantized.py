@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtrain.config.conditional import QUANTIZED
 from mtrain.config.precision import PrecisionConfig
 from mtrain.config.rules.finding import Change, Finding, multiples
+from mtrain.config.rules.inert import unread
 from mtrain.config.run import RunConfig
 
 # Where TransformerEngine runs a recipe: the first generation, and the first later one without it.
@@ -37,6 +39,11 @@ def _tensorwise(run: RunConfig) -> Change:
 
 def _key(run: RunConfig) -> str:
     return "precision.fp8" if run.precision.fp8 is not None else "precision.fp4"
+
+
+def format_keys_reach_something(run: RunConfig) -> Iterator[Finding]:
+    """Every key of a recipe belongs to the one that is chosen."""
+    yield from unread(run, QUANTIZED)
 
 
 def one_format_of_few_bits(run: RunConfig) -> Iterator[Finding]:
@@ -74,7 +81,7 @@ def generation_has_the_recipe(run: RunConfig) -> Iterator[Finding]:
     if first <= sm < end:
         return
     until = f" and below sm_{end}" if end < 999 else ""
-    rule = f"the {recipe} recipe needs sm_{first} or newer{until}, and the devices of {run.cluster.name} are sm_{sm}"
+    rule = f"the {recipe} recipe needs sm_{first} or newer{until}, and the devices are sm_{sm}"
     yield Finding("MT443", _key(run), rule, (_tensorwise(run), _off(run)), hint=PLAIN)
 
 
@@ -166,6 +173,7 @@ def delayed_scales(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
+    format_keys_reach_something,
     one_format_of_few_bits,
     few_bits_need_transformer_engine,
     generation_has_the_recipe,
