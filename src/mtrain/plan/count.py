@@ -91,6 +91,7 @@ def _feed_forward(model: ModelConfig, index: int) -> int:
     total = moe.num_experts * (model.hidden_size + _mlp(model, moe.ffn_hidden_size))
     if moe.shared_expert_intermediate_size:
         total += _mlp(model, moe.shared_expert_intermediate_size)
+        total += model.hidden_size if moe.shared_expert_gate else 0
     return total
 
 

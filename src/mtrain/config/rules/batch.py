@@ -46,6 +46,25 @@ def micro_batches_fill_the_pipeline(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT132", "trainer.global_batch_size", rule, fixes, "warning")
 
 
+def groups_of_micro_batches(run: RunConfig) -> Iterator[Finding]:
+    """A virtual stage takes at least pp micro-batches in turn, and what is left over is none or as many."""
+    t, p = run.trainer, run.parallel
+    group, step = p.microbatch_group_size_per_vp_stage, t.micro * dp_of(run)
+    if p.vpp == 1 or group is None or t.global_batch_size % step:
+        return
+    count = t.global_batch_size // step
+    usual: Change = {"parallel.microbatch_group_size_per_vp_stage": None}
+    if not p.pp <= group <= count and group != p.pp:
+        rule = f"groups of {group} micro-batches; a step has {count}, and a group at least pp {p.pp}"
+        yield Finding("MT136", "parallel.microbatch_group_size_per_vp_stage", rule, (usual,))
+    elif group != p.pp and 0 < count % group < p.pp:
+        rule = f"{count} micro-batches in groups of {group} leave {count % group}: none, or at least pp {p.pp}"
+        more: tuple[Change, ...] = tuple(
+            {"trainer.global_batch_size": n} for n in multiples(t.global_batch_size, step * group)
+        )
+        yield Finding("MT136", "parallel.microbatch_group_size_per_vp_stage", rule, (usual, *more))
+
+
 def profile_within_run(run: RunConfig) -> Iterator[Finding]:
     """The profiled step is one of the run."""
     t = run.trainer
@@ -63,4 +82,10 @@ def timeouts_are_ordered(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT135", "trainer.soft_timeout_s", rule, fixes)
 
 
-RULES = (timeouts_are_ordered, batch_divides, micro_batches_fill_the_pipeline, profile_within_run)
+RULES = (
+    timeouts_are_ordered,
+    batch_divides,
+    micro_batches_fill_the_pipeline,
+    groups_of_micro_batches,
+    profile_within_run,
+)
