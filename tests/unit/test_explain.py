@@ -134,7 +134,7 @@ def test_a_group_lists_its_keys(group: str, explain: Explain) -> None:
     [
         ("model.num_layers", "a whole number, at least 1"),
         ("optim.min_lr", "a number, at least 0, or null"),
-        ("model.layernorm_epsilon", "a number, more than 0, less than 0.1"),
+        ("model.init_method_std", "a number, more than 0, at most 100"),
         ("precision.dtype", "one of fp32, bf16, fp16"),
         ("parallel.sequence_parallel", "true or false"),
         ("data.split", "a list of 3 values, each a number"),

@@ -259,7 +259,23 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT310", {"data.tokenizer_vocab_size": 5000}),
     ("MT312", {"data.kind": "mock", "trainer.sample_tokens": 8}),
     ("MT313", {"parallel.cp": 2, "trainer.sample_tokens": 8}),
-    ("MT401", {"precision.dtype": "fp16"}),
+    ("MT150", {"precision.initial_loss_scale": 1024.0}),
+    ("MT150", {"optim.momentum": 0.5}),
+    ("MT150", {"optim.name": "sgd", "optim.beta2": 0.99}),
+    ("MT150", {"optim.wsd_decay_style": "cosine"}),
+    ("MT150", {"model.rotary_base": 5e5, "model.position_embedding_type": "none"}),
+    ("MT171", {"parallel.recompute.granularity": "full", "parallel.recompute.num_layers": 5}),
+    ("MT171", {"parallel.recompute.granularity": "full", "parallel.recompute.num_layers": 3, "parallel.pp": 2}),
+    (
+        "MT212",
+        {"model.mla": MLA, "model.num_query_groups": None, "model.rotary_interleaved": True},
+    ),
+    (
+        "MT214",
+        {"model.mla": {**MLA, "rope_type": "yarn"}, "model.num_query_groups": None, "parallel.cp": 3}
+        | {"data.seq_length": 240},
+    ),
+    ("MT235", {"model.moe": {**MOE, "shared_expert_intermediate_size": 64}, "model.add_bias_linear": True}),
     ("MT403", {"kernels.attention": "te"}),
     ("MT421", {"optim.min_lr": 0.1}),
     ("MT422", {"optim.warmup_iters": 100}),
@@ -310,6 +326,7 @@ FINE: list[dict[str, Any]] = [
     {"optim.schedule": "wsd", "optim.wsd_decay_iters": 10},
     {"optim.decay_iters": 5000, "optim.warmup_iters": 4000},
     {"optim.schedule": "constant", "optim.name": "sgd"},
+    {"precision.dtype": "fp16"},
     {"precision.dtype": "fp16", **H100},
     {"kernels.attention": "te", **H100},
     {"checkpoint.resume": "latest"},
@@ -353,6 +370,8 @@ def test_fp16_loss_scales_are_ordered() -> None:
         ("MT132", {"parallel.pp": 4, "trainer.global_batch_size": 8}),
         ("MT211", {"model.init_method_std": 0.5}),
         ("MT239", {"model.moe": {**MOE, "router_force_load_balancing": True}}),
+        ("MT213", {"model.layernorm_epsilon": 0.0}),
+        ("MT213", {"model.layernorm_epsilon": 1.0}),
         ("MT311", {"data.tokenizer_vocab_size": 400}),
         ("MT427", {"optim.lr": 3.0}),
         ("MT435", {"checkpoint.save_interval": 1000, "checkpoint.save_final": False}),
@@ -380,9 +399,9 @@ def test_the_nearest_batches_are_named() -> None:
 
 def test_all_rules_are_asked_at_once() -> None:
     raw = tiny(
-        parallel__tp=3, parallel__pp=3, optim__min_lr=1.0, precision__dtype="fp16", trainer__global_batch_size=15
+        parallel__tp=3, parallel__pp=3, optim__min_lr=1.0, kernels__attention="te", trainer__global_batch_size=15
     )
-    assert {"MT101", "MT107", "MT421", "MT401", "MT130"} <= {p.code for p in errors(raw)}
+    assert {"MT101", "MT107", "MT421", "MT403", "MT130"} <= {p.code for p in errors(raw)}
 
 
 def test_a_cluster_that_is_not_filled_names_both_numbers() -> None:

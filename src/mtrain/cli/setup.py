@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mtrain.config.compose import Composed, Rejected, compose
+from mtrain.config.mend import mended
 from mtrain.config.resolve import HERE, Machine, machine_problems, resolve, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
@@ -33,7 +34,10 @@ def load(argv: Sequence[str], machine: Machine | None = None, environment: Mappi
     try:
         composed = compose(argv)
     except Rejected as error:
-        raise BadInput([*error.problems, *also_wrong(error, machine, world_size)]) from None
+        found = list(error.problems)
+        if error.partial is not None:
+            found = mended(found, error.partial.run, lambda r: resolve(r, machine, world_size))
+        raise BadInput([*found, *also_wrong(error, machine, world_size)]) from None
     raw = composed.run
     run = resolve(raw, machine, world_size)
     origins = resolved_origins(composed, run)

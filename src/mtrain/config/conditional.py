@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mtrain.config.keys import field_of
 from mtrain.config.run import RunConfig
 
 
@@ -97,6 +98,23 @@ QUANTIZED = (
         for end in ("start", "end")
     ),
 )
+
+_BESIDE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
+    (
+        ("precision.initial_loss_scale", "precision.loss_scale_window", "precision.min_loss_scale"),
+        lambda r: r.precision.dtype == "fp16",
+        "precision.dtype=fp16",
+    ),
+    (
+        ("model.rotary_base", "model.rotary_percent", "model.rotary_interleaved"),
+        lambda r: r.model.position_embedding_type == "rope",
+        "model.position_embedding_type=rope",
+    ),
+    (("optim.beta1", "optim.beta2", "optim.eps"), lambda r: r.optim.name != "sgd", "an optimizer with two moments"),
+    (("optim.momentum",), lambda r: r.optim.name != "adamw", "optim.name=sgd"),
+    (("optim.wsd_decay_style",), lambda r: r.optim.schedule == "wsd", "optim.schedule=wsd"),
+)
+"""Keys that have a value of their own by default, and what must be beside them for another one to reach anything."""
 
 CONDITIONAL = (
     *QUANTIZED,
@@ -234,6 +252,11 @@ CONDITIONAL = (
         "a model.moe.shared_expert_intermediate_size",
         lambda r: False,
         off=False,
+    ),
+    *(
+        Conditional(path, active, needs, off=field_of(path).default)  # type: ignore[union-attr]
+        for paths, active, needs in _BESIDE
+        for path in paths
     ),
     *(
         Conditional(

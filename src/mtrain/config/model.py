@@ -94,9 +94,9 @@ class MLAConfig(Section):
     """yarn: how much longer; null: 40."""
     original_max_position_embeddings: PositiveInt | None = None
     """yarn: the length before stretching; null: 4096."""
-    mscale: PositiveFloat | None = None
+    mscale: Annotated[float, Field(gt=0, le=100)] | None = None
     """yarn: weight of the attention temperature; null: 1."""
-    mscale_all_dim: NonNegativeFloat | None = None
+    mscale_all_dim: Annotated[float, Field(ge=0, le=100)] | None = None
     """yarn: the same for all dimensions; null: 0."""
 
 
@@ -123,7 +123,7 @@ class ModelConfig(Section):
     """Longest sequence that the positions are made for."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """Norm of every layer."""
-    layernorm_epsilon: Annotated[float, Field(gt=0, lt=0.1)] = 1e-5
+    layernorm_epsilon: NonNegativeFloat = 1e-5
     """Added to the variance in a norm."""
     layernorm_zero_centered_gamma: bool = False
     """A norm's weight is kept as its distance from 1, which half precision rounds less."""
@@ -174,7 +174,7 @@ class ModelConfig(Section):
     """Dropout on attention probabilities."""
     hidden_dropout: Probability = 0.0
     """Dropout on what each block adds to the residual stream."""
-    init_method_std: Annotated[float, Field(gt=0, le=1)] = 0.02
+    init_method_std: Annotated[float, Field(gt=0, le=100)] = 0.02
     """Standard deviation of initial weights; output projections are scaled by 1/sqrt(2 num_layers)."""
     embedding_init_method_std: Annotated[float, Field(gt=0, le=10)] | None = None
     """Standard deviation of the initial embeddings, of tokens and learned positions; null: init_method_std."""

@@ -26,7 +26,7 @@ def heads_divide_hidden(run: RunConfig) -> Iterator[Finding]:
 def groups_divide_heads(run: RunConfig) -> Iterator[Finding]:
     """Each key/value head serves the same number of query heads."""
     m = run.model
-    if m.num_query_groups is not None and m.num_attention_heads % m.num_query_groups:
+    if m.mla is None and m.num_query_groups is not None and m.num_attention_heads % m.num_query_groups:
         legal = divisors(m.num_attention_heads)
         rule = f"{m.num_query_groups} groups do not divide {m.num_attention_heads} heads; legal: {listed(legal)}"
         fixes: tuple[Change, ...] = tuple({"model.num_query_groups": n} for n in nearest(m.num_query_groups, legal))
@@ -102,6 +102,9 @@ def latent_attention(run: RunConfig) -> Iterator[Finding]:
     if m.add_qkv_bias:
         rule = "reaches nothing: the projections of latent attention have no biases"
         yield Finding("MT210", "model.add_qkv_bias", rule, ({"model.add_qkv_bias": False},))
+    if m.rotary_interleaved:
+        rule = "latent attention rotates the halves of a head; megatron-core refuses to pair neighbours there"
+        yield Finding("MT212", "model.rotary_interleaved", rule, ({"model.rotary_interleaved": False},))
 
 
 def one_norm_of_queries_and_keys(run: RunConfig) -> Iterator[Finding]:
@@ -135,7 +138,17 @@ def initial_weights_are_small(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT211", "model.init_method_std", rule, ({"model.init_method_std": 0.02},), "warning")
 
 
+def norms_divide_by_something(run: RunConfig) -> Iterator[Finding]:
+    """Epsilon keeps a norm from dividing by nothing, and is small beside a variance of one."""
+    eps = run.model.layernorm_epsilon
+    if not 1e-8 <= eps <= 1e-2:
+        danger = "divides 0 by 0 where all channels are equal" if eps < 1e-8 else "shrinks what it should scale"
+        rule = f"a norm with epsilon {eps:g} {danger}: 1e-6 to 1e-5 is common"
+        yield Finding("MT213", "model.layernorm_epsilon", rule, ({"model.layernorm_epsilon": 1e-5},), "warning")
+
+
 RULES = (
+    norms_divide_by_something,
     heads_divide_hidden,
     groups_divide_heads,
     rotary_width_is_even,

@@ -8,13 +8,6 @@ from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.run import RunConfig
 
 
-def fp16_needs_a_gpu(run: RunConfig) -> Iterator[Finding]:
-    """On a CPU, fp16 gradients of several ranks cannot be reduced in range."""
-    if run.precision.dtype == "fp16" and run.cluster.device == "cpu":
-        fixes: tuple[Change, ...] = ({"precision.dtype": "bf16"}, {"precision.dtype": "fp32"})
-        yield Finding("MT401", "precision.dtype", "fp16 does not train on a CPU; bf16 and fp32 do", fixes)
-
-
 def loss_scale_range(run: RunConfig) -> Iterator[Finding]:
     """The dynamic loss scale starts at or above its floor."""
     p = run.precision
@@ -56,4 +49,4 @@ def accumulation_in_fp32(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT406", key, rule, (need, off))
 
 
-RULES = (fp16_needs_a_gpu, loss_scale_range, kernels_run_on_the_device, accumulation_in_fp32)
+RULES = (loss_scale_range, kernels_run_on_the_device, accumulation_in_fp32)
