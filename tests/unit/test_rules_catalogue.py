@@ -13,6 +13,7 @@ from tests.support.configs import LAPTOP, MOE, errors, first_fix, judge, tiny
 
 MLA: dict[str, Any] = {"kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
 DEEPSEEK = {**MOE, "num_experts": 8, "router_topk": 4, "router_score_function": "sigmoid"}
+ZERO_BF16: dict[str, Any] = {"precision.dtype": "bf16", "parallel.distributed_optimizer": True}
 BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT101", {"parallel.tp": 3}),
     (
@@ -209,6 +210,24 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT424", {"optim.schedule": "wsd"}),
     ("MT425", {"optim.schedule": "wsd", "optim.wsd_decay_iters": 200}),
     ("MT426", {"optim.name": "sgd", "parallel.distributed_optimizer": True}),
+    ("MT403", {"kernels.optimizer": "triton"}),
+    ("MT441", {"kernels.optimizer": "reference", "optim.name": "sgd"}),
+    ("MT441", {"kernels.optimizer": "reference", "parallel.fsdp": "fsdp2", "parallel.ranks": 2}),
+    ("MT441", {"kernels.optimizer": "reference", "optim.cpu_offload": 0.5}),
+    ("MT442", {"kernels.optimizer": "torch", "optim.exp_avg_dtype": "bf16"}),
+    ("MT442", {"kernels.optimizer": "te", **ZERO_BF16, "optim.store_param_remainders": True}),
+    ("MT443", {"optim.exp_avg_sq_dtype": "fp8", "parallel.fsdp": "fsdp2", "parallel.ranks": 2}),
+    ("MT443", {"optim.exp_avg_dtype": "fp8", "optim.cpu_offload": 0.5}),
+    ("MT444", {"optim.store_param_remainders": True}),
+    ("MT444", {"optim.store_param_remainders": True, "precision.dtype": "bf16"}),
+    ("MT444", {"optim.main_params_dtype": "bf16", "parallel.distributed_optimizer": True}),
+    ("MT445", {**ZERO_BF16, "optim.main_params_dtype": "bf16", "optim.store_param_remainders": True}),
+    (
+        "MT446",
+        {**ZERO_BF16, "optim.main_params_dtype": "bf16", "parallel.pp": 2, "model.tie_word_embeddings": True},
+    ),
+    ("MT150", {"optim.exp_avg_dtype": "bf16", "optim.name": "sgd"}),
+    ("MT150", {"optim.store_param_remainders": True, "optim.name": "sgd"}),
     ("MT431", {"log.runs_dir": "/dev/null"}),
     ("MT432", {"data.cache_dir": "/dev/null/x"}),
     ("MT433", {"checkpoint.resume": "/nowhere/at/all"}),
@@ -243,6 +262,10 @@ FINE: list[dict[str, Any]] = [
     {"optim.schedule": "constant", "optim.name": "sgd"},
     {"precision.dtype": "fp16", **H100},
     {"kernels.attention": "te", **H100},
+    {"kernels.optimizer": "triton", **H100},
+    {**ZERO_BF16, "optim.store_param_remainders": True, "optim.exp_avg_dtype": "bf16"},
+    {**ZERO_BF16, "optim.main_params_dtype": "bf16", "optim.exp_avg_sq_dtype": "fp8", "parallel.tp": 2},
+    {"optim.exp_avg_dtype": "bf16", "kernels.optimizer": "reference"},
     {"checkpoint.resume": "latest"},
     {
         "parallel.distributed_optimizer": True,

@@ -27,6 +27,8 @@ class Machine:
     gpus: int = 0
     transformer_engine: bool = False
     """Whether TransformerEngine is installed."""
+    triton: bool = False
+    """Whether Triton is installed, and a GPU for it is here."""
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> Machine:
@@ -40,7 +42,7 @@ class Machine:
         except (ValueError, OSError, AttributeError):
             memory = 0
         engine = gpus > 0 and find_spec("transformer_engine") is not None
-        return cls(os.cpu_count() or 1, memory, gpus, engine)
+        return cls(os.cpu_count() or 1, memory, gpus, engine, gpus > 0 and find_spec("triton") is not None)
 
 
 def _visible(text: str) -> int:
@@ -76,6 +78,8 @@ def resolve(run: RunConfig, machine: Machine, world_size: int | None = None) -> 
     if device == "cpu" or machine.gpus:  # elsewhere the machine that runs it decides
         kernel = "te" if device == "cuda" and machine.transformer_engine else "reference"
         kernels = {key: kernel for key, value in run.kernels if value == "auto"}
+        if "optimizer" in kernels:
+            kernels["optimizer"] = _optimizer_kernel(run, device, machine)
     cluster: dict[str, Any] = {"device": device, "devices_per_node": per_node}
     run = run.model_copy(
         update={
@@ -90,6 +94,17 @@ def resolve(run: RunConfig, machine: Machine, world_size: int | None = None) -> 
         if key.value(run) is None and key.active(run):
             run = _with(run, key.path.split("."), key.default(run))
     return run
+
+
+def _optimizer_kernel(run: RunConfig, device: str, machine: Machine) -> str:
+    """Ours where it is faster (a GPU) or alone can do it (state in few bits); of a whole, plain weight, that is."""
+    own = "triton" if device == "cuda" and machine.triton else "reference"
+    if run.optim.in_few_bits:
+        return own
+    plain = run.optim.name == "adamw" and run.parallel.fsdp == "none" and not run.optim.cpu_offload
+    if plain and own == "triton":
+        return own
+    return "te" if device == "cuda" and machine.transformer_engine else "torch"
 
 
 def _with(node: Any, path: list[str], value: Any) -> Any:

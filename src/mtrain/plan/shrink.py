@@ -132,7 +132,7 @@ def _data_parallel(run: RunConfig) -> int:
 
 def _on_a_cpu(run: RunConfig) -> dict[str, Any]:
     words = {key: "reference" for key, value in run.kernels if isinstance(value, str)}
-    return {**words, "gradient_accumulation_fusion": False}
+    return {**words, "optimizer": "auto", "gradient_accumulation_fusion": False}
 
 
 def _final_decay(run: RunConfig) -> dict[str, Any]:
