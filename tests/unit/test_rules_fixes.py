@@ -52,6 +52,9 @@ CHANGES = st.fixed_dictionaries(
         "data.seq_length": st.sampled_from([15, 64, 250, 256, 2048]),
         "trainer.global_batch_size": st.integers(1, 40),
         "trainer.micro_batch_size": st.integers(1, 5),
+        "trainer.rampup_batch_size": st.none()
+        | st.tuples(st.integers(1, 20), st.integers(1, 8), st.just(50)).map(list),
+        "trainer.batch_size_schedule": st.sampled_from([None, None, [[3, 500]], [[8, 900], [5, 700]]]),
         "trainer.sample_tokens": st.sampled_from([0, 8]),
         "precision.dtype": st.sampled_from(["fp32", "bf16", "fp16"]),
         "optim.name": st.sampled_from(["adamw", "sgd"]),

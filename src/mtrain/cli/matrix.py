@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mtrain.config.batches import NO_RAMP
 from mtrain.config.compose import compose
 from mtrain.config.paths import choices_of_group, recipes_dir
 from mtrain.config.resolve import Machine, resolve
@@ -77,7 +78,8 @@ def judged(axes: dict[str, list[str]], base: RunConfig, machine: Machine) -> Ite
         parts["data"] = base.data.model_copy(update={"seq_length": longest})
         raw = base.model_copy(update=parts)
         batch = dp_of(resolve(raw, machine)) * raw.parallel.pp
-        trainer = base.trainer.model_copy(update={"global_batch_size": batch, "micro_batch_size": 1})
+        small = {"global_batch_size": batch, "micro_batch_size": 1, **NO_RAMP}
+        trainer = base.trainer.model_copy(update=small)
         run = resolve(raw.model_copy(update={"trainer": trainer}), machine)
         yield Verdict(*choice, *_verdict(run, machine))
 

@@ -129,7 +129,15 @@ class TrainerConfig(Section):
     train_iters: PositiveInt = 100
     """Optimizer steps."""
     global_batch_size: PositiveInt = 16
-    """Samples per optimizer step, over all ranks."""
+    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it."""
+    rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(default=None, strict=False)
+    """[first, increment, samples]: steps begin with `first` samples and grow by `increment`, evenly over so many
+    samples, up to global_batch_size. What counts steps, such as the schedule of the learning rate, counts on."""
+    batch_size_schedule: tuple[Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)], ...] | None = Field(
+        default=None, strict=False
+    )
+    """[[size, tokens], ...]: steps take `size` samples until `tokens` tokens are read, then that of the next pair;
+    global_batch_size after the last."""
     micro_batch_size: PositiveInt | None = None
     """Samples per forward and backward on one rank; null: the largest of 8, 4, 2, 1 that cuts the batch evenly and
     leaves a micro-batch for every pipeline stage."""

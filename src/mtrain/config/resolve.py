@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from mtrain.config.batches import stages
 from mtrain.config.conditional import CONDITIONAL
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.run import RunConfig
@@ -139,11 +140,11 @@ def _micro_batch(run: RunConfig, ranks: int) -> dict[str, Any]:
     t, p = run.trainer, run.parallel
     if t.micro_batch_size is not None:
         return {}
-    share = t.global_batch_size // max(1, ranks // p.model_ranks)  # what a data-parallel rank takes of a step
-    even = [size for size in (8, 4, 2, 1) if share and share % size == 0]
+    shares = [size // max(1, ranks // p.model_ranks) for _, size in stages(run)]  # of a data-parallel rank in a step
+    even = [size for size in (8, 4, 2, 1) if all(share and share % size == 0 for share in shares)]
     if p.vpp > 1:
-        even = [size for size in even if share // size % p.pp == 0] or even
-    filling = [size for size in even if share // size >= p.pp]
+        even = [size for size in even if all(share // size % p.pp == 0 for share in shares)] or even
+    filling = [size for size in even if min(shares) // size >= p.pp]
     return {"micro_batch_size": filling[0] if filling else (even or [1])[-1]}
 
 

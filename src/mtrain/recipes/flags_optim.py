@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from mtrain.config.batches import samples_of, steps_within
 from mtrain.config.keys import choices_of
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.flags import default_of, one, spelled
-from mtrain.recipes.flags_training import steps
+from mtrain.recipes.flags_training import RAMP, plan_of, steps
 
 STYLES = {"inverse-square-root": "inverse_sqrt", "WSD": "wsd"}
 
@@ -18,12 +19,17 @@ def _warmup(a: Arguments, d: Draft) -> Draft:
         return {key: int(share * steps)}
     samples = a.as_("--lr-warmup-samples", whole)
     if samples:
-        return {key: samples // max(1, d.get("trainer.global_batch_size", 1))}
+        return {key: steps_within(plan_of(d), samples)}
     return {key: a.as_("--lr-warmup-iters", whole) or 0}
 
 
 def _warmup_words(d: Values) -> list[str]:
-    return ["--lr-warmup-iters", str(d["optim.warmup_iters"])] if d["optim.warmup_iters"] else []
+    count = d["optim.warmup_iters"]
+    if not count:
+        return []
+    return (
+        ["--lr-warmup-samples", str(samples_of(plan_of(d), count))] if d[RAMP] else ["--lr-warmup-iters", str(count)]
+    )
 
 
 def _clip(a: Arguments, d: Draft) -> Draft:
@@ -99,7 +105,7 @@ OPTIM: tuple[Entry, ...] = (
         _warmup,
         _warmup_words,
     ),
-    steps("--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "optim.wsd_decay_iters"),
+    steps("--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "optim.wsd_decay_iters", at_the_end=True),
     one(
         "--lr-wsd-decay-style",
         "optim.wsd_decay_style",

@@ -150,7 +150,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         "not supported",
         "changes the numbers: training has no such choice here",
         """
-        --rampup-batch-size --iterations-to-skip --embedding-init-method-std
+        --iterations-to-skip --embedding-init-method-std
         --init-method-xavier-uniform --data-parallel-random-init --lr-warmup-init --decoupled-lr
         --decoupled-min-lr --start-weight-decay --end-weight-decay --hysteresis --muon-momentum
         --muon-use-nesterov --muon-scale-mode --muon-num-ns-steps --train-data-path --valid-data-path

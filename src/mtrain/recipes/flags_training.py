@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mtrain.config.batches import Stage, linear, samples_of, steps_within
 from mtrain.config.model import VOCAB_MULTIPLE
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.flags import always, default_of, on, one, spelled
@@ -111,33 +112,69 @@ def _tokens_words(d: Values) -> list[str]:
     return ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(size - 1), *padded]
 
 
+RAMP = "trainer.rampup_batch_size"
+
+
 def _batch(a: Arguments, d: Draft) -> Draft:
     micro, batch = a.as_("--micro-batch-size", whole), a.as_("--global-batch-size", whole)
     if batch is None and micro is not None:
         batch = micro * max(1, d.get("ranks", 1) // (d["parallel.tp"] * d["parallel.pp"] * d["parallel.cp"]))
-    return {"trainer.micro_batch_size": micro, **({"trainer.global_batch_size": batch} if batch else {})}
+    return {
+        "trainer.micro_batch_size": micro,
+        **({"trainer.global_batch_size": batch} if batch else {}),
+        RAMP: _ramp(a, batch),
+    }
+
+
+def _ramp(a: Arguments, batch: int | None) -> list[int] | None:
+    """The ramp of `--rampup-batch-size`; one that begins at the full size is none."""
+    words = a.words("--rampup-batch-size")
+    if words is None:
+        return None
+    try:
+        first, increment, samples = map(whole, words)
+    except (ValueError, OverflowError):
+        a.refuse("--rampup-batch-size", "unreadable", "takes three whole numbers: first size, increment, samples")
+        return None
+    if first == batch or not samples:
+        return None
+    a.notes.append("the learning rate follows steps; Megatron-LM's follows samples while steps grow")
+    return [first, increment, samples]
 
 
 def _batch_words(d: Values) -> list[str]:
-    micro = d["trainer.micro_batch_size"]
+    micro, ramp = d["trainer.micro_batch_size"], d[RAMP]
     return [
         *(["--micro-batch-size", str(micro)] if micro is not None else []),
         "--global-batch-size",
         str(d["trainer.global_batch_size"]),
+        *(["--rampup-batch-size", *map(str, ramp)] if ramp else []),
     ]
 
 
-def steps(flag: str, samples: str, key: str, *, needed: bool = False) -> Entry:
-    """A number of steps that may be given in samples."""
+def plan_of(d: Values) -> tuple[Stage, ...]:
+    """The sizes of the steps."""
+    size = max(1, d.get("trainer.global_batch_size", 1))
+    return linear(d[RAMP], size) if d.get(RAMP) else (Stage(0, size),)
+
+
+def steps(flag: str, samples: str, key: str, *, needed: bool = False, at_the_end: bool = False) -> Entry:
+    """A number of steps that may be given in samples, and must be where steps grow.
+
+    They are the first steps of the run, or with `at_the_end` as many of the full size.
+    """
 
     def read(a: Arguments, d: Draft) -> Draft:
         count, counted = a.as_(flag, whole), a.as_(samples, whole)
         if count is None and counted:
-            count = counted // max(1, d.get("trainer.global_batch_size", 1))
+            count = steps_within(plan_of(d)[-1:] if at_the_end else plan_of(d), counted)
         return {} if needed and not count else {key: count or None}
 
     def write(d: Values) -> list[str]:
-        return [flag, str(d[key])] if d.get(key) is not None else []
+        if d.get(key) is None:
+            return []
+        plan = plan_of(d)[-1:] if at_the_end else plan_of(d)
+        return [samples, str(samples_of(plan, d[key]))] if d.get(RAMP) else [flag, str(d[key])]
 
     return Entry((flag, samples), (key,), read, write)
 
@@ -279,8 +316,8 @@ DATA: tuple[Entry, ...] = (
 
 TRAINER: tuple[Entry, ...] = (
     Entry(
-        ("--micro-batch-size", "--global-batch-size"),
-        ("trainer.micro_batch_size", "trainer.global_batch_size"),
+        ("--micro-batch-size", "--global-batch-size", "--rampup-batch-size"),
+        ("trainer.micro_batch_size", "trainer.global_batch_size", RAMP),
         _batch,
         _batch_words,
     ),
