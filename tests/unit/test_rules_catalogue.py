@@ -13,6 +13,8 @@ from tests.support.configs import LAPTOP, MOE, errors, first_fix, judge, tiny
 
 MLA: dict[str, Any] = {"kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
 DEEPSEEK = {**MOE, "num_experts": 8, "router_topk": 4, "router_score_function": "sigmoid"}
+INTERLEAVED: dict[str, Any] = {"parallel.pp": 2, "parallel.vpp": 2}
+ZERO_BF16: dict[str, Any] = {"precision.dtype": "bf16", "parallel.distributed_optimizer": True}
 BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT101", {"parallel.tp": 3}),
     (
@@ -42,6 +44,16 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT118", {"parallel.overlap_param_gather": True}),
     ("MT118", {"parallel.overlap_param_gather": True, "parallel.distributed_optimizer": True}),
     ("MT135", {"trainer.soft_timeout_s": 700.0}),
+    ("MT136", {"trainer.rampup_batch_size": [8, 8, 100], "trainer.batch_size_schedule": [[8, 1000]]}),
+    ("MT137", {"trainer.rampup_batch_size": [16, 4, 100]}),
+    ("MT137", {"trainer.rampup_batch_size": [8, 3, 100]}),
+    ("MT137", {"trainer.rampup_batch_size": [8, 4, 10000], "trainer.global_batch_size": 8008}),
+    ("MT137", {"trainer.batch_size_schedule": []}),
+    ("MT137", {"trainer.batch_size_schedule": [[4, 2000], [8, 1000]]}),
+    ("MT138", {"trainer.rampup_batch_size": [6, 5, 100]}),
+    ("MT138", {"trainer.rampup_batch_size": [2, 2, 100], "parallel.ranks": 4}),
+    ("MT138", {"trainer.batch_size_schedule": [[3, 1000], [7, 2000]], "parallel.ranks": 2}),
+    ("MT138", {**INTERLEAVED, "trainer.batch_size_schedule": [[4, 9000]]}),
     ("MT141", {"parallel.pp": 2, "parallel.layers_per_stage": [2, 2], "parallel.pipeline_layout": "Ett|ttL"}),
     ("MT142", {"parallel.pp": 2, "parallel.layers_per_stage": [2, 3]}),
     ("MT142", {"parallel.pp": 2, "parallel.layers_per_stage": [4]}),
@@ -284,6 +296,24 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT424", {"optim.schedule": "wsd"}),
     ("MT425", {"optim.schedule": "wsd", "optim.wsd_decay_iters": 200}),
     ("MT426", {"optim.name": "sgd", "parallel.distributed_optimizer": True}),
+    ("MT403", {"kernels.optimizer": "triton"}),
+    ("MT441", {"kernels.optimizer": "reference", "optim.name": "sgd"}),
+    ("MT441", {"kernels.optimizer": "reference", "parallel.fsdp": "fsdp2", "parallel.ranks": 2}),
+    ("MT441", {"kernels.optimizer": "reference", "optim.cpu_offload": 0.5}),
+    ("MT442", {"kernels.optimizer": "torch", "optim.exp_avg_dtype": "bf16"}),
+    ("MT442", {"kernels.optimizer": "te", **ZERO_BF16, "optim.store_param_remainders": True}),
+    ("MT443", {"optim.exp_avg_sq_dtype": "fp8", "parallel.fsdp": "fsdp2", "parallel.ranks": 2}),
+    ("MT443", {"optim.exp_avg_dtype": "fp8", "optim.cpu_offload": 0.5}),
+    ("MT444", {"optim.store_param_remainders": True}),
+    ("MT444", {"optim.store_param_remainders": True, "precision.dtype": "bf16"}),
+    ("MT444", {"optim.main_params_dtype": "bf16", "parallel.distributed_optimizer": True}),
+    ("MT445", {**ZERO_BF16, "optim.main_params_dtype": "bf16", "optim.store_param_remainders": True}),
+    (
+        "MT446",
+        {**ZERO_BF16, "optim.main_params_dtype": "bf16", "parallel.pp": 2, "model.tie_word_embeddings": True},
+    ),
+    ("MT150", {"optim.exp_avg_dtype": "bf16", "optim.name": "sgd"}),
+    ("MT150", {"optim.store_param_remainders": True, "optim.name": "sgd"}),
     ("MT431", {"log.runs_dir": "/dev/null"}),
     ("MT432", {"data.cache_dir": "/dev/null/x"}),
     ("MT433", {"checkpoint.resume": "/nowhere/at/all"}),
@@ -329,6 +359,14 @@ FINE: list[dict[str, Any]] = [
     {"precision.dtype": "fp16"},
     {"precision.dtype": "fp16", **H100},
     {"kernels.attention": "te", **H100},
+    {"kernels.optimizer": "triton", **H100},
+    {"trainer.rampup_batch_size": [4, 4, 100]},
+    {"trainer.batch_size_schedule": [[8, 1000], [24, 5000], [12, 9000]]},
+    {"trainer.rampup_batch_size": [2, 2, 100], "trainer.micro_batch_size": None, "parallel.ranks": 2},
+    {**INTERLEAVED, "trainer.batch_size_schedule": [[8, 9000]], "trainer.micro_batch_size": None},
+    {**ZERO_BF16, "optim.store_param_remainders": True, "optim.exp_avg_dtype": "bf16"},
+    {**ZERO_BF16, "optim.main_params_dtype": "bf16", "optim.exp_avg_sq_dtype": "fp8", "parallel.tp": 2},
+    {"optim.exp_avg_dtype": "bf16", "kernels.optimizer": "reference"},
     {"checkpoint.resume": "latest"},
     {
         "parallel.distributed_optimizer": True,
@@ -368,6 +406,8 @@ def test_fp16_loss_scales_are_ordered() -> None:
     ("code", "change"),
     [
         ("MT132", {"parallel.pp": 4, "trainer.global_batch_size": 8}),
+        ("MT139", {"trainer.batch_size_schedule": [[8, 10**6]]}),
+        ("MT139", {"trainer.rampup_batch_size": [4, 4, 10**6]}),
         ("MT211", {"model.init_method_std": 0.5}),
         ("MT239", {"model.moe": {**MOE, "router_force_load_balancing": True}}),
         ("MT213", {"model.layernorm_epsilon": 0.0}),

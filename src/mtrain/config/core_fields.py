@@ -238,8 +238,29 @@ OPTIMIZER_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "overlap_param_gather": lambda r: r.parallel.overlap_param_gather,
     "optimizer_cpu_offload": lambda r: r.optim.cpu_offload > 0,
     "optimizer_offload_fraction": lambda r: r.optim.cpu_offload,
+    "use_precision_aware_optimizer": lambda r: r.optim.holds_main_weights,
+    "store_param_remainders": lambda r: r.optim.store_param_remainders,
+    "main_params_dtype": lambda r: r.optim.main_params_dtype,
+    "exp_avg_dtype": lambda r: r.optim.exp_avg_dtype,
+    "exp_avg_sq_dtype": lambda r: r.optim.exp_avg_sq_dtype,
+    # An optimizer that holds the main weights reads gradients as they were reduced, any other an fp32 copy of them.
+    "main_grads_dtype": lambda r: (
+        "fp32" if r.precision.grad_reduce_in_fp32 or not r.optim.holds_main_weights else r.precision.dtype
+    ),
 }
-"""Of OptimizerConfig."""
+"""Of OptimizerConfig; dtypes are words."""
+
+ADAM_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
+    "exp_avg_dtype": lambda r: r.optim.exp_avg_dtype,
+    "exp_avg_sq_dtype": lambda r: r.optim.exp_avg_sq_dtype,
+    "master_weights": lambda r: r.optim.store_param_remainders,
+    "store_param_remainders": lambda r: r.optim.store_param_remainders,
+    "stochastic_rounding": lambda r: r.optim.main_params_dtype != "fp32",
+    "use_decoupled_grad": lambda r: r.optim.holds_main_weights,
+    "seed": lambda r: r.trainer.seed,
+    "choice": lambda r: r.kernels.optimizer,
+}
+"""Of `mtrain_kernels`' FusedAdam, beside what megatron-core passes to any Adam."""
 
 SCHEDULES = {
     "constant": "constant",

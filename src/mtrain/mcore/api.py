@@ -67,3 +67,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_batch_on_this_cp_rank
+
+# Which Adam those optimizers are built of
+from mtrain.mcore.adam import OwnAdamConfig, use_own_adam, use_te_adam, use_torch_adam

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mtrain.config.batches import NO_RAMP
+from mtrain.config.batches import stages as batch_stages
 from mtrain.config.groups import DataConfig
 from mtrain.config.model import ModelConfig, MoEConfig
 from mtrain.config.parallel import ParallelConfig, RecomputeConfig
@@ -56,6 +58,7 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
                 "train_iters": steps,
                 "global_batch_size": batch,
                 "micro_batch_size": 1,
+                **_ramp(run, batch // max(1, 4 // p.pp), batch, seq),
                 "eval_iters": 0,
                 "eval_interval": None,
                 "sample_tokens": 0,
@@ -115,6 +118,12 @@ def _tokens(data: DataConfig, p: ParallelConfig, seq: int) -> dict[str, Any]:
     }
 
 
+def _ramp(run: RunConfig, smallest: int, batch: int, seq: int) -> dict[str, Any]:
+    """One smaller step first where there was a ramp, if a smaller one there is."""
+    grows = len(batch_stages(run)) > 1 and smallest < batch
+    return {**NO_RAMP, "batch_size_schedule": ((smallest, smallest * seq),) if grows else None}
+
+
 def alone(run: RunConfig) -> RunConfig:
     """The same run on one rank, with everything kept on it: the same samples in the same micro-batches."""
     optim = run.optim.model_copy(update={"cpu_offload": 0.0})
@@ -134,7 +143,7 @@ def _data_parallel(run: RunConfig) -> int:
 
 def _on_a_cpu(run: RunConfig) -> dict[str, Any]:
     words = {key: "reference" for key, value in run.kernels if isinstance(value, str)}
-    return {**words, "gradient_accumulation_fusion": False}
+    return {**words, "optimizer": "auto", "gradient_accumulation_fusion": False}
 
 
 def _final_decay(run: RunConfig) -> dict[str, Any]:

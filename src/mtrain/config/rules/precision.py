@@ -26,6 +26,9 @@ def kernels_run_on_the_device(run: RunConfig) -> Iterator[Finding]:
             yield Finding(
                 "MT403", f"kernels.{key}", f"TransformerEngine runs on cuda, and the device is {device}", fixes
             )
+        if choice == "triton" and device == "cpu":
+            fixes = ({f"kernels.{key}": "auto"}, {f"kernels.{key}": "reference"})
+            yield Finding("MT403", f"kernels.{key}", "Triton compiles for a GPU, and the device is cpu", fixes)
 
 
 def accumulation_in_fp32(run: RunConfig) -> Iterator[Finding]:
