@@ -39,6 +39,23 @@ PUBLISHED = {
     "mixtral_8x7b": 46.703,
     "deepseek_v2_lite": 15.706,
     "deepseek_v3": 671.03,
+    "gpt_32b": 31.5,
+    "gpt_119b": 118.4,
+    "gpt_314b": 313.5,
+    "gpt_462b": 461.4,
+    "gpt3_175b": 174.6,
+    "llama31_70b": 70.554,
+    "llama32_3b": 3.213,
+    "mixtral_8x22b": 140.630,
+    "deepseek_v2": 235.741,
+    "qwen25_0.5b": 0.494,
+    "qwen25_72b": 72.706,
+    "qwen3_1.7b": 1.721,
+    "qwen3_4b": 4.022,
+    "qwen3_14b": 14.768,
+    "qwen3_32b": 32.762,
+    "qwen3_30b_a3b": 30.532,
+    "qwen3_235b_a22b": 235.094,
 }
 
 
@@ -99,6 +116,17 @@ def test_the_traps_of_published_shapes_are_avoided() -> None:
     assert model("llama31_405b").model.layernorm_epsilon == 1e-5
     qwen25 = model("qwen25_7b").model
     assert (qwen25.add_qkv_bias, qwen25.layernorm_epsilon, qwen25.num_attention_heads % 8) == (True, 1e-6, 4)
+    assert model("qwen25_72b").model.layernorm_epsilon == 1e-5
+    assert {model(name).model.rotary_base for name in ("qwen3_235b_a22b", "qwen3_30b_a3b", "qwen3_4b")} == {1e6}
+    assert (model("mixtral_8x22b").model.vocab_size, model("mixtral_8x7b").model.vocab_size) == (32768, 32000)
+    gpt3 = model("gpt3_175b").model
+    assert (gpt3.position_embedding_type, gpt3.tie_word_embeddings) == ("learned_absolute", True)
+    assert (gpt3.vocab_size, gpt3.padded_vocab_size) == (50257, 50304)
+    v2, v3 = model("deepseek_v2").model.moe, model("deepseek_v3").model.moe
+    assert v2 is not None
+    assert v3 is not None
+    assert (v2.router_topk_scaling_factor, v2.router_score_function, v2.first_dense_layers) == (16.0, "softmax", 1)
+    assert (v3.router_topk_scaling_factor, v3.router_score_function, v3.first_dense_layers) == (2.5, "sigmoid", 3)
 
 
 def test_the_default_run_has_five_million_parameters_on_two_ranks() -> None:
@@ -124,10 +152,33 @@ def test_a_70b_model_can_be_checked_for_a_cluster_from_anywhere(layout: str, clu
 
 
 @pytest.mark.parametrize(
-    ("cluster", "bf16", "fp32"),
-    [("h100x8", 989.0, 67.0), ("h100x64", 989.0, 67.0), ("h200x8", 989.0, 67.0), ("a100x8", 312.0, 19.5)],
+    ("cluster", "sm", "bf16", "fp32", "fewest_bits"),
+    [
+        ("a100x8", 80, 312.0, 19.5, "bf16"),
+        ("l40sx8", 89, 362.0, 91.6, "fp8"),
+        ("h100x8", 90, 989.0, 67.0, "fp8"),
+        ("h100x64", 90, 989.0, 67.0, "fp8"),
+        ("h200x8", 90, 989.0, 67.0, "fp8"),
+        ("b200x8", 100, 2250.0, 75.0, "fp4"),
+        ("gb200x72", 100, 2500.0, 80.0, "fp4"),
+        ("gb300x72", 103, 2500.0, 80.0, "fp4"),
+    ],
 )
-def test_clusters_have_the_dense_peaks_of_their_devices(cluster: str, bf16: float, fp32: float) -> None:
-    peaks = compose([f"cluster={cluster}"]).run.cluster.peak_tflops
-    assert (peaks["bf16"], peaks["fp32"]) == (bf16, fp32)
-    assert ("fp8" in peaks) == (not cluster.startswith("a100"))
+def test_clusters_have_the_dense_peaks_of_their_devices(
+    cluster: str, sm: int, bf16: float, fp32: float, fewest_bits: str
+) -> None:
+    found = compose([f"cluster={cluster}"]).run.cluster
+    peaks = found.peak_tflops
+    assert (found.sm, peaks["bf16"], peaks["fp32"]) == (sm, bf16, fp32)
+    assert ("fp8" in peaks, "fp4" in peaks) == (fewest_bits != "bf16", fewest_bits == "fp4")
+
+
+def test_a_cluster_of_accelerators_says_everything_of_its_devices_and_links() -> None:
+    for choice in set(choices_of_group("cluster")) - {"local", "cpu"}:
+        cluster = compose([f"cluster={choice}"]).run.cluster
+        assert cluster.name == choice
+        assert cluster.devices_per_node is not None
+        missing = {name for name, value in cluster if value is None}
+        assert missing <= ({"network_gbitps"} if cluster.nodes == 1 else set()), choice
+        assert cluster.fast_link_devices is not None
+        assert (cluster.nodes * cluster.devices_per_node) % cluster.fast_link_devices == 0, choice

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
-from mtrain.config.groups import ClusterConfig, DataConfig, KernelsConfig, OptimConfig, PrecisionConfig, TrainerConfig
+from mtrain.config.cluster import ClusterConfig
+from mtrain.config.groups import DataConfig, KernelsConfig, OptimConfig, TrainerConfig
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
+from mtrain.config.precision import PrecisionConfig
 from mtrain.config.run import RunConfig
 
 TINY: dict[str, Any] = {
@@ -23,25 +25,33 @@ TINY: dict[str, Any] = {
 }
 
 
+SCHEDULE: dict[str, Any] = {"lr": 1e-3, "warmup_iters": 5}
+PLAIN: dict[str, Any] = dict.fromkeys(("norm", "attention", "linear", "experts"), "reference")
+
+
 def tiny_run(
     *,
     model: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
     dtype: str = "fp32",
     optim: dict[str, Any] | None = None,
+    kernel: str | None = None,
     **parallel: Any,
 ) -> RunConfig:
-    """A resolved run of a tiny Llama on made-up tokens; keyword arguments are keys of `parallel`."""
-    degrees = ParallelConfig(**{"ranks": 1, **parallel})
+    """A resolved run of a tiny Llama on made-up tokens; keyword arguments are keys of `parallel`.
+
+    `kernel` is `kernels.optimizer`.
+    """
+    degrees, optimizer = ParallelConfig(**{"ranks": 1, **parallel}), OptimConfig(**{**SCHEDULE, **(optim or {})})
     batch = {"train_iters": 20, "global_batch_size": 8, "micro_batch_size": 2, "eval_iters": 0}
     return RunConfig(
         model=ModelConfig(**{**TINY, **(model or {})}),
         parallel=degrees,
         precision=PrecisionConfig(dtype=dtype),  # type: ignore[arg-type]
         data=DataConfig(kind="mock", seq_length=32),
-        optim=OptimConfig(**{"lr": 1e-3, "warmup_iters": 5, **(optim or {})}),
+        optim=optimizer,
         cluster=ClusterConfig(device="cpu", devices_per_node=degrees.ranks),
-        kernels=KernelsConfig(norm="reference", attention="reference", linear="reference", experts="reference"),
+        kernels=KernelsConfig(**PLAIN, optimizer=kernel or ("reference" if optimizer.in_few_bits else "torch")),
         trainer=TrainerConfig(**{**batch, **(trainer or {})}),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from mtrain.config.resolve import Machine, machine_problems, resolve, smallest_world, world_size_of
+from mtrain.config.run import RunConfig
 from tests.support.configs import LAPTOP, tiny
 
 GPUS = Machine(cpu_cores=64, memory_bytes=1 << 40, gpus=8, transformer_engine=True)
@@ -101,10 +103,32 @@ def test_more_processes_than_cores_is_a_warning() -> None:
 
 
 def test_kernels_are_te_only_on_cuda_with_te_and_a_named_choice_stays() -> None:
-    assert {v for _, v in resolve(tiny(), GPUS).kernels if isinstance(v, str)} == {"te"}
-    assert {v for _, v in resolve(tiny(), LAPTOP).kernels if isinstance(v, str)} == {"reference"}
+    def layers(run: RunConfig) -> set[str]:
+        return {v for k, v in run.kernels if isinstance(v, str) and k != "optimizer"}
+
+    assert layers(resolve(tiny(), GPUS)) == {"te"}
+    assert layers(resolve(tiny(), LAPTOP)) == {"reference"}
     assert resolve(tiny(kernels__norm="te"), LAPTOP).kernels.norm == "te"
-    assert {v for _, v in resolve(tiny(cluster__device="cpu"), GPUS).kernels if isinstance(v, str)} == {"reference"}
+    assert layers(resolve(tiny(cluster__device="cpu"), GPUS)) == {"reference"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "laptop", "gpu", "without_triton"),
+    [
+        ({}, "torch", "triton", "te"),
+        ({"optim__exp_avg_dtype": "bf16"}, "reference", "triton", "reference"),
+        ({"optim__name": "sgd"}, "torch", "te", "te"),
+        ({"parallel__fsdp": "fsdp2"}, "torch", "te", "te"),
+        ({"optim__cpu_offload": 0.5}, "torch", "te", "te"),
+        ({"kernels__optimizer": "torch"}, "torch", "torch", "torch"),
+    ],
+)
+def test_the_optimizer_is_ours_on_a_gpu_and_where_state_has_few_bits(
+    keys: dict[str, Any], laptop: str, gpu: str, without_triton: str
+) -> None:
+    run = tiny(**keys)
+    found = [resolve(run, m).kernels.optimizer for m in (LAPTOP, replace(GPUS, triton=True), GPUS)]
+    assert found == [laptop, gpu, without_triton]
 
 
 @pytest.mark.parametrize("machine", [LAPTOP, GPUS])

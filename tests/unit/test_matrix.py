@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import time
+from random import Random
 
 import pytest
 
+from mtrain.cli.combinations import AXES, MEMORY, judged, part_of
 from mtrain.cli.main import main
-from mtrain.cli.matrix import AXES, MEMORY, judged, shipped
+from mtrain.cli.matrix import shipped
 from mtrain.config.compose import compose
 from mtrain.config.paths import choices_of_group, recipes_dir
 from mtrain.config.recipe import read_recipe
+from mtrain.config.resolve import resolve
+from mtrain.config.rules import findings
+from mtrain.config.rules.finding import dp_of
+from mtrain.recipes.write import section
 from tests.support.configs import LAPTOP
 
 RECIPES = [file.relative_to(recipes_dir()).with_suffix("").as_posix() for file in recipes_dir().rglob("*.yaml")]
@@ -54,13 +60,38 @@ def test_every_shared_recipe_is_a_combination_that_can_launch(name: str) -> None
 def test_the_axes_are_what_ships() -> None:
     axes = shipped()
     assert axes["model"] == choices_of_group("model")
-    assert set(RECIPES) <= set(axes["parallel"])
+    written = set(RECIPES) & set(axes["parallel"])
+    assert "llama3/70b_h100x64" in written
+    for name in set(RECIPES) - written:  # their layout is a file, which is there under its own name
+        recipe, _ = read_recipe(name)
+        assert recipe is not None
+        assert recipe.choices["parallel"] in axes["parallel"]
+        assert compose([f"recipe={name}"]).run.parallel == section("parallel", recipe.choices["parallel"])
+
+
+def test_a_verdict_is_the_one_of_all_rules_together() -> None:
+    axes = shipped()
+    base, random = compose(["data=mock"]).run, Random(7)
+    wanted = {axis: random.sample(axes[axis], 6) for axis in AXES}
+    wanted["model"][:2], wanted["parallel"][:2] = ["llama3_8b", "llama_tiny"], ["dp", "single"]
+    good = 0
+    for v in judged(wanted, base, LAPTOP):
+        chosen = {axis: part_of(axis, getattr(v, axis)) for axis in AXES}
+        seq = min(base.data.seq_length, chosen["model"].max_position_embeddings)
+        raw = base.model_copy(update={**chosen, "data": base.data.model_copy(update={"seq_length": seq})})
+        batch = dp_of(resolve(raw, LAPTOP)) * raw.parallel.pp
+        trainer = raw.trainer.model_copy(update={"global_batch_size": batch, "micro_batch_size": 1})
+        found = findings(resolve(raw.model_copy(update={"trainer": trainer}), LAPTOP))
+        codes = {f.code for f in found if f.severity == "error"}
+        assert v.code in (codes or {"", MEMORY}), v
+        good += v.ok
+    assert good > 10
 
 
 def test_the_whole_table_takes_seconds_and_explains_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     assert main(["check", "--all", "--json"]) == 0
-    assert time.perf_counter() - start < 60
+    assert time.process_time() - start < 20
     rows = json.loads(capsys.readouterr().out)
     axes = shipped()
     assert len(rows) == len(axes["model"]) * len(axes["parallel"]) * len(axes["precision"]) * len(axes["cluster"])

@@ -60,7 +60,8 @@ def blank_model(run: RunConfig, world: World) -> list[Any]:
     """This rank's chunks in a `pretended` world: every layer and shape, no memory; portable layers."""
     words = {key: "reference" for key, value in run.kernels if isinstance(value, str)}
     off = {"gradient_accumulation_fusion": False}
-    run = run.model_copy(update={"kernels": run.kernels.model_copy(update={**words, **off})})
+    kernels = run.kernels.model_copy(update={**words, **off})
+    run = run.model_copy(update={"kernels": kernels, "precision": run.precision.unquantized(run.precision.dtype)})
     return _chunks(run, transformer_config(run, world.device))
 
 

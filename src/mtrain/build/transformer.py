@@ -25,6 +25,7 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu": F.silu,
     "geglu": F.gelu,
+    "quick_geglu": mcore.quick_gelu,
     "gelu": F.gelu,
     "squared_relu": squared_relu,
 }
@@ -32,6 +33,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 MADE: dict[str, Callable[[Any], Any]] = {
     "activation_func": ACTIVATIONS.__getitem__,
     "init_method": Normal,
+    "embedding_init_method": Normal,
     "output_layer_init_method": Normal,
     "params_dtype": DTYPES.__getitem__,
     "pipeline_dtype": DTYPES.__getitem__,

@@ -4,38 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
 
+from mtrain.cli.combinations import AXES, Verdict, judged
 from mtrain.config.compose import compose
+from mtrain.config.load import load
 from mtrain.config.paths import choices_of_group, recipes_dir
-from mtrain.config.resolve import Machine, resolve
-from mtrain.config.rules import findings
-from mtrain.config.rules.finding import dp_of
+from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.config.sweep import jobs
 from mtrain.errors import BadInput, Problem
-from mtrain.plan.count import state_bytes
-from mtrain.recipes.write import section
-from mtrain.units import GIB, bytes_
-
-AXES = ("model", "parallel", "precision", "cluster")
-MEMORY = "memory"
-"""The reason of a combination whose state alone is larger than the memory of its devices."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One combination."""
-
-    model: str
-    parallel: str
-    precision: str
-    cluster: str
-    ok: bool
-    code: str = ""
-    rule: str = ""
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
@@ -54,47 +33,17 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
 
 
 def shipped() -> dict[str, list[str]]:
-    """What there is of each axis; layouts are the files, and those of the shared recipes under the recipe's name."""
+    """What there is of each axis.
+
+    Layouts are the files, and those that a shared recipe writes itself, under the recipe's name.
+    """
     axes = {axis: choices_of_group(axis) for axis in AXES}
-    files = sorted(recipes_dir().rglob("*.yaml"))
-    axes["parallel"] += [file.relative_to(recipes_dir()).with_suffix("").as_posix() for file in files]
+    for file in sorted(recipes_dir().rglob("*.yaml")):
+        words = load(file)
+        named = any(str(e.get("override /parallel")) in axes["parallel"] for e in words.values.get("defaults", []))
+        if not named or "parallel" in words.values:
+            axes["parallel"].append(file.relative_to(recipes_dir()).with_suffix("").as_posix())
     return axes
-
-
-def _part(axis: str, name: str) -> Any:
-    """The section of a choice; a layout with a slash in its name is the one of that recipe."""
-    if axis == "parallel" and "/" in name:
-        return compose([f"recipe={name}"]).run.parallel
-    return section(axis, name)
-
-
-def judged(axes: dict[str, list[str]], base: RunConfig, machine: Machine) -> Iterator[Verdict]:
-    """The verdict of each combination, with the smallest batch that its layout can take."""
-    sections = {(axis, name): _part(axis, name) for axis in AXES for name in axes[axis]}
-    for choice in itertools.product(*(axes[axis] for axis in AXES)):
-        parts = {axis: sections[axis, name] for axis, name in zip(AXES, choice, strict=True)}
-        longest = min(base.data.seq_length, parts["model"].max_position_embeddings)
-        parts["data"] = base.data.model_copy(update={"seq_length": longest})
-        raw = base.model_copy(update=parts)
-        batch = dp_of(resolve(raw, machine)) * raw.parallel.pp
-        trainer = base.trainer.model_copy(update={"global_batch_size": batch, "micro_batch_size": 1})
-        run = resolve(raw.model_copy(update={"trainer": trainer}), machine)
-        yield Verdict(*choice, *_verdict(run, machine))
-
-
-def _verdict(run: RunConfig, machine: Machine) -> tuple[bool, str, str]:
-    broken = next((f for f in findings(run) if f.severity == "error"), None)
-    if broken is not None:
-        return False, broken.code, f"{broken.path}: {broken.rule}"
-    need = state_bytes(run) / (run.parallel.ranks or 1)
-    here = (run.cluster.device_memory_gib or 0) * GIB
-    if run.cluster.device == "cpu":
-        need, here = state_bytes(run), machine.memory_bytes
-    if here and need > here:
-        where = "the machine" if run.cluster.device == "cpu" else "a device"
-        rule = f"weights, gradients and optimizer state need at least {bytes_(need)}, and {where} has {bytes_(here)}"
-        return False, MEMORY, rule
-    return True, "", ""
 
 
 def _asked(argv: Sequence[str]) -> tuple[dict[str, list[str]], RunConfig]:
@@ -138,7 +87,11 @@ def _cell(verdicts: Sequence[Verdict]) -> str:
     good = [v.precision for v in verdicts if v.ok]
     if len(good) == len(verdicts):
         return "ok"
-    return "+".join(good) if good else verdicts[0].code
+    if not good:
+        return verdicts[0].code
+    bad = [v.precision for v in verdicts if not v.ok]
+    words = "+".join(good), "ok but " + "+".join(bad)
+    return min(words, key=len)
 
 
 def _example(code: str, v: Verdict) -> str:

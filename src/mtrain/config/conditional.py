@@ -44,6 +44,61 @@ def chunks_of_a_document(run: RunConfig) -> int:
     return 2 * p.cp if p.cp > 1 else 1
 
 
+def _turns(run: RunConfig) -> bool:
+    """Whether queries and keys of plain attention are turned by their positions."""
+    return run.model.position_embedding_type == "rope" and run.model.mla is None
+
+
+def _delayed(run: RunConfig) -> bool:
+    return run.precision.fp8 is not None and run.precision.fp8_recipe == "delayed"
+
+
+def _layers_may_differ(run: RunConfig) -> bool:
+    return run.precision.quantized is not None and not _delayed(run)
+
+
+# fp8_recipe stands first: the others look at the value that null stands for
+QUANTIZED = (
+    Conditional(
+        "precision.fp8_recipe",
+        lambda r: r.precision.fp8 is not None,
+        "a precision.fp8",
+        lambda r: "tensorwise",
+    ),
+    Conditional("precision.fp4_recipe", lambda r: r.precision.fp4 is not None, "a precision.fp4", lambda r: "nvfp4"),
+    *(
+        Conditional(f"precision.{key}", _delayed, "precision.fp8_recipe=delayed", lambda r, v=value: v)  # type: ignore[misc]
+        for key, value in {
+            "fp8_margin": 0,
+            "fp8_amax_history_len": 1024,
+            "fp8_amax_compute_algo": "max",
+        }.items()
+    ),
+    Conditional("precision.fp8_wgrad", _delayed, "precision.fp8_recipe=delayed", off=True),
+    Conditional("precision.tp_only_amax_red", _delayed, "precision.fp8_recipe=delayed", off=False),
+    Conditional(
+        "precision.fp8_dot_product_attention",
+        lambda r: r.precision.fp8 is not None and r.precision.quantized in ("delayed", "tensorwise"),
+        "precision.fp8_recipe=delayed or tensorwise",
+        off=False,
+    ),
+    Conditional(
+        "precision.fp8_multi_head_attention",
+        lambda r: _delayed(r) and r.precision.fp8_dot_product_attention,
+        "precision.fp8_dot_product_attention=true and precision.fp8_recipe=delayed",
+        off=False,
+    ),
+    *(
+        Conditional(
+            f"precision.num_layers_at_{end}_in_bf16",
+            _layers_may_differ,
+            "a precision.fp8 whose recipe is not delayed, or a precision.fp4",
+            off=0,
+        )
+        for end in ("start", "end")
+    ),
+)
+
 _BESIDE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (
         ("precision.initial_loss_scale", "precision.loss_scale_window", "precision.min_loss_scale"),
@@ -62,6 +117,7 @@ _BESIDE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = 
 """Keys that have a value of their own by default, and what must be beside them for another one to reach anything."""
 
 CONDITIONAL = (
+    *QUANTIZED,
     Conditional(
         "parallel.recompute.modules",
         lambda r: r.parallel.recompute.granularity == "selective",
@@ -108,6 +164,61 @@ CONDITIONAL = (
         lambda r: r.data.packed,
         "data.packed=true",
         chunks_of_a_document,
+    ),
+    Conditional(
+        "parallel.recompute.distribute_saved_activations",
+        lambda r: (
+            r.parallel.recompute.granularity == "full" and r.parallel.tp > 1 and not r.parallel.sequence_parallel
+        ),
+        "parallel.recompute.granularity=full and a parallel.tp above 1 that sequence_parallel=false leaves whole",
+        off=False,
+    ),
+    Conditional(
+        "parallel.microbatch_group_size_per_vp_stage",
+        lambda r: r.parallel.vpp > 1,
+        "a parallel.vpp above 1",
+        lambda r: r.parallel.pp,
+    ),
+    Conditional(
+        "parallel.overlap_p2p_comm_warmup_flush", lambda r: r.parallel.vpp > 1, "a parallel.vpp above 1", off=False
+    ),
+    Conditional(
+        "parallel.ddp_bucket_size",
+        lambda r: r.parallel.overlap_grad_reduce and r.parallel.fsdp == "none",
+        "parallel.overlap_grad_reduce=true",
+    ),
+    Conditional(
+        "parallel.ddp_pad_buckets_for_high_nccl_busbw",
+        lambda r: r.parallel.distributed_optimizer,
+        "parallel.distributed_optimizer=true",
+        off=False,
+    ),
+    Conditional("model.glu_linear_offset", lambda r: r.model.gated, "a gated model.activation", off=0.0),
+    Conditional("model.activation_func_clamp_value", lambda r: r.model.gated, "a gated model.activation"),
+    Conditional(
+        "model.rotary_seq_len_interpolation_factor",
+        _turns,
+        "model.position_embedding_type=rope and model.mla=null",
+    ),
+    Conditional("model.no_rope_freq", _turns, "model.position_embedding_type=rope and model.mla=null"),
+    Conditional("model.softmax_scale", lambda r: r.model.mla is None, "model.mla=null"),
+    Conditional(
+        "model.moe.router_padding_for_quantization",
+        lambda r: r.precision.quantized is not None,
+        "a precision.fp8 or precision.fp4",
+        off=False,
+    ),
+    Conditional(
+        "model.moe.shared_expert_gate",
+        lambda r: bool(r.model.moe and r.model.moe.shared_expert_intermediate_size),
+        "a model.moe.shared_expert_intermediate_size",
+        off=False,
+    ),
+    Conditional(
+        "model.moe.flex_dispatcher_backend",
+        lambda r: bool(r.model.moe and r.model.moe.token_dispatcher_type == "flex"),
+        "model.moe.token_dispatcher_type=flex",
+        lambda r: "deepep",
     ),
     Conditional("model.window_attn_skip_freq", lambda r: r.model.window_size is not None, "a model.window_size"),
     Conditional(

@@ -26,8 +26,14 @@ def _unless_none(word: str) -> str | None:
 
 
 def _activation_can_fuse(run: RunConfig) -> bool:
-    """What megatron-core's fused activations cover: swiglu, and gelu with its bias."""
-    return run.model.activation == "swiglu" or (run.model.activation == "gelu" and run.model.add_bias_linear)
+    """What megatron-core's fused activations cover: swiglu, and gelu with its bias; without offset and bound."""
+    m = run.model
+    plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
+    return plain and (m.activation == "swiglu" or (m.activation == "gelu" and m.add_bias_linear))
+
+
+def _some_layers_in_bf16(run: RunConfig) -> bool:
+    return run.precision.num_layers_at_start_in_bf16 + run.precision.num_layers_at_end_in_bf16 > 0
 
 
 FIELDS: dict[str, Callable[[RunConfig], Any]] = {
@@ -39,15 +45,23 @@ FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "kv_channels": lambda r: r.model.head_dim,
     "normalization": lambda r: r.model.normalization,
     "layernorm_epsilon": lambda r: r.model.layernorm_epsilon,
+    "layernorm_zero_centered_gamma": lambda r: r.model.layernorm_zero_centered_gamma,
     "gated_linear_unit": lambda r: r.model.gated,
+    "glu_linear_offset": lambda r: r.model.glu_linear_offset,
+    "activation_func_clamp_value": lambda r: r.model.activation_func_clamp_value,
     "activation_func": lambda r: r.model.activation,
     "add_bias_linear": lambda r: r.model.add_bias_linear,
     "add_qkv_bias": lambda r: r.model.add_qkv_bias,
     "qk_layernorm": lambda r: r.model.qk_layernorm,
+    "qk_l2_norm": lambda r: r.model.qk_l2_norm,
+    "softmax_scale": lambda r: r.model.softmax_scale,
+    "no_rope_freq": lambda r: r.model.no_rope_freq,
     "attention_dropout": lambda r: r.model.attention_dropout,
     "hidden_dropout": lambda r: r.model.hidden_dropout,
     "init_method_std": lambda r: r.model.init_method_std,
     "init_method": lambda r: r.model.init_method_std,
+    "embedding_init_method_std": lambda r: r.model.embedding_init_method_std or r.model.init_method_std,
+    "embedding_init_method": lambda r: r.model.embedding_init_method_std or r.model.init_method_std,
     "output_layer_init_method": lambda r: r.model.init_method_std / math.sqrt(2 * r.model.num_layers),
     "tensor_model_parallel_size": lambda r: r.parallel.tp,
     "pipeline_model_parallel_size": lambda r: r.parallel.pp,
@@ -65,6 +79,9 @@ FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "recompute_modules": lambda r: _list(r.parallel.recompute.modules),
     "recompute_method": lambda r: r.parallel.recompute.method,
     "recompute_num_layers": lambda r: r.parallel.recompute.num_layers,
+    "distribute_saved_activations": lambda r: r.parallel.recompute.distribute_saved_activations,
+    "microbatch_group_size_per_vp_stage": lambda r: r.parallel.microbatch_group_size_per_vp_stage,
+    "overlap_p2p_comm_warmup_flush": lambda r: r.parallel.overlap_p2p_comm_warmup_flush,
     "rotary_interleaved": lambda r: r.model.rotary_interleaved,
     # A window of n keys, the token's own included, reaches n - 1 to the left.
     "window_size": lambda r: (r.model.window_size - 1, 0) if r.model.window_size else None,
@@ -77,6 +94,20 @@ FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "pipeline_dtype": lambda r: r.precision.dtype,
     "bf16": lambda r: r.precision.dtype == "bf16",
     "fp16": lambda r: r.precision.dtype == "fp16",
+    "fp8": lambda r: r.precision.fp8,
+    "fp8_recipe": lambda r: r.precision.fp8_recipe or "delayed",
+    "fp8_margin": lambda r: r.precision.fp8_margin or 0,
+    "fp8_amax_history_len": lambda r: r.precision.fp8_amax_history_len or 1,
+    "fp8_amax_compute_algo": lambda r: r.precision.fp8_amax_compute_algo or "most_recent",
+    "fp8_wgrad": lambda r: r.precision.fp8_wgrad,
+    "fp8_dot_product_attention": lambda r: r.precision.fp8_dot_product_attention,
+    "fp8_multi_head_attention": lambda r: r.precision.fp8_multi_head_attention,
+    "tp_only_amax_red": lambda r: r.precision.tp_only_amax_red,
+    "fp4": lambda r: r.precision.fp4,
+    "fp4_recipe": lambda r: r.precision.fp4_recipe or "nvfp4",
+    "first_last_layers_bf16": _some_layers_in_bf16,
+    "num_layers_at_start_in_bf16": lambda r: r.precision.num_layers_at_start_in_bf16,
+    "num_layers_at_end_in_bf16": lambda r: r.precision.num_layers_at_end_in_bf16,
     # Interleaving between two stages is silently wrong with batched p2p: both neighbours are the same rank.
     "overlap_p2p_comm": lambda r: r.parallel.vpp > 1,
     "batch_p2p_comm": lambda r: r.parallel.vpp == 1,
@@ -106,7 +137,12 @@ MOE_FIELDS: dict[str, Callable[[RunConfig, Any], Any]] = {
     "moe_router_group_topk": lambda r, m: m.router_group_topk,
     "moe_router_topk_scaling_factor": lambda r, m: m.router_topk_scaling_factor,
     "moe_router_bias_update_rate": lambda r, m: m.router_bias_update_rate or 0.0,
+    "moe_router_padding_for_quantization": lambda r, m: m.router_padding_for_quantization,
+    "moe_router_force_load_balancing": lambda r, m: m.router_force_load_balancing,
+    "moe_input_jitter_eps": lambda r, m: m.input_jitter_eps,
+    "moe_shared_expert_gate": lambda r, m: m.shared_expert_gate,
     "moe_token_dispatcher_type": lambda r, m: m.token_dispatcher_type,
+    "moe_flex_dispatcher_backend": lambda r, m: m.flex_dispatcher_backend or "deepep",
     "moe_expert_capacity_factor": lambda r, m: m.expert_capacity_factor,
     "moe_pad_expert_input_to_capacity": lambda r, m: m.pad_expert_input_to_capacity,
     "moe_token_drop_policy": lambda r, m: m.token_drop_policy or "probs",
@@ -146,6 +182,7 @@ GPT_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "rotary_percent": lambda r: r.model.rotary_percent,
     "rope_scaling": lambda r: r.model.rope_scaling_factor is not None,
     "rope_scaling_factor": lambda r: r.model.rope_scaling_factor or 8.0,
+    "seq_len_interpolation_factor": lambda r: r.model.rotary_seq_len_interpolation_factor,
 }
 """Of GPTModel."""
 
@@ -162,6 +199,9 @@ DDP_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "overlap_grad_reduce": lambda r: r.parallel.overlap_grad_reduce,
     "overlap_param_gather": lambda r: r.parallel.overlap_param_gather,
     "use_distributed_optimizer": lambda r: r.parallel.distributed_optimizer,
+    "bucket_size": lambda r: r.parallel.ddp_bucket_size,
+    "pad_buckets_for_high_nccl_busbw": lambda r: r.parallel.ddp_pad_buckets_for_high_nccl_busbw,
+    "reduce_scatter_with_fp32_accumulation": lambda r: r.parallel.ddp_reduce_scatter_with_fp32_accumulation,
 }
 """Of DistributedDataParallelConfig."""
 
@@ -198,8 +238,29 @@ OPTIMIZER_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "overlap_param_gather": lambda r: r.parallel.overlap_param_gather,
     "optimizer_cpu_offload": lambda r: r.optim.cpu_offload > 0,
     "optimizer_offload_fraction": lambda r: r.optim.cpu_offload,
+    "use_precision_aware_optimizer": lambda r: r.optim.holds_main_weights,
+    "store_param_remainders": lambda r: r.optim.store_param_remainders,
+    "main_params_dtype": lambda r: r.optim.main_params_dtype,
+    "exp_avg_dtype": lambda r: r.optim.exp_avg_dtype,
+    "exp_avg_sq_dtype": lambda r: r.optim.exp_avg_sq_dtype,
+    # An optimizer that holds the main weights reads gradients as they were reduced, any other an fp32 copy of them.
+    "main_grads_dtype": lambda r: (
+        "fp32" if r.precision.grad_reduce_in_fp32 or not r.optim.holds_main_weights else r.precision.dtype
+    ),
 }
-"""Of OptimizerConfig."""
+"""Of OptimizerConfig; dtypes are words."""
+
+ADAM_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
+    "exp_avg_dtype": lambda r: r.optim.exp_avg_dtype,
+    "exp_avg_sq_dtype": lambda r: r.optim.exp_avg_sq_dtype,
+    "master_weights": lambda r: r.optim.store_param_remainders,
+    "store_param_remainders": lambda r: r.optim.store_param_remainders,
+    "stochastic_rounding": lambda r: r.optim.main_params_dtype != "fp32",
+    "use_decoupled_grad": lambda r: r.optim.holds_main_weights,
+    "seed": lambda r: r.trainer.seed,
+    "choice": lambda r: r.kernels.optimizer,
+}
+"""Of `mtrain_kernels`' FusedAdam, beside what megatron-core passes to any Adam."""
 
 SCHEDULES = {
     "constant": "constant",

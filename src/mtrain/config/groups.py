@@ -1,4 +1,4 @@
-"""The smaller groups: precision, data, optim, trainer, kernels, checkpoint, log, cluster."""
+"""The smaller groups: data, optim, trainer, kernels, checkpoint, log."""
 
 from __future__ import annotations
 
@@ -16,21 +16,8 @@ from mtrain.config.base import (
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 KernelChoice = Literal["auto", "reference", "te"]
-
-
-class PrecisionConfig(Section):
-    """`precision`: number formats."""
-
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Format of weights and activations; with bf16 and fp16 the optimizer keeps fp32 main weights."""
-    grad_reduce_in_fp32: bool = True
-    """Gradients are accumulated and reduced in fp32."""
-    initial_loss_scale: PositiveFloat = 65536.0
-    """First dynamic loss scale (fp16 only)."""
-    loss_scale_window: PositiveInt = 1000
-    """Steps without overflow before the loss scale doubles (fp16 only)."""
-    min_loss_scale: PositiveFloat = 1.0
-    """Smallest loss scale (fp16 only)."""
+OptimizerKernel = Literal["auto", "torch", "reference", "triton", "te"]
+Moment = Literal["fp32", "bf16", "fp8"]
 
 
 class DataConfig(Section):
@@ -92,12 +79,33 @@ class OptimConfig(Section):
     """adamw: decay of the second moment."""
     eps: PositiveFloat = 1e-8
     """adamw: added to the root of the second moment."""
+    exp_avg_dtype: Moment = "fp32"
+    """adamw: how the first moment is kept. fp8: eight bits (e4m3), with a scale for 128 of them; so coarse that small
+    changes are lost and a loss falls more slowly."""
+    exp_avg_sq_dtype: Moment = "fp32"
+    """adamw: how the second moment is kept. fp8: eight bits of its root, with a scale for 128 of them."""
+    main_params_dtype: Literal["fp32", "bf16"] = "fp32"
+    """adamw, bf16 weights: the format that updates add up in. bf16: weights have no main
+    weights beside them and are rounded up or down by chance, right on average; layouts then draw other numbers."""
+    store_param_remainders: bool = False
+    """adamw, bf16 weights: of each fp32 main weight only the 16 bits are kept that the weight has not. Numbers stay
+    the same, in two bytes a parameter less."""
     momentum: Beta = 0.9
     """sgd: momentum."""
     clip_grad: PositiveFloat | None = 1.0
     """Largest global gradient norm; null: no clipping."""
     cpu_offload: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the parameters whose optimizer state lives in host memory and is updated there."""
+
+    @property
+    def holds_main_weights(self) -> bool:
+        """Whether Adam itself keeps what a bf16 weight has not, and megatron-core's optimizer no main weights."""
+        return self.store_param_remainders or self.main_params_dtype != "fp32"
+
+    @property
+    def in_few_bits(self) -> bool:
+        """Whether any state of Adam is kept in fewer than 32 bits: ours alone does that."""
+        return self.holds_main_weights or self.exp_avg_dtype != "fp32" or self.exp_avg_sq_dtype != "fp32"
 
 
 class TrainerConfig(Section):
@@ -106,7 +114,15 @@ class TrainerConfig(Section):
     train_iters: PositiveInt = 100
     """Optimizer steps."""
     global_batch_size: PositiveInt = 16
-    """Samples per optimizer step, over all ranks."""
+    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it."""
+    rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(default=None, strict=False)
+    """[first, increment, samples]: steps begin with `first` samples and grow by `increment`, evenly over so many
+    samples, up to global_batch_size. What counts steps, such as the schedule of the learning rate, counts on."""
+    batch_size_schedule: tuple[Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)], ...] | None = Field(
+        default=None, strict=False
+    )
+    """[[size, tokens], ...]: steps take `size` samples until `tokens` tokens are read, then that of the next pair;
+    global_batch_size after the last."""
     micro_batch_size: PositiveInt | None = None
     """Samples per forward and backward on one rank; null: the largest of 8, 4, 2, 1 that cuts the batch evenly and
     leaves a micro-batch for every pipeline stage."""
@@ -149,6 +165,9 @@ class KernelsConfig(Section):
     """Row- and column-parallel linear layers."""
     experts: KernelChoice = "auto"
     """Expert MLPs; auto: one grouped call where there is one, else expert by expert."""
+    optimizer: OptimizerKernel = "auto"
+    """The update of adamw. torch: torch.optim; reference and triton: all tensors in one call, and state in few bits
+    where that is asked for; auto: triton on a GPU; on a CPU torch, and reference where state is kept in few bits."""
     gradient_accumulation_fusion: bool = False
     """Weight gradients are added up inside the GEMM that makes them; needs linear=te on a GPU."""
 
@@ -179,21 +198,3 @@ class LogConfig(Section):
     """Steps between progress lines; the metrics file has every step."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """live: a line that is redrawn; plain: a line per interval; auto: live on a terminal."""
-
-
-class ClusterConfig(Section):
-    """`cluster`: the machines. Facts, not choices of layout."""
-
-    name: str = "local"
-    """Name used in reports."""
-    device: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = "auto"
-    """cpu, cuda, or a device that an installed plug-in provides; auto: cuda where there are GPUs enough for the
-    layout, else cpu."""
-    nodes: PositiveInt = 1
-    """Machines."""
-    devices_per_node: PositiveInt | None = None
-    """Accelerators per machine; null: those of this machine, and on a CPU as many processes as the layout needs."""
-    device_memory_gib: PositiveFloat | None = None
-    """Memory of one device; null: unknown."""
-    peak_tflops: dict[Literal["fp32", "tf32", "bf16", "fp16", "fp8"], PositiveFloat] = {}
-    """Dense peak of one device in TFLOP/s by format; empty: no MFU is shown."""

@@ -51,8 +51,20 @@ class MoEConfig(Section):
     """Factor on the chosen scores."""
     router_bias_update_rate: PositiveFloat | None = None
     """router_enable_expert_bias: how far the bias of an expert moves in a step; null: 0.001."""
-    token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to the ranks of their experts."""
+    router_padding_for_quantization: bool = False
+    """precision.fp8, fp4: the router pads the tokens of an expert to the multiple that its products take, instead of
+    the experts' copying them."""
+    router_force_load_balancing: bool = False
+    """For benchmarks of speed: tokens go to random experts, all with the same load; the model learns no routing."""
+    input_jitter_eps: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The router sees its input times a random number between 1 - this and 1 + this; null: as it is. Random as
+    dropout: other layouts draw other numbers."""
+    shared_expert_gate: bool = False
+    """The output of the shared experts is weighed by a learnt gate for each token (Qwen2-MoE)."""
+    token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens travel to the ranks of their experts; flex: by the kernels of `flex_dispatcher_backend`, on GPUs."""
+    flex_dispatcher_backend: Literal["deepep", "hybridep"] | None = None
+    """token_dispatcher_type=flex: whose kernels; null: deepep."""
     expert_capacity_factor: PositiveFloat | None = None
     """Tokens that an expert takes of a rank's micro-batch, over the even share; others are dropped; null: none is."""
     pad_expert_input_to_capacity: bool = False
@@ -113,14 +125,24 @@ class ModelConfig(Section):
     """Norm of every layer."""
     layernorm_epsilon: NonNegativeFloat = 1e-5
     """Added to the variance in a norm."""
-    activation: Literal["swiglu", "geglu", "gelu", "squared_relu"] = "swiglu"
-    """MLP activation; swiglu and geglu are gated."""
+    layernorm_zero_centered_gamma: bool = False
+    """A norm's weight is kept as its distance from 1, which half precision rounds less."""
+    activation: Literal["swiglu", "geglu", "quick_geglu", "gelu", "squared_relu"] = "swiglu"
+    """MLP activation; those in glu are gated; quick_geglu: x sigmoid(1.702 x) as the gate."""
+    glu_linear_offset: Annotated[float, Field(ge=-10, le=10)] = 0.0
+    """Gated activations: added to the half that is gated (1 in GPT-OSS)."""
+    activation_func_clamp_value: PositiveFloat | None = None
+    """Gated activations: bound of both halves before the gate (7 in GPT-OSS); null: none."""
     add_bias_linear: bool = False
     """Biases in all linear layers."""
     add_qkv_bias: bool = False
     """Biases in the query/key/value projection only (Qwen2)."""
     qk_layernorm: bool = False
     """Norm on queries and keys (Qwen3)."""
+    qk_l2_norm: bool = False
+    """Queries and keys are divided by the root of their mean square, without a weight (Llama 4)."""
+    softmax_scale: PositiveFloat | None = None
+    """Factor on attention logits; null: 1 / sqrt(width of a head)."""
     position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
     """How positions enter."""
     rotary_base: Annotated[float, Field(gt=1)] = 10000.0
@@ -131,6 +153,10 @@ class ModelConfig(Section):
     """Rotary pairs are neighbours (GPT-J) instead of halves of the head."""
     rope_scaling_factor: PositiveFloat | None = None
     """Llama-3.1 frequency scaling (low 1, high 4, original 8192); null: off."""
+    rotary_seq_len_interpolation_factor: PositiveFloat | None = None
+    """Rotary positions are divided by this (Chen et al. 2023); null: by 1."""
+    no_rope_freq: Annotated[int, Field(ge=2)] | None = None
+    """Every n-th layer has no rotary positions (Llama 4); null: every layer has them."""
     window_size: Annotated[int, Field(ge=2)] | None = None
     """Sliding-window attention: a token sees this many keys, itself included; null: all before it."""
     window_attn_skip_freq: Annotated[int, Field(ge=2)] | None = None
@@ -150,6 +176,8 @@ class ModelConfig(Section):
     """Dropout on what each block adds to the residual stream."""
     init_method_std: Annotated[float, Field(gt=0, le=20)] = 0.02
     """Standard deviation of initial weights; output projections are scaled by 1/sqrt(2 num_layers)."""
+    embedding_init_method_std: Annotated[float, Field(gt=0, le=10)] | None = None
+    """Standard deviation of the initial embeddings, of tokens and learned positions; null: init_method_std."""
     moe: MoEConfig | None = None
     """Mixture of experts; null: dense."""
     mla: MLAConfig | None = None
@@ -158,7 +186,7 @@ class ModelConfig(Section):
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate beside its up projection."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in ("swiglu", "geglu", "quick_geglu")
 
     @property
     def head_dim(self) -> int:

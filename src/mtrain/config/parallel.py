@@ -23,6 +23,8 @@ class RecomputeConfig(Section):
     of each (virtual) stage, one by one; null: uniform."""
     num_layers: PositiveInt | None = None
     """full: layers of a group (uniform) or of a stage (block); null: 1."""
+    distribute_saved_activations: bool = False
+    """full, tp without sequence_parallel: the inputs that are kept are cut over the tp ranks."""
 
 
 class ParallelConfig(Section):
@@ -66,10 +68,22 @@ class ParallelConfig(Section):
     """The output layer and loss count as a layer: the last stage holds one layer fewer than the others."""
     distributed_optimizer: bool = False
     """Optimizer state and main weights are spread over the data-parallel ranks (ZeRO-1)."""
+    microbatch_group_size_per_vp_stage: PositiveInt | None = None
+    """vpp: micro-batches that a virtual stage takes in turn before the next one does; null: pp."""
+    overlap_p2p_comm_warmup_flush: bool = False
+    """vpp: what stages send each other overlaps with work also while the pipeline fills and drains."""
     overlap_grad_reduce: bool = False
     """Gradients are reduced while the backward still runs."""
     overlap_param_gather: bool = False
     """Weights are gathered while the forward already runs; needs `distributed_optimizer`."""
+    ddp_bucket_size: PositiveInt | None = None
+    """overlap_grad_reduce: gradients, counted in elements, that are reduced in one call; null: the larger of 40
+    million and a million per data-parallel rank."""
+    ddp_pad_buckets_for_high_nccl_busbw: bool = False
+    """distributed_optimizer: what is reduced in one call is padded to a multiple of 65,536 elements per rank."""
+    ddp_reduce_scatter_with_fp32_accumulation: bool = False
+    """distributed_optimizer, overlap_grad_reduce, grad_reduce_in_fp32=false: gradients travel in half precision and
+    are added up in fp32."""
     fsdp: Literal["none", "fsdp2", "megatron"] = "none"
     """Weights themselves are spread over the data-parallel ranks and gathered layer by layer: by torch's FSDP2, or by
     megatron-core's own FSDP."""

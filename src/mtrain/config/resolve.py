@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from mtrain.config.batches import stages
 from mtrain.config.conditional import CONDITIONAL
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.run import RunConfig
@@ -27,6 +28,8 @@ class Machine:
     gpus: int = 0
     transformer_engine: bool = False
     """Whether TransformerEngine is installed."""
+    triton: bool = False
+    """Whether Triton is installed, and a GPU for it is here."""
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> Machine:
@@ -40,7 +43,7 @@ class Machine:
         except (ValueError, OSError, AttributeError):
             memory = 0
         engine = gpus > 0 and find_spec("transformer_engine") is not None
-        return cls(os.cpu_count() or 1, memory, gpus, engine)
+        return cls(os.cpu_count() or 1, memory, gpus, engine, gpus > 0 and find_spec("triton") is not None)
 
 
 def _visible(text: str) -> int:
@@ -76,6 +79,8 @@ def resolve(run: RunConfig, machine: Machine, world_size: int | None = None) -> 
     if device == "cpu" or machine.gpus:  # elsewhere the machine that runs it decides
         kernel = "te" if device == "cuda" and machine.transformer_engine else "reference"
         kernels = {key: kernel for key, value in run.kernels if value == "auto"}
+        if "optimizer" in kernels:
+            kernels["optimizer"] = _optimizer_kernel(run, device, machine)
     cluster: dict[str, Any] = {"device": device, "devices_per_node": per_node}
     run = run.model_copy(
         update={
@@ -90,6 +95,17 @@ def resolve(run: RunConfig, machine: Machine, world_size: int | None = None) -> 
         if key.value(run) is None and key.active(run):
             run = _with(run, key.path.split("."), key.default(run))
     return run
+
+
+def _optimizer_kernel(run: RunConfig, device: str, machine: Machine) -> str:
+    """Ours where it is faster (a GPU) or alone can do it (state in few bits); of a whole, plain weight, that is."""
+    own = "triton" if device == "cuda" and machine.triton else "reference"
+    if run.optim.in_few_bits:
+        return own
+    plain = run.optim.name == "adamw" and run.parallel.fsdp == "none" and not run.optim.cpu_offload
+    if plain and own == "triton":
+        return own
+    return "te" if device == "cuda" and machine.transformer_engine else "torch"
 
 
 def _with(node: Any, path: list[str], value: Any) -> Any:
@@ -124,11 +140,11 @@ def _micro_batch(run: RunConfig, ranks: int) -> dict[str, Any]:
     t, p = run.trainer, run.parallel
     if t.micro_batch_size is not None:
         return {}
-    share = t.global_batch_size // max(1, ranks // p.model_ranks)  # what a data-parallel rank takes of a step
-    even = [size for size in (8, 4, 2, 1) if share and share % size == 0]
+    shares = [size // max(1, ranks // p.model_ranks) for _, size in stages(run)]  # of a data-parallel rank in a step
+    even = [size for size in (8, 4, 2, 1) if all(share and share % size == 0 for share in shares)]
     if p.vpp > 1:
-        even = [size for size in even if share // size % p.pp == 0] or even
-    filling = [size for size in even if share // size >= p.pp]
+        even = [size for size in even if all(share // size % p.pp == 0 for share in shares)] or even
+    filling = [size for size in even if min(shares) // size >= p.pp]
     return {"micro_batch_size": filling[0] if filling else (even or [1])[-1]}
 
 

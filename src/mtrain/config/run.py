@@ -9,18 +9,18 @@ from typing import Any
 from pydantic import Field
 
 from mtrain.config.base import Effect, Section
+from mtrain.config.cluster import ClusterConfig
 from mtrain.config.groups import (
     CheckpointConfig,
-    ClusterConfig,
     DataConfig,
     KernelsConfig,
     LogConfig,
     OptimConfig,
-    PrecisionConfig,
     TrainerConfig,
 )
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
+from mtrain.config.precision import PrecisionConfig
 
 GROUPS = (
     "model",
@@ -56,6 +56,16 @@ _EFFECT_OF_KEY = {
     "model.attention_dropout": Effect.NUMBERS,
     "model.hidden_dropout": Effect.NUMBERS,
     "model.init_method_std": Effect.NUMBERS,
+    "model.embedding_init_method_std": Effect.NUMBERS,
+    "model.softmax_scale": Effect.NUMBERS,
+    "model.glu_linear_offset": Effect.NUMBERS,
+    "model.activation_func_clamp_value": Effect.NUMBERS,
+    "model.rotary_seq_len_interpolation_factor": Effect.NUMBERS,
+    "model.moe.input_jitter_eps": Effect.NUMBERS,
+    "model.moe.router_force_load_balancing": Effect.NUMBERS,
+    "model.moe.router_padding_for_quantization": Effect.NUMBERS,
+    "model.moe.flex_dispatcher_backend": Effect.LAYOUT,
+    "parallel.ddp_reduce_scatter_with_fp32_accumulation": Effect.NUMBERS,
     "model.moe.aux_loss_coeff": Effect.NUMBERS,
     "model.moe.z_loss_coeff": Effect.NUMBERS,
     "model.moe.token_dispatcher_type": Effect.LAYOUT,
@@ -70,6 +80,8 @@ _EFFECT_OF_KEY = {
     "trainer.soft_timeout_s": Effect.OPERATION,
     "trainer.join_timeout_s": Effect.OPERATION,
     "optim.cpu_offload": Effect.LAYOUT,
+    "optim.main_params_dtype": Effect.SHAPE,
+    "optim.store_param_remainders": Effect.LAYOUT,
     "model.window_size": Effect.NUMBERS,
     "model.window_attn_skip_freq": Effect.NUMBERS,
     "model.mtp_loss_scaling_factor": Effect.NUMBERS,

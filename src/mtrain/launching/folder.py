@@ -16,6 +16,7 @@ from typing import Any
 
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.config.base import Effect
+from mtrain.config.batches import counted, samples_of, stages
 from mtrain.config.dump import run_yaml
 from mtrain.config.load import read_run_file
 from mtrain.config.run import RunConfig, effect_of
@@ -184,7 +185,8 @@ def _planned(run: RunConfig, chosen: Plan) -> dict[str, Any]:
         "parameters": parameters(run.model),
         "ranks": grid.world,
         "layout": grid.sizes,
-        "tokens": run.trainer.train_iters * tokens,
+        "tokens": samples_of(stages(run), run.trainer.train_iters) * run.data.seq_length,
+        "steps_and_their_samples": counted(stages(run), run.trainer.train_iters),
         "model_flops_per_step": flops_per_token(run.model, run.data.seq_length) * tokens,
         "state_bytes": state_bytes(run),
         "resumed_from": str(chosen.checkpoint) if chosen.checkpoint else None,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mtrain.config.batches import NO_RAMP
+from mtrain.config.batches import stages as batch_stages
 from mtrain.config.groups import DataConfig
 from mtrain.config.model import ModelConfig, MoEConfig
 from mtrain.config.parallel import ParallelConfig, RecomputeConfig
@@ -13,6 +15,7 @@ from mtrain.config.stages import Stage, stages
 
 HEAD, HIDDEN, FFN, VOCAB = 16, 64, 128, 512
 EQUAL_STAGES: dict[str, Any] = {"pipeline_layout": None, "layers_per_stage": None}
+_FORMATS = ("precision.dtype", "precision.fp8", "precision.fp4")
 MACHINE = Machine(cpu_cores=1, memory_bytes=0)
 
 
@@ -24,7 +27,8 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
 
     Layers become one or two per (virtual) stage, heads and key/value heads the fewest that keep how they are cut,
     experts at most two per rank. Everything that decides which code runs stays as it was: norm, activation, biases,
-    positions, windows, sinks, tying, routing, recomputation, optimizer, schedule.
+    positions, windows, sinks, tying, routing, recomputation, optimizer, schedule. Products in 8 or 4 bits do not: no
+    CPU has them.
     """
     p, deep = _fitting(run.parallel, _data_parallel(run), max_ranks), stages(run)
     if p.pp * p.vpp < len(deep):  # written stages are of a pipeline that no longer exists
@@ -40,7 +44,7 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
     values: dict[str, Any] = {
         "model": model,
         "parallel": p,
-        "precision": run.precision.model_copy(update={"dtype": dtype}),
+        "precision": run.precision.unquantized(dtype),
         "data": run.data.model_copy(update=_tokens(run.data, p, seq)),
         "optim": run.optim.model_copy(
             update={
@@ -54,6 +58,7 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
                 "train_iters": steps,
                 "global_batch_size": batch,
                 "micro_batch_size": 1,
+                **_ramp(run, batch // max(1, 4 // p.pp), batch, seq),
                 "eval_iters": 0,
                 "eval_interval": None,
                 "sample_tokens": 0,
@@ -113,6 +118,12 @@ def _tokens(data: DataConfig, p: ParallelConfig, seq: int) -> dict[str, Any]:
     }
 
 
+def _ramp(run: RunConfig, smallest: int, batch: int, seq: int) -> dict[str, Any]:
+    """One smaller step first where there was a ramp, if a smaller one there is."""
+    grows = len(batch_stages(run)) > 1 and smallest < batch
+    return {**NO_RAMP, "batch_size_schedule": ((smallest, smallest * seq),) if grows else None}
+
+
 def alone(run: RunConfig) -> RunConfig:
     """The same run on one rank, with everything kept on it: the same samples in the same micro-batches."""
     optim = run.optim.model_copy(update={"cpu_offload": 0.0})
@@ -122,7 +133,7 @@ def alone(run: RunConfig) -> RunConfig:
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
     """What was shrunk, as `key: old -> new`."""
     old, new = before.flat(), after.flat()
-    watched = ("model.", "data.seq_length", "trainer.global_batch_size", "parallel.", "precision.dtype")
+    watched = ("model.", "data.seq_length", "trainer.global_batch_size", "parallel.", *_FORMATS)
     return [f"{k}: {old.get(k)} -> {v}" for k, v in new.items() if old.get(k) != v and k.startswith(watched)]
 
 
@@ -132,7 +143,7 @@ def _data_parallel(run: RunConfig) -> int:
 
 def _on_a_cpu(run: RunConfig) -> dict[str, Any]:
     words = {key: "reference" for key, value in run.kernels if isinstance(value, str)}
-    return {**words, "gradient_accumulation_fusion": False}
+    return {**words, "optimizer": "auto", "gradient_accumulation_fusion": False}
 
 
 def _final_decay(run: RunConfig) -> dict[str, Any]:

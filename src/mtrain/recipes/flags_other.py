@@ -36,7 +36,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush --no-align-grad-reduce
         --no-align-param-gather --no-scatter-gather-tensors-in-pipeline
         --clone-scatter-output-in-embedding --no-clone-scatter-output-in-embedding
-        --ddp-average-in-collective --use-precision-aware-optimizer --no-initialization --manual-gc
+        --ddp-average-in-collective --no-initialization --manual-gc
         --manual-gc-interval --no-manual-gc-eval --empty-unused-memory-level --train-sync-interval
         --high-priority-stream-groups --use-tp-pp-dp-mapping --te-rng-tracker --inference-rng-tracker
         --deterministic-mode --no-gradient-reduce-div-fusion --legacy-tokenizer --disable-msc
@@ -127,8 +127,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         --fp8-format --fp8-recipe --fp8-margin --fp8-amax-history-len --fp8-amax-compute-algo
         --no-fp8-wgrad --fp8-param-gather --first-last-layers-bf16 --num-layers-at-start-in-bf16
         --num-layers-at-end-in-bf16 --fp4-format --fp4-recipe --fp4-param-gather
-        --reuse-grad-buf-for-mxfp8-param-ag --moe-router-padding-for-fp8 --main-grads-dtype
-        --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype --fp32-residual-connection
+        --reuse-grad-buf-for-mxfp8-param-ag --moe-router-padding-for-fp8 --fp32-residual-connection
         --fp16-lm-cross-entropy --disable-bf16-reduced-precision-matmul --loss-scale
         """,
     ),
@@ -151,7 +150,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         "not supported",
         "changes the numbers: training has no such choice here",
         """
-        --rampup-batch-size --iterations-to-skip --embedding-init-method-std
+        --iterations-to-skip --embedding-init-method-std
         --init-method-xavier-uniform --data-parallel-random-init --lr-warmup-init --decoupled-lr
         --decoupled-min-lr --start-weight-decay --end-weight-decay --hysteresis --muon-momentum
         --muon-use-nesterov --muon-scale-mode --muon-num-ns-steps --train-data-path --valid-data-path

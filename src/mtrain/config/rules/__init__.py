@@ -18,6 +18,7 @@ from mtrain.config.rules import (
     optim,
     pipeline,
     precision,
+    quantized,
     sharding,
     storage,
 )
@@ -36,6 +37,7 @@ RULES: tuple[Rule, ...] = tuple(
         model,
         data,
         precision,
+        quantized,
         optim,
         storage,
         inert,

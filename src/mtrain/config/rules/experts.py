@@ -207,12 +207,52 @@ def overlapped_shared_experts(run: RunConfig) -> Iterator[Finding]:
     yield Finding("MT234", "model.moe.shared_expert_overlap", rule, (_ALLTOALL, off))
 
 
+def flex_dispatcher(run: RunConfig) -> Iterator[Finding]:
+    """Kernels that send tokens themselves run on GPUs, between ranks, and know capacity in one of two."""
+    moe, p = run.model.moe, run.parallel
+    if moe is None or moe.token_dispatcher_type != "flex":
+        return
+    alltoall: Change = {**_ALLTOALL, "model.moe.flex_dispatcher_backend": None}
+    package = {"hybridep": "HybridEP"}.get(moe.flex_dispatcher_backend or "", "DeepEP")
+    if run.cluster.device != "cuda":
+        rule = f"the flex dispatcher is {package}'s kernels on cuda, and the device is {run.cluster.device}"
+        yield Finding("MT235", "model.moe.token_dispatcher_type", rule, (alltoall,))
+    if p.ep * (p.etp or p.tp) == 1:
+        rule = "the flex dispatcher sends tokens between ranks, and ep 1 * etp 1 keeps them"
+        yield Finding("MT236", "model.moe.token_dispatcher_type", rule, (alltoall,))
+    if moe.pad_expert_input_to_capacity and moe.flex_dispatcher_backend != "hybridep":
+        rule = "DeepEP's dispatcher pads no expert to its capacity"
+        off: Change = {"model.moe.pad_expert_input_to_capacity": False}
+        yield Finding("MT237", "model.moe.pad_expert_input_to_capacity", rule, (off, alltoall))
+
+
+def padding_router(run: RunConfig) -> Iterator[Finding]:
+    """The allgather dispatcher has no place for a router's padding."""
+    moe = run.model.moe
+    if moe is not None and moe.router_padding_for_quantization and moe.token_dispatcher_type == "allgather":
+        off: Change = {"model.moe.router_padding_for_quantization": False}
+        rule = "the allgather dispatcher sends no padding of the router"
+        yield Finding("MT238", "model.moe.router_padding_for_quantization", rule, (_ALLTOALL, off))
+
+
+def benchmarks_only(run: RunConfig) -> Iterator[Finding]:
+    """Random routing measures speed and trains no model."""
+    moe = run.model.moe
+    if moe is not None and moe.router_force_load_balancing:
+        rule = "tokens go to random experts: for measuring speed, not for a model"
+        off: Change = {"model.moe.router_force_load_balancing": False}
+        yield Finding("MT239", "model.moe.router_force_load_balancing", rule, (off,), "warning")
+
+
 _ALLTOALL: Change = {"model.moe.token_dispatcher_type": "alltoall"}
 
 RULES = (
     capacity,
     sinkhorn_sees_one_rank,
     overlapped_shared_experts,
+    flex_dispatcher,
+    padding_router,
+    benchmarks_only,
     expert_axes_need_experts,
     experts_divide,
     expert_grid_is_whole,

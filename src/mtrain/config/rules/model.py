@@ -107,6 +107,29 @@ def latent_attention(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT212", "model.rotary_interleaved", rule, ({"model.rotary_interleaved": False},))
 
 
+def one_norm_of_queries_and_keys(run: RunConfig) -> Iterator[Finding]:
+    """Queries and keys have one norm, and latent attention has its own."""
+    m = run.model
+    if not m.qk_l2_norm:
+        return
+    off: Change = {"model.qk_l2_norm": False}
+    if m.mla is not None:
+        yield Finding("MT212", "model.qk_l2_norm", "is not defined for latent attention", (off,))
+    elif m.qk_layernorm:
+        rule = "queries and keys have one norm: model.qk_layernorm is true too, and would reach nothing"
+        yield Finding("MT212", "model.qk_l2_norm", rule, (off, {"model.qk_layernorm": False}))
+
+
+def layers_without_rotation_divide(run: RunConfig) -> Iterator[Finding]:
+    """Layers without rotary positions come in whole periods."""
+    m = run.model
+    if m.no_rope_freq is not None and m.num_layers % m.no_rope_freq:
+        legal = [n for n in divisors(m.num_layers) if n > 1]
+        rule = f"{m.num_layers} layers are no multiple of {m.no_rope_freq}; legal: {listed(legal)}"
+        fixes: tuple[Change, ...] = tuple({"model.no_rope_freq": n} for n in nearest(m.no_rope_freq, legal))
+        yield Finding("MT213", "model.no_rope_freq", rule, (*fixes, {"model.no_rope_freq": None}))
+
+
 def initial_weights_are_small(run: RunConfig) -> Iterator[Finding]:
     """Large initial weights start with a loss far above that of a uniform guess."""
     std = run.model.init_method_std
@@ -132,5 +155,7 @@ RULES = (
     sequence_fits_positions,
     rotary_keys_need_rope,
     latent_attention,
+    one_norm_of_queries_and_keys,
+    layers_without_rotation_divide,
     initial_weights_are_small,
 )

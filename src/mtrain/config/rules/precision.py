@@ -26,6 +26,30 @@ def kernels_run_on_the_device(run: RunConfig) -> Iterator[Finding]:
             yield Finding(
                 "MT403", f"kernels.{key}", f"TransformerEngine runs on cuda, and the device is {device}", fixes
             )
+        if choice == "triton" and device == "cpu":
+            fixes = ({f"kernels.{key}": "auto"}, {f"kernels.{key}": "reference"})
+            yield Finding("MT403", f"kernels.{key}", "Triton compiles for a GPU, and the device is cpu", fixes)
 
 
-RULES = (loss_scale_range, kernels_run_on_the_device)
+def accumulation_in_fp32(run: RunConfig) -> Iterator[Finding]:
+    """Sums in fp32 of gradients that travel in less: for the distributed optimizer, one bucket at a time."""
+    p = run.parallel
+    if not p.ddp_reduce_scatter_with_fp32_accumulation:
+        return
+    key = "parallel.ddp_reduce_scatter_with_fp32_accumulation"
+    off: Change = {key: False}
+    if run.precision.dtype == "fp32" or run.precision.grad_reduce_in_fp32:
+        rule = "gradients travel in fp32 already"
+        less: Change = {"precision.grad_reduce_in_fp32": False}
+        yield Finding("MT405", key, rule, (less, {**less, "precision.dtype": "bf16"}, off))
+    if not (p.distributed_optimizer and p.overlap_grad_reduce) or p.hsdp_replicas > 1:
+        rule = "needs distributed_optimizer and overlap_grad_reduce, and hsdp_replicas 1"
+        need: Change = {
+            "parallel.distributed_optimizer": True,
+            "parallel.overlap_grad_reduce": True,
+            "parallel.hsdp_replicas": 1,
+        }
+        yield Finding("MT406", key, rule, (need, off))
+
+
+RULES = (loss_scale_range, kernels_run_on_the_device, accumulation_in_fp32)

@@ -1,0 +1,139 @@
+"""Every model in every layout, number format and cluster: which can launch, and the first reason why not."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from mtrain.config.batches import NO_RAMP
+from mtrain.config.cluster import ClusterConfig
+from mtrain.config.compose import compose
+from mtrain.config.precision import PrecisionConfig
+from mtrain.config.resolve import Machine, resolve
+from mtrain.config.rules import RULES
+from mtrain.config.rules.finding import Rule, dp_of
+from mtrain.config.run import RunConfig
+from mtrain.plan.count import state_bytes
+from mtrain.recipes.write import section
+from mtrain.units import GIB, bytes_
+
+AXES = ("model", "parallel", "precision", "cluster")
+MEMORY = "memory"
+"""The reason of a combination whose state alone is larger than the memory of its devices."""
+
+Reason = tuple[str, str]
+"""A code and a sentence; both empty where there is nothing to say."""
+FINE: Reason = ("", "")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One combination."""
+
+    model: str
+    parallel: str
+    precision: str
+    cluster: str
+    ok: bool
+    code: str = ""
+    rule: str = ""
+
+
+def judged(axes: Mapping[str, Sequence[str]], base: RunConfig, machine: Machine) -> Iterator[Verdict]:
+    """The verdict of each combination, with the smallest batch that its layout can take.
+
+    What a model and a layout make of a number of machines is the same for every device and format: it is judged once.
+    """
+    parts: dict[tuple[str, str], Any] = {(axis, name): part_of(axis, name) for axis in AXES for name in axes[axis]}
+    formats = {name: _formats(base, parts["precision", name], machine) for name in axes["precision"]}
+    ranks: dict[Any, int] = {}
+    for model, layout in itertools.product(axes["model"], axes["parallel"]):
+        shaped: dict[Any, _Shaped] = {}
+        for precision, name in itertools.product(axes["precision"], axes["cluster"]):
+            cluster = parts["cluster", name]
+            shape = (cluster.device, cluster.nodes, cluster.devices_per_node)
+            if shape not in shaped:
+                sections = {"model": parts["model", model], "parallel": parts["parallel", layout], "cluster": cluster}
+                raw = base.model_copy(update=sections)
+                if (layout, shape) not in ranks:
+                    ranks[layout, shape] = resolve(raw, machine).parallel.ranks or 1
+                shaped[shape] = _Shaped(_smallest_batch(raw, ranks[layout, shape], machine))
+            code, rule = shaped[shape].reason(formats[precision], cluster, machine)
+            yield Verdict(model, layout, precision, name, not code, code, rule)
+
+
+def part_of(axis: str, name: str) -> Any:
+    """The section of a choice; a layout with a slash in its name is the one of that recipe."""
+    if axis == "parallel" and "/" in name:
+        return compose([f"recipe={name}"]).run.parallel
+    return section(axis, name)
+
+
+def _formats(base: RunConfig, precision: PrecisionConfig, machine: Machine) -> PrecisionConfig:
+    return resolve(base.model_copy(update={"precision": precision}), machine).precision
+
+
+def _smallest_batch(raw: RunConfig, ranks: int, machine: Machine) -> RunConfig:
+    """The run, resolved, with a micro-batch of one for every stage and data-parallel rank."""
+    whole = raw.parallel.model_copy(update={"ranks": ranks})
+    batch = dp_of(raw.model_copy(update={"parallel": whole})) * raw.parallel.pp
+    trainer = raw.trainer.model_copy(update={"global_batch_size": batch, "micro_batch_size": 1, **NO_RAMP})
+    longest = min(raw.data.seq_length, raw.model.max_position_embeddings)
+    data = raw.data.model_copy(update={"seq_length": longest})
+    return resolve(raw.model_copy(update={"trainer": trainer, "data": data}), machine)
+
+
+@cache
+def _of_formats(rule: Rule) -> bool:
+    """Whether the file of a rule speaks of number formats or of a generation of devices."""
+    text = inspect.getsource(inspect.getmodule(rule) or rule)
+    return ".precision" in text or "cluster.sm" in text
+
+
+def _first(run: RunConfig, *, of_formats: bool) -> Reason:
+    """The first error that the rules of formats, or all others, have."""
+    for rule in RULES:
+        if _of_formats(rule) is of_formats:
+            for finding in rule(run):
+                if finding.severity == "error":
+                    return finding.code, f"{finding.path}: {finding.rule}"
+    return FINE
+
+
+@dataclass
+class _Shaped:
+    """A model in a layout on a number of machines, and what was found of it."""
+
+    run: RunConfig
+    plain: Reason | None = None
+    by_format: dict[Any, Reason] = field(default_factory=dict)
+    state: dict[Any, int] = field(default_factory=dict)
+
+    def reason(self, precision: PrecisionConfig, cluster: ClusterConfig, machine: Machine) -> Reason:
+        """The first reason against one format on one cluster."""
+        if self.plain is None:
+            self.plain = _first(self.run, of_formats=False)
+        if self.plain != FINE:
+            return self.plain
+        key = (precision.dtype, precision.quantized, cluster.sm)
+        if key not in self.by_format:
+            facts = self.run.cluster.model_copy(update={"sm": cluster.sm})
+            run = self.run.model_copy(update={"precision": precision, "cluster": facts})
+            self.by_format[key] = _first(run, of_formats=True)
+            self.state[precision.dtype] = self.state.get(precision.dtype) or state_bytes(run)
+        if self.by_format[key] != FINE:
+            return self.by_format[key]
+        return self._memory(self.state[precision.dtype], cluster, machine)
+
+    def _memory(self, state: int, cluster: ClusterConfig, machine: Machine) -> Reason:
+        need, here, where = state / (self.run.parallel.ranks or 1), (cluster.device_memory_gib or 0) * GIB, "a device"
+        if self.run.cluster.device == "cpu":
+            need, here, where = state, machine.memory_bytes, "the machine"
+        if not here or need <= here:
+            return FINE
+        rule = f"weights, gradients and optimizer state need at least {bytes_(need)}, and {where} has {bytes_(here)}"
+        return MEMORY, rule

@@ -1,0 +1,183 @@
+"""Products in 8 and 4 bits: what has them, and which widths they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtrain.config.conditional import QUANTIZED
+from mtrain.config.precision import PrecisionConfig
+from mtrain.config.rules.finding import Change, Finding, multiples
+from mtrain.config.rules.inert import unread
+from mtrain.config.run import RunConfig
+
+# Where TransformerEngine runs a recipe: the first generation, and the first later one without it.
+GENERATIONS: dict[str, tuple[int, int]] = {
+    "delayed": (89, 999),
+    "tensorwise": (89, 999),
+    "blockwise": (90, 999),
+    "mxfp8": (100, 120),
+    "nvfp4": (100, 999),
+}
+MULTIPLES = {"mxfp8": 32}
+"""Recipe -> what every width must be a multiple of; 16 for the others, whose last block may be partly empty."""
+PLAIN = "precision=bf16"
+
+
+def _off(run: RunConfig) -> Change:
+    """Every key of a quantized format at its default."""
+    keys = ("fp8", "fp4", "tp_only", "num_layers_at")
+    fields = {name: info for name, info in PrecisionConfig.model_fields.items() if name.startswith(keys)}
+    return {f"precision.{n}": i.default for n, i in fields.items() if getattr(run.precision, n) != i.default}
+
+
+def _tensorwise(run: RunConfig) -> Change:
+    """8 bits with the recipe that runs everywhere and remembers nothing, without the keys of others."""
+    kept = ("precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16")
+    rest = {key: value for key, value in _off(run).items() if key not in kept}
+    return {**rest, "precision.fp8": run.precision.fp8 or "hybrid", "precision.fp8_recipe": "tensorwise"}
+
+
+def _key(run: RunConfig) -> str:
+    return "precision.fp8" if run.precision.fp8 is not None else "precision.fp4"
+
+
+def format_keys_reach_something(run: RunConfig) -> Iterator[Finding]:
+    """Every key of a recipe belongs to the one that is chosen."""
+    yield from unread(run, QUANTIZED)
+
+
+def one_format_of_few_bits(run: RunConfig) -> Iterator[Finding]:
+    """A product is in 8 bits or in 4, and what is beside it in bf16."""
+    p = run.precision
+    if p.fp8 is not None and p.fp4 is not None:
+        rule = f"linear layers multiply in 8 bits or in 4: fp8 is {p.fp8} and fp4 is {p.fp4}"
+        four: Change = {"precision.fp8": None, "precision.fp8_recipe": None}
+        yield Finding("MT440", "precision.fp4", rule, ({"precision.fp4": None, "precision.fp4_recipe": None}, four))
+    if p.quantized is not None and p.dtype != "bf16":
+        rule = f"the {p.quantized} recipe is one of models in bf16, and precision.dtype is {p.dtype}"
+        yield Finding("MT441", "precision.dtype", rule, ({"precision.dtype": "bf16"}, _off(run)))
+
+
+def few_bits_need_transformer_engine(run: RunConfig) -> Iterator[Finding]:
+    """Only TransformerEngine's layers read the recipe; others would go on in bf16 without a word."""
+    p, k = run.precision, run.kernels
+    layers = ("linear", "experts") if run.model.moe is not None else ("linear",)
+    used = (*layers, "attention") if p.fp8_dot_product_attention else layers
+    others = [f"kernels.{name} is {getattr(k, name)}" for name in used if getattr(k, name) not in ("te", "auto")]
+    if p.quantized is None or not others:
+        return
+    device, what = run.cluster.device, "8" if p.fp8 is not None else "4"
+    rule = f"products in {what} bits are TransformerEngine's, on cuda; the device is {device}, {', '.join(others)}"
+    te: Change = {f"kernels.{name}": "te" for name in used}
+    yield Finding("MT442", _key(run), rule, (te, _off(run)), hint=PLAIN)
+
+
+def generation_has_the_recipe(run: RunConfig) -> Iterator[Finding]:
+    """Tensor cores learnt 8 bits with sm_89, blocks of them with sm_90 and sm_100, 4 bits with sm_100."""
+    recipe, sm = run.precision.quantized, run.cluster.sm
+    if recipe is None or sm is None or run.cluster.device != "cuda":
+        return
+    first, end = GENERATIONS[recipe]
+    if first <= sm < end:
+        return
+    until = f" and below sm_{end}" if end < 999 else ""
+    rule = f"the {recipe} recipe needs sm_{first} or newer{until}, and the devices are sm_{sm}"
+    yield Finding("MT443", _key(run), rule, (_tensorwise(run), _off(run)), hint=PLAIN)
+
+
+def _widths(run: RunConfig) -> Iterator[tuple[str, str, int, int]]:
+    """Key, words, width and over how many ranks it is cut, of every matrix that is multiplied in few bits."""
+    m, p = run.model, run.parallel
+    yield "model.hidden_size", "the hidden size", m.hidden_size, 1
+    if m.moe is None or m.moe.first_dense_layers:
+        yield "model.ffn_hidden_size", "the MLP", m.ffn_hidden_size, p.tp
+    if m.moe is not None:
+        yield "model.moe.ffn_hidden_size", "an expert", m.moe.ffn_hidden_size, p.etp or p.tp
+        if m.moe.shared_expert_intermediate_size:
+            key = "model.moe.shared_expert_intermediate_size"
+            yield key, "the shared experts", m.moe.shared_expert_intermediate_size, p.tp
+    if m.mla is None:
+        heads = m.head_dim * m.num_attention_heads
+        yield "model.num_attention_heads", "all query heads", heads, p.tp
+        queries_keys_values = heads + 2 * m.head_dim * max(m.query_groups, p.tp)
+        yield "model.num_query_groups", "queries, keys and values", queries_keys_values, p.tp
+    else:
+        yield "model.mla.kv_lora_rank", "the latent keys and values", m.mla.kv_lora_rank, 1
+        heads = m.num_attention_heads
+        queries = heads * (m.mla.qk_head_dim + m.mla.qk_pos_emb_head_dim)
+        yield "model.mla.qk_head_dim", "all queries", queries, p.tp
+        yield "model.mla.qk_head_dim", "all keys and values", heads * (m.mla.qk_head_dim + m.mla.v_head_dim), p.tp
+        yield "model.mla.v_head_dim", "all values", heads * m.mla.v_head_dim, p.tp
+        positions = m.mla.kv_lora_rank + m.mla.qk_pos_emb_head_dim
+        yield "model.mla.qk_pos_emb_head_dim", "latent keys, values and positions", positions, 1
+        if m.mla.q_lora_rank:
+            yield "model.mla.q_lora_rank", "the latent queries", m.mla.q_lora_rank, 1
+
+
+def widths_fill_the_tensor_cores(run: RunConfig) -> Iterator[Finding]:
+    """Every width that a rank multiplies, and its tokens, are multiples of what the recipe takes."""
+    recipe, p = run.precision.quantized, run.parallel
+    if recipe is None:
+        return
+    step = MULTIPLES.get(recipe, 16)
+    for key, words, width, ranks in _widths(run):
+        if width % (ranks * step):
+            rule = f"{words}, {width} wide over {ranks} rank(s): {recipe} takes multiples of {step} on each"
+            fixes: tuple[Change, ...] = (_off(run),)
+            if key in ("model.hidden_size", "model.ffn_hidden_size") or key.startswith("model.moe."):
+                fixes = (*({key: n} for n in multiples(width, ranks * step)), *fixes)
+            yield Finding("MT444", key, rule, fixes, hint=PLAIN)
+    cut = p.cp * (p.tp if p.sequence_parallel else 1)
+    tokens = run.data.seq_length * run.trainer.micro
+    if tokens % (cut * step):
+        rule = f"micro-batches of {tokens} tokens over {cut} rank(s): {recipe} takes multiples of {step} on each"
+        more: tuple[Change, ...] = tuple({"data.seq_length": n} for n in multiples(run.data.seq_length, cut * step))
+        yield Finding("MT445", "data.seq_length", rule, (*more, _off(run)), hint=PLAIN)
+
+
+def layers_in_bf16(run: RunConfig) -> Iterator[Finding]:
+    """First and last layers that stay in bf16 lie on the first and the last stage, and leave some others."""
+    p, layers, pp = run.precision, run.model.num_layers, run.parallel.pp
+    start, end = p.num_layers_at_start_in_bf16, p.num_layers_at_end_in_bf16
+    if p.quantized is None or not (start or end):
+        return
+    none: Change = {"precision.num_layers_at_start_in_bf16": 0, "precision.num_layers_at_end_in_bf16": 0}
+    if start + end >= layers:
+        rule = f"{start} first and {end} last layers in bf16 of {layers} leave none for {p.quantized}"
+        yield Finding("MT446", "precision.num_layers_at_start_in_bf16", rule, (none,))
+    elif max(start, end) > layers // pp:
+        rule = f"{start} first and {end} last layers in bf16, and a stage of pp {pp} has {layers // pp}"
+        few: Change = {
+            "precision.num_layers_at_start_in_bf16": min(start, layers // pp),
+            "precision.num_layers_at_end_in_bf16": min(end, layers // pp),
+        }
+        yield Finding("MT446", "precision.num_layers_at_start_in_bf16", rule, (few, none))
+
+
+def delayed_scales(run: RunConfig) -> Iterator[Finding]:
+    """Scales of past steps are no weights: parts are not computed twice with them, and no checkpoint has them."""
+    p, r = run.precision, run.parallel.recompute
+    if p.fp8 is None or p.quantized != "delayed":
+        return
+    other = _tensorwise(run)
+    twice = [name for name in r.modules or () if name in ("moe_act", "layernorm")]
+    if r.granularity == "selective" and twice:
+        rest = [name for name in r.modules or () if name not in twice]
+        rule = f"{' and '.join(twice)} cannot be computed again under the scales of a later step"
+        change: Change = {"parallel.recompute.modules": rest} if rest else {"parallel.recompute.granularity": "none"}
+        drop = change if rest else {**change, "parallel.recompute.modules": None}
+        yield Finding("MT447", "parallel.recompute.modules", rule, (drop, other))
+    if run.checkpoint.save_interval is not None or run.checkpoint.save_final:
+        rule = "the largest values of past steps are in no checkpoint: after a resume they are collected anew"
+        yield Finding("MT448", "precision.fp8_recipe", rule, (other,), "warning")
+
+
+RULES = (
+    format_keys_reach_something,
+    one_format_of_few_bits,
+    few_bits_need_transformer_engine,
+    generation_has_the_recipe,
+    widths_fill_the_tensor_cores,
+    layers_in_bf16,
+    delayed_scales,
+)

@@ -1,0 +1,179 @@
+"""Products in 8 and 4 bits: what each recipe needs, in numbers, and what to take instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mtrain.config.compose import compose
+from mtrain.config.core_fields import transformer_values
+from mtrain.config.resolve import resolve
+from mtrain.config.rules import apply
+from mtrain.errors import BadInput
+from mtrain.plan.shrink import shrink
+from tests.support.configs import LAPTOP, MOE, errors, first_fix, judge, tiny
+
+H100: dict[str, Any] = {"cluster.device": "cuda", "cluster.devices_per_node": 1, "cluster.sm": 90}
+B200 = {**H100, "cluster.sm": 100}
+TE = {"kernels.linear": "te"}
+FP8: dict[str, Any] = {"precision.dtype": "bf16", "precision.fp8": "hybrid", **H100}
+FP4: dict[str, Any] = {"precision.dtype": "bf16", "precision.fp4": "e2m1", **B200}
+DELAYED = {**FP8, "precision.fp8_recipe": "delayed", "checkpoint.save_final": False}
+BROKEN: list[tuple[str, str, dict[str, Any]]] = [
+    ("MT150", "a precision.fp8", {"precision.fp8_recipe": "delayed"}),
+    ("MT150", "precision.fp8_recipe=delayed", {**FP8, "precision.fp8_margin": 1}),
+    ("MT150", "precision.fp8_recipe=delayed", {**FP8, "precision.fp8_amax_history_len": 16}),
+    ("MT150", "precision.fp8_recipe=delayed", {**FP8, "precision.fp8_amax_compute_algo": "max"}),
+    ("MT150", "precision.fp8_recipe=delayed", {**FP8, "precision.fp8_wgrad": False}),
+    ("MT150", "precision.fp8_recipe=delayed", {**FP8, "precision.tp_only_amax_red": True}),
+    (
+        "MT150",
+        "delayed or tensorwise",
+        {**FP8, "precision.fp8_recipe": "blockwise", "precision.fp8_dot_product_attention": True},
+    ),
+    ("MT150", "fp8_dot_product_attention=true", {**DELAYED, "precision.fp8_multi_head_attention": True}),
+    ("MT150", "recipe is not delayed", {**DELAYED, "precision.num_layers_at_start_in_bf16": 1}),
+    ("MT150", "a precision.fp4", {"precision.fp4_recipe": "nvfp4"}),
+    ("MT440", "in 8 bits or in 4", {**FP4, "precision.fp8": "e4m3"}),
+    ("MT441", "precision.dtype is fp32", {**FP8, "precision.dtype": "fp32"}),
+    ("MT441", "precision.dtype is fp16", {**FP4, "precision.dtype": "fp16"}),
+    ("MT442", "kernels.linear is reference", {**FP8, "kernels.linear": "reference"}),
+    ("MT442", "kernels.experts is reference", {**FP8, "model.moe": MOE, "kernels.experts": "reference"}),
+    (
+        "MT442",
+        "kernels.attention is reference",
+        {**FP8, "precision.fp8_dot_product_attention": True, "kernels.attention": "reference"},
+    ),
+    ("MT443", "needs sm_89 or newer, and the devices are sm_80", {**FP8, "cluster.sm": 80}),
+    ("MT443", "needs sm_90 or newer", {**FP8, "precision.fp8_recipe": "blockwise", "cluster.sm": 89}),
+    ("MT443", "needs sm_100 or newer and below sm_120", {**FP8, "precision.fp8_recipe": "mxfp8"}),
+    ("MT443", "below sm_120", {**FP8, "precision.fp8_recipe": "mxfp8", "cluster.sm": 120}),
+    ("MT443", "nvfp4 recipe needs sm_100", {**FP4, "cluster.sm": 90}),
+    (
+        "MT444",
+        "the MLP, 700 wide over 1 rank(s): tensorwise takes multiples of 16",
+        {**FP8, "model.ffn_hidden_size": 700},
+    ),
+    (
+        "MT444",
+        "an expert, 340 wide over 1 rank(s)",
+        {**FP8, "model.moe": {**MOE, "ffn_hidden_size": 340}},
+    ),
+    (
+        "MT444",
+        "mxfp8 takes multiples of 32",
+        {**FP8, **B200, "precision.fp8_recipe": "mxfp8", "model.ffn_hidden_size": 720},
+    ),
+    ("MT445", "micro-batches of 1020 tokens over 1 rank(s)", {**FP8, "data.seq_length": 255}),
+    (
+        "MT446",
+        "leave none",
+        {**FP8, "precision.num_layers_at_start_in_bf16": 2, "precision.num_layers_at_end_in_bf16": 2},
+    ),
+    (
+        "MT446",
+        "a stage of pp 2 has 2",
+        {
+            **FP8,
+            "parallel.pp": 2,
+            "cluster.devices_per_node": 2,
+            "precision.num_layers_at_start_in_bf16": 3,
+        },
+    ),
+    (
+        "MT447",
+        "layernorm cannot be computed again",
+        {
+            **DELAYED,
+            "parallel.recompute.granularity": "selective",
+            "parallel.recompute.modules": ["layernorm"],
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("code", "words", "change"), BROKEN, ids=lambda v: str(v)[:40])
+def test_what_a_recipe_lacks_is_said_with_a_fix_that_works(code: str, words: str, change: dict[str, Any]) -> None:
+    raw = apply(tiny(), change)
+    found = [p for p in errors(raw) if p.code == code and words in p.rule]
+    assert found, errors(raw)
+    after = errors(apply(raw, first_fix(found[0])))
+    assert code not in {p.code for p in after}
+    assert {(p.code, p.path) for p in after} < {(p.code, p.path) for p in errors(raw)}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        FP8,
+        FP4,
+        DELAYED,
+        {**DELAYED, "precision.fp8_dot_product_attention": True, "precision.fp8_multi_head_attention": True},
+        {**FP8, "precision.fp8_recipe": "blockwise"},
+        {**FP8, **B200, "precision.fp8_recipe": "mxfp8"},
+        {**FP8, "precision.num_layers_at_start_in_bf16": 1, "precision.num_layers_at_end_in_bf16": 1},
+        {**FP4, "precision.num_layers_at_end_in_bf16": 2},
+        {**FP8, "cluster.sm": None},
+        {**FP8, **TE},
+    ],
+    ids=lambda v: str(v)[-60:],
+)
+def test_what_a_recipe_has_is_no_problem(change: dict[str, Any]) -> None:
+    assert judge(apply(tiny(), change)) == []
+
+
+@pytest.mark.parametrize("choice", ["fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8", "nvfp4"])
+def test_on_a_cpu_each_choice_says_in_one_line_what_it_needs_and_bf16_is_the_fix(choice: str) -> None:
+    raw = compose([f"precision={choice}", "cluster=cpu"]).run
+    (problem,) = errors(raw)
+    assert problem.code == "MT442"
+    assert "TransformerEngine's, on cuda; the device is cpu" in problem.rule
+    assert problem.fix.endswith(" or precision=bf16")
+    assert errors(apply(raw, first_fix(problem))) == []
+    assert errors(compose(["precision=bf16", "cluster=cpu"]).run) == []
+
+
+@pytest.mark.parametrize(
+    ("choice", "cluster", "codes"),
+    [
+        ("fp8_delayed", "h100x8", set()),
+        ("fp8_tensorwise", "l40sx8", set()),
+        ("fp8_blockwise", "l40sx8", {"MT443"}),
+        ("fp8_blockwise", "h200x8", set()),
+        ("mxfp8", "h100x8", {"MT443"}),
+        ("mxfp8", "b200x8", set()),
+        ("nvfp4", "gb200x72", set()),
+        ("nvfp4", "h100x8", {"MT443"}),
+        ("fp8_tensorwise", "a100x8", {"MT443"}),
+    ],
+)
+def test_a_cluster_has_the_recipes_of_its_generation(choice: str, cluster: str, codes: set[str]) -> None:
+    words = ["model=llama3_8b", "parallel=dp", "data=mock", "trainer.global_batch_size=72"]
+    raw = compose([*words, f"precision={choice}", f"cluster={cluster}"]).run
+    assert {p.code for p in errors(raw)} == codes
+
+
+def test_a_misspelt_format_gets_its_neighbour() -> None:
+    with pytest.raises(BadInput) as refused:
+        compose(["precision.fp8=e4m4"])
+    assert [p.fix for p in refused.value.problems] == ["precision.fp8=e4m3"]
+
+
+def test_null_stands_for_the_recipe_that_is_shown() -> None:
+    run = resolve(apply(tiny(), FP8), LAPTOP)
+    assert run.precision.fp8_recipe == run.precision.quantized == "tensorwise"
+    fields = transformer_values(resolve(apply(tiny(), DELAYED), LAPTOP))
+    assert (fields["fp8"], fields["fp8_recipe"], fields["fp8_amax_history_len"]) == ("hybrid", "delayed", 1024)
+
+
+def test_a_rehearsal_on_a_cpu_multiplies_in_full() -> None:
+    small = shrink(resolve(apply(tiny(), {**FP8, **TE}), LAPTOP), steps=2)
+    assert (small.precision.quantized, small.precision.dtype) == (None, "fp32")
+    assert errors(small) == []
+
+
+def test_scales_that_no_checkpoint_has_are_a_warning() -> None:
+    (problem,) = judge(apply(tiny(), {**DELAYED, "checkpoint.save_final": True}))
+    assert (problem.code, problem.severity) == ("MT448", "warning")
+    assert judge(apply(tiny(), {**DELAYED, "checkpoint.save_final": True, **first_fix(problem)})) == []
