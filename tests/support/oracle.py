@@ -35,6 +35,7 @@ POLICY: dict[str, str] = {
     **dict.fromkeys(("MT221", "MT232", "MT423"), REACHES_NOTHING),
     "MT207": "latent attention turns its heads by rope whatever the key says",
     "MT171": "more layers than a stage has: whoever wrote it counts layers otherwise than the pipeline does",
+    "MT203": "an odd number of channels that rotate: megatron-core turns one more than was written, or none at all",
     "MT204": "positions that the model was not made for: it trains, and what it learns there is not what was meant",
 }
 """Code -> why it refuses what would make a step."""

@@ -204,6 +204,10 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT203", {"model.kv_channels": 15}),
     ("MT203", {"model.rotary_percent": 0.1}),
     ("MT203", {"model.mla": {**MLA, "qk_pos_emb_head_dim": 7}, "model.num_query_groups": None}),
+    (
+        "MT203",
+        {"model.mla": {**MLA, "qk_pos_emb_head_dim": 6}, "model.rotary_percent": 0.5, "model.num_query_groups": None},
+    ),
     ("MT204", {"data.seq_length": 2048}),
     ("MT204", {"data.seq_length": 2048, "model.position_embedding_type": "learned_absolute"}),
     ("MT205", {"model.rope_scaling_factor": 8.0, "model.position_embedding_type": "none"}),

@@ -59,6 +59,8 @@ class Call:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # pydantic would ask every installed package for plug-ins: time, and code that nobody chose
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     debug = "--debug" in arguments
     try:
         call = parse(arguments)

@@ -29,7 +29,6 @@ class Section(BaseModel):
         strict=True,
         defer_build=True,
         extra="forbid",
-        use_attribute_docstrings=True,
         validate_default=True,
         allow_inf_nan=False,
         protected_namespaces=(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from functools import cache
 from types import NoneType, UnionType
@@ -152,7 +151,7 @@ DERIVED = {
 """Names that have no key here, and why."""
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
+def section_in(annotation: Any) -> type[BaseModel] | None:
     """The section class inside `X`, `X | None`; None for a leaf."""
     if get_origin(annotation) in (Union, UnionType):
         inner = [a for a in get_args(annotation) if a is not NoneType]
@@ -165,7 +164,7 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 @cache
 def schema_keys() -> dict[str, FieldInfo]:
     """Every leaf key by its dotted path, the recipe's words about itself included."""
-    return {path: field for path, field in _all_keys().items() if _section(field.annotation) is None}
+    return {path: field for path, field in _all_keys().items() if section_in(field.annotation) is None}
 
 
 @cache
@@ -176,7 +175,7 @@ def _all_keys() -> dict[str, FieldInfo]:
         for name, field in section.model_fields.items():
             path = f"{prefix}{name}"
             out[path] = field
-            inner = _section(field.annotation)
+            inner = section_in(field.annotation)
             if inner is not None:
                 walk(f"{path}.", inner)
 
@@ -204,6 +203,8 @@ def _words(annotation: Any) -> Iterator[tuple[str, ...]]:
 
 def suggest(path: str) -> tuple[list[str], str]:
     """Keys that `path` may have meant, best first, and a sentence about it where there is something to say."""
+    import difflib
+
     last = path.rpartition(".")[2].lower().replace("-", "_").strip("_")
     if last in DERIVED:
         return [], DERIVED[last]

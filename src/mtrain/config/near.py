@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import PydanticUndefined
 
 from mtrain.config.dump import override
@@ -36,6 +34,8 @@ _WORDS = {
 
 def accepts(path: str, value: Any) -> bool:
     """Whether the schema takes `value` at `path`, whatever the other keys are."""
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
     field = field_of(path)
     if field is None:
         return False
@@ -82,6 +82,8 @@ def at_default(path: str) -> str:
 
 def near_choice(word: str, choices: Sequence[str]) -> list[str]:
     """Choices that `word` may have meant, best first."""
+    import difflib
+
     near = difflib.get_close_matches(word, choices, n=3, cutoff=0.5)
     plain = re.sub(r"[^a-z0-9]", "", word.lower())
     same = [c for c in choices if re.sub(r"[^a-z0-9]", "", c.lower()) == plain]

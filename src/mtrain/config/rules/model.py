@@ -38,23 +38,17 @@ def rotary_width_is_even(run: RunConfig) -> Iterator[Finding]:
     m = run.model
     if m.position_embedding_type != "rope":
         return
-    if m.mla is not None:
-        key, width, whole = "model.mla.qk_pos_emb_head_dim", m.mla.qk_pos_emb_head_dim, None
-    else:
-        key, width, whole = "model.rotary_percent", int(m.head_dim * m.rotary_percent), m.head_dim
+    whole = m.mla.qk_pos_emb_head_dim if m.mla is not None else m.head_dim
+    width = int(whole * m.rotary_percent)
     if width >= 2 and width % 2 == 0:
         return
-    if whole is None:
-        fixes: tuple[Change, ...] = ({key: width + 1},)
-    else:
-        fixes = (
-            {"model.rotary_percent": 1.0},
-            {"model.rotary_percent": 0.5},
-            {"model.kv_channels": max(2, whole // 2 * 2)},
-            {"model.kv_channels": max(2, whole // 2 * 2), "model.rotary_percent": 1.0},
-        )
+    key = "model.mla.qk_pos_emb_head_dim" if m.mla is not None else "model.kv_channels"
+    even: Change = {key: max(2, whole // 2 * 2)}
+    all_of_it: Change = {"model.rotary_percent": 1.0}
+    fixes = (all_of_it, {"model.rotary_percent": 0.5}, even, {**even, **all_of_it})
+    blamed = key if m.mla is not None and m.rotary_percent == 1 else "model.rotary_percent"
     rule = f"{width} channels of a head rotate, and they rotate in pairs: an even number, at least 2"
-    yield Finding("MT203", key, rule, fixes)
+    yield Finding("MT203", blamed, rule, fixes)
 
 
 def sequence_fits_positions(run: RunConfig) -> Iterator[Finding]:
