@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from mtrain.config.conditional import CONDITIONAL
 from mtrain.config.keys import schema_keys
 from mtrain.config.resolve import resolve
 from mtrain.config.rules import apply
@@ -170,6 +171,7 @@ def draw(rng: random.Random, max_ranks: int) -> Drawn:
             continue
         for _ in range(rng.choice((0, 1, 2, 4))):
             raw = _changed(raw, rng, table)
+        raw = _quiet(raw) if rng.random() < 0.8 else raw  # else that one rule would speak in most refusals
         ranks = _ranks(raw)
         if ranks is not None and ranks <= max_ranks:
             return Drawn(raw)
@@ -214,6 +216,14 @@ def _repaired(raw: RunConfig) -> RunConfig | None:
         raw = apply(raw, first_fix(fixable))
         found = errors(raw)
     return None
+
+
+def _quiet(raw: RunConfig) -> RunConfig:
+    """`raw` with every key that reaches nothing switched off."""
+    for key in CONDITIONAL:
+        if key.value(raw) != key.off and not key.active(raw):
+            raw = _with(raw, key.path, key.off)
+    return raw
 
 
 def _ranks(raw: RunConfig) -> int | None:
