@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mtrain.config.groups import ClusterConfig, DataConfig, KernelsConfig, OptimConfig, PrecisionConfig, TrainerConfig
+from mtrain.config.kernels import OPERATIONS
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.run import RunConfig
@@ -41,7 +42,7 @@ def tiny_run(
         data=DataConfig(kind="mock", seq_length=32),
         optim=OptimConfig(**{"lr": 1e-3, "warmup_iters": 5, **(optim or {})}),
         cluster=ClusterConfig(device="cpu", devices_per_node=degrees.ranks),
-        kernels=KernelsConfig(norm="reference", attention="reference", linear="reference", experts="reference"),
+        kernels=KernelsConfig(**{op.name: "reference" for op in OPERATIONS}),
         trainer=TrainerConfig(**{**batch, **(trainer or {})}),
     )
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from mtrain.cli.setup import Loaded, load
+from mtrain.config import kernels
 from mtrain.config.rules.finding import dp_of
 from mtrain.errors import Problem
 from mtrain.units import count
@@ -55,6 +56,7 @@ def summary(loaded: Loaded) -> str:
         ("ranks", f"{p.ranks} on {run.cluster.name} ({run.cluster.device}, {run.cluster.nodes} node(s))"),
         ("batch", f"{t.global_batch_size} samples = {micro} micro-batch(es) of {t.micro} on {dp} rank(s)"),
         ("tokens", f"{count(tokens)} per step, {count(tokens * t.train_iters)} in {t.train_iters} steps"),
+        ("kernels", kernels.summary(run)),
         ("data", f"{run.data.kind}, samples of {run.data.seq_length} tokens"),
         ("digest", run.digest()),
     ]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mtrain.config.kernels import OPERATIONS
 from mtrain.config.run import RunConfig
 
 
@@ -124,6 +125,7 @@ CONDITIONAL = (
         lambda r: False,
         off=False,
     ),
+    *(Conditional(f"kernels.{op.name}", op.applies, op.needs) for op in OPERATIONS if op.needs),
     *(
         Conditional(
             f"model.mla.{key}",

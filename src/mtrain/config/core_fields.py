@@ -26,8 +26,9 @@ def _unless_none(word: str) -> str | None:
 
 
 def _activation_can_fuse(run: RunConfig) -> bool:
-    """What megatron-core's fused activations cover: swiglu, and gelu with its bias."""
-    return run.model.activation == "swiglu" or (run.model.activation == "gelu" and run.model.add_bias_linear)
+    """What megatron-core's fused activations cover, if nobody else does it: swiglu, and gelu with its bias."""
+    fused = run.model.activation == "swiglu" or (run.model.activation == "gelu" and run.model.add_bias_linear)
+    return fused and run.kernels.activation != "triton"
 
 
 FIELDS: dict[str, Callable[[RunConfig], Any]] = {

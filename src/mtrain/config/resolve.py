@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mtrain.config.conditional import CONDITIONAL
+from mtrain.config.kernels import resolved as resolved_kernels
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem
@@ -27,6 +28,10 @@ class Machine:
     gpus: int = 0
     transformer_engine: bool = False
     """Whether TransformerEngine is installed."""
+    triton: bool = False
+    """Whether Triton is installed."""
+    triton_interpreted: bool = False
+    """Whether Triton's kernels run in its interpreter, on a CPU."""
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> Machine:
@@ -40,7 +45,8 @@ class Machine:
         except (ValueError, OSError, AttributeError):
             memory = 0
         engine = gpus > 0 and find_spec("transformer_engine") is not None
-        return cls(os.cpu_count() or 1, memory, gpus, engine)
+        interpreted = environment.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+        return cls(os.cpu_count() or 1, memory, gpus, engine, find_spec("triton") is not None, interpreted)
 
 
 def _visible(text: str) -> int:
@@ -74,8 +80,7 @@ def resolve(run: RunConfig, machine: Machine, world_size: int | None = None) -> 
     ranks, per_node = _ranks(run, device, machine, world_size)
     kernels: dict[str, Any] = {}
     if device == "cpu" or machine.gpus:  # elsewhere the machine that runs it decides
-        kernel = "te" if device == "cuda" and machine.transformer_engine else "reference"
-        kernels = {key: kernel for key, value in run.kernels if value == "auto"}
+        kernels = resolved_kernels(run, device, machine)
     cluster: dict[str, Any] = {"device": device, "devices_per_node": per_node}
     run = run.model_copy(
         update={
