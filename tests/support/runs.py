@@ -9,6 +9,7 @@ import torch
 
 from mtrain.config.cluster import ClusterConfig
 from mtrain.config.groups import DataConfig, KernelsConfig, OptimConfig, TrainerConfig
+from mtrain.config.kernels import OPERATIONS
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.precision import PrecisionConfig
@@ -26,7 +27,7 @@ TINY: dict[str, Any] = {
 
 
 SCHEDULE: dict[str, Any] = {"lr": 1e-3, "warmup_iters": 5}
-PLAIN: dict[str, Any] = dict.fromkeys(("norm", "attention", "linear", "experts"), "reference")
+PLAIN: dict[str, Any] = {op.name: "reference" for op in OPERATIONS if op.name != "optimizer"}
 
 
 def tiny_run(

@@ -275,7 +275,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "data.tokenizer": "/models/llama3/tokenizer.json",
         "trainer.global_batch_size": 256,
         "optim.warmup_iters": 2000,
-        "kernels.linear": "te",
+        "kernels.default": "te",
     },
     "llama31_405b": {
         "model.vocab_size": 128256,

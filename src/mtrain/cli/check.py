@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from mtrain.cli.setup import Loaded, load
+from mtrain.config import kernels
 from mtrain.config.batches import counted, stages
 from mtrain.config.rules.finding import dp_of
 from mtrain.errors import Problem
@@ -62,6 +63,7 @@ def summary(loaded: Loaded) -> str:
         ("batch", f"{t.global_batch_size} samples = {micro} micro-batch(es) of {t.micro} on {dp} rank(s)"),
         *(ramp if len(stages(run)) > 1 else ()),
         ("tokens", f"{count(tokens)} per step, {count(total)} in {t.train_iters} steps"),
+        ("kernels", kernels.summary(run)),
         ("data", f"{run.data.kind}, samples of {run.data.seq_length} tokens"),
         ("digest", run.digest()),
     ]

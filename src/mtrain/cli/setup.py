@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mtrain.config import kernels
 from mtrain.config.compose import Composed, Rejected, compose
 from mtrain.config.mend import mended
 from mtrain.config.resolve import HERE, Machine, machine_problems, resolve, world_size_of
@@ -53,6 +54,7 @@ def judge(
 ) -> list[Problem]:
     """What the rules say of a resolved configuration, and what this machine does."""
     problems = check(run, origins, raw=composed.run, resolve=lambda r: resolve(r, machine, world_size))
+    problems += kernels.problems(run, machine, origins)
     return problems + machine_problems(composed.run, run, machine, world_size, origins["parallel.ranks"])
 
 

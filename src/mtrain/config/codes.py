@@ -58,6 +58,18 @@ WORDS: dict[str, tuple[str, str]] = {
         "The state of the model alone is larger than this machine's memory.",
         "Name the machines it is meant for, as in cluster=h100x64, or take a smaller model.",
     ),
+    "MT407": (
+        "A kernel is named that this machine cannot run.",
+        "Name the reference or auto, or install what is missing; only auto chooses.",
+    ),
+    "MT408": (
+        "torch's grouped product does not take these experts.",
+        "Leave kernels.experts to auto, or make sizes and format such as the sentence says.",
+    ),
+    "MT461": (
+        "An implementation of Adam is named that does not update what this run trains.",
+        "Leave kernels.optimizer to auto, which takes one that does.",
+    ),
     "MT501": ("A run folder is taken.", "Go on with it, or give the new run another name."),
     "MT502": ("There is no run or checkpoint to go on from.", "Name one that exists, or begin a new run."),
     "MT503": ("A checkpoint is of another model.", "Take the model of the checkpoint, or begin a new run."),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mtrain.config.kernels import OPERATIONS
 from mtrain.config.keys import field_of
 from mtrain.config.run import RunConfig
 
@@ -253,6 +254,7 @@ CONDITIONAL = (
         lambda r: False,
         off=False,
     ),
+    *(Conditional(f"kernels.{op.name}", op.applies, op.needs) for op in OPERATIONS if op.needs),
     *(
         Conditional(path, active, needs, off=field_of(path).default)  # type: ignore[union-attr]
         for paths, active, needs in _BESIDE

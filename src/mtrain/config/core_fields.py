@@ -26,10 +26,11 @@ def _unless_none(word: str) -> str | None:
 
 
 def _activation_can_fuse(run: RunConfig) -> bool:
-    """What megatron-core's fused activations cover: swiglu, and gelu with its bias; without offset and bound."""
+    """What megatron-core's fused activations cover, if nobody else does it: swiglu, and gelu with its bias; plain."""
     m = run.model
     plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
-    return plain and (m.activation == "swiglu" or (m.activation == "gelu" and m.add_bias_linear))
+    fused = m.activation == "swiglu" or (m.activation == "gelu" and m.add_bias_linear)
+    return plain and fused and run.kernels.activation != "triton"
 
 
 def _some_layers_in_bf16(run: RunConfig) -> bool:

@@ -15,8 +15,6 @@ from mtrain.config.base import (
 )
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-KernelChoice = Literal["auto", "reference", "te"]
-OptimizerKernel = Literal["auto", "torch", "reference", "triton", "te"]
 Moment = Literal["fp32", "bf16", "fp8"]
 
 
@@ -157,17 +155,33 @@ class TrainerConfig(Section):
 class KernelsConfig(Section):
     """`kernels`: which implementation each operation uses. A named one that cannot run is an error."""
 
-    norm: KernelChoice = "auto"
-    """RMSNorm and LayerNorm."""
-    attention: KernelChoice = "auto"
-    """Core attention."""
-    linear: KernelChoice = "auto"
-    """Row- and column-parallel linear layers."""
-    experts: KernelChoice = "auto"
-    """Expert MLPs; auto: one grouped call where there is one, else expert by expert."""
-    optimizer: OptimizerKernel = "auto"
+    default: Literal["auto", "reference", "triton", "te"] = "auto"
+    """What the operations below take that are null; one that has no such implementation takes what auto would.
+    auto: the first that can run, see `plan.json` of a run for the reasons."""
+    norm: Literal["auto", "reference", "triton", "te"] | None = None
+    """RMSNorm and LayerNorm; null: kernels.default."""
+    rope: Literal["auto", "reference", "triton"] | None = None
+    """Rotary position embedding; null: kernels.default."""
+    attention: Literal["auto", "reference", "torch", "te"] | None = None
+    """Core attention; torch: the fastest of FlashAttention-3 and torch's kernels that takes a call, with windows and
+    packed documents but no mask where it can; null: kernels.default."""
+    linear: Literal["auto", "reference", "te"] | None = None
+    """Row- and column-parallel linear layers; null: kernels.default."""
+    activation: Literal["auto", "reference", "triton"] | None = None
+    """Gated and squared activations of MLPs and experts; null: kernels.default."""
+    experts: Literal["auto", "reference", "triton", "torch", "te"] | None = None
+    """Linear layers of experts, in one grouped call; reference: expert by expert; torch: its grouped product, bf16
+    only; null: kernels.default."""
+    moe_router: Literal["auto", "reference", "triton"] | None = None
+    """Choice of experts and their weights from the router's logits; null: kernels.default."""
+    moe_permute: Literal["auto", "reference", "triton"] | None = None
+    """Tokens to rows sorted by expert, and back; null: kernels.default."""
+    loss: Literal["auto", "reference", "triton", "megatron"] | None = None
+    """Output layer and cross entropy; reference and triton make both at once, for a part of the tokens at a time, and
+    never hold all logits; megatron: megatron-core's own, from all logits; null: kernels.default."""
+    optimizer: Literal["auto", "torch", "reference", "triton", "te"] | None = None
     """The update of adamw. torch: torch.optim; reference and triton: all tensors in one call, and state in few bits
-    where that is asked for; auto: triton on a GPU; on a CPU torch, and reference where state is kept in few bits."""
+    where that is asked for; null: kernels.default where it can do it."""
     gradient_accumulation_fusion: bool = False
     """Weight gradients are added up inside the GEMM that makes them; needs linear=te on a GPU."""
 

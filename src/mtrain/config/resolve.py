@@ -12,6 +12,7 @@ from typing import Any
 
 from mtrain.config.batches import stages
 from mtrain.config.conditional import CONDITIONAL
+from mtrain.config.kernels import resolved as resolved_kernels
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem
@@ -29,7 +30,9 @@ class Machine:
     transformer_engine: bool = False
     """Whether TransformerEngine is installed."""
     triton: bool = False
-    """Whether Triton is installed, and a GPU for it is here."""
+    """Whether Triton is installed."""
+    triton_interpreted: bool = False
+    """Whether Triton's kernels run in its interpreter, on a CPU."""
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> Machine:
@@ -43,7 +46,8 @@ class Machine:
         except (ValueError, OSError, AttributeError):
             memory = 0
         engine = gpus > 0 and find_spec("transformer_engine") is not None
-        return cls(os.cpu_count() or 1, memory, gpus, engine, gpus > 0 and find_spec("triton") is not None)
+        interpreted = environment.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+        return cls(os.cpu_count() or 1, memory, gpus, engine, find_spec("triton") is not None, interpreted)
 
 
 def _visible(text: str) -> int:
@@ -77,10 +81,7 @@ def resolve(run: RunConfig, machine: Machine, world_size: int | None = None) -> 
     ranks, per_node = _ranks(run, device, machine, world_size)
     kernels: dict[str, Any] = {}
     if device == "cpu" or machine.gpus:  # elsewhere the machine that runs it decides
-        kernel = "te" if device == "cuda" and machine.transformer_engine else "reference"
-        kernels = {key: kernel for key, value in run.kernels if value == "auto"}
-        if "optimizer" in kernels:
-            kernels["optimizer"] = _optimizer_kernel(run, device, machine)
+        kernels = resolved_kernels(run, device, machine)
     cluster: dict[str, Any] = {"device": device, "devices_per_node": per_node}
     run = run.model_copy(
         update={
@@ -95,17 +96,6 @@ def resolve(run: RunConfig, machine: Machine, world_size: int | None = None) -> 
         if key.value(run) is None and key.active(run):
             run = _with(run, key.path.split("."), key.default(run))
     return run
-
-
-def _optimizer_kernel(run: RunConfig, device: str, machine: Machine) -> str:
-    """Ours where it is faster (a GPU) or alone can do it (state in few bits); of a whole, plain weight, that is."""
-    own = "triton" if device == "cuda" and machine.triton else "reference"
-    if run.optim.in_few_bits:
-        return own
-    plain = run.optim.name == "adamw" and run.parallel.fsdp == "none" and not run.optim.cpu_offload
-    if plain and own == "triton":
-        return own
-    return "te" if device == "cuda" and machine.transformer_engine else "torch"
 
 
 def _with(node: Any, path: list[str], value: Any) -> Any:

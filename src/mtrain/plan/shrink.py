@@ -142,8 +142,8 @@ def _data_parallel(run: RunConfig) -> int:
 
 
 def _on_a_cpu(run: RunConfig) -> dict[str, Any]:
-    words = {key: "reference" for key, value in run.kernels if isinstance(value, str)}
-    return {**words, "optimizer": "auto", "gradient_accumulation_fusion": False}
+    words = dict.fromkeys((key for key, value in run.kernels if not isinstance(value, bool)))
+    return {**words, "default": "reference", "optimizer": "auto", "gradient_accumulation_fusion": False}
 
 
 def _final_decay(run: RunConfig) -> dict[str, Any]:

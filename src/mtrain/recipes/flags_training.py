@@ -212,7 +212,7 @@ def _profile_words(d: Values) -> list[str]:
     return ["--profile", "--use-pytorch-profiler", *("--profile-step-start", str(step)), PROFILE[3], str(step + 1)]
 
 
-KERNELS = tuple(f"kernels.{name}" for name in ("norm", "attention", "linear", "experts"))
+KERNELS = "kernels.default"
 FUSED = "kernels.gradient_accumulation_fusion"
 
 
@@ -221,14 +221,13 @@ def _kernels(a: Arguments, d: Draft) -> Draft:
     word = {"local": "reference", "transformer_engine": "te"}.get(kind or "", "auto")
     fused = word == "te" and not a.has("--no-gradient-accumulation-fusion") and d["parallel.fsdp"] == "none"
     a.has("--no-gradient-accumulation-fusion")
-    return {**dict.fromkeys(KERNELS, word), FUSED: fused}
+    return {KERNELS: word, FUSED: fused}
 
 
 def _kernels_words(d: Values) -> list[str]:
-    words = {d[key] for key in KERNELS}
-    if words == {"reference"}:
+    if d[KERNELS] == "reference":
         return ["--transformer-impl", "local"]
-    if words != {"te"}:
+    if d[KERNELS] != "te":
         return []
     kept = [] if d[FUSED] else ["--no-gradient-accumulation-fusion"]
     return ["--transformer-impl", "transformer_engine", *kept]
@@ -336,7 +335,7 @@ TRAINER: tuple[Entry, ...] = (
 )
 
 REST: tuple[Entry, ...] = (
-    Entry(("--transformer-impl", "--no-gradient-accumulation-fusion"), (*KERNELS, FUSED), _kernels, _kernels_words),
+    Entry(("--transformer-impl", "--no-gradient-accumulation-fusion"), (KERNELS, FUSED), _kernels, _kernels_words),
     Entry(
         ("--save", "--save-interval", "--persistent-save-interval"),
         ("checkpoint.save_interval", "checkpoint.save_final"),

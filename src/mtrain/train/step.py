@@ -141,7 +141,7 @@ def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, A
     """One micro-batch through one chunk of the model."""
     beat("forward")
     batch = next(iterator)
-    mask = batch["loss_mask"]  # the model needs it for the losses of further predictions only
+    mask = batch["loss_mask"]
     packed = packed_params(batch.get("cu_seqlens"))
     labels = batch["labels"]
     output = model(
@@ -166,13 +166,12 @@ def packed_params(cu_seqlens: torch.Tensor | None) -> Any:
     )
 
 
-def sum_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def sum_loss(mask: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of a micro-batch as megatron-core's per-token form: the sum, the tokens it is over, and a report.
 
     Gradients are divided by the tokens of the whole global batch at the end, so no layout weighs a sample
-    differently. `mask` and `losses` are `[b, s]`.
+    differently. `mask` [b, s] weighed the tokens of `total`, a scalar.
     """
-    total = (losses.float() * mask).sum()
     tokens = mask.sum()
     return total, tokens.int(), {"loss": torch.stack([total.detach(), tokens])}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtrain.config.kernels import adam_obstacle
 from mtrain.config.resolve import tenth
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.run import RunConfig
@@ -68,8 +69,6 @@ def rate_is_plausible(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT427", "optim.lr", rule, fixes, "warning")
 
 
-OWN = ("adamw",)
-"""Optimizers that `mtrain_kernels` updates."""
 REMAINDERS: Change = {"optim.main_params_dtype": "fp32", "optim.store_param_remainders": True}
 FULL: Change = {
     "optim.exp_avg_dtype": "fp32",
@@ -84,18 +83,13 @@ def kernel_can_update(run: RunConfig) -> Iterator[Finding]:
     """Ours is AdamW on plain tensors of the device; the others keep 32 bits of everything."""
     o, kernel = run.optim, run.kernels.optimizer
     auto: Change = {"kernels.optimizer": "auto"}
-    own = kernel in ("reference", "triton")
-    if own and o.name not in OWN:
-        rule = f"{kernel} updates {' and '.join(OWN)}, and the optimizer is {o.name}, which is torch's"
-        yield Finding("MT441", "kernels.optimizer", rule, (auto, {"kernels.optimizer": "torch"}))
-    elif own and not o.in_few_bits and (run.parallel.fsdp != "none" or o.cpu_offload):
-        what = f"what parallel.fsdp={run.parallel.fsdp} spreads" if not o.cpu_offload else "copies in host memory"
-        rule = f"{kernel} updates plain tensors of the device, not {what}"
-        yield Finding("MT441", "kernels.optimizer", rule, (auto, {"kernels.optimizer": "torch"}))
+    why = adam_obstacle(kernel, run) if kernel in ("reference", "triton") else None
+    if why is not None:
+        yield Finding("MT461", "kernels.optimizer", why, (auto, {"kernels.optimizer": "torch"}))
     elif kernel in ("torch", "te") and o.in_few_bits:
         what = next(key for key, value in FULL.items() if _value(run, key) != value)
         rule = f"{kernel} keeps 32 bits of each moment and main weight, and {what} is {_value(run, what)}"
-        yield Finding("MT442", "kernels.optimizer", rule, (auto, {**auto, **FULL}))
+        yield Finding("MT462", "kernels.optimizer", rule, (auto, {**auto, **FULL}))
 
 
 def few_bits_have_their_place(run: RunConfig) -> Iterator[Finding]:
@@ -114,20 +108,20 @@ def few_bits_have_their_place(run: RunConfig) -> Iterator[Finding]:
         zero: Change = {"parallel.fsdp": "none", "parallel.fsdp_sharding": None, "parallel.hsdp_replicas": 1}
         zero = {**zero, "parallel.distributed_optimizer": True, "optim.cpu_offload": 0.0}
         rule = f"few bits are kept of whole weights or of the distributed optimizer's shards, not of what {what}"
-        yield Finding("MT443", set_keys[0], rule, (zero, back))
+        yield Finding("MT463", set_keys[0], rule, (zero, back))
     key = "optim.store_param_remainders" if o.store_param_remainders else "optim.main_params_dtype"
     needed: Change = {"precision.dtype": "bf16", "parallel.distributed_optimizer": True}
     missing = {k: v for k, v in needed.items() if _value(run, k) != v}
     if o.holds_main_weights and missing:
         rule = f"is about the fp32 weights that the distributed optimizer keeps of bf16 ones; {_listed(run, missing)}"
-        yield Finding("MT444", key, rule, (missing, {key: FULL[key]}, back))
+        yield Finding("MT464", key, rule, (missing, {key: FULL[key]}, back))
     if o.store_param_remainders and o.main_params_dtype != "fp32":
         rule = "there are no main weights (optim.main_params_dtype=bf16), so there is nothing left over of them"
         off: Change = {"optim.store_param_remainders": False}
-        yield Finding("MT445", "optim.store_param_remainders", rule, (off, {"optim.main_params_dtype": "fp32"}))
+        yield Finding("MT465", "optim.store_param_remainders", rule, (off, {"optim.main_params_dtype": "fp32"}))
     elif o.main_params_dtype != "fp32" and p.pp > 1 and run.model.tie_word_embeddings:
         rule = f"the first and the last of {p.pp} stages would round their copies of the tied embedding differently"
-        yield Finding("MT446", "optim.main_params_dtype", rule, (REMAINDERS, {"optim.main_params_dtype": "fp32"}))
+        yield Finding("MT466", "optim.main_params_dtype", rule, (REMAINDERS, {"optim.main_params_dtype": "fp32"}))
 
 
 def _value(run: RunConfig, path: str) -> object:
