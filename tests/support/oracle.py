@@ -32,9 +32,11 @@ POLICY: dict[str, str] = {
     **dict.fromkeys(
         ("MT118", "MT121", "MT150", "MT162", "MT205", "MT206", "MT208", "MT209", "MT210"), REACHES_NOTHING
     ),
+    **dict.fromkeys(("MT225", "MT405", "MT406", "MT441", "MT442", "MT464", "MT465"), REACHES_NOTHING),
     **dict.fromkeys(("MT221", "MT232", "MT423"), REACHES_NOTHING),
     "MT207": "latent attention turns its heads by rope whatever the key says",
     "MT171": "more layers than a stage has: whoever wrote it counts layers otherwise than the pipeline does",
+    "MT463": "few bits would be kept of some weights and 32 of others, and nobody said of which",
     "MT203": "an odd number of channels that rotate: megatron-core turns one more than was written, or none at all",
     "MT204": "positions that the model was not made for: it trains, and what it learns there is not what was meant",
 }

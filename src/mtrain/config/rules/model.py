@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.run import RunConfig
+
+FP16_MAX = 65504
 
 
 def heads_divide_hidden(run: RunConfig) -> Iterator[Finding]:
@@ -132,6 +135,23 @@ def initial_weights_are_small(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT211", "model.init_method_std", rule, ({"model.init_method_std": 0.02},), "warning")
 
 
+def half_precision_holds_the_start(run: RunConfig) -> Iterator[Finding]:
+    """fp16 has no number above 65504: initial weights must not make one in an MLP."""
+    m = run.model
+    if run.precision.dtype != "fp16":
+        return
+    up = m.init_method_std * math.sqrt(m.hidden_size)
+    down = m.init_method_std * math.sqrt(m.ffn_hidden_size / (2 * m.num_layers))
+    largest = up ** (2 if m.gated or m.activation == "squared_relu" else 1) * down
+    if largest > FP16_MAX / 8:
+        rule = (
+            f"fp16 holds numbers up to {FP16_MAX}, and initial weights with a deviation of {m.init_method_std:g} "
+            f"make about {largest:.2g} of a 1 in an MLP"
+        )
+        bf16: Change = {"precision.dtype": "bf16"}
+        yield Finding("MT217", "model.init_method_std", rule, ({"model.init_method_std": 0.02}, bf16))
+
+
 def norms_divide_by_something(run: RunConfig) -> Iterator[Finding]:
     """Epsilon keeps a norm from dividing by nothing, and is small beside a variance of one."""
     eps = run.model.layernorm_epsilon
@@ -142,6 +162,7 @@ def norms_divide_by_something(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
+    half_precision_holds_the_start,
     norms_divide_by_something,
     heads_divide_hidden,
     groups_divide_heads,
