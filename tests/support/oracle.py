@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from mtrain.config import kernels
 from mtrain.config.resolve import resolve
 from mtrain.config.run import RunConfig
 from tests.support.configs import LAPTOP, errors
@@ -65,8 +66,9 @@ class Judged:
 
 def judged(drawn: Drawn, timeout_s: float = 60.0) -> Judged:
     """Asks `check` and tries; needs the open door in this process."""
-    codes = tuple(dict.fromkeys(problem.code for problem in errors(drawn.raw)))
-    return Judged(drawn, codes, attempt(resolve(drawn.raw, LAPTOP), timeout_s))
+    run = resolve(drawn.raw, LAPTOP)
+    found = [*errors(drawn.raw), *kernels.problems(run, LAPTOP, {})]
+    return Judged(drawn, tuple(dict.fromkeys(problem.code for problem in found)), attempt(run, timeout_s))
 
 
 def attempt(run: RunConfig, timeout_s: float = 60.0) -> str:

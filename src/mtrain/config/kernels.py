@@ -197,7 +197,7 @@ def problems(run: RunConfig, machine: Facts, origins: Mapping[str, str]) -> Iter
             key = f"kernels.{path}"
             fix = f"{key}=reference"
             if machine.triton and word == "triton":
-                fix += ", or TRITON_INTERPRET=1 in the environment (slow, for tests)"
+                fix += " or TRITON_INTERPRET=1 in the environment (slow, for tests)"
             elif word == "triton":
-                fix += ", or pip install 'mtrain[triton]'"
+                fix += " or pip install 'mtrain[triton]'"
             yield Problem("MT407", key, word, why, fix, origins.get(key, ""))

@@ -141,7 +141,7 @@ class ModelConfig(Section):
     """Norm on queries and keys (Qwen3)."""
     qk_l2_norm: bool = False
     """Queries and keys are divided by the root of their mean square, without a weight (Llama 4)."""
-    softmax_scale: PositiveFloat | None = None
+    softmax_scale: Annotated[float, Field(gt=0, le=100)] | None = None
     """Factor on attention logits; null: 1 / sqrt(width of a head)."""
     position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
     """How positions enter."""
