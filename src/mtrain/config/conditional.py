@@ -191,6 +191,12 @@ CONDITIONAL = (
         off=False,
     ),
     Conditional(
+        "model.moe.apply_probs_on_input",
+        lambda r: bool(r.model.moe and r.model.moe.router_topk == 1),
+        "model.moe.router_topk=1",
+        off=False,
+    ),
+    Conditional(
         "model.moe.shared_expert_gate",
         lambda r: bool(r.model.moe and r.model.moe.shared_expert_intermediate_size),
         "a model.moe.shared_expert_intermediate_size",
@@ -247,6 +253,8 @@ CONDITIONAL = (
             "original_max_position_embeddings": 4096,
             "mscale": 1.0,
             "mscale_all_dim": 0.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
         }.items()
     ),
 )

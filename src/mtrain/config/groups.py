@@ -101,6 +101,9 @@ class TrainerConfig(Section):
     """Global batches of the validation split per evaluation; 0: never evaluate."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     """Seed of weights, sample order and dropout; independent of the layout."""
+    deterministic: bool = False
+    """Only algorithms that give the same bits every time, where a GPU has faster ones; an operation without any is an
+    error. On a CPU every run is so."""
     sample_tokens: NonNegativeInt | None = None
     """Tokens of generated text at the end of the run; null: 64 where there is a tokenizer and no context parallelism,
     else 0."""

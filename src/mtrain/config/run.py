@@ -75,6 +75,7 @@ _EFFECT_OF_KEY = {
     "trainer.eval_iters": Effect.OPERATION,
     "trainer.sample_tokens": Effect.OPERATION,
     "trainer.sample_prompt": Effect.OPERATION,
+    "trainer.deterministic": Effect.LAYOUT,
     "trainer.profile_step": Effect.OPERATION,
     "trainer.timeout_s": Effect.OPERATION,
     "trainer.soft_timeout_s": Effect.OPERATION,
