@@ -1,8 +1,6 @@
-"""Megatron-LM's flags for number formats, data, optimizer, steps, kernels and checkpoints."""
+"""Megatron-LM's flags for data, optimizer, steps, kernels and checkpoints."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from mtrain.config.model import VOCAB_MULTIPLE
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
@@ -11,36 +9,6 @@ from mtrain.recipes.flags import always, default_of, on, one, spelled
 STYLES = {"inverse-square-root": "inverse_sqrt", "WSD": "wsd"}
 KNOWN_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Tokenizers whose name says how many ids they have."""
-
-
-def _dtype(a: Arguments, d: Draft) -> Draft:
-    given = [word for word in ("bf16", "fp16") if a.has(f"--{word}")]
-    return {"precision.dtype": given[0] if given else "fp32"}
-
-
-def _dtype_words(d: Values) -> list[str]:
-    return [f"--{d['precision.dtype']}"] if d["precision.dtype"] in ("bf16", "fp16") else []
-
-
-def _reduction(a: Arguments, d: Draft) -> Draft:
-    key = "precision.grad_reduce_in_fp32"
-    if d["precision.dtype"] == "bf16":
-        a.has("--accumulate-allreduce-grads-in-fp32")  # with bf16 it is so in any case
-        return {key: not a.has("--grad-reduce-in-bf16")}
-    a.refuse("--grad-reduce-in-bf16", "no effect", "read only with --bf16")
-    return {key: a.has("--accumulate-allreduce-grads-in-fp32")}
-
-
-def _reduction_words(d: Values) -> list[str]:
-    in_fp32 = d["precision.grad_reduce_in_fp32"]
-    if d["precision.dtype"] == "bf16":
-        return [] if in_fp32 else ["--grad-reduce-in-bf16"]
-    return ["--accumulate-allreduce-grads-in-fp32"] if in_fp32 else []
-
-
-def _fp16(key: str, megatron: float) -> Any:
-    """What leaving out a flag of the loss scale means: Megatron-LM's default where it is read, else ours."""
-    return lambda d: megatron if d["precision.dtype"] == "fp16" else default_of(key)
 
 
 def _source(a: Arguments, d: Draft) -> Draft:
@@ -257,45 +225,6 @@ def _saving_words(d: Values) -> list[str]:
     return ["--save", "checkpoints", "--save-interval", str(steps or d["trainer.train_iters"])]
 
 
-def _router(a: Arguments, d: Draft) -> Draft:
-    kind = a.word("--moe-router-dtype")
-    if kind not in (None, "fp32"):
-        a.refuse("--moe-router-dtype", "not supported", "changes the numbers: routers always compute in fp32")
-    if kind is None and d.get("model.moe.num_experts") and d["precision.dtype"] != "fp32":
-        a.notes.append("routers compute in fp32 here; there, without --moe-router-dtype, in the format of the model")
-    return {}
-
-
-def _per_token(a: Arguments, d: Draft) -> Draft:
-    a.has("--calculate-per-token-loss")  # it is always so here; there, only masked tokens make a difference
-    return {}
-
-
-PRECISION: tuple[Entry, ...] = (
-    Entry(("--bf16", "--fp16"), ("precision.dtype",), _dtype, _dtype_words),
-    Entry(("--calculate-per-token-loss",), (), _per_token, lambda d: ["--calculate-per-token-loss"]),
-    Entry(
-        ("--moe-router-dtype",),
-        (),
-        _router,
-        lambda d: ["--moe-router-dtype", "fp32"] if "model.moe.num_experts" in d else [],
-    ),
-    Entry(
-        ("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"),
-        ("precision.grad_reduce_in_fp32",),
-        _reduction,
-        _reduction_words,
-    ),
-    *(
-        one(flag, key, _fp16(key, megatron))
-        for flag, key, megatron in (
-            ("--initial-loss-scale", "precision.initial_loss_scale", 2.0**32),
-            ("--min-loss-scale", "precision.min_loss_scale", 1.0),
-            ("--loss-scale-window", "precision.loss_scale_window", 1000),
-        )
-    ),
-)
-
 DATA: tuple[Entry, ...] = (
     Entry(("--mock-data", "--data-path"), ("data.kind", "data.path"), _source, _source_words),
     Entry(("--split",), ("data.split",), _split, lambda d: ["--split", ",".join(map(spelled, d["data.split"]))]),
@@ -332,6 +261,7 @@ TRAINER: tuple[Entry, ...] = (
     one("--eval-interval", "trainer.eval_interval", 1000, none=(0,)),
     one("--eval-iters", "trainer.eval_iters", 100),
     one("--seed", "trainer.seed", 1234),
+    on("--deterministic-mode", "trainer.deterministic"),
     always("trainer.sample_tokens", 0),
     Entry(PROFILE, ("trainer.profile_step",), _profile, _profile_words),
     Entry(
