@@ -141,6 +141,8 @@ CONDITIONAL = (
         "parallel.fsdp=megatron",
         lambda r: "optim_grads_params",
     ),
+    Conditional("data.blend", lambda r: r.data.kind == "indexed", "data.kind=indexed"),
+    Conditional("data.blend_weights", lambda r: r.data.blend is not None, "a data.blend"),
     Conditional(
         "data.packed_multiple",
         lambda r: r.data.packed,

@@ -25,6 +25,12 @@ class DataConfig(Section):
     """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; mock: made-up tokens."""
     path: str | None = None
     """text: a file or folder, null: the Python standard library of this machine; indexed: prefix of .bin and .idx."""
+    blend: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(default=None, strict=False)
+    """indexed, in place of path: prefixes of several corpora that are read side by side; null: path alone."""
+    blend_weights: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None = Field(
+        default=None, strict=False
+    )
+    """blend: shares of the samples that each corpus gives, in any unit; null: by their tokens."""
     tokenizer: str | None = None
     """indexed: path of a tokenizer.json; null: no text can be generated."""
     tokenizer_vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = 4096

@@ -52,6 +52,7 @@ _EFFECT_OF_KEY = {
     "precision.dtype": Effect.SHAPE,
     "optim.name": Effect.SHAPE,
     "data.path": Effect.OPERATION,
+    "data.blend": Effect.OPERATION,
     "data.tokenizer": Effect.OPERATION,
     "model.attention_dropout": Effect.NUMBERS,
     "model.hidden_dropout": Effect.NUMBERS,

@@ -216,7 +216,7 @@ _OTHERS: tuple[tuple[str, Why, str, str], ...] = (
         DATA,
         "derived",
         "mtrain reads .bin and .idx itself, without an index: trainer.seed, data.seq_length, data.split, data.path, "
-        "data.eod_mask_loss, data.packed and parallel.* say the same",
+        "data.blend, data.eod_mask_loss, data.packed and parallel.* say the same",
         """random_seed sequence_length split split_matrix blend mock tokenizer eod_mask_loss reset_position_ids
         reset_attention_mask create_attention_mask data_parallel_size sequence_parallel_size hybrid_context_parallel
         context_parallel_size token_dtype_code""",

@@ -12,18 +12,31 @@ KNOWN_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 
 
 def _source(a: Arguments, d: Draft) -> Draft:
-    words = a.words("--data-path")
-    if words and len(words) == 2 and words[0].replace(".", "", 1).isdigit():
-        words = words[1:]  # one prefix with its weight
-    if words and len(words) > 1:
-        a.refuse("--data-path", "not supported", "changes the numbers: one prefix is read, not a blend")
-    path = words[0] if words else None
-    if a.has("--mock-data") or path is None:
-        return {"data.kind": "mock", "data.path": None}
-    return {"data.kind": "indexed", "data.path": path}
+    words = a.words("--data-path") or []
+    out: Draft = {"data.kind": "indexed", "data.path": None, "data.blend": None, "data.blend_weights": None}
+    weights = _weights(words[::2]) if len(words) % 2 == 0 else None
+    prefixes = words[1::2] if weights else words
+    if a.has("--mock-data") or not prefixes:
+        return {**out, "data.kind": "mock"}
+    if len(prefixes) == 1:
+        return {**out, "data.path": prefixes[0]}
+    return {**out, "data.blend": prefixes, "data.blend_weights": weights}
+
+
+def _weights(words: list[str]) -> list[float] | None:
+    """The weights before the prefixes of a blend; None where a word is no positive number."""
+    try:
+        weights = [float(word) for word in words]
+    except ValueError:
+        return None
+    return weights if all(0 < weight < float("inf") for weight in weights) else None
 
 
 def _source_words(d: Values) -> list[str]:
+    blend, weights = d["data.blend"], d["data.blend_weights"]
+    if d["data.kind"] == "indexed" and blend is not None:
+        pairs = zip(map(spelled, weights), blend, strict=False) if weights else ((name,) for name in blend)
+        return ["--data-path", *(word for pair in pairs for word in pair)]
     if d["data.kind"] == "indexed" and d["data.path"] is not None:
         return ["--data-path", d["data.path"]]
     return ["--mock-data"] if d["data.kind"] == "mock" else []
@@ -226,7 +239,12 @@ def _saving_words(d: Values) -> list[str]:
 
 
 DATA: tuple[Entry, ...] = (
-    Entry(("--mock-data", "--data-path"), ("data.kind", "data.path"), _source, _source_words),
+    Entry(
+        ("--mock-data", "--data-path"),
+        ("data.kind", "data.path", "data.blend", "data.blend_weights"),
+        _source,
+        _source_words,
+    ),
     Entry(("--split",), ("data.split",), _split, lambda d: ["--split", ",".join(map(spelled, d["data.split"]))]),
     one("--seq-length", "data.seq_length", always=True, also=("--encoder-seq-length",)),
     one(
