@@ -118,6 +118,7 @@ def test_kernels_are_te_only_on_cuda_with_te_and_a_named_choice_stays() -> None:
         ({}, "torch", "triton", "te"),
         ({"optim__exp_avg_dtype": "bf16"}, "reference", "triton", "reference"),
         ({"optim__name": "sgd"}, "torch", "te", "te"),
+        ({"optim__name": "muon"}, "reference", "triton", "reference"),
         ({"parallel__fsdp": "fsdp2"}, "torch", "te", "te"),
         ({"optim__cpu_offload": 0.5}, "torch", "te", "te"),
         ({"kernels__optimizer": "torch"}, "torch", "torch", "torch"),

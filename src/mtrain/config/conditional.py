@@ -43,6 +43,19 @@ def chunks_of_a_document(run: RunConfig) -> int:
     return 2 * p.cp if p.cp > 1 else 1
 
 
+MUON: dict[str, Callable[[RunConfig], Any]] = {
+    "momentum": lambda r: 0.95,
+    "use_nesterov": lambda r: True,
+    "num_ns_steps": lambda r: 5,
+    "ns_dtype": lambda r: "fp32" if r.precision.dtype == "fp32" else "bf16",
+    "scale_mode": lambda r: "spectral",
+    "extra_scale_factor": lambda r: 0.2,
+    "split_qkv": lambda r: True,
+    "tp_mode": lambda r: "duplicated",
+    "adamw_lr": lambda r: r.optim.lr,
+}
+"""What null means for muon."""
+
 CONDITIONAL = (
     Conditional(
         "parallel.recompute.modules",
@@ -90,6 +103,10 @@ CONDITIONAL = (
         lambda r: r.data.packed,
         "data.packed=true",
         chunks_of_a_document,
+    ),
+    *(
+        Conditional(f"optim.muon.{key}", lambda r: r.optim.name == "muon", "optim.name=muon", default)
+        for key, default in MUON.items()
     ),
     Conditional("model.window_attn_skip_freq", lambda r: r.model.window_size is not None, "a model.window_size"),
     Conditional(

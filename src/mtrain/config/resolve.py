@@ -100,7 +100,7 @@ def resolve(run: RunConfig, machine: Machine, world_size: int | None = None) -> 
 def _optimizer_kernel(run: RunConfig, device: str, machine: Machine) -> str:
     """Ours where it is faster (a GPU) or alone can do it (state in few bits); of a whole, plain weight, that is."""
     own = "triton" if device == "cuda" and machine.triton else "reference"
-    if run.optim.in_few_bits:
+    if run.optim.in_few_bits or run.optim.name == "muon":
         return own
     plain = run.optim.name == "adamw" and run.parallel.fsdp == "none" and not run.optim.cpu_offload
     if plain and own == "triton":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mtrain.config.batches import samples_of, steps_within
 from mtrain.config.keys import choices_of
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
-from mtrain.recipes.flags import default_of, one, spelled
+from mtrain.recipes.flags import default_of, off, on, one, spelled
 from mtrain.recipes.flags_training import RAMP, plan_of, steps
 
 STYLES = {"inverse-square-root": "inverse_sqrt", "WSD": "wsd"}
@@ -93,8 +93,36 @@ def _offload_words(d: Values) -> list[str]:
     return words if share == 1.0 else [*words, "--optimizer-offload-fraction", spelled(share)]
 
 
+def _of_muon(entry: Entry) -> Entry:
+    """A flag that Megatron-LM reads for muon alone."""
+
+    def read(a: Arguments, d: Draft) -> Draft:
+        if d["optim.name"] == "muon":
+            return entry.read(a, d)
+        for flag in entry.flags:
+            a.has(flag)
+            a.refuse(flag, "no effect", "read only with --optimizer muon")
+        return dict.fromkeys(entry.keys)
+
+    return Entry(entry.flags, entry.keys, read, entry.write)
+
+
+MUON = tuple(
+    _of_muon(entry)
+    for entry in (
+        one("--muon-momentum", "optim.muon.momentum", 0.9),
+        on("--muon-use-nesterov", "optim.muon.use_nesterov"),
+        off("--muon-no-split-qkv", "optim.muon.split_qkv"),
+        one("--muon-scale-mode", "optim.muon.scale_mode", "spectral"),
+        one("--muon-num-ns-steps", "optim.muon.num_ns_steps", 5),
+        one("--muon-tp-mode", "optim.muon.tp_mode", "blockwise"),
+        one("--muon-extra-scale-factor", "optim.muon.extra_scale_factor", 1.0),
+    )
+)
+
 OPTIM: tuple[Entry, ...] = (
     one("--optimizer", "optim.name", "adamw", words={"adam": "adamw"}),
+    *MUON,
     one("--lr", "optim.lr", always=True),
     one("--min-lr", "optim.min_lr", 0.0),
     one("--lr-decay-style", "optim.schedule", "linear", words=STYLES),
