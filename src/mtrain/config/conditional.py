@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mtrain.config.groups import OptimConfig
 from mtrain.config.run import RunConfig
 
 
 @dataclass(frozen=True)
 class Conditional:
-    """A key that is off (null or false) unless `active` says that it reaches something."""
+    """A key that is off (null, false, its default) unless `active` says that it reaches something."""
 
     path: str
     active: Callable[[RunConfig], bool]
@@ -107,6 +108,16 @@ CONDITIONAL = (
     *(
         Conditional(f"optim.muon.{key}", lambda r: r.optim.name == "muon", "optim.name=muon", default)
         for key, default in MUON.items()
+    ),
+    *(
+        Conditional(f"optim.{key}", active, needs, off=OptimConfig.model_fields[key].default)
+        for key, active, needs in (
+            ("beta1", lambda r: r.optim.name != "sgd", "optim.name=adamw"),
+            ("beta2", lambda r: r.optim.name != "sgd", "optim.name=adamw"),
+            ("eps", lambda r: r.optim.name != "sgd", "optim.name=adamw"),
+            ("momentum", lambda r: r.optim.name == "sgd", "optim.name=sgd"),
+            ("wsd_decay_style", lambda r: r.optim.schedule == "wsd", "optim.schedule=wsd"),
+        )
     ),
     Conditional("model.window_attn_skip_freq", lambda r: r.model.window_size is not None, "a model.window_size"),
     Conditional(

@@ -93,22 +93,22 @@ def _offload_words(d: Values) -> list[str]:
     return words if share == 1.0 else [*words, "--optimizer-offload-fraction", spelled(share)]
 
 
-def _of_muon(entry: Entry) -> Entry:
-    """A flag that Megatron-LM reads for muon alone."""
+def _only(entry: Entry, key: str, *values: str) -> Entry:
+    """A flag that Megatron-LM reads only where `key` has one of some values."""
 
     def read(a: Arguments, d: Draft) -> Draft:
-        if d["optim.name"] == "muon":
+        if d[key] in values:
             return entry.read(a, d)
         for flag in entry.flags:
             a.has(flag)
-            a.refuse(flag, "no effect", "read only with --optimizer muon")
-        return dict.fromkeys(entry.keys)
+            a.refuse(flag, "no effect", f"is not read where {key} is {d[key]}")
+        return {name: default_of(name) for name in entry.keys}
 
-    return Entry(entry.flags, entry.keys, read, entry.write)
+    return Entry(entry.flags, entry.keys, read, lambda d: entry.write(d) if d[key] in values else [])
 
 
 MUON = tuple(
-    _of_muon(entry)
+    _only(entry, "optim.name", "muon")
     for entry in (
         one("--muon-momentum", "optim.muon.momentum", 0.9),
         on("--muon-use-nesterov", "optim.muon.use_nesterov"),
@@ -117,6 +117,14 @@ MUON = tuple(
         one("--muon-num-ns-steps", "optim.muon.num_ns_steps", 5),
         one("--muon-tp-mode", "optim.muon.tp_mode", "blockwise"),
         one("--muon-extra-scale-factor", "optim.muon.extra_scale_factor", 1.0),
+    )
+)
+ADAM = tuple(
+    _only(one(flag, key, absent), "optim.name", "adamw", "muon")
+    for flag, key, absent in (
+        ("--adam-beta1", "optim.beta1", 0.9),
+        ("--adam-beta2", "optim.beta2", 0.999),
+        ("--adam-eps", "optim.eps", 1e-8),
     )
 )
 
@@ -134,16 +142,10 @@ OPTIM: tuple[Entry, ...] = (
         _warmup_words,
     ),
     steps("--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "optim.wsd_decay_iters", at_the_end=True),
-    one(
-        "--lr-wsd-decay-style",
-        "optim.wsd_decay_style",
-        lambda d: "exponential" if d["optim.schedule"] == "wsd" else default_of("optim.wsd_decay_style"),
-    ),
+    _only(one("--lr-wsd-decay-style", "optim.wsd_decay_style", "exponential"), "optim.schedule", "wsd"),
     one("--weight-decay", "optim.weight_decay", 0.01),
-    one("--adam-beta1", "optim.beta1", 0.9),
-    one("--adam-beta2", "optim.beta2", 0.999),
-    one("--adam-eps", "optim.eps", 1e-8),
-    one("--sgd-momentum", "optim.momentum", 0.9),
+    *ADAM,
+    _only(one("--sgd-momentum", "optim.momentum", 0.9), "optim.name", "sgd"),
     Entry(("--clip-grad",), ("optim.clip_grad",), _clip, _clip_words),
     Entry(
         ("--optimizer-cpu-offload", "--optimizer-offload-fraction"),
