@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.model import MoEConfig
+from mtrain.config.model import MLAConfig, MoEConfig
 from mtrain.config.parallel import RecomputeConfig
 from mtrain.config.run import RunConfig
 from mtrain.plan.count import parameters
@@ -110,6 +110,46 @@ def test_a_gated_shared_expert_trains_alike_and_is_counted(
     assert same(steps(tiny_run(model=model, **layout)), found)
     ungated = tiny_run(model={"moe": MoEConfig(**EXPERTS)}).model
     assert parameters(tiny_run(model=model).model) - parameters(ungated) == 4 * 64
+
+
+def test_weighing_what_goes_into_an_expert_is_another_model() -> None:
+    one = {**EXPERTS, "router_topk": 1, "router_pre_softmax": True}
+    outside, inside = ({"moe": MoEConfig(**one, apply_probs_on_input=on)} for on in (False, True))
+    found = steps(tiny_run(model=inside))
+    assert not same(found[:1], steps(tiny_run(model=outside))[:1])
+    assert same(steps(tiny_run(model=inside, **EP2)), found)
+
+
+def test_the_turns_that_are_stretched_reach_latent_attention() -> None:
+    latent: dict[str, Any] = {"kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16, "v_head_dim": 16}
+    yarn = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16}
+    values = {"mscale": 1.0, "mscale_all_dim": 0.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    usual, other = (
+        {"mla": MLAConfig(**{**latent, **yarn, **values, **more}), "num_query_groups": None, "init_method_std": 0.2}
+        for more in ({}, {"beta_fast": 2.0, "beta_slow": 0.1})
+    )
+    found = steps(tiny_run(model=other))
+    assert built(tiny_run(model=other))["beta_fast"] == 2.0
+    assert not same(found[:1], steps(tiny_run(model=usual))[:1])
+    assert same(steps(tiny_run(model=other, **TP2)), found)
+
+
+def test_a_deterministic_run_asks_for_it_everywhere_and_is_the_same_on_a_cpu(plain: list[tuple[float, float]]) -> None:
+    run = tiny_run(trainer={"deterministic": True})
+    assert built(run)["deterministic_mode"] is True
+
+    def job() -> tuple[bool, str, list[tuple[float, float]]]:
+        import os
+
+        import torch
+
+        values = train_steps(run, 2)
+        word = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "")
+        return torch.are_deterministic_algorithms_enabled(), word, values
+
+    enabled, word, values = run_ranks(1, job)[0]
+    assert (enabled, word) == (True, "0")
+    assert values == plain
 
 
 @pytest.mark.parametrize("key", ["input_jitter_eps", "router_force_load_balancing"])

@@ -392,7 +392,6 @@ def test_the_written_recipe_says_the_same_run(name: str, tmp_path: Path) -> None
         ("llama3_8b_cp2", "--use-mcore-models", "no effect"),
         ("mixtral_8x7b", "--data-path", "unreadable"),
         ("mixtral_8x7b", "--sequence-parallel", "no effect"),
-        ("deepseek_v3", "--moe-token-dispatcher-type", "not supported"),
         ("deepseek_v3", "--kv-channels", "no effect"),
         ("qwen3_30b_a3b", "--moe-router-load-balancing-type", "not supported"),
         ("qwen3_30b_a3b", "--use-distributed-optimizer", "derived here"),

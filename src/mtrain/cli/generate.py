@@ -15,6 +15,8 @@ USAGE = "python launch.py generate runs/<name> [prompt=TEXT] [tokens=N] [tempera
 WITHOUT_DATA = (
     "data.kind=mock",
     "data.path=null",
+    "data.blend=null",
+    "data.blend_weights=null",
     "data.tokenizer=null",
     "data.limit_mib=null",
     "trainer.sample_tokens=0",

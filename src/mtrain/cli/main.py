@@ -22,7 +22,7 @@ VERBS = {
     "export": "write the weights of a checkpoint as whole tensors: export RUN_FOLDER OUT_FOLDER",
     "generate": "write text with a trained model: generate RUN_FOLDER",
     "recipe": "list, show, new, diff, lock, verify, import, export: recipe --help",
-    "schema": "JSON Schema for editors: schema [run|recipe|GROUP] [-o DIR]",
+    "schema": "JSON Schema for editors: schema [run|recipe|GROUP] [-o DIR]; schema fields: all keys, what each feeds",
     "completion": "a script that completes verbs, choices and keys: completion bash|zsh|fish",
     "explain": "what a key means, who set it and what it reaches; or a code: explain parallel.tp, explain MT101",
 }

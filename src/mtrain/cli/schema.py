@@ -1,4 +1,4 @@
-"""`schema [run|recipe|GROUP] [-o DIR]`: JSON Schema for editors, printed or written."""
+"""`schema [run|recipe|GROUP] [-o DIR]`: JSON Schema for editors; `schema fields`: the table of keys and fields."""
 
 from __future__ import annotations
 
@@ -7,26 +7,32 @@ import os
 from pathlib import Path
 
 from mtrain.cli.options import read_options
+from mtrain.config.fields_page import page
 from mtrain.config.json_schema import COMMENT, KINDS, json_schema
 from mtrain.config.near import near_choice
 from mtrain.errors import BadEnvironment, BadInput, Problem
 
 OUT = {"-o": "--output", "--output": "--output"}
+FIELDS = "fields"
+"""Not a schema but a page: every key, and the fields of megatron-core that it feeds."""
 MAX_OLD_BYTES = 1 << 22
 
 
 def run(argv: list[str], *, debug: bool) -> int:
-    """Prints one schema, or writes those that are asked for (all, if none is named) into a folder.
+    """Prints one schema, or writes those that are asked for (all, if none is named) into a folder; or the table.
 
     Raises:
         BadInput: there is no schema of that name, or a file in the way is no schema that was made so.
         BadEnvironment: the folder cannot be written.
     """
     options = read_options(argv, (), OUT)
+    if options.words == [FIELDS] and not options.values:
+        print(page(), end="")
+        return 0
     for word in options.words:
         if word not in KINDS:
             near = near_choice(word, KINDS) or ["recipe"]
-            rule = f"there is no schema of {word}; schemas: {', '.join(KINDS)}"
+            rule = f"there is no schema of {word}; schemas: {', '.join(KINDS)}; alone: {FIELDS}"
             raise BadInput([Problem("MT010", "", None, rule, f"schema {near[0]}", "command line")])
     folder = options.values.get("--output")
     if folder is None:

@@ -160,6 +160,8 @@ CONDITIONAL = (
         "parallel.fsdp=megatron",
         lambda r: "optim_grads_params",
     ),
+    Conditional("data.blend", lambda r: r.data.kind == "indexed", "data.kind=indexed"),
+    Conditional("data.blend_weights", lambda r: r.data.blend is not None, "a data.blend"),
     Conditional(
         "data.packed_multiple",
         lambda r: r.data.packed,
@@ -207,6 +209,12 @@ CONDITIONAL = (
         "model.moe.router_padding_for_quantization",
         lambda r: r.precision.quantized is not None,
         "a precision.fp8 or precision.fp4",
+        off=False,
+    ),
+    Conditional(
+        "model.moe.apply_probs_on_input",
+        lambda r: bool(r.model.moe and r.model.moe.router_topk == 1),
+        "model.moe.router_topk=1",
         off=False,
     ),
     Conditional(
@@ -272,6 +280,8 @@ CONDITIONAL = (
             "original_max_position_embeddings": 4096,
             "mscale": 1.0,
             "mscale_all_dim": 0.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
         }.items()
     ),
 )

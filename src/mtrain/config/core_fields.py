@@ -112,6 +112,9 @@ FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     # Interleaving between two stages is silently wrong with batched p2p: both neighbours are the same rank.
     "overlap_p2p_comm": lambda r: r.parallel.vpp > 1,
     "batch_p2p_comm": lambda r: r.parallel.vpp == 1,
+    # What was sent on is needed no more but for its shape; where sends overlap, gloo may still be reading it.
+    "deallocate_pipeline_outputs": lambda r: r.parallel.pp > 1 and r.parallel.vpp == 1,
+    "deterministic_mode": lambda r: r.trainer.deterministic,
     # The loss is a mean over the tokens of the global batch, so that no layout weighs a sample differently.
     "calculate_per_token_loss": lambda r: True,
     "cuda_graph_scope": lambda r: [],
@@ -141,6 +144,7 @@ MOE_FIELDS: dict[str, Callable[[RunConfig, Any], Any]] = {
     "moe_router_padding_for_quantization": lambda r, m: m.router_padding_for_quantization,
     "moe_router_force_load_balancing": lambda r, m: m.router_force_load_balancing,
     "moe_input_jitter_eps": lambda r, m: m.input_jitter_eps,
+    "moe_apply_probs_on_input": lambda r, m: m.apply_probs_on_input,
     "moe_shared_expert_gate": lambda r, m: m.shared_expert_gate,
     "moe_token_dispatcher_type": lambda r, m: m.token_dispatcher_type,
     "moe_flex_dispatcher_backend": lambda r, m: m.flex_dispatcher_backend or "deepep",
@@ -171,6 +175,8 @@ YARN_FIELDS: dict[str, Callable[[RunConfig, Any], Any]] = {
     "original_max_position_embeddings": lambda r, m: m.original_max_position_embeddings,
     "mscale": lambda r, m: m.mscale,
     "mscale_all_dim": lambda r, m: m.mscale_all_dim,
+    "beta_fast": lambda r, m: m.beta_fast,
+    "beta_slow": lambda r, m: m.beta_slow,
 }
 """And where its rotary positions are stretched."""
 

@@ -25,6 +25,12 @@ class DataConfig(Section):
     """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; mock: made-up tokens."""
     path: str | None = None
     """text: a file or folder, null: the Python standard library of this machine; indexed: prefix of .bin and .idx."""
+    blend: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(default=None, strict=False)
+    """indexed, in place of path: prefixes of several corpora that are read side by side; null: path alone."""
+    blend_weights: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None = Field(
+        default=None, strict=False
+    )
+    """blend: shares of the samples that each corpus gives, in any unit; null: by their tokens."""
     tokenizer: str | None = None
     """indexed: path of a tokenizer.json; null: no text can be generated."""
     tokenizer_vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = 4096
@@ -130,6 +136,9 @@ class TrainerConfig(Section):
     """Global batches of the validation split per evaluation; 0: never evaluate."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     """Seed of weights, sample order and dropout; independent of the layout."""
+    deterministic: bool = False
+    """Only algorithms that give the same bits every time, where a GPU has faster ones; an operation without any is an
+    error. On a CPU every run is so."""
     sample_tokens: NonNegativeInt | None = None
     """Tokens of generated text at the end of the run; null: 64 where there is a tokenizer and no context parallelism,
     else 0."""

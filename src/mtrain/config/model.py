@@ -59,6 +59,8 @@ class MoEConfig(Section):
     input_jitter_eps: Annotated[float, Field(gt=0, lt=1)] | None = None
     """The router sees its input times a random number between 1 - this and 1 + this; null: as it is. Random as
     dropout: other layouts draw other numbers."""
+    apply_probs_on_input: bool = False
+    """router_topk=1: what goes into an expert is weighed, not what comes out (Llama 4)."""
     shared_expert_gate: bool = False
     """The output of the shared experts is weighed by a learnt gate for each token (Qwen2-MoE)."""
     token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
@@ -98,6 +100,10 @@ class MLAConfig(Section):
     """yarn: weight of the attention temperature; null: 1."""
     mscale_all_dim: Annotated[float, Field(ge=0, le=100)] | None = None
     """yarn: the same for all dimensions; null: 0."""
+    beta_fast: PositiveFloat | None = None
+    """yarn: turns within the original length above which a frequency stays as it is; null: 32."""
+    beta_slow: PositiveFloat | None = None
+    """yarn: turns below which it is stretched in full; null: 1."""
 
 
 class ModelConfig(Section):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mtrain.config.groups import DataConfig
+from mtrain.data.blend import Blend
 from mtrain.data.indexed import IndexedDataset
 from mtrain.data.mock import DOCUMENT_ENDS, MockSamples
 from mtrain.data.samples import SHARES, Samples, entropy_nats, split_documents
@@ -33,9 +34,9 @@ class Splits:
     """Train, validation and test samples; None for a split that is not needed and has no sample."""
 
     corpus: Corpus
-    train: Samples | MockSamples
-    validation: Samples | MockSamples | None
-    test: Samples | MockSamples | None
+    train: Samples | Blend | MockSamples
+    validation: Samples | Blend | MockSamples | None
+    test: Samples | Blend | MockSamples | None
     eod: int | None
     """Id of the end-of-document token, where known."""
     masked_eod: int | None
@@ -43,6 +44,7 @@ class Splits:
     document_ends: tuple[int, ...]
     """Tokens after which another document begins; none known: empty."""
     dataset: IndexedDataset | None = field(repr=False)
+    """The one corpus; None for made-up tokens and a blend."""
 
     @property
     def tokenizer(self) -> Path | None:
@@ -134,21 +136,37 @@ def open_splits(
         rule = "documents are told apart by their end-of-document token, and none is known"
         fix = "data.packed=false, or data.tokenizer=PATH of a tokenizer.json that has one"
         problems.append(Problem("MT608", "data.packed", True, rule, fix))
-    dataset = IndexedDataset(corpus.prefix)
-    parts: dict[str, Samples | None] = {}
-    for name, documents in zip(SHARES, split_documents(dataset, data.split), strict=True):
-        try:
-            # Evaluations look at the first few samples: shuffled, they stand for the whole split, and with a seed
-            # of their own they are the same samples in every run.
-            order = seed if name == "train" else 0
-            parts[name] = Samples(dataset, documents, data.seq_length, order, True, vocab_size, name)
-        except BadInput as error:
-            parts[name] = None
-            if name in need or name == "train":
-                problems.extend(error.problems)
+    parts = _opened(data, vocab_size, seed, corpus, need, problems)
     train = parts["train"]
     if problems or train is None:
         raise BadInput(problems)
     masked = eod if data.eod_mask_loss else None
     ends = () if eod is None else (eod,)
-    return Splits(corpus, train, parts["validation"], parts["test"], eod, masked, ends, dataset)
+    alone = train.dataset if isinstance(train, Samples) else None
+    return Splits(corpus, train, parts["validation"], parts["test"], eod, masked, ends, alone)
+
+
+def _opened(
+    data: DataConfig, vocab_size: int, seed: int, corpus: Corpus, need: Sequence[str], problems: list[Problem]
+) -> dict[str, Samples | Blend | None]:
+    """Each split, of one corpus or of a blend; `problems` gets what is wrong with those that are needed."""
+    assert corpus.prefix is not None
+    datasets = [IndexedDataset(prefix) for prefix in (corpus.prefix, *corpus.others)]
+    shares = data.blend_weights or [dataset.num_tokens for dataset in datasets]
+    cuts = [split_documents(dataset, data.split) for dataset in datasets]
+    out: dict[str, Samples | Blend | None] = {}
+    for i, name in enumerate(SHARES):
+        # Evaluations look at the first few samples: shuffled, they stand for the whole split, and with a seed
+        # of their own they are the same samples in every run.
+        order = seed if name == "train" else 0
+        try:
+            parts = [
+                Samples(dataset, cut[i], data.seq_length, order, True, vocab_size, name)
+                for dataset, cut in zip(datasets, cuts, strict=True)
+            ]
+            out[name] = parts[0] if data.blend is None else Blend(parts, shares, order, name)
+        except BadInput as error:
+            out[name] = None
+            if name in need or name == "train":
+                problems.extend(error.problems)
+    return out

@@ -46,6 +46,8 @@ class Corpus:
     """A `tokenizer.json`; None: no text can be generated."""
     meta: dict[str, Any]
     """What is known of it: documents, tokens, vocab_size, eod, unigram_entropy_nats, fingerprint, ..."""
+    others: tuple[Path, ...] = ()
+    """Prefixes of the corpora that are blended with the first."""
 
     @property
     def tokenizer_sha256(self) -> str | None:
@@ -89,44 +91,52 @@ def _given(data: DataConfig) -> Corpus:
     def problem(key: str, value: str | None, rule: str, fix: str) -> None:
         problems.append(Problem("MT602", f"data.{key}", value, rule, fix))
 
-    prefix = Path(os.path.expanduser(data.path)) if data.path else None
-    if prefix is None:
+    key = "blend" if data.blend else "path"
+    named = data.blend or ((data.path,) if data.path else ())
+    prefixes = [Path(os.path.expanduser(name)) for name in named]
+    if not prefixes:
         problem("path", None, "data.kind=indexed reads .bin/.idx files", "data.path=PREFIX of the two files")
-    elif prefix.suffix in (".bin", ".idx"):
-        problem(
-            "path",
-            data.path,
-            f"is a file; the prefix of both is meant, without {prefix.suffix}",
-            f"data.path={prefix.with_suffix('')}",
-        )
-    else:
+    for name, prefix in zip(named, prefixes, strict=True):
+        if prefix.suffix in (".bin", ".idx"):
+            rule = f"is a file; the prefix of both is meant, without {prefix.suffix}"
+            problem(key, name, rule, f"data.{key}={prefix.with_suffix('')}")
+            continue
         missing = [s for s in (".bin", ".idx") if not os.path.isfile(with_suffix(prefix, s))]
         if missing:
             there = sorted(p.stem for p in prefix.parent.glob("*.idx")) if os.path.isdir(prefix.parent) else []
             missing_files = " and ".join(with_suffix(prefix, s).name for s in missing)
             rule = f"no file {missing_files} in {prefix.parent}"
-            problem("path", data.path, rule, near_paths(prefix, there or None))
+            problem(key, name, rule, near_paths(prefix, there or None))
     tokenizer = Path(os.path.expanduser(data.tokenizer)) if data.tokenizer else None
     if tokenizer is not None and not os.path.isfile(tokenizer):
         fix = near_paths(tokenizer).replace("data.path=", "data.tokenizer=")
         problem("tokenizer", data.tokenizer, f"{tokenizer} is not a file", fix)
-    if problems or prefix is None:
+    if problems:
         raise BadInput(problems)
-    dataset = IndexedDataset(prefix)
-    meta = {
-        "kind": "indexed",
-        "documents": dataset.num_documents,
-        "tokens": dataset.num_tokens,
-        "dtype": dataset.dtype.name,
-        "fingerprint": fingerprint(dataset),
-    }
+    meta = _counts([IndexedDataset(prefix) for prefix in prefixes])
     if tokenizer is not None:
         from mtrain.data.text import Tokenizer
 
         loaded = Tokenizer(tokenizer)
         meta |= {"vocab_size": loaded.vocab_size, "eod": loaded.eod}
         meta["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
-    return Corpus(prefix, tokenizer, meta)
+    return Corpus(prefixes[0], tokenizer, meta, tuple(prefixes[1:]))
+
+
+def _counts(datasets: list[IndexedDataset]) -> dict[str, Any]:
+    return {
+        "kind": "indexed",
+        "documents": sum(dataset.num_documents for dataset in datasets),
+        "tokens": sum(dataset.num_tokens for dataset in datasets),
+        "dtype": ", ".join(dict.fromkeys(dataset.dtype.name for dataset in datasets)),
+        "fingerprint": joint_fingerprint(datasets),
+    }
+
+
+def joint_fingerprint(datasets: list[IndexedDataset]) -> str:
+    """The fingerprint of one corpus, or of several in their order."""
+    each = [fingerprint(dataset) for dataset in datasets]
+    return each[0] if len(each) == 1 else hashlib.sha256("|".join(each).encode()).hexdigest()
 
 
 def fingerprint(dataset: IndexedDataset, samples: int = 256, block: int = 4096) -> str:

@@ -64,6 +64,8 @@ def anchored(run: RunConfig) -> RunConfig:
         return os.path.abspath(Path(path).expanduser()) if path is not None else None
 
     data = run.data.model_copy(update={"path": absolute(run.data.path), "tokenizer": absolute(run.data.tokenizer)})
+    if data.blend is not None:
+        data = data.model_copy(update={"blend": tuple(str(absolute(prefix)) for prefix in data.blend)})
     return run.model_copy(update={"data": data})
 
 

@@ -111,6 +111,8 @@ def _tokens(data: DataConfig, p: ParallelConfig, seq: int) -> dict[str, Any]:
     return {
         "kind": "mock",
         "path": None,
+        "blend": None,
+        "blend_weights": None,
         "tokenizer": None,
         "seq_length": seq,
         "eod_mask_loss": False,

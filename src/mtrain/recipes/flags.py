@@ -111,6 +111,34 @@ def _switch(flag: str, key: str, value: bool) -> Entry:
     return Entry((flag,), (key,), read, write)
 
 
+def beside(flag: str, key: str, active: Callable[[Values], bool], absent: Any, why: str) -> Entry:
+    """A flag with one value that is read only where `active` says so, of the keys before it; null elsewhere."""
+    plain = one(flag, key, absent)
+
+    def read(a: Arguments, d: Draft) -> Draft:
+        if active(d):
+            return plain.read(a, d)
+        a.words(flag)
+        a.refuse(flag, "no effect", why)
+        return {key: None}
+
+    return Entry((flag,), (key,), read, lambda d: plain.write(d) if key in d and active(d) else [])
+
+
+def switch(flag: str, key: str, active: Callable[[Values], bool], why: str, *, value: bool = True) -> Entry:
+    """A switch that makes a key `value`, and is read only where `active` says so, of the keys before it."""
+    plain = _switch(flag, key, value)
+
+    def read(a: Arguments, d: Draft) -> Draft:
+        if active(d):
+            return plain.read(a, d)
+        a.has(flag)
+        a.refuse(flag, "no effect", why)
+        return {key: not value}
+
+    return Entry((flag,), (key,), read, plain.write)
+
+
 def numbers(flag: str, key: str) -> Entry:
     """A flag with several whole numbers; left out it means null."""
 

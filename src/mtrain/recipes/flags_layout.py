@@ -6,7 +6,7 @@ from typing import Any
 
 from mtrain.config.keys import choices_of
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
-from mtrain.recipes.flags import numbers, on, one
+from mtrain.recipes.flags import beside, numbers, on, one, switch
 
 LAYOUT, FIRST, LAST = (
     "--pipeline-model-parallel-layout",
@@ -190,6 +190,19 @@ def _words_of(key: str) -> list[str]:
     return out
 
 
+def _buckets(d: Values) -> bool:
+    return bool(d["parallel.overlap_grad_reduce"]) and d["parallel.fsdp"] == "none"
+
+
+def _turns(d: Values) -> bool:
+    return bool(d["parallel.vpp"] > 1)
+
+
+def _keeps_whole_inputs(d: Values) -> bool:
+    full = d["parallel.recompute.granularity"] == "full"
+    return full and d["parallel.tp"] > 1 and not d["parallel.sequence_parallel"]
+
+
 AXES: tuple[Entry, ...] = (
     one("--tensor-model-parallel-size", "parallel.tp", 1, always=True),
     one("--pipeline-model-parallel-size", "parallel.pp", 1, always=True),
@@ -225,6 +238,32 @@ CUTS: tuple[Entry, ...] = (
     _data_parallel("--overlap-grad-reduce", "parallel.overlap_grad_reduce"),
     _data_parallel("--overlap-param-gather", "parallel.overlap_param_gather"),
     one("--num-distributed-optimizer-instances", "parallel.hsdp_replicas", 1),
+    beside("--ddp-bucket-size", "parallel.ddp_bucket_size", _buckets, None, "read only with --overlap-grad-reduce"),
+    switch(
+        "--ddp-pad-buckets-for-high-nccl-busbw",
+        "parallel.ddp_pad_buckets_for_high_nccl_busbw",
+        lambda d: d["parallel.distributed_optimizer"],
+        "read only with --use-distributed-optimizer",
+    ),
+    switch(
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+        "parallel.ddp_reduce_scatter_with_fp32_accumulation",
+        lambda d: d["parallel.distributed_optimizer"],
+        "read only with --use-distributed-optimizer",
+    ),
+    beside(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        "parallel.microbatch_group_size_per_vp_stage",
+        _turns,
+        lambda d: d["parallel.pp"],
+        "read only with virtual stages",
+    ),
+    switch(
+        "--overlap-p2p-communication-warmup-flush",
+        "parallel.overlap_p2p_comm_warmup_flush",
+        _turns,
+        "read only with virtual stages",
+    ),
     Entry(
         (
             "--recompute-granularity",
@@ -237,5 +276,11 @@ CUTS: tuple[Entry, ...] = (
         tuple(f"parallel.recompute.{name}" for name in ("granularity", "modules", "method", "num_layers")),
         _recompute,
         _recompute_words,
+    ),
+    switch(
+        "--distribute-saved-activations",
+        "parallel.recompute.distribute_saved_activations",
+        _keeps_whole_inputs,
+        "read only with full recomputation under tensor parallelism alone",
     ),
 )

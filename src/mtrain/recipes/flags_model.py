@@ -10,7 +10,7 @@ from typing import Any
 from mtrain.config.keys import choices_of
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.arithmetic import pattern_of
-from mtrain.recipes.flags import off, on, one
+from mtrain.recipes.flags import beside, off, on, one, spelled, switch
 
 ACTIVATIONS = {"--swiglu": "swiglu", "--squared-relu": "squared_relu", "--quick-geglu": "quick_geglu"}
 NEAREST = {"quick_geglu": "geglu"}
@@ -182,6 +182,62 @@ def _drop_policy(d: Values) -> str | None:
     return "probs" if d.get("model.moe.expert_capacity_factor") else None
 
 
+def _gated(d: Values) -> bool:
+    return "glu" in d["model.activation"]
+
+
+def _offset(a: Arguments, d: Draft) -> Draft:
+    offset = a.as_("--glu-linear-offset", float)
+    if offset and not _gated(d):
+        a.refuse("--glu-linear-offset", "no effect", "is added in gated units")
+        offset = None
+    return {"model.glu_linear_offset": offset or 0.0}
+
+
+def _offset_words(d: Values) -> list[str]:
+    offset = d["model.glu_linear_offset"]
+    return ["--glu-linear-offset", spelled(offset)] if offset else []
+
+
+def _turned(d: Values) -> bool:
+    """Whether queries and keys of plain attention are turned by their positions."""
+    latent = d.get("model.mla") is not None or "model.mla.kv_lora_rank" in d
+    return d["model.position_embedding_type"] == "rope" and not latent
+
+
+def _unturned(a: Arguments, d: Draft) -> Draft:
+    flag, text = "--no-rope-freq", a.word("--no-rope-freq")
+    if text is None or text in ("0", "None"):
+        return {"model.no_rope_freq": None}
+    if not _turned(d):
+        a.refuse(flag, "no effect", "there are no rotary positions to leave out")
+    elif not text.isdigit() or len(text) > 6 or int(text) < 2:
+        a.refuse(flag, "not supported", "changes the numbers: every n-th layer, n at least 2")
+    else:
+        return {"model.no_rope_freq": int(text)}
+    return {"model.no_rope_freq": None}
+
+
+def _unturned_words(d: Values) -> list[str]:
+    return [] if d["model.no_rope_freq"] is None else ["--no-rope-freq", str(d["model.no_rope_freq"])]
+
+
+def _flex(a: Arguments, d: Draft) -> Draft:
+    key, backend = "model.moe.flex_dispatcher_backend", a.word("--moe-flex-dispatcher-backend")
+    if d.get("model.moe.token_dispatcher_type") != "flex":
+        for flag in ("--moe-flex-dispatcher-backend", "--moe-enable-deepep"):
+            a.has(flag)
+            a.refuse(flag, "no effect", "read only with --moe-token-dispatcher-type flex")
+        return {key: None}
+    a.has("--moe-enable-deepep")  # the older word for it
+    return {key: backend if backend in choices_of(key) else "deepep"}
+
+
+def _flex_words(d: Values) -> list[str]:
+    backend = d.get("model.moe.flex_dispatcher_backend")
+    return [] if backend is None else ["--moe-flex-dispatcher-backend", backend]
+
+
 MODEL: tuple[Entry, ...] = (
     Entry(("--multi-latent-attention",), ("model.mla",), _latent, _latent_words),
     one("--num-layers", "model.num_layers", always=True, also=("--encoder-num-layers",)),
@@ -196,6 +252,12 @@ MODEL: tuple[Entry, ...] = (
     off("--disable-bias-linear", "model.add_bias_linear"),
     on("--add-qkv-bias", "model.add_qkv_bias"),
     on("--qk-layernorm", "model.qk_layernorm"),
+    switch(
+        "--qk-l2-norm", "model.qk_l2_norm", lambda d: d["model.mla"] is None, "latent attention has its own norms"
+    ),
+    on("--apply-layernorm-1p", "model.layernorm_zero_centered_gamma"),
+    Entry(("--glu-linear-offset",), ("model.glu_linear_offset",), _offset, _offset_words),
+    beside("--activation-func-clamp-value", "model.activation_func_clamp_value", _gated, None, "bounds gated units"),
     Entry(
         ("--position-embedding-type", "--use-rotary-position-embeddings", "--no-position-embedding"),
         ("model.position_embedding_type",),
@@ -206,6 +268,14 @@ MODEL: tuple[Entry, ...] = (
     one("--rotary-percent", "model.rotary_percent", 1.0),
     on("--rotary-interleaved", "model.rotary_interleaved"),
     Entry(("--use-rope-scaling", "--rope-scaling-factor"), ("model.rope_scaling_factor",), _scaling, _scaling_words),
+    beside(
+        "--rotary-seq-len-interpolation-factor",
+        "model.rotary_seq_len_interpolation_factor",
+        _turned,
+        None,
+        "stretches rotary positions of plain attention",
+    ),
+    Entry(("--no-rope-freq",), ("model.no_rope_freq",), _unturned, _unturned_words),
     Entry(("--window-size",), ("model.window_size",), _window, _window_words),
     one("--window-attn-skip-freq", "model.window_attn_skip_freq"),
     one("--softmax-type", "model.softmax_type", "vanilla"),
@@ -219,6 +289,7 @@ MODEL: tuple[Entry, ...] = (
     one("--attention-dropout", "model.attention_dropout", 0.1),
     one("--hidden-dropout", "model.hidden_dropout", 0.1),
     one("--init-method-std", "model.init_method_std", 0.02),
+    one("--embedding-init-method-std", "model.embedding_init_method_std"),
 )
 
 EXPERTS: tuple[Entry, ...] = (
@@ -247,11 +318,26 @@ EXPERTS: tuple[Entry, ...] = (
     one("--moe-router-num-groups", "model.moe.router_num_groups"),
     one("--moe-router-group-topk", "model.moe.router_group_topk"),
     one("--moe-router-topk-scaling-factor", "model.moe.router_topk_scaling_factor"),
-    one(
-        "--moe-token-dispatcher-type",
-        "model.moe.token_dispatcher_type",
-        "allgather",
-        near={"flex": "alltoall"},
+    one("--moe-token-dispatcher-type", "model.moe.token_dispatcher_type", "allgather"),
+    Entry(
+        ("--moe-flex-dispatcher-backend", "--moe-enable-deepep"),
+        ("model.moe.flex_dispatcher_backend",),
+        _flex,
+        _flex_words,
+    ),
+    one("--moe-input-jitter-eps", "model.moe.input_jitter_eps"),
+    on("--moe-router-force-load-balancing", "model.moe.router_force_load_balancing"),
+    switch(
+        "--moe-apply-probs-on-input",
+        "model.moe.apply_probs_on_input",
+        lambda d: d.get("model.moe.router_topk") == 1,
+        "read only with --moe-router-topk 1",
+    ),
+    switch(
+        "--moe-shared-expert-gate",
+        "model.moe.shared_expert_gate",
+        lambda d: bool(d.get("model.moe.shared_expert_intermediate_size")),
+        "there are no shared experts",
     ),
     one("--moe-expert-capacity-factor", "model.moe.expert_capacity_factor"),
     on("--moe-pad-expert-input-to-capacity", "model.moe.pad_expert_input_to_capacity"),

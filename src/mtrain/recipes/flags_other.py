@@ -33,13 +33,13 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         --num-workers --data-cache-path --no-create-attention-mask-in-dataloader --no-mmap-bin-files
         --num-dataset-builder-threads --mid-level-dataset-surplus --distributed-backend --lazy-mpu-init
         --disable-gloo-process-groups --use-cpu-initialization --init-model-with-meta-device
-        --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush --no-align-grad-reduce
+        --no-overlap-p2p-communication --no-align-grad-reduce
         --no-align-param-gather --no-scatter-gather-tensors-in-pipeline
         --clone-scatter-output-in-embedding --no-clone-scatter-output-in-embedding
         --ddp-average-in-collective --no-initialization --manual-gc
         --manual-gc-interval --no-manual-gc-eval --empty-unused-memory-level --train-sync-interval
         --high-priority-stream-groups --use-tp-pp-dp-mapping --te-rng-tracker --inference-rng-tracker
-        --deterministic-mode --no-gradient-reduce-div-fusion --legacy-tokenizer --disable-msc
+        --no-gradient-reduce-div-fusion --legacy-tokenizer --disable-msc
         --enable-experimental --ckpt-assume-constant-structure
         """,
     ),
@@ -100,17 +100,16 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         "not supported",
         "changes speed or memory, not the numbers",
         """
-        --distribute-saved-activations --cpu-offloading-num-layers --tp-comm-overlap
+        --cpu-offloading-num-layers --tp-comm-overlap
         --tp-comm-overlap-cfg --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs
         --tp-comm-overlap-rs-dgrad --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad
         --disable-tp-comm-split-ag --disable-tp-comm-split-rs --tp-comm-bootstrap-backend
-        --overlap-param-gather-with-optimizer-step --ddp-num-buckets --ddp-bucket-size
-        --ddp-pad-buckets-for-high-nccl-busbw --microbatch-group-size-per-virtual-pipeline-stage
+        --overlap-param-gather-with-optimizer-step --ddp-num-buckets
         --defer-embedding-wgrad-compute --wgrad-deferral-limit --use-ring-exchange-p2p --use-nccl-ub
         --use-sharp --sharp-enabled-group --disable-symmetric-registration
         --nccl-communicator-config-path --pipeline-model-parallel-comm-backend --fsdp-double-buffer
         --suggested-communication-unit-size --torch-fsdp2-no-reshard-after-forward
-        --enable-full-sharding-in-hsdp --keep-fp8-transpose-cache --moe-enable-deepep
+        --enable-full-sharding-in-hsdp --keep-fp8-transpose-cache
         --moe-deepep-num-sms --overlap-moe-expert-parallel-comm --delay-wgrad-compute
         --enable-cuda-graph --external-cuda-graph --cuda-graph-impl --cuda-graph-scope
         --cuda-graph-warmup-steps --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d
@@ -124,10 +123,9 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         "not supported",
         "changes the numbers: a number format that is not there yet",
         """
-        --fp8-format --fp8-recipe --fp8-margin --fp8-amax-history-len --fp8-amax-compute-algo
-        --no-fp8-wgrad --fp8-param-gather --first-last-layers-bf16 --num-layers-at-start-in-bf16
-        --num-layers-at-end-in-bf16 --fp4-format --fp4-recipe --fp4-param-gather
-        --reuse-grad-buf-for-mxfp8-param-ag --moe-router-padding-for-fp8 --fp32-residual-connection
+        --fp8-param-gather
+        --fp4-param-gather
+        --reuse-grad-buf-for-mxfp8-param-ag --fp32-residual-connection
         --fp16-lm-cross-entropy --disable-bf16-reduced-precision-matmul --loss-scale
         """,
     ),
@@ -135,10 +133,9 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         "not supported",
         "changes the numbers: the network has no such part here",
         """
-        --openai-gelu --activation-func-clamp-value --glu-linear-offset --apply-layernorm-1p
-        --apply-residual-connection-post-layernorm --rotary-seq-len-interpolation-factor --no-rope-freq
-        --mrope-section --relative-attention-num-buckets --relative-attention-max-distance --qk-l2-norm
-        --moe-input-jitter-eps --moe-apply-probs-on-input --moe-router-force-load-balancing
+        --openai-gelu
+        --apply-residual-connection-post-layernorm
+        --mrope-section --relative-attention-num-buckets --relative-attention-max-distance
         --apply-query-key-layer-scaling --spec --heterogeneous-layers-config-path
         --heterogeneous-layers-config-encoded-json --hybrid-attention-ratio --hybrid-mlp-ratio
         --hybrid-override-pattern --is-hybrid-model --mamba-state-dim --mamba-head-dim
@@ -150,12 +147,12 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         "not supported",
         "changes the numbers: training has no such choice here",
         """
-        --iterations-to-skip --embedding-init-method-std
+        --iterations-to-skip
         --init-method-xavier-uniform --data-parallel-random-init --lr-warmup-init --decoupled-lr
         --decoupled-min-lr --start-weight-decay --end-weight-decay --hysteresis --muon-momentum
         --muon-use-nesterov --muon-scale-mode --muon-num-ns-steps --train-data-path --valid-data-path
         --test-data-path --data-args-path --per-split-data-args-path --full-validation --sample-rate
-        --sft --ddp-reduce-scatter-with-fp32-accumulation
+        --sft
         """,
     ),
     (

@@ -1,8 +1,6 @@
-"""Megatron-LM's flags for number formats, data, steps, kernels and checkpoints."""
+"""Megatron-LM's flags for data, steps, kernels and checkpoints."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from mtrain.config.batches import Stage, linear, samples_of, steps_within
 from mtrain.config.model import VOCAB_MULTIPLE
@@ -13,49 +11,32 @@ KNOWN_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Tokenizers whose name says how many ids they have."""
 
 
-def _dtype(a: Arguments, d: Draft) -> Draft:
-    given = [word for word in ("bf16", "fp16") if a.has(f"--{word}")]
-    return {"precision.dtype": given[0] if given else "fp32"}
-
-
-def _dtype_words(d: Values) -> list[str]:
-    return [f"--{d['precision.dtype']}"] if d["precision.dtype"] in ("bf16", "fp16") else []
-
-
-def _reduction(a: Arguments, d: Draft) -> Draft:
-    key = "precision.grad_reduce_in_fp32"
-    if d["precision.dtype"] == "bf16":
-        a.has("--accumulate-allreduce-grads-in-fp32")  # with bf16 it is so in any case
-        return {key: not a.has("--grad-reduce-in-bf16")}
-    a.refuse("--grad-reduce-in-bf16", "no effect", "read only with --bf16")
-    return {key: a.has("--accumulate-allreduce-grads-in-fp32")}
-
-
-def _reduction_words(d: Values) -> list[str]:
-    in_fp32 = d["precision.grad_reduce_in_fp32"]
-    if d["precision.dtype"] == "bf16":
-        return [] if in_fp32 else ["--grad-reduce-in-bf16"]
-    return ["--accumulate-allreduce-grads-in-fp32"] if in_fp32 else []
-
-
-def _fp16(key: str, megatron: float) -> Any:
-    """What leaving out a flag of the loss scale means: Megatron-LM's default where it is read, else ours."""
-    return lambda d: megatron if d["precision.dtype"] == "fp16" else default_of(key)
-
-
 def _source(a: Arguments, d: Draft) -> Draft:
-    words = a.words("--data-path")
-    if words and len(words) == 2 and words[0].replace(".", "", 1).isdigit():
-        words = words[1:]  # one prefix with its weight
-    if words and len(words) > 1:
-        a.refuse("--data-path", "not supported", "changes the numbers: one prefix is read, not a blend")
-    path = words[0] if words else None
-    if a.has("--mock-data") or path is None:
-        return {"data.kind": "mock", "data.path": None}
-    return {"data.kind": "indexed", "data.path": path}
+    words = a.words("--data-path") or []
+    out: Draft = {"data.kind": "indexed", "data.path": None, "data.blend": None, "data.blend_weights": None}
+    weights = _weights(words[::2]) if len(words) % 2 == 0 else None
+    prefixes = words[1::2] if weights else words
+    if a.has("--mock-data") or not prefixes:
+        return {**out, "data.kind": "mock"}
+    if len(prefixes) == 1:
+        return {**out, "data.path": prefixes[0]}
+    return {**out, "data.blend": prefixes, "data.blend_weights": weights}
+
+
+def _weights(words: list[str]) -> list[float] | None:
+    """The weights before the prefixes of a blend; None where a word is no positive number."""
+    try:
+        weights = [float(word) for word in words]
+    except ValueError:
+        return None
+    return weights if all(0 < weight < float("inf") for weight in weights) else None
 
 
 def _source_words(d: Values) -> list[str]:
+    blend, weights = d["data.blend"], d["data.blend_weights"]
+    if d["data.kind"] == "indexed" and blend is not None:
+        pairs = zip(map(spelled, weights), blend, strict=False) if weights else ((name,) for name in blend)
+        return ["--data-path", *(word for pair in pairs for word in pair)]
     if d["data.kind"] == "indexed" and d["data.path"] is not None:
         return ["--data-path", d["data.path"]]
     return ["--mock-data"] if d["data.kind"] == "mock" else []
@@ -249,47 +230,13 @@ def _saving_words(d: Values) -> list[str]:
     return ["--save", "checkpoints", "--save-interval", str(steps or d["trainer.train_iters"])]
 
 
-def _router(a: Arguments, d: Draft) -> Draft:
-    kind = a.word("--moe-router-dtype")
-    if kind not in (None, "fp32"):
-        a.refuse("--moe-router-dtype", "not supported", "changes the numbers: routers always compute in fp32")
-    if kind is None and d.get("model.moe.num_experts") and d["precision.dtype"] != "fp32":
-        a.notes.append("routers compute in fp32 here; there, without --moe-router-dtype, in the format of the model")
-    return {}
-
-
-def _per_token(a: Arguments, d: Draft) -> Draft:
-    a.has("--calculate-per-token-loss")  # it is always so here; there, only masked tokens make a difference
-    return {}
-
-
-PRECISION: tuple[Entry, ...] = (
-    Entry(("--bf16", "--fp16"), ("precision.dtype",), _dtype, _dtype_words),
-    Entry(("--calculate-per-token-loss",), (), _per_token, lambda d: ["--calculate-per-token-loss"]),
-    Entry(
-        ("--moe-router-dtype",),
-        (),
-        _router,
-        lambda d: ["--moe-router-dtype", "fp32"] if "model.moe.num_experts" in d else [],
-    ),
-    Entry(
-        ("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"),
-        ("precision.grad_reduce_in_fp32",),
-        _reduction,
-        _reduction_words,
-    ),
-    *(
-        one(flag, key, _fp16(key, megatron))
-        for flag, key, megatron in (
-            ("--initial-loss-scale", "precision.initial_loss_scale", 2.0**32),
-            ("--min-loss-scale", "precision.min_loss_scale", 1.0),
-            ("--loss-scale-window", "precision.loss_scale_window", 1000),
-        )
-    ),
-)
-
 DATA: tuple[Entry, ...] = (
-    Entry(("--mock-data", "--data-path"), ("data.kind", "data.path"), _source, _source_words),
+    Entry(
+        ("--mock-data", "--data-path"),
+        ("data.kind", "data.path", "data.blend", "data.blend_weights"),
+        _source,
+        _source_words,
+    ),
     Entry(("--split",), ("data.split",), _split, lambda d: ["--split", ",".join(map(spelled, d["data.split"]))]),
     one("--seq-length", "data.seq_length", always=True, also=("--encoder-seq-length",)),
     one(
@@ -324,6 +271,7 @@ TRAINER: tuple[Entry, ...] = (
     one("--eval-interval", "trainer.eval_interval", 1000, none=(0,)),
     one("--eval-iters", "trainer.eval_iters", 100),
     one("--seed", "trainer.seed", 1234),
+    on("--deterministic-mode", "trainer.deterministic"),
     always("trainer.sample_tokens", 0),
     Entry(PROFILE, ("trainer.profile_step",), _profile, _profile_words),
     Entry(

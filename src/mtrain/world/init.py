@@ -93,8 +93,17 @@ def joined(run: RunConfig) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+def _insist_on_determinism() -> None:
+    """Refuse algorithms whose bits depend on timing; cuBLAS and TransformerEngine are told by the environment."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    torch.use_deterministic_algorithms(True)
+
+
 def _prepare(run: RunConfig, seat: Seat) -> Device:
     """Import and set up what this rank needs before it meets the others."""
+    if run.trainer.deterministic:
+        _insist_on_determinism()
     grid = RankGrid.of(run)
     if seat.size != grid.world:
         raise BadEnvironment(f"the layout has {grid.world} ranks ({grid}), but {seat.size} were started")

@@ -78,16 +78,16 @@ def _plain(path: Path) -> bool:
 
 def _tokens(run: RunConfig) -> str | None:
     """The fingerprint that a checkpoint keeps of `.bin/.idx`; None where they are not here or cannot be read."""
-    if run.data.path is None:
-        return None
-    prefix = user_path(run.data.path)
-    if not all(_plain(prefix.with_name(prefix.name + suffix)) for suffix in (".bin", ".idx")):
+    named = run.data.blend or ((run.data.path,) if run.data.path is not None else ())
+    prefixes = [user_path(prefix) for prefix in named]
+    files = [prefix.with_name(prefix.name + suffix) for prefix in prefixes for suffix in (".bin", ".idx")]
+    if not files or not all(_plain(file) for file in files):
         return None
     from mtrain.data.indexed import IndexedDataset
-    from mtrain.data.tokenize import fingerprint
+    from mtrain.data.tokenize import joint_fingerprint
 
     try:
-        return fingerprint(IndexedDataset(prefix))
+        return joint_fingerprint([IndexedDataset(prefix) for prefix in prefixes])
     except (Damaged, OSError):
         return "unreadable"
 

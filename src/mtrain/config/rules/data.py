@@ -11,11 +11,24 @@ from mtrain.config.paths import near_files, user_path
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.run import RunConfig
 
+_MADE_UP: Change = {
+    "data.kind": "mock",
+    "data.path": None,
+    "data.blend": None,
+    "data.blend_weights": None,
+    "data.tokenizer": None,
+}
+
 
 def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
     """A key that the chosen kind does not read is an error, not ignored."""
     d = run.data
-    if d.kind == "indexed" and d.path is None:
+    if d.kind == "indexed" and d.path is not None and d.blend is not None:
+        rule = "data.blend names the corpora that are read, and data.path would reach nothing"
+        yield Finding(
+            "MT316", "data.path", rule, ({"data.path": None}, {"data.blend": None, "data.blend_weights": None})
+        )
+    if d.kind == "indexed" and d.path is None and d.blend is None:
         rule = "kind indexed reads PREFIX.bin and PREFIX.idx, and data.path is null"
         yield Finding(
             "MT301", "data.path", rule, ({"data.kind": "mock"}, {"data.kind": "text"}), hint="data.path=PREFIX"
@@ -53,11 +66,41 @@ def text_is_there(run: RunConfig) -> Iterator[Finding]:
 def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
     """Both files of indexed data exist and can be read."""
     d = run.data
-    if d.kind != "indexed" or d.path is None:
+    if d.kind != "indexed":
         return
-    base = user_path(d.path)
+    if d.blend is not None:
+        yield from _blended(run)
+    elif d.path is not None:
+        yield from _prefix(d.path)
+
+
+def _blended(run: RunConfig) -> Iterator[Finding]:
+    """Every corpus of a blend is there once, with a share of its own."""
+    d = run.data
+    assert d.blend is not None
+    one: Change = {"data.blend": None, "data.blend_weights": None, "data.path": d.blend[0]}
+    for i, prefix in enumerate(d.blend):
+        for found in _prefix(prefix):
+            near = [c["data.path"] for c in found.fixes if "data.kind" not in c]
+            mended = tuple({"data.blend": [*d.blend[:i], name, *d.blend[i + 1 :]]} for name in near)
+            yield Finding("MT306", "data.blend", f"{prefix}: {found.rule}", (*mended, _MADE_UP))
+            return
+    if len(set(d.blend)) < len(d.blend):
+        rule = "a corpus is named twice; its share is its weight"
+        yield Finding("MT317", "data.blend", rule, ({"data.blend": list(dict.fromkeys(d.blend))}, one))
+    shares = d.blend_weights
+    if shares is not None and len(shares) != len(d.blend):
+        rule = f"{len(shares)} weights for {len(d.blend)} corpora"
+        yield Finding("MT318", "data.blend_weights", rule, ({"data.blend_weights": None},))
+    elif shares is not None and min(shares) < 1e-6 * sum(shares):
+        rule = f"the smallest share is {min(shares) / sum(shares):.1g} of all, and 1e-06 is the least"
+        yield Finding("MT318", "data.blend_weights", rule, ({"data.blend_weights": None},))
+
+
+def _prefix(text: str) -> Iterator[Finding]:
+    base = user_path(text)
     if base.suffix in (".bin", ".idx"):
-        yield Finding("MT306", "data.path", f"is a prefix: without {base.suffix}", ({"data.path": d.path[:-4]},))
+        yield Finding("MT306", "data.path", f"is a prefix: without {base.suffix}", ({"data.path": text[:-4]},))
         return
     for suffix in (".idx", ".bin"):
         path = base.with_name(base.name + suffix)
@@ -69,8 +112,7 @@ def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
         if rule is not None:
             names = [n for n in near_files(path) if n.endswith(suffix)]
             near = tuple({"data.path": n[: -len(suffix)]} for n in names)
-            changes: tuple[Change, ...] = (*near, {"data.kind": "mock", "data.path": None, "data.tokenizer": None})
-            yield Finding("MT306", "data.path", f"{path.name}: {rule}", changes)
+            yield Finding("MT306", "data.path", f"{path.name}: {rule}", (*near, _MADE_UP))
             return
 
 

@@ -1,0 +1,71 @@
+"""The page of all keys and the fields of megatron-core that they feed, and of all fields without a key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtrain.config import core_fields, unfed
+from mtrain.config.core_fields import feeds
+from mtrain.config.describe import default_of, example_section, groups, type_of
+from mtrain.config.keys import field_of, schema_keys
+from mtrain.config.model import MLAConfig, ModelConfig, MoEConfig
+from mtrain.config.run import RunConfig
+
+HEAD = """# Keys and fields
+
+Made by `python launch.py schema fields > docs/fields.md`; a test compares. First every key with what it may be, its
+default, what it means and which fields of megatron-core 0.16.1 its value has a part in; none: mtrain reads it itself.
+Then every field of megatron-core's configurations that no key feeds, and why.
+"""
+
+
+def fed() -> dict[str, list[str]]:
+    """Key -> the fields it feeds, for a model with experts and for one with latent attention together."""
+    experts = MoEConfig(num_experts=2, ffn_hidden_size=64)
+    plain = ModelConfig.model_validate({**example_section(ModelConfig), "moe": experts})
+    out: dict[str, list[str]] = {}
+    for latent in (None, MLAConfig(rope_type="yarn")):
+        model = plain.model_copy(update={"mla": latent})
+        for key, fields in feeds(RunConfig(model=model)).items():
+            known = out.setdefault(key, [])
+            known += [name for name in map(_owned, fields) if name not in known]
+    return out
+
+
+def _owned(field: str) -> str:
+    """The field under the class that declares it: latent attention's has all fields of the other, and more."""
+    owner, _, name = field.partition(".")
+    own = set(core_fields.MLA_FIELDS) | set(core_fields.YARN_FIELDS)
+    inherited = owner == unfed.LATENT and (name not in own or name == "multi_latent_attention")
+    return f"{unfed.TRANSFORMER}.{name}" if inherited else field
+
+
+def page() -> str:
+    """The Markdown of `docs/fields.md`."""
+    return "\n".join([HEAD, *_keys(), *_fields()]).rstrip() + "\n"
+
+
+def _keys() -> Iterator[str]:
+    reached = fed()
+    for group, words in groups().items():
+        yield f"## `{group}`: {words}\n"
+        yield "| key | may be | default | means | feeds |"
+        yield "|---|---|---|---|---|"
+        for key in schema_keys():
+            if key.startswith(f"{group}."):
+                field = field_of(key)
+                means = " ".join((field.description or "").split()) if field is not None else ""
+                names = ", ".join(f"`{name}`" for name in reached.get(key, ()))
+                cells = (f"`{key}`", type_of(key), f"`{default_of(key)}`", means, names)
+                yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        yield ""
+
+
+def _fields() -> Iterator[str]:
+    yield "## Fields without a key\n"
+    yield "| field | why | |"
+    yield "|---|---|---|"
+    rows = {name: ("fixed", text) for name, text in unfed.FIXED_IN_TABLES.items()} | unfed.UNFED
+    for name in sorted(rows, key=lambda n: (unfed.OWNERS.index(n.partition(".")[0]), rows[n], n)):
+        why, text = rows[name]
+        yield f"| `{name}` | {why} | {text} |"

@@ -1,0 +1,139 @@
+"""Megatron-LM's flags for number formats: of weights, gradients and the loss scale, and of products in few bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
+from mtrain.recipes.flags import beside, default_of, one, switch
+
+SOME, START, END = "--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16"
+FIRST, LAST = "precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16"
+NEEDS_FORMAT = "read only beside --fp8-format or --fp4-format"
+NEEDS_DELAYED = "read only by another --fp8-recipe"
+PADDING = ("--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8")
+PADS = "model.moe.router_padding_for_quantization"
+
+
+def _eight(d: Values) -> bool:
+    return d["precision.fp8"] is not None
+
+
+def _delayed(d: Values) -> bool:
+    return _eight(d) and d["precision.fp8_recipe"] == "delayed"
+
+
+def _attends(d: Values) -> bool:
+    return _eight(d) and d["precision.fp8_recipe"] in ("delayed", "tensorwise")
+
+
+def _some_layers(a: Arguments, d: Draft) -> Draft:
+    """One layer at each end where nothing else is said; delayed scales cannot leave any out."""
+    start, end = (a.as_(flag, whole) for flag in (START, END))
+    few = (_eight(d) or d["precision.fp4"] is not None) and not _delayed(d)
+    if a.has(SOME) and few:
+        return {FIRST: 1 if start is None else max(0, start), LAST: 1 if end is None else max(0, end)}
+    for flag in (SOME, START, END):
+        a.refuse(flag, "no effect", f"read only with {SOME}, {NEEDS_FORMAT.removeprefix('read only ')}")
+    return {FIRST: 0, LAST: 0}
+
+
+def _some_layers_words(d: Values) -> list[str]:
+    start, end = d[FIRST], d[LAST]
+    return [SOME, START, str(start), END, str(end)] if start or end else []
+
+
+def _dtype(a: Arguments, d: Draft) -> Draft:
+    given = [word for word in ("bf16", "fp16") if a.has(f"--{word}")]
+    return {"precision.dtype": given[0] if given else "fp32"}
+
+
+def _dtype_words(d: Values) -> list[str]:
+    return [f"--{d['precision.dtype']}"] if d["precision.dtype"] in ("bf16", "fp16") else []
+
+
+def _reduction(a: Arguments, d: Draft) -> Draft:
+    key = "precision.grad_reduce_in_fp32"
+    if d["precision.dtype"] == "bf16":
+        a.has("--accumulate-allreduce-grads-in-fp32")  # with bf16 it is so in any case
+        return {key: not a.has("--grad-reduce-in-bf16")}
+    a.refuse("--grad-reduce-in-bf16", "no effect", "read only with --bf16")
+    return {key: a.has("--accumulate-allreduce-grads-in-fp32")}
+
+
+def _reduction_words(d: Values) -> list[str]:
+    in_fp32 = d["precision.grad_reduce_in_fp32"]
+    if d["precision.dtype"] == "bf16":
+        return [] if in_fp32 else ["--grad-reduce-in-bf16"]
+    return ["--accumulate-allreduce-grads-in-fp32"] if in_fp32 else []
+
+
+def _fp16(key: str, megatron: float) -> Any:
+    """What leaving out a flag of the loss scale means: Megatron-LM's default where it is read, else ours."""
+    return lambda d: megatron if d["precision.dtype"] == "fp16" else default_of(key)
+
+
+def _router(a: Arguments, d: Draft) -> Draft:
+    kind = a.word("--moe-router-dtype")
+    if kind not in (None, "fp32"):
+        a.refuse("--moe-router-dtype", "not supported", "changes the numbers: routers always compute in fp32")
+    if kind is None and d.get("model.moe.num_experts") and d["precision.dtype"] != "fp32":
+        a.notes.append("routers compute in fp32 here; there, without --moe-router-dtype, in the format of the model")
+    return {}
+
+
+def _per_token(a: Arguments, d: Draft) -> Draft:
+    a.has("--calculate-per-token-loss")  # it is always so here; there, only masked tokens make a difference
+    return {}
+
+
+def _padding(a: Arguments, d: Draft) -> Draft:
+    given = [flag for flag in PADDING if a.has(flag)]
+    quantized = _eight(d) or d["precision.fp4"] is not None
+    for flag in () if quantized else PADDING:
+        a.refuse(flag, "no effect", NEEDS_FORMAT)
+    return {PADS: bool(given) and quantized}
+
+
+PRECISION: tuple[Entry, ...] = (
+    Entry(("--bf16", "--fp16"), ("precision.dtype",), _dtype, _dtype_words),
+    Entry(("--calculate-per-token-loss",), (), _per_token, lambda d: ["--calculate-per-token-loss"]),
+    Entry(
+        ("--moe-router-dtype",),
+        (),
+        _router,
+        lambda d: ["--moe-router-dtype", "fp32"] if "model.moe.num_experts" in d else [],
+    ),
+    Entry(
+        ("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"),
+        ("precision.grad_reduce_in_fp32",),
+        _reduction,
+        _reduction_words,
+    ),
+    *(
+        one(flag, key, _fp16(key, megatron))
+        for flag, key, megatron in (
+            ("--initial-loss-scale", "precision.initial_loss_scale", 2.0**32),
+            ("--min-loss-scale", "precision.min_loss_scale", 1.0),
+            ("--loss-scale-window", "precision.loss_scale_window", 1000),
+        )
+    ),
+    one("--fp8-format", "precision.fp8"),
+    beside("--fp8-recipe", "precision.fp8_recipe", _eight, "delayed", NEEDS_FORMAT),
+    *(
+        beside(flag, key, _delayed, megatron, NEEDS_DELAYED)
+        for flag, key, megatron in (
+            ("--fp8-margin", "precision.fp8_margin", 0),
+            ("--fp8-amax-history-len", "precision.fp8_amax_history_len", 1),
+            ("--fp8-amax-compute-algo", "precision.fp8_amax_compute_algo", "most_recent"),
+        )
+    ),
+    switch("--no-fp8-wgrad", "precision.fp8_wgrad", _delayed, NEEDS_DELAYED, value=False),
+    switch("--tp-only-amax-red", "precision.tp_only_amax_red", _delayed, NEEDS_DELAYED),
+    switch("--fp8-dot-product-attention", "precision.fp8_dot_product_attention", _attends, NEEDS_DELAYED),
+    switch("--fp8-multi-head-attention", "precision.fp8_multi_head_attention", _delayed, NEEDS_DELAYED),
+    one("--fp4-format", "precision.fp4"),
+    beside("--fp4-recipe", "precision.fp4_recipe", lambda d: d["precision.fp4"] is not None, "nvfp4", NEEDS_FORMAT),
+    Entry((SOME, START, END), (FIRST, LAST), _some_layers, _some_layers_words),
+    Entry(PADDING, (PADS,), _padding, lambda d: [PADDING[0]] if d.get(PADS) else []),
+)

@@ -1,0 +1,80 @@
+"""Flags of number formats: what Megatron-LM means by leaving one out, and flags that it does not read."""
+
+from __future__ import annotations
+
+from mtrain.recipes.imported import Imported
+from mtrain.recipes.megatron import import_texts
+
+BASE = (
+    "python pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --bf16 "
+    "--max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 "
+    "--tokenizer-type NullTokenizer --vocab-size 1023 --mock-data "
+)
+
+
+def imported(flags: str) -> Imported:
+    return import_texts([(BASE + flags, "s.sh")], "s")
+
+
+def why(found: Imported) -> dict[str, str]:
+    return {u.flag: u.why for u in found.unplaced}
+
+
+def test_the_format_alone_means_delayed_scales_of_the_last_step() -> None:
+    p = imported("--fp8-format hybrid").run.precision
+    assert (p.fp8, p.fp8_recipe, p.fp8_margin) == ("hybrid", "delayed", 0)
+    assert (p.fp8_amax_history_len, p.fp8_amax_compute_algo, p.fp8_wgrad) == (1, "most_recent", True)
+
+
+def test_a_recipe_leaves_the_flags_of_another_unread_and_says_so() -> None:
+    found = imported(
+        "--fp8-format e4m3 --fp8-recipe blockwise --fp8-margin 2 --fp8-amax-history-len 1024 --no-fp8-wgrad"
+    )
+    p = found.run.precision
+    assert (p.fp8_recipe, p.fp8_margin, p.fp8_amax_history_len, p.fp8_wgrad) == ("blockwise", None, None, True)
+    unread = {"--fp8-margin", "--fp8-amax-history-len", "--no-fp8-wgrad"}
+    assert {flag for flag, reason in why(found).items() if reason == "no effect"} >= unread
+
+
+def test_the_ends_in_bf16_are_one_layer_each_unless_said() -> None:
+    flags = "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16"
+    p = imported(flags).run.precision
+    assert (p.num_layers_at_start_in_bf16, p.num_layers_at_end_in_bf16) == (1, 1)
+    p = imported(f"{flags} --num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 2").run.precision
+    assert (p.num_layers_at_start_in_bf16, p.num_layers_at_end_in_bf16) == (0, 2)
+    found = imported("--num-layers-at-end-in-bf16 2")
+    assert found.run.precision.num_layers_at_end_in_bf16 == 0
+    assert why(found)["--num-layers-at-end-in-bf16"] == "no effect"
+
+
+def test_a_recipe_without_a_format_and_one_of_code_are_refused() -> None:
+    found = imported("--fp8-recipe mxfp8")
+    assert found.run.precision.fp8_recipe is None
+    assert why(found)["--fp8-recipe"] == "no effect"
+    found = imported("--fp8-format hybrid --fp8-recipe custom --fp8-param-gather")
+    assert why(found)["--fp8-recipe"] == "not supported"
+    assert why(found)["--fp8-param-gather"] == "not supported"
+
+
+def test_four_bits_and_the_kernels_of_a_dispatcher_come_over() -> None:
+    p = imported("--fp4-format e2m1").run.precision
+    assert (p.fp4, p.fp4_recipe) == ("e2m1", "nvfp4")
+    experts = "--num-experts 8 --moe-token-dispatcher-type flex"
+    moe = imported(f"{experts} --moe-enable-deepep --moe-shared-expert-gate").run.model.moe
+    assert moe is not None
+    assert (moe.token_dispatcher_type, moe.flex_dispatcher_backend, moe.shared_expert_gate) == (
+        "flex",
+        "deepep",
+        False,
+    )
+    moe = imported(f"{experts} --moe-flex-dispatcher-backend hybridep").run.model.moe
+    assert moe is not None
+    assert moe.flex_dispatcher_backend == "hybridep"
+
+
+def test_layers_without_rotation_come_over_as_a_period() -> None:
+    rope = "--position-embedding-type rope --no-rope-freq"
+    assert imported(f"{rope} 4").run.model.no_rope_freq == 4
+    found = imported(f"{rope} [0,1,0,1]")
+    assert found.run.model.no_rope_freq is None
+    assert why(found)["--no-rope-freq"] == "not supported"
