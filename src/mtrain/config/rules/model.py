@@ -101,7 +101,7 @@ def latent_attention(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT210", "model.add_qkv_bias", rule, ({"model.add_qkv_bias": False},))
     if m.rotary_interleaved:
         rule = "latent attention rotates the halves of a head; megatron-core refuses to pair neighbours there"
-        yield Finding("MT212", "model.rotary_interleaved", rule, ({"model.rotary_interleaved": False},))
+        yield Finding("MT218", "model.rotary_interleaved", rule, ({"model.rotary_interleaved": False},))
 
 
 def one_norm_of_queries_and_keys(run: RunConfig) -> Iterator[Finding]:
@@ -158,7 +158,7 @@ def norms_divide_by_something(run: RunConfig) -> Iterator[Finding]:
     if not 1e-8 <= eps <= 1e-2:
         danger = "divides 0 by 0 where all channels are equal" if eps < 1e-8 else "shrinks what it should scale"
         rule = f"a norm with epsilon {eps:g} {danger}: 1e-6 to 1e-5 is common"
-        yield Finding("MT213", "model.layernorm_epsilon", rule, ({"model.layernorm_epsilon": 1e-5},), "warning")
+        yield Finding("MT219", "model.layernorm_epsilon", rule, ({"model.layernorm_epsilon": 1e-5},), "warning")
 
 
 RULES = (
