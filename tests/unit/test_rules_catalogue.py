@@ -193,6 +193,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ),
     ("MT314", {"data.packed": True, "data.packed_multiple": 3, "parallel.cp": 2}),
     ("MT315", {"data.packed": True, "model.moe": {**MOE, "router_load_balancing_type": "seq_aux_loss"}}),
+    ("MT241", {"model.no_rope_freq": 2, "model.mtp_num_layers": 1}),
     ("MT217", {"precision.dtype": "fp16", "model.init_method_std": 5.0}),
     (
         "MT319",

@@ -127,6 +127,17 @@ def layers_without_rotation_divide(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT213", "model.no_rope_freq", rule, (*fixes, {"model.no_rope_freq": None}))
 
 
+def predictions_know_their_rotation(run: RunConfig) -> Iterator[Finding]:
+    """megatron-core's list of layers without rotation ends with the model's own layers."""
+    m = run.model
+    if m.no_rope_freq is None or not m.mtp_num_layers:
+        return
+    rule = f"says which of {m.num_layers} layers rotate, and not of the {m.mtp_num_layers} that predict further"
+    every: Change = {"model.no_rope_freq": None}
+    none: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_factor": None}
+    yield Finding("MT241", "model.no_rope_freq", rule, (every, none))
+
+
 def initial_weights_are_small(run: RunConfig) -> Iterator[Finding]:
     """Large initial weights start with a loss far above that of a uniform guess."""
     std = run.model.init_method_std
@@ -172,5 +183,6 @@ RULES = (
     latent_attention,
     one_norm_of_queries_and_keys,
     layers_without_rotation_divide,
+    predictions_know_their_rotation,
     initial_weights_are_small,
 )
