@@ -59,6 +59,7 @@ COMMAND_LINES: tuple[Row, ...] = (
     bad(0, "data=mock data.seq_length=64 data.path=x", "MT302", "data.path", "reads no path"),
     bad(0, "data.tokenizer=x", "MT304", "data.tokenizer", "trains its own"),
     bad(0, "optim.betas=[0.9,0.95]", "MT012", "optim.betas", "optim.beta1 and optim.beta2"),
+    bad(0, "trainer.batch_size_schedule=[[0,0]]", "MT014", "trainer.batch_size_schedule.0.1", "at least 1"),
     bad(0, "optim.schedule=cosin", "MT014", "optim.schedule", "cosine"),
     bad(0, "optim.cpu_offload=1.5", "MT014", "optim.cpu_offload", "at most 1"),
     bad(0, "optim.lr.x=0.01", "MT012", "optim.lr.x", "no such key"),
@@ -114,7 +115,7 @@ COMMAND_LINES: tuple[Row, ...] = (
     bad(
         0,
         f"{MIXTRAL} model.add_bias_linear=true model.moe.shared_expert_intermediate_size=64",
-        "MT235",
+        "MT240",
         "model.add_bias_linear",
         "no biases",
     ),

@@ -82,12 +82,15 @@ SIZES: dict[str, tuple[Any, ...]] = {
     "model.mla.kv_lora_rank": (1, 8),
     "model.mla.qk_head_dim": (1, 7, 8),
     "model.mla.qk_pos_emb_head_dim": (1, 2, 4, 7),
+    "model.mla.original_max_position_embeddings": (None, 1, 3, 64, 4096),
     "model.mla.v_head_dim": (1, 7, 8),
     "data.seq_length": (2, 3, 12, 15, 16, 24, 32, 64),
     "data.packed_multiple": (None, 1, 2, 3, 4, 16),
     "trainer.global_batch_size": (1, 2, 3, 4, 8, 8, 12, 16),
     "trainer.micro_batch_size": (None, None, 1, 2, 3, 4),
     "trainer.train_iters": (1, 2, 4, 100, 10**12),
+    "trainer.rampup_batch_size": (None, (4, 4, 100), (2, 2, 1), (3, 2, 50), (8, 8, 10), (16, 4, 10)),
+    "trainer.batch_size_schedule": (None, ((4, 100), (8, 200)), ((3, 100),), ((8, 1),), ((16, 10), (2, 10))),
     "optim.lr": (1e-5, 1e-3, 0.5),
 }
 LEFT_ALONE = (

@@ -80,9 +80,9 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT150", {"model.moe": {**MOE, "pad_expert_input_to_capacity": True}}),
     ("MT150", {"model.moe": {**MOE, "shared_expert_overlap": True}}),
     ("MT150", {"model.mla": {**MLA, "mscale": 0.7}, "model.num_query_groups": None}),
-    ("MT136", {"parallel.pp": 2, "parallel.vpp": 2, "parallel.microbatch_group_size_per_vp_stage": 8}),
+    ("MT145", {"parallel.pp": 2, "parallel.vpp": 2, "parallel.microbatch_group_size_per_vp_stage": 8}),
     (
-        "MT136",
+        "MT145",
         {
             "parallel.pp": 2,
             "parallel.vpp": 2,
@@ -193,9 +193,10 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ),
     ("MT314", {"data.packed": True, "data.packed_multiple": 3, "parallel.cp": 2}),
     ("MT315", {"data.packed": True, "model.moe": {**MOE, "router_load_balancing_type": "seq_aux_loss"}}),
+    ("MT241", {"model.no_rope_freq": 2, "model.mtp_num_layers": 1}),
     ("MT217", {"precision.dtype": "fp16", "model.init_method_std": 5.0}),
     (
-        "MT316",
+        "MT319",
         {"data.packed": True, "model.mtp_num_layers": 1, "parallel.recompute.granularity": "full"},
     ),
     ("MT404", {"kernels.gradient_accumulation_fusion": True}),
@@ -288,7 +289,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT171", {"parallel.recompute.granularity": "full", "parallel.recompute.num_layers": 5}),
     ("MT171", {"parallel.recompute.granularity": "full", "parallel.recompute.num_layers": 3, "parallel.pp": 2}),
     (
-        "MT212",
+        "MT218",
         {"model.mla": MLA, "model.num_query_groups": None, "model.rotary_interleaved": True},
     ),
     (
@@ -296,7 +297,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         {"model.mla": {**MLA, "rope_type": "yarn"}, "model.num_query_groups": None, "parallel.cp": 3}
         | {"data.seq_length": 240},
     ),
-    ("MT235", {"model.moe": {**MOE, "shared_expert_intermediate_size": 64}, "model.add_bias_linear": True}),
+    ("MT240", {"model.moe": {**MOE, "shared_expert_intermediate_size": 64}, "model.add_bias_linear": True}),
     ("MT403", {"kernels.attention": "te"}),
     ("MT403", {"kernels.default": "te"}),
     ("MT408", {"kernels.experts": "torch", "model.moe": MOE}),
@@ -435,8 +436,8 @@ def test_fp16_loss_scales_are_ordered() -> None:
         ("MT139", {"trainer.rampup_batch_size": [4, 4, 10**6]}),
         ("MT211", {"model.init_method_std": 0.5}),
         ("MT239", {"model.moe": {**MOE, "router_force_load_balancing": True}}),
-        ("MT213", {"model.layernorm_epsilon": 0.0}),
-        ("MT213", {"model.layernorm_epsilon": 1.0}),
+        ("MT219", {"model.layernorm_epsilon": 0.0}),
+        ("MT219", {"model.layernorm_epsilon": 1.0}),
         ("MT311", {"data.tokenizer_vocab_size": 400}),
         ("MT427", {"optim.lr": 3.0}),
         ("MT435", {"checkpoint.save_interval": 1000, "checkpoint.save_final": False}),

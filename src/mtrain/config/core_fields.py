@@ -113,7 +113,10 @@ FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "overlap_p2p_comm": lambda r: r.parallel.vpp > 1,
     "batch_p2p_comm": lambda r: r.parallel.vpp == 1,
     # What was sent on is needed no more but for its shape; where sends overlap, gloo may still be reading it.
-    "deallocate_pipeline_outputs": lambda r: r.parallel.pp > 1 and r.parallel.vpp == 1,
+    # what megatron-core's FSDP hands on is a view, whose memory is not its own to free
+    "deallocate_pipeline_outputs": lambda r: (
+        r.parallel.pp > 1 and r.parallel.vpp == 1 and r.parallel.fsdp != "megatron"
+    ),
     "deterministic_mode": lambda r: r.trainer.deterministic,
     # The loss is a mean over the tokens of the global batch, so that no layout weighs a sample differently.
     "calculate_per_token_loss": lambda r: True,

@@ -94,7 +94,7 @@ class MLAConfig(Section):
     """yarn: rotary positions stretched beyond the length that the model was trained for (Peng et al. 2023)."""
     rotary_scaling_factor: PositiveFloat | None = None
     """yarn: how much longer; null: 40."""
-    original_max_position_embeddings: PositiveInt | None = None
+    original_max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 22)] | None = None
     """yarn: the length before stretching; null: 4096."""
     mscale: Annotated[float, Field(gt=0, le=100)] | None = None
     """yarn: weight of the attention temperature; null: 1."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
@@ -170,12 +170,27 @@ def _converted(path: str, kind: str, value: Any) -> str:
 
 
 def _length(path: str, value: Any, where: Where) -> Problem:
-    parts = path.split(".")
-    if parts[-1].isdigit():
-        path = ".".join(parts[:-1])
-    default = _default(path)
-    want = f"{len(default)} values, such as {spell(default)}" if isinstance(default, tuple) else "another length"
+    path = _whole(path)
+    default, size = _default(path), _size(path)
+    want = f"{size} values" if size else "at least one value"
+    if isinstance(default, tuple):
+        want += f", such as {spell(default)}"
     return Problem("MT014", path, value, f"must have {want}", at_default(path), where(path))
+
+
+def _size(path: str) -> int | None:
+    """How many values a list must have, where that is fixed."""
+    field = field_of(path)
+    annotations = [field.annotation, *get_args(field.annotation)] if field is not None else []
+    parts = next((get_args(a) for a in annotations if get_origin(a) is tuple), ())
+    return len(parts) if parts and Ellipsis not in parts else None
+
+
+def _whole(path: str) -> str:
+    """The list that an item at `path` stands in, also where lists stand in it; any other path as it is."""
+    while path.rpartition(".")[2].isdigit():
+        path = path.rpartition(".")[0]
+    return path
 
 
 def _required(path: str, values: Mapping[str, Any]) -> str:
@@ -197,7 +212,10 @@ def _default(path: str) -> Any:
 
 def _indexed(path: str, fix: str) -> str:
     """A fix for an item of a list or of a table: all of it is set, to its default."""
-    return fix if field_of(path) is not None else at_default(path.rpartition(".")[0])
+    if field_of(path) is not None:
+        return fix
+    whole = _whole(path)
+    return at_default(whole if field_of(whole) is not None else whole.rpartition(".")[0])
 
 
 def _kind(value: Any) -> str:

@@ -205,7 +205,7 @@ def packed_samples(run: RunConfig) -> Iterator[Finding]:
             "parallel.recompute.num_layers": None,
         }
         none: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_factor": None}
-        yield Finding("MT316", "data.packed", rule, (keep, none, off))
+        yield Finding("MT319", "data.packed", rule, (keep, none, off))
 
 
 def _unreadable(path: Path) -> str | None:

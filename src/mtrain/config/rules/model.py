@@ -101,7 +101,7 @@ def latent_attention(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT210", "model.add_qkv_bias", rule, ({"model.add_qkv_bias": False},))
     if m.rotary_interleaved:
         rule = "latent attention rotates the halves of a head; megatron-core refuses to pair neighbours there"
-        yield Finding("MT212", "model.rotary_interleaved", rule, ({"model.rotary_interleaved": False},))
+        yield Finding("MT218", "model.rotary_interleaved", rule, ({"model.rotary_interleaved": False},))
 
 
 def one_norm_of_queries_and_keys(run: RunConfig) -> Iterator[Finding]:
@@ -125,6 +125,17 @@ def layers_without_rotation_divide(run: RunConfig) -> Iterator[Finding]:
         rule = f"{m.num_layers} layers are no multiple of {m.no_rope_freq}; legal: {listed(legal)}"
         fixes: tuple[Change, ...] = tuple({"model.no_rope_freq": n} for n in nearest(m.no_rope_freq, legal))
         yield Finding("MT213", "model.no_rope_freq", rule, (*fixes, {"model.no_rope_freq": None}))
+
+
+def predictions_know_their_rotation(run: RunConfig) -> Iterator[Finding]:
+    """megatron-core's list of layers without rotation ends with the model's own layers."""
+    m = run.model
+    if m.no_rope_freq is None or not m.mtp_num_layers:
+        return
+    rule = f"says which of {m.num_layers} layers rotate, and not of the {m.mtp_num_layers} that predict further"
+    every: Change = {"model.no_rope_freq": None}
+    none: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_factor": None}
+    yield Finding("MT241", "model.no_rope_freq", rule, (every, none))
 
 
 def initial_weights_are_small(run: RunConfig) -> Iterator[Finding]:
@@ -158,7 +169,7 @@ def norms_divide_by_something(run: RunConfig) -> Iterator[Finding]:
     if not 1e-8 <= eps <= 1e-2:
         danger = "divides 0 by 0 where all channels are equal" if eps < 1e-8 else "shrinks what it should scale"
         rule = f"a norm with epsilon {eps:g} {danger}: 1e-6 to 1e-5 is common"
-        yield Finding("MT213", "model.layernorm_epsilon", rule, ({"model.layernorm_epsilon": 1e-5},), "warning")
+        yield Finding("MT219", "model.layernorm_epsilon", rule, ({"model.layernorm_epsilon": 1e-5},), "warning")
 
 
 RULES = (
@@ -172,5 +183,6 @@ RULES = (
     latent_attention,
     one_norm_of_queries_and_keys,
     layers_without_rotation_divide,
+    predictions_know_their_rotation,
     initial_weights_are_small,
 )
