@@ -58,6 +58,10 @@ WORDS: dict[str, tuple[str, str]] = {
         "The state of the model alone is larger than this machine's memory.",
         "Name the machines it is meant for, as in cluster=h100x64, or take a smaller model.",
     ),
+    "MT145": (
+        "The state of the model alone is larger than the memory of the devices.",
+        "Spread it: parallel.distributed_optimizer=true, more tp, pp or ep, or more devices.",
+    ),
     "MT501": ("A run folder is taken.", "Go on with it, or give the new run another name."),
     "MT502": ("There is no run or checkpoint to go on from.", "Name one that exists, or begin a new run."),
     "MT503": ("A checkpoint is of another model.", "Take the model of the checkpoint, or begin a new run."),
