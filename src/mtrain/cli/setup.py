@@ -13,7 +13,7 @@ from mtrain.config.resolve import HERE, Machine, machine_problems, resolve, worl
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadInput, Problem
-from mtrain.units import bytes_
+from mtrain.units import GIB, bytes_
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,11 @@ def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> lis
 
 
 def memory_problems(run: RunConfig, machine: Machine) -> list[Problem]:
-    """A warning where the state of the model alone is more than the memory of the CPU it would run on."""
+    """A warning where the state of the model alone is more than the memory that it would run in."""
     from mtrain.plan.count import state_bytes
 
+    if run.cluster.device != "cpu":
+        return _device_memory(run)
     if run.cluster.device != "cpu" or run.cluster.nodes > 1 or not machine.memory_bytes:
         return []
     need = state_bytes(run)
@@ -90,6 +92,21 @@ def memory_problems(run: RunConfig, machine: Machine) -> list[Problem]:
         f"{bytes_(machine.memory_bytes)}; for the machines it is meant for, name them: cluster=h100x64"
     )
     return [Problem("MT140", "model.name", run.model.name, rule, "model=llama_tiny", "", "warning")]
+
+
+def _device_memory(run: RunConfig) -> list[Problem]:
+    """The same of one device; state in host memory is not counted, so nothing is said where there is some."""
+    from mtrain.plan.count import state_bytes
+
+    memory, ranks = run.cluster.device_memory_gib, run.parallel.ranks or 1
+    if memory is None or run.optim.cpu_offload or state_bytes(run) <= memory * GIB * ranks:
+        return []
+    spread = run.model_copy(update={"parallel": run.parallel.model_copy(update={"distributed_optimizer": True})})
+    helps = run.optim.name == "adamw" and run.parallel.fsdp == "none" and state_bytes(spread) <= memory * GIB * ranks
+    need, here = bytes_(state_bytes(run) / ranks), bytes_(memory * GIB)
+    rule = f"weights, gradients and optimizer state need at least {need} a device, and {run.cluster.name} has {here}"
+    fix = "parallel.distributed_optimizer=true" if helps else "a cluster of more devices, or a larger tp, pp or ep"
+    return [Problem("MT145", "cluster.device_memory_gib", memory, rule, fix, "", "warning")]
 
 
 def resolved_origins(composed: Composed, run: RunConfig) -> dict[str, str]:
