@@ -30,6 +30,7 @@ def optimizer_config(run: RunConfig) -> Any:
 
     Raises:
         ImportError: kernels.optimizer=te without TransformerEngine.
+        ValueError: kernels.optimizer is not resolved.
     """
     fields = _made(OPTIMIZER_FIELDS, run)
     if run.optim.name == "muon":
@@ -39,10 +40,10 @@ def optimizer_config(run: RunConfig) -> Any:
     if run.kernels.optimizer in ("reference", "triton"):
         mcore.use_own_adam(**_made(ADAM_FIELDS, run))
         return mcore.OwnAdamConfig(**fields)
-    if run.kernels.optimizer == "te":
-        mcore.use_te_adam()
-    else:
-        mcore.use_torch_adam()
+    use = {"te": mcore.use_te_adam, "torch": mcore.use_torch_adam}.get(run.kernels.optimizer)
+    if use is None:
+        raise ValueError(f"kernels.optimizer = {run.kernels.optimizer!r} is not resolved")
+    use()
     return mcore.OptimizerConfig(**fields)
 
 
