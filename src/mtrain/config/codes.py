@@ -58,6 +58,14 @@ WORDS: dict[str, tuple[str, str]] = {
         "The state of the model alone is larger than this machine's memory.",
         "Name the machines it is meant for, as in cluster=h100x64, or take a smaller model.",
     ),
+    "MT441": (
+        "A kernel is named that this machine cannot run.",
+        "Name the reference or auto, or install what is missing; only auto chooses.",
+    ),
+    "MT442": (
+        "torch's grouped product does not take the experts of this model.",
+        "Let auto choose, or train in bf16 with sizes by 8.",
+    ),
     "MT501": ("A run folder is taken.", "Go on with it, or give the new run another name."),
     "MT502": ("There is no run or checkpoint to go on from.", "Name one that exists, or begin a new run."),
     "MT503": ("A checkpoint is of another model.", "Take the model of the checkpoint, or begin a new run."),
