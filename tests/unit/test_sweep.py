@@ -50,9 +50,9 @@ def test_groups_and_recipes_are_swept_as_well() -> None:
     assert [job.argv for job in jobs(["parallel=tp2,pp2"])] == [("parallel=tp2",), ("parallel=pp2",)]
     llamas = [name for name in choices_of_group("model") if name.startswith("llama3_")]
     assert [job.swept["model"] for job in jobs(["model=glob(llama3_*)"])] == llamas
-    assert [job.swept["recipe"] for job in jobs(["recipe=glob(llama3/*)"])] == [
-        "llama3/70b_h100x64",
-        "llama3/8b_h100x8",
+    assert [job.swept["recipe"] for job in jobs(["recipe=glob(mixtral/*)"])] == [
+        "mixtral/8x22b_h100x256",
+        "mixtral/8x7b_h100x64",
     ]
     assert [j.swept["optim.schedule"] for j in jobs(["optim.schedule=glob([c*,w*],exclude=cos*)"])] == [
         "constant",
