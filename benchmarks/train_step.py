@@ -173,6 +173,9 @@ def core_step(run: Any, world: Any, chunk: Any) -> Step:
     unwrap(gpt).load_state_dict(unwrap(chunk).state_dict())
     model = api.DistributedDataParallel(config, api.DistributedDataParallelConfig(**values(DDP_FIELDS, run)), gpt)
     optimizer = build_optimizer(run, [model])
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in part.optimizer.param_groups:
+            group["fused"] = None  # as megatron-core makes it
     schedule = build_schedule(run, optimizer)
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, api.finalize_model_grads
     drawn, run_schedule = samples(run), api.get_forward_backward_func()

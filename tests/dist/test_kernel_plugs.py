@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from mtrain_kernels import linear
 from mtrain_kernels.linear_cross_entropy import op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -64,6 +65,15 @@ def test_the_loss_over_a_vocabulary_on_two_ranks_is_that_of_one(parallel: dict[s
     assert cut[0][0][0] == pytest.approx(alone[0][0][0], rel=1e-6)
     key = "output_layer.weight"
     assert (cut[1][key] - alone[1][key]).norm() <= 1e-6 * alone[1][key].norm()
+
+
+@pytest.mark.parametrize("parallel", [{}, TP2, SP], ids=["one rank", "tp2", "tp2 sequence parallel"])
+def test_products_of_onednn_train_as_torchs(
+    parallel: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = _trained(tiny_run(**parallel), tmp_path / "torch")
+    monkeypatch.setattr(linear, "SMALLEST", 1)
+    _agree(_trained(tiny_run(**parallel), tmp_path / "onednn"), right, 1e-6)
 
 
 def test_half_precision_trains_with_the_loss_in_parts(tmp_path: Path) -> None:

@@ -117,7 +117,9 @@ class ReferenceChunks:
         local = highest - gradient.amax(1).log()
 
         def finish(lse: Tensor, factors: Tensor) -> Tensor:
-            gradient.mul_(((local - lse).exp() * (1 + 2 * terms.z_loss * lse) * factors)[:, None])
+            share = (local - lse).exp() * (1 + 2 * terms.z_loss * lse) * factors
+            if x.device.type != "cpu" or (share != 1).any():  # on one rank mostly one pass less
+                gradient.mul_(share[:, None])
             if terms.label_smoothing:
                 gradient.sub_((terms.label_smoothing / terms.vocab * factors)[:, None])
             hit = (1 - terms.label_smoothing) * here * factors

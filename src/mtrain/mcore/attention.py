@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
-from mtrain_kernels.attention import op, reference
+from mtrain_kernels.attention import op, reference, short
 from mtrain_kernels.attention.partial import merge, partial_attention, with_sink
 from mtrain_kernels.attention.reference import visible
 from torch import Tensor, nn
@@ -210,7 +210,9 @@ class CoreAttention(MegatronModule):
         options: dict[str, Any] = {"causal": causal, "mask": mask, "sink": sink}
         options |= {"scale": self._scale, "dropout_p": dropout_p}
         with self._random_state(dropout_p):
-            if self.choice == "reference":
+            if self.choice == "reference" and causal and sink is None and not dropout_p and short.fits(q, k, v):
+                out = short.attention(q, k, v, self._scale)
+            elif self.choice == "reference":
                 out = reference.attention(q, k, v, **options)
             else:
                 out = op.attention(q, k, v, **options, **(limits or {}), choice=self.choice)
