@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test lint clean install
+.PHONY: train test lint oracle fuzz clean install
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -23,6 +23,14 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# 500 random configurations: `check` says yes exactly where the model builds and makes a step. CASES= and SEED=
+oracle: install
+	$(BIN)/python -m tests.support.oracle --cases $(or $(CASES),500) --seed $(or $(SEED),1)
+
+# 10,000 mutated recipes and 500 hostile inputs: no traceback, nothing slow, nothing done
+fuzz: install
+	$(BIN)/python -m tests.support.fuzz --seed $(or $(SEED),1)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

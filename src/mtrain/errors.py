@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Severity = Literal["error", "warning"]
+MAX_SHOWN = 160
+"""Letters of a value that a message shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +34,17 @@ class Problem:
         origin = f"{self.source}: " if self.source else ""
         head = f"{self.severity}[{self.code}] {origin}"
         if self.path:
-            head += f"{self.path} = {show(self.value)}: "
+            text = show(self.value)
+            head += f"{self.path} = {text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + '...'}: "
         lines = [head + self.rule]
         if self.fix:
             lines.append(f"  fix: {self.fix}")
-        return "\n".join(lines)
+        return "\n".join(visible(line) for line in lines)
+
+
+def visible(text: str) -> str:
+    """`text` in one line that a terminal shows and does not obey: what cannot be printed becomes its code."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" if ord(c) < 256 else f"\\u{ord(c):04x}" for c in text)
 
 
 def show(value: object) -> str:
@@ -47,6 +55,10 @@ def show(value: object) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return value if value else "''"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(show, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {show(inner)}' for key, inner in value.items())}}}"
     return str(value)
 
 

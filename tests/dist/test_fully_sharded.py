@@ -36,6 +36,8 @@ LAYOUTS = {
     "fsdp2 recomputation": f"parallel=dp2 {FSDP2} parallel.recompute.granularity=full",
     "fsdp2 bf16": f"parallel=tp2dp2sp {FSDP2} precision=bf16",
     "megatron": f"parallel=dp2 {MEGATRON}",
+    "megatron biases": f"parallel=tp2dp2sp {MEGATRON} model.add_bias_linear=true model.normalization=LayerNorm "
+    "model.activation=gelu",
     "megatron optimizer and gradients": f"parallel=dp2 {MEGATRON} parallel.fsdp_sharding=optim_grads",
     "megatron optimizer": f"parallel=dp2 {MEGATRON} parallel.fsdp_sharding=optim",
     "megatron tp2": f"parallel=tp2dp2sp {MEGATRON}",

@@ -19,6 +19,12 @@ BIASED = MoEConfig(
     router_load_balancing_type="none",
 )
 
+KEPT = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+FEW_BITS = {"dtype": "bf16", "distributed_optimizer": True, "optim": {**KEPT, "store_param_remainders": True}}
+NO_MAIN = {"dtype": "bf16", "distributed_optimizer": True, "optim": {**KEPT, "main_params_dtype": "bf16"}}
+EIGHT = {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}
+EXPERTS = {"moe": MoEConfig(num_experts=4, ffn_hidden_size=64)}
+
 CASES = {
     "one rank": {},
     "tp2": {"ranks": 2, "tp": 2},
@@ -36,6 +42,23 @@ CASES = {
     "dp2 bf16 distributed optimizer": {"ranks": 2, "distributed_optimizer": True, "dtype": "bf16"},
     "tp2 dropout": {"ranks": 2, "tp": 2, "model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}},
     "dp2 sgd": {"ranks": 2, "optim": {"name": "sgd"}},
+    "tp2 own adam": {"ranks": 2, "tp": 2, "kernel": "reference"},
+    "dp2 own adam, distributed optimizer": {"ranks": 2, "kernel": "reference", "distributed_optimizer": True},
+    "ep2 own adam": {"ranks": 2, "ep": 2, "kernel": "reference", "model": EXPERTS},
+    "dp2 few bits": {"ranks": 2, **FEW_BITS},
+    "tp2dp2 few bits overlapped": {
+        "ranks": 4,
+        "tp": 2,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        **FEW_BITS,
+    },
+    "dp4 few bits, two replicas": {"ranks": 4, "hsdp_replicas": 2, **FEW_BITS},
+    "pp2dp2 few bits": {"ranks": 4, "pp": 2, **FEW_BITS},
+    "ep2 few bits": {"ranks": 2, "ep": 2, "model": EXPERTS, **FEW_BITS},
+    "dp2 no main weights": {"ranks": 2, **NO_MAIN},
+    "dp2 moments in eight bits": {"ranks": 2, "distributed_optimizer": True, "optim": EIGHT},
+    "pp2 bf16 moments beside main weights": {"ranks": 2, "pp": 2, "dtype": "bf16", "optim": KEPT},
 }
 
 
@@ -78,6 +101,8 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, tmp_path: Pat
         ("dp2 distributed optimizer", "tp2"),
         ("dp2 distributed optimizer", "one rank"),
         ("tp2dp2 distributed optimizer overlapped", "tp2pp2"),
+        ("dp2 own adam, distributed optimizer", "tp2"),
+        ("tp2pp2", "dp2 own adam, distributed optimizer"),
     ],
 )
 def test_a_run_resumes_in_another_layout(saved: str, resumed: str, tmp_path: Path) -> None:
@@ -91,14 +116,36 @@ def test_a_run_resumes_in_another_layout(saved: str, resumed: str, tmp_path: Pat
         assert norm == pytest.approx(expected_norm, rel=1e-5)
 
 
-def test_resharding_changes_no_bit_of_weights_or_moments(tmp_path: Path) -> None:
-    before, after = tiny_run(**CASES["tp2dp2 distributed optimizer overlapped"]), tiny_run(**CASES["tp2pp2"])
-    run_ranks(4, _steps, before, FIRST, tmp_path / "a", None)
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ("tp2dp2 distributed optimizer overlapped", "tp2pp2"),
+        ("tp2dp2 few bits overlapped", "pp2dp2 few bits"),
+        ("pp2dp2 few bits", "dp2 few bits"),
+    ],
+)
+def test_resharding_changes_no_bit_of_weights_or_moments(saved: str, resumed: str, tmp_path: Path) -> None:
+    before, after = tiny_run(**CASES[saved]), tiny_run(**CASES[resumed])
+    run_ranks(before.parallel.ranks, _steps, before, FIRST, tmp_path / "a", None)
     checkpoint = tmp_path / "a" / f"step_{FIRST:08d}"
-    run_ranks(4, _steps, after, 0, tmp_path / "b", checkpoint)
+    run_ranks(after.parallel.ranks, _steps, after, 0, tmp_path / "b", checkpoint)
     left, right = whole_tensors(checkpoint), whole_tensors(tmp_path / "b" / f"step_{FIRST:08d}")
     assert left.keys() == right.keys()
     assert all(torch.equal(left[k], right[k]) for k in left)
+
+
+def test_main_weights_are_saved_whole_however_they_are_kept(tmp_path: Path) -> None:
+    whole = tiny_run(dtype="bf16", distributed_optimizer=True)
+    parts = tiny_run(**FEW_BITS)
+    run_ranks(1, _steps, parts, FIRST, tmp_path / "parts", None)
+    checkpoint = tmp_path / "parts" / f"step_{FIRST:08d}"
+    run_ranks(1, _steps, whole, 0, tmp_path / "whole", checkpoint)
+    left, right = whole_tensors(checkpoint), whole_tensors(tmp_path / "whole" / f"step_{FIRST:08d}")
+    assert left.keys() == right.keys()
+    mains = [key for key in left if key.startswith("main_weight.")]
+    assert mains
+    assert all(left[key].dtype == torch.float32 and torch.equal(left[key], right[key]) for key in mains)
+    assert any(not torch.equal(left[key].bfloat16().float(), left[key]) for key in mains)
 
 
 def test_a_balancing_bias_is_read_in_full_into_a_model_in_half_precision() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -49,13 +49,16 @@ def test_no_judgement_imports_torch(argv: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_judgement_takes_well_under_a_second() -> None:
-    took = []
-    for _ in range(3):
-        start = time.perf_counter()
-        mtrain("check", "model=llama3_70b", "parallel=tp4pp4", "cluster=h100x64")
-        took.append(time.perf_counter() - start)
-    assert min(took) < 0.6, took
+def test_a_judgement_takes_well_under_a_second_and_a_tenth_of_importing_the_engine() -> None:
+    """In seconds of the CPU, which a busy machine disturbs least."""
+    spec = importlib.util.spec_from_file_location("check_time", ROOT / "benchmarks/check_time.py")
+    assert spec is not None
+    assert spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    result = bench.measured(["llama3/70b_h100x64", "deepseek/v3_h100x1024", "llama/tiny_cpu"], rounds=2)
+    assert result["ratio"]["cpu"] >= 10, result
+    assert max(result["check_cpu_s"].values()) < 0.6, result
 
 
 def test_errors_go_to_stderr_all_at_once_without_a_traceback() -> None:

@@ -26,6 +26,7 @@ from tests.support.forked import RankFailed, run_ranks
 from tests.support.runs import tiny_run, train_steps
 
 FINE = "fine"
+FEW_BITS = {"store_param_remainders": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 MEGATRON = {"fsdp": "megatron", "fsdp_sharding": "optim_grads_params"}
 
 
@@ -277,6 +278,10 @@ CASES: dict[str, Case] = {
         _resume, "leaf Variable that requires grad is being used in an in-place|KeyError: 'step'"
     ),
     "optimizer-step-counters": Case(_resume, "weights differ three steps after"),
+    "optimizer-te-version": Case(
+        lambda: _trains_as_without(FEW_BITS, dtype="bf16", distributed_optimizer=True),
+        "TypeError: '>=' not supported between instances of 'NoneType'",
+    ),
     "checkpoint-without-fp8": Case(
         lambda: _train(recompute_granularity="selective", recompute_modules=["core_attn", "layernorm", "mlp"]),
         "NameError: name 'FP8GlobalStateManager'",

@@ -9,9 +9,11 @@ import torch
 
 from mtrain.config.cluster import ClusterConfig
 from mtrain.config.groups import DataConfig, KernelsConfig, OptimConfig, TrainerConfig
+from mtrain.config.kernels import OPERATIONS
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.precision import PrecisionConfig
+from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
 
 TINY: dict[str, Any] = {
@@ -25,27 +27,37 @@ TINY: dict[str, Any] = {
 }
 
 
+SCHEDULE: dict[str, Any] = {"lr": 1e-3, "warmup_iters": 5}
+PLAIN: dict[str, Any] = {op.name: "reference" for op in OPERATIONS if op.name != "optimizer"}
+
+
 def tiny_run(
     *,
     model: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
     dtype: str = "fp32",
     optim: dict[str, Any] | None = None,
+    kernel: str | None = None,
     **parallel: Any,
 ) -> RunConfig:
-    """A resolved run of a tiny Llama on made-up tokens; keyword arguments are keys of `parallel`."""
-    degrees = ParallelConfig(**{"ranks": 1, **parallel})
+    """A resolved run of a tiny Llama on made-up tokens; keyword arguments are keys of `parallel`.
+
+    `kernel` is `kernels.optimizer`.
+    """
+    degrees, optimizer = ParallelConfig(**{"ranks": 1, **parallel}), OptimConfig(**{**SCHEDULE, **(optim or {})})
+    own = optimizer.in_few_bits or optimizer.name == "muon"
     batch = {"train_iters": 20, "global_batch_size": 8, "micro_batch_size": 2, "eval_iters": 0}
-    return RunConfig(
+    run = RunConfig(
         model=ModelConfig(**{**TINY, **(model or {})}),
         parallel=degrees,
         precision=PrecisionConfig(dtype=dtype),  # type: ignore[arg-type]
         data=DataConfig(kind="mock", seq_length=32),
-        optim=OptimConfig(**{"lr": 1e-3, "warmup_iters": 5, **(optim or {})}),
+        optim=optimizer,
         cluster=ClusterConfig(device="cpu", devices_per_node=degrees.ranks),
-        kernels=KernelsConfig(norm="reference", attention="reference", linear="reference", experts="reference"),
+        kernels=KernelsConfig(**PLAIN, optimizer=kernel or ("reference" if own else "torch")),
         trainer=TrainerConfig(**{**batch, **(trainer or {})}),
     )
+    return resolve(run, Machine(cpu_cores=1, memory_bytes=0)) if optimizer.name == "muon" else run
 
 
 def train_steps(

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 VOCAB, TOKENS, BATCH = 64, 16, 2
-REFERENCE = SimpleNamespace(norm="reference", attention="reference", linear="reference", experts="reference")
+REFERENCE = SimpleNamespace(
+    norm="reference", attention="reference", linear="reference", activation="reference", experts="reference"
+)
 MLA = {
     "multi_latent_attention": True,
     "q_lora_rank": 16,

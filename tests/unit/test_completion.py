@@ -46,7 +46,7 @@ def test_a_group_offers_its_choices_and_its_keys(group: str) -> None:
         ("mtrain parallel.sequence_parallel=t", ["parallel.sequence_parallel=true"]),
         ("mtrain optim.min_lr=", ["optim.min_lr=null"]),
         ("mtrain optim.lr=", []),
-        ("mtrain show recipe=llama31/8", ["recipe=llama31/8b_128k_h100x64"]),
+        ("mtrain show recipe=llama3/70b_b", ["recipe=llama3/70b_b200x64"]),
         ("mtrain recipe ver", ["verify"]),
         ("mtrain recipe show llama/", ["llama/tiny_cpu"]),
         ("mtrain recipe diff llama/tiny_cpu mixtral/8x7", ["mixtral/8x7b_h100x64"]),
@@ -141,6 +141,37 @@ def test_a_real_bash_completes_with_the_script(line: str, reply: list[str], tmp_
     assert done.stderr == ""
 
 
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+@pytest.mark.parametrize(
+    ("line", "reply"),
+    [
+        ("mtrain recipe sho", ["show"]),
+        ("mtrain check precision.dtype=b", ["precision.dtype=bf16"]),
+        ("mtrain optim.sch", ["optim.schedule="]),
+    ],
+)
+def test_a_real_fish_completes_with_the_script(line: str, reply: list[str], tmp_path: Path) -> None:
+    words = " ".join(f"'{word}'" for word in command())
+    (tmp_path / "mtrain.fish").write_text(f"function mtrain; {words} $argv; end\n{SCRIPTS['fish']}")
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", f"source {tmp_path}/mtrain.fish; complete -C '{line}'"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(),
+        cwd=ROOT,
+    )
+    assert (done.stdout.split(), done.stderr) == (reply, "")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_a_shell_is_well_formed(shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    done = subprocess.run([shell, "-n"], input=SCRIPTS[shell], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 def test_every_shell_has_a_script_that_calls_back(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
@@ -149,9 +180,3 @@ def test_every_shell_has_a_script_that_calls_back(shell: str, capsys: pytest.Cap
     assert "__complete" in script
     assert main(["completion", "tcsh"]) == 2
     assert main(["completion"]) == 2
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
-def test_the_script_of_bash_is_well_formed() -> None:
-    done = subprocess.run(["bash", "-n"], input=SCRIPTS["bash"], capture_output=True, text=True, timeout=20)
-    assert (done.returncode, done.stderr) == (0, "")

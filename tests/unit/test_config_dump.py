@@ -47,6 +47,11 @@ def test_a_resolved_run_reads_back_equal_with_the_same_digest(tmp_path: Path, ch
     assert again.digest() == run.digest()
 
 
+def test_a_list_of_lists_is_one_word_of_a_command_line() -> None:
+    (argument,) = shlex.split(override("trainer.batch_size_schedule", [[8, 1000], [12, 2000]]))
+    assert parse_value(argument.partition("=")[2]) == [[8, 1000], [12, 2000]]
+
+
 def test_comments_change_nothing_that_is_read() -> None:
     run = resolve(tiny(), LAPTOP)
     with_comments = run_yaml(run, dict.fromkeys(run.flat(), "conf/x.yaml:3"))

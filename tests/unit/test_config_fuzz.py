@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
-import time
+import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from mtrain.cli.setup import load
 from mtrain.config.keys import schema_keys
-from mtrain.config.paths import recipes_dir
-from mtrain.errors import BadInput, Problem
-from tests.support.configs import LAPTOP
+from tests.support.fuzz import CANARY, attacks, judged, mutations, warm
+from tests.support.hostile import kinds
 
 KEYS = [*schema_keys(), "model", "parallel", "recipe", "run", "hydra", "model.moe", "foo.bar", "model.moe.x.y"]
 VALUES = (
@@ -44,53 +44,38 @@ VALUES = (
     "é\u202e",
     "extend_list(1)",
 )
-PIECES = (
-    *("_target_", "${oc.env:HOME}", "!!python/name:os.system", "&a", "*a", "null", "-1", "1e99", "nan", "[]", "{}"),
-    *("\t", "  ", "- ", "override /", "\u202e", "\0", "9" * 400, "'", '"', ":", "<<", "?", "|", "hydra", "..", "~"),
-)
 
 
-def mutated(text: str, rng: random.Random) -> str:
-    for _ in range(rng.randint(1, 4)):
-        at, lines = rng.randrange(len(text) + 1), text.splitlines()
-        row = rng.randrange(len(lines))
-        match rng.randrange(4):
-            case 0:
-                text = text[:at] + rng.choice(PIECES) + text[at:]
-            case 1:
-                text = text[:at] + text[at + rng.randint(1, 8) :]
-            case 2:
-                lines[row] = f"{lines[row].split(':')[0]}: {rng.choice(PIECES)}"
-                text = "\n".join(lines) + "\n"
-            case _:
-                lines.insert(rng.randrange(len(lines)), lines[row])
-                text = "\n".join(lines) + "\n"
-    return text
+def test_mutated_recipes_are_judged(tmp_path: Path) -> None:
+    warm()
+    found = mutations(400, seed=1, file=tmp_path / "r.yaml")
+    assert {"accepted", "MT003", "MT012", "MT013", "MT014"} <= found.keys(), "the mutations are all of one kind"
 
 
-def judged(argv: list[str]) -> None:
-    start = time.perf_counter()
-    problems: tuple[Problem, ...] | None = None
-    try:
-        load(argv, LAPTOP, {})
-    except BadInput as error:
-        problems = error.problems
-    assert problems != ()
-    assert all(problem.rule and (problem.path or problem.source) for problem in problems or ())
-    assert time.perf_counter() - start < 2
+def test_hostile_input_is_refused_and_does_nothing(tmp_path: Path) -> None:
+    warm()
+    assert kinds() >= 500
+    found = attacks(kinds(), seed=1, file=tmp_path / "r.yaml")
+    assert found["MT006"] > 100
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_mutated_recipe_is_judged(seed: int, tmp_path: Path) -> None:
-    rng = random.Random(seed)
-    recipes = [file.read_text() for file in sorted(recipes_dir().rglob("*.yaml"))]
-    for _ in range(60):
-        (tmp_path / "r.yaml").write_text(mutated(rng.choice(recipes), rng))
-        judged([f"recipe={tmp_path / 'r.yaml'}"])
+def test_the_canary_hears_a_file_a_socket_a_process_and_an_import(tmp_path: Path) -> None:
+    deeds = {
+        "open": lambda: (tmp_path / "x").write_text("x"),
+        "socket.bind": lambda: socket.socket().bind(("127.0.0.1", 0)),
+        "os.system": lambda: os.system("true"),
+        "subprocess.Popen": lambda: subprocess.run(["true"], check=True),
+        "os.mkdir": lambda: (tmp_path / "y").mkdir(),
+        "exec": lambda: exec("1"),
+    }
+    for name, deed in deeds.items():
+        with pytest.raises(AssertionError, match=name), CANARY.watching():
+            deed()
 
 
 def test_nonsense_on_the_command_line_is_judged() -> None:
     rng = random.Random(1)
+    warm()
     for _ in range(250):
         signs = ("=", "=", "=", "", "==", "@a=", "/b=", ":")
         judged([f"{rng.choice(KEYS)}{rng.choice(signs)}{rng.choice(VALUES)}" for _ in range(rng.randint(1, 3))])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from mtrain.config.groups import KernelsConfig
+from mtrain.config.kernels import OPERATIONS, problems, reasons
 from mtrain.config.resolve import Machine, machine_problems, resolve, smallest_world, world_size_of
-from tests.support.configs import LAPTOP, tiny
+from mtrain.config.run import RunConfig
+from tests.support.configs import LAPTOP, MOE, tiny
 
 GPUS = Machine(cpu_cores=64, memory_bytes=1 << 40, gpus=8, transformer_engine=True)
 
@@ -100,11 +104,94 @@ def test_more_processes_than_cores_is_a_warning() -> None:
     assert problem.severity == "warning"
 
 
-def test_kernels_are_te_only_on_cuda_with_te_and_a_named_choice_stays() -> None:
-    assert {v for _, v in resolve(tiny(), GPUS).kernels if isinstance(v, str)} == {"te"}
-    assert {v for _, v in resolve(tiny(), LAPTOP).kernels if isinstance(v, str)} == {"reference"}
+@pytest.mark.parametrize(
+    ("keys", "laptop", "gpu", "without_triton"),
+    [
+        ({}, "torch", "triton", "te"),
+        ({"optim__exp_avg_dtype": "bf16"}, "reference", "triton", "reference"),
+        ({"optim__name": "sgd"}, "torch", "te", "te"),
+        ({"optim__name": "muon"}, "reference", "triton", "reference"),
+        ({"parallel__fsdp": "fsdp2"}, "torch", "te", "te"),
+        ({"optim__cpu_offload": 0.5}, "torch", "te", "te"),
+        ({"kernels__optimizer": "torch"}, "torch", "torch", "torch"),
+    ],
+)
+def test_the_optimizer_is_ours_on_a_gpu_and_where_state_has_few_bits(
+    keys: dict[str, Any], laptop: str, gpu: str, without_triton: str
+) -> None:
+    run = tiny(**keys)
+    found = [resolve(run, m).kernels.optimizer for m in (LAPTOP, replace(GPUS, triton=True), GPUS)]
+    assert found == [laptop, gpu, without_triton]
+
+
+TRITON = replace(GPUS, transformer_engine=False, triton=True)
+INTERPRETED = replace(LAPTOP, triton=True, triton_interpreted=True)
+
+
+def _words(run: RunConfig) -> dict[str, str]:
+    return {key: word for key, word in run.kernels if isinstance(word, str) and key not in ("default", "optimizer")}
+
+
+def test_every_operation_of_the_model_and_no_other_gets_an_implementation() -> None:
+    dense = set(_words(resolve(tiny(), LAPTOP)))
+    assert dense == {"norm", "rope", "attention", "linear", "activation", "loss"}
+    experts = set(_words(resolve(tiny(model__moe=MOE), LAPTOP)))
+    assert experts == dense | {"experts", "moe_router", "moe_permute"}
+    assert {op.name for op in OPERATIONS} == {k for k, v in KernelsConfig() if v is None}
+
+
+def test_auto_takes_the_first_that_can_run() -> None:
+    assert set(_words(resolve(tiny(model__moe=MOE), LAPTOP)).values()) == {"reference"}
+    assert set(_words(resolve(tiny(model__moe=MOE), INTERPRETED)).values()) == {"reference"}
+    assert set(_words(resolve(tiny(cluster__device="cpu"), GPUS)).values()) == {"reference"}
+    engine = _words(resolve(tiny(), replace(GPUS, triton=True)))
+    assert engine == {
+        **dict.fromkeys(("norm", "attention", "linear"), "te"),
+        **{"rope": "triton", "loss": "triton", "activation": "reference"},
+    }
+    plain = _words(resolve(tiny(model__moe=MOE, precision__dtype="bf16"), TRITON))
+    assert (plain["norm"], plain["attention"], plain["linear"]) == ("triton", "torch", "reference")
+    assert (plain["experts"], plain["activation"], plain["moe_permute"]) == ("torch", "triton", "triton")
+    assert _words(resolve(tiny(model__moe=MOE), TRITON))["experts"] == "triton", "torch's product takes bf16 only"
+
+
+def test_a_default_is_taken_by_operations_that_have_it_and_a_named_choice_stays() -> None:
+    mixed = _words(resolve(tiny(kernels__default="triton", kernels__norm="reference"), INTERPRETED))
+    assert (mixed["norm"], mixed["rope"], mixed["loss"], mixed["linear"]) == (
+        "reference",
+        "triton",
+        "triton",
+        "reference",
+    )
     assert resolve(tiny(kernels__norm="te"), LAPTOP).kernels.norm == "te"
-    assert {v for _, v in resolve(tiny(cluster__device="cpu"), GPUS).kernels if isinstance(v, str)} == {"reference"}
+    assert _words(resolve(tiny(kernels__default="triton", kernels__loss="auto"), INTERPRETED))["loss"] == "reference"
+
+
+def test_what_a_machine_without_gpus_cannot_know_stays_open() -> None:
+    assert _words(resolve(tiny(cluster__device="cuda", parallel__ranks=1), LAPTOP)) == {}
+
+
+def test_the_reasons_say_what_speaks_against_each_one_before() -> None:
+    why = reasons(resolve(tiny(kernels__norm="te", kernels__loss="megatron"), LAPTOP), LAPTOP)
+    assert (why["norm"], why["loss"]) == ("named", "named")
+    assert why["linear"] == "no te: TransformerEngine runs on cuda, and the device is cpu"
+    assert "Triton is not installed" in why["rope"]
+    assert "TRITON_INTERPRET=1" in reasons(resolve(tiny(), LAPTOP), replace(LAPTOP, triton=True))["rope"]
+    assert reasons(resolve(tiny(), GPUS), GPUS)["linear"] == "the first that can run"
+
+
+def test_a_named_kernel_that_this_machine_cannot_run_says_what_to_set() -> None:
+    machine = replace(LAPTOP, triton=True)
+    run = resolve(tiny(kernels__default="triton"), machine)
+    (problem,) = problems(run, machine, {"kernels.default": "command line"})
+    assert (problem.code, problem.path, problem.source) == ("MT407", "kernels.default", "command line")
+    assert "only in its interpreter" in problem.rule
+    assert "kernels.default=reference or TRITON_INTERPRET=1" in problem.fix
+    assert list(problems(resolve(tiny(kernels__default="triton"), INTERPRETED), INTERPRETED, {})) == []
+    (problem,) = problems(resolve(tiny(kernels__rope="triton"), LAPTOP), LAPTOP, {})
+    assert (problem.path, problem.rule) == ("kernels.rope", "Triton is not installed")
+    (problem,) = problems(resolve(tiny(kernels__norm="te"), TRITON), TRITON, {})
+    assert (problem.path, problem.rule) == ("kernels.norm", "TransformerEngine is not installed")
 
 
 @pytest.mark.parametrize("machine", [LAPTOP, GPUS])

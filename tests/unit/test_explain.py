@@ -60,6 +60,13 @@ def test_the_table_of_codes_names_none_that_is_never_raised() -> None:
     assert all(any(code.startswith(begin) for begin in FAMILIES) for code in raised())
 
 
+def test_a_code_of_a_rule_is_of_one_rule() -> None:
+    """Whoever has read what a code means meets no other rule under it; MT150 is every key that reaches nothing."""
+    rules = {code: {p.function for p in places(code) if "rules/" in p.file} for code in codes()}
+    shared = {"MT150": "a key that reaches nothing", "MT306": "one rule in two functions"}
+    assert {code: found for code, found in rules.items() if len(found) > 1 and code not in shared} == {}
+
+
 def test_the_text_of_a_rule_is_its_own_and_not_its_neighbours() -> None:
     (place,) = places("MT222")
     assert place.rules == ("a softmax over the one chosen expert is always 1 and has no gradient",)
@@ -134,7 +141,7 @@ def test_a_group_lists_its_keys(group: str, explain: Explain) -> None:
     [
         ("model.num_layers", "a whole number, at least 1"),
         ("optim.min_lr", "a number, at least 0, or null"),
-        ("model.layernorm_epsilon", "a number, more than 0, less than 0.1"),
+        ("model.init_method_std", "a number, more than 0, at most 20"),
         ("precision.dtype", "one of fp32, bf16, fp16"),
         ("parallel.sequence_parallel", "true or false"),
         ("data.split", "a list of 3 values, each a number"),

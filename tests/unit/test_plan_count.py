@@ -2,9 +2,10 @@
 
 import pytest
 
-from mtrain.config.groups import DataConfig
+from mtrain.config.groups import DataConfig, OptimConfig
 from mtrain.config.model import ModelConfig, MoEConfig
 from mtrain.config.parallel import ParallelConfig
+from mtrain.config.precision import PrecisionConfig
 from mtrain.config.run import RunConfig
 from mtrain.layout.stages import stage_layers
 from mtrain.plan import count
@@ -44,6 +45,13 @@ def test_the_distributed_optimizer_keeps_moments_once() -> None:
     whole = RunConfig(model=LLAMA3_8B, parallel=ParallelConfig(ranks=4))
     spread = RunConfig(model=LLAMA3_8B, parallel=ParallelConfig(ranks=4, distributed_optimizer=True))
     assert count.state_bytes(whole) - count.state_bytes(spread) == 3 * 8 * count.parameters(LLAMA3_8B)
+
+
+def test_few_bits_are_ten_bytes_a_parameter() -> None:
+    optim = OptimConfig(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", store_param_remainders=True)
+    precision = PrecisionConfig(dtype="bf16", grad_reduce_in_fp32=False)
+    run = RunConfig(model=LLAMA3_8B, parallel=ParallelConfig(ranks=1), optim=optim, precision=precision)
+    assert count.state_bytes(run) == 10 * count.parameters(LLAMA3_8B)
 
 
 def test_expert_parallelism_spreads_the_experts_and_nothing_else() -> None:

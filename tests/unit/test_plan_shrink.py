@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mtrain.cli.setup import load
+from mtrain.config.batches import counted
+from mtrain.config.batches import stages as batch_stages
 from mtrain.config.paths import choices_of_group
 from mtrain.config.resolve import Machine
 from mtrain.config.rules import check
@@ -14,6 +16,7 @@ from mtrain.plan.count import parameters
 from mtrain.plan.shrink import alone, differences, shrink
 
 BIG = Machine(cpu_cores=1024, memory_bytes=1 << 50)
+LONG = ["data.seq_length=256", "trainer.global_batch_size=64", "trainer.micro_batch_size=1"]
 LAYOUTS = (
     "single",
     "dp2",
@@ -131,3 +134,30 @@ def test_a_layout_of_too_many_ranks_keeps_every_axis_and_says_which_were_halved(
     said = " ".join(differences(full, small))
     for axis, degree in degrees.items():
         assert (f"parallel.{axis}: " in said) == (getattr(full.parallel, axis) != degree)
+
+
+@pytest.mark.parametrize("ramp", ["trainer.rampup_batch_size=[8,8,640]", "trainer.batch_size_schedule=[[8,99999]]"])
+@pytest.mark.parametrize("layout", ["dp2", "pp2vpp2"])
+def test_a_run_that_grows_still_grows_when_it_is_shrunk(ramp: str, layout: str) -> None:
+    words = [ramp, f"parallel={layout}", "data=mock", *LONG]
+    small = shrink(load(words, BIG, {}).run, steps=3)
+    assert [p for p in check(small) if p.severity == "error"] == []
+    sizes = [size for _, size in counted(batch_stages(small), 3)]
+    assert len(sizes) == 2
+    assert sizes[0] < sizes[1] == small.trainer.global_batch_size
+
+
+ZERO_BF16 = ["precision=bf16", "parallel.distributed_optimizer=true"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "words", [["optim=adamw_bf16", *ZERO_BF16], ["optim=muon", "precision=bf16"], ["optim=adamw_offload"]], ids=str
+)
+def test_every_optimizer_shrinks_to_what_can_be_compared(words: list[str], dtype: str) -> None:
+    full = load([*words, "parallel=dp2", "data=mock", *LONG], BIG, {}).run
+    small = shrink(full, steps=3, dtype=dtype)
+    assert [p for p in check(small) if p.severity == "error"] == []
+    assert [p for p in check(alone(small)) if p.severity == "error"] == []
+    assert small.optim.in_few_bits == (full.optim.in_few_bits and dtype == "bf16")
+    assert small.optim.muon.ns_dtype == (dtype if full.optim.name == "muon" else None)

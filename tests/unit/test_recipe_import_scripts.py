@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mtrain.config.batches import linear, samples_of, steps_within
 from mtrain.config.core_fields import transformer_values
 from mtrain.config.resolve import Machine, resolve
 from mtrain.recipes.imported import Imported
@@ -234,6 +235,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "model.vocab_size": 51200,
         "model.tie_word_embeddings": True,
         "parallel.ranks": 128,
+        "trainer.rampup_batch_size": [16, 16, 5859375],
         "optim.decay_iters": 430000,
         "optim.warmup_iters": 430,
         "optim.weight_decay": 0.1,
@@ -273,7 +275,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "data.tokenizer": "/models/llama3/tokenizer.json",
         "trainer.global_batch_size": 256,
         "optim.warmup_iters": 2000,
-        "kernels.linear": "te",
+        "kernels.default": "te",
     },
     "llama31_405b": {
         "model.vocab_size": 128256,
@@ -384,7 +386,6 @@ def test_the_written_recipe_says_the_same_run(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "flag", "why"),
     [
-        ("gpt3_175b", "--rampup-batch-size", "not supported"),
         ("gpt3_175b", "--load", "not supported"),
         ("gpt3_175b", "--save", "derived here"),
         ("llama3_8b_cp2", "--decoupled-lr", "not supported"),
@@ -433,3 +434,16 @@ def test_a_script_that_others_source_is_given_first(tmp_path: Path) -> None:
     found = import_scripts([tmp_path / "model.sh", tmp_path / "train.sh"])
     assert (found.run.model.num_layers, found.run.cluster.devices_per_node) == (4, 2)
     assert any("model.sh is not read" in note for note in found.notes)
+
+
+def test_samples_are_counted_along_a_ramp() -> None:
+    """100 samples in steps of 4, as many in steps of 8 and of 12, and 16 each after that."""
+    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 --vocab-size 300"
+    words = "--global-batch-size 16 --rampup-batch-size 4 4 300 --train-samples 1000 --lr-warmup-samples 40"
+    flags = f"{model} {words}"
+    values = import_texts([(f"torchrun pretrain_gpt.py {flags} --micro-batch-size 1\n", "x.sh")], "x").run.flat()
+    plan = linear((4, 4, 300), 16)
+    assert values["trainer.rampup_batch_size"] == [4, 4, 300]
+    assert values["optim.warmup_iters"] == 10
+    assert values["trainer.train_iters"] == steps_within(plan, 1000)
+    assert 1000 - 16 < samples_of(plan, values["trainer.train_iters"]) <= 1000

@@ -13,6 +13,8 @@ from tests.support.configs import LAPTOP, MOE, errors, first_fix, judge, tiny
 
 MLA: dict[str, Any] = {"kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
 DEEPSEEK = {**MOE, "num_experts": 8, "router_topk": 4, "router_score_function": "sigmoid"}
+INTERLEAVED: dict[str, Any] = {"parallel.pp": 2, "parallel.vpp": 2}
+ZERO_BF16: dict[str, Any] = {"precision.dtype": "bf16", "parallel.distributed_optimizer": True}
 BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT101", {"parallel.tp": 3}),
     (
@@ -42,6 +44,16 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT118", {"parallel.overlap_param_gather": True}),
     ("MT118", {"parallel.overlap_param_gather": True, "parallel.distributed_optimizer": True}),
     ("MT135", {"trainer.soft_timeout_s": 700.0}),
+    ("MT136", {"trainer.rampup_batch_size": [8, 8, 100], "trainer.batch_size_schedule": [[8, 1000]]}),
+    ("MT137", {"trainer.rampup_batch_size": [16, 4, 100]}),
+    ("MT137", {"trainer.rampup_batch_size": [8, 3, 100]}),
+    ("MT137", {"trainer.rampup_batch_size": [8, 4, 10000], "trainer.global_batch_size": 8008}),
+    ("MT137", {"trainer.batch_size_schedule": []}),
+    ("MT137", {"trainer.batch_size_schedule": [[4, 2000], [8, 1000]]}),
+    ("MT138", {"trainer.rampup_batch_size": [6, 5, 100]}),
+    ("MT138", {"trainer.rampup_batch_size": [2, 2, 100], "parallel.ranks": 4}),
+    ("MT138", {"trainer.batch_size_schedule": [[3, 1000], [7, 2000]], "parallel.ranks": 2}),
+    ("MT138", {**INTERLEAVED, "trainer.batch_size_schedule": [[4, 9000]]}),
     ("MT141", {"parallel.pp": 2, "parallel.layers_per_stage": [2, 2], "parallel.pipeline_layout": "Ett|ttL"}),
     ("MT142", {"parallel.pp": 2, "parallel.layers_per_stage": [2, 3]}),
     ("MT142", {"parallel.pp": 2, "parallel.layers_per_stage": [4]}),
@@ -68,9 +80,9 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT150", {"model.moe": {**MOE, "pad_expert_input_to_capacity": True}}),
     ("MT150", {"model.moe": {**MOE, "shared_expert_overlap": True}}),
     ("MT150", {"model.mla": {**MLA, "mscale": 0.7}, "model.num_query_groups": None}),
-    ("MT136", {"parallel.pp": 2, "parallel.vpp": 2, "parallel.microbatch_group_size_per_vp_stage": 8}),
+    ("MT145", {"parallel.pp": 2, "parallel.vpp": 2, "parallel.microbatch_group_size_per_vp_stage": 8}),
     (
-        "MT136",
+        "MT145",
         {
             "parallel.pp": 2,
             "parallel.vpp": 2,
@@ -181,6 +193,12 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ),
     ("MT314", {"data.packed": True, "data.packed_multiple": 3, "parallel.cp": 2}),
     ("MT315", {"data.packed": True, "model.moe": {**MOE, "router_load_balancing_type": "seq_aux_loss"}}),
+    ("MT241", {"model.no_rope_freq": 2, "model.mtp_num_layers": 1}),
+    ("MT217", {"precision.dtype": "fp16", "model.init_method_std": 5.0}),
+    (
+        "MT319",
+        {"data.packed": True, "model.mtp_num_layers": 1, "parallel.recompute.granularity": "full"},
+    ),
     ("MT404", {"kernels.gradient_accumulation_fusion": True}),
     ("MT428", {"optim.cpu_offload": 1.0, "parallel.fsdp": "fsdp2", "parallel.ranks": 2}),
     ("MT201", {"model.hidden_size": 250}),
@@ -188,6 +206,10 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT203", {"model.kv_channels": 15}),
     ("MT203", {"model.rotary_percent": 0.1}),
     ("MT203", {"model.mla": {**MLA, "qk_pos_emb_head_dim": 7}, "model.num_query_groups": None}),
+    (
+        "MT203",
+        {"model.mla": {**MLA, "qk_pos_emb_head_dim": 6}, "model.rotary_percent": 0.5, "model.num_query_groups": None},
+    ),
     ("MT204", {"data.seq_length": 2048}),
     ("MT204", {"data.seq_length": 2048, "model.position_embedding_type": "learned_absolute"}),
     ("MT205", {"model.rope_scaling_factor": 8.0, "model.position_embedding_type": "none"}),
@@ -259,8 +281,29 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT310", {"data.tokenizer_vocab_size": 5000}),
     ("MT312", {"data.kind": "mock", "trainer.sample_tokens": 8}),
     ("MT313", {"parallel.cp": 2, "trainer.sample_tokens": 8}),
-    ("MT401", {"precision.dtype": "fp16"}),
+    ("MT150", {"precision.initial_loss_scale": 1024.0}),
+    ("MT150", {"optim.momentum": 0.5}),
+    ("MT150", {"optim.name": "sgd", "optim.beta2": 0.99}),
+    ("MT150", {"optim.wsd_decay_style": "cosine"}),
+    ("MT150", {"model.rotary_base": 5e5, "model.position_embedding_type": "none"}),
+    ("MT171", {"parallel.recompute.granularity": "full", "parallel.recompute.num_layers": 5}),
+    ("MT171", {"parallel.recompute.granularity": "full", "parallel.recompute.num_layers": 3, "parallel.pp": 2}),
+    (
+        "MT218",
+        {"model.mla": MLA, "model.num_query_groups": None, "model.rotary_interleaved": True},
+    ),
+    (
+        "MT214",
+        {"model.mla": {**MLA, "rope_type": "yarn"}, "model.num_query_groups": None, "parallel.cp": 3}
+        | {"data.seq_length": 240},
+    ),
+    ("MT240", {"model.moe": {**MOE, "shared_expert_intermediate_size": 64}, "model.add_bias_linear": True}),
     ("MT403", {"kernels.attention": "te"}),
+    ("MT403", {"kernels.default": "te"}),
+    ("MT408", {"kernels.experts": "torch", "model.moe": MOE}),
+    ("MT150", {"kernels.experts": "reference"}),
+    ("MT150", {"kernels.rope": "reference", "model.position_embedding_type": "none"}),
+    ("MT150", {"kernels.activation": "reference", "model.activation": "gelu"}),
     ("MT421", {"optim.min_lr": 0.1}),
     ("MT422", {"optim.warmup_iters": 100}),
     ("MT422", {"optim.warmup_iters": 50, "optim.decay_iters": 50}),
@@ -268,6 +311,34 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT424", {"optim.schedule": "wsd"}),
     ("MT425", {"optim.schedule": "wsd", "optim.wsd_decay_iters": 200}),
     ("MT426", {"optim.name": "sgd", "parallel.distributed_optimizer": True}),
+    ("MT461", {"kernels.optimizer": "reference", "optim.name": "sgd"}),
+    ("MT461", {"kernels.optimizer": "reference", "parallel.fsdp": "fsdp2", "parallel.ranks": 2}),
+    ("MT461", {"kernels.optimizer": "reference", "optim.cpu_offload": 0.5}),
+    ("MT462", {"kernels.optimizer": "torch", "optim.exp_avg_dtype": "bf16"}),
+    ("MT462", {"kernels.optimizer": "te", **ZERO_BF16, "optim.store_param_remainders": True}),
+    ("MT463", {"optim.exp_avg_sq_dtype": "fp8", "parallel.fsdp": "fsdp2", "parallel.ranks": 2}),
+    ("MT463", {"optim.exp_avg_dtype": "fp8", "optim.cpu_offload": 0.5}),
+    ("MT464", {"optim.store_param_remainders": True}),
+    ("MT464", {"optim.store_param_remainders": True, "precision.dtype": "bf16"}),
+    ("MT464", {"optim.main_params_dtype": "bf16", "parallel.distributed_optimizer": True}),
+    ("MT465", {**ZERO_BF16, "optim.main_params_dtype": "bf16", "optim.store_param_remainders": True}),
+    (
+        "MT466",
+        {**ZERO_BF16, "optim.main_params_dtype": "bf16", "parallel.pp": 2, "model.tie_word_embeddings": True},
+    ),
+    ("MT426", {"optim.name": "muon", "parallel.distributed_optimizer": True}),
+    ("MT165", {"optim.name": "muon", "parallel.fsdp": "megatron", "parallel.ranks": 2}),
+    ("MT462", {"optim.name": "muon", "kernels.optimizer": "torch"}),
+    ("MT467", {"optim.name": "muon", "optim.muon.momentum": 0.9, "parallel.fsdp": "fsdp2", "parallel.ranks": 2}),
+    ("MT467", {"optim.name": "muon", "optim.cpu_offload": 0.5}),
+    ("MT150", {"optim.muon.tp_mode": "blockwise"}),
+    ("MT150", {"optim.name": "sgd", "optim.beta1": 0.8}),
+    ("MT150", {"optim.name": "sgd", "optim.eps": 1e-6}),
+    ("MT150", {"optim.momentum": 0.8}),
+    ("MT150", {"optim.wsd_decay_style": "cosine"}),
+    ("MT150", {"optim.name": "muon", "optim.exp_avg_sq_dtype": "bf16"}),
+    ("MT150", {"optim.exp_avg_dtype": "bf16", "optim.name": "sgd"}),
+    ("MT150", {"optim.store_param_remainders": True, "optim.name": "sgd"}),
     ("MT431", {"log.runs_dir": "/dev/null"}),
     ("MT432", {"data.cache_dir": "/dev/null/x"}),
     ("MT433", {"checkpoint.resume": "/nowhere/at/all"}),
@@ -310,8 +381,18 @@ FINE: list[dict[str, Any]] = [
     {"optim.schedule": "wsd", "optim.wsd_decay_iters": 10},
     {"optim.decay_iters": 5000, "optim.warmup_iters": 4000},
     {"optim.schedule": "constant", "optim.name": "sgd"},
+    {"precision.dtype": "fp16"},
     {"precision.dtype": "fp16", **H100},
     {"kernels.attention": "te", **H100},
+    {"kernels.optimizer": "triton", **H100},
+    {"optim.name": "muon", "optim.muon.momentum": 0.9, "parallel.tp": 2, "precision.dtype": "bf16"},
+    {"trainer.rampup_batch_size": [4, 4, 100]},
+    {"trainer.batch_size_schedule": [[8, 1000], [24, 5000], [12, 9000]]},
+    {"trainer.rampup_batch_size": [2, 2, 100], "trainer.micro_batch_size": None, "parallel.ranks": 2},
+    {**INTERLEAVED, "trainer.batch_size_schedule": [[8, 9000]], "trainer.micro_batch_size": None},
+    {**ZERO_BF16, "optim.store_param_remainders": True, "optim.exp_avg_dtype": "bf16"},
+    {**ZERO_BF16, "optim.main_params_dtype": "bf16", "optim.exp_avg_sq_dtype": "fp8", "parallel.tp": 2},
+    {"optim.exp_avg_dtype": "bf16", "kernels.optimizer": "reference"},
     {"checkpoint.resume": "latest"},
     {
         "parallel.distributed_optimizer": True,
@@ -351,8 +432,12 @@ def test_fp16_loss_scales_are_ordered() -> None:
     ("code", "change"),
     [
         ("MT132", {"parallel.pp": 4, "trainer.global_batch_size": 8}),
+        ("MT139", {"trainer.batch_size_schedule": [[8, 10**6]]}),
+        ("MT139", {"trainer.rampup_batch_size": [4, 4, 10**6]}),
         ("MT211", {"model.init_method_std": 0.5}),
         ("MT239", {"model.moe": {**MOE, "router_force_load_balancing": True}}),
+        ("MT219", {"model.layernorm_epsilon": 0.0}),
+        ("MT219", {"model.layernorm_epsilon": 1.0}),
         ("MT311", {"data.tokenizer_vocab_size": 400}),
         ("MT427", {"optim.lr": 3.0}),
         ("MT435", {"checkpoint.save_interval": 1000, "checkpoint.save_final": False}),
@@ -380,9 +465,9 @@ def test_the_nearest_batches_are_named() -> None:
 
 def test_all_rules_are_asked_at_once() -> None:
     raw = tiny(
-        parallel__tp=3, parallel__pp=3, optim__min_lr=1.0, precision__dtype="fp16", trainer__global_batch_size=15
+        parallel__tp=3, parallel__pp=3, optim__min_lr=1.0, kernels__attention="te", trainer__global_batch_size=15
     )
-    assert {"MT101", "MT107", "MT421", "MT401", "MT130"} <= {p.code for p in errors(raw)}
+    assert {"MT101", "MT107", "MT421", "MT403", "MT130"} <= {p.code for p in errors(raw)}
 
 
 def test_a_cluster_that_is_not_filled_names_both_numbers() -> None:

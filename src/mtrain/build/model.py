@@ -16,7 +16,9 @@ from mtrain.mcore import backend
 from mtrain.mcore.boxes import boxes_of
 from mtrain.mcore.fsdp2 import FullySharded
 from mtrain.mcore.kept import unwrap
+from mtrain.mcore.language_model import LanguageModel
 from mtrain.mcore.megatron_fsdp import FullyShardedBuffers, communication_elements
+from mtrain.mcore.plugs import plug_in
 from mtrain.world.init import World
 
 
@@ -58,7 +60,7 @@ def _may_defer(run: RunConfig) -> bool:
 
 def blank_model(run: RunConfig, world: World) -> list[Any]:
     """This rank's chunks in a `pretended` world: every layer and shape, no memory; portable layers."""
-    words = {key: "reference" for key, value in run.kernels if isinstance(value, str)}
+    words = {key: "reference" for key, value in run.kernels if not isinstance(value, bool)}
     off = {"gradient_accumulation_fusion": False}
     kernels = run.kernels.model_copy(update={**words, **off})
     run = run.model_copy(update={"kernels": kernels, "precision": run.precision.unquantized(run.precision.dtype)})
@@ -73,7 +75,9 @@ def _chunks(run: RunConfig, config: Any) -> list[Any]:
 def _chunk(run: RunConfig, config: Any, stage: int | None) -> Any:
     ps = mcore.parallel_state
     provider = backend.provider(run.kernels)
-    return mcore.GPTModel(
+    plug_in(run.kernels)
+    return LanguageModel(
+        loss=run.kernels.loss,
         config=config,
         transformer_layer_spec=backend.layer_spec(config, provider, vp_stage=stage),
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),

@@ -56,4 +56,7 @@ def transformer_config(run: RunConfig, device: Device) -> Any:
     values |= {name: made(values[name]) for name, made in MADE.items()}
     values |= {"use_cpu_initialization": False, "perform_initialization": True}
     kind = mcore.TransformerConfig if run.model.mla is None else mcore.MLATransformerConfig
-    return kind(**values)
+    config = kind(**values)
+    # megatron-core then asks a layer for the activation, and wrongly believes that it can only be TransformerEngine's
+    config.use_te_activation_func = run.kernels.activation == "triton"
+    return config

@@ -67,7 +67,7 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
     """
     beat("load")
     load_model(checkpoint, state.chunks)
-    checkpoint.load(sharding.optimizer_slots(state.chunks, state.optimizer, allocate=True))
+    checkpoint.load(sharding.optimizer_slots_to_fill(state.chunks, state.optimizer))
     sharding.refresh(state.chunks, state.optimizer)
     facts = checkpoint.state
     optimizer_state.set_step(state.optimizer, facts["optimizer_step"])

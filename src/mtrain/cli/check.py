@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 
 from mtrain.cli.setup import Loaded, load
+from mtrain.config import kernels
+from mtrain.config.batches import counted, stages
 from mtrain.config.rules.finding import dp_of
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem
@@ -60,13 +62,18 @@ def summary(loaded: Loaded) -> str:
         shown.append(f"etp {p.etp}")
     flags = [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(p, name)]
     micro = t.global_batch_size // (t.micro * dp)
-    tokens = t.global_batch_size * run.data.seq_length
+    tokens, sizes = t.global_batch_size * run.data.seq_length, counted(stages(run), t.train_iters)
+    total = sum(number * size for number, size in sizes) * run.data.seq_length
+    grown = ", ".join(f"{number} steps of {size}" for number, size in sizes[:4])
+    ramp = [("ramp", grown + (f", ... {sizes[-1][0]} of {sizes[-1][1]}" if len(sizes) > 4 else ""))]
     lines = [
         ("model", f"{run.model.name}, {count(parameters(run.model))} parameters, {formats}"),
         ("layout", ", ".join([*shown, *flags])),
         ("ranks", f"{p.ranks} on {run.cluster.name} ({run.cluster.device}, {run.cluster.nodes} node(s))"),
         ("batch", f"{t.global_batch_size} samples = {micro} micro-batch(es) of {t.micro} on {dp} rank(s)"),
-        ("tokens", f"{count(tokens)} per step, {count(tokens * t.train_iters)} in {t.train_iters} steps"),
+        *(ramp if len(stages(run)) > 1 else ()),
+        ("tokens", f"{count(tokens)} per step, {count(total)} in {t.train_iters} steps"),
+        ("kernels", kernels.summary(run)),
         ("data", f"{run.data.kind}, samples of {run.data.seq_length} tokens"),
         ("digest", run.digest()),
     ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from mtrain.config.batches import NO_RAMP
 from mtrain.config.cluster import ClusterConfig
 from mtrain.config.compose import compose
 from mtrain.config.precision import PrecisionConfig
@@ -80,7 +81,7 @@ def _smallest_batch(raw: RunConfig, ranks: int, machine: Machine) -> RunConfig:
     """The run, resolved, with a micro-batch of one for every stage and data-parallel rank."""
     whole = raw.parallel.model_copy(update={"ranks": ranks})
     batch = dp_of(raw.model_copy(update={"parallel": whole})) * raw.parallel.pp
-    trainer = raw.trainer.model_copy(update={"global_batch_size": batch, "micro_batch_size": 1})
+    trainer = raw.trainer.model_copy(update={"global_batch_size": batch, "micro_batch_size": 1, **NO_RAMP})
     longest = min(raw.data.seq_length, raw.model.max_position_embeddings)
     data = raw.data.model_copy(update={"seq_length": longest})
     return resolve(raw.model_copy(update={"trainer": trainer, "data": data}), machine)

@@ -36,7 +36,15 @@ _mtrain() {
 compdef _mtrain mtrain
 """
 FISH = r"""# fish: mtrain completion fish | source, or save this as ~/.config/fish/completions/mtrain.fish
-complete -c mtrain -a '(mtrain __complete (commandline -cp) 2>/dev/null)'
+function __mtrain_complete
+    set -l found (mtrain __complete (commandline -cp) 2>/dev/null)
+    if test (count $found) -gt 0
+        printf '%s\n' $found
+    else
+        __fish_complete_path (commandline -ct)
+    end
+end
+complete -c mtrain -f -a '(__mtrain_complete)'
 """
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 

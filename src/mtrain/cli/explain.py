@@ -17,6 +17,7 @@ from mtrain.config.describe import (
     example_section,
     groups,
     keys_of,
+    meaning,
     section_of,
     summary,
     type_of,
@@ -118,7 +119,7 @@ def _key(path: str, composed: Composed) -> dict[str, Any]:
     assert field is not None
     facts: dict[str, Any] = {
         "key": path,
-        "means": " ".join((field.description or "").split()),
+        "means": meaning(path),
         "type": type_of(path),
         "default": default_of(path),
     }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from mtrain.errors import BadInput, MtrainError, Problem
@@ -59,6 +60,8 @@ class Call:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # pydantic would ask every installed package for plug-ins: time, and code that nobody chose
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     debug = "--debug" in arguments
     try:
         call = parse(arguments)
@@ -131,9 +134,10 @@ def dispatch(call: Call) -> int:
 
         return matrix.run(call.arguments, as_json=as_json)
     if call.verb == "check":
-        from mtrain.cli import check
+        with _no_collecting():
+            from mtrain.cli import check
 
-        return check.run(call.arguments, as_json=as_json)
+            return check.run(call.arguments, as_json=as_json)
     if call.verb == "show":
         from mtrain.cli import show
 
@@ -142,6 +146,18 @@ def dispatch(call: Call) -> int:
         print(f"mtrain {call.verb}: {VERBS[call.verb]}")
         return 0
     return _worker_verb(call.verb)(call.arguments, debug="--debug" in call.flags)
+
+
+@contextmanager
+def _no_collecting() -> Iterator[None]:
+    """No search for garbage: what answers at once ends before any has gathered."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
 
 
 def _many(call: Call, as_json: bool) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from mtrain.cli.options import read_options
 from mtrain.config.fields_page import page
 from mtrain.config.json_schema import COMMENT, KINDS, json_schema
-from mtrain.config.overrides import near_choice
+from mtrain.config.near import near_choice
 from mtrain.errors import BadEnvironment, BadInput, Problem
 
 OUT = {"-o": "--output", "--output": "--output"}

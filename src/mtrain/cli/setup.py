@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mtrain.config import kernels
 from mtrain.config.compose import Composed, Rejected, compose
+from mtrain.config.mend import mended
 from mtrain.config.resolve import HERE, Machine, machine_problems, resolve, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
@@ -33,7 +35,10 @@ def load(argv: Sequence[str], machine: Machine | None = None, environment: Mappi
     try:
         composed = compose(argv)
     except Rejected as error:
-        raise BadInput([*error.problems, *also_wrong(error, machine, world_size)]) from None
+        found = list(error.problems)
+        if error.partial is not None:
+            found = mended(found, error.partial.run, lambda r: resolve(r, machine, world_size))
+        raise BadInput([*found, *also_wrong(error, machine, world_size)]) from None
     raw = composed.run
     run = resolve(raw, machine, world_size)
     origins = resolved_origins(composed, run)
@@ -49,6 +54,7 @@ def judge(
 ) -> list[Problem]:
     """What the rules say of a resolved configuration, and what this machine does."""
     problems = check(run, origins, raw=composed.run, resolve=lambda r: resolve(r, machine, world_size))
+    problems += kernels.problems(run, machine, origins)
     return problems + machine_problems(composed.run, run, machine, world_size, origins["parallel.ranks"])
 
 
@@ -100,7 +106,7 @@ def _device_memory(run: RunConfig) -> list[Problem]:
     need, here = bytes_(state_bytes(run) / ranks), bytes_(memory * GIB)
     rule = f"weights, gradients and optimizer state need at least {need} a device, and {run.cluster.name} has {here}"
     fix = "parallel.distributed_optimizer=true" if helps else "a cluster of more devices, or a larger tp, pp or ep"
-    return [Problem("MT145", "cluster.device_memory_gib", memory, rule, fix, "", "warning")]
+    return [Problem("MT146", "cluster.device_memory_gib", memory, rule, fix, "", "warning")]
 
 
 def resolved_origins(composed: Composed, run: RunConfig) -> dict[str, str]:

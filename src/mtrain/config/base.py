@@ -27,8 +27,8 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         strict=True,
+        defer_build=True,
         extra="forbid",
-        use_attribute_docstrings=True,
         validate_default=True,
         allow_inf_nan=False,
         protected_namespaces=(),

@@ -58,7 +58,19 @@ WORDS: dict[str, tuple[str, str]] = {
         "The state of the model alone is larger than this machine's memory.",
         "Name the machines it is meant for, as in cluster=h100x64, or take a smaller model.",
     ),
-    "MT145": (
+    "MT407": (
+        "A kernel is named that this machine cannot run.",
+        "Name the reference or auto, or install what is missing; only auto chooses.",
+    ),
+    "MT408": (
+        "torch's grouped product does not take these experts.",
+        "Leave kernels.experts to auto, or make sizes and format such as the sentence says.",
+    ),
+    "MT461": (
+        "An implementation of Adam is named that does not update what this run trains.",
+        "Leave kernels.optimizer to auto, which takes one that does.",
+    ),
+    "MT146": (
         "The state of the model alone is larger than the memory of the devices.",
         "Spread it: parallel.distributed_optimizer=true, more tp, pp or ep, or more devices.",
     ),

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config.interpolate import leaves, refused, resolve_references
+from mtrain.config.keys import schema_keys
 from mtrain.config.layout_string import looks_like_layout, parse_layout
 from mtrain.config.load import Document, load
-from mtrain.config.overrides import COMMAND_LINE, Overrides, near_choice, read_overrides
+from mtrain.config.near import near_choice
+from mtrain.config.overrides import COMMAND_LINE, Overrides, read_overrides
 from mtrain.config.paths import choices_of_group, conf_dir
 from mtrain.config.recipe import Recipe, read_recipe, reserved_keys
 from mtrain.config.run import GROUPS, RunConfig
-from mtrain.config.validate import unknown_key, validate
+from mtrain.config.validate import unknown_key, validate, wrong_kind
 from mtrain.errors import BadInput, Problem
 
 DEFAULT = "default"
@@ -302,7 +304,8 @@ class _Composition:
                 else:
                     self.tree.replace(path, value, lambda _: COMMAND_LINE)
             except KeyError:
-                self.problems.append(unknown_key(path, value, lambda _: COMMAND_LINE))
+                make = wrong_kind if path in schema_keys() else unknown_key
+                self.problems.append(make(path, value, lambda _: COMMAND_LINE))
 
 
 def _at(values: Mapping[str, Any], path: str) -> Any:

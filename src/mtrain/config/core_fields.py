@@ -26,10 +26,11 @@ def _unless_none(word: str) -> str | None:
 
 
 def _activation_can_fuse(run: RunConfig) -> bool:
-    """What megatron-core's fused activations cover: swiglu, and gelu with its bias; without offset and bound."""
+    """What megatron-core's fused activations cover, if nobody else does it: swiglu, and gelu with its bias; plain."""
     m = run.model
     plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
-    return plain and (m.activation == "swiglu" or (m.activation == "gelu" and m.add_bias_linear))
+    fused = m.activation == "swiglu" or (m.activation == "gelu" and m.add_bias_linear)
+    return plain and fused and run.kernels.activation != "triton"
 
 
 def _some_layers_in_bf16(run: RunConfig) -> bool:
@@ -112,7 +113,10 @@ FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "overlap_p2p_comm": lambda r: r.parallel.vpp > 1,
     "batch_p2p_comm": lambda r: r.parallel.vpp == 1,
     # What was sent on is needed no more but for its shape; where sends overlap, gloo may still be reading it.
-    "deallocate_pipeline_outputs": lambda r: r.parallel.pp > 1 and r.parallel.vpp == 1,
+    # what megatron-core's FSDP hands on is a view, whose memory is not its own to free
+    "deallocate_pipeline_outputs": lambda r: (
+        r.parallel.pp > 1 and r.parallel.vpp == 1 and r.parallel.fsdp != "megatron"
+    ),
     "deterministic_mode": lambda r: r.trainer.deterministic,
     # The loss is a mean over the tokens of the global batch, so that no layout weighs a sample differently.
     "calculate_per_token_loss": lambda r: True,
@@ -224,7 +228,7 @@ FSDP_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
 """Of DistributedDataParallelConfig where megatron-core's FSDP spreads the weights."""
 
 OPTIMIZER_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
-    "optimizer": lambda r: "adam" if r.optim.name == "adamw" else "sgd",
+    "optimizer": lambda r: "sgd" if r.optim.name == "sgd" else "adam",  # muon is built as an Adam
     "lr": lambda r: r.optim.lr,
     "min_lr": lambda r: r.optim.min_lr or 0.0,
     "weight_decay": lambda r: r.optim.weight_decay,
@@ -244,8 +248,40 @@ OPTIMIZER_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "overlap_param_gather": lambda r: r.parallel.overlap_param_gather,
     "optimizer_cpu_offload": lambda r: r.optim.cpu_offload > 0,
     "optimizer_offload_fraction": lambda r: r.optim.cpu_offload,
+    "use_precision_aware_optimizer": lambda r: r.optim.holds_main_weights,
+    "store_param_remainders": lambda r: r.optim.store_param_remainders,
+    "main_params_dtype": lambda r: r.optim.main_params_dtype,
+    "exp_avg_dtype": lambda r: r.optim.exp_avg_dtype,
+    "exp_avg_sq_dtype": lambda r: r.optim.exp_avg_sq_dtype,
+    # An optimizer that holds the main weights reads gradients as they were reduced, any other an fp32 copy of them.
+    "main_grads_dtype": lambda r: (
+        "fp32" if r.precision.grad_reduce_in_fp32 or not r.optim.holds_main_weights else r.precision.dtype
+    ),
 }
-"""Of OptimizerConfig."""
+"""Of OptimizerConfig; dtypes are words."""
+
+MUON_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
+    "muon_momentum": lambda r: r.optim.muon.momentum,
+    "muon_use_nesterov": lambda r: r.optim.muon.use_nesterov,
+    "muon_num_ns_steps": lambda r: r.optim.muon.num_ns_steps,
+    "muon_scale_mode": lambda r: r.optim.muon.scale_mode,
+    "muon_extra_scale_factor": lambda r: r.optim.muon.extra_scale_factor,
+    "muon_split_qkv": lambda r: r.optim.muon.split_qkv,
+    "muon_tp_mode": lambda r: r.optim.muon.tp_mode,
+}
+"""Of OptimizerConfig where the optimizer is muon; those of our Muon have no `muon_` before them."""
+
+ADAM_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
+    "exp_avg_dtype": lambda r: r.optim.exp_avg_dtype,
+    "exp_avg_sq_dtype": lambda r: r.optim.exp_avg_sq_dtype,
+    "master_weights": lambda r: r.optim.store_param_remainders,
+    "store_param_remainders": lambda r: r.optim.store_param_remainders,
+    "stochastic_rounding": lambda r: r.optim.main_params_dtype != "fp32",
+    "use_decoupled_grad": lambda r: r.optim.holds_main_weights,
+    "seed": lambda r: r.trainer.seed,
+    "choice": lambda r: r.kernels.optimizer,
+}
+"""Of `mtrain_kernels`' FusedAdam, beside what megatron-core passes to any Adam."""
 
 SCHEDULES = {
     "constant": "constant",
@@ -334,6 +370,7 @@ def feeds(run: RunConfig) -> dict[str, list[str]]:
         ("DistributedDataParallelConfig", DDP_FIELDS),
         ("DistributedDataParallelConfig", FSDP_FIELDS),
         ("OptimizerConfig", OPTIMIZER_FIELDS),
+        ("OptimizerConfig", MUON_FIELDS),
         ("OptimizerParamScheduler", SCHEDULE_FIELDS),
     ):
         for name, get in table.items():

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from mtrain.config.base import Effect
+from mtrain.config.docs import documented
 from mtrain.config.dump import spell
 from mtrain.config.keys import field_of, schema_keys
 from mtrain.config.run import GROUPS, RunConfig
@@ -63,10 +64,16 @@ def keys_of(path: str) -> list[str]:
     return [key for key in schema_keys() if key.startswith(f"{path}.")]
 
 
+def meaning(path: str) -> str:
+    """What a key's documentation says, in one line; empty where there is no such key."""
+    documented()
+    field = field_of(path)
+    return " ".join((field.description or "").split()) if field is not None else ""
+
+
 def summary(path: str) -> str:
     """The first sentence that a key's documentation says."""
-    field = field_of(path)
-    text = " ".join((field.description or "").split()) if field is not None else ""
+    text = meaning(path)
     head, dot, _ = text.partition(". ")
     return head + "." if dot else text
 

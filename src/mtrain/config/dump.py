@@ -52,13 +52,20 @@ def spell(value: Any) -> str:
 def override(key: str, value: Any) -> str:
     """`key=value` as one word of a shell's command line that Hydra's grammar reads back to `value`."""
     if isinstance(value, (list, tuple)):
-        return f"{key}=[{','.join(spell(v) for v in value)}]"
+        return f"{key}={_in_brackets(value)}"
     if not isinstance(value, str):
         return f"{key}={spell(value)}"
     if _BARE.match(value):
         return f"{key}={value}"
     text = re.sub(r'(\\+)(?="|\Z)', r"\1\1", value).replace('"', '\\"')
     return shlex.quote(f'{key}="{text}"')
+
+
+def _in_brackets(value: Any) -> str:
+    """A list of plain values or of such lists, without a space that a shell would part it at."""
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_in_brackets, value))}]"
+    return spell(value)
 
 
 def _lines(values: Mapping[str, Any], prefix: str, depth: int) -> Iterator[tuple[str, str]]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from mtrain.config import core_fields, unfed
 from mtrain.config.core_fields import feeds
-from mtrain.config.describe import default_of, example_section, groups, type_of
-from mtrain.config.keys import field_of, schema_keys
+from mtrain.config.describe import default_of, example_section, groups, meaning, type_of
+from mtrain.config.keys import schema_keys
 from mtrain.config.model import MLAConfig, ModelConfig, MoEConfig
 from mtrain.config.run import RunConfig
 
@@ -53,8 +53,7 @@ def _keys() -> Iterator[str]:
         yield "|---|---|---|---|---|"
         for key in schema_keys():
             if key.startswith(f"{group}."):
-                field = field_of(key)
-                means = " ".join((field.description or "").split()) if field is not None else ""
+                means = meaning(key)
                 names = ", ".join(f"`{name}`" for name in reached.get(key, ()))
                 cells = (f"`{key}`", type_of(key), f"`{default_of(key)}`", means, names)
                 yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

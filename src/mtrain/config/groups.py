@@ -15,7 +15,7 @@ from mtrain.config.base import (
 )
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-KernelChoice = Literal["auto", "reference", "te"]
+Moment = Literal["fp32", "bf16", "fp8"]
 
 
 class DataConfig(Section):
@@ -56,10 +56,35 @@ class DataConfig(Section):
     """Where tokenized text is kept."""
 
 
+class MuonConfig(Section):
+    """`optim.muon`: momentum whose matrices are orthogonalised (Jordan et al. 2024); the rest is updated by adamw."""
+
+    momentum: Beta | None = None
+    """Decay of the average of gradients; null: 0.95."""
+    use_nesterov: bool | None = None
+    """The newest gradient counts once more; null: true."""
+    num_ns_steps: Annotated[int, Field(ge=1, le=100)] | None = None
+    """Newton-Schulz steps that bring singular values near 1; null: 5."""
+    ns_dtype: Literal["fp32", "bf16"] | None = None
+    """Format that those steps multiply in; null: fp32 for fp32 weights, else bf16."""
+    scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] | None = None
+    """What an orthogonal matrix of r rows and c columns is multiplied by. spectral: sqrt(max(r, c)); shape_scaling:
+    sqrt(max(1, r / c)); unit_rms_norm: sqrt(r / c); null: spectral."""
+    extra_scale_factor: PositiveFloat | None = None
+    """And by this; null: 0.2, with which spectral steps are about as large as those of adamw (Liu et al. 2025)."""
+    split_qkv: bool | None = None
+    """Queries, keys and values are matrices of their own; null: true."""
+    tp_mode: Literal["duplicated", "blockwise"] | None = None
+    """A matrix that is cut over tensor-parallel ranks. duplicated: each gathers and orthogonalises it whole;
+    blockwise: each its own block, which is another update for each tp; null: duplicated."""
+    adamw_lr: PositiveFloat | None = None
+    """Largest learning rate of what is no matrix, and of embedding and output layer; null: optim.lr."""
+
+
 class OptimConfig(Section):
     """`optim`: the optimizer and its learning-rate schedule."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
     """Update rule."""
     lr: PositiveFloat = 1e-3
     """Largest learning rate."""
@@ -78,17 +103,40 @@ class OptimConfig(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay; not applied to biases and norms."""
     beta1: Beta = 0.9
-    """adamw: decay of the first moment."""
+    """adamw, muon: decay of the first moment."""
     beta2: Beta = 0.95
-    """adamw: decay of the second moment."""
+    """adamw, muon: decay of the second moment."""
     eps: PositiveFloat = 1e-8
-    """adamw: added to the root of the second moment."""
+    """adamw, muon: added to the root of the second moment."""
+    exp_avg_dtype: Moment = "fp32"
+    """adamw: how the first moment is kept. fp8: eight bits (e4m3), with a scale for 128 of them; so coarse that small
+    changes are lost and a loss falls more slowly."""
+    exp_avg_sq_dtype: Moment = "fp32"
+    """adamw: how the second moment is kept. fp8: eight bits of its root, with a scale for 128 of them."""
+    main_params_dtype: Literal["fp32", "bf16"] = "fp32"
+    """adamw, bf16 weights: the format that updates add up in. bf16: weights have no main
+    weights beside them and are rounded up or down by chance, right on average; layouts then draw other numbers."""
+    store_param_remainders: bool = False
+    """adamw, bf16 weights: of each fp32 main weight only the 16 bits are kept that the weight has not. Numbers stay
+    the same, in two bytes a parameter less."""
     momentum: Beta = 0.9
     """sgd: momentum."""
+    muon: MuonConfig = Field(default_factory=MuonConfig)
+    """muon: what it does beside adamw's keys."""
     clip_grad: PositiveFloat | None = 1.0
     """Largest global gradient norm; null: no clipping."""
     cpu_offload: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the parameters whose optimizer state lives in host memory and is updated there."""
+
+    @property
+    def holds_main_weights(self) -> bool:
+        """Whether Adam itself keeps what a bf16 weight has not, and megatron-core's optimizer no main weights."""
+        return self.store_param_remainders or self.main_params_dtype != "fp32"
+
+    @property
+    def in_few_bits(self) -> bool:
+        """Whether any state of Adam is kept in fewer than 32 bits: ours alone does that."""
+        return self.holds_main_weights or self.exp_avg_dtype != "fp32" or self.exp_avg_sq_dtype != "fp32"
 
 
 class TrainerConfig(Section):
@@ -97,7 +145,15 @@ class TrainerConfig(Section):
     train_iters: PositiveInt = 100
     """Optimizer steps."""
     global_batch_size: PositiveInt = 16
-    """Samples per optimizer step, over all ranks."""
+    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it."""
+    rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(default=None, strict=False)
+    """[first, increment, samples]: steps begin with `first` samples and grow by `increment`, evenly over so many
+    samples, up to global_batch_size. What counts steps, such as the schedule of the learning rate, counts on."""
+    batch_size_schedule: tuple[Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)], ...] | None = Field(
+        default=None, strict=False
+    )
+    """[[size, tokens], ...]: steps take `size` samples until `tokens` tokens are read, then that of the next pair;
+    global_batch_size after the last."""
     micro_batch_size: PositiveInt | None = None
     """Samples per forward and backward on one rank; null: the largest of 8, 4, 2, 1 that cuts the batch evenly and
     leaves a micro-batch for every pipeline stage."""
@@ -135,14 +191,33 @@ class TrainerConfig(Section):
 class KernelsConfig(Section):
     """`kernels`: which implementation each operation uses. A named one that cannot run is an error."""
 
-    norm: KernelChoice = "auto"
-    """RMSNorm and LayerNorm."""
-    attention: KernelChoice = "auto"
-    """Core attention."""
-    linear: KernelChoice = "auto"
-    """Row- and column-parallel linear layers."""
-    experts: KernelChoice = "auto"
-    """Expert MLPs; auto: one grouped call where there is one, else expert by expert."""
+    default: Literal["auto", "reference", "triton", "te"] = "auto"
+    """What the operations below take that are null; one that has no such implementation takes what auto would.
+    auto: the first that can run, see `plan.json` of a run for the reasons."""
+    norm: Literal["auto", "reference", "triton", "te"] | None = None
+    """RMSNorm and LayerNorm; null: kernels.default."""
+    rope: Literal["auto", "reference", "triton"] | None = None
+    """Rotary position embedding; null: kernels.default."""
+    attention: Literal["auto", "reference", "torch", "te"] | None = None
+    """Core attention; torch: the fastest of FlashAttention-3 and torch's kernels that takes a call, with windows and
+    packed documents but no mask where it can; null: kernels.default."""
+    linear: Literal["auto", "reference", "te"] | None = None
+    """Row- and column-parallel linear layers; null: kernels.default."""
+    activation: Literal["auto", "reference", "triton"] | None = None
+    """Gated and squared activations of MLPs and experts; null: kernels.default."""
+    experts: Literal["auto", "reference", "triton", "torch", "te"] | None = None
+    """Linear layers of experts, in one grouped call; reference: expert by expert; torch: its grouped product, bf16
+    only; null: kernels.default."""
+    moe_router: Literal["auto", "reference", "triton"] | None = None
+    """Choice of experts and their weights from the router's logits; null: kernels.default."""
+    moe_permute: Literal["auto", "reference", "triton"] | None = None
+    """Tokens to rows sorted by expert, and back; null: kernels.default."""
+    loss: Literal["auto", "reference", "triton", "megatron"] | None = None
+    """Output layer and cross entropy; reference and triton make both at once, for a part of the tokens at a time, and
+    never hold all logits; megatron: megatron-core's own, from all logits; null: kernels.default."""
+    optimizer: Literal["auto", "torch", "reference", "triton", "te"] | None = None
+    """The update of adamw, and muon's of what is no matrix. torch: torch.optim; reference and triton: all tensors in
+    one call, for muon, and with state in few bits; null: kernels.default where it can do it."""
     gradient_accumulation_fusion: bool = False
     """Weight gradients are added up inside the GEMM that makes them; needs linear=te on a GPU."""
 

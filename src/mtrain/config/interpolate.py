@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mtrain.config.near import at_default
 from mtrain.errors import Problem
 
 MAX_REFERENCES = 100
@@ -32,7 +33,7 @@ def refused(values: Any, where: Callable[[str], str], prefix: str = "") -> Itera
             bodies = _REFERENCE.findall(text)
             if "${" in _REFERENCE.sub("", text) or not all(_KEY.match(body) for body in bodies):
                 rule = "only a reference to another key is allowed, as in ${trainer.train_iters}; resolvers never run"
-                yield Problem("MT007", path, value, rule, "write the value itself", where(path))
+                yield Problem("MT007", path, value, rule, at_default(path) or "write the value itself", where(path))
 
 
 def resolve_references(values: dict[str, Any], where: Callable[[str], str]) -> list[Problem]:
@@ -45,7 +46,9 @@ def resolve_references(values: dict[str, Any], where: Callable[[str], str]) -> l
         try:
             _put(values, path, _Follower(table).follow(value, (path,)))
         except ValueError as error:
-            problems.append(Problem("MT007", path, value, str(error), "write the value itself", where(path)))
+            problems.append(
+                Problem("MT007", path, value, str(error), at_default(path) or "write the value itself", where(path))
+            )
     return problems
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from mtrain.config.docs import documented
 from mtrain.config.layout_string import GRAMMAR
 from mtrain.config.paths import choices_of_group
 from mtrain.config.run import GROUPS, RunConfig
@@ -52,6 +53,7 @@ def _finished(schema: Json, words: str) -> Json:
 
 def _lowered_schema(model: type[BaseModel]) -> Json:
     """pydantic's schema (2020-12) as draft-07."""
+    documented()
     lowered: Json = _lowered(model.model_json_schema())
     if "$defs" in lowered:
         lowered["definitions"] = dict(sorted(lowered.pop("$defs").items()))

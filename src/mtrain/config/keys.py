@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+from collections.abc import Iterator
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mtrain.config.run import RunConfig
+from mtrain.config.run import GROUPS, RunConfig
 from mtrain.config.unfed import UNFED
 
 FOREIGN = {
@@ -99,7 +99,6 @@ FOREIGN = {
     "optimizer": "optim.name",
     "max_steps": "trainer.train_iters",
     "train_steps": "trainer.train_iters",
-    "gradient_accumulation_steps": "trainer.global_batch_size",
     "per_device_train_batch_size": "trainer.micro_batch_size",
     "eval_steps": "trainer.eval_interval",
     "exit_interval": "trainer.train_iters",
@@ -130,6 +129,13 @@ FOREIGN = {
     "log_interval": "log.interval",
     "logging_steps": "log.interval",
     "distributed_timeout_minutes": "trainer.timeout_s",
+    "start_weight_decay": "optim.weight_decay",
+    "end_weight_decay": "optim.weight_decay",
+    "zero_stage": "parallel.distributed_optimizer",
+    "attention_backend": "kernels.attention",
+    "transformer_impl": "kernels.linear",
+    "data_prefix": "data.path",
+    "blend": "data.path",
 }
 """Names of Megatron-LM flags and Hugging Face configuration keys -> the key here."""
 
@@ -138,16 +144,29 @@ DERIVED = {
     "dp": "the data-parallel size is derived: ranks / (tp * pp * cp); as a choice: parallel=tp2dp2",
     "data_parallel": "the data-parallel size is derived: ranks / (tp * pp * cp)",
     "num_microbatches": "micro-batches are derived: global_batch_size / (micro_batch_size * dp)",
+    "gradient_accumulation_steps": "micro-batches are derived: global_batch_size / (micro_batch_size * dp)",
+    "train_samples": "a run is as long as trainer.train_iters says: samples / trainer.global_batch_size",
+    "betas": "two keys hold them: optim.beta1 and optim.beta2",
     "bf16": "the number format is one key: precision.dtype=bf16",
     "fp16": "the number format is one key: precision.dtype=fp16",
     "pipeline_dtype": "it follows from precision.dtype",
+    **dict.fromkeys(
+        (
+            "bias_activation_fusion",
+            "bias_gelu_fusion",
+            "bias_swiglu_fusion",
+            "bias_dropout_fusion",
+            "apply_rope_fusion",
+        ),
+        "what is fused follows from the implementations that `kernels` names",
+    ),
     "fp8_param_gather": "weights are drawn, cut and saved in precision.dtype; only products are in 8 bits",
     "make_vocab_size_divisible_by": "the vocabulary is always padded to a multiple of 128",
 }
 """Names that have no key here, and why."""
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
+def section_in(annotation: Any) -> type[BaseModel] | None:
     """The section class inside `X`, `X | None`; None for a leaf."""
     if get_origin(annotation) in (Union, UnionType):
         inner = [a for a in get_args(annotation) if a is not NoneType]
@@ -160,7 +179,7 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 @cache
 def schema_keys() -> dict[str, FieldInfo]:
     """Every leaf key by its dotted path, the recipe's words about itself included."""
-    return {path: field for path, field in _all_keys().items() if _section(field.annotation) is None}
+    return {path: field for path, field in _all_keys().items() if section_in(field.annotation) is None}
 
 
 @cache
@@ -171,7 +190,7 @@ def _all_keys() -> dict[str, FieldInfo]:
         for name, field in section.model_fields.items():
             path = f"{prefix}{name}"
             out[path] = field
-            inner = _section(field.annotation)
+            inner = section_in(field.annotation)
             if inner is not None:
                 walk(f"{path}.", inner)
 
@@ -185,16 +204,22 @@ def field_of(path: str) -> FieldInfo | None:
 
 
 def choices_of(path: str) -> tuple[str, ...]:
-    """The words a key may be, where it is one of a few; else empty."""
-    field = field_of(path)
-    if field is None:
-        return ()
-    annotations = [field.annotation, *get_args(field.annotation)]
-    return next((get_args(a) for a in annotations if get_origin(a) is Literal), ())
+    """The words that a key, an item of its list or a name in its table may be, where they are few; else empty."""
+    field = field_of(path) or (field_of(path.rpartition(".")[0]) if path.rpartition(".")[2].isdigit() else None)
+    return next(_words(field.annotation), ()) if field is not None else ()
+
+
+def _words(annotation: Any) -> Iterator[tuple[str, ...]]:
+    if get_origin(annotation) is Literal:
+        yield get_args(annotation)
+    for inner in get_args(annotation):
+        yield from _words(inner)
 
 
 def suggest(path: str) -> tuple[list[str], str]:
     """Keys that `path` may have meant, best first, and a sentence about it where there is something to say."""
+    import difflib
+
     last = path.rpartition(".")[2].lower().replace("-", "_").strip("_")
     if last in DERIVED:
         return [], DERIVED[last]
@@ -208,6 +233,8 @@ def suggest(path: str) -> tuple[list[str], str]:
     same_word = [key for key in keys if key.rpartition(".")[2] == last and not key.startswith("recipe.")]
     if same_word:
         return sorted(same_word, key=lambda k: -difflib.SequenceMatcher(None, k, path).ratio())[:3], ""
+    if "." not in path and (groups := difflib.get_close_matches(path, GROUPS, n=1, cutoff=0.6)):
+        return groups, ""
     near = difflib.get_close_matches(path, keys, n=3, cutoff=0.75)
     words = {key.rpartition(".")[2]: key for key in keys}
     near += [words[w] for w in difflib.get_close_matches(last, list(words), n=2, cutoff=0.8)]

@@ -31,7 +31,9 @@ def parse_layout(word: str) -> dict[str, Any]:
     while position < len(word):
         match = _TOKEN.match(word, position)
         if match is None:
-            raise ValueError(f"cannot read {word[position:]!r}; {GRAMMAR}")
+            rest = word[position:]
+            what = "a degree has six digits at most" if rest[0].isdigit() else f"cannot read {rest!r}"
+            raise ValueError(f"{what}; {GRAMMAR}")
         axis = match.group(1) or "sp"
         degree = int(match.group(2) or 1)
         if axis in degrees:

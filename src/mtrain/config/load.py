@@ -96,13 +96,17 @@ def read_text(path: Path, source: str) -> str:
     except (OSError, ValueError) as error:
         raise BadInput([missing(path, source, error)]) from None
     if len(data) > MAX_BYTES:
-        raise BadInput([Problem("MT005", "", None, f"larger than the limit of {MAX_BYTES} bytes", "", source)])
+        raise BadInput(
+            [Problem("MT005", "", None, f"larger than the limit of {MAX_BYTES} bytes", "write less", source)]
+        )
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         rule = f"byte {data[error.start]:#04x} is not UTF-8; a configuration is UTF-8 text"
-        raise BadInput([Problem("MT003", "", None, rule, "", f"{source}:{line}")]) from None
+        raise BadInput(
+            [Problem("MT003", "", None, rule, "delete it, or save the file as UTF-8", f"{source}:{line}")]
+        ) from None
 
 
 def read_run_file(path: Path) -> RunConfig:
@@ -130,7 +134,7 @@ def missing(path: Path, source: str, error: OSError | ValueError) -> Problem:
         rule = "there is no such file"
     else:
         rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    fix = f"did you mean {', '.join(near)}?" if near else ""
+    fix = f"did you mean {', '.join(near)}?" if near else "name a file that is there"
     return Problem("MT002", "", None, rule, fix, source)
 
 
@@ -169,12 +173,12 @@ def _syntax(error: yaml.YAMLError, text: str, source: str) -> Problem:
     if mark is None and isinstance(position, int):
         line = text.encode()[:position].count(b"\n") + 1
     elif mark is None:
-        return Problem("MT003", "", None, f"not YAML: {rule}", "", source)
+        return Problem("MT003", "", None, f"not YAML: {rule}", "delete what is not YAML", source)
     else:
         line = mark.line + 1
     lines = text.splitlines()
     excerpt = lines[line - 1].replace("\t", "<TAB>")[:80] if line <= len(lines) else "the end of the file"
-    fix = "indent with spaces" if "<TAB>" in excerpt else ""
+    fix = "indent with spaces" if "<TAB>" in excerpt else "delete the line, or write it as YAML"
     return Problem("MT003", "", None, f"not YAML: {rule.strip()}, at: {excerpt.strip()}", fix, f"{source}:{line}")
 
 
@@ -210,7 +214,7 @@ class _Reader:
         self.root: Any = None
         self.documents = 0
 
-    def refuse(self, code: str, rule: str, event: Any, path: str = "", fix: str = "") -> BadInput:
+    def refuse(self, code: str, rule: str, event: Any, path: str = "", fix: str = "delete it") -> BadInput:
         line = event.start_mark.line + 1
         return BadInput([Problem(code, path, None, rule, fix, f"{self.source}:{line}")])
 
@@ -231,7 +235,18 @@ class _Reader:
         if self.root is None:
             return {}
         if not isinstance(self.root, dict):
-            raise BadInput([Problem("MT003", "", None, "the top level must be a mapping of keys", "", self.source)])
+            raise BadInput(
+                [
+                    Problem(
+                        "MT003",
+                        "",
+                        None,
+                        "the top level must be a mapping of keys",
+                        "write `key: value`",
+                        self.source,
+                    )
+                ]
+            )
         return self.root
 
     def check(self, event: Any, nodes: int, depth: int) -> None:

@@ -47,7 +47,7 @@ class MoEConfig(Section):
     """Groups of experts for group-limited routing; null: off."""
     router_group_topk: PositiveInt | None = None
     """Groups that a token may choose from."""
-    router_topk_scaling_factor: PositiveFloat | None = None
+    router_topk_scaling_factor: Annotated[float, Field(gt=0, le=100)] | None = None
     """Factor on the chosen scores."""
     router_bias_update_rate: PositiveFloat | None = None
     """router_enable_expert_bias: how far the bias of an expert moves in a step; null: 0.001."""
@@ -94,11 +94,11 @@ class MLAConfig(Section):
     """yarn: rotary positions stretched beyond the length that the model was trained for (Peng et al. 2023)."""
     rotary_scaling_factor: PositiveFloat | None = None
     """yarn: how much longer; null: 40."""
-    original_max_position_embeddings: PositiveInt | None = None
+    original_max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 22)] | None = None
     """yarn: the length before stretching; null: 4096."""
-    mscale: PositiveFloat | None = None
+    mscale: Annotated[float, Field(gt=0, le=100)] | None = None
     """yarn: weight of the attention temperature; null: 1."""
-    mscale_all_dim: NonNegativeFloat | None = None
+    mscale_all_dim: Annotated[float, Field(ge=0, le=100)] | None = None
     """yarn: the same for all dimensions; null: 0."""
     beta_fast: PositiveFloat | None = None
     """yarn: turns within the original length above which a frequency stays as it is; null: 32."""
@@ -129,7 +129,7 @@ class ModelConfig(Section):
     """Longest sequence that the positions are made for."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """Norm of every layer."""
-    layernorm_epsilon: Annotated[float, Field(gt=0, lt=0.1)] = 1e-5
+    layernorm_epsilon: NonNegativeFloat = 1e-5
     """Added to the variance in a norm."""
     layernorm_zero_centered_gamma: bool = False
     """A norm's weight is kept as its distance from 1, which half precision rounds less."""
@@ -147,7 +147,7 @@ class ModelConfig(Section):
     """Norm on queries and keys (Qwen3)."""
     qk_l2_norm: bool = False
     """Queries and keys are divided by the root of their mean square, without a weight (Llama 4)."""
-    softmax_scale: PositiveFloat | None = None
+    softmax_scale: Annotated[float, Field(gt=0, le=100)] | None = None
     """Factor on attention logits; null: 1 / sqrt(width of a head)."""
     position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
     """How positions enter."""
@@ -180,7 +180,7 @@ class ModelConfig(Section):
     """Dropout on attention probabilities."""
     hidden_dropout: Probability = 0.0
     """Dropout on what each block adds to the residual stream."""
-    init_method_std: Annotated[float, Field(gt=0, le=1)] = 0.02
+    init_method_std: Annotated[float, Field(gt=0, le=20)] = 0.02
     """Standard deviation of initial weights; output projections are scaled by 1/sqrt(2 num_layers)."""
     embedding_init_method_std: Annotated[float, Field(gt=0, le=10)] | None = None
     """Standard deviation of the initial embeddings, of tokens and learned positions; null: init_method_std."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any
 
 from mtrain.config.dump import override
 from mtrain.config.keys import field_of, suggest
+from mtrain.config.near import NOTHING, at_default, near_choice
 from mtrain.config.paths import choices_of_group
 from mtrain.config.run import GROUPS
 from mtrain.errors import Problem
@@ -60,14 +60,14 @@ def _read(argument: str, out: Overrides) -> Problem | None:
         word = "deleted" if argument.startswith("~") else "added"
         bare = key.lstrip("+~")
         near = [bare] if field_of(bare) else suggest(bare)[0]
-        fix = f"{near[0]}={text}" if near and equals else "leave it out"
+        fix = f"{near[0]}={text}" if near and equals else NOTHING
         return _bad("", None, f"{argument}: keys are fixed by the schema; none can be {word}", fix)
     if not equals:
         return _no_equals(argument)
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
-        return _bad(key, text, "Hydra itself is not configurable here: it only composes", "leave it out")
+        return _bad(key, text, "Hydra itself is not configurable here: it only composes", NOTHING)
     if any(0xD800 <= ord(c) <= 0xDFFF or c == "\0" for c in argument):
-        return _bad("", None, f"{argument.encode('ascii', 'replace').decode()}: is not UTF-8 text", "")
+        return _bad("", None, f"{argument.encode('ascii', 'replace').decode()}: is not UTF-8 text", NOTHING)
     if key in ("recipe", "run"):
         if not text:
             return _bad(key, text, "needs a name or a path", f"{key}=PATH")
@@ -108,12 +108,12 @@ def _odd_key(key: str, text: str) -> Problem:
     bare = key.lstrip("-").replace("-", "_")
     if key.startswith("--"):
         near, why = suggest(bare)
-        fix = f"{near[0]}={text}" if near else ""
+        fix = f"{near[0]}={text}" if near else NOTHING
         return _bad("", None, f"{key}: settings have no dashes; {why or 'write key=value'}", fix)
     if "/" in key or "@" in key or ":" in key:
         dotted = re.sub(r"[/@:].*", "", key) if "@" in key else key.replace("/", ".").replace(":", ".")
         return _bad("", None, f"{key}: there are no groups inside groups, and no packages", f"{dotted}={text}")
-    return _bad("", None, f"{key!r}: a key is words joined by dots", "")
+    return _bad("", None, f"{key!r}: a key is words joined by dots", NOTHING)
 
 
 def check_choice(group: str, text: str, source: str) -> Problem | None:
@@ -136,7 +136,7 @@ def check_choice(group: str, text: str, source: str) -> Problem | None:
     if text.startswith("{"):
         rule = "a group takes a choice; its keys are set one by one"
         return Problem("MT010", group, value, rule, f"{group}.KEY=VALUE", source)
-    return Problem("MT010", group, value, "needs the name of a choice", "", source)
+    return Problem("MT010", group, value, "needs the name of a choice", NOTHING, source)
 
 
 def _read_value(key: str, text: str, out: Overrides) -> Problem | None:
@@ -148,7 +148,8 @@ def _read_value(key: str, text: str, out: Overrides) -> Problem | None:
         rule = "a comma or range makes a sweep: -m trains or checks one run for each value"
         return _bad(key, text, rule, _sweep_fix(key, text))
     except ValueError as error:
-        return _bad(key, text, f"cannot be read: {error}", override(key, text))
+        fix = override(key, text) if "${" not in text else at_default(key) or NOTHING
+        return _bad(key, text, f"cannot be read: {error}", fix)
     return None
 
 
@@ -159,11 +160,3 @@ def _sweep_fix(key: str, text: str) -> str:
     if found is not None and "str" in str(found.annotation):
         return override(key, text)
     return f"{key}={text.split(',')[0].strip()}" if re.match(r"[^(]*,", text) else ""
-
-
-def near_choice(word: str, choices: Sequence[str]) -> list[str]:
-    """Choices that `word` may have meant, best first."""
-    near = difflib.get_close_matches(word, choices, n=3, cutoff=0.5)
-    plain = re.sub(r"[^a-z0-9]", "", word.lower())
-    same = [c for c in choices if re.sub(r"[^a-z0-9]", "", c.lower()) == plain]
-    return list(dict.fromkeys([*same, *near]))

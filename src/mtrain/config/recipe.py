@@ -10,7 +10,8 @@ from typing import Any
 
 from mtrain.config.interpolate import refused
 from mtrain.config.load import Document, load
-from mtrain.config.overrides import check_choice, near_choice
+from mtrain.config.near import near_choice
+from mtrain.config.overrides import check_choice
 from mtrain.config.paths import near_files, recipes_dir
 from mtrain.config.run import GROUPS
 from mtrain.errors import BadInput, Problem
@@ -45,7 +46,8 @@ def find_recipe(name: str) -> Path:
     names = [p.relative_to(recipes_dir()).with_suffix("").as_posix() for p in recipes_dir().rglob("*.yaml")]
     near = [f"recipe={n}" for n in near_choice(name, names)] or [f"recipe={p}" for p in near_files(Path(name))]
     rule = f"there is no such recipe; shared ones: {', '.join(sorted(names)) or 'none'}"
-    raise BadInput([Problem("MT002", "recipe", name, rule, " or ".join(near), "command line")])
+    fix = " or ".join(near) or "leave it out"
+    raise BadInput([Problem("MT002", "recipe", name, rule, fix, "command line")])
 
 
 def read_recipe(name: str) -> tuple[Recipe | None, list[Problem]]:
@@ -92,20 +94,20 @@ def _defaults(recipe: Recipe) -> Iterator[Problem]:
     entries = document.values.get("defaults", [])
     if not isinstance(entries, list):
         yield Problem(
-            "MT017", "defaults", entries, f"must be a list; {DEFAULTS_FORM}", "", document.where("defaults")
+            "MT017", "defaults", entries, f"must be a list; {DEFAULTS_FORM}", "delete it", document.where("defaults")
         )
         return
     for index, entry in enumerate(entries):
         source = document.where(f"defaults.{index}")
         if not isinstance(entry, dict) or len(entry) != 1:
-            yield Problem("MT017", "defaults", entry, DEFAULTS_FORM, "", source)
+            yield Problem("MT017", "defaults", entry, DEFAULTS_FORM, "delete it", source)
             continue
         ((key, choice),) = entry.items()
         words = key.split()
         if len(words) != 2 or words[0] != "override" or words[1].lstrip("/") not in GROUPS:
             group = words[-1].lstrip("/") if words else ""
             near = [group] if group in GROUPS else near_choice(group, GROUPS)
-            fix = f"- override /{near[0]}: {choice}" if near else ""
+            fix = f"- override /{near[0]}: {choice}" if near else "delete it"
             yield Problem("MT017", "defaults", entry, DEFAULTS_FORM, fix, source)
             continue
         group = words[1].lstrip("/")

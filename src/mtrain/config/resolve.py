@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from mtrain.config.batches import stages
 from mtrain.config.conditional import CONDITIONAL
+from mtrain.config.kernels import resolved as resolved_kernels
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem
@@ -27,6 +29,10 @@ class Machine:
     gpus: int = 0
     transformer_engine: bool = False
     """Whether TransformerEngine is installed."""
+    triton: bool = False
+    """Whether Triton is installed."""
+    triton_interpreted: bool = False
+    """Whether Triton's kernels run in its interpreter, on a CPU."""
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> Machine:
@@ -40,7 +46,8 @@ class Machine:
         except (ValueError, OSError, AttributeError):
             memory = 0
         engine = gpus > 0 and find_spec("transformer_engine") is not None
-        return cls(os.cpu_count() or 1, memory, gpus, engine)
+        interpreted = environment.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+        return cls(os.cpu_count() or 1, memory, gpus, engine, find_spec("triton") is not None, interpreted)
 
 
 def _visible(text: str) -> int:
@@ -74,8 +81,7 @@ def resolve(run: RunConfig, machine: Machine, world_size: int | None = None) -> 
     ranks, per_node = _ranks(run, device, machine, world_size)
     kernels: dict[str, Any] = {}
     if device == "cpu" or machine.gpus:  # elsewhere the machine that runs it decides
-        kernel = "te" if device == "cuda" and machine.transformer_engine else "reference"
-        kernels = {key: kernel for key, value in run.kernels if value == "auto"}
+        kernels = resolved_kernels(run, device, machine)
     cluster: dict[str, Any] = {"device": device, "devices_per_node": per_node}
     run = run.model_copy(
         update={
@@ -124,11 +130,11 @@ def _micro_batch(run: RunConfig, ranks: int) -> dict[str, Any]:
     t, p = run.trainer, run.parallel
     if t.micro_batch_size is not None:
         return {}
-    share = t.global_batch_size // max(1, ranks // p.model_ranks)  # what a data-parallel rank takes of a step
-    even = [size for size in (8, 4, 2, 1) if share and share % size == 0]
+    shares = [size // max(1, ranks // p.model_ranks) for _, size in stages(run)]  # of a data-parallel rank in a step
+    even = [size for size in (8, 4, 2, 1) if all(share and share % size == 0 for share in shares)]
     if p.vpp > 1:
-        even = [size for size in even if share // size % p.pp == 0] or even
-    filling = [size for size in even if share // size >= p.pp]
+        even = [size for size in even if all(share // size % p.pp == 0 for share in shares)] or even
+    filling = [size for size in even if min(shares) // size >= p.pp]
     return {"micro_batch_size": filling[0] if filling else (even or [1])[-1]}
 
 

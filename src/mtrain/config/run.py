@@ -82,6 +82,8 @@ _EFFECT_OF_KEY = {
     "trainer.soft_timeout_s": Effect.OPERATION,
     "trainer.join_timeout_s": Effect.OPERATION,
     "optim.cpu_offload": Effect.LAYOUT,
+    "optim.main_params_dtype": Effect.SHAPE,
+    "optim.store_param_remainders": Effect.LAYOUT,
     "model.window_size": Effect.NUMBERS,
     "model.window_attn_skip_freq": Effect.NUMBERS,
     "model.mtp_loss_scaling_factor": Effect.NUMBERS,

@@ -99,6 +99,8 @@ def stages(run: RunConfig) -> list[Stage]:
     """
     p, model = run.parallel, run.model
     blocks = p.pp * p.vpp
+    if blocks > MAX_STAGES:
+        raise ValueError(f"pp {p.pp} * vpp {p.vpp} = {blocks} stages; at most {MAX_STAGES} can be cut unequally")
     if p.pipeline_layout is not None:
         return _as_asked(run, parse_pipeline_layout(p.pipeline_layout), blocks)
     if p.layers_per_stage is not None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
-from mtrain.config.cluster import Format
 from mtrain.config.dump import override, spell
 from mtrain.config.interpolate import leaves
 from mtrain.config.keys import choices_of, field_of, schema_keys, suggest
-from mtrain.config.overrides import near_choice
+from mtrain.config.near import accepts, at_default, meant, near_choice
 from mtrain.config.run import GROUPS, RunConfig
 from mtrain.errors import Problem
 
@@ -38,15 +38,36 @@ _KINDS = {
 }
 
 
+_PATTERNS = {
+    "^[A-Za-z0-9][A-Za-z0-9_.-]*$": "letters, digits, dots, - and _, and begin with a letter or a digit",
+    "^[a-z][a-z0-9_]*$": "small letters, digits and _, and begin with a letter",
+}
+
+
 def validate(values: Mapping[str, Any], where: Where) -> tuple[RunConfig | None, list[Problem]]:
     """Checks `values` against the schema; returns the configuration, or every problem there is."""
+    huge = [_huge(path, number, where) for path, value in leaves(values) for number in _huge_numbers(value)]
+    if huge:
+        return None, huge
     try:
         return RunConfig.model_validate(values), []
     except ValidationError as error:
-        return None, [problem for e in error.errors(include_url=False) for problem in _problems(e, where)]
+        found = error.errors(include_url=False)
+        return None, [problem for e in found for problem in _problems(e, where, dict(leaves(values)))]
 
 
-def _problems(error: Mapping[str, Any], where: Where) -> Iterator[Problem]:
+def _huge_numbers(value: Any) -> list[int]:
+    items = value if isinstance(value, list) else [value]
+    return [item for item in items if isinstance(item, int) and abs(item) >= 2**63]
+
+
+def _huge(path: str, number: int, where: Where) -> Problem:
+    """The problem of a number that no machine word holds; what is computed from it would not be either."""
+    rule = f"has {len(str(abs(number)))} digits; whole numbers go up to {2**63 - 1}"
+    return Problem("MT014", path, number, rule, at_default(path) or "write a smaller one", where(path))
+
+
+def _problems(error: Mapping[str, Any], where: Where, values: Mapping[str, Any]) -> Iterator[Problem]:
     path = ".".join(str(part) for part in error["loc"])
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
@@ -58,7 +79,7 @@ def _problems(error: Mapping[str, Any], where: Where) -> Iterator[Problem]:
     elif kind == "missing" and path.rpartition(".")[2].isdigit():
         yield _length(path, value, where)
     elif kind == "missing":
-        yield Problem("MT015", path, None, "is required and nothing sets it", f"{path}=VALUE", where(path))
+        yield Problem("MT015", path, None, "is required and nothing sets it", _required(path, values), where(path))
     elif kind in _BOUNDS:
         yield _bound(path, kind, value, context, where)
     elif kind == "literal_error":
@@ -68,10 +89,11 @@ def _problems(error: Mapping[str, Any], where: Where) -> Iterator[Problem]:
     elif kind in ("missing_positional_argument", "unexpected_positional_argument", "too_long", "too_short"):
         yield _length(path, value, where)
     elif kind == "string_pattern_mismatch":
-        rule = f"must match {context.get('pattern')}"
-        yield Problem("MT014", path, value, rule, _default_fix(path), where(path))
+        pattern = str(context.get("pattern"))
+        rule = f"must be {_PATTERNS.get(pattern, f'text that matches {pattern}')}"
+        yield Problem("MT014", path, value, rule, at_default(path), where(path))
     else:
-        yield Problem("MT014", path, value, str(error["msg"]), _default_fix(path), where(path))
+        yield Problem("MT014", path, value, str(error["msg"]), at_default(path), where(path))
 
 
 def unknown_key(path: str, value: Any, where: Where) -> Problem:
@@ -79,13 +101,16 @@ def unknown_key(path: str, value: Any, where: Where) -> Problem:
     near, why = suggest(path)
     top = path.split(".")[0]
     if not near and not why:
-        section = [k for k in schema_keys() if k.startswith(f"{top}.")] if top in GROUPS else []
-        why = f"keys of {top}: {', '.join(k.partition('.')[2] for k in section)}" if section else ""
-        why = why or f"groups: {', '.join(GROUPS)}"
+        section = dict.fromkeys(k.split(".")[1] for k in schema_keys() if k.startswith(f"{top}."))
+        why = f"keys of {top}: {', '.join(section)}" if top in GROUPS else f"groups: {', '.join(GROUPS)}"
     rule = "there is no such key" + (f"; {why}" if why else "")
-    known = {"true": True, "false": False}.get(str(value).lower(), value)
-    fix = " or ".join(override(key, known) for key in near)
-    return Problem("MT012", path, value, rule, fix, where(path))
+    return Problem("MT012", path, value, rule, " or ".join(meant(path, value)), where(path))
+
+
+def wrong_kind(path: str, value: Any, where: Where) -> Problem:
+    """The problem of a mapping in place of a value."""
+    rule = f"must be a value, not {_kind(value)}"
+    return Problem("MT013", path, value, rule, at_default(path), where(path))
 
 
 def _bound(path: str, kind: str, value: Any, context: Mapping[str, Any], where: Where) -> Problem:
@@ -95,26 +120,24 @@ def _bound(path: str, kind: str, value: Any, context: Mapping[str, Any], where: 
     if kind.endswith("equal"):
         fix = f"{path}={bound}"
     else:
-        default = _default(path)
-        step = 1 if whole else None
-        nearest = default if default is not None else (bound + (step or 1) if kind == "greater_than" else 0)
-        fix = override(path, nearest)
+        step = 1 if kind == "greater_than" else -1
+        fix = f"{path}={bound + step}" if whole else at_default(path) or f"{path}={bound + step}"
     return Problem("MT014", path, value, f"must be {words} {bound}", _indexed(path, fix), where(path))
 
 
 def _literal(path: str, value: Any, where: Where) -> Problem:
     if path.endswith(".[key]"):
-        words = get_args(Format)
-        near = near_choice(str(value), words)
         key = path.removesuffix(".[key]")
-        fix = f"{key.rpartition('.')[0]}.{near[0]}=VALUE" if near else ""
-        return Problem("MT012", key, value, f"there is no such key; one of {', '.join(words)}", fix, where(key))
+        section = key.rpartition(".")[0]
+        rule = f"there is no such key; one of {', '.join(choices_of(section))}"
+        return Problem("MT012", key, value, rule, at_default(section), where(key))
     choices = choices_of(path)
     near = near_choice(str(value), choices)
     default = _default(path)
     best = near or ([str(default)] if default is not None else list(choices))
     rule = f"must be one of {', '.join(choices)}"
-    return Problem("MT014", path, value, rule, f"{path}={best[0]}" if best else "", where(path))
+    fix = f"{path}={best[0]}" if best else ""
+    return Problem("MT014", path, value, rule, _indexed(path, fix), where(path))
 
 
 def _wrong_type(path: str, kind: str, value: Any, where: Where) -> Problem:
@@ -143,16 +166,41 @@ def _converted(path: str, kind: str, value: Any) -> str:
         return override(path, spell(value))
     if kind == "bool_type" and str(value).lower() in ("1", "yes", "on", "0", "no", "off"):
         return f"{path}={'true' if str(value).lower() in ('1', 'yes', 'on') else 'false'}"
-    return _default_fix(path)
+    return at_default(path)
 
 
 def _length(path: str, value: Any, where: Where) -> Problem:
-    parts = path.split(".")
-    if parts[-1].isdigit():
-        path = ".".join(parts[:-1])
-    default = _default(path)
-    want = f"{len(default)} values, such as {spell(default)}" if isinstance(default, tuple) else "another length"
-    return Problem("MT014", path, value, f"must have {want}", _default_fix(path), where(path))
+    path = _whole(path)
+    default, size = _default(path), _size(path)
+    want = f"{size} values" if size else "at least one value"
+    if isinstance(default, tuple):
+        want += f", such as {spell(default)}"
+    return Problem("MT014", path, value, f"must have {want}", at_default(path), where(path))
+
+
+def _size(path: str) -> int | None:
+    """How many values a list must have, where that is fixed."""
+    field = field_of(path)
+    annotations = [field.annotation, *get_args(field.annotation)] if field is not None else []
+    parts = next((get_args(a) for a in annotations if get_origin(a) is tuple), ())
+    return len(parts) if parts and Ellipsis not in parts else None
+
+
+def _whole(path: str) -> str:
+    """The list that an item at `path` stands in, also where lists stand in it; any other path as it is."""
+    while path.rpartition(".")[2].isdigit():
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _required(path: str, values: Mapping[str, Any]) -> str:
+    """A value for a key that must have one: that of another key of its name, or its whole section off."""
+    section, _, last = path.rpartition(".")
+    same = [values[key] for key in schema_keys() if key.endswith(f".{last}") and key != path and key in values]
+    fixes = [override(path, value) for value in same if accepts(path, value)]
+    field = field_of(section)
+    fixes += [f"{section}=null"] if field is not None and field.default is None else []
+    return " or ".join(fixes) or f"{path}=VALUE"
 
 
 def _default(path: str) -> Any:
@@ -162,24 +210,17 @@ def _default(path: str) -> Any:
     return field.default
 
 
-def _default_fix(path: str) -> str:
-    field = field_of(path)
-    if field is None or field.default is PydanticUndefined:
-        return ""
-    return override(path, field.default)
-
-
 def _indexed(path: str, fix: str) -> str:
-    """A fix for an item of a list: the whole list is set, to its default."""
-    parts = path.split(".")
-    return _default_fix(".".join(parts[:-1])) if parts[-1].isdigit() else fix
+    """A fix for an item of a list or of a table: all of it is set, to its default."""
+    if field_of(path) is not None:
+        return fix
+    whole = _whole(path)
+    return at_default(whole if field_of(whole) is not None else whole.rpartition(".")[0])
 
 
 def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true or false"
+    if value is None or isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+        return spell(value)
     names = {int: "a number", float: "a number with a fraction", str: "text", list: "a list", dict: "a mapping"}
     text = spell(value)
     return f"{names.get(type(value), type(value).__name__)} ({text[:60]}{'...' if len(text) > 60 else ''})"

@@ -25,6 +25,8 @@ from mtrain.errors import BadInput, Damaged, Problem
 __all__ = ["Corpus", "Samples", "Splits", "open_splits", "prepare", "same_data", "verify"]
 
 ENTROPY_TOKENS = 5_000_000
+CHECKED_TOKENS = 1 << 26
+"""Tokens of a split that are looked at before ranks start: a tenth of a second."""
 
 
 @dataclass
@@ -67,6 +69,15 @@ class Splits:
                 f"has 0 to {self.validation.vocab_size - 1}"
             )
         return entropy_nats(np.bincount(ids))
+
+    def check_ids(self) -> None:
+        """Look at the first tokens of what is trained and evaluated on, for the launcher: later every batch is.
+
+        Raises Damaged for an id outside the vocabulary, with its document.
+        """
+        for part in (self.train, self.validation):
+            if isinstance(part, Samples):
+                part.check_ids(CHECKED_TOKENS)
 
     def describe(self) -> dict[str, Any]:
         """Counts of the corpus and of each split, ready for JSON."""

@@ -54,8 +54,8 @@ class Packing:
 
 
 class GlobalBatches:
-    """The share of one data-parallel rank in each step. A step is the samples [consumed, consumed + global
-    size).
+    """The share of one data-parallel rank in each step. A step is the samples [consumed, consumed + size), its size
+    the global one unless it is given.
 
     Micro-batch m of rank r takes the samples consumed + m * (micro * dp_size) + r * micro + j, so the samples
     of a step are the same for any dp_size. With `masked_eod` no loss counts for the prediction that follows
@@ -83,19 +83,20 @@ class GlobalBatches:
         self._offsets = dp_rank * micro_batch_size + np.arange(micro_batch_size)
         self._stride = stride
 
-    @property
-    def num_microbatches(self) -> int:
-        """Micro-batches of a step on one rank."""
-        return self.global_batch_size // self._stride
+    def numbers(self, consumed_samples: int, size: int | None = None) -> np.ndarray:
+        """Global sample numbers of the step on this rank; int64 [micro-batches, micro_batch_size].
 
-    def numbers(self, consumed_samples: int) -> np.ndarray:
-        """Global sample numbers of the step on this rank; int64 [micro-batches, micro_batch_size]."""
-        firsts = consumed_samples + self._stride * np.arange(self.num_microbatches, dtype=np.int64)
+        Raises ValueError if a step of `size` samples cannot be cut evenly.
+        """
+        count, rest = divmod(size or self.global_batch_size, self._stride)
+        if rest:
+            raise ValueError(f"a step of {size} samples is no multiple of {self._stride}, one micro-batch per rank")
+        firsts = consumed_samples + self._stride * np.arange(count, dtype=np.int64)
         return firsts[:, None] + self._offsets
 
-    def microbatches(self, consumed_samples: int) -> list[MicroBatch]:
-        """The micro-batches of the step that starts after `consumed_samples` samples."""
-        numbers = self.numbers(consumed_samples)
+    def microbatches(self, consumed_samples: int, size: int | None = None) -> list[MicroBatch]:
+        """The micro-batches of the step of `size` samples that starts after `consumed_samples` samples."""
+        numbers = self.numbers(consumed_samples, size)
         windows = torch.from_numpy(self.samples.batch(numbers.ravel()))
         return [self._microbatch(part) for part in windows.split(self.micro_batch_size)]
 

@@ -21,6 +21,7 @@ from mtrain.data.permute import ROUNDS, Permutation, keys
 from mtrain.errors import BadInput, Damaged, Problem
 
 SHARES = ("train", "validation", "test")
+SCANNED = 1 << 22  # tokens looked at in one go: they stay in the processor's cache
 
 
 def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[range]:
@@ -140,12 +141,26 @@ class Samples:
 
     def _refuse(self, tokens: np.ndarray, starts: np.ndarray, numbers: Sequence[int] | np.ndarray) -> None:
         row, column = np.argwhere((tokens < 0) | (tokens >= self.vocab_size))[0]
-        place = int(starts[row]) + int(column)
-        raise Damaged(
-            f"{self.dataset.bin}: offset {place * self.dataset.dtype.itemsize}: token id {tokens[row, column]} in "
-            f"document {self.dataset.document_at(place)} ({self.name} sample {int(numbers[row])}); the vocabulary "
-            f"has ids 0 to {self.vocab_size - 1}"
+        raise self._outside(int(starts[row]) + int(column), f"{self.name} sample {int(numbers[row])}")
+
+    def _outside(self, place: int, where: str) -> Damaged:
+        data = self.dataset
+        return Damaged(
+            f"{data.bin}: offset {place * data.dtype.itemsize}: token id {data.tokens[place]} in document "
+            f"{data.document_at(place)} ({where}); the vocabulary has ids 0 to {self.vocab_size - 1}"
         )
+
+    def check_ids(self, limit: int) -> None:
+        """Look at the first `limit` tokens of the split before anything is started.
+
+        Raises Damaged for an id outside the vocabulary.
+        """
+        end = self._first + min(limit, self.num_tokens)
+        for start in range(self._first, end, SCANNED):
+            tokens = self.dataset.tokens[start : min(start + SCANNED, end)]
+            if int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size:
+                bad = int(np.argmax((tokens < 0) | (tokens >= self.vocab_size)))
+                raise self._outside(start + bad, f"split {self.name}")
 
     def describe(self) -> dict[str, int]:
         """Counts: documents, tokens, samples of an epoch."""

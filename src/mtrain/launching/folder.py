@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.ckpt import folder as ckpt_folder
+from mtrain.config import kernels
 from mtrain.config.base import Effect
+from mtrain.config.batches import counted, samples_of, stages
 from mtrain.config.dump import run_yaml
 from mtrain.config.load import read_run_file
+from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig, effect_of
 from mtrain.errors import BadEnvironment, BadInput, Damaged, Problem, show
 from mtrain.layout.grid import RankGrid
@@ -166,7 +169,8 @@ def _describe(run: RunConfig, chosen: Plan, argv: list[str]) -> None:
     """Write run.yaml, overrides.txt, env.json and plan.json; a resume keeps the earlier run.yaml under a number."""
     folder, current = chosen.folder, chosen.folder / RUN_FILE
     draft = folder / f".{RUN_FILE}"
-    draft.write_text(run_yaml(anchored(run).recorded()))
+    why = kernels.reasons(run, Machine.here())
+    draft.write_text(run_yaml(anchored(run).recorded(), {f"kernels.{name}": text for name, text in why.items()}))
     ckpt_folder.sync(draft)
     if current.exists() and not chosen.new:
         number = len(list(folder.glob("run.*.yaml"))) + 1
@@ -176,19 +180,21 @@ def _describe(run: RunConfig, chosen: Plan, argv: list[str]) -> None:
     versions = {name: metadata.version(name) for name in PACKAGES}
     facts = {"python": platform.python_version(), "platform": platform.platform(), "versions": versions}
     (folder / "env.json").write_text(json.dumps(facts, indent=1))
-    (folder / "plan.json").write_text(json.dumps(_planned(run, chosen), indent=1))
+    (folder / "plan.json").write_text(json.dumps(_planned(run, chosen, why), indent=1))
 
 
-def _planned(run: RunConfig, chosen: Plan) -> dict[str, Any]:
+def _planned(run: RunConfig, chosen: Plan, why: dict[str, str]) -> dict[str, Any]:
     grid, tokens = RankGrid.of(run), run.trainer.global_batch_size * run.data.seq_length
     return {
         "digest": run.digest(),
         "parameters": parameters(run.model),
         "ranks": grid.world,
         "layout": grid.sizes,
-        "tokens": run.trainer.train_iters * tokens,
+        "tokens": samples_of(stages(run), run.trainer.train_iters) * run.data.seq_length,
+        "steps_and_their_samples": counted(stages(run), run.trainer.train_iters),
         "model_flops_per_step": flops_per_token(run.model, run.data.seq_length) * tokens,
         "state_bytes": state_bytes(run),
+        "kernels": {name: {"choice": getattr(run.kernels, name), "reason": text} for name, text in why.items()},
         "resumed_from": str(chosen.checkpoint) if chosen.checkpoint else None,
         "changes": list(chosen.changes),
     }

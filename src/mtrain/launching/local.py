@@ -94,6 +94,8 @@ def _prepare(run: RunConfig, chosen: folder.Plan) -> None:
 
     need = ("train", "validation") if run.trainer.eval_iters else ("train",)
     splits = open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), need)
+    if run.data.kind == "indexed":  # what mtrain tokenized itself has no other ids
+        splits.check_ids()
     if chosen.checkpoint is not None and not run.checkpoint.accept_changes:
         same_data(read_manifest(chosen.checkpoint, verify=False)["state"]["data"], splits)
 

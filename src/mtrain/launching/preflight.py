@@ -49,7 +49,7 @@ def _cpu_shortages(run: RunConfig, grid: RankGrid, machine: Machine) -> list[str
     if needed > machine.memory_bytes:
         out.append(
             f"needs at least {units.bytes_(needed)} of memory for weights, gradients and optimizer state of "
-            f"{units.count(parameters(run.model))} parameters on {grid.world} ranks; "
+            f"{units.count(parameters(run.model))} parameters on {grid.world} rank{'s' if grid.world > 1 else ''}; "
             f"here: {units.bytes_(machine.memory_bytes)}"
         )
     if grid.world > MAX_CPU_RANKS:

@@ -13,8 +13,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
+from mtrain_kernels.attention import op, reference
 from mtrain_kernels.attention.partial import merge, partial_attention, with_sink
-from mtrain_kernels.attention.reference import attention, visible
+from mtrain_kernels.attention.reference import visible
 from torch import Tensor, nn
 
 from mtrain.mcore.context import Context
@@ -27,7 +28,10 @@ class CoreAttention(MegatronModule):
     """Softmax attention of this rank's heads: [s, b, n, d] queries to [s, b, n * e].
 
     Under context parallelism the layer sees the whole sequence in the way that `cp_comm_type` says; see `Context`.
+    `choice` is that of the attention op; `auto` is the fastest backend that takes a call.
     """
+
+    choice = "reference"
 
     def __init__(
         self,
@@ -97,7 +101,14 @@ class CoreAttention(MegatronModule):
         if context is not None:
             out = self._over_context(context, query, key, value, causal, hidden, cu_seqlens)
             return out.squeeze(1) if packed else out
-        if causal and query.shape[0] == key.shape[0] and cu_seqlens is None and self._window is None:
+        square = query.shape[0] == key.shape[0]
+        if self.choice != "reference" and square and hidden is None:
+            longest = None if packed_seq_params is None else packed_seq_params.max_seqlen_q
+            limits = {"window": self._window, "cu_seqlens": cu_seqlens}
+            limits |= {"max_seqlen": longest} if cu_seqlens is not None else {}
+            out = self._attend(query, key, value, None, causal, limits=limits)
+            return out.squeeze(1) if packed else out
+        if causal and square and cu_seqlens is None and self._window is None:
             mask = None
         else:
             q_at = torch.arange(key.shape[0] - query.shape[0], key.shape[0], device=query.device)
@@ -190,12 +201,19 @@ class CoreAttention(MegatronModule):
         mask: Tensor | None,
         causal: bool,
         sink: Tensor | None = None,
+        limits: dict[str, Any] | None = None,
     ) -> Tensor:
+        """Attention through a mask, or to what `limits` (arguments of the op) leave to be seen."""
         dropout_p = self._dropout_p if self.training else 0.0
         sink = self.softmax_offset if sink is None else sink
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        options: dict[str, Any] = {"causal": causal, "mask": mask, "sink": sink}
+        options |= {"scale": self._scale, "dropout_p": dropout_p}
         with self._random_state(dropout_p):
-            out = attention(q, k, v, causal=causal, mask=mask, sink=sink, scale=self._scale, dropout_p=dropout_p)
+            if self.choice == "reference":
+                out = reference.attention(q, k, v, **options)
+            else:
+                out = op.attention(q, k, v, **options, **(limits or {}), choice=self.choice)
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
     def _random_state(self, dropout_p: float) -> AbstractContextManager[Any]:

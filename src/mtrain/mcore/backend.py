@@ -27,22 +27,24 @@ from megatron.core.transformer.transformer_layer import (
 from mtrain.errors import BadEnvironment
 from mtrain.mcore import api
 from mtrain.mcore.attention import CoreAttention
-from mtrain.mcore.layers import ColumnGroupedLinear, DuplicatedLinear, Norm, RowGroupedLinear
+from mtrain.mcore.layers import Activation, ColumnGroupedLinear, DuplicatedLinear, Norm, RowGroupedLinear, chosen
+from mtrain.mcore.linear import ColumnLinear, RowLinear
 
-OPERATIONS = ("norm", "attention", "linear", "experts")
+BACKENDS = {"torch": "auto"}  # of the attention op: the fastest that takes a call
 
 
 class Provider(BackendSpecProvider):
     """megatron-core's question "which class?" answered per operation: the portable layer, or TransformerEngine's."""
 
-    def __init__(self, kernels: dict[str, str], te: Any) -> None:
+    def __init__(self, kernels: dict[str, Any], te: Any) -> None:
         self.kernels = kernels
         self._te = te
 
     @property
     def all_te(self) -> bool:
-        """Whether TransformerEngine implements every operation."""
-        return all(choice == "te" for choice in self.kernels.values())
+        """Whether TransformerEngine implements every layer, so that its fused ones can stand for several."""
+        layers = [choice for operation, choice in self.kernels.items() if operation != "activation"]
+        return {"te"} == {choice for choice in layers if choice} and self.kernels["activation"] != "triton"
 
     def _uses_te(self, operation: str) -> bool:
         return self.kernels[operation] == "te"
@@ -53,11 +55,11 @@ class Provider(BackendSpecProvider):
 
     def column_parallel_linear(self) -> type:
         """A linear layer split by output features."""
-        return self._te.column_parallel_linear() if self._uses_te("linear") else api.ColumnParallelLinear
+        return self._te.column_parallel_linear() if self._uses_te("linear") else ColumnLinear
 
     def row_parallel_linear(self) -> type:
         """A linear layer split by input features."""
-        return self._te.row_parallel_linear() if self._uses_te("linear") else api.RowParallelLinear
+        return self._te.row_parallel_linear() if self._uses_te("linear") else RowLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
         """One module for a norm and the linear layer behind it: only where everything is TransformerEngine's."""
@@ -69,38 +71,57 @@ class Provider(BackendSpecProvider):
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         """A norm; which kind, the model's config says."""
-        return self._te.layer_norm(rms_norm, for_qk) if self._uses_te("norm") else Norm
+        if self._uses_te("norm"):
+            return self._te.layer_norm(rms_norm, for_qk)  # type: ignore[no-any-return]
+        return chosen(Norm, self.kernels["norm"])
 
     def core_attention(self) -> type:
         """Softmax attention of this rank's heads."""
-        return self._te.core_attention() if self._uses_te("attention") else CoreAttention
+        if self._uses_te("attention"):
+            return self._te.core_attention()  # type: ignore[no-any-return]
+        choice = self.kernels["attention"]
+        return chosen(CoreAttention, BACKENDS.get(choice, choice))
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, Any]:
         """Experts in one grouped call, or one after another; the legacy grouped MLP is never used."""
         if self._uses_te("experts"):
             return self._te.grouped_mlp_modules(moe_use_grouped_gemm, False)
         if moe_use_grouped_gemm:
-            return TEGroupedMLP, MLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)
+            first, second = (chosen(c, self.kernels["experts"]) for c in (ColumnGroupedLinear, RowGroupedLinear))
+            return TEGroupedMLP, MLPSubmodules(
+                linear_fc1=first, linear_fc2=second, activation_func=self.activation_func()
+            )
         layers = MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
         return SequentialMLP, layers
 
     def activation_func(self) -> type | None:
-        """TransformerEngine's activation operators, or None for the config's function."""
-        return self._te.activation_func() if self.all_te else None
+        """The layer between the two of an MLP, or None: megatron-core calls the config's function."""
+        return Activation if self.kernels["activation"] == "triton" else None
 
 
 def provider(kernels: Any) -> Provider:
-    """The provider for resolved choices: `norm`, `attention`, `linear`, `experts`, each `reference` or `te`.
+    """The provider for resolved choices; operations that the model does not have may be None.
 
-    Raises `BadEnvironment` where `te` is named but TransformerEngine does not import, `ValueError` for any other
-    word.
+    Raises `BadEnvironment` where `te` is named but TransformerEngine does not import, `ValueError` for a word that
+    is no choice.
     """
-    choices = {operation: getattr(kernels, operation) for operation in OPERATIONS}
+    choices = {operation: getattr(kernels, operation, None) for operation in _WORDS}
     for operation, choice in choices.items():
-        if choice not in ("reference", "te"):
-            raise ValueError(f"kernels.{operation} = {choice!r} is neither 'reference' nor 'te'")
+        if choice not in _WORDS[operation]:
+            raise ValueError(
+                f"kernels.{operation} = {choice!r} is none of {', '.join(filter(None, _WORDS[operation]))}"
+            )
     named = [f"kernels.{operation}" for operation, choice in choices.items() if choice == "te"]
     return Provider(choices, _transformer_engine(named) if named else None)
+
+
+_WORDS: dict[str, tuple[str | None, ...]] = {
+    "norm": ("reference", "triton", "te"),
+    "attention": ("reference", "torch", "te"),
+    "linear": ("reference", "te"),
+    "activation": ("reference", "triton", None),
+    "experts": ("reference", "triton", "torch", "te", None),
+}
 
 
 def _transformer_engine(named: list[str]) -> Any:
@@ -162,7 +183,10 @@ def one_layer_spec(config: Any, provider: Provider, *, moe: bool) -> Any:
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=norm,
         mlp=api.get_mlp_module_spec_for_backend(
-            backend=provider, num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm
+            backend=provider,
+            num_experts=experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            use_te_activation_func=config.use_te_activation_func,
         ),
         mlp_bda=get_bias_dropout_add,
     )

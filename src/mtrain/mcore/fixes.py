@@ -161,6 +161,13 @@ FIXES: tuple[Fix, ...] = (
         mending.optimizer_step_counters,
     ),
     Fix(
+        "optimizer-te-version",
+        "utils.py:348",
+        "An optimizer that holds main weights is built by the version of TransformerEngine: TypeError without it.",
+        _NO_TE,
+        mending.optimizer_te_version,
+    ),
+    Fix(
         "checkpoint-without-fp8",
         "tensor_parallel/random.py:635",
         "CheckpointWithoutOutput(fp8=False) reads as 'fp8 is on': NameError when a norm or MLP is recomputed.",

@@ -1,10 +1,12 @@
 """Portable layers for megatron-core's specs: plain torch, so they run wherever torch does, at any tensor parallelism.
 
-They stand where TransformerEngine's layers stand on a GPU. What they compute is defined in `mtrain_kernels`.
+They stand where TransformerEngine's layers stand on a GPU. What they compute is defined in `mtrain_kernels`, whose
+kernels compute it where `chosen` says so.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,14 +14,26 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu, _initialize_affine_weight_gpu
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
+from mtrain_kernels.activation.op import activation
+from mtrain_kernels.grouped_gemm.op import grouped_gemm
 from mtrain_kernels.grouped_gemm.reference import grouped_linear
-from mtrain_kernels.norm.reference import layer_norm, rms_norm
+from mtrain_kernels.linear import linear
+from mtrain_kernels.norm.op import layer_norm, rms_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 Init = Callable[[Tensor], Any]
+
+
+@functools.cache
+def chosen(layer: type, choice: str) -> type:
+    """The layer computed by the implementation of its op that `choice` names: a class that specs can name."""
+    return type(
+        layer.__name__, (layer,), {"choice": choice, "__doc__": layer.__doc__, "__module__": layer.__module__}
+    )
 
 
 class Norm(nn.Module):
@@ -28,6 +42,8 @@ class Norm(nn.Module):
     Under sequence parallelism each tensor-parallel rank sees part of the tokens, so the parameters are marked
     for the all-reduce of their gradients in megatron-core's `finalize_model_grads`.
     """
+
+    choice = "reference"
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -56,8 +72,25 @@ class Norm(nn.Module):
         # another order than where the norm is computed again: recomputation changes no bit.
         x = x.view_as(x)
         if self._rms:
-            return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
-        return layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
+            return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, choice=self.choice)
+        options: dict[str, Any] = {"zero_centered": self.zero_centered, "choice": self.choice}
+        return layer_norm(x, self.weight, self.bias, self.eps, **options)
+
+
+class Activation(MegatronModule):
+    """The activation between the two layers of an MLP or an expert, gated or not: one pass over its input."""
+
+    choice = "triton"
+    _KINDS = (("swiglu", F.silu, True), ("geglu", F.gelu, True))
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        pairs = {(function, gated): kind for kind, function, gated in self._KINDS}
+        self.kind = pairs.get((config.activation_func, config.gated_linear_unit), "squared_relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [..., 2f] to [..., f] where it is gated, else [..., f] to [..., f]."""
+        return activation(x, self.kind, choice=self.choice)
 
 
 class DuplicatedLinear(nn.Module):
@@ -99,7 +132,7 @@ class DuplicatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """`x` [..., input_size] to [..., output_size], and no bias."""
-        y = F.linear(x, self.weight)
+        y = linear(x, self.weight)
         if self._summed:
             # the compressed half needs no sum: the up projection that reads it sums its own input's gradient
             compressed, position = y.split([y.shape[-1] - self._summed, self._summed], dim=-1)
@@ -117,6 +150,7 @@ class _GroupedLinear(nn.Module):
     """
 
     partition_dim: int
+    choice = "reference"
 
     def __init__(
         self,
@@ -177,7 +211,12 @@ class _GroupedLinear(nn.Module):
     def forward(self, x: Tensor, rows: Sequence[int]) -> tuple[Tensor, list[Tensor] | None]:
         """`x` [sum(rows), input] to [sum(rows), output]; the biases too, where the caller adds them."""
         biases = self._each("bias") if self._adds_bias else None
-        y = grouped_linear(x, self._each("weight"), rows, biases)
+        if self.choice == "reference":
+            y = grouped_linear(x, self._each("weight"), rows, biases)
+        else:  # one kernel reads all weights, so they are copied behind each other
+            counts = torch.as_tensor(rows, dtype=torch.int32, device=x.device)
+            stacked = None if biases is None else torch.stack(biases)
+            y = grouped_gemm(x, torch.stack(self._each("weight")), counts, stacked, choice=self.choice)
         return y, self._each("bias") if self._returns_bias else None
 
     def backward_dw(self) -> None:

@@ -21,7 +21,10 @@ class FullyShardedBuffers(mcore.MegatronFSDP):
         deferred = [m for m in module.modules() if any(p.is_meta for p in m.parameters(recurse=False))]
         for owner in deferred:
             before = {**dict(owner.named_parameters(recurse=False)), **dict(owner.named_buffers(recurse=False))}
-            owner.reset_parameters = partial(_restore, owner, before)  # type: ignore[assignment]
+            constants = {name: t.detach().clone() for name, t in before.items() if not t.is_meta}
+            for name in constants.keys() & owner._parameters.keys():
+                _forget(owner._parameters[name])
+            owner.reset_parameters = partial(_restore, owner, before, constants)  # type: ignore[assignment]
         config.init_model_with_meta_device = bool(deferred)
         super().__init__(config, ddp_config, module, device=device)
         for owner in deferred:
@@ -40,11 +43,18 @@ def communication_elements(model: torch.nn.Module) -> int:
     return 2 * max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=1)
 
 
-def _restore(module: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
+def _forget(parameter: Any) -> None:
+    """Take a parameter's memory: megatron-core loses one that keeps its own beside a weight that has none."""
+    empty = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    vars(empty).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, empty)
+
+
+def _restore(module: torch.nn.Module, before: dict[str, torch.Tensor], constants: dict[str, torch.Tensor]) -> None:
     """Give parameters and buffers that were just made anew the attributes and constants of those before."""
     for name, old in before.items():
         new = module._parameters.get(name, module._buffers.get(name))
         assert new is not None
         vars(new).update(vars(old))
-        if not old.is_meta:
-            new.data.copy_(old.data)
+        if name in constants:
+            new.data.copy_(constants[name])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from mtrain_kernels.optimizer.fused_adam import MASTER, FusedAdam
 
 from mtrain.mcore import api as mcore
 from mtrain.mcore.kept import Kept, kept, local
@@ -28,16 +29,39 @@ class StateShard:
     """What it updates: `main`, or a copy of it in host memory."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The main weight, unless it is the weight itself, and every moment, by name, each 1-D."""
-        main = local(self.main)
+        """The main weight, unless it is the weight itself, and every moment, by name, each 1-D.
+
+        Each is the memory itself, or an fp32 copy of what is kept in pieces (see `store`).
+        """
+        main, pieces = local(self.main), self._in_pieces()
         if main.untyped_storage().data_ptr() != self.kept.weight.untyped_storage().data_ptr():
             yield "main_weight", main
         for name, value in self.inner.state.get(self.updated, {}).items():
-            if name != "master_param" and torch.is_tensor(value) and value.shape == self.updated.shape:
+            if name in pieces:
+                whole = self.inner.get_unscaled_state(self.updated, name)  # type: ignore[attr-defined]
+                yield "main_weight" if name == MASTER else name, local(whole)
+            elif name != MASTER and torch.is_tensor(value) and value.shape == self.updated.shape:
                 yield name, local(value)
+
+    def store(self, name: str, value: torch.Tensor) -> None:
+        """Keep what was written to a tensor of `tensors` that was a copy."""
+        kept_as = MASTER if name == "main_weight" else name
+        if kept_as in self._in_pieces():
+            self.inner.set_scaled_state(self.updated, kept_as, value.view_as(self.updated))  # type: ignore[attr-defined]
+
+    def _in_pieces(self) -> list[str]:
+        """What ours keeps as a part of something or with scales: read and written through its methods."""
+        if not isinstance(self.inner, FusedAdam):
+            return []
+        state = self.inner.state.get(self.updated, {})
+        return [name for name, kept in state.items() if name == MASTER or kept.dtype == torch.uint8]
 
     def allocate(self) -> None:
         """Make zero moments, with a step counter of its own, where the optimizer has none yet."""
+        if isinstance(self.inner, FusedAdam):
+            if not self.inner.state[self.updated]:
+                self.inner.initialize_state(self.updated)
+            return
         state, group = self.inner.state[self.updated], self.inner.param_groups[0]
         names = ("exp_avg", "exp_avg_sq") if "betas" in group else ("momentum_buffer",)
         for name in names:

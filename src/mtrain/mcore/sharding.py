@@ -15,7 +15,7 @@ import torch
 from mtrain.mcore import api as mcore
 from mtrain.mcore.boxes import Box, boxes_of
 from mtrain.mcore.kept import kept, unwrap
-from mtrain.mcore.optimizer_state import refresh_copies, state_shards
+from mtrain.mcore.optimizer_state import StateShard, refresh_copies, state_shards
 
 
 @dataclass(frozen=True)
@@ -84,20 +84,31 @@ def model_slots(chunks: list[Any], *, trainable: bool = False) -> list[Slot]:
     return slots
 
 
-def optimizer_slots(chunks: list[Any], optimizer: Any, *, allocate: bool = False) -> list[Slot]:
+def optimizer_slots(chunks: list[Any], optimizer: Any) -> list[Slot]:
     """Slots of the optimizer's main weights and moments.
 
     Keys are the weight's key behind `main_weight.`, `exp_avg.`, ... Where the optimizer works on a flat shard of a
     parameter (the distributed optimizer, FSDP), slots are flat parts of the parameter's boxes, and every
-    data-parallel rank saves its own. `allocate` makes the state that an optimizer has only after its first step.
+    data-parallel rank saves its own. What an optimizer keeps in pieces is whole and in fp32 here, and a copy.
     """
-    slots = []
+    shards = list(state_shards(chunks, optimizer))
+    return [slot for shard in shards for name, tensor in shard.tensors() for slot in _state(shard, name, tensor)]
+
+
+def optimizer_slots_to_fill(chunks: list[Any], optimizer: Any) -> Iterator[Slot]:
+    """The same slots to be written one after the other, of state that is made where it comes with the first step.
+
+    What is kept in pieces is taken apart again once its slots are written, when the next one is asked for.
+    """
     for shard in state_shards(chunks, optimizer):
-        if allocate:
-            shard.allocate()
+        shard.allocate()
         for name, tensor in shard.tensors():
-            slots += _cut(shard.kept.boxes, tensor, shard.start, spread=shard.spread, name=name)
-    return slots
+            yield from _state(shard, name, tensor)
+            shard.store(name, tensor)
+
+
+def _state(shard: StateShard, name: str, tensor: torch.Tensor) -> list[Slot]:
+    return _cut(shard.kept.boxes, tensor, shard.start, spread=shard.spread, name=name)
 
 
 def gradient_slots(chunks: list[Any], optimizer: Any) -> list[Slot]:

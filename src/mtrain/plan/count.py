@@ -142,14 +142,15 @@ def state_bytes(run: RunConfig) -> int:
     """Bytes of weights, gradients and optimizer state over all ranks, replicas counted; a lower bound of the memory.
 
     fp32: 4 weights + 4 gradients + 8 moments; bf16 and fp16: 2 + 4 (2 if reduced in that format) + 4 main weights
-    + 8. The distributed optimizer keeps main weights and moments once instead of once per data-parallel rank, FSDP
-    all of it; experts have as many copies as the expert grid has data-parallel ranks.
+    + 8, and less where the optimizer keeps them in few bits. The distributed optimizer keeps main weights and moments
+    once instead of once per data-parallel rank, FSDP all of it; experts have as many copies as the expert grid has
+    data-parallel ranks.
     """
     p = run.parallel
     assert p.ranks is not None
     half = run.precision.dtype != "fp32"
     per_weight = (2 if half else 4) + (4 if not half or run.precision.grad_reduce_in_fp32 else 2)
-    per_state = (4 if half else 0) + (8 if run.optim.name == "adamw" else 4)
+    per_state = (_main_weight_bytes(run) if half else 0) + _moment_bytes(run)
     experts = expert_parameters(run.model)
     total = 0
     for number, ranks_of_a_copy in (
@@ -160,3 +161,19 @@ def state_bytes(run: RunConfig) -> int:
         copies = replicas if p.fsdp == "none" else 1
         total += number * (per_weight * copies + per_state * (1 if p.distributed_optimizer else copies))
     return total
+
+
+BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
+
+
+def _main_weight_bytes(run: RunConfig) -> int:
+    """Of a main weight beside its weight of 16 bits."""
+    if run.optim.main_params_dtype != "fp32":
+        return 0
+    return 2 if run.optim.store_param_remainders else 4
+
+
+def _moment_bytes(run: RunConfig) -> int:
+    """Of the moments of a parameter; without the scale that 128 of those in eight bits share."""
+    o = run.optim
+    return BYTES[o.exp_avg_dtype] + BYTES[o.exp_avg_sq_dtype] if o.name == "adamw" else 4

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mtrain.config.batches import NO_RAMP
+from mtrain.config.batches import stages as batch_stages
 from mtrain.config.groups import DataConfig
 from mtrain.config.model import ModelConfig, MoEConfig
 from mtrain.config.parallel import ParallelConfig, RecomputeConfig
@@ -49,6 +51,7 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
                 "warmup_iters": min(run.optim.warmup_iters or 0, steps // 2),
                 "decay_iters": None,
                 **_final_decay(run),
+                **_state(run, dtype),
             }
         ),
         "trainer": run.trainer.model_copy(
@@ -56,6 +59,7 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
                 "train_iters": steps,
                 "global_batch_size": batch,
                 "micro_batch_size": 1,
+                **_ramp(run, batch // max(1, 4 // p.pp), batch, seq),
                 "eval_iters": 0,
                 "eval_interval": None,
                 "sample_tokens": 0,
@@ -117,10 +121,27 @@ def _tokens(data: DataConfig, p: ParallelConfig, seq: int) -> dict[str, Any]:
     }
 
 
+def _ramp(run: RunConfig, smallest: int, batch: int, seq: int) -> dict[str, Any]:
+    """One smaller step first where there was a ramp, if a smaller one there is."""
+    grows = len(batch_stages(run)) > 1 and smallest < batch
+    return {**NO_RAMP, "batch_size_schedule": ((smallest, smallest * seq),) if grows else None}
+
+
 def alone(run: RunConfig) -> RunConfig:
     """The same run on one rank, with everything kept on it: the same samples in the same micro-batches."""
     optim = run.optim.model_copy(update={"cpu_offload": 0.0})
-    return run.model_copy(update={"parallel": ParallelConfig(ranks=1), "optim": optim})
+    # what replaces main weights is the distributed optimizer's, on one rank too
+    parallel = ParallelConfig(ranks=1, distributed_optimizer=optim.holds_main_weights)
+    return run.model_copy(update={"parallel": parallel, "optim": optim})
+
+
+def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
+    """Optimizer state that does not hide in its rounding what is to be compared in fp32."""
+    if dtype != "fp32":
+        return {}
+    full = {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32", "main_params_dtype": "fp32"}
+    muon = run.optim.muon.model_copy(update={"ns_dtype": None})
+    return {**full, "store_param_remainders": False, "muon": muon}
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
@@ -135,8 +156,8 @@ def _data_parallel(run: RunConfig) -> int:
 
 
 def _on_a_cpu(run: RunConfig) -> dict[str, Any]:
-    words = {key: "reference" for key, value in run.kernels if isinstance(value, str)}
-    return {**words, "gradient_accumulation_fusion": False}
+    words = dict.fromkeys((key for key, value in run.kernels if not isinstance(value, bool)))
+    return {**words, "default": "reference", "optimizer": "auto", "gradient_accumulation_fusion": False}
 
 
 def _final_decay(run: RunConfig) -> dict[str, Any]:

@@ -36,11 +36,18 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         --no-overlap-p2p-communication --no-align-grad-reduce
         --no-align-param-gather --no-scatter-gather-tensors-in-pipeline
         --clone-scatter-output-in-embedding --no-clone-scatter-output-in-embedding
-        --ddp-average-in-collective --use-precision-aware-optimizer --no-initialization --manual-gc
+        --ddp-average-in-collective --no-initialization --manual-gc
         --manual-gc-interval --no-manual-gc-eval --empty-unused-memory-level --train-sync-interval
         --high-priority-stream-groups --use-tp-pp-dp-mapping --te-rng-tracker --inference-rng-tracker
         --no-gradient-reduce-div-fusion --legacy-tokenizer --disable-msc
         --enable-experimental --ckpt-assume-constant-structure
+        """,
+    ),
+    (
+        "derived here",
+        "optim.muon.ns_dtype says what Newton-Schulz steps multiply in",
+        """
+        --muon-fp32-matmul-prec
         """,
     ),
     (
@@ -125,8 +132,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         """
         --fp8-param-gather
         --fp4-param-gather
-        --reuse-grad-buf-for-mxfp8-param-ag --main-grads-dtype
-        --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype --fp32-residual-connection
+        --reuse-grad-buf-for-mxfp8-param-ag --fp32-residual-connection
         --fp16-lm-cross-entropy --disable-bf16-reduced-precision-matmul --loss-scale
         """,
     ),
@@ -148,10 +154,9 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         "not supported",
         "changes the numbers: training has no such choice here",
         """
-        --rampup-batch-size --iterations-to-skip
+        --iterations-to-skip
         --init-method-xavier-uniform --data-parallel-random-init --lr-warmup-init --decoupled-lr
-        --decoupled-min-lr --start-weight-decay --end-weight-decay --hysteresis --muon-momentum
-        --muon-use-nesterov --muon-scale-mode --muon-num-ns-steps --train-data-path --valid-data-path
+        --decoupled-min-lr --start-weight-decay --end-weight-decay --hysteresis --train-data-path --valid-data-path
         --test-data-path --data-args-path --per-split-data-args-path --full-validation --sample-rate
         --sft
         """,

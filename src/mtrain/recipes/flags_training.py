@@ -1,12 +1,12 @@
-"""Megatron-LM's flags for data, optimizer, steps, kernels and checkpoints."""
+"""Megatron-LM's flags for data, steps, kernels and checkpoints."""
 
 from __future__ import annotations
 
+from mtrain.config.batches import Stage, linear, samples_of, steps_within
 from mtrain.config.model import VOCAB_MULTIPLE
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.flags import always, default_of, on, one, spelled
 
-STYLES = {"inverse-square-root": "inverse_sqrt", "WSD": "wsd"}
 KNOWN_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Tokenizers whose name says how many ids they have."""
 
@@ -93,78 +93,71 @@ def _tokens_words(d: Values) -> list[str]:
     return ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(size - 1), *padded]
 
 
+RAMP = "trainer.rampup_batch_size"
+
+
 def _batch(a: Arguments, d: Draft) -> Draft:
     micro, batch = a.as_("--micro-batch-size", whole), a.as_("--global-batch-size", whole)
     if batch is None and micro is not None:
         batch = micro * max(1, d.get("ranks", 1) // (d["parallel.tp"] * d["parallel.pp"] * d["parallel.cp"]))
-    return {"trainer.micro_batch_size": micro, **({"trainer.global_batch_size": batch} if batch else {})}
+    return {
+        "trainer.micro_batch_size": micro,
+        **({"trainer.global_batch_size": batch} if batch else {}),
+        RAMP: _ramp(a, batch),
+    }
+
+
+def _ramp(a: Arguments, batch: int | None) -> list[int] | None:
+    """The ramp of `--rampup-batch-size`; one that begins at the full size is none."""
+    words = a.words("--rampup-batch-size")
+    if words is None:
+        return None
+    try:
+        first, increment, samples = map(whole, words)
+    except (ValueError, OverflowError):
+        a.refuse("--rampup-batch-size", "unreadable", "takes three whole numbers: first size, increment, samples")
+        return None
+    if first == batch or not samples:
+        return None
+    a.notes.append("the learning rate follows steps; Megatron-LM's follows samples while steps grow")
+    return [first, increment, samples]
 
 
 def _batch_words(d: Values) -> list[str]:
-    micro = d["trainer.micro_batch_size"]
+    micro, ramp = d["trainer.micro_batch_size"], d[RAMP]
     return [
         *(["--micro-batch-size", str(micro)] if micro is not None else []),
         "--global-batch-size",
         str(d["trainer.global_batch_size"]),
+        *(["--rampup-batch-size", *map(str, ramp)] if ramp else []),
     ]
 
 
-def _steps(flag: str, samples: str, key: str, *, needed: bool = False) -> Entry:
-    """A number of steps that may be given in samples."""
+def plan_of(d: Values) -> tuple[Stage, ...]:
+    """The sizes of the steps."""
+    size = max(1, d.get("trainer.global_batch_size", 1))
+    return linear(d[RAMP], size) if d.get(RAMP) else (Stage(0, size),)
+
+
+def steps(flag: str, samples: str, key: str, *, needed: bool = False, at_the_end: bool = False) -> Entry:
+    """A number of steps that may be given in samples, and must be where steps grow.
+
+    They are the first steps of the run, or with `at_the_end` as many of the full size.
+    """
 
     def read(a: Arguments, d: Draft) -> Draft:
-        steps, counted = a.as_(flag, whole), a.as_(samples, whole)
-        if steps is None and counted:
-            steps = counted // max(1, d.get("trainer.global_batch_size", 1))
-        return {} if needed and not steps else {key: steps or None}
+        count, counted = a.as_(flag, whole), a.as_(samples, whole)
+        if count is None and counted:
+            count = steps_within(plan_of(d)[-1:] if at_the_end else plan_of(d), counted)
+        return {} if needed and not count else {key: count or None}
 
     def write(d: Values) -> list[str]:
-        return [flag, str(d[key])] if d.get(key) is not None else []
+        if d.get(key) is None:
+            return []
+        plan = plan_of(d)[-1:] if at_the_end else plan_of(d)
+        return [samples, str(samples_of(plan, d[key]))] if d.get(RAMP) else [flag, str(d[key])]
 
     return Entry((flag, samples), (key,), read, write)
-
-
-def _warmup(a: Arguments, d: Draft) -> Draft:
-    key = "optim.warmup_iters"
-    share = a.as_("--lr-warmup-fraction", float)
-    if share is not None:
-        steps = d.get("optim.decay_iters") or d.get("trainer.train_iters") or 0
-        return {key: int(share * steps)}
-    samples = a.as_("--lr-warmup-samples", whole)
-    if samples:
-        return {key: samples // max(1, d.get("trainer.global_batch_size", 1))}
-    return {key: a.as_("--lr-warmup-iters", whole) or 0}
-
-
-def _warmup_words(d: Values) -> list[str]:
-    return ["--lr-warmup-iters", str(d["optim.warmup_iters"])] if d["optim.warmup_iters"] else []
-
-
-def _clip(a: Arguments, d: Draft) -> Draft:
-    norm = a.as_("--clip-grad", float)
-    return {"optim.clip_grad": 1.0 if norm is None else norm or None}
-
-
-def _clip_words(d: Values) -> list[str]:
-    norm = d["optim.clip_grad"]
-    return [] if norm == 1.0 else ["--clip-grad", spelled(norm or 0.0)]
-
-
-def _offload(a: Arguments, d: Draft) -> Draft:
-    share = a.as_("--optimizer-offload-fraction", float)
-    if not a.has("--optimizer-cpu-offload"):
-        a.refuse("--optimizer-offload-fraction", "no effect", "read only with --optimizer-cpu-offload")
-        return {"optim.cpu_offload": 0.0}
-    a.has("--use-precision-aware-optimizer")  # Megatron-LM wants it beside
-    return {"optim.cpu_offload": 1.0 if share is None else share}
-
-
-def _offload_words(d: Values) -> list[str]:
-    share = d["optim.cpu_offload"]
-    if not share:
-        return []
-    words = ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
-    return words if share == 1.0 else [*words, "--optimizer-offload-fraction", spelled(share)]
 
 
 def _timeout(a: Arguments, d: Draft) -> Draft:
@@ -200,7 +193,7 @@ def _profile_words(d: Values) -> list[str]:
     return ["--profile", "--use-pytorch-profiler", *("--profile-step-start", str(step)), PROFILE[3], str(step + 1)]
 
 
-KERNELS = tuple(f"kernels.{name}" for name in ("norm", "attention", "linear", "experts"))
+KERNELS = "kernels.default"
 FUSED = "kernels.gradient_accumulation_fusion"
 
 
@@ -209,14 +202,13 @@ def _kernels(a: Arguments, d: Draft) -> Draft:
     word = {"local": "reference", "transformer_engine": "te"}.get(kind or "", "auto")
     fused = word == "te" and not a.has("--no-gradient-accumulation-fusion") and d["parallel.fsdp"] == "none"
     a.has("--no-gradient-accumulation-fusion")
-    return {**dict.fromkeys(KERNELS, word), FUSED: fused}
+    return {KERNELS: word, FUSED: fused}
 
 
 def _kernels_words(d: Values) -> list[str]:
-    words = {d[key] for key in KERNELS}
-    if words == {"reference"}:
+    if d[KERNELS] == "reference":
         return ["--transformer-impl", "local"]
-    if words != {"te"}:
+    if d[KERNELS] != "te":
         return []
     kept = [] if d[FUSED] else ["--no-gradient-accumulation-fusion"]
     return ["--transformer-impl", "transformer_engine", *kept]
@@ -270,12 +262,12 @@ DATA: tuple[Entry, ...] = (
 
 TRAINER: tuple[Entry, ...] = (
     Entry(
-        ("--micro-batch-size", "--global-batch-size"),
-        ("trainer.micro_batch_size", "trainer.global_batch_size"),
+        ("--micro-batch-size", "--global-batch-size", "--rampup-batch-size"),
+        ("trainer.micro_batch_size", "trainer.global_batch_size", RAMP),
         _batch,
         _batch_words,
     ),
-    _steps("--train-iters", "--train-samples", "trainer.train_iters", needed=True),
+    steps("--train-iters", "--train-samples", "trainer.train_iters", needed=True),
     one("--eval-interval", "trainer.eval_interval", 1000, none=(0,)),
     one("--eval-iters", "trainer.eval_iters", 100),
     one("--seed", "trainer.seed", 1234),
@@ -290,40 +282,8 @@ TRAINER: tuple[Entry, ...] = (
     ),
 )
 
-OPTIM: tuple[Entry, ...] = (
-    one("--optimizer", "optim.name", "adamw", words={"adam": "adamw"}),
-    one("--lr", "optim.lr", always=True),
-    one("--min-lr", "optim.min_lr", 0.0),
-    one("--lr-decay-style", "optim.schedule", "linear", words=STYLES),
-    _steps("--lr-decay-iters", "--lr-decay-samples", "optim.decay_iters"),
-    Entry(
-        ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction"),
-        ("optim.warmup_iters",),
-        _warmup,
-        _warmup_words,
-    ),
-    _steps("--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "optim.wsd_decay_iters"),
-    one(
-        "--lr-wsd-decay-style",
-        "optim.wsd_decay_style",
-        lambda d: "exponential" if d["optim.schedule"] == "wsd" else default_of("optim.wsd_decay_style"),
-    ),
-    one("--weight-decay", "optim.weight_decay", 0.01),
-    one("--adam-beta1", "optim.beta1", 0.9),
-    one("--adam-beta2", "optim.beta2", 0.999),
-    one("--adam-eps", "optim.eps", 1e-8),
-    one("--sgd-momentum", "optim.momentum", 0.9),
-    Entry(("--clip-grad",), ("optim.clip_grad",), _clip, _clip_words),
-    Entry(
-        ("--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--optimizer-offload-fraction"),
-        ("optim.cpu_offload",),
-        _offload,
-        _offload_words,
-    ),
-)
-
 REST: tuple[Entry, ...] = (
-    Entry(("--transformer-impl", "--no-gradient-accumulation-fusion"), (*KERNELS, FUSED), _kernels, _kernels_words),
+    Entry(("--transformer-impl", "--no-gradient-accumulation-fusion"), (KERNELS, FUSED), _kernels, _kernels_words),
     Entry(
         ("--save", "--save-interval", "--persistent-save-interval"),
         ("checkpoint.save_interval", "checkpoint.save_final"),

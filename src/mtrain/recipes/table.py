@@ -9,9 +9,10 @@ from mtrain.recipes.arguments import Entry
 from mtrain.recipes.flags import default_of, kind_of, on, one
 from mtrain.recipes.flags_layout import AXES, CUTS
 from mtrain.recipes.flags_model import EXPERTS, LATENT, MODEL
+from mtrain.recipes.flags_optim import OPTIM
 from mtrain.recipes.flags_other import OTHERS
 from mtrain.recipes.flags_precision import PRECISION
-from mtrain.recipes.flags_training import DATA, OPTIM, REST, TRAINER
+from mtrain.recipes.flags_training import DATA, REST, TRAINER
 
 WRITTEN: tuple[Entry, ...] = (*MODEL, *EXPERTS, *LATENT, *AXES, *CUTS, *PRECISION, *DATA, *TRAINER, *OPTIM, *REST)
 """In the order in which flags are read and written; what an entry asks of other keys stands before it."""

@@ -164,7 +164,8 @@ def _keep_tokenizer(splits: Splits, folder: Path) -> None:
 
 def _introduce(parts: Parts, splits: Splits, progress: Progress) -> None:
     run, world = parts.run, parts.world
-    batch = run.trainer.global_batch_size // (run.trainer.micro * world.grid.dp)
+    counts = sorted({size // (run.trainer.micro * world.grid.dp) for _, size in parts.batch_sizes})
+    batch = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else counts[0]
     progress.note(
         f"{run.model.name}: {units.count(parameters(run.model))} parameters, {world.grid} on {world.size} "
         f"{world.device.name} ranks, {run.precision.dtype}, {batch} micro-batches per step"

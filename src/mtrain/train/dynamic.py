@@ -91,6 +91,7 @@ def _forward(share: Share, model: Any) -> tuple[torch.Tensor, Any]:
     params = mcore.PackedSeqParams(
         qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length, local_cp_size=share.ranks, cp_group=group
     )
-    labels = document["labels"]
-    output = model(document["tokens"], document["position_ids"], None, labels=labels, packed_seq_params=params)
-    return output, partial(sum_loss, document["loss_mask"])
+    labels, mask = document["labels"], document["loss_mask"]
+    places = document["position_ids"]
+    output = model(document["tokens"], places, None, labels=labels, loss_mask=mask, packed_seq_params=params)
+    return output, partial(sum_loss, mask)

@@ -25,9 +25,9 @@ METRICS_FILE = "metrics.jsonl"
 class Metrics(Hook):
     """One line of JSON per step in `metrics.jsonl`, written by rank 0.
 
-    Keys: step, loss, grad_norm, lr, tokens, samples (consumed so far), tokens_per_s, step_s and its parts data_s,
-    forward_backward_s, optimizer_s; model_flops of the step by the causal count, tflops_per_rank, and, where the
-    cluster states a peak, mfu (causal) and mfu_full (attention counted in full).
+    Keys: step, loss, grad_norm, lr, tokens, batch_size, samples (consumed so far), tokens_per_s, step_s and its parts
+    data_s, forward_backward_s, optimizer_s; model_flops of the step by the causal count, tflops_per_rank, and, where
+    the cluster states a peak, mfu (causal) and mfu_full (attention counted in full).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -99,6 +99,7 @@ def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
         "grad_norm": result.grad_norm,
         "lr": result.lr,
         "tokens": result.tokens,
+        "batch_size": result.batch_size,
         "samples": result.consumed_samples,
         "tokens_per_s": result.tokens / seconds["step"],
         **{f"{name}_s": round(value, 6) for name, value in seconds.items()},

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from mtrain import units
+from mtrain.config.batches import stages
 from mtrain.config.run import RunConfig
 from mtrain.train.step import Parts, StepResult
 from mtrain.train.trainer import Hook
@@ -21,6 +22,7 @@ class Progress(Hook):
             choice = "live" if sys.stdout.isatty() else "plain"
         self.choice = choice if speaks else "none"
         self.interval, self.goal = run.log.interval, run.trainer.train_iters
+        self.grows = len(stages(run)) > 1
         self.began, self.first_step = 0.0, 0
         self.bar: Any = None
         self.task: Any = None
@@ -74,8 +76,9 @@ class Progress(Hook):
     def _line(self, result: StepResult) -> str:
         done = result.step - self.first_step
         left = (time.monotonic() - self.began) / done * (self.goal - result.step)
+        batch = f"batch {result.batch_size}  " if self.grows else ""
         rate = units.count(result.tokens / result.seconds["step"])
         return (
             f"loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  lr {result.lr:.2e}  "
-            f"{rate} tokens/s  {units.seconds(left)} left"
+            f"{batch}{rate} tokens/s  {units.seconds(left)} left"
         )

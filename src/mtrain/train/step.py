@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mtrain.ckpt.state import TrainState
+from mtrain.config.batches import Stage, size_after, stages
 from mtrain.config.run import RunConfig
 from mtrain.data.batch import GlobalBatches
 from mtrain.mcore import api as mcore
@@ -36,6 +37,11 @@ class Parts:
     schedule: Callable[..., list[torch.Tensor]] | None = None
     """How the micro-batches of a step are run, with the arguments of `run_schedule`; None: through the pipeline."""
 
+    @cached_property
+    def batch_sizes(self) -> tuple[Stage, ...]:
+        """Samples per step, from the samples that are consumed."""
+        return stages(self.run)
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -50,6 +56,8 @@ class StepResult:
     updated: bool
     """False where fp16 skipped the update because of an overflow."""
     tokens: int
+    batch_size: int
+    """Samples that it took."""
     consumed_samples: int
     stop: bool
     """A rank was asked to stop."""
@@ -60,9 +68,10 @@ class StepResult:
 def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
     """Read a global batch, run forward and backward over its micro-batches, update the weights."""
     clock, state = Clock(parts.world), parts.state
+    size = size_after(parts.batch_sizes, state.consumed_samples)
     begin_step(state.step + 1)
     with clock.phase("data"):
-        batches = parts.train_data.microbatches(state.consumed_samples)
+        batches = parts.train_data.microbatches(state.consumed_samples, size)
         batches = [to_device(b, parts.world) for b in batches]
     with clock.phase("forward_backward"):
         for chunk in state.chunks:
@@ -74,7 +83,7 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
         state.schedule.step(1)
         updated, grad_norm, _ = state.optimizer.step()
     state.step += 1
-    state.consumed_samples += parts.run.trainer.global_batch_size
+    state.consumed_samples += size
     loss, tokens, stops = reduce_report(parts.world, reports, stop_requested)
     return StepResult(
         step=state.step,
@@ -83,6 +92,7 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
         lr=float(mcore.get_canonical_lr_for_logging(state.optimizer.param_groups)),
         updated=bool(updated),
         tokens=tokens,
+        batch_size=size,
         consumed_samples=state.consumed_samples,
         stop=stops > 0,
         seconds=clock.done(),
@@ -131,7 +141,7 @@ def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, A
     """One micro-batch through one chunk of the model."""
     beat("forward")
     batch = next(iterator)
-    mask = batch["loss_mask"]  # the model needs it for the losses of further predictions only
+    mask = batch["loss_mask"]
     packed = packed_params(batch.get("cu_seqlens"))
     labels = batch["labels"]
     output = model(
@@ -156,13 +166,12 @@ def packed_params(cu_seqlens: torch.Tensor | None) -> Any:
     )
 
 
-def sum_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def sum_loss(mask: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of a micro-batch as megatron-core's per-token form: the sum, the tokens it is over, and a report.
 
     Gradients are divided by the tokens of the whole global batch at the end, so no layout weighs a sample
-    differently. `mask` and `losses` are `[b, s]`.
+    differently. `mask` [b, s] weighed the tokens of `total`, a scalar.
     """
-    total = (losses.float() * mask).sum()
     tokens = mask.sum()
     return total, tokens.int(), {"loss": torch.stack([total.detach(), tokens])}
 

@@ -139,7 +139,11 @@ class _Trial:
 
 
 def _problem(finding: Finding, run: RunConfig, origins: Mapping[str, str], trial: _Trial) -> Problem:
-    fixes = [" ".join(override(key, value) for key, value in change.items()) for change in trial.choose(finding)]
+    held = trial.raw.flat()
+    fixes = []
+    for change in trial.choose(finding):
+        new = {key: value for key, value in change.items() if key not in held or _plain(value) != held[key]}
+        fixes.append(" ".join(override(key, value) for key, value in (new or change).items()))
     if finding.hint:
         fixes.append(finding.hint)
     value: Any = run
@@ -150,3 +154,7 @@ def _problem(finding: Finding, run: RunConfig, origins: Mapping[str, str], trial
     source = origins.get(finding.path, "")
     fix = " or ".join(dict.fromkeys(fixes))
     return Problem(finding.code, finding.path, value, finding.rule, fix, source, finding.severity)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

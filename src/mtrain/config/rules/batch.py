@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtrain.config.batches import MOST_STAGES, counted, stages
 from mtrain.config.rules.finding import Change, Finding, divisors, dp_of, listed, multiples, nearest
 from mtrain.config.run import RunConfig
+
+LINEAR, LISTED = "trainer.rampup_batch_size", "trainer.batch_size_schedule"
 
 
 def batch_divides(run: RunConfig) -> Iterator[Finding]:
@@ -26,6 +29,8 @@ def batch_divides(run: RunConfig) -> Iterator[Finding]:
         per_rank = t.global_batch_size // dp
         sizes = nearest(t.micro, divisors(per_rank, t.micro))
         fixes = [*({"trainer.micro_batch_size": n} for n in sizes[:2]), *fixes]
+    if t.rampup_batch_size is not None or t.batch_size_schedule is not None:
+        fixes += [{**fix, LINEAR: None, LISTED: None} for fix in fixes[-2:]]
     yield Finding("MT130", "trainer.global_batch_size", rule, tuple(fixes))
 
 
@@ -56,13 +61,13 @@ def groups_of_micro_batches(run: RunConfig) -> Iterator[Finding]:
     usual: Change = {"parallel.microbatch_group_size_per_vp_stage": None}
     if not p.pp <= group <= count and group != p.pp:
         rule = f"groups of {group} micro-batches; a step has {count}, and a group at least pp {p.pp}"
-        yield Finding("MT136", "parallel.microbatch_group_size_per_vp_stage", rule, (usual,))
+        yield Finding("MT145", "parallel.microbatch_group_size_per_vp_stage", rule, (usual,))
     elif group != p.pp and 0 < count % group < p.pp:
         rule = f"{count} micro-batches in groups of {group} leave {count % group}: none, or at least pp {p.pp}"
         more: tuple[Change, ...] = tuple(
             {"trainer.global_batch_size": n} for n in multiples(t.global_batch_size, step * group)
         )
-        yield Finding("MT136", "parallel.microbatch_group_size_per_vp_stage", rule, (usual, *more))
+        yield Finding("MT145", "parallel.microbatch_group_size_per_vp_stage", rule, (usual, *more))
 
 
 def profile_within_run(run: RunConfig) -> Iterator[Finding]:
@@ -82,10 +87,84 @@ def timeouts_are_ordered(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT135", "trainer.soft_timeout_s", rule, fixes)
 
 
+def ramp_is_one(run: RunConfig) -> Iterator[Finding]:
+    """Steps grow by whole increments, or as a list says, and not by both."""
+    t = run.trainer
+    if t.rampup_batch_size is not None and t.batch_size_schedule is not None:
+        rule = f"steps grow by {LINEAR} or by {LISTED}, and both are set"
+        yield Finding("MT136", "trainer.rampup_batch_size", rule, ({LINEAR: None}, {LISTED: None}))
+    elif t.rampup_batch_size is not None:
+        first, increment, samples = t.rampup_batch_size
+        gap = t.global_batch_size - first
+        if gap < 1:
+            rule = f"begins with {first} samples, which is not below global_batch_size {t.global_batch_size}"
+            yield Finding("MT137", "trainer.rampup_batch_size", rule, ({LINEAR: None},))
+        elif gap % increment or gap // increment > MOST_STAGES:
+            near = nearest(increment, [d for d in divisors(gap) if gap // d <= MOST_STAGES])
+            rule = f"from {first} to global_batch_size {t.global_batch_size} it is {gap}, no multiple of {increment}"
+            if gap % increment == 0:
+                rule = f"{gap // increment} increments of {increment}, and {MOST_STAGES} are the most"
+            rule = f"{rule}; nearest increments: {listed(near)}"
+            fixes: list[Change] = [{LINEAR: [first, n, samples]} for n in near[:2]]
+            yield Finding("MT137", "trainer.rampup_batch_size", rule, (*fixes, {LINEAR: None}))
+    elif t.batch_size_schedule is not None:
+        tokens = [end for _, end in t.batch_size_schedule]
+        if not tokens or tokens != sorted(set(tokens)) or len(tokens) > MOST_STAGES:
+            rule = f"takes 1 to {MOST_STAGES} pairs [size, tokens] whose tokens rise; here {tokens[:8]}"
+            last = dict(sorted((end, size) for size, end in t.batch_size_schedule))
+            rising: Change = {LISTED: [[size, end] for end, size in last.items()][:MOST_STAGES]}
+            yield Finding("MT137", "trainer.batch_size_schedule", rule, (rising, {LISTED: None}))
+
+
+def every_size_divides(run: RunConfig) -> Iterator[Finding]:
+    """Steps of every size are whole micro-batches on every rank, in groups of pp where the schedule interleaves."""
+    t, p, dp = run.trainer, run.parallel, dp_of(run)
+    key, plan = LINEAR if t.rampup_batch_size is not None else LISTED, stages(run)
+    grouped = p.pp if p.vpp > 1 else 1
+    step = t.micro * dp * grouped
+    wrong = [stage.size for stage in plan[:-1] if stage.size % step]
+    if not wrong or t.global_batch_size % (t.micro * dp):
+        return
+    groups = f" * pp {p.pp}, in whose groups interleaving takes micro-batches," if grouped > 1 else ""
+    near = multiples(wrong[0], step)
+    rule = f"a step of {wrong[0]} samples is no multiple of micro_batch_size {t.micro} * dp {dp}{groups} = {step}"
+    whole = [[max(step, multiples(size, step)[0]), end] for size, end in t.batch_size_schedule or ()]
+    fixes: list[Change] = []
+    if t.micro > 1:
+        small = [m for m in divisors(t.micro) if all(stage.size % (m * dp * grouped) == 0 for stage in plan)]
+        fixes += [{"trainer.micro_batch_size": m} for m in reversed(small)]
+    if t.rampup_batch_size is None:
+        fixes.append({LISTED: whole})
+    else:
+        first, increment, samples = t.rampup_batch_size
+        gaps = [(n, t.global_batch_size - n) for n in multiples(first, step) if n < t.global_batch_size]
+        fixes += [
+            {LINEAR: [n, step * nearest(increment // step, divisors(gap // step))[0], samples]}
+            for n, gap in gaps
+            if gap % step == 0
+        ]
+    yield Finding("MT138", key, f"{rule}; nearest: {listed(near)}", (*fixes, {key: None}))
+
+
+def ramp_ends_within_the_run(run: RunConfig) -> Iterator[Finding]:
+    """A run that ends on the ramp never makes a step of the size that it names."""
+    t, plan = run.trainer, stages(run)
+    made = counted(plan, t.train_iters)
+    if len(plan) > 1 and made[-1][1] != plan[-1].size:
+        key = LINEAR if t.rampup_batch_size is not None else LISTED
+        last, needed = made[-1][1], sum(number for number, _ in counted(plan, plan[-1].first)[:-1]) + 1
+        rule = f"the last of {t.train_iters} steps takes {last} samples; those of {plan[-1].size} begin with {needed}"
+        fixes: tuple[Change, ...] = ({"trainer.train_iters": needed}, {key: None})
+        yield Finding("MT139", key, rule, fixes, "warning")
+
+
 RULES = (
     timeouts_are_ordered,
     batch_divides,
     micro_batches_fill_the_pipeline,
     groups_of_micro_batches,
     profile_within_run,
+    ramp_is_one,
+    every_size_divides,
+    ramp_ends_within_the_run,
 )

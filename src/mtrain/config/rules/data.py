@@ -197,6 +197,15 @@ def packed_samples(run: RunConfig) -> Iterator[Finding]:
         rule = "seq_aux_loss balances each sample, and a packed micro-batch is one long sample"
         aux: Change = {"model.moe.router_load_balancing_type": "aux_loss"}
         yield Finding("MT315", "data.packed", rule, (aux, off))
+    if m.mtp_num_layers and run.parallel.recompute.granularity == "full":
+        rule = "megatron-core cannot compute layers of further predictions again for packed samples"
+        keep: Change = {
+            "parallel.recompute.granularity": "none",
+            "parallel.recompute.method": None,
+            "parallel.recompute.num_layers": None,
+        }
+        none: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_factor": None}
+        yield Finding("MT319", "data.packed", rule, (keep, none, off))
 
 
 def _unreadable(path: Path) -> str | None:

@@ -146,6 +146,10 @@ def biases_in_experts(run: RunConfig) -> Iterator[Finding]:
         rule = f"biases in experts need etp 1, and it is {p.etp or p.tp}"
         fixes: tuple[Change, ...] = ({"parallel.etp": 1}, {"model.add_bias_linear": False})
         yield Finding("MT229", "model.add_bias_linear", rule, fixes)
+    if run.model.moe is not None and run.model.add_bias_linear and run.model.moe.shared_expert_intermediate_size:
+        rule = "megatron-core's shared experts have no biases, and add_bias_linear gives one to every linear layer"
+        shared: Change = {"model.moe.shared_expert_intermediate_size": None, "model.moe.shared_expert_overlap": False}
+        yield Finding("MT240", "model.add_bias_linear", rule, ({"model.add_bias_linear": False}, shared))
 
 
 def capacity(run: RunConfig) -> Iterator[Finding]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.run import RunConfig
+
+FP16_MAX = 65504
 
 
 def heads_divide_hidden(run: RunConfig) -> Iterator[Finding]:
@@ -26,7 +29,7 @@ def heads_divide_hidden(run: RunConfig) -> Iterator[Finding]:
 def groups_divide_heads(run: RunConfig) -> Iterator[Finding]:
     """Each key/value head serves the same number of query heads."""
     m = run.model
-    if m.num_query_groups is not None and m.num_attention_heads % m.num_query_groups:
+    if m.mla is None and m.num_query_groups is not None and m.num_attention_heads % m.num_query_groups:
         legal = divisors(m.num_attention_heads)
         rule = f"{m.num_query_groups} groups do not divide {m.num_attention_heads} heads; legal: {listed(legal)}"
         fixes: tuple[Change, ...] = tuple({"model.num_query_groups": n} for n in nearest(m.num_query_groups, legal))
@@ -38,23 +41,17 @@ def rotary_width_is_even(run: RunConfig) -> Iterator[Finding]:
     m = run.model
     if m.position_embedding_type != "rope":
         return
-    if m.mla is not None:
-        key, width, whole = "model.mla.qk_pos_emb_head_dim", m.mla.qk_pos_emb_head_dim, None
-    else:
-        key, width, whole = "model.rotary_percent", int(m.head_dim * m.rotary_percent), m.head_dim
+    whole = m.mla.qk_pos_emb_head_dim if m.mla is not None else m.head_dim
+    width = int(whole * m.rotary_percent)
     if width >= 2 and width % 2 == 0:
         return
-    if whole is None:
-        fixes: tuple[Change, ...] = ({key: width + 1},)
-    else:
-        fixes = (
-            {"model.rotary_percent": 1.0},
-            {"model.rotary_percent": 0.5},
-            {"model.kv_channels": max(2, whole // 2 * 2)},
-            {"model.kv_channels": max(2, whole // 2 * 2), "model.rotary_percent": 1.0},
-        )
+    key = "model.mla.qk_pos_emb_head_dim" if m.mla is not None else "model.kv_channels"
+    even: Change = {key: max(2, whole // 2 * 2)}
+    all_of_it: Change = {"model.rotary_percent": 1.0}
+    fixes = (all_of_it, {"model.rotary_percent": 0.5}, even, {**even, **all_of_it})
+    blamed = key if m.mla is not None and m.rotary_percent == 1 else "model.rotary_percent"
     rule = f"{width} channels of a head rotate, and they rotate in pairs: an even number, at least 2"
-    yield Finding("MT203", key, rule, fixes)
+    yield Finding("MT203", blamed, rule, fixes)
 
 
 def sequence_fits_positions(run: RunConfig) -> Iterator[Finding]:
@@ -102,6 +99,9 @@ def latent_attention(run: RunConfig) -> Iterator[Finding]:
     if m.add_qkv_bias:
         rule = "reaches nothing: the projections of latent attention have no biases"
         yield Finding("MT210", "model.add_qkv_bias", rule, ({"model.add_qkv_bias": False},))
+    if m.rotary_interleaved:
+        rule = "latent attention rotates the halves of a head; megatron-core refuses to pair neighbours there"
+        yield Finding("MT218", "model.rotary_interleaved", rule, ({"model.rotary_interleaved": False},))
 
 
 def one_norm_of_queries_and_keys(run: RunConfig) -> Iterator[Finding]:
@@ -127,6 +127,17 @@ def layers_without_rotation_divide(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT213", "model.no_rope_freq", rule, (*fixes, {"model.no_rope_freq": None}))
 
 
+def predictions_know_their_rotation(run: RunConfig) -> Iterator[Finding]:
+    """megatron-core's list of layers without rotation ends with the model's own layers."""
+    m = run.model
+    if m.no_rope_freq is None or not m.mtp_num_layers:
+        return
+    rule = f"says which of {m.num_layers} layers rotate, and not of the {m.mtp_num_layers} that predict further"
+    every: Change = {"model.no_rope_freq": None}
+    none: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_factor": None}
+    yield Finding("MT241", "model.no_rope_freq", rule, (every, none))
+
+
 def initial_weights_are_small(run: RunConfig) -> Iterator[Finding]:
     """Large initial weights start with a loss far above that of a uniform guess."""
     std = run.model.init_method_std
@@ -135,7 +146,35 @@ def initial_weights_are_small(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT211", "model.init_method_std", rule, ({"model.init_method_std": 0.02},), "warning")
 
 
+def half_precision_holds_the_start(run: RunConfig) -> Iterator[Finding]:
+    """fp16 has no number above 65504: initial weights must not make one in an MLP."""
+    m = run.model
+    if run.precision.dtype != "fp16":
+        return
+    up = m.init_method_std * math.sqrt(m.hidden_size)
+    down = m.init_method_std * math.sqrt(m.ffn_hidden_size / (2 * m.num_layers))
+    largest = up ** (2 if m.gated or m.activation == "squared_relu" else 1) * down
+    if largest > FP16_MAX / 8:
+        rule = (
+            f"fp16 holds numbers up to {FP16_MAX}, and initial weights with a deviation of {m.init_method_std:g} "
+            f"make about {largest:.2g} of a 1 in an MLP"
+        )
+        bf16: Change = {"precision.dtype": "bf16"}
+        yield Finding("MT217", "model.init_method_std", rule, ({"model.init_method_std": 0.02}, bf16))
+
+
+def norms_divide_by_something(run: RunConfig) -> Iterator[Finding]:
+    """Epsilon keeps a norm from dividing by nothing, and is small beside a variance of one."""
+    eps = run.model.layernorm_epsilon
+    if not 1e-8 <= eps <= 1e-2:
+        danger = "divides 0 by 0 where all channels are equal" if eps < 1e-8 else "shrinks what it should scale"
+        rule = f"a norm with epsilon {eps:g} {danger}: 1e-6 to 1e-5 is common"
+        yield Finding("MT219", "model.layernorm_epsilon", rule, ({"model.layernorm_epsilon": 1e-5},), "warning")
+
+
 RULES = (
+    half_precision_holds_the_start,
+    norms_divide_by_something,
     heads_divide_hidden,
     groups_divide_heads,
     rotary_width_is_even,
@@ -144,5 +183,6 @@ RULES = (
     latent_attention,
     one_norm_of_queries_and_keys,
     layers_without_rotation_divide,
+    predictions_know_their_rotation,
     initial_weights_are_small,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtrain.config.kernels import adam_obstacle
 from mtrain.config.resolve import tenth
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.run import RunConfig
@@ -59,6 +60,19 @@ def optimizer_can_be_distributed(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT426", "parallel.distributed_optimizer", rule, (off, both, {"optim.name": "adamw"}))
 
 
+def muon_has_whole_matrices(run: RunConfig) -> Iterator[Finding]:
+    """Orthogonalising needs all rows and columns of a matrix, on the device."""
+    o, p = run.optim, run.parallel
+    adamw: Change = {"optim.name": "adamw", **{f"optim.muon.{key}": None for key in type(o.muon).model_fields}}
+    if o.name == "muon" and p.fsdp == "fsdp2":
+        rule = "muon orthogonalises whole matrices, and fsdp2 leaves some rows of each to a rank"
+        plain: Change = {"parallel.fsdp": "none", "parallel.hsdp_replicas": 1}
+        yield Finding("MT467", "parallel.fsdp", rule, (plain, adamw))
+    if o.name == "muon" and o.cpu_offload:
+        rule = "muon is not updated in host memory, whose processor would take long for its matrix products"
+        yield Finding("MT467", "optim.cpu_offload", rule, ({"optim.cpu_offload": 0.0}, adamw))
+
+
 def rate_is_plausible(run: RunConfig) -> Iterator[Finding]:
     """A rate of whole numbers is usually one whose exponent was lost."""
     o = run.optim
@@ -68,7 +82,77 @@ def rate_is_plausible(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT427", "optim.lr", rule, fixes, "warning")
 
 
+REMAINDERS: Change = {"optim.main_params_dtype": "fp32", "optim.store_param_remainders": True}
+FULL: Change = {
+    "optim.exp_avg_dtype": "fp32",
+    "optim.exp_avg_sq_dtype": "fp32",
+    "optim.main_params_dtype": "fp32",
+    "optim.store_param_remainders": False,
+}
+"""State of Adam in 32 bits each."""
+
+
+def kernel_can_update(run: RunConfig) -> Iterator[Finding]:
+    """Ours is AdamW on plain tensors of the device; the others keep 32 bits of everything."""
+    o, kernel = run.optim, run.kernels.optimizer
+    auto: Change = {"kernels.optimizer": "auto"}
+    why = adam_obstacle(kernel, run) if kernel in ("reference", "triton") else None
+    if why is not None:
+        yield Finding("MT461", "kernels.optimizer", why, (auto, {"kernels.optimizer": "torch"}))
+    elif kernel in ("torch", "te") and o.in_few_bits:
+        what = next(key for key, value in FULL.items() if _value(run, key) != value)
+        rule = f"{kernel} keeps 32 bits of each moment and main weight, and {what} is {_value(run, what)}"
+        yield Finding("MT462", "kernels.optimizer", rule, (auto, {**auto, **FULL}))
+    elif kernel in ("torch", "te") and o.name == "muon":
+        rule = f"{kernel} has no muon as it is meant here: matrices that are cut over ranks, the rest by adamw"
+        yield Finding("MT462", "kernels.optimizer", rule, (auto,))
+
+
+def few_bits_have_their_place(run: RunConfig) -> Iterator[Finding]:
+    """State in few bits is kept of plain tensors, and main weights only where the distributed optimizer has them."""
+    o, p = run.optim, run.parallel
+    if not o.in_few_bits:
+        return
+    set_keys = [key for key, value in FULL.items() if _value(run, key) != value]
+    back: Change = {key: FULL[key] for key in set_keys}
+    if o.name != "adamw":
+        for key in set_keys:
+            yield Finding("MT150", key, "reaches nothing without optim.name=adamw", ({key: FULL[key]},))
+        return
+    if p.fsdp != "none" or o.cpu_offload:
+        what = f"parallel.fsdp={p.fsdp} spreads" if p.fsdp != "none" else "optim.cpu_offload moves to host memory"
+        zero: Change = {"parallel.fsdp": "none", "parallel.fsdp_sharding": None, "parallel.hsdp_replicas": 1}
+        zero = {**zero, "parallel.distributed_optimizer": True, "optim.cpu_offload": 0.0}
+        rule = f"few bits are kept of whole weights or of the distributed optimizer's shards, not of what {what}"
+        yield Finding("MT463", set_keys[0], rule, (zero, back))
+    key = "optim.store_param_remainders" if o.store_param_remainders else "optim.main_params_dtype"
+    needed: Change = {"precision.dtype": "bf16", "parallel.distributed_optimizer": True}
+    missing = {k: v for k, v in needed.items() if _value(run, k) != v}
+    if o.holds_main_weights and missing:
+        rule = f"is about the fp32 weights that the distributed optimizer keeps of bf16 ones; {_listed(run, missing)}"
+        yield Finding("MT464", key, rule, (missing, {key: FULL[key]}, back))
+    if o.store_param_remainders and o.main_params_dtype != "fp32":
+        rule = "there are no main weights (optim.main_params_dtype=bf16), so there is nothing left over of them"
+        off: Change = {"optim.store_param_remainders": False}
+        yield Finding("MT465", "optim.store_param_remainders", rule, (off, {"optim.main_params_dtype": "fp32"}))
+    elif o.main_params_dtype != "fp32" and p.pp > 1 and run.model.tie_word_embeddings:
+        rule = f"the first and the last of {p.pp} stages would round their copies of the tied embedding differently"
+        yield Finding("MT466", "optim.main_params_dtype", rule, (REMAINDERS, {"optim.main_params_dtype": "fp32"}))
+
+
+def _value(run: RunConfig, path: str) -> object:
+    group, key = path.split(".")
+    return getattr(getattr(run, group), key)
+
+
+def _listed(run: RunConfig, keys: Change) -> str:
+    return " and ".join(f"{key} is {str(_value(run, key)).lower()}" for key in keys)
+
+
 RULES = (
+    muon_has_whole_matrices,
+    kernel_can_update,
+    few_bits_have_their_place,
     rates_are_ordered,
     warmup_ends_before_decay,
     wsd_has_its_decay,

@@ -34,7 +34,7 @@ def stages_are_whole(run: RunConfig) -> Iterator[Finding]:
     for pp in nearest(p.pp, [d for d in legal_pp if d != p.pp]):
         pp_fixes += [{"parallel.pp": pp}, {"parallel.pp": pp, "parallel.ranks": None}]
     if layers < p.pp:
-        rule = f"{layers} layers on {p.pp} stages: at least one would be empty"
+        rule = f"{layers} layer{'s' if layers > 1 else ''} on {p.pp} stages: at least one would be empty"
         fixes = (*pp_fixes, {"model.num_layers": blocks}, single())
         yield Finding("MT106", "parallel.pp", rule, fixes)
     elif layers % p.pp:

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtrain.config.kernels import torch_experts_obstacle
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.run import RunConfig
-
-
-def fp16_needs_a_gpu(run: RunConfig) -> Iterator[Finding]:
-    """On a CPU, fp16 gradients of several ranks cannot be reduced in range."""
-    if run.precision.dtype == "fp16" and run.cluster.device == "cpu":
-        fixes: tuple[Change, ...] = ({"precision.dtype": "bf16"}, {"precision.dtype": "fp32"})
-        yield Finding("MT401", "precision.dtype", "fp16 does not train on a CPU; bf16 and fp32 do", fixes)
 
 
 def loss_scale_range(run: RunConfig) -> Iterator[Finding]:
@@ -26,9 +20,9 @@ def loss_scale_range(run: RunConfig) -> Iterator[Finding]:
 
 def kernels_run_on_the_device(run: RunConfig) -> Iterator[Finding]:
     """A named implementation that cannot run is an error; only `auto` may choose."""
-    device = run.cluster.device
+    device, everywhere = run.cluster.device, run.kernels.default == "te"
     for key, choice in run.kernels:
-        if choice == "te" and device != "cuda":
+        if choice == "te" and device != "cuda" and (key == "default" or not everywhere):
             fixes: tuple[Change, ...] = ({f"kernels.{key}": "auto"}, {f"kernels.{key}": "reference"})
             yield Finding(
                 "MT403", f"kernels.{key}", f"TransformerEngine runs on cuda, and the device is {device}", fixes
@@ -56,4 +50,12 @@ def accumulation_in_fp32(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT406", key, rule, (need, off))
 
 
-RULES = (fp16_needs_a_gpu, loss_scale_range, kernels_run_on_the_device, accumulation_in_fp32)
+def grouped_products_fit(run: RunConfig) -> Iterator[Finding]:
+    """torch's grouped product takes bf16, and rows of a multiple of 16 bytes."""
+    why = torch_experts_obstacle(run) if run.kernels.experts == "torch" else None
+    if why is not None:
+        fixes: tuple[Change, ...] = ({"kernels.experts": "auto"}, {"kernels.experts": "reference"})
+        yield Finding("MT408", "kernels.experts", why, fixes)
+
+
+RULES = (loss_scale_range, kernels_run_on_the_device, accumulation_in_fp32, grouped_products_fit)

@@ -63,7 +63,8 @@ def few_bits_need_transformer_engine(run: RunConfig) -> Iterator[Finding]:
     p, k = run.precision, run.kernels
     layers = ("linear", "experts") if run.model.moe is not None else ("linear",)
     used = (*layers, "attention") if p.fp8_dot_product_attention else layers
-    others = [f"kernels.{name} is {getattr(k, name)}" for name in used if getattr(k, name) not in ("te", "auto")]
+    words = {name: getattr(k, name) or ("reference" if k.default == "reference" else "auto") for name in used}
+    others = [f"kernels.{name} is {word}" for name, word in words.items() if word not in ("te", "auto")]
     if p.quantized is None or not others:
         return
     device, what = run.cluster.device, "8" if p.fp8 is not None else "4"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.rules.finding import Change, Finding, divisors, dp_of, listed, nearest
+from mtrain.config.rules.finding import Change, Finding, divisors, dp_of, listed, multiples, nearest
 from mtrain.config.run import RunConfig
+from mtrain.config.stages import stages, uneven
 
 NO_CONTEXT: Change = {"parallel.cp": 1, "parallel.cp_comm_type": None, "parallel.hierarchical_cp_sizes": None}
 
@@ -35,6 +36,19 @@ def heads_can_be_exchanged(run: RunConfig) -> Iterator[Finding]:
             "key/value heads"
         )
         yield Finding("MT161", "parallel.cp_comm_type", rule, (gather, NO_CONTEXT))
+
+
+def stretched_positions_are_cut(run: RunConfig) -> Iterator[Finding]:
+    """megatron-core cuts the table of yarn's positions over the cp ranks, two chunks for each."""
+    p, mla = run.parallel, run.model.mla
+    if mla is None or mla.rope_type != "yarn" or p.cp == 1 or mla.original_max_position_embeddings is None:
+        return
+    table, chunks = mla.original_max_position_embeddings, 2 * p.cp
+    if table % chunks:
+        near = multiples(table, chunks)
+        rule = f"a table of {table} positions does not divide into 2 * cp {p.cp} = {chunks} chunks"
+        fixes: tuple[Change, ...] = tuple({"model.mla.original_max_position_embeddings": n} for n in near)
+        yield Finding("MT214", "model.mla.original_max_position_embeddings", rule, (NO_CONTEXT, *fixes))
 
 
 def dynamic_context(run: RunConfig) -> Iterator[Finding]:
@@ -155,6 +169,23 @@ def recomputed_modules_exist(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT168", "parallel.recompute.modules", "a module is named twice", (once,))
 
 
+def recomputed_layers_are_in_a_stage(run: RunConfig) -> Iterator[Finding]:
+    """No group of layers is larger than what a stage holds."""
+    r, p = run.parallel.recompute, run.parallel
+    if r.granularity != "full" or r.num_layers is None:
+        return
+    try:
+        held = max(len(s.layers) for s in stages(run)) if uneven(run) else run.model.num_layers // (p.pp * p.vpp)
+    except ValueError:  # the stages themselves are wrong, which another rule says
+        return
+    if r.num_layers > held > 0:
+        rule = f"{r.num_layers} layers are to be computed again of each stage, and none holds more than {held}"
+        if p.vpp > 1:
+            rule += f" (vpp {p.vpp})"
+        fixes: tuple[Change, ...] = ({"parallel.recompute.num_layers": held}, {"parallel.recompute.num_layers": 1})
+        yield Finding("MT171", "parallel.recompute.num_layers", rule, fixes)
+
+
 def fused_accumulation(run: RunConfig) -> Iterator[Finding]:
     """Only TransformerEngine's GEMM adds to the gradient that is there."""
     if run.kernels.gradient_accumulation_fusion and run.kernels.linear != "te":
@@ -178,11 +209,13 @@ def offloaded_optimizer(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
+    stretched_positions_are_cut,
     dynamic_context,
     heads_can_be_exchanged,
     fully_sharded,
     replicas_divide,
     recomputed_modules_exist,
+    recomputed_layers_are_in_a_stage,
     fused_accumulation,
     offloaded_optimizer,
 )

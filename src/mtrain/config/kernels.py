@@ -1,0 +1,205 @@
+"""Which implementation of each operation runs where: what there is, what speaks against it, and what `auto` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mtrain.config.run import RunConfig
+from mtrain.errors import Problem
+
+
+class Facts(Protocol):
+    """What is known of the machine."""
+
+    @property
+    def gpus(self) -> int: ...
+    @property
+    def transformer_engine(self) -> bool: ...
+    @property
+    def triton(self) -> bool: ...
+    @property
+    def triton_interpreted(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of a model, under its key in `kernels`."""
+
+    name: str
+    order: tuple[str, ...]
+    """Its implementations in the order in which `auto` tries them."""
+    applies: Callable[[RunConfig], bool] = lambda run: True
+    """Whether a model has it."""
+    needs: str = ""
+    """What a model must have for it, as a user writes it."""
+
+
+def _routes(run: RunConfig) -> bool:
+    return run.model.moe is not None and run.model.moe.router_load_balancing_type != "sinkhorn"
+
+
+OPERATIONS = (
+    Operation("norm", ("te", "triton", "reference")),
+    Operation(
+        "rope",
+        ("triton", "reference"),
+        lambda r: r.model.mla is not None or r.model.position_embedding_type == "rope",
+        "model.position_embedding_type=rope",
+    ),
+    Operation("attention", ("te", "torch", "reference")),
+    Operation("linear", ("te", "reference")),
+    Operation(
+        "activation",
+        ("triton", "reference"),
+        lambda r: r.model.activation in ("swiglu", "geglu", "squared_relu"),
+        "model.activation swiglu, geglu or squared_relu",
+    ),
+    Operation("experts", ("te", "torch", "triton", "reference"), lambda r: r.model.moe is not None, "a model.moe"),
+    Operation("moe_router", ("triton", "reference"), _routes, "a model.moe that is not balanced by sinkhorn"),
+    Operation("moe_permute", ("triton", "reference"), lambda r: r.model.moe is not None, "a model.moe"),
+    Operation("loss", ("triton", "reference", "megatron")),
+    Operation("optimizer", ("triton", "te", "torch", "reference")),
+)
+"""All of them, in the order of the keys of `kernels`."""
+
+
+def resolved(run: RunConfig, device: str, machine: Facts) -> dict[str, Any]:
+    """The keys of `kernels` to be filled in for `device`: each operation of the model that nobody named."""
+    filled: dict[str, Any] = {}
+    for op in OPERATIONS:
+        word = getattr(run.kernels, op.name)
+        if word in (None, "auto") and op.applies(run):
+            default = run.kernels.default
+            named = (
+                word is None and default in op.order and (op.name != "optimizer" or not adam_obstacle(default, run))
+            )
+            filled[op.name] = default if named else _auto(op, run, device, machine, filled)[0]
+    return filled
+
+
+def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
+    """Why each operation of a resolved run is done by whom it is: key -> a sentence.
+
+    It tells what speaks against those that `auto` would have tried before, or that somebody named it.
+    """
+    out: dict[str, str] = {}
+    for op in OPERATIONS:
+        word = getattr(run.kernels, op.name)
+        if word is None:
+            continue
+        choice, against = _auto(op, run, run.cluster.device, machine, run.kernels.model_dump())
+        refused = "; ".join(f"no {name}: {why}" for name, why in against.items())
+        out[op.name] = (refused or "the first that can run") if word == choice else "named"
+    return out
+
+
+def summary(run: RunConfig) -> str:
+    """Implementation by implementation, the operations of a resolved run: `triton: rope, loss; te: norm`."""
+    by_word: dict[str, list[str]] = {}
+    for op in OPERATIONS:
+        word = getattr(run.kernels, op.name)
+        if op.applies(run):
+            by_word.setdefault(word or "chosen where it runs", []).append(op.name)
+    return next(iter(by_word)) if len(by_word) == 1 else "; ".join(f"{w}: {', '.join(n)}" for w, n in by_word.items())
+
+
+def _auto(
+    op: Operation, run: RunConfig, device: str, machine: Facts, chosen: Mapping[str, Any]
+) -> tuple[str, dict[str, str]]:
+    """What `auto` takes, and what speaks against each one before it."""
+    against: dict[str, str] = {}
+    for word in op.order:
+        why = _unwanted(op.name, word, run, device, machine, chosen) or obstacle(op.name, word, run, device, machine)
+        if why is None:
+            return word, against
+        against[word] = why
+    return "reference", against
+
+
+def obstacle(op: str, word: str, run: RunConfig, device: str, machine: Facts) -> str | None:
+    """Why an implementation cannot run, or None."""
+    if word == "te":
+        if device != "cuda":
+            return f"TransformerEngine runs on cuda, and the device is {device}"
+        if machine.gpus and not machine.transformer_engine:
+            return "TransformerEngine is not installed"
+    if word == "triton":
+        if not machine.triton and (device == "cpu" or machine.gpus):
+            return "Triton is not installed"
+        if device == "cpu" and not machine.triton_interpreted:
+            return "Triton runs on a GPU, and on a CPU only in its interpreter, with TRITON_INTERPRET=1"
+    if op == "optimizer":
+        return adam_obstacle(word, run)
+    return torch_experts_obstacle(run) if (op, word) == ("experts", "torch") else None
+
+
+def adam_obstacle(word: str, run: RunConfig) -> str | None:
+    """Why an implementation does not update what this run trains; ours: AdamW and Muon on plain tensors."""
+    o = run.optim
+    if word in ("torch", "te"):
+        if o.name == "muon":
+            return f"{word} has no muon for matrices that are cut over ranks"
+        few = "keeps 32 bits of each moment and main weight, and fewer are asked for"
+        return f"{word} {few}" if o.in_few_bits else None
+    if o.name == "sgd":
+        return f"{word} updates adamw and muon, and the optimizer is sgd, which is torch's"
+    if o.in_few_bits or o.name == "muon" or (run.parallel.fsdp == "none" and not o.cpu_offload):
+        return None
+    what = "copies in host memory" if o.cpu_offload else f"what parallel.fsdp={run.parallel.fsdp} spreads"
+    return f"{word} updates plain tensors of the device, not {what}"
+
+
+def torch_experts_obstacle(run: RunConfig) -> str | None:
+    """Why torch's grouped product does not take the experts of this model, or None."""
+    if run.precision.dtype != "bf16":
+        return f"torch's grouped product takes bf16, and precision.dtype is {run.precision.dtype}"
+    share = run.model.moe.ffn_hidden_size // (run.parallel.etp or run.parallel.tp) if run.model.moe else 8
+    if run.model.hidden_size % 8 or share % 8:
+        return (
+            f"torch's grouped product takes sizes by 8, and experts are {run.model.hidden_size} x {share} on a rank"
+        )
+    return None
+
+
+def _unwanted(
+    op: str, word: str, run: RunConfig, device: str, machine: Facts, chosen: Mapping[str, Any]
+) -> str | None:
+    """Why `auto` passes an implementation over that could run, or None."""
+    if device == "cpu" and word == "triton" and machine.triton_interpreted:
+        return "Triton's interpreter is for tests: it takes a millisecond for what a GPU does in a microsecond"
+    if op == "optimizer" and word == "torch":
+        return None
+    if device == "cpu" and word == "torch":
+        return "the reference calls the same kernels of torch on a CPU" if op == "attention" else "measured on no CPU"
+    if device not in ("cpu", "cuda") and word in ("triton", "torch"):
+        return f"nobody has said that it serves {device}"
+    if op == "activation" and word == "triton" and chosen.get("linear") == "te":
+        return "megatron-core's fused activations go with TransformerEngine's layers"
+    return None
+
+
+def problems(run: RunConfig, machine: Facts, origins: Mapping[str, str]) -> Iterator[Problem]:
+    """Named implementations of a resolved run that this machine cannot run (te on a wrong device is a rule's)."""
+    device, default = run.cluster.device, run.kernels.default
+    told = default in ("triton", "te")
+    for path, op, word in (
+        *((("default", "norm", default),) if told else ()),
+        *((op.name, op.name, getattr(run.kernels, op.name)) for op in OPERATIONS),
+    ):
+        if (
+            word not in ("triton", "te")
+            or (word == "te" and device != "cuda")
+            or (path != "default" and word == default)
+        ):
+            continue
+        why = obstacle(op, word, run, device, machine)
+        if why is not None:
+            key = f"kernels.{path}"
+            fix = f"{key}=reference"
+            if machine.triton and word == "triton":
+                fix += " or TRITON_INTERPRET=1 in the environment (slow, for tests)"
+            elif word == "triton":
+                fix += " or pip install 'mtrain[triton]'"
+            yield Problem("MT407", key, word, why, fix, origins.get(key, ""))

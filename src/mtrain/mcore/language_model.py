@@ -1,0 +1,105 @@
+"""megatron-core's GPT with a loss that never holds all logits, and gives the sum over a micro-batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
+from mtrain_kernels.linear_cross_entropy.op import linear_cross_entropy
+from torch import Tensor
+
+
+class OutputLayer(ColumnParallelLinear):
+    """The layer that makes logits; given labels, it makes their loss instead, a part of the tokens at a time.
+
+    The loss belongs inside of this module: whoever gathers its weight (FSDP, overlapped parameter gather) does so
+    when the module is called, and frees it afterwards.
+    """
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        labels: Tensor | None = None,
+        token_weights: Tensor | None = None,
+        choice: str = "reference",
+    ) -> Any:
+        """Logits as megatron-core makes them; with `labels` and `token_weights` [b, s], the sum of weighted losses.
+
+        `input_` is [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism.
+        """
+        if labels is None or token_weights is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        return linear_cross_entropy(
+            input_.flatten(0, 1),
+            self.weight if weight is None else weight,
+            labels.t().flatten(),
+            token_weights.t().flatten(),
+            group=self.tp_group if self.tp_group.size() > 1 else None,
+            sequence_parallel=self.sequence_parallel,
+            choice=choice,
+        )[0]
+
+
+class LanguageModel(GPTModel):
+    """A GPT that gives the sum of its losses where there are labels: a scalar, each token's loss times `loss_mask`.
+
+    `loss` says who makes them: `megatron` from all logits at once, any other word is the choice of
+    `mtrain_kernels.linear_cross_entropy`. Losses of further predictions (MTP) are added to the gradient as
+    megatron-core does it, weighted by the mask of their own tokens.
+    """
+
+    def __init__(self, *args: Any, loss: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._loss = loss
+        if self.post_process:
+            self.output_layer.__class__ = OutputLayer  # GPTModel makes the layer itself, of the class that it names
+
+    def _postprocess(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        **context: Any,
+    ) -> Tensor:
+        if labels is None or not self.post_process:
+            return super()._postprocess(hidden_states, *args, labels=labels, loss_mask=loss_mask, **context)
+        mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
+        if self._loss == "megatron":
+            losses = super()._postprocess(hidden_states, *args, labels=labels, loss_mask=mask, **context)
+            return (losses.float() * mask).sum()
+        if context.pop("mtp_in_postprocess", False):
+            hidden_states = self._further_hidden(hidden_states, context)
+        head, *further = hidden_states.chunk(1 + (self.config.mtp_num_layers or 0))
+        packed, rolled, rolled_mask = context.get("packed_seq_params"), labels, mask
+        for hidden in further if torch.is_grad_enabled() else ():
+            rolled, _ = self._rolled(rolled, packed)
+            rolled_mask, count = self._rolled(rolled_mask, packed)
+            scale = self.config.mtp_loss_scaling_factor / len(further)
+            if not self.config.calculate_per_token_loss:
+                scale = scale / count
+            head = MTPLossAutoScaler.apply(head, scale * self._sum_of_losses(hidden, rolled, rolled_mask))
+        return self._sum_of_losses(head, labels, mask)
+
+    def _further_hidden(self, hidden_states: Tensor, context: dict[str, Any]) -> Tensor:
+        """The hidden states of the stack and, behind them, those of each further prediction."""
+        names = (
+            *("input_ids", "position_ids", "attention_mask", "inference_params", "rotary_pos_emb", "rotary_pos_cos"),
+            *("rotary_pos_sin", "packed_seq_params", "sequence_len_offset"),
+        )
+        given = {name: context.get(name) for name in names} | (context.get("extra_block_kwargs") or {})
+        return self.mtp(hidden_states=hidden_states, embedding=self.embedding, **given)  # type: ignore[no-any-return]
+
+    def _rolled(self, x: Tensor, packed: Any) -> tuple[Tensor, Any]:
+        """Every sequence of `x` [b, s] one to the left, over context-parallel ranks too, and the sum of it."""
+        return roll_tensor(x, shifts=-1, dims=-1, cp_group=self.cp_group, packed_seq_params=packed)  # type: ignore[no-any-return]
+
+    def _sum_of_losses(self, hidden: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer(hidden, weight, labels=labels, token_weights=mask, choice=self._loss)  # type: ignore[no-any-return]

@@ -1,0 +1,160 @@
+"""Operations that are functions in megatron-core, not layers: which of them a kernel of ours stands for.
+
+A layer is named by a spec (`mtrain.mcore.backend`). Rotary embedding, routing and the permutation of tokens are
+called by their names in megatron-core's modules. `plug_in` sets those names, for all models of this process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.transformer.moe import router, token_dispatcher
+from mtrain_kernels.moe_permute.op import Plan
+from mtrain_kernels.moe_permute.op import permute as permute_rows
+from mtrain_kernels.moe_permute.op import unpermute as unpermute_rows
+from mtrain_kernels.moe_router.op import moe_router
+from mtrain_kernels.rope.op import rotate
+from torch import Tensor
+
+
+class Slot(NamedTuple):
+    """A name of megatron-core's, what it stands for there, and what an implementation of ours puts in its place."""
+
+    module: Any
+    name: str
+    original: Callable[..., Any]
+    ours: Callable[..., Any]
+    """Takes `choice=` first of all; the other arguments and the results are those of the original."""
+
+
+def rotary(
+    t: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+    *,
+    choice: str,
+) -> Tensor:
+    """Rotates the first r elements of the heads `t` [s, b, n, d] by the angles `freqs` [s, 1, 1, r].
+
+    Latent attention's pairs are neighbours. megatron-core moves them apart on the way, in queries and in keys; here
+    they stay where they are: scores are sums over the elements, in another order.
+    """
+    angles = freqs.reshape(freqs.shape[0], -1)
+    angles = angles[:, ::2] if rotary_interleaved else angles[:, : angles.shape[1] // 2]
+    cos, sin = angles.cos() * mscale, angles.sin() * mscale
+    turned = rotate(
+        t.transpose(0, 1), cos, sin, interleaved=rotary_interleaved or multi_latent_attention, choice=choice
+    )
+    return turned.transpose(0, 1)
+
+
+def routed(
+    logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: Tensor | None = None,
+    fused: bool = False,
+    router_replay: Any = None,
+    *,
+    choice: str,
+) -> tuple[Tensor, Tensor]:
+    """Weights [t, e], zero where a token does not go, and where it goes, from `logits` [t, e]."""
+    groups: dict[str, int] = {}
+    if group_topk:
+        assert num_groups is not None
+        groups = {"groups": num_groups, "group_topk": group_topk, "group_members": topk // group_topk}
+    weights, experts, _ = moe_router(
+        logits,
+        topk,
+        score=score_function,
+        pre_softmax=use_pre_softmax,
+        scale=scaling_factor or 1.0,
+        expert_bias=expert_bias if score_function == "sigmoid" else None,
+        choice=choice,
+        **groups,
+    )
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
+    return torch.zeros_like(logits).scatter(1, experts, weights), chosen
+
+
+def permuted(
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor | None = None,
+    num_out_tokens: int | None = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+    *,
+    choice: str,
+) -> tuple[Tensor, Tensor | None, Plan]:
+    """Copies [r, h] of `tokens` [t, h] sorted by expert, their weights [r], and the plan that leads back."""
+    plan = plan_of(routing_map)
+    weights = None if probs is None else probs.T.contiguous().masked_select(routing_map.bool().T)
+    return permute_rows(tokens, plan, choice=choice), weights, plan
+
+
+def unpermuted(
+    permuted_tokens: Tensor,
+    sorted_indices: Plan,
+    restore_shape: torch.Size,
+    probs: Tensor | None = None,
+    routing_map: Tensor | None = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+    *,
+    choice: str,
+) -> Tensor:
+    """Tokens [t, h] from their copies: the sum of each token's, in fp32; weights were applied by the experts."""
+    assert probs is None, "the weights of experts are applied before their outputs are added up"
+    return unpermute_rows(permuted_tokens, sorted_indices, choice=choice)
+
+
+def plan_of(routing_map: Tensor) -> Plan:
+    """The plan of a map [t, e] that is true where a token goes: rows of one expert after another, tokens in order.
+
+    A token has as many copies as the busiest one, so the host learns that number from the device, and the number of
+    rows with it.
+    """
+    goes = routing_map.bool()
+    held = goes.sum(1)
+    most, rows = torch.stack([held.max(), held.sum()]).tolist() if goes.shape[0] else (0, 0)
+    place = (goes.T.reshape(-1).cumsum(0) - 1).view(goes.shape[1], -1).T  # of a token's copy for an expert
+    token, expert = goes.nonzero(as_tuple=True)
+    copy = (goes.cumsum(1) - 1)[token, expert]
+    position = torch.full((goes.shape[0], max(most, 1)), -1, dtype=torch.int32, device=goes.device)
+    position[token, copy] = place[token, expert].int()
+    source = torch.empty(rows, dtype=torch.int32, device=goes.device)
+    source[place[token, expert]] = (token * position.shape[1] + copy).int()
+    return Plan(position, source, goes.sum(0).int())
+
+
+SLOTS: dict[str, tuple[Slot, ...]] = {
+    "rope": (Slot(rope_utils, "_apply_rotary_pos_emb_bshd", rope_utils._apply_rotary_pos_emb_bshd, rotary),),
+    "moe_router": (
+        Slot(router, "topk_routing_with_score_function", router.topk_routing_with_score_function, routed),
+    ),
+    "moe_permute": (
+        Slot(token_dispatcher, "permute", token_dispatcher.permute, permuted),
+        Slot(token_dispatcher, "unpermute", token_dispatcher.unpermute, unpermuted),
+    ),
+}
+"""Operation -> the names that it has in megatron-core."""
+
+
+def plug_in(kernels: Any) -> None:
+    """Set the names of every operation to what `kernels` chose: megatron-core's own where that is `reference`."""
+    for operation, slots in SLOTS.items():
+        choice = getattr(kernels, operation) or "reference"
+        for slot in slots:
+            ours = functools.partial(slot.ours, choice=choice)
+            setattr(slot.module, slot.name, slot.original if choice == "reference" else ours)

@@ -1,0 +1,62 @@
+"""Steps that grow: as Megatron-LM's, in every layout, and over a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.config.batches import linear, size_after
+from tests.support.forked import run_alone, run_ranks
+from tests.support.runs import tiny_run, train_steps, whole_tensors
+
+STEPS = 9
+RAMP = {"rampup_batch_size": [4, 4, 40], "global_batch_size": 16, "micro_batch_size": 2}
+LISTED = {"batch_size_schedule": [[4, 300], [8, 1200]], "global_batch_size": 16, "micro_batch_size": 1}
+
+
+@pytest.mark.parametrize("ramp", [(4, 4, 40, 16), (1, 1, 7, 12), (3, 5, 1000, 48), (16, 16, 5859375, 1536)])
+def test_steps_have_the_sizes_of_megatron_cores_calculator(ramp: tuple[int, int, int, int]) -> None:
+    first, increment, samples, last = ramp
+
+    def both() -> list[tuple[int, int]]:
+        from megatron.core import num_microbatches_calculator as calculator
+
+        calculator.init_num_microbatches_calculator(1, [first, increment, samples], last, 1, 1)
+        plan, out = linear(ramp[:3], last), []
+        bounds = [stage.first + by for stage in plan for by in (-1, 0, 1)]
+        for consumed in sorted({*range(min(samples + 3, 200)), *bounds, samples, samples + 1} - {-1}):
+            calculator.update_num_microbatches(consumed, consistency_check=False)
+            out.append((calculator.get_current_global_batch_size(), size_after(plan, consumed)))
+        return out
+
+    found = run_alone(both)
+    assert found[-1][0] == last
+    assert all(theirs == ours for theirs, ours in found)
+
+
+@pytest.mark.parametrize("trainer", [RAMP, LISTED], ids=["linear", "listed"])
+@pytest.mark.parametrize("layout", [{"ranks": 2}, {"ranks": 2, "pp": 2}, {"ranks": 2, "tp": 2}], ids=str)
+def test_a_layout_grows_as_one_rank_does(trainer: dict[str, Any], layout: dict[str, int]) -> None:
+    one, many = tiny_run(trainer=trainer), tiny_run(trainer=trainer, **layout)
+    expected = run_ranks(1, train_steps, one, STEPS)[0]
+    found = run_ranks(2, train_steps, many, STEPS)
+    assert found[0] == found[1]
+    for (loss, norm), (wanted, wanted_norm) in zip(found[0], expected, strict=True):
+        assert loss == pytest.approx(wanted, rel=1e-5)
+        assert norm == pytest.approx(wanted_norm, rel=1e-5)
+
+
+def test_a_resume_on_the_ramp_goes_on_with_the_same_samples(tmp_path: Path) -> None:
+    run = tiny_run(trainer=RAMP, ranks=2)
+    whole = run_ranks(2, lambda: train_steps(run, STEPS, save_to=tmp_path / "whole"))[0]
+    first = run_ranks(2, lambda: train_steps(run, 5, save_to=tmp_path / "first"))[0]
+    point = tmp_path / "first" / f"step_{5:08d}"
+    rest = run_ranks(2, lambda: train_steps(run, STEPS - 5, save_to=tmp_path / "rest", load_from=point))[0]
+    assert first + rest == whole
+    left, right = (whole_tensors(tmp_path / name / f"step_{STEPS:08d}") for name in ("whole", "rest"))
+    assert all((left[key] == right[key]).all() for key in left)
+    other = tiny_run(trainer=RAMP, ranks=2, tp=2)
+    elsewhere = run_ranks(2, lambda: train_steps(other, STEPS - 5, load_from=point))[0]
+    assert [loss for loss, _ in elsewhere] == pytest.approx([loss for loss, _ in rest], rel=1e-5)

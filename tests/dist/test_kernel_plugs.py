@@ -1,0 +1,136 @@
+"""Kernels in the place of megatron-core's operations: the same numbers, in every layout that they meet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mtrain_kernels.linear_cross_entropy import op
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mtrain.config.rules import apply
+from mtrain.config.run import RunConfig
+from tests.support import interpreted
+from tests.support.forked import run_ranks
+from tests.support.runs import tiny_run, train_steps, whole_tensors
+
+TP2 = {"ranks": 2, "tp": 2}
+SP = {**TP2, "sequence_parallel": True}
+TIED, MTP = {"tie_word_embeddings": True}, {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one rank": ({}, {}),
+    "one rank, tied": (TIED, {}),
+    "one rank, two predictions more": (MTP, {}),
+    "tp2": ({}, TP2),
+    "tp2 sequence parallel": ({}, SP),
+    "tp2 sequence parallel, tied, two predictions more": ({**TIED, **MTP}, SP),
+    "pp2, tied": (TIED, {"ranks": 2, "pp": 2}),
+    "cp2, two predictions more": (MTP, {"ranks": 2, "cp": 2}),
+    "fsdp2": ({}, {"ranks": 2, "fsdp": "fsdp2"}),
+    "megatron's fsdp, tied": (TIED, {"ranks": 2, "fsdp": "megatron", "fsdp_sharding": "optim_grads_params"}),
+    "dp2 overlapped": ({}, {"ranks": 2, "distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}),
+}
+
+
+def _trained(run: RunConfig, folder: Path, steps: int = 3) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    values = run_ranks(run.parallel.ranks, lambda: train_steps(run, steps, gradients_to=folder))[0]
+    return values, whole_tensors(folder / "step_00000000")
+
+
+def _agree(found: Any, expected: Any, tolerance: float) -> None:
+    for (loss, norm), (right, right_norm) in zip(found[0], expected[0], strict=True):
+        assert loss == pytest.approx(right, rel=tolerance)
+        assert norm == pytest.approx(right_norm, rel=10 * tolerance)
+    assert found[1].keys() == expected[1].keys()
+    for key, gradient in expected[1].items():
+        assert (found[1][key] - gradient).norm() <= 10 * tolerance * gradient.norm(), key
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_loss_in_parts_trains_as_megatrons_from_all_logits(name: str, tmp_path: Path) -> None:
+    model, parallel = LAYOUTS[name]
+    run = tiny_run(model=model, **parallel)
+    whole = _trained(apply(run, {"kernels.loss": "megatron"}), tmp_path / "whole")
+    _agree(_trained(run, tmp_path / "parts"), whole, 1e-6)
+
+
+@pytest.mark.parametrize("parallel", [TP2, SP], ids=["tp2", "tp2 sequence parallel"])
+def test_the_loss_over_a_vocabulary_on_two_ranks_is_that_of_one(parallel: dict[str, Any], tmp_path: Path) -> None:
+    alone = _trained(tiny_run(), tmp_path / "one", steps=1)
+    cut = _trained(tiny_run(**parallel), tmp_path / "two", steps=1)
+    assert cut[0][0][0] == pytest.approx(alone[0][0][0], rel=1e-6)
+    key = "output_layer.weight"
+    assert (cut[1][key] - alone[1][key]).norm() <= 1e-6 * alone[1][key].norm()
+
+
+def test_half_precision_trains_with_the_loss_in_parts(tmp_path: Path) -> None:
+    run = tiny_run(dtype="bf16", **SP)
+    whole = _trained(apply(run, {"kernels.loss": "megatron"}), tmp_path / "whole")
+    parts = _trained(run, tmp_path / "parts")
+    for (loss, norm), (right, right_norm) in zip(parts[0], whole[0], strict=True):
+        assert loss == pytest.approx(right, rel=1e-3)
+        assert norm == pytest.approx(right_norm, rel=2e-2)
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the most elements of any tensor that an operation makes."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.most = max(self.most, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("loss", ["reference", "megatron"])
+def test_all_logits_are_held_by_megatrons_loss_alone(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(op.CHUNK_ELEMENTS, "cpu", 1 << 16)  # 128 tokens of 512 at a time
+    run = tiny_run(model={"vocab_size": 512}, trainer={"global_batch_size": 32, "micro_batch_size": 32})
+    run = apply(run, {"kernels.loss": loss})
+
+    def most() -> int:
+        with _Largest() as watch:
+            train_steps(run, 1)
+        return watch.most
+
+    logits = run.trainer.micro * run.data.seq_length * run.model.padded_vocab_size
+    held = run_ranks(1, most)[0]
+    assert held >= logits if loss == "megatron" else held <= logits / 2, f"{held} elements; logits are {logits}"
+
+
+SMALL = (
+    *("data=mock", "data.seq_length=16", "trainer.train_iters=10", "trainer.global_batch_size=2"),
+    *("trainer.micro_batch_size=2", "trainer.eval_iters=0", "trainer.eval_interval=null", "trainer.sample_tokens=0"),
+    *("checkpoint.save_interval=null", "checkpoint.save_final=false", "log.progress=none"),
+    *("model.num_layers=1", "model.hidden_size=64", "model.ffn_hidden_size=64", "model.vocab_size=128"),
+)
+MIXTRAL = ("model=mixtral_tiny", "model.moe.ffn_hidden_size=32")
+DEEPSEEK = ("model=deepseek_tiny", "model.moe.first_dense_layers=0", "model.moe.ffn_hidden_size=32")
+INTERPRETED = {
+    "one rank": ("parallel=single",),
+    "tp2": ("parallel=tp2",),
+    "tp2 sequence parallel": ("parallel=tp2sp",),
+    "experts": (*MIXTRAL, "parallel=tp2ep2etp1sp"),
+    "latent attention, experts by groups, a prediction more, cp2": (*DEEPSEEK, "parallel=cp2"),
+}
+
+
+def test_ten_steps_with_triton_are_ten_steps_of_the_reference() -> None:
+    runs = {
+        f"{kernels} {name}": [*words, *SMALL, f"kernels={kernels}"]
+        for name, words in INTERPRETED.items()
+        for kernels in ("reference", "triton")
+    }
+    losses = interpreted.losses(runs)
+    for name in INTERPRETED:
+        ours, right = losses[f"triton {name}"], losses[f"reference {name}"]
+        assert len(ours) == len(right) == 10
+        assert ours == pytest.approx(right, abs=1e-4), name
+        assert ours != right, f"{name}: not one bit differs, so Triton did nothing"
+        assert right[-1] < right[0] - 0.1

@@ -1,0 +1,65 @@
+"""`check` says yes exactly where the model builds and makes a step: a sample of what `make oracle` tries."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from mtrain.config.codes import codes
+from tests.support.oracle import POLICY, REACHES_NOTHING, Judged, cases, judged
+from tests.support.oracle_cases import Drawn, keys
+
+SECONDS = 45.0
+SEED = 5
+
+
+def test_a_sample_of_configurations_trains_where_check_says_so_and_nowhere_else() -> None:
+    began, found = time.monotonic(), list[Judged]()
+    for drawn in cases(60, SEED):
+        if time.monotonic() - began > SECONDS and len(found) >= 12:
+            break
+        found.append(judged(drawn))
+    wrong = [case for case in found if case.verdict.startswith("too")]
+    assert not wrong, "\n".join(f"{c.verdict} {c.codes} {c.drawn.words}: {c.fault}" for c in wrong)
+    assert {bool(case.codes) for case in found} == {True, False}, "the sample is all of one kind"
+
+
+def test_a_verdict_is_a_comparison_of_what_was_said_with_what_happened() -> None:
+    drawn = next(cases(1, SEED))
+    verdicts = {
+        ((), ""): "agreed",
+        (("MT101",), "RuntimeError"): "agreed",
+        (("MT150",), ""): "policy",
+        (("MT101",), ""): "too strict",
+        ((), "RuntimeError"): "too lax",
+    }
+    assert {key: Judged(drawn, *key).verdict for key in verdicts} == verdicts
+
+
+def test_the_codes_of_the_policy_exist_and_each_has_a_reason() -> None:
+    assert POLICY.keys() <= codes().keys()
+    assert all(len(reason) > 20 for reason in (*POLICY.values(), REACHES_NOTHING))
+
+
+def test_every_key_that_a_step_depends_on_is_drawn() -> None:
+    drawn = keys()
+    assert all(len(values) > 1 for values in drawn.values()), [k for k, v in drawn.items() if len(v) < 2]
+    sections = {key.rpartition(".")[0] for key in drawn}
+    assert {"model", "model.moe", "model.mla", "parallel", "parallel.recompute", "precision", "optim"} <= sections
+
+
+def test_the_same_seed_draws_the_same_configurations() -> None:
+    first, second = ([drawn.words for drawn in cases(5, SEED)] for _ in range(2))
+    assert first == second
+    assert len(set(first)) == 5
+
+
+@pytest.mark.parametrize("fault", ["loss", "build"])
+def test_what_does_not_train_is_seen(fault: str) -> None:
+    drawn = next(d for d in cases(50, SEED) if d.raw.parallel.ranks in (None, 1) and d.raw.parallel.tp == 1)
+    change = {"loss": {"optim": {"lr": 1e38}}, "build": {"model": {"num_query_groups": 3}}}[fault]
+    raw = drawn.raw.model_copy(
+        update={k: getattr(drawn.raw, k).model_copy(update=v) for k, v in change.items()}
+    )
+    assert judged(Drawn(raw)).fault

@@ -1,0 +1,211 @@
+"""Seeded nonsense and malice against `check`: a configuration or problems come out, and nothing else happens.
+
+`python -m tests.support.fuzz` judges 10,000 mutated recipes and 500 hostile inputs, with an audit hook that notices
+every file that is written, socket, process, foreign import and code object; and a sample through the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtrain.cli.setup import load
+from mtrain.config.dump import run_yaml
+from mtrain.config.paths import conf_dir, recipes_dir
+from mtrain.errors import BadInput, Problem
+from tests.support.configs import LAPTOP, tiny
+from tests.support.hostile import hostile
+from tests.support.mutators import mutated
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 2.0
+SECRET = "CANARY", "b1rd-that-must-not-sing"
+"""An environment variable that nothing may read out."""
+FORBIDDEN = re.compile(
+    r"(socket\.(connect|bind|sendto|getaddrinfo|gethostby.*)|subprocess\.Popen|os\.(system|exec|fork|forkpty|posix_spawn"
+    r"|spawn|remove|rename|mkdir|rmdir|link|symlink|truncate|chmod|chown|putenv|unsetenv|kill)|shutil\..*|ctypes\..*"
+    r"|pickle\.find_class|marshal\.loads|ftplib.*|urllib.*|smtplib.*|webbrowser.*|tempfile.*|builtins\.input)\Z"
+)
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+KNOWN = ("mtrain", "hydra", "omegaconf", "antlr4", "pydantic", "yaml", "_yaml", "encodings", "importlib", "tests")
+
+
+@dataclass
+class Canary:
+    """What happened that must not; armed only while something is judged."""
+
+    armed: bool = False
+    fired: tuple[str, ...] = ()
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        """The audit hook."""
+        if self.armed and self._forbids(event, args):
+            self.fired += (f"{event} {str(args)[:200]}",)
+
+    @staticmethod
+    def _forbids(event: str, args: tuple[Any, ...]) -> bool:
+        if event == "open":
+            mode, flags = args[1], args[2]
+            return bool(set(mode or "") & set("wax+")) if isinstance(mode, str) else bool(flags & WRITING)
+        if event == "import":
+            top = str(args[0]).partition(".")[0]
+            return top not in sys.modules and top not in KNOWN and top not in sys.stdlib_module_names
+        if event in (
+            "exec",
+            "compile",
+        ):  # of a module that is imported, or of a class that the standard library makes
+            frame: Any = sys._getframe(2)
+            while frame is not None and frame.f_globals.get("__name__", "") != "tests.support.fuzz":
+                if frame.f_code.co_filename.startswith(("<frozen importlib", sys.base_prefix)):
+                    return False
+                frame = frame.f_back
+            return True
+        return FORBIDDEN.match(event) is not None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Armed inside.
+
+        Raises:
+            AssertionError: at the end, where it fired.
+        """
+        self.armed, self.fired = True, ()
+        try:
+            yield
+        finally:
+            self.armed = False
+        assert not self.fired, self.fired
+
+
+CANARY = Canary()
+sys.addaudithook(CANARY)
+
+
+def judged(words: Sequence[str]) -> list[Problem]:
+    """What `check` says of a command line, warnings left out.
+
+    Raises:
+        AssertionError: it took long, let the canary fire, gave a secret away, or refused without saying where.
+    """
+    start, problems = time.process_time(), []
+    with CANARY.watching():
+        try:
+            said = str(load(words, LAPTOP, {}).run.to_dict())
+        except BadInput as error:
+            problems, said = list(error.problems), str(error)
+            assert problems, "refused without a problem"
+    assert time.process_time() - start < LIMIT_S, f"{time.process_time() - start:.2f} s"
+    assert SECRET[1] not in said
+    for problem in problems:
+        assert problem.rule
+        assert problem.path or re.search(r":\d+\Z", problem.source) or problem.code in WHOLE, problem
+        assert problem.render().isprintable() or "\n" in problem.render()
+    return problems
+
+
+WHOLE = ("MT001", "MT002", "MT003", "MT005", "MT010")
+"""Codes of what has neither a key nor a line: a file as a whole, an argument that the rule repeats."""
+
+
+def texts() -> list[str]:
+    """What is mutated: every shared recipe, group files as recipes, and a whole run file."""
+    shared = [file.read_text() for file in sorted(recipes_dir().rglob("*.yaml"))]
+    groups = [
+        f"{file.parent.name}:\n" + "".join(f"  {line}\n" for line in file.read_text().splitlines())
+        for file in sorted(conf_dir().glob("*/*.yaml"))
+    ]
+    return [*shared, *groups, run_yaml(tiny())]
+
+
+def mutations(count: int, seed: int, file: Path) -> Counter[str]:
+    """Judges `count` mutated recipes; how often each code came."""
+    rng, originals, codes = random.Random(seed), texts(), Counter[str]()
+    for index in range(count):
+        data = mutated(rng.choice(originals), rng)
+        file.write_bytes(data)
+        try:
+            found = judged([f"{rng.choice(('recipe', 'recipe', 'run'))}={file}"])
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}, mutation {index}: {error!r}\n{data[:2000]!r}") from error
+        codes.update({problem.code for problem in found} or {"accepted"})
+    return codes
+
+
+def attacks(count: int, seed: int, file: Path) -> Counter[str]:
+    """Judges `count` hostile inputs; those that are more than data must be refused."""
+    codes = Counter[str]()
+    for attack in hostile(count, seed):
+        file.write_bytes(attack.data)
+        words = [word.replace("{file}", str(file)) for word in attack.words]
+        try:
+            found = judged(words)
+            assert found or not attack.must_fail, "was accepted"
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}: {words} {attack.data[:2000]!r}: {error!r}") from error
+        codes.update({problem.code for problem in found} or {"accepted"})
+    return codes
+
+
+def through_the_command(count: int, seed: int, folder: Path) -> None:
+    """A sample as a user starts it: exit code 0 or 2, no traceback, and nothing left behind."""
+    rng, originals = random.Random(seed), texts()
+    for index in range(count):
+        (folder / "r.yaml").write_bytes(mutated(rng.choice(originals), rng))
+        before = sorted(folder.iterdir())
+        command = [sys.executable, str(ROOT / "launch.py"), "check", "recipe=r.yaml"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+        assert done.returncode in (0, 2), (index, done.stderr)
+        assert "Traceback" not in done.stderr + done.stdout, (index, done.stderr)
+        assert sorted(folder.iterdir()) == before
+
+
+def warm() -> None:
+    """Import what judging imports late, so that the canary hears of no import that is ours."""
+    os.environ[SECRET[0]] = SECRET[1]
+    for words in (
+        ["optim.lr=[1]", "model.hiden_size=[a,{b: c}]", "cluster.device=tpu"],
+        ["recipe=llama/tiny_cpu"],
+        [],
+    ):
+        try:
+            load(words, LAPTOP, {})
+        except BadInput as error:
+            error.problems[0].render()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Judge all of it and say what came out."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recipes", type=int, default=10_000)
+    parser.add_argument("--hostile", type=int, default=500)
+    parser.add_argument("--commands", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    warm()
+    with tempfile.TemporaryDirectory() as home:
+        began = time.monotonic()
+        for what, found in (
+            (f"{args.recipes} mutated recipes", mutations(args.recipes, args.seed, Path(home) / "r.yaml")),
+            (f"{args.hostile} hostile inputs", attacks(args.hostile, args.seed, Path(home) / "r.yaml")),
+        ):
+            print(f"{what}: {dict(found.most_common())}")
+        (Path(home) / "r.yaml").unlink()
+        through_the_command(args.commands, args.seed, Path(home))
+        print(f"{args.commands} through the whole command; {time.monotonic() - began:.0f} s in all")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Command lines whose Triton kernels run in the interpreter: a program, `python -m tests.support.interpreted`.
+
+Triton decides whether to interpret when it is imported, so this is a process of its own. It reads JSON, names and the
+words of each command line, and prints the losses of every step of each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def losses(runs: dict[str, list[str]], timeout_s: float = 200) -> dict[str, list[float]]:
+    """The loss of every step of every run, named as `runs` names them; each is the words behind `mtrain`.
+
+    Raises `AssertionError` with what a run printed if it did not end well.
+    """
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.interpreted"],
+        input=json.dumps(runs),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def _main() -> None:
+    import torch
+
+    from mtrain import mcore
+    from mtrain.devices import registry
+    from tests.support.launched import Launched
+
+    torch.set_num_threads(1)
+    mcore.open_door(registry.get("cpu"))
+    found: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as home:
+        for i, (name, words) in enumerate(json.load(sys.stdin).items()):
+            folder = Path(home) / str(i)
+            folder.mkdir()
+            launched = Launched(*words, f"log.runs_dir={folder}", cwd=folder)
+            code = launched.wait(100)
+            assert code == 0, f"{name} ended with {code}:\n{launched.output.read_text()}"
+            metrics = next(folder.glob("*/metrics.jsonl")).read_text().splitlines()
+            found[name] = [row["loss"] for row in map(json.loads, metrics) if "loss" in row]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _main()

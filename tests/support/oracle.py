@@ -1,0 +1,152 @@
+"""The oracle: `check` says yes exactly where the model builds and makes a step of training.
+
+`python -m tests.support.oracle --cases 500 --seed 1` draws configurations, asks `check`, then builds and trains each
+in spite of what was said, on really sharded ranks. A yes that does not train, or a no that trains, is a defect;
+but for the rules of POLICY, which refuse what would train and be wrong or in vain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import re
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mtrain.config import kernels
+from mtrain.config.resolve import resolve
+from mtrain.config.run import RunConfig
+from tests.support.configs import LAPTOP, errors
+from tests.support.oracle_cases import Drawn, draw
+
+MEMORY = 12 << 30
+ERROR = re.compile(r"[\w.]+(Error|Exception|Input|Environment|rank)\b")
+"""How the line of a traceback begins that names the error."""
+REACHES_NOTHING = "a key that is set and reaches nothing: somebody believes that it does something"
+POLICY: dict[str, str] = {
+    **dict.fromkeys(
+        ("MT118", "MT121", "MT150", "MT162", "MT205", "MT206", "MT208", "MT209", "MT210"), REACHES_NOTHING
+    ),
+    **dict.fromkeys(("MT225", "MT405", "MT406", "MT441", "MT442", "MT464", "MT465"), REACHES_NOTHING),
+    **dict.fromkeys(("MT221", "MT232", "MT423"), REACHES_NOTHING),
+    "MT207": "latent attention turns its heads by rope whatever the key says",
+    "MT171": "more layers than a stage has: whoever wrote it counts layers otherwise than the pipeline does",
+    "MT463": "few bits would be kept of some weights and 32 of others, and nobody said of which",
+    "MT203": "an odd number of channels that rotate: megatron-core turns one more than was written, or none at all",
+    "MT204": "positions that the model was not made for: it trains, and what it learns there is not what was meant",
+}
+"""Code -> why it refuses what would make a step."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One case: what was said of it, and what it did."""
+
+    drawn: Drawn
+    codes: tuple[str, ...]
+    """Of the errors that `check` found."""
+    fault: str
+    """The last line of what the first failing rank said; empty where a step was made."""
+
+    @property
+    def verdict(self) -> str:
+        """agreed, policy, too strict (refused and trains) or too lax (passed and does not)."""
+        if bool(self.codes) == bool(self.fault):
+            return "agreed"
+        if self.codes:
+            return "policy" if set(self.codes) & POLICY.keys() else "too strict"
+        return "too lax"
+
+
+def judged(drawn: Drawn, timeout_s: float = 60.0) -> Judged:
+    """Asks `check` and tries; needs the open door in this process."""
+    run = resolve(drawn.raw, LAPTOP)
+    found = [*errors(drawn.raw), *kernels.problems(run, LAPTOP, {})]
+    return Judged(drawn, tuple(dict.fromkeys(problem.code for problem in found)), attempt(run, timeout_s))
+
+
+def attempt(run: RunConfig, timeout_s: float = 60.0) -> str:
+    """Builds a resolved run on forked ranks and makes a step; what went wrong, empty where nothing did."""
+    from tests.support.forked import RankFailed, run_ranks
+
+    try:
+        said = run_ranks(run.parallel.ranks or 1, _step, run, timeout_s=timeout_s)
+    except RankFailed as failure:
+        lines = str(failure).strip().splitlines()
+        return next((line for line in reversed(lines) if ERROR.match(line)), lines[-1])
+    return next((text for text in said if text), "")
+
+
+def _step(run: RunConfig) -> str:
+    """The job of a rank: one step, and whether its numbers are numbers."""
+    import torch
+
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.step import train_step
+    from mtrain.world.init import joined
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    with joined(run) as world:
+        parts = assemble(run, world, splits_of(run))
+        result = train_step(parts, stop_requested=False)
+        # fp16 begins with a loss scale that overflows, skips the update and halves it: so it is meant to be
+        overflow = run.precision.dtype == "fp16" and not result.updated
+        finite = {"loss": math.isfinite(result.loss), "gradient norm": overflow or math.isfinite(result.grad_norm)}
+        weights: list[Any] = [p for chunk in parts.state.chunks for p in chunk.parameters()]
+        local = [p.to_local() if hasattr(p, "to_local") else p for p in weights]
+        finite["weights"] = all(bool(torch.isfinite(p).all()) for p in local)
+    wrong = [name for name, fine in finite.items() if not fine]
+    return f"{' and '.join(wrong)}: not finite" if wrong else ""
+
+
+def cases(count: int, seed: int) -> Iterator[Drawn]:
+    """`count` configurations; most of four ranks at most, every tenth of up to eight."""
+    rng = random.Random(seed)
+    for index in range(count):
+        yield draw(rng, 8 if index % 10 == 9 else 4)
+
+
+def open_door() -> None:
+    """Import megatron-core and all that a rank needs, before ranks are forked."""
+    import torch
+
+    torch.set_num_threads(1)
+    from mtrain import mcore
+    from mtrain.devices import registry
+
+    mcore.open_door(registry.get("cpu"))
+    import mtrain.train.assemble  # noqa: F401
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Judge and print every disagreement; the exit code is 1 where there is one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--from", type=int, default=0, dest="first", help="the first case that is tried")
+    parser.add_argument("--all", action="store_true", help="print agreements too")
+    args = parser.parse_args(argv)
+    open_door()
+    began, found, reasons = time.monotonic(), Counter[str](), Counter[str]()
+    for index, drawn in enumerate(cases(args.cases, args.seed)):
+        if index < args.first:
+            continue
+        case = judged(drawn)
+        found[case.verdict] += 1
+        found["accepted" if not case.codes else "refused"] += 1
+        reasons.update(case.codes)
+        if args.all or case.verdict.startswith("too"):
+            print(f"[{index}] {case.verdict} {','.join(case.codes)} {drawn.words}\n    {case.fault}", flush=True)
+    seconds = time.monotonic() - began
+    print(f"seed {args.seed}: {dict(found)} in {seconds:.0f} s; codes: {dict(reasons.most_common())}")
+    return 1 if found["too strict"] + found["too lax"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Steps that grow: which sizes there are, when, and that every sample is read once whatever they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from mtrain.config.batches import Stage, counted, linear, samples_of, size_after, stages, steps_within
+from mtrain.config.resolve import resolve
+from mtrain.data.batch import GlobalBatches
+from tests.support.configs import LAPTOP, tiny
+
+
+class Nothing:
+    """Samples that nobody reads."""
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def batch(self, numbers: np.ndarray) -> np.ndarray:
+        raise AssertionError
+
+
+def walked(plan: tuple[Stage, ...], steps: int) -> list[int]:
+    """The size of each step, one after the other."""
+    sizes: list[int] = []
+    for _ in range(steps):
+        sizes.append(size_after(plan, sum(sizes)))
+    return sizes
+
+
+RAMPS = st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(1, 12), st.integers(1, 300)).map(
+    lambda r: linear((r[0], r[1], r[3]), r[0] + r[1] * r[2])
+)
+
+
+@given(plan=RAMPS, steps=st.integers(0, 120))
+def test_counting_by_stages_is_walking_step_by_step(plan: tuple[Stage, ...], steps: int) -> None:
+    sizes = walked(plan, steps)
+    assert [size for number, size in counted(plan, steps) for _ in range(number)] == sizes
+    assert samples_of(plan, steps) == sum(sizes)
+    assert steps_within(plan, sum(sizes)) == steps
+    assert steps_within(plan, sum(sizes) + size_after(plan, sum(sizes)) - 1) == steps
+
+
+@given(plan=RAMPS, dp=st.integers(1, 3), steps=st.integers(1, 40))
+def test_every_sample_is_read_once_and_in_order_whatever_the_sizes(
+    plan: tuple[Stage, ...], dp: int, steps: int
+) -> None:
+    plan = tuple(Stage(stage.first, stage.size * dp) for stage in plan)
+    ranks = [GlobalBatches(Nothing(), plan[-1].size, 1, rank, dp) for rank in range(dp)]
+    read, consumed = [], 0
+    for size in walked(plan, steps):
+        step = np.concatenate([r.numbers(consumed, size).ravel() for r in ranks])
+        read += sorted(step.tolist())
+        consumed += size
+    assert read == list(range(consumed))
+
+
+def test_a_step_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="a step of 6 samples is no multiple of 4"):
+        GlobalBatches(Nothing(), 8, 2, 0, 2).numbers(0, 6)
+
+
+def test_gpt3_begins_with_small_steps_until_a_number_of_tokens() -> None:
+    run = tiny(trainer__batch_size_schedule=[[4, 2000], [8, 4000]], data__seq_length=128)
+    plan = stages(run)
+    assert plan == (Stage(0, 4), Stage(16, 8), Stage(32, 16))
+    assert counted(plan, 10) == [(4, 4), (2, 8), (4, 16)]
+
+
+def test_a_stage_shorter_than_a_step_is_passed_over() -> None:
+    plan = (Stage(0, 10), Stage(3, 12), Stage(5, 20))
+    assert counted(plan, 3) == [(1, 10), (2, 20)]
+    assert walked(plan, 3) == [10, 20, 20]
+
+
+@pytest.mark.parametrize(
+    ("keys", "micro"),
+    [
+        ({"trainer__rampup_batch_size": [2, 2, 100]}, 2),
+        ({"trainer__batch_size_schedule": [[6, 1000]]}, 2),
+        ({"trainer__batch_size_schedule": [[24, 1000]]}, 8),
+        ({"trainer__batch_size_schedule": [[8, 1000]], "parallel__pp": 4}, 2),
+    ],
+)
+def test_the_micro_batch_is_found_that_cuts_every_step(keys: dict[str, Any], micro: int) -> None:
+    run = resolve(tiny(**keys, trainer__micro_batch_size=None), LAPTOP)
+    assert run.trainer.micro_batch_size == micro

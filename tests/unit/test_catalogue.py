@@ -1,0 +1,79 @@
+"""The catalogue of bad input: each is refused with key, value, origin, numbers, and a fix that makes it valid."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mtrain.errors import Problem
+from tests.support.catalogue import ROWS, Row, judged
+from tests.support.catalogue_more import HARMLESS, MORE
+from tests.unit.test_catalogue_before_ranks import BEFORE_RANKS
+
+ROOT = Path(__file__).resolve().parents[2]
+REPLACED = ("MT010", "MT011", "MT012", "MT016")
+"""Codes whose fix takes the place of the argument."""
+CUT = ("delete", "write", "keep one", "leave it out", "indent", "- override")
+"""How a fix begins that is no setting: the line or the argument goes."""
+
+
+def fixed(words: list[str], problem: Problem, file: Path) -> list[str]:
+    """The command line with the first fix of a problem applied; a line of a file that no setting can mend is cut."""
+    first = problem.fix.split(" or ")[0]
+    if problem.code in REPLACED and not problem.source.startswith(str(file)):
+        key = problem.path or re.split(r"[=: ]", problem.rule)[0]
+        words = [word for word in words if key not in word]
+    added = [] if first.startswith(CUT) else shlex.split(first)
+    again = {(p.code, p.path, p.source) for p in judged([*words, *added])}
+    if (problem.code, problem.path, problem.source) in again and file.stat().st_size:
+        lines = file.read_bytes().split(b"\n")
+        number = int(problem.source.rpartition(":")[2])
+        file.write_bytes(b"\n".join(lines[: number - 1] + lines[number:]))
+    return [*words, *added]
+
+
+@pytest.mark.parametrize("row", [row for row in (*ROWS, *MORE) if row.code], ids=lambda row: row.name)
+def test_a_bad_input_is_named_with_numbers_and_mended_by_its_first_fix(row: Row, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(row.text.encode("utf-8", "surrogateescape"))
+    words = [word.replace("{file}", str(file)) for word in row.words]
+    problems = judged(words)
+    found = [p for p in problems if (p.code, p.path) == (row.code, row.path)]
+    assert found, problems
+    problem = found[0]
+    assert problem.severity == row.severity
+    assert problem.source == (f"{file}:{row.line}" if row.line else row.origin)
+    assert all(piece in problem.rule for piece in row.says), problem.rule
+    assert problem.fix
+    for _ in range(len(problems) + 2):  # a line that is cut may leave half of what it began
+        if not problems:
+            break
+        words = fixed(words, problems[0], file)
+        problems = judged(words)
+    assert problems == []
+
+
+@pytest.mark.parametrize("row", [row for row in (*ROWS, *HARMLESS) if not row.code], ids=lambda row: row.name)
+def test_what_works_here_is_not_refused(row: Row, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(row.text)
+    assert judged([word.replace("{file}", str(tmp_path / "mine.yaml")) for word in row.words]) == []
+
+
+def test_every_number_of_the_catalogue_is_tested_and_as_many_kinds_of_our_own() -> None:
+    assert {row.number for row in ROWS} | set(BEFORE_RANKS) == set(range(1, 95))
+    assert len({(row.words, row.text) for row in MORE}) >= 95
+
+
+def test_no_judgement_of_the_catalogue_imports_torch() -> None:
+    code = (
+        "import sys\nfrom tests.support.catalogue import ROWS, judged\n"
+        "for row in ROWS: judged(list(row.words))\n"
+        "print([m for m in ('torch', 'megatron', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
