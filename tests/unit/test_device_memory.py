@@ -21,7 +21,7 @@ BASE = ["data=mock", "trainer.global_batch_size=64", "trainer.sample_tokens=0"]
     ],
 )
 def test_state_that_no_device_holds_is_a_warning_with_what_would_help(words: str, fix: str) -> None:
-    found = [p for p in load([*BASE, *words.split()], LAPTOP, {}).warnings if p.code == "MT145"]
+    found = [p for p in load([*BASE, *words.split()], LAPTOP, {}).warnings if p.code == "MT146"]
     assert [p.fix.startswith(fix) and p.severity == "warning" for p in found] == ([True] if fix else [])
 
 

@@ -106,7 +106,7 @@ def _device_memory(run: RunConfig) -> list[Problem]:
     need, here = bytes_(state_bytes(run) / ranks), bytes_(memory * GIB)
     rule = f"weights, gradients and optimizer state need at least {need} a device, and {run.cluster.name} has {here}"
     fix = "parallel.distributed_optimizer=true" if helps else "a cluster of more devices, or a larger tp, pp or ep"
-    return [Problem("MT145", "cluster.device_memory_gib", memory, rule, fix, "", "warning")]
+    return [Problem("MT146", "cluster.device_memory_gib", memory, rule, fix, "", "warning")]
 
 
 def resolved_origins(composed: Composed, run: RunConfig) -> dict[str, str]:

@@ -70,7 +70,7 @@ WORDS: dict[str, tuple[str, str]] = {
         "An implementation of Adam is named that does not update what this run trains.",
         "Leave kernels.optimizer to auto, which takes one that does.",
     ),
-    "MT145": (
+    "MT146": (
         "The state of the model alone is larger than the memory of the devices.",
         "Spread it: parallel.distributed_optimizer=true, more tp, pp or ep, or more devices.",
     ),

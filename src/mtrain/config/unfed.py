@@ -176,22 +176,9 @@ _OTHERS: tuple[tuple[str, Why, str, str], ...] = (
         "weights are not kept in 8 bits, so the optimizer has nothing to know of it",
         "fp8_recipe reuse_grad_buf_for_mxfp8_param_ag",
     ),
-    (
-        OPTIMIZER,
-        "fixed",
-        "state in fp32, which every layout can save and resume",
-        """use_precision_aware_optimizer store_param_remainders main_grads_dtype main_params_dtype exp_avg_dtype
-        exp_avg_sq_dtype""",
-    ),
     (OPTIMIZER, "fixed", "the loss scale of fp16 is dynamic, with a hysteresis of 2", "loss_scale hysteresis"),
     (OPTIMIZER, "fixed", "AdamW: the decay is apart from the gradient", "decoupled_weight_decay"),
-    (
-        OPTIMIZER,
-        "not offered",
-        "needs the emerging_optimizers package",
-        """muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps
-        muon_tp_mode muon_extra_scale_factor""",
-    ),
+    (OPTIMIZER, "fixed", "the default precision of the orthogonalisation", "muon_fp32_matmul_prec"),
     (
         OPTIMIZER,
         "not offered",
