@@ -43,7 +43,7 @@ def load(argv: Sequence[str], machine: Machine | None = None, environment: Mappi
     run = resolve(raw, machine, world_size)
     origins = resolved_origins(composed, run)
     problems = judge(composed, run, origins, machine, world_size)
-    problems += memory_problems(run, machine)
+    problems += memory_problems(run, machine, origins["model.name"])
     if any(problem.severity == "error" for problem in problems):
         raise BadInput(sorted(problems, key=lambda p: p.severity))
     return Loaded(run, origins, composed.choices, tuple(problems), composed.history, raw)
@@ -76,7 +76,7 @@ def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> lis
     return [p for p in found if p.severity == "error" and not speaks_of_refused(p)]
 
 
-def memory_problems(run: RunConfig, machine: Machine) -> list[Problem]:
+def memory_problems(run: RunConfig, machine: Machine, source: str) -> list[Problem]:
     """A warning where the state of the model alone is more than the memory of the CPU it would run on."""
     from mtrain.plan.count import state_bytes
 
@@ -89,7 +89,7 @@ def memory_problems(run: RunConfig, machine: Machine) -> list[Problem]:
         f"weights, gradients and optimizer state need {bytes_(need)}, and this machine has "
         f"{bytes_(machine.memory_bytes)}; for the machines it is meant for, name them: cluster=h100x64"
     )
-    return [Problem("MT140", "model.name", run.model.name, rule, "model=llama_tiny", "", "warning")]
+    return [Problem("MT140", "model.name", run.model.name, rule, "model=llama_tiny", source, "warning")]
 
 
 def resolved_origins(composed: Composed, run: RunConfig) -> dict[str, str]:

@@ -125,6 +125,12 @@ FOREIGN = {
 }
 """Names of Megatron-LM flags and Hugging Face configuration keys -> the key here."""
 
+OTHERWISE = {
+    "untie_embeddings_and_output_weights": ", which says the opposite",
+    "distributed_timeout_minutes": ", in seconds",
+}
+"""How a foreign name's value differs from that of the key here."""
+
 DERIVED = {
     "data_parallel_size": "the data-parallel size is derived: ranks / (tp * pp * cp)",
     "dp": "the data-parallel size is derived: ranks / (tp * pp * cp); as a choice: parallel=tp2dp2",
@@ -209,7 +215,7 @@ def suggest(path: str) -> tuple[list[str], str]:
     if last in DERIVED:
         return [], DERIVED[last]
     if last in FOREIGN:
-        return [FOREIGN[last]], f"{last} is called {FOREIGN[last]} here"
+        return [FOREIGN[last]], f"{last} is called {FOREIGN[last]} here{OTHERWISE.get(last, '')}"
     keys = list(schema_keys())
     same_word = [key for key in keys if key.rpartition(".")[2] == last and not key.startswith("recipe.")]
     if same_word:
