@@ -27,7 +27,7 @@ def owners() -> dict[str, tuple[Any, dict[str, Any]]]:
             core_fields.DDP_FIELDS | core_fields.FSDP_FIELDS,
         ),
         "TorchFullyShardedDataParallelConfig": (api.TorchFullyShardedDataParallelConfig, core_fields.WRAP_FIELDS),
-        "OptimizerConfig": (api.OptimizerConfig, core_fields.OPTIMIZER_FIELDS),
+        "OptimizerConfig": (api.OptimizerConfig, core_fields.OPTIMIZER_FIELDS | core_fields.MUON_FIELDS),
         "OptimizerParamScheduler": (api.OptimizerParamScheduler, core_fields.SCHEDULE_FIELDS),
     }
 

@@ -46,7 +46,14 @@ CASES = {
     "dp2 own adam, distributed optimizer": {"ranks": 2, "kernel": "reference", "distributed_optimizer": True},
     "ep2 own adam": {"ranks": 2, "ep": 2, "kernel": "reference", "model": EXPERTS},
     "dp2 few bits": {"ranks": 2, **FEW_BITS},
-    "tp2dp2 few bits": {"ranks": 4, "tp": 2, **FEW_BITS},
+    "tp2dp2 few bits overlapped": {
+        "ranks": 4,
+        "tp": 2,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        **FEW_BITS,
+    },
+    "dp4 few bits, two replicas": {"ranks": 4, "hsdp_replicas": 2, **FEW_BITS},
     "pp2dp2 few bits": {"ranks": 4, "pp": 2, **FEW_BITS},
     "ep2 few bits": {"ranks": 2, "ep": 2, "model": EXPERTS, **FEW_BITS},
     "dp2 no main weights": {"ranks": 2, **NO_MAIN},
@@ -113,7 +120,7 @@ def test_a_run_resumes_in_another_layout(saved: str, resumed: str, tmp_path: Pat
     ("saved", "resumed"),
     [
         ("tp2dp2 distributed optimizer overlapped", "tp2pp2"),
-        ("tp2dp2 few bits", "pp2dp2 few bits"),
+        ("tp2dp2 few bits overlapped", "pp2dp2 few bits"),
         ("pp2dp2 few bits", "dp2 few bits"),
     ],
 )

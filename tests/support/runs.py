@@ -13,6 +13,7 @@ from mtrain.config.kernels import OPERATIONS
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.precision import PrecisionConfig
+from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
 
 TINY: dict[str, Any] = {
@@ -44,17 +45,19 @@ def tiny_run(
     `kernel` is `kernels.optimizer`.
     """
     degrees, optimizer = ParallelConfig(**{"ranks": 1, **parallel}), OptimConfig(**{**SCHEDULE, **(optim or {})})
+    own = optimizer.in_few_bits or optimizer.name == "muon"
     batch = {"train_iters": 20, "global_batch_size": 8, "micro_batch_size": 2, "eval_iters": 0}
-    return RunConfig(
+    run = RunConfig(
         model=ModelConfig(**{**TINY, **(model or {})}),
         parallel=degrees,
         precision=PrecisionConfig(dtype=dtype),  # type: ignore[arg-type]
         data=DataConfig(kind="mock", seq_length=32),
         optim=optimizer,
         cluster=ClusterConfig(device="cpu", devices_per_node=degrees.ranks),
-        kernels=KernelsConfig(**PLAIN, optimizer=kernel or ("reference" if optimizer.in_few_bits else "torch")),
+        kernels=KernelsConfig(**PLAIN, optimizer=kernel or ("reference" if own else "torch")),
         trainer=TrainerConfig(**{**batch, **(trainer or {})}),
     )
+    return resolve(run, Machine(cpu_cores=1, memory_bytes=0)) if optimizer.name == "muon" else run
 
 
 def train_steps(

@@ -110,6 +110,7 @@ def test_more_processes_than_cores_is_a_warning() -> None:
         ({}, "torch", "triton", "te"),
         ({"optim__exp_avg_dtype": "bf16"}, "reference", "triton", "reference"),
         ({"optim__name": "sgd"}, "torch", "te", "te"),
+        ({"optim__name": "muon"}, "reference", "triton", "reference"),
         ({"parallel__fsdp": "fsdp2"}, "torch", "te", "te"),
         ({"optim__cpu_offload": 0.5}, "torch", "te", "te"),
         ({"kernels__optimizer": "torch"}, "torch", "torch", "torch"),
@@ -185,7 +186,7 @@ def test_a_named_kernel_that_this_machine_cannot_run_says_what_to_set() -> None:
     (problem,) = problems(run, machine, {"kernels.default": "command line"})
     assert (problem.code, problem.path, problem.source) == ("MT407", "kernels.default", "command line")
     assert "only in its interpreter" in problem.rule
-    assert "kernels.default=reference, or TRITON_INTERPRET=1" in problem.fix
+    assert "kernels.default=reference or TRITON_INTERPRET=1" in problem.fix
     assert list(problems(resolve(tiny(kernels__default="triton"), INTERPRETED), INTERPRETED, {})) == []
     (problem,) = problems(resolve(tiny(kernels__rope="triton"), LAPTOP), LAPTOP, {})
     assert (problem.path, problem.rule) == ("kernels.rope", "Triton is not installed")

@@ -2,9 +2,10 @@
 
 import pytest
 
-from mtrain.config.groups import DataConfig, OptimConfig, PrecisionConfig
+from mtrain.config.groups import DataConfig, OptimConfig
 from mtrain.config.model import ModelConfig, MoEConfig
 from mtrain.config.parallel import ParallelConfig
+from mtrain.config.precision import PrecisionConfig
 from mtrain.config.run import RunConfig
 from mtrain.layout.stages import stage_layers
 from mtrain.plan import count

@@ -145,3 +145,19 @@ def test_a_run_that_grows_still_grows_when_it_is_shrunk(ramp: str, layout: str) 
     sizes = [size for _, size in counted(batch_stages(small), 3)]
     assert len(sizes) == 2
     assert sizes[0] < sizes[1] == small.trainer.global_batch_size
+
+
+ZERO_BF16 = ["precision=bf16", "parallel.distributed_optimizer=true"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "words", [["optim=adamw_bf16", *ZERO_BF16], ["optim=muon", "precision=bf16"], ["optim=adamw_offload"]], ids=str
+)
+def test_every_optimizer_shrinks_to_what_can_be_compared(words: list[str], dtype: str) -> None:
+    full = load([*words, "parallel=dp2", "data=mock", *LONG], BIG, {}).run
+    small = shrink(full, steps=3, dtype=dtype)
+    assert [p for p in check(small) if p.severity == "error"] == []
+    assert [p for p in check(alone(small)) if p.severity == "error"] == []
+    assert small.optim.in_few_bits == (full.optim.in_few_bits and dtype == "bf16")
+    assert small.optim.muon.ns_dtype == (dtype if full.optim.name == "muon" else None)

@@ -84,6 +84,8 @@ def test_every_model_comes_back_and_its_flags_say_all_but_the_name(model: str) -
         "checkpoint=off trainer.eval_interval=null trainer.eval_iters=0",
         "optim.cpu_offload=0.5",
         "optim=adamw_offload",
+        "optim=muon parallel=dp2",
+        "optim=muon optim.muon.tp_mode=blockwise optim.muon.split_qkv=false optim.muon.num_ns_steps=6",
         "trainer.rampup_batch_size=[4,4,100] trainer.train_iters=90 optim.warmup_iters=7 optim.decay_iters=50",
         "trainer.rampup_batch_size=[8,4,100] optim.schedule=wsd optim.wsd_decay_iters=10 trainer.train_iters=9",
         "trainer.batch_size_schedule=[[8,10000],[4,20000]]",

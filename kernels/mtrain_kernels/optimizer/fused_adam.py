@@ -119,21 +119,28 @@ class FusedAdam(torch.optim.Optimizer):
         stream = 0
         for group in self.param_groups:
             group["step"] = int(group["step"]) + 1
-            buckets: dict[tuple[Any, ...], list[tuple[int, Tensor, Tensor]]] = {}
-            for param in group["params"]:
-                stream += 1
-                if not self.state[param]:
-                    self.initialize_state(param)
-                grad = getattr(param, "decoupled_grad" if self.use_decoupled_grad else "grad", None)
-                if grad is not None and param.numel():
-                    master = self.state[param].get(MASTER)
-                    kind = (param.device, param.dtype, grad.dtype, None if master is None else master.dtype)
-                    buckets.setdefault(kind, []).append((stream, param, grad))
-            for bucket in buckets.values():
-                streams, params, grads = zip(*bucket, strict=True)
-                lists = self._lists(params, grads)
-                adamw_(lists, self._hyper(group), streams=streams, grad_scale=grad_scale, choice=self.choice)
+            self._update(group, stream, grad_scale)
+            stream += len(group["params"])
         return loss
+
+    def _update(self, group: dict[str, Any], stream: int, grad_scale: Tensor | None) -> None:
+        """A step on the parameters of one group, a launch for each combination of dtypes."""
+        buckets: dict[tuple[Any, ...], list[tuple[int, Tensor, Tensor]]] = {}
+        for number, param in enumerate(group["params"], stream + 1):
+            if not self.state[param]:
+                self.initialize_state(param)
+            grad = self._gradient(param)
+            if grad is not None and param.numel():
+                master = self.state[param].get(MASTER)
+                kind = (param.device, param.dtype, grad.dtype, None if master is None else master.dtype)
+                buckets.setdefault(kind, []).append((number, param, grad))
+        for bucket in buckets.values():
+            streams, params, grads = zip(*bucket, strict=True)
+            lists = self._lists(params, grads)
+            adamw_(lists, self._hyper(group), streams=streams, grad_scale=grad_scale, choice=self.choice)
+
+    def _gradient(self, param: Tensor) -> Tensor | None:
+        return getattr(param, "decoupled_grad" if self.use_decoupled_grad else "grad", None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets or zeroes the gradients, the decoupled ones where they are used."""

@@ -13,7 +13,7 @@ from mtrain.config.run import RunConfig
 
 @dataclass(frozen=True)
 class Conditional:
-    """A key that is off (null or false) unless `active` says that it reaches something."""
+    """A key that is off (null, false, its default) unless `active` says that it reaches something."""
 
     path: str
     active: Callable[[RunConfig], bool]
@@ -112,10 +112,23 @@ _BESIDE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = 
         "model.position_embedding_type=rope",
     ),
     (("optim.beta1", "optim.beta2", "optim.eps"), lambda r: r.optim.name != "sgd", "an optimizer with two moments"),
-    (("optim.momentum",), lambda r: r.optim.name != "adamw", "optim.name=sgd"),
+    (("optim.momentum",), lambda r: r.optim.name == "sgd", "optim.name=sgd"),
     (("optim.wsd_decay_style",), lambda r: r.optim.schedule == "wsd", "optim.schedule=wsd"),
 )
 """Keys that have a value of their own by default, and what must be beside them for another one to reach anything."""
+
+MUON: dict[str, Callable[[RunConfig], Any]] = {
+    "momentum": lambda r: 0.95,
+    "use_nesterov": lambda r: True,
+    "num_ns_steps": lambda r: 5,
+    "ns_dtype": lambda r: "fp32" if r.precision.dtype == "fp32" else "bf16",
+    "scale_mode": lambda r: "spectral",
+    "extra_scale_factor": lambda r: 0.2,
+    "split_qkv": lambda r: True,
+    "tp_mode": lambda r: "duplicated",
+    "adamw_lr": lambda r: r.optim.lr,
+}
+"""What null means for muon."""
 
 CONDITIONAL = (
     *QUANTIZED,
@@ -228,6 +241,10 @@ CONDITIONAL = (
         lambda r: bool(r.model.moe and r.model.moe.token_dispatcher_type == "flex"),
         "model.moe.token_dispatcher_type=flex",
         lambda r: "deepep",
+    ),
+    *(
+        Conditional(f"optim.muon.{key}", lambda r: r.optim.name == "muon", "optim.name=muon", default)
+        for key, default in MUON.items()
     ),
     Conditional("model.window_attn_skip_freq", lambda r: r.model.window_size is not None, "a model.window_size"),
     Conditional(

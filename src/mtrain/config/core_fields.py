@@ -228,7 +228,7 @@ FSDP_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
 """Of DistributedDataParallelConfig where megatron-core's FSDP spreads the weights."""
 
 OPTIMIZER_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
-    "optimizer": lambda r: "adam" if r.optim.name == "adamw" else "sgd",
+    "optimizer": lambda r: "sgd" if r.optim.name == "sgd" else "adam",  # muon is built as an Adam
     "lr": lambda r: r.optim.lr,
     "min_lr": lambda r: r.optim.min_lr or 0.0,
     "weight_decay": lambda r: r.optim.weight_decay,
@@ -259,6 +259,17 @@ OPTIMIZER_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     ),
 }
 """Of OptimizerConfig; dtypes are words."""
+
+MUON_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
+    "muon_momentum": lambda r: r.optim.muon.momentum,
+    "muon_use_nesterov": lambda r: r.optim.muon.use_nesterov,
+    "muon_num_ns_steps": lambda r: r.optim.muon.num_ns_steps,
+    "muon_scale_mode": lambda r: r.optim.muon.scale_mode,
+    "muon_extra_scale_factor": lambda r: r.optim.muon.extra_scale_factor,
+    "muon_split_qkv": lambda r: r.optim.muon.split_qkv,
+    "muon_tp_mode": lambda r: r.optim.muon.tp_mode,
+}
+"""Of OptimizerConfig where the optimizer is muon; those of our Muon have no `muon_` before them."""
 
 ADAM_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "exp_avg_dtype": lambda r: r.optim.exp_avg_dtype,
@@ -359,6 +370,7 @@ def feeds(run: RunConfig) -> dict[str, list[str]]:
         ("DistributedDataParallelConfig", DDP_FIELDS),
         ("DistributedDataParallelConfig", FSDP_FIELDS),
         ("OptimizerConfig", OPTIMIZER_FIELDS),
+        ("OptimizerConfig", MUON_FIELDS),
         ("OptimizerParamScheduler", SCHEDULE_FIELDS),
     ):
         for name, get in table.items():

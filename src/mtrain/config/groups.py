@@ -56,10 +56,35 @@ class DataConfig(Section):
     """Where tokenized text is kept."""
 
 
+class MuonConfig(Section):
+    """`optim.muon`: momentum whose matrices are orthogonalised (Jordan et al. 2024); the rest is updated by adamw."""
+
+    momentum: Beta | None = None
+    """Decay of the average of gradients; null: 0.95."""
+    use_nesterov: bool | None = None
+    """The newest gradient counts once more; null: true."""
+    num_ns_steps: Annotated[int, Field(ge=1, le=100)] | None = None
+    """Newton-Schulz steps that bring singular values near 1; null: 5."""
+    ns_dtype: Literal["fp32", "bf16"] | None = None
+    """Format that those steps multiply in; null: fp32 for fp32 weights, else bf16."""
+    scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] | None = None
+    """What an orthogonal matrix of r rows and c columns is multiplied by. spectral: sqrt(max(r, c)); shape_scaling:
+    sqrt(max(1, r / c)); unit_rms_norm: sqrt(r / c); null: spectral."""
+    extra_scale_factor: PositiveFloat | None = None
+    """And by this; null: 0.2, with which spectral steps are about as large as those of adamw (Liu et al. 2025)."""
+    split_qkv: bool | None = None
+    """Queries, keys and values are matrices of their own; null: true."""
+    tp_mode: Literal["duplicated", "blockwise"] | None = None
+    """A matrix that is cut over tensor-parallel ranks. duplicated: each gathers and orthogonalises it whole;
+    blockwise: each its own block, which is another update for each tp; null: duplicated."""
+    adamw_lr: PositiveFloat | None = None
+    """Largest learning rate of what is no matrix, and of embedding and output layer; null: optim.lr."""
+
+
 class OptimConfig(Section):
     """`optim`: the optimizer and its learning-rate schedule."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
     """Update rule."""
     lr: PositiveFloat = 1e-3
     """Largest learning rate."""
@@ -78,11 +103,11 @@ class OptimConfig(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay; not applied to biases and norms."""
     beta1: Beta = 0.9
-    """adamw: decay of the first moment."""
+    """adamw, muon: decay of the first moment."""
     beta2: Beta = 0.95
-    """adamw: decay of the second moment."""
+    """adamw, muon: decay of the second moment."""
     eps: PositiveFloat = 1e-8
-    """adamw: added to the root of the second moment."""
+    """adamw, muon: added to the root of the second moment."""
     exp_avg_dtype: Moment = "fp32"
     """adamw: how the first moment is kept. fp8: eight bits (e4m3), with a scale for 128 of them; so coarse that small
     changes are lost and a loss falls more slowly."""
@@ -96,6 +121,8 @@ class OptimConfig(Section):
     the same, in two bytes a parameter less."""
     momentum: Beta = 0.9
     """sgd: momentum."""
+    muon: MuonConfig = Field(default_factory=MuonConfig)
+    """muon: what it does beside adamw's keys."""
     clip_grad: PositiveFloat | None = 1.0
     """Largest global gradient norm; null: no clipping."""
     cpu_offload: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -189,8 +216,8 @@ class KernelsConfig(Section):
     """Output layer and cross entropy; reference and triton make both at once, for a part of the tokens at a time, and
     never hold all logits; megatron: megatron-core's own, from all logits; null: kernels.default."""
     optimizer: Literal["auto", "torch", "reference", "triton", "te"] | None = None
-    """The update of adamw. torch: torch.optim; reference and triton: all tensors in one call, and state in few bits
-    where that is asked for; null: kernels.default where it can do it."""
+    """The update of adamw, and muon's of what is no matrix. torch: torch.optim; reference and triton: all tensors in
+    one call, for muon, and with state in few bits; null: kernels.default where it can do it."""
     gradient_accumulation_fusion: bool = False
     """Weight gradients are added up inside the GEMM that makes them; needs linear=te on a GPU."""
 

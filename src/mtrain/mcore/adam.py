@@ -44,15 +44,15 @@ def use_te_adam() -> None:
     _use(te.FusedAdam, te.FusedSGD, own_names=True)
 
 
-def use_own_adam(**kept: Any) -> None:
-    """Let megatron-core build ours; `kept` are arguments of `FusedAdam` that say how it keeps its state.
+def use_own_adam(base: type[FusedAdam] = FusedAdam, **kept: Any) -> None:
+    """Let megatron-core build ours; `kept` are arguments of `base` beside those that any Adam has.
 
     It has the interface of TransformerEngine's, so megatron-core takes the same way with it: main weights may be
     the optimizer's, and its state is read and written through methods. Its step count is a number of each parameter
     group, so no two parameters can share one, and a resume cannot count twice.
     """
 
-    class Adam(FusedAdam):
+    class Adam(base):  # type: ignore[misc, valid-type]
         def __init__(self, params: Any, **passed: Any) -> None:
             # What megatron-core passes of dtypes and main weights is said in `kept` already, and better.
             known = {k: passed[k] for k in ("lr", "weight_decay", "betas", "eps", "adam_w_mode") if k in passed}

@@ -42,6 +42,8 @@ from megatron.core.optimizer import (
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
     OptimizerConfig,
+    ParamKey,
+    ParamWithNamePredicate,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
@@ -70,3 +72,4 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 # Which Adam those optimizers are built of
 from mtrain.mcore.adam import OwnAdamConfig, use_own_adam, use_te_adam, use_torch_adam
+from mtrain.mcore.muon import ParallelMuon

@@ -51,6 +51,7 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
                 "warmup_iters": min(run.optim.warmup_iters or 0, steps // 2),
                 "decay_iters": None,
                 **_final_decay(run),
+                **_state(run, dtype),
             }
         ),
         "trainer": run.trainer.model_copy(
@@ -129,7 +130,18 @@ def _ramp(run: RunConfig, smallest: int, batch: int, seq: int) -> dict[str, Any]
 def alone(run: RunConfig) -> RunConfig:
     """The same run on one rank, with everything kept on it: the same samples in the same micro-batches."""
     optim = run.optim.model_copy(update={"cpu_offload": 0.0})
-    return run.model_copy(update={"parallel": ParallelConfig(ranks=1), "optim": optim})
+    # what replaces main weights is the distributed optimizer's, on one rank too
+    parallel = ParallelConfig(ranks=1, distributed_optimizer=optim.holds_main_weights)
+    return run.model_copy(update={"parallel": parallel, "optim": optim})
+
+
+def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
+    """Optimizer state that does not hide in its rounding what is to be compared in fp32."""
+    if dtype != "fp32":
+        return {}
+    full = {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32", "main_params_dtype": "fp32"}
+    muon = run.optim.muon.model_copy(update={"ns_dtype": None})
+    return {**full, "store_param_remainders": False, "muon": muon}
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:

@@ -45,6 +45,13 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
     ),
     (
         "derived here",
+        "optim.muon.ns_dtype says what Newton-Schulz steps multiply in",
+        """
+        --muon-fp32-matmul-prec
+        """,
+    ),
+    (
+        "derived here",
         "the size of the vocabulary follows from the type of the tokenizer, whose files are not read",
         """
         --merge-file --vocab-file
@@ -149,8 +156,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         """
         --iterations-to-skip
         --init-method-xavier-uniform --data-parallel-random-init --lr-warmup-init --decoupled-lr
-        --decoupled-min-lr --start-weight-decay --end-weight-decay --hysteresis --muon-momentum
-        --muon-use-nesterov --muon-scale-mode --muon-num-ns-steps --train-data-path --valid-data-path
+        --decoupled-min-lr --start-weight-decay --end-weight-decay --hysteresis --train-data-path --valid-data-path
         --test-data-path --data-args-path --per-split-data-args-path --full-validation --sample-rate
         --sft
         """,

@@ -60,6 +60,19 @@ def optimizer_can_be_distributed(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT426", "parallel.distributed_optimizer", rule, (off, both, {"optim.name": "adamw"}))
 
 
+def muon_has_whole_matrices(run: RunConfig) -> Iterator[Finding]:
+    """Orthogonalising needs all rows and columns of a matrix, on the device."""
+    o, p = run.optim, run.parallel
+    adamw: Change = {"optim.name": "adamw", **{f"optim.muon.{key}": None for key in type(o.muon).model_fields}}
+    if o.name == "muon" and p.fsdp == "fsdp2":
+        rule = "muon orthogonalises whole matrices, and fsdp2 leaves some rows of each to a rank"
+        plain: Change = {"parallel.fsdp": "none", "parallel.hsdp_replicas": 1}
+        yield Finding("MT467", "parallel.fsdp", rule, (plain, adamw))
+    if o.name == "muon" and o.cpu_offload:
+        rule = "muon is not updated in host memory, whose processor would take long for its matrix products"
+        yield Finding("MT467", "optim.cpu_offload", rule, ({"optim.cpu_offload": 0.0}, adamw))
+
+
 def rate_is_plausible(run: RunConfig) -> Iterator[Finding]:
     """A rate of whole numbers is usually one whose exponent was lost."""
     o = run.optim
@@ -90,6 +103,9 @@ def kernel_can_update(run: RunConfig) -> Iterator[Finding]:
         what = next(key for key, value in FULL.items() if _value(run, key) != value)
         rule = f"{kernel} keeps 32 bits of each moment and main weight, and {what} is {_value(run, what)}"
         yield Finding("MT462", "kernels.optimizer", rule, (auto, {**auto, **FULL}))
+    elif kernel in ("torch", "te") and o.name == "muon":
+        rule = f"{kernel} has no muon as it is meant here: matrices that are cut over ranks, the rest by adamw"
+        yield Finding("MT462", "kernels.optimizer", rule, (auto,))
 
 
 def few_bits_have_their_place(run: RunConfig) -> Iterator[Finding]:
@@ -134,6 +150,7 @@ def _listed(run: RunConfig, keys: Change) -> str:
 
 
 RULES = (
+    muon_has_whole_matrices,
     kernel_can_update,
     few_bits_have_their_place,
     rates_are_ordered,

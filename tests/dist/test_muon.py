@@ -1,0 +1,92 @@
+"""Muon trains in every layout as on one rank, and its state is saved, cut otherwise and gone on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtrain.config.model import MoEConfig
+from tests.support.forked import run_ranks
+from tests.support.runs import tiny_run, train_steps, whole_tensors
+
+STEPS = 8
+EXPERTS = {"model": {"moe": MoEConfig(num_experts=4, ffn_hidden_size=64)}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {"ranks": 2},
+    "tp2": {"ranks": 2, "tp": 2},
+    "tp4 with two key/value heads": {"ranks": 4, "tp": 4, "model": {"num_query_groups": 2}},
+    "pp2 tied": {"ranks": 2, "pp": 2, "model": {"tie_word_embeddings": True}},
+    "ep2": {"ranks": 2, "ep": 2, **EXPERTS},
+    "tp2 etp1": {"ranks": 2, "tp": 2, "etp": 1, "sequence_parallel": True, **EXPERTS},
+}
+
+
+def _run(optim: dict[str, Any] | None = None, **keys: Any) -> Any:
+    return tiny_run(**keys, optim={"name": "muon", **(optim or {})})
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_trains_as_one_rank_does(name: str) -> None:
+    keys = LAYOUTS[name]
+    one, many = _run(model=keys.get("model")), _run(**keys)
+    expected = run_ranks(1, train_steps, one, STEPS)[0]
+    found = run_ranks(many.parallel.ranks, train_steps, many, STEPS)
+    assert all(values == found[0] for values in found)
+    for (loss, norm), (wanted, wanted_norm) in zip(found[0], expected, strict=True):
+        assert loss == pytest.approx(wanted, rel=1e-6)
+        assert norm == pytest.approx(wanted_norm, rel=1e-5)
+
+
+def test_blocks_are_orthogonalised_alone_where_that_is_asked_for() -> None:
+    whole, blocks = (_run({"muon": {"tp_mode": mode}}, ranks=2, tp=2) for mode in ("duplicated", "blockwise"))
+    a, b = (run_ranks(2, train_steps, run, 3)[0][-1][0] for run in (whole, blocks))
+    assert 1e-6 < abs(a - b) / b < 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_resume_changes_no_bit_and_another_layout_goes_on(dtype: str, tmp_path: Path) -> None:
+    run, other = _run(ranks=2, tp=2, dtype=dtype), _run(ranks=2, pp=2, dtype=dtype)
+    whole = run_ranks(2, lambda: train_steps(run, 6, save_to=tmp_path / "whole"))[0]
+    first = run_ranks(2, lambda: train_steps(run, 3, save_to=tmp_path / "first"))[0]
+    point = tmp_path / "first/step_00000003"
+    rest = run_ranks(2, lambda: train_steps(run, 3, save_to=tmp_path / "rest", load_from=point))[0]
+    assert first + rest == whole
+    left, right = (whole_tensors(tmp_path / name / "step_00000006") for name in ("whole", "rest"))
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[key], right[key]) for key in left)
+    run_ranks(2, lambda: train_steps(other, 0, save_to=tmp_path / "other", load_from=point))
+    left, right = (whole_tensors(folder / "step_00000003") for folder in (tmp_path / "first", tmp_path / "other"))
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_matrices_have_momentum_and_the_rest_moments_at_a_rate_of_its_own() -> None:
+    run = _run({"muon": {"adamw_lr": 1e-4}}, model={"tie_word_embeddings": False, "qk_layernorm": True})
+
+    def groups() -> dict[str, list[Any]]:
+        from mtrain.train.assemble import assemble, splits_of
+        from mtrain.train.step import train_step
+        from mtrain.world.init import joined
+
+        with joined(run) as world:
+            parts = assemble(run, world, splits_of(run))
+            train_step(parts, stop_requested=False)
+            names = {p: n for chunk in parts.state.chunks for n, p in chunk.named_parameters()}
+            inner = parts.state.optimizer.chained_optimizers[0].optimizer
+            return {
+                names[p].removeprefix("module."): [sorted(inner.state[p]), group["lr"], group["weight_decay"]]
+                for group in inner.param_groups
+                for p in group["params"]
+            }
+
+    found = run_ranks(1, groups)[0]
+    rate = found["decoder.layers.0.mlp.linear_fc1.weight"][1]
+    for name, (state, lr, decay) in found.items():
+        matrix = name.endswith(("linear_qkv.weight", "linear_proj.weight", "fc1.weight", "fc2.weight"))
+        assert state == (["momentum_buffer"] if matrix else ["exp_avg", "exp_avg_sq"]), name
+        assert lr == pytest.approx(rate if matrix else rate / 10), name
+        assert decay == (0.0 if "norm" in name else 0.1), name
+    assert {name.split(".")[0] for name, (state, *_) in found.items() if "exp_avg" in state} > {"embedding", "output_layer"}
