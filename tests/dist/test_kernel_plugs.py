@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from mtrain_kernels.linear_cross_entropy import op
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mtrain.config.rules import apply
 from mtrain.config.run import RunConfig
@@ -70,6 +73,35 @@ def test_half_precision_trains_with_the_loss_in_parts(tmp_path: Path) -> None:
     for (loss, norm), (right, right_norm) in zip(parts[0], whole[0], strict=True):
         assert loss == pytest.approx(right, rel=1e-3)
         assert norm == pytest.approx(right_norm, rel=2e-2)
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the most elements of any tensor that an operation makes."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.most = max(self.most, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("loss", ["reference", "megatron"])
+def test_all_logits_are_held_by_megatrons_loss_alone(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(op.CHUNK_ELEMENTS, "cpu", 1 << 16)  # 128 tokens of 512 at a time
+    run = tiny_run(model={"vocab_size": 512}, trainer={"global_batch_size": 32, "micro_batch_size": 32})
+    run = apply(run, {"kernels.loss": loss})
+
+    def most() -> int:
+        with _Largest() as watch:
+            train_steps(run, 1)
+        return watch.most
+
+    logits = run.trainer.micro * run.data.seq_length * run.model.padded_vocab_size
+    held = run_ranks(1, most)[0]
+    assert held >= logits if loss == "megatron" else held <= logits / 2, f"{held} elements; logits are {logits}"
 
 
 SMALL = (

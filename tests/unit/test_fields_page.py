@@ -7,8 +7,10 @@ import re
 import pytest
 
 from mtrain.cli.main import main
+from mtrain.config.compose import compose
 from mtrain.config.fields_page import fed, page
 from mtrain.config.keys import schema_keys
+from mtrain.errors import BadInput
 from tests.support.commands import ROOT
 
 
@@ -33,3 +35,27 @@ def test_a_key_of_experts_and_one_of_latent_attention_say_what_they_feed() -> No
     assert found["model.mla.beta_fast"] == ["MLATransformerConfig.beta_fast"]
     assert "TransformerConfig.fp8_recipe" in found["precision.fp8_recipe"]
     assert "cluster.sm" not in found
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("model.apply_residual_connection_post_layernorm=true", "no layer reads it"),
+        ("parallel.tp_comm_overlap=true", "not offered"),
+        ("parallel.average_in_collective=true", "a mean per rank is wrong"),
+        ("model.cuda_graph_impl=local", "the trainer captures none"),
+        ("precision.fp8_param_gather=true", "only products are in 8 bits"),
+    ],
+)
+def test_a_field_without_a_key_says_why_when_it_is_set(words: str, says: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        compose([words])
+    (problem,) = refused.value.problems
+    assert problem.code == "MT012"
+    assert says in problem.rule
+
+
+def test_a_field_with_a_key_of_another_name_leads_to_it() -> None:
+    with pytest.raises(BadInput) as refused:
+        compose(["precision.fp8_format=hybrid"])
+    assert refused.value.problems[0].fix == "precision.fp8=hybrid"

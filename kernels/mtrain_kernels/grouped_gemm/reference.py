@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from mtrain_kernels.linear import linear
 
 
 def grouped_linear(
@@ -25,7 +26,7 @@ def grouped_linear(
     parts = x.split(list(rows))
     return torch.cat(
         [
-            F.linear(part, weight, None if biases is None else biases[g])
+            linear(part, weight, None if biases is None else biases[g])
             for g, (part, weight) in enumerate(zip(parts, weights, strict=True))
         ]
     )

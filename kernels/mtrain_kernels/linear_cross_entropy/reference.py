@@ -17,6 +17,7 @@ from mtrain_kernels.cross_entropy import reference as rows_reference
 from mtrain_kernels.cross_entropy.op import mark_foreign
 from mtrain_kernels.cross_entropy.reference import Terms, capped, local_labels, token_losses, wide
 from mtrain_kernels.cross_entropy.vocabulary import Vocabulary
+from mtrain_kernels.linear import fits, product
 
 # Statistics [3, t] of a chunk of logits, and what turns the merged log-sum-exp and a factor per token into the
 # gradient of the logits; the chunk may be overwritten.
@@ -78,7 +79,7 @@ def chunked(
     space = hidden.new_empty((min(rows, len(labels)), weight.shape[0]))
     for start in range(0, len(labels), rows):
         part = slice(start, start + rows)
-        logits = torch.mm(hidden[part], weight.T, out=space[: len(labels[part])])
+        logits = product(hidden[part], weight, out=space[: len(labels[part])])
         statistics, finish = open_chunk(logits, labels[part], first, terms)
         statistics = mark_foreign(vocabulary.merge(statistics), labels[part], terms)
         losses[part] = token_losses(statistics, labels[part], terms)
@@ -86,10 +87,12 @@ def chunked(
             continue
         dlogits = finish(statistics[0], counted[part])
         if need_hidden:
-            torch.mul(dlogits @ weight, factors[part], out=dhidden[part])
+            torch.mul(product(dlogits, weight.T), factors[part], out=dhidden[part])
         if need_weight:
             weighted = (hidden[part] * factors[part]).to(hidden.dtype)
-            if dweight.dtype == dlogits.dtype:
+            if fits(dlogits, weight):
+                dweight += product(dlogits.T, weighted.T)
+            elif dweight.dtype == dlogits.dtype:
                 dweight.addmm_(dlogits.T, weighted)
             else:
                 dweight += dlogits.T @ weighted

@@ -22,7 +22,12 @@ def build_optimizer(run: RunConfig, chunks: list[Any]) -> Any:
     overrides = mcore.get_standard_config_overrides(config)
     if run.optim.name == "muon":
         overrides |= _groups_of_muon(run)
-    return mcore.get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=False)
+    optimizer = mcore.get_megatron_optimizer(
+        config, chunks, config_overrides=overrides, use_gloo_process_groups=False
+    )
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        _update_in_one_pass(part.optimizer)
+    return optimizer
 
 
 def optimizer_config(run: RunConfig) -> Any:
@@ -30,6 +35,7 @@ def optimizer_config(run: RunConfig) -> Any:
 
     Raises:
         ImportError: kernels.optimizer=te without TransformerEngine.
+        ValueError: kernels.optimizer is not resolved.
     """
     fields = _made(OPTIMIZER_FIELDS, run)
     if run.optim.name == "muon":
@@ -39,10 +45,10 @@ def optimizer_config(run: RunConfig) -> Any:
     if run.kernels.optimizer in ("reference", "triton"):
         mcore.use_own_adam(**_made(ADAM_FIELDS, run))
         return mcore.OwnAdamConfig(**fields)
-    if run.kernels.optimizer == "te":
-        mcore.use_te_adam()
-    else:
-        mcore.use_torch_adam()
+    use = {"te": mcore.use_te_adam, "torch": mcore.use_torch_adam}.get(run.kernels.optimizer)
+    if use is None:
+        raise ValueError(f"kernels.optimizer = {run.kernels.optimizer!r} is not resolved")
+    use()
     return mcore.OptimizerConfig(**fields)
 
 
@@ -84,6 +90,14 @@ def _groups_of_muon(run: RunConfig) -> dict[Any, dict[str, Any]]:
         rates = {"max_lr": o.muon.adamw_lr, "min_lr": share * o.muon.adamw_lr}
         groups[where("no matrix", lambda p, name: not is_matrix(p, name))] = rates
     return groups
+
+
+def _update_in_one_pass(optimizer: Any) -> None:
+    """Let torch's Adam update each weight in one pass over memory; megatron-core leaves it at a dozen on a CPU."""
+    if isinstance(optimizer, torch.optim.Adam):
+        for group in optimizer.param_groups:
+            if all(weight.device.type in ("cpu", "cuda") for weight in group["params"]):
+                group["fused"] = True
 
 
 def build_schedule(run: RunConfig, optimizer: Any) -> Any:

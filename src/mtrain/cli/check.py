@@ -39,6 +39,15 @@ def verdict(problems: Sequence[Problem], digest: str | None) -> dict[str, object
     return {"ok": digest is not None, "problems": rows, "digest": digest}
 
 
+def _device(run: RunConfig) -> str:
+    """What is known of a device that a run is judged, or measured, by."""
+    c, form = run.cluster, run.precision.multiplies_in
+    words = [f"sm_{c.sm}"]
+    words += [f"{c.device_memory_gib:g} GiB"] if c.device_memory_gib is not None else []
+    words += [f"MFU of {c.peak_tflops[form]:g} TFLOP/s in {form}"] if form in c.peak_tflops else []
+    return ", ".join(words)
+
+
 def summary(loaded: Loaded) -> str:
     """The configuration that passed, in a few lines."""
     from mtrain.plan.count import parameters
@@ -68,6 +77,8 @@ def summary(loaded: Loaded) -> str:
         ("data", f"{run.data.kind}, samples of {run.data.seq_length} tokens"),
         ("digest", run.digest()),
     ]
+    if run.cluster.sm is not None:
+        lines.insert(3, ("device", _device(run)))
     warnings = [problem.render() for problem in loaded.warnings]
     return "\n".join([*warnings, "ok", *(f"  {name:<7} {text}" for name, text in lines)])
 

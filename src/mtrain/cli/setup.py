@@ -13,7 +13,7 @@ from mtrain.config.resolve import HERE, Machine, machine_problems, resolve, worl
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadInput, Problem
-from mtrain.units import bytes_
+from mtrain.units import GIB, bytes_
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def load(argv: Sequence[str], machine: Machine | None = None, environment: Mappi
     run = resolve(raw, machine, world_size)
     origins = resolved_origins(composed, run)
     problems = judge(composed, run, origins, machine, world_size)
-    problems += memory_problems(run, machine, origins["model.name"])
+    problems += memory_problems(run, machine, origins)
     if any(problem.severity == "error" for problem in problems):
         raise BadInput(sorted(problems, key=lambda p: p.severity))
     return Loaded(run, origins, composed.choices, tuple(problems), composed.history, raw)
@@ -76,11 +76,13 @@ def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> lis
     return [p for p in found if p.severity == "error" and not speaks_of_refused(p)]
 
 
-def memory_problems(run: RunConfig, machine: Machine, source: str) -> list[Problem]:
-    """A warning where the state of the model alone is more than the memory of the CPU it would run on."""
+def memory_problems(run: RunConfig, machine: Machine, origins: Mapping[str, str]) -> list[Problem]:
+    """A warning where the state of the model alone is more than the memory that it would run in."""
     from mtrain.plan.count import state_bytes
 
-    if run.cluster.device != "cpu" or run.cluster.nodes > 1 or not machine.memory_bytes:
+    if run.cluster.device != "cpu":
+        return _device_memory(run, origins)
+    if run.cluster.nodes > 1 or not machine.memory_bytes:
         return []
     need = state_bytes(run)
     if need <= machine.memory_bytes:
@@ -89,7 +91,25 @@ def memory_problems(run: RunConfig, machine: Machine, source: str) -> list[Probl
         f"weights, gradients and optimizer state need {bytes_(need)}, and this machine has "
         f"{bytes_(machine.memory_bytes)}; for the machines it is meant for, name them: cluster=h100x64"
     )
-    return [Problem("MT140", "model.name", run.model.name, rule, "model=llama_tiny", source, "warning")]
+    return [
+        Problem("MT140", "model.name", run.model.name, rule, "model=llama_tiny", origins["model.name"], "warning")
+    ]
+
+
+def _device_memory(run: RunConfig, origins: Mapping[str, str]) -> list[Problem]:
+    """The same of one device; state in host memory is not counted, so nothing is said where there is some."""
+    from mtrain.plan.count import state_bytes
+
+    memory, ranks = run.cluster.device_memory_gib, run.parallel.ranks or 1
+    if memory is None or run.optim.cpu_offload or state_bytes(run) <= memory * GIB * ranks:
+        return []
+    spread = run.model_copy(update={"parallel": run.parallel.model_copy(update={"distributed_optimizer": True})})
+    helps = run.optim.name == "adamw" and run.parallel.fsdp == "none" and state_bytes(spread) <= memory * GIB * ranks
+    need, here = bytes_(state_bytes(run) / ranks), bytes_(memory * GIB)
+    rule = f"weights, gradients and optimizer state need at least {need} a device, and {run.cluster.name} has {here}"
+    fix = "parallel.distributed_optimizer=true" if helps else "a cluster of more devices, or a larger tp, pp or ep"
+    key = "cluster.device_memory_gib"
+    return [Problem("MT145", key, memory, rule, fix, origins[key], "warning")]
 
 
 def resolved_origins(composed: Composed, run: RunConfig) -> dict[str, str]:

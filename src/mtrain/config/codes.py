@@ -70,6 +70,10 @@ WORDS: dict[str, tuple[str, str]] = {
         "An implementation of Adam is named that does not update what this run trains.",
         "Leave kernels.optimizer to auto, which takes one that does.",
     ),
+    "MT145": (
+        "The state of the model alone is larger than the memory of the devices.",
+        "Spread it: parallel.distributed_optimizer=true, more tp, pp or ep, or more devices.",
+    ),
     "MT501": ("A run folder is taken.", "Go on with it, or give the new run another name."),
     "MT502": ("There is no run or checkpoint to go on from.", "Name one that exists, or begin a new run."),
     "MT503": ("A checkpoint is of another model.", "Take the model of the checkpoint, or begin a new run."),

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mtrain.config.run import GROUPS, RunConfig
+from mtrain.config.unfed import UNFED
 
 FOREIGN = {
     "tensor_model_parallel_size": "parallel.tp",
@@ -107,11 +108,24 @@ FOREIGN = {
     "encoder_seq_length": "data.seq_length",
     "max_seq_len": "data.seq_length",
     "params_dtype": "precision.dtype",
+    "fp8_format": "precision.fp8",
+    "fp4_format": "precision.fp4",
+    "no_fp8_wgrad": "precision.fp8_wgrad",
+    "train_data_path": "data.blend",
     "torch_dtype": "precision.dtype",
     "accumulate_allreduce_grads_in_fp32": "precision.grad_reduce_in_fp32",
     "min_scale": "precision.min_loss_scale",
     "save_steps": "checkpoint.save_interval",
     "load": "checkpoint.resume",
+    "deterministic_mode": "trainer.deterministic",
+    "bucket_size": "parallel.ddp_bucket_size",
+    "apply_layernorm_1p": "model.layernorm_zero_centered_gamma",
+    "moe_input_jitter_eps": "model.moe.input_jitter_eps",
+    "moe_router_force_load_balancing": "model.moe.router_force_load_balancing",
+    "moe_shared_expert_gate": "model.moe.shared_expert_gate",
+    "moe_flex_dispatcher_backend": "model.moe.flex_dispatcher_backend",
+    "moe_router_padding_for_fp8": "model.moe.router_padding_for_quantization",
+    "compute_capability": "cluster.sm",
     "log_interval": "log.interval",
     "logging_steps": "log.interval",
     "distributed_timeout_minutes": "trainer.timeout_s",
@@ -152,6 +166,7 @@ DERIVED = {
         ),
         "what is fused follows from the implementations that `kernels` names",
     ),
+    "fp8_param_gather": "weights are drawn, cut and saved in precision.dtype; only products are in 8 bits",
     "make_vocab_size_divisible_by": "the vocabulary is always padded to a multiple of 128",
 }
 """Names that have no key here, and why."""
@@ -217,6 +232,10 @@ def suggest(path: str) -> tuple[list[str], str]:
     if last in FOREIGN:
         return [FOREIGN[last]], f"{last} is called {FOREIGN[last]} here{OTHERWISE.get(last, '')}"
     keys = list(schema_keys())
+    field = next((name for name in UNFED if name.partition(".")[2] == last), None)
+    if field is not None:
+        why, text = UNFED[field]
+        return [], f"megatron-core's {field} has no key, it is {why}: {text}"
     same_word = [key for key in keys if key.rpartition(".")[2] == last and not key.startswith("recipe.")]
     if same_word:
         return sorted(same_word, key=lambda k: -difflib.SequenceMatcher(None, k, path).ratio())[:3], ""

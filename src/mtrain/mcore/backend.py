@@ -28,6 +28,7 @@ from mtrain.errors import BadEnvironment
 from mtrain.mcore import api
 from mtrain.mcore.attention import CoreAttention
 from mtrain.mcore.layers import Activation, ColumnGroupedLinear, DuplicatedLinear, Norm, RowGroupedLinear, chosen
+from mtrain.mcore.linear import ColumnLinear, RowLinear
 
 BACKENDS = {"torch": "auto"}  # of the attention op: the fastest that takes a call
 
@@ -54,11 +55,11 @@ class Provider(BackendSpecProvider):
 
     def column_parallel_linear(self) -> type:
         """A linear layer split by output features."""
-        return self._te.column_parallel_linear() if self._uses_te("linear") else api.ColumnParallelLinear
+        return self._te.column_parallel_linear() if self._uses_te("linear") else ColumnLinear
 
     def row_parallel_linear(self) -> type:
         """A linear layer split by input features."""
-        return self._te.row_parallel_linear() if self._uses_te("linear") else api.RowParallelLinear
+        return self._te.row_parallel_linear() if self._uses_te("linear") else RowLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
         """One module for a norm and the linear layer behind it: only where everything is TransformerEngine's."""

@@ -20,6 +20,7 @@ from megatron.core.utils import divide
 from mtrain_kernels.activation.op import activation
 from mtrain_kernels.grouped_gemm.op import grouped_gemm
 from mtrain_kernels.grouped_gemm.reference import grouped_linear
+from mtrain_kernels.linear import linear
 from mtrain_kernels.norm.op import layer_norm, rms_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -131,7 +132,7 @@ class DuplicatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """`x` [..., input_size] to [..., output_size], and no bias."""
-        y = F.linear(x, self.weight)
+        y = linear(x, self.weight)
         if self._summed:
             # the compressed half needs no sum: the up projection that reads it sums its own input's gradient
             compressed, position = y.split([y.shape[-1] - self._summed, self._summed], dim=-1)

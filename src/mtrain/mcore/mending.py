@@ -165,13 +165,19 @@ def uneven_splits() -> None:
 
 
 def gradient_norm() -> None:
-    """Add squares up in fp64."""
+    """Add squares up in fp32 over a few thousand elements, and these sums in fp64."""
 
     def l2_norm(chunk_size: int, flag: Any, lists: list[list[torch.Tensor]], per_tensor: bool, *_: Any) -> Any:
-        norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for tensors in lists for t in tensors]
-        return torch.linalg.vector_norm(torch.stack(norms)).float().view(1), None
+        norms = [norm for tensors in lists for t in tensors for norm in _norms_of_rows(t.reshape(-1))]
+        return torch.linalg.vector_norm(torch.cat(norms).double()).float().view(1), None
 
     _core("optimizer.clip_grads").l2_norm_impl = l2_norm
+
+
+def _norms_of_rows(flat: torch.Tensor, width: int = 4096) -> list[torch.Tensor]:
+    whole = flat.numel() // width * width
+    rows, rest = flat[:whole].view(-1, width), flat[whole:]
+    return [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) for part in (rows, rest[None])]
 
 
 def _is_torch_adam(optimizer: Any) -> bool:

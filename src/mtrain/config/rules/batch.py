@@ -61,13 +61,13 @@ def groups_of_micro_batches(run: RunConfig) -> Iterator[Finding]:
     usual: Change = {"parallel.microbatch_group_size_per_vp_stage": None}
     if not p.pp <= group <= count and group != p.pp:
         rule = f"groups of {group} micro-batches; a step has {count}, and a group at least pp {p.pp}"
-        yield Finding("MT145", "parallel.microbatch_group_size_per_vp_stage", rule, (usual,))
+        yield Finding("MT146", "parallel.microbatch_group_size_per_vp_stage", rule, (usual,))
     elif group != p.pp and 0 < count % group < p.pp:
         rule = f"{count} micro-batches in groups of {group} leave {count % group}: none, or at least pp {p.pp}"
         more: tuple[Change, ...] = tuple(
             {"trainer.global_batch_size": n} for n in multiples(t.global_batch_size, step * group)
         )
-        yield Finding("MT145", "parallel.microbatch_group_size_per_vp_stage", rule, (usual, *more))
+        yield Finding("MT146", "parallel.microbatch_group_size_per_vp_stage", rule, (usual, *more))
 
 
 def profile_within_run(run: RunConfig) -> Iterator[Finding]:
@@ -92,29 +92,28 @@ def ramp_is_one(run: RunConfig) -> Iterator[Finding]:
     t = run.trainer
     if t.rampup_batch_size is not None and t.batch_size_schedule is not None:
         rule = f"steps grow by {LINEAR} or by {LISTED}, and both are set"
-        yield Finding("MT136", LINEAR, rule, ({LINEAR: None}, {LISTED: None}))
+        yield Finding("MT136", "trainer.rampup_batch_size", rule, ({LINEAR: None}, {LISTED: None}))
     elif t.rampup_batch_size is not None:
         first, increment, samples = t.rampup_batch_size
         gap = t.global_batch_size - first
         if gap < 1:
             rule = f"begins with {first} samples, which is not below global_batch_size {t.global_batch_size}"
-            yield Finding("MT137", LINEAR, rule, ({LINEAR: None},))
+            yield Finding("MT137", "trainer.rampup_batch_size", rule, ({LINEAR: None},))
         elif gap % increment or gap // increment > MOST_STAGES:
             near = nearest(increment, [d for d in divisors(gap) if gap // d <= MOST_STAGES])
             rule = f"from {first} to global_batch_size {t.global_batch_size} it is {gap}, no multiple of {increment}"
             if gap % increment == 0:
                 rule = f"{gap // increment} increments of {increment}, and {MOST_STAGES} are the most"
+            rule = f"{rule}; nearest increments: {listed(near)}"
             fixes: list[Change] = [{LINEAR: [first, n, samples]} for n in near[:2]]
-            yield Finding("MT137", LINEAR, f"{rule}; nearest increments: {listed(near)}", (*fixes, {LINEAR: None}))
+            yield Finding("MT137", "trainer.rampup_batch_size", rule, (*fixes, {LINEAR: None}))
     elif t.batch_size_schedule is not None:
         tokens = [end for _, end in t.batch_size_schedule]
         if not tokens or tokens != sorted(set(tokens)) or len(tokens) > MOST_STAGES:
-            rule = (
-                f"1 to {MOST_STAGES} pairs of a size and the tokens until which it holds, rising; here {tokens[:8]}"
-            )
+            rule = f"takes 1 to {MOST_STAGES} pairs [size, tokens] whose tokens rise; here {tokens[:8]}"
             last = dict(sorted((end, size) for size, end in t.batch_size_schedule))
             rising: Change = {LISTED: [[size, end] for end, size in last.items()][:MOST_STAGES]}
-            yield Finding("MT137", LISTED, rule, (rising, {LISTED: None}))
+            yield Finding("MT137", "trainer.batch_size_schedule", rule, (rising, {LISTED: None}))
 
 
 def every_size_divides(run: RunConfig) -> Iterator[Finding]:
@@ -154,9 +153,7 @@ def ramp_ends_within_the_run(run: RunConfig) -> Iterator[Finding]:
     if len(plan) > 1 and made[-1][1] != plan[-1].size:
         key = LINEAR if t.rampup_batch_size is not None else LISTED
         last, needed = made[-1][1], sum(number for number, _ in counted(plan, plan[-1].first)[:-1]) + 1
-        rule = (
-            f"{t.train_iters} steps end with {last} samples each; steps of {plan[-1].size} begin with number {needed}"
-        )
+        rule = f"the last of {t.train_iters} steps takes {last} samples; those of {plan[-1].size} begin with {needed}"
         fixes: tuple[Change, ...] = ({"trainer.train_iters": needed}, {key: None})
         yield Finding("MT139", key, rule, fixes, "warning")
 

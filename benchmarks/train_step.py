@@ -1,0 +1,315 @@
+"""A training step of mtrain beside megatron-core's and Hugging Face transformers', on one Llama of 26M parameters.
+
+    python benchmarks/train_step.py [--steps 20] [--threads 2] [--out FILE] [--dtypes fp32 bf16] [OVERRIDES ...]
+
+All train in this one process, on one rank, from the same weights and on the same samples; a step of each in turn, the
+order turned round every time. A ratio is the median over the rounds of another's seconds over mtrain's in one round
+(above 1: mtrain is faster), with its quartiles: of the wall, and of the CPU, which a busy machine disturbs least (but
+with several threads it counts their waiting). transformers is no dependency of mtrain: install it to have its rows.
+
+- `mtrain`: the whole step, with reading samples, the report over all ranks and the hooks of a training run.
+- `megatron-core`: its GPTModel of its local layer specs, its DistributedDataParallel and optimizer, in a bare loop.
+- `transformers`: LlamaForCausalLM, its loss, gradient clipping, and the fused AdamW that its Trainer takes unasked.
+  In bf16 there are two: `transformers`, all in bf16 with no fp32 main weights, which is less than mtrain keeps; and
+  `transformers, autocast`, fp32 weights under autocast, which is what `TrainingArguments(bf16=True)` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+MODEL = {
+    "name": "llama_26m",
+    "num_layers": 8,
+    "hidden_size": 384,
+    "ffn_hidden_size": 1024,
+    "num_attention_heads": 6,
+    "num_query_groups": 6,
+    "vocab_size": 16384,
+}
+WORDS = [
+    "model=llama_tiny",
+    *(f"model.{key}={value}" for key, value in MODEL.items()),
+    "parallel=single",
+    "data=mock",
+]
+WORDS += ["data.seq_length=256", "trainer.global_batch_size=4", "trainer.micro_batch_size=4"]
+Step = Callable[[], float]
+
+
+def main() -> int:
+    """Run the comparison and print it; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20, help="steps of each")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    parser.add_argument("overrides", nargs="*", help="keys of the configuration")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    result: dict[str, Any] = {}
+    for dtype in options.dtypes:
+        result[dtype] = measured([*WORDS, f"precision={dtype}", *options.overrides], options.steps)
+        print(json.dumps({dtype: result[dtype]}, indent=2), flush=True)
+    if options.out:
+        options.out.write_text(json.dumps({**result, **circumstances(options.threads)}, indent=2) + "\n")
+    return 0
+
+
+def measured(words: list[str], steps: int) -> dict[str, Any]:
+    """Median seconds of a step of each contender, tokens a second, and ratios to mtrain."""
+    from mtrain import mcore as door
+    from mtrain.cli.setup import load
+    from mtrain.devices import registry
+
+    door.open_door(registry.get("cpu"))
+    import torch
+
+    from mtrain.world.init import joined
+
+    run = load(words).run
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    with joined(run) as world, tempfile.TemporaryDirectory() as folder:
+        torch.set_num_threads(threads)
+        ours, chunk = mtrain_step(run, world, Path(folder))
+        contenders: dict[str, Step] = {"mtrain": ours, "megatron-core": core_step(run, world, chunk)}
+        contenders |= transformers_steps(run, chunk)
+        first = {name: step() for name, step in contenders.items()}
+        close = 1e-4 if run.precision.dtype == "fp32" else 2e-2
+        assert all(abs(x - first["mtrain"]) < close for x in first.values()), f"they compute differently: {first}"
+        for step in contenders.values():
+            step()
+        clocks = {"wall": time.perf_counter, "cpu": time.process_time}
+        seconds: dict[str, dict[str, list[float]]] = {c: {name: [] for name in contenders} for c in clocks}
+        for i in range(steps):
+            for name, step in list(contenders.items())[:: 1 - 2 * (i % 2)]:
+                begin = {c: clock() for c, clock in clocks.items()}
+                step()
+                for c, clock in clocks.items():
+                    seconds[c][name].append(clock() - begin[c])
+    tokens = run.trainer.global_batch_size * run.data.seq_length
+    return {**{c: compared(values) for c, values in seconds.items()}, "tokens_a_step": tokens, "first_losses": first}
+
+
+def compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians, and of each other contender the median and the quartiles of its seconds over mtrain's in one round."""
+    out: dict[str, Any] = {"rounds": len(seconds["mtrain"]), "median_seconds": {}, "ratios": {}}
+    for name, values in seconds.items():
+        out["median_seconds"][name] = statistics.median(values)
+        if name != "mtrain":
+            ratios = [theirs / ours for theirs, ours in zip(values, seconds["mtrain"], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            out["ratios"][name] = {"median": middle, "quartiles": [low, high]}
+    return out
+
+
+def mtrain_step(run: Any, world: Any, folder: Path) -> tuple[Step, Any]:
+    """One step of a training run with its hooks, and the model."""
+    from mtrain.train import hooks
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.progress import Progress
+    from mtrain.train.step import train_step
+
+    parts = assemble(run, world, splits_of(run))
+    log = run.log.model_copy(update={"progress": "none"})
+    progress = Progress(run.model_copy(update={"log": log}), speaks=True)
+    metrics = hooks.Metrics(folder)
+    chain = [metrics, progress]
+    for hook in chain:
+        hook.start(parts)
+
+    def step() -> float:
+        result = train_step(parts, stop_requested=False)
+        for hook in chain:
+            hook.after_step(parts, result)
+        return result.loss
+
+    return step, parts.state.chunks[0]
+
+
+def samples(run: Any) -> Iterator[tuple[Any, Any]]:
+    """Tokens and labels [batch, seq] of one step after another, the ones that mtrain draws."""
+    import numpy as np
+    import torch
+
+    from mtrain.data import open_splits, prepare
+
+    train = open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), ("train",)).train
+    batch, used = run.trainer.global_batch_size, 0
+    while True:
+        windows = torch.from_numpy(train.batch(np.arange(used, used + batch)))
+        used += batch
+        yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def core_step(run: Any, world: Any, chunk: Any) -> Step:
+    """A bare loop over megatron-core's own objects: local layer specs, data parallelism and optimizer."""
+    import torch
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from mtrain.build.optim import build_optimizer, build_schedule
+    from mtrain.build.transformer import transformer_config
+    from mtrain.config.core_fields import DDP_FIELDS, GPT_FIELDS, values
+    from mtrain.mcore import api
+    from mtrain.mcore.kept import unwrap
+
+    config = transformer_config(run, world.device)
+    spec = get_gpt_layer_local_spec(normalization=run.model.normalization)
+    gpt = api.GPTModel(config=config, transformer_layer_spec=spec, parallel_output=True, **values(GPT_FIELDS, run))
+    if run.precision.dtype != "fp32":
+        gpt = api.Float16Module(config, gpt)
+    unwrap(gpt).load_state_dict(unwrap(chunk).state_dict())
+    model = api.DistributedDataParallel(config, api.DistributedDataParallelConfig(**values(DDP_FIELDS, run)), gpt)
+    optimizer = build_optimizer(run, [model])
+    schedule = build_schedule(run, optimizer)
+    config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, api.finalize_model_grads
+    drawn, run_schedule = samples(run), api.get_forward_backward_func()
+    positions = torch.arange(run.data.seq_length).expand(run.trainer.micro, -1).contiguous()
+
+    def loss_of(losses: Any) -> Any:
+        total, count = losses.float().sum(), torch.tensor(losses.numel())
+        return total, count.int(), {"loss": total.detach() / count}
+
+    def step() -> float:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports = run_schedule(
+            forward_step_func=lambda it, module: (lambda t, y: (module(t, positions, None, labels=y), loss_of))(
+                *next(it)
+            ),
+            data_iterator=iter([next(drawn)]),
+            model=model,
+            num_microbatches=1,
+            seq_length=run.data.seq_length,
+            micro_batch_size=run.trainer.micro,
+            forward_only=False,
+        )
+        schedule.step(1)
+        optimizer.step()
+        return float(reports[0]["loss"])
+
+    return step
+
+
+def transformers_steps(run: Any, chunk: Any) -> dict[str, Step]:
+    """Steps of Hugging Face's Llama with the same weights; none where transformers is not installed."""
+    try:
+        import transformers
+    except ImportError:
+        print("transformers is not installed: no rows of it", file=sys.stderr)
+        return {}
+    import torch
+
+    weights, m = llama_weights(run, chunk), run.model
+    half = run.precision.dtype == "bf16"
+
+    def contender(dtype: Any, autocast: bool) -> Step:
+        config = transformers.LlamaConfig(
+            hidden_size=m.hidden_size,
+            intermediate_size=m.ffn_hidden_size,
+            num_hidden_layers=m.num_layers,
+            num_attention_heads=m.num_attention_heads,
+            num_key_value_heads=m.query_groups,
+            vocab_size=m.padded_vocab_size,
+            rms_norm_eps=m.layernorm_epsilon,
+            max_position_embeddings=m.max_position_embeddings,
+            rope_theta=m.rotary_base,
+            tie_word_embeddings=False,
+            attn_implementation="sdpa",
+        )
+        model = transformers.LlamaForCausalLM(config)
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        assert not missing, missing
+        assert not unexpected, unexpected
+        model = model.to(dtype).train()
+        o, drawn = run.optim, samples(run)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=1e-5, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, fused=True
+        )
+
+        def step() -> float:
+            tokens, labels = next(drawn)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_grad or 1.0)
+            optimizer.step()
+            return float(loss.detach())
+
+        return step
+
+    if not half:
+        return {"transformers": contender(torch.float32, False)}
+    return {
+        "transformers": contender(torch.bfloat16, False),
+        "transformers, autocast": contender(torch.float32, True),
+    }
+
+
+def llama_weights(run: Any, chunk: Any) -> dict[str, Any]:
+    """The model's weights under the names of Hugging Face's Llama, in fp32."""
+    from mtrain.mcore.kept import unwrap
+
+    state = {k: v.detach().float().clone() for k, v in unwrap(chunk).named_parameters()}
+    m = run.model
+    out = {
+        "model.embed_tokens.weight": state["embedding.word_embeddings.weight"],
+        "model.norm.weight": state["decoder.final_layernorm.weight"],
+        "lm_head.weight": state["output_layer.weight"],
+    }
+    each, size = m.num_attention_heads // m.query_groups, m.head_dim
+    for i in range(m.num_layers):
+        ours, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
+        qkv = state[f"{ours}self_attention.linear_qkv.weight"].view(m.query_groups, each + 2, size, m.hidden_size)
+        for name, part in zip("qkv", qkv.split([each, 1, 1], dim=1), strict=True):
+            out[f"{theirs}self_attn.{name}_proj.weight"] = part.reshape(-1, m.hidden_size)
+        out[f"{theirs}self_attn.o_proj.weight"] = state[f"{ours}self_attention.linear_proj.weight"]
+        gate, up = state[f"{ours}mlp.linear_fc1.weight"].chunk(2)
+        out |= {f"{theirs}mlp.gate_proj.weight": gate, f"{theirs}mlp.up_proj.weight": up}
+        out[f"{theirs}mlp.down_proj.weight"] = state[f"{ours}mlp.linear_fc2.weight"]
+        out[f"{theirs}input_layernorm.weight"] = state[f"{ours}input_layernorm.weight"]
+        out[f"{theirs}post_attention_layernorm.weight"] = state[f"{ours}pre_mlp_layernorm.weight"]
+    return out
+
+
+def circumstances(threads: int) -> dict[str, Any]:
+    """Where and with what this was measured."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "megatron-core", "transformers"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    words = " ".join(["benchmarks/train_step.py", *sys.argv[1:]])
+    return {
+        "device": f"cpu ({_processor()}), {threads} threads",
+        "load_at_the_end": os.getloadavg()[0],
+        "versions": versions,
+        "commit": commit,
+        "command": f"python {words}",
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
