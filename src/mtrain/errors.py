@@ -35,7 +35,9 @@ class Problem:
         head = f"{self.severity}[{self.code}] {origin}"
         if self.path:
             text = show(self.value)
-            head += f"{self.path} = {text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + '...'}: "
+            unread = self.value is None and self.code.startswith("MT00")  # the file was not read to its end
+            shown = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+            head += f"{self.path}: " if unread else f"{self.path} = {shown}: "
         lines = [head + self.rule]
         if self.fix:
             lines.append(f"  fix: {self.fix}")

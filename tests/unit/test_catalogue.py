@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.cli.main import main
 from mtrain.errors import Problem
 from tests.support.catalogue import ROWS, Row, judged
 from tests.support.catalogue_more import HARMLESS, MORE
@@ -62,6 +63,25 @@ def test_a_bad_input_is_named_with_numbers_and_mended_by_its_first_fix(row: Row,
 def test_what_works_here_is_not_refused(row: Row, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(row.text)
     assert judged([word.replace("{file}", str(tmp_path / "mine.yaml")) for word in row.words]) == []
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *next(row.words for row in ROWS if row.number == 6)]) == 0
+    assert "vocabulary 129 padded to 256" in capsys.readouterr().out
+
+
+def test_a_value_that_a_terminal_would_obey_is_shown_and_not_sent(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text('log:\n  name: "a\\e[31mb\\a"\n')
+    (problem,) = judged([f"recipe={tmp_path / 'mine.yaml'}"])
+    assert "a\\x1b[31mb\\x07" in problem.render()
+    assert "\x1b" not in problem.render()
+
+
+def test_a_recipe_with_a_misspelt_key_is_judged_on_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("parallel:\n  tp: 3\noptim:\n  learning_rate: 1e-3\n  lr: fast\n")
+    found = {(p.code, p.path): p.source.rpartition(":")[2] for p in judged([f"recipe={tmp_path / 'mine.yaml'}"])}
+    expected = {("MT012", "optim.learning_rate"): "4", ("MT013", "optim.lr"): "5", ("MT101", "parallel.tp"): "2"}
+    assert expected.items() <= found.items()
 
 
 def test_every_number_of_the_catalogue_is_tested_and_as_many_kinds_of_our_own() -> None:

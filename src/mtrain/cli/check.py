@@ -67,7 +67,7 @@ def summary(loaded: Loaded) -> str:
     grown = ", ".join(f"{number} steps of {size}" for number, size in sizes[:4])
     ramp = [("ramp", grown + (f", ... {sizes[-1][0]} of {sizes[-1][1]}" if len(sizes) > 4 else ""))]
     lines = [
-        ("model", f"{run.model.name}, {count(parameters(run.model))} parameters, {formats}"),
+        ("model", f"{run.model.name}, {count(parameters(run.model))} parameters, {formats}{_padding(run)}"),
         ("layout", ", ".join([*shown, *flags])),
         ("ranks", f"{p.ranks} on {run.cluster.name} ({run.cluster.device}, {run.cluster.nodes} node(s))"),
         ("batch", f"{t.global_batch_size} samples = {micro} micro-batch(es) of {t.micro} on {dp} rank(s)"),
@@ -81,3 +81,11 @@ def summary(loaded: Loaded) -> str:
         lines.insert(3, ("device", _device(run)))
     warnings = [problem.render() for problem in loaded.warnings]
     return "\n".join([*warnings, "ok", *(f"  {name:<7} {text}" for name, text in lines)])
+
+
+def _padding(run: RunConfig) -> str:
+    """Rows that the embedding has beyond the vocabulary, where there are any."""
+    m = run.model
+    return (
+        f", vocabulary {m.vocab_size} padded to {m.padded_vocab_size}" if m.padded_vocab_size > m.vocab_size else ""
+    )

@@ -43,7 +43,7 @@ def load(argv: Sequence[str], machine: Machine | None = None, environment: Mappi
     run = resolve(raw, machine, world_size)
     origins = resolved_origins(composed, run)
     problems = judge(composed, run, origins, machine, world_size)
-    problems += memory_problems(run, machine)
+    problems += memory_problems(run, machine, origins)
     if any(problem.severity == "error" for problem in problems):
         raise BadInput(sorted(problems, key=lambda p: p.severity))
     return Loaded(run, origins, composed.choices, tuple(problems), composed.history, raw)
@@ -76,13 +76,13 @@ def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> lis
     return [p for p in found if p.severity == "error" and not speaks_of_refused(p)]
 
 
-def memory_problems(run: RunConfig, machine: Machine) -> list[Problem]:
+def memory_problems(run: RunConfig, machine: Machine, origins: Mapping[str, str]) -> list[Problem]:
     """A warning where the state of the model alone is more than the memory that it would run in."""
     from mtrain.plan.count import state_bytes
 
     if run.cluster.device != "cpu":
-        return _device_memory(run)
-    if run.cluster.device != "cpu" or run.cluster.nodes > 1 or not machine.memory_bytes:
+        return _device_memory(run, origins)
+    if run.cluster.nodes > 1 or not machine.memory_bytes:
         return []
     need = state_bytes(run)
     if need <= machine.memory_bytes:
@@ -91,10 +91,12 @@ def memory_problems(run: RunConfig, machine: Machine) -> list[Problem]:
         f"weights, gradients and optimizer state need {bytes_(need)}, and this machine has "
         f"{bytes_(machine.memory_bytes)}; for the machines it is meant for, name them: cluster=h100x64"
     )
-    return [Problem("MT140", "model.name", run.model.name, rule, "model=llama_tiny", "", "warning")]
+    return [
+        Problem("MT140", "model.name", run.model.name, rule, "model=llama_tiny", origins["model.name"], "warning")
+    ]
 
 
-def _device_memory(run: RunConfig) -> list[Problem]:
+def _device_memory(run: RunConfig, origins: Mapping[str, str]) -> list[Problem]:
     """The same of one device; state in host memory is not counted, so nothing is said where there is some."""
     from mtrain.plan.count import state_bytes
 
@@ -106,7 +108,8 @@ def _device_memory(run: RunConfig) -> list[Problem]:
     need, here = bytes_(state_bytes(run) / ranks), bytes_(memory * GIB)
     rule = f"weights, gradients and optimizer state need at least {need} a device, and {run.cluster.name} has {here}"
     fix = "parallel.distributed_optimizer=true" if helps else "a cluster of more devices, or a larger tp, pp or ep"
-    return [Problem("MT146", "cluster.device_memory_gib", memory, rule, fix, "", "warning")]
+    key = "cluster.device_memory_gib"
+    return [Problem("MT146", key, memory, rule, fix, origins[key], "warning")]
 
 
 def resolved_origins(composed: Composed, run: RunConfig) -> dict[str, str]:

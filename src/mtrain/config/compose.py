@@ -141,9 +141,10 @@ class _Composition:
         base = self._run_file()
         chosen, sources = self._choices(recipe)
         known = self._groups(chosen, sources, base)
+        beneath = [copy.deepcopy(self.tree.values)]
         if recipe is not None:
             self.tree.merge(recipe.values, recipe.document.where)
-        beneath = copy.deepcopy(self.tree.values)
+        beneath.append(copy.deepcopy(self.tree.values))
         self._values()
         self.problems += resolve_references(self.tree.values, self.tree.where)
         run, problems = validate(self.tree.values, self.tree.where)
@@ -151,7 +152,7 @@ class _Composition:
         choices = chosen if base is not None else known
         if run is None or self.problems:
             found = _distinct(self.problems)
-            rest = run or self._without([p.path for p in found], beneath)
+            rest = run or self._without([p.path for p in found], *beneath) or self._without([p.path for p in found])
             raise Rejected(found, self._composed(rest, choices) if rest is not None else None)
         return self._composed(run, choices)
 
@@ -159,12 +160,18 @@ class _Composition:
         origins = {key: self._origin(key) for key in run.flat()}
         return Composed(run, origins, choices, history=tuple(self.tree.history))
 
-    def _without(self, paths: Sequence[str], beneath: Mapping[str, Any]) -> RunConfig | None:
-        """The configuration with each refused key as it was `beneath` the command line, or at its default."""
+    def _without(
+        self, paths: Sequence[str], files: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
+    ) -> RunConfig | None:
+        """The configuration with each refused key as it was beneath the one that set it, or at its default.
+
+        `files` are the values of the group files, `recipe` those with the recipe's.
+        """
         values = copy.deepcopy(self.tree.values)
         for path in filter(None, paths):
             parent, _, last = path.rpartition(".")
-            node, before = _at(values, parent), _at(beneath, parent)
+            under = recipe if self.tree.where(path) == COMMAND_LINE else files
+            node, before = _at(values, parent), _at(under or {}, parent)
             if isinstance(node, dict):
                 node.pop(last, None)
                 if isinstance(before, dict) and last in before:

@@ -139,6 +139,12 @@ FOREIGN = {
 }
 """Names of Megatron-LM flags and Hugging Face configuration keys -> the key here."""
 
+OTHERWISE = {
+    "untie_embeddings_and_output_weights": ", which says the opposite",
+    "distributed_timeout_minutes": ", in seconds",
+}
+"""How a foreign name's value differs from that of the key here."""
+
 DERIVED = {
     "data_parallel_size": "the data-parallel size is derived: ranks / (tp * pp * cp)",
     "dp": "the data-parallel size is derived: ranks / (tp * pp * cp); as a choice: parallel=tp2dp2",
@@ -224,7 +230,7 @@ def suggest(path: str) -> tuple[list[str], str]:
     if last in DERIVED:
         return [], DERIVED[last]
     if last in FOREIGN:
-        return [FOREIGN[last]], f"{last} is called {FOREIGN[last]} here"
+        return [FOREIGN[last]], f"{last} is called {FOREIGN[last]} here{OTHERWISE.get(last, '')}"
     keys = list(schema_keys())
     field = next((name for name in UNFED if name.partition(".")[2] == last), None)
     if field is not None:

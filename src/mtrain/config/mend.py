@@ -30,7 +30,9 @@ def mended(
     the value that the key had before it was set.
     """
     trial = _Trial(partial, resolve)
-    return [replace(p, fix=trial.best(p.fix, unusual=p.code not in PROPOSED)) for p in problems]
+    return [
+        replace(p, fix=trial.best(p.fix, unusual=p.code not in PROPOSED, meant=p.code == "MT013")) for p in problems
+    ]
 
 
 class _Trial:
@@ -41,13 +43,18 @@ class _Trial:
         self.held = partial.flat()
         self.before = self._said(partial, unusual=False)
 
-    def best(self, fix: str, *, unusual: bool) -> str:
-        """Those alternatives of a fix that work; where the first does not, the value that its key held before."""
+    def best(self, fix: str, *, unusual: bool, meant: bool) -> str:
+        """Those alternatives of a fix that work; where the first does not, the value that its key held before.
+
+        What was `meant` stays where the rest is broken already: it may fit once that is mended.
+        """
         changes = [_change(text) for text in fix.split(" or ")]
         known = [change for change in changes if change is not None]
         if len(known) < len(changes):  # words, or several keys at once
             return fix
         good = [change for change in known if self._fits(*change, unusual=unusual)]
+        if known[0] not in good and meant and self.before:
+            return fix
         if known[0] not in good:  # another key that takes the value is not what was meant
             key = known[0][0]
             works = key in self.held and self._fits(key, self.held[key], unusual=True)

@@ -87,4 +87,5 @@ def near_choice(word: str, choices: Sequence[str]) -> list[str]:
     near = difflib.get_close_matches(word, choices, n=3, cutoff=0.5)
     plain = re.sub(r"[^a-z0-9]", "", word.lower())
     same = [c for c in choices if re.sub(r"[^a-z0-9]", "", c.lower()) == plain]
-    return list(dict.fromkeys([*same, *near]))
+    begun = [c for c in choices if len(word) > 2 and c.startswith(word)]
+    return list(dict.fromkeys([*same, *begun, *near]))[:3]
