@@ -80,9 +80,9 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT150", {"model.moe": {**MOE, "pad_expert_input_to_capacity": True}}),
     ("MT150", {"model.moe": {**MOE, "shared_expert_overlap": True}}),
     ("MT150", {"model.mla": {**MLA, "mscale": 0.7}, "model.num_query_groups": None}),
-    ("MT146", {"parallel.pp": 2, "parallel.vpp": 2, "parallel.microbatch_group_size_per_vp_stage": 8}),
+    ("MT145", {"parallel.pp": 2, "parallel.vpp": 2, "parallel.microbatch_group_size_per_vp_stage": 8}),
     (
-        "MT146",
+        "MT145",
         {
             "parallel.pp": 2,
             "parallel.vpp": 2,

@@ -61,13 +61,13 @@ def groups_of_micro_batches(run: RunConfig) -> Iterator[Finding]:
     usual: Change = {"parallel.microbatch_group_size_per_vp_stage": None}
     if not p.pp <= group <= count and group != p.pp:
         rule = f"groups of {group} micro-batches; a step has {count}, and a group at least pp {p.pp}"
-        yield Finding("MT146", "parallel.microbatch_group_size_per_vp_stage", rule, (usual,))
+        yield Finding("MT145", "parallel.microbatch_group_size_per_vp_stage", rule, (usual,))
     elif group != p.pp and 0 < count % group < p.pp:
         rule = f"{count} micro-batches in groups of {group} leave {count % group}: none, or at least pp {p.pp}"
         more: tuple[Change, ...] = tuple(
             {"trainer.global_batch_size": n} for n in multiples(t.global_batch_size, step * group)
         )
-        yield Finding("MT146", "parallel.microbatch_group_size_per_vp_stage", rule, (usual, *more))
+        yield Finding("MT145", "parallel.microbatch_group_size_per_vp_stage", rule, (usual, *more))
 
 
 def profile_within_run(run: RunConfig) -> Iterator[Finding]:
