@@ -128,11 +128,11 @@ def bare_step(run: Any, world: Any) -> Callable[[], float]:
 
         tokens, labels, positions, mask = next(iterator)
 
-        def loss(losses: Any) -> Any:
-            total, count = (losses.float() * mask).sum(), mask.sum()
+        def loss(total: Any) -> Any:
+            count = mask.sum()
             return total, count.int(), {"loss": torch.stack([total.detach(), count])}
 
-        return chunk(tokens, positions, None, labels=labels), loss
+        return chunk(tokens, positions, None, labels=labels, loss_mask=mask), loss
 
     def step() -> float:
         import numpy as np
