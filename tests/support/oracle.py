@@ -41,7 +41,7 @@ POLICY: dict[str, str] = {
     "MT136": "two ramps are written, and only one can be meant",
     "MT137": "a ramp that never reaches its batch: the one step that is tried does not come so far",
     "MT138": "a later size of the ramp does not divide: the one step that is tried does not come so far",
-    "MT407": "the process that tries may have Triton's interpreter on from an earlier test; the machine that is judged has not",
+    "MT407": "the process that tries may have an interpreter of Triton on; the machine that is judged has none",
     "MT141": "the cut into stages is written twice, and only one can be meant",
     "MT207": "latent attention turns its heads by rope whatever the key says",
     "MT171": "more layers than a stage has: whoever wrote it counts layers otherwise than the pipeline does",
