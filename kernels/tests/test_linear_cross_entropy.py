@@ -250,3 +250,21 @@ def test_the_logits_are_never_held_whole():
     chunk = 6 * op.CHUNK_ELEMENTS["cpu"] / 2**20  # logits in bf16 and in fp32
     assert fused < chunk + 2 * gradients + 40, said  # 40 MiB: what a first matrix product takes for itself
     assert fused < plain / 2, said
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 100, 1024])
+def test_few_tokens_of_a_small_vocabulary_are_done_in_parts_on_a_cpu_too(tokens, monkeypatch):
+    held = []
+    open_chunk = reference.ReferenceChunks.__call__
+
+    def seen(self, logits, *rest):
+        held.append(logits.numel())
+        return open_chunk(self, logits, *rest)
+
+    monkeypatch.setattr(reference.ReferenceChunks, "__call__", seen)
+    hidden, weight = torch.randn(tokens, 8), torch.randn(50, 8)
+    linear_cross_entropy(
+        hidden, weight, torch.zeros(tokens, dtype=torch.int64), torch.ones(tokens), choice="reference"
+    )
+    assert sum(held) == tokens * 50
+    assert max(held) <= (tokens + 1) // 2 * 50

@@ -124,10 +124,15 @@ def _require(hidden: Tensor, weight: Tensor, labels: Tensor, parts: int, terms: 
     valid_terms(terms)
 
 
-def chunk_rows(chunk: int, columns: int, device: torch.device) -> int:
-    """How many tokens are done at a time: `chunk`, or for 0 a multiple of 64 that keeps to the elements allowed."""
-    rows = CHUNK_ELEMENTS.get(device.type, GPU_CHUNK_ELEMENTS) // columns
-    return chunk or max(64, rows // 64 * 64)
+def chunk_rows(chunk: int, tokens: int, columns: int, device: torch.device) -> int:
+    """How many tokens are done at a time: `chunk`, or for 0 a multiple of 64 that keeps to the elements allowed.
+
+    On a CPU it is at most half of the tokens, so that few tokens, too, never have all their logits at once.
+    """
+    if chunk:
+        return chunk
+    rows = max(64, CHUNK_ELEMENTS.get(device.type, GPU_CHUNK_ELEMENTS) // columns // 64 * 64)
+    return min(rows, max(1, ceil_div(tokens, 2))) if device.type == "cpu" else rows
 
 
 def _triton_chunks() -> Open:
@@ -164,7 +169,7 @@ def _run(
         token_weights,
         vocabulary,
         terms,
-        rows=chunk_rows(chunk, weight.shape[0], hidden.device),
+        rows=chunk_rows(chunk, labels.shape[0], weight.shape[0], hidden.device),
         need_hidden=need_hidden,
         need_weight=need_weight,
         fp32_accumulate=fp32_accumulate,
@@ -301,7 +306,7 @@ _token_cross_entropy.register_autograd(_differentiate_tokens, setup_context=_sav
 def _launch(model: Model) -> None:
     from mtrain_kernels.cross_entropy import triton
 
-    rows = chunk_rows(0, model.vocab, torch.device("meta"))
+    rows = chunk_rows(0, model.tokens, model.vocab, torch.device("meta"))
     logits = torch.empty((rows, model.vocab), dtype=torch.bfloat16, device="meta")
     labels = torch.empty(rows, dtype=torch.int64, device="meta")
     statistics = triton.row_statistics(logits, labels, 0, Terms(model.vocab, 0.0, 1e-4))
@@ -319,7 +324,7 @@ def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, A
 
 def _cost(model: Model) -> Cost:
     weight, logits = model.vocab * model.hidden, model.tokens * model.vocab
-    chunks = ceil_div(model.tokens, chunk_rows(0, model.vocab, torch.device("meta")))
+    chunks = ceil_div(model.tokens, chunk_rows(0, model.tokens, model.vocab, torch.device("meta")))
     # a chunk: logits written, read, read and replaced, read twice; weight read twice, its gradient added to
     return Cost(bytes=2 * (6 * logits + 4 * chunks * weight), flops=6 * model.tokens * weight)
 
