@@ -135,7 +135,7 @@ def _literal(path: str, value: Any, where: Where) -> Problem:
     near = near_choice(str(value), choices)
     default = _default(path)
     best = near or ([str(default)] if default is not None else list(choices))
-    rule = f"must be one of {', '.join(choices)}"
+    rule = f"must be one of {', '.join(choices)}" + (f"; {near[0]} is the nearest" if near else "")
     fix = f"{path}={best[0]}" if best else ""
     return Problem("MT014", path, value, rule, _indexed(path, fix), where(path))
 
