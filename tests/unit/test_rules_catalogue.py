@@ -108,6 +108,10 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT161", {"parallel.cp": 4, "parallel.cp_comm_type": "a2a", "model.num_query_groups": 2}),
     ("MT162", {"parallel.fsdp": "fsdp2", "parallel.ranks": 2, "parallel.distributed_optimizer": True}),
     ("MT164", {"parallel.fsdp": "megatron", "parallel.hsdp_replicas": 2, "model.moe": MOE, "parallel.ep": 2}),
+    (
+        "MT163",
+        {"parallel.fsdp": "megatron", "parallel.pp": 2, "model.moe": {**MOE, "shared_expert_intermediate_size": 64}},
+    ),
     ("MT165", {"parallel.fsdp": "megatron", "parallel.ranks": 2, "optim.name": "sgd"}),
     ("MT167", {"parallel.fsdp": "fsdp2", "parallel.ranks": 4, "parallel.hsdp_replicas": 3}),
     ("MT167", {"parallel.fsdp": "fsdp2", "parallel.ranks": 2, "parallel.hsdp_replicas": 2}),

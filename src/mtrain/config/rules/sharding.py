@@ -112,6 +112,18 @@ def fully_sharded(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT165", "parallel.fsdp", rule, ({"optim.name": "adamw"}, torch_fsdp, plain))
 
 
+def shared_experts_stay_on_a_stage(run: RunConfig) -> Iterator[Finding]:
+    """A stage with shared experts closes a micro-batch of megatron-core's FSDP before all gradients are there."""
+    p, moe = run.parallel, run.model.moe
+    if p.fsdp != "megatron" or p.fsdp_sharding == "optim" or p.pp == 1 or moe is None:
+        return
+    if moe.shared_expert_intermediate_size:
+        rule = f"megatron's FSDP misses gradients of a stage that has shared experts, and parallel.pp is {p.pp}"
+        optim: Change = {"parallel.fsdp_sharding": "optim"}
+        other: Change = {"parallel.fsdp": "fsdp2", "parallel.fsdp_sharding": None}
+        yield Finding("MT163", "parallel.fsdp", rule, (optim, other, {"parallel.pp": 1}))
+
+
 def replicas_divide(run: RunConfig) -> Iterator[Finding]:
     """Groups that each hold one whole spread copy are equal."""
     p = run.parallel
@@ -213,6 +225,7 @@ RULES = (
     dynamic_context,
     heads_can_be_exchanged,
     fully_sharded,
+    shared_experts_stay_on_a_stage,
     replicas_divide,
     recomputed_modules_exist,
     recomputed_layers_are_in_a_stage,
