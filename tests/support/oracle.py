@@ -44,7 +44,7 @@ POLICY: dict[str, str] = {
     "MT407": "the process that tries may have an interpreter of Triton on; the machine that is judged has none",
     "MT141": "the cut into stages is written twice, and only one can be meant",
     "MT207": "latent attention turns its heads by rope whatever the key says",
-    "MT163": "gradients are there in time or not as it happens: one step in a few ends with weights that are no numbers",
+    "MT163": "gradients are there in time or not, as it happens: some steps end without numbers",
     "MT171": "more layers than a stage has: whoever wrote it counts layers otherwise than the pipeline does",
     "MT463": "few bits would be kept of some weights and 32 of others, and nobody said of which",
     "MT203": "an odd number of channels that rotate: megatron-core turns one more than was written, or none at all",
