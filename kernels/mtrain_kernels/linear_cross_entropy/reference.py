@@ -17,7 +17,7 @@ from mtrain_kernels.cross_entropy import reference as rows_reference
 from mtrain_kernels.cross_entropy.op import mark_foreign
 from mtrain_kernels.cross_entropy.reference import Terms, capped, local_labels, token_losses, wide
 from mtrain_kernels.cross_entropy.vocabulary import Vocabulary
-from mtrain_kernels.linear import fits, product
+from mtrain_kernels.linear import add_weight_gradient, product
 
 # Statistics [3, t] of a chunk of logits, and what turns the merged log-sum-exp and a factor per token into the
 # gradient of the logits; the chunk may be overwritten.
@@ -90,10 +90,8 @@ def chunked(
             torch.mul(product(dlogits, weight.T), factors[part], out=dhidden[part])
         if need_weight:
             weighted = (hidden[part] * factors[part]).to(hidden.dtype)
-            if fits(dlogits, weight):
-                dweight += product(dlogits.T, weighted.T)
-            elif dweight.dtype == dlogits.dtype:
-                dweight.addmm_(dlogits.T, weighted)
+            if dweight.dtype == dlogits.dtype:
+                add_weight_gradient(dweight, dlogits, weighted)
             else:
                 dweight += dlogits.T @ weighted
     return Gradients(losses, dhidden, dweight.to(weight.dtype), scale)
