@@ -91,22 +91,31 @@ def product(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     return y
 
 
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """`dy^T x` [n, k] of `dy` [t, n] and `x` [t, k]."""
+    return product(dy.t(), x.t())
+
+
 def add_weight_gradient(into: Tensor, dy: Tensor, x: Tensor) -> None:
-    """Adds `dy^T x` to `into`: `dy` [t, n], `x` [t, k], `into` [n, k], in one call where the BLAS makes it."""
-    if not fits(dy, into):
+    """Adds `dy^T x` to `into` [n, k], in one call where the BLAS makes it: `dy` [t, n] and `x` [t, k].
+
+    oneDNN copies its first operand where that is transposed. Into a transposed `into` (see `zero_gradient`) it is
+    `x` that is copied, not `dy`.
+    """
+    if not fits(dy.t(), x.t()):
         into.addmm_(dy.t(), x)
+    elif into.t().is_contiguous() and not into.is_contiguous():
+        into.t().add_(product(x.t(), dy.t()))
     else:
         into.add_(weight_gradient(dy, x))
 
 
-def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """`dy^T x` [n, k] of `dy` [t, n] and `x` [t, k].
-
-    oneDNN copies its first operand where that is transposed, so it is given the smaller one first.
-    """
-    if dy.shape[1] <= x.shape[1] or not fits(dy.t(), x.t()):
-        return product(dy.t(), x.t())
-    return product(x.t(), dy.t()).t()
+def zero_gradient(weight: Tensor, dtype: torch.dtype, tokens: int) -> Tensor:
+    """Zeros in the shape of `weight` [n, k], laid out for `add_weight_gradient` of `tokens` rows of which n > k."""
+    n, k = weight.shape
+    if n > k and dtype == weight.dtype and fits(weight.new_empty((1, 1)).expand(tokens, k), weight):
+        return weight.new_zeros((k, n), dtype=dtype).t()
+    return weight.new_zeros((n, k), dtype=dtype)
 
 
 class _Linear(torch.autograd.Function):
