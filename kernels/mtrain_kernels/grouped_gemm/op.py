@@ -185,6 +185,7 @@ def _launch(model: Model) -> None:
     y = triton.rows_product(x, weight, ends)
     triton.rows_product(y, weight, ends, transposed=True)
     triton.weights_product(y, x, ends)
+    triton.weights_product(y, y.new_empty(rows, 8), ends)  # of biases
 
 
 OPS = (
