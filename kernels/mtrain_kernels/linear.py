@@ -23,7 +23,7 @@ _library: Library = "blas"
 
 
 def use(library: Library) -> None:
-    """Make the fp32 products of this process by `library`. Raises `ValueError` where there is no such library here."""
+    """Make the fp32 products of this process by `library`. Raises `ValueError` where it is not here."""
     global _library
     if library not in ("blas", "onednn"):
         raise ValueError(f"{library!r} is neither blas nor onednn")
@@ -104,7 +104,7 @@ def add_weight_gradient(into: Tensor, dy: Tensor, x: Tensor) -> None:
     """
     if not fits(dy.t(), x.t()):
         into.addmm_(dy.t(), x)
-    elif into.t().is_contiguous() and not into.is_contiguous():
+    elif into.stride(0) == 1 != into.stride(1):
         into.t().add_(product(x.t(), dy.t()))
     else:
         into.add_(weight_gradient(dy, x))

@@ -15,7 +15,7 @@ from mtrain_kernels.linear_cross_entropy.reference import Gradients, Open, Refer
 from mtrain_kernels.registry import Case, Cost, Model, Op, pick
 from mtrain_kernels.runtime import ceil_div
 
-CHUNK_ELEMENTS = {"cpu": 1 << 23}  # logits alive at a time: 16 MiB in bf16 suit a CPU's caches
+CHUNK_ELEMENTS = {"cpu": 1 << 22}  # logits alive at a time: 16 MiB in fp32 suit caches and stay in the heap
 GPU_CHUNK_ELEMENTS = 1 << 27  # 256 MiB in bf16: matrix products of 1,024 tokens at a vocabulary of 128 thousand
 
 
@@ -47,7 +47,7 @@ def linear_cross_entropy(
     is a scalar and the losses are [t], in fp32; all of it is the same on every rank of `group`, over which the
     vocabulary is split in equal parts. The gradient of `hidden` is summed over the ranks. With `sequence_parallel`
     `hidden` is this rank's [t / ranks, h], gathered here, and its gradient this rank's part. `chunk` is how many
-    tokens are done at a time (by default as many as make 2^27 logits, 2^23 on a CPU). The gradient of the weight
+    tokens are done at a time (by default as many as make 2^27 logits, 2^22 on a CPU). The gradient of the weight
     is added up over the chunks in its own dtype, or in fp32 with `fp32_accumulate`, at 4 bytes an element. The
     loss and the remaining arguments, also the errors raised, are those of `cross_entropy`; rows of the weight from
     `vocab_size` on are padding, take no part, and have a gradient of 0.

@@ -17,7 +17,7 @@ from mtrain_kernels.cross_entropy import reference as rows_reference
 from mtrain_kernels.cross_entropy.op import mark_foreign
 from mtrain_kernels.cross_entropy.reference import Terms, capped, local_labels, real_columns, token_losses, wide
 from mtrain_kernels.cross_entropy.vocabulary import Vocabulary
-from mtrain_kernels.linear import add_weight_gradient, product
+from mtrain_kernels.linear import add_weight_gradient, product, zero_gradient
 
 # Statistics [3, t] of a chunk of logits, and what turns the merged log-sum-exp and a factor per token into the
 # gradient of the logits; the chunk may be overwritten.

@@ -61,7 +61,7 @@ def _may_defer(run: RunConfig) -> bool:
 def blank_model(run: RunConfig, world: World) -> list[Any]:
     """This rank's chunks in a `pretended` world: every layer and shape, no memory; portable layers."""
     words = {key: "reference" for key, value in run.kernels if not isinstance(value, bool)}
-    off = {"gradient_accumulation_fusion": False}
+    off = {"gradient_accumulation_fusion": False, "cpu_matmul": None}
     kernels = run.kernels.model_copy(update={**words, **off})
     run = run.model_copy(update={"kernels": kernels, "precision": run.precision.unquantized(run.precision.dtype)})
     return _chunks(run, transformer_config(run, world.device))

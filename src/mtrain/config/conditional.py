@@ -279,6 +279,7 @@ CONDITIONAL = (
         lambda r: False,
         off=False,
     ),
+    Conditional("kernels.cpu_matmul", lambda r: r.cluster.device == "cpu", "cluster.device=cpu"),
     *(Conditional(f"kernels.{op.name}", op.applies, op.needs) for op in OPERATIONS if op.needs),
     *(
         Conditional(path, active, needs, off=field_of(path).default)  # type: ignore[union-attr]

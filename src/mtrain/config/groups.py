@@ -218,6 +218,9 @@ class KernelsConfig(Section):
     optimizer: Literal["auto", "torch", "reference", "triton", "te"] | None = None
     """The update of adamw, and muon's of what is no matrix. torch: torch.optim; reference and triton: all tensors in
     one call, for muon, and with state in few bits; null: kernels.default where it can do it."""
+    cpu_matmul: Literal["auto", "blas", "onednn"] | None = None
+    """fp32 products on a CPU: by the BLAS of torch, mostly MKL, or by oneDNN; null, auto: what is measured to be
+    faster, once per machine, the same on all ranks."""
     gradient_accumulation_fusion: bool = False
     """Weight gradients are added up inside the GEMM that makes them; needs linear=te on a GPU."""
 

@@ -23,6 +23,7 @@ from mtrain.config.load import read_run_file
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig, effect_of
 from mtrain.errors import BadEnvironment, BadInput, Damaged, Problem, show
+from mtrain.launching import matmul
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import flops_per_token, parameters, state_bytes
 from mtrain.world.stacks import ERRORS
@@ -169,7 +170,8 @@ def _describe(run: RunConfig, chosen: Plan, argv: list[str]) -> None:
     """Write run.yaml, overrides.txt, env.json and plan.json; a resume keeps the earlier run.yaml under a number."""
     folder, current = chosen.folder, chosen.folder / RUN_FILE
     draft = folder / f".{RUN_FILE}"
-    why = kernels.reasons(run, Machine.here())
+    products = matmul.reason(run)
+    why = kernels.reasons(run, Machine.here()) | ({"cpu_matmul": products} if products else {})
     draft.write_text(run_yaml(anchored(run).recorded(), {f"kernels.{name}": text for name, text in why.items()}))
     ckpt_folder.sync(draft)
     if current.exists() and not chosen.new:

@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.moe import router, token_dispatcher
+from mtrain_kernels import linear
 from mtrain_kernels.moe_permute.op import Plan
 from mtrain_kernels.moe_permute.op import permute as permute_rows
 from mtrain_kernels.moe_permute.op import unpermute as unpermute_rows
 from mtrain_kernels.moe_router.op import moe_router
 from mtrain_kernels.rope.op import rotate
 from torch import Tensor
+
+from mtrain.errors import BadEnvironment
 
 
 class Slot(NamedTuple):
@@ -52,6 +55,14 @@ def rotary(
         t.transpose(0, 1), cos, sin, interleaved=rotary_interleaved or multi_latent_attention, choice=choice
     )
     return turned.transpose(0, 1)
+
+
+def rotary_on_cpu(t: Tensor, freqs: Tensor, *args: Any, original: Callable[..., Tensor], **options: Any) -> Tensor:
+    """megatron-core's rotation, or the same by `mtrain_kernels.rope.cpu` where that is made for it."""
+    plain = not any(args) and not any(value for name, value in options.items() if name != "mscale")
+    if plain and t.device.type == "cpu" and t.dtype == torch.float32:
+        return rotary(t, freqs, mscale=options.get("mscale", 1.0), choice="reference")
+    return original(t, freqs, *args, **options)
 
 
 def routed(
@@ -152,9 +163,20 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
 
 
 def plug_in(kernels: Any) -> None:
-    """Set the names of every operation to what `kernels` chose: megatron-core's own where that is `reference`."""
+    """Set the names of every operation to what `kernels` chose: megatron-core's own where that is `reference`.
+
+    The library of a CPU's products is set where it was chosen.
+    """
+    if kernels.cpu_matmul not in (None, "auto"):
+        try:
+            linear.use(kernels.cpu_matmul)
+        except ValueError as error:
+            raise BadEnvironment(f"kernels.cpu_matmul = {kernels.cpu_matmul}: {error}") from None
     for operation, slots in SLOTS.items():
         choice = getattr(kernels, operation) or "reference"
         for slot in slots:
             ours = functools.partial(slot.ours, choice=choice)
             setattr(slot.module, slot.name, slot.original if choice == "reference" else ours)
+    if kernels.rope == "reference":
+        (slot,) = SLOTS["rope"]
+        setattr(slot.module, slot.name, functools.partial(rotary_on_cpu, original=slot.original))
