@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,11 @@ from mtrain.config.run import RunConfig
 from mtrain.mcore import api as mcore
 from mtrain.mcore import optimizer_state, sharding
 from mtrain.world.beats import beat
-from mtrain.world.init import World, seed_generators
+from mtrain.world.generators import seed_generators
+from mtrain.world.init import World
+
+STREAMS = "by stage, data and context rank"
+"""Which ranks' generators differ, as a checkpoint says it; before it did, all were alike."""
 
 
 @dataclass
@@ -43,6 +49,7 @@ def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts
         "optimizer_step": _agreed_step(world, optimizer_state.get_step(state.optimizer)),
         "loss_scale": _loss_scale(state.optimizer),
         "grid": world.grid.sizes,
+        "streams": STREAMS,
         "digest": run.digest(),
         "data": data_facts,
     }
@@ -60,7 +67,8 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
 
     Returns:
         Whether the generators were restored too. They belong to a layout: under another one they start from the
-        seed and the step, so dropout differs from the uninterrupted run while everything else goes on.
+        seed and the step, so dropout differs from the uninterrupted run while everything else goes on. So they do
+        where the checkpoint is of a version whose ranks all drew alike.
 
     Raises:
         Damaged: a tensor is missing or has another shape.
@@ -75,10 +83,10 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
     state.step, state.consumed_samples = checkpoint.step, facts["consumed_samples"]
     state.schedule.num_steps = facts["schedule_steps"]
     state.schedule.step(0)
-    if facts["grid"] == world.grid.sizes:
+    if facts["grid"] == world.grid.sizes and facts.get("streams") == STREAMS:
         set_rng_tensors(world, checkpoint.rank_tensors(world.rank))
         return True
-    seed_generators(seed + 1_000_003 * (state.step + 1))
+    seed_generators(seed, world.coords, state.step)
     return False
 
 
@@ -116,6 +124,16 @@ def set_rng_tensors(world: World, tensors: dict[str, torch.Tensor]) -> None:
     random.setstate((3, tuple(tensors["rng/python"].tolist()), gauss[0] if gauss else None))
     world.device.set_rng_state(tensors["rng/device"])
     torch.set_rng_state(tensors["rng/torch"])
+
+
+@contextmanager
+def generators_kept(world: World) -> Iterator[None]:
+    """Leave every generator of this rank as it was: what is drawn inside changes nothing that is drawn after."""
+    kept = rng_tensors(world)
+    try:
+        yield
+    finally:
+        set_rng_tensors(world, kept)
 
 
 def _agreed_step(world: World, step: int) -> int:

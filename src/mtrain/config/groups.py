@@ -162,7 +162,8 @@ class TrainerConfig(Section):
     eval_iters: NonNegativeInt = 4
     """Global batches of the validation split per evaluation; 0: never evaluate."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
-    """Seed of weights, sample order and dropout; independent of the layout."""
+    """Seed of weights and sample order, which do not depend on the layout, and of dropout: stages, data- and
+    context-parallel ranks draw other masks, tensor-parallel ranks the same ones of what each of them holds whole."""
     deterministic: bool = False
     """Only algorithms that give the same bits every time, where a GPU has faster ones; an operation without any is an
     error. On a CPU every run is so."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mtrain.ckpt.state import TrainState
+from mtrain.ckpt.state import TrainState, generators_kept
 from mtrain.config.batches import Stage, size_after, stages
 from mtrain.config.run import RunConfig
 from mtrain.data.batch import GlobalBatches
@@ -100,9 +100,12 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
 
 
 def evaluate(parts: Parts, data: GlobalBatches, iters: int) -> float:
-    """Mean cross entropy per token over the first `iters` global batches of `data`, in nats."""
+    """Mean cross entropy per token over the first `iters` global batches of `data`, in nats.
+
+    Training goes on with the random numbers that it would have had: a router may draw in an evaluation too.
+    """
     total, count = 0.0, 0
-    with gathered(parts.state.chunks), torch.no_grad():
+    with gathered(parts.state.chunks), generators_kept(parts.world), torch.no_grad():
         for chunk in parts.state.chunks:
             chunk.eval()
         for i in range(iters):
