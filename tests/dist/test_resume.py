@@ -48,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "pp2dp2 dropout": {"ranks": 4, "pp": 2, "model": DROPS},
     "cp2 dropout, noise of routers": {"ranks": 2, "cp": 2, "model": {**DROPS, "moe": NOISY}},
     "dp2 sgd": {"ranks": 2, "optim": {"name": "sgd"}},
+    "sgd without momentum": {"optim": {"name": "sgd", "momentum": 0.0}},
     "tp2 own adam": {"ranks": 2, "tp": 2, "kernel": "reference"},
     "dp2 own adam, distributed optimizer": {"ranks": 2, "kernel": "reference", "distributed_optimizer": True},
     "ep2 own adam": {"ranks": 2, "ep": 2, "kernel": "reference", "model": EXPERTS},

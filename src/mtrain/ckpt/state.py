@@ -37,6 +37,8 @@ class TrainState:
     """Updates made."""
     consumed_samples: int = 0
     """Samples of the training split used so far: the data position, whatever the layout."""
+    skipped_updates: int = 0
+    """Updates that fp16 skipped in a row, up to the last step."""
 
 
 def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts: dict[str, Any]) -> Path:
@@ -48,6 +50,7 @@ def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts
         "schedule_steps": state.schedule.num_steps,
         "optimizer_step": _agreed_step(world, optimizer_state.get_step(state.optimizer)),
         "loss_scale": _loss_scale(state.optimizer),
+        "skipped_updates": state.skipped_updates,
         "grid": world.grid.sizes,
         "streams": STREAMS,
         "digest": run.digest(),
@@ -81,6 +84,7 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
     optimizer_state.set_step(state.optimizer, facts["optimizer_step"])
     _set_loss_scale(state.optimizer, facts["loss_scale"])
     state.step, state.consumed_samples = checkpoint.step, facts["consumed_samples"]
+    state.skipped_updates = facts.get("skipped_updates", 0)
     state.schedule.num_steps = facts["schedule_steps"]
     state.schedule.step(0)
     if facts["grid"] == world.grid.sizes and facts.get("streams") == STREAMS:
@@ -151,12 +155,13 @@ def _loss_scale(optimizer: Any) -> dict[str, float] | None:
     return None
 
 
-def _set_loss_scale(optimizer: Any, values: dict[str, float] | None) -> None:
+def _set_loss_scale(optimizer: Any, values: dict[str, float | None] | None) -> None:
     for leaf in optimizer_state.leaf_optimizers(optimizer):
         scaler = getattr(leaf, "grad_scaler", None)
         if scaler is not None and values is not None:
             own = scaler.state_dict()
+            kept = {key: float("inf") if value is None else value for key, value in values.items()}
             as_kept = {
-                k: torch.full_like(v, values[k]) if torch.is_tensor(v) else type(v)(values[k]) for k, v in own.items()
+                k: torch.full_like(v, kept[k]) if torch.is_tensor(v) else type(v)(kept[k]) for k, v in own.items()
             }
             scaler.load_state_dict(as_kept)

@@ -100,6 +100,10 @@ class OptimConfig(Section):
     """wsd: steps of the final decay."""
     wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """wsd: shape of the final decay."""
+    schedule_counts: Literal["updates", "past_updates", "steps"] = "updates"
+    """What the schedule counts. updates: those that were made, without those that fp16 skipped, and this one;
+    past_updates: those made before this one, as in Megatron-LM, where the first rate of a warmup is 0; steps: all,
+    those whose update was skipped too."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay; not applied to biases and norms."""
     beta1: Beta = 0.9

@@ -27,7 +27,7 @@ class Metrics(Hook):
 
     Keys: step, loss, grad_norm, lr, tokens, batch_size, samples (consumed so far), tokens_per_s, step_s and its parts
     data_s, forward_backward_s, optimizer_s; model_flops of the step by the causal count, tflops_per_rank, and, where
-    the cluster states a peak, mfu (causal) and mfu_full (attention counted in full). fp16: skipped
+    the cluster states a peak, mfu (causal) and mfu_full (attention counted in full). fp16: loss_scale, and skipped
     where the update was; the norm of a gradient that overflowed is null, as is every number that is not finite.
     """
 
@@ -107,6 +107,8 @@ def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
         "model_flops": flops[True],
         "tflops_per_rank": rate / 1e12,
     }
+    if result.loss_scale is not None:
+        record["loss_scale"] = result.loss_scale
     if not result.updated:
         record["skipped"] = True
     peak = run.cluster.peak_tflops.get(run.precision.multiplies_in)
