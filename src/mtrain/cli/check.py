@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 
+from mtrain import strict_json
 from mtrain.cli.setup import Loaded, load
 from mtrain.config import kernels
 from mtrain.config.batches import counted, stages
@@ -23,7 +23,7 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     """
     loaded = load(argv)
     if as_json:
-        print(json.dumps(verdict(loaded.warnings, loaded.run.digest()), indent=2))
+        print(strict_json.dumps(verdict(loaded.warnings, loaded.run.digest()), indent=2))
     else:
         print(summary(loaded))
     return 0

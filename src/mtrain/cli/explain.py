@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from mtrain import strict_json
 from mtrain.cli.options import read_options
 from mtrain.config.compose import Composed, compose
 from mtrain.config.conditional import CONDITIONAL
@@ -55,7 +55,7 @@ def run(argv: list[str], *, debug: bool) -> int:
         facts = _section(word)
     else:
         facts = _key(word, compose(overrides_of(rest)))
-    print(json.dumps(facts, indent=2) if options.as_json else _page(facts))
+    print(strict_json.dumps(facts, indent=2) if options.as_json else _page(facts))
     return 0
 
 

@@ -102,7 +102,12 @@ QUANTIZED = (
 
 _BESIDE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (
-        ("precision.initial_loss_scale", "precision.loss_scale_window", "precision.min_loss_scale"),
+        (
+            "precision.initial_loss_scale",
+            "precision.loss_scale_window",
+            "precision.min_loss_scale",
+            "precision.max_skipped_updates",
+        ),
         lambda r: r.precision.dtype == "fp16",
         "precision.dtype=fp16",
     ),

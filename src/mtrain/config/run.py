@@ -50,6 +50,7 @@ _EFFECT_OF_GROUP = {
 _EFFECT_OF_KEY = {
     "model.name": Effect.OPERATION,
     "precision.dtype": Effect.SHAPE,
+    "precision.max_skipped_updates": Effect.OPERATION,
     "optim.name": Effect.SHAPE,
     "data.path": Effect.OPERATION,
     "data.blend": Effect.OPERATION,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import platform
 import time
@@ -14,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from mtrain import strict_json
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.config import kernels
 from mtrain.config.base import Effect
@@ -181,8 +181,8 @@ def _describe(run: RunConfig, chosen: Plan, argv: list[str]) -> None:
     (folder / "overrides.txt").write_text("\n".join(argv) + "\n")
     versions = {name: metadata.version(name) for name in PACKAGES}
     facts = {"python": platform.python_version(), "platform": platform.platform(), "versions": versions}
-    (folder / "env.json").write_text(json.dumps(facts, indent=1))
-    (folder / "plan.json").write_text(json.dumps(_planned(run, chosen, why), indent=1))
+    (folder / "env.json").write_text(strict_json.dumps(facts, indent=1))
+    (folder / "plan.json").write_text(strict_json.dumps(_planned(run, chosen, why), indent=1))
 
 
 def _planned(run: RunConfig, chosen: Plan, why: dict[str, str]) -> dict[str, Any]:

@@ -137,6 +137,18 @@ def alone(run: RunConfig) -> RunConfig:
     return run.model_copy(update={"parallel": parallel, "optim": optim})
 
 
+def without_chance(run: RunConfig) -> RunConfig:
+    """The same run with nothing drawn in a step: no dropout, no noise of routers, no random experts.
+
+    Ranks with other tokens or layers draw other numbers, so runs of two layouts are equal on average alone.
+    """
+    certain: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    if run.model.moe is not None:
+        off = {"input_jitter_eps": None, "router_force_load_balancing": False}
+        certain["moe"] = run.model.moe.model_copy(update=off)
+    return run.model_copy(update={"model": run.model.model_copy(update=certain)})
+
+
 def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
     """Optimizer state that does not hide in its rounding what is to be compared in fp32."""
     if dtype != "fp32":

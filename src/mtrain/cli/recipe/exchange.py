@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mtrain import strict_json
 from mtrain.cli.options import needed, read_options
 from mtrain.cli.recipe.new import describe, for_elsewhere, write_new
 from mtrain.config.load import MAX_BYTES, UNSHOWN, refuse_hidden
@@ -41,7 +41,7 @@ def import_(argv: Sequence[str]) -> int:
     if out is not None:
         write_new(Path(out), text)
     if options.as_json:
-        print(json.dumps(_facts(found, text, problems, run.digest()), indent=2))
+        print(strict_json.dumps(_facts(found, text, problems, run.digest()), indent=2))
         return 0
     print(text if out is None else f"wrote {out}: mtrain check recipe={out}", end="" if out is None else "\n")
     for line in _report(found, problems):
@@ -104,7 +104,7 @@ def export(argv: Sequence[str]) -> int:
     _, run = for_elsewhere(overrides_of(options.words))
     text = export_script(run)
     if options.as_json:
-        print(json.dumps({"script": text, "digest": run.digest()}, indent=2))
+        print(strict_json.dumps({"script": text, "digest": run.digest()}, indent=2))
     else:
         print(text, end="")
     return 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from mtrain import strict_json
 from mtrain.cli.options import needed, read_options
 from mtrain.cli.recipe.new import for_elsewhere, write_new
 from mtrain.config.paths import user_path
@@ -46,7 +46,7 @@ def verify(argv: Sequence[str]) -> int:
     code = DATA if any(m.damaged for m in found) else ENVIRONMENT if found else 0
     if options.as_json:
         rows = [{"what": m.what, "name": m.name, "locked": m.locked, "here": m.here} for m in found]
-        print(json.dumps({"ok": not found, "digest": held.run.digest(), "differences": rows}, indent=2))
+        print(strict_json.dumps({"ok": not found, "digest": held.run.digest(), "differences": rows}, indent=2))
         return code
     for m in found:
         print(f"{m.what} {m.name}: {m.locked} then, {m.here} here")
