@@ -53,8 +53,8 @@ OPERATIONS = (
     Operation(
         "activation",
         ("triton", "reference"),
-        lambda r: r.model.activation in ("swiglu", "geglu", "squared_relu"),
-        "model.activation swiglu, geglu or squared_relu",
+        lambda r: r.model.activation in ("swiglu", "geglu", "geglu_tanh", "squared_relu"),
+        "model.activation swiglu, geglu, geglu_tanh or squared_relu",
     ),
     Operation("experts", ("te", "torch", "triton", "reference"), lambda r: r.model.moe is not None, "a model.moe"),
     Operation("moe_router", ("triton", "reference"), _routes, "a model.moe that is not balanced by sinkhorn"),

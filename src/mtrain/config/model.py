@@ -133,8 +133,12 @@ class ModelConfig(Section):
     """Added to the variance in a norm."""
     layernorm_zero_centered_gamma: bool = False
     """A norm's weight is kept as its distance from 1, which half precision rounds less."""
-    activation: Literal["swiglu", "geglu", "quick_geglu", "gelu", "squared_relu"] = "swiglu"
-    """MLP activation; those in glu are gated; quick_geglu: x sigmoid(1.702 x) as the gate."""
+    activation: Literal["swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "squared_relu"] = (
+        "swiglu"
+    )
+    """MLP activation; those in glu are gated. gelu and geglu are exact, x Phi(x) by erf; gelu_tanh and geglu_tanh
+    their tanh approximation (GPT-2's, and Megatron-LM's fused bias-gelu); quick_geglu: x sigmoid(1.702 x) as the
+    gate. Whatever implements a layer computes the form that is named."""
     glu_linear_offset: Annotated[float, Field(ge=-10, le=10)] = 0.0
     """Gated activations: added to the half that is gated (1 in GPT-OSS)."""
     activation_func_clamp_value: PositiveFloat | None = None
@@ -192,7 +196,7 @@ class ModelConfig(Section):
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate beside its up projection."""
-        return self.activation in ("swiglu", "geglu", "quick_geglu")
+        return "glu" in self.activation
 
     @property
     def head_dim(self) -> int:

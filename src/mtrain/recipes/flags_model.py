@@ -18,8 +18,13 @@ NEAREST = {"quick_geglu": "geglu"}
 
 def _activation(a: Arguments, d: Draft) -> Draft:
     given = [(flag, word) for flag, word in ACTIVATIONS.items() if a.has(flag)]
-    if not given:
-        return {"model.activation": "gelu"}
+    unfused, openai = a.has("--no-bias-gelu-fusion"), a.has("--openai-gelu")
+    if given:
+        for flag in ("--no-bias-gelu-fusion", "--openai-gelu"):
+            a.refuse(flag, "no effect", "the activation is no gelu")
+    else:  # the fused gelu, which takes a bias, is the tanh form; without the fusion it is exact
+        exact = (unfused or a.has("--disable-bias-linear")) and not openai
+        return {"model.activation": "gelu" if exact else "gelu_tanh"}
     flag, word = given[0]
     if word not in choices_of("model.activation"):
         word = NEAREST[word]
@@ -28,6 +33,8 @@ def _activation(a: Arguments, d: Draft) -> Draft:
 
 
 def _activation_words(d: Values) -> list[str]:
+    if d["model.activation"] == "gelu" and d["model.add_bias_linear"]:
+        return ["--no-bias-gelu-fusion"]
     return [flag for flag, word in ACTIVATIONS.items() if d["model.activation"] == word]
 
 
@@ -242,7 +249,12 @@ MODEL: tuple[Entry, ...] = (
     Entry(("--multi-latent-attention",), ("model.mla",), _latent, _latent_words),
     one("--num-layers", "model.num_layers", always=True, also=("--encoder-num-layers",)),
     one("--hidden-size", "model.hidden_size", always=True),
-    Entry(tuple(ACTIVATIONS), ("model.activation",), _activation, _activation_words),
+    Entry(
+        (*ACTIVATIONS, "--no-bias-gelu-fusion", "--openai-gelu"),
+        ("model.activation",),
+        _activation,
+        _activation_words,
+    ),
     one("--ffn-hidden-size", "model.ffn_hidden_size", _ffn, always=True),
     one("--num-attention-heads", "model.num_attention_heads", always=True),
     Entry(("--group-query-attention", "--num-query-groups"), ("model.num_query_groups",), _groups, _groups_words),

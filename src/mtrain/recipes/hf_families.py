@@ -114,6 +114,19 @@ def _yarn(f: ConfigFile, inner: Json) -> None:
         f.refuse("rope_scaling", "not supported", "changes the numbers: beta_fast 32 and beta_slow 1 are built in")
 
 
+GELU = {
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh"), "gelu_tanh"),
+}
+"""Their activation functions that are a gelu -> ours: exact, or the tanh approximation."""
+
+
+def _gelu(f: ConfigFile, key: str) -> None:
+    kind = f.get(key)
+    f.out["model.activation"] = GELU.get(kind, "gelu") if isinstance(kind, str) else "gelu"
+    f.must(key, tuple(GELU), "changes the numbers: an ungated activation is gelu or gelu_tanh here")
+
+
 def _silu(f: ConfigFile) -> None:
     f.must("hidden_act", ("silu", "swish"), "changes the numbers: the gate of this family is silu here")
 
@@ -194,7 +207,7 @@ def _deepseek(f: ConfigFile) -> None:
 
 def _gpt2(f: ConfigFile) -> None:
     f.out["model.ffn_hidden_size"] = f.get("n_inner", 4 * f.get("n_embd", 768))
-    f.must("activation_function", ("gelu",), "changes the numbers: gelu is exact here, not its tanh form")
+    _gelu(f, "activation_function")
     drops = {key: f.get(key, 0.1) for key in ("attn_pdrop", "resid_pdrop", "embd_pdrop")}
     f.out |= {
         "model.attention_dropout": float(drops["attn_pdrop"]),
@@ -209,7 +222,7 @@ def _gpt2(f: ConfigFile) -> None:
 
 
 def _neox(f: ConfigFile) -> None:
-    f.must("hidden_act", ("gelu",), "changes the numbers: gelu is exact here")
+    _gelu(f, "hidden_act")
     f.must(
         "use_parallel_residual", (False,), "changes the numbers: attention and MLP stand one behind the other here"
     )
@@ -275,7 +288,6 @@ FAMILIES: dict[str, Family] = {
         },
         {
             "model.normalization": "LayerNorm",
-            "model.activation": "gelu",
             "model.position_embedding_type": "learned_absolute",
             "model.add_bias_linear": True,
         },
@@ -286,11 +298,10 @@ FAMILIES: dict[str, Family] = {
         {**COMMON, "layer_norm_eps": "model.layernorm_epsilon"},
         {
             "model.normalization": "LayerNorm",
-            "model.activation": "gelu",
             "model.position_embedding_type": "rope",
             "model.add_bias_linear": True,
         },
-        {"tie_word_embeddings": False, "use_parallel_residual": True},
+        {"tie_word_embeddings": False, "use_parallel_residual": True, "hidden_act": "gelu"},
         (_neox,),
     ),
 }
