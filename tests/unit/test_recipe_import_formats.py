@@ -6,6 +6,7 @@ import pytest
 
 from mtrain.config.compose import compose
 from mtrain.config.resolve import resolve
+from mtrain.config.rules import apply
 from mtrain.recipes.imported import Imported
 from mtrain.recipes.megatron import export_script, import_texts
 from tests.support.configs import LAPTOP
@@ -110,3 +111,15 @@ def test_the_fused_gelu_is_the_tanh_form_and_comes_back(flags: str, activation: 
 def test_a_gelu_that_no_flag_says_is_exported_as_a_key(words: str) -> None:
     run = resolve(compose([f"model.activation={words.split()[0]}", *words.split()[1:]]).run, LAPTOP)
     assert f"model.activation={words.split()[0]}" in export_script(run)
+
+
+@pytest.mark.parametrize(("topk", "groups", "best"), [(8, 4, 2), (6, 3, 2), (6, 4, 1), (6, 2, 3)])
+def test_a_group_is_worth_what_megatron_takes_of_it(topk: int, groups: int, best: int) -> None:
+    """Its sum is over router_topk // router_group_topk scores, whatever model it is."""
+    flags = f"--num-experts 64 --moe-router-topk {topk} --moe-router-num-groups 8 --moe-router-group-topk {groups} "
+    run = resolve(imported(flags + "--moe-router-pre-softmax --disable-bias-linear").run, LAPTOP)
+    assert run.model.moe is not None
+    assert run.model.moe.router_group_score_topk == best
+    assert "group_score" not in export_script(run)
+    other = apply(run, {"model.moe.router_group_score_topk": 4})
+    assert "model.moe.router_group_score_topk=4" in export_script(other)

@@ -233,6 +233,21 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT227", {"model.moe": {**DEEPSEEK, "router_num_groups": 2, "router_group_topk": 3}}),
     ("MT228", {"model.moe": {**DEEPSEEK, "router_num_groups": 8, "router_group_topk": 2}}),
     (
+        "MT242",
+        {
+            "model.moe": {
+                **DEEPSEEK,
+                "router_num_groups": 4,
+                "router_group_topk": 2,
+                "router_group_score_topk": 3,
+            }
+        },
+    ),
+    (
+        "MT243",
+        {"model.name": "deepseek_v2", "model.moe": {**DEEPSEEK, "router_num_groups": 4, "router_group_topk": 2}},
+    ),
+    (
         "MT229",
         {"model.moe": MOE, "model.add_bias_linear": True, "parallel.tp": 2, "parallel.sequence_parallel": True},
     ),

@@ -47,6 +47,9 @@ class MoEConfig(Section):
     """Groups of experts for group-limited routing; null: off."""
     router_group_topk: PositiveInt | None = None
     """Groups that a token may choose from."""
+    router_group_score_topk: PositiveInt | None = None
+    """router_num_groups: a group is worth the sum of its so many best scores: 1 in DeepSeek-V2, 2 in DeepSeek-V3;
+    null: 2, or 1 where a group is one expert. Megatron-LM takes router_topk // router_group_topk."""
     router_topk_scaling_factor: Annotated[float, Field(gt=0, le=100)] | None = None
     """Factor on the chosen scores."""
     router_bias_update_rate: PositiveFloat | None = None
@@ -75,6 +78,13 @@ class MoEConfig(Section):
     """expert_capacity_factor: which tokens stay, the most probable or the first ones; null: probs."""
     shared_expert_overlap: bool = False
     """Shared experts compute while tokens travel; needs the alltoall dispatcher."""
+
+    @property
+    def group_score_topk(self) -> int | None:
+        """How many of its best scores a group of experts is worth; None: there are no groups."""
+        if self.router_num_groups is None:
+            return None
+        return self.router_group_score_topk or min(2, max(1, self.num_experts // self.router_num_groups))
 
 
 class MLAConfig(Section):

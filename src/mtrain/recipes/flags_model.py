@@ -185,6 +185,13 @@ def _balancing_rate(d: Values) -> float | None:
     return 1e-3 if d.get("model.moe.router_enable_expert_bias") else None
 
 
+def _group_score(a: Arguments, d: Draft) -> Draft:
+    """Megatron-LM's sum of as many best scores of a group as a token takes experts of each of its groups."""
+    groups, taken = d.get("model.moe.router_num_groups"), d.get("model.moe.router_group_topk")
+    key = "model.moe.router_group_score_topk"
+    return {key: max(1, d["model.moe.router_topk"] // taken) if groups and taken else None}
+
+
 def _drop_policy(d: Values) -> str | None:
     return "probs" if d.get("model.moe.expert_capacity_factor") else None
 
@@ -329,6 +336,7 @@ EXPERTS: tuple[Entry, ...] = (
     one("--moe-router-bias-update-rate", "model.moe.router_bias_update_rate", _balancing_rate),
     one("--moe-router-num-groups", "model.moe.router_num_groups"),
     one("--moe-router-group-topk", "model.moe.router_group_topk"),
+    Entry((), ("model.moe.router_group_score_topk",), _group_score, lambda d: []),
     one("--moe-router-topk-scaling-factor", "model.moe.router_topk_scaling_factor"),
     one("--moe-token-dispatcher-type", "model.moe.token_dispatcher_type", "allgather"),
     Entry(
