@@ -160,7 +160,7 @@ def test_llama_3_8b_is_the_model_that_ships(tmp_path: Path) -> None:
                 "num_local_experts": 8,
                 "rms_norm_eps": 1e-05,
                 "rope_theta": 1000000.0,
-                "router_aux_loss_coef": 0.01,
+                "router_aux_loss_coef": 0.02,
                 "sliding_window": None,
                 "vocab_size": 32000,
             },

@@ -38,7 +38,11 @@ class MoEConfig(Section):
     router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "sinkhorn"] = "aux_loss"
     """How the load of the experts is balanced."""
     aux_loss_coeff: NonNegativeFloat = 0.01
-    """Weight of the balancing loss."""
+    """Weight of the balancing loss of each layer with experts. That is E sum_i f_i P_i, summed over the layers: E
+    experts, f_i the share of the choices that fell on expert i (by scores alone, without groups and bias; the shares
+    add up to 1), P_i the mean of its normalised scores; over a micro-batch, for seq_aux_loss over each sample of it.
+    As in megatron-core; it is alpha_1 of DeepSeek-V2. transformers' router_aux_loss_coef weighs one loss of f and P
+    averaged over L layers, its f adding up to router_topk: the coefficient here is theirs times router_topk / L."""
     z_loss_coeff: NonNegativeFloat | None = None
     """Weight of the router's z-loss; null: off."""
     router_enable_expert_bias: bool = False

@@ -151,12 +151,23 @@ def _no_window(f: ConfigFile) -> None:
     f.read |= {"sliding_window", "max_window_layers", "layer_types"}
 
 
+def _balancing(f: ConfigFile, topk: int) -> float:
+    """Their coefficient of the balancing loss as ours, which `model.moe.aux_loss_coeff` defines, to six digits."""
+    theirs = float(f.get("router_aux_loss_coef", 0.001))
+    layers = f.get("num_hidden_layers", 1)
+    ours = float(f"{theirs * topk / layers:.6g}")
+    if theirs:
+        text = f"is {ours!r} here: their loss averages {layers} layers and counts {topk} choices, ours adds layers up"
+        f.refuse("router_aux_loss_coef", "derived here", text)
+    return ours
+
+
 def _mixtral(f: ConfigFile) -> None:
     f.out |= {
         "model.moe.num_experts": f.get("num_local_experts", 8),
         "model.moe.router_topk": f.get("num_experts_per_tok", 2),
         "model.moe.ffn_hidden_size": f.get("intermediate_size"),
-        "model.moe.aux_loss_coeff": float(f.get("router_aux_loss_coef", 0.001)),
+        "model.moe.aux_loss_coeff": _balancing(f, f.get("num_experts_per_tok", 2)),
     }
     f.must("router_jitter_noise", (0, 0.0), "changes the numbers: routers have no noise")
     f.read |= {"output_router_logits"}
@@ -167,7 +178,7 @@ def _qwen_experts(f: ConfigFile) -> None:
         "model.moe.num_experts": f.get("num_experts", 128),
         "model.moe.router_topk": f.get("num_experts_per_tok", 8),
         "model.moe.ffn_hidden_size": f.get("moe_intermediate_size", 768),
-        "model.moe.aux_loss_coeff": float(f.get("router_aux_loss_coef", 0.001)),
+        "model.moe.aux_loss_coeff": _balancing(f, f.get("num_experts_per_tok", 8)),
         "model.moe.router_pre_softmax": not f.get("norm_topk_prob", False),
     }
     f.must("decoder_sparse_step", (1,), "changes the numbers: every layer has experts")
