@@ -40,7 +40,7 @@ class ConfigFile:
         self.out: Draft = {}
         self.read = {"model_type"}
         self.unplaced: list[Unplaced] = []
-        self._refused: set[str] = set()
+        self._refused: set[tuple[str, str]] = set()
         self._hints = HINTS
         self.notes: list[str] = []
         self.given = dict(values)
@@ -57,12 +57,12 @@ class ConfigFile:
         return default if value is None else value
 
     def refuse(self, key: str, why: Why, text: str, value: Any = ...) -> None:
-        """Notes that a key could not be taken over; `value` where it stands deeper in the file."""
+        """Notes that a key could not be taken over; `value` is the part of what it holds that counts."""
         self.read.add(key)
         shown = json.dumps(self.values.get(key) if value is ... else value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        if key not in self._refused:
-            self._refused.add(key)
+        if (key, text) not in self._refused:
+            self._refused.add((key, text))
             self.unplaced.append(Unplaced(key, shown, why, text))
 
     @property
@@ -96,12 +96,19 @@ class ConfigFile:
             elif key not in known:
                 self.unknown(key, known)
 
-    def unknown(self, key: str, known: set[str], prefix: str = "", value: Any = ...) -> None:
-        """Notes a key that nobody knows, with the nearest one that is known."""
+    def inside(self, key: str, inner: str, why: Why, text: str, value: Any) -> None:
+        """Notes a key `inner` of the object that `key` holds."""
+        self.refuse(key, why, f"{inner}: {text}", {inner: value})
+
+    def unknown(self, key: str, known: set[str], within: str | None = None) -> None:
+        """Notes a key, in the object of another one or in the file, with the nearest one that is known."""
         self._hints -= 1
         near = difflib.get_close_matches(key[:80], sorted(known), n=1, cutoff=0.8) if self._hints >= 0 else []
-        hint = f"; did you mean {prefix}{near[0]}?" if near else ""
-        self.refuse(f"{prefix}{key}", "unknown", f"is not read for this family{hint}", value)
+        text = "is not read for this family" + (f"; did you mean {near[0]}?" if near else "")
+        if within is None:
+            self.refuse(key, "unknown", text)
+        else:
+            self.inside(within, key, "unknown", text, self.values[within].get(key))
 
 
 _REASONS = {

@@ -44,21 +44,24 @@ def _rotary(f: ConfigFile, base_key: str, share_key: str, whole: float | None) -
     for outer, key in ((base_key, "rope_theta"), (share_key, "partial_rotary_factor")):
         f.read.add(outer)
         if None not in (f.given.get(outer), inner.get(key)) and f.given[outer] != inner[key]:
-            f.refuse(outer, "no effect", f"{name}.{key} says another value")
+            f.refuse(outer, "no effect", f"{key} in {name} says another value")
     f.out["model.rotary_base"] = float(inner.get("rope_theta", f.get(base_key, 10000.0)))
     share = float(inner.get("partial_rotary_factor", f.get(share_key, 1.0)))
     if whole is None:
         f.out["model.rotary_percent"] = share
     elif share != whole:
-        key = f"{name}.partial_rotary_factor" if "partial_rotary_factor" in inner else share_key
-        f.refuse(key, "not supported", "changes the numbers: all of a head turns in this family", share)
+        text = "changes the numbers: all of a head turns in this family"
+        if "partial_rotary_factor" in inner:
+            f.inside(name, "partial_rotary_factor", "not supported", text, share)
+        else:
+            f.refuse(share_key, "not supported", text)
     kind = inner.get("rope_type", inner.get("type", "default"))
     latent = "model.mla.kv_lora_rank" in f.out
     for key, value in inner.items():
         if key not in KNOWN:
-            f.unknown(key, set(KNOWN), f"{name}.", value)
+            f.unknown(key, set(KNOWN), name)
         elif kind in READ_BY and key not in READ_BY[kind]:
-            f.refuse(f"{name}.{key}", "no effect", f"is not read for rope_type {kind}", value)
+            f.inside(name, key, "no effect", f"is not read for rope_type {kind}", value)
     if kind == "linear" and not latent:
         f.out["model.rotary_seq_len_interpolation_factor"] = float(inner["factor"]) if "factor" in inner else None
     elif kind == "llama3" and not latent:
@@ -92,7 +95,7 @@ def _llama3(f: ConfigFile, name: str, inner: Json) -> None:
     f.out["model.rope_scaling_factor"] = float(inner.get("factor", 8.0))
     for key, built_in in LLAMA3.items():
         if inner.get(key, built_in) != built_in:
-            f.refuse(f"{name}.{key}", "not supported", f"changes the numbers: it is {built_in} here", inner[key])
+            f.inside(name, key, "not supported", f"changes the numbers: it is {built_in} here", inner[key])
 
 
 def _yarn(f: ConfigFile, name: str, inner: Json) -> None:
@@ -100,12 +103,10 @@ def _yarn(f: ConfigFile, name: str, inner: Json) -> None:
     factor = float(inner["factor"]) if "factor" in inner else f.get("max_position_embeddings") / length
     mscale, of_all = float(inner.get("mscale", 0.0)), float(inner.get("mscale_all_dim", 0.0))
     if of_all and not mscale:
-        f.refuse(
-            f"{name}.mscale_all_dim", "not supported", "changes the numbers: it goes with an mscale here", of_all
-        )
+        f.inside(name, "mscale_all_dim", "not supported", "changes the numbers: it goes with an mscale here", of_all)
     if mscale and not of_all:  # transformers reads the two together alone
         if mscale != 1.0:
-            f.refuse(f"{name}.mscale", "no effect", "transformers reads it with mscale_all_dim alone", mscale)
+            f.inside(name, "mscale", "no effect", "transformers reads it with mscale_all_dim alone", mscale)
         mscale = 1.0
     f.out |= {
         "model.mla.rope_type": "yarn",
@@ -121,10 +122,10 @@ def _yarn(f: ConfigFile, name: str, inner: Json) -> None:
     said = inner.get("attention_factor", ours)
     if not math.isclose(said, ours, rel_tol=1e-6):
         text = f"changes the numbers: it is {ours:.6g} here, of mscale and mscale_all_dim"
-        f.refuse(f"{name}.attention_factor", "not supported", text, said)
+        f.inside(name, "attention_factor", "not supported", text, said)
     if inner.get("truncate", True) is not True:
         text = "changes the numbers: the range of stretched frequencies has whole ends here"
-        f.refuse(f"{name}.truncate", "not supported", text, inner["truncate"])
+        f.inside(name, "truncate", "not supported", text, inner["truncate"])
 
 
 def _temperature(factor: float, mscale: float) -> float:
