@@ -75,7 +75,7 @@ def _chunks(run: RunConfig, config: Any) -> list[Any]:
 def _chunk(run: RunConfig, config: Any, stage: int | None) -> Any:
     ps = mcore.parallel_state
     provider = backend.provider(run.kernels)
-    plug_in(run.kernels)
+    plug_in(run.kernels, run.model.moe.group_score_topk if run.model.moe else None)
     return LanguageModel(
         loss=run.kernels.loss,
         loss_vocab_size=run.model.loss_vocab_size,

@@ -265,6 +265,12 @@ CONDITIONAL = (
         lambda r: 1e-3,
     ),
     Conditional(
+        "model.moe.router_group_score_topk",
+        lambda r: bool(r.model.moe and r.model.moe.router_num_groups),
+        "a model.moe.router_num_groups",
+        lambda r: r.model.moe.group_score_topk if r.model.moe else None,
+    ),
+    Conditional(
         "model.moe.token_drop_policy",
         lambda r: bool(r.model.moe and r.model.moe.expert_capacity_factor),
         "a model.moe.expert_capacity_factor",

@@ -78,12 +78,14 @@ def routed(
     router_replay: Any = None,
     *,
     choice: str,
+    group_score_topk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weights [t, e], zero where a token does not go, and where it goes, from `logits` [t, e]."""
     groups: dict[str, int] = {}
     if group_topk:
         assert num_groups is not None
-        groups = {"groups": num_groups, "group_topk": group_topk, "group_members": topk // group_topk}
+        assert group_score_topk is not None
+        groups = {"groups": num_groups, "group_topk": group_topk, "group_members": group_score_topk}
     weights, experts, _ = moe_router(
         logits,
         topk,
@@ -162,10 +164,12 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
 """Operation -> the names that it has in megatron-core."""
 
 
-def plug_in(kernels: Any) -> None:
+def plug_in(kernels: Any, group_score_topk: int | None = None) -> None:
     """Set the names of every operation to what `kernels` chose: megatron-core's own where that is `reference`.
 
-    The library of a CPU's products is set where it was chosen.
+    With groups of experts, each worth its `group_score_topk` best scores, routing is ours also then: megatron-core's
+    own takes topk // group_topk of them, which is no other number for DeepSeek-V2 than for DeepSeek-V3. The library of
+    a CPU's products is set where it was chosen.
     """
     if kernels.cpu_matmul not in (None, "auto"):
         try:
@@ -176,7 +180,10 @@ def plug_in(kernels: Any) -> None:
         choice = getattr(kernels, operation) or "reference"
         for slot in slots:
             ours = functools.partial(slot.ours, choice=choice)
-            setattr(slot.module, slot.name, slot.original if choice == "reference" else ours)
-    if kernels.rope == "reference":
-        (slot,) = SLOTS["rope"]
-        setattr(slot.module, slot.name, functools.partial(rotary_on_cpu, original=slot.original))
+            if slot.ours is routed and group_score_topk:
+                ours = functools.partial(ours, group_score_topk=group_score_topk)
+            elif choice == "reference":
+                ours = (
+                    functools.partial(rotary_on_cpu, original=slot.original) if slot.ours is rotary else slot.original
+                )
+            setattr(slot.module, slot.name, ours)

@@ -249,5 +249,6 @@ def _experts(moe: MoEConfig, p: ParallelConfig, layers: int) -> MoEConfig:
             "first_dense_layers": min(moe.first_dense_layers, 1 if layers > 1 else 0),
             "router_num_groups": groups,
             "router_group_topk": 1 if groups and moe.router_group_topk else None,
+            "router_group_score_topk": min(moe.group_score_topk or 1, experts // groups) if groups else None,
         }
     )
