@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from mtrain.cli.setup import Loaded, load
 from mtrain.config import kernels
 from mtrain.config.batches import counted, stages
+from mtrain.config.paths import MANIFEST
 from mtrain.config.rules.finding import dp_of
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem
-from mtrain.units import count
+from mtrain.units import MIB, count
+
+READ_MANIFEST = 16 * MIB
+"""A manifest up to this size is read in a fraction of a second."""
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
@@ -20,13 +25,32 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
 
     Raises:
         BadInput: there are errors.
+        Damaged: what is to be gone on from is no committed checkpoint.
     """
     loaded = load(argv)
+    if loaded.run.checkpoint.resume is not None:
+        from mtrain.launching.folder import plan
+
+        chosen = plan(loaded.run)
+        if chosen.checkpoint is not None:
+            _looks_whole(chosen.checkpoint)
     if as_json:
         print(json.dumps(verdict(loaded.warnings, loaded.run.digest()), indent=2))
     else:
         print(summary(loaded))
     return 0
+
+
+def _looks_whole(checkpoint: Path) -> None:
+    """Reads a manifest of a usual size, and compares the sizes of the files that it names.
+
+    Raises:
+        Damaged: they are not what was written.
+    """
+    from mtrain.ckpt.folder import read_manifest
+
+    if (checkpoint / MANIFEST).stat().st_size <= READ_MANIFEST:
+        read_manifest(checkpoint, verify=False)
 
 
 def verdict(problems: Sequence[Problem], digest: str | None) -> dict[str, object]:

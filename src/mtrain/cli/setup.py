@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from mtrain.config import kernels
@@ -12,8 +13,12 @@ from mtrain.config.mend import mended
 from mtrain.config.resolve import HERE, Machine, machine_problems, resolve, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadInput, Problem
+from mtrain.config.watch import read_from, touches, watched
+from mtrain.errors import BadInput, DamagedInput, Problem
 from mtrain.units import GIB, bytes_
+
+DAMAGE = {"MT611", "MT612", "MT613"}
+"""Codes of files that are not what they were written as."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,9 @@ def load(argv: Sequence[str], machine: Machine | None = None, environment: Mappi
     origins = resolved_origins(composed, run)
     problems = judge(composed, run, origins, machine, world_size)
     problems += memory_problems(run, machine, origins)
-    if any(problem.severity == "error" for problem in problems):
-        raise BadInput(sorted(problems, key=lambda p: p.severity))
+    errors = {problem.code for problem in problems if problem.severity == "error"}
+    if errors:
+        raise (DamagedInput if errors <= DAMAGE else BadInput)(sorted(problems, key=lambda p: p.severity))
     return Loaded(run, origins, composed.choices, tuple(problems), composed.history, raw)
 
 
@@ -55,25 +61,34 @@ def judge(
     """What the rules say of a resolved configuration, and what this machine does."""
     problems = check(run, origins, raw=composed.run, resolve=lambda r: resolve(r, machine, world_size))
     problems += kernels.problems(run, machine, origins)
-    return problems + machine_problems(composed.run, run, machine, world_size, origins["parallel.ranks"])
+    return problems + list(machine_problems(composed.run, run, machine, world_size, origins["parallel.ranks"]))
 
 
 def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> list[Problem]:
     """Broken rules of a configuration that the schema refused, between keys that it did not refuse.
 
-    A refused key has its default for the time being, so what speaks of it is left out.
+    A refused key has its default for the time being, so what was found by reading it, or a key that was made from
+    it, is left out.
     """
     if error.partial is None:
         return []
-    run = resolve(error.partial.run, machine, world_size)
-    found = judge(error.partial, run, resolved_origins(error.partial, run), machine, world_size)
-    refused = [p.path for p in error.problems if p.path in run.flat()]
+    made_from: dict[str, frozenset[str]] = {}
+    raw = error.partial.run
+    run = resolve(raw, machine, world_size, made_from)
+    origins = resolved_origins(error.partial, run)
+    refused = [p.path for p in error.problems if p.path]
 
-    def speaks_of_refused(problem: Problem) -> bool:
-        text = f"{problem.path} {problem.rule} {problem.fix}"
-        return any(path in text or path.rpartition(".")[2] in text for path in refused)
+    def unsaid(reads: AbstractSet[str]) -> bool:
+        return touches(read_from(reads, made_from), refused)
 
-    return [p for p in found if p.severity == "error" and not speaks_of_refused(p)]
+    found = check(run, origins, raw=raw, resolve=lambda r: resolve(r, machine, world_size), unsaid=unsaid)
+    for key in kernels.KEYS:
+        reads: set[str] = set()
+        found += [p for p in kernels.problems(watched(run, reads), machine, origins, [key]) if not unsaid(reads)]
+    reads = set()
+    seen = watched(raw, reads), watched(run, reads)
+    found += [p for p in machine_problems(*seen, machine, world_size, origins["parallel.ranks"]) if not unsaid(reads)]
+    return [p for p in found if p.severity == "error"]
 
 
 def memory_problems(run: RunConfig, machine: Machine, origins: Mapping[str, str]) -> list[Problem]:

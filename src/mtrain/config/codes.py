@@ -95,6 +95,15 @@ WORDS: dict[str, tuple[str, str]] = {
         "A checkpoint was trained on other data, or with another tokenizer.",
         "Bring the files back, or checkpoint.accept_changes=true.",
     ),
+    "MT611": (
+        "The .bin and .idx do not add up, or are none.",
+        "Write them again, or name the prefix of others; an index names dtype, sequences and documents.",
+    ),
+    "MT612": (
+        "Token ids are outside the model's vocabulary.",
+        "Enlarge model.vocab_size, or tokenize the text anew.",
+    ),
+    "MT613": ("A file is no tokenizer.json.", "Name one that Hugging Face's tokenizers wrote."),
     "MT701": ("A file that is to be imported holds no command line of Megatron-LM.", "Name a training script."),
     "MT702": ("Nothing says how many ids the tokenizer has.", "Say it: model.vocab_size=N."),
     "MT703": ("A config.json is of a family that is not read.", "Write the model's keys into a recipe."),

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from mtrain.config.dump import override
 from mtrain.config.keys import field_of
-from mtrain.config.rules import apply, findings
+from mtrain.config.rules import Answers, apply, findings
 from mtrain.config.run import RunConfig
 from mtrain.config.source import parse_value
 from mtrain.errors import Problem
@@ -40,7 +40,7 @@ class _Trial:
 
     def __init__(self, partial: RunConfig, resolve: Callable[[RunConfig], RunConfig]) -> None:
         self.partial, self.resolve = partial, resolve
-        self.held = partial.flat()
+        self.held, self.answers = partial.flat(), Answers()
         self.before = self._said(partial, unusual=False)
 
     def best(self, fix: str, *, unusual: bool, meant: bool) -> str:
@@ -69,7 +69,7 @@ class _Trial:
 
     def _said(self, run: RunConfig, *, unusual: bool) -> set[tuple[str, str]]:
         """What the rules say of a run; warnings only where nothing `unusual` may be."""
-        found = findings(self.resolve(run))
+        found = findings(self.resolve(run), self.answers)
         return {(f.code, f.path) for f in found if f.severity == "error" or not unusual}
 
 

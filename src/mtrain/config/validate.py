@@ -47,13 +47,14 @@ _PATTERNS = {
 def validate(values: Mapping[str, Any], where: Where) -> tuple[RunConfig | None, list[Problem]]:
     """Checks `values` against the schema; returns the configuration, or every problem there is."""
     huge = [_huge(path, number, where) for path, value in leaves(values) for number in _huge_numbers(value)]
-    if huge:
-        return None, huge
     try:
-        return RunConfig.model_validate(values), []
+        run = RunConfig.model_validate(values)
     except ValidationError as error:
         found = error.errors(include_url=False)
-        return None, [problem for e in found for problem in _problems(e, where, dict(leaves(values)))]
+        problems = [problem for e in found for problem in _problems(e, where, dict(leaves(values)))]
+        named = {problem.path for problem in huge}
+        return None, [*huge, *(p for p in problems if whole(p.path) not in named)]
+    return (None, huge) if huge else (run, [])
 
 
 def _huge_numbers(value: Any) -> list[int]:
@@ -170,7 +171,7 @@ def _converted(path: str, kind: str, value: Any) -> str:
 
 
 def _length(path: str, value: Any, where: Where) -> Problem:
-    path = _whole(path)
+    path = whole(path)
     default, size = _default(path), _size(path)
     want = f"{size} values" if size else "at least one value"
     if isinstance(default, tuple):
@@ -186,7 +187,7 @@ def _size(path: str) -> int | None:
     return len(parts) if parts and Ellipsis not in parts else None
 
 
-def _whole(path: str) -> str:
+def whole(path: str) -> str:
     """The list that an item at `path` stands in, also where lists stand in it; any other path as it is."""
     while path.rpartition(".")[2].isdigit():
         path = path.rpartition(".")[0]
@@ -214,8 +215,8 @@ def _indexed(path: str, fix: str) -> str:
     """A fix for an item of a list or of a table: all of it is set, to its default."""
     if field_of(path) is not None:
         return fix
-    whole = _whole(path)
-    return at_default(whole if field_of(whole) is not None else whole.rpartition(".")[0])
+    outer = whole(path)
+    return at_default(outer if field_of(outer) is not None else outer.rpartition(".")[0])
 
 
 def _kind(value: Any) -> str:

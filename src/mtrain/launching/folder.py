@@ -20,6 +20,7 @@ from mtrain.config.base import Effect
 from mtrain.config.batches import counted, samples_of, stages
 from mtrain.config.dump import run_yaml
 from mtrain.config.load import read_run_file
+from mtrain.config.paths import RUN_FILE
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig, effect_of
 from mtrain.errors import BadEnvironment, BadInput, Damaged, Problem, show
@@ -27,7 +28,6 @@ from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import flops_per_token, parameters, state_bytes
 from mtrain.world.stacks import ERRORS
 
-RUN_FILE = "run.yaml"
 LOCK_FILE = ".lock"
 PREAMBLE = (
     LOCK_FILE,

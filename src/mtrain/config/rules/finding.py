@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from mtrain.config.run import RunConfig
 from mtrain.errors import Severity
@@ -28,6 +29,12 @@ class Finding:
 
 
 Rule = Callable[[RunConfig], Iterator[Finding]]
+Item = TypeVar("Item")
+
+
+def rule_for_each(judge: Callable[[Item, RunConfig], Iterator[Finding]], items: Iterable[Item]) -> tuple[Rule, ...]:
+    """A rule for each of `items`: what is found of one has not read the keys of the others."""
+    return tuple(partial(judge, item) for item in items)
 
 
 def dp_of(run: RunConfig) -> int:
