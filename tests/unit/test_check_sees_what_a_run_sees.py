@@ -101,7 +101,7 @@ def test_a_split_without_a_sample_is_refused_by_both_or_by_none(
         said = set()
     except BadInput as error:
         run, said = None, {p.code for p in error.problems if p.severity == "error"}
-    data = (run or load([*words, "data.seq_length=64"], LAPTOP, {}).run).data if run else None
+    data = run.data if run is not None else None
     if run is None:
         plain = load(["data=mock", "data.seq_length=64", "parallel=single"], LAPTOP, {}).run.data
         update = {"kind": "indexed", "path": str(prefix), "seq_length": seq_length, "split": shares}

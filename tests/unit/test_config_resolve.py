@@ -247,7 +247,7 @@ def test_text_is_sampled_where_there_is_a_tokenizer() -> None:
 ELSEWHERE = LAPTOP
 THERE = replace(LAPTOP, gpus=8, transformer_engine=True, triton=True)
 BARE = replace(THERE, transformer_engine=False)
-ON_A_CLUSTER: tuple[str, ...] = ("cluster=h100x8", "data=mock", "data.seq_length=256", "parallel=single")
+ON_A_CLUSTER: tuple[str, ...] = ("cluster=h100x8", "data=mock", "trainer.global_batch_size=64")
 USES = (
     "kernels.gradient_accumulation_fusion=true",
     "precision=fp8_tensorwise",
@@ -263,7 +263,8 @@ USES = (
 
 def _errors_on(words: str, machine: Machine) -> set[tuple[str, str]]:
     try:
-        load([*ON_A_CLUSTER, "trainer.global_batch_size=64", *words.split()], machine, {})
+        layout = [] if "parallel=" in words else ["parallel=single"]
+        load([*ON_A_CLUSTER, *layout, *words.split()], machine, {})
     except BadInput as error:
         return {(p.code, p.path) for p in error.problems if p.severity == "error"}
     return set()
@@ -282,7 +283,7 @@ def test_a_machine_without_the_devices_refuses_nothing_that_the_cluster_runs(cho
 
 
 def test_what_is_chosen_where_it_runs_is_left_open_elsewhere() -> None:
-    words = [*ON_A_CLUSTER, "trainer.global_batch_size=64", "parallel=cp2"]
+    words = [*ON_A_CLUSTER, "parallel=cp2"]
     assert load(words, ELSEWHERE, {}).run.parallel.cp_comm_type is None
     assert load([*words, "kernels=te"], ELSEWHERE, {}).run.parallel.cp_comm_type == "p2p"
     assert load(words, THERE, {}).run.parallel.cp_comm_type == "p2p"

@@ -157,7 +157,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT122", {"model.moe": MOE, "parallel.ep": 3, "trainer.global_batch_size": 12}),
     ("MT123", {"model.moe": {**MOE, "ffn_hidden_size": 351}, "parallel.tp": 2, "parallel.sequence_parallel": True}),
     ("MT124", {"model.moe": MOE, "parallel.ep": 2, "parallel.ranks": 3, "trainer.global_batch_size": 12}),
-    ("MT125", {"model.moe": MOE, "parallel.tp": 2}),
+    ("MT125", {"model.moe": MOE, "parallel.tp": 2, "parallel.sequence_parallel": False}),
     ("MT130", {"trainer.global_batch_size": 15}),
     ("MT130", {"trainer.global_batch_size": 2}),
     ("MT131", {"parallel.pp": 2, "parallel.vpp": 2, "trainer.global_batch_size": 12}),

@@ -27,7 +27,7 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
         BadInput: there are errors.
         Damaged: what is to be gone on from is no committed checkpoint.
     """
-    loaded = load(argv)
+    loaded = load(argv, to_run=False)
     if loaded.run.checkpoint.resume is not None:
         from mtrain.launching.folder import plan
 
@@ -85,8 +85,8 @@ def summary(loaded: Loaded) -> str:
     if run.model.moe is not None and p.etp not in (None, p.tp):
         shown.append(f"etp {p.etp}")
     flags = [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(p, name)]
-    micro = t.global_batch_size // (t.micro * dp)
-    tokens, sizes = t.global_batch_size * run.data.seq_length, counted(stages(run), t.train_iters)
+    micro = t.batch // (t.micro * dp)
+    tokens, sizes = t.batch * run.data.seq_length, counted(stages(run), t.train_iters)
     total = sum(number * size for number, size in sizes) * run.data.seq_length
     grown = ", ".join(f"{number} steps of {size}" for number, size in sizes[:4])
     ramp = [("ramp", grown + (f", ... {sizes[-1][0]} of {sizes[-1][1]}" if len(sizes) > 4 else ""))]
@@ -94,7 +94,7 @@ def summary(loaded: Loaded) -> str:
         ("model", f"{run.model.name}, {count(parameters(run.model))} parameters, {formats}{_padding(run)}"),
         ("layout", ", ".join([*shown, *flags])),
         ("ranks", f"{p.ranks} on {run.cluster.name} ({run.cluster.device}, {run.cluster.nodes} node(s))"),
-        ("batch", f"{t.global_batch_size} samples = {micro} micro-batch(es) of {t.micro} on {dp} rank(s)"),
+        ("batch", f"{t.batch} samples = {micro} micro-batch(es) of {t.micro} on {dp} rank(s)"),
         *(ramp if len(stages(run)) > 1 else ()),
         ("tokens", f"{count(tokens)} per step, {count(total)} in {t.train_iters} steps"),
         ("kernels", kernels.summary(run)),

@@ -6,7 +6,6 @@ import codecs
 import errno
 import os
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +14,10 @@ from pathlib import Path
 MAX_ENTRIES, MAX_SECONDS = 20_000, 0.1
 PIECE = 16 << 10
 """A corpus that is one file is cut at blank lines into documents of at least this many characters."""
+PSEUDO = frozenset(
+    ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs", "bpf", "pstore", "configfs")
+)
+"""Kinds of file systems that hold no files of users."""
 LOOKED_AT = 1 << 16
 """Bytes of a file that are looked at to see whether it is text."""
 
@@ -104,14 +107,16 @@ def unwritable(path: Path) -> str | None:
             return f"{place} is a file, and a folder is needed"
         if not os.access(place, os.W_OK | os.X_OK):
             return f"{place} cannot be written: permission denied"
-        return None if os.statvfs(place).f_blocks else _takes_no_file(place)
+        return f"{place} cannot be written: it is the kernel's" if _is_no_storage(place) else None
     return None
 
 
-def _takes_no_file(folder: Path) -> str | None:
-    """Why a folder of a file system without blocks, such as /proc, takes no file; some of them do."""
+def _is_no_storage(place: Path) -> bool:
+    """Whether a folder is the kernel's own, such as /proc, in which nobody makes folders (Linux)."""
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            return None
-    except OSError as error:
-        return f"{folder} cannot be written: {error.strerror}"
+        mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return False
+    path = os.path.realpath(place)
+    over = [m for m in mounts if path == m[1] or path.startswith(m[1].rstrip("/") + "/")]
+    return bool(over) and max(over, key=lambda m: len(m[1]))[2] in PSEUDO

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mtrain.config.base import (
+    MOST,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -39,7 +40,7 @@ class DataConfig(Section):
     """text: file name endings that are read from a folder."""
     limit_mib: PositiveFloat | None = None
     """text: read at most this much text; null: all."""
-    seq_length: Annotated[int, Field(ge=2)] = 256
+    seq_length: Annotated[int, Field(ge=2, le=MOST)] = 256
     """Tokens per sample. The one place where the sequence length is written."""
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = Field(
         default=(0.96, 0.03, 0.01), strict=False
@@ -144,8 +145,9 @@ class TrainerConfig(Section):
 
     train_iters: PositiveInt = 100
     """Optimizer steps."""
-    global_batch_size: PositiveInt = 16
-    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it."""
+    global_batch_size: PositiveInt | None = None
+    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it. null: 8, or the next number of
+    which every data-parallel rank has whole micro-batches."""
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(default=None, strict=False)
     """[first, increment, samples]: steps begin with `first` samples and grow by `increment`, evenly over so many
     samples, up to global_batch_size. What counts steps, such as the schedule of the learning rate, counts on."""
@@ -181,6 +183,11 @@ class TrainerConfig(Section):
     The first step may compile for minutes; to be named does no harm."""
     timeout_s: PositiveFloat = 600.0
     """Seconds without progress of any rank after which the run is ended."""
+
+    @property
+    def batch(self) -> int:
+        """Samples per optimizer step, once it is resolved."""
+        return self.global_batch_size or 1
 
     @property
     def micro(self) -> int:

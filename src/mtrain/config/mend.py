@@ -31,7 +31,8 @@ def mended(
     """
     trial = _Trial(partial, resolve)
     return [
-        replace(p, fix=trial.best(p.fix, unusual=p.code not in PROPOSED, meant=p.code == "MT013")) for p in problems
+        replace(p, fix=trial.best(trial.fix_of(p), unusual=p.code not in PROPOSED, meant=p.code == "MT013"))
+        for p in problems
     ]
 
 
@@ -42,6 +43,11 @@ class _Trial:
         self.partial, self.resolve = partial, resolve
         self.held, self.answers = partial.flat(), Answers()
         self.before = self._said(partial, unusual=False)
+
+    def fix_of(self, problem: Problem) -> str:
+        """The fix of a problem; for a bad value that has none, the value that its key held before."""
+        path, held = problem.path, problem.code == "MT014" and problem.path in self.held
+        return problem.fix or (override(path, self.held[path]) if held else "")
 
     def best(self, fix: str, *, unusual: bool, meant: bool) -> str:
         """Those alternatives of a fix that work; where the first does not, the value that its key held before.

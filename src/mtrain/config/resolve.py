@@ -20,6 +20,8 @@ from mtrain.config.watch import watched
 from mtrain.errors import Problem
 
 HERE = "resolved on this machine"
+USUAL_BATCH = 8
+"""Samples of a step where nobody said how many."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ def resolve(
         *(partial(_kernel, op, machine) for op in OPERATIONS),
         _schedule,
         _sample,
+        _sequence_parallel,
+        _batch,
         _micro_batch,
         *(partial(_conditional, key) for key in CONDITIONAL),
     ]
@@ -143,6 +147,24 @@ def _sample(run: RunConfig) -> dict[str, Any]:
         return {}
     tokenizer = run.data.kind == "text" or (run.data.kind == "indexed" and run.data.tokenizer is not None)
     return {"trainer.sample_tokens": 64 if tokenizer and run.parallel.cp == 1 else 0}
+
+
+def _sequence_parallel(run: RunConfig) -> dict[str, Any]:
+    p = run.parallel
+    return (
+        {}
+        if p.sequence_parallel is not None
+        else {"parallel.sequence_parallel": p.tp > 1 and run.model.moe is not None}
+    )
+
+
+def _batch(run: RunConfig) -> dict[str, Any]:
+    """As the micro-batch that nobody set is chosen for the batch, one that somebody set is a part of it."""
+    t, p = run.trainer, run.parallel
+    if t.global_batch_size is not None:
+        return {}
+    step = t.micro * max(1, (p.ranks or 1) // p.model_ranks) * (p.pp if p.vpp > 1 else 1)
+    return {"trainer.global_batch_size": -(-USUAL_BATCH // step) * step}
 
 
 def _micro_batch(run: RunConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
+from mtrain.config.base import MOST_RANKS
 from mtrain.config.dump import override, spell
 from mtrain.config.interpolate import leaves
 from mtrain.config.keys import choices_of, field_of, schema_keys, suggest
@@ -50,10 +51,9 @@ def validate(values: Mapping[str, Any], where: Where) -> tuple[RunConfig | None,
     try:
         run = RunConfig.model_validate(values)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        problems = [problem for e in found for problem in _problems(e, where, dict(leaves(values)))]
-        named = {problem.path for problem in huge}
-        return None, [*huge, *(p for p in problems if whole(p.path) not in named)]
+        named, known = {problem.path for problem in huge}, dict(leaves(values))
+        found = [e for e in error.errors(include_url=False) if whole(".".join(map(str, e["loc"]))) not in named]
+        return None, [*huge, *(problem for e in found for problem in _problems(e, where, known))]
     return (None, huge) if huge else (run, [])
 
 
@@ -118,7 +118,9 @@ def _bound(path: str, kind: str, value: Any, context: Mapping[str, Any], where: 
     name, words = _BOUNDS[kind]
     bound = context[name]
     whole = isinstance(value, int) and isinstance(bound, int)
-    if kind.endswith("equal"):
+    if kind == "less_than_equal" and bound >= MOST_RANKS:  # far beyond what anybody has
+        fix = at_default(path)
+    elif kind.endswith("equal"):
         fix = f"{path}={bound}"
     else:
         step = 1 if kind == "greater_than" else -1

@@ -184,7 +184,7 @@ def _describe(run: RunConfig, chosen: Plan, argv: list[str]) -> None:
 
 
 def _planned(run: RunConfig, chosen: Plan, why: dict[str, str]) -> dict[str, Any]:
-    grid, tokens = RankGrid.of(run), run.trainer.global_batch_size * run.data.seq_length
+    grid, tokens = RankGrid.of(run), run.trainer.batch * run.data.seq_length
     return {
         "digest": run.digest(),
         "parameters": parameters(run.model),

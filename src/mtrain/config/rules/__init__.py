@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -86,18 +87,28 @@ def check(
     raw: RunConfig | None = None,
     resolve: Callable[[RunConfig], RunConfig] = lambda run: run,
     unsaid: Callable[[AbstractSet[str]], bool] = lambda reads: False,
+    to_run: bool = True,
 ) -> list[Problem]:
     """Every broken rule of a resolved run, errors before warnings.
 
     A fix is shown only after it was tried: applied to `raw` (the run before it was resolved, what a user edits)
     and resolved again, it removes its problem and brings no new one. Left out is what is `unsaid`, which is given the
-    keys that the rule read.
+    keys that the rule read. Where the configuration is not `to_run` here, what it lacks is a warning.
     """
     raw, answers = raw if raw is not None else run, Answers()
     found = list(findings_and_reads(run, answers))
     trial = _Trial(raw, resolve, (finding for finding, _ in found), answers)
-    problems = [_problem(finding, run, origins or {}, trial) for finding, reads in found if not unsaid(reads)]
+    said = [_softened(finding, raw, to_run=to_run) for finding, reads in found if not unsaid(reads)]
+    problems = [_problem(finding, run, origins or {}, trial) for finding in said]
     return sorted(problems, key=lambda p: p.severity)
+
+
+def _softened(finding: Finding, raw: RunConfig, *, to_run: bool) -> Finding:
+    """A warning in place of an error, for what a configuration that runs elsewhere may lack here."""
+    if to_run or not finding.lacks or (finding.lacks == "device" and raw.cluster.device != "auto"):
+        return finding
+    where = "; name the machines it is meant for, as in cluster=h100x8" if finding.lacks == "device" else ""
+    return replace(finding, severity="warning", rule=f"{finding.rule}; a run here is refused{where}")
 
 
 def findings(run: RunConfig, answers: Answers | None = None) -> Iterator[Finding]:

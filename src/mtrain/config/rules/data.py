@@ -19,9 +19,8 @@ def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
         )
     if d.kind == "indexed" and d.path is None and d.blend is None:
         rule = "kind indexed reads PREFIX.bin and PREFIX.idx, and data.path is null"
-        yield Finding(
-            "MT301", "data.path", rule, ({"data.kind": "mock"}, {"data.kind": "text"}), hint="data.path=PREFIX"
-        )
+        kinds: tuple[Change, ...] = ({"data.kind": "mock"}, {"data.kind": "text"})
+        yield Finding("MT301", "data.path", rule, kinds, hint="data.path=PREFIX", lacks="input")
     if d.kind == "mock" and d.path is not None:
         yield Finding("MT302", "data.path", "kind mock makes its tokens up and reads no path", ({"data.path": None},))
     if d.kind != "text" and d.limit_mib is not None:

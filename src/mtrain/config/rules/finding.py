@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from mtrain.config.run import RunConfig
 from mtrain.errors import Severity
@@ -26,6 +26,9 @@ class Finding:
     severity: Severity = "error"
     hint: str = ""
     """What to say where no change of keys can mend it: a path that does not exist."""
+    lacks: Literal["", "device", "input"] = ""
+    """What is not there yet, though nothing is wrong: a device that auto did not find, an input that has to be named.
+    A run is refused for it; `check`, which judges for wherever the run will be, warns."""
 
 
 Rule = Callable[[RunConfig], Iterator[Finding]]

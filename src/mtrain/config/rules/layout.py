@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from difflib import get_close_matches
 
+from mtrain.config.base import MOST_RANKS
 from mtrain.config.resolve import smallest_world
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.pipeline import single
@@ -89,7 +90,10 @@ def ranks_fill_the_grid(run: RunConfig) -> Iterator[Finding]:
     """All ranks are used, each once."""
     p = run.parallel
     ranks = p.ranks or 0
-    if ranks % p.model_ranks:
+    few: Change = {"cluster.nodes": 1, "cluster.devices_per_node": None}
+    if ranks > MOST_RANKS:
+        yield Finding("MT173", "parallel.ranks", f"{ranks} ranks; {MOST_RANKS} are the most", (single(), few))
+    elif ranks % p.model_ranks:
         rule = f"{ranks} ranks are no multiple of tp {p.tp} * pp {p.pp} * cp {p.cp} = {p.model_ranks}"
         yield Finding("MT112", "parallel.ranks", rule, _grid_fixes(run, p.model_ranks))
 

@@ -24,7 +24,8 @@ def kernel_runs_on_the_device(key: str, run: RunConfig) -> Iterator[Finding]:
     if getattr(run.kernels, key) != "te" or device == "cuda" or (key != "default" and run.kernels.default == "te"):
         return
     fixes: tuple[Change, ...] = ({f"kernels.{key}": "auto"}, {f"kernels.{key}": "reference"})
-    yield Finding("MT403", f"kernels.{key}", f"TransformerEngine runs on cuda, and the device is {device}", fixes)
+    rule = f"TransformerEngine runs on cuda, and the device is {device}"
+    yield Finding("MT403", f"kernels.{key}", rule, fixes, lacks="device")
 
 
 def accumulation_in_fp32(run: RunConfig) -> Iterator[Finding]:

@@ -65,7 +65,7 @@ def few_bits_need_transformer_engine(run: RunConfig) -> Iterator[Finding]:
     device, what = run.cluster.device, "8" if p.fp8 is not None else "4"
     rule = f"products in {what} bits are TransformerEngine's, on cuda; the device is {device}, {', '.join(others)}"
     te: Change = {f"kernels.{name}": "te" for name in used}
-    yield Finding("MT442", _key(run), rule, (te, _off(run)), hint=PLAIN)
+    yield Finding("MT442", _key(run), rule, (te, _off(run)), hint=PLAIN, lacks="" if device == "cuda" else "device")
 
 
 def generation_has_the_recipe(run: RunConfig) -> Iterator[Finding]:
