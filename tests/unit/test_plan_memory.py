@@ -11,7 +11,7 @@ from mtrain.plan.memory import activation_bytes
 from tests.support.catalogue import judged
 from tests.support.configs import LAPTOP
 
-LONG = "model.max_position_embeddings={0} data.seq_length={0}"
+LONG = "data=mock model.max_position_embeddings={0} data.seq_length={0}"
 
 
 def errors(words: str) -> list[Problem]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 MAX_ENTRIES, MAX_SECONDS = 20_000, 0.1
+SKIPPED_FOLDERS = frozenset(("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"))
+"""Folders of a Python installation that are not the standard library, or are its tests."""
 PIECE = 16 << 10
 """A corpus that is one file is cut at blank lines into documents of at least this many characters."""
 PSEUDO = frozenset(

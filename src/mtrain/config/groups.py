@@ -16,6 +16,7 @@ from mtrain.config.base import (
 )
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Seconds = Annotated[float, Field(gt=0, le=10**8)]
 Moment = Literal["fp32", "bf16", "fp8"]
 
 
@@ -168,20 +169,20 @@ class TrainerConfig(Section):
     deterministic: bool = False
     """Only algorithms that give the same bits every time, where a GPU has faster ones; an operation without any is an
     error. On a CPU every run is so."""
-    sample_tokens: NonNegativeInt | None = None
+    sample_tokens: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
     """Tokens of generated text at the end of the run; null: 64 where there is a tokenizer and no context parallelism,
     else 0."""
     sample_prompt: str = "def "
     """Where the generated text starts."""
     profile_step: PositiveInt | None = None
     """Write a torch.profiler trace of this step to the run folder; null: none."""
-    join_timeout_s: PositiveFloat = 5.0
+    join_timeout_s: Seconds = 5.0
     """Seconds that a rank which is ready to start waits for those that nobody has heard of; then they are named. One
     that was heard of and still imports has twelve times as long. A thousand machines start further apart: 60."""
-    soft_timeout_s: PositiveFloat = 120.0
+    soft_timeout_s: Seconds = 120.0
     """Seconds without progress of any rank after which each writes its stacks and the one that is behind is named.
     The first step may compile for minutes; to be named does no harm."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Seconds = 600.0
     """Seconds without progress of any rank after which the run is ended."""
 
     @property

@@ -20,6 +20,8 @@ from mtrain.config.watch import watched
 from mtrain.errors import Problem
 
 HERE = "resolved on this machine"
+MAX_CPU_RANKS = 64
+"""Processes that are started on a machine without GPUs."""
 USUAL_BATCH = 8
 """Samples of a step where nobody said how many."""
 
@@ -217,4 +219,6 @@ def machine_problems(
         yield Problem("MT110", "parallel.ranks", asked, rule, f"parallel.ranks={world_size}", source)
     if resolved.cluster.device == "cpu" and got is not None and got > 4 * machine.cpu_cores:
         rule = f"{got} processes on {machine.cpu_cores} CPU cores will be slow, and may not fit in memory"
+        if got > MAX_CPU_RANKS:
+            rule = f"{got} processes, and on a CPU at most {MAX_CPU_RANKS} are started: a run here is refused"
         yield Problem("MT111", "parallel.ranks", got, rule, "parallel=single", source, "warning")

@@ -14,12 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtrain import units
-from mtrain.config.files import PIECE, files_below
+from mtrain.config.files import PIECE, SKIPPED_FOLDERS, files_below
 from mtrain.config.groups import DataConfig
 from mtrain.errors import BadInput, Problem
-
-SKIPPED_FOLDERS = frozenset(("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"))
-"""Folders of a Python installation that are not the standard library, or are its tests."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ MOST_PARAMETERS = 10**15
 """The state of so many needs 16 PB, which no machine has; the largest models that were trained have a hundredth."""
 MOST_BYTES = 1 << 46
 """No single machine has more memory: 64 TiB."""
+RANK_BYTES = 300 << 20
+"""Memory of a CPU rank beside the model: what a forked interpreter with torch comes to own."""
 TOKEN_BYTES = 28
 """Of a token of a batch: itself, its label and its position in 8 bytes each, its weight in the loss in 4."""
 
@@ -40,6 +42,11 @@ def memory_problems(run: RunConfig, machine: Machine, origins: Mapping[str, str]
         return [*_state_here(run, machine, origins), *_sample_and_batch(run, _here(run, machine), origins)]
     device = _device(run)
     return [*_state_of_a_device(run, origins), *(_sample_and_batch(run, device, origins) if device else ())]
+
+
+def bytes_here(run: RunConfig) -> int:
+    """The least that the processes of a run on this machine's CPU come to own, before any sample."""
+    return state_bytes(run) + (run.parallel.ranks or 1) * RANK_BYTES
 
 
 def activation_bytes(run: RunConfig) -> int:
@@ -72,11 +79,11 @@ class _Memory:
     samples: int
     """Samples of a step that are in it at once."""
     state: int
-    """Bytes of weights, gradients and optimizer state in it; 0 where they are too large, which is said elsewhere."""
+    """Bytes of weights, gradients, optimizer state and processes in it; 0 where they alone are too many."""
 
 
 def _here(run: RunConfig, machine: Machine) -> _Memory:
-    state, holds, ranks = state_bytes(run), machine.memory_bytes, run.parallel.ranks or 1
+    state, holds, ranks = bytes_here(run), machine.memory_bytes, run.parallel.ranks or 1
     if state > holds:  # meant for other machines, which are not named
         return _Memory("the largest machine", MOST_BYTES, 1, -(-_largest(run) // ranks), 0)
     return _Memory("this machine", holds, ranks, _largest(run), state)
@@ -104,7 +111,7 @@ def _sample_and_batch(run: RunConfig, memory: _Memory, origins: Mapping[str, str
     if need <= memory.holds:
         return []
     left = max(1, memory.holds - memory.state)
-    beside = f" beside {bytes_(memory.state)} of weights, gradients and optimizer state" if memory.state else ""
+    beside = f" beside {bytes_(memory.state)} for weights, gradients and optimizer state" if memory.state else ""
     if tokens > kept:
         key, value, what = "trainer.global_batch_size", t.batch, f"{memory.samples} samples of {seq} tokens"
         fits = t.batch * max(0, left - kept) // tokens
@@ -124,13 +131,14 @@ def _sample_and_batch(run: RunConfig, memory: _Memory, origins: Mapping[str, str
 
 
 def _state_here(run: RunConfig, machine: Machine, origins: Mapping[str, str]) -> list[Problem]:
-    """A warning where the state of the model alone is more than the memory of this machine."""
-    need = state_bytes(run)
+    """A warning where the model alone, in its processes, is more than the memory of this machine."""
+    need, ranks = bytes_here(run), run.parallel.ranks or 1
     if need <= machine.memory_bytes:
         return []
     rule = (
-        f"weights, gradients and optimizer state need {bytes_(need)}, and this machine has "
-        f"{bytes_(machine.memory_bytes)}; for the machines it is meant for, name them: cluster=h100x64"
+        f"weights, gradients and optimizer state in {ranks} process{'es' * (ranks > 1)} need {bytes_(need)}, and "
+        f"this machine has {bytes_(machine.memory_bytes)}; the machines that it is meant for have a name, as in "
+        "cluster=h100x64"
     )
     return [
         Problem("MT140", "model.name", run.model.name, rule, "model=llama_tiny", origins["model.name"], "warning")

@@ -6,11 +6,13 @@ Training asks the same before it starts anything, and looks at every byte after 
 from __future__ import annotations
 
 import os
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
-from mtrain.config.files import PIECE, Bound, files_below, no_text, unreadable
+from mtrain.config.files import PIECE, SKIPPED_FOLDERS, Bound, files_below, no_text, unreadable
+from mtrain.config.groups import DataConfig
 from mtrain.config.paths import near_files, user_path
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.run import RunConfig
@@ -35,10 +37,10 @@ _AGAIN = "write it again, or data.path=another"
 def text_is_there(run: RunConfig) -> Iterator[Finding]:
     """The file or folder of text exists, can be read, and holds text for a sample of each split."""
     d = run.data
-    if d.kind != "text" or d.path is None:
+    if d.kind != "text":
         return
-    path = user_path(d.path)
-    rule = unreadable(path) if d.path else "is empty, and a file or a folder is needed"
+    path = user_path(d.path) if d.path is not None else Path(sysconfig.get_path("stdlib"))
+    rule = "is empty, and a file or a folder is needed" if d.path == "" else unreadable(path)
     if rule is not None:
         near: tuple[Change, ...] = tuple({"data.path": name} for name in near_files(path))
         yield Finding("MT305", "data.path", rule, (*near, {"data.path": None}))
@@ -48,7 +50,7 @@ def text_is_there(run: RunConfig) -> Iterator[Finding]:
     limit = need if d.limit_mib is None else max(1, int(d.limit_mib * MIB))
     bound = Bound()
     try:
-        size, files, rule = _text_in(path, d.suffixes, min(need, limit), bound)
+        size, files, rule = _text_in(path, d, min(need, limit), bound)
         size = min(size, limit) if d.limit_mib is not None else size
     except OSError as error:
         size, files, rule = 0, 0, f"{error.filename} cannot be read: {error.strerror}"
@@ -69,13 +71,18 @@ def text_is_there(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT605", "data.seq_length", rule, (*short, {"data.path": None}))
 
 
-def _text_in(path: Path, suffixes: tuple[str, ...], need: int, bound: Bound) -> tuple[int, int, str | None]:
+def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, int, str | None]:
     """Bytes and documents of text at a path, counted until there are `need` bytes, and why there is none."""
     if path.is_file():
         size = path.stat().st_size
         return size, 1 + size // PIECE, no_text(path) if size else "the file is empty"
     size, files, texts, wrong = 0, 0, 0, ""
-    for file in files_below(path, lambda name: name.endswith(suffixes), bound=bound):
+    library = d.path is None
+
+    def wanted(name: str) -> bool:
+        return name.endswith(d.suffixes) or (library and name.startswith("LICENSE"))
+
+    for file in files_below(path, wanted, SKIPPED_FOLDERS if library else frozenset(), bound):
         files, held = files + 1, file.stat().st_size
         why = (no_text(file) if held else "it is empty") if files <= MAX_READ else None
         if why is None:
@@ -86,7 +93,7 @@ def _text_in(path: Path, suffixes: tuple[str, ...], need: int, bound: Bound) -> 
             break
     if not files:
         empty = next(os.scandir(path), None) is None
-        endings = ", ".join(suffixes) or "(no suffixes given)"
+        endings = ", ".join(d.suffixes) or "(no suffixes given)"
         return 0, 0, "the folder is empty" if empty else f"the folder holds no file ending in {endings}"
     return size, texts, None if texts else f"no file of it holds text; {wrong}"
 
