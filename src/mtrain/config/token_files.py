@@ -15,6 +15,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 """Dtype codes of token files. 6 and 7 are floating-point numbers: no token ids."""
 _LETTERS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
 MAX_TOKENIZER = 128 * MIB
-READ_TOKENIZER = 24 * MIB
+READ_TOKENIZER = 16 * MIB
 """A tokenizer.json up to this size is read in a fraction of a second, and by `check` too."""
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<eod>")
 """Names under which tokenizers keep an end-of-document token, in the order they are tried."""
@@ -215,11 +216,17 @@ def tokenizer_facts(path: Path) -> TokenizerFacts | None:
 
     Raises Damaged for a file that is none, and OSError for one that cannot be read.
     """
-    size = path.stat().st_size
-    if size > MAX_TOKENIZER:
-        raise Damaged(f"{path}: {bytes_(size)}; a tokenizer may have {bytes_(MAX_TOKENIZER)}")
-    if size > READ_TOKENIZER:
+    stamp = path.stat()
+    if stamp.st_size > MAX_TOKENIZER:
+        raise Damaged(f"{path}: {bytes_(stamp.st_size)}; a tokenizer may have {bytes_(MAX_TOKENIZER)}")
+    if stamp.st_size > READ_TOKENIZER:
         return None
+    return _facts(path, (stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, stamp.st_ino))
+
+
+@lru_cache(maxsize=4)
+def _facts(path: Path, stamp: tuple[int, ...]) -> TokenizerFacts:
+    """The facts of a file as long as its `stamp` is the same."""
     try:
         body = json.loads(path.read_bytes().decode())
     except UnicodeDecodeError as error:
