@@ -72,7 +72,7 @@ def check(argv: Sequence[str], *, as_json: bool = False) -> int:
     out: list[dict[str, Any]] = []
     for job in jobs(argv):
         try:
-            loaded = load(job.argv)
+            loaded = load(job.argv, to_run=False)
             facts = {**verdict(loaded.warnings, loaded.run.digest()), "code": 0}
         except BadInput as error:
             facts = {**verdict(error.problems, None), "code": error.exit_code}

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import os
+from itertools import islice
 from pathlib import Path
+
+RUN_FILE, MANIFEST = "run.yaml", "manifest.json"
+"""What a run folder and a checkpoint folder have."""
+MAX_NAMES = 2000
+"""Names of a folder that are compared with one that is missing."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -47,7 +53,8 @@ def near_files(path: Path, limit: int = 3) -> list[str]:
 
     folder = path.parent
     try:
-        names = sorted(entry.name for entry in folder.iterdir())
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in islice(entries, MAX_NAMES))
     except (OSError, ValueError):
         return []
     near = difflib.get_close_matches(path.name, names, n=limit, cutoff=0.65)

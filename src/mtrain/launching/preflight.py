@@ -8,15 +8,12 @@ import shlex
 from collections.abc import Sequence
 
 from mtrain import units
-from mtrain.config.resolve import Machine
+from mtrain.config.resolve import MAX_CPU_RANKS, Machine
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment
 from mtrain.layout.grid import RankGrid
-from mtrain.plan.count import parameters, state_bytes
-
-MAX_CPU_RANKS = 64
-RANK_BYTES = 300 << 20
-"""Memory of a CPU rank beside the model: what a forked interpreter with torch comes to own."""
+from mtrain.plan.count import parameters
+from mtrain.plan.memory import bytes_here
 
 
 def check(run: RunConfig, argv: Sequence[str], machine: Machine | None = None) -> None:
@@ -44,7 +41,7 @@ def check(run: RunConfig, argv: Sequence[str], machine: Machine | None = None) -
 
 
 def _cpu_shortages(run: RunConfig, grid: RankGrid, machine: Machine) -> list[str]:
-    needed = state_bytes(run) + grid.world * RANK_BYTES
+    needed = bytes_here(run)
     out = []
     if needed > machine.memory_bytes:
         out.append(

@@ -168,7 +168,7 @@ def plug_in(kernels: Any, group_score_topk: int | None = None) -> None:
     """Set the names of every operation to what `kernels` chose: megatron-core's own where that is `reference`.
 
     With groups of experts, each worth its `group_score_topk` best scores, routing is ours also then: megatron-core's
-    own takes topk // group_topk of them, which is no other number for DeepSeek-V2 than for DeepSeek-V3. The library of
+    own takes topk // group_topk of them, no other number for DeepSeek-V2 than for DeepSeek-V3. The library of
     a CPU's products is set where it was chosen.
     """
     if kernels.cpu_matmul not in (None, "auto"):

@@ -135,7 +135,7 @@ def _batch_words(d: Values) -> list[str]:
 
 def plan_of(d: Values) -> tuple[Stage, ...]:
     """The sizes of the steps."""
-    size = max(1, d.get("trainer.global_batch_size", 1))
+    size = max(1, d.get("trainer.global_batch_size") or 1)
     return linear(d[RAMP], size) if d.get(RAMP) else (Stage(0, size),)
 
 
