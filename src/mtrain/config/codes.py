@@ -97,6 +97,7 @@ WORDS: dict[str, tuple[str, str]] = {
     ),
     "MT701": ("A file that is to be imported holds no command line of Megatron-LM.", "Name a training script."),
     "MT702": ("Nothing says how many ids the tokenizer has.", "Say it: model.vocab_size=N."),
+    "MT706": ("A program trains something else than a GPT, or does not train.", "Import a script that trains a GPT."),
     "MT703": ("A config.json is of a family that is not read.", "Write the model's keys into a recipe."),
     "MT704": ("A file is there already, and nothing is written over.", "Take another name."),
     "MT705": ("A file is no lock, or its lock is broken.", "Make one: mtrain recipe lock NAME -o FILE."),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from mtrain.recipes.shell import UNKNOWN, shown
+from mtrain.recipes.expansion import UNKNOWN, shown
 
 Why = Literal["unknown", "not supported", "derived here", "no effect", "unreadable", "secret"]
 T = TypeVar("T")

@@ -68,11 +68,16 @@ def said(raw: RunConfig, choices: dict[str, str], words: Sequence[str]) -> Delta
 
 def describe(run: RunConfig, source: str) -> dict[str, str]:
     """The words of a new recipe about itself."""
-    grid, cluster = RankGrid.of(run), run.cluster
+    p, cluster = run.parallel, run.cluster
+    ranks = p.ranks or p.model_ranks
+    try:
+        layout = str(RankGrid.of(run))
+    except ValueError:  # fewer ranks than the layout has, of a script that is imported as it is
+        layout = f"tp{p.tp} cp{p.cp} pp{p.pp} on {ranks} ranks"
     return {
-        "title": f"{run.model.name} with {grid}",
+        "title": f"{run.model.name} with {layout}",
         "purpose": "Say here when to pick it.",
-        "hardware": f"{cluster.nodes} x {grid.world // cluster.nodes} {cluster.device} ({cluster.name})",
+        "hardware": f"{cluster.nodes} x {ranks // cluster.nodes} {cluster.device} ({cluster.name})",
         "source": source,
         "verified": "composes and passes every rule; not trained",
     }
