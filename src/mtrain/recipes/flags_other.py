@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mtrain.config.paths import program
 from mtrain.recipes.arguments import Why
 
 _GROUPS: tuple[tuple[Why, str, str], ...] = (
@@ -94,7 +95,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
     ),
     (
         "not supported",
-        "checkpoints of Megatron-LM are not read; go on with a run of mtrain by `mtrain resume RUN`",
+        f"checkpoints of Megatron-LM are not read; go on with a run of mtrain by `{program()} resume RUN`",
         """
         --load --finetune --pretrained-checkpoint --ckpt-step --no-load-optim
         --load-main-params-from-ckpt --no-save-optim --ckpt-convert-format --ckpt-convert-save

@@ -12,6 +12,7 @@ from typing import TypeGuard
 from mtrain.config.dump import spell
 from mtrain.config.load import UNSHOWN, read_text, refuse_hidden
 from mtrain.config.model import VOCAB_MULTIPLE
+from mtrain.config.paths import program
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadInput, Problem
 from mtrain.recipes.arguments import Arguments, Draft
@@ -313,7 +314,7 @@ def export_script(run: RunConfig) -> str:
     text = " \\\n  ".join(lines) + "\n"
     left = leftover_keys(run, text)
     if left:
-        text += "# What has no flag; `mtrain recipe import` reads these lines.\n"
+        text += f"# What has no flag; `{program()} recipe import` reads these lines.\n"
         text += "".join(f"{MARK}{word}\n" for word in left)
     return text
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from mtrain.cli.options import needed, read_options
 from mtrain.cli.recipe.new import describe, for_elsewhere, write_new
 from mtrain.config.load import MAX_BYTES, UNSHOWN, refuse_hidden
+from mtrain.config.paths import program
 from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
@@ -46,7 +47,7 @@ def import_(argv: Sequence[str]) -> int:
     if options.as_json:
         print(json.dumps(_facts(found, text, problems, run.digest()), indent=2))
         return 0
-    print(text if out is None else f"wrote {out}: mtrain check recipe={out}", end="" if out is None else "\n")
+    print(text if out is None else f"wrote {out}: {program()} check recipe={out}", end="" if out is None else "\n")
     for line in _report(found, problems):
         print(line, file=sys.stderr)
     return 0

@@ -11,6 +11,7 @@ from mtrain.cli.options import needed, read_options
 from mtrain.cli.setup import also_wrong, judge, resolved_origins
 from mtrain.config.compose import Composed, Rejected, compose
 from mtrain.config.overrides import read_overrides
+from mtrain.config.paths import program
 from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, BadInput, Problem
@@ -33,8 +34,8 @@ def new(argv: Sequence[str]) -> int:
     about = describe(run, f"mtrain recipe new {path.name} {shlex.join(words)}".strip())
     text = recipe_text(said(loaded.run, loaded.choices, words), about, short=True)
     write_new(path, text)
-    print(f"wrote {path}: mtrain recipe={path}")
-    print(f"for an editor that completes keys: mtrain schema recipe -o {path.parent}")
+    print(f"wrote {path}: {program()} recipe={path}")
+    print(f"for an editor that completes keys: {program()} schema recipe -o {path.parent}")
     return 0
 
 
