@@ -230,10 +230,40 @@ def test_a_condition_that_is_not_known_is_reported_with_both_branches() -> None:
     found = import_texts([(text, "t.sh")], "t")
     note = next(note for note in found.notes if "is not known" in note)
     assert 't.sh:1: [ -n "$WANDB_PROJECT" ] is not known' in note
-    assert "then (t.sh:1) sets --log-interval" in note
-    assert "elif (t.sh:3) sets nothing that is used" in note
-    assert "else (t.sh:5) sets --seed" in note
+    assert "then (line 1) sets --log-interval" in note
+    assert "elif (line 3) sets nothing that is used" in note
+    assert "else (line 5) sets --seed" in note
     assert (found.run.trainer.seed, found.run.log.interval) == (1234, 100)
+
+
+def test_what_is_set_under_conditions_can_be_said_by_a_script_before() -> None:
+    text = (
+        "SIZE=$1\nif [ $SIZE = 1b ]; then\n  LAYERS=16\nelif [ $SIZE = 7b ]; then\n  LAYERS=32\nfi\n"
+        f"torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} --num-layers $LAYERS\n"
+    )
+    with pytest.raises(BadInput, match=r"needs \$LAYERS, which is set under a condition .*SIZE = 1b \] \(t\.sh:2\)"):
+        import_texts([(text, "t.sh")], "t")
+    assert import_texts([("SIZE=7b\n", "env.sh"), (text, "t.sh")], "t").run.model.num_layers == 32
+
+
+def test_a_variable_that_is_not_known_takes_no_value_from_the_flag_before_it() -> None:
+    text = (
+        f'[ "$MORE" = 1 ] && OPTIONS="--bf16"\ntorchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} '
+        "--group-query-attention --num-query-groups 2 $OPTIONS --seed $SEED --kv-channels 4 $OPTIONS $OTHER\n"
+    )
+    found = import_texts([(text, "t.sh")], "t")
+    assert (found.run.model.num_query_groups, found.run.model.kv_channels) == (2, 4)
+    assert {u.flag for u in found.unplaced if u.why == "unreadable"} == {"--seed"}
+    assert any(
+        '[ "$MORE" = 1 ] && OPTIONS="--bf16" is not known: then (line 1) sets --bf16' in n for n in found.notes
+    )
+
+
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_a_launcher_with_fewer_ranks_than_the_experts_have_is_said(ranks: int) -> None:
+    layout = "--num-experts 8 --pipeline-model-parallel-size 4 --expert-model-parallel-size 8"
+    notes = script(f"{KNOWN} {layout}", launcher=f"torchrun --nproc-per-node {ranks}").notes
+    assert any("at least ep 8 x etp 1 x pp 4 = 32" in note for note in notes)
 
 
 def yaml(name: str, *extra: str) -> Imported:

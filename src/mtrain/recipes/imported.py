@@ -113,6 +113,8 @@ def _with_reason(problem: Problem, a: Arguments) -> Problem:
         return problem
     flag = next((flag for flag in flags_of().get(problem.path, ()) if flag in a.unplaced), None)
     rule = f"{problem.rule}: {flag} {a.unplaced[flag].text}" if flag else problem.rule
+    if "--yaml-cfg" in a.flags:
+        rule += "; the file of --yaml-cfg is not read: import that file"
     return replace(problem, rule=rule)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeGuard
 
@@ -105,16 +105,34 @@ def import_words(
     notes, left = [*notes, *a.notes], list[str]()
     if "model.vocab_size" not in said:
         left += _vocabulary(d, notes, extra)
-    run = build(d, a, extra, source, said)
+    try:
+        run = build(d, a, extra, source, said)
+    except BadInput as error:
+        raise BadInput([_with_place(problem, notes) for problem in error.problems]) from None
     notes += _unsaid(d | said, run, extra)
     notes += _too_few(run)
     shown_notes = [secrets.hide(shown(n)) for n in dict.fromkeys(notes)]
     return Imported(run, blacked_out(leftovers(a), secrets), shown_notes, left)
 
 
+def _with_place(problem: Problem, notes: Sequence[str]) -> Problem:
+    """A problem that names a variable, with the condition under which the script sets it."""
+    missing = re.search(r"needs (\$\w+), which the script does not set", problem.rule)
+    if problem.code != "MT015" or missing is None:
+        return problem
+    name = re.compile(rf"{re.escape(missing[1])}\b")
+    note = next((shown(note) for note in notes if name.search(note)), None)
+    if note is None:
+        return problem
+    where, _, rest = note.partition(": ")
+    test = rest.partition(" is not known")[0]
+    rule = f"{problem.rule[: missing.end(1)]}, which is set under a condition that is not known: {test} ({where})"
+    return replace(problem, rule=rule)
+
+
 def _sourced(script: Script) -> list[str]:
     return [
-        f"{c.where}: {c.words[1]} is not read; give it before this file if it sets what is missing"
+        f"{c.where}: {c.words[1] or 'a file'} is not read; give it before this file if it sets what is missing"
         for c in script.commands
         if c.words[0] in ("source", ".") and len(c.words) > 1
     ]
@@ -129,7 +147,7 @@ def _undecided(script: Script, words: Sequence[str]) -> list[str]:
         for branch in item.branches:
             names = [f"${name}" for name in dict.fromkeys(branch.names) if name in used]
             what = ", ".join([*dict.fromkeys(branch.flags), *names]) or "nothing that is used"
-            parts.append(f"{branch.label} ({branch.where}) sets {what}")
+            parts.append(f"{branch.label} (line {branch.where.rpartition(':')[2]}) sets {what}")
         if any(branch.flags or used & set(branch.names) for branch in item.branches):
             test = shown(item.test)[:80]
             out.append(f"{item.where}: {test} is not known: {'; '.join(parts)}; all of it is left out")
@@ -142,11 +160,16 @@ def _too_few(run: RunConfig) -> list[str]:
     """A note where the script starts fewer processes than its layout has."""
     p, per_node = run.parallel, run.cluster.devices_per_node
     ranks = p.ranks or (run.cluster.nodes * per_node if per_node else None)
-    if ranks is None or ranks >= p.model_ranks:
+    etp = p.etp or p.tp
+    needed, axes = max(
+        (p.model_ranks, f"tp {p.tp} x cp {p.cp} x pp {p.pp}"),
+        (p.ep * etp * p.pp, f"ep {p.ep} x etp {etp} x pp {p.pp}"),
+        key=lambda pair: pair[0],
+    )
+    if ranks is None or ranks >= needed:
         return []
-    nodes = f": say cluster.nodes={-(-p.model_ranks // per_node)}" if per_node else ""
-    axes = f"tp {p.tp} x cp {p.cp} x pp {p.pp}"
-    return [f"the script starts {ranks} processes, and its layout has at least {axes} = {p.model_ranks}{nodes}"]
+    nodes = f": say cluster.nodes={-(-needed // per_node)}" if per_node else ""
+    return [f"the script starts {ranks} processes, and its layout has at least {axes} = {needed}{nodes}"]
 
 
 def _given_as_flags(script: Script) -> dict[str, list[str]]:
@@ -216,7 +239,7 @@ def _all_variables(script: Script, source: str) -> _Found:
         raise BadInput([Problem("MT701", "", None, rule, fix, source)])
     does = other_than_gpt(None, Arguments(words).flags, source)
     if does:
-        raise BadInput([not_a_gpt(f"what has these flags {does}", source)])
+        raise BadInput([not_a_gpt(f"it {does}", source)])
     return _Found([], words, ["no command uses the flags: those of all variables are read"])
 
 

@@ -83,9 +83,14 @@ def import_yaml(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[str
     mode = str(values.get("MODE", ""))
     does = "generates text (MODE: inference)" if mode == "inference" else other_than_gpt(None, flags, source)
     if does:
-        raise BadInput([not_a_gpt(f"what has these flags {does}", source)])
+        raise BadInput([not_a_gpt(f"it {does}", source)])
     secrets = Secrets({**expander.variables, **{f: v for f, v in flags.items() if f not in known_flags()}})
     return import_words(words, None, name, source, extra, secrets, notes, {})
+
+
+def is_yaml(text: str) -> bool:
+    """Whether a text that has no name is one of these files, and no script."""
+    return re.search(r"^(MODEL_ARGS|language_model|model_parallel):", text, re.MULTILINE) is not None
 
 
 def _later(key: object) -> bool:

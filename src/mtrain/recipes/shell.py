@@ -28,6 +28,7 @@ _CLOSING = {"fi": "if", "done": "loop", "esac": "case", "}": "group"}
 _BRANCHES = ("then", "elif", "else", "do")
 _TESTS = {"[": "]", "[[": "]]", "test": ""}
 _NAMES = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_POSITIONAL = re.compile("\ue000\\$\\{?[1-9][0-9]*\\}?\ue001\\Z")
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
 
 
@@ -89,6 +90,7 @@ def read_script(*texts: tuple[str, str]) -> Script:
         for statement in statements(text, source):
             reader.take(statement)
         reader.blocks.clear()
+        reader.given = set(reader.script.variables)
     return reader.script
 
 
@@ -119,6 +121,10 @@ class _Reader(Expander):
         self.blocks: list[_Block] = []
         self.status: Truth = True
         """Whether the last command succeeded."""
+        self.chain = ""
+        """The commands so far of a list with `&&` and `||`, as they are written."""
+        self.given: set[str] = set()
+        """Variables of the scripts before this one."""
 
     def take(self, statement: Statement) -> None:
         """Follows one statement: opens and closes blocks, sets variables, keeps the command."""
@@ -129,6 +135,11 @@ class _Reader(Expander):
             self.pattern(block, statement)
             return
         runs: Truth = True
+        self.chain = (
+            statement.text
+            if statement.behind not in ("&&", "||")
+            else f"{self.chain} {statement.behind} {statement.text}"
+        )
         if statement.behind in ("&&", "||"):
             runs = self.status if statement.behind == "&&" else negated(self.status)
         turned = False
@@ -161,7 +172,7 @@ class _Reader(Expander):
             around = both(around, block.runs)
         if not words or both(around, runs) is False:
             return
-        while words and self._assigned(words[0], both(around, runs), statement.text):
+        while words and self._assigned(words[0], both(around, runs)):
             words.pop(0)
         own: Truth = True
         if words:
@@ -187,7 +198,7 @@ class _Reader(Expander):
             for raw in words[3:]:
                 block.patterns.append(self.operand(raw))
         if keyword in ("for", "select"):
-            block.runs = None
+            block.runs, block.said = None, Undecided(self.chain, self.where, [Branch("do", self.where)])
         self.blocks.append(block)
 
     def close(self, keyword: str) -> None:
@@ -228,8 +239,12 @@ class _Reader(Expander):
     def _note_test(self, statement: Statement) -> None:
         """Keeps the text of a condition for the report."""
         block = self.blocks[-1] if self.blocks else None
-        if block is not None and block.testing and block.said is None:
+        if block is None or not block.testing or block.kind == "case":
+            return
+        if block.said is None:
             block.said = Undecided(re.sub(r"^(if|while|until)\s+", "", statement.text), block.where)
+        elif not block.said.branches:
+            block.said.test += f" {statement.behind.strip() or ';'} {statement.text}"
 
     def pattern(self, block: _Block, statement: Statement) -> None:
         """A pattern of a `case`, up to its bracket."""
@@ -286,7 +301,7 @@ class _Reader(Expander):
     def _known(self, text: str) -> bool:
         return not any(name in self.script.conditional for name in _NAMES.findall(text))
 
-    def _assigned(self, raw: Raw, runs: Truth, text: str) -> bool:
+    def _assigned(self, raw: Raw, runs: Truth) -> bool:
         """Takes an assignment; False where the word is none."""
         first = raw.parts[0] if raw.parts else None
         match = _ASSIGNMENT.match(first.text) if first is not None and first.kind == "text" else None
@@ -298,8 +313,10 @@ class _Reader(Expander):
         else:
             value = [self.joined([Part("text", match[3], False), *raw.parts[1:]])]
         if runs is None:
-            self._left_out(name, value if raw.array is not None else PIECE.findall(value[0]), text)
+            self._left_out(name, value if raw.array is not None else PIECE.findall(value[0]))
             return True
+        if name in self.given and raw.array is None and _POSITIONAL.match(value[0]):
+            return True  # a script before this one says what its argument is
         before = self.script.variables.get(name, [])
         if more and raw.array is not None:
             value = [*before, *value]
@@ -311,7 +328,7 @@ class _Reader(Expander):
         self.script.variables[name] = value
         return True
 
-    def _left_out(self, name: str, words: list[str], text: str) -> None:
+    def _left_out(self, name: str, words: list[str]) -> None:
         """Notes an assignment under a condition that is not known."""
         self.script.conditional.setdefault(name, self.where)
         block = next((b for b in reversed(self.blocks) if b.runs is None), None)
@@ -319,6 +336,6 @@ class _Reader(Expander):
             branch = block.said.branches[-1]
         else:
             branch = Branch("then", self.where)
-            self.script.undecided.append(Undecided(text, self.where, [branch]))
+            self.script.undecided.append(Undecided(self.chain, self.where, [branch]))
         branch.flags += [shown(w).split()[0] for w in words if w.startswith("--")]
         branch.names.append(name)

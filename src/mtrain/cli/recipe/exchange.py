@@ -21,7 +21,7 @@ from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.hf import import_config
 from mtrain.recipes.imported import Imported, name_of
 from mtrain.recipes.megatron import export_script, import_scripts, import_texts, read_texts
-from mtrain.recipes.megatron_yaml import import_yaml
+from mtrain.recipes.megatron_yaml import import_yaml, is_yaml
 from mtrain.recipes.write import delta, left_open, recipe_text
 
 OUT = {"-o": "--output", "--output": "--output"}
@@ -64,6 +64,8 @@ def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | Non
         if len(text) > MAX_BYTES:
             raise BadInput([Problem("MT005", "", None, f"more than {MAX_BYTES} characters", "", "stdin")])
         refuse_hidden(text, "stdin", UNSHOWN)
+        if is_yaml(text):
+            return import_yaml([(text, "stdin")], "imported", extra)
         return import_texts([(text, "stdin")], "imported", extra)
     configs = [name for name in files if name.endswith(".json")]
     if not configs:
