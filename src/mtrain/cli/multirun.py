@@ -24,6 +24,7 @@ from mtrain.errors import BadInput, MtrainError
 
 ORDER = (0, 75, 2, 3, 4, 5)
 """Exit codes from good to bad; every other one is worse."""
+COMMAND = "import sys; from mtrain.cli.main import main; sys.exit(main(sys.argv[1:]))"
 METRICS = "metrics.jsonl"
 
 
@@ -51,20 +52,18 @@ def train(argv: Sequence[str], *, debug: bool, as_json: bool = False) -> int:
         raise BadInput("a sweep starts its own runs: leave torchrun out, or start each run with it")
     wanted = jobs(argv)
     names = _names(wanted)
-    words = [
-        [*job.argv, *([] if "log.name" in job.swept else [f"log.name={name}"])]
-        for job, name in zip(wanted, names, strict=True)
-    ]
-    runs = [_composed(line) for line in words]
-    file = _file(runs, wanted, names)
-    _import_once(runs)
     sweep, rows = _Sweep(), list[Row]()
+    file: Path | None = None
     for index, (job, name) in enumerate(zip(wanted, names, strict=True)):
         if sweep.stopped:
             break
         print(f"[{index + 1}/{len(wanted)}] {name}: {job.differs}", flush=True)
-        code = sweep.run([*words[index], *(["--debug"] if debug else [])])
-        rows.append(_row(job, name, code, runs[index]))
+        words = [*job.argv, *([] if "log.name" in job.swept else [f"log.name={name}"])]
+        run = _composed(words)
+        if file is None and run is not None:
+            file = _file(user_path(run.log.runs_dir), wanted, names)
+        code = sweep.run([*words, *(["--debug"] if debug else [])], run)
+        rows.append(_row(job, name, code, run))
         if file is not None:
             _write(file, _table(rows, len(wanted)))
     code = worst([*(row.code for row in rows), *([sweep.stopped] if sweep.stopped else [])])
@@ -106,11 +105,16 @@ def worst(codes: Sequence[int]) -> int:
 
 
 class _Sweep:
-    """Runs commands one after the other until it is told to stop."""
+    """Runs commands one after the other until it is told to stop.
+
+    torch and megatron-core, whose import costs seconds of a core, are imported here, once, and runs are forked.
+    """
 
     def __init__(self) -> None:
         self.stopped = 0
         self.child = 0
+        self.device: str | None = None
+        """The device that megatron-core was imported for."""
         signal.signal(signal.SIGTERM, self._stop)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
@@ -118,14 +122,24 @@ class _Sweep:
         if self.child:
             os.kill(self.child, signal.SIGTERM)
 
-    def run(self, argv: Sequence[str]) -> int:
-        """Runs one command to its end in a process forked from this one; its exit code."""
+    def run(self, argv: Sequence[str], run: RunConfig | None) -> int:
+        """Runs one command to its end in a process forked from this one; its exit code.
+
+        Where it takes another device than those before it, it imports for itself.
+        """
+        if run is not None and self.device is None:
+            from mtrain.launching.local import import_for
+
+            with suppress(MtrainError):  # the run says for itself what is missing
+                import_for(run)
+                self.device = run.cluster.device
+        fresh = run is not None and run.cluster.device != self.device
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
         self.child = os.fork()
         if self.child == 0:
-            _command(argv, parent)
+            _command(argv, parent, fresh)
         while True:
             try:
                 _, status = os.waitpid(self.child, 0)
@@ -137,7 +151,7 @@ class _Sweep:
         return 128 - code if code < 0 else code
 
 
-def _command(argv: Sequence[str], parent: int) -> NoReturn:
+def _command(argv: Sequence[str], parent: int, fresh: bool) -> NoReturn:
     """A command in a forked process, as if it had been started by itself."""
     from mtrain.cli.main import main
     from mtrain.launching.local import die_with
@@ -146,6 +160,9 @@ def _command(argv: Sequence[str], parent: int) -> NoReturn:
     die_with(parent)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if fresh:
+        paths = os.pathsep.join(path for path in sys.path if path)
+        os.execve(sys.executable, [sys.executable, "-c", COMMAND, *argv], {**os.environ, "PYTHONPATH": paths})
     leave(main(argv))
     raise AssertionError("unreachable")
 
@@ -158,21 +175,8 @@ def _composed(words: Sequence[str]) -> RunConfig | None:
         return None
 
 
-def _import_once(runs: Sequence[RunConfig | None]) -> None:
-    """Imports torch and megatron-core here where all runs take the same device: that costs seconds of a core each."""
-    from mtrain.launching.local import import_for
-
-    found = [run for run in runs if run is not None]
-    if len(found) > 1 and len({run.cluster.device for run in found}) == 1:
-        with suppress(MtrainError):  # each run says for itself what is missing
-            import_for(found[0])
-
-
-def _file(runs: Sequence[RunConfig | None], wanted: Sequence[Job], names: Sequence[str]) -> Path | None:
-    """A new file for the table, beside the run folders; None where no run would have one."""
-    folder = next((user_path(run.log.runs_dir) for run in runs if run is not None), None)
-    if folder is None:
-        return None
+def _file(folder: Path, wanted: Sequence[Job], names: Sequence[str]) -> Path:
+    """A new file for the table, beside the run folders."""
     swept = "log.name" in wanted[0].swept
     base = f"{time.strftime('%Y%m%d-%H%M%S')}-sweep" if swept else Path(names[0]).name.rpartition("-")[0]
     file, number = folder / f"{base}.sweep.txt", 2
