@@ -6,6 +6,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+from mtrain.config.paths import program
 from mtrain.config.raised import Place, raised_in
 
 CODE = re.compile(r"[\"'](MT[0-9]{3})[\"']")
@@ -38,7 +39,7 @@ WORDS: dict[str, tuple[str, str]] = {
         "See --help, or take the spelling that is shown.",
     ),
     "MT011": ("A group has no such choice.", "Take one of the choices that are listed."),
-    "MT012": ("There is no such key.", "Take the key that is shown; `mtrain explain GROUP` lists them."),
+    "MT012": ("There is no such key.", f"Take the key that is shown; `{program()} explain GROUP` lists them."),
     "MT013": ("A value is of another type than its key.", "Write it as the type that is named."),
     "MT014": ("A value is outside what its key allows.", "Take a value in the range that is named."),
     "MT015": ("A key has no default, and nothing sets it.", "Set it, or choose a file that does."),
@@ -115,9 +116,10 @@ WORDS: dict[str, tuple[str, str]] = {
     "MT613": ("A file is no tokenizer.json.", "Name one that Hugging Face's tokenizers wrote."),
     "MT701": ("A file that is to be imported holds no command line of Megatron-LM.", "Name a training script."),
     "MT702": ("Nothing says how many ids the tokenizer has.", "Say it: model.vocab_size=N."),
+    "MT706": ("A program trains something else than a GPT, or does not train.", "Import a script that trains a GPT."),
     "MT703": ("A config.json is of a family that is not read.", "Write the model's keys into a recipe."),
     "MT704": ("A file is there already, and nothing is written over.", "Take another name."),
-    "MT705": ("A file is no lock, or its lock is broken.", "Make one: mtrain recipe lock NAME -o FILE."),
+    "MT705": ("A file is no lock, or its lock is broken.", f"Make one: {program()} recipe lock NAME -o FILE."),
 }
 """Code -> what it means and what to do, where the function that raises it is not enough."""
 

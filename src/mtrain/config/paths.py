@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -17,6 +18,13 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 def _folder(name: str) -> Path:
     checkout = _PACKAGE.parents[1] / name
     return checkout if checkout.is_dir() and _PACKAGE.parent.name == "src" else _PACKAGE / f"_{name}"
+
+
+@cache
+def program() -> str:
+    """How this program is called here: `python launch.py` in a checkout, `mtrain` where it is installed."""
+    checkout = _PACKAGE.parent.name == "src" and (_PACKAGE.parents[1] / "launch.py").is_file()
+    return "python launch.py" if checkout else "mtrain"
 
 
 def conf_dir() -> Path:

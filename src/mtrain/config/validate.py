@@ -18,6 +18,13 @@ from mtrain.config.run import GROUPS, RunConfig
 from mtrain.errors import Problem
 
 Where = Callable[[str], str]
+OPEN = {
+    "model.vocab_size": (
+        "the number of ids of the tokenizer, such as 32000 (Llama 2), 50257 (GPT-2) or 128256 (Llama 3)",
+        "model.vocab_size=32000",
+    )
+}
+"""Key that an import may leave null -> what to write there, and a value that passes."""
 
 _BOUNDS = {
     "greater_than_equal": ("ge", "at least"),
@@ -81,6 +88,8 @@ def _problems(error: Mapping[str, Any], where: Where, values: Mapping[str, Any])
         yield _length(path, value, where)
     elif kind == "missing":
         yield Problem("MT015", path, None, "is required and nothing sets it", _required(path, values), where(path))
+    elif value is None and path in OPEN:
+        yield unfilled(path, where(path))
     elif kind in _BOUNDS:
         yield _bound(path, kind, value, context, where)
     elif kind == "literal_error":
@@ -194,6 +203,12 @@ def whole(path: str) -> str:
     while path.rpartition(".")[2].isdigit():
         path = path.rpartition(".")[0]
     return path
+
+
+def unfilled(path: str, source: str) -> Problem:
+    """The problem of a key that an import left to fill in."""
+    rule, fix = OPEN[path]
+    return Problem("MT702", path, None, f"is left to fill in: {rule}", fix, source)
 
 
 def _required(path: str, values: Mapping[str, Any]) -> str:

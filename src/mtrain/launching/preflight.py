@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 
 from mtrain import units
+from mtrain.config.paths import program
 from mtrain.config.resolve import MAX_CPU_RANKS, Machine
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment
@@ -61,14 +62,10 @@ def _message(run: RunConfig, grid: RankGrid, machine: Machine, shortages: list[s
     lines += [
         f"this machine: {machine.cpu_cores} cores, {units.bytes_(machine.memory_bytes)}, {machine.gpus} GPUs",
         "what works here:",
-        f"  python launch.py check {words}   (judge this configuration without running it)",
-        f"  python launch.py show {words}   (see every value and who set it)",
-        *(
-            [f"  python launch.py rehearse {words}   (run this layout here, shrunk)"]
-            if grid.model_ranks <= 16
-            else []
-        ),
-        "  python launch.py   (train a small model on this machine)",
+        f"  {program()} check {words}   (judge this configuration without running it)",
+        f"  {program()} show {words}   (see every value and who set it)",
+        *([f"  {program()} rehearse {words}   (run this layout here, shrunk)"] if grid.model_ranks <= 16 else []),
+        f"  {program()}   (train a small model on this machine)",
     ]
     return "\n".join(lines)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from mtrain import strict_json
 from mtrain.cli.options import needed, read_options
 from mtrain.cli.recipe.new import for_elsewhere, write_new
-from mtrain.config.paths import user_path
+from mtrain.config.paths import program, user_path
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadInput, Damaged
@@ -33,7 +33,7 @@ def lock(argv: Sequence[str]) -> int:
         print(text, end="")
         return 0
     write_new(Path(out), text)
-    print(f"wrote {out}: it runs with run={out}, and `mtrain recipe verify {out}` compares")
+    print(f"wrote {out}: it runs with run={out}, and `{program()} recipe verify {out}` compares")
     return 0
 
 
