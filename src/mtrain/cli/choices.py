@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
+from mtrain import strict_json
 from mtrain.cli.options import read_options
 from mtrain.config.near import near_choice
 from mtrain.config.paths import choices_of_group, conf_dir
@@ -27,7 +26,7 @@ def run(argv: list[str], *, debug: bool) -> int:
             raise BadInput([Problem("MT010", "", None, rule, f"choices {near[0]}", "command line")])
     found = {group: {c: about(group, c) for c in choices_of_group(group)} for group in options.words or GROUPS}
     if options.as_json:
-        print(json.dumps(found, indent=2))
+        print(strict_json.dumps(found, indent=2))
         return 0
     for group, choices in found.items():
         width = max(len(choice) for choice in choices)

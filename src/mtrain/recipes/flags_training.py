@@ -174,6 +174,8 @@ def _ramp(a: Arguments, batch: int | None) -> list[int] | None:
 def _batch_words(d: Values) -> list[str]:
     micro, ramp, listed = d["trainer.micro_batch_size"], d[RAMP], d[LISTED]
     words = ["--micro-batch-size", str(micro)] if micro is not None else []
+    if d["trainer.global_batch_size"] is None:
+        return words
     last = str(d["trainer.global_batch_size"])
     begins = [0, *(stage.first * d["data.seq_length"] for stage in plan_of(d)[1:])]
     if listed and all(one < two for one, two in itertools.pairwise(begins)):
