@@ -202,6 +202,7 @@ def test_gpt2_names_the_form_of_its_gelu(theirs: str | None, ours: str | None, t
     found = import_config(write(tmp_path, values | ({"activation_function": theirs} if theirs else {})))
     m = found.run.model
     assert (m.ffn_hidden_size, m.vocab_size, m.tie_word_embeddings, m.add_bias_linear) == (3072, 50257, True, True)
+    assert m.mask_padded_vocab, "there is no padding in the softmax of transformers"
     assert (m.attention_dropout, m.hidden_dropout, m.position_embedding_type) == (0.1, 0.1, "learned_absolute")
     assert [(u.flag, u.why) for u in found.unplaced] == ([] if ours else [("activation_function", "not supported")])
     assert ours in (None, m.activation)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from mtrain_kernels.cross_entropy import reference as rows_reference
 from mtrain_kernels.cross_entropy.op import mark_foreign
-from mtrain_kernels.cross_entropy.reference import Terms, capped, local_labels, token_losses, wide
+from mtrain_kernels.cross_entropy.reference import Terms, capped, local_labels, real_columns, token_losses, wide
 from mtrain_kernels.cross_entropy.vocabulary import Vocabulary
 from mtrain_kernels.linear import fits, product
 
@@ -66,7 +66,8 @@ def chunked(
     """Losses and gradients of the weighted sum, `rows` tokens at a time; see `linear_cross_entropy` and `Gradients`.
 
     The weights of the tokens multiply hidden states and their gradients instead of the logits' gradient, divided
-    by the largest of them: masks of zeros and ones are exact, and nothing underflows in fp16.
+    by the largest of them: masks of zeros and ones are exact, and nothing underflows in fp16. Rows of the weight
+    that are padding are left out of every product, and their gradient stays 0.
     """
     scale = token_weights.abs().amax() if len(token_weights) else token_weights.new_zeros(())
     factors = (token_weights / scale.where(scale != 0, 1))[:, None]
@@ -76,7 +77,10 @@ def chunked(
     kept = torch.promote_types(weight.dtype, torch.float32) if fp32_accumulate else weight.dtype
     dweight = weight.new_zeros(weight.shape if need_weight else (0, weight.shape[1]), dtype=kept)
     first = vocabulary.rank * weight.shape[0]
-    space = hidden.new_empty((min(rows, len(labels)), weight.shape[0]))
+    padded, weight = weight.shape[0], weight[: real_columns(weight.shape[0], first, terms)]
+    width = weight.shape[0] if hidden.device.type == "cpu" else padded  # a GPU multiplies aligned rows faster
+    space = hidden.new_empty((min(rows, len(labels)), width))[:, : weight.shape[0]]
+    real = dweight[: weight.shape[0]]
     for start in range(0, len(labels), rows):
         part = slice(start, start + rows)
         logits = product(hidden[part], weight, out=space[: len(labels[part])])
@@ -91,11 +95,11 @@ def chunked(
         if need_weight:
             weighted = (hidden[part] * factors[part]).to(hidden.dtype)
             if fits(dlogits, weight):
-                dweight += product(dlogits.T, weighted.T)
-            elif dweight.dtype == dlogits.dtype:
-                dweight.addmm_(dlogits.T, weighted)
+                real += product(dlogits.T, weighted.T)
+            elif real.dtype == dlogits.dtype:
+                real.addmm_(dlogits.T, weighted)
             else:
-                dweight += dlogits.T @ weighted
+                real += dlogits.T @ weighted
     return Gradients(losses, dhidden, dweight.to(weight.dtype), scale)
 
 
@@ -107,6 +111,8 @@ class ReferenceChunks:
 
     def __call__(self, logits: Tensor, labels: Tensor, first: int, terms: Terms) -> tuple[Tensor, Finish]:
         """One softmax over the local columns, which is rescaled once the whole sum is known; see `Open`."""
+        if not logits.shape[1]:  # a rank that holds nothing but padding
+            return rows_reference.row_statistics(logits, labels, first, terms), lambda lse, factors: logits
         highest = capped(wide(logits.amax(1)), terms.soft_cap)
         x = capped(self._widened(logits), terms.soft_cap)
         here, column = local_labels(labels, first, x.shape[1])

@@ -78,6 +78,7 @@ def _chunk(run: RunConfig, config: Any, stage: int | None) -> Any:
     plug_in(run.kernels, run.model.moe.group_score_topk if run.model.moe else None)
     return LanguageModel(
         loss=run.kernels.loss,
+        loss_vocab_size=run.model.loss_vocab_size,
         config=config,
         transformer_layer_spec=backend.layer_spec(config, provider, vp_stage=stage),
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),

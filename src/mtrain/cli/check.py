@@ -85,7 +85,4 @@ def summary(loaded: Loaded) -> str:
 
 def _padding(run: RunConfig) -> str:
     """Rows that the embedding has beyond the vocabulary, where there are any."""
-    m = run.model
-    return (
-        f", vocabulary {m.vocab_size} padded to {m.padded_vocab_size}" if m.padded_vocab_size > m.vocab_size else ""
-    )
+    return f", {run.model.padding_in_words}" if run.model.padding_in_words else ""

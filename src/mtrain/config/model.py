@@ -139,6 +139,9 @@ class ModelConfig(Section):
     """Width of a head; null: hidden_size / num_attention_heads."""
     vocab_size: PositiveInt
     """Token ids; the embedding is padded up to a multiple of 128."""
+    mask_padded_vocab: bool = True
+    """Ids that only pad the embedding have no probability: losses are over `vocab_size` ids, in training, evaluation
+    and further predictions. false: over all rows of the embedding, as in Megatron-LM."""
     max_position_embeddings: PositiveInt
     """Longest sequence that the positions are made for."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
@@ -226,3 +229,16 @@ class ModelConfig(Section):
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: `vocab_size` rounded up, the same for every layout."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def loss_vocab_size(self) -> int:
+        """Token ids that have a probability in a loss."""
+        return self.vocab_size if self.mask_padded_vocab else self.padded_vocab_size
+
+    @property
+    def padding_in_words(self) -> str:
+        """The ids that losses are over, and what becomes of padding; empty where the vocabulary has none."""
+        if self.padded_vocab_size == self.vocab_size:
+            return ""
+        kept = "masked" if self.mask_padded_vocab else "in the softmax"
+        return f"vocabulary {self.vocab_size} padded to {self.padded_vocab_size}, padding {kept}"

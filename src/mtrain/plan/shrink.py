@@ -14,6 +14,8 @@ from mtrain.config.run import RunConfig
 from mtrain.config.stages import Stage, stages
 
 HEAD, HIDDEN, FFN, VOCAB = 16, 64, 128, 512
+PADDED = 385
+"""Token ids where the model has padding: an odd number, whose last rows of 512 are padding on whole ranks of tp8."""
 EQUAL_STAGES: dict[str, Any] = {"pipeline_layout": None, "layers_per_stage": None}
 _FORMATS = ("precision.dtype", "precision.fp8", "precision.fp4")
 MACHINE = Machine(cpu_cores=1, memory_bytes=0)
@@ -197,7 +199,7 @@ def _model(model: ModelConfig, p: ParallelConfig, seq: int, deep: list[Stage]) -
         "num_attention_heads": heads,
         "num_query_groups": groups if model.num_query_groups is not None else None,
         "kv_channels": HEAD,
-        "vocab_size": VOCAB,
+        "vocab_size": VOCAB if model.padded_vocab_size == model.vocab_size else PADDED,
         "max_position_embeddings": max(seq, 64),
     }
     if model.num_query_groups is None:

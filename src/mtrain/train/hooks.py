@@ -142,7 +142,9 @@ class Evaluation(Hook):
         self.last = (parts.state.step, loss)
         self.metrics.evaluation(parts.state.step, "valid", loss)
         perplexity = math.exp(min(loss, 700.0))
-        self.progress.note(f"step {parts.state.step}: validation loss {loss:.4f} (perplexity {perplexity:.1f})")
+        padding = parts.run.model.padding_in_words
+        over = f"perplexity {perplexity:.1f}" + (f"; {padding}" if padding else "")
+        self.progress.note(f"step {parts.state.step}: validation loss {loss:.4f} ({over})")
 
 
 class Checkpoints(Hook):
