@@ -11,6 +11,8 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, 
 from mtrain_kernels.linear_cross_entropy.op import linear_cross_entropy
 from torch import Tensor
 
+from mtrain.mcore.embedding import add_in_fp32
+
 
 class OutputLayer(ColumnParallelLinear):
     """The layer that makes logits; given labels, it makes their loss instead, a part of the tokens at a time.
@@ -61,6 +63,8 @@ class LanguageModel(GPTModel):
     def __init__(self, *args: Any, loss: str, loss_vocab_size: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._loss, self._loss_vocab_size = loss, loss_vocab_size
+        if hasattr(self, "embedding"):
+            add_in_fp32(self.embedding)
         if self.post_process:
             self.output_layer.__class__ = OutputLayer  # GPTModel makes the layer itself, of the class that it names
 
