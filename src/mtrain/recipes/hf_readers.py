@@ -177,6 +177,9 @@ def deepseek_v3_experts(f: ConfigFile) -> None:
     f.must("scoring_func", ("sigmoid",), "changes the numbers: scores of this family are a sigmoid")
     f.must("topk_method", ("noaux_tc",), "changes the numbers: experts of this family are chosen with a bias")
     f.must("norm_topk_prob", (True,), "changes the numbers: chosen scores of this family are normalised")
+    if f.get("num_experts_per_tok") == 1:
+        text = "changes the numbers: the score of one chosen expert is 1 there, and what the router says here"
+        f.refuse("num_experts_per_tok", "not supported", text)
     f.must("rope_interleave", (True,), "changes the numbers: rotary pairs of latent attention are neighbours here")
 
 
