@@ -220,13 +220,17 @@ def sinkhorn_sees_one_rank(run: RunConfig) -> Iterator[Finding]:
 
 
 def overlapped_shared_experts(run: RunConfig) -> Iterator[Finding]:
-    """Only the all-to-all dispatcher leaves time for the shared experts."""
-    moe = run.model.moe
-    if moe is None or not moe.shared_expert_overlap or moe.token_dispatcher_type == "alltoall":
+    """Only the all-to-all dispatcher leaves time for the shared experts, and their gates are then plain ones."""
+    moe, m, key = run.model.moe, run.model, "model.moe.shared_expert_overlap"
+    if moe is None or not moe.shared_expert_overlap:
         return
-    rule = f"needs the alltoall dispatcher, and it is {moe.token_dispatcher_type}"
-    off: Change = {"model.moe.shared_expert_overlap": False}
-    yield Finding("MT234", "model.moe.shared_expert_overlap", rule, (_ALLTOALL, off))
+    off: Change = {key: False}
+    if moe.token_dispatcher_type != "alltoall":
+        rule = f"needs the alltoall dispatcher, and it is {moe.token_dispatcher_type}"
+        yield Finding("MT234", key, rule, (_ALLTOALL, off))
+    if m.glu_linear_offset or m.activation_func_clamp_value is not None:
+        rule = "megatron-core's overlapped shared experts add no glu_linear_offset and bound nothing"
+        yield Finding("MT244", key, rule, (off,))
 
 
 def flex_dispatcher(run: RunConfig) -> Iterator[Finding]:
