@@ -12,6 +12,7 @@ from mtrain_kernels.activation import op as activation
 from mtrain_kernels.activation import reference as activation_reference
 from mtrain_kernels.attention import op as attention
 from mtrain_kernels.attention import reference as attention_reference
+from mtrain_kernels.attention import short
 from mtrain_kernels.causal_conv1d import op as conv
 from mtrain_kernels.causal_conv1d import reference as conv_reference
 from mtrain_kernels.cross_entropy import op as cross_entropy
@@ -195,6 +196,13 @@ CASES: dict[str, Case] = {
         "attention",
         HEADS,
         options={"causal": True},
+        roundings=8,
+        choices=("reference",),
+    ),
+    "attention: short": Case(
+        lambda choice, **kw: short.attention(**kw),
+        lambda **kw: attention_reference.attention(**kw, causal=True),
+        HEADS,
         roundings=8,
         choices=("reference",),
     ),

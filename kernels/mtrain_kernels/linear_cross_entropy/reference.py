@@ -78,7 +78,8 @@ def chunked(
     dweight = weight.new_zeros(weight.shape if need_weight else (0, weight.shape[1]), dtype=kept)
     first = vocabulary.rank * weight.shape[0]
     padded, weight = weight.shape[0], weight[: real_columns(weight.shape[0], first, terms)]
-    width = weight.shape[0] if hidden.device.type == "cpu" else padded  # a GPU multiplies aligned rows faster
+    in_place = hidden.device.type == "cpu" and hidden.dtype in (torch.float32, torch.float64)
+    width = weight.shape[0] if in_place else padded  # aligned rows multiply faster; a softmax in place wants none
     space = hidden.new_empty((min(rows, len(labels)), width))[:, : weight.shape[0]]
     real = dweight[: weight.shape[0]]
     for start in range(0, len(labels), rows):
