@@ -193,7 +193,7 @@ def _latent(r: Random) -> Values:
         "moe_intermediate_size": r.choice([24, 33]),
         "n_group": groups,
         "topk_group": chosen,
-        "num_experts_per_tok": r.randint(1, chosen * members),
+        "num_experts_per_tok": _rarely(r, r.randint(max(2, chosen), chosen * members), 1),
         "routed_scaling_factor": r.choice([1.0, 2.5, 16.0]),
         "attention_bias": _rarely(r, False, True),
         "rope_parameters": {**ROPE, **base} if r.random() < 0.4 else _yarn(r, base),
