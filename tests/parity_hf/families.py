@@ -118,6 +118,7 @@ CASES: dict[str, Case] = {
     "qwen2 moe": Case("qwen2_moe", {**QWEN2_MOE, "norm_topk_prob": False}),
     "gpt oss beyond its window": Case("gpt_oss", {**GPT_OSS, "sliding_window": 6, "swiglu_limit": 1.0}),
     "qwen3 moe": Case("qwen3_moe", {**QWEN_MOE, "norm_topk_prob": True}),
+    "qwen3 moe behind a dense layer": Case("qwen3_moe", {**QWEN_MOE, "num_hidden_layers": 3, "mlp_only_layers": [0]}),
     "qwen3 moe with unnormalised probabilities": Case("qwen3_moe", {**QWEN_MOE, "norm_topk_prob": False}),
     "deepseek v2": Case(
         "deepseek_v2",
