@@ -10,7 +10,7 @@ from pathlib import Path
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, BadInput, MtrainError, TrainingFault
 from mtrain.launching import folder
-from mtrain.launching.worker import describe, enter, revive
+from mtrain.launching.worker import describe, enter, leave, revive
 
 
 def is_worker() -> bool:
@@ -43,12 +43,14 @@ def train(run: RunConfig, argv: list[str]) -> int:
             return Paths(Path(body["folder"]), Path(checkpoint) if checkpoint else None)
 
         try:
-            train_rank(run, locate, _end)
+            together = train_rank(run, locate, _end)
         except Exception as error:
             if not describe(error)["peer_lost"]:
                 raise
             first = str(error).strip().splitlines()[0]
             raise TrainingFault(f"another rank has failed or ended: {first}") from error
+    if not together:
+        leave(0)
     return 0
 
 
