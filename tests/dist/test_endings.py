@@ -6,6 +6,8 @@ import errno
 import io
 import json
 import os
+import random
+import shutil
 import signal
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -253,3 +255,26 @@ def test_a_stop_during_the_sample_ends_it_at_once_and_the_run_is_finished(home: 
     code, said = _finish(*words, cwd=home, patch=stopped_by_a_signal)
     assert code == 0, said
     assert "stopped on request: the run is finished" in said
+
+
+def test_any_damage_that_any_rank_reads_ends_all_ranks_before_a_step(tmp_path: Path) -> None:
+    run = small(ranks=2, distributed_optimizer=True)
+    run_ranks(2, lambda: train(run, tmp_path / "whole"))
+    saved = tmp_path / "whole/checkpoints" / f"step_{STEPS:08d}"
+    longer = run.model_copy(update={"trainer": run.trainer.model_copy(update={"train_iters": STEPS + 1})})
+    dice, damaged = random.Random(0), []
+    for i, name in enumerate([*(["rank_00000.safetensors", "rank_00001.safetensors"] * 4), "run.yaml", "manifest.json"]):
+        copy = Path(shutil.copytree(saved, tmp_path / f"damaged-{i}" / saved.name))
+        content = bytearray((copy / name).read_bytes())
+        content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        (copy / name).write_bytes(bytes(content))
+        damaged.append((name, copy))
+
+    def job() -> list[End]:
+        return [train(longer, tmp_path / f"run-{copy.parent.name}", copy) for _, copy in damaged]
+
+    for ends in run_ranks(2, job):
+        for (name, copy), end in zip(damaged, ends, strict=True):
+            assert end.error == "Damaged", (name, copy)
+            assert name in end.said
+            assert end.lines == 0

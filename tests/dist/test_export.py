@@ -34,7 +34,7 @@ def _exported(folder: Path, layout: dict[str, Any], **run: Any) -> dict[str, tor
     assert set(index["weight_map"]) == set(tensors)
     assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in tensors.values())
     everything = whole_tensors(saved)
-    assert all(torch.equal(tensor, everything[key]) for key, tensor in tensors.items())
+    assert all(torch.equal(tensor, everything[f"model/{key}"]) for key, tensor in tensors.items())
     return tensors
 
 

@@ -72,7 +72,7 @@ def is_for_this_rank(error: BaseException, *, known: bool) -> bool:
     """Whether this rank prints an error: what all ranks know, one rank of each machine says."""
     from mtrain.world.verdict import Refused
 
-    shared = known and isinstance(error, BadInput | BadEnvironment)
+    shared = known and (isinstance(error, BadInput | BadEnvironment) or getattr(error, "shared", False))
     return not shared or _speaks() or (isinstance(error, Refused) and error.speaks)
 
 

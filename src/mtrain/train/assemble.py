@@ -21,7 +21,7 @@ from mtrain.config.run import RunConfig
 from mtrain.data import Splits, open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches, Packing
 from mtrain.data.text import Tokenizer
-from mtrain.errors import MtrainError
+from mtrain.errors import Damaged, MtrainError
 from mtrain.mcore.sharding import gathered
 from mtrain.plan.count import parameters
 from mtrain.train import hooks
@@ -157,7 +157,7 @@ def generate_text(
     """
     with joined(run) as world:
         chunks = build_model(run, world, wrap=False)
-        ckpt_state.load_model(Checkpoint.open(checkpoint), chunks)
+        ckpt_state.load_model(Checkpoint.open(checkpoint, verify=False), chunks)
         text = sample(Sampler(run, world, chunks), Tokenizer(tokenizer), prompt, tokens, temperature)
         if world.is_first:
             print(printable(text), flush=True)
@@ -176,10 +176,20 @@ def _encoded(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def _resume(parts: Parts, path: Path, splits: Splits, progress: Progress) -> None:
-    checkpoint = Checkpoint.open(path)
-    if not parts.run.checkpoint.accept_changes:
-        same_data(checkpoint.state["data"], splits)
-    restored = ckpt_state.load(checkpoint, parts.world, parts.state, seed=parts.run.trainer.seed)
+    """Put a checkpoint's state back. Each rank verifies what it reads; what one finds damaged ends all of them."""
+    damage, restored = "", False
+    try:
+        checkpoint = Checkpoint.open(path, verify=False)
+        if not parts.run.checkpoint.accept_changes:
+            same_data(checkpoint.state["data"], splits)
+        restored = ckpt_state.load(checkpoint, parts.world, parts.state, seed=parts.run.trainer.seed)
+    except Damaged as found:
+        damage = str(found)
+    damage = parts.world.first_problem(damage)
+    if damage:
+        error = Damaged(damage)
+        error.shared = True
+        raise error
     progress.note(f"resumed from {path}: step {parts.state.step}, {parts.state.consumed_samples} samples used")
     if not restored:
         progress.note("the layout changed: random generators start from the seed and the step")
@@ -229,7 +239,7 @@ def _show_sample(parts: Parts, splits: Splits, checkpoint: Path | None, progress
                 if parts.stop_requested:
                     problem = STOPPED
                 elif sampler.context and checkpoint is not None:
-                    ckpt_state.load_model(Checkpoint.open(checkpoint), chunks)
+                    ckpt_state.load_model(Checkpoint.open(checkpoint, verify=False), chunks)
             except Exception as error:
                 problem = reason(error) or "it is not known why"
             found, problem = None, world.first_problem(problem)
