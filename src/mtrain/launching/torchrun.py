@@ -56,7 +56,7 @@ def train(run: RunConfig, argv: list[str]) -> int:
 
 def _end(error: MtrainError, speaks: bool) -> None:
     """End this process from any thread; one rank of each machine says why, past whatever holds Python's stderr."""
-    if speaks or _speaks():
+    if speaks or is_first_here():
         os.write(2, f"rank {rank()}: {error}\n".encode())
     os._exit(error.exit_code)
 
@@ -73,11 +73,18 @@ def is_for_this_rank(error: BaseException, *, known: bool) -> bool:
     from mtrain.world.verdict import Refused
 
     shared = known and (isinstance(error, BadInput | BadEnvironment) or getattr(error, "shared", False))
-    return not shared or _speaks() or (isinstance(error, Refused) and error.speaks)
+    return not shared or is_first_here() or (isinstance(error, Refused) and error.speaks)
 
 
-def _speaks() -> bool:
+def is_first_here() -> bool:
+    """Whether this is the first rank of its machine, or rank 0."""
     return rank() == "0" or os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def ranks_here() -> int:
+    """How many ranks the launcher started on this machine; 1 where it does not say."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdigit() else 1
 
 
 def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
