@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shlex
 import shutil
 from collections.abc import Sequence
 
 from mtrain import units
+from mtrain.config.hardware import cpu_cores
 from mtrain.config.paths import user_path
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
@@ -42,7 +42,7 @@ def check(
             "start it on each machine with torchrun"
         )
     if run.cluster.device == "cuda" and machine.gpus < here:
-        shortages.append(f"needs {here} GPUs on this machine; here: {machine.gpus}")
+        shortages.append(f"needs {here} GPUs on this machine; here: {_gpus(machine)}")
     if run.cluster.device == "cpu":
         shortages += _cpu_shortages(run, grid, machine, ranks_here)
     shortages += _disk_shortages(run)
@@ -86,7 +86,7 @@ def _message(run: RunConfig, grid: RankGrid, machine: Machine, shortages: list[s
     lines = [f"{run.model.name} with {grid} cannot run here:"]
     lines += [f"  - {s}" for s in shortages]
     lines += [
-        f"this machine: {machine.cpu_cores} cores, {units.bytes_(machine.memory_bytes)}, {machine.gpus} GPUs",
+        f"this machine: {machine.cpu_cores} cores, {units.bytes_(machine.memory_bytes)}, {_gpus(machine)} GPUs",
         "what works here:",
         f"  python launch.py check {words}   (judge this configuration without running it)",
         f"  python launch.py show {words}   (see every value and who set it)",
@@ -100,6 +100,12 @@ def _message(run: RunConfig, grid: RankGrid, machine: Machine, shortages: list[s
     return "\n".join(lines)
 
 
+def _gpus(machine: Machine) -> str:
+    if not machine.unusable_gpus:
+        return str(machine.gpus)
+    return f"{machine.gpus} (and {machine.unusable_gpus} of AMD, which the installed torch is not built for)"
+
+
 def threads_per_rank(ranks: int) -> int:
     """Cores for each of `ranks` processes of this machine, at least one."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+    return max(1, cpu_cores() // ranks)

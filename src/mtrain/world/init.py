@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain import mcore as door
+from mtrain.config.hardware import cpu_cores
 from mtrain.config.run import RunConfig
 from mtrain.devices import registry
 from mtrain.devices.base import Device
@@ -139,7 +140,7 @@ def _prepare(run: RunConfig, seat: Seat) -> Device:
     if device.torch_type == "cpu":
         on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", seat.size))
         asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-        threads = int(asked) if asked.isdigit() else (os.cpu_count() or 1) // on_this_machine
+        threads = int(asked) if asked.isdigit() else cpu_cores() // on_this_machine
         torch.set_num_threads(max(1, threads))
     return device
 
