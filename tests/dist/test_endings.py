@@ -154,6 +154,34 @@ def test_logs_that_fail_on_one_rank_leave_no_other_waiting(tmp_path: Path, monke
     assert second is None
 
 
+def test_a_stop_leaves_out_the_last_evaluation_and_no_deletion_that_fails_ends_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mtrain.ckpt import folder
+    from mtrain.train import step
+
+    real, evaluated = step.run_schedule, []
+
+    def interrupted(parts: Any, batches: Any, *, forward_only: bool) -> Any:
+        if forward_only and parts.state.step == STEPS:
+            evaluated.append(None)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(parts, batches, forward_only=forward_only)
+
+    def busy(*_: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(step, "run_schedule", interrupted)
+    monkeypatch.setattr(folder, "prune", busy)
+    run = small()
+    run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"eval_iters": 5})})
+    (end, batches) = run_ranks(1, lambda: (train(run, tmp_path), len(evaluated)))[0]
+    assert (end.error, end.steps, batches) == ("", [f"step_{STEPS:08d}"], 1), end.said
+    assert "its last evaluation is left out" in end.said
+    assert "final validation loss" not in end.said
+    assert end.said.count("warning: older checkpoints") == 1
+
+
 @pytest.mark.parametrize("failing_part", ["write", "flush", "fileno"])
 def test_a_full_disk_under_the_metrics_is_said_once(
     failing_part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -98,8 +98,9 @@ def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> Path
     _introduce(parts, splits, progress)
     begun_at = parts.state.step
     Trainer(parts, chain).fit()
-    if evaluation.last is not None and splits.unigram_entropy_nats is not None:
-        loss, entropy = evaluation.last[1], splits.unigram_entropy_nats
+    evaluated, entropy = evaluation.last, splits.unigram_entropy_nats
+    if evaluated is not None and evaluated[0] == parts.state.step and entropy is not None:
+        loss = evaluated[1]
         side = "below" if loss < entropy else "not below"
         progress.note(f"final validation loss {loss:.4f} nats, {side} the corpus' unigram entropy {entropy:.4f}")
     if checkpoints.saved_step != parts.state.step:

@@ -116,8 +116,8 @@ def evaluate(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool 
             beat("evaluation")
             batches = data.microbatches(i * parts.run.trainer.global_batch_size)
             batches = [to_device(b, parts.world) for b in batches]
-            stop = until_stop and parts.stop_requested
-            loss, tokens, stops = reduce_report(parts.world, run_schedule(parts, batches, forward_only=True), stop)
+            reports = run_schedule(parts, batches, forward_only=True)
+            loss, tokens, stops = reduce_report(parts.world, reports, until_stop and parts.stop_requested)
             total, count = total + loss * tokens, count + tokens
         for chunk in parts.state.chunks:
             chunk.train()
