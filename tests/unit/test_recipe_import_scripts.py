@@ -40,7 +40,7 @@ TRANSFORMER: dict[str, dict[str, Any]] = {
         "normalization": "LayerNorm",
         "layernorm_epsilon": 1e-5,
         "gated_linear_unit": False,
-        "activation_func": "gelu",
+        "activation_func": "gelu_tanh",
         "add_bias_linear": True,
         "qk_layernorm": False,
         "attention_dropout": 0.0,
@@ -57,7 +57,7 @@ TRANSFORMER: dict[str, dict[str, Any]] = {
         "num_attention_heads": 96,
         "num_query_groups": 96,
         "normalization": "LayerNorm",
-        "activation_func": "gelu",
+        "activation_func": "gelu_tanh",
         "add_bias_linear": True,
         "attention_dropout": 0.1,
         "hidden_dropout": 0.1,
@@ -405,20 +405,30 @@ def test_a_flag_without_a_place_is_listed_with_the_reason(name: str, flag: str, 
     assert {u.flag: u.why for u in imported(name).unplaced}[flag] == why
 
 
-def test_what_stands_under_a_condition_is_left_out_and_said() -> None:
-    notes = "\n".join(imported("llama3_8b_cp2").notes)
-    assert "--fp8-param-gather is added only under a condition" in notes
-    assert "llama3_8b_cp2.sh:5" in notes
-
-
-def test_a_vocabulary_that_nobody_says_is_asked_for_or_taken_from_the_same_shape() -> None:
-    assert "model=qwen25_7b" in "".join(imported("qwen25_7b").notes)
-    from mtrain.errors import BadInput
-
+def test_a_vocabulary_is_taken_from_the_same_shape() -> None:
+    shape = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048"
+    found = import_texts([(f"torchrun pretrain_gpt.py {shape}", "x.sh")], "x")
+    assert "the vocabulary of 50257 is that of model=gpt3_175b" in "".join(found.notes)
     text = "torchrun pretrain_gpt.py --num-layers 3 --hidden-size 66 --num-attention-heads 2 --seq-length 8"
-    with pytest.raises(BadInput, match=r"model\.vocab_size=32000"):
-        import_texts([(text, "x.sh")], "x")
+    assert import_texts([(text, "x.sh")], "x").open == ["model.vocab_size"]
     assert import_texts([(text, "x.sh")], "x", ["model.vocab_size=512"]).run.model.vocab_size == 512
+
+
+@pytest.mark.parametrize(
+    ("words", "vocab", "masked"),
+    [
+        ("--tokenizer-type GPT2BPETokenizer", 50257, False),
+        ("--vocab-size 50257 --make-vocab-size-divisible-by 64", 50257, False),
+        ("--vocab-size 500 --tensor-model-parallel-size 2", 500, False),
+        ("--vocab-size 512", 512, True),
+        ("--vocab-size 500 --padded-vocab-size 640", 640, True),
+    ],
+)
+def test_padding_stays_in_the_softmax_as_in_megatron_where_there_is_any(words: str, vocab: int, masked: bool) -> None:
+    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 8"
+    found = import_texts([(f"torchrun --nproc-per-node 2 pretrain_gpt.py {model} {words}", "x.sh")], "x")
+    assert (found.run.model.vocab_size, found.run.model.mask_padded_vocab) == (vocab, masked)
+    assert any("padding in the softmax" in note for note in found.notes) is not masked
 
 
 def test_overrides_stand_above_the_script() -> None:

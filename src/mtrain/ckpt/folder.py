@@ -20,7 +20,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from mtrain import strict_json
 from mtrain.ckpt import hashes
+from mtrain.config.paths import MANIFEST, RUN_FILE
 from mtrain.errors import Damaged
 
 FORMAT = 2
@@ -28,8 +30,6 @@ READ = (1, 2)
 STATES_OF_FORMAT_1 = ("exp_avg.", "exp_avg_sq.", "main_weight.", "momentum_buffer.")
 MODEL = "model/"
 """What the names of the model's own tensors begin with."""
-MANIFEST = "manifest.json"
-RUN_FILE = "run.yaml"
 MAX_MANIFEST_BYTES = 1 << 30
 
 
@@ -160,12 +160,12 @@ def _check_file(root: Path, name: str, facts: dict[str, Any], verify: bool) -> N
 
 def digest(body: dict[str, Any]) -> str:
     """Hex sha256 of the canonical JSON of `body`."""
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(strict_json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def write_json(path: Path, body: dict[str, Any]) -> None:
     """Write `body` as JSON and wait until it is on disk."""
-    path.write_text(json.dumps(body, separators=(",", ":")))
+    path.write_text(strict_json.dumps(body, separators=(",", ":")))
     sync(path)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from mtrain import strict_json
 from mtrain.cli.options import read_options
 from mtrain.config.compose import Composed, compose
 from mtrain.config.conditional import CONDITIONAL
@@ -24,6 +24,7 @@ from mtrain.config.describe import (
 )
 from mtrain.config.dump import spell
 from mtrain.config.keys import field_of, suggest
+from mtrain.config.paths import program
 from mtrain.config.resolve import HERE, Machine, resolve, world_size_of
 from mtrain.config.run import RunConfig, effect_of
 from mtrain.errors import BadInput, Problem
@@ -55,7 +56,7 @@ def run(argv: list[str], *, debug: bool) -> int:
         facts = _section(word)
     else:
         facts = _key(word, compose(overrides_of(rest)))
-    print(json.dumps(facts, indent=2) if options.as_json else _page(facts))
+    print(strict_json.dumps(facts, indent=2) if options.as_json else _page(facts))
     return 0
 
 
@@ -70,7 +71,7 @@ def _contents() -> str:
     """What can be explained."""
     from mtrain.config.codes import FAMILIES, codes
 
-    lines = [f"usage: mtrain {USAGE}", "", "groups"]
+    lines = [f"usage: {program()} {USAGE}", "", "groups"]
     lines += [f"  {group:<11} {words}" for group, words in groups().items()]
     lines += ["", "codes"]
     for begin, words in FAMILIES.items():
@@ -93,7 +94,7 @@ def _code(code: str) -> dict[str, Any]:
     others = list(dict.fromkeys(key for place in found for key in place.mends if key not in keys))
     if not mend:
         named = ", ".join([*keys, *others][:8])
-        mend = f"change {named or 'the key that it names'}; `mtrain check` shows values that were tried"
+        mend = f"change {named or 'the key that it names'}; `{program()} check` shows values that were tried"
     return {
         "code": code,
         "about": family(code),

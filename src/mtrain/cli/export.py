@@ -6,11 +6,12 @@ from pathlib import Path
 
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.resume import target_of
+from mtrain.config.paths import program
 from mtrain.errors import BadInput, Problem
 from mtrain.launching.folder import CHECKPOINTS
 from mtrain.units import bytes_, count
 
-USAGE = "python launch.py export runs/<name> OUT_FOLDER"
+USAGE = f"{program()} export runs/<name> OUT_FOLDER"
 
 
 def run(argv: list[str], *, debug: bool) -> int:
@@ -31,7 +32,9 @@ def run(argv: list[str], *, debug: bool) -> int:
     tokenizer = (target.parent.parent if target.parent.name == CHECKPOINTS else target) / "tokenizer.json"
     done = export(Checkpoint.open(checkpoint), out, tokenizer if tokenizer.is_file() else None)
     size = sum(file.stat().st_size for file in done.files)
-    print(f"exported {checkpoint}: {done.tensors} tensors, {count(done.elements)} numbers, {bytes_(size)} in {out}")
+    padding = f"; {done.padding}" if done.padding else ""
+    held = f"{done.tensors} tensors, {count(done.elements)} numbers"
+    print(f"exported {checkpoint}: {held}, {bytes_(size)} in {out}{padding}")
     return 0
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
+from mtrain import strict_json
 from mtrain.cli.options import read_options
 from mtrain.config.fields_page import page
 from mtrain.config.json_schema import COMMENT, KINDS, json_schema
 from mtrain.config.near import near_choice
+from mtrain.config.paths import program
 from mtrain.errors import BadEnvironment, BadInput, Problem
 
 OUT = {"-o": "--output", "--output": "--output"}
@@ -36,11 +37,11 @@ def run(argv: list[str], *, debug: bool) -> int:
             raise BadInput([Problem("MT010", "", None, rule, f"schema {near[0]}", "command line")])
     folder = options.values.get("--output")
     if folder is None:
-        print(json.dumps(json_schema((options.words or ["run"])[0]), indent=2))
+        print(strict_json.dumps(json_schema((options.words or ["run"])[0]), indent=2))
         return 0
     for kind in options.words or KINDS:
         path = Path(folder) / f"{kind}.schema.json"
-        _write(path, json.dumps(json_schema(kind), indent=1) + "\n")
+        _write(path, strict_json.dumps(json_schema(kind), indent=1) + "\n")
         print(f"wrote {path}")
     print("an editor with a YAML language server uses it in files that begin with")
     print("# yaml-language-server: $schema=recipe.schema.json")
@@ -52,7 +53,7 @@ def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not _ours(path):
-            rule = f"{path} is there already, and no schema that `mtrain schema` made"
+            rule = f"{path} is there already, and no schema that `{program()} schema` made"
             raise BadInput([Problem("MT704", "", None, rule, "-o another folder", "command line")])
         draft = path.with_name(f".{path.name}")
         draft.write_text(text, encoding="utf-8")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
+from mtrain import strict_json
 from mtrain.cli.setup import load
 from mtrain.config.dump import run_yaml
 
@@ -15,9 +15,11 @@ def run(argv: Sequence[str], *, bare: bool = False, as_json: bool = False) -> in
     Raises:
         BadInput: the configuration has errors.
     """
-    loaded = load(argv)
+    loaded = load(argv, to_run=False)
     if as_json:
-        print(json.dumps({"run": loaded.run.to_dict(), "origins": loaded.origins, "digest": loaded.run.digest()}))
+        print(
+            strict_json.dumps({"run": loaded.run.to_dict(), "origins": loaded.origins, "digest": loaded.run.digest()})
+        )
     else:
         print(run_yaml(loaded.run, None if bare else loaded.origins), end="")
     return 0

@@ -33,8 +33,10 @@ class Conditional:
         return node
 
 
-def _attends_with_te(run: RunConfig) -> bool:
-    return run.kernels.attention == "te"
+def _context_exchange(run: RunConfig) -> str | None:
+    """TransformerEngine's attention has a ring; None where the machine that runs it will choose the attention."""
+    attention = run.kernels.attention
+    return {"te": "p2p", "auto": None, None: None}.get(attention, "all_gather")
 
 
 def chunks_of_a_document(run: RunConfig) -> int:
@@ -102,7 +104,12 @@ QUANTIZED = (
 
 _BESIDE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (
-        ("precision.initial_loss_scale", "precision.loss_scale_window", "precision.min_loss_scale"),
+        (
+            "precision.initial_loss_scale",
+            "precision.loss_scale_window",
+            "precision.min_loss_scale",
+            "precision.max_skipped_updates",
+        ),
         lambda r: r.precision.dtype == "fp16",
         "precision.dtype=fp16",
     ),
@@ -154,7 +161,7 @@ CONDITIONAL = (
         "parallel.cp_comm_type",
         lambda r: r.parallel.cp > 1 or r.parallel.hybrid_context_parallel,
         "parallel.cp above 1",
-        lambda r: "p2p" if _attends_with_te(r) else "all_gather",
+        _context_exchange,
     ),
     Conditional(
         "parallel.hierarchical_cp_sizes",
@@ -260,6 +267,12 @@ CONDITIONAL = (
         lambda r: 1e-3,
     ),
     Conditional(
+        "model.moe.router_group_score_topk",
+        lambda r: bool(r.model.moe and r.model.moe.router_num_groups),
+        "a model.moe.router_num_groups",
+        lambda r: r.model.moe.group_score_topk if r.model.moe else None,
+    ),
+    Conditional(
         "model.moe.token_drop_policy",
         lambda r: bool(r.model.moe and r.model.moe.expert_capacity_factor),
         "a model.moe.expert_capacity_factor",
@@ -279,6 +292,7 @@ CONDITIONAL = (
         lambda r: False,
         off=False,
     ),
+    Conditional("kernels.cpu_matmul", lambda r: r.cluster.device == "cpu", "cluster.device=cpu"),
     *(Conditional(f"kernels.{op.name}", op.applies, op.needs) for op in OPERATIONS if op.needs),
     *(
         Conditional(path, active, needs, off=field_of(path).default)  # type: ignore[union-attr]

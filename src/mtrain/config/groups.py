@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mtrain.config.base import (
+    MOST,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -15,6 +16,7 @@ from mtrain.config.base import (
 )
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Seconds = Annotated[float, Field(gt=0, le=10**8)]
 Moment = Literal["fp32", "bf16", "fp8"]
 
 
@@ -39,7 +41,7 @@ class DataConfig(Section):
     """text: file name endings that are read from a folder."""
     limit_mib: PositiveFloat | None = None
     """text: read at most this much text, of one file its beginning; null: all."""
-    seq_length: Annotated[int, Field(ge=2)] = 256
+    seq_length: Annotated[int, Field(ge=2, le=MOST)] = 256
     """Tokens per sample. The one place where the sequence length is written."""
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = Field(
         default=(0.96, 0.03, 0.01), strict=False
@@ -101,6 +103,10 @@ class OptimConfig(Section):
     """wsd: steps of the final decay."""
     wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """wsd: shape of the final decay."""
+    schedule_counts: Literal["updates", "past_updates", "steps"] = "updates"
+    """What the schedule counts. updates: those that were made, without those that fp16 skipped, and this one;
+    past_updates: those made before this one, as in Megatron-LM, where the first rate of a warmup is 0; steps: all,
+    those whose update was skipped too."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay; not applied to biases and norms."""
     beta1: Beta = 0.9
@@ -145,8 +151,9 @@ class TrainerConfig(Section):
 
     train_iters: PositiveInt = 100
     """Optimizer steps."""
-    global_batch_size: PositiveInt = 16
-    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it."""
+    global_batch_size: PositiveInt | None = None
+    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it. null: 8, or the next number of
+    which every data-parallel rank has whole micro-batches."""
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(default=None, strict=False)
     """[first, increment, samples]: steps begin with `first` samples and grow by `increment`, evenly over so many
     samples, up to global_batch_size. What counts steps, such as the schedule of the learning rate, counts on."""
@@ -163,25 +170,31 @@ class TrainerConfig(Section):
     eval_iters: NonNegativeInt = 4
     """Global batches of the validation split per evaluation; 0: never evaluate."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
-    """Seed of weights, sample order and dropout; independent of the layout."""
+    """Seed of weights and sample order, which do not depend on the layout, and of dropout: stages, data- and
+    context-parallel ranks draw other masks, tensor-parallel ranks the same ones of what each of them holds whole."""
     deterministic: bool = False
     """Only algorithms that give the same bits every time, where a GPU has faster ones; an operation without any is an
     error. On a CPU every run is so."""
-    sample_tokens: NonNegativeInt | None = None
+    sample_tokens: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
     """Tokens of generated text at the end of the run; null: 64 where there is a tokenizer and no context parallelism,
     else 0."""
     sample_prompt: str = "def "
     """Where the generated text starts."""
     profile_step: PositiveInt | None = None
     """Write a torch.profiler trace of this step to the run folder; null: none."""
-    join_timeout_s: PositiveFloat = 5.0
+    join_timeout_s: Seconds = 5.0
     """Seconds that a rank which is ready to start waits for those that nobody has heard of; then they are named. One
     that was heard of and still imports has twelve times as long. A thousand machines start further apart: 60."""
-    soft_timeout_s: PositiveFloat = 120.0
+    soft_timeout_s: Seconds = 120.0
     """Seconds without progress of any rank after which each writes its stacks and the one that is behind is named.
     The first step may compile for minutes; to be named does no harm."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Seconds = 600.0
     """Seconds without progress of any rank after which the run is ended."""
+
+    @property
+    def batch(self) -> int:
+        """Samples per optimizer step, once it is resolved."""
+        return self.global_batch_size or 1
 
     @property
     def micro(self) -> int:
@@ -219,6 +232,9 @@ class KernelsConfig(Section):
     optimizer: Literal["auto", "torch", "reference", "triton", "te"] | None = None
     """The update of adamw, and muon's of what is no matrix. torch: torch.optim; reference and triton: all tensors in
     one call, for muon, and with state in few bits; null: kernels.default where it can do it."""
+    cpu_matmul: Literal["auto", "blas", "onednn"] | None = None
+    """fp32 products on a CPU: by the BLAS of torch, mostly MKL, or by oneDNN; null, auto: what is measured to be
+    faster, once per machine, the same on all ranks."""
     gradient_accumulation_fusion: bool = False
     """Weight gradients are added up inside the GEMM that makes them; needs linear=te on a GPU."""
 

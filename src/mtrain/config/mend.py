@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from mtrain.config.dump import override
 from mtrain.config.keys import field_of
-from mtrain.config.rules import apply, findings
+from mtrain.config.rules import Answers, apply, findings
 from mtrain.config.run import RunConfig
 from mtrain.config.source import parse_value
 from mtrain.errors import Problem
@@ -31,7 +31,8 @@ def mended(
     """
     trial = _Trial(partial, resolve)
     return [
-        replace(p, fix=trial.best(p.fix, unusual=p.code not in PROPOSED, meant=p.code == "MT013")) for p in problems
+        replace(p, fix=trial.best(trial.fix_of(p), unusual=p.code not in PROPOSED, meant=p.code == "MT013"))
+        for p in problems
     ]
 
 
@@ -40,8 +41,13 @@ class _Trial:
 
     def __init__(self, partial: RunConfig, resolve: Callable[[RunConfig], RunConfig]) -> None:
         self.partial, self.resolve = partial, resolve
-        self.held = partial.flat()
+        self.held, self.answers = partial.flat(), Answers()
         self.before = self._said(partial, unusual=False)
+
+    def fix_of(self, problem: Problem) -> str:
+        """The fix of a problem; for a bad value that has none, the value that its key held before."""
+        path, held = problem.path, problem.code == "MT014" and problem.path in self.held
+        return problem.fix or (override(path, self.held[path]) if held else "")
 
     def best(self, fix: str, *, unusual: bool, meant: bool) -> str:
         """Those alternatives of a fix that work; where the first does not, the value that its key held before.
@@ -69,7 +75,7 @@ class _Trial:
 
     def _said(self, run: RunConfig, *, unusual: bool) -> set[tuple[str, str]]:
         """What the rules say of a run; warnings only where nothing `unusual` may be."""
-        found = findings(self.resolve(run))
+        found = findings(self.resolve(run), self.answers)
         return {(f.code, f.path) for f in found if f.severity == "error" or not unusual}
 
 

@@ -7,12 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mtrain.config.base import (
+    MOST,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Probability,
     Section,
+    Width,
 )
 
 VOCAB_MULTIPLE = 128
@@ -21,13 +23,13 @@ VOCAB_MULTIPLE = 128
 class MoEConfig(Section):
     """`model.moe`: a mixture of experts in place of the dense MLP."""
 
-    num_experts: Annotated[int, Field(ge=1)]
+    num_experts: Width
     """Routed experts per layer."""
-    router_topk: PositiveInt = 2
+    router_topk: Width = 2
     """Experts that each token visits."""
-    ffn_hidden_size: PositiveInt
+    ffn_hidden_size: Width
     """Width of one expert's MLP."""
-    shared_expert_intermediate_size: PositiveInt | None = None
+    shared_expert_intermediate_size: Width | None = None
     """Total width of the shared experts that every token visits; null: none."""
     first_dense_layers: NonNegativeInt = 0
     """How many of the first layers keep the dense MLP of `model.ffn_hidden_size`."""
@@ -38,15 +40,22 @@ class MoEConfig(Section):
     router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "sinkhorn"] = "aux_loss"
     """How the load of the experts is balanced."""
     aux_loss_coeff: NonNegativeFloat = 0.01
-    """Weight of the balancing loss."""
+    """Weight of the balancing loss of each layer with experts. That is E sum_i f_i P_i, summed over the layers: E
+    experts, f_i the share of the choices that fell on expert i (by scores alone, without groups and bias; the shares
+    add up to 1), P_i the mean of its normalised scores; over a micro-batch, for seq_aux_loss over each sample of it.
+    As in megatron-core; it is alpha_1 of DeepSeek-V2. transformers' router_aux_loss_coef weighs one loss of f and P
+    averaged over L layers, its f adding up to router_topk: the coefficient here is theirs times router_topk / L."""
     z_loss_coeff: NonNegativeFloat | None = None
     """Weight of the router's z-loss; null: off."""
     router_enable_expert_bias: bool = False
     """Balance by a bias on the scores that is moved after each step (DeepSeek-V3), not by a loss."""
-    router_num_groups: PositiveInt | None = None
+    router_num_groups: Width | None = None
     """Groups of experts for group-limited routing; null: off."""
-    router_group_topk: PositiveInt | None = None
+    router_group_topk: Width | None = None
     """Groups that a token may choose from."""
+    router_group_score_topk: PositiveInt | None = None
+    """router_num_groups: a group is worth the sum of its so many best scores: 1 in DeepSeek-V2, 2 in DeepSeek-V3;
+    null: 2, or 1 where a group is one expert. Megatron-LM takes router_topk // router_group_topk."""
     router_topk_scaling_factor: Annotated[float, Field(gt=0, le=100)] | None = None
     """Factor on the chosen scores."""
     router_bias_update_rate: PositiveFloat | None = None
@@ -76,19 +85,26 @@ class MoEConfig(Section):
     shared_expert_overlap: bool = False
     """Shared experts compute while tokens travel; needs the alltoall dispatcher."""
 
+    @property
+    def group_score_topk(self) -> int | None:
+        """How many of its best scores a group of experts is worth; None: there are no groups."""
+        if self.router_num_groups is None:
+            return None
+        return self.router_group_score_topk or min(2, max(1, self.num_experts // self.router_num_groups))
+
 
 class MLAConfig(Section):
     """`model.mla`: multi-head latent attention (DeepSeek-V2)."""
 
-    q_lora_rank: PositiveInt | None = None
+    q_lora_rank: Width | None = None
     """Rank of the query's low-rank projection; null: a full projection."""
-    kv_lora_rank: PositiveInt = 512
+    kv_lora_rank: Width = 512
     """Rank of the joint key and value projection."""
-    qk_head_dim: PositiveInt = 128
+    qk_head_dim: Width = 128
     """Width of a head's part without rotary positions."""
-    qk_pos_emb_head_dim: PositiveInt = 64
+    qk_pos_emb_head_dim: Width = 64
     """Width of a head's part with rotary positions."""
-    v_head_dim: PositiveInt = 128
+    v_head_dim: Width = 128
     """Width of a head's values."""
     rope_type: Literal["rope", "yarn"] = "rope"
     """yarn: rotary positions stretched beyond the length that the model was trained for (Peng et al. 2023)."""
@@ -111,20 +127,23 @@ class ModelConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "custom"
     """Name used in run folders and reports."""
-    num_layers: PositiveInt
+    num_layers: Width
     """Transformer layers."""
-    hidden_size: PositiveInt
+    hidden_size: Width
     """Width of the residual stream."""
-    ffn_hidden_size: PositiveInt
+    ffn_hidden_size: Width
     """Width of the MLP (of each half for gated activations)."""
-    num_attention_heads: PositiveInt
+    num_attention_heads: Width
     """Query heads."""
-    num_query_groups: PositiveInt | None = None
+    num_query_groups: Width | None = None
     """Key/value heads (grouped-query attention); null: as many as query heads."""
-    kv_channels: PositiveInt | None = None
+    kv_channels: Width | None = None
     """Width of a head; null: hidden_size / num_attention_heads."""
-    vocab_size: PositiveInt
+    vocab_size: Width
     """Token ids; the embedding is padded up to a multiple of 128."""
+    mask_padded_vocab: bool = True
+    """Ids that only pad the embedding have no probability: losses are over `vocab_size` ids, in training, evaluation
+    and further predictions. false: over all rows of the embedding, as in Megatron-LM."""
     max_position_embeddings: PositiveInt
     """Longest sequence that the positions are made for."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
@@ -133,8 +152,12 @@ class ModelConfig(Section):
     """Added to the variance in a norm."""
     layernorm_zero_centered_gamma: bool = False
     """A norm's weight is kept as its distance from 1, which half precision rounds less."""
-    activation: Literal["swiglu", "geglu", "quick_geglu", "gelu", "squared_relu"] = "swiglu"
-    """MLP activation; those in glu are gated; quick_geglu: x sigmoid(1.702 x) as the gate."""
+    activation: Literal["swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "squared_relu"] = (
+        "swiglu"
+    )
+    """MLP activation; those in glu are gated. gelu and geglu are exact, x Phi(x) by erf; gelu_tanh and geglu_tanh
+    their tanh approximation (GPT-2's, and Megatron-LM's fused bias-gelu); quick_geglu: x sigmoid(1.702 x) as the
+    gate. Whatever implements a layer computes the form that is named."""
     glu_linear_offset: Annotated[float, Field(ge=-10, le=10)] = 0.0
     """Gated activations: added to the half that is gated (1 in GPT-OSS)."""
     activation_func_clamp_value: PositiveFloat | None = None
@@ -161,16 +184,16 @@ class ModelConfig(Section):
     """Llama-3.1 frequency scaling (low 1, high 4, original 8192); null: off."""
     rotary_seq_len_interpolation_factor: PositiveFloat | None = None
     """Rotary positions are divided by this (Chen et al. 2023); null: by 1."""
-    no_rope_freq: Annotated[int, Field(ge=2)] | None = None
+    no_rope_freq: Annotated[int, Field(ge=2, le=MOST)] | None = None
     """Every n-th layer has no rotary positions (Llama 4); null: every layer has them."""
-    window_size: Annotated[int, Field(ge=2)] | None = None
+    window_size: Annotated[int, Field(ge=2, le=MOST)] | None = None
     """Sliding-window attention: a token sees this many keys, itself included; null: all before it."""
-    window_attn_skip_freq: Annotated[int, Field(ge=2)] | None = None
+    window_attn_skip_freq: Annotated[int, Field(ge=2, le=MOST)] | None = None
     """window_size: every n-th layer sees all keys; null: every layer has the window."""
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """Attention sinks: what stands beside the keys in the softmax of each head; off-by-one: a logit of 0, learnable:
     a weight."""
-    mtp_num_layers: PositiveInt | None = None
+    mtp_num_layers: Width | None = None
     """Multi-token prediction (DeepSeek-V3): extra layers that each predict one token further; null: none."""
     mtp_loss_scaling_factor: PositiveFloat | None = None
     """mtp_num_layers: weight of their mean loss; null: 0.1."""
@@ -192,7 +215,7 @@ class ModelConfig(Section):
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate beside its up projection."""
-        return self.activation in ("swiglu", "geglu", "quick_geglu")
+        return "glu" in self.activation
 
     @property
     def head_dim(self) -> int:
@@ -208,3 +231,16 @@ class ModelConfig(Section):
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: `vocab_size` rounded up, the same for every layout."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def loss_vocab_size(self) -> int:
+        """Token ids that have a probability in a loss."""
+        return self.vocab_size if self.mask_padded_vocab else self.padded_vocab_size
+
+    @property
+    def padding_in_words(self) -> str:
+        """The ids that losses are over, and what becomes of padding; empty where the vocabulary has none."""
+        if self.padded_vocab_size == self.vocab_size:
+            return ""
+        kept = "masked" if self.mask_padded_vocab else "in the softmax"
+        return f"vocabulary {self.vocab_size} padded to {self.padded_vocab_size}, padding {kept}"

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mtrain import units
+from mtrain import strict_json, units
 from mtrain.config.groups import DataConfig
 from mtrain.data import cache as room
 from mtrain.data.cache import FILES
@@ -195,7 +195,7 @@ def _cached(data: DataConfig, note: Callable[[str], None]) -> Corpus:
 
 
 def _hash(values: dict[str, Any]) -> str:
-    text = json.dumps(values, sort_keys=True, ensure_ascii=True)
+    text = strict_json.dumps(values, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -302,7 +302,7 @@ def _tokenize(data: DataConfig, text: TextCorpus, folder: Path) -> dict[str, Any
             "encode": round(time.monotonic() - trained, 3),
         },
     }
-    _write(folder / "meta.json", (json.dumps(meta, indent=1) + "\n").encode())
+    _write(folder / "meta.json", (strict_json.dumps(meta, indent=1) + "\n").encode())
     return meta
 
 

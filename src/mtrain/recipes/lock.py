@@ -18,6 +18,7 @@ import mtrain
 from mtrain.config.dump import run_yaml, spell
 from mtrain.config.interpolate import refused
 from mtrain.config.load import parse, read_text
+from mtrain.config.paths import program
 from mtrain.config.recipe import reserved_keys
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
@@ -97,7 +98,7 @@ def read_lock(path: Path) -> Lock:
     lines = text.splitlines(keepends=True)
     if not lines or lines[0].strip() != HEAD:
         rule = f"is no lock: its first line is not `{HEAD}`"
-        fix = f"mtrain recipe lock {path} -o {path.stem}.lock.yaml"
+        fix = f"{program()} recipe lock {path} -o {path.stem}.lock.yaml"
         raise BadInput([Problem("MT705", "", None, rule, fix, source)])
     end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
     facts = parse("".join(line[2:] for line in lines[1:end]), source).values

@@ -122,7 +122,7 @@ def assemble(run: RunConfig, world: World, splits: Splits) -> Parts:
     state = TrainState(chunks, optimizer, build_schedule(run, optimizer))
     dynamic = run.parallel.hybrid_context_parallel
     share = (0, 1) if dynamic else (world.coords["dp"], world.grid.dp)  # documents are dealt out after they are read
-    sizes = run.trainer.global_batch_size, run.trainer.micro, *share
+    sizes = run.trainer.batch, run.trainer.micro, *share
     packing = Packing(splits.document_ends, run.data.packed_multiple or 1) if run.data.packed else None
     train_data = GlobalBatches(splits.train, *sizes, splits.masked_eod, packing)
     valid_data = None
@@ -193,7 +193,9 @@ def _resume(parts: Parts, path: Path, splits: Splits, progress: Progress) -> Non
         raise error
     progress.note(f"resumed from {path}: step {parts.state.step}, {parts.state.consumed_samples} samples used")
     if not restored:
-        progress.note("the layout changed: random generators start from the seed and the step")
+        moved = checkpoint.state["grid"] != parts.world.grid.sizes
+        why = "the layout changed" if moved else "the ranks of this older checkpoint all drew alike"
+        progress.note(f"{why}: random generators start from the seed and the step")
 
 
 def _keep_tokenizer(splits: Splits, folder: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from mtrain import strict_json
 from mtrain.cli import show as show_verb
 from mtrain.cli.options import needed, read_options
 from mtrain.config.compose import compose
@@ -20,16 +20,15 @@ WORDS = ("title", "purpose", "hardware", "source", "verified")
 
 
 def list_(argv: Sequence[str]) -> int:
-    """Prints every shared recipe with what it says of itself and its layout."""
+    """Prints every shared recipe in a line: name, layout, title; as JSON all that it says of itself."""
     options = read_options(argv)
     cards = [_card(file) for file in sorted(recipes_dir().rglob("*.yaml"))]
     if options.as_json:
-        print(json.dumps(cards, indent=2))
+        print(strict_json.dumps(cards, indent=2))
         return 0
+    widths = [max(len(card[key]) for card in cards) for key in ("name", "layout")]
     for card in cards:
-        print(card["name"])
-        for key in ("title", "hardware", "layout", "verified"):
-            print(f"  {key:<9} {card[key]}")
+        print(f"{card['name']:<{widths[0]}}  {card['layout']:<{widths[1]}}  {card['title']}")
     return 0
 
 

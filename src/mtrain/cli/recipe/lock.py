@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from mtrain import strict_json
 from mtrain.cli.options import needed, read_options
 from mtrain.cli.recipe.new import for_elsewhere, write_new
-from mtrain.config.paths import user_path
+from mtrain.config.paths import program, user_path
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadInput, Damaged
@@ -33,7 +33,7 @@ def lock(argv: Sequence[str]) -> int:
         print(text, end="")
         return 0
     write_new(Path(out), text)
-    print(f"wrote {out}: it runs with run={out}, and `mtrain recipe verify {out}` compares")
+    print(f"wrote {out}: it runs with run={out}, and `{program()} recipe verify {out}` compares")
     return 0
 
 
@@ -46,7 +46,7 @@ def verify(argv: Sequence[str]) -> int:
     code = DATA if any(m.damaged for m in found) else ENVIRONMENT if found else 0
     if options.as_json:
         rows = [{"what": m.what, "name": m.name, "locked": m.locked, "here": m.here} for m in found]
-        print(json.dumps({"ok": not found, "digest": held.run.digest(), "differences": rows}, indent=2))
+        print(strict_json.dumps({"ok": not found, "digest": held.run.digest(), "differences": rows}, indent=2))
         return code
     for m in found:
         print(f"{m.what} {m.name}: {m.locked} then, {m.here} here")

@@ -81,7 +81,7 @@ def experts_with_tp_need_sequence_parallel(run: RunConfig) -> Iterator[Finding]:
 
 def router_numbers(run: RunConfig) -> Iterator[Finding]:
     """A token can visit as many experts as it is told to."""
-    moe, layers = run.model.moe, run.model.num_layers
+    moe = run.model.moe
     if moe is None:
         return
     if moe.router_topk > moe.num_experts:
@@ -91,10 +91,22 @@ def router_numbers(run: RunConfig) -> Iterator[Finding]:
             {"model.moe.router_topk": moe.num_experts, "model.moe.router_pre_softmax": True},
         )
         yield Finding("MT220", "model.moe.router_topk", rule, fixes)
-    if moe.first_dense_layers >= layers:
+
+
+def some_layers_have_experts(run: RunConfig) -> Iterator[Finding]:
+    """The dense layers are fewer than all."""
+    moe, layers = run.model.moe, run.model.num_layers
+    if moe is not None and moe.first_dense_layers >= layers:
         rule = f"{moe.first_dense_layers} dense layers of {layers} leave no layer with experts"
         less: tuple[Change, ...] = tuple({"model.moe.first_dense_layers": n} for n in (layers - 1, 0))
         yield Finding("MT221", "model.moe.first_dense_layers", rule, (*less, {"model.moe": None}))
+
+
+def router_scores(run: RunConfig) -> Iterator[Finding]:
+    """Scores have a gradient, and balancing works on those that are chosen."""
+    moe = run.model.moe
+    if moe is None:
+        return
     softmax = moe.router_score_function == "softmax" and moe.router_load_balancing_type != "sinkhorn"
     if moe.router_topk == 1 and softmax and not moe.router_pre_softmax:
         rule = "a softmax over the one chosen expert is always 1 and has no gradient"
@@ -137,6 +149,28 @@ def group_limited_routing(run: RunConfig) -> Iterator[Finding]:
         legal = [c for c in range(1, groups + 1) if c <= topk <= c * size]
         fixes = tuple({"model.moe.router_group_topk": c} for c in nearest(chosen, legal))
         yield Finding("MT228", "model.moe.router_group_topk", rule, (*fixes, off))
+
+
+PUBLISHED_GROUP_SCORES = {"deepseek_v2": 1, "deepseek_v3": 2}
+"""Model -> how many of its best scores a group is worth in the report on it."""
+
+
+def group_scores(run: RunConfig) -> Iterator[Finding]:
+    """A group of experts has as many scores as it is worth, and a published model the ones of its report."""
+    moe, key = run.model.moe, "model.moe.router_group_score_topk"
+    if moe is None or moe.router_num_groups is None or moe.num_experts % moe.router_num_groups:
+        return
+    size, best = moe.num_experts // moe.router_num_groups, moe.group_score_topk or 1
+    if best > size:
+        rule = f"a group has {size} experts, and its score is the sum of {best}"
+        yield Finding("MT242", key, rule, ({key: size}, {key: None}))
+    for name, published in PUBLISHED_GROUP_SCORES.items():
+        if run.model.name.startswith(name) and best != published:
+            rule = f"a group of {name} is worth the sum of its {published} best scores, and here of {best}"
+            rule = (
+                f"a group of {name} is worth its best score, and here the sum of {best}" if published == 1 else rule
+            )
+            yield Finding("MT243", key, rule, ({key: published}, {"model.name": "custom"}))
 
 
 def biases_in_experts(run: RunConfig) -> Iterator[Finding]:
@@ -198,13 +232,17 @@ def sinkhorn_sees_one_rank(run: RunConfig) -> Iterator[Finding]:
 
 
 def overlapped_shared_experts(run: RunConfig) -> Iterator[Finding]:
-    """Only the all-to-all dispatcher leaves time for the shared experts."""
-    moe = run.model.moe
-    if moe is None or not moe.shared_expert_overlap or moe.token_dispatcher_type == "alltoall":
+    """Only the all-to-all dispatcher leaves time for the shared experts, and their gates are then plain ones."""
+    moe, m, key = run.model.moe, run.model, "model.moe.shared_expert_overlap"
+    if moe is None or not moe.shared_expert_overlap:
         return
-    rule = f"needs the alltoall dispatcher, and it is {moe.token_dispatcher_type}"
-    off: Change = {"model.moe.shared_expert_overlap": False}
-    yield Finding("MT234", "model.moe.shared_expert_overlap", rule, (_ALLTOALL, off))
+    off: Change = {key: False}
+    if moe.token_dispatcher_type != "alltoall":
+        rule = f"needs the alltoall dispatcher, and it is {moe.token_dispatcher_type}"
+        yield Finding("MT234", key, rule, (_ALLTOALL, off))
+    if m.glu_linear_offset or m.activation_func_clamp_value is not None:
+        rule = "megatron-core's overlapped shared experts add no glu_linear_offset and bound nothing"
+        yield Finding("MT244", key, rule, (off,))
 
 
 def flex_dispatcher(run: RunConfig) -> Iterator[Finding]:
@@ -258,6 +296,9 @@ RULES = (
     expert_grid_is_whole,
     experts_with_tp_need_sequence_parallel,
     router_numbers,
+    some_layers_have_experts,
+    router_scores,
     group_limited_routing,
+    group_scores,
     biases_in_experts,
 )
