@@ -68,6 +68,8 @@ class MtrainError(Exception):
     """Base of every error that mtrain raises on purpose; `exit_code` is what the command ends with."""
 
     exit_code = 1
+    shared = False
+    """Whether every rank ends with it, so that one of each machine says it."""
 
 
 class BadInput(MtrainError):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,18 @@ def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts
     with sharding.gathered(state.chunks):
         path = store.save(root, state.step, slots, rng_tensors(world), facts, run_yaml(run.recorded()), ranks)
     if world.is_first:
-        folder.prune(root, run.checkpoint.keep)
+        _prune(root, run.checkpoint.keep)
     beat("after save")
     return path
+
+
+def _prune(root: Path, keep: int | None) -> None:
+    """Delete older checkpoints; where that fails, the new one is committed all the same."""
+    try:
+        folder.prune(root, keep)
+    except OSError as error:
+        with suppress(OSError):
+            print(f"warning: older checkpoints in {root} cannot be deleted: {error}", file=sys.stderr, flush=True)
 
 
 def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed: int) -> bool:
