@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -59,6 +60,7 @@ def main() -> int:
         "--matmul", nargs="+", choices=["auto", "blas", "onednn"], default=["auto"],
         help="mtrain's fp32 products: by torch's BLAS, by oneDNN, or by what is faster here (auto)",
     )  # fmt: skip
+    parser.add_argument("--profile", type=int, metavar="N", help="also the N operations of a step that cost most")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("overrides", nargs="*", help="keys of the configuration")
     options = parser.parse_args()
@@ -68,14 +70,14 @@ def main() -> int:
         for matmul in options.matmul if dtype == "fp32" else ["auto"]:  # torch gives half precision to oneDNN
             words = [*WORDS, f"precision={dtype}", f"kernels.cpu_matmul={matmul}", *options.overrides]
             name = dtype if matmul == "auto" else f"{dtype}, {matmul}"
-            result[name] = measured(words, options.steps)
+            result[name] = measured(words, options.steps, options.profile or 0)
             print(json.dumps({name: result[name]}, indent=2), flush=True)
     if options.out:
         options.out.write_text(json.dumps({**result, **circumstances(options.threads)}, indent=2) + "\n")
     return 0
 
 
-def measured(words: list[str], steps: int) -> dict[str, Any]:
+def measured(words: list[str], steps: int, profiled: int = 0) -> dict[str, Any]:
     """Median seconds of a step of each contender, tokens a second, and ratios to mtrain."""
     from mtrain import mcore as door
     from mtrain.cli.setup import load
@@ -99,6 +101,7 @@ def measured(words: list[str], steps: int) -> dict[str, Any]:
         assert all(abs(x - first["mtrain"]) < close for x in first.values()), f"they compute differently: {first}"
         for step in contenders.values():
             step()
+        most = {name: costliest(step, profiled) for name, step in contenders.items()} if profiled else {}
         clocks = {"wall": time.perf_counter, "cpu": time.process_time}
         seconds: dict[str, dict[str, list[float]]] = {c: {name: [] for name in contenders} for c in clocks}
         for i in range(steps):
@@ -113,7 +116,39 @@ def measured(words: list[str], steps: int) -> dict[str, Any]:
         "kernels.cpu_matmul": [run.kernels.cpu_matmul, matmul.reason(run)],
         "tokens_a_step": tokens,
         "first_losses": first,
+        **({"milliseconds_of_operations": most} if most else {}),
     }
+
+
+def costliest(step: Step, count: int) -> dict[str, float]:
+    """Milliseconds of the calling thread in the operations of a step that cost most, by name and largest shape.
+
+    Each operation is the least of three steps. An operation of mtrain's own is counted as a whole.
+    """
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Timed(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seconds: dict[str, float] = {}
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            begin = time.thread_time()
+            out = func(*args, **(kwargs or {}))
+            took = time.thread_time() - begin
+            shapes = [tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]
+            name = f"{func} {list(max(shapes, key=math.prod)) if shapes else ''}".strip()
+            self.seconds[name] = self.seconds.get(name, 0.0) + took
+            return out
+
+    least: dict[str, float] = {}
+    for _ in range(3):
+        with Timed() as timed:
+            step()
+        least = {name: min(took, least.get(name, took)) for name, took in timed.seconds.items()}
+    ranked = sorted(least.items(), key=lambda item: -item[1])[:count]
+    return {"all": round(1e3 * sum(least.values()), 1)} | {name: round(1e3 * took, 1) for name, took in ranked}
 
 
 def compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
