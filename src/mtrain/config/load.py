@@ -5,7 +5,6 @@ Numbers and booleans follow YAML 1.2: `1e-5` is a float, `no` and `on` are strin
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mtrain.config.paths import display, near_files
+from mtrain.config.files import read_text
+from mtrain.config.paths import display
 from mtrain.errors import BadInput, Problem
 
 if TYPE_CHECKING:
     from mtrain.config.run import RunConfig
 
-MAX_BYTES, MAX_DEPTH, MAX_NODES, MAX_DIGITS = 1 << 20, 32, 10_000, 400
+MAX_DEPTH, MAX_NODES, MAX_DIGITS = 32, 10_000, 400
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INT = re.compile(r"[-+]?[0-9]+\Z")
@@ -84,31 +84,6 @@ def load(path: Path, source: str | None = None) -> Document:
     return parse(read_text(path, source), source)
 
 
-def read_text(path: Path, source: str) -> str:
-    """The text of a file that somebody else may have written.
-
-    Raises:
-        BadInput: missing, unreadable, too large, or not UTF-8.
-    """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise BadInput([missing(path, source, error)]) from None
-    if len(data) > MAX_BYTES:
-        raise BadInput(
-            [Problem("MT005", "", None, f"larger than the limit of {MAX_BYTES} bytes", "write less", source)]
-        )
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        rule = f"byte {data[error.start]:#04x} is not UTF-8; a configuration is UTF-8 text"
-        raise BadInput(
-            [Problem("MT003", "", None, rule, "delete it, or save the file as UTF-8", f"{source}:{line}")]
-        ) from None
-
-
 def read_run_file(path: Path) -> RunConfig:
     """The configuration that a resolved file such as `run.yaml` holds.
 
@@ -122,20 +97,6 @@ def read_run_file(path: Path) -> RunConfig:
     if run is None:
         raise BadInput(problems)
     return run
-
-
-def missing(path: Path, source: str, error: OSError | ValueError) -> Problem:
-    """The problem of a file that cannot be read, with the names near it."""
-    near = near_files(path)
-    if os.path.isdir(path):
-        rule = "is a folder; a YAML file is needed"
-        near = sorted(str(p) for p in path.glob("*.yaml"))[:3]
-    elif isinstance(error, FileNotFoundError):
-        rule = "there is no such file"
-    else:
-        rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    fix = f"did you mean {', '.join(near)}?" if near else "name a file that is there"
-    return Problem("MT002", "", None, rule, fix, source)
 
 
 def refuse_hidden(text: str, source: str, pattern: re.Pattern[str] = HIDDEN) -> None:

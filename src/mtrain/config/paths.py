@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+from itertools import islice
 from pathlib import Path
+
+MAX_ENTRIES = 2000
+"""Of a folder that names are looked for in."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -47,7 +51,8 @@ def near_files(path: Path, limit: int = 3) -> list[str]:
 
     folder = path.parent
     try:
-        names = sorted(entry.name for entry in folder.iterdir())
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in islice(entries, MAX_ENTRIES))
     except (OSError, ValueError):
         return []
     near = difflib.get_close_matches(path.name, names, n=limit, cutoff=0.65)

@@ -41,8 +41,8 @@ def find_recipe(name: str) -> Path:
     for path in (Path(name), Path(f"{name}.yaml"), *([shared] if inside else [])):
         if os.path.isfile(path):
             return path
-    if os.path.isdir(name):
-        load(Path(name))
+    if os.path.exists(name):
+        load(Path(name))  # says what it is
     names = [p.relative_to(recipes_dir()).with_suffix("").as_posix() for p in recipes_dir().rglob("*.yaml")]
     near = [f"recipe={n}" for n in near_choice(name, names)] or [f"recipe={p}" for p in near_files(Path(name))]
     rule = f"there is no such recipe; shared ones: {', '.join(sorted(names)) or 'none'}"

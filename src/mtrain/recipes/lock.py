@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 import mtrain
 from mtrain.config.dump import run_yaml, spell
+from mtrain.config.files import read_text
 from mtrain.config.interpolate import refused
-from mtrain.config.load import parse, read_text
+from mtrain.config.load import parse
 from mtrain.config.recipe import reserved_keys
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mtrain.config.dump import spell
-from mtrain.config.load import UNSHOWN, read_text, refuse_hidden
+from mtrain.config.files import SCRIPT_ENDINGS, read_text
+from mtrain.config.load import UNSHOWN, refuse_hidden
 from mtrain.config.model import VOCAB_MULTIPLE
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadInput, Problem
@@ -46,7 +47,7 @@ def import_scripts(paths: Sequence[Path], extra: Sequence[str] = ()) -> Imported
     """
     texts = []
     for path in paths:
-        text = read_text(path, str(path))
+        text = read_text(path, str(path), SCRIPT_ENDINGS)
         refuse_hidden(text, str(path), UNSHOWN)
         texts.append((text, str(path)))
     return import_texts(texts, name_of(paths[-1]), extra)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from mtrain.cli.options import needed, read_options
 from mtrain.cli.recipe.new import describe, for_elsewhere, write_new
-from mtrain.config.load import MAX_BYTES, UNSHOWN, refuse_hidden
+from mtrain.config.files import STDIN, read_stdin
+from mtrain.config.load import UNSHOWN, refuse_hidden
 from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
@@ -55,10 +56,8 @@ def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | Non
         refuse_hidden(text, "command line", UNSHOWN)
         return import_texts([(text, "command line")], "imported", extra)
     needed(files, USAGE)
-    if list(files) == ["-"]:
-        text = sys.stdin.read(MAX_BYTES + 1)
-        if len(text) > MAX_BYTES:
-            raise BadInput([Problem("MT005", "", None, f"more than {MAX_BYTES} characters", "", "stdin")])
+    if list(files) == [STDIN]:
+        text = read_stdin()
         refuse_hidden(text, "stdin", UNSHOWN)
         return import_texts([(text, "stdin")], "imported", extra)
     configs = [name for name in files if name.endswith(".json")]

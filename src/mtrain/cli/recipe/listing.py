@@ -9,7 +9,8 @@ from pathlib import Path
 from mtrain.cli import show as show_verb
 from mtrain.cli.options import needed, read_options
 from mtrain.config.compose import compose
-from mtrain.config.load import load, parse, read_text
+from mtrain.config.files import read_text
+from mtrain.config.load import load, parse
 from mtrain.config.paths import display, recipes_dir
 from mtrain.config.recipe import find_recipe
 from mtrain.config.resolve import Machine, resolve

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mtrain.cli.options import needed, read_options
 from mtrain.cli.recipe.new import for_elsewhere, write_new
+from mtrain.config.files import kind_of, read_bytes
 from mtrain.config.paths import user_path
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
@@ -63,15 +64,15 @@ def digests(run: RunConfig) -> dict[str, str]:
     out: dict[str, str] = {}
     if run.data.tokenizer is not None:
         path = user_path(run.data.tokenizer)
-        if _plain(path) and path.stat().st_size <= MAX_TOKENIZER_BYTES:
-            out["tokenizer"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        with suppress(BadInput):
+            out["tokenizer"] = hashlib.sha256(read_bytes(path, str(path), MAX_TOKENIZER_BYTES)).hexdigest()
     data = _tokens(run) if run.data.kind == "indexed" else _text(run) if run.data.kind == "text" else None
     return out | ({"data": data} if data else {})
 
 
 def _plain(path: Path) -> bool:
     try:
-        return stat.S_ISREG(path.stat().st_mode)
+        return not kind_of(path)
     except (OSError, ValueError):
         return False
 
