@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mtrain.ckpt import folder as ckpt_folder
-from mtrain.cli.resume import relaid, run_file, target_of
+from mtrain.cli.resume import beneath, relaid, run_file, target_of
 from mtrain.cli.setup import load
 from mtrain.errors import BadInput, Problem
 from mtrain.launching import folder as run_folder
@@ -35,7 +35,7 @@ def run(argv: list[str], *, debug: bool) -> int:
             options[key] = value
         else:
             overrides.append(word)
-    composed = load([f"run={run_file(target)}", *WITHOUT_DATA, *relaid(overrides), *overrides])
+    composed = load([f"run={run_file(target)}", *beneath([*WITHOUT_DATA, *relaid(overrides)], overrides)])
     preflight.check(composed.run, rest)
     tokens, temperature = _number(options, "tokens", int), _number(options, "temperature", float)
     local.generate(composed.run, _source(target), options["prompt"], int(tokens), temperature)

@@ -55,7 +55,8 @@ def train(argv: Sequence[str], *, debug: bool, as_json: bool = False) -> int:
         if sweep.stopped:
             break
         print(f"[{index + 1}/{len(wanted)}] {name}: {job.differs}", flush=True)
-        words = [*job.argv, *([] if "log.name" in job.swept else [f"log.name={name}"])]
+        rest = [word for word in job.argv if not word.startswith("log.name=")]
+        words = list(job.argv) if "log.name" in job.swept else [*rest, f"log.name={name}"]
         code = sweep.run([*words, *(["--debug"] if debug else [])])
         rows.append(_row(job, name, code, words))
     code = worst([*(row.code for row in rows), *([sweep.stopped] if sweep.stopped else [])])

@@ -14,7 +14,7 @@ from typing import Any
 from mtrain.config.interpolate import leaves, refused, resolve_references
 from mtrain.config.keys import schema_keys
 from mtrain.config.layout_string import looks_like_layout, parse_layout
-from mtrain.config.load import Document, load
+from mtrain.config.load import Document, filled, load
 from mtrain.config.near import near_choice
 from mtrain.config.overrides import COMMAND_LINE, Overrides, read_overrides
 from mtrain.config.paths import choices_of_group, conf_dir
@@ -196,7 +196,7 @@ class _Composition:
         if self.overrides.run is None:
             return None
         try:
-            document = load(Path(self.overrides.run))
+            document = filled(load(Path(self.overrides.run)))
         except BadInput as error:
             self.problems += error.problems
             return None

@@ -84,6 +84,18 @@ def load(path: Path, source: str | None = None) -> Document:
     return parse(read_text(path, source), source)
 
 
+def filled(document: Document) -> Document:
+    """The document, which must say something.
+
+    Raises:
+        BadInput: it is empty, or holds nothing but comments.
+    """
+    if document.values:
+        return document
+    fix = "write what differs from the defaults, as in `trainer: {train_iters: 100}`, or name no file"
+    raise BadInput([Problem("MT003", "", None, "the file says nothing", fix, document.source)])
+
+
 def read_run_file(path: Path) -> RunConfig:
     """The configuration that a resolved file such as `run.yaml` holds.
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mtrain.config.dump import override
+from mtrain.config.interpolate import leaves
 from mtrain.config.keys import field_of, suggest
 from mtrain.config.near import NOTHING, at_default, near_choice
 from mtrain.config.paths import choices_of_group
 from mtrain.config.run import GROUPS
-from mtrain.errors import Problem
+from mtrain.errors import MAX_SHOWN, Problem
 
 COMMAND_LINE = "command line"
 MAX_ARGUMENT = 4096
@@ -23,7 +24,7 @@ CHOICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
 @dataclass
 class Overrides:
-    """What a command line asks for; of two settings of one key the later one holds."""
+    """What a command line asks for."""
 
     choices: dict[str, str] = field(default_factory=dict)
     """group -> choice."""
@@ -32,19 +33,46 @@ class Overrides:
     recipe: str | None = None
     run: str | None = None
     problems: list[Problem] = field(default_factory=list)
+    said: dict[str, str] = field(default_factory=dict)
+    """Key of a choice or a leaf, `recipe` or `run` -> the argument that sets it."""
+    above: dict[str, str] = field(default_factory=dict)
+    """Section with a leaf that is set -> the first such argument."""
 
 
 def read_overrides(argv: Sequence[str]) -> Overrides:
     """Reads every argument; what cannot be read becomes a problem and the rest is read on."""
     out = Overrides()
     for argument in argv:
-        problem = _read(argument, out)
+        problem = _read(argument, out) or _note(argument, out)
         if problem is not None:
             out.problems.append(problem)
     if out.recipe is not None and out.run is not None:
         rule = "a run file is complete, a recipe is a change to the defaults: only one can be the base"
         out.problems.append(_bad("recipe", out.recipe, rule, "leave out recipe= or run="))
     return out
+
+
+def _note(argument: str, out: Overrides) -> Problem | None:
+    """Remembers what an argument that was read sets; the problem where another one sets it as well."""
+    key, _, text = argument.partition("=")
+    paths = [f"{key}=" if key in GROUPS else key]  # a choice and a key inside it are two things
+    if key in out.values:
+        paths = [path for path, _ in leaves(out.values[key], key)]
+    for path in paths:
+        sections = [path[:i] for i, letter in enumerate(path) if letter == "."]
+        first = next((out.said[p] for p in (path, *sections) if p in out.said), None) or out.above.get(path)
+        if first is not None:
+            rule = f"said twice, as {shortened(first)} and as {shortened(argument)}; one of them would be lost"
+            return _bad(key, text, rule, f"{first} or {argument}" if first != argument else first, "MT004")
+        out.said[path] = argument
+        for section in sections:
+            out.above.setdefault(section, argument)
+    return None
+
+
+def shortened(text: str) -> str:
+    """The begin of a text that somebody wrote."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def _bad(path: str, value: object, rule: str, fix: str, code: str = "MT010") -> Problem:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config.interpolate import refused
-from mtrain.config.load import Document, load
+from mtrain.config.load import Document, filled, load
 from mtrain.config.near import near_choice
 from mtrain.config.overrides import check_choice
 from mtrain.config.paths import near_files, recipes_dir
@@ -53,7 +53,7 @@ def find_recipe(name: str) -> Path:
 def read_recipe(name: str) -> tuple[Recipe | None, list[Problem]]:
     """Reads and judges a recipe; None where not even its YAML can be read."""
     try:
-        document = load(find_recipe(name))
+        document = filled(load(find_recipe(name)))
     except BadInput as error:
         return None, list(error.problems)
     recipe = Recipe(document, values={k: v for k, v in document.values.items() if k not in ("defaults", "run")})
