@@ -160,7 +160,9 @@ def test_the_nearest_choices_are_taken_and_the_rest_is_said() -> None:
 
 
 def test_differences_are_numbered_and_say_what_they_mean(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("optim: {lr: 1.0e-3}\nmodel: {hidden_size: 512}\nlog: {interval: 5}\n")
+    (tmp_path / "a.yaml").write_text(
+        "defaults: [override /model: llama_tiny]\nmodel: {hidden_size: 512}\noptim: {lr: 1e-3}\nlog: {interval: 5}\n"
+    )
     (tmp_path / "b.yaml").write_text("optim: {lr: 2.0e-3}\nparallel: {overlap_grad_reduce: true}\n")
     code, out, _ = run("recipe", "diff", "a.yaml", "b.yaml")
     rows = {line.split()[1]: line for line in out.splitlines()[:-1]}

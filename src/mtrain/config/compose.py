@@ -15,6 +15,7 @@ from mtrain.config.interpolate import leaves, refused, resolve_references
 from mtrain.config.keys import schema_keys
 from mtrain.config.layout_string import looks_like_layout, parse_layout
 from mtrain.config.load import Document, filled, load
+from mtrain.config.model import ModelConfig
 from mtrain.config.near import near_choice
 from mtrain.config.overrides import COMMAND_LINE, Overrides, read_overrides
 from mtrain.config.paths import choices_of_group, conf_dir
@@ -24,6 +25,8 @@ from mtrain.config.validate import unknown_key, validate, wrong_kind
 from mtrain.errors import BadInput, Problem
 
 DEFAULT = "default"
+ARCHITECTURE = tuple(name for name, field in ModelConfig.model_fields.items() if field.is_required())
+"""What a model cannot be without: its keys that have no default of their own."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +143,11 @@ class _Composition:
         recipe = self._recipe()
         base = self._run_file()
         chosen, sources = self._choices(recipe)
-        known = self._groups(chosen, sources, base)
+        own = recipe is not None and "model" not in chosen and self._is_whole_model(recipe)
+        known = self._groups(chosen, sources, base, without=("model",) if own else ())
         beneath = [copy.deepcopy(self.tree.values)]
+        if own:  # what a refused key of it is judged with for the time being
+            beneath[0]["model"] = dict(self._document(f"model/{_defaults(self.conf)[0]['model']}").values)
         if recipe is not None:
             self.tree.merge(recipe.values, recipe.document.where)
         beneath.append(copy.deepcopy(self.tree.values))
@@ -236,8 +242,33 @@ class _Composition:
         rule = f"there is no such choice; choices: {', '.join(choices)}{also}"
         return Problem("MT011", group, choice, rule, fix, source)
 
-    def _groups(self, chosen: dict[str, str], sources: dict[str, str], base: Document | None) -> dict[str, str]:
-        """Fills the tree from the run file and the group files; returns group -> choice."""
+    def _is_whole_model(self, recipe: Recipe) -> bool:
+        """Whether a recipe that names no model describes one of its own, which then stands on no other.
+
+        One that describes a part only is refused: the rest would be the default model's, and nobody said so.
+        """
+        stated = recipe.values.get("model")
+        if not isinstance(stated, dict) or not stated:
+            return False
+        said = {*stated, *(key.split(".")[1] for key in self.overrides.values if key.startswith("model."))}
+        missing = [name for name in ARCHITECTURE if name not in said]
+        if missing:
+            default = _defaults(self.conf)[0]["model"]
+            rule = (
+                f"a model of its own that lacks {', '.join(missing)}; a recipe states them all, or names the model "
+                f"that it changes: `defaults: [override /model: {default}]`"
+            )
+            source = recipe.document.where("model")
+            self.problems.append(Problem("MT018", "model", stated, rule, f"model={default}", source))
+        return not missing
+
+    def _groups(
+        self, chosen: dict[str, str], sources: dict[str, str], base: Document | None, without: Sequence[str] = ()
+    ) -> dict[str, str]:
+        """Fills the tree from the run file and the group files; returns group -> choice.
+
+        `without` are groups whose default choice is left out.
+        """
         if base is not None:
             self.tree.merge(base.values, base.where)
         if base is not None and not chosen:
@@ -248,7 +279,7 @@ class _Composition:
             del self.tree.origins[group]
         for path, package in files:
             group = path.partition("/")[0]
-            if group not in GROUPS or (base is not None and group not in chosen):
+            if group not in GROUPS or group in without or (base is not None and group not in chosen):
                 continue
             layout = self.layouts.get(path.partition("/")[2]) if group == "parallel" else None
             if layout is not None:
@@ -256,7 +287,7 @@ class _Composition:
                 self.tree.merge(layout, lambda _, s=source: s, package)  # type: ignore[misc]
             else:
                 self._merge_file(path, package)
-        return known
+        return {group: choice for group, choice in known.items() if group not in without}
 
     def _files(self, chosen: Mapping[str, str]) -> tuple[list[tuple[str, str]], dict[str, str]]:
         """The group files in order of rising precedence with the key each fills, and group -> choice.
@@ -264,12 +295,7 @@ class _Composition:
         Reads them with our own reader first: its problems name the line. Where a file has a defaults list of
         its own, Hydra follows it.
         """
-        config = load(self.conf / "config.yaml")
-        choices: dict[str, str] = {}
-        for index, entry in enumerate(config.values.get("defaults", [])):
-            if isinstance(entry, dict):
-                choices.update({str(k): str(v) for k, v in entry.items()})
-                self.default_sources |= dict.fromkeys(map(str, entry), config.where(f"defaults.{index}"))
+        choices, self.default_sources = _defaults(self.conf)
         parallel = choices.get("parallel", "")
         if parallel not in choices_of_group("parallel"):
             self.layouts[parallel] = parse_layout(parallel)
@@ -313,6 +339,18 @@ class _Composition:
             except KeyError:
                 make = wrong_kind if path in schema_keys() else unknown_key
                 self.problems.append(make(path, value, lambda _: COMMAND_LINE))
+
+
+def _defaults(conf: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """group -> the choice of `config.yaml`, and group -> the line that makes it."""
+    config = load(conf / "config.yaml")
+    choices: dict[str, str] = {}
+    sources: dict[str, str] = {}
+    for index, entry in enumerate(config.values.get("defaults", [])):
+        if isinstance(entry, dict):
+            choices |= {str(group): str(choice) for group, choice in entry.items()}
+            sources |= dict.fromkeys(map(str, entry), config.where(f"defaults.{index}"))
+    return choices, sources
 
 
 def _at(values: Mapping[str, Any], path: str) -> Any:
