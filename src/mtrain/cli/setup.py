@@ -46,7 +46,7 @@ def load(argv: Sequence[str], machine: Machine | None = None, environment: Mappi
     problems += memory_problems(run, machine, origins)
     if any(problem.severity == "error" for problem in problems):
         raise BadInput(sorted(problems, key=lambda p: p.severity))
-    return Loaded(run, origins, composed.choices, tuple(problems), composed.history, raw)
+    return Loaded(run, origins, composed.choices, tuple(problems), composed.history, composed.files, raw)
 
 
 def judge(

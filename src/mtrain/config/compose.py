@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mtrain.config.files import read_text
 from mtrain.config.interpolate import leaves, refused, resolve_references
 from mtrain.config.keys import schema_keys
 from mtrain.config.layout_string import looks_like_layout, parse_layout
 from mtrain.config.load import Document, filled, load
+from mtrain.config.locked import edited
 from mtrain.config.model import ModelConfig
 from mtrain.config.near import near_choice
 from mtrain.config.overrides import COMMAND_LINE, Overrides, read_overrides
@@ -41,6 +43,8 @@ class Composed:
     warnings: tuple[Problem, ...] = ()
     history: tuple[Setting, ...] = ()
     """Everything that was set, in order: of two settings of one key the later one holds."""
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """Every file that it was composed from, by the name that problems show."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,7 @@ class _Composition:
         self.problems = list(overrides.problems)
         self.conf = conf_dir()
         self.documents: dict[str, Document] = {}
+        self.files: dict[str, Path] = {}
         self.layouts: dict[str, dict[str, Any]] = {}
         self.default_sources: dict[str, str] = {}
         self.tree = _Tree()
@@ -164,7 +169,7 @@ class _Composition:
 
     def _composed(self, run: RunConfig, choices: dict[str, str]) -> Composed:
         origins = {key: self._origin(key) for key in run.flat()}
-        return Composed(run, origins, choices, history=tuple(self.tree.history))
+        return Composed(run, origins, choices, history=tuple(self.tree.history), files=dict(self.files))
 
     def _without(
         self, paths: Sequence[str], files: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
@@ -196,13 +201,19 @@ class _Composition:
             return None
         recipe, problems = read_recipe(self.overrides.recipe)
         self.problems += problems
+        if recipe is not None:
+            self.files[recipe.document.source] = recipe.path
         return recipe
 
     def _run_file(self) -> Document | None:
         if self.overrides.run is None:
             return None
         try:
-            document = filled(load(Path(self.overrides.run)))
+            path = Path(self.overrides.run)
+            document = filled(load(path))
+            self.files[document.source] = path
+            changed = edited(read_text(path, document.source), document.source)
+            self.problems += [changed] if changed is not None else []
         except BadInput as error:
             self.problems += error.problems
             return None
@@ -296,6 +307,7 @@ class _Composition:
         its own, Hydra follows it.
         """
         choices, self.default_sources = _defaults(self.conf)
+        self.files["conf/config.yaml"] = self.conf / "config.yaml"
         parallel = choices.get("parallel", "")
         if parallel not in choices_of_group("parallel"):
             self.layouts[parallel] = parse_layout(parallel)
@@ -317,7 +329,9 @@ class _Composition:
 
     def _document(self, path: str) -> Document:
         if path not in self.documents:
-            self.documents[path] = load(self.conf / f"{path}.yaml")
+            file = self.conf / f"{path}.yaml"
+            self.documents[path] = load(file)
+            self.files[self.documents[path].source] = file
         return self.documents[path]
 
     def _merge_file(self, path: str, package: str) -> None:

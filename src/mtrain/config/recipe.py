@@ -24,6 +24,7 @@ class Recipe:
     """A recipe that passed: choices and values with the document they come from."""
 
     document: Document
+    path: Path
     choices: dict[str, str] = field(default_factory=dict)
     choice_lines: dict[str, str] = field(default_factory=dict)
     """group -> `file:line` of its choice."""
@@ -53,10 +54,11 @@ def find_recipe(name: str) -> Path:
 def read_recipe(name: str) -> tuple[Recipe | None, list[Problem]]:
     """Reads and judges a recipe; None where not even its YAML can be read."""
     try:
-        document = filled(load(find_recipe(name)))
+        path = find_recipe(name)
+        document = filled(load(path))
     except BadInput as error:
         return None, list(error.problems)
-    recipe = Recipe(document, values={k: v for k, v in document.values.items() if k not in ("defaults", "run")})
+    recipe = Recipe(document, path, values={k: v for k, v in document.values.items() if k not in ("defaults", "run")})
     problems = [*_reserved(document), *refused(recipe.values, document.where), *_defaults(recipe)]
     return recipe, problems
 
