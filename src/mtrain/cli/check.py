@@ -11,7 +11,7 @@ from mtrain.config import kernels
 from mtrain.config.batches import counted, stages
 from mtrain.config.rules.finding import dp_of
 from mtrain.config.run import RunConfig
-from mtrain.errors import Problem
+from mtrain.errors import Problem, say_page, visible
 from mtrain.units import count
 
 
@@ -23,9 +23,9 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     """
     loaded = load(argv)
     if as_json:
-        print(json.dumps(verdict(loaded.warnings, loaded.run.digest()), indent=2))
+        say_page(json.dumps(verdict(loaded.warnings, loaded.run.digest()), indent=2))
     else:
-        print(summary(loaded))
+        say_page(summary(loaded))
     return 0
 
 
@@ -80,7 +80,7 @@ def summary(loaded: Loaded) -> str:
     if run.cluster.sm is not None:
         lines.insert(3, ("device", _device(run)))
     warnings = [problem.render() for problem in loaded.warnings]
-    return "\n".join([*warnings, "ok", *(f"  {name:<7} {text}" for name, text in lines)])
+    return "\n".join([*warnings, "ok", *(visible(f"  {name:<7} {text}") for name, text in lines)])
 
 
 def _padding(run: RunConfig) -> str:

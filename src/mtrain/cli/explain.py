@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from mtrain.cli.options import read_options
@@ -26,7 +27,7 @@ from mtrain.config.dump import spell
 from mtrain.config.keys import field_of, suggest
 from mtrain.config.resolve import HERE, Machine, resolve, world_size_of
 from mtrain.config.run import RunConfig, effect_of
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import BadInput, Problem, say_page, visible
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.table import flags_of
 
@@ -44,7 +45,7 @@ def run(argv: list[str], *, debug: bool) -> int:
     """
     options = read_options(argv)
     if not options.words:
-        print(_contents())
+        say_page(_contents())
         return 0
     word, rest = options.words[0].partition("=")[0], options.words[1:]
     if _CODE.match(word):
@@ -55,7 +56,7 @@ def run(argv: list[str], *, debug: bool) -> int:
         facts = _section(word)
     else:
         facts = _key(word, compose(overrides_of(rest)))
-    print(json.dumps(facts, indent=2) if options.as_json else _page(facts))
+    say_page(json.dumps(facts, indent=2) if options.as_json else _page(facts))
     return 0
 
 
@@ -134,11 +135,18 @@ def _key(path: str, composed: Composed) -> dict[str, Any]:
         "chain": chain,
         "changes": EFFECTS[effect_of(path)],
         "needs": next((key.needs for key in CONDITIONAL if key.path == path), ""),
-        "feeds": feeds(_with_section(resolved, path)).get(path, []),
+        "feeds": _fed(path, resolved),
         "flags": list(flags_of().get(path, ())),
         "judged_by": judging(path),
     }
     return facts
+
+
+def _fed(path: str, run: RunConfig) -> list[str]:
+    """What a key reaches; nothing where another key is written so that no model can be made."""
+    with suppress(ValueError):
+        return feeds(_with_section(run, path)).get(path, [])
+    return []
 
 
 def _chain(path: str, composed: Composed, resolved: RunConfig) -> list[dict[str, Any]]:
@@ -196,5 +204,5 @@ def _page(facts: Mapping[str, Any]) -> str:
         else:
             rows = [", ".join(value) if isinstance(value, list) else value]
         for index, row in enumerate(rows):
-            lines.append(f"  {name.replace('_', ' ') if index == 0 else '':<9} {row}")
+            lines.append(visible(f"  {name.replace('_', ' ') if index == 0 else '':<9} {row}"))
     return "\n".join(lines)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.resume import target_of
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import BadInput, Problem, say
 from mtrain.launching.folder import CHECKPOINTS
 from mtrain.units import bytes_, count
 
@@ -31,7 +31,7 @@ def run(argv: list[str], *, debug: bool) -> int:
     tokenizer = (target.parent.parent if target.parent.name == CHECKPOINTS else target) / "tokenizer.json"
     done = export(Checkpoint.open(checkpoint), out, tokenizer if tokenizer.is_file() else None)
     size = sum(file.stat().st_size for file in done.files)
-    print(f"exported {checkpoint}: {done.tensors} tensors, {count(done.elements)} numbers, {bytes_(size)} in {out}")
+    say(f"exported {checkpoint}: {done.tensors} tensors, {count(done.elements)} numbers, {bytes_(size)} in {out}")
     return 0
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from mtrain.errors import BadInput, MtrainError, Problem
+from mtrain.errors import BadInput, MtrainError, Problem, say_page
 
 VERBS = {
     "train": "train (the verb when none is given)",
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             _traceback()
         if "--json" in arguments and isinstance(error, BadInput):
-            print(_json_verdict(error))
+            say_page(_json_verdict(error))
         else:
             _say(message(error))
         return error.exit_code
@@ -121,10 +121,10 @@ def dispatch(call: Call) -> int:
     if "--version" in call.flags:
         from mtrain import __version__
 
-        print(f"mtrain {__version__}")
+        say_page(f"mtrain {__version__}")
         return 0
     if "--help" in call.flags:
-        print(help_page())
+        say_page(help_page())
         return 0
     as_json = "--json" in call.flags
     if "--multirun" in call.flags:
@@ -143,7 +143,7 @@ def dispatch(call: Call) -> int:
 
         return show.run(call.arguments, bare="--resolved" in call.flags, as_json=as_json)
     if call.verb in VERBS and call.arguments[:1] in (["--help"], ["-h"]) and call.verb != "recipe":
-        print(f"mtrain {call.verb}: {VERBS[call.verb]}")
+        say_page(f"mtrain {call.verb}: {VERBS[call.verb]}")
         return 0
     return _worker_verb(call.verb)(call.arguments, debug="--debug" in call.flags)
 
@@ -251,7 +251,7 @@ def _say(text: str) -> None:
     """Prints on stderr; of the processes that a launcher such as torchrun started, only the first one does."""
     if _speaks():
         with suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
+            say_page(text, error=True)
 
 
 def _speaks() -> bool:

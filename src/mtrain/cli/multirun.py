@@ -18,7 +18,7 @@ from typing import Any
 from mtrain.config.compose import compose
 from mtrain.config.paths import user_path
 from mtrain.config.sweep import Job, jobs
-from mtrain.errors import BadInput
+from mtrain.errors import BadInput, say, say_page, visible
 
 ORDER = (0, 75, 2, 3, 4, 5)
 """Exit codes from good to bad; every other one is worse."""
@@ -54,13 +54,13 @@ def train(argv: Sequence[str], *, debug: bool, as_json: bool = False) -> int:
     for index, (job, name) in enumerate(zip(wanted, names, strict=True)):
         if sweep.stopped:
             break
-        print(f"[{index + 1}/{len(wanted)}] {name}: {job.differs}", flush=True)
+        say(f"[{index + 1}/{len(wanted)}] {name}: {job.differs}")
         rest = [word for word in job.argv if not word.startswith("log.name=")]
         words = list(job.argv) if "log.name" in job.swept else [*rest, f"log.name={name}"]
         code = sweep.run([*words, *(["--debug"] if debug else [])])
         rows.append(_row(job, name, code, words))
     code = worst([*(row.code for row in rows), *([sweep.stopped] if sweep.stopped else [])])
-    print(json.dumps([vars(row) for row in rows], indent=2) if as_json else _table(rows, len(wanted)))
+    say_page(json.dumps([vars(row) for row in rows], indent=2) if as_json else _table(rows, len(wanted)))
     return code
 
 
@@ -78,15 +78,15 @@ def check(argv: Sequence[str], *, as_json: bool = False) -> int:
             facts = {**verdict(error.problems, None), "code": error.exit_code}
         out.append({"differs": job.differs, **facts})
     if as_json:
-        print(json.dumps(out, indent=2))
+        say_page(json.dumps(out, indent=2))
     else:
         width = max(len(row["differs"]) for row in out)
         for row in out:
             broken = [p for p in row["problems"] if p["severity"] == "error"]
             first = f"{broken[0]['code']} {broken[0]['path']}: {broken[0]['rule']}" if broken else "ok"
             more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
-            print(f"{row['differs']:<{width}}  {first}{more}")
-        print(f"{sum(row['ok'] for row in out)} of {len(out)} pass")
+            say(f"{row['differs']:<{width}}  {first}{more}")
+        say_page(f"{sum(row['ok'] for row in out)} of {len(out)} pass")
     return worst([row["code"] for row in out])
 
 
@@ -187,4 +187,4 @@ def _table(rows: Sequence[Row], wanted: int) -> str:
     ]
     failed = sum(row.code != 0 for row in rows)
     tail = f"{len(rows)} of {wanted} runs" + (f", {failed} failed" if failed else "")
-    return "\n".join([*lines, tail])
+    return "\n".join(map(visible, [*lines, tail]))

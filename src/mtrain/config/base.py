@@ -35,6 +35,8 @@ class Section(BaseModel):
     )
 
 
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+"""What a name is that becomes part of a path or of a line."""
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]

@@ -48,6 +48,10 @@ WORDS: dict[str, tuple[str, str]] = {
         "A recipe describes a part of a model and names none that the rest is from.",
         "State all keys of its architecture, or name the model it changes: `- override /model: NAME`.",
     ),
+    "MT019": (
+        "A recipe or a run file names a folder beyond the working folder that would be written to.",
+        "Give the key on the command line, if you want it there.",
+    ),
     "MT040": ("No installed plug-in provides the device.", "Choose cpu or cuda, or install its plug-in."),
     "MT110": (
         "A launcher started another number of processes than the configuration asks for.",

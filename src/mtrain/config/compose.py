@@ -14,7 +14,7 @@ from typing import Any
 from mtrain.config.files import read_text
 from mtrain.config.interpolate import leaves, refused, resolve_references
 from mtrain.config.keys import schema_keys
-from mtrain.config.layout_string import looks_like_layout, parse_layout
+from mtrain.config.layout_string import looks_like_layout, nearest_layout, parse_layout
 from mtrain.config.load import Document, filled, load
 from mtrain.config.locked import edited
 from mtrain.config.model import ModelConfig
@@ -24,6 +24,7 @@ from mtrain.config.paths import choices_of_group, conf_dir
 from mtrain.config.recipe import Recipe, read_recipe, reserved_keys
 from mtrain.config.run import GROUPS, RunConfig
 from mtrain.config.validate import unknown_key, validate, wrong_kind
+from mtrain.config.written import KEYS, strays
 from mtrain.errors import BadInput, Problem
 
 DEFAULT = "default"
@@ -160,6 +161,10 @@ class _Composition:
         self.problems += resolve_references(self.tree.values, self.tree.where)
         run, problems = validate(self.tree.values, self.tree.where)
         self.problems += problems
+        if run is not None:
+            files = {document.source for document in (recipe and recipe.document, base) if document}
+            said = {key: self._origin(key) for key in KEYS if self._origin(key).rpartition(":")[0] in files}
+            self.problems += strays(run, said, Path(self.overrides.run) if self.overrides.run else None)
         choices = chosen if base is not None else known
         if run is None or self.problems:
             found = _distinct(self.problems)
@@ -246,7 +251,7 @@ class _Composition:
                 return None
             except ValueError as error:
                 if looks_like_layout(choice):
-                    return Problem("MT016", group, choice, str(error), _layout_fix(choice), source)
+                    return Problem("MT016", group, choice, str(error), nearest_layout(choice), source)
         near = near_choice(choice, choices)
         fix = " or ".join(f"{group}={name}" for name in near) or f"{group}={choices[0]}"
         also = ", or a layout such as tp4pp4" if group == "parallel" else ""
@@ -373,17 +378,6 @@ def _at(values: Mapping[str, Any], path: str) -> Any:
     for name in path.split(".") if path else ():
         node = node.get(name) if isinstance(node, Mapping) else None
     return node
-
-
-def _layout_fix(choice: str) -> str:
-    """The parts of a misspelt layout that can be read, as a layout."""
-    import re
-
-    degrees: dict[str, str] = {}
-    for axis, degree in re.findall(r"(vpp|etp|tp|pp|cp|ep|dp)([1-9][0-9]{0,5})(?![0-9])", choice):
-        degrees.setdefault(axis, degree)
-    word = "".join(f"{axis}{degree}" for axis, degree in degrees.items())
-    return f"parallel={word or 'single'}"
 
 
 def _distinct(problems: Sequence[Problem]) -> list[Problem]:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mtrain.config.base import (
+    NAME,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -242,7 +243,7 @@ class LogConfig(Section):
 
     runs_dir: str = "runs"
     """Folder of run folders."""
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=200)] | None = None
+    name: Annotated[str, Field(pattern=NAME, max_length=200)] | None = None
     """Name of the run folder; null: made from the date, the model and the layout."""
     interval: PositiveInt = 10
     """Steps between progress lines; the metrics file has every step."""

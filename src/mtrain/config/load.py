@@ -34,10 +34,12 @@ _WORDS: dict[str, Any] = {
     **dict.fromkeys((".inf", ".Inf", ".INF", "+.inf"), float("inf")),
     **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf")),
 }
-# Characters that change how text is shown without being seen: bidirectional controls, zero-width ones, the BOM.
-HIDDEN = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
+# Characters that change how text is shown without being seen: bidirectional controls, zero-width ones, line breaks
+# beside the newline, tags, the BOM.
+_SIGHTLESS = "\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"
+HIDDEN = re.compile(f"[{_SIGHTLESS}]")
 # Those, the characters that a terminal may obey, which YAML refuses by itself, and those that mark what is unknown.
-UNSHOWN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ue000\ue001\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
+UNSHOWN = re.compile(f"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ue000\ue001{_SIGHTLESS}]")
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mtrain.config.base import (
+    NAME,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -109,7 +110,7 @@ class MLAConfig(Section):
 class ModelConfig(Section):
     """`model`: a decoder-only transformer."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "custom"
+    name: Annotated[str, Field(pattern=NAME, max_length=100)] = "custom"
     """Name used in run folders and reports."""
     num_layers: PositiveInt
     """Transformer layers."""

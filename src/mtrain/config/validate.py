@@ -40,6 +40,7 @@ _KINDS = {
 
 _PATTERNS = {
     "^[A-Za-z0-9][A-Za-z0-9_.-]*$": "letters, digits, dots, - and _, and begin with a letter or a digit",
+    "^[A-Za-z0-9][A-Za-z0-9 _.-]*$": "letters, digits, spaces, dots, - and _, and begin with a letter or a digit",
     "^[a-z][a-z0-9_]*$": "small letters, digits and _, and begin with a letter",
 }
 
@@ -92,8 +93,11 @@ def _problems(error: Mapping[str, Any], where: Where, values: Mapping[str, Any])
         pattern = str(context.get("pattern"))
         rule = f"must be {_PATTERNS.get(pattern, f'text that matches {pattern}')}"
         yield Problem("MT014", path, value, rule, at_default(path), where(path))
+    elif kind == "string_too_long":
+        rule = f"has {len(value)} letters; at most {context['max_length']} are allowed"
+        yield Problem("MT014", path, value, rule, override(path, value[: context["max_length"]]), where(path))
     else:
-        yield Problem("MT014", path, value, str(error["msg"]), at_default(path), where(path))
+        yield Problem("MT014", path, value, "is not what the key takes", at_default(path), where(path))
 
 
 def unknown_key(path: str, value: Any, where: Where) -> Problem:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadEnvironment, BadInput, MtrainError, TrainingFault
+from mtrain.errors import BadEnvironment, BadInput, MtrainError, TrainingFault, say
 from mtrain.launching import folder
 from mtrain.launching.worker import describe, enter, revive
 
@@ -83,7 +83,7 @@ def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
         chosen = stack.enter_context(folder.opened(run, folder.plan(run), argv))
     except MtrainError as error:
         return json.dumps(describe(error))
-    print(f"run folder: {chosen.folder}", flush=True)
+    say(f"run folder: {chosen.folder}")
     return json.dumps(
         {"folder": str(chosen.folder), "checkpoint": str(chosen.checkpoint) if chosen.checkpoint else None}
     )

@@ -191,13 +191,22 @@ def export_script(run: RunConfig) -> str:
     What no flag says is found out by reading the flags back, so that nothing is lost unsaid.
     """
     world, groups = export_words(run)
-    lines = [" ".join([*world.words(), "pretrain_gpt.py"]), *(shlex.join(group) for group in groups)]
+    lines = [" ".join([*world.words(), "pretrain_gpt.py"]), *(" ".join(map(_quoted, group)) for group in groups)]
     text = " \\\n  ".join(lines) + "\n"
     left = leftover_keys(run, text)
     if left:
         text += "# What has no flag; `mtrain recipe import` reads these lines.\n"
         text += "".join(f"{MARK}{word}\n" for word in left)
     return text
+
+
+def _quoted(word: str) -> str:
+    """A word of a shell; what a terminal would obey, or a line would end at, as an escape of bash."""
+    if word.isprintable():
+        return shlex.quote(word)
+    plain = (c.isprintable() and c not in "'\\" for c in word)
+    codes = (c if ok else "".join(f"\\x{b:02x}" for b in c.encode()) for c, ok in zip(word, plain, strict=True))
+    return f"$'{''.join(codes)}'"
 
 
 def leftover_keys(run: RunConfig, text: str) -> list[str]:

@@ -18,6 +18,7 @@ from mtrain.config.run import RunConfig
 from mtrain.data import Splits, open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches, Packing
 from mtrain.data.text import Tokenizer
+from mtrain.errors import say_page
 from mtrain.mcore.sharding import gathered
 from mtrain.plan.count import parameters
 from mtrain.train import hooks
@@ -135,7 +136,7 @@ def generate_text(
         ckpt_state.load_model(Checkpoint.open(checkpoint), chunks)
         text = sample(Sampler(run, world, chunks), Tokenizer(tokenizer), prompt, tokens, temperature)
         if world.is_first:
-            print(text, flush=True)
+            say_page(text)
 
 
 def sample(sampler: Sampler, tokenizer: Tokenizer, prompt: str, tokens: int, temperature: float) -> str:

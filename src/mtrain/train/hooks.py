@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from mtrain import units
 from mtrain.ckpt import state as ckpt_state
+from mtrain.errors import say
 from mtrain.plan.count import flops_per_token
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts, StepResult, evaluate
@@ -68,7 +68,7 @@ class Metrics(Hook):
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
         except OSError as error:  # a run is worth more than its log
-            print(f"warning: {self.path} cannot be written ({error.strerror}); training goes on", file=sys.stderr)
+            say(f"warning: {self.path} cannot be written ({error.strerror}); training goes on", error=True)
             self.file = None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from mtrain import units
 from mtrain.config.batches import stages
 from mtrain.config.run import RunConfig
+from mtrain.errors import printable, say_page
 from mtrain.train.step import Parts, StepResult
 from mtrain.train.trainer import Hook
 
@@ -63,13 +64,13 @@ class Progress(Hook):
         if self.choice == "none":
             return
         if self.bar is not None:
-            self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self.bar.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
         else:
             self._print(text)
 
     def _print(self, text: str) -> None:
         try:
-            print(text, flush=True)
+            say_page(text)
         except OSError:  # nobody reads any more, or the disk is full: training goes on in silence
             self.choice = "none"
 

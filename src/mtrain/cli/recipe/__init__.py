@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from importlib import import_module
 
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import BadInput, Problem, say_page
 
 SUBVERBS = {
     "list": ("listing", "every shared recipe: list [--json]"),
@@ -30,7 +30,7 @@ def run(argv: list[str], *, debug: bool) -> int:
         BadInput: there is no such subverb, or it refuses its arguments.
     """
     if not argv or argv[0] in ("--help", "-h"):
-        print(page())
+        say_page(page())
         return 0 if argv else 2
     word = argv[0]
     if word not in SUBVERBS:

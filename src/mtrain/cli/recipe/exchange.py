@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from mtrain.config.load import UNSHOWN, refuse_hidden
 from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import BadInput, Problem, say_page, visible
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.hf import import_config
 from mtrain.recipes.imported import Imported
@@ -42,11 +41,11 @@ def import_(argv: Sequence[str]) -> int:
     if out is not None:
         write_new(Path(out), text)
     if options.as_json:
-        print(json.dumps(_facts(found, text, problems, run.digest()), indent=2))
+        say_page(json.dumps(_facts(found, text, problems, run.digest()), indent=2))
         return 0
-    print(text if out is None else f"wrote {out}: mtrain check recipe={out}", end="" if out is None else "\n")
+    say_page(text if out is None else visible(f"wrote {out}: mtrain check recipe={out}"))
     for line in _report(found, problems):
-        print(line, file=sys.stderr)
+        say_page(line, error=True)
     return 0
 
 
@@ -78,14 +77,14 @@ def _about(run: RunConfig, sources: str, problems: Sequence[Problem]) -> dict[st
 
 def _report(found: Imported, problems: Sequence[Problem]) -> list[str]:
     """What a person has to know beside the recipe."""
-    lines = [f"note: {note}" for note in found.notes]
+    lines = [visible(f"note: {note}") for note in found.notes]
     if found.unplaced:
         lines.append(f"{len(found.unplaced)} not taken over:")
     together: dict[tuple[str, str], list[str]] = {}
     for u in sorted(found.unplaced, key=lambda u: _ORDER.index(u.why)):
         together.setdefault((u.why, u.text), []).append(f"{u.flag} {u.value}".strip())
     for (why, text), flags in together.items():
-        lines.append(f"  {why}: {', '.join(flags)}: {text}")
+        lines.append(visible(f"  {why}: {', '.join(flags)}: {text}"))
     return [*lines, *(problem.render() for problem in problems)]
 
 
@@ -103,7 +102,7 @@ def export(argv: Sequence[str]) -> int:
     _, run = for_elsewhere(overrides_of(options.words))
     text = export_script(run)
     if options.as_json:
-        print(json.dumps({"script": text, "digest": run.digest()}, indent=2))
+        say_page(json.dumps({"script": text, "digest": run.digest()}, indent=2))
     else:
-        print(text, end="")
+        say_page(text)
     return 0

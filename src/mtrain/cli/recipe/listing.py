@@ -14,6 +14,7 @@ from mtrain.config.load import load, parse
 from mtrain.config.paths import display, recipes_dir
 from mtrain.config.recipe import find_recipe
 from mtrain.config.resolve import Machine, resolve
+from mtrain.errors import say, say_page
 from mtrain.layout.grid import RankGrid
 from mtrain.recipes.diff import overrides_of
 
@@ -25,12 +26,12 @@ def list_(argv: Sequence[str]) -> int:
     options = read_options(argv)
     cards = [_card(file) for file in sorted(recipes_dir().rglob("*.yaml"))]
     if options.as_json:
-        print(json.dumps(cards, indent=2))
+        say_page(json.dumps(cards, indent=2))
         return 0
     for card in cards:
-        print(card["name"])
+        say(card["name"])
         for key in ("title", "hardware", "layout", "verified"):
-            print(f"  {key:<9} {card[key]}")
+            say(f"  {key:<9} {card[key]}")
     return 0
 
 
@@ -54,5 +55,5 @@ def show(argv: Sequence[str]) -> int:
     path = find_recipe(name)
     text = read_text(path, display(path))
     parse(text, display(path))  # what cannot be read as data is not put on a terminal either
-    print(text, end="" if text.endswith("\n") else "\n")
+    say_page(text)
     return 0

@@ -15,7 +15,7 @@ from mtrain.config.locked import read_lock
 from mtrain.config.paths import conf_dir, recipes_dir, user_path
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadInput, Damaged
+from mtrain.errors import BadInput, Damaged, say, say_page
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.lock import lock_text, mismatches
 
@@ -32,10 +32,10 @@ def lock(argv: Sequence[str]) -> int:
     text = lock_text(run, digests(run), sources(composed.files), Machine.here())
     out = options.values.get("--output")
     if out is None:
-        print(text, end="")
+        say_page(text)
         return 0
     write_new(Path(out), text)
-    print(f"wrote {out}: it runs with run={out}, and `mtrain recipe verify {out}` compares")
+    say(f"wrote {out}: it runs with run={out}, and `mtrain recipe verify {out}` compares")
     return 0
 
 
@@ -48,12 +48,12 @@ def verify(argv: Sequence[str]) -> int:
     code = DATA if any(m.damaged for m in found) else ENVIRONMENT if found else 0
     if options.as_json:
         rows = [{"what": m.what, "name": m.name, "locked": m.locked, "here": m.here} for m in found]
-        print(json.dumps({"ok": not found, "digest": held.run.digest(), "differences": rows}, indent=2))
+        say_page(json.dumps({"ok": not found, "digest": held.run.digest(), "differences": rows}, indent=2))
         return code
     for m in found:
-        print(f"{m.what} {m.name}: {m.locked} then, {m.here} here")
+        say(f"{m.what} {m.name}: {m.locked} then, {m.here} here")
     if not found:
-        print(f"verified: {path} is as it was locked, digest {held.run.digest()}")
+        say(f"verified: {path} is as it was locked, digest {held.run.digest()}")
     return code
 
 
