@@ -32,7 +32,7 @@ from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.table import flags_of
 
 USAGE = "explain parallel.tp [overrides], explain MT101, explain model"
-_CODE = re.compile(r"[Mm][Tt][0-9]{3}\Z")
+_CODE = re.compile(r"[Mm][Tt][0-9]+\Z")
 DEFAULT = "default"
 ABSENT = "(not there: its section is null)"
 
@@ -85,7 +85,7 @@ def _code(code: str) -> dict[str, Any]:
     from mtrain.config.codes import WORDS, codes, family, places
 
     if code not in codes():
-        near = [known for known in codes() if known[:4] == code[:4]] or list(codes())[:8]
+        near = sorted(codes(), key=lambda known: (abs(int(known[2:]) - int(code[2:8])), known))[:8]
         rule = f"there is no such code; codes: {', '.join(near)}"
         raise BadInput([Problem("MT010", "", None, rule, f"explain {near[0]}", "command line")])
     found = places(code)

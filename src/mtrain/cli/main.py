@@ -103,13 +103,11 @@ def parse(arguments: Sequence[str]) -> Call:
     arguments = [SHORT.get(a, a) for a in arguments]
     flags = {a for a in arguments if a in FLAGS}
     rest = [a for a in arguments if a not in flags]
-    unknown = [a for a in rest if a.startswith("-") and "=" not in a]
-    problems = [_unknown_flag(flag) for flag in unknown]
-    rest = [a for a in rest if a not in unknown]
+    problems, rest = _without_unknown_flags(rest)
     verb = "train"
     if rest and rest[0] in VERBS:
         verb, rest = rest[0], rest[1:]
-    elif rest and rest[0].isidentifier():
+    elif rest and "=" not in rest[0] and not rest[0].startswith(("+", "~")):
         problems.append(_unknown_verb(rest[0]))
     if problems:
         raise BadInput(problems)
@@ -235,14 +233,50 @@ def _wrapped(words: Sequence[str], width: int = 90) -> str:
     return textwrap.fill(" ".join(words), width, subsequent_indent=" " * 13, break_on_hyphens=False)
 
 
-def _unknown_flag(flag: str) -> Problem:
+def _without_unknown_flags(words: Sequence[str]) -> tuple[list[Problem], list[str]]:
+    """A problem for each word that begins as a flag and is none, and the words without them and their values."""
+    problems, rest, queue = list[Problem](), list[str](), list(words)
+    while queue:
+        word = queue.pop(0)
+        if not word.startswith("-") or "=" in word:
+            rest.append(word)
+            continue
+        value = queue[0] if queue and "=" not in queue[0] and not queue[0].startswith("--") else ""
+        fix = _setting_of(word, value)
+        if fix and value:
+            queue.pop(0)
+        problems.append(_unknown_flag(word, fix))
+    return problems, rest
+
+
+def _setting_of(flag: str, value: str) -> str:
+    """What a flag of another system is called here, with its value; empty where nothing is known."""
+    from mtrain.config.keys import suggest
+    from mtrain.config.near import NOTHING, meant
+    from mtrain.config.source import parse_value
+
+    near, why = suggest(flag) if flag.startswith("--") else ([], "")
+    if not (near or why) or difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.8):
+        return ""
+    with suppress(ValueError):
+        found = " or ".join(meant(flag, parse_value(value) if value else True))
+        return "" if found == NOTHING else found
+    return ""
+
+
+def _unknown_flag(flag: str, fix: str) -> Problem:
     near = difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.5)
     rule = f"{flag}: there is no such flag; flags: {', '.join(FLAGS)}"
-    return Problem("MT010", "", None, rule, near[0] if near else "", "command line")
+    fix = fix or (near[0] if near else "leave it out")
+    return Problem("MT010", "", None, rule, fix, "command line")
 
 
 def _unknown_verb(word: str) -> Problem:
-    near = difflib.get_close_matches(word, VERBS, n=2, cutoff=0.5)
+    from mtrain.config.intended import plain
+    from mtrain.config.near import bare_word
+
+    verbs = difflib.get_close_matches(plain(word).lower(), VERBS, n=1, cutoff=0.6)
+    near = verbs or bare_word(word) or ["leave it out"]
     rule = f"{word}: is neither a verb nor key=value; verbs: {', '.join(VERBS)}"
     return Problem("MT010", "", None, rule, " or ".join(near), "command line")
 

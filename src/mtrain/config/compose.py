@@ -18,7 +18,7 @@ from mtrain.config.layout_string import looks_like_layout, nearest_layout, parse
 from mtrain.config.load import Document, filled, load
 from mtrain.config.locked import edited
 from mtrain.config.model import ModelConfig
-from mtrain.config.near import near_choice
+from mtrain.config.near import choice_fix, default_choices, layouts_near
 from mtrain.config.overrides import COMMAND_LINE, Overrides, read_overrides
 from mtrain.config.paths import choices_of_group, conf_dir
 from mtrain.config.recipe import Recipe, read_recipe, reserved_keys
@@ -153,7 +153,7 @@ class _Composition:
         known = self._groups(chosen, sources, base, without=("model",) if own else ())
         beneath = [copy.deepcopy(self.tree.values)]
         if own:  # what a refused key of it is judged with for the time being
-            beneath[0]["model"] = dict(self._document(f"model/{_defaults(self.conf)[0]['model']}").values)
+            beneath[0]["model"] = dict(self._document(f"model/{default_choices(self.conf)[0]['model']}").values)
         if recipe is not None:
             self.tree.merge(recipe.values, recipe.document.where)
         beneath.append(copy.deepcopy(self.tree.values))
@@ -191,7 +191,7 @@ class _Composition:
             if isinstance(node, dict):
                 node.pop(last, None)
                 if isinstance(before, dict) and last in before:
-                    node[last] = before[last]
+                    node[last] = copy.deepcopy(before[last])
         return validate(values, self.tree.where)[0]
 
     def _origin(self, key: str) -> str:
@@ -251,9 +251,8 @@ class _Composition:
                 return None
             except ValueError as error:
                 if looks_like_layout(choice):
-                    return Problem("MT016", group, choice, str(error), nearest_layout(choice), source)
-        near = near_choice(choice, choices)
-        fix = " or ".join(f"{group}={name}" for name in near) or f"{group}={choices[0]}"
+                    return Problem("MT016", group, choice, str(error), _layout_fix(choice), source)
+        fix = choice_fix(group, choice, default_choices(self.conf)[0][group])
         also = ", or a layout such as tp4pp4" if group == "parallel" else ""
         rule = f"there is no such choice; choices: {', '.join(choices)}{also}"
         return Problem("MT011", group, choice, rule, fix, source)
@@ -269,7 +268,7 @@ class _Composition:
         said = {*stated, *(key.split(".")[1] for key in self.overrides.values if key.startswith("model."))}
         missing = [name for name in ARCHITECTURE if name not in said]
         if missing:
-            default = _defaults(self.conf)[0]["model"]
+            default = default_choices(self.conf)[0]["model"]
             rule = (
                 f"a model of its own that lacks {', '.join(missing)}; a recipe states them all, or names the model "
                 f"that it changes: `defaults: [override /model: {default}]`"
@@ -311,7 +310,7 @@ class _Composition:
         Reads them with our own reader first: its problems name the line. Where a file has a defaults list of
         its own, Hydra follows it.
         """
-        choices, self.default_sources = _defaults(self.conf)
+        choices, self.default_sources = default_choices(self.conf)
         self.files["conf/config.yaml"] = self.conf / "config.yaml"
         parallel = choices.get("parallel", "")
         if parallel not in choices_of_group("parallel"):
@@ -360,16 +359,8 @@ class _Composition:
                 self.problems.append(make(path, value, lambda _: COMMAND_LINE))
 
 
-def _defaults(conf: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """group -> the choice of `config.yaml`, and group -> the line that makes it."""
-    config = load(conf / "config.yaml")
-    choices: dict[str, str] = {}
-    sources: dict[str, str] = {}
-    for index, entry in enumerate(config.values.get("defaults", [])):
-        if isinstance(entry, dict):
-            choices |= {str(group): str(choice) for group, choice in entry.items()}
-            sources |= dict.fromkeys(map(str, entry), config.where(f"defaults.{index}"))
-    return choices, sources
+def _layout_fix(choice: str) -> str:
+    return " or ".join(f"parallel={word}" for word in layouts_near(choice)) or nearest_layout(choice)
 
 
 def _at(values: Mapping[str, Any], path: str) -> Any:

@@ -144,17 +144,46 @@ def parse(text: str, source: str) -> Document:
 def _syntax(error: yaml.YAMLError, text: str, source: str) -> Problem:
     mark = getattr(error, "problem_mark", None)
     position = getattr(error, "position", None)
-    rule = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
+    said = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
     if mark is None and isinstance(position, int):
         line = text.encode()[:position].count(b"\n") + 1
     elif mark is None:
-        return Problem("MT003", "", None, f"not YAML: {rule}", "delete what is not YAML", source)
+        return Problem("MT003", "", None, f"not YAML: {_explained(said, '')}", "delete what is not YAML", source)
     else:
         line = mark.line + 1
     lines = text.splitlines()
     excerpt = lines[line - 1].replace("\t", "<TAB>")[:80] if line <= len(lines) else "the end of the file"
     fix = "indent with spaces" if "<TAB>" in excerpt else "delete the line, or write it as YAML"
-    return Problem("MT003", "", None, f"not YAML: {rule.strip()}, at: {excerpt.strip()}", fix, f"{source}:{line}")
+    rule = f"not YAML: {_explained(said, excerpt)}, at: {excerpt.strip()}"
+    return Problem("MT003", "", None, rule, fix, f"{source}:{line}")
+
+
+_EXPLAINED = {
+    "mapping values": "a second colon in one line, or an indentation unlike that of the lines beside it",
+    "',' or": "a bracket that is opened is not closed, or a comma is missing",
+    "cannot start": "a value cannot begin so; put it into quotes",
+    "end of stream": "a quote that is opened is not closed",
+    "expected key": "an indentation unlike that of the lines beside it, a bracket too many, or text behind a quote",
+    "document start": "there is more behind the end of the last bracket",
+    "escape": "a backslash in double quotes with no meaning; take single quotes",
+    "control characters": "a control character",
+    "special characters": "a control character",
+    "alphabetic": "an & or * without a name; put the value into quotes",
+    "indicator": "an item of a list and a key side by side",
+    "node content": "a bracket or a sign where a value is to stand",
+    "comment or line break": "text behind | or >; it begins on the next line",
+    "expected ':'": "a key without its colon",
+    "directive": "a line with % at its begin; only YAML's text is read",
+    "incompatible": "a version of YAML that there is not",
+    "tag": "a tag that does not end",
+}
+"""Words of what the parser says -> what that means to whoever wrote the file."""
+
+
+def _explained(said: str, excerpt: str) -> str:
+    if "<TAB>" in excerpt:
+        return "a tab; YAML is indented with spaces"
+    return next((text for words, text in _EXPLAINED.items() if words in said), "the text has no meaning here")
 
 
 @dataclass
@@ -282,7 +311,10 @@ class _Reader:
         name = event.value
         path = f"{top.path}.{name}" if top.path else name
         if not isinstance(value, str) or not name:
-            raise self.refuse("MT003", f"the key {name!r} is no word; a key is text", event)
+            rule = f"the key {name!r} is no word; a key is text"
+            comma = isinstance(value, int) and bool(top.value)  # {train_iters: 1,000}
+            fix = "write numbers without commas" if comma else "delete it"
+            raise self.refuse("MT003", f"{rule}, and a number has no commas" if comma else rule, event, fix=fix)
         if name in top.key_lines:
             first = top.key_lines[name]
             rule = f"written twice in one mapping, at lines {first} and {line}"
