@@ -112,3 +112,10 @@ def test_nothing_of_a_file_elsewhere_is_shown_unless_its_name_says_that_it_is_ou
     monkeypatch.chdir("/")
     assert main([word.format("/proc/self/environ") for word in verb]) == 2
     assert "s3cret" not in "".join(capsys.readouterr())
+
+
+def test_a_tokenizer_that_is_a_pipe_is_named(odd: Path) -> None:
+    from mtrain.data.text import Tokenizer
+
+    with pytest.raises(BadInput, match=r"MT603.*is a named pipe"):
+        Tokenizer("pipe.json")

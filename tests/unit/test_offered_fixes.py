@@ -89,7 +89,9 @@ COMMANDS = {
     "model:llama_tiny": "model=llama_tiny",
     "zzz": "leave it out",
     "recipe=/dev/null": "name a file that is there",
-    "optim.lr=((": "optim.lr=0.006",
+    "optim.lr=((": "optim.lr=0.001",
+    "parallel.recompute={granularity:": "leave it out",
+    "trainer.sample_prompt=a)": "'trainer.sample_prompt=\"a)\"'",
     "+optim.lr=1e-3": "optim.lr=0.001",
 }
 """Argument -> what is offered for it."""

@@ -227,7 +227,8 @@ def _read_value(key: str, text: str, out: Overrides) -> Problem | None:
         rule = "a comma or range makes a sweep: -m trains or checks one run for each value"
         return _bad(key, text, rule, _sweep_fix(key, text))
     except ValueError as error:
-        fix = override(key, text) if "${" not in text else at_default(key) or NOTHING
+        quoted = "${" not in text and accepts(key, text)
+        fix = override(key, text) if quoted else at_default(key) or NOTHING
         return _bad(key, text, f"cannot be read: {error}", fix)
     return None
 
