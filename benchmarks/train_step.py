@@ -55,14 +55,21 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="steps of each")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument(
+        "--matmul", nargs="+", choices=["auto", "blas", "onednn"], default=["auto"],
+        help="mtrain's fp32 products: by torch's BLAS, by oneDNN, or by what is faster here (auto)",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("overrides", nargs="*", help="keys of the configuration")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     result: dict[str, Any] = {}
     for dtype in options.dtypes:
-        result[dtype] = measured([*WORDS, f"precision={dtype}", *options.overrides], options.steps)
-        print(json.dumps({dtype: result[dtype]}, indent=2), flush=True)
+        for matmul in options.matmul if dtype == "fp32" else ["auto"]:  # torch gives half precision to oneDNN
+            words = [*WORDS, f"precision={dtype}", f"kernels.cpu_matmul={matmul}", *options.overrides]
+            name = dtype if matmul == "auto" else f"{dtype}, {matmul}"
+            result[name] = measured(words, options.steps)
+            print(json.dumps({name: result[name]}, indent=2), flush=True)
     if options.out:
         options.out.write_text(json.dumps({**result, **circumstances(options.threads)}, indent=2) + "\n")
     return 0
@@ -73,13 +80,14 @@ def measured(words: list[str], steps: int) -> dict[str, Any]:
     from mtrain import mcore as door
     from mtrain.cli.setup import load
     from mtrain.devices import registry
+    from mtrain.launching import matmul
 
     door.open_door(registry.get("cpu"))
     import torch
 
     from mtrain.world.init import joined
 
-    run = load(words).run
+    run = matmul.chosen(load(words).run)
     threads = int(os.environ["OMP_NUM_THREADS"])
     with joined(run) as world, tempfile.TemporaryDirectory() as folder:
         torch.set_num_threads(threads)
@@ -100,7 +108,12 @@ def measured(words: list[str], steps: int) -> dict[str, Any]:
                 for c, clock in clocks.items():
                     seconds[c][name].append(clock() - begin[c])
     tokens = run.trainer.global_batch_size * run.data.seq_length
-    return {**{c: compared(values) for c, values in seconds.items()}, "tokens_a_step": tokens, "first_losses": first}
+    return {
+        **{c: compared(values) for c, values in seconds.items()},
+        "kernels.cpu_matmul": [run.kernels.cpu_matmul, matmul.reason(run)],
+        "tokens_a_step": tokens,
+        "first_losses": first,
+    }
 
 
 def compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
@@ -290,6 +303,8 @@ def llama_weights(run: Any, chunk: Any) -> dict[str, Any]:
 
 def circumstances(threads: int) -> dict[str, Any]:
     """Where and with what this was measured."""
+    from mtrain.launching.matmul import processor
+
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     versions = {"python": platform.python_version()}
     for name in ("torch", "megatron-core", "transformers"):
@@ -299,19 +314,12 @@ def circumstances(threads: int) -> dict[str, Any]:
             versions[name] = "not installed"
     words = " ".join(["benchmarks/train_step.py", *sys.argv[1:]])
     return {
-        "device": f"cpu ({_processor()}), {threads} threads",
+        "device": f"cpu ({processor()}), {threads} threads",
         "load_at_the_end": os.getloadavg()[0],
         "versions": versions,
         "commit": commit,
         "command": f"python {words}",
     }
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 if __name__ == "__main__":

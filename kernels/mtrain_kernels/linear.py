@@ -1,18 +1,64 @@
-"""The product of a linear layer on a CPU, in fp32 by oneDNN.
+"""The product of a linear layer on a CPU in fp32: by the BLAS that torch was built with, or by oneDNN.
 
-torch gives fp32 products to MKL, which takes its wide kernels on Intel's processors alone: on others it has about
-half of oneDNN's rate. Half precision goes to oneDNN anyway. What is summed, and in which precision, is the same.
+torch gives fp32 products to its BLAS, mostly MKL, which takes its wide kernels on some makers' processors alone: on
+others oneDNN has twice its rate. Which one is faster is measured where it runs; see `faster`. Half precision goes to
+oneDNN anyway. What is summed, and in which precision, is the same.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SMALLEST = 1 << 24  # multiplications below which the call itself costs more than is won
+Library = Literal["blas", "onednn"]
+SMALLEST = 1 << 24  # multiplications below which a call of oneDNN costs more than is won
+MARGIN = 1.1  # how much faster oneDNN must be measured to be taken: noise does not change the choice
+SHAPES = ((512, 384, 1152), (512, 1024, 384), (256, 512, 2048))  # tokens, inputs and outputs of layers to measure
+
+_library: Library = "blas"
+
+
+def use(library: Library) -> None:
+    """Make the fp32 products of this process by `library`. Raises `ValueError` where it is not here."""
+    global _library
+    if library not in ("blas", "onednn"):
+        raise ValueError(f"{library!r} is neither blas nor onednn")
+    if library == "onednn" and not torch.backends.mkldnn.is_available():
+        raise ValueError("this build of torch has no oneDNN")
+    _library = library
+
+
+def faster(rounds: int = 5) -> tuple[Library, float]:
+    """The library to take here, and the rate of oneDNN over that of the BLAS; about 0.1 s of a core.
+
+    It is measured on the three products of some layers, forward and backward: the least CPU seconds of some rounds,
+    the two in turn, so that other processes disturb little.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return "blas", 0.0
+    before, least = _library, {"blas": 0.0, "onednn": 0.0}
+    try:
+        for tokens, inputs, outputs in SHAPES:
+            x, weight, dy = (torch.ones(s) for s in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
+            gradient, seconds = torch.zeros(outputs, inputs), {"blas": [0.0] * 0, "onednn": [0.0] * 0}
+            for _ in range(rounds + 1):
+                for library in ("blas", "onednn"):
+                    use(library)
+                    begin = time.process_time()
+                    product(x, weight)
+                    product(dy, weight.t())
+                    add_weight_gradient(gradient, dy, x)
+                    seconds[library].append(time.process_time() - begin)
+            for library, values in seconds.items():
+                least[library] += min(values[1:])
+    finally:
+        use(before)
+    ratio = least["blas"] / max(least["onednn"], 1e-9)
+    return ("onednn" if ratio >= MARGIN else "blas"), ratio
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -24,12 +70,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether a product is one that oneDNN makes faster: fp32 on a CPU, of some size."""
+    """Whether a product is made by oneDNN: fp32 on a CPU, of some size, where `use` said so."""
     return (
-        x.device.type == "cpu"
+        _library == "onednn"
+        and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and x.numel() * weight.shape[0] >= SMALLEST
-        and torch.backends.mkldnn.is_available()
         and not torch.compiler.is_compiling()
     )
 
@@ -45,6 +91,33 @@ def product(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     return y
 
 
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """`dy^T x` [n, k] of `dy` [t, n] and `x` [t, k]."""
+    return product(dy.t(), x.t())
+
+
+def add_weight_gradient(into: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Adds `dy^T x` to `into` [n, k], in one call where the BLAS makes it: `dy` [t, n] and `x` [t, k].
+
+    oneDNN copies its first operand where that is transposed. Into a transposed `into` (see `zero_gradient`) it is
+    `x` that is copied, not `dy`.
+    """
+    if not fits(dy.t(), x.t()):
+        into.addmm_(dy.t(), x)
+    elif into.stride(0) == 1 != into.stride(1):
+        into.t().add_(product(x.t(), dy.t()))
+    else:
+        into.add_(weight_gradient(dy, x))
+
+
+def zero_gradient(weight: Tensor, dtype: torch.dtype, tokens: int) -> Tensor:
+    """Zeros in the shape of `weight` [n, k], laid out for `add_weight_gradient` of `tokens` rows of which n > k."""
+    n, k = weight.shape
+    if n > k and dtype == weight.dtype and fits(weight.new_empty((1, 1)).expand(tokens, k), weight):
+        return weight.new_zeros((k, n), dtype=dtype).t()
+    return weight.new_zeros((n, k), dtype=dtype)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -57,4 +130,4 @@ class _Linear(torch.autograd.Function):
         need_x, need_weight = ctx.needs_input_grad
         rows = dy.flatten(0, -2)
         dx = product(rows, weight.t()).view(x.shape) if need_x else None
-        return dx, product(rows.t(), x.flatten(0, -2).t()) if need_weight else None
+        return dx, weight_gradient(rows, x.flatten(0, -2)) if need_weight else None

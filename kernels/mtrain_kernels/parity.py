@@ -49,6 +49,40 @@ def check(
             assert_near(name, value, wanted[name], coarsest if tolerance is None else tolerance)
 
 
+def check_format(
+    op: Callable[..., Any],
+    reference: Callable[..., Any],
+    inputs: dict[str, Any],
+    *,
+    roundings: int = 1,
+    seed: int = 1,
+) -> None:
+    """Asserts that values and gradients in half precision are exact ones that were rounded `roundings` times.
+
+    `check` forgives an error of some roundings wherever it comes from, and its inputs have few rows: it does not see
+    what is added up or widened too late in half precision. Here an element may be off by `roundings` times half a
+    unit in its last place. Beside that, one rounding leaves the noise of fp32 of the tensor's root mean square;
+    several are roundings inside of a sum, and leave as many of it. `reference` is evaluated in fp64 on the same
+    inputs. Raises `AssertionError` naming the tensor.
+    """
+    found = _values_and_gradients(op, inputs, seed, None)
+    wanted = _values_and_gradients(reference, inputs, seed, torch.float64)
+    halves = [
+        t.dtype for t in inputs.values() if isinstance(t, Tensor) and t.dtype in (torch.float16, torch.bfloat16)
+    ]
+    assert halves, "no input is in half precision"
+    for name, value in found.items():
+        half = torch.finfo(value.dtype if value.dtype in (torch.float16, torch.bfloat16) else halves[0])
+        a, b = value.double(), wanted[name].double()
+        near = TOLERANCE[torch.float32] if roundings == 1 else roundings * half.eps / 2
+        limit = roundings * half.eps / 2 * (b.abs() + half.tiny) + near * b.square().mean().sqrt()
+        excess = ((a - b).abs() / limit).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        assert bool((excess <= 1).all()), (
+            f"{name}: {a.flatten()[excess.argmax()]:.7g} instead of {b.flatten()[excess.argmax()]:.7g}: "
+            f"{excess.max():.3g} times what {roundings} rounding(s) to {value.dtype} leave"
+        )
+
+
 def assert_near(name: str, found: Tensor, wanted: Tensor, tolerance: float | None = None) -> None:
     """Asserts shape and values of one tensor, to the tolerance of `found`'s dtype unless one is given."""
     assert found.shape == wanted.shape, f"{name}: shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"

@@ -125,6 +125,35 @@ def test_a_seeded_bug_is_noticed(old, new):
             check(run("triton", **terms), lambda t=terms, **kw: defined(**kw, **t), inputs(3, 10000, torch.float32))
 
 
+@pytest.mark.parametrize("choice", ["reference", "triton"])
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("vocab", "columns"), [(77, 128), (1, 9)])
+def test_columns_behind_the_vocabulary_have_no_probability_and_no_gradient(choice, terms, dtype, vocab, columns):
+    given = inputs(5, columns, dtype)
+    given["labels"] %= vocab
+    given["labels"][1] = -100
+    with torch.no_grad():
+        given["logits"][:, vocab] += 20  # what padding holds is not seen, however large
+        given["logits"][2, -1] = torch.inf
+    check(
+        run(choice, vocab_size=vocab, **terms),
+        lambda logits, labels: defined(logits[:, :vocab], labels, **terms),
+        given,
+    )
+    losses = op.cross_entropy(**given, vocab_size=vocab, choice=choice)
+    torch.testing.assert_close(
+        losses, F.cross_entropy(given["logits"].float()[:, :vocab], given["labels"], reduction="none")
+    )
+
+
+@pytest.mark.parametrize("choice", ["reference", "triton"])
+def test_a_label_in_the_padding_makes_its_loss_nan(choice):
+    given = inputs(3, 10, torch.float32)
+    given["labels"] = torch.tensor([7, 2, 9])
+    assert op.cross_entropy(**given, vocab_size=7, choice=choice).isnan().tolist() == [True, False, True]
+
+
 def sharded(rank_inputs: dict[str, Tensor], choice: str, terms: dict[str, Any]) -> tuple[Tensor, Tensor]:
     import torch.distributed as dist
 
@@ -133,6 +162,34 @@ def sharded(rank_inputs: dict[str, Tensor], choice: str, terms: dict[str, Any]) 
     losses = op.cross_entropy(logits, rank_inputs["labels"], group=dist.group.WORLD, choice=choice, **terms)
     (losses * torch.arange(len(losses))).sum().backward()
     return losses.detach(), logits.grad
+
+
+def sharded_padding(given: dict[str, Tensor], vocabs: list[int]) -> list[tuple[Tensor, Tensor]]:
+    return [
+        sharded(given, choice, {"vocab_size": vocab, **terms})
+        for vocab in vocabs
+        for choice in ("reference", "triton")
+        for terms in TERMS.values()
+    ]
+
+
+@pytest.mark.dist
+def test_padding_lies_on_the_last_ranks_whole_and_in_part():
+    given, vocabs = inputs(7, 64, torch.float32), [63, 48, 33, 16, 1]  # of 4 parts of 16
+    given["labels"][0] = 0
+    given["labels"] = given["labels"].where(given["labels"] < 1, 0)
+    found = iter(zip(*run_ranks(4, sharded_padding, given, vocabs), strict=True))
+    weights = torch.arange(7)
+    for vocab in vocabs:
+        for _ in ("reference", "triton"):
+            for terms in TERMS.values():
+                logits = given["logits"].detach().clone().requires_grad_()
+                losses = defined(logits[:, :vocab], given["labels"], **terms)
+                (losses * weights).sum().backward()
+                parts = next(found)
+                for part, _ in parts:
+                    torch.testing.assert_close(part, losses.detach(), rtol=1e-6, atol=1e-6)
+                torch.testing.assert_close(torch.cat([g for _, g in parts], 1), logits.grad, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.dist
@@ -159,6 +216,9 @@ def test_what_does_not_fit_is_refused():
         op.cross_entropy(given["logits"], given["labels"].int())
     with pytest.raises(ValueError, match="label_smoothing"):
         op.cross_entropy(**given, label_smoothing=1.0)
+    for vocab in (0, 11):
+        with pytest.raises(ValueError, match="vocab_size"):
+            op.cross_entropy(**given, vocab_size=vocab)
     with pytest.raises(ValueError, match="soft_cap"):
         op.cross_entropy(**given, soft_cap=-1.0)
     with pytest.raises(Unavailable, match="float64"):

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from mtrain_kernels import linear as module
-from mtrain_kernels.linear import fits, linear, product
+from mtrain_kernels.linear import add_weight_gradient, faster, fits, linear, product, use
 from torch import Tensor
 from torch.nn import functional as F
 
 SIZES = [(3, 5, 7, 11), (64, 4, 256, 320), (1, 513, 129, 257)]
+
+
+@pytest.fixture(autouse=True)
+def onednn() -> Iterator[None]:
+    before = module._library
+    use("onednn")
+    yield
+    use(before)
 
 
 def _inputs(s: int, b: int, k: int, n: int, dtype: torch.dtype) -> list[Tensor]:
@@ -57,3 +68,34 @@ def test_a_frozen_weight_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> No
     linear(x, weight.detach()).sum().backward()
     assert x.grad is not None
     assert weight.grad is None
+
+
+def test_a_weight_gradient_is_added_to_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SMALLEST", 1)
+    torch.manual_seed(0)
+    dy, x = torch.randn(40, 24), torch.randn(40, 16)
+    wanted = torch.ones(24, 16).double() + dy.double().t() @ x.double()
+    for library in ("blas", "onednn"):
+        module.use(library)
+        for into in (torch.ones(24, 16), torch.ones(16, 24).t(), torch.ones(16, 30).t()[:24]):
+            add_weight_gradient(into, dy, x)
+            assert (into.double() - wanted).norm() <= 1e-6 * wanted.norm(), (library, into.stride())
+
+
+def test_the_library_is_the_one_whose_products_take_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    module.use("blas")
+    clock = {"now": 0.0}
+    rates = {"blas": 1.0, "onednn": 3.0}
+
+    def slow(*_: Any) -> None:
+        clock["now"] += 1 / rates[module._library]
+
+    monkeypatch.setattr(module, "product", slow)
+    monkeypatch.setattr(module, "add_weight_gradient", slow)
+    monkeypatch.setattr(module.time, "process_time", lambda: clock["now"])
+    assert faster() == ("onednn", pytest.approx(3.0))
+    rates["onednn"] = 1.05  # within the noise: torch's own way
+    assert faster()[0] == "blas"
+    rates["onednn"] = 0.5
+    assert faster() == ("blas", pytest.approx(0.5))
+    assert module._library == "blas", "measuring does not choose"

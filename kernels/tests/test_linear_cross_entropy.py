@@ -67,6 +67,39 @@ def test_values_and_gradients_are_those_of_the_definition(choice, terms, dtype, 
     )
 
 
+@pytest.mark.parametrize("choice", ["reference", "triton"])
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("vocab", "rows"), [(37, 48), (5, 7)])
+def test_rows_behind_the_vocabulary_take_no_part_and_get_no_gradient(choice, terms, dtype, vocab, rows):
+    tolerance = None if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    given = inputs(6, 24, rows, dtype)
+    given["labels"] = given["labels"].where(given["labels"] < vocab, 0)
+    with torch.no_grad():
+        given["weight"][vocab:] = torch.inf
+    found = summed(choice, chunk=4, vocab_size=vocab, **terms)
+    check(found, lambda weight, **kw: defined(weight=weight[:vocab], **kw, **terms), given, tolerance=tolerance)
+    given.pop("token_weights")
+    check(
+        lambda **kw: op.token_cross_entropy(**kw, chunk=4, choice=choice, vocab_size=vocab, **terms),
+        lambda weight, **kw: defined_tokens(weight=weight[:vocab], **kw, **terms),
+        given,
+        tolerance=tolerance,
+    )
+
+
+def test_padding_gives_torchs_cross_entropy_over_the_vocabulary():
+    given = inputs(64, 24, 384, torch.float32, weighted=False)
+    given["labels"] %= 257
+    share = torch.full((64,), 1 / 64)
+    total, _ = op.linear_cross_entropy(**given, token_weights=share, vocab_size=257)
+    found = torch.autograd.grad(total, [given["hidden"], given["weight"]])
+    wanted = torch.nn.functional.cross_entropy(given["hidden"] @ given["weight"][:257].T, given["labels"])
+    torch.testing.assert_close(total, wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found, torch.autograd.grad(wanted, [given["hidden"], given["weight"]]))
+    assert bool((found[1][257:] == 0).all())
+
+
 def test_fp64_in_the_reference():
     given = {
         k: v.detach().double() if v.is_floating_point() else v for k, v in inputs(5, 8, 13, torch.float32).items()
@@ -169,10 +202,10 @@ def test_a_seeded_bug_is_noticed(old, new):
 def sharded(given: dict[str, Tensor], sequence_parallel: bool, terms: dict[str, Any], tokens: bool) -> Any:
     import torch.distributed as dist
 
-    rank, group = dist.get_rank(), dist.group.WORLD
-    weight = given["weight"].detach().chunk(2)[rank].clone().requires_grad_()
+    rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    weight = given["weight"].detach().chunk(ranks)[rank].clone().requires_grad_()
     hidden = given["hidden"].detach()
-    hidden = (hidden.chunk(2)[rank] if sequence_parallel else hidden).clone().requires_grad_()
+    hidden = (hidden.chunk(ranks)[rank] if sequence_parallel else hidden).clone().requires_grad_()
     options = {"group": group, "sequence_parallel": sequence_parallel, "chunk": 3, **terms}
     if tokens:
         losses = op.token_cross_entropy(hidden, weight, given["labels"], **options)
@@ -205,6 +238,35 @@ def test_a_vocabulary_in_two_parts_is_the_whole(sequence_parallel, tokens):
     else:
         for part in parts:
             torch.testing.assert_close(part[2], given["hidden"].grad, **close)
+
+
+def sharded_padding(given: dict[str, Tensor], vocabs: list[int]) -> list[Any]:
+    return [
+        sharded(given, sequence_parallel, {"vocab_size": vocab, "choice": choice, **TERMS["all"]}, False)
+        for vocab in vocabs
+        for choice in ("reference", "triton")
+        for sequence_parallel in (False, True)
+    ]
+
+
+@pytest.mark.dist
+def test_padding_lies_on_the_last_ranks_whole_and_in_part():
+    given, vocabs = inputs(8, 24, 48, torch.float32), [47, 36, 25, 1]  # of 4 parts of 12
+    given["token_weights"] = given["token_weights"].detach() * 1e3
+    given["labels"] = given["labels"].where(given["labels"] < 1, 0)
+    found = iter(zip(*run_ranks(4, sharded_padding, given, vocabs), strict=True))
+    for vocab in vocabs:
+        leaves = [given[name].detach().clone().requires_grad_() for name in ("hidden", "weight")]
+        total, _ = defined(leaves[0], leaves[1][:vocab], given["labels"], given["token_weights"], **TERMS["all"])
+        dhidden, dweight = torch.autograd.grad(total, leaves)
+        for _ in ("reference", "triton"):
+            for sequence_parallel in (False, True):
+                parts = next(found)
+                close = {"rtol": 1e-6, "atol": 1e-6}
+                torch.testing.assert_close(parts[0][0], total.detach(), **close)
+                torch.testing.assert_close(torch.cat([p[3] for p in parts]), dweight, **close)
+                whole = torch.cat([p[2] for p in parts]) if sequence_parallel else parts[-1][2]
+                torch.testing.assert_close(whole, dhidden, **close)
 
 
 MEASURE = """

@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from mtrain_kernels import parity
-from mtrain_kernels.norm import op, reference
+from mtrain_kernels.norm import cpu, op, reference
 from mtrain_kernels.registry import Unavailable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -161,3 +161,16 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(Unavailable, match="wider than"):
         op.rms_norm(leaf(1, 40000), leaf(40000), 1e-5, choice="triton")
     assert op.rms_norm(leaf(1, 40000), leaf(40000), 1e-5).shape == (1, 40000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_the_form_of_a_cpu_is_the_definition(zero_centered: bool, dtype: torch.dtype) -> None:
+    for shape in ((1, 1), (5, 24), (3, 2, 40), (0, 8)):
+        found = {name: t.detach().cpu().requires_grad_() for name, t in inputs("rms_norm", shape, dtype).items()}
+        assert cpu.fits(found["x"], found["weight"])
+        options = {"eps": 0.1, "zero_centered": zero_centered}
+        definition = partial(reference.rms_norm, **options)
+        parity.check(partial(op.rms_norm, choice="reference", **options), definition, found)
+        for _, x in parity.layouts(found["x"]):
+            parity.check(partial(op.rms_norm, choice="reference", **options), definition, found | {"x": x})

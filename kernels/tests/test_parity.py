@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -53,6 +55,37 @@ def test_a_tail_that_nobody_wrote_is_seen() -> None:
     parity.check(torch.clone, torch.clone, {"x": torch.randn(5)})
     with pytest.raises(AssertionError, match="output 0: nan instead of"):
         parity.check(short, torch.clone, {"x": torch.randn(5)})
+
+
+def test_what_is_widened_late_or_added_up_in_half_precision_is_seen() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(1536, 8).bfloat16().requires_grad_(), (0.01 * torch.randn(8)).bfloat16().requires_grad_()
+
+    def wide(x: Tensor, w: Tensor) -> Tensor:
+        inner = torch.promote_types(x.dtype, torch.float32)
+        return (x.to(inner) * (1 + w.to(inner))).to(x.dtype)
+
+    def late(x: Tensor, w: Tensor) -> Tensor:
+        return (x.float() * (1 + w)).to(x.dtype)
+
+    parity.check_format(wide, wide, {"x": x, "w": w})
+    parity.check(late, wide, {"x": x, "w": w})
+    with pytest.raises(AssertionError, match="output 0"):
+        parity.check_format(late, wide, {"x": x, "w": w})
+
+    class AddedUp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+            return x + w
+
+        @staticmethod
+        def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:
+            return dy, functools.reduce(torch.add, dy)
+
+    with pytest.raises(AssertionError, match="gradient of w"):
+        parity.check_format(lambda x, w: AddedUp.apply(x, w), lambda x, w: x + w, {"x": x, "w": w})
+    with pytest.raises(AssertionError, match="no input is in half precision"):
+        parity.check_format(wide, wide, {"x": x.detach().float(), "w": w.detach().float()})
 
 
 def test_a_wrong_gradient_and_a_wrong_shape_are_seen() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from mtrain_kernels import parity
 from mtrain_kernels.registry import Unavailable
-from mtrain_kernels.rope import op, reference
+from mtrain_kernels.rope import cpu, op, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = "mtrain_kernels.rope.triton"
@@ -173,3 +173,14 @@ def test_what_does_not_fit_is_refused() -> None:
         op.rotate(x, torch.ones(4, 4, requires_grad=True), torch.ones(4, 4))
     with pytest.raises(Unavailable, match="wider than"):
         op.rotate(torch.ones(1, 1, 2000), **tables(1, 8), choice="triton")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the form of a CPU")
+def test_the_form_of_a_cpu_is_the_definition() -> None:
+    for shape, width in (((1, 1), 2), ((7, 3), 10), ((2, 5, 4), 16), ((0, 4), 8)):
+        found = inputs(shape, width, width)
+        assert cpu.fits(found["x"], found["cos"])
+        parity.check(partial(op.rotate, choice="reference"), reference.rotate, found)
+        for _, x in parity.layouts(found["x"]):
+            parity.check(partial(op.rotate, choice="reference"), reference.rotate, found | {"x": x})
+    assert not cpu.fits(**{k: v for k, v in inputs((7, 3), 10, 6).items() if k != "sin"})

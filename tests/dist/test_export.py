@@ -32,7 +32,13 @@ def _exported(folder: Path, layout: dict[str, Any], **run: Any) -> dict[str, tor
     tensors = dict(export.read(folder / "out"))
     index = json.loads((folder / "out" / export.INDEX).read_text())
     assert set(index["weight_map"]) == set(tensors)
-    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in tensors.values())
+    assert index["metadata"] == {
+        "total_size": sum(t.numel() * t.element_size() for t in tensors.values()),
+        "vocab_size": 300,
+        "padded_vocab_size": 384,
+        "mask_padded_vocab": job.model.mask_padded_vocab,
+    }
+    assert done.padding == job.model.padding_in_words
     everything = whole_tensors(saved)
     assert all(torch.equal(tensor, everything[key]) for key, tensor in tensors.items())
     return tensors
@@ -43,6 +49,10 @@ def test_every_layout_exports_the_same_weights(tmp_path: Path) -> None:
     for other in others:
         assert other.keys() == one.keys()
         assert all(torch.equal(other[key], tensor) for key, tensor in one.items())
+
+
+def test_an_export_says_that_padding_was_in_the_softmax(tmp_path: Path) -> None:
+    _exported(tmp_path, {}, model={"mask_padded_vocab": False})
 
 
 def test_weights_that_do_not_fit_into_one_file_are_split_and_none_is_lost(

@@ -68,12 +68,17 @@ def test_the_loss_over_a_vocabulary_on_two_ranks_is_that_of_one(parallel: dict[s
 
 
 @pytest.mark.parametrize("parallel", [{}, TP2, SP], ids=["one rank", "tp2", "tp2 sequence parallel"])
-def test_products_of_onednn_train_as_torchs(
+def test_products_of_either_library_train_as_megatrons(
     parallel: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = _trained(tiny_run(**parallel), tmp_path / "torch")
     monkeypatch.setattr(linear, "SMALLEST", 1)
-    _agree(_trained(tiny_run(**parallel), tmp_path / "onednn"), right, 1e-6)
+    monkeypatch.setattr("mtrain.mcore.linear._adds_in_place", lambda *_: False)
+    right = _trained(tiny_run(**parallel), tmp_path / "megatron")
+    monkeypatch.undo()
+    monkeypatch.setattr(linear, "SMALLEST", 1)
+    for library in ("blas", "onednn"):
+        run = apply(tiny_run(**parallel), {"kernels.cpu_matmul": library})
+        _agree(_trained(run, tmp_path / library), right, 1e-6)
 
 
 def test_half_precision_trains_with_the_loss_in_parts(tmp_path: Path) -> None:

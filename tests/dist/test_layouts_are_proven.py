@@ -229,3 +229,9 @@ def test_a_seeded_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert "Invalid rank offsets" in str(refused)
     else:
         assert any(not row.equal for row in rows), prove.table(rows)
+
+
+def test_a_loss_that_is_no_number_is_equal_to_nothing() -> None:
+    from mtrain.train.prove import _relative
+
+    assert _relative(None, None) == _relative(1.0, None) == _relative(None, 1.0) == float("inf")

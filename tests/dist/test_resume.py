@@ -1,6 +1,8 @@
 """A resumed run ends bitwise where the uninterrupted one ends; another layout goes on from the same weights."""
 
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +26,10 @@ FEW_BITS = {"dtype": "bf16", "distributed_optimizer": True, "optim": {**KEPT, "s
 NO_MAIN = {"dtype": "bf16", "distributed_optimizer": True, "optim": {**KEPT, "main_params_dtype": "bf16"}}
 EIGHT = {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}
 EXPERTS = {"moe": MoEConfig(num_experts=4, ffn_hidden_size=64)}
+DROPS: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+NOISY = MoEConfig(num_experts=4, ffn_hidden_size=64, input_jitter_eps=0.1)
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "one rank": {},
     "tp2": {"ranks": 2, "tp": 2},
     "dp2": {"ranks": 2},
@@ -40,8 +44,11 @@ CASES = {
         "overlap_param_gather": True,
     },
     "dp2 bf16 distributed optimizer": {"ranks": 2, "distributed_optimizer": True, "dtype": "bf16"},
-    "tp2 dropout": {"ranks": 2, "tp": 2, "model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}},
+    "tp2 dropout, sequence parallel": {"ranks": 2, "tp": 2, "sequence_parallel": True, "model": DROPS},
+    "pp2dp2 dropout": {"ranks": 4, "pp": 2, "model": DROPS},
+    "cp2 dropout, noise of routers": {"ranks": 2, "cp": 2, "model": {**DROPS, "moe": NOISY}},
     "dp2 sgd": {"ranks": 2, "optim": {"name": "sgd"}},
+    "sgd without momentum": {"optim": {"name": "sgd", "momentum": 0.0}},
     "tp2 own adam": {"ranks": 2, "tp": 2, "kernel": "reference"},
     "dp2 own adam, distributed optimizer": {"ranks": 2, "kernel": "reference", "distributed_optimizer": True},
     "ep2 own adam": {"ranks": 2, "ep": 2, "kernel": "reference", "model": EXPERTS},
@@ -132,6 +139,17 @@ def test_resharding_changes_no_bit_of_weights_or_moments(saved: str, resumed: st
     left, right = whole_tensors(checkpoint), whole_tensors(tmp_path / "b" / f"step_{FIRST:08d}")
     assert left.keys() == right.keys()
     assert all(torch.equal(left[k], right[k]) for k in left)
+
+
+def test_generators_of_another_layout_differ_by_rank_and_by_step(tmp_path: Path) -> None:
+    after, found = tiny_run(ranks=2, pp=2), []
+    for step in (1, 2):
+        run_ranks(1, _steps, tiny_run(), step, tmp_path / "one", None)
+        run_ranks(2, _steps, after, 0, tmp_path / "two", tmp_path / "one" / f"step_{step:08d}")
+        found += rank_tensors(tmp_path / "two" / f"step_{step:08d}")
+    streams = [key for key in found[0] if "gauss" not in key]
+    assert "rng/tracker/model-parallel-rng" in streams
+    assert all(not torch.equal(a[key], b[key]) for a, b in combinations(found, 2) for key in streams)
 
 
 def test_main_weights_are_saved_whole_however_they_are_kept(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
         ["model=mixtral_8x7b", "parallel=tp2ep2sp"],
         ["parallel=tp2dp2", "parallel.distributed_optimizer=true", "parallel.overlap_grad_reduce=true"],
         ["model=qwen3_8b", "parallel=tp2cp2sp"],
-        ["parallel=dp2", "precision=bf16"],
+        ["parallel=dp2", "precision=bf16", "model.hidden_dropout=0.1", "model.attention_dropout=0.2"],
     ],
     ids=" ".join,
 )
@@ -29,6 +29,8 @@ def test_a_layout_is_proven(words: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "proven" in done.stdout
     assert "shrunk to" in done.stdout
+    dropped = [word.replace("=", ": ") + " -> 0.0" for word in words if "dropout" in word]
+    assert all(change in done.stdout for change in dropped), "what is compared without dropout says so"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,6 +18,7 @@ KERNELS = ROOT / "kernels/mtrain_kernels"
 FLOORS = {
     "errors": 0,
     "units": 0,
+    "strict_json": 0,
     "config": 1,
     "layout": 2,
     "recipes": 2,
@@ -126,6 +127,22 @@ def test_no_pickle_is_read() -> None:
                 spelled = ast.unparse(node.func)
                 assert spelled not in ("pickle.load", "pickle.loads", "torch.load", "np.load", "numpy.load"), (
                     f"{path}:{node.lineno}: {spelled} can run what a stranger wrote"
+                )
+
+
+BETWEEN_PROCESSES = ("world/", "launching/local.py", "launching/torchrun.py")
+"""Where JSON goes to another process of the same run, which reads what Python adds to it."""
+OF_FINITE_VALUES = ("config/", "recipes/", "strict_json.py")
+
+
+def test_what_a_run_writes_is_json_by_its_standard() -> None:
+    for path in modules():
+        if str(path.relative_to(SOURCE)).startswith((*BETWEEN_PROCESSES, *OF_FINITE_VALUES)):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("json.dumps", "json.dump", "dumps"):
+                assert any(word.arg == "allow_nan" for word in node.keywords), (
+                    f"{path}:{node.lineno}: json.dumps writes NaN, which is no JSON: strict_json.dumps writes null"
                 )
 
 

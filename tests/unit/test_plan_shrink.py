@@ -161,3 +161,10 @@ def test_every_optimizer_shrinks_to_what_can_be_compared(words: list[str], dtype
     assert [p for p in check(alone(small)) if p.severity == "error"] == []
     assert small.optim.in_few_bits == (full.optim.in_few_bits and dtype == "bf16")
     assert small.optim.muon.ns_dtype == (dtype if full.optim.name == "muon" else None)
+
+
+@pytest.mark.parametrize(("vocab", "small"), [(50257, 385), (4096, 512)])
+def test_padding_of_the_vocabulary_is_kept(vocab: int, small: int) -> None:
+    words = [f"model.vocab_size={vocab}", *LONG, "data=mock", "model.mask_padded_vocab=false"]
+    shrunk = shrink(load(words, BIG, {}).run, steps=3).model
+    assert (shrunk.vocab_size, shrunk.padded_vocab_size, shrunk.mask_padded_vocab) == (small, 512, False)

@@ -160,7 +160,7 @@ def test_llama_3_8b_is_the_model_that_ships(tmp_path: Path) -> None:
                 "num_local_experts": 8,
                 "rms_norm_eps": 1e-05,
                 "rope_theta": 1000000.0,
-                "router_aux_loss_coef": 0.01,
+                "router_aux_loss_coef": 0.02,
                 "sliding_window": None,
                 "vocab_size": 32000,
             },
@@ -193,13 +193,19 @@ def test_deepseek_v3_has_its_parts_and_its_671_billion_parameters(tmp_path: Path
     assert found.unplaced == []
 
 
-def test_gpt2_is_a_gelu_that_is_not_ours(tmp_path: Path) -> None:
-    values = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "activation_function": "gelu_new"}
-    found = import_config(write(tmp_path, values))
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [(None, "gelu_tanh"), ("gelu_new", "gelu_tanh"), ("gelu_fast", "gelu_tanh"), ("gelu", "gelu"), ("relu", None)],
+)
+def test_gpt2_names_the_form_of_its_gelu(theirs: str | None, ours: str | None, tmp_path: Path) -> None:
+    values: dict[str, Any] = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12}
+    found = import_config(write(tmp_path, values | ({"activation_function": theirs} if theirs else {})))
     m = found.run.model
     assert (m.ffn_hidden_size, m.vocab_size, m.tie_word_embeddings, m.add_bias_linear) == (3072, 50257, True, True)
+    assert m.mask_padded_vocab, "there is no padding in the softmax of transformers"
     assert (m.attention_dropout, m.hidden_dropout, m.position_embedding_type) == (0.1, 0.1, "learned_absolute")
-    assert [(u.flag, u.why) for u in found.unplaced] == [("activation_function", "not supported")]
+    assert [(u.flag, u.why) for u in found.unplaced] == ([] if ours else [("activation_function", "not supported")])
+    assert ours in (None, m.activation)
 
 
 def test_gpt_neox_with_a_parallel_residual_is_said_to_be_another_network(tmp_path: Path) -> None:

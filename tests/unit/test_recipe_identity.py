@@ -95,6 +95,9 @@ def test_every_model_comes_back_and_its_flags_say_all_but_the_name(model: str) -
         "model=mixtral_tiny model.moe.expert_capacity_factor=1.5 parallel=ep2",
         "trainer.profile_step=3 log.interval=1",
         "model.rope_scaling_factor=8.0 model.mtp_num_layers=1",
+        "model.vocab_size=4000 data.tokenizer_vocab_size=4000",
+        "model.vocab_size=4000 data.tokenizer_vocab_size=4000 model.mask_padded_vocab=false",
+        "model.mask_padded_vocab=false",
     ],
 )
 def test_what_a_flag_says_in_another_way_comes_back(words: str) -> None:
@@ -113,6 +116,15 @@ def test_what_a_flag_says_in_another_way_comes_back(words: str) -> None:
 def test_any_configuration_comes_back(run: RunConfig) -> None:
     text = export_script(run)
     assert unequal(_with_ranks(back(text), run), run) == [], text
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_an_export_says_where_its_losses_are_not_megatrons(masked: bool) -> None:
+    words = ("model.vocab_size=4000", "data.tokenizer_vocab_size=4000", f"model.mask_padded_vocab={masked}".lower())
+    text = export_script(resolved(*words))
+    assert ("Megatron-LM has it in the softmax" in text) is masked
+    assert ("model.mask_padded_vocab" in marked(text)) is masked
+    assert "softmax" not in export_script(resolved(words[2])), "4096 ids need no padding"
 
 
 def _with_ranks(run: RunConfig, wanted: RunConfig) -> RunConfig:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
+from mtrain.config.compose import compose
+from mtrain.config.resolve import resolve
+from mtrain.config.rules import apply
 from mtrain.recipes.imported import Imported
-from mtrain.recipes.megatron import import_texts
+from mtrain.recipes.megatron import export_script, import_texts
+from tests.support.configs import LAPTOP
 
 BASE = (
     "python pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --bf16 "
@@ -78,3 +84,42 @@ def test_layers_without_rotation_come_over_as_a_period() -> None:
     found = imported(f"{rope} [0,1,0,1]")
     assert found.run.model.no_rope_freq is None
     assert why(found)["--no-rope-freq"] == "not supported"
+
+
+@pytest.mark.parametrize(
+    ("flags", "activation"),
+    [
+        ("", "gelu_tanh"),
+        ("--no-bias-gelu-fusion", "gelu"),
+        ("--disable-bias-linear", "gelu"),
+        ("--no-bias-gelu-fusion --openai-gelu", "gelu_tanh"),
+        ("--swiglu --no-bias-gelu-fusion", "swiglu"),
+        ("--squared-relu --disable-bias-linear", "squared_relu"),
+    ],
+)
+def test_the_fused_gelu_is_the_tanh_form_and_comes_back(flags: str, activation: str) -> None:
+    found = imported(flags)
+    assert found.run.model.activation == activation
+    assert why(found).get("--no-bias-gelu-fusion") == ("no effect" if "--swiglu --no" in flags else None)
+    text = export_script(resolve(found.run, LAPTOP))
+    assert import_texts([(text, "back")], "back").run.model.activation == activation
+    assert "--openai-gelu" not in text  # megatron-core's models do not read it
+    assert ("--no-bias-gelu-fusion" in text) == (flags == "--no-bias-gelu-fusion")
+
+
+@pytest.mark.parametrize("words", ["gelu_tanh model.add_bias_linear=false", "geglu", "geglu_tanh"])
+def test_a_gelu_that_no_flag_says_is_exported_as_a_key(words: str) -> None:
+    run = resolve(compose([f"model.activation={words.split()[0]}", *words.split()[1:]]).run, LAPTOP)
+    assert f"model.activation={words.split()[0]}" in export_script(run)
+
+
+@pytest.mark.parametrize(("topk", "groups", "best"), [(8, 4, 2), (6, 3, 2), (6, 4, 1), (6, 2, 3)])
+def test_a_group_is_worth_what_megatron_takes_of_it(topk: int, groups: int, best: int) -> None:
+    """Its sum is over router_topk // router_group_topk scores, whatever model it is."""
+    flags = f"--num-experts 64 --moe-router-topk {topk} --moe-router-num-groups 8 --moe-router-group-topk {groups} "
+    run = resolve(imported(flags + "--moe-router-pre-softmax --disable-bias-linear").run, LAPTOP)
+    assert run.model.moe is not None
+    assert run.model.moe.router_group_score_topk == best
+    assert "group_score" not in export_script(run)
+    other = apply(run, {"model.moe.router_group_score_topk": 4})
+    assert "model.moe.router_group_score_topk=4" in export_script(other)

@@ -40,7 +40,7 @@ TRANSFORMER: dict[str, dict[str, Any]] = {
         "normalization": "LayerNorm",
         "layernorm_epsilon": 1e-5,
         "gated_linear_unit": False,
-        "activation_func": "gelu",
+        "activation_func": "gelu_tanh",
         "add_bias_linear": True,
         "qk_layernorm": False,
         "attention_dropout": 0.0,
@@ -57,7 +57,7 @@ TRANSFORMER: dict[str, dict[str, Any]] = {
         "num_attention_heads": 96,
         "num_query_groups": 96,
         "normalization": "LayerNorm",
-        "activation_func": "gelu",
+        "activation_func": "gelu_tanh",
         "add_bias_linear": True,
         "attention_dropout": 0.1,
         "hidden_dropout": 0.1,
@@ -419,6 +419,23 @@ def test_a_vocabulary_that_nobody_says_is_asked_for_or_taken_from_the_same_shape
     with pytest.raises(BadInput, match=r"model\.vocab_size=32000"):
         import_texts([(text, "x.sh")], "x")
     assert import_texts([(text, "x.sh")], "x", ["model.vocab_size=512"]).run.model.vocab_size == 512
+
+
+@pytest.mark.parametrize(
+    ("words", "vocab", "masked"),
+    [
+        ("--tokenizer-type GPT2BPETokenizer", 50257, False),
+        ("--vocab-size 50257 --make-vocab-size-divisible-by 64", 50257, False),
+        ("--vocab-size 500 --tensor-model-parallel-size 2", 500, False),
+        ("--vocab-size 512", 512, True),
+        ("--vocab-size 500 --padded-vocab-size 640", 640, True),
+    ],
+)
+def test_padding_stays_in_the_softmax_as_in_megatron_where_there_is_any(words: str, vocab: int, masked: bool) -> None:
+    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 8"
+    found = import_texts([(f"torchrun --nproc-per-node 2 pretrain_gpt.py {model} {words}", "x.sh")], "x")
+    assert (found.run.model.vocab_size, found.run.model.mask_padded_vocab) == (vocab, masked)
+    assert any("padding in the softmax" in note for note in found.notes) is not masked
 
 
 def test_overrides_stand_above_the_script() -> None:

@@ -233,6 +233,28 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT227", {"model.moe": {**DEEPSEEK, "router_num_groups": 2, "router_group_topk": 3}}),
     ("MT228", {"model.moe": {**DEEPSEEK, "router_num_groups": 8, "router_group_topk": 2}}),
     (
+        "MT242",
+        {
+            "model.moe": {
+                **DEEPSEEK,
+                "router_num_groups": 4,
+                "router_group_topk": 2,
+                "router_group_score_topk": 3,
+            }
+        },
+    ),
+    (
+        "MT244",
+        {
+            "model.activation_func_clamp_value": 7.0,
+            "model.moe": {**MOE, "shared_expert_intermediate_size": 64, "shared_expert_overlap": True},
+        },
+    ),
+    (
+        "MT243",
+        {"model.name": "deepseek_v2", "model.moe": {**DEEPSEEK, "router_num_groups": 4, "router_group_topk": 2}},
+    ),
+    (
         "MT229",
         {"model.moe": MOE, "model.add_bias_linear": True, "parallel.tp": 2, "parallel.sequence_parallel": True},
     ),
@@ -308,6 +330,8 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT150", {"kernels.experts": "reference"}),
     ("MT150", {"kernels.rope": "reference", "model.position_embedding_type": "none"}),
     ("MT150", {"kernels.activation": "reference", "model.activation": "gelu"}),
+    ("MT150", {"kernels.activation": "triton", "model.glu_linear_offset": 1.0}),
+    ("MT150", {"kernels.activation": "triton", "model.activation_func_clamp_value": 7.0}),
     ("MT421", {"optim.min_lr": 0.1}),
     ("MT422", {"optim.warmup_iters": 100}),
     ("MT422", {"optim.warmup_iters": 50, "optim.decay_iters": 50}),

@@ -85,11 +85,13 @@ def _with_sink(
     if causal:
         positions = torch.arange(s, device=q.device)
         mask = visible(positions, positions, causal=True)
-    bias = torch.zeros((s, t), dtype=q.dtype, device=q.device)
+    # a CPU adds an fp32 bias in fp32; kernels of GPUs want it in the dtype of the query
+    wide = torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
+    bias = torch.zeros((s, t), dtype=wide, device=q.device)
     if mask is not None:
         bias = bias.masked_fill(~mask, float("-inf"))
     bias = bias.expand(*torch.broadcast_shapes(bias.shape, (1, q.shape[1], s, t)))
-    column = sink.to(q.dtype).view(1, -1, 1, 1).expand(*bias.shape[:-1], 1)
+    column = sink.to(wide).view(1, -1, 1, 1).expand(*bias.shape[:-1], 1)
     return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), torch.cat([bias, column], dim=-1), False
 
 

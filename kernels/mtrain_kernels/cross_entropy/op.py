@@ -20,6 +20,7 @@ def cross_entropy(
     logits: Tensor,
     labels: Tensor,
     *,
+    vocab_size: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
@@ -31,13 +32,18 @@ def cross_entropy(
 
     `logits` [..., v_local], in fp32, fp16, bf16 (or fp64 in the reference), `labels` [...] int64 over the whole
     vocabulary, the same on every rank; the result is [...] in fp32 and the same on every rank, which its gradient
-    must be too. With `x = soft_cap tanh(logits / soft_cap)` and `lse` the log-sum-exp of x, the loss is
+    must be too. Columns from `vocab_size` on are padding, on whatever rank they lie: they have no probability, and
+    their gradient is 0. With `x = soft_cap tanh(logits / soft_cap)` and `lse` the log-sum-exp of x, the loss is
     `lse - (1 - label_smoothing) x_label - label_smoothing mean(x) + z_loss lse^2`, or 0 where the label is
     `ignore_index`; any other label outside the vocabulary makes it NaN. Raises `ValueError` where shapes, dtypes
     or numbers do not fit, `Unavailable` where the named implementation cannot run.
     """
-    terms = Terms(logits.shape[-1] * size_of(group), label_smoothing, z_loss, soft_cap or 0.0, ignore_index)
-    _require(logits, labels, terms)
+    columns = logits.shape[-1] * size_of(group)
+    terms = Terms(
+        columns if vocab_size is None else vocab_size, label_smoothing, z_loss, soft_cap or 0.0, ignore_index
+    )
+    _require(logits, labels)
+    reference.valid_terms(terms, columns)
     backend = pick("cross_entropy", choice, logits.device, obstacle(logits))
     rows = logits.reshape(labels.numel(), logits.shape[-1])
     losses, _ = _cross_entropy(rows, labels.reshape(-1), name_of(group), *terms, backend)
@@ -57,14 +63,13 @@ def mark_foreign(statistics: Tensor, labels: Tensor, terms: Terms) -> Tensor:
     return statistics
 
 
-def _require(logits: Tensor, labels: Tensor, terms: Terms) -> None:
+def _require(logits: Tensor, labels: Tensor) -> None:
     if logits.ndim == 0 or logits.shape[:-1] != labels.shape or logits.shape[-1] == 0:
         raise ValueError(f"labels {tuple(labels.shape)} must be one for each row of logits {tuple(logits.shape)}")
     if labels.dtype != torch.int64 or not logits.dtype.is_floating_point:
         raise ValueError(f"labels must be int64 and logits floating point, not {labels.dtype} and {logits.dtype}")
     if labels.device != logits.device:
         raise ValueError(f"logits are on {logits.device}, labels on {labels.device}")
-    reference.valid_terms(terms)
 
 
 @torch.library.custom_op("mtrain::cross_entropy", mutates_args=())
@@ -82,6 +87,7 @@ def _cross_entropy(
     terms = Terms(vocab, label_smoothing, z_loss, soft_cap, ignore_index)
     vocabulary = Vocabulary(group)
     first = vocabulary.rank * logits.shape[1]
+    logits = logits[:, : reference.real_columns(logits.shape[1], first, terms)]
     if backend == "reference":
         statistics = reference.row_statistics(logits, labels, first, terms)
     else:
@@ -114,12 +120,19 @@ def _cross_entropy_backward(
 ) -> Tensor:
     terms = Terms(vocab, label_smoothing, z_loss, soft_cap, ignore_index)
     first = Vocabulary(group).rank * logits.shape[1]
+    real = reference.real_columns(logits.shape[1], first, terms)
+    padding, logits = logits.shape[1] - real, logits[:, :real]
     if backend == "reference":
-        return reference.logits_gradient(logits, labels, lse, dlosses, first, terms).contiguous()
+        gradient = reference.logits_gradient(logits, labels, lse, dlosses, first, terms)
+        return torch.nn.functional.pad(gradient, (0, padding)) if padding else gradient.contiguous()
     from mtrain_kernels.cross_entropy import triton
 
-    out = logits.new_empty(logits.shape)
-    return triton.logits_gradient(_dense(logits), labels.contiguous(), lse, dlosses.contiguous(), first, terms, out)
+    out = logits.new_empty((logits.shape[0], real + padding))
+    out[:, real:] = 0
+    triton.logits_gradient(
+        _dense(logits), labels.contiguous(), lse, dlosses.contiguous(), first, terms, out[:, :real]
+    )
+    return out
 
 
 @_cross_entropy_backward.register_fake

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Terms(NamedTuple):
-    """What the loss of a token is made of, for a vocabulary of `vocab` in all.
+    """What the loss of a token is made of, for a vocabulary of `vocab` in all; columns behind it are padding.
 
     `label_smoothing` e in [0, 1), `z_loss` z >= 0, `soft_cap` c >= 0 (0: none), and the label `ignore_index`
     whose tokens count nothing: `loss = lse - (1 - e) x_y - e mean(x) + z lse^2` on `x = c tanh(logits / c)`.
@@ -93,13 +93,20 @@ def local_labels(labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tens
     return here, column.where(here, 0)
 
 
+def real_columns(columns: int, first: int, terms: Terms) -> int:
+    """How many of the `columns` from vocabulary index `first` on are in the vocabulary: the others are padding."""
+    return min(columns, max(0, terms.vocab - first))
+
+
 def wide(x: Tensor) -> Tensor:
     """`x` in fp32, or as it is if fp64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def valid_terms(terms: Terms) -> None:
-    """Raises `ValueError` for a number of `terms` outside its range."""
+def valid_terms(terms: Terms, columns: int) -> None:
+    """Raises `ValueError` for a number of `terms` outside its range; there are `columns` of logits in all."""
+    if not 1 <= terms.vocab <= columns:
+        raise ValueError(f"vocab_size {terms.vocab} must lie in [1, {columns}], as many as there are columns")
     if not 0 <= terms.label_smoothing < 1:
         raise ValueError(f"label_smoothing {terms.label_smoothing} must lie in [0, 1)")
     if not (terms.z_loss >= 0 and math.isfinite(terms.z_loss)):

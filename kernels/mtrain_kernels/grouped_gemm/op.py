@@ -37,10 +37,7 @@ def grouped_gemm(
         return reference.grouped_gemm(x, weight, counts, bias)
     ends = counts.cumsum(0).to(torch.int32)
     y = _grouped(x, weight, ends, name)
-    if bias is None:
-        return y
-    owner = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device, dtype=torch.int32), right=True)
-    return y + torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[owner]  # the last row is that of nobody
+    return y if bias is None else y + _bias_rows(bias, ends, x.shape[0], name)
 
 
 @torch.compiler.assume_constant_result
@@ -119,6 +116,46 @@ def _differentiate(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
 _grouped.register_autograd(_differentiate, setup_context=_save)
 
 
+@torch.library.custom_op("mtrain::grouped_bias", mutates_args=())
+def _bias_rows(bias: Tensor, ends: Tensor, rows: int, implementation: str) -> Tensor:
+    """The bias of each of `rows` rows' group, zeros behind the last group."""
+    owner = torch.searchsorted(ends, torch.arange(rows, device=bias.device, dtype=torch.int32), right=True)
+    return torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[owner]  # the last row is that of nobody
+
+
+@_bias_rows.register_fake
+def _(bias, ends, rows, implementation):
+    return bias.new_empty(rows, bias.shape[1])
+
+
+@torch.library.custom_op("mtrain::grouped_bias_backward", mutates_args=())
+def _bias_rows_backward(d_y: Tensor, ends: Tensor, implementation: str) -> Tensor:
+    """A bias is the weight of an input that is always 1: its gradient is a grouped product too, summed in fp32."""
+    ones = d_y.new_ones(d_y.shape[0], 16 // d_y.element_size())  # rows of 16 bytes, as torch's product wants them
+    if implementation == "torch":
+        return torch._grouped_mm(d_y.contiguous().T, ones, offs=ends)[..., 0].contiguous()
+    from mtrain_kernels.grouped_gemm import triton
+
+    return triton.weights_product(d_y.contiguous(), ones, ends)[..., 0].contiguous()
+
+
+@_bias_rows_backward.register_fake
+def _(d_y, ends, implementation):
+    return d_y.new_empty(ends.shape[0], d_y.shape[1])
+
+
+def _save_bias(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ends, _, ctx.implementation = inputs
+    ctx.save_for_backward(ends)
+
+
+def _differentiate_bias(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
+    return _bias_rows_backward(d_y, *ctx.saved_tensors, ctx.implementation), None, None, None
+
+
+_bias_rows.register_autograd(_differentiate_bias, setup_context=_save_bias)
+
+
 def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     rows = model.tokens * model.top_k
     counts = torch.full((model.experts,), rows // model.experts, dtype=torch.int32, device=device)
@@ -148,6 +185,7 @@ def _launch(model: Model) -> None:
     y = triton.rows_product(x, weight, ends)
     triton.rows_product(y, weight, ends, transposed=True)
     triton.weights_product(y, x, ends)
+    triton.weights_product(y, y.new_empty(rows, 8), ends)  # of biases
 
 
 OPS = (

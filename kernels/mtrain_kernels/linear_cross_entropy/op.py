@@ -15,7 +15,7 @@ from mtrain_kernels.linear_cross_entropy.reference import Gradients, Open, Refer
 from mtrain_kernels.registry import Case, Cost, Model, Op, pick
 from mtrain_kernels.runtime import ceil_div
 
-CHUNK_ELEMENTS = {"cpu": 1 << 23}  # logits alive at a time: 16 MiB in bf16 suit a CPU's caches
+CHUNK_ELEMENTS = {"cpu": 1 << 22}  # logits alive at a time: 16 MiB in fp32 suit caches and stay in the heap
 GPU_CHUNK_ELEMENTS = 1 << 27  # 256 MiB in bf16: matrix products of 1,024 tokens at a vocabulary of 128 thousand
 
 
@@ -25,6 +25,7 @@ def linear_cross_entropy(
     labels: Tensor,
     token_weights: Tensor,
     *,
+    vocab_size: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
@@ -46,12 +47,17 @@ def linear_cross_entropy(
     is a scalar and the losses are [t], in fp32; all of it is the same on every rank of `group`, over which the
     vocabulary is split in equal parts. The gradient of `hidden` is summed over the ranks. With `sequence_parallel`
     `hidden` is this rank's [t / ranks, h], gathered here, and its gradient this rank's part. `chunk` is how many
-    tokens are done at a time (by default as many as make 2^27 logits, 2^23 on a CPU). The gradient of the weight
+    tokens are done at a time (by default as many as make 2^27 logits, 2^22 on a CPU). The gradient of the weight
     is added up over the chunks in its own dtype, or in fp32 with `fp32_accumulate`, at 4 bytes an element. The
-    loss and the remaining arguments, also the errors raised, are those of `cross_entropy`.
+    loss and the remaining arguments, also the errors raised, are those of `cross_entropy`; rows of the weight from
+    `vocab_size` on are padding, take no part, and have a gradient of 0.
     """
-    terms = Terms(weight.shape[0] * size_of(group), label_smoothing, z_loss, soft_cap or 0.0, ignore_index)
-    _require(hidden, weight, labels, size_of(group) if sequence_parallel else 1, terms)
+    columns = weight.shape[0] * size_of(group)
+    terms = Terms(
+        columns if vocab_size is None else vocab_size, label_smoothing, z_loss, soft_cap or 0.0, ignore_index
+    )
+    _require(hidden, weight, labels, size_of(group) if sequence_parallel else 1)
+    valid_terms(terms, columns)
     if token_weights.shape != labels.shape or token_weights.device != hidden.device:
         raise ValueError(f"token_weights {tuple(token_weights.shape)} must be one for each label, on {hidden.device}")
     backend = pick("linear_cross_entropy", choice, hidden.device, obstacle(hidden, weight))
@@ -80,6 +86,7 @@ def token_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     *,
+    vocab_size: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
@@ -94,8 +101,12 @@ def token_cross_entropy(
 
     The backward makes the logits again, a chunk at a time: four matrix products in all instead of three.
     """
-    terms = Terms(weight.shape[0] * size_of(group), label_smoothing, z_loss, soft_cap or 0.0, ignore_index)
-    _require(hidden, weight, labels, size_of(group) if sequence_parallel else 1, terms)
+    columns = weight.shape[0] * size_of(group)
+    terms = Terms(
+        columns if vocab_size is None else vocab_size, label_smoothing, z_loss, soft_cap or 0.0, ignore_index
+    )
+    _require(hidden, weight, labels, size_of(group) if sequence_parallel else 1)
+    valid_terms(terms, columns)
     backend = pick("linear_cross_entropy", choice, hidden.device, obstacle(hidden, weight))
     return _token_cross_entropy(
         hidden,
@@ -110,7 +121,7 @@ def token_cross_entropy(
     )
 
 
-def _require(hidden: Tensor, weight: Tensor, labels: Tensor, parts: int, terms: Terms) -> None:
+def _require(hidden: Tensor, weight: Tensor, labels: Tensor, parts: int) -> None:
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or weight.shape[0] == 0:
         raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be [t, h] and [v, h]")
     if hidden.dtype != weight.dtype or not hidden.dtype.is_floating_point:
@@ -121,7 +132,6 @@ def _require(hidden: Tensor, weight: Tensor, labels: Tensor, parts: int, terms: 
         )
     if len({hidden.device, weight.device, labels.device}) > 1:
         raise ValueError(f"hidden is on {hidden.device}, weight on {weight.device}, labels on {labels.device}")
-    valid_terms(terms)
 
 
 def chunk_rows(chunk: int, tokens: int, columns: int, device: torch.device) -> int:

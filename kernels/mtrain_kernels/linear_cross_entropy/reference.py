@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from mtrain_kernels.cross_entropy import reference as rows_reference
 from mtrain_kernels.cross_entropy.op import mark_foreign
-from mtrain_kernels.cross_entropy.reference import Terms, capped, local_labels, token_losses, wide
+from mtrain_kernels.cross_entropy.reference import Terms, capped, local_labels, real_columns, token_losses, wide
 from mtrain_kernels.cross_entropy.vocabulary import Vocabulary
-from mtrain_kernels.linear import fits, product
+from mtrain_kernels.linear import add_weight_gradient, product, zero_gradient
 
 # Statistics [3, t] of a chunk of logits, and what turns the merged log-sum-exp and a factor per token into the
 # gradient of the logits; the chunk may be overwritten.
@@ -66,7 +66,8 @@ def chunked(
     """Losses and gradients of the weighted sum, `rows` tokens at a time; see `linear_cross_entropy` and `Gradients`.
 
     The weights of the tokens multiply hidden states and their gradients instead of the logits' gradient, divided
-    by the largest of them: masks of zeros and ones are exact, and nothing underflows in fp16.
+    by the largest of them: masks of zeros and ones are exact, and nothing underflows in fp16. Rows of the weight
+    that are padding are left out of every product, and their gradient stays 0.
     """
     scale = token_weights.abs().amax() if len(token_weights) else token_weights.new_zeros(())
     factors = (token_weights / scale.where(scale != 0, 1))[:, None]
@@ -74,9 +75,13 @@ def chunked(
     losses = torch.empty_like(token_weights)
     dhidden = hidden.new_empty(hidden.shape if need_hidden else (0, hidden.shape[1]))
     kept = torch.promote_types(weight.dtype, torch.float32) if fp32_accumulate else weight.dtype
-    dweight = weight.new_zeros(weight.shape if need_weight else (0, weight.shape[1]), dtype=kept)
+    dweight = zero_gradient(weight if need_weight else weight[:0], kept, min(rows, len(labels)))
     first = vocabulary.rank * weight.shape[0]
-    space = hidden.new_empty((min(rows, len(labels)), weight.shape[0]))
+    padded, weight = weight.shape[0], weight[: real_columns(weight.shape[0], first, terms)]
+    in_place = hidden.device.type == "cpu" and hidden.dtype in (torch.float32, torch.float64)
+    width = weight.shape[0] if in_place else padded  # aligned rows multiply faster; a softmax in place wants none
+    space = hidden.new_empty((min(rows, len(labels)), width))[:, : weight.shape[0]]
+    real = dweight[: weight.shape[0]]
     for start in range(0, len(labels), rows):
         part = slice(start, start + rows)
         logits = product(hidden[part], weight, out=space[: len(labels[part])])
@@ -90,13 +95,11 @@ def chunked(
             torch.mul(product(dlogits, weight.T), factors[part], out=dhidden[part])
         if need_weight:
             weighted = (hidden[part] * factors[part]).to(hidden.dtype)
-            if fits(dlogits, weight):
-                dweight += product(dlogits.T, weighted.T)
-            elif dweight.dtype == dlogits.dtype:
-                dweight.addmm_(dlogits.T, weighted)
+            if real.dtype == dlogits.dtype:
+                add_weight_gradient(real, dlogits, weighted)
             else:
-                dweight += dlogits.T @ weighted
-    return Gradients(losses, dhidden, dweight.to(weight.dtype), scale)
+                real += dlogits.T @ weighted
+    return Gradients(losses, dhidden, dweight.to(weight.dtype).contiguous(), scale)
 
 
 class ReferenceChunks:
@@ -107,6 +110,8 @@ class ReferenceChunks:
 
     def __call__(self, logits: Tensor, labels: Tensor, first: int, terms: Terms) -> tuple[Tensor, Finish]:
         """One softmax over the local columns, which is rescaled once the whole sum is known; see `Open`."""
+        if not logits.shape[1]:  # a rank that holds nothing but padding
+            return rows_reference.row_statistics(logits, labels, first, terms), lambda lse, factors: logits
         highest = capped(wide(logits.amax(1)), terms.soft_cap)
         x = capped(self._widened(logits), terms.soft_cap)
         here, column = local_labels(labels, first, x.shape[1])

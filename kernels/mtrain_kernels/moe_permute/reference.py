@@ -67,10 +67,12 @@ def most_rows(copies: int, experts: int, capacity: int | None, pad_to: int) -> i
 def permute(x: Tensor, plan: Plan) -> Tensor:
     """The rows [r, h] of tokens `x` [t, h] in the order of the plan; rows that hold no copy are zero.
 
-    The result has x's dtype. Raises `ValueError` where x and the plan do not belong together.
+    The result has x's dtype; its gradient adds the copies of a token up in fp32 for half input. Raises `ValueError`
+    where x and the plan do not belong together.
     """
     require_permute(x, plan.position)
-    return _rows(x, plan.source, plan.position.shape[1])
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return _rows(x.to(wide), plan.source, plan.position.shape[1]).to(x.dtype)
 
 
 def unpermute(rows: Tensor, plan: Plan, weights: Tensor | None = None) -> Tensor:

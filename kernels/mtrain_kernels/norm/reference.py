@@ -10,23 +10,28 @@ from torch.nn import functional as F
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * w` over the last axis, with `w = weight`, or `1 + weight` if zero-centered.
 
-    `x` [..., h], `weight` [h]; the result has x's shape and dtype. Half-precision input is normalised in fp32.
-    Raises `ValueError` where the shapes do not fit. Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    `x` [..., h], `weight` [h]; the result has x's shape and dtype. Half precision is widened to fp32 first, the
+    weight too: `1 + weight` keeps what half precision would round away. Raises `ValueError` where the shapes do not
+    fit. Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
     _require_width(x, weight)
-    return F.rms_norm(x, weight.shape, _scale(weight, zero_centered), eps)
+    inner = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(inner), weight.shape, _scale(weight.to(inner), zero_centered), eps).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False) -> Tensor:
     """`(x - mean(x)) / sqrt(var(x) + eps) * w + bias` over the last axis, with `w` as in `rms_norm`.
 
-    `x` [..., h], `weight` [h], `bias` [h] or None; the variance is that of the population. The result has x's
-    shape and dtype. Raises `ValueError` where the shapes do not fit. Source: Ba et al. 2016, arXiv:1607.06450.
+    `x` [..., h], `weight` [h], `bias` [h] or None; the variance is that of the population. Widening and the errors
+    raised are as in `rms_norm`: torch's own LayerNorm adds gradients of half-precision weights up in half precision
+    on a CPU. Source: Ba et al. 2016, arXiv:1607.06450.
     """
     _require_width(x, weight)
     if bias is not None and bias.shape != weight.shape:
         raise ValueError(f"bias {tuple(bias.shape)} and weight {tuple(weight.shape)} must have one shape")
-    return F.layer_norm(x, weight.shape, _scale(weight, zero_centered), bias, eps)
+    inner = torch.promote_types(x.dtype, torch.float32)
+    shift = None if bias is None else bias.to(inner)
+    return F.layer_norm(x.to(inner), weight.shape, _scale(weight.to(inner), zero_centered), shift, eps).to(x.dtype)
 
 
 def rms_norm_residual(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mtrain_kernels.registry import Case, Cost, Model, Op, pick
-from mtrain_kernels.rope import reference
+from mtrain_kernels.rope import cpu, reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST = 1024
@@ -64,6 +64,9 @@ def rotate(
         if other is not None and other.device != x.device:
             raise ValueError(f"x is on {x.device}, but a table, the positions or the weight on {other.device}")
     if pick("rope", choice, x.device, _obstacle(x, cos, sin, weight)) == "reference":
+        plain = positions is None and weight is None and not interleaved and not torch.compiler.is_compiling()
+        if plain and cpu.fits(x, cos):
+            return cpu.rotate(x, cos, sin)
         return reference.rotate(
             x, cos, sin, positions=positions, interleaved=interleaved, weight=weight, eps=eps,
             zero_centered=zero_centered,

@@ -61,7 +61,7 @@ def _may_defer(run: RunConfig) -> bool:
 def blank_model(run: RunConfig, world: World) -> list[Any]:
     """This rank's chunks in a `pretended` world: every layer and shape, no memory; portable layers."""
     words = {key: "reference" for key, value in run.kernels if not isinstance(value, bool)}
-    off = {"gradient_accumulation_fusion": False}
+    off = {"gradient_accumulation_fusion": False, "cpu_matmul": None}
     kernels = run.kernels.model_copy(update={**words, **off})
     run = run.model_copy(update={"kernels": kernels, "precision": run.precision.unquantized(run.precision.dtype)})
     return _chunks(run, transformer_config(run, world.device))
@@ -75,9 +75,10 @@ def _chunks(run: RunConfig, config: Any) -> list[Any]:
 def _chunk(run: RunConfig, config: Any, stage: int | None) -> Any:
     ps = mcore.parallel_state
     provider = backend.provider(run.kernels)
-    plug_in(run.kernels)
+    plug_in(run.kernels, run.model.moe.group_score_topk if run.model.moe else None)
     return LanguageModel(
         loss=run.kernels.loss,
+        loss_vocab_size=run.model.loss_vocab_size,
         config=config,
         transformer_layer_spec=backend.layer_spec(config, provider, vp_stage=stage),
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),

@@ -25,8 +25,10 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu": F.silu,
     "geglu": F.gelu,
+    "geglu_tanh": mcore.gelu_tanh,
     "quick_geglu": mcore.quick_gelu,
     "gelu": F.gelu,
+    "gelu_tanh": mcore.gelu_tanh,
     "squared_relu": squared_relu,
 }
 

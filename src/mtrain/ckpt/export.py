@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from mtrain.ckpt import folder
 from mtrain.ckpt.store import Checkpoint
+from mtrain.config.load import read_run_file
 
 OPTIMIZER = ("exp_avg.", "exp_avg_sq.", "main_weight.", "momentum_buffer.")
 """What the keys of the optimizer's tensors begin with."""
@@ -30,6 +31,8 @@ class Exported:
     tensors: int
     elements: int
     """Numbers in all tensors: the parameters of the model, and a router's balancing biases where it has them."""
+    padding: str
+    """What became of the padding of the vocabulary, whose rows are in the tensors; empty where there is none."""
 
 
 def weight_keys(checkpoint: Checkpoint) -> list[str]:
@@ -41,8 +44,9 @@ def export(checkpoint: Checkpoint, out: Path, tokenizer: Path | None = None) -> 
     """Write the weights of `checkpoint` to the new folder `out` as safetensors files and an index.
 
     A tensor has its name in megatron-core and its whole shape; layers are counted over the whole model, experts are
-    the first axis of theirs. Beside them: `run.yaml`, and the tokenizer if there is one. One file is in memory at a
-    time. The folder appears when everything is in it.
+    the first axis of theirs, and tables of token ids have the padded vocabulary: the index says how many ids there
+    are, and whether padding was masked in the losses. Beside them: `run.yaml`, and the tokenizer if there is one. One
+    file is in memory at a time. The folder appears when everything is in it.
 
     Raises:
         Damaged: the checkpoint's pieces do not make up a tensor.
@@ -63,12 +67,14 @@ def export(checkpoint: Checkpoint, out: Path, tokenizer: Path | None = None) -> 
         placed |= dict.fromkeys(keys, name)
         total_bytes += sum(t.numel() * t.element_size() for t in tensors.values())
         elements += sum(t.numel() for t in tensors.values())
-    folder.write_json(draft / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": placed})
+    model = read_run_file(checkpoint.path / folder.RUN_FILE).model
+    ids = {key: getattr(model, key) for key in ("vocab_size", "padded_vocab_size", "mask_padded_vocab")}
+    folder.write_json(draft / INDEX, {"metadata": {"total_size": total_bytes, **ids}, "weight_map": placed})
     shutil.copyfile(checkpoint.path / folder.RUN_FILE, draft / folder.RUN_FILE)
     if tokenizer is not None:
         shutil.copyfile(tokenizer, draft / tokenizer.name)
     draft.rename(out)
-    return Exported(tuple(sorted(out.iterdir())), len(placed), elements)
+    return Exported(tuple(sorted(out.iterdir())), len(placed), elements, model.padding_in_words)
 
 
 def read(exported: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,6 +17,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from mtrain import strict_json
 from mtrain.errors import Damaged
 from mtrain.world.beats import tick
 
@@ -150,12 +151,12 @@ def sha256(path: Path) -> str:
 
 def digest(body: dict[str, Any]) -> str:
     """Hex sha256 of the canonical JSON of `body`."""
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(strict_json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def write_json(path: Path, body: dict[str, Any]) -> None:
     """Write `body` as JSON and wait until it is on disk."""
-    path.write_text(json.dumps(body, separators=(",", ":")))
+    path.write_text(strict_json.dumps(body, separators=(",", ":")))
     sync(path)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,11 @@ from mtrain.config.run import RunConfig
 from mtrain.mcore import api as mcore
 from mtrain.mcore import optimizer_state, sharding
 from mtrain.world.beats import beat
-from mtrain.world.init import World, seed_generators
+from mtrain.world.generators import seed_generators
+from mtrain.world.init import World
+
+STREAMS = "by stage, data and context rank"
+"""Which ranks' generators differ, as a checkpoint says it; before it did, all were alike."""
 
 
 @dataclass
@@ -31,6 +37,8 @@ class TrainState:
     """Updates made."""
     consumed_samples: int = 0
     """Samples of the training split used so far: the data position, whatever the layout."""
+    skipped_updates: int = 0
+    """Updates that fp16 skipped in a row, up to the last step."""
 
 
 def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts: dict[str, Any]) -> Path:
@@ -42,7 +50,9 @@ def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts
         "schedule_steps": state.schedule.num_steps,
         "optimizer_step": _agreed_step(world, optimizer_state.get_step(state.optimizer)),
         "loss_scale": _loss_scale(state.optimizer),
+        "skipped_updates": state.skipped_updates,
         "grid": world.grid.sizes,
+        "streams": STREAMS,
         "digest": run.digest(),
         "data": data_facts,
     }
@@ -60,7 +70,8 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
 
     Returns:
         Whether the generators were restored too. They belong to a layout: under another one they start from the
-        seed and the step, so dropout differs from the uninterrupted run while everything else goes on.
+        seed and the step, so dropout differs from the uninterrupted run while everything else goes on. So they do
+        where the checkpoint is of a version whose ranks all drew alike.
 
     Raises:
         Damaged: a tensor is missing or has another shape.
@@ -73,12 +84,13 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
     optimizer_state.set_step(state.optimizer, facts["optimizer_step"])
     _set_loss_scale(state.optimizer, facts["loss_scale"])
     state.step, state.consumed_samples = checkpoint.step, facts["consumed_samples"]
+    state.skipped_updates = facts.get("skipped_updates", 0)
     state.schedule.num_steps = facts["schedule_steps"]
     state.schedule.step(0)
-    if facts["grid"] == world.grid.sizes:
+    if facts["grid"] == world.grid.sizes and facts.get("streams") == STREAMS:
         set_rng_tensors(world, checkpoint.rank_tensors(world.rank))
         return True
-    seed_generators(seed + 1_000_003 * (state.step + 1))
+    seed_generators(seed, world.coords, state.step)
     return False
 
 
@@ -118,6 +130,16 @@ def set_rng_tensors(world: World, tensors: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(tensors["rng/torch"])
 
 
+@contextmanager
+def generators_kept(world: World) -> Iterator[None]:
+    """Leave every generator of this rank as it was: what is drawn inside changes nothing that is drawn after."""
+    kept = rng_tensors(world)
+    try:
+        yield
+    finally:
+        set_rng_tensors(world, kept)
+
+
 def _agreed_step(world: World, step: int) -> int:
     """The optimizer's step over all ranks; a rank that owns no shard of any parameter has none to tell."""
     value = torch.tensor([step], dtype=torch.int64, device=world.torch_device)
@@ -133,12 +155,13 @@ def _loss_scale(optimizer: Any) -> dict[str, float] | None:
     return None
 
 
-def _set_loss_scale(optimizer: Any, values: dict[str, float] | None) -> None:
+def _set_loss_scale(optimizer: Any, values: dict[str, float | None] | None) -> None:
     for leaf in optimizer_state.leaf_optimizers(optimizer):
         scaler = getattr(leaf, "grad_scaler", None)
         if scaler is not None and values is not None:
             own = scaler.state_dict()
+            kept = {key: float("inf") if value is None else value for key, value in values.items()}
             as_kept = {
-                k: torch.full_like(v, values[k]) if torch.is_tensor(v) else type(v)(values[k]) for k, v in own.items()
+                k: torch.full_like(v, kept[k]) if torch.is_tensor(v) else type(v)(kept[k]) for k, v in own.items()
             }
             scaler.load_state_dict(as_kept)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 
+from mtrain import strict_json
 from mtrain.cli.setup import Loaded, load
 from mtrain.config import kernels
 from mtrain.config.batches import counted, stages
@@ -23,7 +23,7 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     """
     loaded = load(argv)
     if as_json:
-        say_page(json.dumps(verdict(loaded.warnings, loaded.run.digest()), indent=2))
+        say_page(strict_json.dumps(verdict(loaded.warnings, loaded.run.digest()), indent=2))
     else:
         say_page(summary(loaded))
     return 0
@@ -85,7 +85,4 @@ def summary(loaded: Loaded) -> str:
 
 def _padding(run: RunConfig) -> str:
     """Rows that the embedding has beyond the vocabulary, where there are any."""
-    m = run.model
-    return (
-        f", vocabulary {m.vocab_size} padded to {m.padded_vocab_size}" if m.padded_vocab_size > m.vocab_size else ""
-    )
+    return f", {run.model.padding_in_words}" if run.model.padding_in_words else ""

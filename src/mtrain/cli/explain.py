@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from mtrain import strict_json
 from mtrain.cli.options import read_options
 from mtrain.config.compose import Composed, compose
 from mtrain.config.conditional import CONDITIONAL
@@ -56,7 +56,7 @@ def run(argv: list[str], *, debug: bool) -> int:
         facts = _section(word)
     else:
         facts = _key(word, compose(overrides_of(rest)))
-    say_page(json.dumps(facts, indent=2) if options.as_json else _page(facts))
+    say_page(strict_json.dumps(facts, indent=2) if options.as_json else _page(facts))
     return 0
 
 

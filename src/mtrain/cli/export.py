@@ -31,7 +31,9 @@ def run(argv: list[str], *, debug: bool) -> int:
     tokenizer = (target.parent.parent if target.parent.name == CHECKPOINTS else target) / "tokenizer.json"
     done = export(Checkpoint.open(checkpoint), out, tokenizer if tokenizer.is_file() else None)
     size = sum(file.stat().st_size for file in done.files)
-    say(f"exported {checkpoint}: {done.tensors} tensors, {count(done.elements)} numbers, {bytes_(size)} in {out}")
+    padding = f"; {done.padding}" if done.padding else ""
+    held = f"{done.tensors} tensors, {count(done.elements)} numbers"
+    say(f"exported {checkpoint}: {held}, {bytes_(size)} in {out}{padding}")
     return 0
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from mtrain import strict_json
 from mtrain.errors import BadInput, MtrainError, Problem, say_page
 
 VERBS = {
@@ -178,11 +179,9 @@ def _worker_verb(verb: str) -> Callable[..., int]:
 
 
 def _json_verdict(error: BadInput) -> str:
-    import json
-
     from mtrain.cli.check import verdict
 
-    return json.dumps(verdict(error.problems, None), indent=2)
+    return strict_json.dumps(verdict(error.problems, None), indent=2)
 
 
 def message(error: MtrainError) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from mtrain import strict_json
 from mtrain.cli.combinations import AXES, Verdict, judged
 from mtrain.config.compose import compose
 from mtrain.config.load import load
@@ -28,7 +28,7 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     """
     axes, base = _asked(argv)
     verdicts = list(judged(axes, base, Machine.here()))
-    say_page(json.dumps([asdict(v) for v in verdicts], indent=1) if as_json else _table(verdicts, axes))
+    say_page(strict_json.dumps([asdict(v) for v in verdicts], indent=1) if as_json else _table(verdicts, axes))
     return 0
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from mtrain import strict_json
 from mtrain.config.compose import compose
 from mtrain.config.paths import user_path
 from mtrain.config.sweep import Job, jobs
@@ -60,7 +61,7 @@ def train(argv: Sequence[str], *, debug: bool, as_json: bool = False) -> int:
         code = sweep.run([*words, *(["--debug"] if debug else [])])
         rows.append(_row(job, name, code, words))
     code = worst([*(row.code for row in rows), *([sweep.stopped] if sweep.stopped else [])])
-    say_page(json.dumps([vars(row) for row in rows], indent=2) if as_json else _table(rows, len(wanted)))
+    say_page(strict_json.dumps([vars(row) for row in rows], indent=2) if as_json else _table(rows, len(wanted)))
     return code
 
 
@@ -78,7 +79,7 @@ def check(argv: Sequence[str], *, as_json: bool = False) -> int:
             facts = {**verdict(error.problems, None), "code": error.exit_code}
         out.append({"differs": job.differs, **facts})
     if as_json:
-        say_page(json.dumps(out, indent=2))
+        say_page(strict_json.dumps(out, indent=2))
     else:
         width = max(len(row["differs"]) for row in out)
         for row in out:
@@ -151,7 +152,7 @@ def _row(job: Job, name: str, code: int, words: Sequence[str]) -> Row:
     except BadInput:
         return row
     lines = _lines(folder / METRICS)
-    rates = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line]
+    rates = [line["tokens_per_s"] for line in lines if line.get("tokens_per_s") is not None]
     row.loss = next((line["loss"] for line in reversed(lines) if "loss" in line), None)
     row.validation = next((line["valid_loss"] for line in reversed(lines) if "valid_loss" in line), None)
     row.tokens_per_s = statistics.median(rates[1:] or rates) if rates else None

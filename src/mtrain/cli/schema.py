@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
+from mtrain import strict_json
 from mtrain.cli.options import read_options
 from mtrain.config.fields_page import page
 from mtrain.config.json_schema import COMMENT, KINDS, json_schema
@@ -36,11 +36,11 @@ def run(argv: list[str], *, debug: bool) -> int:
             raise BadInput([Problem("MT010", "", None, rule, f"schema {near[0]}", "command line")])
     folder = options.values.get("--output")
     if folder is None:
-        say_page(json.dumps(json_schema((options.words or ["run"])[0]), indent=2))
+        say_page(strict_json.dumps(json_schema((options.words or ["run"])[0]), indent=2))
         return 0
     for kind in options.words or KINDS:
         path = Path(folder) / f"{kind}.schema.json"
-        _write(path, json.dumps(json_schema(kind), indent=1) + "\n")
+        _write(path, strict_json.dumps(json_schema(kind), indent=1) + "\n")
         say(f"wrote {path}")
     say_page("an editor with a YAML language server uses it in files that begin with")
     say_page("# yaml-language-server: $schema=recipe.schema.json")

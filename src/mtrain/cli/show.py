@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
+from mtrain import strict_json
 from mtrain.cli.setup import load
 from mtrain.config.dump import run_yaml
 from mtrain.errors import say_page, visible
@@ -18,7 +18,9 @@ def run(argv: Sequence[str], *, bare: bool = False, as_json: bool = False) -> in
     """
     loaded = load(argv)
     if as_json:
-        say_page(json.dumps({"run": loaded.run.to_dict(), "origins": loaded.origins, "digest": loaded.run.digest()}))
+        say_page(
+            strict_json.dumps({"run": loaded.run.to_dict(), "origins": loaded.origins, "digest": loaded.run.digest()})
+        )
     else:
         say_page(run_yaml(loaded.run, None if bare else {k: visible(v) for k, v in loaded.origins.items()}))
     return 0

@@ -102,7 +102,12 @@ QUANTIZED = (
 
 _BESIDE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (
-        ("precision.initial_loss_scale", "precision.loss_scale_window", "precision.min_loss_scale"),
+        (
+            "precision.initial_loss_scale",
+            "precision.loss_scale_window",
+            "precision.min_loss_scale",
+            "precision.max_skipped_updates",
+        ),
         lambda r: r.precision.dtype == "fp16",
         "precision.dtype=fp16",
     ),
@@ -260,6 +265,12 @@ CONDITIONAL = (
         lambda r: 1e-3,
     ),
     Conditional(
+        "model.moe.router_group_score_topk",
+        lambda r: bool(r.model.moe and r.model.moe.router_num_groups),
+        "a model.moe.router_num_groups",
+        lambda r: r.model.moe.group_score_topk if r.model.moe else None,
+    ),
+    Conditional(
         "model.moe.token_drop_policy",
         lambda r: bool(r.model.moe and r.model.moe.expert_capacity_factor),
         "a model.moe.expert_capacity_factor",
@@ -279,6 +290,7 @@ CONDITIONAL = (
         lambda r: False,
         off=False,
     ),
+    Conditional("kernels.cpu_matmul", lambda r: r.cluster.device == "cpu", "cluster.device=cpu"),
     *(Conditional(f"kernels.{op.name}", op.applies, op.needs) for op in OPERATIONS if op.needs),
     *(
         Conditional(path, active, needs, off=field_of(path).default)  # type: ignore[union-attr]

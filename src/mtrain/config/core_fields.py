@@ -25,12 +25,18 @@ def _unless_none(word: str) -> str | None:
     return None if word == "none" else word
 
 
-def _activation_can_fuse(run: RunConfig) -> bool:
-    """What megatron-core's fused activations cover, if nobody else does it: swiglu, and gelu with its bias; plain."""
+def _fuses_activation(run: RunConfig) -> bool:
+    """Whether megatron-core fuses the activation of the model: plain swiglu, and dense gelu_tanh with its bias."""
     m = run.model
     plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
-    fused = m.activation == "swiglu" or (m.activation == "gelu" and m.add_bias_linear)
-    return plain and fused and run.kernels.activation != "triton"
+    fused = m.activation == "swiglu" or (m.activation == "gelu_tanh" and m.add_bias_linear and m.moe is None)
+    return run.kernels.linear == "te" and plain and fused and run.kernels.activation != "triton"
+
+
+def _activation(run: RunConfig) -> str:
+    """The function's name; megatron-core asks for its fused gelu, which is the tanh form, by the exact one."""
+    fused_gelu = run.model.activation == "gelu_tanh" and _fuses_activation(run)
+    return "gelu" if fused_gelu else run.model.activation
 
 
 def _some_layers_in_bf16(run: RunConfig) -> bool:
@@ -50,7 +56,7 @@ FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "gated_linear_unit": lambda r: r.model.gated,
     "glu_linear_offset": lambda r: r.model.glu_linear_offset,
     "activation_func_clamp_value": lambda r: r.model.activation_func_clamp_value,
-    "activation_func": lambda r: r.model.activation,
+    "activation_func": _activation,
     "add_bias_linear": lambda r: r.model.add_bias_linear,
     "add_qkv_bias": lambda r: r.model.add_qkv_bias,
     "qk_layernorm": lambda r: r.model.qk_layernorm,
@@ -124,7 +130,7 @@ FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "transformer_impl": lambda r: "transformer_engine" if r.kernels.linear == "te" else "local",
     # Fusions of megatron-core need TransformerEngine; without it every one is off.
     "bias_dropout_fusion": lambda r: r.kernels.linear == "te",
-    "bias_activation_fusion": lambda r: r.kernels.linear == "te" and _activation_can_fuse(r),
+    "bias_activation_fusion": _fuses_activation,
 }
 """Of every TransformerConfig."""
 

@@ -101,6 +101,10 @@ class OptimConfig(Section):
     """wsd: steps of the final decay."""
     wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """wsd: shape of the final decay."""
+    schedule_counts: Literal["updates", "past_updates", "steps"] = "updates"
+    """What the schedule counts. updates: those that were made, without those that fp16 skipped, and this one;
+    past_updates: those made before this one, as in Megatron-LM, where the first rate of a warmup is 0; steps: all,
+    those whose update was skipped too."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay; not applied to biases and norms."""
     beta1: Beta = 0.9
@@ -163,7 +167,8 @@ class TrainerConfig(Section):
     eval_iters: NonNegativeInt = 4
     """Global batches of the validation split per evaluation; 0: never evaluate."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
-    """Seed of weights, sample order and dropout; independent of the layout."""
+    """Seed of weights and sample order, which do not depend on the layout, and of dropout: stages, data- and
+    context-parallel ranks draw other masks, tensor-parallel ranks the same ones of what each of them holds whole."""
     deterministic: bool = False
     """Only algorithms that give the same bits every time, where a GPU has faster ones; an operation without any is an
     error. On a CPU every run is so."""
@@ -219,6 +224,9 @@ class KernelsConfig(Section):
     optimizer: Literal["auto", "torch", "reference", "triton", "te"] | None = None
     """The update of adamw, and muon's of what is no matrix. torch: torch.optim; reference and triton: all tensors in
     one call, for muon, and with state in few bits; null: kernels.default where it can do it."""
+    cpu_matmul: Literal["auto", "blas", "onednn"] | None = None
+    """fp32 products on a CPU: by the BLAS of torch, mostly MKL, or by oneDNN; null, auto: what is measured to be
+    faster, once per machine, the same on all ranks."""
     gradient_accumulation_fusion: bool = False
     """Weight gradients are added up inside the GEMM that makes them; needs linear=te on a GPU."""
 

@@ -40,6 +40,12 @@ def _routes(run: RunConfig) -> bool:
     return run.model.moe is not None and run.model.moe.router_load_balancing_type != "sinkhorn"
 
 
+def _activates(run: RunConfig) -> bool:
+    m = run.model
+    plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
+    return plain and m.activation in ("swiglu", "geglu", "geglu_tanh", "squared_relu")
+
+
 OPERATIONS = (
     Operation("norm", ("te", "triton", "reference")),
     Operation(
@@ -53,8 +59,8 @@ OPERATIONS = (
     Operation(
         "activation",
         ("triton", "reference"),
-        lambda r: r.model.activation in ("swiglu", "geglu", "squared_relu"),
-        "model.activation swiglu, geglu or squared_relu",
+        _activates,
+        "model.activation swiglu, geglu, geglu_tanh or squared_relu, without offset and clamp",
     ),
     Operation("experts", ("te", "torch", "triton", "reference"), lambda r: r.model.moe is not None, "a model.moe"),
     Operation("moe_router", ("triton", "reference"), _routes, "a model.moe that is not balanced by sinkhorn"),

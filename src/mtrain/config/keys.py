@@ -160,13 +160,13 @@ DERIVED = {
     **dict.fromkeys(
         (
             "bias_activation_fusion",
-            "bias_gelu_fusion",
             "bias_swiglu_fusion",
             "bias_dropout_fusion",
             "apply_rope_fusion",
         ),
         "what is fused follows from the implementations that `kernels` names",
     ),
+    "bias_gelu_fusion": "the form of gelu is model.activation=gelu (exact) or gelu_tanh, and what is fused follows",
     "fp8_param_gather": "weights are drawn, cut and saved in precision.dtype; only products are in 8 bits",
     "make_vocab_size_divisible_by": "the vocabulary is always padded to a multiple of 128",
 }

@@ -39,7 +39,11 @@ class MoEConfig(Section):
     router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "sinkhorn"] = "aux_loss"
     """How the load of the experts is balanced."""
     aux_loss_coeff: NonNegativeFloat = 0.01
-    """Weight of the balancing loss."""
+    """Weight of the balancing loss of each layer with experts. That is E sum_i f_i P_i, summed over the layers: E
+    experts, f_i the share of the choices that fell on expert i (by scores alone, without groups and bias; the shares
+    add up to 1), P_i the mean of its normalised scores; over a micro-batch, for seq_aux_loss over each sample of it.
+    As in megatron-core; it is alpha_1 of DeepSeek-V2. transformers' router_aux_loss_coef weighs one loss of f and P
+    averaged over L layers, its f adding up to router_topk: the coefficient here is theirs times router_topk / L."""
     z_loss_coeff: NonNegativeFloat | None = None
     """Weight of the router's z-loss; null: off."""
     router_enable_expert_bias: bool = False
@@ -48,6 +52,9 @@ class MoEConfig(Section):
     """Groups of experts for group-limited routing; null: off."""
     router_group_topk: PositiveInt | None = None
     """Groups that a token may choose from."""
+    router_group_score_topk: PositiveInt | None = None
+    """router_num_groups: a group is worth the sum of its so many best scores: 1 in DeepSeek-V2, 2 in DeepSeek-V3;
+    null: 2, or 1 where a group is one expert. Megatron-LM takes router_topk // router_group_topk."""
     router_topk_scaling_factor: Annotated[float, Field(gt=0, le=100)] | None = None
     """Factor on the chosen scores."""
     router_bias_update_rate: PositiveFloat | None = None
@@ -76,6 +83,13 @@ class MoEConfig(Section):
     """expert_capacity_factor: which tokens stay, the most probable or the first ones; null: probs."""
     shared_expert_overlap: bool = False
     """Shared experts compute while tokens travel; needs the alltoall dispatcher."""
+
+    @property
+    def group_score_topk(self) -> int | None:
+        """How many of its best scores a group of experts is worth; None: there are no groups."""
+        if self.router_num_groups is None:
+            return None
+        return self.router_group_score_topk or min(2, max(1, self.num_experts // self.router_num_groups))
 
 
 class MLAConfig(Section):
@@ -126,6 +140,9 @@ class ModelConfig(Section):
     """Width of a head; null: hidden_size / num_attention_heads."""
     vocab_size: PositiveInt
     """Token ids; the embedding is padded up to a multiple of 128."""
+    mask_padded_vocab: bool = True
+    """Ids that only pad the embedding have no probability: losses are over `vocab_size` ids, in training, evaluation
+    and further predictions. false: over all rows of the embedding, as in Megatron-LM."""
     max_position_embeddings: PositiveInt
     """Longest sequence that the positions are made for."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
@@ -134,8 +151,12 @@ class ModelConfig(Section):
     """Added to the variance in a norm."""
     layernorm_zero_centered_gamma: bool = False
     """A norm's weight is kept as its distance from 1, which half precision rounds less."""
-    activation: Literal["swiglu", "geglu", "quick_geglu", "gelu", "squared_relu"] = "swiglu"
-    """MLP activation; those in glu are gated; quick_geglu: x sigmoid(1.702 x) as the gate."""
+    activation: Literal["swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "squared_relu"] = (
+        "swiglu"
+    )
+    """MLP activation; those in glu are gated. gelu and geglu are exact, x Phi(x) by erf; gelu_tanh and geglu_tanh
+    their tanh approximation (GPT-2's, and Megatron-LM's fused bias-gelu); quick_geglu: x sigmoid(1.702 x) as the
+    gate. Whatever implements a layer computes the form that is named."""
     glu_linear_offset: Annotated[float, Field(ge=-10, le=10)] = 0.0
     """Gated activations: added to the half that is gated (1 in GPT-OSS)."""
     activation_func_clamp_value: PositiveFloat | None = None
@@ -193,7 +214,7 @@ class ModelConfig(Section):
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate beside its up projection."""
-        return self.activation in ("swiglu", "geglu", "quick_geglu")
+        return "glu" in self.activation
 
     @property
     def head_dim(self) -> int:
@@ -209,3 +230,16 @@ class ModelConfig(Section):
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: `vocab_size` rounded up, the same for every layout."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def loss_vocab_size(self) -> int:
+        """Token ids that have a probability in a loss."""
+        return self.vocab_size if self.mask_padded_vocab else self.padded_vocab_size
+
+    @property
+    def padding_in_words(self) -> str:
+        """The ids that losses are over, and what becomes of padding; empty where the vocabulary has none."""
+        if self.padded_vocab_size == self.vocab_size:
+            return ""
+        kept = "masked" if self.mask_padded_vocab else "in the softmax"
+        return f"vocabulary {self.vocab_size} padded to {self.padded_vocab_size}, padding {kept}"

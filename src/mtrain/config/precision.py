@@ -6,7 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mtrain.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from mtrain.config.base import NonNegativeInt, PositiveInt, Section
+
+LossScale = Annotated[float, Field(gt=0, le=2.0**127)]
+"""A positive number that fp32 holds."""
 
 
 class PrecisionConfig(Section):
@@ -16,12 +19,15 @@ class PrecisionConfig(Section):
     """Format of weights and activations; with bf16 and fp16 the optimizer keeps fp32 main weights."""
     grad_reduce_in_fp32: bool = True
     """Gradients are accumulated and reduced in fp32."""
-    initial_loss_scale: PositiveFloat = 65536.0
+    initial_loss_scale: LossScale = 65536.0
     """First dynamic loss scale (fp16 only)."""
     loss_scale_window: PositiveInt = 1000
     """Steps without overflow before the loss scale doubles (fp16 only)."""
-    min_loss_scale: PositiveFloat = 1.0
+    min_loss_scale: LossScale = 1.0
     """Smallest loss scale (fp16 only)."""
+    max_skipped_updates: PositiveInt = 20
+    """Updates skipped in a row, or all of a shorter run, at which a run ends as a training fault where the loss scale
+    cannot fall any more (fp16 only)."""
     fp8: Literal["e4m3", "hybrid"] | None = None
     """Linear layers multiply in 8 bits, through TransformerEngine: e4m3 for every tensor; hybrid: e4m3, and e5m2 for
     gradients of outputs; null: they multiply in `dtype`."""
@@ -70,5 +76,6 @@ class PrecisionConfig(Section):
 
     def unquantized(self, dtype: str) -> PrecisionConfig:
         """The same with every product in `dtype`: where there is no TransformerEngine."""
-        kept = ("grad_reduce_in_fp32", "initial_loss_scale", "loss_scale_window", "min_loss_scale")
+        scales = ("initial_loss_scale", "loss_scale_window", "min_loss_scale", "max_skipped_updates")
+        kept = ("grad_reduce_in_fp32", *scales)
         return PrecisionConfig.model_validate({"dtype": dtype, **{key: getattr(self, key) for key in kept}})

@@ -50,6 +50,7 @@ _EFFECT_OF_GROUP = {
 _EFFECT_OF_KEY = {
     "model.name": Effect.OPERATION,
     "precision.dtype": Effect.SHAPE,
+    "precision.max_skipped_updates": Effect.OPERATION,
     "optim.name": Effect.SHAPE,
     "data.path": Effect.OPERATION,
     "data.blend": Effect.OPERATION,
@@ -59,6 +60,7 @@ _EFFECT_OF_KEY = {
     "model.init_method_std": Effect.NUMBERS,
     "model.embedding_init_method_std": Effect.NUMBERS,
     "model.softmax_scale": Effect.NUMBERS,
+    "model.mask_padded_vocab": Effect.NUMBERS,
     "model.glu_linear_offset": Effect.NUMBERS,
     "model.activation_func_clamp_value": Effect.NUMBERS,
     "model.rotary_seq_len_interpolation_factor": Effect.NUMBERS,

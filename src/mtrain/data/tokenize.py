@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from mtrain import units
+from mtrain import strict_json, units
 from mtrain.config.groups import DataConfig
 from mtrain.config.written import TAG, TAG_FILE
 from mtrain.data.corpus import TextCorpus, near_paths, open_corpus
@@ -189,7 +189,7 @@ def _cached(data: DataConfig, note: Callable[[str], None]) -> Corpus:
 
 
 def _hash(values: dict[str, Any]) -> str:
-    text = json.dumps(values, sort_keys=True, ensure_ascii=True)
+    text = strict_json.dumps(values, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -292,7 +292,7 @@ def _tokenize(data: DataConfig, text: TextCorpus, folder: Path) -> dict[str, Any
             "encode": round(time.monotonic() - trained, 3),
         },
     }
-    _write(folder / "meta.json", (json.dumps(meta, indent=1) + "\n").encode())
+    _write(folder / "meta.json", (strict_json.dumps(meta, indent=1) + "\n").encode())
     return meta
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import platform
 import time
@@ -14,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from mtrain import strict_json
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.config import kernels
 from mtrain.config.base import Effect
@@ -23,6 +23,7 @@ from mtrain.config.load import read_run_file
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig, effect_of
 from mtrain.errors import BadEnvironment, BadInput, Damaged, Problem, show
+from mtrain.launching import matmul
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import flops_per_token, parameters, state_bytes
 from mtrain.world.stacks import ERRORS
@@ -190,7 +191,8 @@ def _describe(run: RunConfig, chosen: Plan, argv: list[str]) -> None:
     """Write run.yaml, overrides.txt, env.json and plan.json; a resume keeps the earlier run.yaml under a number."""
     folder, current = chosen.folder, chosen.folder / RUN_FILE
     draft = folder / f".{RUN_FILE}"
-    why = kernels.reasons(run, Machine.here())
+    products = matmul.reason(run)
+    why = kernels.reasons(run, Machine.here()) | ({"cpu_matmul": products} if products else {})
     draft.write_text(run_yaml(anchored(run).recorded(), {f"kernels.{name}": text for name, text in why.items()}))
     ckpt_folder.sync(draft)
     if current.exists() and not chosen.new:
@@ -200,8 +202,8 @@ def _describe(run: RunConfig, chosen: Plan, argv: list[str]) -> None:
     (folder / "overrides.txt").write_text("\n".join(argv) + "\n")
     versions = {name: metadata.version(name) for name in PACKAGES}
     facts = {"python": platform.python_version(), "platform": platform.platform(), "versions": versions}
-    (folder / "env.json").write_text(json.dumps(facts, indent=1))
-    (folder / "plan.json").write_text(json.dumps(_planned(run, chosen, why), indent=1))
+    (folder / "env.json").write_text(strict_json.dumps(facts, indent=1))
+    (folder / "plan.json").write_text(strict_json.dumps(_planned(run, chosen, why), indent=1))
 
 
 def _planned(run: RunConfig, chosen: Plan, why: dict[str, str]) -> dict[str, Any]:

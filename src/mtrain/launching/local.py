@@ -24,7 +24,7 @@ from typing import TextIO
 from mtrain.ckpt.folder import read_manifest
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, MtrainError, say_page
-from mtrain.launching import folder, preflight
+from mtrain.launching import folder, matmul, preflight
 from mtrain.launching.supervise import Supervisor
 from mtrain.launching.worker import describe, end, enter, leave, revive, run_rank
 from mtrain.world.seat import LISTEN_FD, End
@@ -59,6 +59,7 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
     prepared = Forked(lambda: _prepare(run, chosen))
     _warm(run)
     prepared.result()
+    run = _with_products(run, chosen.checkpoint)
     with folder.opened(run, chosen, argv) as owned:
         for note in owned.notes:
             say(run, note)
@@ -71,6 +72,7 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
 def observe(run: RunConfig, home: Path) -> None:
     """Train a small run in local processes and leave in `home` what `train.prove.compare` reads."""
     _warm(run)
+    run = _with_products(run)
     _run_ranks(run, home, lambda ending: _observe(run, home, ending))
 
 
@@ -84,6 +86,7 @@ def say(run: RunConfig, text: str) -> None:
 def generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperature: float) -> None:
     """Print text from a checkpoint, in local processes of `run`'s layout."""
     _warm(run)
+    run = _with_products(run)
     with tempfile.TemporaryDirectory(prefix="mtrain-") as scratch:
         _run_ranks(run, Path(scratch), lambda ending: _generate(run, source, prompt, tokens, temperature, ending))
 
@@ -135,6 +138,13 @@ def _warm(run: RunConfig) -> None:
     if device.fork_safe:
         door.open_door(device)
         import mtrain.train.assemble  # noqa: F401
+
+
+def _with_products(run: RunConfig, checkpoint: Path | None = None) -> RunConfig:
+    """`run` with the library of its products. A child measures it, if need be: no tensor work before ranks fork."""
+    if not matmul.is_known(run):
+        Forked(lambda: matmul.measured(run) and None).result()
+    return matmul.chosen(run, checkpoint)
 
 
 def _run_ranks(run: RunConfig, home: Path, job: Job, advice: str = "") -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, BadInput, MtrainError, TrainingFault, say
-from mtrain.launching import folder
+from mtrain.launching import folder, matmul
 from mtrain.launching.worker import describe, enter, revive
 
 
@@ -26,6 +26,8 @@ def train(run: RunConfig, argv: list[str]) -> int:
     """
     run = folder.anchored(run)
     enter(run, _end)
+    from mtrain_kernels.linear import use
+
     from mtrain.train.assemble import Paths
     from mtrain.train.assemble import train as train_rank
     from mtrain.world.init import World
@@ -39,6 +41,8 @@ def train(run: RunConfig, argv: list[str]) -> int:
             body = json.loads(world.tell(told))
             if "kind" in body:
                 raise revive(body)
+            if body["cpu_matmul"]:
+                use(body["cpu_matmul"])
             checkpoint = body["checkpoint"]
             return Paths(Path(body["folder"]), Path(checkpoint) if checkpoint else None)
 
@@ -80,13 +84,14 @@ def _speaks() -> bool:
 
 def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
     try:
-        chosen = stack.enter_context(folder.opened(run, folder.plan(run), argv))
+        planned = folder.plan(run)
+        run = matmul.chosen(run, planned.checkpoint)
+        chosen = stack.enter_context(folder.opened(run, planned, argv))
     except MtrainError as error:
         return json.dumps(describe(error))
     say(f"run folder: {chosen.folder}")
-    return json.dumps(
-        {"folder": str(chosen.folder), "checkpoint": str(chosen.checkpoint) if chosen.checkpoint else None}
-    )
+    checkpoint = str(chosen.checkpoint) if chosen.checkpoint else None
+    return json.dumps({"folder": str(chosen.folder), "checkpoint": checkpoint, "cpu_matmul": run.kernels.cpu_matmul})
 
 
 def rank() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -13,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mtrain import strict_json
 from mtrain.config.run import RunConfig
 from mtrain.errors import (
     BadEnvironment,
@@ -82,7 +82,7 @@ def record(error: BaseException, errors: Path, rank: int) -> None:
     try:
         errors.mkdir(parents=True, exist_ok=True)
         draft = errors / f".{record_name(rank)}"
-        draft.write_text(json.dumps(body))
+        draft.write_text(strict_json.dumps(body))
         draft.replace(errors / record_name(rank))
     except OSError:  # a full disk must not hide the error itself
         with suppress(OSError):

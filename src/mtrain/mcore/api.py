@@ -72,4 +72,5 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 # Which Adam those optimizers are built of
 from mtrain.mcore.adam import OwnAdamConfig, use_own_adam, use_te_adam, use_torch_adam
+from mtrain.mcore.layers import gelu_tanh
 from mtrain.mcore.muon import ParallelMuon

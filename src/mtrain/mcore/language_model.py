@@ -11,6 +11,8 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, 
 from mtrain_kernels.linear_cross_entropy.op import linear_cross_entropy
 from torch import Tensor
 
+from mtrain.mcore.embedding import add_in_fp32
+
 
 class OutputLayer(ColumnParallelLinear):
     """The layer that makes logits; given labels, it makes their loss instead, a part of the tokens at a time.
@@ -27,11 +29,13 @@ class OutputLayer(ColumnParallelLinear):
         *,
         labels: Tensor | None = None,
         token_weights: Tensor | None = None,
+        vocab_size: int | None = None,
         choice: str = "reference",
     ) -> Any:
         """Logits as megatron-core makes them; with `labels` and `token_weights` [b, s], the sum of weighted losses.
 
-        `input_` is [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism.
+        `input_` is [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism. Ids from `vocab_size` on have
+        no part in the losses.
         """
         if labels is None or token_weights is None:
             return super().forward(input_, weight, runtime_gather_output)
@@ -40,6 +44,7 @@ class OutputLayer(ColumnParallelLinear):
             self.weight if weight is None else weight,
             labels.t().flatten(),
             token_weights.t().flatten(),
+            vocab_size=vocab_size,
             group=self.tp_group if self.tp_group.size() > 1 else None,
             sequence_parallel=self.sequence_parallel,
             choice=choice,
@@ -51,12 +56,15 @@ class LanguageModel(GPTModel):
 
     `loss` says who makes them: `megatron` from all logits at once, any other word is the choice of
     `mtrain_kernels.linear_cross_entropy`. Losses of further predictions (MTP) are added to the gradient as
-    megatron-core does it, weighted by the mask of their own tokens.
+    megatron-core does it, weighted by the mask of their own tokens. Every loss is over the first `loss_vocab_size`
+    ids; logits that are asked for without labels have all of the padded vocabulary.
     """
 
-    def __init__(self, *args: Any, loss: str, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, loss: str, loss_vocab_size: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._loss = loss
+        self._loss, self._loss_vocab_size = loss, loss_vocab_size
+        if hasattr(self, "embedding"):
+            add_in_fp32(self.embedding)
         if self.post_process:
             self.output_layer.__class__ = OutputLayer  # GPTModel makes the layer itself, of the class that it names
 
@@ -87,6 +95,15 @@ class LanguageModel(GPTModel):
             head = MTPLossAutoScaler.apply(head, scale * self._sum_of_losses(hidden, rolled, rolled_mask))
         return self._sum_of_losses(head, labels, mask)
 
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """megatron-core's loss of each token [b, s], for logits [s, b, v / tp] whose padding is overwritten."""
+        real = max(0, self._loss_vocab_size - self.pg_collection.tp.rank() * logits.shape[-1])
+        if real < logits.shape[-1]:
+            # The loss gives a probability of 0 a gradient of 0, so that autograd need not know. It must not: FSDP
+            # hands on a view, and autograd forgets how a view was made when it is written to.
+            logits.data[..., real:] = -torch.inf
+        return super().compute_language_model_loss(labels, logits)  # type: ignore[no-any-return]
+
     def _further_hidden(self, hidden_states: Tensor, context: dict[str, Any]) -> Tensor:
         """The hidden states of the stack and, behind them, those of each further prediction."""
         names = (
@@ -102,4 +119,5 @@ class LanguageModel(GPTModel):
 
     def _sum_of_losses(self, hidden: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return self.output_layer(hidden, weight, labels=labels, token_weights=mask, choice=self._loss)  # type: ignore[no-any-return]
+        given = {"labels": labels, "token_weights": mask, "vocab_size": self._loss_vocab_size}
+        return self.output_layer(hidden, weight, **given, choice=self._loss)  # type: ignore[no-any-return]

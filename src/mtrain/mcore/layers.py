@@ -77,16 +77,20 @@ class Norm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps, **options)
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh approximation of gelu, elementwise (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
+    return F.gelu(x, approximate="tanh")
+
+
 class Activation(MegatronModule):
     """The activation between the two layers of an MLP or an expert, gated or not: one pass over its input."""
 
     choice = "triton"
-    _KINDS = (("swiglu", F.silu, True), ("geglu", F.gelu, True))
+    _GATED = ((F.silu, "swiglu"), (F.gelu, "geglu"), (gelu_tanh, "geglu_tanh"))
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
-        pairs = {(function, gated): kind for kind, function, gated in self._KINDS}
-        self.kind = pairs.get((config.activation_func, config.gated_linear_unit), "squared_relu")
+        self.kind = dict(self._GATED)[config.activation_func] if config.gated_linear_unit else "squared_relu"
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [..., 2f] to [..., f] where it is gated, else [..., f] to [..., f]."""

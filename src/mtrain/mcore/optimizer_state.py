@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,19 @@ def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
         hybrid = isinstance(leaf.optimizer, mcore.HybridDeviceOptimizer)
         found += leaf.optimizer.sub_optimizers if hybrid else [leaf.optimizer]
     return found
+
+
+def loss_scale(optimizer: Any) -> tuple[float, bool] | None:
+    """The factor on the loss that the next update is made with, and whether skipping it would lower the factor.
+
+    It would not at its floor, of a constant factor, or of an infinite one. None where there is no such factor.
+    """
+    for leaf in leaf_optimizers(optimizer):
+        scaler = getattr(leaf, "grad_scaler", None)
+        if scaler is not None:
+            value = float(scaler.scale)
+            return value, math.isfinite(value) and value > float(getattr(scaler, "min_scale", value))
+    return None
 
 
 def state_shards(chunks: list[Any], optimizer: Any) -> Iterator[StateShard]:

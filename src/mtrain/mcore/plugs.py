@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.moe import router, token_dispatcher
+from mtrain_kernels import linear
 from mtrain_kernels.moe_permute.op import Plan
 from mtrain_kernels.moe_permute.op import permute as permute_rows
 from mtrain_kernels.moe_permute.op import unpermute as unpermute_rows
 from mtrain_kernels.moe_router.op import moe_router
 from mtrain_kernels.rope.op import rotate
 from torch import Tensor
+
+from mtrain.errors import BadEnvironment
 
 
 class Slot(NamedTuple):
@@ -54,6 +57,14 @@ def rotary(
     return turned.transpose(0, 1)
 
 
+def rotary_on_cpu(t: Tensor, freqs: Tensor, *args: Any, original: Callable[..., Tensor], **options: Any) -> Tensor:
+    """megatron-core's rotation, or the same by `mtrain_kernels.rope.cpu` where that is made for it."""
+    plain = not any(args) and not any(value for name, value in options.items() if name != "mscale")
+    if plain and t.device.type == "cpu" and t.dtype == torch.float32:
+        return rotary(t, freqs, mscale=options.get("mscale", 1.0), choice="reference")
+    return original(t, freqs, *args, **options)
+
+
 def routed(
     logits: Tensor,
     topk: int,
@@ -67,12 +78,14 @@ def routed(
     router_replay: Any = None,
     *,
     choice: str,
+    group_score_topk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weights [t, e], zero where a token does not go, and where it goes, from `logits` [t, e]."""
     groups: dict[str, int] = {}
     if group_topk:
         assert num_groups is not None
-        groups = {"groups": num_groups, "group_topk": group_topk, "group_members": topk // group_topk}
+        assert group_score_topk is not None
+        groups = {"groups": num_groups, "group_topk": group_topk, "group_members": group_score_topk}
     weights, experts, _ = moe_router(
         logits,
         topk,
@@ -151,10 +164,26 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
 """Operation -> the names that it has in megatron-core."""
 
 
-def plug_in(kernels: Any) -> None:
-    """Set the names of every operation to what `kernels` chose: megatron-core's own where that is `reference`."""
+def plug_in(kernels: Any, group_score_topk: int | None = None) -> None:
+    """Set the names of every operation to what `kernels` chose: megatron-core's own where that is `reference`.
+
+    With groups of experts, each worth its `group_score_topk` best scores, routing is ours also then: megatron-core's
+    own takes topk // group_topk of them, no other number for DeepSeek-V2 than for DeepSeek-V3. The library of
+    a CPU's products is set where it was chosen.
+    """
+    if kernels.cpu_matmul not in (None, "auto"):
+        try:
+            linear.use(kernels.cpu_matmul)
+        except ValueError as error:
+            raise BadEnvironment(f"kernels.cpu_matmul = {kernels.cpu_matmul}: {error}") from None
     for operation, slots in SLOTS.items():
         choice = getattr(kernels, operation) or "reference"
         for slot in slots:
             ours = functools.partial(slot.ours, choice=choice)
-            setattr(slot.module, slot.name, slot.original if choice == "reference" else ours)
+            if slot.ours is routed and group_score_topk:
+                ours = functools.partial(ours, group_score_topk=group_score_topk)
+            elif choice == "reference":
+                ours = (
+                    functools.partial(rotary_on_cpu, original=slot.original) if slot.ours is rotary else slot.original
+                )
+            setattr(slot.module, slot.name, ours)

@@ -89,9 +89,12 @@ def optimizer_slots(chunks: list[Any], optimizer: Any) -> list[Slot]:
 
     Keys are the weight's key behind `main_weight.`, `exp_avg.`, ... Where the optimizer works on a flat shard of a
     parameter (the distributed optimizer, FSDP), slots are flat parts of the parameter's boxes, and every
-    data-parallel rank saves its own. What an optimizer keeps in pieces is whole and in fp32 here, and a copy.
+    data-parallel rank saves its own. What an optimizer keeps in pieces is whole and in fp32 here, and a copy. What
+    comes with the first update, which fp16 may still be waiting for, is made: a checkpoint has all that is read back.
     """
     shards = list(state_shards(chunks, optimizer))
+    for shard in shards:
+        shard.allocate()
     return [slot for shard in shards for name, tensor in shard.tensors() for slot in _state(shard, name, tensor)]
 
 

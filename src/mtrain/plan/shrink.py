@@ -14,6 +14,8 @@ from mtrain.config.run import RunConfig
 from mtrain.config.stages import Stage, stages
 
 HEAD, HIDDEN, FFN, VOCAB = 16, 64, 128, 512
+PADDED = 385
+"""Token ids where the model has padding: an odd number, whose last rows of 512 are padding on whole ranks of tp8."""
 EQUAL_STAGES: dict[str, Any] = {"pipeline_layout": None, "layers_per_stage": None}
 _FORMATS = ("precision.dtype", "precision.fp8", "precision.fp4")
 MACHINE = Machine(cpu_cores=1, memory_bytes=0)
@@ -135,6 +137,18 @@ def alone(run: RunConfig) -> RunConfig:
     return run.model_copy(update={"parallel": parallel, "optim": optim})
 
 
+def without_chance(run: RunConfig) -> RunConfig:
+    """The same run with nothing drawn in a step: no dropout, no noise of routers, no random experts.
+
+    Ranks with other tokens or layers draw other numbers, so runs of two layouts are equal on average alone.
+    """
+    certain: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    if run.model.moe is not None:
+        off = {"input_jitter_eps": None, "router_force_load_balancing": False}
+        certain["moe"] = run.model.moe.model_copy(update=off)
+    return run.model_copy(update={"model": run.model.model_copy(update=certain)})
+
+
 def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
     """Optimizer state that does not hide in its rounding what is to be compared in fp32."""
     if dtype != "fp32":
@@ -197,7 +211,7 @@ def _model(model: ModelConfig, p: ParallelConfig, seq: int, deep: list[Stage]) -
         "num_attention_heads": heads,
         "num_query_groups": groups if model.num_query_groups is not None else None,
         "kv_channels": HEAD,
-        "vocab_size": VOCAB,
+        "vocab_size": VOCAB if model.padded_vocab_size == model.vocab_size else PADDED,
         "max_position_embeddings": max(seq, 64),
     }
     if model.num_query_groups is None:
@@ -235,5 +249,6 @@ def _experts(moe: MoEConfig, p: ParallelConfig, layers: int) -> MoEConfig:
             "first_dense_layers": min(moe.first_dense_layers, 1 if layers > 1 else 0),
             "router_num_groups": groups,
             "router_group_topk": 1 if groups and moe.router_group_topk else None,
+            "router_group_score_topk": min(moe.group_score_topk or 1, experts // groups) if groups else None,
         }
     )

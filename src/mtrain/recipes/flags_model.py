@@ -18,8 +18,13 @@ NEAREST = {"quick_geglu": "geglu"}
 
 def _activation(a: Arguments, d: Draft) -> Draft:
     given = [(flag, word) for flag, word in ACTIVATIONS.items() if a.has(flag)]
-    if not given:
-        return {"model.activation": "gelu"}
+    unfused, openai = a.has("--no-bias-gelu-fusion"), a.has("--openai-gelu")
+    if given:
+        for flag in ("--no-bias-gelu-fusion", "--openai-gelu"):
+            a.refuse(flag, "no effect", "the activation is no gelu")
+    else:  # the fused gelu, which takes a bias, is the tanh form; without the fusion it is exact
+        exact = (unfused or a.has("--disable-bias-linear")) and not openai
+        return {"model.activation": "gelu" if exact else "gelu_tanh"}
     flag, word = given[0]
     if word not in choices_of("model.activation"):
         word = NEAREST[word]
@@ -28,6 +33,8 @@ def _activation(a: Arguments, d: Draft) -> Draft:
 
 
 def _activation_words(d: Values) -> list[str]:
+    if d["model.activation"] == "gelu" and d["model.add_bias_linear"]:
+        return ["--no-bias-gelu-fusion"]
     return [flag for flag, word in ACTIVATIONS.items() if d["model.activation"] == word]
 
 
@@ -178,6 +185,13 @@ def _balancing_rate(d: Values) -> float | None:
     return 1e-3 if d.get("model.moe.router_enable_expert_bias") else None
 
 
+def _group_score(a: Arguments, d: Draft) -> Draft:
+    """Megatron-LM's sum of as many best scores of a group as a token takes experts of each of its groups."""
+    groups, taken = d.get("model.moe.router_num_groups"), d.get("model.moe.router_group_topk")
+    key = "model.moe.router_group_score_topk"
+    return {key: max(1, d["model.moe.router_topk"] // taken) if groups and taken else None}
+
+
 def _drop_policy(d: Values) -> str | None:
     return "probs" if d.get("model.moe.expert_capacity_factor") else None
 
@@ -242,7 +256,12 @@ MODEL: tuple[Entry, ...] = (
     Entry(("--multi-latent-attention",), ("model.mla",), _latent, _latent_words),
     one("--num-layers", "model.num_layers", always=True, also=("--encoder-num-layers",)),
     one("--hidden-size", "model.hidden_size", always=True),
-    Entry(tuple(ACTIVATIONS), ("model.activation",), _activation, _activation_words),
+    Entry(
+        (*ACTIVATIONS, "--no-bias-gelu-fusion", "--openai-gelu"),
+        ("model.activation",),
+        _activation,
+        _activation_words,
+    ),
     one("--ffn-hidden-size", "model.ffn_hidden_size", _ffn, always=True),
     one("--num-attention-heads", "model.num_attention_heads", always=True),
     Entry(("--group-query-attention", "--num-query-groups"), ("model.num_query_groups",), _groups, _groups_words),
@@ -317,6 +336,7 @@ EXPERTS: tuple[Entry, ...] = (
     one("--moe-router-bias-update-rate", "model.moe.router_bias_update_rate", _balancing_rate),
     one("--moe-router-num-groups", "model.moe.router_num_groups"),
     one("--moe-router-group-topk", "model.moe.router_group_topk"),
+    Entry((), ("model.moe.router_group_score_topk",), _group_score, lambda d: []),
     one("--moe-router-topk-scaling-factor", "model.moe.router_topk_scaling_factor"),
     one("--moe-token-dispatcher-type", "model.moe.token_dispatcher_type", "allgather"),
     Entry(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mtrain.config.batches import samples_of, steps_within
 from mtrain.config.keys import choices_of
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
-from mtrain.recipes.flags import default_of, off, on, one, spelled
+from mtrain.recipes.flags import always, default_of, off, on, one, spelled
 from mtrain.recipes.flags_training import RAMP, plan_of, steps
 
 STYLES = {"inverse-square-root": "inverse_sqrt", "WSD": "wsd"}
@@ -143,6 +143,7 @@ OPTIM: tuple[Entry, ...] = (
     ),
     steps("--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "optim.wsd_decay_iters", at_the_end=True),
     _only(one("--lr-wsd-decay-style", "optim.wsd_decay_style", "exponential"), "optim.schedule", "wsd"),
+    always("optim.schedule_counts", "past_updates"),
     one("--weight-decay", "optim.weight_decay", 0.01),
     *ADAM,
     _only(one("--sgd-momentum", "optim.momentum", 0.9), "optim.name", "sgd"),

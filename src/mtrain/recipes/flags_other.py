@@ -18,7 +18,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         "derived here",
         "kernels.* says which implementation an operation uses, and fusions go with it",
         """
-        --use-flash-attn --attention-backend --no-masked-softmax-fusion --no-bias-gelu-fusion
+        --use-flash-attn --attention-backend --no-masked-softmax-fusion
         --no-bias-swiglu-fusion --no-bias-dropout-fusion --bias-dropout-fusion --no-rope-fusion
         --apply-rope-fusion --no-persist-layer-norm --cross-entropy-loss-fusion
         --cross-entropy-fusion-impl --moe-grouped-gemm --moe-use-legacy-grouped-gemm
@@ -140,7 +140,6 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         "not supported",
         "changes the numbers: the network has no such part here",
         """
-        --openai-gelu
         --apply-residual-connection-post-layernorm
         --mrope-section --relative-attention-num-buckets --relative-attention-max-distance
         --apply-query-key-layer-scaling --spec --heterogeneous-layers-config-path

@@ -258,6 +258,7 @@ DATA: tuple[Entry, ...] = (
         _tokens,
         _tokens_words,
     ),
+    always("model.mask_padded_vocab", False),
 )
 
 TRAINER: tuple[Entry, ...] = (

@@ -11,7 +11,8 @@ from mtrain.config.files import read_text
 from mtrain.config.load import MAX_DEPTH, MAX_NODES, UNSHOWN, refuse_hidden
 from mtrain.errors import BadInput, Problem
 from mtrain.recipes.arguments import Arguments, Draft
-from mtrain.recipes.hf_families import FAMILIES, IGNORED, ConfigFile, Family, Json
+from mtrain.recipes.hf_families import FAMILIES
+from mtrain.recipes.hf_keys import ConfigFile, Family, Json
 from mtrain.recipes.imported import Imported, build, name_of
 
 
@@ -36,16 +37,8 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
             [Problem("MT703", "", None, f"a value is of another type than it must be: {error}", "", source)]
         ) from None
     d["model.name"] = name_of(path.resolve().parent if path.stem == "config" else path)
-    for key in values:
-        if key == "auto_map":
-            f.refuse(key, "not supported", "names code, which is never loaded")
-        elif key in ("torch_dtype", "dtype"):
-            f.refuse(key, "derived here", "says how weights are stored; a run chooses precision=bf16")
-        elif key == "quantization_config":
-            f.refuse(key, "not supported", "says how weights are stored")
-        elif key not in f.read and key not in IGNORED and key not in family.keys:
-            f.refuse(key, "unknown", "is not read for this family")
-    return Imported(build(d, Arguments(()), extra, source), f.unplaced)
+    f.finish()
+    return Imported(build(d, Arguments(()), extra, source), f.unplaced, f.notes)
 
 
 def _read(f: ConfigFile, family: Family) -> Draft:

@@ -70,7 +70,7 @@ def import_texts(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[st
     said = residue(whole, source)
     if "model.vocab_size" not in said:
         _vocabulary(d, notes, extra, source)
-    run = build(d, a, extra, source, said)
+    run = _padding(build(d, a, extra, source, said), said, notes)
     notes += _unsaid(d | said, run, extra)
     notes += [f"{where}: {flag} is added only under a condition, and is left out" for flag, where in script.left_out]
     notes += [
@@ -155,6 +155,18 @@ def _vocabulary(d: Draft, notes: list[str], extra: Sequence[str], source: str) -
     notes.append(f"the vocabulary of {size} is that of model={like}, which has the same shape; no tokenizer is read")
 
 
+def _padding(run: RunConfig, said: Draft, notes: list[str]) -> RunConfig:
+    """Megatron-LM's softmax is over the padded vocabulary: `run` says so where there is padding, and only there."""
+    key, m = "model.mask_padded_vocab", run.model
+    if key in said:
+        return run
+    if m.vocab_size == m.padded_vocab_size:
+        return run.model_copy(update={"model": m.model_copy(update={"mask_padded_vocab": True})})
+    if not m.mask_padded_vocab:
+        notes.append(f"{m.padding_in_words}, as in Megatron-LM; {key}=true masks it")
+    return run
+
+
 def _unsaid(d: Draft, run: RunConfig, extra: Sequence[str]) -> list[str]:
     """Notes on what Megatron-LM insists on being told and was not."""
     keys = ("trainer.train_iters", "optim.lr", "data.seq_length", "trainer.global_batch_size")
@@ -194,6 +206,8 @@ def export_script(run: RunConfig) -> str:
     lines = [" ".join([*world.words(), "pretrain_gpt.py"]), *(" ".join(map(_quoted, group)) for group in groups)]
     text = " \\\n  ".join(lines) + "\n"
     left = leftover_keys(run, text)
+    if run.model.padding_in_words and run.model.mask_padded_vocab:
+        text += f"# {run.model.padding_in_words} here; Megatron-LM has it in the softmax: its losses are others.\n"
     if left:
         text += "# What has no flag; `mtrain recipe import` reads these lines.\n"
         text += "".join(f"{MARK}{word}\n" for word in left)

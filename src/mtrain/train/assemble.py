@@ -152,7 +152,9 @@ def _resume(parts: Parts, path: Path, splits: Splits, progress: Progress) -> Non
     restored = ckpt_state.load(checkpoint, parts.world, parts.state, seed=parts.run.trainer.seed)
     progress.note(f"resumed from {path}: step {parts.state.step}, {parts.state.consumed_samples} samples used")
     if not restored:
-        progress.note("the layout changed: random generators start from the seed and the step")
+        moved = checkpoint.state["grid"] != parts.world.grid.sizes
+        why = "the layout changed" if moved else "the ranks of this older checkpoint all drew alike"
+        progress.note(f"{why}: random generators start from the seed and the step")
 
 
 def _keep_tokenizer(splits: Splits, folder: Path) -> None:

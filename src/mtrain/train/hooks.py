@@ -11,7 +11,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from mtrain import units
+from mtrain import strict_json, units
 from mtrain.ckpt import state as ckpt_state
 from mtrain.errors import say
 from mtrain.plan.count import flops_per_token
@@ -27,7 +27,8 @@ class Metrics(Hook):
 
     Keys: step, loss, grad_norm, lr, tokens, batch_size, samples (consumed so far), tokens_per_s, step_s and its parts
     data_s, forward_backward_s, optimizer_s; model_flops of the step by the causal count, tflops_per_rank, and, where
-    the cluster states a peak, mfu (causal) and mfu_full (attention counted in full).
+    the cluster states a peak, mfu (causal) and mfu_full (attention counted in full). fp16: loss_scale, and skipped
+    where the update was; the norm of a gradient that overflowed is null, as is every number that is not finite.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,7 +43,7 @@ class Metrics(Hook):
         kept = [line for line in read_lines(self.path) if line["step"] <= parts.state.step]
         self.known = {(line["step"], key) for line in kept for key in line if key.endswith("_loss")}
         draft = self.path.with_suffix(".draft")
-        draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        draft.write_text("".join(strict_json.dumps(line) + "\n" for line in kept))
         draft.replace(self.path)
         self.file = self.path.open("a")
 
@@ -65,7 +66,7 @@ class Metrics(Hook):
         if self.file is None:
             return
         try:
-            self.file.write(json.dumps(record) + "\n")
+            self.file.write(strict_json.dumps(record) + "\n")
             self.file.flush()
         except OSError as error:  # a run is worth more than its log
             say(f"warning: {self.path} cannot be written ({error.strerror}); training goes on", error=True)
@@ -106,6 +107,8 @@ def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
         "model_flops": flops[True],
         "tflops_per_rank": rate / 1e12,
     }
+    if result.loss_scale is not None:
+        record["loss_scale"] = result.loss_scale
     if not result.updated:
         record["skipped"] = True
     peak = run.cluster.peak_tflops.get(run.precision.multiplies_in)
@@ -142,7 +145,9 @@ class Evaluation(Hook):
         self.last = (parts.state.step, loss)
         self.metrics.evaluation(parts.state.step, "valid", loss)
         perplexity = math.exp(min(loss, 700.0))
-        self.progress.note(f"step {parts.state.step}: validation loss {loss:.4f} (perplexity {perplexity:.1f})")
+        padding = parts.run.model.padding_in_words
+        over = f"perplexity {perplexity:.1f}" + (f"; {padding}" if padding else "")
+        self.progress.note(f"step {parts.state.step}: validation loss {loss:.4f} ({over})")
 
 
 class Checkpoints(Hook):
@@ -190,7 +195,7 @@ class Memory(Hook):
         everyone = [torch.empty_like(mine) for _ in range(world.size)]
         dist.all_gather(everyone, mine)
         if world.is_first:
-            self.path.write_text(json.dumps({"peak_bytes_by_rank": [int(t.item()) for t in everyone]}))
+            self.path.write_text(strict_json.dumps({"peak_bytes_by_rank": [int(t.item()) for t in everyone]}))
 
 
 class Profile(Hook):

@@ -79,7 +79,9 @@ class Progress(Hook):
         left = (time.monotonic() - self.began) / done * (self.goal - result.step)
         batch = f"batch {result.batch_size}  " if self.grows else ""
         rate = units.count(result.tokens / result.seconds["step"])
+        norm = f"grad norm {result.grad_norm:.3f}"
+        if not result.updated:
+            norm = f"update skipped at loss scale {result.loss_scale:g}"
         return (
-            f"loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  lr {result.lr:.2e}  "
-            f"{batch}{rate} tokens/s  {units.seconds(left)} left"
+            f"loss {result.loss:.4f}  {norm}  lr {result.lr:.2e}  {batch}{rate} tokens/s  {units.seconds(left)} left"
         )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mtrain import strict_json
 from mtrain.ckpt import state as ckpt_state
 from mtrain.ckpt import store
 from mtrain.ckpt.export import OPTIMIZER
@@ -32,7 +33,7 @@ def observe(run: RunConfig, folder: Path) -> None:
         ckpt_state.save(folder, run, world, parts.state, {})
         if world.is_first:
             rows = [{"loss": r.loss, "grad_norm": r.grad_norm} for r in results]
-            (folder / "steps.json").write_text(json.dumps(rows))
+            (folder / "steps.json").write_text(strict_json.dumps(rows))
 
 
 def record_gradients(parts: Parts, folder: Path) -> None:
@@ -96,7 +97,9 @@ def _is_weight(key: str) -> bool:
     return not key.startswith(OPTIMIZER) and "tokens_per_expert" not in key
 
 
-def _relative(a: float, b: float) -> float:
+def _relative(a: float | None, b: float | None) -> float:
+    if a is None or b is None:  # not a number
+        return float("inf")
     return abs(a - b) / max(abs(a), 1e-12)
 
 

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mtrain.ckpt.state import TrainState
+from mtrain.ckpt.state import TrainState, generators_kept
 from mtrain.config.batches import Stage, size_after, stages
 from mtrain.config.run import RunConfig
 from mtrain.data.batch import GlobalBatches
 from mtrain.mcore import api as mcore
 from mtrain.mcore.context import context_positions
+from mtrain.mcore.optimizer_state import loss_scale
 from mtrain.mcore.sharding import gathered
 from mtrain.world.beats import beat, begin_step
 from mtrain.world.init import World
@@ -51,10 +52,17 @@ class StepResult:
     loss: float
     """Mean cross entropy per token of the global batch, in nats."""
     grad_norm: float
-    """Global norm of the gradient before clipping."""
+    """Global norm of the gradient before clipping; not a number where fp16 skipped the update."""
     lr: float
+    """The rate that the update had, or would have had."""
     updated: bool
     """False where fp16 skipped the update because of an overflow."""
+    skipped_updates: int
+    """Updates skipped in a row, up to this step."""
+    loss_scale: float | None
+    """fp16: the factor on the loss of this step."""
+    loss_scale_may_fall: bool
+    """Whether skipping updates lowers the loss scale: there is one, above its floor."""
     tokens: int
     batch_size: int
     """Samples that it took."""
@@ -79,18 +87,21 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
         state.optimizer.zero_grad()
         reports = run_schedule(parts, batches, forward_only=False)
     beat("optimizer")
+    scale, may_fall = loss_scale(state.optimizer) or (None, False)
     with clock.phase("optimizer"):
-        state.schedule.step(1)
-        updated, grad_norm, _ = state.optimizer.step()
+        updated, grad_norm, lr = update(state, parts.run.optim.schedule_counts)
     state.step += 1
     state.consumed_samples += size
     loss, tokens, stops = reduce_report(parts.world, reports, stop_requested)
     return StepResult(
         step=state.step,
         loss=loss,
-        grad_norm=float("nan") if grad_norm is None else float(grad_norm),  # None where fp16 overflowed
-        lr=float(mcore.get_canonical_lr_for_logging(state.optimizer.param_groups)),
-        updated=bool(updated),
+        grad_norm=grad_norm,
+        lr=lr,
+        updated=updated,
+        skipped_updates=state.skipped_updates,
+        loss_scale=scale,
+        loss_scale_may_fall=may_fall,
         tokens=tokens,
         batch_size=size,
         consumed_samples=state.consumed_samples,
@@ -99,10 +110,29 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
     )
 
 
+def update(state: TrainState, counts: str) -> tuple[bool, float, float]:
+    """Update the weights at the rate that the schedule has by what it `counts` (`optim.schedule_counts`).
+
+    Returns:
+        Whether fp16 did not skip the update, the gradient's norm before clipping, and the rate.
+    """
+    ahead = 0 if counts == "past_updates" else 1
+    state.schedule.step(ahead)
+    lr = float(mcore.get_canonical_lr_for_logging(state.optimizer.param_groups))
+    updated, norm, _ = state.optimizer.step()
+    counted = 1 if updated or counts == "steps" else 0
+    state.schedule.step(counted - ahead)
+    state.skipped_updates = 0 if updated else state.skipped_updates + 1
+    return bool(updated), float("nan") if norm is None else float(norm), lr
+
+
 def evaluate(parts: Parts, data: GlobalBatches, iters: int) -> float:
-    """Mean cross entropy per token over the first `iters` global batches of `data`, in nats."""
+    """Mean cross entropy per token over the first `iters` global batches of `data`, in nats.
+
+    Training goes on with the random numbers that it would have had: a router may draw in an evaluation too.
+    """
     total, count = 0.0, 0
-    with gathered(parts.state.chunks), torch.no_grad():
+    with gathered(parts.state.chunks), generators_kept(parts.world), torch.no_grad():
         for chunk in parts.state.chunks:
             chunk.eval()
         for i in range(iters):

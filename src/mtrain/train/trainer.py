@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 from types import FrameType
 
+from mtrain.config.run import RunConfig
 from mtrain.errors import Preempted, TrainingFault
 from mtrain.train.step import Parts, StepResult, train_step
 
@@ -35,7 +36,8 @@ class Trainer:
         """Train to the end.
 
         Raises:
-            TrainingFault: the loss or the gradient is not a number; the state of that step is not saved.
+            TrainingFault: the loss or the gradient is not a number, or fp16 updates nothing any more; the state of
+                that step is not saved.
             Preempted: stopped on request, after the hooks have saved.
         """
         state, goal = self.parts.state, self.parts.run.trainer.train_iters
@@ -46,6 +48,7 @@ class Trainer:
         while state.step < goal and not stopped:
             result = train_step(self.parts, stop_requested=self.stop_requested)
             check_finite(result)
+            check_updates(result, self.parts.run)
             for hook in self.hooks:
                 hook.after_step(self.parts, result)
             stopped = result.stop and state.step < goal
@@ -70,4 +73,18 @@ def check_finite(result: StepResult) -> None:
     if result.updated and not math.isfinite(result.grad_norm):
         raise TrainingFault(
             f"step {result.step}: the gradient norm is {result.grad_norm}; nothing of this step is saved"
+        )
+
+
+def check_updates(result: StepResult, run: RunConfig) -> None:
+    """Raise TrainingFault where fp16 skipped too many updates in a row and its loss scale cannot fall any more."""
+    p, skipped = run.precision, result.skipped_updates
+    if result.loss_scale is None or result.loss_scale_may_fall:
+        return
+    if skipped >= min(p.max_skipped_updates, run.trainer.train_iters):
+        raise TrainingFault(
+            f"step {result.step}: the gradient overflowed and the last {skipped} updates were skipped, with a loss "
+            f"scale of {result.loss_scale:g} that falls no further (precision.min_loss_scale={p.min_loss_scale:g}, "
+            f"precision.max_skipped_updates={p.max_skipped_updates}); the weights are those of step "
+            f"{result.step - skipped}"
         )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -21,6 +19,7 @@ from mtrain.errors import BadEnvironment
 from mtrain.layout import stages
 from mtrain.layout.grid import RankGrid
 from mtrain.world import arrival
+from mtrain.world.generators import seed_generators
 from mtrain.world.seat import Seat
 
 GROUP_SLACK_S = 60.0
@@ -129,20 +128,10 @@ def _join(run: RunConfig, seat: Seat, device: Device) -> World:
         dist.init_process_group(device.backend, rank=seat.rank, world_size=seat.size, store=store, timeout=timeout)
     embedding_stages = stages.embedding_stages(run)
     make_groups(grid, run, embedding_stages, timeout)
-    seed_generators(run.trainer.seed)
     coords = grid.coords(seat.rank)
+    seed_generators(run.trainer.seed, coords)
     torch_device = device.device(seat.local_rank)
     return World(seat.rank, seat.local_rank, grid, device, torch_device, coords, embedding_stages, store)
-
-
-def seed_generators(seed: int) -> None:
-    """Start every generator of this rank from `seed`: Python's, NumPy's, torch's and megatron-core's."""
-    from mtrain.mcore import api as mcore
-
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    mcore.model_parallel_cuda_manual_seed(seed % 2**31, force_reset_rng=True)
 
 
 def make_groups(grid: RankGrid, run: RunConfig, embedding_stages: list[int], timeout: timedelta) -> None:

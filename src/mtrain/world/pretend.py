@@ -14,7 +14,8 @@ from mtrain.config.run import RunConfig
 from mtrain.devices import cpu_namespace, registry
 from mtrain.layout import stages
 from mtrain.layout.grid import RankGrid
-from mtrain.world.init import World, make_groups, seed_generators
+from mtrain.world.generators import seed_generators
+from mtrain.world.init import World, make_groups
 
 
 @contextmanager
@@ -44,7 +45,7 @@ def pretended(run: RunConfig, rank: int) -> Iterator[World]:
     dist.init_process_group("fake", store=store, rank=rank, world_size=grid.world)
     try:
         make_groups(grid, run, embedding_stages, timedelta(seconds=1))
-        seed_generators(run.trainer.seed)
+        seed_generators(run.trainer.seed, coords)
         with torch.device("meta"), cpu_namespace.shapes_only():
             yield World(rank, 0, grid, device, torch.device("meta"), coords, embedding_stages, store)
     finally:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 
+from mtrain import strict_json
 from mtrain.cli.options import read_options
 from mtrain.config.dump import spell
 from mtrain.config.resolve import Machine, resolve
@@ -28,7 +28,7 @@ def diff(argv: Sequence[str]) -> int:
     if options.as_json:
         rows = [{"key": d.key, "left": _plain(d.left), "right": _plain(d.right), "kind": d.kind} for d in found]
         digests = {"left": left.digest(), "right": right.digest()}
-        say_page(json.dumps({"equal": not found, "digests": digests, "differences": rows}, indent=2))
+        say_page(strict_json.dumps({"equal": not found, "digests": digests, "differences": rows}, indent=2))
     else:
         say_page(_table(found, options.words))
     return DIFFERENT if found else EQUAL

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from mtrain import strict_json
 from mtrain.cli.options import needed, read_options
 from mtrain.cli.recipe.new import describe, for_elsewhere, write_new
 from mtrain.config.files import STDIN, read_stdin
@@ -41,7 +41,7 @@ def import_(argv: Sequence[str]) -> int:
     if out is not None:
         write_new(Path(out), text)
     if options.as_json:
-        say_page(json.dumps(_facts(found, text, problems, run.digest()), indent=2))
+        say_page(strict_json.dumps(_facts(found, text, problems, run.digest()), indent=2))
         return 0
     say_page(text if out is None else visible(f"wrote {out}: mtrain check recipe={out}"))
     for line in _report(found, problems):
@@ -102,7 +102,7 @@ def export(argv: Sequence[str]) -> int:
     _, run = for_elsewhere(overrides_of(options.words))
     text = export_script(run)
     if options.as_json:
-        say_page(json.dumps({"script": text, "digest": run.digest()}, indent=2))
+        say_page(strict_json.dumps({"script": text, "digest": run.digest()}, indent=2))
     else:
         say_page(text)
     return 0

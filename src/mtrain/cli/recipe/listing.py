@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from mtrain import strict_json
 from mtrain.cli import show as show_verb
 from mtrain.cli.options import needed, read_options
 from mtrain.config.compose import compose
@@ -26,7 +26,7 @@ def list_(argv: Sequence[str]) -> int:
     options = read_options(argv)
     cards = [_card(file) for file in sorted(recipes_dir().rglob("*.yaml"))]
     if options.as_json:
-        say_page(json.dumps(cards, indent=2))
+        say_page(strict_json.dumps(cards, indent=2))
         return 0
     for card in cards:
         say(card["name"])

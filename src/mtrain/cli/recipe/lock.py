@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from mtrain import strict_json
 from mtrain.cli.options import needed, read_options
 from mtrain.cli.recipe.new import for_elsewhere, write_new
 from mtrain.config.files import YAML_ENDINGS, kind_of, read_bytes
@@ -48,7 +48,7 @@ def verify(argv: Sequence[str]) -> int:
     code = DATA if any(m.damaged for m in found) else ENVIRONMENT if found else 0
     if options.as_json:
         rows = [{"what": m.what, "name": m.name, "locked": m.locked, "here": m.here} for m in found]
-        say_page(json.dumps({"ok": not found, "digest": held.run.digest(), "differences": rows}, indent=2))
+        say_page(strict_json.dumps({"ok": not found, "digest": held.run.digest(), "differences": rows}, indent=2))
         return code
     for m in found:
         say(f"{m.what} {m.name}: {m.locked} then, {m.here} here")

@@ -139,6 +139,28 @@ def group_limited_routing(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT228", "model.moe.router_group_topk", rule, (*fixes, off))
 
 
+PUBLISHED_GROUP_SCORES = {"deepseek_v2": 1, "deepseek_v3": 2}
+"""Model -> how many of its best scores a group is worth in the report on it."""
+
+
+def group_scores(run: RunConfig) -> Iterator[Finding]:
+    """A group of experts has as many scores as it is worth, and a published model the ones of its report."""
+    moe, key = run.model.moe, "model.moe.router_group_score_topk"
+    if moe is None or moe.router_num_groups is None or moe.num_experts % moe.router_num_groups:
+        return
+    size, best = moe.num_experts // moe.router_num_groups, moe.group_score_topk or 1
+    if best > size:
+        rule = f"a group has {size} experts, and its score is the sum of {best}"
+        yield Finding("MT242", key, rule, ({key: size}, {key: None}))
+    for name, published in PUBLISHED_GROUP_SCORES.items():
+        if run.model.name.startswith(name) and best != published:
+            rule = f"a group of {name} is worth the sum of its {published} best scores, and here of {best}"
+            rule = (
+                f"a group of {name} is worth its best score, and here the sum of {best}" if published == 1 else rule
+            )
+            yield Finding("MT243", key, rule, ({key: published}, {"model.name": "custom"}))
+
+
 def biases_in_experts(run: RunConfig) -> Iterator[Finding]:
     """megatron-core adds an expert's bias once per etp rank, so it allows one."""
     p = run.parallel
@@ -198,13 +220,17 @@ def sinkhorn_sees_one_rank(run: RunConfig) -> Iterator[Finding]:
 
 
 def overlapped_shared_experts(run: RunConfig) -> Iterator[Finding]:
-    """Only the all-to-all dispatcher leaves time for the shared experts."""
-    moe = run.model.moe
-    if moe is None or not moe.shared_expert_overlap or moe.token_dispatcher_type == "alltoall":
+    """Only the all-to-all dispatcher leaves time for the shared experts, and their gates are then plain ones."""
+    moe, m, key = run.model.moe, run.model, "model.moe.shared_expert_overlap"
+    if moe is None or not moe.shared_expert_overlap:
         return
-    rule = f"needs the alltoall dispatcher, and it is {moe.token_dispatcher_type}"
-    off: Change = {"model.moe.shared_expert_overlap": False}
-    yield Finding("MT234", "model.moe.shared_expert_overlap", rule, (_ALLTOALL, off))
+    off: Change = {key: False}
+    if moe.token_dispatcher_type != "alltoall":
+        rule = f"needs the alltoall dispatcher, and it is {moe.token_dispatcher_type}"
+        yield Finding("MT234", key, rule, (_ALLTOALL, off))
+    if m.glu_linear_offset or m.activation_func_clamp_value is not None:
+        rule = "megatron-core's overlapped shared experts add no glu_linear_offset and bound nothing"
+        yield Finding("MT244", key, rule, (off,))
 
 
 def flex_dispatcher(run: RunConfig) -> Iterator[Finding]:
@@ -259,5 +285,6 @@ RULES = (
     experts_with_tp_need_sequence_parallel,
     router_numbers,
     group_limited_routing,
+    group_scores,
     biases_in_experts,
 )

@@ -1,0 +1,75 @@
+"""Embeddings whose gradient is added up in fp32.
+
+On a CPU torch adds the gradients of all tokens with one id up in the dtype of the weight: in bf16 a sum of ones stays
+at 256. On CUDA it adds in fp32 by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    VocabParallelEmbedding,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows `ids` [...] of `weight` [v, h]; the gradient of a row is summed in fp32 and rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows = weight.shape[0]
+        return weight[ids]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        found, place = ids.flatten().unique(return_inverse=True)
+        sums = torch.zeros(len(found), dy.shape[-1], dtype=torch.float32, device=dy.device)
+        sums.index_add_(0, place, dy.flatten(0, -2).float())
+        gradient = dy.new_zeros(ctx.rows, dy.shape[-1])
+        gradient[found] = sums.to(dy.dtype)
+        return gradient, None
+
+
+def _needs_lookup(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
+
+
+class WordEmbedding(VocabParallelEmbedding):
+    """megatron-core's embedding of tokens, each tensor-parallel rank with a part of the vocabulary."""
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Ids [b, s] to [b, s, h], or to this rank's [s / tp, b, h] where it scatters to sequence parallelism."""
+        if not _needs_lookup(self.weight):
+            return super().forward(input_)  # type: ignore[no-any-return]
+        if self.tp_group.size() == 1:
+            out = _Lookup.apply(self.weight, input_)
+        else:
+            local = input_ - self.vocab_start_index
+            elsewhere = (local < 0) | (local >= self.num_embeddings_per_partition)
+            out = _Lookup.apply(self.weight, local.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
+        if self.reduce_scatter_embeddings:
+            out = out.transpose(0, 1).contiguous()
+            return reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)  # type: ignore[no-any-return]
+        return reduce_from_tensor_model_parallel_region(out, group=self.tp_group)  # type: ignore[no-any-return]
+
+
+class PositionEmbedding(nn.Embedding):
+    """torch's embedding, for learned positions."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Ids [...] to [..., h]."""
+        return _Lookup.apply(self.weight, input) if _needs_lookup(self.weight) else super().forward(input)  # type: ignore[no-any-return]
+
+
+def add_in_fp32(embedding: Any) -> None:
+    """Make both embeddings of a `LanguageModelEmbedding`, which names their classes itself, those of this module."""
+    embedding.word_embeddings.__class__ = WordEmbedding
+    if embedding.add_position_embedding:
+        embedding.position_embeddings.__class__ = PositionEmbedding

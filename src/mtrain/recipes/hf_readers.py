@@ -1,0 +1,202 @@
+"""Readers of what is more than a copy in a Hugging Face `config.json`: activations, biases, experts, attention."""
+
+from __future__ import annotations
+
+from mtrain.recipes.hf_keys import ConfigFile
+
+_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
+UNGATED_WORDS = {
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    **dict.fromkeys(_TANH, "gelu_tanh"),
+    "relu2": "squared_relu",
+}
+"""Their activation functions in an MLP without a gate -> ours."""
+GATED_WORDS = {
+    **dict.fromkeys(("silu", "swish"), "swiglu"),
+    **dict.fromkeys(("gelu", "gelu_python"), "geglu"),
+    **dict.fromkeys(_TANH, "geglu_tanh"),
+    "quick_gelu": "quick_geglu",
+}
+"""Their activation functions of a gate -> ours."""
+
+
+def _activation(f: ConfigFile, key: str, words: dict[str, str]) -> None:
+    kind = f.get(key)
+    if isinstance(kind, str) and kind in words:
+        f.out["model.activation"] = words[kind]
+        return
+    f.out["model.activation"] = next(iter(words.values()))
+    f.refuse(key, "not supported", f"changes the numbers: there are {', '.join(words)}")
+
+
+def gate(f: ConfigFile) -> None:
+    """The activation of a gate."""
+    _activation(f, "hidden_act", GATED_WORDS)
+
+
+def llama_biases(f: ConfigFile) -> None:
+    """Biases in attention and in the MLP are one key here."""
+    if f.get("attention_bias", False) and f.get("mlp_bias", False):
+        f.out["model.add_bias_linear"] = True
+        return
+    text = "changes the numbers: biases in all linear layers, or in query, key and value alone"
+    for key in ("attention_bias", "mlp_bias"):
+        f.must(key, (False,), text)
+
+
+def no_attention_bias(f: ConfigFile) -> None:
+    """Qwen3 has no biases."""
+    f.must("attention_bias", (False,), "changes the numbers: biases in query, key and value alone, or everywhere")
+
+
+def _experts(f: ConfigFile, count: str, width: str) -> int:
+    """Keys of every mixture of experts; the number of experts that a token visits."""
+    topk: int = f.get("num_experts_per_tok")
+    f.out |= {
+        "model.moe.num_experts": f.get(count),
+        "model.moe.router_topk": topk,
+        "model.moe.ffn_hidden_size": f.get(width),
+    }
+    return topk
+
+
+def _balancing(f: ConfigFile, topk: int) -> None:
+    """Their coefficient of the balancing loss as ours, which `model.moe.aux_loss_coeff` defines, to six digits."""
+    theirs, layers = float(f.get("router_aux_loss_coef")), f.get("num_hidden_layers", 1)
+    ours = float(f"{theirs * topk / layers:.6g}")
+    f.out["model.moe.aux_loss_coeff"] = ours
+    if theirs:
+        text = f"is {ours!r} here: their loss averages {layers} layers and counts {topk} choices, ours adds layers up"
+        f.refuse("router_aux_loss_coef", "derived here", text)
+
+
+def mixtral_experts(f: ConfigFile) -> None:
+    """Experts of Mixtral, as wide as a dense MLP."""
+    _balancing(f, _experts(f, "num_local_experts", "intermediate_size"))
+    text = "changes the numbers: model.moe.input_jitter_eps reaches the router alone, and theirs the experts too"
+    f.must("router_jitter_noise", (0,), text)
+
+
+def qwen_experts(f: ConfigFile) -> None:
+    """Experts of Qwen3-MoE, in all layers or behind dense ones."""
+    _balancing(f, _experts(f, "num_local_experts", "moe_intermediate_size"))
+    f.out["model.moe.router_pre_softmax"] = not f.get("norm_topk_prob", False)
+    step, dense = f.get("decoder_sparse_step"), set(f.get("mlp_only_layers", []))
+    layers = range(f.layers)
+    without = [i for i in layers if i in dense or (i + 1) % step]
+    f.out["model.moe.first_dense_layers"] = len(without)
+    if without != list(layers[: len(without)]):
+        key = "mlp_only_layers" if dense else "decoder_sparse_step"
+        f.refuse(key, "not supported", "changes the numbers: dense layers come first, all others have experts")
+
+
+def qwen2_experts(f: ConfigFile) -> None:
+    """Experts of Qwen2-MoE, beside shared ones with a gate."""
+    qwen_experts(f)
+    shared = f.get("shared_expert_intermediate_size") or None
+    f.out |= {
+        "model.add_qkv_bias": f.get("qkv_bias"),
+        "model.moe.shared_expert_intermediate_size": shared,
+        "model.moe.shared_expert_gate": shared is not None,
+    }
+
+
+def gpt_oss_experts(f: ConfigFile) -> None:
+    """Experts of GPT-OSS, with clamped gates and biases."""
+    f.must("hidden_act", ("silu", "swish"), "changes the numbers: the gate of this family is x sigmoid(1.702 x)")
+    f.must("swiglu_alpha", (1.702,), "changes the numbers: the gate of this family is x sigmoid(1.702 x)")
+    f.must("attention_bias", (True,), "changes the numbers: biases in all linear layers of this family")
+    f.out["model.activation_func_clamp_value"] = float(f.get("swiglu_limit"))
+    _balancing(f, _experts(f, "num_local_experts", "intermediate_size"))
+
+
+def _latent(f: ConfigFile) -> None:
+    """Latent attention and the shape of the experts of both DeepSeek families."""
+    width = f.get("moe_intermediate_size")
+    _experts(f, "n_routed_experts", "moe_intermediate_size")
+    f.out |= {
+        "model.num_query_groups": None,
+        "model.mla.q_lora_rank": f.get("q_lora_rank"),
+        "model.mla.kv_lora_rank": f.get("kv_lora_rank"),
+        "model.mla.qk_head_dim": f.get("qk_nope_head_dim"),
+        "model.mla.qk_pos_emb_head_dim": f.get("qk_rope_head_dim"),
+        "model.mla.v_head_dim": f.get("v_head_dim"),
+        "model.moe.shared_expert_intermediate_size": (f.get("n_shared_experts", 0) * width) or None,
+        "model.moe.first_dense_layers": f.get("first_k_dense_replace"),
+        "model.moe.router_topk_scaling_factor": float(f.get("routed_scaling_factor")),
+        "model.moe.router_load_balancing_type": "seq_aux_loss" if f.get("seq_aux") else "aux_loss",
+        "model.moe.aux_loss_coeff": float(f.get("aux_loss_alpha")),
+    }
+    if "aux_loss_alpha" not in f.given:
+        report = f.family.absent["aux_loss_alpha"]
+        f.notes.append(f"aux_loss_alpha is not said; model.moe.aux_loss_coeff is {report}, of the model's report")
+    for key, whole in (("num_key_value_heads", "num_attention_heads"),):
+        f.must(key, (f.get(whole),), "changes the numbers: latent attention has no groups")
+    f.must("moe_layer_freq", (1,), "changes the numbers: every layer behind the dense ones has experts")
+    f.must("attention_bias", (False,), "changes the numbers: latent attention has no biases here")
+    f.must("mlp_bias", (False,), "changes the numbers: biases in all linear layers or in none")
+    text = "changes the numbers: the norms of latent attention keep 1e-06 there, and have the model's here"
+    f.must("rms_norm_eps", (1e-6,), text)
+
+
+def _groups(f: ConfigFile, best: int) -> None:
+    """Group-limited routing, where a group is worth its `best` scores; one group is none."""
+    many = f.get("n_group", 1) > 1
+    f.out |= {
+        "model.moe.router_num_groups": f.get("n_group") if many else None,
+        "model.moe.router_group_topk": f.get("topk_group") if many else None,
+        "model.moe.router_group_score_topk": best if many else None,
+    }
+    if not many:
+        f.idle(("topk_group",), "one group of experts is none")
+
+
+def deepseek_v2_experts(f: ConfigFile) -> None:
+    """Scores are a softmax; a group is worth its best one."""
+    _latent(f)
+    f.out |= {"model.moe.router_score_function": "softmax", "model.moe.router_pre_softmax": True}
+    f.must("scoring_func", ("softmax",), "changes the numbers: scores of this family are a softmax")
+    f.must("norm_topk_prob", (False,), "changes the numbers: chosen scores of this family are not normalised")
+    f.must("topk_method", ("greedy", "group_limited_greedy"), "changes the numbers: experts of this family are "
+           "chosen by greedy or group_limited_greedy")  # fmt: skip
+    if f.get("topk_method") == "group_limited_greedy":
+        _groups(f, 1)
+    else:
+        f.idle(("n_group", "topk_group"), "is read only with topk_method group_limited_greedy")
+
+
+def deepseek_v3_experts(f: ConfigFile) -> None:
+    """Scores are a sigmoid, chosen with a bias; a group is worth its two best."""
+    _latent(f)
+    _groups(f, 2)
+    f.out |= {
+        "model.moe.router_score_function": "sigmoid",
+        "model.moe.router_enable_expert_bias": True,
+        "model.mtp_num_layers": f.get("num_nextn_predict_layers", 0) or None,
+    }
+    f.must("scoring_func", ("sigmoid",), "changes the numbers: scores of this family are a sigmoid")
+    f.must("topk_method", ("noaux_tc",), "changes the numbers: experts of this family are chosen with a bias")
+    f.must("norm_topk_prob", (True,), "changes the numbers: chosen scores of this family are normalised")
+    f.must("rope_interleave", (True,), "changes the numbers: rotary pairs of latent attention are neighbours here")
+
+
+def gpt2_block(f: ConfigFile) -> None:
+    """GPT-2, whose configuration has names of its own."""
+    f.out["model.ffn_hidden_size"] = f.get("n_inner", 4 * f.get("n_embd", 0))
+    _activation(f, "activation_function", UNGATED_WORDS)
+    drops = {key: float(f.get(key)) for key in ("attn_pdrop", "resid_pdrop", "embd_pdrop")}
+    f.out |= {"model.attention_dropout": drops["attn_pdrop"], "model.hidden_dropout": drops["resid_pdrop"]}
+    if drops["embd_pdrop"] != drops["resid_pdrop"]:
+        f.refuse("embd_pdrop", "not supported", "changes the numbers: one rate for embeddings and residuals")
+    f.out["model.softmax_scale"] = None if f.get("scale_attn_weights", True) else 1.0
+    f.must("scale_attn_by_inverse_layer_idx", (False,), "changes the numbers: scores are not scaled by the layer")
+    f.must("reorder_and_upcast_attn", (False,), "changes the rounding: scores are not multiplied in fp32")
+
+
+def neox_block(f: ConfigFile) -> None:
+    """GPT-NeoX, where attention and MLP stand one behind the other."""
+    _activation(f, "hidden_act", UNGATED_WORDS)
+    text = "changes the numbers: attention and MLP stand one behind the other here"
+    f.must("use_parallel_residual", (False,), text)
+    f.out["model.hidden_dropout"] = float(f.get("hidden_dropout"))
+    f.must("attention_bias", (True,), "changes the numbers: biases in all linear layers or in none")

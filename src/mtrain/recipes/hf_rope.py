@@ -1,0 +1,191 @@
+"""Rotary positions and windows of a Hugging Face `config.json`, in the words of transformers 4 and 5."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from mtrain.recipes.hf_keys import ConfigFile, Json
+
+_BASE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+READ_BY: dict[str, frozenset[str]] = {
+    "default": _BASE,
+    "linear": _BASE | {"factor"},
+    "llama3": _BASE | {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": _BASE
+    | {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
+    | {"mscale", "mscale_all_dim", "truncate"},
+}
+"""Kind of rotary positions -> the keys that it reads."""
+KNOWN = frozenset().union(*READ_BY.values(), {"short_factor", "long_factor"})
+LAYER_TYPES = ("full_attention", "sliding_attention")
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def rotary(f: ConfigFile) -> None:
+    """Base, share and scaling of rotary positions of all of a head."""
+    _rotary(f, "rope_theta", "partial_rotary_factor", 1.0)
+
+
+def partly_rotary(f: ConfigFile) -> None:
+    """The same for GPT-NeoX, which turns a part of each head and has names of its own."""
+    for theirs, alias in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")):
+        if f.given.get(theirs) is None and f.given.get(alias) is not None:
+            f.values[theirs] = f.given[alias]
+        elif f.given.get(alias) is not None and f.given[alias] != f.given[theirs]:
+            f.refuse(alias, "no effect", f"{theirs} says another value")
+        f.read.add(alias)
+    _rotary(f, "rotary_emb_base", "rotary_pct", None)
+
+
+def _rotary(f: ConfigFile, base_key: str, share_key: str, whole: float | None) -> None:
+    """`whole` is the only share that is computed, None: any."""
+    name, inner = _parameters(f)
+    for outer, key in ((base_key, "rope_theta"), (share_key, "partial_rotary_factor")):
+        f.read.add(outer)
+        if None not in (f.given.get(outer), inner.get(key)) and f.given[outer] != inner[key]:
+            f.refuse(outer, "no effect", f"{key} in {name} says another value")
+    f.out["model.rotary_base"] = float(inner.get("rope_theta", f.get(base_key, 10000.0)))
+    share = float(inner.get("partial_rotary_factor", f.get(share_key, 1.0)))
+    if whole is None:
+        f.out["model.rotary_percent"] = share
+    elif share != whole:
+        text = "changes the numbers: all of a head turns in this family"
+        if "partial_rotary_factor" in inner:
+            f.inside(name, "partial_rotary_factor", "not supported", text, share)
+        else:
+            f.refuse(share_key, "not supported", text)
+    kind = inner.get("rope_type", inner.get("type", "default"))
+    latent = "model.mla.kv_lora_rank" in f.out
+    for key, value in inner.items():
+        if key not in KNOWN:
+            f.unknown(key, set(KNOWN), name)
+        elif kind in READ_BY and key not in READ_BY[kind]:
+            f.inside(name, key, "no effect", f"is not read for rope_type {kind}", value)
+    if kind == "linear" and not latent:
+        f.out["model.rotary_seq_len_interpolation_factor"] = float(inner["factor"]) if "factor" in inner else None
+    elif kind == "llama3" and not latent:
+        _llama3(f, name, inner)
+    elif kind == "yarn" and latent:
+        _yarn(f, name, inner)
+    elif kind != "default":
+        which = "latent attention has yarn" if latent else "there are linear and llama3, and yarn in latent attention"
+        f.refuse(name, "not supported", f"changes the numbers: rotary positions of kind {kind}; {which}")
+
+
+def _parameters(f: ConfigFile) -> tuple[str, Json]:
+    """The key that says the rotary parameters, and what it says for all layers; values of null are left out."""
+    f.read |= {"rope_scaling", "rope_parameters"}
+    name = "rope_scaling" if f.values.get("rope_scaling") else "rope_parameters"
+    if name == "rope_scaling" and f.given.get("rope_parameters"):
+        f.refuse("rope_parameters", "no effect", "rope_scaling stands beside it and is read first")
+    said = f.values.get(name) or {}
+    if not isinstance(said, dict):
+        raise TypeError(f"{name} is no object")
+    layers = {key: value for key, value in said.items() if key in LAYER_TYPES and isinstance(value, dict)}
+    inner = {key: value for key, value in said.items() if key not in layers}
+    for value in layers.values():
+        if value != next(iter(layers.values())):
+            f.refuse(name, "not supported", "changes the numbers: all layers turn by the same angles here")
+        inner = {**inner, **next(iter(layers.values()))}
+    return name, {key: value for key, value in inner.items() if value is not None}
+
+
+def _llama3(f: ConfigFile, name: str, inner: Json) -> None:
+    f.out["model.rope_scaling_factor"] = float(inner.get("factor", 8.0))
+    for key, built_in in LLAMA3.items():
+        if inner.get(key, built_in) != built_in:
+            f.inside(name, key, "not supported", f"changes the numbers: it is {built_in} here", inner[key])
+
+
+def _yarn(f: ConfigFile, name: str, inner: Json) -> None:
+    length = inner.get("original_max_position_embeddings", f.get("max_position_embeddings"))
+    factor = float(inner["factor"]) if "factor" in inner else f.get("max_position_embeddings") / length
+    mscale, of_all = float(inner.get("mscale", 0.0)), float(inner.get("mscale_all_dim", 0.0))
+    if of_all and not mscale:
+        f.inside(name, "mscale_all_dim", "not supported", "changes the numbers: it goes with an mscale here", of_all)
+    if mscale and not of_all:  # transformers reads the two together alone
+        if mscale != 1.0:
+            f.inside(name, "mscale", "no effect", "transformers reads it with mscale_all_dim alone", mscale)
+        mscale = 1.0
+    f.out |= {
+        "model.mla.rope_type": "yarn",
+        "model.mla.rotary_scaling_factor": factor,
+        "model.mla.original_max_position_embeddings": length,
+        "model.mla.mscale": mscale or 1.0,
+        "model.mla.mscale_all_dim": of_all,
+    }
+    for key in ("beta_fast", "beta_slow"):
+        if inner.get(key):
+            f.out[f"model.mla.{key}"] = float(inner[key])
+    ours = _temperature(factor, mscale or 1.0) / _temperature(factor, of_all)
+    said = inner.get("attention_factor", ours)
+    if not math.isclose(said, ours, rel_tol=1e-6):
+        text = f"changes the numbers: it is {ours:.6g} here, of mscale and mscale_all_dim"
+        f.inside(name, "attention_factor", "not supported", text, said)
+    if inner.get("truncate", True) is not True:
+        text = "changes the numbers: the range of stretched frequencies has whole ends here"
+        f.inside(name, "truncate", "not supported", text, inner["truncate"])
+
+
+def _temperature(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def every_layer_slides(f: ConfigFile) -> None:
+    """A window in all layers, where there is one (Mistral, Mixtral)."""
+    width = f.get("sliding_window")
+    usual = "full_attention" if width is None else "sliding_attention"
+    _windows(f, width, [usual] * f.layers)
+
+
+def upper_layers_slide(f: ConfigFile) -> None:
+    """A window from layer `max_window_layers` on (Qwen2, Qwen3)."""
+    width, first = _optional_width(f, ("max_window_layers",)), f.get("max_window_layers", 28)
+    layers = range(f.layers)
+    _windows(f, width, [LAYER_TYPES[width is not None and i >= first] for i in layers])
+
+
+def odd_layers_slide(f: ConfigFile) -> None:
+    """A window in the first, third, ... layer below `max_window_layers` (Qwen2-MoE)."""
+    width, last = _optional_width(f, ("max_window_layers",)), f.get("max_window_layers", 28)
+    layers = range(f.layers)
+    _windows(f, width, [LAYER_TYPES[width is not None and i % 2 == 0 and i < last] for i in layers])
+
+
+def all_or_none_slide(f: ConfigFile) -> None:
+    """A window in all layers where `use_sliding_window` says so (Qwen3-MoE)."""
+    width = _optional_width(f, ())
+    _windows(f, width, [LAYER_TYPES[width is not None]] * f.layers)
+
+
+def every_other_layer_slides(f: ConfigFile) -> None:
+    """A window in the first, third, ... layer (GPT-OSS)."""
+    _windows(f, f.get("sliding_window"), [LAYER_TYPES[i % 2 == 0] for i in range(f.layers)])
+
+
+def _optional_width(f: ConfigFile, more: Sequence[str]) -> int | None:
+    if f.get("use_sliding_window", False):
+        width: int | None = f.get("sliding_window")
+        return width
+    f.idle(("sliding_window", *more), "is read only with use_sliding_window")
+    return None
+
+
+def _windows(f: ConfigFile, width: int | None, usual: Sequence[str]) -> None:
+    """Ours: a window in all layers but every n-th."""
+    kinds = f.get("layer_types", list(usual))
+    full = [i for i, kind in enumerate(kinds, 1) if kind == "full_attention"]
+    every = full[0] if full else len(kinds) + 1
+    fits = len(kinds) == len(usual) and set(kinds) <= set(LAYER_TYPES)
+    if fits and len(full) == len(kinds):
+        f.idle(("sliding_window",) if width is not None else (), "no layer has a window")
+        return
+    if not fits or every < 2 or full != list(range(every, len(kinds) + 1, every)):
+        said = "layer_types" if f.given.get("layer_types") else "max_window_layers"
+        f.refuse(said, "not supported", "changes the numbers: a window is in all layers but every n-th here")
+    elif width is None:
+        f.refuse("layer_types", "not supported", "changes the numbers: layers slide, and no window is said")
+    else:
+        f.out["model.window_size"] = width
+        f.out["model.window_attn_skip_freq"] = every if full else None

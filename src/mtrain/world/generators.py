@@ -1,0 +1,47 @@
+"""The random generators of a rank: which ranks draw the same numbers, and which draw others."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+DATA_STREAM = "data-parallel-rng"
+"""The stream of megatron-core's tracker that tensor-parallel ranks share."""
+
+
+def seed_generators(seed: int, coords: Mapping[str, int], step: int = 0) -> None:
+    """Start every generator of the rank at `coords` (`RankGrid.coords`) for the steps after `step`.
+
+    Ranks that hold other layers or read other tokens draw other numbers from everything: pipeline stages, data- and
+    context-parallel ranks, and so the ranks of experts. Tensor-parallel ranks draw the same from the generators of
+    Python, NumPy and torch, for tensors that each of them holds whole, and others from the streams of megatron-core's
+    tracker that it forks for tensors that are cut (`model-parallel-rng`: heads, and with sequence parallelism rows).
+
+    Weights and the order of samples depend on none of these. Megatron-LM adds 100 to the seed for a stage and, with
+    --data-parallel-random-init, 10 for a data-parallel rank, so that rank 10 of stage 0 draws what rank 0 of stage 1
+    draws; hashes do not meet.
+    """
+    from mtrain.mcore import api as mcore
+
+    shared = stream_seed(seed, step, "default", coords, ("pp", "dp", "cp"))
+    random.seed(shared)
+    np.random.seed(shared % 2**32)
+    torch.manual_seed(shared)
+    mcore.model_parallel_cuda_manual_seed(shared, tp_rank=0, ep_rank=0, etp_rank=0, force_reset_rng=True)
+    tracker = mcore.get_cuda_rng_tracker()
+    streams = tuple(tracker.get_states())
+    tracker.reset()
+    for name in streams:
+        axes = ("pp", "dp", "cp") if name == DATA_STREAM else ("pp", "dp", "cp", "tp")
+        tracker.add(name, stream_seed(seed, step, name, coords, axes))
+
+
+def stream_seed(seed: int, step: int, name: str, coords: Mapping[str, int], axes: tuple[str, ...]) -> int:
+    """The seed in 0 .. 2^62 of a stream of a rank; the same for ranks that differ on no axis of `axes`."""
+    at = " ".join(f"{axis}{coords[axis]}" for axis in axes)
+    digest = hashlib.sha256(f"{seed}/{step}/{name}/{at}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 2

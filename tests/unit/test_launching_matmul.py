@@ -1,0 +1,66 @@
+"""The library of a CPU's products: measured once, kept, and the one that a run began with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mtrain.cli.setup import load
+from mtrain.config.dump import run_yaml
+from mtrain.config.rules import apply
+from mtrain.launching import matmul
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    calls: list[str] = []
+
+    def faster() -> tuple[str, float]:
+        calls.append("measured")
+        return "onednn", 1.9
+
+    monkeypatch.setenv("MTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("mtrain_kernels.linear.faster", faster)
+    return calls
+
+
+def test_what_is_faster_is_measured_once_per_machine_and_said(measured: list[str]) -> None:
+    run = load([]).run
+    assert run.kernels.cpu_matmul is None
+    assert not matmul.is_known(run)
+    for _ in range(2):
+        assert matmul.chosen(run).kernels.cpu_matmul == "onednn"
+    assert measured == ["measured"]
+    assert matmul.is_known(run)
+    assert "1.90 of the BLAS' rate" in (matmul.reason(matmul.chosen(run)) or "")
+
+
+def test_a_library_that_was_named_is_taken(measured: list[str]) -> None:
+    run = matmul.chosen(load(["kernels.cpu_matmul=blas"]).run)
+    assert run.kernels.cpu_matmul == "blas"
+    assert matmul.reason(run) == "named, or taken from the checkpoint"
+    assert not measured
+
+
+def test_a_run_goes_on_with_the_library_that_it_began_with(measured: list[str], tmp_path: Path) -> None:
+    began = load(["kernels.cpu_matmul=blas"]).run
+    (tmp_path / "run.yaml").write_text(run_yaml(began.recorded()))
+    assert matmul.chosen(load([]).run, tmp_path).kernels.cpu_matmul == "blas"
+    assert not measured
+
+
+@pytest.mark.parametrize("change", [{"precision.dtype": "bf16"}, {"cluster.device": "cuda"}])
+def test_other_products_are_nobodys_choice(change: dict[str, str], measured: list[str]) -> None:
+    run = matmul.chosen(apply(load([]).run, change))
+    assert run.kernels.cpu_matmul is None
+    assert matmul.reason(run) is None
+    assert not measured
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"x": 1}', "\x00"])
+def test_a_broken_cache_is_measured_again(text: str, measured: list[str], tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/matmul.json").write_text(text)
+    assert matmul.chosen(load([]).run).kernels.cpu_matmul == "onednn"
+    assert measured

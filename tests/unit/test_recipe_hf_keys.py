@@ -1,0 +1,270 @@
+"""Every key of a `config.json` that transformers writes is used, irrelevant by name for a reason, or refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.errors import BadInput
+from mtrain.recipes.hf import import_config
+from mtrain.recipes.hf_families import FAMILIES
+from mtrain.recipes.hf_keys import ELSEWHERE, IRRELEVANT
+from mtrain.recipes.imported import Imported
+
+transformers = pytest.importorskip("transformers")
+
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 8,
+    "vocab_size": 300,
+    "num_experts_per_tok": 2,
+}
+GPT2 = {"n_layer": 4, "n_embd": 64, "n_head": 8, "vocab_size": 300}
+NESTED = {"rope_type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor", "beta_fast", "beta_slow"}
+NESTED |= {"mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "short_factor", "type"}
+NESTED |= {"original_max_position_embeddings"}
+ROPE: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 5000.0},
+    {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 5000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.7,
+    },
+]
+"""What says nothing of a model that has no such part, and what a class computes of other keys."""
+
+
+def defaults(kind: str) -> dict[str, Any]:
+    """Every key of a family: of a default configuration, annotated in its class, and read under another name."""
+    of_class = transformers.CONFIG_MAPPING[kind]
+    shape = GPT2 if kind == "gpt2" else {k: v for k, v in SHAPE.items() if hasattr(of_class(), k)}
+    values = json.loads(json.dumps(of_class(**shape).to_dict()))
+    noted = {name for base in of_class.__mro__ for name in getattr(base, "__annotations__", {})}
+    plans = {
+        name for name in noted if name.startswith(("_", "base_", "extra_")) or name.endswith(("_map", "_defaults"))
+    }
+    return {**dict.fromkeys(noted - plans - of_class.attribute_map.keys()), **values}
+
+
+def read(folder: Path, values: dict[str, Any]) -> Imported:
+    file = folder / "config.json"
+    file.write_text(json.dumps(values))
+    return import_config(file)
+
+
+def flags(found: Imported) -> set[str]:
+    return {u.flag for u in found.unplaced}
+
+
+def another(value: Any) -> Any:
+    """A value of the same type, or a number for null."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, list):
+        return [{"full_attention": "sliding_attention"}.get(value[0], "full_attention"), *value[1:]] if value else [0]
+    return "another" if isinstance(value, str) else 7
+
+
+def account(folder: Path, base: dict[str, Any], changed: dict[str, Any], key: str) -> str | None:
+    """What became of a key that has another value than in `base`; None: it was silently dropped."""
+    try:
+        found = read(folder, changed)
+    except BadInput as refused:
+        return f"refused: {refused}"
+    if key in flags(found) and key not in ("rope_parameters", "rope_scaling"):
+        return "listed"
+    if any("rotary positions of kind" in u.text for u in found.unplaced):
+        return "listed, with all that is beside it"
+    before = read(folder, base)
+    return "used, or listed" if (found.run, found.unplaced) != (before.run, before.unplaced) else None
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_no_key_of_a_class_of_transformers_is_dropped_in_silence(kind: str, tmp_path: Path) -> None:
+    base = defaults(kind)
+    assert not {u.flag for u in read(tmp_path, base).unplaced if u.why == "unknown"}
+    irrelevant = {**IRRELEVANT, **FAMILIES[kind].irrelevant}
+    silent = []
+    for key, value in base.items():
+        if key in irrelevant or key in ("model_type", "rope_parameters"):
+            continue
+        width = {"sliding_window": 16} if key == "use_sliding_window" else {}
+        if account(tmp_path, base | width, {**base, **width, key: another(value)}, key) is None:
+            silent.append(key)
+    assert not silent
+    assert all(irrelevant.values())
+
+
+@pytest.mark.parametrize("rope", ROPE, ids=lambda r: r["rope_type"])
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "deepseek_v3"])  # one of each reader of them
+def test_no_key_of_rotary_positions_is_dropped_in_silence(kind: str, rope: dict[str, Any], tmp_path: Path) -> None:
+    """In the words of transformers 5, and of 4: `rope_theta` outside of `rope_scaling`."""
+    base = {**defaults(kind), "rope_parameters": rope}
+    for key in sorted(NESTED | {"never_heard_of"}):
+        if key == "type":  # the name of rope_type in transformers 4
+            continue
+        value = another(rope.get(key))
+        five = {**base, "rope_parameters": {**rope, key: value}}
+        assert account(tmp_path, base, five, "rope_parameters"), f"rope_parameters.{key}"
+        old = {k: v for k, v in base.items() if k != "rope_parameters"}
+        scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
+        four = {**old, "rope_scaling": {**scaling, key: value}}
+        assert account(tmp_path, {**old, "rope_scaling": scaling}, four, "rope_scaling"), f"rope_scaling.{key}"
+
+
+@pytest.mark.parametrize("rope", ROPE, ids=lambda r: r["rope_type"])
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "gpt2"])
+def test_transformers_4_and_5_say_the_same(kind: str, rope: dict[str, Any], tmp_path: Path) -> None:
+    old = {k: v for k, v in defaults(kind).items() if k != "rope_parameters"}
+    theta = {"rope_theta": 5000.0}
+    found = read(tmp_path, {**old, "rope_parameters": {**rope, **theta}})
+    scaling = {("type" if k == "rope_type" else k): v for k, v in rope.items() if k != "rope_theta"}
+    base = "rotary_emb_base" if kind == "gpt_neox" else "rope_theta"
+    four = read(tmp_path, {**old, base: 5000.0, "rope_scaling": scaling})
+    assert found.run == four.run
+    assert found.run.model.rotary_base == 5000.0
+    layers = {name: {**rope, **theta} for name in ("full_attention", "sliding_attention")}
+    assert read(tmp_path, {**old, "rope_parameters": layers}).run == found.run
+    layers["full_attention"] = {**rope, "rope_theta": 7000.0}
+    assert "rope_parameters" in flags(read(tmp_path, {**old, "rope_parameters": layers}))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_key_that_is_left_out_is_the_default_of_the_class(kind: str, tmp_path: Path) -> None:
+    whole = defaults(kind)
+    shape = GPT2 if kind == "gpt2" else {k: whole[k] for k in SHAPE if k in whole}
+    found, wanted = read(tmp_path, {"model_type": kind, **shape}), read(tmp_path, whole)
+    head = {"kv_channels": None}  # a width that the class computes, said or not
+    assert found.run.model.model_copy(update=head) == wanted.run.model.model_copy(update=head)
+    assert found.run.model.head_dim == wanted.run.model.head_dim
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_another_name_of_a_key_is_the_key(kind: str, tmp_path: Path) -> None:
+    base = defaults(kind)
+    names = transformers.CONFIG_MAPPING[kind].attribute_map
+    assert names.items() <= FAMILIES[kind].aliases.items()
+    for alias, key in names.items():
+        if base.get(key) is None:
+            continue
+        moved = {k: v for k, v in base.items() if k != key} | {alias: base[key] * 2}
+        assert read(tmp_path, moved).run == read(tmp_path, {**base, key: base[key] * 2}).run
+        assert alias in flags(read(tmp_path, {**base, alias: base[key] * 2}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "flag"),
+    [
+        ("llama", {"num_hidden_layer": 2}, "num_hidden_layer"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "factr": 4.0}}, "rope_parameters"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama", {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, "max_window_layers"),
+        ("qwen3", {"attention_bias": True, "mlp_bias": True}, "mlp_bias"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
+        ("gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
+        ("gpt_oss", {}, "rope_parameters"),
+    ],
+)
+def test_what_is_not_computed_here_is_named(kind: str, change: dict[str, Any], flag: str, tmp_path: Path) -> None:
+    found = read(tmp_path, {"model_type": kind, **(GPT2 if kind == "gpt2" else SHAPE), **change})
+    why = {u.flag: (u.why, u.text) for u in found.unplaced}
+    assert flag in why
+    if change.keys() == {"num_hidden_layer"} or "factr" in change.get("rope_parameters", {}):
+        assert why[flag][0] == "unknown"
+        assert "did you mean" in why[flag][1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "wanted"),
+    [
+        ("gpt2", {"scale_attn_weights": False}, {"softmax_scale": 1.0}),
+        ("gpt2", {"activation_function": "relu2"}, {"activation": "squared_relu"}),
+        ("llama", {"hidden_act": "gelu_pytorch_tanh"}, {"activation": "geglu_tanh"}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}, {"add_bias_linear": True}),
+        ("mixtral", {"rope_parameters": {"rope_theta": 7.0}}, {"rotary_base": 7.0}),
+        ("mixtral", {"rope_parameters": {"rope_type": "default"}}, {"rotary_base": 1e6}),
+        ("gpt_neox", {"rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 0.5}}, {"rotary_percent": 0.5}),
+        ("mistral", {"sliding_window": 9}, {"window_size": 9, "window_attn_skip_freq": None}),
+        ("mistral", {"sliding_window": None}, {"window_size": None}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, {"window_size": 9}),
+        (
+            "gpt_oss",
+            {"swiglu_limit": 5.0},
+            {"window_size": 128, "window_attn_skip_freq": 2, "softmax_type": "learnable"},
+        ),
+        ("gpt_oss", {"swiglu_limit": 5.0}, {"activation_func_clamp_value": 5.0, "glu_linear_offset": 1.0}),
+        ("qwen3_moe", {"num_local_experts": 5}, {"moe.num_experts": 5}),
+        ("qwen3_moe", {"num_experts": 5}, {"moe.num_experts": 5}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1]}, {"moe.first_dense_layers": 2}),
+        ("qwen2_moe", {"qkv_bias": False}, {"add_qkv_bias": False, "moe.shared_expert_gate": True}),
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
+            {"moe.router_group_score_topk": 1, "moe.router_num_groups": 8, "moe.router_group_topk": 3},
+        ),
+        ("deepseek_v2", {"topk_method": "greedy", "n_group": 1, "topk_group": 1}, {"moe.router_num_groups": None}),
+        ("deepseek_v3", {"topk_group": 2}, {"moe.router_group_score_topk": 2, "moe.router_group_topk": 2}),
+        (
+            "deepseek_v3",
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4,
+                    "beta_fast": 16,
+                    "beta_slow": 2,
+                    "attention_factor": None,
+                }
+            },
+            {
+                "mla.beta_fast": 16.0,
+                "mla.beta_slow": 2.0,
+                "mla.rotary_scaling_factor": 4.0,
+                "mla.mscale_all_dim": 0.0,
+            },
+        ),
+    ],
+)
+def test_what_is_computed_here_comes_over(
+    kind: str, change: dict[str, Any], wanted: dict[str, Any], tmp_path: Path
+) -> None:
+    found = read(tmp_path, {"model_type": kind, **(GPT2 if kind == "gpt2" else SHAPE), **change})
+    values = found.run.flat()
+    assert {key: values[f"model.{key}"] for key in wanted} == wanted
+    assert not flags(found) & change.keys() - {"topk_group", "n_group"} - ELSEWHERE.keys()
+
+
+def test_a_file_of_unknown_keys_and_one_of_endless_layers_are_read_in_no_time(tmp_path: Path) -> None:
+    started = time.process_time()
+    many = {f"never_heard_of_{i}": i for i in range(9_000)}
+    assert len(read(tmp_path, {"model_type": "qwen3_moe", **SHAPE, **many}).unplaced) >= 9_000
+    read(tmp_path, {"model_type": "qwen2", **SHAPE, "num_hidden_layers": 10**12})
+    assert time.process_time() - started < 3
