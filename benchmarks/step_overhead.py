@@ -120,7 +120,7 @@ def bare_step(run: Any, world: Any) -> Callable[[], float]:
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, api.finalize_model_grads
     samples = open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), ("train",)).train
     schedule_of_steps = api.get_forward_backward_func()
-    batch, micro, seq = run.trainer.global_batch_size, run.trainer.micro, run.data.seq_length
+    batch, micro, seq = run.trainer.batch, run.trainer.micro, run.data.seq_length
     used = 0
 
     def forward_step(iterator: Iterator[Any], chunk: Any) -> Any:

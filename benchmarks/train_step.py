@@ -107,7 +107,7 @@ def measured(words: list[str], steps: int) -> dict[str, Any]:
                 step()
                 for c, clock in clocks.items():
                     seconds[c][name].append(clock() - begin[c])
-    tokens = run.trainer.global_batch_size * run.data.seq_length
+    tokens = run.trainer.batch * run.data.seq_length
     return {
         **{c: compared(values) for c, values in seconds.items()},
         "kernels.cpu_matmul": [run.kernels.cpu_matmul, matmul.reason(run)],
@@ -160,7 +160,7 @@ def samples(run: Any) -> Iterator[tuple[Any, Any]]:
     from mtrain.data import open_splits, prepare
 
     train = open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), ("train",)).train
-    batch, used = run.trainer.global_batch_size, 0
+    batch, used = run.trainer.batch, 0
     while True:
         windows = torch.from_numpy(train.batch(np.arange(used, used + batch)))
         used += batch

@@ -99,6 +99,12 @@ class BadInput(MtrainError):
         super().__init__("\n".join(p.render() for p in self.problems))
 
 
+class DamagedInput(BadInput):
+    """Every problem is of a file that is not what it was written as."""
+
+    exit_code = 4
+
+
 class BadEnvironment(MtrainError):
     """The configuration is right but this machine, or what is installed on it, cannot run it."""
 

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.cli.setup import load as checked
 from mtrain.config.compose import compose
 from mtrain.config.load import load
 from mtrain.config.paths import choices_of_group, conf_dir
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import check
 from mtrain.config.run import GROUPS, RunConfig
+from mtrain.errors import BadInput
 from mtrain.plan.count import parameters, prediction_parameters
 from tests.support.configs import LAPTOP, errors
 
@@ -65,6 +67,28 @@ def test_every_choice_composes_and_sets_nothing_but_its_group(group: str, choice
     assert composed.choices[group] == choice
     changed = {k.split(".")[0] for k, v in composed.origins.items() if v.startswith(f"conf/{group}/{choice}.yaml")}
     assert changed == {group}
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_choice_passes_check_alone_with_the_defaults_of_the_rest(group: str, choice: str) -> None:
+    """What a machine or a user still has to bring is a warning; a run is refused for it, and for nothing else."""
+    lacking = {"MT301", "MT403", "MT407", "MT442"}
+    warned = {p.code for p in checked([f"{group}={choice}"], LAPTOP, {}, to_run=False).warnings}
+    try:
+        checked([f"{group}={choice}"], LAPTOP, {})
+        refused = set()
+    except BadInput as error:
+        refused = {p.code for p in error.problems if p.severity == "error"}
+    assert refused == warned & lacking
+    if refused & {"MT403", "MT407", "MT442"}:
+        there = Machine(64, 1 << 40, gpus=8, transformer_engine=True, triton=True)
+        checked([f"{group}={choice}", f"cluster={'b200x8' if choice in ('mxfp8', 'nvfp4') else 'h100x8'}"], there, {})
+
+
+@pytest.mark.parametrize("words", ["kernels=te cluster=cpu", "precision=mxfp8 cluster.device=cpu", "kernels=nope"])
+def test_what_a_configuration_says_that_it_runs_on_must_have_the_rest(words: str) -> None:
+    with pytest.raises(BadInput):
+        checked(words.split(), LAPTOP, {}, to_run=False)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import SMALL, metrics, mtrain, start, wait_for
+from tests.support.commands import SMALL, environment, metrics, mtrain, start, wait_for
 
 pytestmark = pytest.mark.e2e
 TINY = (*SMALL, "parallel=single", "checkpoint=off", "log=quiet")
@@ -21,7 +23,11 @@ def test_a_failing_run_stops_no_other_and_its_code_is_the_exit_code(tmp_path: Pa
     assert done.returncode == 2
     assert [row["code"] for row in rows] == [0, 2, 0, 2]
     assert [row["name"] for row in rows] == ["s-0", "s-1", "s-2", "s-3"]
-    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["s-0", "s-2"]
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["s-0", "s-2", "s.sweep.txt"]
+    assert "table: runs/s.sweep.txt" in done.stderr
+    table = (tmp_path / "runs/s.sweep.txt").read_text().splitlines()
+    assert [line.split()[0] for line in table[1:5]] == ["s-0", "s-1", "s-2", "s-3"]
+    assert table[-1] == "4 of 4 runs, 2 failed"
     for row in (rows[0], rows[2]):
         lines = metrics(tmp_path / "runs" / row["name"])
         assert row["loss"] == next(line["loss"] for line in reversed(lines) if "loss" in line)
@@ -41,3 +47,23 @@ def test_a_stop_ends_the_run_and_the_sweep_with_what_there_is(tmp_path: Path) ->
     assert "1 of 2 runs" in out
     assert not (tmp_path / "runs/s-1").exists()
     assert list((tmp_path / "runs/s-0/checkpoints").glob("step_*")), "the run saved before it ended"
+
+
+def test_torch_is_imported_once_for_all_runs(tmp_path: Path) -> None:
+    """An import hook writes down each process that looks for torch; runs are forked from the one that has."""
+    code = (
+        "import os, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch':\n"
+        "            open('imports.txt', 'a').write(f'{os.getpid()}\\n')\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        "from mtrain.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    words = ["-m", *TINY, "trainer.train_iters=1", "trainer.eval_iters=0", "trainer.seed=1,2", "log.name=s"]
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "imports.txt").read_text().splitlines()) == 1
+    assert all(metrics(tmp_path / "runs" / name) for name in ("s-0", "s-1"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mtrain.cli.setup import load
 from mtrain.errors import BadInput, Problem
-from tests.support.configs import LAPTOP
+from tests.support.configs import LAPTOP, within_a_second
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,11 @@ def recipe(number: int, text: str, line: int, code: str, path: str, *says: str) 
 
 def judged(words: Sequence[str]) -> list[Problem]:
     """What `check` says of a command line on a small machine without GPUs."""
-    try:
-        return list(load(words, LAPTOP, {}).warnings)
-    except BadInput as error:
-        return list(error.problems)
+    with within_a_second():
+        try:
+            return list(load(words, LAPTOP, {}).warnings)
+        except BadInput as error:
+            return list(error.problems)
 
 
 HEADS = "model.num_query_groups=null model.kv_channels=16"

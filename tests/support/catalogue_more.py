@@ -110,7 +110,13 @@ COMMAND_LINES: tuple[Row, ...] = (
     bad(0, "trainer.profile_step=1000", "MT134", "trainer.profile_step", "step 1000", "80 steps"),
     bad(0, "kernels.atention=te", "MT012", "kernels.atention", "no such key"),
     bad(0, "recipe.title=1", "MT013", "recipe.title", "must be text"),
-    bad(0, "model=mixtral_tiny parallel=tp2", "MT125", "parallel.sequence_parallel", "tp 2", origin=DEFAULT),
+    bad(
+        0,
+        "model=mixtral_tiny parallel=tp2 parallel.sequence_parallel=false",
+        "MT125",
+        "parallel.sequence_parallel",
+        "tp 2",
+    ),
     bad(0, "model=deepseek_tiny parallel=single model.add_qkv_bias=true", "MT210", "model.add_qkv_bias", "no biases"),
     bad(
         0,

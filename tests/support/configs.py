@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mtrain.config.resolve import Machine, resolve
@@ -26,6 +29,14 @@ TINY: dict[str, Any] = {
     "trainer": {"global_batch_size": 16, "micro_batch_size": 4},
 }
 MOE = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 352}
+
+
+@contextmanager
+def within_a_second() -> Iterator[None]:
+    """What a judgement may cost at most: a second of a core."""
+    begun = time.process_time()
+    yield
+    assert time.process_time() - begun <= 1.0, f"{time.process_time() - begun:.2f} CPU s"
 
 
 def tiny(**changes: Any) -> RunConfig:

@@ -25,12 +25,11 @@ from mtrain.cli.setup import load
 from mtrain.config.dump import run_yaml
 from mtrain.config.paths import conf_dir, recipes_dir
 from mtrain.errors import BadInput, Problem
-from tests.support.configs import LAPTOP, tiny
+from tests.support.configs import LAPTOP, tiny, within_a_second
 from tests.support.hostile import hostile
 from tests.support.mutators import mutated
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 2.0
 SECRET = "CANARY", "b1rd-that-must-not-sing"
 """An environment variable that nothing may read out."""
 FORBIDDEN = re.compile(
@@ -99,14 +98,13 @@ def judged(words: Sequence[str]) -> list[Problem]:
     Raises:
         AssertionError: it took long, let the canary fire, gave a secret away, or refused without saying where.
     """
-    start, problems = time.process_time(), []
-    with CANARY.watching():
+    problems: list[Problem] = []
+    with CANARY.watching(), within_a_second():
         try:
             said = str(load(words, LAPTOP, {}).run.to_dict())
         except BadInput as error:
             problems, said = list(error.problems), str(error)
             assert problems, "refused without a problem"
-    assert time.process_time() - start < LIMIT_S, f"{time.process_time() - start:.2f} s"
     assert SECRET[1] not in said
     for problem in problems:
         assert problem.rule

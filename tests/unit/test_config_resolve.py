@@ -9,10 +9,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from mtrain.cli.setup import load
 from mtrain.config.groups import KernelsConfig
 from mtrain.config.kernels import OPERATIONS, problems, reasons
 from mtrain.config.resolve import Machine, machine_problems, resolve, smallest_world, world_size_of
 from mtrain.config.run import RunConfig
+from mtrain.errors import BadInput
 from tests.support.configs import LAPTOP, MOE, tiny
 
 GPUS = Machine(cpu_cores=64, memory_bytes=1 << 40, gpus=8, transformer_engine=True)
@@ -240,3 +242,55 @@ def test_what_a_learning_rate_alone_does_not_say_follows_it() -> None:
 def test_text_is_sampled_where_there_is_a_tokenizer() -> None:
     assert resolve(tiny(), LAPTOP).trainer.sample_tokens == 64
     assert resolve(tiny(data__kind="mock"), LAPTOP).trainer.sample_tokens == 0
+
+
+ELSEWHERE = LAPTOP
+THERE = replace(LAPTOP, gpus=8, transformer_engine=True, triton=True)
+BARE = replace(THERE, transformer_engine=False)
+ON_A_CLUSTER: tuple[str, ...] = ("cluster=h100x8", "data=mock", "trainer.global_batch_size=64")
+USES = (
+    "kernels.gradient_accumulation_fusion=true",
+    "precision=fp8_tensorwise",
+    "precision=bf16 optim.exp_avg_dtype=bf16",
+    "precision=bf16 optim.exp_avg_dtype=bf16 optim.exp_avg_sq_dtype=fp8",
+    "parallel=cp2 parallel.cp_comm_type=p2p",
+    "parallel=cp2",
+    "model=mixtral_tiny precision=bf16",
+    "optim=muon",
+    "parallel.fsdp=fsdp2",
+)
+
+
+def _errors_on(words: str, machine: Machine) -> set[tuple[str, str]]:
+    try:
+        layout = [] if "parallel=" in words else ["parallel=single"]
+        load([*ON_A_CLUSTER, *layout, *words.split()], machine, {})
+    except BadInput as error:
+        return {(p.code, p.path) for p in error.problems if p.severity == "error"}
+    return set()
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    "choice", ["kernels=auto", "kernels=te", "kernels=triton", "kernels.linear=te", "kernels.attention=te"]
+)
+def test_a_machine_without_the_devices_refuses_nothing_that_the_cluster_runs(choice: str, use: str) -> None:
+    """A key that the machine of the cluster resolves is not judged before; one that is named is judged everywhere."""
+    there, elsewhere = _errors_on(f"{choice} {use}", THERE), _errors_on(f"{choice} {use}", ELSEWHERE)
+    assert elsewhere <= there
+    if choice == "kernels=te":
+        assert elsewhere == there
+
+
+def test_what_is_chosen_where_it_runs_is_left_open_elsewhere() -> None:
+    words = [*ON_A_CLUSTER, "parallel=cp2"]
+    assert load(words, ELSEWHERE, {}).run.parallel.cp_comm_type is None
+    assert load([*words, "kernels=te"], ELSEWHERE, {}).run.parallel.cp_comm_type == "p2p"
+    assert load(words, THERE, {}).run.parallel.cp_comm_type == "p2p"
+    assert load(words, BARE, {}).run.parallel.cp_comm_type == "all_gather"
+    fused = "kernels.gradient_accumulation_fusion=true"
+    assert _errors_on(fused, BARE) == {("MT404", "kernels.gradient_accumulation_fusion")}
+    assert _errors_on(f"kernels=te {fused}", ELSEWHERE) == set()
+    assert _errors_on(f"kernels.linear=reference {fused}", ELSEWHERE) == {
+        ("MT404", "kernels.gradient_accumulation_fusion")
+    }

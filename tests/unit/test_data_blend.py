@@ -135,7 +135,8 @@ def test_a_blend_that_cannot_be_is_refused_with_a_fix_that_works(
             return [real(item) for item in value]
         return prefixes[int(value[1])] + value[2:] if isinstance(value, str) and value[0] == "P" else value
 
-    base = {"data.kind": "indexed", "data.blend": prefixes}
+    base = {"data.kind": "indexed", "data.blend": prefixes, "data.seq_length": 16, "model.vocab_size": 60_000}
+    base["trainer.eval_iters"] = 0
     raw = apply(tiny(), base)
     assert errors(raw) == []
     raw = apply(raw, {key: real(value) for key, value in change.items()})

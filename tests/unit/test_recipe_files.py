@@ -342,14 +342,15 @@ def test_other_data_and_another_tokenizer_are_told_apart(run: Run, tmp_path: Pat
                 writer.add(np.arange(start, start + 300, dtype=np.uint16) % last)
 
     write(97)
-    (tmp_path / "t.json").write_text('{"version": 1}')
+    vocabulary = '{"version": "1.0", "model": {"type": "BPE", "merges": [], "vocab": {"%s": 0}}}'
+    (tmp_path / "t.json").write_text(vocabulary % "a")
     words = ["data=indexed", "data.path=tokens", "data.tokenizer=t.json", "data.seq_length=32"]
     assert run("recipe", "lock", "llama/tiny_cpu", *words, "-o", "t.yaml")[0] == 0
     assert run("recipe", "verify", "t.yaml")[0] == 0
-    (tmp_path / "t.json").write_text('{"version": 2}')
+    (tmp_path / "t.json").write_text(vocabulary % "b")
     code, out, _ = run("recipe", "verify", "t.yaml")
     assert (code, out.startswith("tokenizer")) == (4, True)
-    (tmp_path / "t.json").write_text('{"version": 1}')
+    (tmp_path / "t.json").write_text(vocabulary % "a")
     for suffix in (".bin", ".idx"):
         (tmp_path / f"tokens{suffix}").unlink()
     code, out, _ = run("recipe", "verify", "t.yaml")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from mtrain.cli.main import main
 from mtrain.cli.recipe.diff import diff
 from mtrain.config.compose import compose
 from mtrain.config.locked import read_lock
@@ -23,9 +25,11 @@ from mtrain.recipes.write import delta, recipe_text
 from tests.support.configs import LAPTOP
 from tests.unit.test_recipe_hf import DEEPSEEK, LLAMA3
 
-SCRIPTS = sorted((Path(__file__).resolve().parents[1] / "support/megatron_scripts").glob("*.sh"))
+FOLDER = Path(__file__).resolve().parents[1] / "support/megatron_scripts"
+SCRIPTS, YAML = sorted(FOLDER.glob("*.sh")), sorted(FOLDER.glob("*.yaml"))
 PIECES = (
     *("$(", "${", "$((", "`", "'", '"', "\\", "\n", "#", "(", ")", "<<E", ";", "&&", "|", "=", "${A[@]}", "$A", "\0"),
+    *("then", "else", "elif", "case", "esac", "[[", "]]", "((", "))", "||", "{", "}", "!", ";;", "do", "done"),
     *("-1", "0", "1e400", "nan", "9" * 40, "x" * 300, "é", "--", "--=", "[0]*9", "(((((", "*", "~", "if", "fi", "\t"),
 )
 
@@ -74,6 +78,25 @@ def test_a_mutated_script_is_imported_or_refused(seed: int, tmp_path: Path) -> N
     for _ in range(60):
         file.write_text(mutated(rng.choice(SCRIPTS).read_text(), rng, (*PIECES, *rng.sample(flags, 20))))
         answered(work)
+
+
+def test_a_script_or_yaml_with_other_numbers_ends_with_a_report_or_problems(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole command: the report is made of a run that may break every rule, such as too few ranks."""
+    rng = random.Random(11)
+    codes = set()
+    for _ in range(60):
+        source = rng.choice([*SCRIPTS, *YAML, *YAML])
+        words = re.split(r"(?<![\w.])([0-9]+)(?![\w.])", source.read_text())
+        for index in rng.sample(range(1, len(words), 2), 4):
+            words[index] = rng.choice(("0", "1", "3", "7", "64", "1000", "-1", "1e3", "x", "0.5", "9" * 19))
+        file = tmp_path / f"x{source.suffix}"
+        file.write_text("".join(words))
+        start = time.process_time()
+        codes.add(main(["recipe", "import", str(file)]))
+        assert time.process_time() - start < 2
+    assert codes == {0, 2}, capsys.readouterr().err[-2000:]
 
 
 def test_a_mutated_configuration_of_another_library_is_imported_or_refused(tmp_path: Path) -> None:

@@ -405,19 +405,12 @@ def test_a_flag_without_a_place_is_listed_with_the_reason(name: str, flag: str, 
     assert {u.flag: u.why for u in imported(name).unplaced}[flag] == why
 
 
-def test_what_stands_under_a_condition_is_left_out_and_said() -> None:
-    notes = "\n".join(imported("llama3_8b_cp2").notes)
-    assert "--fp8-param-gather is added only under a condition" in notes
-    assert "llama3_8b_cp2.sh:5" in notes
-
-
-def test_a_vocabulary_that_nobody_says_is_asked_for_or_taken_from_the_same_shape() -> None:
-    assert "model=qwen25_7b" in "".join(imported("qwen25_7b").notes)
-    from mtrain.errors import BadInput
-
+def test_a_vocabulary_is_taken_from_the_same_shape() -> None:
+    shape = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048"
+    found = import_texts([(f"torchrun pretrain_gpt.py {shape}", "x.sh")], "x")
+    assert "the vocabulary of 50257 is that of model=gpt3_175b" in "".join(found.notes)
     text = "torchrun pretrain_gpt.py --num-layers 3 --hidden-size 66 --num-attention-heads 2 --seq-length 8"
-    with pytest.raises(BadInput, match=r"model\.vocab_size=32000"):
-        import_texts([(text, "x.sh")], "x")
+    assert import_texts([(text, "x.sh")], "x").open == ["model.vocab_size"]
     assert import_texts([(text, "x.sh")], "x", ["model.vocab_size=512"]).run.model.vocab_size == 512
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from mtrain.errors import BadInput
 from mtrain.recipes.arithmetic import pattern_of, whole_number
+from mtrain.recipes.expansion import UNKNOWN, shown
 from mtrain.recipes.megatron import import_scripts
-from mtrain.recipes.shell import UNKNOWN, read_script, shown
+from mtrain.recipes.shell import read_script
 
 LIKE_BASH = [
     "A=1; B=$A$A; show $B ${B}x",
@@ -38,6 +39,19 @@ LIKE_BASH = [
     'A=" --p 1 "; show $A--q 2 x$A',
     'A="it\'s"; show "$A" $A',
     "show \"\" '' x",
+    'D="fp8"; A=(); if [[ "$D" == "fp8" ]]; then A+=(--fp8 x); fi; show "${A[@]}" end',
+    "D=bf16; if [ $D = fp8 ]; then A=1; elif [ $D = bf16 ]; then A=2; else A=3; fi; show $A",
+    'T=$3; if [[ "${3:-MOCK}" == MOCK ]] || [[ -z "$T" ]]; then A=mock; else A=real; fi; show $A',
+    "N=8\nif (( N > 4 )); then A=big\nelse A=small\nfi\nshow $A",
+    "N=8; if [ $N -gt 8 -o $N -eq 8 ]; then show yes; fi; [ $N -lt 3 ] && show no; [ $N -lt 3 ] || show or",
+    "M=7b; case $M in\n  1b|7b) A=4 ;;\n  70b)\n    A=8\n    ;;\n  *) A=9;;\nesac; show $A",
+    'M=x70b; case "$M" in (7b) A=1;; *70b) A=2; B=3;; *) A=4;; esac; show $A $B',
+    'X=; if [ -n "$X" ]; then A=1; else A=2; fi; if ! [ -z "$X" ]; then A=$A.; fi; show $A',
+    'A=a; if [[ ( $A == b || $A == [ac] ) && ! -z $A ]]; then if [[ $A != "[ac]" ]]; then B=in; fi; fi; show $B',
+    "A=1; while [ $A = 2 ]; do B=no; done; until true; do B=no; done; show $A ${B:-none}",
+    'A=; B=; [ "${X:-0}" = 1 ] && { A=1; B=2; }; [ "${X:-1}" = 1 ] && { C=3; }; show "$A$B$C"',
+    "if false; then A=1; if true; then A=2; fi; else A=3; fi; show $A",
+    "test a = a && A=1; test a = b || B=2; show $A $B",
 ]
 
 
@@ -56,7 +70,7 @@ def test_words_expand_as_bash_expands_them(script: str) -> None:
     found = [c.words[1:] for c in read_script((script, "s.sh")).commands if c.words[0] == "show"]
     if "> /dev/null" in script:
         assert found == [["a"]]
-    elif "||" in script:
+    elif "show c || show d" in script:
         assert found == [["a"], ["b"], ["c"], ["d"], ["e"]], "both sides of || are read"
     else:
         assert found == wanted
@@ -84,8 +98,8 @@ def test_what_only_running_could_tell_is_marked_and_never_guessed(text: str, wha
 def test_conditions_and_loops_change_nothing_outside_them() -> None:
     script = read_script(
         (
-            "A=1\nif [ -n x ]; then A=2; B=3; fi\n[ x ] && A=4\nfor i in 1 2; do A=5; done\n"
-            "case $A in\n  x) A=6 ;;\n  y) A=7 ;;\nesac\nwhile true; do A=8; done\nrun $A $B\n",
+            "A=1\nif [ -n $Q ]; then A=2; B=3; fi\n[ $Q ] && A=4\nfor i in 1 2; do A=5; done\n"
+            "case $Q in\n  x) A=6 ;;\n  y) A=7 ;;\nesac\nwhile true; do A=8; done\nrun $A $B\n",
             "s.sh",
         )
     )
@@ -95,7 +109,7 @@ def test_conditions_and_loops_change_nothing_outside_them() -> None:
 
 
 def test_a_command_in_a_condition_is_marked() -> None:
-    commands = read_script(("if true; then run a; fi\ncd x && run b\n", "s.sh")).commands
+    commands = read_script(("if [ -f x ]; then run a; fi\ncd x && run b\n", "s.sh")).commands
     assert [(c.words[1], c.conditional) for c in commands if c.words[0] == "run"] == [("a", True), ("b", False)]
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import apply
+from mtrain.data.indexed import IndexedWriter, token_dtype
 from tests.support.configs import LAPTOP, MOE, errors, first_fix, judge, tiny
 
 MLA: dict[str, Any] = {"kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
@@ -155,7 +157,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT122", {"model.moe": MOE, "parallel.ep": 3, "trainer.global_batch_size": 12}),
     ("MT123", {"model.moe": {**MOE, "ffn_hidden_size": 351}, "parallel.tp": 2, "parallel.sequence_parallel": True}),
     ("MT124", {"model.moe": MOE, "parallel.ep": 2, "parallel.ranks": 3, "trainer.global_batch_size": 12}),
-    ("MT125", {"model.moe": MOE, "parallel.tp": 2}),
+    ("MT125", {"model.moe": MOE, "parallel.tp": 2, "parallel.sequence_parallel": False}),
     ("MT130", {"trainer.global_batch_size": 15}),
     ("MT130", {"trainer.global_batch_size": 2}),
     ("MT131", {"parallel.pp": 2, "parallel.vpp": 2, "trainer.global_batch_size": 12}),
@@ -516,7 +518,7 @@ def test_a_gpu_that_is_here_needs_no_cluster() -> None:
 
 def test_a_missing_file_names_its_neighbours_and_the_neighbour_is_the_fix(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus/a.txt").write_text("text\n")
+    (tmp_path / "corpus/a.txt").write_text("text\n" * 200)
     (problem,) = errors(tiny(data__path=str(tmp_path / "corpsu")))
     assert problem.fix.startswith(f"data.path={tmp_path / 'corpus'}")
 
@@ -534,8 +536,10 @@ def test_indexed_data_needs_both_files_by_their_prefix(tmp_path: Path) -> None:
     (tmp_path / "tokens.idx").write_bytes(b"x")
     change = {"data.kind": "indexed", "data.path": str(tmp_path / "tokens")}
     assert "tokens.bin: there is no such file" in errors(apply(tiny(), change))[0].rule
-    (tmp_path / "tokens.bin").write_bytes(b"x")
-    assert errors(apply(tiny(), change)) == []
+    with IndexedWriter(tmp_path / "tokens", token_dtype(4096)) as writer:
+        for _ in range(10):
+            writer.add(np.zeros(1000, np.uint16))
+    assert errors(apply(tiny(), {**change, "data.split": [0.8, 0.2, 0.0]})) == []
     (problem,) = errors(apply(tiny(), {**change, "data.path": str(tmp_path / "tokens.bin")}))
     assert problem.fix.startswith(f"data.path={tmp_path / 'tokens'}")
     (problem,) = errors(apply(tiny(), {**change, "data.path": str(tmp_path / "tokeens")}))

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
+from mtrain.config.paths import MANIFEST, RUN_FILE
 from mtrain.errors import Damaged
 from mtrain.world.beats import tick
 
 FORMAT = 1
-MANIFEST = "manifest.json"
-RUN_FILE = "run.yaml"
 MAX_MANIFEST_BYTES = 1 << 30
 HASHED_BYTES = 1 << 24
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from mtrain import strict_json
 from mtrain.cli.setup import Loaded, load
 from mtrain.config import kernels
 from mtrain.config.batches import counted, stages
+from mtrain.config.paths import MANIFEST
 from mtrain.config.rules.finding import dp_of
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem, say_page, visible
-from mtrain.units import count
+from mtrain.units import MIB, count
+
+READ_MANIFEST = 16 * MIB
+"""A manifest up to this size is read in a fraction of a second."""
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
@@ -20,13 +25,32 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
 
     Raises:
         BadInput: there are errors.
+        Damaged: what is to be gone on from is no committed checkpoint.
     """
-    loaded = load(argv)
+    loaded = load(argv, to_run=False)
+    if loaded.run.checkpoint.resume is not None:
+        from mtrain.launching.folder import plan
+
+        chosen = plan(loaded.run)
+        if chosen.checkpoint is not None:
+            _looks_whole(chosen.checkpoint)
     if as_json:
         say_page(strict_json.dumps(verdict(loaded.warnings, loaded.run.digest()), indent=2))
     else:
         say_page(summary(loaded))
     return 0
+
+
+def _looks_whole(checkpoint: Path) -> None:
+    """Reads a manifest of a usual size, and compares the sizes of the files that it names.
+
+    Raises:
+        Damaged: they are not what was written.
+    """
+    from mtrain.ckpt.folder import read_manifest
+
+    if (checkpoint / MANIFEST).stat().st_size <= READ_MANIFEST:
+        read_manifest(checkpoint, verify=False)
 
 
 def verdict(problems: Sequence[Problem], digest: str | None) -> dict[str, object]:
@@ -61,8 +85,8 @@ def summary(loaded: Loaded) -> str:
     if run.model.moe is not None and p.etp not in (None, p.tp):
         shown.append(f"etp {p.etp}")
     flags = [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(p, name)]
-    micro = t.global_batch_size // (t.micro * dp)
-    tokens, sizes = t.global_batch_size * run.data.seq_length, counted(stages(run), t.train_iters)
+    micro = t.batch // (t.micro * dp)
+    tokens, sizes = t.batch * run.data.seq_length, counted(stages(run), t.train_iters)
     total = sum(number * size for number, size in sizes) * run.data.seq_length
     grown = ", ".join(f"{number} steps of {size}" for number, size in sizes[:4])
     ramp = [("ramp", grown + (f", ... {sizes[-1][0]} of {sizes[-1][1]}" if len(sizes) > 4 else ""))]
@@ -70,7 +94,7 @@ def summary(loaded: Loaded) -> str:
         ("model", f"{run.model.name}, {count(parameters(run.model))} parameters, {formats}{_padding(run)}"),
         ("layout", ", ".join([*shown, *flags])),
         ("ranks", f"{p.ranks} on {run.cluster.name} ({run.cluster.device}, {run.cluster.nodes} node(s))"),
-        ("batch", f"{t.global_batch_size} samples = {micro} micro-batch(es) of {t.micro} on {dp} rank(s)"),
+        ("batch", f"{t.batch} samples = {micro} micro-batch(es) of {t.micro} on {dp} rank(s)"),
         *(ramp if len(stages(run)) > 1 else ()),
         ("tokens", f"{count(tokens)} per step, {count(total)} in {t.train_iters} steps"),
         ("kernels", kernels.summary(run)),

@@ -90,7 +90,7 @@ def _smallest_batch(raw: RunConfig, ranks: int, machine: Machine) -> RunConfig:
 @cache
 def _of_formats(rule: Rule) -> bool:
     """Whether the file of a rule speaks of number formats or of a generation of devices."""
-    text = inspect.getsource(inspect.getmodule(rule) or rule)
+    text = inspect.getsource(inspect.getmodule(getattr(rule, "func", rule)) or rule)
     return ".precision" in text or "cluster.sm" in text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,9 @@ from mtrain.errors import say
 NAMED = ("show", "diff", "lock", "export")
 """Subverbs of `recipe` that take the name of one."""
 RUNS = "runs"
+AXES = ("tp", "pp", "cp", "vpp", "ep", "etp", "dp")
+_AXIS = re.compile("|".join(sorted(AXES, key=len, reverse=True)))
+_LAYOUT = re.compile(rf"((?:(?:{_AXIS.pattern})[0-9]+)*)([a-z]*)\Z")
 SHELLS = ("bash", "zsh", "fish")
 
 
@@ -36,7 +40,9 @@ def _offered(before: list[str], current: str) -> Iterable[str]:
 
     verb = next((word for word in before if not word.startswith("-")), "")
     if current.startswith("-"):
-        return [*FLAGS, "-m", "-o"]
+        from mtrain.cli.pages import PAGES, flags_of
+
+        return flags_of(verb, before) if verb in PAGES else [*FLAGS, "-m", "-h"]
     if not verb:
         return [*VERBS, *_overrides(current)]
     if verb == "recipe":
@@ -49,8 +55,12 @@ def _offered(before: list[str], current: str) -> Iterable[str]:
         return KINDS
     if verb == "completion":
         return SHELLS
-    if verb in ("resume", "generate") and len(before) == 1:
-        return _runs()
+    if verb == "choices":
+        from mtrain.config.run import GROUPS
+
+        return GROUPS
+    if verb in ("resume", "generate", "export") and len(before) == 1:
+        return [*_runs(), *_checkpoints()]
     return _overrides(current)
 
 
@@ -59,7 +69,9 @@ def _recipe(before: list[str], current: str) -> Iterable[str]:
         from mtrain.cli.recipe import SUBVERBS
 
         return SUBVERBS
-    names = [*_recipes(), *_runs()] if before[0] in NAMED else []
+    if before[0] == "verify":
+        return _locks()
+    names = [*_recipes(), *_runs(), *_locks()] if before[0] in NAMED else []
     return [*names, *_overrides(current)] if before[0] != "diff" else names
 
 
@@ -76,10 +88,10 @@ def _explained(current: str) -> Iterable[str]:
 
 def _overrides(current: str) -> list[str]:
     """Settings: a group with its choices, a key with its words."""
-    key, equals, _ = current.partition("=")
+    key, equals, begun = current.partition("=")
     groups = [folder.name for folder in conf_dir().iterdir() if folder.is_dir()]
     if equals:
-        return [f"{key}={value}" for value in _values(key, groups)]
+        return [f"{key}={value}" for value in _values(key, groups, begun)]
     if "." in current:
         return _keys()
     return [*(f"{group}=" for group in groups), *(f"{group}." for group in groups), "recipe=", "run="]
@@ -91,13 +103,17 @@ def _keys() -> list[str]:
     return [f"{key}=" for key in schema_keys() if not key.startswith("recipe.")]
 
 
-def _values(key: str, groups: list[str]) -> list[str]:
+def _values(key: str, groups: list[str], value: str) -> list[str]:
+    if key == "parallel":
+        return [*choices_of_group(key), *_layouts(value)]
     if key in groups:
         return choices_of_group(key)
     if key == "recipe":
         return _recipes()
     if key == "run":
-        return [f"{folder}/run.yaml" for folder in _runs()]
+        return [*(f"{folder}/run.yaml" for folder in _runs()), *_locks()]
+    if key == "checkpoint.resume":
+        return ["latest", "null", *_runs(), *_checkpoints()]
     from mtrain.config.describe import type_of
     from mtrain.config.keys import choices_of
 
@@ -113,3 +129,24 @@ def _recipes() -> list[str]:
 def _runs() -> list[str]:
     """Run folders in the usual place."""
     return [str(file.parent) for file in Path(RUNS).glob("*/run.yaml")]
+
+
+def _checkpoints() -> list[str]:
+    """Checkpoints of the runs in the usual place."""
+    return [str(file.parent) for file in Path(RUNS).glob("*/checkpoints/step_*/manifest.json")]
+
+
+def _locks() -> list[str]:
+    """Locks in this folder, by the name that `recipe lock` gives them."""
+    return [str(file) for file in Path().glob("*.lock.yaml")]
+
+
+def _layouts(begun: str) -> list[str]:
+    """Layouts in one word that begin so: another axis with a usual degree behind those that are there."""
+    match = _LAYOUT.match(begun)
+    if match is None:
+        return []
+    there, axis = match[1], match[2]
+    used = _AXIS.findall(there)
+    more = [f"{name}{n}" for name in AXES if name not in used and name.startswith(axis) for n in (2, 4, 8)]
+    return [f"{there}{word}" for word in (*more, *(["sp"] if there else []))]

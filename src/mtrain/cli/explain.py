@@ -25,6 +25,7 @@ from mtrain.config.describe import (
 )
 from mtrain.config.dump import spell
 from mtrain.config.keys import field_of, suggest
+from mtrain.config.paths import program
 from mtrain.config.resolve import HERE, Machine, resolve, world_size_of
 from mtrain.config.run import RunConfig, effect_of
 from mtrain.errors import BadInput, Problem, say_page, visible
@@ -71,7 +72,7 @@ def _contents() -> str:
     """What can be explained."""
     from mtrain.config.codes import FAMILIES, codes
 
-    lines = [f"usage: mtrain {USAGE}", "", "groups"]
+    lines = [f"usage: {program()} {USAGE}", "", "groups"]
     lines += [f"  {group:<11} {words}" for group, words in groups().items()]
     lines += ["", "codes"]
     for begin, words in FAMILIES.items():
@@ -94,7 +95,7 @@ def _code(code: str) -> dict[str, Any]:
     others = list(dict.fromkeys(key for place in found for key in place.mends if key not in keys))
     if not mend:
         named = ", ".join([*keys, *others][:8])
-        mend = f"change {named or 'the key that it names'}; `mtrain check` shows values that were tried"
+        mend = f"change {named or 'the key that it names'}; `{program()} check` shows values that were tried"
     return {
         "code": code,
         "about": family(code),

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.resume import target_of
+from mtrain.config.paths import program
 from mtrain.errors import BadInput, Problem, say
 from mtrain.launching.folder import CHECKPOINTS
 from mtrain.units import bytes_, count
 
-USAGE = "python launch.py export runs/<name> OUT_FOLDER"
+USAGE = f"{program()} export runs/<name> OUT_FOLDER"
 
 
 def run(argv: list[str], *, debug: bool) -> int:

@@ -7,11 +7,12 @@ from pathlib import Path
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.resume import beneath, relaid, run_file, target_of
 from mtrain.cli.setup import load
+from mtrain.config.paths import program
 from mtrain.errors import BadInput, Problem
 from mtrain.launching import folder as run_folder
 from mtrain.launching import local, preflight
 
-USAGE = "python launch.py generate runs/<name> [prompt=TEXT] [tokens=N] [temperature=T] [overrides]"
+USAGE = f"{program()} generate runs/<name> [prompt=TEXT] [tokens=N] [temperature=T] [overrides]"
 WITHOUT_DATA = (
     "data.kind=mock",
     "data.path=null",

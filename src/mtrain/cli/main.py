@@ -23,11 +23,12 @@ VERBS = {
     "export": "write the weights of a checkpoint as whole tensors: export RUN_FOLDER OUT_FOLDER",
     "generate": "write text with a trained model: generate RUN_FOLDER",
     "recipe": "list, show, new, diff, lock, verify, import, export: recipe --help",
+    "choices": "the choices of a group, each a file: choices model",
     "schema": "JSON Schema for editors: schema [run|recipe|GROUP] [-o DIR]; schema fields: all keys, what each feeds",
     "completion": "a script that completes verbs, choices and keys: completion bash|zsh|fish",
     "explain": "what a key means, who set it and what it reaches; or a code: explain parallel.tp, explain MT101",
 }
-OWN_WORDS = ("recipe", "explain", "schema", "completion", "__complete")
+OWN_WORDS = ("recipe", "explain", "schema", "choices", "completion", "__complete")
 """Verbs that read their arguments themselves."""
 FLAGS = {
     "--json": "check, show: print JSON for a machine",
@@ -40,13 +41,14 @@ FLAGS = {
 }
 SHORT = {"-h": "--help", "-m": "--multirun"}
 EXAMPLES = (
-    ("mtrain", "train the default model on this machine"),
-    ("mtrain model=llama_tiny parallel=tp2pp2 trainer.train_iters=20", "another layout, fewer steps"),
-    ("mtrain check model=llama3_70b parallel=tp4pp4 cluster=h100x64", "would this run on 64 H100?"),
-    ("mtrain -m optim.lr=1e-3,3e-3 parallel=tp2,pp2", "four runs, and one table of what became of them"),
-    ("mtrain show recipe=llama3/70b_h100x64", "what a recipe sets, line by line"),
-    ("mtrain show --resolved optim.lr=3e-4 > my.yaml; mtrain run=my.yaml", "freeze a run into one file"),
+    ("train", "train the default model on this machine"),
+    ("model=llama_tiny parallel=tp2pp2 trainer.train_iters=20", "another layout, fewer steps"),
+    ("check model=llama3_70b parallel=tp4pp4 cluster=h100x64", "would this run on 64 H100?"),
+    ("-m optim.lr=1e-3,3e-3 parallel=tp2,pp2", "four runs, and one table of what became of them"),
+    ("show recipe=llama3/70b_h100x64", "what a recipe sets, line by line"),
+    ("show --resolved optim.lr=3e-4", "a run in one file: redirect it, and take it with run=FILE"),
 )
+HELP = ("--help", "-h")
 
 
 @dataclass
@@ -56,6 +58,8 @@ class Call:
     verb: str
     arguments: list[str]
     flags: set[str]
+    named: bool = True
+    """Whether the verb was written."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,14 +109,14 @@ def parse(arguments: Sequence[str]) -> Call:
     flags = {a for a in arguments if a in FLAGS}
     rest = [a for a in arguments if a not in flags]
     problems, rest = _without_unknown_flags(rest)
-    verb = "train"
-    if rest and rest[0] in VERBS:
+    verb, named = "train", bool(rest) and rest[0] in VERBS
+    if named:
         verb, rest = rest[0], rest[1:]
     elif rest and "=" not in rest[0] and not rest[0].startswith(("+", "~")):
         problems.append(_unknown_verb(rest[0]))
     if problems:
         raise BadInput(problems)
-    return Call(verb, rest, flags)
+    return Call(verb, rest, flags, named)
 
 
 def dispatch(call: Call) -> int:
@@ -122,8 +126,10 @@ def dispatch(call: Call) -> int:
 
         say_page(f"mtrain {__version__}")
         return 0
-    if "--help" in call.flags:
-        say_page(help_page())
+    if "--help" in call.flags or _asks_for_help(call):
+        from mtrain.cli.pages import page_of
+
+        say_page(page_of(call.verb, call.arguments) if call.named else help_page())
         return 0
     as_json = "--json" in call.flags
     if "--multirun" in call.flags:
@@ -141,10 +147,13 @@ def dispatch(call: Call) -> int:
         from mtrain.cli import show
 
         return show.run(call.arguments, bare="--resolved" in call.flags, as_json=as_json)
-    if call.verb in VERBS and call.arguments[:1] in (["--help"], ["-h"]) and call.verb != "recipe":
-        say_page(f"mtrain {call.verb}: {VERBS[call.verb]}")
-        return 0
     return _worker_verb(call.verb)(call.arguments, debug="--debug" in call.flags)
+
+
+def _asks_for_help(call: Call) -> bool:
+    """Whether a verb that reads its own words was asked for its page."""
+    own = call.arguments[: call.arguments.index("--")] if "--" in call.arguments else call.arguments
+    return call.verb in OWN_WORDS and call.verb in VERBS and any(word in HELP for word in own)
 
 
 @contextmanager
@@ -199,18 +208,20 @@ def message(error: MtrainError) -> str:
 
 
 def help_page() -> str:
-    """The page of --help: verbs, groups with their choices, flags, examples."""
-    from mtrain.config.paths import choices_of_group
+    """The page of --help: verbs, values, flags, examples."""
+    from mtrain.cli.pages import command
+    from mtrain.config.paths import program
     from mtrain.config.run import GROUPS
 
-    out = ["usage: mtrain [VERB] [GROUP=CHOICE ...] [KEY=VALUE ...] [FLAGS]", "", "verbs"]
+    out = [f"usage: {program()} [VERB] [GROUP=CHOICE ...] [KEY=VALUE ...] [FLAGS]", "", "verbs"]
     out += [f"  {name:<10} {text}" for name, text in VERBS.items()]
-    out += ["", "choices (a file each under conf/)"]
-    out += [f"  {group:<10} {_wrapped(choices_of_group(group))}" for group in GROUPS]
     out += [
-        f"  {'':<10} parallel takes a layout in one word as well: tp4pp4, tp8pp12cp2vpp4ep8, tp2pp2dp2, tp4sp",
+        f"  `{program()} VERB --help` is a verb's own page",
         "",
         "values, and what they stand on",
+        f"  GROUP=CHOICE    groups: {' '.join(GROUPS)};",
+        f"                  `{program()} choices GROUP` lists the choices of one",
+        "  parallel=LAYOUT a layout in one word: tp4pp4, tp8pp12cp2vpp4ep8, tp2pp2dp2, tp4sp",
         "  KEY=VALUE       one key: optim.lr=3e-4, data.split=[0.9,0.05,0.05], trainer.eval_interval=null",
         "  recipe=NAME     a recipe under recipes/, or the path of one",
         "  run=FILE        a resolved file, such as the run.yaml of a run folder",
@@ -219,17 +230,11 @@ def help_page() -> str:
         *(f"  {name:<15} {text}" for name, text in FLAGS.items()),
         "",
         "examples",
-        *(f"  {command}\n      {text}" for command, text in EXAMPLES),
+        *(f"  {command(words)}\n      {text}" for words, text in EXAMPLES),
         "",
         "exit codes: 0 ok, 2 bad input, 3 environment, 4 damaged data, 5 training fault, 75 preempted and resumable",
     ]
     return "\n".join(out)
-
-
-def _wrapped(words: Sequence[str], width: int = 90) -> str:
-    import textwrap
-
-    return textwrap.fill(" ".join(words), width, subsequent_indent=" " * 13, break_on_hyphens=False)
 
 
 def _without_unknown_flags(words: Sequence[str]) -> tuple[list[Problem], list[str]]:

@@ -6,20 +6,22 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from mtrain import strict_json
 from mtrain.config.compose import compose
 from mtrain.config.paths import user_path
+from mtrain.config.resolve import Machine, resolve
+from mtrain.config.run import RunConfig
 from mtrain.config.sweep import Job, jobs
-from mtrain.errors import BadInput, say, say_page, visible
+from mtrain.errors import BadInput, MtrainError, say, say_page, visible
 
 ORDER = (0, 75, 2, 3, 4, 5)
 """Exit codes from good to bad; every other one is worse."""
@@ -52,16 +54,24 @@ def train(argv: Sequence[str], *, debug: bool, as_json: bool = False) -> int:
     wanted = jobs(argv)
     names = _names(wanted)
     sweep, rows = _Sweep(), list[Row]()
+    file: Path | None = None
     for index, (job, name) in enumerate(zip(wanted, names, strict=True)):
         if sweep.stopped:
             break
         say(f"[{index + 1}/{len(wanted)}] {name}: {job.differs}")
         rest = [word for word in job.argv if not word.startswith("log.name=")]
         words = list(job.argv) if "log.name" in job.swept else [*rest, f"log.name={name}"]
-        code = sweep.run([*words, *(["--debug"] if debug else [])])
-        rows.append(_row(job, name, code, words))
+        run = _composed(words)
+        if file is None and run is not None:
+            file = _file(user_path(run.log.runs_dir), wanted, names)
+        code = sweep.run([*words, *(["--debug"] if debug else [])], run)
+        rows.append(_row(job, name, code, run))
+        if file is not None:
+            _write(file, _table(rows, len(wanted)))
     code = worst([*(row.code for row in rows), *([sweep.stopped] if sweep.stopped else [])])
     say_page(strict_json.dumps([vars(row) for row in rows], indent=2) if as_json else _table(rows, len(wanted)))
+    if file is not None and file.is_file():
+        say(f"table: {file}", error=as_json)
     return code
 
 
@@ -73,7 +83,7 @@ def check(argv: Sequence[str], *, as_json: bool = False) -> int:
     out: list[dict[str, Any]] = []
     for job in jobs(argv):
         try:
-            loaded = load(job.argv)
+            loaded = load(job.argv, to_run=False)
             facts = {**verdict(loaded.warnings, loaded.run.digest()), "code": 0}
         except BadInput as error:
             facts = {**verdict(error.problems, None), "code": error.exit_code}
@@ -97,37 +107,93 @@ def worst(codes: Sequence[int]) -> int:
 
 
 class _Sweep:
-    """Runs commands one after the other until it is told to stop."""
+    """Runs commands one after the other until it is told to stop.
+
+    torch and megatron-core, whose import costs seconds of a core, are imported here, once, and runs are forked.
+    """
 
     def __init__(self) -> None:
         self.stopped = 0
-        self.child: subprocess.Popen[bytes] | None = None
+        self.child = 0
+        self.device: str | None = None
+        """The device that megatron-core was imported for."""
         signal.signal(signal.SIGTERM, self._stop)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.stopped = 75
-        if self.child is not None:
-            self.child.send_signal(signal.SIGTERM)
+        if self.child:
+            os.kill(self.child, signal.SIGTERM)
 
-    def run(self, argv: Sequence[str]) -> int:
-        """Runs one command to its end; its exit code."""
-        from mtrain.launching.local import die_with
+    def run(self, argv: Sequence[str], run: RunConfig | None) -> int:
+        """Runs one command to its end in a process forked from this one; its exit code.
 
+        Where it takes another device than those before it, it imports for itself.
+        """
+        if run is not None and self.device is None:
+            from mtrain.launching.local import import_for
+
+            with suppress(MtrainError):  # the run says for itself what is missing
+                import_for(run)
+                self.device = run.cluster.device
+        fresh = run is not None and run.cluster.device != self.device
+        sys.stdout.flush()
+        sys.stderr.flush()
         parent = os.getpid()
-        paths = os.pathsep.join(path for path in sys.path if path)
-        self.child = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, *argv],
-            env={**os.environ, "PYTHONPATH": paths},
-            preexec_fn=lambda: die_with(parent),
-        )
+        self.child = os.fork()
+        if self.child == 0:
+            _command(argv, parent, fresh)
         while True:
             try:
-                code = self.child.wait()
+                _, status = os.waitpid(self.child, 0)
                 break
             except KeyboardInterrupt:  # the terminal has told the run as well: it saves and ends
                 self.stopped = 130
-        self.child = None
+        self.child = 0
+        code = os.waitstatus_to_exitcode(status)
         return 128 - code if code < 0 else code
+
+
+def _command(argv: Sequence[str], parent: int, fresh: bool) -> NoReturn:
+    """A command in a forked process, as if it had been started by itself."""
+    from mtrain.cli.main import main
+    from mtrain.launching.local import die_with
+    from mtrain.launching.worker import leave
+
+    die_with(parent)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if fresh:
+        paths = os.pathsep.join(path for path in sys.path if path)
+        os.execve(sys.executable, [sys.executable, "-c", COMMAND, *argv], {**os.environ, "PYTHONPATH": paths})
+    leave(main(argv))
+    raise AssertionError("unreachable")
+
+
+def _composed(words: Sequence[str]) -> RunConfig | None:
+    """The configuration of a run, resolved on this machine; None for one that is refused when it is started."""
+    try:
+        return resolve(compose(words).run, Machine.here())
+    except BadInput:
+        return None
+
+
+def _file(folder: Path, wanted: Sequence[Job], names: Sequence[str]) -> Path:
+    """A new file for the table, beside the run folders."""
+    swept = "log.name" in wanted[0].swept
+    base = f"{time.strftime('%Y%m%d-%H%M%S')}-sweep" if swept else Path(names[0]).name.rpartition("-")[0]
+    file, number = folder / f"{base}.sweep.txt", 2
+    while file.exists():
+        file, number = folder / f"{base}.sweep-{number}.txt", number + 1
+    return file
+
+
+def _write(file: Path, table: str) -> None:
+    """Writes what is known so far; a sweep goes on where that cannot be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{table}\n", encoding="utf-8")
+    except OSError as error:
+        say(f"{file} cannot be written: {error.strerror}", error=True)
 
 
 def _names(wanted: Sequence[Job]) -> list[str]:
@@ -144,14 +210,12 @@ def _names(wanted: Sequence[Job]) -> list[str]:
     return names
 
 
-def _row(job: Job, name: str, code: int, words: Sequence[str]) -> Row:
+def _row(job: Job, name: str, code: int, run: RunConfig | None) -> Row:
     """The numbers that a run left in its folder."""
     row = Row(name, job.differs, code)
-    try:
-        folder = user_path(compose(words).run.log.runs_dir) / name
-    except BadInput:
+    if run is None:
         return row
-    lines = _lines(folder / METRICS)
+    lines = _lines(user_path(run.log.runs_dir) / name / METRICS)
     rates = [line["tokens_per_s"] for line in lines if line.get("tokens_per_s") is not None]
     row.loss = next((line["loss"] for line in reversed(lines) if "loss" in line), None)
     row.validation = next((line["valid_loss"] for line in reversed(lines) if "valid_loss" in line), None)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli import train
+from mtrain.config.paths import program
 from mtrain.errors import BadInput, Problem
 
-USAGE = "python launch.py resume runs/<name> [overrides]"
+USAGE = f"{program()} resume runs/<name> [overrides]"
 
 
 def run(argv: list[str], *, debug: bool) -> int:

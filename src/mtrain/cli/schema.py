@@ -10,6 +10,7 @@ from mtrain.cli.options import read_options
 from mtrain.config.fields_page import page
 from mtrain.config.json_schema import COMMENT, KINDS, json_schema
 from mtrain.config.near import near_choice
+from mtrain.config.paths import program
 from mtrain.errors import BadEnvironment, BadInput, Problem, say, say_page
 
 OUT = {"-o": "--output", "--output": "--output"}
@@ -52,7 +53,7 @@ def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not _ours(path):
-            rule = f"{path} is there already, and no schema that `mtrain schema` made"
+            rule = f"{path} is there already, and no schema that `{program()} schema` made"
             raise BadInput([Problem("MT704", "", None, rule, "-o another folder", "command line")])
         draft = path.with_name(f".{path.name}")
         draft.write_text(text, encoding="utf-8")

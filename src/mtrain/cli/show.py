@@ -16,7 +16,7 @@ def run(argv: Sequence[str], *, bare: bool = False, as_json: bool = False) -> in
     Raises:
         BadInput: the configuration has errors.
     """
-    loaded = load(argv)
+    loaded = load(argv, to_run=False)
     if as_json:
         say_page(
             strict_json.dumps({"run": loaded.run.to_dict(), "origins": loaded.origins, "digest": loaded.run.digest()})

@@ -37,8 +37,16 @@ class Section(BaseModel):
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 """What a name is that becomes part of a path or of a line."""
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+MOST = 1 << 40
+"""No run counts more of anything: a trillion steps, tokens of a sample or samples of a step."""
+MOST_RANKS = 1 << 20
+"""No cluster has more devices."""
+PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
+Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+"""Over how many ranks something is cut, or how many machines or devices there are."""
+Width = Annotated[int, Field(ge=1, le=1 << 27)]
+"""Channels, heads, layers, experts or rows of a table: no weight matrix has a larger side."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]

@@ -28,12 +28,12 @@ def stages(run: RunConfig) -> tuple[Stage, ...]:
     """The sizes of a run in their order; of what the rules refuse, the last one alone."""
     t = run.trainer
     if t.rampup_batch_size is not None:
-        return linear(t.rampup_batch_size, t.global_batch_size)
+        return linear(t.rampup_batch_size, t.batch)
     listed, begin = [], 0
     for size, tokens in t.batch_size_schedule or ():
         listed.append(Stage(begin, size))
         begin = -(-tokens // run.data.seq_length)
-    return (*listed, Stage(begin, t.global_batch_size))
+    return (*listed, Stage(begin, t.batch))
 
 
 def linear(ramp: Sequence[int], last: int) -> tuple[Stage, ...]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mtrain.config.base import PositiveFloat, PositiveInt, Section
+from mtrain.config.base import Degree, PositiveFloat, PositiveInt, Section
 
 Format = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
 
@@ -19,9 +19,9 @@ class ClusterConfig(Section):
     device: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = "auto"
     """cpu, cuda, or a device that an installed plug-in provides; auto: cuda where there are GPUs enough for the
     layout, else cpu."""
-    nodes: PositiveInt = 1
+    nodes: Degree = 1
     """Machines."""
-    devices_per_node: PositiveInt | None = None
+    devices_per_node: Degree | None = None
     """Accelerators per machine; null: those of this machine, and on a CPU as many processes as the layout needs."""
     sm: Annotated[int, Field(ge=10, le=199)] | None = None
     """Generation of an NVIDIA device: its compute capability without the dot, 80 for A100, 90 for H100, 100 for B200;

@@ -6,6 +6,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+from mtrain.config.paths import program
 from mtrain.config.raised import Place, raised_in
 
 CODE = re.compile(r"[\"'](MT[0-9]{3})[\"']")
@@ -38,7 +39,7 @@ WORDS: dict[str, tuple[str, str]] = {
         "See --help, or take the spelling that is shown.",
     ),
     "MT011": ("A group has no such choice.", "Take one of the choices that are listed."),
-    "MT012": ("There is no such key.", "Take the key that is shown; `mtrain explain GROUP` lists them."),
+    "MT012": ("There is no such key.", f"Take the key that is shown; `{program()} explain GROUP` lists them."),
     "MT013": ("A value is of another type than its key.", "Write it as the type that is named."),
     "MT014": ("A value is outside what its key allows.", "Take a value in the range that is named."),
     "MT015": ("A key has no default, and nothing sets it.", "Set it, or choose a file that does."),
@@ -82,6 +83,15 @@ WORDS: dict[str, tuple[str, str]] = {
         "The state of the model alone is larger than the memory of the devices.",
         "Spread it: parallel.distributed_optimizer=true, more tp, pp or ep, or more devices.",
     ),
+    "MT147": (
+        "The activations of one sample, or the tokens of one step, are more than the memory of the device that is "
+        "named, or of this machine where none is. What is counted is the least that any kernel needs.",
+        "Shorten data.seq_length, take a smaller batch, spread it (cp, dp), or name a larger machine.",
+    ),
+    "MT149": (
+        "The model is larger than the memory of any machine.",
+        "Look for a digit too many in model.hidden_size, model.num_layers, model.vocab_size and the experts.",
+    ),
     "MT501": ("A run folder is taken.", "Go on with it, or give the new run another name."),
     "MT502": ("There is no run or checkpoint to go on from.", "Name one that exists, or begin a new run."),
     "MT503": ("A checkpoint is of another model.", "Take the model of the checkpoint, or begin a new run."),
@@ -103,11 +113,21 @@ WORDS: dict[str, tuple[str, str]] = {
         "A checkpoint was trained on other data, or with another tokenizer.",
         "Bring the files back, or checkpoint.accept_changes=true.",
     ),
+    "MT611": (
+        "The .bin and .idx do not add up, or are none.",
+        "Write them again, or name the prefix of others; an index names dtype, sequences and documents.",
+    ),
+    "MT612": (
+        "Token ids are outside the model's vocabulary.",
+        "Enlarge model.vocab_size, or tokenize the text anew.",
+    ),
+    "MT613": ("A file is no tokenizer.json.", "Name one that Hugging Face's tokenizers wrote."),
     "MT701": ("A file that is to be imported holds no command line of Megatron-LM.", "Name a training script."),
     "MT702": ("Nothing says how many ids the tokenizer has.", "Say it: model.vocab_size=N."),
+    "MT706": ("A program trains something else than a GPT, or does not train.", "Import a script that trains a GPT."),
     "MT703": ("A config.json is of a family that is not read.", "Write the model's keys into a recipe."),
     "MT704": ("A file is there already, and nothing is written over.", "Take another name."),
-    "MT705": ("A file is no lock, or its lock is broken.", "Make one: mtrain recipe lock NAME -o FILE."),
+    "MT705": ("A file is no lock, or its lock is broken.", f"Make one: {program()} recipe lock NAME -o FILE."),
 }
 """Code -> what it means and what to do, where the function that raises it is not enough."""
 

@@ -23,7 +23,7 @@ from mtrain.config.overrides import COMMAND_LINE, Overrides, read_overrides
 from mtrain.config.paths import choices_of_group, conf_dir
 from mtrain.config.recipe import Recipe, read_recipe, reserved_keys
 from mtrain.config.run import GROUPS, RunConfig
-from mtrain.config.validate import unknown_key, validate, wrong_kind
+from mtrain.config.validate import unknown_key, validate, whole, wrong_kind
 from mtrain.config.written import KEYS, strays
 from mtrain.errors import BadInput, Problem
 
@@ -184,7 +184,7 @@ class _Composition:
         `files` are the values of the group files, `recipe` those with the recipe's.
         """
         values = copy.deepcopy(self.tree.values)
-        for path in filter(None, paths):
+        for path in map(whole, filter(None, paths)):
             parent, _, last = path.rpartition(".")
             under = recipe if self.tree.where(path) == COMMAND_LINE else files
             node, before = _at(values, parent), _at(under or {}, parent)

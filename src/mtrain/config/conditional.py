@@ -33,8 +33,10 @@ class Conditional:
         return node
 
 
-def _attends_with_te(run: RunConfig) -> bool:
-    return run.kernels.attention == "te"
+def _context_exchange(run: RunConfig) -> str | None:
+    """TransformerEngine's attention has a ring; None where the machine that runs it will choose the attention."""
+    attention = run.kernels.attention
+    return {"te": "p2p", "auto": None, None: None}.get(attention, "all_gather")
 
 
 def chunks_of_a_document(run: RunConfig) -> int:
@@ -159,7 +161,7 @@ CONDITIONAL = (
         "parallel.cp_comm_type",
         lambda r: r.parallel.cp > 1 or r.parallel.hybrid_context_parallel,
         "parallel.cp above 1",
-        lambda r: "p2p" if _attends_with_te(r) else "all_gather",
+        _context_exchange,
     ),
     Conditional(
         "parallel.hierarchical_cp_sizes",

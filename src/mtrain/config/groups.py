@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mtrain.config.base import (
+    MOST,
     NAME,
     NonNegativeFloat,
     NonNegativeInt,
@@ -16,6 +17,7 @@ from mtrain.config.base import (
 )
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Seconds = Annotated[float, Field(gt=0, le=10**8)]
 Moment = Literal["fp32", "bf16", "fp8"]
 
 
@@ -40,7 +42,7 @@ class DataConfig(Section):
     """text: file name endings that are read from a folder."""
     limit_mib: PositiveFloat | None = None
     """text: read at most this much text; null: all."""
-    seq_length: Annotated[int, Field(ge=2)] = 256
+    seq_length: Annotated[int, Field(ge=2, le=MOST)] = 256
     """Tokens per sample. The one place where the sequence length is written."""
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = Field(
         default=(0.96, 0.03, 0.01), strict=False
@@ -149,8 +151,9 @@ class TrainerConfig(Section):
 
     train_iters: PositiveInt = 100
     """Optimizer steps."""
-    global_batch_size: PositiveInt = 16
-    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it."""
+    global_batch_size: PositiveInt | None = None
+    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it. null: 8, or the next number of
+    which every data-parallel rank has whole micro-batches."""
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(default=None, strict=False)
     """[first, increment, samples]: steps begin with `first` samples and grow by `increment`, evenly over so many
     samples, up to global_batch_size. What counts steps, such as the schedule of the learning rate, counts on."""
@@ -172,21 +175,26 @@ class TrainerConfig(Section):
     deterministic: bool = False
     """Only algorithms that give the same bits every time, where a GPU has faster ones; an operation without any is an
     error. On a CPU every run is so."""
-    sample_tokens: NonNegativeInt | None = None
+    sample_tokens: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
     """Tokens of generated text at the end of the run; null: 64 where there is a tokenizer and no context parallelism,
     else 0."""
     sample_prompt: str = "def "
     """Where the generated text starts."""
     profile_step: PositiveInt | None = None
     """Write a torch.profiler trace of this step to the run folder; null: none."""
-    join_timeout_s: PositiveFloat = 5.0
+    join_timeout_s: Seconds = 5.0
     """Seconds that a rank which is ready to start waits for those that nobody has heard of; then they are named. One
     that was heard of and still imports has twelve times as long. A thousand machines start further apart: 60."""
-    soft_timeout_s: PositiveFloat = 120.0
+    soft_timeout_s: Seconds = 120.0
     """Seconds without progress of any rank after which each writes its stacks and the one that is behind is named.
     The first step may compile for minutes; to be named does no harm."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Seconds = 600.0
     """Seconds without progress of any rank after which the run is ended."""
+
+    @property
+    def batch(self) -> int:
+        """Samples per optimizer step, once it is resolved."""
+        return self.global_batch_size or 1
 
     @property
     def micro(self) -> int:

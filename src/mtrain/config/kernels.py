@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem
@@ -71,18 +71,17 @@ OPERATIONS = (
 """All of them, in the order of the keys of `kernels`."""
 
 
-def resolved(run: RunConfig, device: str, machine: Facts) -> dict[str, Any]:
-    """The keys of `kernels` to be filled in for `device`: each operation of the model that nobody named."""
-    filled: dict[str, Any] = {}
-    for op in OPERATIONS:
-        word = getattr(run.kernels, op.name)
-        if word in (None, "auto") and op.applies(run):
-            default = run.kernels.default
-            named = (
-                word is None and default in op.order and (op.name != "optimizer" or not adam_obstacle(default, run))
-            )
-            filled[op.name] = default if named else _auto(op, run, device, machine, filled)[0]
-    return filled
+def stands_for(op: Operation, run: RunConfig, machine: Facts) -> str | None:
+    """What does an operation of the model that nobody named; None: it is named, or the machine that runs it decides.
+
+    What `kernels.default` names is known everywhere; only what `auto` takes depends on the machine.
+    """
+    word, default, device = getattr(run.kernels, op.name), run.kernels.default, run.cluster.device
+    if word not in (None, "auto") or not op.applies(run):
+        return None
+    if word is None and default in op.order and (op.name != "optimizer" or not adam_obstacle(default, run)):
+        return default
+    return _auto(op, run, device, machine)[0] if device == "cpu" or machine.gpus else None
 
 
 def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
@@ -95,7 +94,7 @@ def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
         word = getattr(run.kernels, op.name)
         if word is None:
             continue
-        choice, against = _auto(op, run, run.cluster.device, machine, run.kernels.model_dump())
+        choice, against = _auto(op, run, run.cluster.device, machine)
         refused = "; ".join(f"no {name}: {why}" for name, why in against.items())
         out[op.name] = (refused or "the first that can run") if word == choice else "named"
     return out
@@ -111,13 +110,11 @@ def summary(run: RunConfig) -> str:
     return next(iter(by_word)) if len(by_word) == 1 else "; ".join(f"{w}: {', '.join(n)}" for w, n in by_word.items())
 
 
-def _auto(
-    op: Operation, run: RunConfig, device: str, machine: Facts, chosen: Mapping[str, Any]
-) -> tuple[str, dict[str, str]]:
-    """What `auto` takes, and what speaks against each one before it."""
+def _auto(op: Operation, run: RunConfig, device: str, machine: Facts) -> tuple[str, dict[str, str]]:
+    """What `auto` takes, and what speaks against each one before it; the OPERATIONS before it are chosen."""
     against: dict[str, str] = {}
     for word in op.order:
-        why = _unwanted(op.name, word, run, device, machine, chosen) or obstacle(op.name, word, run, device, machine)
+        why = _unwanted(op.name, word, run, device, machine) or obstacle(op.name, word, run, device, machine)
         if why is None:
             return word, against
         against[word] = why
@@ -169,9 +166,7 @@ def torch_experts_obstacle(run: RunConfig) -> str | None:
     return None
 
 
-def _unwanted(
-    op: str, word: str, run: RunConfig, device: str, machine: Facts, chosen: Mapping[str, Any]
-) -> str | None:
+def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -> str | None:
     """Why `auto` passes an implementation over that could run, or None."""
     if device == "cpu" and word == "triton" and machine.triton_interpreted:
         return "Triton's interpreter is for tests: it takes a millisecond for what a GPU does in a microsecond"
@@ -181,31 +176,35 @@ def _unwanted(
         return "the reference calls the same kernels of torch on a CPU" if op == "attention" else "measured on no CPU"
     if device not in ("cpu", "cuda") and word in ("triton", "torch"):
         return f"nobody has said that it serves {device}"
-    if op == "activation" and word == "triton" and chosen.get("linear") == "te":
+    if op == "activation" and word == "triton" and run.kernels.linear == "te":
         return "megatron-core's fused activations go with TransformerEngine's layers"
     return None
 
 
-def problems(run: RunConfig, machine: Facts, origins: Mapping[str, str]) -> Iterator[Problem]:
+KEYS = ("default", *(op.name for op in OPERATIONS))
+"""Keys of `kernels` that name an implementation."""
+
+
+def problems(
+    run: RunConfig, machine: Facts, origins: Mapping[str, str], keys: Sequence[str] = KEYS
+) -> Iterator[Problem]:
     """Named implementations of a resolved run that this machine cannot run (te on a wrong device is a rule's)."""
-    device, default = run.cluster.device, run.kernels.default
-    told = default in ("triton", "te")
-    for path, op, word in (
-        *((("default", "norm", default),) if told else ()),
-        *((op.name, op.name, getattr(run.kernels, op.name)) for op in OPERATIONS),
-    ):
-        if (
-            word not in ("triton", "te")
-            or (word == "te" and device != "cuda")
-            or (path != "default" and word == default)
-        ):
-            continue
-        why = obstacle(op, word, run, device, machine)
-        if why is not None:
-            key = f"kernels.{path}"
-            fix = f"{key}=reference"
-            if machine.triton and word == "triton":
-                fix += " or TRITON_INTERPRET=1 in the environment (slow, for tests)"
-            elif word == "triton":
-                fix += " or pip install 'mtrain[triton]'"
-            yield Problem("MT407", key, word, why, fix, origins.get(key, ""))
+    for key in keys:
+        yield from _problem(run, machine, origins, key)
+
+
+def _problem(run: RunConfig, machine: Facts, origins: Mapping[str, str], key: str) -> Iterator[Problem]:
+    word, device = getattr(run.kernels, key), run.cluster.device
+    if word not in ("triton", "te") or (word == "te" and device != "cuda"):
+        return
+    if key != "default" and word == run.kernels.default:
+        return
+    why = obstacle("norm" if key == "default" else key, word, run, device, machine)
+    if why is not None:
+        path = f"kernels.{key}"
+        fix = f"{path}=reference"
+        if machine.triton and word == "triton":
+            fix += " or TRITON_INTERPRET=1 in the environment (slow, for tests)"
+        elif word == "triton":
+            fix += " or pip install 'mtrain[triton]'"
+        yield Problem("MT407", path, word, why, fix, origins.get(path, ""))

@@ -54,6 +54,8 @@ class Document:
     """The file's name as problems show it."""
     packaged: bool = False
     """Whether a comment of the file tells Hydra where its values go (`@package`)."""
+    repeated: list[str] = field(default_factory=list)
+    """Keys that are written twice, where that is taken."""
 
     def where(self, path: str) -> str:
         """`file:line` of the key at `path`, or of the nearest key above it."""
@@ -126,19 +128,21 @@ def refuse_hidden(text: str, source: str, pattern: re.Pattern[str] = HIDDEN) -> 
         raise BadInput([Problem("MT003", "", None, rule, "delete it", f"{source}:{line}")])
 
 
-def parse(text: str, source: str) -> Document:
+def parse(text: str, source: str, *, foreign: bool = False) -> Document:
     """Reads YAML text whose top level is a mapping (or nothing).
+
+    With `foreign` it is another system's: keys may have dots, and the later of two that are the same counts.
 
     Raises:
         BadInput: with one problem, which names the line.
     """
     refuse_hidden(text, source)
-    reader = _Reader(source)
+    reader = _Reader(source, foreign)
     try:
         values = reader.read(yaml.parse(text, Loader=_LOADER))
     except yaml.YAMLError as error:
         raise BadInput([_syntax(error, text, source)]) from None
-    return Document(values, reader.lines, source, "@package" in text)
+    return Document(values, reader.lines, source, "@package" in text, reader.repeated)
 
 
 def _syntax(error: yaml.YAMLError, text: str, source: str) -> Problem:
@@ -209,8 +213,10 @@ class _Open:
 class _Reader:
     """Turns parser events into plain values, counting nodes and depth with every alias expanded."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, foreign: bool) -> None:
         self.source = source
+        self.foreign = foreign
+        self.repeated: list[str] = []
         self.lines: dict[str, int] = {}
         self.anchors: dict[str, _Anchor] = {}
         self.stack: list[_Open] = []
@@ -315,11 +321,13 @@ class _Reader:
             comma = isinstance(value, int) and bool(top.value)  # {train_iters: 1,000}
             fix = "write numbers without commas" if comma else "delete it"
             raise self.refuse("MT003", f"{rule}, and a number has no commas" if comma else rule, event, fix=fix)
-        if name in top.key_lines:
+        if name in top.key_lines and self.foreign:
+            self.repeated.append(path)
+        elif name in top.key_lines:
             first = top.key_lines[name]
             rule = f"written twice in one mapping, at lines {first} and {line}"
             raise self.refuse("MT004", rule, event, path, "keep one of them")
-        if "." in name:
+        if "." in name and not self.foreign:
             rule = "dots do not nest in a file"
             fix = f"write `{name.replace('.', ': {')}: ...{'}' * name.count('.')}`"
             raise self.refuse("MT003", rule, event, path, fix)

@@ -14,6 +14,7 @@ from typing import Any
 from mtrain.config.files import read_text
 from mtrain.config.interpolate import refused
 from mtrain.config.load import parse
+from mtrain.config.paths import program
 from mtrain.config.recipe import reserved_keys
 from mtrain.config.run import RunConfig
 from mtrain.config.validate import validate
@@ -71,7 +72,7 @@ def read_lock(path: Path) -> Lock:
     text = read_text(path, source)
     if not is_lock(text):
         rule = f"is no lock: its first line is not `{HEAD}`"
-        fix = f"mtrain recipe lock {path} -o {path.stem}.lock.yaml"
+        fix = f"{program()} recipe lock {path} -o {path.stem}.lock.yaml"
         raise BadInput([Problem("MT705", "", None, rule, fix, source)])
     return parse_lock(text, source)
 
@@ -95,7 +96,7 @@ def parse_lock(text: str, source: str) -> Lock:
     wrong = [key for key, kind in FACTS.items() if not isinstance(facts.get(key), kind)]
     if wrong:
         rule = f"the lock does not say {' and '.join(wrong)}"
-        raise BadInput([Problem("MT705", "", None, rule, "make it again: mtrain recipe lock", source)])
+        raise BadInput([Problem("MT705", "", None, rule, f"make it again: {program()} recipe lock", source)])
     new = tuple(key for key in run.flat() if not _said(document.values, key))
     return Lock(run, body, facts, new)
 

@@ -14,7 +14,7 @@ from mtrain.config.keys import field_of
 from mtrain.config.layout_string import parse_layout
 from mtrain.config.load import load
 from mtrain.config.paths import choices_of_group, conf_dir
-from mtrain.config.rules import apply, findings
+from mtrain.config.rules import Answers, apply, findings
 from mtrain.config.run import RunConfig
 from mtrain.config.source import parse_value
 from mtrain.errors import Problem
@@ -46,7 +46,7 @@ class _Trial:
 
     def __init__(self, partial: RunConfig, resolve: Callable[[RunConfig], RunConfig]) -> None:
         self.partial, self.resolve = partial, resolve
-        self.held = partial.flat()
+        self.held, self.answers = partial.flat(), Answers()
         self.before = self._said(partial, unusual=False)
 
     def best(self, fix: str, path: str, *, unusual: bool, meant: bool) -> str:
@@ -99,7 +99,7 @@ class _Trial:
 
     def _said(self, run: RunConfig, *, unusual: bool) -> set[tuple[str, str]]:
         """What the rules say of a run; warnings only where nothing `unusual` may be."""
-        found = findings(self.resolve(run))
+        found = findings(self.resolve(run), self.answers)
         return {(f.code, f.path) for f in found if f.severity == "error" or not unusual}
 
 

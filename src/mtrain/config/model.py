@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mtrain.config.base import (
+    MOST,
     NAME,
     NonNegativeFloat,
     NonNegativeInt,
@@ -14,6 +15,7 @@ from mtrain.config.base import (
     PositiveInt,
     Probability,
     Section,
+    Width,
 )
 
 VOCAB_MULTIPLE = 128
@@ -22,13 +24,13 @@ VOCAB_MULTIPLE = 128
 class MoEConfig(Section):
     """`model.moe`: a mixture of experts in place of the dense MLP."""
 
-    num_experts: Annotated[int, Field(ge=1)]
+    num_experts: Width
     """Routed experts per layer."""
-    router_topk: PositiveInt = 2
+    router_topk: Width = 2
     """Experts that each token visits."""
-    ffn_hidden_size: PositiveInt
+    ffn_hidden_size: Width
     """Width of one expert's MLP."""
-    shared_expert_intermediate_size: PositiveInt | None = None
+    shared_expert_intermediate_size: Width | None = None
     """Total width of the shared experts that every token visits; null: none."""
     first_dense_layers: NonNegativeInt = 0
     """How many of the first layers keep the dense MLP of `model.ffn_hidden_size`."""
@@ -48,9 +50,9 @@ class MoEConfig(Section):
     """Weight of the router's z-loss; null: off."""
     router_enable_expert_bias: bool = False
     """Balance by a bias on the scores that is moved after each step (DeepSeek-V3), not by a loss."""
-    router_num_groups: PositiveInt | None = None
+    router_num_groups: Width | None = None
     """Groups of experts for group-limited routing; null: off."""
-    router_group_topk: PositiveInt | None = None
+    router_group_topk: Width | None = None
     """Groups that a token may choose from."""
     router_group_score_topk: PositiveInt | None = None
     """router_num_groups: a group is worth the sum of its so many best scores: 1 in DeepSeek-V2, 2 in DeepSeek-V3;
@@ -95,15 +97,15 @@ class MoEConfig(Section):
 class MLAConfig(Section):
     """`model.mla`: multi-head latent attention (DeepSeek-V2)."""
 
-    q_lora_rank: PositiveInt | None = None
+    q_lora_rank: Width | None = None
     """Rank of the query's low-rank projection; null: a full projection."""
-    kv_lora_rank: PositiveInt = 512
+    kv_lora_rank: Width = 512
     """Rank of the joint key and value projection."""
-    qk_head_dim: PositiveInt = 128
+    qk_head_dim: Width = 128
     """Width of a head's part without rotary positions."""
-    qk_pos_emb_head_dim: PositiveInt = 64
+    qk_pos_emb_head_dim: Width = 64
     """Width of a head's part with rotary positions."""
-    v_head_dim: PositiveInt = 128
+    v_head_dim: Width = 128
     """Width of a head's values."""
     rope_type: Literal["rope", "yarn"] = "rope"
     """yarn: rotary positions stretched beyond the length that the model was trained for (Peng et al. 2023)."""
@@ -126,19 +128,19 @@ class ModelConfig(Section):
 
     name: Annotated[str, Field(pattern=NAME, max_length=100)] = "custom"
     """Name used in run folders and reports."""
-    num_layers: PositiveInt
+    num_layers: Width
     """Transformer layers."""
-    hidden_size: PositiveInt
+    hidden_size: Width
     """Width of the residual stream."""
-    ffn_hidden_size: PositiveInt
+    ffn_hidden_size: Width
     """Width of the MLP (of each half for gated activations)."""
-    num_attention_heads: PositiveInt
+    num_attention_heads: Width
     """Query heads."""
-    num_query_groups: PositiveInt | None = None
+    num_query_groups: Width | None = None
     """Key/value heads (grouped-query attention); null: as many as query heads."""
-    kv_channels: PositiveInt | None = None
+    kv_channels: Width | None = None
     """Width of a head; null: hidden_size / num_attention_heads."""
-    vocab_size: PositiveInt
+    vocab_size: Width
     """Token ids; the embedding is padded up to a multiple of 128."""
     mask_padded_vocab: bool = True
     """Ids that only pad the embedding have no probability: losses are over `vocab_size` ids, in training, evaluation
@@ -183,16 +185,16 @@ class ModelConfig(Section):
     """Llama-3.1 frequency scaling (low 1, high 4, original 8192); null: off."""
     rotary_seq_len_interpolation_factor: PositiveFloat | None = None
     """Rotary positions are divided by this (Chen et al. 2023); null: by 1."""
-    no_rope_freq: Annotated[int, Field(ge=2)] | None = None
+    no_rope_freq: Annotated[int, Field(ge=2, le=MOST)] | None = None
     """Every n-th layer has no rotary positions (Llama 4); null: every layer has them."""
-    window_size: Annotated[int, Field(ge=2)] | None = None
+    window_size: Annotated[int, Field(ge=2, le=MOST)] | None = None
     """Sliding-window attention: a token sees this many keys, itself included; null: all before it."""
-    window_attn_skip_freq: Annotated[int, Field(ge=2)] | None = None
+    window_attn_skip_freq: Annotated[int, Field(ge=2, le=MOST)] | None = None
     """window_size: every n-th layer sees all keys; null: every layer has the window."""
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """Attention sinks: what stands beside the keys in the softmax of each head; off-by-one: a logit of 0, learnable:
     a weight."""
-    mtp_num_layers: PositiveInt | None = None
+    mtp_num_layers: Width | None = None
     """Multi-token prediction (DeepSeek-V3): extra layers that each predict one token further; null: none."""
     mtp_loss_scaling_factor: PositiveFloat | None = None
     """mtp_num_layers: weight of their mean loss; null: 0.1."""

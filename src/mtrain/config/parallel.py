@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from mtrain.config.base import PositiveInt, Section
+from mtrain.config.base import Degree, PositiveInt, Section
 
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 
@@ -30,21 +30,22 @@ class RecomputeConfig(Section):
 class ParallelConfig(Section):
     """`parallel`: degrees of each axis. `dp` = ranks / (tp * pp * cp)."""
 
-    tp: PositiveInt = 1
+    tp: Degree = 1
     """Tensor parallel: each layer's matrices are cut over this many ranks."""
-    pp: PositiveInt = 1
+    pp: Degree = 1
     """Pipeline parallel: stages of consecutive layers."""
-    vpp: PositiveInt = 1
+    vpp: Degree = 1
     """Virtual stages per rank (interleaved schedule)."""
-    cp: PositiveInt = 1
+    cp: Degree = 1
     """Context parallel: the sequence is cut over this many ranks."""
-    ep: PositiveInt = 1
+    ep: Degree = 1
     """Expert parallel: the experts are spread over this many ranks."""
-    etp: PositiveInt | None = None
+    etp: Degree | None = None
     """Tensor parallel inside experts; null: as `tp`."""
-    sequence_parallel: bool = False
-    """Norms and residuals are cut over the tp ranks along the sequence."""
-    ranks: PositiveInt | None = None
+    sequence_parallel: bool | None = None
+    """Norms and residuals are cut over the tp ranks along the sequence; null: where experts and a tp above 1, which
+    train only so, need it."""
+    ranks: Degree | None = None
     """Processes in all; null: every device of the cluster, or the fewest that the degrees need on a CPU."""
     cp_comm_type: Literal["all_gather", "p2p", "a2a", "a2a+p2p"] | None = None
     """How attention sees the whole sequence under `cp`: all_gather gathers keys and values, p2p passes them around a
@@ -89,7 +90,7 @@ class ParallelConfig(Section):
     megatron-core's own FSDP."""
     fsdp_sharding: Literal["optim", "optim_grads", "optim_grads_params"] | None = None
     """megatron: what is spread (ZeRO-1, 2, 3); null: optim_grads_params. FSDP2 always spreads all three."""
-    hsdp_replicas: PositiveInt = 1
+    hsdp_replicas: Degree = 1
     """fsdp, distributed_optimizer: groups of data-parallel ranks that each hold one whole spread copy (HSDP);
     gradients are reduced inside a group and then between groups."""
     recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)

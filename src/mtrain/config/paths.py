@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
-MAX_ENTRIES = 2000
-"""Of a folder that names are looked for in."""
+RUN_FILE, MANIFEST = "run.yaml", "manifest.json"
+"""What a run folder and a checkpoint folder have."""
+MAX_NAMES = 2000
+"""Names of a folder that are compared with one that is missing."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -15,6 +18,13 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 def _folder(name: str) -> Path:
     checkout = _PACKAGE.parents[1] / name
     return checkout if checkout.is_dir() and _PACKAGE.parent.name == "src" else _PACKAGE / f"_{name}"
+
+
+@cache
+def program() -> str:
+    """How this program is called here: `python launch.py` in a checkout, `mtrain` where it is installed."""
+    checkout = _PACKAGE.parent.name == "src" and (_PACKAGE.parents[1] / "launch.py").is_file()
+    return "python launch.py" if checkout else "mtrain"
 
 
 def conf_dir() -> Path:
@@ -52,7 +62,7 @@ def near_files(path: Path, limit: int = 3) -> list[str]:
     folder = path.parent
     try:
         with os.scandir(folder) as entries:
-            names = sorted(entry.name for entry in islice(entries, MAX_ENTRIES))
+            names = sorted(entry.name for entry in islice(entries, MAX_NAMES))
     except (OSError, ValueError):
         return []
     near = difflib.get_close_matches(path.name, names, n=limit, cutoff=0.65)

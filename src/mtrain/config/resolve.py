@@ -5,19 +5,25 @@ from __future__ import annotations
 import glob
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 from mtrain.config.batches import stages
-from mtrain.config.conditional import CONDITIONAL
-from mtrain.config.kernels import resolved as resolved_kernels
+from mtrain.config.conditional import CONDITIONAL, Conditional
+from mtrain.config.kernels import OPERATIONS, Operation, stands_for
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.run import RunConfig
+from mtrain.config.watch import watched
 from mtrain.errors import Problem
 
 HERE = "resolved on this machine"
+MAX_CPU_RANKS = 64
+"""Processes that are started on a machine without GPUs."""
+USUAL_BATCH = 8
+"""Samples of a step where nobody said how many."""
 
 
 @dataclass(frozen=True)
@@ -67,35 +73,54 @@ def world_size_of(environment: Mapping[str, str] = os.environ) -> int | None:
     return int(text) if text.isdigit() and "RANK" in environment else None
 
 
-def resolve(run: RunConfig, machine: Machine, world_size: int | None = None) -> RunConfig:
+def resolve(
+    run: RunConfig,
+    machine: Machine,
+    world_size: int | None = None,
+    made_from: dict[str, frozenset[str]] | None = None,
+) -> RunConfig:
     """The configuration with every `auto` and null of the machine's side filled in.
 
     Never changes a key that has a value; resolving twice changes nothing. On a CPU devices_per_node stays null: a
     layout has as many processes as it needs, and so has a run that goes on with another layout. `world_size` is
-    what a launcher started; it decides `parallel.ranks` where that is null.
+    what a launcher started; it decides `parallel.ranks` where that is null. `made_from`, where it is given, gets for
+    each key that is filled in the keys that were looked at for it.
     """
-    device = run.cluster.device
-    if device == "auto":
-        needed = run.parallel.ranks or world_size or smallest_world(run.parallel)
-        device = "cuda" if machine.gpus * run.cluster.nodes >= needed else "cpu"
-    ranks, per_node = _ranks(run, device, machine, world_size)
-    kernels: dict[str, Any] = {}
-    if device == "cpu" or machine.gpus:  # elsewhere the machine that runs it decides
-        kernels = resolved_kernels(run, device, machine)
-    cluster: dict[str, Any] = {"device": device, "devices_per_node": per_node}
-    run = run.model_copy(
-        update={
-            "cluster": run.cluster.model_copy(update=cluster),
-            "parallel": run.parallel.model_copy(update={"ranks": ranks}),
-            "kernels": run.kernels.model_copy(update=kernels),
-            "optim": run.optim.model_copy(update=_schedule(run)),
-            "trainer": run.trainer.model_copy(update=_sample(run) | _micro_batch(run, ranks)),
-        }
-    )
-    for key in CONDITIONAL:
-        if key.value(run) is None and key.active(run):
-            run = _with(run, key.path.split("."), key.default(run))
+    steps: list[Callable[[RunConfig], Mapping[str, Any]]] = [
+        lambda r: _device(r, machine, world_size),
+        lambda r: _ranks(r, machine, world_size),
+        *(partial(_kernel, op, machine) for op in OPERATIONS),
+        _schedule,
+        _sample,
+        _sequence_parallel,
+        _batch,
+        _micro_batch,
+        *(partial(_conditional, key) for key in CONDITIONAL),
+    ]
+    for step in steps:
+        reads: set[str] = set()
+        filled = step(run if made_from is None else watched(run, reads))
+        for path, value in filled.items():
+            run = _with(run, path.split("."), value)
+            if made_from is not None:
+                made_from[path] = frozenset(reads - {path})
     return run
+
+
+def _device(run: RunConfig, machine: Machine, world_size: int | None) -> dict[str, Any]:
+    if run.cluster.device != "auto":
+        return {}
+    needed = run.parallel.ranks or world_size or smallest_world(run.parallel)
+    return {"cluster.device": "cuda" if machine.gpus * run.cluster.nodes >= needed else "cpu"}
+
+
+def _kernel(op: Operation, machine: Machine, run: RunConfig) -> dict[str, Any]:
+    word = stands_for(op, run, machine)
+    return {} if word is None else {f"kernels.{op.name}": word}
+
+
+def _conditional(key: Conditional, run: RunConfig) -> dict[str, Any]:
+    return {key.path: key.default(run)} if key.value(run) is None and key.active(run) else {}
 
 
 def _with(node: Any, path: list[str], value: Any) -> Any:
@@ -108,9 +133,9 @@ def _schedule(run: RunConfig) -> dict[str, Any]:
     o = run.optim
     filled: dict[str, Any] = {}
     if o.warmup_iters is None:
-        filled["warmup_iters"] = (o.decay_iters or run.trainer.train_iters) // 20
+        filled["optim.warmup_iters"] = (o.decay_iters or run.trainer.train_iters) // 20
     if o.min_lr is None:
-        filled["min_lr"] = tenth(o.lr)
+        filled["optim.min_lr"] = tenth(o.lr)
     return filled
 
 
@@ -123,19 +148,38 @@ def _sample(run: RunConfig) -> dict[str, Any]:
     if run.trainer.sample_tokens is not None:
         return {}
     tokenizer = run.data.kind == "text" or (run.data.kind == "indexed" and run.data.tokenizer is not None)
-    return {"sample_tokens": 64 if tokenizer and run.parallel.cp == 1 else 0}
+    return {"trainer.sample_tokens": 64 if tokenizer and run.parallel.cp == 1 else 0}
 
 
-def _micro_batch(run: RunConfig, ranks: int) -> dict[str, Any]:
+def _sequence_parallel(run: RunConfig) -> dict[str, Any]:
+    p = run.parallel
+    return (
+        {}
+        if p.sequence_parallel is not None
+        else {"parallel.sequence_parallel": p.tp > 1 and run.model.moe is not None}
+    )
+
+
+def _batch(run: RunConfig) -> dict[str, Any]:
+    """As the micro-batch that nobody set is chosen for the batch, one that somebody set is a part of it."""
+    t, p = run.trainer, run.parallel
+    if t.global_batch_size is not None:
+        return {}
+    step = t.micro * max(1, (p.ranks or 1) // p.model_ranks) * (p.pp if p.vpp > 1 else 1)
+    return {"trainer.global_batch_size": -(-USUAL_BATCH // step) * step}
+
+
+def _micro_batch(run: RunConfig) -> dict[str, Any]:
     t, p = run.trainer, run.parallel
     if t.micro_batch_size is not None:
         return {}
-    shares = [size // max(1, ranks // p.model_ranks) for _, size in stages(run)]  # of a data-parallel rank in a step
+    dp = max(1, (p.ranks or 1) // p.model_ranks)
+    shares = [size // dp for _, size in stages(run)]  # of a data-parallel rank in a step
     even = [size for size in (8, 4, 2, 1) if all(share and share % size == 0 for share in shares)]
     if p.vpp > 1:
         even = [size for size in even if all(share // size % p.pp == 0 for share in shares)] or even
     filling = [size for size in even if min(shares) // size >= p.pp]
-    return {"micro_batch_size": filling[0] if filling else (even or [1])[-1]}
+    return {"trainer.micro_batch_size": filling[0] if filling else (even or [1])[-1]}
 
 
 def smallest_world(parallel: ParallelConfig) -> int:
@@ -151,32 +195,30 @@ def smallest_world(parallel: ParallelConfig) -> int:
     return parallel.pp * math.lcm(dense, expert)
 
 
-def _ranks(run: RunConfig, device: str, machine: Machine, world_size: int | None) -> tuple[int, int | None]:
-    cluster, ranks = run.cluster, run.parallel.ranks
-    if ranks is None:
-        ranks = world_size
-    if cluster.devices_per_node is not None:
-        return ranks or cluster.nodes * cluster.devices_per_node, cluster.devices_per_node
-    if device == "cpu":
-        return ranks or smallest_world(run.parallel), None
-    here = machine.gpus if device == "cuda" else 0
-    if not here:
-        return ranks or smallest_world(run.parallel), None
-    if ranks is None:
-        return cluster.nodes * here, here
-    return ranks, min(here, -(-ranks // cluster.nodes))
+def _ranks(run: RunConfig, machine: Machine, world_size: int | None) -> dict[str, Any]:
+    cluster, asked = run.cluster, run.parallel.ranks
+    ranks, per_node = asked or world_size, cluster.devices_per_node
+    here = machine.gpus if cluster.device == "cuda" else 0
+    if per_node is None and here:
+        per_node = here if ranks is None else min(here, -(-ranks // cluster.nodes))
+    filled: dict[str, Any] = {}
+    if asked is None:
+        filled["parallel.ranks"] = ranks or (cluster.nodes * per_node if per_node else smallest_world(run.parallel))
+    if cluster.devices_per_node is None and per_node is not None:
+        filled["cluster.devices_per_node"] = per_node
+    return filled
 
 
 def machine_problems(
     run: RunConfig, resolved: RunConfig, machine: Machine, world_size: int | None, source: str
-) -> list[Problem]:
+) -> Iterator[Problem]:
     """What is wrong between a configuration and the processes or cores that are here."""
-    problems: list[Problem] = []
     asked, got = run.parallel.ranks, resolved.parallel.ranks
     if world_size is not None and asked is not None and asked != world_size:
         rule = f"the launcher started {world_size} processes (WORLD_SIZE), the configuration asks for {asked}"
-        problems.append(Problem("MT110", "parallel.ranks", asked, rule, f"parallel.ranks={world_size}", source))
+        yield Problem("MT110", "parallel.ranks", asked, rule, f"parallel.ranks={world_size}", source)
     if resolved.cluster.device == "cpu" and got is not None and got > 4 * machine.cpu_cores:
         rule = f"{got} processes on {machine.cpu_cores} CPU cores will be slow, and may not fit in memory"
-        problems.append(Problem("MT111", "parallel.ranks", got, rule, "parallel=single", source, "warning"))
-    return problems
+        if got > MAX_CPU_RANKS:
+            rule = f"{got} processes, and on a CPU at most {MAX_CPU_RANKS} are started: a run here is refused"
+        yield Problem("MT111", "parallel.ranks", got, rule, "parallel=single", source, "warning")

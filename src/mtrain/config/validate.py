@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
+from mtrain.config.base import MOST_RANKS
 from mtrain.config.dump import override, spell
 from mtrain.config.intended import as_key
 from mtrain.config.interpolate import leaves
@@ -20,6 +21,13 @@ from mtrain.config.run import GROUPS, RunConfig
 from mtrain.errors import Problem
 
 Where = Callable[[str], str]
+OPEN = {
+    "model.vocab_size": (
+        "the number of ids of the tokenizer, such as 32000 (Llama 2), 50257 (GPT-2) or 128256 (Llama 3)",
+        "model.vocab_size=32000",
+    )
+}
+"""Key that an import may leave null -> what to write there, and a value that passes."""
 
 _BOUNDS = {
     "greater_than_equal": ("ge", "at least"),
@@ -51,13 +59,13 @@ _PATTERNS = {
 def validate(values: Mapping[str, Any], where: Where) -> tuple[RunConfig | None, list[Problem]]:
     """Checks `values` against the schema; returns the configuration, or every problem there is."""
     huge = [_huge(path, number, where) for path, value in leaves(values) for number in _huge_numbers(value)]
-    if huge:
-        return None, huge
     try:
-        return RunConfig.model_validate(values), []
+        run = RunConfig.model_validate(values)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        return None, [problem for e in found for problem in _problems(e, where, dict(leaves(values)))]
+        named, known = {problem.path for problem in huge}, dict(leaves(values))
+        found = [e for e in error.errors(include_url=False) if whole(".".join(map(str, e["loc"]))) not in named]
+        return None, [*huge, *(problem for e in found for problem in _problems(e, where, known))]
+    return (None, huge) if huge else (run, [])
 
 
 def _huge_numbers(value: Any) -> list[int]:
@@ -85,6 +93,8 @@ def _problems(error: Mapping[str, Any], where: Where, values: Mapping[str, Any])
         yield _length(path, value, where)
     elif kind == "missing":
         yield Problem("MT015", path, None, "is required and nothing sets it", _required(path, values), where(path))
+    elif value is None and path in OPEN:
+        yield unfilled(path, where(path))
     elif kind in _BOUNDS:
         yield _bound(path, kind, value, context, where)
     elif kind == "literal_error":
@@ -132,7 +142,9 @@ def _bound(path: str, kind: str, value: Any, context: Mapping[str, Any], where: 
     name, words = _BOUNDS[kind]
     bound = context[name]
     whole = isinstance(value, int) and isinstance(bound, int)
-    if kind.endswith("equal"):
+    if kind == "less_than_equal" and bound >= MOST_RANKS:  # far beyond what anybody has
+        fix = at_default(path)
+    elif kind.endswith("equal"):
         fix = f"{path}={bound}"
     else:
         step = 1 if kind == "greater_than" else -1
@@ -183,7 +195,7 @@ def _converted(path: str, value: Any) -> str:
 
 
 def _length(path: str, value: Any, where: Where) -> Problem:
-    path = _whole(path)
+    path = whole(path)
     default, size = _default(path), _size(path)
     want = f"{size} values" if size else "at least one value"
     if isinstance(default, tuple):
@@ -199,11 +211,17 @@ def _size(path: str) -> int | None:
     return len(parts) if parts and Ellipsis not in parts else None
 
 
-def _whole(path: str) -> str:
+def whole(path: str) -> str:
     """The list that an item at `path` stands in, also where lists stand in it; any other path as it is."""
     while path.rpartition(".")[2].isdigit():
         path = path.rpartition(".")[0]
     return path
+
+
+def unfilled(path: str, source: str) -> Problem:
+    """The problem of a key that an import left to fill in."""
+    rule, fix = OPEN[path]
+    return Problem("MT702", path, None, f"is left to fill in: {rule}", fix, source)
 
 
 def _required(path: str, values: Mapping[str, Any]) -> str:
@@ -227,8 +245,8 @@ def _indexed(path: str, fix: str) -> str:
     """A fix for an item of a list or of a table: all of it is set, to its default."""
     if field_of(path) is not None:
         return fix
-    whole = _whole(path)
-    return at_default(whole if field_of(whole) is not None else whole.rpartition(".")[0])
+    outer = whole(path)
+    return at_default(outer if field_of(outer) is not None else outer.rpartition(".")[0])
 
 
 def _kind(value: Any) -> str:

@@ -1,9 +1,8 @@
 """Micro-batches of one data-parallel rank, as torch tensors.
 
-Every rank that needs tokens reads them for itself; nothing is broadcast. The memory maps of the ranks of a
-machine share the page cache, so the bytes are read once; which samples make a step is a pure function of the
-number of samples consumed, so that tensor-parallel ranks cannot disagree; there is no collective that can
-hang; and pipeline stages that embed nothing and compute no loss simply do not ask.
+Every rank reads its tokens for itself, on every pipeline stage; nothing is broadcast. The memory maps of the ranks
+of a machine share the page cache, so the bytes are read once; which samples make a step is a pure function of the
+number of samples consumed, so that tensor-parallel ranks cannot disagree; and there is no collective that can hang.
 """
 
 from __future__ import annotations

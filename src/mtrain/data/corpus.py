@@ -14,13 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtrain import units
+from mtrain.config.files import PIECE, SKIPPED_FOLDERS, files_below
 from mtrain.config.groups import DataConfig
 from mtrain.errors import BadInput, Problem
-
-SKIPPED_FOLDERS = frozenset(("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"))
-"""Folders of a Python installation that are not the standard library, or are its tests."""
-PIECE = 16 * units.KIB
-"""A corpus that is one file is cut at blank lines into documents of at least this many characters."""
 
 
 @dataclass(frozen=True)
@@ -154,25 +150,17 @@ def _walk(
 ) -> list[SourceFile]:
     """Regular files below `root` with one of the suffixes; not those in hidden folders or behind links to folders."""
 
-    def refuse(error: OSError) -> None:
+    def wanted(name: str) -> bool:
+        return name.endswith(suffixes) or (licences and name.startswith("LICENSE"))
+
+    try:
+        return [_source(os.path.relpath(path, root), path) for path in files_below(root, wanted, skip)]
+    except OSError as error:
         raise _problem(
             shown,
             f"{error.filename} cannot be read: {error.strerror}",
             "make it readable, or data.path=another",
-        )
-
-    found = []
-    for folder, folders, names in os.walk(root, onerror=refuse):
-        folders[:] = sorted(f for f in folders if f not in skip and not f.startswith("."))
-        for name in sorted(names):
-            if name.endswith(suffixes) or (licences and name.startswith("LICENSE")):
-                path = Path(folder, name)
-                try:
-                    if path.is_file():
-                        found.append(_source(os.path.relpath(path, root), path))
-                except OSError as error:
-                    refuse(error)
-    return found
+        ) from error
 
 
 def _source(name: str, path: Path) -> SourceFile:

@@ -1,9 +1,6 @@
 """Megatron's `.bin/.idx` files: a reader that validates everything at open, and a vectorised writer.
 
-`.idx`, little-endian: 9 bytes `MMIDIDX\\0\\0`, uint64 version 1, uint8 dtype code, uint64 number of
-sequences, uint64 number of document indices (documents + 1), int32 length of each sequence in tokens, int64
-pointer to each sequence in bytes, int64 document indices (a document is the sequences from one index to the
-next). `.bin` is the tokens of all sequences, nothing else.
+Their layout stands in `config/token_files.py`.
 """
 
 from __future__ import annotations
@@ -11,26 +8,22 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import struct
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
+from mtrain.config.token_files import CODES, HEADER, MAGIC, read_header
 from mtrain.errors import Damaged
 
-MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct("<9sQBQQ")
-CODES: dict[int, np.dtype] = {
-    code: np.dtype(name) for code, name in {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
-}
-"""Dtype codes of token files. 6 and 7 are floating-point numbers: no token ids."""
+DTYPES: dict[int, np.dtype] = {code: np.dtype(name) for code, name in CODES.items()}
+"""Dtype code -> dtype, of little-endian token files."""
 CHUNK = 1 << 17
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """The dtype that Megatron picks for token ids below `vocab_size`."""
-    return CODES[8] if vocab_size < 65500 else CODES[4]
+    return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
@@ -48,9 +41,9 @@ class IndexedDataset:
         self.prefix = Path(prefix)
         self.idx, self.bin = with_suffix(self.prefix, ".idx"), with_suffix(self.prefix, ".bin")
         raw = _map(self.idx)
-        self.dtype, count, index_count = _header(self.idx, raw)
-        at_pointers = HEADER.size + 4 * count
-        at_documents = at_pointers + 8 * count
+        header = read_header(self.idx, raw[: HEADER.size].tobytes(), raw.nbytes)
+        self.dtype, count, index_count = DTYPES[header.code], header.count, header.indices
+        at_pointers, at_documents = header.pointers_at, header.documents_at
         self.lengths = np.frombuffer(raw, "<i4", count, HEADER.size)
         self.pointers = np.frombuffer(raw, "<i8", count, at_pointers)
         self.document_indices = np.frombuffer(raw, "<i8", index_count, at_documents)
@@ -103,31 +96,6 @@ def _map(path: Path) -> np.ndarray:
         raise Damaged(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _header(path: Path, raw: np.ndarray) -> tuple[np.dtype, int, int]:
-    """Dtype, number of sequences and number of document indices of a valid header."""
-    if raw.nbytes < HEADER.size:
-        raise Damaged(f"{path}: {raw.nbytes} bytes, a header alone has {HEADER.size}")
-    magic, version, code, count, index_count = HEADER.unpack(raw[: HEADER.size].tobytes())
-    if magic != MAGIC:
-        raise Damaged(f"{path}: offset 0: starts with {magic!r}, not with {MAGIC!r}: no Megatron index")
-    if version != 1:
-        raise Damaged(f"{path}: offset 9: version {version}, only 1 is known")
-    if code not in CODES:
-        known = ", ".join(f"{c} {d.name}" for c, d in CODES.items())
-        raise Damaged(f"{path}: offset 17: dtype code {code} is not one of tokens ({known})")
-    expected = HEADER.size + 12 * count + 8 * index_count
-    if raw.nbytes == expected + count and count:
-        raise Damaged(f"{path}: a multimodal index (one mode byte per sequence); only text is read")
-    if raw.nbytes != expected:
-        raise Damaged(
-            f"{path}: offset 18: {count} sequences and {index_count} document indices need {expected} bytes, "
-            f"the file has {raw.nbytes}"
-        )
-    if index_count < 1:
-        raise Damaged(f"{path}: offset 26: no document indices; even an empty corpus has one")
-    return CODES[code], count, index_count
-
-
 def _check_pointers(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
     """Refuse negative lengths and pointers that are not the running sum; bytes of `.bin`."""
     total = 0
@@ -177,7 +145,7 @@ def write_index(path: Path, lengths: np.ndarray, dtype: np.dtype, document_indic
     count, dtype = len(lengths), np.dtype(dtype)
     if count and (int(lengths.min()) < 0 or int(lengths.max()) > np.iinfo(np.int32).max):
         raise Damaged(f"{path}: lengths {lengths.min()} to {lengths.max()}; an index holds 0 to 2^31 - 1")
-    code = next(c for c, d in CODES.items() if d == dtype)
+    code = next(c for c, d in DTYPES.items() if d == dtype)
     index_count = count + 1 if document_indices is None else len(document_indices)
     short = np.ascontiguousarray(lengths, "<i4")
     # Chunks stay in the processor's cache between being computed and being copied to the file.

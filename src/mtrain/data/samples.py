@@ -10,12 +10,11 @@ position of a run is one integer: the number of samples consumed.
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
+from mtrain.config import token_files
 from mtrain.data.indexed import IndexedDataset
 from mtrain.data.permute import ROUNDS, Permutation, keys
 from mtrain.errors import BadInput, Damaged, Problem
@@ -31,28 +30,9 @@ def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[ra
     A share above zero gets a document at least, if there are enough. Raises BadInput if no share is above
     zero.
     """
-    count, tokens = dataset.num_documents, dataset.num_tokens
-    total = float(sum(shares))
-    if total <= 0:
+    if sum(shares) <= 0:
         raise BadInput([Problem("MT604", "data.split", list(shares), "all shares are zero", "data.split=[1,0,0]")])
-    bounds = [0]
-    share = 0.0
-    for part in shares[:-1]:
-        share += part
-        target = round(tokens * share / total)
-        cut = bisect_left(range(count), target, key=dataset.document_start)
-        if cut > 0 and target - dataset.document_start(cut - 1) < dataset.document_start(cut) - target:
-            cut -= 1
-        bounds.append(max(cut, bounds[-1]))
-    bounds.append(count)
-    wanted = [int(part > 0) for part in shares]
-    if count >= sum(wanted):
-        for i in range(len(shares)):
-            bounds[i + 1] = max(bounds[i + 1], bounds[i] + wanted[i])
-        bounds[-1] = count
-        for i in reversed(range(len(shares))):
-            bounds[i] = min(bounds[i], bounds[i + 1] - wanted[i])
-    return [range(a, b) for a, b in pairwise(bounds)]
+    return token_files.split_documents(dataset, shares)
 
 
 def entropy_nats(counts: np.ndarray) -> float:

@@ -9,11 +9,10 @@ import tokenizers
 
 from mtrain import units
 from mtrain.config.files import kind_of
+from mtrain.config.token_files import EOD_NAMES, MAX_TOKENIZER
 from mtrain.errors import BadInput, Damaged, Problem
 
-LIMIT_BYTES = 128 * units.MIB
-EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<eod>")
-"""Names under which tokenizers keep an end-of-document token, in the order they are tried."""
+LIMIT_BYTES = MAX_TOKENIZER
 
 
 class Tokenizer:

@@ -20,6 +20,7 @@ from mtrain.config.base import Effect
 from mtrain.config.batches import counted, samples_of, stages
 from mtrain.config.dump import override, run_yaml
 from mtrain.config.load import read_run_file
+from mtrain.config.paths import RUN_FILE
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig, effect_of
 from mtrain.errors import BadEnvironment, BadInput, Damaged, Problem, show
@@ -28,7 +29,6 @@ from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import flops_per_token, parameters, state_bytes
 from mtrain.world.stacks import ERRORS
 
-RUN_FILE = "run.yaml"
 LOCK_FILE = ".lock"
 PREAMBLE = (
     LOCK_FILE,
@@ -207,7 +207,7 @@ def _describe(run: RunConfig, chosen: Plan, argv: list[str]) -> None:
 
 
 def _planned(run: RunConfig, chosen: Plan, why: dict[str, str]) -> dict[str, Any]:
-    grid, tokens = RankGrid.of(run), run.trainer.global_batch_size * run.data.seq_length
+    grid, tokens = RankGrid.of(run), run.trainer.batch * run.data.seq_length
     return {
         "digest": run.digest(),
         "parameters": parameters(run.model),

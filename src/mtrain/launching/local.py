@@ -124,6 +124,17 @@ def _generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperat
     generate_text(run, source.checkpoint, source.tokenizer, prompt, tokens, temperature)
 
 
+def import_for(run: RunConfig) -> None:
+    """Import what every run on `run`'s device needs, before several of them are forked from this process.
+
+    The environment stays as it was: how many threads a run takes is its own.
+    """
+    before = dict(os.environ)
+    _warm(run)
+    os.environ.clear()
+    os.environ.update(before)
+
+
 def _warm(run: RunConfig) -> None:
     """Import everything a rank needs, before the ranks are forked."""
     threads = str(preflight.threads_per_rank(run.parallel.ranks or 1))

@@ -8,15 +8,13 @@ import shlex
 from collections.abc import Sequence
 
 from mtrain import units
-from mtrain.config.resolve import Machine
+from mtrain.config.paths import program
+from mtrain.config.resolve import MAX_CPU_RANKS, Machine
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment
 from mtrain.layout.grid import RankGrid
-from mtrain.plan.count import parameters, state_bytes
-
-MAX_CPU_RANKS = 64
-RANK_BYTES = 300 << 20
-"""Memory of a CPU rank beside the model: what a forked interpreter with torch comes to own."""
+from mtrain.plan.count import parameters
+from mtrain.plan.memory import bytes_here
 
 
 def check(run: RunConfig, argv: Sequence[str], machine: Machine | None = None) -> None:
@@ -44,7 +42,7 @@ def check(run: RunConfig, argv: Sequence[str], machine: Machine | None = None) -
 
 
 def _cpu_shortages(run: RunConfig, grid: RankGrid, machine: Machine) -> list[str]:
-    needed = state_bytes(run) + grid.world * RANK_BYTES
+    needed = bytes_here(run)
     out = []
     if needed > machine.memory_bytes:
         out.append(
@@ -64,14 +62,10 @@ def _message(run: RunConfig, grid: RankGrid, machine: Machine, shortages: list[s
     lines += [
         f"this machine: {machine.cpu_cores} cores, {units.bytes_(machine.memory_bytes)}, {machine.gpus} GPUs",
         "what works here:",
-        f"  python launch.py check {words}   (judge this configuration without running it)",
-        f"  python launch.py show {words}   (see every value and who set it)",
-        *(
-            [f"  python launch.py rehearse {words}   (run this layout here, shrunk)"]
-            if grid.model_ranks <= 16
-            else []
-        ),
-        "  python launch.py   (train a small model on this machine)",
+        f"  {program()} check {words}   (judge this configuration without running it)",
+        f"  {program()} show {words}   (see every value and who set it)",
+        *([f"  {program()} rehearse {words}   (run this layout here, shrunk)"] if grid.model_ranks <= 16 else []),
+        f"  {program()}   (train a small model on this machine)",
     ]
     return "\n".join(lines)
 

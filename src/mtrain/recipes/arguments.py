@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from mtrain.recipes.shell import UNKNOWN, shown
+from mtrain.recipes.expansion import UNKNOWN, shown
 
 Why = Literal["unknown", "not supported", "derived here", "no effect", "unreadable", "secret"]
 T = TypeVar("T")
@@ -65,7 +65,13 @@ class Arguments:
         return found
 
     def word(self, flag: str) -> str | None:
-        """The one value of a flag; None where it is not there or cannot be taken over."""
+        """The one value of a flag; None where it is not there or cannot be taken over.
+
+        Variables behind it that are not known are more flags, or nothing.
+        """
+        given = self.flags.get(flag, [])
+        if len(given) > 1 and all(UNKNOWN.fullmatch(word) for word in given[1:]):
+            self.flags[flag] = given[:1]
         found = self.words(flag)
         if found is None:
             return None

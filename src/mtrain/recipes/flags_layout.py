@@ -145,11 +145,14 @@ def _data_parallel(flag: str, key: str) -> Entry:
 
 
 def _recompute(a: Arguments, d: Draft) -> Draft:
-    kind, modules = a.word("--recompute-granularity"), a.words("--recompute-modules")
+    kind, listed = a.word("--recompute-granularity"), a.words("--recompute-modules")
+    modules = None if listed is None else [w for word in listed for w in word.strip("[]").replace(",", " ").split()]
     if a.has("--recompute-activations"):
         kind = "selective"
-    if a.has("--moe-layer-recompute"):
-        kind, modules = kind or "selective", [*(modules or []), "moe"]
+    if a.has("--moe-layer-recompute") and kind == "full":
+        a.refuse("--moe-layer-recompute", "no effect", "Megatron-LM refuses it beside full recomputation")
+    elif a.has("--moe-layer-recompute"):  # it adds to the modules, which are core_attn where none are said
+        kind, modules = "selective", list(dict.fromkeys([*(["core_attn"] if modules is None else modules), "moe"]))
     known = _words_of("parallel.recompute.modules")
     strange = [word for word in modules or () if word not in known]
     if strange:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mtrain.config.paths import program
 from mtrain.recipes.arguments import Why
 
 _GROUPS: tuple[tuple[Why, str, str], ...] = (
@@ -94,7 +95,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
     ),
     (
         "not supported",
-        "checkpoints of Megatron-LM are not read; go on with a run of mtrain by `mtrain resume RUN`",
+        f"checkpoints of Megatron-LM are not read; go on with a run of mtrain by `{program()} resume RUN`",
         """
         --load --finetune --pretrained-checkpoint --ckpt-step --no-load-optim
         --load-main-params-from-ckpt --no-save-optim --ckpt-convert-format --ckpt-convert-save
@@ -107,7 +108,10 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         "not supported",
         "changes speed or memory, not the numbers",
         """
-        --cpu-offloading-num-layers --tp-comm-overlap
+        --cpu-offloading-num-layers --tp-comm-overlap --fine-grained-activation-offloading --offload-modules
+        --async-strategy --async-ckpt-use-cpu-shm --fsdp-manual-registration --outer-dp-sharding-strategy
+        --cuda-graph-modules --use-transformer-engine-op-fuser --no-use-layer-wise-param-layout
+        --check-weight-hash-across-dp-replicas-interval --verify-integrity --DDP-impl
         --tp-comm-overlap-cfg --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs
         --tp-comm-overlap-rs-dgrad --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad
         --disable-tp-comm-split-ag --disable-tp-comm-split-rs --tp-comm-bootstrap-backend
@@ -133,6 +137,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         --fp8-param-gather
         --fp4-param-gather
         --reuse-grad-buf-for-mxfp8-param-ag --fp32-residual-connection
+        --megatron-fsdp-grad-comm-dtype --megatron-fsdp-main-grads-dtype --megatron-fsdp-main-params-dtype
         --fp16-lm-cross-entropy --disable-bf16-reduced-precision-matmul --loss-scale
         """,
     ),
@@ -146,6 +151,10 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         --heterogeneous-layers-config-encoded-json --hybrid-attention-ratio --hybrid-mlp-ratio
         --hybrid-override-pattern --is-hybrid-model --mamba-state-dim --mamba-head-dim
         --mamba-num-groups --mamba-num-heads --use-legacy-models --decoder-num-layers
+        --experimental-attention-variant --linear-attention-freq --linear-conv-kernel-dim --linear-num-key-heads
+        --linear-num-value-heads --linear-key-head-dim --linear-value-head-dim --attention-output-gate
+        --dsa-indexer-n-heads --dsa-indexer-head-dim --dsa-indexer-topk --dsa-indexer-loss-coeff --enable-gpt-oss
+        --use-mup --mup-base-hidden-size --mup-base-head-dim --mup-width-mult --mup-output-mult
         --decoder-seq-length --vocab-extra-ids --bert-no-binary-head
         """,
     ),
@@ -156,6 +165,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         --iterations-to-skip
         --init-method-xavier-uniform --data-parallel-random-init --lr-warmup-init --decoupled-lr
         --decoupled-min-lr --start-weight-decay --end-weight-decay --hysteresis --train-data-path --valid-data-path
+        --weight-decay-incr-style --dataloader-type --fim-data --fim-rate --fim-spm-rate --eval-global-batch-size
         --test-data-path --data-args-path --per-split-data-args-path --full-validation --sample-rate
         --sft
         """,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
 from mtrain.config.batches import Stage, linear, samples_of, steps_within
 from mtrain.config.model import VOCAB_MULTIPLE
+from mtrain.errors import BadInput, Problem
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.flags import always, default_of, on, one, spelled
-
-KNOWN_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
-"""Tokenizers whose name says how many ids they have."""
+from mtrain.recipes.vocabularies import ids_of
 
 
 def _source(a: Arguments, d: Draft) -> Draft:
@@ -44,10 +46,12 @@ def _source_words(d: Values) -> list[str]:
 
 def _split(a: Arguments, d: Draft) -> Draft:
     text = a.word("--split") or "969,30,1"
-    parts = [part.strip() for part in text.split(",")]
+    parts = re.findall(r"[.0-9]+", text)  # as Megatron-LM reads it: quotes and brackets do not matter
     try:
         shares = [float(part) for part in parts][:3]
     except ValueError:
+        shares = []
+    if not any(shares):
         a.refuse("--split", "unreadable", "shares of train, validation and test, as 969,30,1")
         shares = [969.0, 30.0, 1.0]
     return {"data.split": shares + [0.0] * (3 - len(shares))}
@@ -65,9 +69,11 @@ def _tokens(a: Arguments, d: Draft) -> Draft:
     multiple = (a.as_("--make-vocab-size-divisible-by", whole) or VOCAB_MULTIPLE) * d["parallel.tp"]
     if size is not None and kind in ("NullTokenizer", "NullMultimodalTokenizer"):
         size += 1  # its end of document is an id more
-    if size is None and kind in KNOWN_VOCABULARIES:
-        size = KNOWN_VOCABULARIES[kind]
-        a.notes.append(f"{kind} is taken to have {size} ids; its files are not read")
+    known = ids_of(kind, model)
+    if size is None and padded is None and known is not None:
+        size = known[0]
+        name = model if kind == "HuggingFaceTokenizer" else kind
+        a.notes.append(f"{name} is taken to have {size} ids ({known[1]}); its files are not read")
     if padded is not None:
         same = size is not None and _up(size, VOCAB_MULTIPLE) == padded
         return {**out, "model.vocab_size": size if same else padded}
@@ -93,18 +99,60 @@ def _tokens_words(d: Values) -> list[str]:
     return ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(size - 1), *padded]
 
 
-RAMP = "trainer.rampup_batch_size"
+RAMP, LISTED = "trainer.rampup_batch_size", "trainer.batch_size_schedule"
+STEPPED = "--step-batch-size-schedule"
+_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def _batch(a: Arguments, d: Draft) -> Draft:
     micro, batch = a.as_("--micro-batch-size", whole), a.as_("--global-batch-size", whole)
     if batch is None and micro is not None:
         batch = micro * max(1, d.get("ranks", 1) // (d["parallel.tp"] * d["parallel.pp"] * d["parallel.cp"]))
+    listed = _stepped(a, d.get("data.seq_length") or 1)
+    if listed:
+        if a.has("--global-batch-size") and batch != listed[-1][1]:
+            a.refuse("--global-batch-size", "no effect", f"the last size of {STEPPED} counts")
+        batch = listed[-1][1]
+    elif listed is not None:
+        batch = listed[0][1]
     return {
         "trainer.micro_batch_size": micro,
         **({"trainer.global_batch_size": batch} if batch else {}),
-        RAMP: _ramp(a, batch),
+        RAMP: None if listed else _ramp(a, batch),
+        LISTED: [[size, end] for (_, size), (end, _) in itertools.pairwise(listed or ())] or None,
     }
+
+
+def _stepped(a: Arguments, seq_length: int) -> list[tuple[int, int]] | None:
+    """The stages of `--step-batch-size-schedule`: tokens consumed when each begins, and samples a step.
+
+    Raises:
+        BadInput: it is there and cannot be read. Without it the run would be another one.
+    """
+    words = a.words(STEPPED)
+    if words is None:
+        return None
+    text = " ".join(words).replace(",", " ")
+    try:
+        pairs = sorted(
+            (_counted(begin), _counted(size)) for begin, _, size in (e.partition(":") for e in text.split())
+        )
+    except (ValueError, OverflowError):
+        pairs = []
+    stages = [(tokens // seq_length * seq_length, size) for tokens, size in pairs]
+    grows = all(one[0] < two[0] for one, two in itertools.pairwise(stages))
+    if not stages or stages[0][0] or not grows or any(size < 1 for _, size in stages):
+        rule = f"{STEPPED} {text[:60]!r} is no list of TOKENS:SIZE that begins at 0 and grows"
+        raise BadInput([Problem("MT014", LISTED, None, rule, f'{STEPPED} "0:16 2.4B:320"', "")])
+    if len(stages) > 1:
+        a.notes.append("the learning rate follows steps; Megatron-LM's follows samples while steps grow")
+    return stages
+
+
+def _counted(text: str) -> int:
+    """A number as `2.4B` or `16`."""
+    unit = _UNITS.get(text[-1:].upper(), 1)
+    return int(float(text[:-1] if unit > 1 else text) * unit)
 
 
 def _ramp(a: Arguments, batch: int | None) -> list[int] | None:
@@ -124,18 +172,25 @@ def _ramp(a: Arguments, batch: int | None) -> list[int] | None:
 
 
 def _batch_words(d: Values) -> list[str]:
-    micro, ramp = d["trainer.micro_batch_size"], d[RAMP]
-    return [
-        *(["--micro-batch-size", str(micro)] if micro is not None else []),
-        "--global-batch-size",
-        str(d["trainer.global_batch_size"]),
-        *(["--rampup-batch-size", *map(str, ramp)] if ramp else []),
-    ]
+    micro, ramp, listed = d["trainer.micro_batch_size"], d[RAMP], d[LISTED]
+    words = ["--micro-batch-size", str(micro)] if micro is not None else []
+    if d["trainer.global_batch_size"] is None:
+        return words
+    last = str(d["trainer.global_batch_size"])
+    begins = [0, *(stage.first * d["data.seq_length"] for stage in plan_of(d)[1:])]
+    if listed and all(one < two for one, two in itertools.pairwise(begins)):
+        sizes = [*(size for size, _ in listed), last]
+        # Megatron-LM takes no --global-batch-size beside it
+        return [*words, STEPPED, " ".join(f"{begin}:{size}" for begin, size in zip(begins, sizes, strict=True))]
+    return [*words, "--global-batch-size", last, *(["--rampup-batch-size", *map(str, ramp)] if ramp else [])]
 
 
 def plan_of(d: Values) -> tuple[Stage, ...]:
     """The sizes of the steps."""
-    size = max(1, d.get("trainer.global_batch_size", 1))
+    size = max(1, d.get("trainer.global_batch_size") or 1)
+    if d.get(LISTED):
+        begins = [0, *(-(-end // (d.get("data.seq_length") or 1)) for _, end in d[LISTED])]
+        return tuple(map(Stage, begins, [*(n for n, _ in d[LISTED]), size]))
     return linear(d[RAMP], size) if d.get(RAMP) else (Stage(0, size),)
 
 
@@ -263,8 +318,8 @@ DATA: tuple[Entry, ...] = (
 
 TRAINER: tuple[Entry, ...] = (
     Entry(
-        ("--micro-batch-size", "--global-batch-size", "--rampup-batch-size"),
-        ("trainer.micro_batch_size", "trainer.global_batch_size", RAMP),
+        ("--micro-batch-size", "--global-batch-size", "--rampup-batch-size", STEPPED),
+        ("trainer.micro_batch_size", "trainer.global_batch_size", RAMP, LISTED),
         _batch,
         _batch_words,
     ),

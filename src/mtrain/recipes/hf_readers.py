@@ -60,9 +60,12 @@ def _experts(f: ConfigFile, count: str, width: str) -> int:
     return topk
 
 
-def _balancing(f: ConfigFile, topk: int) -> None:
-    """Their coefficient of the balancing loss as ours, which `model.moe.aux_loss_coeff` defines, to six digits."""
-    theirs, layers = float(f.get("router_aux_loss_coef")), f.get("num_hidden_layers", 1)
+def _balancing(f: ConfigFile, topk: int, dense: int = 0) -> None:
+    """Their coefficient of the balancing loss as ours, which `model.moe.aux_loss_coeff` defines, to six digits.
+
+    `dense` layers have no experts, and no part in their mean.
+    """
+    theirs, layers = float(f.get("router_aux_loss_coef")), max(1, f.layers - dense)
     ours = float(f"{theirs * topk / layers:.6g}")
     f.out["model.moe.aux_loss_coeff"] = ours
     if theirs:
@@ -79,12 +82,13 @@ def mixtral_experts(f: ConfigFile) -> None:
 
 def qwen_experts(f: ConfigFile) -> None:
     """Experts of Qwen3-MoE, in all layers or behind dense ones."""
-    _balancing(f, _experts(f, "num_local_experts", "moe_intermediate_size"))
+    topk = _experts(f, "num_local_experts", "moe_intermediate_size")
     f.out["model.moe.router_pre_softmax"] = not f.get("norm_topk_prob", False)
     step, dense = f.get("decoder_sparse_step"), set(f.get("mlp_only_layers", []))
     layers = range(f.layers)
     without = [i for i in layers if i in dense or (i + 1) % step]
     f.out["model.moe.first_dense_layers"] = len(without)
+    _balancing(f, topk, len(without))
     if without != list(layers[: len(without)]):
         key = "mlp_only_layers" if dense else "decoder_sparse_step"
         f.refuse(key, "not supported", "changes the numbers: dense layers come first, all others have experts")
@@ -177,6 +181,9 @@ def deepseek_v3_experts(f: ConfigFile) -> None:
     f.must("scoring_func", ("sigmoid",), "changes the numbers: scores of this family are a sigmoid")
     f.must("topk_method", ("noaux_tc",), "changes the numbers: experts of this family are chosen with a bias")
     f.must("norm_topk_prob", (True,), "changes the numbers: chosen scores of this family are normalised")
+    if f.get("num_experts_per_tok") == 1:
+        text = "changes the numbers: the score of one chosen expert is 1 there, and what the router says here"
+        f.refuse("num_experts_per_tok", "not supported", text)
     f.must("rope_interleave", (True,), "changes the numbers: rotary pairs of latent attention are neighbours here")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from mtrain.recipes.table import flags_of, known_flags, table
 from mtrain.recipes.write import section
 
 _KEY = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)+\Z")
+MAX_GUESSES = 40
+"""Flags that are compared with every one that is known."""
 MARK = "# mtrain: "
 """Begins a line that `export` writes for a key without a flag."""
 
@@ -37,6 +39,8 @@ class Imported:
     unplaced: list[Unplaced] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What was assumed or found out, in sentences."""
+    open: list[str] = field(default_factory=list)
+    """Keys that nothing says, left to fill in; their values in `run` mean nothing."""
 
 
 def read_flags(words: Sequence[str], world: World | None) -> tuple[Arguments, Draft]:
@@ -99,8 +103,19 @@ def build(d: Draft, a: Arguments, extra: Sequence[str], source: str, said: Draft
         put(values, key, value)
     run, problems = validate(values, lambda path: _where(path, a, source))
     if run is None:
-        raise BadInput(problems)
+        raise BadInput([_with_reason(problem, a) for problem in problems])
     return _quiet(run, a)
+
+
+def _with_reason(problem: Problem, a: Arguments) -> Problem:
+    """A problem of a key that is missing, with the reason where its flag is there."""
+    if problem.code != "MT015":
+        return problem
+    flag = next((flag for flag in flags_of().get(problem.path, ()) if flag in a.unplaced), None)
+    rule = f"{problem.rule}: {flag} {a.unplaced[flag].text}" if flag else problem.rule
+    if "--yaml-cfg" in a.flags:
+        rule += "; the file of --yaml-cfg is not read: import that file"
+    return replace(problem, rule=rule)
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
@@ -143,6 +158,7 @@ def _quiet(run: RunConfig, a: Arguments) -> RunConfig:
 
 def leftovers(a: Arguments) -> list[Unplaced]:
     """Every flag that was not taken over, in the order of the command line."""
+    guesses = MAX_GUESSES
     for flag in a.flags:
         if flag in a.asked:
             continue
@@ -152,23 +168,30 @@ def leftovers(a: Arguments) -> list[Unplaced]:
             a.refuse(flag, "no effect", fitting)
         elif why != "unknown":
             a.refuse(flag, why, text)
+        elif flag in known_flags():
+            a.refuse(flag, "no effect", "another flag says the same, and is read before it")
         else:
-            near = difflib.get_close_matches(flag.replace("_", "-"), known_flags(), n=1, cutoff=0.8)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            guesses -= 1
+            near = _near_flag(flag) if guesses >= 0 else ""
+            hint = f"; did you mean {near}?" if near else ""
             a.refuse(flag, "unknown", f"is no flag of Megatron-LM that is known here{hint}")
     return [a.unplaced[flag] for flag in a.flags if flag in a.unplaced]
+
+
+def _near_flag(flag: str) -> str:
+    return "".join(difflib.get_close_matches(flag[:80].replace("_", "-"), known_flags(), n=1, cutoff=0.8))
 
 
 def blacked_out(found: list[Unplaced], secrets: Secrets) -> list[Unplaced]:
     """The same without a secret: values of flags that nobody knows are not shown at all."""
     out = []
     for item in found:
-        value = secrets.hide(item.value)
-        if item.flag not in known_flags():
-            value = HIDDEN if item.value else ""
-        if names_secret(item.flag) and item.flag not in known_flags():
-            item = Unplaced(item.flag, HIDDEN, "secret", "a secret has no place in a recipe")
-        out.append(Unplaced(item.flag, value, item.why, secrets.hide(item.text)))
+        why, text, value = item.why, secrets.hide(item.text), HIDDEN if item.value else ""
+        if item.flag in known_flags():
+            value = secrets.hide(item.value)
+        elif names_secret(item.flag):
+            why, text = "secret", "a secret has no place in a recipe"
+        out.append(Unplaced(item.flag, value, why, text))
     return out
 
 

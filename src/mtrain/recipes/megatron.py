@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeGuard
 
 from mtrain.config.dump import spell
 from mtrain.config.files import SCRIPT_ENDINGS, read_text
 from mtrain.config.load import UNSHOWN, refuse_hidden
 from mtrain.config.model import VOCAB_MULTIPLE
+from mtrain.config.paths import program
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadInput, Problem
 from mtrain.recipes.arguments import Arguments, Draft
+from mtrain.recipes.expansion import UNKNOWN, shown
 from mtrain.recipes.flags_training import vocabulary
 from mtrain.recipes.imported import (
     MARK,
@@ -28,13 +33,15 @@ from mtrain.recipes.imported import (
     without_secrets,
 )
 from mtrain.recipes.launch import World, directives, world_of
+from mtrain.recipes.programs import known_gpt, other_than_gpt
 from mtrain.recipes.secrets import Secrets
-from mtrain.recipes.shell import UNKNOWN, Command, Script, read_script, shown
+from mtrain.recipes.shell import Command, Script, read_script
 from mtrain.recipes.table import known_flags, table
 from mtrain.recipes.write import section, unequal
 
 FEW_FLAGS = 3
-SLURM_NODES = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+_SPACE = re.compile(r"\s")
+_LAUNCHERS = ("torch.distributed", "torch.", "deepspeed", "accelerate")
 
 
 def import_scripts(paths: Sequence[Path], extra: Sequence[str] = ()) -> Imported:
@@ -45,12 +52,21 @@ def import_scripts(paths: Sequence[Path], extra: Sequence[str] = ()) -> Imported
     Raises:
         BadInput: no flags are found, a required one is missing, or a value is refused.
     """
+    return import_texts(read_texts(paths), name_of(paths[-1]), extra)
+
+
+def read_texts(paths: Sequence[Path]) -> list[tuple[str, str]]:
+    """Files as texts, each with its name.
+
+    Raises:
+        BadInput: one cannot be read, or has characters that are not shown.
+    """
     texts = []
     for path in paths:
         text = read_text(path, str(path), SCRIPT_ENDINGS)
         refuse_hidden(text, str(path), UNSHOWN)
         texts.append((text, str(path)))
-    return import_texts(texts, name_of(paths[-1]), extra)
+    return texts
 
 
 def import_texts(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[str] = ()) -> Imported:
@@ -58,29 +74,103 @@ def import_texts(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[st
     source, whole = texts[-1][1], "\n".join(text for text, _ in texts)
     script = read_script(*texts)
     secrets = Secrets({**script.variables, **_given_as_flags(script)})
-    launcher, words, notes = _training_command(script, source)
-    world = world_of(launcher, directives(whole))
-    a, d = read_flags(words, world)
-    if world is None and launcher:
+    found = _training_command(script, source)
+    notes = [*found.notes, *_sourced(script), *_undecided(script, found.words)]
+    world = world_of(found.launcher, directives(whole))
+    if world is None and found.launcher:
         notes.append("how many processes it starts is not said: cluster.nodes and cluster.devices_per_node are unset")
-    notes += a.notes
+    return import_words(found.words, world, name, source, extra, secrets, notes, residue(whole, source))
+
+
+def import_words(
+    words: Sequence[str],
+    world: World | None,
+    name: str,
+    source: str,
+    extra: Sequence[str],
+    secrets: Secrets,
+    notes: Sequence[str],
+    said: Draft,
+) -> Imported:
+    """A configuration of a program's words and the world it is started in.
+
+    Args:
+        name: what the model is called.
+        extra: overrides in our own grammar; `said`: keys that an export wrote, which have no flag.
+        notes: what was found out before.
+    """
+    a, d = read_flags(words, world)
     backend_of(a, d, world)
     without_secrets(d, a, secrets)
     d["model.name"] = name
-    said = residue(whole, source)
+    notes, left = [*notes, *a.notes], list[str]()
     if "model.vocab_size" not in said:
-        _vocabulary(d, notes, extra, source)
-    run = _padding(build(d, a, extra, source, said), said, notes)
+        left += _vocabulary(d, notes, extra)
+    try:
+        run = _padding(build(d, a, extra, source, said), said, notes)
+    except BadInput as error:
+        raise BadInput([_with_place(problem, notes) for problem in error.problems]) from None
     notes += _unsaid(d | said, run, extra)
-    notes += [f"{where}: {flag} is added only under a condition, and is left out" for flag, where in script.left_out]
-    notes += [
-        f"{c.where}: {c.words[1]} is not read; give it before this file if it sets what is missing"
+    notes += _too_few(run)
+    shown_notes = [secrets.hide(shown(n)) for n in dict.fromkeys(notes)]
+    return Imported(run, blacked_out(leftovers(a), secrets), shown_notes, left)
+
+
+def _with_place(problem: Problem, notes: Sequence[str]) -> Problem:
+    """A problem that names a variable, with the condition under which the script sets it."""
+    missing = re.search(r"needs (\$\w+), which the script does not set", problem.rule)
+    if problem.code != "MT015" or missing is None:
+        return problem
+    name = re.compile(rf"{re.escape(missing[1])}\b")
+    note = next((shown(note) for note in notes if name.search(note)), None)
+    if note is None:
+        return problem
+    where, _, rest = note.partition(": ")
+    test = rest.partition(" is not known")[0]
+    rule = f"{problem.rule[: missing.end(1)]}, which is set under a condition that is not known: {test} ({where})"
+    return replace(problem, rule=rule)
+
+
+def _sourced(script: Script) -> list[str]:
+    return [
+        f"{c.where}: {c.words[1] or 'a file'} is not read; give it before this file if it sets what is missing"
         for c in script.commands
         if c.words[0] in ("source", ".") and len(c.words) > 1
     ]
+
+
+def _undecided(script: Script, words: Sequence[str]) -> list[str]:
+    """Notes on conditions that only running the script could tell: both branches, and what each would add."""
     used = {what.strip("${}") for word in words for what in UNKNOWN.findall(word)}
-    notes += [f"{where}: ${v} is set only under a condition" for v, where in script.conditional.items() if v in used]
-    return Imported(run, blacked_out(leftovers(a), secrets), [secrets.hide(shown(n)) for n in dict.fromkeys(notes)])
+    out = []
+    for item in script.undecided:
+        parts = []
+        for branch in item.branches:
+            names = [f"${name}" for name in dict.fromkeys(branch.names) if name in used]
+            what = ", ".join([*dict.fromkeys(branch.flags), *names]) or "nothing that is used"
+            parts.append(f"{branch.label} (line {branch.where.rpartition(':')[2]}) sets {what}")
+        if any(branch.flags or used & set(branch.names) for branch in item.branches):
+            test = shown(item.test)[:80]
+            out.append(f"{item.where}: {test} is not known: {'; '.join(parts)}; all of it is left out")
+    listed = {name for item in script.undecided for branch in item.branches for name in branch.names}
+    rest = {v: script.conditional[v] for v in sorted(used - listed) if v in script.conditional}
+    return out + [f"{where}: ${v} is set only under a condition" for v, where in rest.items()]
+
+
+def _too_few(run: RunConfig) -> list[str]:
+    """A note where the script starts fewer processes than its layout has."""
+    p, per_node = run.parallel, run.cluster.devices_per_node
+    ranks = p.ranks or (run.cluster.nodes * per_node if per_node else None)
+    etp = p.etp or p.tp
+    needed, axes = max(
+        (p.model_ranks, f"tp {p.tp} x cp {p.cp} x pp {p.pp}"),
+        (p.ep * etp * p.pp, f"ep {p.ep} x etp {etp} x pp {p.pp}"),
+        key=lambda pair: pair[0],
+    )
+    if ranks is None or ranks >= needed:
+        return []
+    nodes = f": say cluster.nodes={-(-needed // per_node)}" if per_node else ""
+    return [f"the script starts {ranks} processes, and its layout has at least {axes} = {needed}{nodes}"]
 
 
 def _given_as_flags(script: Script) -> dict[str, list[str]]:
@@ -93,36 +183,81 @@ def _given_as_flags(script: Script) -> dict[str, list[str]]:
     return out
 
 
-def _training_command(script: Script, source: str) -> tuple[list[str], list[str], list[str]]:
-    """The launcher's words and the training script's, of the command with the most flags that are known."""
-    best: tuple[int, bool, list[str], list[str], Command] | None = None
+@dataclass
+class _Found:
+    """The command that trains."""
+
+    launcher: list[str]
+    """The words before the program's."""
+    words: list[str]
+    notes: list[str]
+
+
+def _training_command(script: Script, source: str) -> _Found:
+    """The command with the most flags that are known, of those that train a GPT.
+
+    Raises:
+        BadInput: there is none, or what there is trains something else.
+    """
+    best: tuple[bool, int, _Found, Command] | None = None
     others: list[Command] = []
+    refused: list[tuple[int, str, str]] = []
     for command in script.commands:
-        launcher, words = _parted(_unpacked(command.words))
-        count = len({w.partition("=")[0] for w in words} & known_flags())
-        if count < (1 if launcher else FEW_FLAGS):
+        launcher, program, words = _parted(_unpacked(command.words))
+        flags = Arguments(words).flags
+        count = len(flags.keys() & known_flags())
+        does = other_than_gpt(program, flags, source) if count else ""
+        if does and program is not None:
+            refused.append((count, f"{shown(program)} {does}", command.where))
+        if does or count < (1 if launcher else FEW_FLAGS):
             continue
         others.append(command)
-        if best is None or (not command.conditional, count) > (best[1], best[0]):
-            best = (count, not command.conditional, launcher, words, command)
+        if best is None or (not command.conditional, count) > best[:2]:
+            notes = [f"{shown(program)} is taken for a program that trains a GPT"] if _strange(program) else []
+            best = (not command.conditional, count, _Found(launcher, words, notes), command)
     if best is not None:
-        notes = [f"{c.where}: another command with such flags is not read" for c in others if c is not best[4]]
-        if best[4].conditional:
-            notes.append(f"{best[4].where}: the command stands in a condition or a loop; it is read once")
-        return best[2], best[3], notes
+        found = best[2]
+        found.notes += [f"{c.where}: another command with such flags is not read" for c in others if c is not best[3]]
+        if best[3].conditional:
+            found.notes.append(f"{best[3].where}: the command stands in a condition or a loop; it is read once")
+        return found
+    if refused:
+        _, what, where = max(refused)
+        raise BadInput([not_a_gpt(what, where)])
+    return _all_variables(script, source)
+
+
+def _all_variables(script: Script, source: str) -> _Found:
+    """The flags of a file that only sets variables, for another script to use.
+
+    Raises:
+        BadInput: they are too few, or those of another model.
+    """
     words = [word for held in script.variables.values() for item in held for word in _unpacked([item])]
-    if len({w.partition("=")[0] for w in words} & known_flags()) >= FEW_FLAGS:
-        return [], words, ["no command uses the flags: those of all variables are read"]
-    rule = "no flags of Megatron-LM are found in it"
-    fix = "the file of a training script, or of nothing but its flags"
-    raise BadInput([Problem("MT701", "", None, rule, fix, source)])
+    if len({w.partition("=")[0] for w in words} & known_flags()) < FEW_FLAGS:
+        rule = "no flags of Megatron-LM are found in it"
+        fix = "the file of a training script, or of nothing but its flags"
+        raise BadInput([Problem("MT701", "", None, rule, fix, source)])
+    does = other_than_gpt(None, Arguments(words).flags, source)
+    if does:
+        raise BadInput([not_a_gpt(f"it {does}", source)])
+    return _Found([], words, ["no command uses the flags: those of all variables are read"])
+
+
+def not_a_gpt(what: str, source: str) -> Problem:
+    """The problem of a program that does something else than to train a GPT."""
+    return Problem("MT706", "", None, f"{what}; only GPTs are imported", "the script of a pretrain_gpt.py", source)
+
+
+def _strange(program: str | None) -> TypeGuard[str]:
+    return program is not None and not known_gpt(program)
 
 
 def _unpacked(words: Sequence[str]) -> list[str]:
     """Words, with a command line that is one of them (`bash -c "..."`) in words of its own."""
     out: list[str] = []
     for word in words:
-        if any(sign.isspace() for sign in word) and " --" in f" {word}" and not word.startswith("--"):
+        if _SPACE.search(word) and " --" in f" {word}" and not word.startswith("--"):
             try:
                 out += shlex.split(word)
             except ValueError:
@@ -132,27 +267,35 @@ def _unpacked(words: Sequence[str]) -> list[str]:
     return out
 
 
-def _parted(words: list[str]) -> tuple[list[str], list[str]]:
-    """What starts the processes, and what the training script is given."""
+def _parted(words: list[str]) -> tuple[list[str], str | None, list[str]]:
+    """What starts the processes, the training program, and what that is given."""
     for index, word in enumerate(words):
+        module = word == "-m" and index + 1 < len(words) and not words[index + 1].startswith(_LAUNCHERS)
+        if module:
+            return words[: index + 2], words[index + 1], words[index + 2 :]
         if word.endswith(".py"):
-            return words[: index + 1], words[index + 1 :]
+            return words[: index + 1], word, words[index + 1 :]
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    return words[:first] if first and words[0].isidentifier() else [], words[first:]
+    return words[:first] if first and words[0].isidentifier() else [], None, words[first:]
 
 
-def _vocabulary(d: Draft, notes: list[str], extra: Sequence[str], source: str) -> None:
-    """The vocabulary, where neither flags nor overrides say it: that of a shipped model of the same shape."""
+def _vocabulary(d: Draft, notes: list[str], extra: Sequence[str]) -> list[str]:
+    """The vocabulary, where neither flags nor overrides say it: that of a shipped model of the same shape.
+
+    Where there is none, a number that stands for it is set, and its key returned.
+    """
     key = "model.vocab_size"
     if key in d or any(word.startswith((f"{key}=", "model=")) for word in extra):
-        return
+        return []
     like = same_shape(d)
     if like is None:
-        rule = "the size of the vocabulary is known only to the tokenizer, which is not read"
-        raise BadInput([Problem("MT702", key, None, rule, f"{key}=32000", source)])
+        d[key] = VOCAB_MULTIPLE * max(1, d["parallel.tp"])
+        notes.append(f"{key} is left to fill in: only the tokenizer knows it, and that is not read")
+        return [key]
     size = section("model", like).model_dump()["vocab_size"]
     d[key] = vocabulary(size, VOCAB_MULTIPLE * d["parallel.tp"])
     notes.append(f"the vocabulary of {size} is that of model={like}, which has the same shape; no tokenizer is read")
+    return []
 
 
 def _padding(run: RunConfig, said: Draft, notes: list[str]) -> RunConfig:
@@ -209,7 +352,7 @@ def export_script(run: RunConfig) -> str:
     if run.model.padding_in_words and run.model.mask_padded_vocab:
         text += f"# {run.model.padding_in_words} here; Megatron-LM has it in the softmax: its losses are others.\n"
     if left:
-        text += "# What has no flag; `mtrain recipe import` reads these lines.\n"
+        text += f"# What has no flag; `{program()} recipe import` reads these lines.\n"
         text += "".join(f"{MARK}{word}\n" for word in left)
     return text
 

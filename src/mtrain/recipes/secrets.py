@@ -8,19 +8,23 @@ from collections.abc import Iterable, Mapping
 HIDDEN = "***"
 MIN_LENGTH = 4
 
-_WORDS = frozenset(
-    (
-        "key",
-        "apikey",
-        "token",
-        "secret",
-        "password",
-        "passwd",
-        "passphrase",
-        "credential",
-        "credentials",
-        "auth",
-        "pat",
+_SECRET = frozenset(
+    ("apikey", "secret", "password", "passwd", "passphrase", "credential", "credentials", "auth", "pat")
+)
+_PERHAPS = frozenset(("key", "token"))
+"""Words that name a secret, but for the keys of attention and the tokens of a text."""
+_SERVICES = frozenset(
+    re.findall(r"\w+", "api access private ssh hf huggingface wandb aws s3 azure gcp ngc github gitlab openai bot")
+)
+_OF_MODELS = frozenset(
+    re.findall(
+        r"\w+",
+        """
+    num head heads dim dims size len length width rank linear attention attn query queries value values qk kv layer
+    layers norm conv bos eos eod eot pad padding mask unk sep cls sos special image video audio vision think begin
+    end start stop first last prompt text label input output loss per max min drop dropping router expert experts
+    dispatcher embedding type count json column weight
+""",
     )
 )
 _SHAPES = re.compile(
@@ -31,7 +35,10 @@ _SHAPES = re.compile(
 
 def names_secret(name: str) -> bool:
     """Whether a variable or a flag is named as one that holds a secret."""
-    return not _WORDS.isdisjoint(re.split(r"[-_.]+", name.lower()))
+    words = set(re.split(r"[-_.]+", name.lower()))
+    if words.isdisjoint(_PERHAPS) or not words.isdisjoint(_SECRET):
+        return not words.isdisjoint(_SECRET)
+    return words.isdisjoint(_OF_MODELS) or not words.isdisjoint(_SERVICES)
 
 
 class Secrets:
@@ -40,12 +47,16 @@ class Secrets:
     def __init__(self, variables: Mapping[str, Iterable[str]]) -> None:
         held = {value for name, values in variables.items() if names_secret(name) for value in values}
         self.values = sorted((v for v in held if len(v) >= MIN_LENGTH), key=len, reverse=True)
+        self._hidden: dict[str, str] = {}
 
     def hide(self, text: str) -> str:
         """`text` with every secret blacked out."""
-        for value in self.values:
-            text = text.replace(value, HIDDEN)
-        return _SHAPES.sub(HIDDEN, text)
+        if text not in self._hidden:
+            shown = text
+            for value in self.values:
+                shown = shown.replace(value, HIDDEN)
+            self._hidden[text] = _SHAPES.sub(HIDDEN, shown)
+        return self._hidden[text]
 
     def within(self, text: str) -> bool:
         """Whether `text` holds a secret."""

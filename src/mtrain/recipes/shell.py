@@ -10,31 +10,26 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from mtrain.errors import BadInput, Problem
-from mtrain.recipes.arithmetic import whole_number
-from mtrain.recipes.words import Part, Raw, Statement, quoted, statements
+from mtrain.recipes.conditions import Operand, Truth, arithmetic_holds, both, either, matches, negated, test_holds
+from mtrain.recipes.expansion import PIECE, UNKNOWN, Expander, shown
+from mtrain.recipes.words import Part, Raw, Statement, statements
 
-MAX_EXPANDED, MAX_DEPTH = 4 << 20, 16
-UNKNOWN = re.compile("\ue000([^\ue001]*)\ue001")
-"""A piece of a word that only running the script could tell; group 1 says what it is, such as `$SLURM_NNODES`."""
-
-_PIECE = re.compile("(?:[^\\s\ue000]|\ue000[^\ue001]*\ue001)+")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=(.*)\Z", re.DOTALL)
-_BRACED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*|[1-9][0-9]*)(\[[@*0-9]+\])?(?:(:?[-=+?])(.*))?\Z", re.DOTALL)
-_OPENING = ("if", "while", "until", "for", "case", "select")
-_INNER = ("then", "do", "else", "elif", "!", "{", "}", "time")
-_CLOSING = ("fi", "done", "esac")
+_OPENING = {
+    "if": "if",
+    "while": "loop",
+    "until": "loop",
+    "for": "loop",
+    "select": "loop",
+    "case": "case",
+    "{": "group",
+}
+_CLOSING = {"fi": "if", "done": "loop", "esac": "case", "}": "group"}
+_BRANCHES = ("then", "elif", "else", "do")
+_TESTS = {"[": "]", "[[": "]]", "test": ""}
+_NAMES = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_POSITIONAL = re.compile("\ue000\\$\\{?[1-9][0-9]*\\}?\ue001\\Z")
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
-
-
-def unknown(what: str) -> str:
-    """The mark of a piece that cannot be known."""
-    return f"\ue000{what}\ue001"
-
-
-def shown(text: str) -> str:
-    """A word with its unknown pieces as the script spells them."""
-    return UNKNOWN.sub(r"\1", text)
 
 
 @dataclass
@@ -45,7 +40,29 @@ class Command:
     where: str
     """`file:line`."""
     conditional: bool
-    """Whether it runs only under a condition, or in a loop."""
+    """Whether it runs only under a condition that is not known, or in a loop."""
+
+
+@dataclass
+class Branch:
+    """What a script does under a condition that is not known."""
+
+    label: str
+    """`then`, `elif ...`, `else`, or the pattern of a `case`."""
+    where: str
+    flags: list[str] = field(default_factory=list)
+    """Flags that it adds to a variable."""
+    names: list[str] = field(default_factory=list)
+    """Variables that it sets."""
+
+
+@dataclass
+class Undecided:
+    """A condition that only running the script could tell; nothing of its branches is taken."""
+
+    test: str
+    where: str
+    branches: list[Branch] = field(default_factory=list)
 
 
 @dataclass
@@ -57,8 +74,8 @@ class Script:
     """Every variable's last value; a plain one has one item."""
     conditional: dict[str, str] = field(default_factory=dict)
     """Variables that are also set under a condition, with `file:line`; their value here is the one before."""
-    left_out: list[tuple[str, str]] = field(default_factory=list)
-    """Flags that the script adds under a condition only, with `file:line`."""
+    undecided: list[Undecided] = field(default_factory=list)
+    """Conditions that are not known, of those under which something is set."""
 
 
 def read_script(*texts: tuple[str, str]) -> Script:
@@ -72,49 +89,219 @@ def read_script(*texts: tuple[str, str]) -> Script:
         reader.source = source
         for statement in statements(text, source):
             reader.take(statement)
+        reader.blocks.clear()
+        reader.given = set(reader.script.variables)
     return reader.script
 
 
-class _Reader:
+@dataclass
+class _Block:
+    """An `if`, a `case`, a loop or a group that is open."""
+
+    kind: str
+    where: str
+    runs: Truth
+    """Whether what is read now runs."""
+    testing: bool
+    """Whether that is the condition itself."""
+    taken: Truth = False
+    """Whether a branch before was."""
+    until: bool = False
+    subject: Operand | None = None
+    patterns: list[Operand] = field(default_factory=list)
+    said: Undecided | None = None
+
+
+class _Reader(Expander):
     """Follows a script statement by statement."""
 
     def __init__(self) -> None:
-        self.source = ""
         self.script = Script()
-        self.depth = 0
-        self.left = MAX_EXPANDED
-        self.line = 0
-
-    @property
-    def where(self) -> str:
-        return f"{self.source}:{self.line}"
+        super().__init__(self.script.variables)
+        self.blocks: list[_Block] = []
+        self.status: Truth = True
+        """Whether the last command succeeded."""
+        self.chain = ""
+        """The commands so far of a list with `&&` and `||`, as they are written."""
+        self.given: set[str] = set()
+        """Variables of the scripts before this one."""
 
     def take(self, statement: Statement) -> None:
+        """Follows one statement: opens and closes blocks, sets variables, keeps the command."""
         self.line = statement.line
         words = list(statement.words)
+        block = self.blocks[-1] if self.blocks else None
+        if block is not None and block.kind == "case" and block.testing and words and words[0].keyword != "esac":
+            self.pattern(block, statement)
+            return
+        runs: Truth = True
+        self.chain = (
+            statement.text
+            if statement.behind not in ("&&", "||")
+            else f"{self.chain} {statement.behind} {statement.text}"
+        )
+        if statement.behind in ("&&", "||"):
+            runs = self.status if statement.behind == "&&" else negated(self.status)
+        turned = False
         while words and (keyword := words[0].keyword) is not None:
-            if keyword in _OPENING:
-                self.depth += 1
-                words = [] if keyword in ("for", "case", "select") else words[1:]
+            if keyword == "!":
+                turned = not turned
+            elif keyword in _OPENING:
+                self.open(keyword, words, runs)
+                words = [] if keyword in ("for", "case", "select") else words
             elif keyword in _CLOSING:
-                self.depth = max(0, self.depth - 1)
-                words = words[1:]
-            elif keyword in _INNER:
-                words = words[1:]
+                self.close(keyword)
+            elif keyword in _BRANCHES:
+                self.branch(keyword, statement)
             elif keyword in _DECLARING:
-                words = [w for w in words[1:] if not (w.keyword or "").startswith("-")]
-            else:
+                words = [words[0], *(w for w in words[1:] if not (w.keyword or "").startswith("-"))]
+            elif keyword != "time":
                 break
-        conditional = self.depth > 0
-        while words and self._assigned(words[0], conditional or statement.conditional):
-            words.pop(0)
-        out: list[str] = []
-        for raw in words:
-            out += self.expand(raw)
-        if out:
-            self.script.commands.append(Command(out, self.where, conditional))
+            words = words[1:]
+        self.run(statement, words, runs, turned)
+        block = self.blocks[-1] if self.blocks else None
+        if block is not None and block.kind == "case" and block.testing and statement.ended == ")":
+            self.matched(block)
+        if statement.ended == ";;" and self.blocks and self.blocks[-1].kind == "case":
+            self.blocks[-1].testing = True
 
-    def _assigned(self, raw: Raw, conditional: bool) -> bool:
+    def run(self, statement: Statement, words: list[Raw], runs: Truth, turned: bool) -> None:
+        """A statement without the keywords before it; what it leaves is the status of the commands so far."""
+        around: Truth = True
+        for block in self.blocks:
+            around = both(around, block.runs)
+        if not words or both(around, runs) is False:
+            return
+        while words and self._assigned(words[0], both(around, runs)):
+            words.pop(0)
+        own: Truth = True
+        if words:
+            self._note_test(statement)
+            own = self.tested(words)
+            out = [word for raw in words for word in self.expand(raw)]
+            if out:
+                self.script.commands.append(Command(out, self.where, around is None))
+        own = None if statement.ended == "|" or statement.behind == "|" else negated(own) if turned else own
+        if statement.behind == "&&":
+            own = both(self.status, own)
+        elif statement.behind == "||":
+            own = either(self.status, own)
+        self.status = own
+
+    def open(self, keyword: str, words: list[Raw], runs: Truth) -> None:
+        """A block begins; it is read as far as `runs`."""
+        kind = _OPENING[keyword]
+        block = _Block(kind, self.where, runs, kind != "group", until=keyword == "until")
+        if kind == "case" and len(words) > 1:
+            block.subject = self.operand(words[1])
+            block.said = Undecided(f"case {self.joined(words[1].parts)}", self.where)
+            for raw in words[3:]:
+                block.patterns.append(self.operand(raw))
+        if keyword in ("for", "select"):
+            block.runs, block.said = None, Undecided(self.chain, self.where, [Branch("do", self.where)])
+        self.blocks.append(block)
+
+    def close(self, keyword: str) -> None:
+        """The block ends, if it is one of the kind."""
+        if self.blocks and self.blocks[-1].kind == _CLOSING[keyword]:
+            said = self.blocks.pop().said
+            if said is not None and any(branch.flags or branch.names for branch in said.branches):
+                self.script.undecided.append(said)
+            self.status = True if keyword == "}" else None
+
+    def branch(self, keyword: str, statement: Statement) -> None:
+        """`then`, `elif`, `else` or `do`: what follows runs where the condition holds and none before it did."""
+        block = self.blocks[-1] if self.blocks else None
+        if block is None or block.kind != ("loop" if keyword == "do" else "if"):
+            return
+        holds = self.status
+        if block.kind == "loop":
+            holds = False if block.testing and (negated(holds) if block.until else holds) is False else None
+            block.runs = None if block.runs is None else both(block.runs, holds)
+        elif keyword == "then":
+            block.runs = both(holds, negated(block.taken))
+            block.taken = either(block.taken, holds)
+        else:
+            block.runs = negated(block.taken)
+        block.testing = keyword == "elif"
+        self.status = True
+        self._begun(block, keyword)
+
+    def _begun(self, block: _Block, label: str) -> None:
+        if block.said is not None and label != "elif":
+            before = block.said.branches[-1] if block.said.branches else None
+            again = before is not None and before.label == "elif" and label == "then"
+            if not again:
+                block.said.branches.append(Branch(label, self.where))
+        elif block.said is not None:
+            block.said.branches.append(Branch(label, self.where))
+
+    def _note_test(self, statement: Statement) -> None:
+        """Keeps the text of a condition for the report."""
+        block = self.blocks[-1] if self.blocks else None
+        if block is None or not block.testing or block.kind == "case":
+            return
+        if block.said is None:
+            block.said = Undecided(re.sub(r"^(if|while|until)\s+", "", statement.text), block.where)
+        elif not block.said.branches:
+            block.said.test += f" {statement.behind.strip() or ';'} {statement.text}"
+
+    def pattern(self, block: _Block, statement: Statement) -> None:
+        """A pattern of a `case`, up to its bracket."""
+        block.patterns += [self.operand(raw) for raw in statement.words]
+        if statement.ended == ")":
+            self.matched(block)
+
+    def matched(self, block: _Block) -> None:
+        """What stands behind the patterns of a `case` runs where one of them matches and none before did."""
+        found: Truth = False
+        for pattern in block.patterns:
+            found = either(found, self._matches(block.subject, pattern))
+        block.runs, block.taken = both(found, negated(block.taken)), either(block.taken, found)
+        self._begun(block, "|".join(shown(pattern.text) for pattern in block.patterns) + ")")
+        block.patterns, block.testing = [], False
+
+    def _matches(self, subject: Operand | None, pattern: Operand) -> Truth:
+        if pattern.text == "*" and not pattern.quoted:
+            return True
+        if subject is None or not subject.sure or not pattern.sure:
+            return None
+        return subject.text == pattern.text if pattern.quoted else matches(subject.text, pattern.text)
+
+    def operand(self, raw: Raw) -> Operand:
+        """A word of a test, not split."""
+        text = self.joined(raw.parts)
+        return Operand(text, any(part.quoted for part in raw.parts), self.sure(raw, text))
+
+    def sure(self, raw: Raw, text: str) -> bool:
+        """Whether what a word stands for is known, and not set under a condition that is not."""
+        names = {name for part in raw.parts if part.kind != "text" for name in _NAMES.findall(part.text)}
+        return UNKNOWN.search(text) is None and not any(name in self.script.conditional for name in names)
+
+    def tested(self, words: list[Raw]) -> Truth:
+        """Whether a command succeeds, where it is a test that can be known."""
+        first = self.joined(words[0].parts)
+        if first in (":", "true", "false") and len(words) == 1:
+            return first != "false"
+        if words[0].is_text("((") and len(words) > 1:
+            text = words[1].parts[0].text
+            return arithmetic_holds(text, self.number) if self.sure(words[1], text) and self._known(text) else None
+        closing = _TESTS.get(first)
+        if closing is None or (closing and not words[-1].is_text(closing)):
+            return None
+        inside = words[1:-1] if closing else words[1:]
+        if first == "[[":
+            return test_holds([self.operand(raw) for raw in inside], double=True)
+        operands = []
+        for raw in inside:
+            quoted = any(part.quoted for part in raw.parts)
+            operands += [Operand(word, quoted, self.sure(raw, word)) for word in self.expand(raw)]
+        return test_holds(operands, double=False)
+
+    def _known(self, text: str) -> bool:
+        return not any(name in self.script.conditional for name in _NAMES.findall(text))
+
+    def _assigned(self, raw: Raw, runs: Truth) -> bool:
         """Takes an assignment; False where the word is none."""
         first = raw.parts[0] if raw.parts else None
         match = _ASSIGNMENT.match(first.text) if first is not None and first.kind == "text" else None
@@ -125,103 +312,30 @@ class _Reader:
             value = [word for item in raw.array for word in self.expand(item)]
         else:
             value = [self.joined([Part("text", match[3], False), *raw.parts[1:]])]
-        if conditional:
-            self.script.conditional.setdefault(name, self.where)
-            words = value if raw.array is not None else _PIECE.findall(value[0])
-            self.script.left_out += [(shown(w), self.where) for w in words if w.startswith("--")]
+        if runs is None:
+            self._left_out(name, value if raw.array is not None else PIECE.findall(value[0]))
             return True
+        if name in self.given and raw.array is None and _POSITIONAL.match(value[0]):
+            return True  # a script before this one says what its argument is
         before = self.script.variables.get(name, [])
         if more and raw.array is not None:
             value = [*before, *value]
         elif more:
             value = [*before[:-1], (before[-1] if before else "") + value[0]]
+        else:
+            self.script.conditional.pop(name, None)
         self.spend(sum(map(len, value)))
         self.script.variables[name] = value
         return True
 
-    def spend(self, size: int) -> None:
-        self.left -= size + 1
-        if self.left < 0:
-            rule = f"expands to more than {MAX_EXPANDED} characters"
-            raise BadInput([Problem("MT005", "", None, rule, "", self.where)])
-
-    def joined(self, parts: list[Part], depth: int = 0) -> str:
-        """Parts as one text, without splitting: what an assignment stores."""
-        return "".join(p.text if p.kind == "text" else " ".join(self.value(p, depth)) for p in parts)
-
-    def expand(self, raw: Raw) -> list[str]:
-        """The words that a word becomes: none for an empty variable, several for an array or an unquoted list."""
-        out: list[str] = []
-        current, started = "", False
-        for part in raw.parts:
-            if part.kind == "text":
-                current, started = current + part.text, True
-                continue
-            items = self.value(part, 0)
-            if not part.quoted:
-                pieces = [piece for item in items for piece in _PIECE.findall(item)]
-                spaced = bool(items) and items[0][:1].isspace(), bool(items) and items[-1][-1:].isspace()
-            else:
-                pieces, spaced = items, (False, False)
-            if spaced[0] and started:
-                out.append(current)
-                current, started = "", False
-            for index, piece in enumerate(pieces):
-                if index:
-                    out.append(current)
-                    current = ""
-                current, started = current + piece, True
-            if spaced[1] and started:
-                out.append(current)
-                current, started = "", False
-        if started:
-            out.append(current)
-        self.spend(sum(map(len, out)))
-        return out
-
-    def value(self, part: Part, depth: int) -> list[str]:
-        """What an expansion stands for; an array gives its items."""
-        if depth > MAX_DEPTH:
-            raise BadInput([Problem("MT005", "", None, "expansions are nested too deep", "", self.source)])
-        if part.kind == "command":
-            return [unknown(f"$({part.text})")]
-        if part.kind == "arithmetic":
-            number = whole_number(part.text, self._number)
-            return [str(number) if number is not None else unknown(f"$(({part.text}))")]
-        match = _BRACED.match(part.text)
-        if match is None:
-            if part.text[:1] in ("@", "*"):
-                return []  # the script's own arguments: none are given
-            return [unknown(f"${{{part.text}}}")]
-        name, index, operator, word = match[1], match[2], match[3], match[4] or ""
-        held = self.script.variables.get(name)
-        items = self._indexed(held, index, part.quoted)
-        present = items is not None and (any(items) or not (operator or "").startswith(":"))
-        if operator is None or operator.endswith("?"):
-            out = items if items is not None else [unknown(f"${name}")]
-        elif operator.endswith("+"):
-            out = [self._inner(word, depth)] if present else [""]
+    def _left_out(self, name: str, words: list[str]) -> None:
+        """Notes an assignment under a condition that is not known."""
+        self.script.conditional.setdefault(name, self.where)
+        block = next((b for b in reversed(self.blocks) if b.runs is None), None)
+        if block is not None and block.said is not None and block.said.branches:
+            branch = block.said.branches[-1]
         else:
-            out = items if present and items is not None else [self._inner(word, depth)]
-            if operator.endswith("="):
-                self.script.variables.setdefault(name, out)
-        self.spend(sum(map(len, out)))
-        return out
-
-    def _indexed(self, held: list[str] | None, index: str | None, quoted: bool) -> list[str] | None:
-        if held is None:
-            return None
-        if index is None:
-            return held[:1] or [""]
-        if index in ("[@]", "[*]"):
-            return [" ".join(held)] if index == "[*]" and quoted else list(held)
-        place = int(index[1:-1])
-        return [held[place]] if place < len(held) else [""]
-
-    def _inner(self, text: str, depth: int) -> str:
-        """The text behind `:-`, which may hold expansions."""
-        return self.joined(quoted(text, self.source).parts, depth + 1)
-
-    def _number(self, name: str) -> str | None:
-        held = self.script.variables.get(name)
-        return held[0] if held else None
+            branch = Branch("then", self.where)
+            self.script.undecided.append(Undecided(self.chain, self.where, [branch]))
+        branch.flags += [shown(w).split()[0] for w in words if w.startswith("--")]
+        branch.names.append(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,7 +13,11 @@ MAX_NESTED = 64
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ARRAY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\+?=\Z")
+_PLAIN = re.compile(r"[^ \t\r\n;&|<>()'\"$`\\]+")
 _KEYWORD = re.compile(r"[A-Za-z{}!-]+\Z")
+_TEST_SIGN = re.compile(r"&&|\|\||[<>()&|;]")
+_ARITHMETIC = re.compile(r"\(\([^\n;]*\)\)|\(\([^\n;]*;[^\n;]*;[^\n;]*\)\)")
+_BEFORE = ("if", "elif", "while", "until", "for", "then", "else", "do", "!", "{")
 _HEREDOC = re.compile(r"<<-?\s*(?:\\?(\w+)|'(\w+)'|\"(\w+)\")")
 
 
@@ -42,6 +46,10 @@ class Raw:
             return part.text if part.kind == "text" and _KEYWORD.match(part.text) else None
         return None
 
+    def is_text(self, text: str) -> bool:
+        """Whether the word is `text`, not quoted."""
+        return self.parts == [Part("text", text, False)] and self.array is None
+
 
 @dataclass
 class Statement:
@@ -49,8 +57,12 @@ class Statement:
 
     words: list[Raw]
     line: int
-    conditional: bool
-    """Whether it stands behind `&&` or `||`."""
+    behind: str
+    """The operator before it, such as `&&`; a line break where there is none."""
+    ended: str
+    """The operator after it."""
+    text: str
+    """As it is written, in one line."""
 
 
 def statements(text: str, source: str) -> Iterator[Statement]:
@@ -93,32 +105,60 @@ class _Lexer:
 
     def statements(self) -> Iterator[Statement]:
         words: list[Raw] = []
-        line, behind, dropped = 1, "", False
+        line, behind, dropped, begin = 1, "\n", False, 0
         while self.at < len(self.text):
             self.blank()
             if self.at >= len(self.text):
                 break
+            raw = self.test(words)
+            if raw is not None:
+                line, begin = (line, begin) if words else (self.here(), self.at)
+                words += raw
+                continue
             self.descriptor = False
-            sign = self.operator()
+            before, sign = self.at, self.operator()
             if self.descriptor and words:
                 words.pop()
             if sign is None:
                 if self.at >= len(self.text):
                     break
                 if not words:
-                    line = self.here()
-                raw = self.word()
+                    line, begin = self.here(), self.at
+                word = self.word()
                 if not dropped:
-                    words.append(raw)
+                    words.append(word)
                 dropped = False
             elif sign in "<>":
                 dropped = True
             else:
-                if words:
-                    yield Statement(words, line, behind in ("&&", "||"))
-                words, behind, dropped = [], sign, False
+                if words or sign == ";;":
+                    text = " ".join(self.text[begin:before].split()) if words else ""
+                    yield Statement(words, line, behind, sign, text)
+                    behind = sign
+                elif sign != "\n" or behind not in ("&&", "||", "|"):
+                    behind = sign
+                words, dropped = [], False
         if words:
-            yield Statement(words, line, behind in ("&&", "||"))
+            yield Statement(words, line, behind, "\n", " ".join(self.text[begin:].split()))
+
+    def test(self, words: Sequence[Raw]) -> list[Raw] | None:
+        """What follows in a test, where operators are words: a word behind `[[`, or all from `((` to `))`."""
+        first = next((i for i, word in enumerate(words) if word.keyword not in _BEFORE), None)
+        if first is None:
+            if not _ARITHMETIC.match(self.text, self.at):
+                return None
+            self.at += 2
+            return [Raw([Part("text", "((", False)]), Raw([Part("text", self.balanced("(", "))"), True)])]
+        if not words[first].is_text("[[") or words[-1].is_text("]]"):
+            return None
+        if self.text[self.at] == "\n":
+            self.at += 1
+            return []
+        sign = _TEST_SIGN.match(self.text, self.at)
+        if sign is None:
+            return [self.word()]
+        self.at = sign.end()
+        return [Raw([Part("text", sign.group(), False)])]
 
     def blank(self) -> None:
         """Passes over spaces, continuations and comments."""
@@ -174,6 +214,11 @@ class _Lexer:
     def word(self) -> Raw:
         raw = Raw()
         while self.at < len(self.text):
+            plain = _PLAIN.match(self.text, self.at)
+            if plain:
+                self.literal(raw, plain.group(), False)
+                self.at = plain.end()
+                continue
             char = self.text[self.at]
             if self.text.startswith("\\\n", self.at):
                 self.at += 2

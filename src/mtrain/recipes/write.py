@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -15,6 +15,7 @@ from mtrain.config.load import load, scalar
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.paths import choices_of_group, conf_dir
 from mtrain.config.run import GROUPS, RunConfig
+from mtrain.config.validate import OPEN
 
 SCHEMA_LINE = "# yaml-language-server: $schema=recipe.schema.json"
 MAX_LINES, WIDTH, FEW = 12, 112, 4
@@ -31,6 +32,8 @@ class Delta:
     """group -> choice, where it is not the default one."""
     values: dict[str, Any] = field(default_factory=dict)
     """Nested values, over the choices."""
+    remarks: list[str] = field(default_factory=list)
+    """Comments above them."""
 
 
 def delta(run: RunConfig, chosen: Mapping[str, str] | None = None) -> Delta:
@@ -68,6 +71,15 @@ def delta(run: RunConfig, chosen: Mapping[str, str] | None = None) -> Delta:
     return out
 
 
+def left_open(found: Delta, keys: Sequence[str]) -> Delta:
+    """The same with null at keys that are to be filled in by hand, and a remark on each."""
+    for key in keys:
+        group, _, name = key.partition(".")
+        found.values.setdefault(group, {})[name] = None
+        found.remarks.append(f"fill in {key}: {OPEN[key][0]}")
+    return found
+
+
 def recipe_text(found: Delta, about: Mapping[str, str], *, short: bool = False) -> str:
     """The file: a line for the editor, the words about itself, choices, values.
 
@@ -83,7 +95,7 @@ def recipe_text(found: Delta, about: Mapping[str, str], *, short: bool = False) 
         entries = ", ".join(f"{{override /{group}: {choice}}}" for group, choice in found.choices.items())
         body = [f"defaults: [{entries}]", *_flat(found.values)]
     head = [SCHEMA_LINE, "recipe:", *(f"  {key}: {_words(value)}" for key, value in about.items())]
-    return "\n".join([*head, *body]) + "\n"
+    return "\n".join([*head, *(f"# {remark}" for remark in found.remarks), *body]) + "\n"
 
 
 @cache
@@ -115,8 +127,10 @@ def _candidates(group: str, target: Any, usual: str, chosen: Mapping[str, str]) 
     if group in chosen:
         return [chosen[group]]
     words = [usual, *choices_of_group(group)]
-    if isinstance(target, ParallelConfig):
-        words[:0] = [word for ranks in (True, False) for word in _layouts(target, ranks)]
+    if isinstance(target, ParallelConfig):  # plain degrees: a layout that is named after a model says more than it is
+        models = choices_of_group("model")
+        plain = [word for word in words if not any(word.startswith(f"{model}_") for model in models)]
+        words = [*(word for ranks in (True, False) for word in _layouts(target, ranks)), *plain]
     return list(dict.fromkeys(words))
 
 

@@ -97,7 +97,7 @@ def assemble(run: RunConfig, world: World, splits: Splits) -> Parts:
     state = TrainState(chunks, optimizer, build_schedule(run, optimizer))
     dynamic = run.parallel.hybrid_context_parallel
     share = (0, 1) if dynamic else (world.coords["dp"], world.grid.dp)  # documents are dealt out after they are read
-    sizes = run.trainer.global_batch_size, run.trainer.micro, *share
+    sizes = run.trainer.batch, run.trainer.micro, *share
     packing = Packing(splits.document_ends, run.data.packed_multiple or 1) if run.data.packed else None
     train_data = GlobalBatches(splits.train, *sizes, splits.masked_eod, packing)
     valid_data = None

@@ -137,7 +137,7 @@ def evaluate(parts: Parts, data: GlobalBatches, iters: int) -> float:
             chunk.eval()
         for i in range(iters):
             beat("evaluation")
-            batches = data.microbatches(i * parts.run.trainer.global_batch_size)
+            batches = data.microbatches(i * parts.run.trainer.batch)
             batches = [to_device(b, parts.world) for b in batches]
             loss, tokens, _ = reduce_report(parts.world, run_schedule(parts, batches, forward_only=True), False)
             total, count = total + loss * tokens, count + tokens

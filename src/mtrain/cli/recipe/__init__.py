@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from importlib import import_module
 
+from mtrain.cli.pages import page_of
 from mtrain.errors import BadInput, Problem, say_page
 
 SUBVERBS = {
@@ -29,9 +30,9 @@ def run(argv: list[str], *, debug: bool) -> int:
     Raises:
         BadInput: there is no such subverb, or it refuses its arguments.
     """
-    if not argv or argv[0] in ("--help", "-h"):
-        say_page(page())
-        return 0 if argv else 2
+    if not argv:
+        say_page(page_of("recipe"))
+        return 2
     word = argv[0]
     if word not in SUBVERBS:
         near = difflib.get_close_matches(word, SUBVERBS, n=2, cutoff=0.5)
@@ -41,9 +42,3 @@ def run(argv: list[str], *, debug: bool) -> int:
     function = f"{word}_" if word in ("import", "list") else word
     code: int = getattr(import_module(f"mtrain.cli.recipe.{SUBVERBS[word][0]}"), function)(argv[1:])
     return code
-
-
-def page() -> str:
-    """The page of `recipe --help`."""
-    rows = [f"  {name:<8} {text}" for name, (_, text) in SUBVERBS.items()]
-    return "\n".join(["usage: mtrain recipe SUBVERB ...", "", *rows])

@@ -11,19 +11,22 @@ from mtrain.cli.options import needed, read_options
 from mtrain.cli.recipe.new import describe, for_elsewhere, write_new
 from mtrain.config.files import STDIN, read_stdin
 from mtrain.config.load import UNSHOWN, refuse_hidden
+from mtrain.config.paths import program
 from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
+from mtrain.config.validate import unfilled
 from mtrain.errors import BadInput, Problem, say_page, visible
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.hf import import_config
-from mtrain.recipes.imported import Imported
-from mtrain.recipes.megatron import export_script, import_scripts, import_texts
-from mtrain.recipes.write import delta, recipe_text
+from mtrain.recipes.imported import Imported, name_of
+from mtrain.recipes.megatron import export_script, import_scripts, import_texts, read_texts
+from mtrain.recipes.megatron_yaml import import_yaml, is_yaml
+from mtrain.recipes.write import delta, left_open, recipe_text
 
 OUT = {"-o": "--output", "--output": "--output"}
 _ORDER = ("secret", "unreadable", "unknown", "not supported", "derived here", "no effect")
-USAGE = "recipe import train.sh [-o my.yaml] [overrides], or recipe import -- --num-layers 24 ..."
+USAGE = "recipe import train.sh [-o my.yaml] [overrides]; also a model_config.yaml, a config.json, or -- FLAGS"
 
 
 def import_(argv: Sequence[str]) -> int:
@@ -35,15 +38,16 @@ def import_(argv: Sequence[str]) -> int:
     raw = found.run
     run = resolve(raw, Machine.here(), world_size_of())
     problems = check(run, raw=raw, resolve=lambda r: resolve(r, Machine.here(), world_size_of()))
+    problems = _with_open(problems, found.open)
     sources = ", ".join(Path(name).name for name in files) or "a command line"
-    text = recipe_text(delta(raw), _about(run, sources, problems))
+    text = recipe_text(left_open(delta(raw), found.open), _about(run, sources, problems))
     out = options.values.get("--output")
     if out is not None:
         write_new(Path(out), text)
     if options.as_json:
         say_page(strict_json.dumps(_facts(found, text, problems, run.digest()), indent=2))
         return 0
-    say_page(text if out is None else visible(f"wrote {out}: mtrain check recipe={out}"))
+    say_page(text if out is None else visible(f"wrote {out}: {program()} check recipe={out}"))
     for line in _report(found, problems):
         say_page(line, error=True)
     return 0
@@ -58,10 +62,15 @@ def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | Non
     if list(files) == [STDIN]:
         text = read_stdin()
         refuse_hidden(text, "stdin", UNSHOWN)
+        if is_yaml(text):
+            return import_yaml([(text, "stdin")], "imported", extra)
         return import_texts([(text, "stdin")], "imported", extra)
     configs = [name for name in files if name.endswith(".json")]
     if not configs:
-        return import_scripts([Path(name) for name in files], extra)
+        paths = [Path(name) for name in files]
+        if paths[-1].suffix in (".yaml", ".yml"):
+            return import_yaml(read_texts(paths), name_of(paths[-1]), extra)
+        return import_scripts(paths, extra)
     if len(files) > 1:
         rule = "a config.json says a whole model: it is read alone"
         raise BadInput([Problem("MT010", "", None, rule, f"recipe import {configs[0]}", "command line")])
@@ -73,6 +82,12 @@ def _about(run: RunConfig, sources: str, problems: Sequence[Problem]) -> dict[st
     verdict = f"does not pass here: {broken}" if broken else "composes and passes every rule; not trained"
     words = describe(run, f"imported from {sources} by mtrain recipe import")
     return {**words, "verified": verdict}
+
+
+def _with_open(problems: Sequence[Problem], keys: Sequence[str]) -> list[Problem]:
+    """Problems without those of keys that are left to fill in, of which one each says so."""
+    kept = [p for p in problems if not any(key in (p.path, *p.fix.split("=")) or key in p.rule for key in keys)]
+    return [*(unfilled(key, "recipe") for key in keys), *kept]
 
 
 def _report(found: Imported, problems: Sequence[Problem]) -> list[str]:
@@ -93,7 +108,14 @@ def _facts(found: Imported, text: str, problems: Sequence[Problem], digest: str)
     broken = [
         {"code": p.code, "path": p.path, "rule": p.rule, "fix": p.fix, "severity": p.severity} for p in problems
     ]
-    return {"recipe": text, "digest": digest, "unplaced": unplaced, "notes": found.notes, "problems": broken}
+    return {
+        "recipe": text,
+        "digest": digest,
+        "open": found.open,
+        "unplaced": unplaced,
+        "notes": found.notes,
+        "problems": broken,
+    }
 
 
 def export(argv: Sequence[str]) -> int:

@@ -22,16 +22,15 @@ WORDS = ("title", "purpose", "hardware", "source", "verified")
 
 
 def list_(argv: Sequence[str]) -> int:
-    """Prints every shared recipe with what it says of itself and its layout."""
+    """Prints every shared recipe in a line: name, layout, title; as JSON all that it says of itself."""
     options = read_options(argv)
     cards = [_card(file) for file in sorted(recipes_dir().rglob("*.yaml"))]
     if options.as_json:
         say_page(strict_json.dumps(cards, indent=2))
         return 0
+    widths = [max(len(card[key]) for card in cards) for key in ("name", "layout")]
     for card in cards:
-        say(card["name"])
-        for key in ("title", "hardware", "layout", "verified"):
-            say(f"  {key:<9} {card[key]}")
+        say(f"{card['name']:<{widths[0]}}  {card['layout']:<{widths[1]}}  {card['title']}")
     return 0
 
 

@@ -12,7 +12,7 @@ from mtrain.cli.options import needed, read_options
 from mtrain.cli.recipe.new import for_elsewhere, write_new
 from mtrain.config.files import YAML_ENDINGS, kind_of, read_bytes
 from mtrain.config.locked import read_lock
-from mtrain.config.paths import conf_dir, recipes_dir, user_path
+from mtrain.config.paths import conf_dir, program, recipes_dir, user_path
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadInput, Damaged, say, say_page
@@ -35,7 +35,7 @@ def lock(argv: Sequence[str]) -> int:
         say_page(text)
         return 0
     write_new(Path(out), text)
-    say(f"wrote {out}: it runs with run={out}, and `mtrain recipe verify {out}` compares")
+    say(f"wrote {out}: it runs with run={out}, and `{program()} recipe verify {out}` compares")
     return 0
 
 

@@ -10,6 +10,7 @@ from mtrain.cli.options import needed, read_options
 from mtrain.cli.setup import also_wrong, judge, resolved_origins
 from mtrain.config.compose import Composed, Rejected, compose
 from mtrain.config.overrides import read_overrides
+from mtrain.config.paths import program
 from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, BadInput, Problem, say
@@ -32,8 +33,8 @@ def new(argv: Sequence[str]) -> int:
     about = describe(run, f"mtrain recipe new {path.name} {shlex.join(words)}".strip())
     text = recipe_text(said(loaded.run, loaded.choices, words), about, short=True)
     write_new(path, text)
-    say(f"wrote {path}: mtrain recipe={path}")
-    say(f"for an editor that completes keys: mtrain schema recipe -o {path.parent}")
+    say(f"wrote {path}: {program()} recipe={path}")
+    say(f"for an editor that completes keys: {program()} schema recipe -o {path.parent}")
     return 0
 
 
@@ -67,11 +68,16 @@ def said(raw: RunConfig, choices: dict[str, str], words: Sequence[str]) -> Delta
 
 def describe(run: RunConfig, source: str) -> dict[str, str]:
     """The words of a new recipe about itself."""
-    grid, cluster = RankGrid.of(run), run.cluster
+    p, cluster = run.parallel, run.cluster
+    ranks = p.ranks or p.model_ranks
+    try:
+        layout = str(RankGrid.of(run))
+    except ValueError:  # fewer ranks than the layout has, of a script that is imported as it is
+        layout = f"tp{p.tp} cp{p.cp} pp{p.pp} on {ranks} ranks"
     return {
-        "title": f"{run.model.name} with {grid}",
+        "title": f"{run.model.name} with {layout}",
         "purpose": "Say here when to pick it.",
-        "hardware": f"{cluster.nodes} x {grid.world // cluster.nodes} {cluster.device} ({cluster.name})",
+        "hardware": f"{cluster.nodes} x {ranks // cluster.nodes} {cluster.device} ({cluster.name})",
         "source": source,
         "verified": "composes and passes every rule; not trained",
     }

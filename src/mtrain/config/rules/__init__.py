@@ -1,8 +1,11 @@
-"""Rules between keys: pure functions, all asked, every fix tried before it is shown."""
+"""Rules between keys: all asked, every fix tried before it is shown."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -10,6 +13,7 @@ from pydantic import ValidationError
 from mtrain.config.dump import override
 from mtrain.config.rules import (
     batch,
+    corpus,
     data,
     experts,
     inert,
@@ -24,28 +28,56 @@ from mtrain.config.rules import (
 )
 from mtrain.config.rules.finding import Change, Finding, Rule
 from mtrain.config.run import RunConfig
+from mtrain.config.watch import watched
 from mtrain.errors import Problem
 
-RULES: tuple[Rule, ...] = tuple(
-    rule
-    for room in (
-        layout,
-        pipeline,
-        sharding,
-        experts,
-        batch,
-        model,
-        data,
-        precision,
-        quantized,
-        optim,
-        storage,
-        inert,
-    )
-    for rule in room.RULES
+_ROOMS = (
+    layout,
+    pipeline,
+    sharding,
+    experts,
+    batch,
+    model,
+    data,
+    corpus,
+    precision,
+    quantized,
+    optim,
+    storage,
+    inert,
 )
+RULES: tuple[Rule, ...] = tuple(rule for room in _ROOMS for rule in room.RULES)
+ON_DISK: frozenset[Rule] = frozenset((*corpus.ON_DISK, *storage.ON_DISK, *layout.ON_DISK))
+"""Rules that look at files. Every other one is a pure function of the configuration."""
 
 MAX_TRIES = 400
+DISK_SECONDS = 0.4
+"""What rules that look at files may take for trying fixes, of one configuration."""
+
+
+class Answers:
+    """What rules that look at files have said: a trial asks one again only where a key that it reads has changed.
+
+    After `DISK_SECONDS` none is asked again, and of other values nothing is said.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Rule, list[tuple[dict[str, Any], list[tuple[Finding, frozenset[str]]]]]] = {}
+        self._left = DISK_SECONDS
+
+    def of(self, rule: Rule, run: RunConfig) -> list[tuple[Finding, frozenset[str]]]:
+        """Findings of a rule with the keys that it had read until each of them."""
+        known = self._known.setdefault(rule, [])
+        for values, said in known:
+            if all(value_at(run, key) == value for key, value in values.items()):
+                return said
+        if known and self._left <= 0:
+            return []
+        begun, reads = time.monotonic(), set[str]()
+        said = list(_said(rule, run, reads))
+        self._left -= time.monotonic() - begun
+        known.append(({key: value_at(run, key) for key in reads if not key.endswith(".")}, said))
+        return said
 
 
 def check(
@@ -54,23 +86,55 @@ def check(
     *,
     raw: RunConfig | None = None,
     resolve: Callable[[RunConfig], RunConfig] = lambda run: run,
+    unsaid: Callable[[AbstractSet[str]], bool] = lambda reads: False,
+    to_run: bool = True,
 ) -> list[Problem]:
     """Every broken rule of a resolved run, errors before warnings.
 
     A fix is shown only after it was tried: applied to `raw` (the run before it was resolved, what a user edits)
-    and resolved again, it removes its problem and brings no new one.
+    and resolved again, it removes its problem and brings no new one. Left out is what is `unsaid`, which is given the
+    keys that the rule read. Where the configuration is not `to_run` here, what it lacks is a warning.
     """
-    raw = raw if raw is not None else run
-    found = list(findings(run))
-    trial = _Trial(raw, resolve, found)
-    problems = [_problem(finding, run, origins or {}, trial) for finding in found]
+    raw, answers = raw if raw is not None else run, Answers()
+    found = list(findings_and_reads(run, answers))
+    trial = _Trial(raw, resolve, (finding for finding, _ in found), answers)
+    said = [_softened(finding, raw, to_run=to_run) for finding, reads in found if not unsaid(reads)]
+    problems = [_problem(finding, run, origins or {}, trial) for finding in said]
     return sorted(problems, key=lambda p: p.severity)
 
 
-def findings(run: RunConfig) -> Iterator[Finding]:
-    """What every rule has to say about a resolved run."""
+def _softened(finding: Finding, raw: RunConfig, *, to_run: bool) -> Finding:
+    """A warning in place of an error, for what a configuration that runs elsewhere may lack here."""
+    if to_run or not finding.lacks or (finding.lacks == "device" and raw.cluster.device != "auto"):
+        return finding
+    where = "; name the machines it is meant for, as in cluster=h100x8" if finding.lacks == "device" else ""
+    return replace(finding, severity="warning", rule=f"{finding.rule}; a run here is refused{where}")
+
+
+def findings(run: RunConfig, answers: Answers | None = None) -> Iterator[Finding]:
+    """What every rule has to say about a resolved run; `answers` are those of a run that differs in a few keys."""
+    answers = answers or Answers()
     for rule in RULES:
-        yield from rule(run)
+        yield from (found for found, _ in answers.of(rule, run)) if rule in ON_DISK else rule(run)
+
+
+def findings_and_reads(run: RunConfig, answers: Answers) -> Iterator[tuple[Finding, frozenset[str]]]:
+    """The same, each with the keys that its rule had read until then."""
+    for rule in RULES:
+        yield from answers.of(rule, run) if rule in ON_DISK else _said(rule, run, set())
+
+
+def _said(rule: Rule, run: RunConfig, reads: set[str]) -> Iterator[tuple[Finding, frozenset[str]]]:
+    for found in rule(watched(run, reads)):
+        yield found, frozenset(reads)
+
+
+def value_at(run: RunConfig, path: str) -> Any:
+    """The value of a dotted key; None where its section is null."""
+    node: Any = run
+    for name in path.split("."):
+        node = getattr(node, name, None)
+    return node
 
 
 def apply(run: RunConfig, change: Change) -> RunConfig:
@@ -93,8 +157,14 @@ def apply(run: RunConfig, change: Change) -> RunConfig:
 class _Trial:
     """Tries fixes against the rules, a bounded number of them."""
 
-    def __init__(self, raw: RunConfig, resolve: Callable[[RunConfig], RunConfig], found: Iterable[Finding]) -> None:
-        self.raw, self.resolve = raw, resolve
+    def __init__(
+        self,
+        raw: RunConfig,
+        resolve: Callable[[RunConfig], RunConfig],
+        found: Iterable[Finding],
+        answers: Answers,
+    ) -> None:
+        self.raw, self.resolve, self.answers = raw, resolve, answers
         self.before = {(f.code, f.path) for f in found if f.severity == "error"}
         self.left = MAX_TRIES
 
@@ -102,7 +172,7 @@ class _Trial:
         """What the rules say under `change`; None where it cannot be applied."""
         self.left -= 1
         try:
-            return list(findings(self.resolve(apply(self.raw, change))))
+            return list(findings(self.resolve(apply(self.raw, change)), self.answers))
         except (ValidationError, KeyError, TypeError):
             return None
 
@@ -146,9 +216,7 @@ def _problem(finding: Finding, run: RunConfig, origins: Mapping[str, str], trial
         fixes.append(" ".join(override(key, value) for key, value in (new or change).items()))
     if finding.hint:
         fixes.append(finding.hint)
-    value: Any = run
-    for name in finding.path.split("."):
-        value = getattr(value, name)
+    value = value_at(run, finding.path)
     if isinstance(value, tuple):
         value = list(value)
     source = origins.get(finding.path, "")

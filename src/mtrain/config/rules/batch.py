@@ -15,18 +15,18 @@ def batch_divides(run: RunConfig) -> Iterator[Finding]:
     """The global batch is a whole number of micro-batches on every data-parallel rank."""
     t, dp = run.trainer, dp_of(run)
     step = t.micro * dp
-    if t.global_batch_size % step == 0:
+    if t.batch % step == 0:
         return
     group = step * (run.parallel.pp if run.parallel.vpp > 1 else 1)
-    near = multiples(t.global_batch_size, group)
-    if t.global_batch_size < step:
+    near = multiples(t.batch, group)
+    if t.batch < step:
         problem = f"is less than micro_batch_size {t.micro} * dp {dp} = {step}, one micro-batch per rank"
     else:
         problem = f"is no multiple of micro_batch_size {t.micro} * dp {dp} = {step}"
-    rule = f"a global batch of {t.global_batch_size} {problem}; nearest: {listed(near)}"
+    rule = f"a global batch of {t.batch} {problem}; nearest: {listed(near)}"
     fixes: list[Change] = [{"trainer.global_batch_size": n} for n in near]
-    if t.global_batch_size % dp == 0:
-        per_rank = t.global_batch_size // dp
+    if t.batch % dp == 0:
+        per_rank = t.batch // dp
         sizes = nearest(t.micro, divisors(per_rank, t.micro))
         fixes = [*({"trainer.micro_batch_size": n} for n in sizes[:2]), *fixes]
     if t.rampup_batch_size is not None or t.batch_size_schedule is not None:
@@ -38,10 +38,10 @@ def micro_batches_fill_the_pipeline(run: RunConfig) -> Iterator[Finding]:
     """The interleaved schedule takes micro-batches in groups of pp; the plain one idles with fewer than pp."""
     t, p = run.trainer, run.parallel
     step = t.micro * dp_of(run)
-    if p.pp == 1 or t.global_batch_size % step:
+    if p.pp == 1 or t.batch % step:
         return
-    count = t.global_batch_size // step
-    near = multiples(t.global_batch_size, step * p.pp)
+    count = t.batch // step
+    near = multiples(t.batch, step * p.pp)
     fixes: tuple[Change, ...] = tuple({"trainer.global_batch_size": n} for n in near)
     if p.vpp > 1 and count % p.pp:
         rule = f"interleaving takes micro-batches in groups of pp {p.pp}, and a step has {count}"
@@ -55,18 +55,16 @@ def groups_of_micro_batches(run: RunConfig) -> Iterator[Finding]:
     """A virtual stage takes at least pp micro-batches in turn, and what is left over is none or as many."""
     t, p = run.trainer, run.parallel
     group, step = p.microbatch_group_size_per_vp_stage, t.micro * dp_of(run)
-    if p.vpp == 1 or group is None or t.global_batch_size % step:
+    if p.vpp == 1 or group is None or t.batch % step:
         return
-    count = t.global_batch_size // step
+    count = t.batch // step
     usual: Change = {"parallel.microbatch_group_size_per_vp_stage": None}
     if not p.pp <= group <= count and group != p.pp:
         rule = f"groups of {group} micro-batches; a step has {count}, and a group at least pp {p.pp}"
         yield Finding("MT145", "parallel.microbatch_group_size_per_vp_stage", rule, (usual,))
     elif group != p.pp and 0 < count % group < p.pp:
         rule = f"{count} micro-batches in groups of {group} leave {count % group}: none, or at least pp {p.pp}"
-        more: tuple[Change, ...] = tuple(
-            {"trainer.global_batch_size": n} for n in multiples(t.global_batch_size, step * group)
-        )
+        more: tuple[Change, ...] = tuple({"trainer.global_batch_size": n} for n in multiples(t.batch, step * group))
         yield Finding("MT145", "parallel.microbatch_group_size_per_vp_stage", rule, (usual, *more))
 
 
@@ -95,13 +93,13 @@ def ramp_is_one(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT136", "trainer.rampup_batch_size", rule, ({LINEAR: None}, {LISTED: None}))
     elif t.rampup_batch_size is not None:
         first, increment, samples = t.rampup_batch_size
-        gap = t.global_batch_size - first
+        gap = t.batch - first
         if gap < 1:
-            rule = f"begins with {first} samples, which is not below global_batch_size {t.global_batch_size}"
+            rule = f"begins with {first} samples, which is not below global_batch_size {t.batch}"
             yield Finding("MT137", "trainer.rampup_batch_size", rule, ({LINEAR: None},))
         elif gap % increment or gap // increment > MOST_STAGES:
             near = nearest(increment, [d for d in divisors(gap) if gap // d <= MOST_STAGES])
-            rule = f"from {first} to global_batch_size {t.global_batch_size} it is {gap}, no multiple of {increment}"
+            rule = f"from {first} to global_batch_size {t.batch} it is {gap}, no multiple of {increment}"
             if gap % increment == 0:
                 rule = f"{gap // increment} increments of {increment}, and {MOST_STAGES} are the most"
             rule = f"{rule}; nearest increments: {listed(near)}"
@@ -123,7 +121,7 @@ def every_size_divides(run: RunConfig) -> Iterator[Finding]:
     grouped = p.pp if p.vpp > 1 else 1
     step = t.micro * dp * grouped
     wrong = [stage.size for stage in plan[:-1] if stage.size % step]
-    if not wrong or t.global_batch_size % (t.micro * dp):
+    if not wrong or t.batch % (t.micro * dp):
         return
     groups = f" * pp {p.pp}, in whose groups interleaving takes micro-batches," if grouped > 1 else ""
     near = multiples(wrong[0], step)
@@ -137,7 +135,7 @@ def every_size_divides(run: RunConfig) -> Iterator[Finding]:
         fixes.append({LISTED: whole})
     else:
         first, increment, samples = t.rampup_batch_size
-        gaps = [(n, t.global_batch_size - n) for n in multiples(first, step) if n < t.global_batch_size]
+        gaps = [(n, t.batch - n) for n in multiples(first, step) if n < t.batch]
         fixes += [
             {LINEAR: [n, step * nearest(increment // step, divisors(gap // step))[0], samples]}
             for n, gap in gaps

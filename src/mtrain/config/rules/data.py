@@ -1,23 +1,12 @@
-"""Data: what each kind needs, that files are there, and that token ids fit the embedding."""
+"""Data: what each kind needs, and that token ids fit the embedding."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from mtrain.config.conditional import chunks_of_a_document
-from mtrain.config.paths import near_files, user_path
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.run import RunConfig
-
-_MADE_UP: Change = {
-    "data.kind": "mock",
-    "data.path": None,
-    "data.blend": None,
-    "data.blend_weights": None,
-    "data.tokenizer": None,
-}
 
 
 def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
@@ -30,9 +19,8 @@ def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
         )
     if d.kind == "indexed" and d.path is None and d.blend is None:
         rule = "kind indexed reads PREFIX.bin and PREFIX.idx, and data.path is null"
-        yield Finding(
-            "MT301", "data.path", rule, ({"data.kind": "mock"}, {"data.kind": "text"}), hint="data.path=PREFIX"
-        )
+        kinds: tuple[Change, ...] = ({"data.kind": "mock"}, {"data.kind": "text"})
+        yield Finding("MT301", "data.path", rule, kinds, hint="data.path=PREFIX", lacks="input")
     if d.kind == "mock" and d.path is not None:
         yield Finding("MT302", "data.path", "kind mock makes its tokens up and reads no path", ({"data.path": None},))
     if d.kind != "text" and d.limit_mib is not None:
@@ -43,50 +31,14 @@ def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT304", "data.tokenizer", f"kind {d.kind} {made}", ({"data.tokenizer": None},))
 
 
-def text_is_there(run: RunConfig) -> Iterator[Finding]:
-    """The file or folder of text exists, can be read, and holds something."""
+def shares_of_a_blend(run: RunConfig) -> Iterator[Finding]:
+    """Every corpus of a blend is named once, with a share of its own."""
     d = run.data
-    if d.kind != "text" or d.path is None:
+    if d.kind != "indexed" or d.blend is None:
         return
-    path = user_path(d.path)
-    rule = _unreadable(path)
-    if rule is None and os.path.isfile(path) and path.stat().st_size == 0:
-        rule = "the file is empty"
-    if rule is None and os.path.isdir(path):
-        found = next((f for f in _files(path) if f.endswith(tuple(d.suffixes))), None)
-        endings = ", ".join(d.suffixes)
-        if found is None:
-            empty = next(_files(path), None) is None
-            rule = "the folder is empty" if empty else f"the folder holds no file ending in {endings}"
-    if rule is not None:
-        near: tuple[Change, ...] = tuple({"data.path": name} for name in near_files(path))
-        yield Finding("MT305", "data.path", rule, (*near, {"data.path": None}))
-
-
-def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
-    """Both files of indexed data exist and can be read."""
-    d = run.data
-    if d.kind != "indexed":
-        return
-    if d.blend is not None:
-        yield from _blended(run)
-    elif d.path is not None:
-        yield from _prefix(d.path)
-
-
-def _blended(run: RunConfig) -> Iterator[Finding]:
-    """Every corpus of a blend is there once, with a share of its own."""
-    d = run.data
-    assert d.blend is not None
-    one: Change = {"data.blend": None, "data.blend_weights": None, "data.path": d.blend[0]}
-    for i, prefix in enumerate(d.blend):
-        for found in _prefix(prefix):
-            near = [c["data.path"] for c in found.fixes if "data.kind" not in c]
-            mended = tuple({"data.blend": [*d.blend[:i], name, *d.blend[i + 1 :]]} for name in near)
-            yield Finding("MT306", "data.blend", f"{prefix}: {found.rule}", (*mended, _MADE_UP))
-            return
     if len(set(d.blend)) < len(d.blend):
         rule = "a corpus is named twice; its share is its weight"
+        one: Change = {"data.blend": None, "data.blend_weights": None, "data.path": d.blend[0]}
         yield Finding("MT317", "data.blend", rule, ({"data.blend": list(dict.fromkeys(d.blend))}, one))
     shares = d.blend_weights
     if shares is not None and len(shares) != len(d.blend):
@@ -95,43 +47,6 @@ def _blended(run: RunConfig) -> Iterator[Finding]:
     elif shares is not None and min(shares) < 1e-6 * sum(shares):
         rule = f"the smallest share is {min(shares) / sum(shares):.1g} of all, and 1e-06 is the least"
         yield Finding("MT318", "data.blend_weights", rule, ({"data.blend_weights": None},))
-
-
-def _prefix(text: str) -> Iterator[Finding]:
-    base = user_path(text)
-    if base.suffix in (".bin", ".idx"):
-        yield Finding("MT306", "data.path", f"is a prefix: without {base.suffix}", ({"data.path": text[:-4]},))
-        return
-    for suffix in (".idx", ".bin"):
-        path = base.with_name(base.name + suffix)
-        rule = _unreadable(path)
-        if rule is None and os.path.isdir(path):
-            rule = "is a folder"
-        if rule is None and path.stat().st_size == 0:
-            rule = "the file is empty"
-        if rule is not None:
-            names = [n for n in near_files(path) if n.endswith(suffix)]
-            near = tuple({"data.path": n[: -len(suffix)]} for n in names)
-            yield Finding("MT306", "data.path", f"{path.name}: {rule}", (*near, _MADE_UP))
-            return
-
-
-def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
-    """The tokenizer of indexed data exists and can be read."""
-    d = run.data
-    if d.kind != "indexed" or d.tokenizer is None:
-        return
-    path = user_path(d.tokenizer)
-    rule = _unreadable(path)
-    if rule is None and os.path.isdir(path):
-        rule = "is a folder; the path of a tokenizer.json is needed"
-        inside = path / "tokenizer.json"
-        fixes: tuple[Change, ...] = ({"data.tokenizer": str(inside)},) if os.path.isfile(inside) else ()
-    else:
-        fixes = tuple({"data.tokenizer": name} for name in near_files(path))
-    if rule is not None:
-        off: Change = {"data.tokenizer": None}
-        yield Finding("MT307", "data.tokenizer", rule, (*fixes, off, {**off, "trainer.sample_tokens": 0}))
 
 
 def split_is_usable(run: RunConfig) -> Iterator[Finding]:
@@ -208,24 +123,9 @@ def packed_samples(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT319", "data.packed", rule, (keep, none, off))
 
 
-def _unreadable(path: Path) -> str | None:
-    if not os.path.exists(path):
-        return "there is no such file or folder"
-    if not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)):
-        return "cannot be read: permission denied"
-    return None
-
-
-def _files(folder: Path) -> Iterator[str]:
-    for _, _, names in os.walk(folder):
-        yield from names
-
-
 RULES = (
     keys_of_the_kind,
-    text_is_there,
-    tokens_are_there,
-    tokenizer_is_there,
+    shares_of_a_blend,
     split_is_usable,
     vocabulary_fits,
     sample_needs_text,

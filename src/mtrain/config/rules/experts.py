@@ -81,7 +81,7 @@ def experts_with_tp_need_sequence_parallel(run: RunConfig) -> Iterator[Finding]:
 
 def router_numbers(run: RunConfig) -> Iterator[Finding]:
     """A token can visit as many experts as it is told to."""
-    moe, layers = run.model.moe, run.model.num_layers
+    moe = run.model.moe
     if moe is None:
         return
     if moe.router_topk > moe.num_experts:
@@ -91,10 +91,22 @@ def router_numbers(run: RunConfig) -> Iterator[Finding]:
             {"model.moe.router_topk": moe.num_experts, "model.moe.router_pre_softmax": True},
         )
         yield Finding("MT220", "model.moe.router_topk", rule, fixes)
-    if moe.first_dense_layers >= layers:
+
+
+def some_layers_have_experts(run: RunConfig) -> Iterator[Finding]:
+    """The dense layers are fewer than all."""
+    moe, layers = run.model.moe, run.model.num_layers
+    if moe is not None and moe.first_dense_layers >= layers:
         rule = f"{moe.first_dense_layers} dense layers of {layers} leave no layer with experts"
         less: tuple[Change, ...] = tuple({"model.moe.first_dense_layers": n} for n in (layers - 1, 0))
         yield Finding("MT221", "model.moe.first_dense_layers", rule, (*less, {"model.moe": None}))
+
+
+def router_scores(run: RunConfig) -> Iterator[Finding]:
+    """Scores have a gradient, and balancing works on those that are chosen."""
+    moe = run.model.moe
+    if moe is None:
+        return
     softmax = moe.router_score_function == "softmax" and moe.router_load_balancing_type != "sinkhorn"
     if moe.router_topk == 1 and softmax and not moe.router_pre_softmax:
         rule = "a softmax over the one chosen expert is always 1 and has no gradient"
@@ -284,6 +296,8 @@ RULES = (
     expert_grid_is_whole,
     experts_with_tp_need_sequence_parallel,
     router_numbers,
+    some_layers_have_experts,
+    router_scores,
     group_limited_routing,
     group_scores,
     biases_in_experts,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from mtrain.config.run import RunConfig
 from mtrain.errors import Severity
@@ -25,9 +26,18 @@ class Finding:
     severity: Severity = "error"
     hint: str = ""
     """What to say where no change of keys can mend it: a path that does not exist."""
+    lacks: Literal["", "device", "input"] = ""
+    """What is not there yet, though nothing is wrong: a device that auto did not find, an input that has to be named.
+    A run is refused for it; `check`, which judges for wherever the run will be, warns."""
 
 
 Rule = Callable[[RunConfig], Iterator[Finding]]
+Item = TypeVar("Item")
+
+
+def rule_for_each(judge: Callable[[Item, RunConfig], Iterator[Finding]], items: Iterable[Item]) -> tuple[Rule, ...]:
+    """A rule for each of `items`: what is found of one has not read the keys of the others."""
+    return tuple(partial(judge, item) for item in items)
 
 
 def dp_of(run: RunConfig) -> int:

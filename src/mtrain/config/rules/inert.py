@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from mtrain.config.conditional import CONDITIONAL, QUANTIZED, Conditional
-from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.rules.finding import Change, Finding, rule_for_each
 from mtrain.config.run import RunConfig
 
 _OTHERS = tuple(key for key in CONDITIONAL if key not in QUANTIZED)
 
 
-def unread(run: RunConfig, keys: Iterable[Conditional]) -> Iterator[Finding]:
-    """A finding for each of `keys` that is set and whose condition does not hold."""
-    for key in keys:
-        if key.value(run) != key.off and not key.active(run):
-            off: Change = {key.path: key.off}
-            yield Finding("MT150", key.path, f"reaches nothing without {key.needs}", (off,))
+def key_reaches_something(key: Conditional, run: RunConfig) -> Iterator[Finding]:
+    """A key that needs another one finds it; those of number formats are judged beside their recipes."""
+    if key.value(run) != key.off and not key.active(run):
+        off: Change = {key.path: key.off}
+        yield Finding("MT150", key.path, f"reaches nothing without {key.needs}", (off,))
 
 
-def keys_reach_something(run: RunConfig) -> Iterator[Finding]:
-    """Every key that needs another one finds it; those of number formats are judged beside their recipes."""
-    yield from unread(run, _OTHERS)
-
-
-RULES = (keys_reach_something,)
+RULES = rule_for_each(key_reaches_something, _OTHERS)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from difflib import get_close_matches
 
+from mtrain.config.base import MOST_RANKS
 from mtrain.config.resolve import smallest_world
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.pipeline import single
@@ -48,14 +49,24 @@ def tp_fits_query_groups(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT102", "parallel.tp", rule, _tp_fixes(run, legal))
 
 
-def tp_divides_widths(run: RunConfig) -> Iterator[Finding]:
-    """Every matrix that tp cuts has a width that divides."""
-    m, tp = run.model, run.parallel.tp
+def tp_divides_mlps(run: RunConfig) -> Iterator[Finding]:
+    """Every dense MLP that tp cuts has a width that divides."""
+    m = run.model
     if m.moe is None or m.moe.first_dense_layers:
         yield from _width(run, "MT103", "model.ffn_hidden_size", m.ffn_hidden_size)
+
+
+def tp_divides_shared_experts(run: RunConfig) -> Iterator[Finding]:
+    """Shared experts, which tp cuts as it cuts MLPs, have a width that divides."""
+    m = run.model
     if m.moe is not None and m.moe.shared_expert_intermediate_size:
         width = m.moe.shared_expert_intermediate_size
         yield from _width(run, "MT104", "model.moe.shared_expert_intermediate_size", width)
+
+
+def tp_divides_the_vocabulary(run: RunConfig) -> Iterator[Finding]:
+    """Every tp rank holds as many rows of the embedding."""
+    m, tp = run.model, run.parallel.tp
     if m.padded_vocab_size % tp:
         rule = f"the padded vocabulary of {m.padded_vocab_size} (a multiple of 128) does not divide by tp {tp}"
         fixes = _tp_fixes(run, math.gcd(m.padded_vocab_size, m.num_attention_heads))
@@ -79,7 +90,10 @@ def ranks_fill_the_grid(run: RunConfig) -> Iterator[Finding]:
     """All ranks are used, each once."""
     p = run.parallel
     ranks = p.ranks or 0
-    if ranks % p.model_ranks:
+    few: Change = {"cluster.nodes": 1, "cluster.devices_per_node": None}
+    if ranks > MOST_RANKS:
+        yield Finding("MT173", "parallel.ranks", f"{ranks} ranks; {MOST_RANKS} are the most", (single(), few))
+    elif ranks % p.model_ranks:
         rule = f"{ranks} ranks are no multiple of tp {p.tp} * pp {p.pp} * cp {p.cp} = {p.model_ranks}"
         yield Finding("MT112", "parallel.ranks", rule, _grid_fixes(run, p.model_ranks))
 
@@ -189,10 +203,14 @@ RULES = (
     device_is_known,
     tp_divides_heads,
     tp_fits_query_groups,
-    tp_divides_widths,
+    tp_divides_mlps,
+    tp_divides_shared_experts,
+    tp_divides_the_vocabulary,
     ranks_fill_the_grid,
     ranks_use_the_cluster,
     sequence_parallel,
     context_parallel,
     gather_needs_distributed_optimizer,
 )
+ON_DISK = (device_is_known,)
+"""Those that look at files."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtrain.config.groups import MuonConfig
 from mtrain.config.kernels import adam_obstacle
 from mtrain.config.resolve import tenth
 from mtrain.config.rules.finding import Change, Finding
@@ -63,7 +64,7 @@ def optimizer_can_be_distributed(run: RunConfig) -> Iterator[Finding]:
 def muon_has_whole_matrices(run: RunConfig) -> Iterator[Finding]:
     """Orthogonalising needs all rows and columns of a matrix, on the device."""
     o, p = run.optim, run.parallel
-    adamw: Change = {"optim.name": "adamw", **{f"optim.muon.{key}": None for key in type(o.muon).model_fields}}
+    adamw: Change = {"optim.name": "adamw", **{f"optim.muon.{key}": None for key in MuonConfig.model_fields}}
     if o.name == "muon" and p.fsdp == "fsdp2":
         rule = "muon orthogonalises whole matrices, and fsdp2 leaves some rows of each to a rank"
         plain: Change = {"parallel.fsdp": "none", "parallel.hsdp_replicas": 1}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.run import RunConfig
-from mtrain.config.stages import stages, uneven
+from mtrain.config.stages import MAX_STAGES, stages, uneven
 
 EQUAL: Change = {
     "parallel.pipeline_layout": None,
@@ -40,7 +40,7 @@ def stages_are_whole(run: RunConfig) -> Iterator[Finding]:
     elif layers % p.pp:
         rule = f"{layers} layers do not divide over {p.pp} stages; pp that divide: {listed(divisors(layers))}"
         grow: tuple[Change, ...] = tuple({"model.num_layers": n} for n in multiples(layers, blocks))
-        own: Change = {"parallel.layers_per_stage": _nearly_equal(layers, blocks)}
+        own: Change = {"parallel.layers_per_stage": _nearly_equal(layers, blocks)} if blocks <= MAX_STAGES else EQUAL
         yield Finding("MT107", "parallel.pp", rule, (own, *pp_fixes, *grow, single()))
     elif p.vpp > 1 and p.pp > 1 and layers % blocks:
         per_stage = layers // p.pp
@@ -52,8 +52,8 @@ def stages_are_whole(run: RunConfig) -> Iterator[Finding]:
 def _nearly_equal(layers: int, blocks: int) -> list[int]:
     """Sizes that differ by one at most, the first and the last stage, which have the embedding and the loss, last."""
     size, rest = divmod(layers, blocks)
-    order = [*range(1, blocks - 1), blocks - 1, 0]
-    return [size + (i in order[:rest]) for i in range(blocks)]
+    larger = set([*range(1, blocks - 1), blocks - 1, 0][:rest])
+    return [size + (i in larger) for i in range(blocks)]
 
 
 def one_way_to_say_it(run: RunConfig) -> Iterator[Finding]:
@@ -75,7 +75,7 @@ def stages_fit(run: RunConfig) -> Iterator[Finding]:
     path = next(k for k, off in EQUAL.items() if getattr(p, k.rpartition(".")[2]) != off)
     blocks, layers = p.pp * p.vpp, run.model.num_layers
     fixes: list[Change] = [EQUAL]
-    if layers >= blocks > 1:
+    if layers >= blocks > 1 and blocks <= MAX_STAGES:
         fixes.insert(0, {**EQUAL, "parallel.layers_per_stage": _nearly_equal(layers, blocks)})
     if "account" in path:
         more = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split

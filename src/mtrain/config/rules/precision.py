@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.kernels import torch_experts_obstacle
-from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.kernels import KEYS, torch_experts_obstacle
+from mtrain.config.rules.finding import Change, Finding, rule_for_each
 from mtrain.config.run import RunConfig
 
 
@@ -18,15 +18,14 @@ def loss_scale_range(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT402", "precision.min_loss_scale", rule, fixes)
 
 
-def kernels_run_on_the_device(run: RunConfig) -> Iterator[Finding]:
+def kernel_runs_on_the_device(key: str, run: RunConfig) -> Iterator[Finding]:
     """A named implementation that cannot run is an error; only `auto` may choose."""
-    device, everywhere = run.cluster.device, run.kernels.default == "te"
-    for key, choice in run.kernels:
-        if choice == "te" and device != "cuda" and (key == "default" or not everywhere):
-            fixes: tuple[Change, ...] = ({f"kernels.{key}": "auto"}, {f"kernels.{key}": "reference"})
-            yield Finding(
-                "MT403", f"kernels.{key}", f"TransformerEngine runs on cuda, and the device is {device}", fixes
-            )
+    device = run.cluster.device
+    if getattr(run.kernels, key) != "te" or device == "cuda" or (key != "default" and run.kernels.default == "te"):
+        return
+    fixes: tuple[Change, ...] = ({f"kernels.{key}": "auto"}, {f"kernels.{key}": "reference"})
+    rule = f"TransformerEngine runs on cuda, and the device is {device}"
+    yield Finding("MT403", f"kernels.{key}", rule, fixes, lacks="device")
 
 
 def accumulation_in_fp32(run: RunConfig) -> Iterator[Finding]:
@@ -58,4 +57,9 @@ def grouped_products_fit(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT408", "kernels.experts", why, fixes)
 
 
-RULES = (loss_scale_range, kernels_run_on_the_device, accumulation_in_fp32, grouped_products_fit)
+RULES = (
+    loss_scale_range,
+    *rule_for_each(kernel_runs_on_the_device, KEYS),
+    accumulation_in_fp32,
+    grouped_products_fit,
+)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from mtrain.config.conditional import QUANTIZED
 from mtrain.config.precision import PrecisionConfig
-from mtrain.config.rules.finding import Change, Finding, multiples
-from mtrain.config.rules.inert import unread
+from mtrain.config.rules.finding import Change, Finding, multiples, rule_for_each
+from mtrain.config.rules.inert import key_reaches_something
 from mtrain.config.run import RunConfig
 
 # Where TransformerEngine runs a recipe: the first generation, and the first later one without it.
@@ -41,11 +41,6 @@ def _key(run: RunConfig) -> str:
     return "precision.fp8" if run.precision.fp8 is not None else "precision.fp4"
 
 
-def format_keys_reach_something(run: RunConfig) -> Iterator[Finding]:
-    """Every key of a recipe belongs to the one that is chosen."""
-    yield from unread(run, QUANTIZED)
-
-
 def one_format_of_few_bits(run: RunConfig) -> Iterator[Finding]:
     """A product is in 8 bits or in 4, and what is beside it in bf16."""
     p = run.precision
@@ -70,7 +65,7 @@ def few_bits_need_transformer_engine(run: RunConfig) -> Iterator[Finding]:
     device, what = run.cluster.device, "8" if p.fp8 is not None else "4"
     rule = f"products in {what} bits are TransformerEngine's, on cuda; the device is {device}, {', '.join(others)}"
     te: Change = {f"kernels.{name}": "te" for name in used}
-    yield Finding("MT442", _key(run), rule, (te, _off(run)), hint=PLAIN)
+    yield Finding("MT442", _key(run), rule, (te, _off(run)), hint=PLAIN, lacks="" if device == "cuda" else "device")
 
 
 def generation_has_the_recipe(run: RunConfig) -> Iterator[Finding]:
@@ -174,7 +169,7 @@ def delayed_scales(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    format_keys_reach_something,
+    *rule_for_each(key_reaches_something, QUANTIZED),
     one_format_of_few_bits,
     few_bits_need_transformer_engine,
     generation_has_the_recipe,

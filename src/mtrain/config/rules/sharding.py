@@ -200,8 +200,9 @@ def recomputed_layers_are_in_a_stage(run: RunConfig) -> Iterator[Finding]:
 
 def fused_accumulation(run: RunConfig) -> Iterator[Finding]:
     """Only TransformerEngine's GEMM adds to the gradient that is there."""
-    if run.kernels.gradient_accumulation_fusion and run.kernels.linear != "te":
-        rule = f"only TransformerEngine's GEMM adds to a gradient, and kernels.linear is {run.kernels.linear}"
+    linear = run.kernels.linear  # null, auto: the machine that runs it decides
+    if run.kernels.gradient_accumulation_fusion and linear not in ("te", "auto", None):
+        rule = f"only TransformerEngine's GEMM adds to a gradient, and kernels.linear is {linear}"
         off: Change = {"kernels.gradient_accumulation_fusion": False}
         yield Finding("MT404", "kernels.gradient_accumulation_fusion", rule, (off,))
     elif run.kernels.gradient_accumulation_fusion and run.parallel.fsdp != "none":

@@ -4,41 +4,58 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
-from mtrain.config.paths import near_files, user_path
+from mtrain.config.files import unwritable
+from mtrain.config.paths import MANIFEST, RUN_FILE, near_files, user_path
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.run import RunConfig
 
 
-def folders_are_folders(run: RunConfig) -> Iterator[Finding]:
-    """Neither the folder of runs nor the cache is a file, or lies under one."""
-    for code, key, text in (
-        ("MT431", "log.runs_dir", run.log.runs_dir),
-        ("MT432", "data.cache_dir", run.data.cache_dir),
-    ):
-        path = user_path(text)
-        existing = next((p for p in (path, *path.parents) if os.path.exists(p)), None)
-        if not text or (existing is not None and not os.path.isdir(existing)):
-            rule = f"{existing} is a file, and a folder is needed" if text else "is empty, and a folder is needed"
-            default = "runs" if key == "log.runs_dir" else "~/.cache/mtrain"
-            yield Finding(code, key, rule, ({key: default}, {key: f"{text}_folder"}))
+def runs_can_be_written(run: RunConfig) -> Iterator[Finding]:
+    """The folder of runs can be made, or written to."""
+    yield from _folder("MT431", "log.runs_dir", run.log.runs_dir, "runs")
+
+
+def cache_can_be_written(run: RunConfig) -> Iterator[Finding]:
+    """The cache can be made, or written to; one that holds corpora can be read as well where text is trained on."""
+    d = run.data
+    for found in _folder("MT432", "data.cache_dir", d.cache_dir, "~/.cache/mtrain"):
+        if d.kind == "text" and (user_path(d.cache_dir) / "seen").is_dir():
+            rule = f"{found.rule}: only text that was tokenized before can be trained on"
+            yield replace(found, rule=rule, severity="warning")
+        else:
+            yield found
+
+
+def _folder(code: str, key: str, text: str, default: str) -> Iterator[Finding]:
+    path = user_path(text)
+    rule = unwritable(path) if text else "is empty, and a folder is needed"
+    if rule is not None:
+        yield Finding(code, key, rule, ({key: default}, {key: f"{text}_folder"}))
 
 
 def resume_point_exists(run: RunConfig) -> Iterator[Finding]:
-    """A run goes on from `latest` or from a folder that exists."""
+    """A run goes on from `latest`, or from a folder that is a run or a checkpoint."""
     resume = run.checkpoint.resume
     if resume is None or resume == "latest":
         return
     path = user_path(resume)
-    if not os.path.isdir(path):
-        rule = (
-            "is a file, and a run folder is needed"
-            if os.path.exists(path)
-            else "there is no such run or checkpoint folder"
-        )
-        near: tuple[Change, ...] = tuple({"checkpoint.resume": n} for n in near_files(path) if os.path.isdir(n))
-        changes: tuple[Change, ...] = (*near, {"checkpoint.resume": None}, {"checkpoint.resume": "latest"})
-        yield Finding("MT433", "checkpoint.resume", rule, changes)
+    if not resume or os.path.isfile(path / RUN_FILE) or os.path.isfile(path / MANIFEST):
+        rule = "" if resume else "is empty, and a run folder is needed"
+    elif os.path.isdir(path):
+        rule = f"is neither a run folder (no {RUN_FILE}) nor a checkpoint (no {MANIFEST})"
+    else:
+        rule = "is a file, and a run folder is needed" if os.path.exists(path) else _nothing_at(path)
+    if rule:
+        names = [n for n in near_files(path) if os.path.isfile(Path(n, RUN_FILE))]
+        near: tuple[Change, ...] = tuple({"checkpoint.resume": n} for n in names)
+        yield Finding("MT433", "checkpoint.resume", rule, (*near, {"checkpoint.resume": None}))
+
+
+def _nothing_at(path: Path) -> str:
+    return "a symbolic link leads nowhere" if os.path.islink(path) else "there is no such run or checkpoint folder"
 
 
 def run_folder_is_free(run: RunConfig) -> Iterator[Finding]:
@@ -66,4 +83,6 @@ def something_is_saved(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT435", "checkpoint.save_interval", rule, fixes, "warning")
 
 
-RULES = (folders_are_folders, resume_point_exists, run_folder_is_free, something_is_saved)
+RULES = (runs_can_be_written, cache_can_be_written, resume_point_exists, run_folder_is_free, something_is_saved)
+ON_DISK = (runs_can_be_written, cache_can_be_written, resume_point_exists, run_folder_is_free)
+"""Those that look at files."""

@@ -1,0 +1,45 @@
+"""`choices [GROUP]`: the choices of a group, each with the first words of its file."""
+
+from __future__ import annotations
+
+from mtrain import strict_json
+from mtrain.cli.options import read_options
+from mtrain.config.near import near_choice
+from mtrain.config.paths import choices_of_group, conf_dir
+from mtrain.config.run import GROUPS
+from mtrain.errors import BadInput, Problem, say, say_page
+
+WIDTH = 100
+
+
+def run(argv: list[str], *, debug: bool) -> int:
+    """Prints the choices of the groups that are named, or of all; the exit code.
+
+    Raises:
+        BadInput: there is no such group.
+    """
+    options = read_options(argv)
+    for word in options.words:
+        if word not in GROUPS:
+            near = near_choice(word, GROUPS) or ["model"]
+            rule = f"there is no group {word}; groups: {', '.join(GROUPS)}"
+            raise BadInput([Problem("MT010", "", None, rule, f"choices {near[0]}", "command line")])
+    found = {group: {c: about(group, c) for c in choices_of_group(group)} for group in options.words or GROUPS}
+    if options.as_json:
+        say_page(strict_json.dumps(found, indent=2))
+        return 0
+    for group, choices in found.items():
+        width = max(len(choice) for choice in choices)
+        lines = [f"  {choice:<{width}}  {text}".rstrip() for choice, text in choices.items()]
+        say(group, *(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines))
+    return 0
+
+
+def about(group: str, choice: str) -> str:
+    """What the comment at the head of a choice's file says, in one line."""
+    out = []
+    for line in (conf_dir() / group / f"{choice}.yaml").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        out.append(line.lstrip("# "))
+    return " ".join(out)

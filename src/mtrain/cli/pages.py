@@ -1,0 +1,257 @@
+"""The pages of --help: one for the command, one for each verb and each subverb of `recipe`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mtrain.config.paths import program
+
+OVERRIDES = "[GROUP=CHOICE ...] [KEY=VALUE ...]"
+JSON = ("--json", "print JSON for a machine")
+MANY = ("-m, --multirun", "one for each of KEY=A,B or KEY=range(1,4)")
+DEBUG = ("--debug", "print the traceback of an error")
+HELP = ("-h, --help", "print this page")
+_SETTINGS = (
+    ("GROUP=CHOICE", "a file under conf/, as in model=llama3_8b; `choices GROUP` lists them"),
+    ("parallel=LAYOUT", "a layout in one word: tp4pp4, tp8pp12cp2vpp4ep8, tp2pp2dp2, tp4sp"),
+    ("KEY=VALUE", "one key, as in optim.lr=3e-4; `explain KEY` says what it means"),
+    ("recipe=NAME", "a recipe under recipes/, or the path of one"),
+    ("run=FILE", "a resolved file, such as the run.yaml of a run folder"),
+)
+_RUN = (("RUN", "the folder of a run, or one of its checkpoints"),)
+_RECIPE = (("NAME", "a recipe under recipes/, the path of one, a lock, or the folder of a run"),)
+_OUT = ("-o FILE", "write there, and never over a file")
+Rows = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a verb's page says; commands are without the program's name."""
+
+    usage: str
+    text: str
+    arguments: Rows = ()
+    flags: Rows = ()
+    examples: Rows = ()
+
+    def render(self) -> str:
+        """The page as it is printed."""
+        flags = (*self.flags, DEBUG, HELP)
+        out = [f"usage: {program()} {self.usage}".rstrip(), "", self.text]
+        for title, rows in (("arguments", self.arguments), ("flags", flags)):
+            width = max((len(name) for name, _ in rows), default=0)
+            out += ["", title, *(f"  {name:<{width}}  {text}" for name, text in rows)] if rows else []
+        if self.examples:
+            out += ["", "examples"]
+            out += [line for words, text in self.examples for line in (f"  {command(words)}", f"      {text}")]
+        return "\n".join(out)
+
+
+PAGES: dict[str, Page] = {
+    "train": Page(
+        f"[train] {OVERRIDES} [FLAGS]",
+        "Trains: judges the configuration, prepares the data, starts the ranks, and leaves a folder under runs/.\n"
+        "It is the verb when none is given. Under torchrun it is one rank of the run.",
+        _SETTINGS,
+        (MANY, ("--json", "with -m: the table as JSON")),
+        (
+            ("train", "the default model on this machine"),
+            ("model=llama_tiny parallel=tp2pp2 trainer.train_iters=20", "another layout, fewer steps"),
+            ("-m optim.lr=1e-3,3e-3 parallel=tp2,pp2", "four runs, and one table of what became of them"),
+        ),
+    ),
+    "check": Page(
+        f"check {OVERRIDES} [FLAGS]",
+        "Judges a configuration in under a second, without starting anything: every problem at once,\n"
+        "each with a fix. Exit code 0 or 2.",
+        _SETTINGS,
+        (JSON, MANY, ("--all", "every model in every layout, precision and cluster that ships")),
+        (
+            ("check model=llama3_70b parallel=tp4pp4 cluster=h100x64", "would this run on 64 H100?"),
+            ("check recipe=llama3/70b_h100x64 --json", "a recipe, for a machine"),
+            ("check -m model=llama3_8b,llama3_70b parallel=tp4pp4,tp8 cluster=h100x64", "four, a line each"),
+        ),
+    ),
+    "show": Page(
+        f"show {OVERRIDES} [FLAGS]",
+        "Prints the resolved configuration, and who set each key.",
+        _SETTINGS,
+        (JSON, ("--resolved", "print the bare file that run=FILE reads")),
+        (
+            ("show recipe=llama3/70b_h100x64", "what a recipe sets, line by line"),
+            ("show --resolved optim.lr=3e-4", "a run in one file: redirect it, and take it with run=FILE"),
+        ),
+    ),
+    "prove": Page(
+        f"prove {OVERRIDES}",
+        "Trains the layout and one rank from the same weights on the same samples, shrunk to this machine,\n"
+        "and compares losses, gradient norms, gradients and weights. Exit code 5 where they differ.",
+        _SETTINGS,
+        (),
+        (("prove recipe=llama3/70b_h100x64", "its layout, with as many processes as fit here"),),
+    ),
+    "rehearse": Page(
+        f"rehearse {OVERRIDES}",
+        "Runs the layout on this machine, shrunk: trains, saves, resumes, exports, and compares the ends bit by bit.",
+        _SETTINGS,
+        (),
+        (("rehearse model=llama3_70b parallel=tp4pp4 cluster=h100x64", "before a week on a cluster"),),
+    ),
+    "resume": Page(
+        "resume RUN [KEY=VALUE ...]",
+        "Goes on with a run from its newest checkpoint, with the configuration that its folder holds.",
+        (*_RUN, ("KEY=VALUE", "what is to be different from here on")),
+        (),
+        (
+            ("resume runs/NAME", "to the end that it had"),
+            ("resume runs/NAME trainer.train_iters=2000 parallel=tp4", "longer, in another layout"),
+        ),
+    ),
+    "export": Page(
+        "export RUN OUT",
+        "Writes the weights of a checkpoint as whole tensors in safetensors files.",
+        (*_RUN, ("OUT", "a new folder")),
+        (),
+        (("export runs/NAME weights", "its newest checkpoint"),),
+    ),
+    "generate": Page(
+        "generate RUN [prompt=TEXT] [tokens=N] [temperature=T] [KEY=VALUE ...]",
+        "Prints text that a trained model goes on with.",
+        (
+            *_RUN,
+            ("prompt=TEXT", "what it begins with (def )"),
+            ("tokens=N", "how many tokens it adds (64)"),
+            ("temperature=T", "0 takes the most likely token (0.8)"),
+        ),
+        (),
+        (("generate runs/NAME prompt=import tokens=100", "from its newest checkpoint"),),
+    ),
+    "recipe": Page(
+        "recipe SUBVERB ...",
+        "Configurations as short files that can be sent to somebody else. `recipe SUBVERB --help` says more.",
+        (
+            ("list, show", "the recipes that ship; one of them"),
+            ("new", "a recipe from a command line"),
+            ("diff", "what two recipes, runs or checkpoints differ in"),
+            ("lock, verify", "a recipe with versions and digests in one file; whether it still holds"),
+            ("import, export", "from scripts of Megatron-LM or a config.json; to the flags of Megatron-LM"),
+        ),
+        (),
+        (("recipe list", "a line each"), ("recipe import train.sh -o my.yaml", "from a script")),
+    ),
+    "schema": Page(
+        "schema [run|recipe|GROUP|fields] [-o DIR]",
+        "JSON Schema for editors. `schema fields`: every key, and what it feeds in megatron-core.",
+        (("run|recipe|GROUP", "which schema; without -o one is printed, with it all are written"),),
+        (("-o DIR", "write the schemas there"),),
+        (("schema recipe -o .", "for recipes in this folder"), ("schema fields", "the table of keys")),
+    ),
+    "choices": Page(
+        "choices [GROUP]",
+        "The choices of a group, each a file under conf/; without a group, those of all groups.",
+        (("GROUP", "model, parallel, precision, data, optim, trainer, kernels, checkpoint, log or cluster"),),
+        (JSON,),
+        (("choices", "all of them"), ("choices cluster", "clusters, with what each is")),
+    ),
+    "completion": Page(
+        "completion bash|zsh|fish",
+        "Prints a script with which a shell completes verbs, flags, choices, layouts, keys, recipes and runs.",
+        (("bash|zsh|fish", "the shell"),),
+        (),
+        (("completion bash", 'for this shell: eval "$(... completion bash)"'),),
+    ),
+    "explain": Page(
+        f"explain KEY|GROUP|CODE {OVERRIDES}",
+        "What a key means, who set it and what it reaches in megatron-core; or what a problem's code means.",
+        (("KEY|GROUP|CODE", "such as parallel.tp, model or MT101; nothing lists all of them"), *_SETTINGS),
+        (JSON,),
+        (
+            ("explain parallel.tp", "a key"),
+            ("explain optim.lr recipe=llama3/70b_h100x64", "a key in a configuration"),
+            ("explain MT101", "a code"),
+        ),
+    ),
+}
+SUBPAGES: dict[str, Page] = {
+    "list": Page("recipe list", "Every shared recipe, a line each.", (), (JSON,), (("recipe list", ""),)),
+    "show": Page(
+        "recipe show NAME [overrides] [FLAGS]",
+        "A recipe with its comments, or as one file that runs.",
+        _RECIPE,
+        (JSON, ("--resolved", "print the file that run=FILE reads")),
+        (("recipe show llama3/70b_h100x64", "as it is written"),),
+    ),
+    "new": Page(
+        "recipe new PATH [overrides]",
+        "Writes the configuration of the overrides as a recipe of at most 12 lines; never over a file.",
+        (("PATH", "a file that is not there yet"), *_SETTINGS),
+        (),
+        (("recipe new my.yaml model=llama3_8b parallel=tp2 cluster=h100x8", "a recipe of your own"),),
+    ),
+    "diff": Page(
+        "recipe diff A B",
+        "What two recipes, runs or checkpoints differ in.",
+        (("A B", "names or paths of recipes, locks, run folders or checkpoints"),),
+        (JSON,),
+        (("recipe diff llama3/70b_h100x64 llama3/70b_b200x64", "two that ship"),),
+    ),
+    "lock": Page(
+        "recipe lock NAME [-o FILE] [overrides]",
+        "Writes one file with the whole configuration, versions and digests.",
+        _RECIPE,
+        (_OUT,),
+        (("recipe lock llama3/70b_h100x64 -o 70b.lock.yaml", "for a run that must be the same next year"),),
+    ),
+    "verify": Page(
+        "recipe verify FILE",
+        "What differs between a lock and this machine.",
+        (("FILE", "a lock"),),
+        (JSON,),
+        (("recipe verify 70b.lock.yaml", "exit code 0 where nothing does"),),
+    ),
+    "import": Page(
+        "recipe import FILE ... [-o FILE] [overrides], or recipe import -- FLAGS",
+        "A recipe from scripts of Megatron-LM, its model_config.yaml, a file for --yaml-cfg, or a config.json of\n"
+        "Hugging Face. Nothing of them is run. What is not taken over is listed with the reason.",
+        (
+            ("FILE ...", "files; those that another one sources first; - is standard input"),
+            ("KEY=VALUE", "what the files do not say, such as model.vocab_size=32000"),
+            ("-- FLAGS", "a command line of Megatron-LM"),
+        ),
+        (_OUT, JSON),
+        (
+            ("recipe import train.sh -o my.yaml", "a script"),
+            ("recipe import env.sh train.sh cluster=h100x64", "a script that sources another"),
+            ("recipe import -- --num-layers 24 --hidden-size 1024 --num-attention-heads 16", "flags"),
+        ),
+    ),
+    "export": Page(
+        "recipe export --megatron NAME [overrides]",
+        "The command line of Megatron-LM that means the same, and in comments what has no flag.",
+        _RECIPE,
+        (("--megatron", "the flags of Megatron-LM"), JSON),
+        (("recipe export --megatron llama3/70b_h100x64", "for pretrain_gpt.py"),),
+    ),
+}
+
+
+def command(words: str) -> str:
+    """A command as a user types it here."""
+    return program() if words == "train" else f"{program()} {words}"
+
+
+def flags_of(verb: str, words: Sequence[str] = ()) -> list[str]:
+    """The flags of a verb, each spelling by itself."""
+    rows = (*_page(verb, words).flags, DEBUG, HELP)
+    return [name.split()[0] for spelled, _ in rows for name in spelled.split(", ")]
+
+
+def _page(verb: str, words: Sequence[str]) -> Page:
+    sub = next((word for word in words if word in SUBPAGES), "") if verb == "recipe" else ""
+    return SUBPAGES[sub] if sub else PAGES[verb]
+
+
+def page_of(verb: str, words: Sequence[str] = ()) -> str:
+    """The page of a verb; of `recipe` that of the subverb among `words`, if there is one."""
+    return _page(verb, words).render()

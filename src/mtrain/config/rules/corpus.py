@@ -1,0 +1,232 @@
+"""Corpus: its files are there, are what they must be, and hold enough for the samples that are asked for.
+
+Training asks the same before it starts anything, and looks at every byte after that.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+from mtrain.config.files import PIECE, SKIPPED_FOLDERS, Bound, files_below, no_text, unreadable
+from mtrain.config.groups import DataConfig
+from mtrain.config.paths import near_files, user_path
+from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.run import RunConfig
+from mtrain.config.token_files import TokenFiles, TokenizerFacts, split_documents, tokenizer_facts
+from mtrain.errors import Damaged
+from mtrain.units import MIB
+
+MADE_UP: Change = {
+    "data.kind": "mock",
+    "data.path": None,
+    "data.blend": None,
+    "data.blend_weights": None,
+    "data.tokenizer": None,
+}
+MAX_READ = 100
+"""Files of a folder that are looked into; beyond them a file is taken for text."""
+CHECKED_TOKENS = 1 << 20
+"""Tokens at the beginning of a corpus whose ids are looked at: a hundredth of a second."""
+_AGAIN = "write it again, or data.path=another"
+
+
+def text_is_there(run: RunConfig) -> Iterator[Finding]:
+    """The file or folder of text exists, can be read, and holds text for a sample of each split."""
+    d = run.data
+    if d.kind != "text":
+        return
+    path = user_path(d.path) if d.path is not None else Path(sysconfig.get_path("stdlib"))
+    rule = "is empty, and a file or a folder is needed" if d.path == "" else unreadable(path)
+    if rule is not None:
+        near: tuple[Change, ...] = tuple({"data.path": name} for name in near_files(path))
+        yield Finding("MT305", "data.path", rule, (*near, {"data.path": None}))
+        return
+    splits = 2 if run.trainer.eval_iters else 1
+    need = splits * (d.seq_length + 1)
+    limit = need if d.limit_mib is None else max(1, int(d.limit_mib * MIB))
+    bound = Bound()
+    try:
+        size, files, rule = _text_in(path, d, min(need, limit), bound)
+        size = min(size, limit) if d.limit_mib is not None else size
+    except OSError as error:
+        size, files, rule = 0, 0, f"{error.filename} cannot be read: {error.strerror}"
+    if bound.spent:
+        if rule is not None:
+            endings = ", ".join(d.suffixes)
+            rule = f"none of the files that were looked at ends in {endings}; training looks at all of them"
+            yield Finding("MT321", "data.path", rule, ({"data.path": None},), "warning")
+    elif rule is not None:
+        yield Finding("MT305", "data.path", rule, ({"data.path": None},))
+    elif size + files < need:
+        rule = (
+            f"{size} bytes of text in {files} document{'s' if files != 1 else ''} are at most {size + files} tokens; "
+            f"{splits} split{'s' if splits > 1 else ''} of at least one sample need {need}"
+        )
+        few = (size + files) // splits - 1
+        short: tuple[Change, ...] = ({"data.seq_length": few},) if few >= 2 else ()
+        yield Finding("MT605", "data.seq_length", rule, (*short, {"data.path": None}))
+
+
+def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, int, str | None]:
+    """Bytes and documents of text at a path, counted until there are `need` bytes, and why there is none."""
+    if path.is_file():
+        size = path.stat().st_size
+        return size, 1 + size // PIECE, no_text(path) if size else "the file is empty"
+    size, files, texts, wrong = 0, 0, 0, ""
+    library = d.path is None
+
+    def wanted(name: str) -> bool:
+        return name.endswith(d.suffixes) or (library and name.startswith("LICENSE"))
+
+    for file in files_below(path, wanted, SKIPPED_FOLDERS if library else frozenset(), bound):
+        files, held = files + 1, file.stat().st_size
+        why = (no_text(file) if held else "it is empty") if files <= MAX_READ else None
+        if why is None:
+            size, texts = size + held, texts + 1
+        else:
+            wrong = f"{file}: {why}"
+        if size >= need:
+            break
+    if not files:
+        empty = next(os.scandir(path), None) is None
+        endings = ", ".join(d.suffixes) or "(no suffixes given)"
+        return 0, 0, "the folder is empty" if empty else f"the folder holds no file ending in {endings}"
+    return size, texts, None if texts else f"no file of it holds text; {wrong}"
+
+
+def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
+    """Both files of every corpus of indexed data exist, add up, and have tokens for the samples of each split."""
+    d = run.data
+    if d.kind != "indexed":
+        return
+    if d.blend is None:
+        if d.path is not None:
+            yield from _corpus(run, d.path, lambda name: {"data.path": name})
+        return
+    for i, prefix in enumerate(d.blend):
+        around = d.blend[:i], d.blend[i + 1 :]
+        found = list(_corpus(run, prefix, lambda name, a=around: {"data.blend": [*a[0], name, *a[1]]}))  # type: ignore[misc]
+        for f in found[:1]:
+            path, rule = ("data.blend", f"{prefix}: {f.rule}") if f.path == "data.path" else (f.path, f.rule)
+            yield Finding(f.code, path, rule, f.fixes, f.severity, f.hint)
+            return
+
+
+def _corpus(run: RunConfig, text: str, renamed: Callable[[str], Change]) -> Iterator[Finding]:
+    """What is wrong with the corpus of a prefix; `renamed` is the change that names another."""
+    base = user_path(text)
+    if base.suffix in (".bin", ".idx"):
+        yield Finding("MT306", "data.path", f"is a prefix: without {base.suffix}", (renamed(text[:-4]),))
+        return
+    for suffix in (".idx", ".bin"):
+        path = base.with_name(base.name + suffix) if base.name else base / suffix
+        rule = unreadable(path)
+        if rule is None and os.path.isdir(path):
+            rule = "is a folder"
+        if rule is None and path.stat().st_size == 0:
+            rule = "the file is empty"
+        if rule is not None:
+            names = [n for n in near_files(path) if n.endswith(suffix)]
+            near = tuple(renamed(n[: -len(suffix)]) for n in names)
+            yield Finding("MT306", "data.path", f"{path.name}: {rule}", (*near, MADE_UP))
+            return
+    try:
+        with closing(TokenFiles(base)) as corpus:
+            yield from _tokens_suffice(run, corpus)
+    except Damaged as error:
+        yield Finding("MT611", "data.path", str(error), (MADE_UP,), hint=_AGAIN)
+    except OSError as error:
+        yield Finding("MT306", "data.path", f"{error.filename} cannot be read: {error.strerror}", (MADE_UP,))
+
+
+def _tokens_suffice(run: RunConfig, corpus: TokenFiles) -> Iterator[Finding]:
+    """Each split that is used has tokens for a sample, and the first ones are ids of the model."""
+    d, need, vocab = run.data, run.data.seq_length + 1, run.model.vocab_size
+    if sum(d.split) <= 0:
+        return
+    parts = split_documents(corpus, d.split)
+    for name, documents in list(zip(("train", "validation"), parts, strict=False))[
+        : 2 if run.trainer.eval_iters else 1
+    ]:
+        start = corpus.document_start(documents.start)
+        held = corpus.document_start(documents.stop) - start
+        if held < need:
+            rule = (
+                f"the {name} split of {corpus.bin.name} has {held} tokens in {len(documents)} documents, a sample "
+                f"needs {need} (in all: {corpus.num_tokens} tokens in {corpus.num_documents} documents)"
+            )
+            fixes: list[Change] = [{"data.seq_length": held - 1}] if held > 2 else []
+            if name == "validation":
+                fixes.append({"trainer.eval_iters": 0, "trainer.eval_interval": None})
+            fixes.append({"data.split": [0.9, 0.1, 0.0]})
+            yield Finding("MT605", "data.seq_length", rule, (*fixes, MADE_UP))
+            return
+        span = corpus.ids(start, min(held, CHECKED_TOKENS))
+        if span is not None and (span[0] < 0 or span[1] >= vocab):
+            rule = f"{corpus.bin}: token ids from {span[0]} to {span[1]}; the vocabulary has ids 0 to {vocab - 1}"
+            larger: tuple[Change, ...] = ({"model.vocab_size": span[1] + 1},) if span[0] >= 0 else ()
+            yield Finding("MT612", "data.path", rule, (*larger, MADE_UP), hint=_AGAIN)
+            return
+
+
+def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
+    """The tokenizer of indexed data exists, is one, and has no more ids than the model."""
+    d = run.data
+    if d.kind != "indexed" or d.tokenizer is None:
+        return
+    path = user_path(d.tokenizer)
+    rule = unreadable(path)
+    if rule is None and os.path.isdir(path):
+        rule = "is a folder; the path of a tokenizer.json is needed"
+        inside = path / "tokenizer.json"
+        fixes: tuple[Change, ...] = ({"data.tokenizer": str(inside)},) if os.path.isfile(inside) else ()
+    else:
+        fixes = tuple({"data.tokenizer": name} for name in near_files(path))
+    off: Change = {"data.tokenizer": None}
+    without = (off, {**off, "trainer.sample_tokens": 0})
+    if rule is not None:
+        yield Finding("MT307", "data.tokenizer", rule, (*fixes, *without))
+        return
+    try:
+        facts = tokenizer_facts(path)
+    except Damaged as error:
+        yield Finding("MT613", "data.tokenizer", str(error), without)
+        return
+    except OSError as error:
+        yield Finding("MT307", "data.tokenizer", f"cannot be read: {error.strerror}", without)
+        return
+    if facts is not None:
+        yield from _tokenizer_fits(run, facts)
+
+
+def _tokenizer_fits(run: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
+    vocab = run.model.vocab_size
+    if facts.vocab_size > vocab:
+        rule = f"the tokenizer has ids up to {facts.vocab_size - 1}, and the model's are 0 to {vocab - 1}"
+        yield Finding("MT607", "model.vocab_size", rule, ({"model.vocab_size": facts.vocab_size},))
+    if facts.eod is None:
+        yield from _end_is_unknown(run, "the tokenizer has no end-of-document token of a name in use")
+
+
+def end_of_document_is_known(run: RunConfig) -> Iterator[Finding]:
+    """Documents of indexed data are told apart by a token that only the tokenizer knows."""
+    if run.data.kind == "indexed" and run.data.tokenizer is None:
+        yield from _end_is_unknown(run, "needs the end-of-document token, and data.tokenizer is null")
+
+
+def _end_is_unknown(run: RunConfig, rule: str) -> Iterator[Finding]:
+    d = run.data
+    off: Change = {"data.eod_mask_loss": False, "data.packed": False, "data.packed_multiple": None}
+    hint = "data.tokenizer=PATH of a tokenizer.json that has one"
+    for key in ("eod_mask_loss", "packed"):
+        if getattr(d, key):
+            yield Finding("MT608", f"data.{key}", rule, (off,), hint=hint)
+
+
+RULES = (text_is_there, tokens_are_there, tokenizer_is_there, end_of_document_is_known)
+ON_DISK = (text_is_there, tokens_are_there, tokenizer_is_there)
+"""Those that look at files."""

@@ -1,0 +1,256 @@
+"""What Megatron's `.bin/.idx` and a `tokenizer.json` say of themselves, read without numpy and without all of them.
+
+`.idx`, little-endian: 9 bytes `MMIDIDX\\0\\0`, uint64 version 1, uint8 dtype code, uint64 number of
+sequences, uint64 number of document indices (documents + 1), int32 length of each sequence in tokens, int64
+pointer to each sequence in bytes, int64 document indices (a document is the sequences from one index to the
+next). `.bin` is the tokens of all sequences, nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+from mtrain.errors import Damaged
+from mtrain.units import MIB, bytes_
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+"""Dtype codes of token files. 6 and 7 are floating-point numbers: no token ids."""
+_LETTERS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
+MAX_TOKENIZER = 128 * MIB
+READ_TOKENIZER = 16 * MIB
+"""A tokenizer.json up to this size is read in a fraction of a second, and by `check` too."""
+EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<eod>")
+"""Names under which tokenizers keep an end-of-document token, in the order they are tried."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first bytes of an `.idx`."""
+
+    code: int
+    """One of CODES."""
+    count: int
+    """Sequences."""
+    indices: int
+    """Document indices: documents + 1."""
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a token."""
+        return struct.calcsize(f"<{_LETTERS[self.code]}")
+
+    @property
+    def pointers_at(self) -> int:
+        """Offset of the pointers."""
+        return HEADER.size + 4 * self.count
+
+    @property
+    def documents_at(self) -> int:
+        """Offset of the document indices."""
+        return self.pointers_at + 8 * self.count
+
+
+def read_header(path: Path, head: bytes, size: int) -> Header:
+    """The header in the first bytes of an `.idx` that has `size` bytes in all.
+
+    Raises Damaged, with the offset, for one that does not add up.
+    """
+    if size < HEADER.size:
+        raise Damaged(f"{path}: {size} bytes, a header alone has {HEADER.size}")
+    magic, version, code, count, indices = HEADER.unpack(head[: HEADER.size])
+    if magic != MAGIC:
+        raise Damaged(f"{path}: offset 0: starts with {magic!r}, not with {MAGIC!r}: no Megatron index")
+    if version != 1:
+        raise Damaged(f"{path}: offset 9: version {version}, only 1 is known")
+    if code not in CODES:
+        known = ", ".join(f"{c} {name}" for c, name in CODES.items())
+        raise Damaged(f"{path}: offset 17: dtype code {code} is not one of tokens ({known})")
+    expected = HEADER.size + 12 * count + 8 * indices
+    if size == expected + count and count:
+        raise Damaged(f"{path}: a multimodal index (one mode byte per sequence); only text is read")
+    if size != expected:
+        raise Damaged(
+            f"{path}: offset 18: {count} sequences and {indices} document indices need {expected} bytes, "
+            f"the file has {size}"
+        )
+    if indices < 1:
+        raise Damaged(f"{path}: offset 26: no document indices; even an empty corpus has one")
+    return Header(code, count, indices)
+
+
+class Documents(Protocol):
+    """Where the documents of a corpus begin."""
+
+    @property
+    def num_documents(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    def document_start(self, document: int) -> int:
+        """Place of a document's first token in the stream; of document `num_documents`, the stream's end."""
+        ...
+
+
+class TokenFiles:
+    """A corpus of `.bin/.idx`, of which only the places that are asked for are read.
+
+    Raises Damaged, with file and offset, where header, ends and sizes do not add up, and OSError for a file that
+    cannot be read. What lies between is looked at when the corpus is opened to train on it.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        self.idx, self.bin = (prefix.with_name(prefix.name + suffix) for suffix in (".idx", ".bin"))
+        self._file = open(self.idx, "rb")  # noqa: SIM115
+        try:
+            size = os.fstat(self._file.fileno()).st_size
+            self.header = header = read_header(self.idx, self._file.read(HEADER.size), size)
+            first, last = self._document(0), self._document(header.indices - 1)
+            if first != 0 or last != header.count:
+                raise Damaged(
+                    f"{self.idx}: offset {header.documents_at}: document indices go from {first} to {last}, must be "
+                    f"0 to {header.count}"
+                )
+            end = 0
+            if header.count:
+                (length,) = self._at(HEADER.size + 4 * (header.count - 1), "<i")
+                end = self._pointer(header.count - 1) + length * header.item_bytes
+            held = os.stat(self.bin).st_size
+            if held != end:
+                raise Damaged(
+                    f"{self.bin}: {held} bytes, but {self.idx.name} describes {end} ({end // header.item_bytes} "
+                    f"tokens of {header.item_bytes} bytes)"
+                )
+            self.num_tokens = end // header.item_bytes
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in the corpus."""
+        return self.header.indices - 1
+
+    def document_start(self, document: int) -> int:
+        """Place of a document's first token in the stream; of document `num_documents`, the stream's end."""
+        sequence = self._document(document)
+        return self._pointer(sequence) // self.header.item_bytes if sequence < self.header.count else self.num_tokens
+
+    def ids(self, start: int, count: int) -> tuple[int, int] | None:
+        """The smallest and the largest of `count` token ids from a place of the stream on; None: there are none."""
+        tokens, size = array(_LETTERS[self.header.code]), self.header.item_bytes
+        with open(self.bin, "rb") as file:
+            file.seek(start * size)
+            data = file.read(count * size)
+        tokens.frombytes(data[: len(data) // size * size])
+        return (min(tokens), max(tokens)) if tokens else None
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._file.close()
+
+    def _document(self, document: int) -> int:
+        return int(self._at(self.header.documents_at + 8 * document, "<q")[0])
+
+    def _pointer(self, sequence: int) -> int:
+        return int(self._at(self.header.pointers_at + 8 * sequence, "<q")[0])
+
+    def _at(self, offset: int, form: str) -> tuple[Any, ...]:
+        size = struct.calcsize(form)
+        data = os.pread(self._file.fileno(), size, offset) if offset >= 0 else b""
+        if len(data) < size:
+            raise Damaged(f"{self.idx}: an index in it leads to offset {offset}, where nothing is")
+        return struct.unpack(form, data)
+
+
+def split_documents(corpus: Documents, shares: Sequence[float]) -> list[range]:
+    """Cut the documents into consecutive ranges, one per share, as near to the shares of *tokens* as whole
+    documents allow; some share is above zero.
+
+    A share above zero gets a document at least, if there are enough.
+    """
+    count, tokens = corpus.num_documents, corpus.num_tokens
+    total = float(sum(shares))
+    bounds = [0]
+    share = 0.0
+    for part in shares[:-1]:
+        share += part
+        target = round(tokens * share / total)
+        cut = bisect_left(range(count), target, key=corpus.document_start)
+        if cut > 0 and target - corpus.document_start(cut - 1) < corpus.document_start(cut) - target:
+            cut -= 1
+        bounds.append(max(cut, bounds[-1]))
+    bounds.append(count)
+    wanted = [int(part > 0) for part in shares]
+    if count >= sum(wanted):
+        for i in range(len(shares)):
+            bounds[i + 1] = max(bounds[i + 1], bounds[i] + wanted[i])
+        bounds[-1] = count
+        for i in reversed(range(len(shares))):
+            bounds[i] = min(bounds[i], bounds[i + 1] - wanted[i])
+    return [range(a, b) for a, b in pairwise(bounds)]
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What a tokenizer.json says."""
+
+    vocab_size: int
+    """One more than the largest token id."""
+    eod: int | None
+    """Id of the end-of-document token, where one has a name in use."""
+
+
+def tokenizer_facts(path: Path) -> TokenizerFacts | None:
+    """What a tokenizer.json says of its ids; None for one that is too large to be read in a moment.
+
+    Raises Damaged for a file that is none, and OSError for one that cannot be read.
+    """
+    stamp = path.stat()
+    if stamp.st_size > MAX_TOKENIZER:
+        raise Damaged(f"{path}: {bytes_(stamp.st_size)}; a tokenizer may have {bytes_(MAX_TOKENIZER)}")
+    if stamp.st_size > READ_TOKENIZER:
+        return None
+    return _facts(path, (stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, stamp.st_ino))
+
+
+@lru_cache(maxsize=4)
+def _facts(path: Path, stamp: tuple[int, ...]) -> TokenizerFacts:
+    """The facts of a file as long as its `stamp` is the same."""
+    try:
+        body = json.loads(path.read_bytes().decode())
+    except UnicodeDecodeError as error:
+        raise Damaged(f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json") from error
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{path}: no tokenizer.json: {error}") from error
+    try:
+        ids = _ids(body)
+    except (KeyError, TypeError, AttributeError, IndexError):
+        raise Damaged(f"{path}: no tokenizer.json: it has no model with a vocabulary") from None
+    eod = next((ids[name] for name in EOD_NAMES if name in ids), None)
+    return TokenizerFacts(max(ids.values(), default=-1) + 1, eod)
+
+
+def _ids(body: Any) -> dict[str, int]:
+    """Token -> id of a model of BPE, WordPiece or WordLevel (a mapping) or Unigram (a list), and the added tokens.
+
+    As in Hugging Face's tokenizers, an added token that the model does not have takes the next free id.
+    """
+    vocab = body["model"]["vocab"]
+    ids = dict(vocab) if isinstance(vocab, dict) else {str(entry[0]): i for i, entry in enumerate(vocab)}
+    own, last = len(ids), -1
+    for token in body.get("added_tokens") or ():
+        last = ids.setdefault(token["content"], last + 1 if last >= own else own)
+    if not all(isinstance(i, int) and i >= 0 for i in ids.values()):
+        raise TypeError
+    return ids

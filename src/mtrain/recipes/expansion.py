@@ -1,0 +1,129 @@
+"""Expansions of a shell script's own variables, without running anything."""
+
+from __future__ import annotations
+
+import re
+
+from mtrain.errors import BadInput, Problem
+from mtrain.recipes.arithmetic import whole_number
+from mtrain.recipes.words import Part, Raw, quoted
+
+MAX_EXPANDED, MAX_DEPTH = 4 << 20, 16
+UNKNOWN = re.compile("\ue000([^\ue001]*)\ue001")
+"""A piece of a word that only running the script could tell; group 1 says what it is, such as `$SLURM_NNODES`."""
+PIECE = re.compile("(?:[^\\s\ue000]|\ue000[^\ue001]*\ue001)+")
+"""A word of a text that is split at spaces."""
+
+_BRACED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*|[1-9][0-9]*)(\[[@*0-9]+\])?(?:(:?[-=+?])(.*))?\Z", re.DOTALL)
+
+
+def unknown(what: str) -> str:
+    """The mark of a piece that cannot be known."""
+    return f"\ue000{what}\ue001"
+
+
+def shown(text: str) -> str:
+    """A word with its unknown pieces as the script spells them."""
+    return UNKNOWN.sub(r"\1", text)
+
+
+class Expander:
+    """The variables of a script, and what words become by them."""
+
+    def __init__(self, variables: dict[str, list[str]]) -> None:
+        self.variables = variables
+        self.source = ""
+        self.line = 0
+        self.left = MAX_EXPANDED
+
+    @property
+    def where(self) -> str:
+        """`file:line` of what is read."""
+        return f"{self.source}:{self.line}"
+
+    def spend(self, size: int) -> None:
+        self.left -= size + 1
+        if self.left < 0:
+            rule = f"expands to more than {MAX_EXPANDED} characters"
+            raise BadInput([Problem("MT005", "", None, rule, "", self.where)])
+
+    def joined(self, parts: list[Part], depth: int = 0) -> str:
+        """Parts as one text, without splitting: what an assignment stores."""
+        return "".join(p.text if p.kind == "text" else " ".join(self.value(p, depth)) for p in parts)
+
+    def expand(self, raw: Raw) -> list[str]:
+        """The words that a word becomes: none for an empty variable, several for an array or an unquoted list."""
+        out: list[str] = []
+        current, started = "", False
+        for part in raw.parts:
+            if part.kind == "text":
+                current, started = current + part.text, True
+                continue
+            items = self.value(part, 0)
+            if not part.quoted:
+                pieces = [piece for item in items for piece in PIECE.findall(item)]
+                spaced = bool(items) and items[0][:1].isspace(), bool(items) and items[-1][-1:].isspace()
+            else:
+                pieces, spaced = items, (False, False)
+            if spaced[0] and started:
+                out.append(current)
+                current, started = "", False
+            for index, piece in enumerate(pieces):
+                if index:
+                    out.append(current)
+                    current = ""
+                current, started = current + piece, True
+            if spaced[1] and started:
+                out.append(current)
+                current, started = "", False
+        if started:
+            out.append(current)
+        self.spend(sum(map(len, out)))
+        return out
+
+    def value(self, part: Part, depth: int) -> list[str]:
+        """What an expansion stands for; an array gives its items."""
+        if depth > MAX_DEPTH:
+            raise BadInput([Problem("MT005", "", None, "expansions are nested too deep", "", self.source)])
+        if part.kind == "command":
+            return [unknown(f"$({part.text})")]
+        if part.kind == "arithmetic":
+            number = whole_number(part.text, self.number)
+            return [str(number) if number is not None else unknown(f"$(({part.text}))")]
+        match = _BRACED.match(part.text)
+        if match is None:
+            if part.text[:1] in ("@", "*"):
+                return []  # the script's own arguments: none are given
+            return [unknown(f"${{{part.text}}}")]
+        name, index, operator, word = match[1], match[2], match[3], match[4] or ""
+        held = self.variables.get(name)
+        items = self._indexed(held, index, part.quoted)
+        present = items is not None and (any(items) or not (operator or "").startswith(":"))
+        if operator is None or operator.endswith("?"):
+            out = items if items is not None else [unknown(f"${name}")]
+        elif operator.endswith("+"):
+            out = [self._inner(word, depth)] if present else [""]
+        else:
+            out = items if present and items is not None else [self._inner(word, depth)]
+            if operator.endswith("="):
+                self.variables.setdefault(name, out)
+        self.spend(sum(map(len, out)))
+        return out
+
+    def _indexed(self, held: list[str] | None, index: str | None, quoted: bool) -> list[str] | None:
+        if held is None:
+            return None
+        if index is None:
+            return held[:1] or [""]
+        if index in ("[@]", "[*]"):
+            return [" ".join(held)] if index == "[*]" and quoted else list(held)
+        place = int(index[1:-1])
+        return [held[place]] if place < len(held) else [""]
+
+    def _inner(self, text: str, depth: int) -> str:
+        """The text behind `:-`, which may hold expansions."""
+        return self.joined(quoted(text, self.source).parts, depth + 1)
+
+    def number(self, name: str) -> str | None:
+        held = self.variables.get(name)
+        return held[0] if held else None

@@ -1,0 +1,261 @@
+"""Random small configurations of a family, each key at values that its published models have and at others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from tests.parity_hf.compare import Case
+from tests.parity_hf.families import ROPE
+
+Values = dict[str, Any]
+
+
+def draw(kind: str, seed: int) -> Case:
+    """The configuration number `seed` of a `model_type`."""
+    r = Random(f"{kind}/{seed}")
+    values = FAMILIES[kind](r)
+    return Case(kind, values, length=r.choice([33, 40, 47]), seed=seed)
+
+
+def _sizes(r: Random) -> Values:
+    heads = r.choice([2, 4, 6])
+    return {
+        "vocab_size": r.randint(65, 200),
+        "hidden_size": heads * r.choice([8, 12, 16]),
+        "num_hidden_layers": r.randint(1, 3),
+        "num_attention_heads": heads,
+        "intermediate_size": r.choice([40, 56, 97]),
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": r.random() < 0.4,
+    }
+
+
+def _rarely(r: Random, usual: Any, *others: Any) -> Any:
+    return usual if r.random() < 0.92 else r.choice(others)
+
+
+def _rotary(r: Random, *, partial: bool = False) -> Values:
+    base = {"rope_theta": r.choice([500.0, 10000.0, 1e6])}
+    if partial:
+        base["partial_rotary_factor"] = r.choice([0.25, 0.5, 1.0])
+    kind = r.choice(["default"] * 5 + ["llama3"] * 4 + ["yarn", "linear"])
+    if kind == "default":
+        return {**ROPE, **base}
+    if kind == "linear":
+        return {**base, "rope_type": "linear", "factor": r.choice([2.0, 4.0])}
+    if kind == "llama3":
+        shape = _rarely(r, (1.0, 4.0, 8192), (1.0, 8.0, 8192), (1.0, 4.0, 32))
+        names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        return {
+            **base,
+            "rope_type": "llama3",
+            "factor": r.choice([2.0, 8.0, 32.0]),
+            **dict(zip(names, shape, strict=True)),
+        }
+    return _yarn(r, base)
+
+
+def _yarn(r: Random, base: Values) -> Values:
+    yarn = {**base, "rope_type": "yarn", "factor": r.choice([2.0, 4.0, 40.0])}
+    yarn["original_max_position_embeddings"] = r.choice([16, 32, 4096])
+    for key, values in (
+        ("mscale", [0.707, 1.0]),
+        ("mscale_all_dim", [0.707, 1.0]),
+        ("beta_fast", [16.0, 32.0]),
+        ("beta_slow", [1.0, 2.0]),
+    ):
+        if r.random() < 0.7:
+            yarn[key] = r.choice(values)
+    if r.random() < 0.1:
+        yarn["attention_factor"] = r.choice([0.5, 1.0])
+    if r.random() < 0.1:
+        yarn["truncate"] = False
+    return yarn
+
+
+def _llama(r: Random) -> Values:
+    values = _sizes(r)
+    heads = values["num_attention_heads"]
+    values |= {
+        "num_key_value_heads": r.choice([n for n in range(1, heads + 1) if heads % n == 0]),
+        "rms_norm_eps": r.choice([1e-6, 1e-5, 1e-2]),
+        "rope_parameters": _rotary(r),
+        "hidden_act": _rarely(r, "silu", "gelu", "gelu_pytorch_tanh", "relu", "swish"),
+    }
+    if r.random() < 0.4:
+        values["head_dim"] = r.choice([8, 16, 20])
+    return values
+
+
+def _biased(r: Random) -> Values:
+    biases = _rarely(r, r.choice([(False, False), (True, True)]), (True, False), (False, True))
+    return {**_llama(r), "attention_bias": biases[0], "mlp_bias": biases[1]}
+
+
+def _windowed(r: Random) -> Values:
+    return {**_llama(r), "sliding_window": _rarely(r, r.choice([None, 2, 7, 64]), 1)}
+
+
+def _some_windows(r: Random) -> Values:
+    """Windows in none, all or some of the layers, by number or by name."""
+    values = _llama(r)
+    layers = values["num_hidden_layers"]
+    if r.random() < 0.3:
+        values |= {
+            "use_sliding_window": True,
+            "sliding_window": r.choice([5, 9]),
+            "max_window_layers": r.randint(0, layers),
+        }
+        if r.random() < 0.4:
+            values["layer_types"] = [r.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    elif r.random() < 0.3:
+        values["sliding_window"] = 5
+    return values
+
+
+def _qwen3(r: Random) -> Values:
+    return {"attention_bias": _rarely(r, False, True), "head_dim": 16, **_some_windows(r)}
+
+
+def _mixtral(r: Random) -> Values:
+    experts = r.choice([4, 5])
+    values = {**_windowed(r), "num_local_experts": experts, "num_experts_per_tok": r.randint(1, 3)}
+    values["router_aux_loss_coef"] = r.choice([0.0, 0.02, 0.5])
+    values["router_jitter_noise"] = _rarely(r, 0.0, 0.01)
+    return values
+
+
+def _qwen3_moe(r: Random) -> Values:
+    values = {**_qwen3(r), "num_experts": r.choice([4, 6]), "num_experts_per_tok": r.randint(1, 4)}
+    del values["hidden_act"]
+    values.pop("layer_types", None)
+    values.pop("max_window_layers", None)
+    layers = values["num_hidden_layers"]
+    values |= {
+        "moe_intermediate_size": r.choice([24, 33]),
+        "norm_topk_prob": r.random() < 0.5,
+        "router_aux_loss_coef": r.choice([0.0, 0.001, 0.5]),
+        "decoder_sparse_step": _rarely(r, 1, 2),
+        "mlp_only_layers": _rarely(r, [], [0], [layers - 1]),
+    }
+    return values
+
+
+def _qwen2_moe(r: Random) -> Values:
+    values = {
+        **_qwen3_moe(r),
+        "shared_expert_intermediate_size": r.choice([24, 40]),
+        "qkv_bias": _rarely(r, True, False),
+    }
+    for key in ("attention_bias", "head_dim"):
+        del values[key]
+    return values
+
+
+def _gpt_oss(r: Random) -> Values:
+    values = {**_llama(r), "num_local_experts": r.choice([4, 5]), "num_experts_per_tok": r.randint(2, 3)}
+    del values["hidden_act"]
+    layers = values["num_hidden_layers"]
+    if r.random() < 0.3:
+        values["layer_types"] = [r.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    return {
+        **values,
+        "head_dim": 16,
+        "rope_parameters": {**ROPE, "rope_theta": r.choice([500.0, 150000.0])},
+        "router_aux_loss_coef": r.choice([0.0, 0.001, 0.5]),
+        "sliding_window": r.choice([5, 9]),
+        "swiglu_limit": r.choice([3.0, 7.0]),
+        "swiglu_alpha": _rarely(r, 1.702, 1.0),
+        "attention_bias": _rarely(r, True, False),
+    }
+
+
+def _latent(r: Random) -> Values:
+    values = _sizes(r)
+    layers, heads = values["num_hidden_layers"], values["num_attention_heads"]
+    groups, members = r.choice([1, 2, 4]), r.choice([2, 3])
+    chosen = r.randint(1, groups)
+    base = {"rope_theta": r.choice([500.0, 10000.0])}
+    return {
+        **values,
+        "num_key_value_heads": heads,
+        "rms_norm_eps": _rarely(r, 1e-6, 1e-2),
+        "q_lora_rank": r.choice([None, 20]),
+        "kv_lora_rank": r.choice([16, 28]),
+        "qk_nope_head_dim": r.choice([8, 12]),
+        "qk_rope_head_dim": r.choice([4, 8]),
+        "v_head_dim": r.choice([8, 12]),
+        "first_k_dense_replace": r.randint(0, layers - 1),
+        "n_routed_experts": groups * members,
+        "n_shared_experts": r.randint(1, 2),
+        "moe_intermediate_size": r.choice([24, 33]),
+        "n_group": groups,
+        "topk_group": chosen,
+        "num_experts_per_tok": _rarely(r, r.randint(max(2, chosen), chosen * members), 1),
+        "routed_scaling_factor": r.choice([1.0, 2.5, 16.0]),
+        "attention_bias": _rarely(r, False, True),
+        "rope_parameters": {**ROPE, **base} if r.random() < 0.4 else _yarn(r, base),
+        "aux_loss_alpha": 0.0,
+    }
+
+
+def _deepseek_v3(r: Random) -> Values:
+    values = {**_latent(r), "norm_topk_prob": _rarely(r, True, False), "num_nextn_predict_layers": 0}
+    values["rope_interleave"] = _rarely(r, True, False)
+    return values
+
+
+def _deepseek_v2(r: Random) -> Values:
+    values = {**_latent(r), "topk_method": r.choice(["greedy", "group_limited_greedy"]), "norm_topk_prob": False}
+    values["mlp_bias"] = _rarely(r, False, True)
+    if values["topk_method"] == "greedy":
+        values["num_experts_per_tok"] = min(values["num_experts_per_tok"], values["n_routed_experts"])
+    return values
+
+
+def _gpt2(r: Random) -> Values:
+    s = _sizes(r)
+    names = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+    values = {key: s[name] for key, name in names.items()} | {"vocab_size": s["vocab_size"], "n_positions": 64}
+    return {
+        **values,
+        **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
+        "n_inner": r.choice([None, 40]),
+        "tie_word_embeddings": s["tie_word_embeddings"],
+        "activation_function": _rarely(
+            r, r.choice(["gelu_new", "gelu", "gelu_pytorch_tanh"]), "relu", "silu", "gelu_fast"
+        ),
+        "layer_norm_epsilon": r.choice([1e-5, 1e-2]),
+        "scale_attn_weights": _rarely(r, True, False),
+        "scale_attn_by_inverse_layer_idx": _rarely(r, False, True),
+        "reorder_and_upcast_attn": _rarely(r, False, True),
+    }
+
+
+def _gpt_neox(r: Random) -> Values:
+    return {
+        **_sizes(r),
+        "rope_parameters": _rotary(r, partial=True),
+        "hidden_act": _rarely(r, r.choice(["gelu", "gelu_new"]), "relu", "gelu_fast"),
+        "layer_norm_eps": r.choice([1e-5, 1e-2]),
+        "use_parallel_residual": _rarely(r, False, True),
+        "attention_bias": _rarely(r, True, False),
+    }
+
+
+FAMILIES: dict[str, Callable[[Random], Values]] = {
+    "llama": _biased,
+    "mistral": _windowed,
+    "mixtral": _mixtral,
+    "qwen2": _some_windows,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "qwen2_moe": _qwen2_moe,
+    "gpt_oss": _gpt_oss,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+}

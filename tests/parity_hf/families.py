@@ -1,0 +1,190 @@
+"""What is compared: of each family a tiny model with the features that its published configurations use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.parity_hf.compare import Case
+
+VOCAB = 131
+"""Odd, so that our embedding has rows of padding."""
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+LATENT: dict[str, Any] = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "rms_norm_eps": 1e-6,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    # transformers has no balancing loss for this family; nor does it train further predictions
+    "aux_loss_alpha": 0.0,
+}
+MOE: dict[str, Any] = {**SIZES, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.05}
+QWEN_MOE: dict[str, Any] = {**MOE, "num_experts": 6, "moe_intermediate_size": 32, "head_dim": 24}
+QWEN2_MOE: dict[str, Any] = {**MOE, "num_experts": 6, "moe_intermediate_size": 32}
+QWEN2_MOE["shared_expert_intermediate_size"] = 40
+# its published models have yarn beside grouped queries, which ours has not: positions as they are, then
+GPT_OSS: dict[str, Any] = {**MOE, "num_local_experts": 4, "head_dim": 24, "rope_parameters": ROPE}
+V3: dict[str, Any] = {**LATENT, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
+V2: dict[str, Any] = {**LATENT, "norm_topk_prob": False}
+GPT2: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_positions": 64,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+}
+NEOX: dict[str, Any] = {
+    **{k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "rms_norm_eps")},
+    "use_parallel_residual": False,
+}
+
+CASES: dict[str, Case] = {
+    "llama 2": Case("llama", {**SIZES, "num_key_value_heads": 4, "rope_parameters": ROPE}),
+    "llama 3": Case("llama", {**SIZES, "rope_parameters": {**ROPE, "rope_theta": 500000.0}}),
+    "llama 3.1": Case("llama", {**SIZES, "rope_parameters": LLAMA3}),
+    "llama 3.2, tied": Case(
+        "llama",
+        {
+            **SIZES,
+            "rope_parameters": {**LLAMA3, "factor": 32.0},
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "llama with heads wider than the model, and biases": Case(
+        "llama", {**SIZES, "head_dim": 24, "attention_bias": True, "mlp_bias": True}
+    ),
+    "llama with a gate of gelu": Case("llama", {**SIZES, "hidden_act": "gelu_pytorch_tanh"}),
+    "llama with linear positions": Case(
+        "llama", {**SIZES, "rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}}
+    ),
+    "mistral": Case("mistral", {**SIZES, "sliding_window": None, "head_dim": 32}),
+    "mistral beyond its window": Case("mistral", {**SIZES, "sliding_window": 7}),
+    "mixtral of one layer, with transformers' own sum of losses": Case(
+        "mixtral", {**MOE, "num_local_experts": 4, "num_hidden_layers": 1}
+    ),
+    "mixtral": Case("mixtral", {**MOE, "num_local_experts": 4, "sliding_window": 9, "num_hidden_layers": 3}),
+    "qwen2": Case("qwen2", {**SIZES, "rope_parameters": {**ROPE, "rope_theta": 1e6}}),
+    "qwen2.5, tied": Case("qwen2", {**SIZES, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen2 with a window in every layer but each second": Case(
+        "qwen2",
+        {
+            **{**SIZES, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 6},
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "qwen3": Case("qwen3", {**SIZES, "head_dim": 24}),
+    "qwen3, tied": Case("qwen3", {**SIZES, "head_dim": 16, "tie_word_embeddings": True}),
+    "qwen2 moe": Case("qwen2_moe", {**QWEN2_MOE, "norm_topk_prob": False}),
+    "gpt oss beyond its window": Case("gpt_oss", {**GPT_OSS, "sliding_window": 6, "swiglu_limit": 1.0}),
+    "qwen3 moe": Case("qwen3_moe", {**QWEN_MOE, "norm_topk_prob": True}),
+    "qwen3 moe behind a dense layer": Case("qwen3_moe", {**QWEN_MOE, "num_hidden_layers": 3, "mlp_only_layers": [0]}),
+    "qwen3 moe with unnormalised probabilities": Case("qwen3_moe", {**QWEN_MOE, "norm_topk_prob": False}),
+    "deepseek v2": Case(
+        "deepseek_v2",
+        {
+            **V2,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 16.0,
+            "rope_parameters": YARN,
+        },
+    ),
+    "deepseek v2 lite": Case(
+        "deepseek_v2", {**V2, "topk_method": "greedy", "q_lora_rank": None, "rope_parameters": YARN}
+    ),
+    "deepseek v3": Case("deepseek_v3", {**V3, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek v3 without yarn and query rank": Case(
+        "deepseek_v3", {**V3, "q_lora_rank": None, "first_k_dense_replace": 0, "n_shared_experts": 1}
+    ),
+    "gpt2": Case("gpt2", GPT2),
+    "gpt2 with scores as they are": Case("gpt2", {**GPT2, "scale_attn_weights": False}),
+    "gpt2 with exact gelu, untied, narrow": Case(
+        "gpt2", {**GPT2, "activation_function": "gelu", "tie_word_embeddings": False, "n_inner": 80}
+    ),
+    "gpt neox": Case("gpt_neox", {**NEOX, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}}),
+    "gpt neox with tanh": Case(
+        "gpt_neox", {**NEOX, "hidden_act": "gelu_new", "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}
+    ),
+}
+
+REFUSED: dict[str, tuple[Case, str]] = {
+    "llama with biases in attention only": (Case("llama", {**SIZES, "attention_bias": True}), "attention_bias"),
+    "llama with biases in the MLP only": (Case("llama", {**SIZES, "mlp_bias": True}), "mlp_bias"),
+    "llama 3.1 with another low frequency": (
+        Case("llama", {**SIZES, "rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}),
+        "rope_parameters",
+    ),
+    "llama with yarn": (Case("llama", {**SIZES, "rope_parameters": YARN}), "rope_parameters"),
+    "llama with a gate of relu": (Case("llama", {**SIZES, "hidden_act": "relu"}), "hidden_act"),
+    "qwen2 with windows from its second layer": (
+        Case("qwen2", {**SIZES, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+        "layer_types",
+    ),
+    "mixtral with noise": (Case("mixtral", {**MOE, "router_jitter_noise": 0.1}), "router_jitter_noise"),
+    "qwen3 moe with a dense layer": (Case("qwen3_moe", {**QWEN_MOE, "mlp_only_layers": [1]}), "mlp_only_layers"),
+    "deepseek v3 with unnormalised scores": (Case("deepseek_v3", {**V3, "norm_topk_prob": False}), "norm_topk_prob"),
+    "deepseek v3 with one expert": (Case("deepseek_v3", {**V3, "num_experts_per_tok": 1}), "num_experts_per_tok"),
+    "deepseek v3 with rotary halves": (Case("deepseek_v3", {**V3, "rope_interleave": False}), "rope_interleave"),
+    "deepseek v3 with another epsilon than its latent norms": (
+        Case("deepseek_v3", {**V3, "rms_norm_eps": 1e-2}),
+        "rms_norm_eps",
+    ),
+    "deepseek v3 with biases": (Case("deepseek_v3", {**V3, "attention_bias": True}), "attention_bias"),
+    "deepseek v3 with an attention factor": (
+        Case("deepseek_v3", {**V3, "rope_parameters": {**YARN, "attention_factor": 0.5}}),
+        "rope_parameters",
+    ),
+    "gpt oss with yarn": (Case("gpt_oss", {**GPT_OSS, "rope_parameters": None}), "rope_parameters"),
+    "gpt2 with scores by the layer": (
+        Case("gpt2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
+        "scale_attn_by_inverse_layer_idx",
+    ),
+    "gpt2 with relu": (Case("gpt2", {**GPT2, "activation_function": "relu"}), "activation_function"),
+    "gpt neox with a parallel residual": (
+        Case("gpt_neox", {**NEOX, "use_parallel_residual": True}),
+        "use_parallel_residual",
+    ),
+}
+"""Models that ours cannot be, and the key that the import must name."""

@@ -1,0 +1,97 @@
+"""Our models beside Hugging Face's: what the import makes of a config.json computes what transformers computes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from tests.parity_hf import theirs
+from tests.parity_hf.compare import Case, Result, compare, half_precision_errors, imported
+from tests.parity_hf.drawn import FAMILIES, draw
+from tests.parity_hf.families import CASES, REFUSED
+from tests.parity_hf.weights import TABLES
+from tests.support.forked import run_ranks
+
+TOLERANCES = {
+    "logits": 1e-5,
+    "loss": 1e-6,
+    "gradient": 2e-5,
+    "gradient of padding": 0.0,
+    "loss of a step": 1e-5,
+    "gradient norm": 1e-5,
+    "weights after the steps": 1e-3,  # of the update: Adam divides what is small by what is small
+}
+NEEDED = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"}
+NEEDED |= {"max_position_embeddings", "n_layer", "n_embd", "n_head", "n_positions"}
+"""Without one of these a file is refused."""
+DRAWN = int(os.environ.get("PARITY_CASES", "3"))
+"""Random configurations of each family."""
+
+
+def assert_agrees(result: Result) -> None:
+    assert not result.refused
+    assert not result.problems
+    assert result.errors.keys() | {"gradient of padding"} == TOLERANCES.keys()
+    apart = {q: found for q, found in result.errors.items() if not found[0] <= TOLERANCES[q]}
+    assert not apart
+    ours, expected = result.text
+    assert ours == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_family_computes_what_transformers_computes(name: str) -> None:
+    assert_agrees(run_ranks(1, compare, CASES[name])[0])
+
+
+@pytest.mark.parametrize("seed", range(DRAWN))
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_random_configuration_agrees_or_the_import_names_the_key(kind: str, seed: int) -> None:
+    case = draw(kind, seed)
+    result = run_ranks(1, compare, case)[0]
+    if result.refused:
+        said = {*case.values, "layer_types"}  # transformers makes layer_types of the keys of windows
+        assert {key.partition(".")[0] for key in result.refused} <= said
+    elif result.problems:
+        assert all(" model." in problem for problem in result.problems)
+    else:
+        assert_agrees(result)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_another_model_is_refused_by_its_key(name: str) -> None:
+    case, key = REFUSED[name]
+    assert key in run_ranks(1, compare, case)[0].refused
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_key_that_a_file_leaves_out_has_the_default_of_transformers(kind: str) -> None:
+    needed = {"num_experts_per_tok": 6} if kind == "deepseek_v2" else {}
+    values = theirs.configuration(kind, needed).to_dict()
+    sizes = {key: value for key, value in values.items() if key in NEEDED | needed.keys()}
+    run, refused = imported(Case(kind, {}), {"model_type": kind, **sizes})
+    assert (run, refused) == imported(Case(kind, {}), values)
+
+
+@pytest.mark.parametrize("name", ["llama 3.1", "qwen3, tied", "gpt2"])
+def test_bf16_is_as_near_to_fp32_as_transformers_bf16(name: str) -> None:
+    ours, others = run_ranks(1, half_precision_errors, CASES[name])[0]
+    assert ours.keys() == others.keys()
+    for quantity, error in ours.items():
+        # the last bit of bf16 is 2^-8 of a value; a few products in a row add some of them up
+        assert 0 < others[quantity] < 8 * 2**-8
+        assert 0 < error < 1.5 * others[quantity], quantity
+
+
+def test_every_family_has_a_case_and_random_configurations() -> None:
+    from mtrain.recipes.hf_families import FAMILIES as IMPORTED
+
+    assert {case.kind for case in CASES.values()} == FAMILIES.keys() == TABLES.keys() == IMPORTED.keys()
+
+
+def test_a_wrong_weight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof can fail: each quantity sees a norm's weight that one of both has a little larger."""
+    result: Result = run_ranks(1, compare, replace(CASES["llama 3.1"], flaw=1e-3))[0]
+    seen = {q for q, (error, _) in result.errors.items() if error > TOLERANCES[q]}
+    assert seen >= {"logits", "loss", "gradient", "loss of a step", "gradient norm", "weights after the steps"}

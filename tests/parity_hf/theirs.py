@@ -1,0 +1,142 @@
+"""Hugging Face's side of a comparison: its model with drawn weights, losses, optimizer steps and text."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.parity_hf.weights import TABLES
+
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": None}
+
+
+def import_models() -> None:
+    """Import the families' modules, which transformers otherwise leaves until they are asked for."""
+    for kind in TABLES:
+        importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+
+
+def configuration(kind: str, values: dict[str, Any]) -> Any:
+    """The configuration object of a `model_type`."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(kind, **values)
+
+
+def model(config: Any, seed: int) -> Any:
+    """The model of a configuration with weights that no part of it leaves without an effect."""
+    from transformers import AutoModelForCausalLM
+
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    made = AutoModelForCausalLM.from_config(config, **plain).float().train()
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in tensors(made).items():
+            noise = torch.randn(tensor.shape, generator=draw)
+            if tensor.ndim > 1:  # products keep the size of what they take
+                transposed = config.model_type == "gpt2" or (config.model_type == "gpt_oss" and tensor.ndim > 2)
+                tensor.copy_(noise / tensor.shape[-2 if transposed else -1] ** 0.5)
+            else:
+                tensor.copy_(0.2 * noise + (1.0 if "norm" in name or "ln_" in name else 0.0) * ("bias" not in name))
+    return made
+
+
+def tensors(made: Any) -> dict[str, Tensor]:
+    """Parameters, tied ones once, and the buffers that a checkpoint holds, by name."""
+    saved = made.state_dict().keys()
+    return dict(made.named_parameters()) | {k: v for k, v in made.named_buffers() if k in saved}
+
+
+@dataclass
+class Loss:
+    """What the model says of a batch."""
+
+    logits: Tensor
+    cross_entropy: Tensor
+    balance: Tensor
+    """The router's balancing loss with its coefficient; 0 where there is none."""
+
+
+def loss(made: Any, tokens: Tensor, labels: Tensor) -> Loss:
+    """Logits [b, s, vocabulary], their mean loss in nats, and the router's.
+
+    transformers multiplies the load of an expert in all layers by its probability in all layers; megatron-core does
+    so in each layer, as the papers do. So their function is asked once for each layer here, and their own sum is
+    the same wherever one layer has experts.
+    """
+    config, kind = made.config, made.config.model_type
+    out = made(input_ids=tokens, output_router_logits=True) if kind in BALANCED else made(input_ids=tokens)
+    each = made.loss_function(logits=out.logits, labels=labels, shift_labels=labels, vocab_size=config.vocab_size)
+    balance = torch.zeros(())
+    if kind in BALANCED:
+        function = importlib.import_module(type(made).__module__).load_balancing_loss_func
+        layers = [function((one,), config.num_experts, config.num_experts_per_tok) for one in out.router_logits]
+        balance = config.router_aux_loss_coef * torch.stack(layers).mean()
+        if len(layers) == 1:
+            whole = made(input_ids=tokens, labels=labels, shift_labels=labels, output_router_logits=True).loss
+            torch.testing.assert_close(whole, each + balance, rtol=1e-6, atol=0.0)
+    return Loss(out.logits, each, balance)
+
+
+BALANCED = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
+"""Whose own loss has a term for the balance of experts."""
+
+
+def optimizer(made: Any, o: Any) -> Callable[[float], float]:
+    """A step of AdamW with clipping at a rate, as a function that gives the norm; `o` is the `optim` section."""
+    named = dict(made.named_parameters())
+    parameters = list(named.values())
+    kept = [p for name, p in named.items() if p.ndim == 1 or "bias" in name]  # gpt_oss stacks its experts' biases
+    decayed = [p for name, p in named.items() if p.ndim > 1 and "bias" not in name]
+    groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.eps)
+
+    def step(rate: float) -> float:
+        for group in adam.param_groups:
+            group["lr"] = rate
+        norm = torch.nn.utils.clip_grad_norm_(parameters, o.clip_grad)
+        adam.step()
+        adam.zero_grad()
+        return float(norm)
+
+    return step
+
+
+class Biases:
+    """The biases that balance the routers of DeepSeek-V3: transformers holds them, and leaves moving them to others.
+
+    After each step that of an expert with less than the mean load goes up by `rate`, that of one with more goes down.
+    """
+
+    def __init__(self, made: Any, rate: float) -> None:
+        self.rate = rate
+        self.routers = [m for m in made.modules() if hasattr(m, "e_score_correction_bias")]
+        self.loads: dict[Any, Tensor] = {}
+        for router in self.routers:
+            router.register_forward_hook(self._count)
+
+    def _count(self, router: Any, _: Any, output: tuple[Tensor, ...]) -> None:
+        self.loads[router] = torch.bincount(output[2].flatten(), minlength=router.num_experts).float()
+
+    def move(self) -> None:
+        """Move them by the loads of the last forward pass."""
+        for router in self.routers:
+            load = self.loads[router]
+            router.e_score_correction_bias += self.rate * torch.sign(load.mean() - load)
+
+
+def text(made: Any, prompt: list[int], tokens: int) -> list[int]:
+    """The prompt and the most likely tokens behind it."""
+    made.eval()
+    for name, value in GREEDY.items():
+        setattr(made.generation_config, name, value)
+    out = made.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)).long(), max_new_tokens=tokens
+    )
+    made.train()
+    return [int(token) for token in out[0]]

@@ -1,0 +1,120 @@
+"""A finding belongs to the keys that its rule read: what a refused key does not touch is said beside it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from mtrain.cli.setup import load
+from mtrain.config.compose import compose
+from mtrain.config.resolve import resolve
+from mtrain.config.rules import ON_DISK, RULES, Answers, findings, findings_and_reads, value_at
+from mtrain.config.run import RunConfig
+from mtrain.config.watch import watched
+from mtrain.errors import BadInput
+from tests.support.catalogue import ROWS, judged
+from tests.support.configs import LAPTOP
+
+
+def composed(words: tuple[str, ...]) -> RunConfig | None:
+    """The run of a command line that the schema accepts."""
+    try:
+        return resolve(compose(words).run, LAPTOP)
+    except BadInput:
+        return None
+
+
+RUNS = [run for row in ROWS if not row.text and (run := composed(row.words)) is not None]
+"""The configurations of the catalogue that the schema accepts."""
+
+
+@pytest.mark.parametrize(
+    ("words", "codes"),
+    [
+        ("parallel.ep=0 optim.warmup_iters=1000", {"MT014", "MT422"}),
+        ("optim.lr=-1 optim.warmup_iters=1000 parallel=tp3", {"MT014", "MT422", "MT101", "MT102", "MT103", "MT105"}),
+        ("model.ffn_hidden_size=0 parallel=tp3", {"MT014", "MT101", "MT102", "MT105"}),
+        ("kernels.loss=nope kernels.rope=triton", {"MT014", "MT407"}),
+        ("kernels.norm=nope kernels.linear=te", {"MT014", "MT403"}),
+        ("parallel.recompute.modules=[nope] optim.warmup_iters=1000", {"MT014", "MT422"}),
+        ("parallel.recompute.modules=[nope] data.blend=[a]", {"MT014", "MT150"}),
+        ("data.split=[a,b,c] optim.min_lr=1.0", {"MT013", "MT421"}),
+        (f"trainer.eval_interval={10**30} optim.lr=-1 optim.warmup_iters=1000", {"MT014", "MT422"}),
+        ("trainer.train_iters=0 optim.warmup_iters=1000", {"MT014"}),
+        ("parallel.pp=0 parallel.ranks=7", {"MT014"}),
+        ("parallel.ranks=0 trainer.global_batch_size=7 parallel=dp2", {"MT014"}),
+        ("parallel=nope trainer.global_batch_size=7", {"MT011"}),
+    ],
+)
+def test_what_a_refused_key_decides_is_left_out_and_the_rest_is_said(words: str, codes: set[str]) -> None:
+    assert {p.code for p in judged(words.split()) if p.severity == "error"} == codes
+
+
+def test_a_rule_finds_the_same_when_its_reading_is_watched() -> None:
+    assert len(RUNS) > 20
+    for run in RUNS:
+        assert [finding for finding, _ in findings_and_reads(run, Answers())] == list(findings(run))
+
+
+def test_what_a_rule_reads_are_keys() -> None:
+    for run in RUNS:
+        for rule in RULES:
+            reads: set[str] = set()
+            list(rule(watched(run, reads)))
+            keys = run.flat()
+            for key in reads:
+                assert key in keys or key.endswith("."), f"{rule} reads {key}"
+                assert key.endswith(".") or key in keys or value_at(run, key) is None
+
+
+def test_only_rules_that_say_so_look_at_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def touched(*args: object, **kwargs: object) -> None:
+        raise AssertionError(f"a rule that is not in ON_DISK looked at the disk: {args}")
+
+    for name in ("stat", "lstat", "access", "scandir", "listdir", "open", "readlink", "statvfs"):
+        monkeypatch.setattr(os, name, touched)
+    monkeypatch.setattr("builtins.open", touched)
+    for run in RUNS:
+        for rule in RULES:
+            if rule not in ON_DISK:
+                list(rule(run))
+
+
+def test_trials_of_fixes_do_not_walk_a_folder_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without a text file, beside broken rules whose fixes are tried by the dozen."""
+    (tmp_path / "a.dat").write_text("text")
+    walks = []
+    scandir = os.scandir
+
+    def counted(path: str) -> object:
+        walks.append(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", counted)
+    words = [f"data.path={tmp_path}", "parallel=tp3pp3", "model.num_query_groups=3"]
+    assert "MT305" in {p.code for p in judged(words)}
+    assert walks.count(str(tmp_path)) <= 3  # once for the rule, once to tell whether it is empty
+
+
+@pytest.mark.parametrize("files", [0, 30_000])
+def test_a_walk_through_a_folder_of_any_size_ends_soon(tmp_path: Path, files: int) -> None:
+    """Links that lead back, and more entries than are looked at: what was not seen is a warning."""
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/back").symlink_to(tmp_path)
+    for number in range(files):
+        (tmp_path / f"deep/{number}.dat").touch()
+    begun = time.process_time()
+    found = {
+        p.code: p.severity for p in judged([f"data.path={tmp_path}", "data.suffixes=[.zzzz]", "parallel=tp3pp3"])
+    }
+    assert time.process_time() - begun < 1.0
+    assert (found.get("MT321"), found.get("MT305")) == (("warning", None) if files else (None, "error"))
+
+
+def test_a_fix_of_one_rule_is_not_held_up_by_what_was_left_out() -> None:
+    with pytest.raises(BadInput) as caught:
+        load(["parallel=nope", "model.num_query_groups=3", "optim.min_lr=1.0"], LAPTOP, {})
+    assert next(p.fix for p in caught.value.problems if p.code == "MT421").startswith("optim.min_lr=0.0006")

@@ -1,0 +1,175 @@
+"""Help: every verb has a page of its own, which names its flags and whose examples are read as they are written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mtrain.cli.choices import about
+from mtrain.cli.complete import SHELLS, candidates
+from mtrain.cli.main import OWN_WORDS, VERBS, main, parse
+from mtrain.cli.options import read_options
+from mtrain.cli.pages import PAGES, SUBPAGES, Page, flags_of
+from mtrain.cli.recipe import SUBVERBS
+from mtrain.config import paths
+from mtrain.config.compose import compose
+from mtrain.config.json_schema import KINDS
+from mtrain.config.keys import field_of
+from mtrain.config.overrides import read_overrides
+from mtrain.config.paths import choices_of_group, program
+from mtrain.config.run import GROUPS
+from mtrain.config.sweep import jobs
+
+SOURCE = Path(__file__).resolve().parents[2] / "src/mtrain"
+ALL = {**{(verb,): page for verb, page in PAGES.items()}, **{("recipe", sub): page for sub, page in SUBPAGES.items()}}
+EXAMPLES = [(verb, words) for verb, page in ALL.items() for words, _ in page.examples]
+
+
+def test_every_verb_and_every_subverb_has_a_page() -> None:
+    assert PAGES.keys() == VERBS.keys()
+    assert SUBPAGES.keys() == SUBVERBS.keys()
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+@pytest.mark.parametrize("verb", ALL, ids=" ".join)
+def test_help_prints_the_page_of_the_verb(
+    verb: tuple[str, ...], flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*verb, flag]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith(f"usage: {program()} ")
+    assert all(word in page.splitlines()[0] for word in verb)
+    assert ALL[verb].text in page
+    for name in flags_of(verb[0], verb[1:]):
+        assert re.search(rf"(^|\s){re.escape(name)}\b", page), name
+    assert all(f"  {program()}{'' if words == 'train' else ' ' + words}\n" in page for words, _ in ALL[verb].examples)
+    assert max(map(len, page.splitlines())) <= 120
+
+
+def test_help_behind_overrides_is_that_of_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "parallel=tp2", "--help"]) == 0
+    assert " check " in capsys.readouterr().out.splitlines()[0]
+    assert main(["--help"]) == main(["-h"]) == 0
+    overview = capsys.readouterr().out
+    assert "[VERB]" in overview
+    assert "choices GROUP" in overview
+    assert "deepseek_v3" not in overview, "choices are behind `choices`"
+
+
+@pytest.mark.parametrize(("verb", "words"), EXAMPLES, ids=[words for _, words in EXAMPLES])
+def test_an_example_is_read_as_it_is_written(verb: tuple[str, ...], words: str) -> None:
+    call = parse(shlex.split(words))
+    assert call.verb == verb[0]
+    arguments = call.arguments
+    if call.verb in ("train", "check", "show", "prove", "rehearse"):
+        for job in [job.argv for job in jobs(arguments)] if "--multirun" in call.flags else [arguments]:
+            compose(job)
+    elif call.verb in ("resume", "generate", "export"):
+        assert arguments[0] == "runs/NAME"
+        own = ("prompt", "tokens", "temperature") if call.verb == "generate" else ()
+        rest = [word for word in arguments[1:] if word.partition("=")[0] not in own]
+        assert call.verb == "export" or not read_overrides(rest).problems
+    elif call.verb == "recipe":
+        assert arguments[0] in (verb[1:] or SUBVERBS)
+        options = read_options(arguments[1:], ("--megatron", "--resolved"), {"-o": "--output"})
+        compose([word for word in options.words if "=" in word])
+        assert options.flags | options.values.keys() <= {*flags_of("recipe", arguments), "--output"}
+    elif call.verb == "explain":
+        assert field_of(arguments[0]) is not None or arguments[0].startswith("MT")
+    else:
+        known = {"schema": (*KINDS, "fields", "-o", "."), "completion": SHELLS, "choices": GROUPS}[call.verb]
+        assert set(arguments) <= set(known)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_choices_lists_every_choice_of_a_group(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["choices", group]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [group, *choices_of_group(group)]
+    assert all(about(group, choice) for choice in choices_of_group(group)), "a file says what it is"
+    assert main(["choices", f"{group}s"]) == 2
+    assert f"fix: choices {group}" in capsys.readouterr().err
+
+
+def test_verbs_that_read_their_own_words_refuse_what_is_no_flag() -> None:
+    assert set(OWN_WORDS) - {"__complete"} <= set(VERBS)
+    assert main(["choices", "--nope"]) == 2
+
+
+def test_hints_say_how_the_program_is_called_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert program() == "python launch.py"
+    installed = tmp_path / "lib/python3.11/site-packages/mtrain"
+    installed.mkdir(parents=True)
+    monkeypatch.setattr(paths, "_PACKAGE", installed)
+    program.cache_clear()
+    try:
+        assert program() == "mtrain"
+        assert Page("check", "x", examples=(("check", ""),)).render().count("  mtrain check") == 1
+    finally:
+        program.cache_clear()
+
+
+NAMED = re.compile(rf"\bmtrain (?:{'|'.join(VERBS)})\b|python launch\.py")
+KEPT = {
+    ("config/paths.py", "python launch.py"),  # where it is decided
+    ("config/fields_page.py", "python launch.py"),  # a page of the checkout
+    ("config/json_schema.py", "mtrain schema"),  # marks a file; the same everywhere
+    ("cli/recipe/new.py", "mtrain recipe"),  # in a recipe that is sent elsewhere
+    ("cli/recipe/exchange.py", "mtrain recipe"),
+    ("cli/completion.py", "python launch.py"),  # a comment of what it completes
+    ("cli/completion.py", "mtrain completion"),  # a script for the installed command
+}
+
+
+def test_no_hint_names_the_program_by_itself() -> None:
+    found = set()
+    for file in SOURCE.rglob("*.py"):
+        text = re.sub(r'"""(?!# (?:bash|zsh|fish)).*?"""', "", file.read_text(), flags=re.DOTALL)
+        found |= {(str(file.relative_to(SOURCE)), name) for name in NAMED.findall(text)}
+    assert found <= KEPT, f"use config.paths.program(): {sorted(found - KEPT)}"
+
+
+@pytest.mark.parametrize(
+    ("line", "some", "never"),
+    [
+        ("mtrain parallel=tp", "parallel=tp4", "parallel=pp4"),
+        ("mtrain parallel=tp4p", "parallel=tp4pp2", "parallel=tp4tp2"),
+        ("mtrain check parallel=tp4pp4", "parallel=tp4pp4sp", "parallel=tp4pp4pp2"),
+        ("mtrain check --", "--all", "--resolved"),
+        ("mtrain show --", "--resolved", "--all"),
+        ("mtrain recipe import -", "-o", "--megatron"),
+        ("mtrain choices mo", "model", "mod"),
+        ("mtrain checkpoint.resume=", "checkpoint.resume=latest", "checkpoint.resume=1"),
+    ],
+)
+def test_layouts_and_the_flags_of_a_verb_are_completed(line: str, some: str, never: str) -> None:
+    found = candidates(line)
+    assert some in found
+    assert never not in found
+
+
+def test_every_layout_that_is_offered_is_one() -> None:
+    from mtrain.config.layout_string import parse_layout
+
+    for begun in ("", "tp4", "tp2pp2", "pp2e", "tp2ep4etp1"):
+        offered = [word.partition("=")[2] for word in candidates(f"mtrain parallel={begun}")]
+        words = [word for word in offered if word not in choices_of_group("parallel")]
+        assert words
+        for word in words:
+            parse_layout(word)
+
+
+def test_runs_checkpoints_and_locks_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = tmp_path / "runs/a/checkpoints/step_00000004"
+    step.mkdir(parents=True)
+    for file in (tmp_path / "runs/a/run.yaml", step / "manifest.json", tmp_path / "x.lock.yaml"):
+        file.write_text("")
+    monkeypatch.chdir(tmp_path)
+    checkpoint = "runs/a/checkpoints/step_00000004"
+    assert candidates("mtrain resume ") == candidates("mtrain export ") == ["runs/a", checkpoint]
+    assert candidates("mtrain run=") == ["run=runs/a/run.yaml", "run=x.lock.yaml"]
+    assert f"checkpoint.resume={checkpoint}" in candidates("mtrain checkpoint.resume=")
+    assert candidates("mtrain recipe verify ") == ["x.lock.yaml"]

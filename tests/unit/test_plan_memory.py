@@ -1,0 +1,102 @@
+"""Sizes without end are refused with numbers, in a moment, and what is said of memory is a lower bound."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtrain.cli.setup import load
+from mtrain.config.resolve import Machine
+from mtrain.errors import BadInput, Problem
+from mtrain.plan.memory import activation_bytes
+from tests.support.catalogue import judged
+from tests.support.configs import LAPTOP
+
+LONG = "data=mock model.max_position_embeddings={0} data.seq_length={0}"
+
+
+def errors(words: str) -> list[Problem]:
+    return [p for p in judged(words.split()) if p.severity == "error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "path"),
+    [
+        (LONG.format(10**12), "MT147", "data.seq_length"),
+        (LONG.format(10**9), "MT147", "data.seq_length"),
+        (LONG.format(10**15), "MT014", "data.seq_length"),
+        (f"{LONG.format(10**8)} cluster=h100x8", "MT147", "data.seq_length"),
+        ("trainer.global_batch_size=1000000000000000000", "MT014", "trainer.global_batch_size"),
+        ("trainer.global_batch_size=1000000000000", "MT147", "trainer.global_batch_size"),
+        ("trainer.global_batch_size=1000000000 cluster=h100x8", "MT147", "trainer.global_batch_size"),
+        ("trainer.rampup_batch_size=[8,8,100] trainer.global_batch_size=1000000000", "MT137", ""),
+        ("trainer.batch_size_schedule=[[1000000000,100000]]", "MT147", "trainer.global_batch_size"),
+        (
+            "trainer.micro_batch_size=1048576 trainer.global_batch_size=1048576 kernels.loss=megatron",
+            "MT147",
+            "trainer.micro_batch_size",
+        ),
+        ("model.hidden_size=1000000 model.num_layers=1000000 model.ffn_hidden_size=100000000", "MT149", ""),
+        ("model.hidden_size=134217728 model.num_layers=134217728", "MT149", "model.hidden_size"),
+        ("model.num_layers=1000000000000", "MT014", "model.num_layers"),
+        ("model.vocab_size=1000000000000000", "MT014", "model.vocab_size"),
+        ("parallel.pp=1000000", "MT173", "parallel.ranks"),
+        ("parallel.pp=1000000000000 model.num_layers=999999999999", "MT014", "parallel.pp"),
+        ("parallel.pp=1048576 model.num_layers=1048577", "MT173", "parallel.ranks"),
+        ("parallel.pp=1048576 parallel.layers_per_stage=[4]", "MT142", "parallel.layers_per_stage"),
+        ("parallel.ranks=1000000000000", "MT014", "parallel.ranks"),
+        ("cluster.nodes=1000000 cluster.devices_per_node=1000000 cluster.device=cuda", "MT173", "parallel.ranks"),
+        ("model=mixtral_tiny parallel.ep=1000003 model.moe.num_experts=1000003", "MT173", "parallel.ranks"),
+        ("trainer.train_iters=1000000000000000000", "MT014", "trainer.train_iters"),
+        ("trainer.rampup_batch_size=[1,1,1000000000000000000]", "MT014", "trainer.rampup_batch_size.2"),
+    ],
+)
+def test_a_size_without_end_is_refused_with_numbers(words: str, code: str, path: str) -> None:
+    found = [p for p in errors(words) if p.code == code and p.path.startswith(path)]
+    assert found, errors(words)
+    assert any(letter.isdigit() for letter in found[0].rule)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        LONG.format(10**9),
+        "trainer.global_batch_size=1000000000",
+        f"{LONG.format(10**8)} cluster=h100x8 parallel=single",
+        "trainer.global_batch_size=1000000000 cluster=h100x8 parallel=single",
+    ],
+)
+def test_the_fix_of_what_does_not_fit_fits(words: str) -> None:
+    (problem,) = [p for p in errors(words) if p.code == "MT147"]
+    assert problem.fix.startswith(f"{problem.path}=")
+    assert not errors(f"{words} {problem.fix}".replace(f"{problem.path}={problem.value} ", "", 1))
+
+
+def test_a_sample_is_judged_by_the_machine_that_is_named() -> None:
+    """The same run fits a larger machine, and a device of a cluster counts alone."""
+    words = LONG.format(4_000_000).split()
+    with pytest.raises(BadInput, match="MT147"):
+        load(words, LAPTOP, {})
+    load([*words, "parallel=single"], Machine(64, 1 << 42), {})
+    load([*words, "cluster=h100x8", "parallel=cp8", "trainer.global_batch_size=8"], LAPTOP, {})
+
+
+def test_a_model_for_other_machines_stays_a_warning_and_its_samples_are_not_blamed() -> None:
+    found = judged(
+        ["model=llama31_405b", "parallel=tp8pp8sp", "parallel.layers_per_stage=null", "model.num_layers=128"]
+    )
+    assert {p.code for p in found if p.severity == "error"} == set()
+    assert "MT140" in {p.code for p in found}
+
+
+def test_less_is_kept_where_more_is_cut_or_computed_again() -> None:
+    def kept(*words: str) -> int:
+        return activation_bytes(load(["model.num_layers=8", *words], LAPTOP, {}).run)
+
+    whole = kept("parallel=single")
+    assert whole == 8 * (8 * 256 * 256 * 4) + 8 * 256 * 704 * 4
+    assert kept("parallel=cp2") < whole
+    assert kept("parallel=pp2", "trainer.micro_batch_size=8") < whole
+    assert kept("parallel=tp2sp") < kept("parallel=tp2") < whole
+    assert kept("parallel=single", "parallel.recompute.granularity=full") < whole
+    assert kept("parallel=single", "precision=bf16") == whole // 2
+    assert kept("parallel=single", "kernels.loss=megatron") == whole + 8 * 256 * 4096 * 4

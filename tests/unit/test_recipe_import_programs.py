@@ -1,0 +1,332 @@
+"""What is imported and what is not: programs of other models, YAML, tokenizers, launchers that are too small."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from mtrain.cli.main import main
+from mtrain.config.compose import Rejected, compose
+from mtrain.errors import BadInput
+from mtrain.recipes.imported import Imported, name_of
+from mtrain.recipes.megatron import import_scripts, import_texts, read_texts
+from mtrain.recipes.megatron_yaml import import_yaml
+from mtrain.recipes.secrets import names_secret
+from mtrain.recipes.vocabularies import ids_of
+from mtrain.recipes.write import delta, recipe_text
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "support/megatron_scripts"
+MODEL = "--num-layers 4 --hidden-size 72 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1 --lr 1e-3 "
+KNOWN = "--vocab-size 1023 --tokenizer-type NullTokenizer --mock-data --train-iters 10 --global-batch-size 8 "
+
+
+def script(words: str, program: str = "pretrain_gpt.py", launcher: str = "torchrun --nproc-per-node 4") -> Imported:
+    return import_texts([(f"{launcher} {program} {MODEL} {words}\n", "train.sh")], "train")
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "what"),
+    [
+        ("pretrain_t5.py", "", "a T5"),
+        ("/opt/Megatron-LM/pretrain_bert.py", "", "a BERT"),
+        ("pretrain_vlm.py", "", "images and text"),
+        ("examples/multimodal/train.py", "", "images and text"),
+        ("-m examples.mimo.train", "", "images and text"),
+        ("pretrain_qwen2_vl.py", "", "images and text"),
+        ("pretrain_retro.py", "", "a RETRO"),
+        ("../../pretrain_mamba.py", "", "state-space"),
+        ("$ROOT/pretrain_hybrid.py", "", "state-space"),
+        ("train_rl.py", "", "reinforcement learning"),
+        ("pretrain_vision_dino.py", "", "a vision model"),
+        ("pretrain_ict.py", "", "for retrieval"),
+        ("tools/run_text_generation_server.py", "", "generates text"),
+        ("examples/gpt/generate_samples_gpt.py", "", "generates text"),
+        ("tasks/main.py", "", "evaluates"),
+        ("tools/checkpoint/convert.py", "", "converts checkpoints"),
+        ("pretrain_gpt.py", "--hybrid-override-pattern M-M*", "state-space"),
+        ("pretrain_gpt.py", "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "state-space"),
+        ("train.py", "--perform-rl-step --grpo-group-size 8", "reinforcement learning"),
+        ("my_train.py", "--decoder-num-layers 12", "a T5"),
+        ("my_train.py", "--tokenizer-type BertWordPieceCase", "a BERT"),
+    ],
+)
+def test_a_program_that_trains_something_else_is_refused_by_name(program: str, flags: str, what: str) -> None:
+    with pytest.raises(BadInput, match=what) as caught:
+        script(f"{KNOWN if 'tokenizer' not in flags else '--vocab-size 1000'} {flags}", program)
+    assert {p.code for p in caught.value.problems} == {"MT706"}
+
+
+@pytest.mark.parametrize("program", ["pretrain_xyz.py", "code/finetune.py", "-m my.package.train_and_eval"])
+def test_a_program_that_nobody_knows_is_taken_for_a_gpt_and_that_is_said(program: str) -> None:
+    found = script(KNOWN, program)
+    assert any("is taken for a program that trains a GPT" in note for note in found.notes)
+    assert not any("is taken for" in note for note in script(KNOWN).notes)
+    assert not any("is taken for" in note for note in script(KNOWN, "/a/b/pretrain_gpt.py").notes)
+
+
+def test_of_several_programs_the_one_that_trains_a_gpt_is_read() -> None:
+    more = "--max-position-embeddings 128 --bf16 --swiglu --tensor-model-parallel-size 2"
+    text = (
+        f"torchrun --nproc-per-node 8 tools/run_text_generation_server.py {MODEL} {KNOWN} {more}\n"
+        f"torchrun --nproc-per-node 4 pretrain_gpt.py {MODEL} {KNOWN}\n"
+    )
+    assert import_texts([(text, "s.sh")], "s").run.cluster.devices_per_node == 4
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(1, 32), (4, 8), (8, 4)])
+def test_a_launcher_with_fewer_ranks_than_the_layout_is_imported_and_said(
+    ranks: int, nodes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4"
+    (tmp_path / "t.sh").write_text(f"torchrun --nproc-per-node {ranks} pretrain_gpt.py {MODEL} {KNOWN} {layout}\n")
+    assert main(["recipe", "import", str(tmp_path / "t.sh"), "-o", str(tmp_path / "t.yaml")]) == 0
+    report = capsys.readouterr().err
+    assert f"the script starts {ranks} processes, and its layout has at least tp 8 x cp 1 x pp 4 = 32" in report
+    assert f"cluster.nodes={nodes}" in report
+    assert "MT112" in (tmp_path / "t.yaml").read_text()
+
+
+def test_unknown_flags_cost_a_moment_each() -> None:
+    words = " ".join(f"--flag-of-nobody-{n} {n}" for n in range(8000))
+    start = time.process_time()
+    found = script(f"{KNOWN} {words}")
+    assert time.process_time() - start < 1
+    assert len(found.unplaced) >= 8000
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "size"),
+    [
+        ("GPT2BPETokenizer", None, 50257),
+        ("Llama2Tokenizer", "/x/tokenizer.model", 32000),
+        ("TikTokenizer", "/x/vocab.json", 131072),
+        ("HuggingFaceTokenizer", "meta-llama/Meta-Llama-3.1-8B", 128256),
+        ("HuggingFaceTokenizer", "unsloth/Llama-3.2-1B-Instruct", 128256),
+        ("HuggingFaceTokenizer", "/models/Llama-2-7b-hf", 32000),
+        ("HuggingFaceTokenizer", "mistralai/Mixtral-8x7B-v0.1", 32000),
+        ("HuggingFaceTokenizer", "mistralai/Mistral-7B-Instruct-v0.3", 32768),
+        ("HuggingFaceTokenizer", "Qwen/Qwen2.5-7B-Instruct", 151665),
+        ("HuggingFaceTokenizer", "Qwen/Qwen3-30B-A3B", 151669),
+        ("HuggingFaceTokenizer", "deepseek-ai/DeepSeek-V3", 128815),
+        ("HuggingFaceTokenizer", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 128256),
+        ("HuggingFaceTokenizer", "deepseek-ai/DeepSeek-V2-Lite", 100002),
+        ("HuggingFaceTokenizer", "Qwen/Qwen3.5-4B", None),
+        ("HuggingFaceTokenizer", "my/tokenizer", None),
+        ("HuggingFaceTokenizer", None, None),
+        ("GPTSentencePieceTokenizer", "/x/llama-2-7b.model", None),
+    ],
+)
+def test_the_size_of_a_known_tokenizer_is_known(kind: str, model: str | None, size: int | None) -> None:
+    found = ids_of(kind, model)
+    assert (found[0] if found else None) == size
+
+
+@pytest.mark.parametrize(
+    ("model", "divisible", "tp", "size"),
+    [
+        ("Qwen/Qwen3-8B", 1187, 1, 151936),  # 128 * 1187, as the published model has
+        ("deepseek-ai/DeepSeek-V3", 3232, 1, 129280),
+        ("deepseek-ai/DeepSeek-V2", 3200, 1, 102400),
+        ("Qwen/Qwen2.5-7B", 128, 4, 152064),
+        ("meta-llama/Meta-Llama-3-8B", 128, 1, 128256),
+    ],
+)
+def test_it_is_padded_as_megatron_pads_it(model: str, divisible: int, tp: int, size: int) -> None:
+    found = script(
+        f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model} --tensor-model-parallel-size {tp} "
+        f"--make-vocab-size-divisible-by {divisible} --mock-data"
+    )
+    assert found.run.model.vocab_size == size
+    assert any(model in note and "is taken to have" in note for note in found.notes)
+
+
+def test_a_vocabulary_that_nobody_says_is_left_to_fill_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.sh").write_text(
+        f"torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} --mock-data --train-iters 5\n"
+    )
+    recipe = tmp_path / "t.yaml"
+    assert main(["recipe", "import", str(tmp_path / "t.sh"), "-o", str(recipe)]) == 0
+    assert "model.vocab_size is left to fill in" in capsys.readouterr().err
+    assert "vocab_size: null" in recipe.read_text()
+    assert "# fill in model.vocab_size" in recipe.read_text()
+    with pytest.raises(Rejected) as caught:
+        compose([f"recipe={recipe}"])
+    assert [(p.code, p.path, p.fix) for p in caught.value.problems] == [
+        ("MT702", "model.vocab_size", "model.vocab_size=32000")
+    ]
+    assert compose([f"recipe={recipe}", "model.vocab_size=32000"]).run.model.num_layers == 4
+
+
+def test_a_schedule_of_batch_sizes_comes_over_and_goes_back() -> None:
+    flags = f'{KNOWN} --step-batch-size-schedule "0:4 8K:16 25600:32" --train-samples 1000'
+    trainer = script(flags.replace("--global-batch-size 8 ", "").replace("--train-iters 10 ", "")).run.trainer
+    assert trainer.batch_size_schedule == ((4, 7936), (16, 25600))  # whole samples of 128 tokens
+    assert trainer.global_batch_size == 32
+    # 62 samples in 16 steps of 4, then 16 each from 64 to 208, then 24 steps of 32 and 24 samples left
+    assert trainer.train_iters == 16 + 9 + (1000 - 208) // 32
+    for bad in ("500:4", "0:4 0:8", "0:x", "0:0", "", "0:4 8K"):
+        with pytest.raises(BadInput, match="step-batch-size-schedule"):
+            script(f'{KNOWN} --step-batch-size-schedule "{bad}"')
+
+
+@pytest.mark.parametrize(
+    ("flags", "modules"),
+    [
+        ("--recompute-activations --moe-layer-recompute", ("core_attn", "moe")),
+        ("--moe-layer-recompute --recompute-modules layernorm", ("layernorm", "moe")),
+        (
+            "--recompute-granularity selective --recompute-modules mlp core_attn layernorm",
+            ("mlp", "core_attn", "layernorm"),
+        ),
+        ("--recompute-activations", None),
+    ],
+)
+def test_every_module_that_is_computed_again_is_kept(flags: str, modules: tuple[str, ...] | None) -> None:
+    assert script(f"{KNOWN} --num-experts 4 {flags}").run.parallel.recompute.modules == modules
+
+
+def test_a_layout_is_written_as_degrees_and_not_as_another_model() -> None:
+    name = "llama31_405b"
+    found = delta(import_scripts([SCRIPTS / f"{name}.sh"]).run)
+    assert found.choices["parallel"].startswith("tp8pp8cp2")
+    for file in sorted(SCRIPTS.glob("*.sh")):
+        assert "_h100x" not in delta(import_scripts([file]).run).choices.get("parallel", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        *((name, False) for name in ("--linear-num-key-heads", "--linear-key-head-dim", "--tokenizer-model")),
+        *((name, False) for name in ("--eod-token", "NUM_KEY_HEADS", "--moe-token-drop", "--image-token")),
+        *((name, True) for name in ("--api-key", "HF_TOKEN", "--wandb-api-key", "WANDB_KEY", "TOKEN", "--key")),
+        *((name, True) for name in ("AWS_SECRET_ACCESS_KEY", "db.password", "--auth", "GITHUB_TOKEN_FIRST")),
+    ],
+)
+def test_a_key_of_attention_is_no_secret(name: str, secret: bool) -> None:
+    assert names_secret(name) is secret
+
+
+def test_flags_under_a_condition_that_is_known_are_read() -> None:
+    text = (
+        'DTYPE="fp8"\nSIZE=big\nARGS=()\n'
+        'if [[ "$DTYPE" == "fp8" ]]; then ARGS+=(--fp8-format hybrid); fi\n'
+        "case $SIZE in small) H=64;; big) H=144;; esac\n"
+        'if [ "${MOCK:-1}" -eq 1 ]; then ARGS+=(--mock-data); else ARGS+=(--data-path /x); fi\n'
+        f'torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} --hidden-size $H "${{ARGS[@]}}"\n'
+    )
+    found = import_texts([(text, "t.sh")], "t")
+    assert (found.run.precision.fp8, found.run.model.hidden_size, found.run.data.kind) == ("hybrid", 144, "mock")
+    assert not [note for note in found.notes if "condition" in note or "not known" in note]
+
+
+def test_a_condition_that_is_not_known_is_reported_with_both_branches() -> None:
+    text = (
+        'if [ -n "$WANDB_PROJECT" ]; then\n  A="--log-interval 7"\n'
+        'elif [ -f x ]; then\n  B=1\nelse\n  A="--seed 3"\nfi\n'
+        f"torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} $A\n"
+    )
+    found = import_texts([(text, "t.sh")], "t")
+    note = next(note for note in found.notes if "is not known" in note)
+    assert 't.sh:1: [ -n "$WANDB_PROJECT" ] is not known' in note
+    assert "then (line 1) sets --log-interval" in note
+    assert "elif (line 3) sets nothing that is used" in note
+    assert "else (line 5) sets --seed" in note
+    assert (found.run.trainer.seed, found.run.log.interval) == (1234, 100)
+
+
+def test_what_is_set_under_conditions_can_be_said_by_a_script_before() -> None:
+    text = (
+        "SIZE=$1\nif [ $SIZE = 1b ]; then\n  LAYERS=16\nelif [ $SIZE = 7b ]; then\n  LAYERS=32\nfi\n"
+        f"torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} --num-layers $LAYERS\n"
+    )
+    with pytest.raises(BadInput, match=r"needs \$LAYERS, which is set under a condition .*SIZE = 1b \] \(t\.sh:2\)"):
+        import_texts([(text, "t.sh")], "t")
+    assert import_texts([("SIZE=7b\n", "env.sh"), (text, "t.sh")], "t").run.model.num_layers == 32
+
+
+def test_a_variable_that_is_not_known_takes_no_value_from_the_flag_before_it() -> None:
+    text = (
+        f'[ "$MORE" = 1 ] && OPTIONS="--bf16"\ntorchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} '
+        "--group-query-attention --num-query-groups 2 $OPTIONS --seed $SEED --kv-channels 4 $OPTIONS $OTHER\n"
+    )
+    found = import_texts([(text, "t.sh")], "t")
+    assert (found.run.model.num_query_groups, found.run.model.kv_channels) == (2, 4)
+    assert {u.flag for u in found.unplaced if u.why == "unreadable"} == {"--seed"}
+    assert any(
+        '[ "$MORE" = 1 ] && OPTIONS="--bf16" is not known: then (line 1) sets --bf16' in n for n in found.notes
+    )
+
+
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_a_launcher_with_fewer_ranks_than_the_experts_have_is_said(ranks: int) -> None:
+    layout = "--num-experts 8 --pipeline-model-parallel-size 4 --expert-model-parallel-size 8"
+    notes = script(f"{KNOWN} {layout}", launcher=f"torchrun --nproc-per-node {ranks}").notes
+    assert any("at least ep 8 x etp 1 x pp 4 = 32" in note for note in notes)
+
+
+def yaml(name: str, *extra: str) -> Imported:
+    path = SCRIPTS / name
+    return import_yaml(read_texts([path]), name_of(path), extra)
+
+
+def test_a_case_of_megatrons_tests_is_read() -> None:
+    found = yaml("model_config.yaml")
+    flat = found.run.flat()
+    wanted = {
+        "model.num_layers": 6,
+        "model.ffn_hidden_size": 1024,
+        "model.vocab_size": 50432,  # 50257 to a multiple of 2 * 128
+        "data.seq_length": 512,
+        "data.split": [949.0, 50.0, 1.0],
+        "trainer.global_batch_size": 16,
+        "optim.lr": 2.5e-4,
+        "parallel.tp": 2,
+        "parallel.sequence_parallel": True,
+        "parallel.recompute.modules": ["layernorm", "mlp"],
+        "precision.dtype": "bf16",
+    }
+    assert {key: flat.get(key) for key in wanted} == wanted
+    assert "MODEL_ARGS.--lr is written twice; the later one counts" in found.notes
+    why = {u.flag: u.why for u in found.unplaced}
+    assert (why["--exit-interval"], why["--data-path"]) == ("not supported", "unreadable")
+
+
+def test_arguments_in_sections_are_read_by_their_names(tmp_path: Path) -> None:
+    found = yaml("yaml_cfg.yaml", "model.vocab_size=32000")
+    flat = found.run.flat()
+    wanted = {
+        "model.num_query_groups": 4,
+        "model.layernorm_epsilon": 1e-6,
+        "model.layernorm_zero_centered_gamma": True,
+        "model.add_bias_linear": False,
+        "model.activation": "swiglu",
+        "model.tie_word_embeddings": False,
+        "parallel.tp": 2,
+        "parallel.vpp": 3,
+        "trainer.rampup_batch_size": [8, 8, 1600],
+    }
+    assert {key: flat.get(key) for key in wanted} == wanted
+    assert not [u for u in found.unplaced if u.why == "unknown"]
+    (tmp_path / "r.yaml").write_text(recipe_text(delta(found.run), {"title": "x"}))
+    assert compose([f"recipe={tmp_path / 'r.yaml'}"]).run.digest() == found.run.digest()
+
+
+@pytest.mark.parametrize(
+    ("folder", "text"),
+    [
+        ("test_cases/t5/t5_220m", "MODEL_ARGS: {--num-layers: 2, --hidden-size: 64, --lr: 1}"),
+        ("test_cases/hybrid/hybrid_tp1", "MODEL_ARGS: {--num-layers: 2, --hidden-size: 64, --lr: 1}"),
+        ("x", "MODEL_ARGS: {--num-layers: 2, --hidden-size: 64, --lr: 1, --is-hybrid-model: true}"),
+        ("x", "MODE: inference\nMODEL_ARGS: {--num-layers: 2, --hidden-size: 64, --lr: 1}"),
+    ],
+)
+def test_yaml_of_another_model_is_refused(folder: str, text: str) -> None:
+    with pytest.raises(BadInput, match="only GPTs are imported"):
+        import_yaml([(text, f"{folder}/model_config.yaml")], "x")
+
+
+def test_yaml_of_something_else_is_refused() -> None:
+    with pytest.raises(BadInput, match="neither MODEL_ARGS nor"):
+        import_yaml([("model: {num_layers: 2}", "x.yaml")], "x")
