@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TextIO
 
 Severity = Literal["error", "warning"]
 MAX_SHOWN = 160
@@ -58,12 +58,18 @@ def printable(text: str) -> str:
 
 def say(*lines: str, error: bool = False) -> None:
     """Prints each text in one line, whatever is in it: no value ends a line or moves the cursor."""
-    print("\n".join(map(visible, lines)), file=sys.stderr if error else sys.stdout, flush=True)
+    _put("\n".join(map(visible, lines)), sys.stderr if error else sys.stdout)
 
 
 def say_page(text: str, *, error: bool = False) -> None:
     """Prints a text whose line breaks are its own, as generated text or a file are; what else is in it is shown."""
-    print(printable(text.removesuffix("\n")), file=sys.stderr if error else sys.stdout, flush=True)
+    _put(printable(text.removesuffix("\n")), sys.stderr if error else sys.stdout)
+
+
+def _put(text: str, stream: TextIO) -> None:
+    """Prints with escapes for what the stream has no letters for, as where its encoding is ASCII."""
+    encoding = stream.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
 def show(value: object) -> str:
@@ -85,6 +91,8 @@ class MtrainError(Exception):
     """Base of every error that mtrain raises on purpose; `exit_code` is what the command ends with."""
 
     exit_code = 1
+    shared = False
+    """Whether every rank ends with it, so that one of each machine says it."""
 
 
 class BadInput(MtrainError):

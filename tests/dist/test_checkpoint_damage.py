@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from mtrain.errors import Damaged
 from tests.support.forked import run_ranks
@@ -36,7 +38,7 @@ def _open(path: Path) -> None:
 
 def test_a_whole_checkpoint_opens(checkpoint: Path) -> None:
     _open(checkpoint)
-    assert whole_tensors(checkpoint)["decoder.final_layernorm.weight"].shape == (64,)
+    assert whole_tensors(checkpoint)["model/decoder.final_layernorm.weight"].shape == (64,)
 
 
 def test_any_flipped_bit_of_any_file_is_found(checkpoint: Path) -> None:
@@ -98,9 +100,135 @@ def test_a_missing_piece_is_not_filled_with_anything(checkpoint: Path) -> None:
 
     file = checkpoint / "manifest.json"
     manifest = json.loads(file.read_text())
-    key = next(k for k, v in manifest["tensors"].items() if k.startswith("exp_avg.") and len(v["pieces"]) > 1)
+    key = next(k for k, v in manifest["tensors"].items() if k.startswith("optim/exp_avg/") and len(v["pieces"]) > 1)
     del manifest["tensors"][key]["pieces"][0]
     body = {k: v for k, v in manifest.items() if k != "sha256"}
     file.write_text(json.dumps(body | {"sha256": folder.digest(body)}))
     with pytest.raises(Damaged, match="cover"):
         whole_tensors(checkpoint)
+
+
+def _sizes(checkpoint: Path) -> dict[tuple[str, str], int]:
+    """Bytes of every entry of every shard."""
+    from safetensors import safe_open
+
+    found = {}
+    for file in checkpoint.glob("rank_*.safetensors"):
+        with safe_open(file, framework="pt") as f:
+            for entry in f.keys():  # noqa: SIM118
+                tensor = f.get_tensor(entry)
+                found[file.name, entry] = tensor.numel() * tensor.element_size()
+    return found
+
+
+def test_a_rank_hashes_only_what_it_reads_and_that_once(tmp_path: Path) -> None:
+    run = tiny_run(ranks=2, tp=2)
+    run_ranks(2, lambda: train_steps(run, 1, save_to=tmp_path))
+    checkpoint = tmp_path / "step_00000001"
+
+    def resume_and_sample() -> tuple[list[tuple[str, str]], int, int]:
+        from mtrain.ckpt import hashes
+        from mtrain.ckpt import state as ckpt_state
+        from mtrain.ckpt.store import Checkpoint
+        from mtrain.train.assemble import assemble, splits_of
+        from mtrain.world.init import joined
+
+        read, hashed = [], []
+        real_check, real_hash, real_file = hashes.check_entry, hashes.hash_bytes, hashes.hash_file
+        hashes.check_entry = lambda path, entry, data: (read.append((path.name, entry)), real_check(path, entry, data))[1]
+        hashes.hash_bytes = lambda data: (hashed.append(memoryview(data).nbytes), real_hash(data))[1]
+        hashes.hash_file = lambda path: (hashed.append(path.stat().st_size), real_file(path))[1]
+        with joined(run) as world:
+            parts = assemble(run, world, splits_of(run))
+            opened = Checkpoint.open(checkpoint, verify=False)
+            assert ckpt_state.load(opened, world, parts.state, seed=1)
+            first = sum(hashed)
+            ckpt_state.load_model(Checkpoint.open(checkpoint, verify=False), parts.state.chunks)
+        return read, first, sum(hashed)
+
+    sizes = _sizes(checkpoint)
+    small_files = sum(p.stat().st_size for p in checkpoint.iterdir()) - sum(sizes.values())  # headers, run.yaml, ...
+    for read, first, both in run_ranks(2, resume_and_sample):
+        expected = sum(sizes[entry] for entry in set(read))
+        assert expected <= first <= expected + small_files
+        assert first < 0.7 * sum(sizes.values()), "a rank of two hashed what the other reads"
+        assert len(set(read)) < len(read), "the sample reads the weights again"
+        assert both == first
+
+
+def _as_format_1(checkpoint: Path) -> None:
+    """Write a checkpoint as the first format was: bare keys of weights, and one hash a file."""
+    import hashlib
+
+    from safetensors.torch import load_file, save_file
+
+    from mtrain.ckpt import folder
+
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    for name in manifest["files"]:
+        path = checkpoint / name
+        if name.endswith(".safetensors"):
+            save_file(load_file(path), path)
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256}
+    old = {k.removeprefix("model/").removeprefix("optim/").replace("/", "."): v for k, v in manifest["tensors"].items()}
+    body = {k: v for k, v in manifest.items() if k != "sha256"} | {"format": 1, "tensors": old}
+    assert {"exp_avg.output_layer.weight", "exp_avg_sq.output_layer.weight", "output_layer.weight"} <= set(old)
+    (checkpoint / "manifest.json").write_text(json.dumps(body | {"sha256": folder.digest(body)}))
+
+
+def test_the_first_format_is_still_read_and_its_damage_found(saved: Path, checkpoint: Path, tmp_path: Path) -> None:
+    from mtrain.ckpt.export import export, read
+    from mtrain.ckpt.store import Checkpoint
+
+    _as_format_1(checkpoint)
+    old, new = whole_tensors(checkpoint), whole_tensors(saved)
+    assert old.keys() == new.keys()
+    assert all(torch.equal(old[key], tensor) for key, tensor in new.items())
+    export(Checkpoint.open(checkpoint), tmp_path / "out")
+    assert {f"model/{name}" for name, _ in read(tmp_path / "out")} == {key for key in new if key.startswith("model/")}
+    run = tiny_run(ranks=2, distributed_optimizer=True)
+    run_ranks(2, lambda: train_steps(run, 1, load_from=checkpoint))
+    shard = checkpoint / "rank_00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(bytes(content))
+    with pytest.raises(Damaged, match=shard.name):
+        Checkpoint.open(checkpoint, verify=False).rank_tensors(1)
+
+
+def test_a_state_that_no_version_knew_is_not_exported_as_a_weight(checkpoint: Path, tmp_path: Path) -> None:
+    from mtrain.ckpt import folder
+    from mtrain.ckpt.export import export
+    from mtrain.ckpt.store import Checkpoint
+
+    file = checkpoint / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["tensors"] = {k.replace("exp_avg_sq", "second_order"): v for k, v in manifest["tensors"].items()}
+    body = {k: v for k, v in manifest.items() if k != "sha256"}
+    file.write_text(json.dumps(body | {"sha256": folder.digest(body)}))
+    weights = sum(key.startswith("model/") for key in manifest["tensors"])
+    assert export(Checkpoint.open(checkpoint), tmp_path / "out").tensors == weights
+
+
+def test_nothing_of_a_checkpoint_is_left_to_the_cache_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job() -> tuple[list[str], list[str]]:
+        synced, entries = [], []
+        real = os.fsync
+
+        def noted(fd: int) -> None:
+            path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+            synced.append(path.name)
+            entries.extend(str(p.name) for p in path.iterdir()) if path.is_dir() else None
+            real(fd)
+
+        os.fsync = noted  # type: ignore[assignment]
+        train_steps(tiny_run(), 0, save_to=tmp_path / "checkpoints")
+        os.fsync = real
+        return synced, entries
+
+    synced, entries = run_ranks(1, job)[0]
+    assert {"run.yaml", "manifest.json", "rank_00000.safetensors"} <= set(synced)
+    assert {"run.yaml", "manifest.json", "rank_00000.safetensors", "step_00000000", "checkpoints"} <= set(entries)

@@ -40,7 +40,7 @@ def _exported(folder: Path, layout: dict[str, Any], **run: Any) -> dict[str, tor
     }
     assert done.padding == job.model.padding_in_words
     everything = whole_tensors(saved)
-    assert all(torch.equal(tensor, everything[key]) for key, tensor in tensors.items())
+    assert all(torch.equal(tensor, everything[f"model/{key}"]) for key, tensor in tensors.items())
     return tensors
 
 

@@ -30,8 +30,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     port, started = free_port(), []
 
     def one(rank: int, size: int, *words: str, patch: Callable[[], None] | None = None, **more: str) -> Launched:
-        environment = as_rank(rank, size, port, **more)
-        started.append(Launched(*RUN, "parallel=dp", *words, cwd=tmp_path, environment=environment, patch=patch))
+        environment, said = as_rank(rank, size, port, **more), {word.partition("=")[0] for word in words}
+        usual = [word for word in RUN if word.partition("=")[0] not in said]
+        started.append(Launched(*usual, "parallel=dp", *words, cwd=tmp_path, environment=environment, patch=patch))
         return started[-1]
 
     yield one
@@ -43,6 +44,32 @@ def test_ranks_that_agree_train(start: Callable[..., Launched], tmp_path: Path) 
     ranks = [start(0, 2), start(1, 2)]
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said + ranks[1].said
     assert len(metrics(tmp_path / "runs/run")) == 2
+
+
+def test_a_warning_is_printed_by_rank_0_alone(start: Callable[..., Launched]) -> None:
+    words = ("checkpoint.save_final=false", "checkpoint.save_interval=100", "trainer.join_timeout_s=60")
+    ranks = [start(rank, 2, *words) for rank in (0, 1)]
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said + ranks[1].said
+    assert [rank.said.count("warning[MT435]") for rank in ranks] == [1, 0]
+
+
+def _little_memory() -> None:
+    from mtrain.config.resolve import Machine
+
+    Machine.here = classmethod(lambda cls, *_: cls(cpu_cores=2, memory_bytes=1 << 20))  # type: ignore[method-assign,assignment]
+
+
+def test_a_machine_that_is_too_small_is_refused_by_its_first_rank_for_all(
+    start: Callable[..., Launched], tmp_path: Path
+) -> None:
+    word = "trainer.join_timeout_s=60"
+    first = start(0, 2, word, patch=_little_memory, LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
+    second = start(1, 2, word, patch=_little_memory, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    assert [first.wait(), second.wait()] == [ENVIRONMENT, ENVIRONMENT], first.said + second.said
+    assert "of memory for weights" in first.said
+    assert "on 2 ranks" in first.said
+    assert "Traceback" not in first.said + second.said
+    assert not (tmp_path / "runs").exists()
 
 
 def test_absent_ranks_are_named_with_those_that_came(start: Callable[..., Launched], tmp_path: Path) -> None:

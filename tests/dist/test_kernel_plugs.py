@@ -63,7 +63,7 @@ def test_the_loss_over_a_vocabulary_on_two_ranks_is_that_of_one(parallel: dict[s
     alone = _trained(tiny_run(), tmp_path / "one", steps=1)
     cut = _trained(tiny_run(**parallel), tmp_path / "two", steps=1)
     assert cut[0][0][0] == pytest.approx(alone[0][0][0], rel=1e-6)
-    key = "output_layer.weight"
+    key = "model/output_layer.weight"
     assert (cut[1][key] - alone[1][key]).norm() <= 1e-6 * alone[1][key].norm()
 
 

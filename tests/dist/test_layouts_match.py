@@ -86,5 +86,5 @@ def test_weights_start_equal_in_every_layout_and_follow_the_seed(tmp_path: Path)
         assert all(torch.equal(other[k], v) for k, v in one.items())
     seeded = whole_tensors(tmp_path / "seed" / "step_00000000")
     assert not torch.equal(
-        seeded["embedding.word_embeddings.weight"], one["embedding.word_embeddings.weight"]
+        seeded["model/embedding.word_embeddings.weight"], one["model/embedding.word_embeddings.weight"]
     )

@@ -79,7 +79,7 @@ def test_ranks_with_nothing_but_padding_train_as_one_rank_does(loss: str, tmp_pa
     (right, one), (found, four) = ends
     for value, wanted in zip(found, right, strict=True):
         assert value == pytest.approx(wanted, rel=1e-5)
-    key = "output_layer.weight"
+    key = "model/output_layer.weight"
     assert (four[key] - one[key]).norm() <= 1e-5 * one[key].norm()
     assert bool((four[key][130:] == 0).all()), "padding has a gradient"
     assert bool((four[key][:130].abs().sum(1) > 0).all())

@@ -160,7 +160,7 @@ def test_main_weights_are_saved_whole_however_they_are_kept(tmp_path: Path) -> N
     run_ranks(1, _steps, whole, 0, tmp_path / "whole", checkpoint)
     left, right = whole_tensors(checkpoint), whole_tensors(tmp_path / "whole" / f"step_{FIRST:08d}")
     assert left.keys() == right.keys()
-    mains = [key for key in left if key.startswith("main_weight.")]
+    mains = [key for key in left if key.startswith("optim/main_weight/")]
     assert mains
     assert all(left[key].dtype == torch.float32 and torch.equal(left[key], right[key]) for key in mains)
     assert any(not torch.equal(left[key].bfloat16().float(), left[key]) for key in mains)

@@ -36,7 +36,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _shards(run: Path) -> dict[str, str]:
     """Hashes of what each rank saved after the last step: weights, moments and random generators."""
     manifest = json.loads((run / f"checkpoints/step_{STEPS:08d}/manifest.json").read_text())
-    files = {name: facts["sha256"] for name, facts in manifest["files"].items() if name.startswith("rank_")}
+    files = {name: facts["header_sha256"] for name, facts in manifest["files"].items() if name.startswith("rank_")}
     state = {k: v for k, v in manifest["state"].items() if k != "digest"}
     return files | {"state": json.dumps(state, sort_keys=True)}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,7 +16,8 @@ from mtrain.config.groups import KernelsConfig
 from mtrain.config.kernels import OPERATIONS, problems, reasons
 from mtrain.config.resolve import Machine, machine_problems, resolve, smallest_world, world_size_of
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadInput
+from mtrain.errors import BadEnvironment, BadInput
+from mtrain.launching import preflight
 from tests.support.configs import LAPTOP, MOE, tiny
 
 GPUS = Machine(cpu_cores=64, memory_bytes=1 << 40, gpus=8, transformer_engine=True)
@@ -206,12 +209,83 @@ def test_resolving_twice_changes_nothing_and_never_changes_its_argument(machine:
     assert raw.to_dict() == before
 
 
-def test_cuda_visible_devices_hides_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("glob.glob", lambda pattern: [f"/dev/nvidia{i}" for i in range(4)])
-    assert Machine.here({}).gpus == 4
-    assert Machine.here({"CUDA_VISIBLE_DEVICES": "0,2"}).gpus == 2
-    assert Machine.here({"CUDA_VISIBLE_DEVICES": ""}).gpus == 0
-    assert Machine.here({"CUDA_VISIBLE_DEVICES": "0,-1,2"}).gpus == 1
+def test_cuda_visible_devices_hides_gpus(tmp_path: Path) -> None:
+    files(tmp_path, **{f"dev/nvidia{i}": "" for i in range(4)}, **{"dev/nvidiactl": ""})
+    assert Machine.here({}, tmp_path).gpus == 4
+    assert Machine.here({"CUDA_VISIBLE_DEVICES": "0,2"}, tmp_path).gpus == 2
+    assert Machine.here({"CUDA_VISIBLE_DEVICES": ""}, tmp_path).gpus == 0
+    assert Machine.here({"CUDA_VISIBLE_DEVICES": "0,-1,2"}, tmp_path).gpus == 1
+
+
+def files(root: Path, **texts: str) -> None:
+    """Writes files under `root`, which stands for `/`."""
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("texts", "cores", "gib"),
+    [
+        ({}, 64, None),
+        ({"cpu.max": "max 100000", "memory.max": "max"}, 64, None),
+        ({"cpu.max": "400000 100000", "memory.max": str(2 << 30)}, 4, 2),
+        ({"cpu.max": "250000 100000"}, 3, None),
+        ({"cpu.max": "20000 100000"}, 1, None),
+        ({"a/cpu.max": "200000 100000", "cpu.max": "800000 100000", "a/b/memory.max": str(1 << 30)}, 2, 1),
+        ({"memory.max": str(1 << 30), "a/b/memory.max": str(3 << 30)}, 64, 1),
+        ({"a/b/cpuset.cpus.effective": "0-2,9\n"}, 4, None),
+    ],
+)
+def test_limits_of_the_control_group_are_those_of_the_machine(
+    texts: dict[str, str], cores: int, gib: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    files(tmp_path, **{"proc/self/cgroup": "0::/a/b\n", **{f"sys/fs/cgroup/{k}": v for k, v in texts.items()}})
+    machine = Machine.here({}, tmp_path)
+    assert machine.cpu_cores == cores
+    assert machine.memory_bytes == (gib << 30 if gib else Machine.here({}, tmp_path / "none").memory_bytes)
+
+
+def test_limits_of_the_first_version_of_control_groups_count_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    groups = "12:cpuset:/docker/x\n5:memory:/docker/x\n4:cpu,cpuacct:/docker/x\n0::/docker/x\n"
+    cpu = "sys/fs/cgroup/cpu,cpuacct"  # in a container the group is at the top, whatever its path is outside
+    texts = {f"{cpu}/cpu.cfs_quota_us": "600000", f"{cpu}/cpu.cfs_period_us": "100000"}
+    texts |= {"sys/fs/cgroup/memory/memory.limit_in_bytes": str(1 << 30)}
+    texts |= {"sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": "9223372036854771712"}
+    files(tmp_path, **{"proc/self/cgroup": groups}, **texts)
+    machine = Machine.here({}, tmp_path)
+    assert (machine.cpu_cores, machine.memory_bytes) == (6, 1 << 30)
+    files(tmp_path, **{f"{cpu}/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpuset/docker/x/cpuset.cpus": "3"})
+    assert Machine.here({}, tmp_path).cpu_cores == 1
+
+
+@pytest.mark.parametrize(("built_for_amd", "device"), [(True, "cuda"), (False, "cpu")])
+def test_gpus_of_amd_are_seen_and_used_by_a_torch_that_can(
+    built_for_amd: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = (
+        f"cuda: Optional[str] = None\nhip: Optional[str] = {chr(39) + '6.4' + chr(39) if built_for_amd else None}\n"
+    )
+    files(tmp_path / "torch", **{"version.py": version})
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "torch")])
+    monkeypatch.setattr("mtrain.config.hardware.find_spec", lambda _: found)
+    nodes = {
+        f"sys/class/kfd/kfd/topology/nodes/{i}/properties": f"cpu_cores_count 0\nsimd_count {n}\n"
+        for i, n in enumerate([0, 0, 304, 304])
+    }
+    files(tmp_path, **{"dev/kfd": ""}, **nodes)
+    machine = Machine.here({}, tmp_path)
+    assert (machine.gpus, machine.unusable_gpus) == ((2, 0) if built_for_amd else (0, 2))
+    assert resolve(tiny(), machine).cluster.device == device
+    hidden = Machine.here({"HIP_VISIBLE_DEVICES": "1"}, tmp_path)
+    assert hidden.gpus + hidden.unusable_gpus == 1
+    wanted = resolve(tiny(cluster__device="cuda", parallel__ranks=3, cluster__devices_per_node=3), machine)
+    with pytest.raises(BadEnvironment, match="here: 2" if built_for_amd else "2 of AMD"):
+        preflight.check(wanted, [], machine)
 
 
 def test_the_world_of_a_launcher_is_read_from_the_environment() -> None:

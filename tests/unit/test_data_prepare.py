@@ -3,18 +3,21 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mtrain.config.groups import DataConfig
-from mtrain.data import open_splits, prepare, verify
-from mtrain.data.corpus import cut, open_corpus
+from mtrain.data import cache, open_splits, prepare, verify
+from mtrain.data.corpus import TextCorpus, cut, open_corpus
 from mtrain.data.indexed import IndexedDataset, IndexedWriter
 from mtrain.data.samples import entropy_nats
 from mtrain.data.text import Tokenizer
@@ -104,6 +107,16 @@ def test_a_limit_bounds_the_text(folder: Path) -> None:
     assert meta["documents"] < 30
 
 
+@pytest.mark.parametrize("name", ["book.txt", ""], ids=["one file", "a folder"])
+def test_no_more_of_a_file_is_read_than_the_limit(name: str, tmp_path: Path) -> None:
+    tmp_path.joinpath("book.txt").write_text("é" * 5000)
+    os.truncate(tmp_path / "book.txt", 1 << 40)  # the rest is a terabyte that is not there
+    if not name:
+        tmp_path.joinpath("other.txt").write_text("é" * 5000)
+    texts = dict(open_corpus(config(tmp_path / name, limit_mib=1001 / 2**20)))
+    assert "".join(texts.values()) == "é" * 500  # half a letter is none
+
+
 def test_a_single_file_is_cut_into_documents(folder: Path) -> None:
     text = "\n\n".join(f"Paragraph {i}. " + "text " * 60 for i in range(400))
     (folder / "book.txt").write_text(text)
@@ -134,7 +147,7 @@ def test_a_second_call_reads_no_document_and_a_changed_one_is_seen(
     past = time.time() - 3600
     monkeypatch.setattr("mtrain.data.tokenize.SETTLED_NS", -(10**18))
     first = prepare(config(folder))
-    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} was read"))
+    monkeypatch.setattr(TextCorpus, "_read", lambda *_: pytest.fail("a file was read"))
     assert prepare(config(folder)) == first
     monkeypatch.undo()
     target = folder / "d0" / "00.txt"
@@ -297,10 +310,14 @@ def test_a_file_that_may_not_be_read_is_named(folder: Path) -> None:
 
 
 def test_a_file_that_fails_to_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(path))
+    real = Path.open
 
-    monkeypatch.setattr(Path, "read_bytes", fail)
+    def fail(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.suffix == ".txt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", fail)
     assert ".txt cannot be read: Permission denied" in refused(config(folder)).rule
 
 
@@ -373,3 +390,60 @@ def test_preparing_does_not_import_torch(folder: Path) -> None:
         "assert not {'torch', 'tokenizers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.fixture
+def shelf(folder: Path) -> Callable[..., Path]:
+    """Makes a corpus in the cache that was used so many days ago."""
+    made = prepare(config(folder)).prefix
+    assert made is not None
+
+    def one(number: int, idle_days: float) -> Path:
+        place = made.parent.with_name(f"text-{number:016x}")
+        shutil.copytree(made.parent, place)
+        moment = time.time() - idle_days * 86_400
+        os.utime(place / ".used", (moment, moment))
+        return place
+
+    return one
+
+
+def test_a_new_corpus_removes_those_that_are_unused_for_long(folder: Path, shelf: Callable[..., Path]) -> None:
+    old, young = shelf(1, cache.UNUSED_DAYS + 1), shelf(2, cache.UNUSED_DAYS - 1)
+    foreign = shelf(3, cache.UNUSED_DAYS + 1)
+    (foreign / "notes.txt").touch()
+    note = folder.parent / "cache/seen/old"
+    note.touch()
+    os.utime(note, (0, 0))
+    said: list[str] = []
+    prepare(config(folder, tokenizer_vocab_size=400), said.append)
+    assert [place.exists() for place in (old, young, foreign)] == [False, True, True]
+    assert not note.exists()
+    assert [str(old) in line for line in said] == [True]
+
+
+def test_the_corpora_used_longest_ago_go_where_all_are_too_large(
+    folder: Path, shelf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [shelf(n, days) for n, days in enumerate((5, 30, 3, 0.5))]
+    size = sum(file.stat().st_size for file in places[0].iterdir())
+    monkeypatch.setattr(cache, "LIMIT_BYTES", 4 * size + size // 2)  # of the six that there will be
+    prepare(config(folder, tokenizer_vocab_size=400))
+    assert [place.exists() for place in places] == [False, False, True, True]
+
+
+def test_a_corpus_that_a_process_reads_is_never_removed(folder: Path, shelf: Callable[..., Path]) -> None:
+    place = shelf(1, 0)
+    reading = (
+        "import sys, time; from pathlib import Path; from mtrain.data import cache\n"
+        "assert cache.use(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", reading, str(place)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        os.utime(place / ".used", (0, 0))
+        assert cache.make_room(place.parent) == []
+        process.kill()
+    assert cache.make_room(place.parent) == [place]
+    assert cache.use(place.parent / "text-0000000000000001")  # nothing is noted of what is not there
+    assert not place.exists()

@@ -181,6 +181,17 @@ def test_an_unknown_fix_cannot_be_left_out() -> None:
         apply_fixes(CPU, frozenset({"nothing"}))
 
 
+def test_code_that_nobody_loaded_for_long_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MTRAIN_CACHE", str(tmp_path))
+    code = compile("1", "x.py", "exec")
+    for name in ("old", "loaded"):
+        code_cache.store(name, code, {})
+        os.utime(tmp_path / "code" / name, (0, 0))
+    assert code_cache.load("loaded") is not None
+    code_cache.store("new", code, {})
+    assert sorted(path.name for path in (tmp_path / "code").iterdir()) == ["loaded", "new"]
+
+
 def test_code_is_only_taken_from_files_that_nobody_else_can_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

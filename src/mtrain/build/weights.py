@@ -66,7 +66,7 @@ def initialize(chunks: list[Any], seed: int) -> None:
         if std is not None:
             _fill(slot, std, seed)
         elif len(slot.shape) - slot.lead > 1 and not (slot.tensor == slot.tensor.flatten()[0]).all():
-            raise RuntimeError(f"{slot.key} was initialised by something that mtrain does not control")
+            raise RuntimeError(f"{slot.weight} was initialised by something that mtrain does not control")
     make_main_weights(chunks)
 
 
@@ -76,7 +76,7 @@ def _fill(slot: Slot, std: float, seed: int) -> None:
     # axes that count layers or experts are part of the name: they have one index each
     lead, values = slot.lead, slot.tensor.view(-1)
     shape, offset, size = slot.global_shape[lead:], slot.offset[lead:], slot.shape[lead:]
-    name = f"{seed}/{slot.key}/{'.'.join(map(str, slot.offset[:lead]))}"
+    name = f"{seed}/{slot.weight}/{'.'.join(map(str, slot.offset[:lead]))}"
     rows = max(1, BLOCK_ELEMENTS // max(1, prod(shape[1:])))
     columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], size[1:], strict=True))
     start, stop = slot.flat or (0, prod(size))

@@ -17,8 +17,6 @@ from mtrain.ckpt import folder
 from mtrain.ckpt.store import Checkpoint
 from mtrain.config.load import read_run_file
 
-OPTIMIZER = ("exp_avg.", "exp_avg_sq.", "main_weight.", "momentum_buffer.")
-"""What the keys of the optimizer's tensors begin with."""
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
 
@@ -36,8 +34,8 @@ class Exported:
 
 
 def weight_keys(checkpoint: Checkpoint) -> list[str]:
-    """Keys of the model's own tensors, in order."""
-    return sorted(key for key in checkpoint.manifest["tensors"] if not key.startswith(OPTIMIZER))
+    """Names of the model's own tensors, in order."""
+    return sorted(key for key in checkpoint.manifest["tensors"] if key.startswith(folder.MODEL))
 
 
 def export(checkpoint: Checkpoint, out: Path, tokenizer: Path | None = None) -> Exported:
@@ -62,9 +60,9 @@ def export(checkpoint: Checkpoint, out: Path, tokenizer: Path | None = None) -> 
     total_bytes = elements = 0
     for i, keys in enumerate(groups, 1):
         name = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
-        tensors = {key: checkpoint.whole(key) for key in keys}
+        tensors = {key.removeprefix(folder.MODEL): checkpoint.whole(key) for key in keys}
         save_file(tensors, draft / name, metadata={"format": "pt", "step": str(checkpoint.step)})
-        placed |= dict.fromkeys(keys, name)
+        placed |= dict.fromkeys(tensors, name)
         total_bytes += sum(t.numel() * t.element_size() for t in tensors.values())
         elements += sum(t.numel() for t in tensors.values())
     model = read_run_file(checkpoint.path / folder.RUN_FILE).model

@@ -1,10 +1,13 @@
-"""The folder of a checkpoint: names, manifest, commit by rename, and the checks of every byte. Needs no torch.
+"""The folder of a checkpoint: names, manifest, commit by rename, and the checks of every file. Needs no torch.
 
 A checkpoint is a folder `step_00000100` that appears by one rename after everything in it is on disk:
 
-    manifest.json          what is in it: tensors and their pieces, sizes and sha256 of the files, the trainer's state
+    manifest.json          what is in it: tensors and their pieces, sizes and hashes of the files, the trainer's state
     run.yaml               the configuration that made it
-    rank_00000.safetensors the pieces that rank 0 saved
+    rank_00000.safetensors the pieces that rank 0 saved, with a hash of each
+
+Tensors are named `model/<key>` and `optim/<state>/<key>`. In format 1 a weight had its bare key and a state that in
+front of it with a dot, and files had one hash each; it is still read.
 """
 
 from __future__ import annotations
@@ -18,13 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
+from mtrain.ckpt import hashes
 from mtrain.config.paths import MANIFEST, RUN_FILE
 from mtrain.errors import Damaged
-from mtrain.world.beats import tick
 
-FORMAT = 1
+FORMAT = 2
+READ = (1, 2)
+STATES_OF_FORMAT_1 = ("exp_avg.", "exp_avg_sq.", "main_weight.", "momentum_buffer.")
+MODEL = "model/"
+"""What the names of the model's own tensors begin with."""
 MAX_MANIFEST_BYTES = 1 << 30
-HASHED_BYTES = 1 << 24
 
 
 def folder_name(step: int) -> str:
@@ -45,7 +51,7 @@ def shard_name(rank: int) -> str:
 def commit(draft: Path, final: Path, body: dict[str, Any]) -> None:
     """Write the manifest of a complete draft and give the folder its name."""
     run_file = draft / RUN_FILE
-    body["files"][RUN_FILE] = {"bytes": run_file.stat().st_size, "sha256": sha256(run_file)}
+    body["files"][RUN_FILE] = {"bytes": run_file.stat().st_size, "sha256": hashes.hash_file(run_file)}
     body = {"format": FORMAT, **body}
     write_json(draft / MANIFEST, body | {"sha256": digest(body)})
     sync(draft)
@@ -55,10 +61,11 @@ def commit(draft: Path, final: Path, body: dict[str, Any]) -> None:
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
         draft.rename(final)
-        shutil.rmtree(old)
+        sync(final.parent)
+        shutil.rmtree(old, ignore_errors=True)
     else:
         draft.rename(final)
-    sync(final.parent)
+        sync(final.parent)
 
 
 def step_of(path: Path) -> int:
@@ -102,7 +109,10 @@ def prune(root: Path, keep: int | None) -> None:
 
 
 def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:
-    """The manifest of a checkpoint; with `verify`, after comparing every file with its hash.
+    """The manifest of a checkpoint, whose files are all there in their sizes and whose `run.yaml` has its hash.
+
+    With `verify`, every byte of every file has been compared with its hash. Without, whoever reads a shard compares
+    what it reads (`hashes`).
 
     Raises:
         Damaged: no manifest, one that is cut or altered, or a file that is missing or altered, by name.
@@ -116,13 +126,21 @@ def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:
         raise Damaged(f"{path} is not a committed checkpoint: it has no {MANIFEST}") from None
     except (ValueError, OSError, RecursionError) as error:
         raise Damaged(f"{file} cannot be read: {error}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise Damaged(f"{file}: not a manifest of format {FORMAT}")
+    if not isinstance(manifest, dict) or manifest.get("format") not in READ:
+        raise Damaged(f"{file}: not a manifest of format {' or '.join(map(str, READ))}")
     if manifest.get("sha256") != digest({k: v for k, v in manifest.items() if k != "sha256"}):
         raise Damaged(f"{file}: its content does not match its own hash; it was altered or cut")
     for name, facts in manifest["files"].items():
         _check_file(path, name, facts, verify)
+    if manifest["format"] == 1:
+        manifest["tensors"] = {name_of_format_1(key): entry for key, entry in manifest["tensors"].items()}
     return manifest
+
+
+def name_of_format_1(key: str) -> str:
+    """The name of a tensor that format 1 calls `key`."""
+    state = next((state for state in STATES_OF_FORMAT_1 if key.startswith(state)), "")
+    return f"optim/{state[:-1]}/{key.removeprefix(state)}" if state else MODEL + key
 
 
 def _check_file(root: Path, name: str, facts: dict[str, Any], verify: bool) -> None:
@@ -134,18 +152,10 @@ def _check_file(root: Path, name: str, facts: dict[str, Any], verify: bool) -> N
     size = path.stat().st_size
     if size != facts["bytes"]:
         raise Damaged(f"{path} has {size} bytes, {facts['bytes']} were written")
-    if verify and sha256(path) != facts["sha256"]:
-        raise Damaged(f"{path} is not what was written: its sha256 differs")
-
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file's content."""
-    whole = hashlib.sha256()
-    with path.open("rb", buffering=0) as f:
-        while block := f.read(HASHED_BYTES):
-            whole.update(block)
-            tick()
-    return whole.hexdigest()
+    if not name.endswith(".safetensors"):
+        hashes.check_file(path, facts["sha256"])
+    elif verify:
+        hashes.check_shard(path, facts)
 
 
 def digest(body: dict[str, Any]) -> str:

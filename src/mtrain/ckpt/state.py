@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from mtrain.ckpt import folder, store
 from mtrain.config.dump import run_yaml
 from mtrain.config.run import RunConfig
+from mtrain.errors import say
 from mtrain.mcore import api as mcore
 from mtrain.mcore import optimizer_state, sharding
 from mtrain.world.beats import beat
@@ -60,9 +61,18 @@ def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts
     with sharding.gathered(state.chunks):
         path = store.save(root, state.step, slots, rng_tensors(world), facts, run_yaml(run.recorded()), ranks)
     if world.is_first:
-        folder.prune(root, run.checkpoint.keep)
+        _prune(root, run.checkpoint.keep)
     beat("after save")
     return path
+
+
+def _prune(root: Path, keep: int | None) -> None:
+    """Delete older checkpoints; where that fails, the new one is committed all the same."""
+    try:
+        folder.prune(root, keep)
+    except OSError as error:
+        with suppress(OSError):
+            say(f"warning: older checkpoints in {root} cannot be deleted: {error}", error=True)
 
 
 def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed: int) -> bool:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from mtrain import units
-from mtrain.ckpt import folder
+from mtrain.ckpt import folder, hashes
 from mtrain.errors import Damaged, TrainingFault
 from mtrain.mcore.sharding import Slot
 from mtrain.world.beats import tick
@@ -59,7 +59,9 @@ def save(
         if ranks.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
+            folder.sync(root.parent)
             (draft / folder.RUN_FILE).write_text(run_yaml)
+            folder.sync(draft / folder.RUN_FILE)
         ranks.barrier()
         index = _write_shard(draft, slots, extra, ranks.rank)
         folder.write_json(draft / f"rank_{ranks.rank:05d}.json", index)
@@ -107,15 +109,21 @@ def _write_shard(draft: Path, slots: Iterable[Slot], extra: dict[str, torch.Tens
         )
     tensors |= {f"rank/{key}": value.cpu().contiguous() for key, value in extra.items()}
     path = draft / name
+    hashed = {entry: hashes.hash_bytes(_bytes(tensor)) for entry, tensor in tensors.items()}
     # Two slots may be the same memory (a tied weight): safetensors wants each entry to own its bytes.
-    save_file(_unshared(tensors), path)
+    save_file(_unshared(tensors), path, metadata={hashes.ENTRY_HASHES: json.dumps(hashed, sort_keys=True)})
     tick()
     folder.sync(path)
     tick()
     return {
         "pieces": pieces,
-        "file": {"name": name, "bytes": path.stat().st_size, "sha256": folder.sha256(path)},
+        "file": {"name": name, "bytes": path.stat().st_size, "header_sha256": hashes.wrote(path)},
     }
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    """The memory of a contiguous tensor, as a buffer."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -136,7 +144,7 @@ def _merge(draft: Path, size: int) -> dict[str, Any]:
         path = draft / f"rank_{rank:05d}.json"
         index = json.loads(path.read_text())
         path.unlink()
-        files[index["file"]["name"]] = {k: index["file"][k] for k in ("bytes", "sha256")}
+        files[index["file"]["name"]] = {k: index["file"][k] for k in ("bytes", "header_sha256")}
         for piece in index["pieces"]:
             empty = {"shape": piece["global_shape"], "dtype": piece["dtype"], "pieces": []}
             entry = tensors.setdefault(piece["key"], empty)
@@ -153,7 +161,9 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path, *, verify: bool = True) -> Checkpoint:
-        """Read the manifest; with `verify`, compare every file with its size and hash.
+        """Read the manifest; with `verify`, compare every byte of every file with its hash.
+
+        Without, what is read later is compared then, and nothing else.
 
         Raises:
             Damaged: no manifest, one that is cut or altered, or a file that is missing or altered, by name.
@@ -174,7 +184,7 @@ class Checkpoint:
         """Fill every slot's memory from the pieces that meet it.
 
         Raises:
-            Damaged: a tensor that is missing, of another shape, or not covered by its pieces.
+            Damaged: a tensor that is missing, of another shape, not covered by its pieces, or not as it was written.
         """
         reader = _Reader(self)
         with torch.no_grad():
@@ -186,7 +196,7 @@ class Checkpoint:
         """One tensor put together from all of its pieces.
 
         Raises:
-            Damaged: its pieces do not make it up.
+            Damaged: its pieces do not make it up, or are not as they were written.
         """
         entry = self.manifest["tensors"][key]
         shape = tuple(entry["shape"])
@@ -196,16 +206,17 @@ class Checkpoint:
 
     def rank_tensors(self, rank: int) -> dict[str, torch.Tensor]:
         """The tensors that `rank` alone saved, empty if it saved none."""
-        path = self.path / folder.shard_name(rank)
-        if path.name not in self.manifest["files"]:
+        name, reader = folder.shard_name(rank), _Reader(self)
+        if name not in self.manifest["files"]:
             return {}
-        with safe_open(path, framework="pt") as f:
-            return {k.removeprefix("rank/"): f.get_tensor(k) for k in f.keys() if k.startswith("rank/")}  # noqa: SIM118
+        entries = [entry for entry in reader.file(name).keys() if entry.startswith("rank/")]  # noqa: SIM118
+        return {entry.removeprefix("rank/"): reader.read(name, entry) for entry in entries}
 
 
 class _Reader:
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.root, self.tensors = checkpoint.path, checkpoint.manifest["tensors"]
+        self.root, manifest = checkpoint.path, checkpoint.manifest
+        self.tensors, self.facts = manifest["tensors"], manifest["files"]
         self.files: dict[str, Any] = {}
 
     def fill(self, slot: Slot) -> None:
@@ -260,12 +271,30 @@ class _Reader:
             yield pieces[0], flat.view(shape)
 
     def _read(self, piece: dict[str, Any]) -> torch.Tensor:
+        return self.read(piece["file"], piece["entry"])
+
+    def read(self, name: str, entry: str) -> torch.Tensor:
+        """One entry of a shard, compared with its hash unless this process did that before."""
+        path = self.root / name
         try:
-            if piece["file"] not in self.files:
-                self.files[piece["file"]] = safe_open(self.root / piece["file"], framework="pt")
-            return self.files[piece["file"]].get_tensor(piece["entry"])
+            tensor: torch.Tensor = self.file(name).get_tensor(entry)
         except (SafetensorError, OSError) as error:
-            raise Damaged(f"{self.root / piece['file']}: {piece['entry']} cannot be read: {error}") from None
+            raise Damaged(f"{path}: {entry} cannot be read: {error}") from None
+        hashes.check_entry(path, entry, _bytes(tensor))
+        return tensor
+
+    def file(self, name: str) -> Any:
+        """A shard, open, whose header is what was written."""
+        path = self.root / name
+        if name not in self.files:
+            if name not in self.facts:
+                raise Damaged(f"{path} is none of the checkpoint's files")
+            hashes.check_header(path, self.facts[name])
+            try:
+                self.files[name] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise Damaged(f"{path} cannot be read: {error}") from None
+        return self.files[name]
 
 
 def _meets(a: Iterable[int], a_shape: Iterable[int], b: Iterable[int], b_shape: Iterable[int]) -> bool:

@@ -37,6 +37,10 @@ def run(argv: list[str], *, debug: bool) -> int:
         else:
             overrides.append(word)
     composed = load([f"run={run_file(target)}", *beneath([*WITHOUT_DATA, *relaid(overrides)], overrides)])
+    if composed.run.parallel.cp > 1:
+        cp = composed.run.parallel.cp
+        rule = f"text is generated with whole sequences on a rank, and cp is {cp}"
+        raise BadInput([Problem("MT313", "parallel.cp", cp, rule, "parallel.cp=1")])
     preflight.check(composed.run, rest)
     tokens, temperature = _number(options, "tokens", int), _number(options, "temperature", float)
     local.generate(composed.run, _source(target), options["prompt"], int(tokens), temperature)

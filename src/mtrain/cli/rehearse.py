@@ -68,4 +68,4 @@ def _in(run: RunConfig, folder: str, name: str, **checkpoint: Any) -> RunConfig:
 def _ends(root: Path) -> dict[str, str]:
     """Hashes of what every rank saved after the last step: weights, optimizer state, random generators."""
     manifest = ckpt_folder.read_manifest(root / ckpt_folder.folder_name(STEPS), verify=True)
-    return {name: facts["sha256"] for name, facts in manifest["files"].items() if name != ckpt_folder.RUN_FILE}
+    return {name: facts["header_sha256"] for name, facts in manifest["files"].items() if name != ckpt_folder.RUN_FILE}

@@ -6,6 +6,7 @@ import traceback
 
 from mtrain.cli.main import message
 from mtrain.cli.setup import load
+from mtrain.config.compose import Composed
 from mtrain.errors import MtrainError, say_page
 from mtrain.launching import torchrun
 from mtrain.launching.worker import leave
@@ -21,17 +22,31 @@ def run(argv: list[str], *, debug: bool) -> int:
 
     composed = load(argv)
     preflight.check(composed.run, argv)
-    for warning in composed.warnings:
-        if warning.code != TAKEN:  # the launcher says it as an error
-            say_page(warning.render(), error=True)
+    _warn(composed)
     local.launch(composed.run, argv)
     return 0
 
 
+def _warn(composed: Composed) -> None:
+    for warning in composed.warnings:
+        if warning.code != TAKEN:  # whoever makes the run folder says it as an error
+            say_page(warning.render(), error=True)
+
+
 def _as_worker(argv: list[str], debug: bool) -> int:
-    """As a rank of somebody else's launcher: after a failure tells the others, and ends the process at once."""
+    """As a rank of somebody else's launcher: after a failure tells the others, and ends the process at once.
+
+    The first rank of each machine looks whether the machine can run it, and rank 0 prints the warnings.
+    """
+    from mtrain.launching import preflight
+
     try:
-        return torchrun.train(load(argv).run, argv)
+        composed = load(argv)
+        if torchrun.is_first_here():
+            preflight.check(composed.run, argv, ranks_here=torchrun.ranks_here())
+        if torchrun.rank() == "0":
+            _warn(composed)
+        return torchrun.train(composed.run, argv)
     except BaseException as error:
         expected = isinstance(error, MtrainError | KeyboardInterrupt)
         if torchrun.is_for_this_rank(error, known=torchrun.tell_others(error)):

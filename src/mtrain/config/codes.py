@@ -101,6 +101,10 @@ WORDS: dict[str, tuple[str, str]] = {
     ),
     "MT506": ("A run has no tokenizer, so no text can be generated.", "Train on text, or set data.tokenizer."),
     "MT507": ("The folder that weights are to be written to is there already.", "Name one that is not there yet."),
+    "MT508": (
+        "The layout cuts sequences into more parts than the model has positions.",
+        "Generate in a smaller layout: parallel=single.",
+    ),
     "MT601": ("A text corpus cannot be read as it is.", "Name a folder that holds text of these endings."),
     "MT602": ("The .bin and .idx that are named cannot be opened.", "Name the prefix of both files."),
     "MT603": ("A tokenizer.json cannot be read.", "Name one that can."),

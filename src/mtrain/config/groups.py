@@ -41,7 +41,7 @@ class DataConfig(Section):
     suffixes: tuple[str, ...] = Field(default=(".py", ".txt", ".rst", ".md"), strict=False)
     """text: file name endings that are read from a folder."""
     limit_mib: PositiveFloat | None = None
-    """text: read at most this much text; null: all."""
+    """text: read at most this much text, of one file its beginning; null: all."""
     seq_length: Annotated[int, Field(ge=2, le=MOST)] = 256
     """Tokens per sample. The one place where the sequence length is written."""
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = Field(
@@ -56,7 +56,8 @@ class DataConfig(Section):
     """packed: documents are padded to a multiple of this many tokens; what no longer fits in the sample is left out.
     null: 2 * cp under context parallelism, else 1."""
     cache_dir: str = "~/.cache/mtrain"
-    """Where tokenized text is kept."""
+    """Where tokenized text is kept. When a corpus is added, those go that no run used for 90 days, and, of more than
+    100 GiB in all, those that were used longest ago; never one that a run reads or has used in the last day."""
 
 
 class MuonConfig(Section):

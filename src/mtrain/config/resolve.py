@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import glob
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+from mtrain.config import hardware
 from mtrain.config.batches import stages
 from mtrain.config.conditional import CONDITIONAL, Conditional
 from mtrain.config.kernels import OPERATIONS, Operation, stands_for
@@ -40,31 +41,19 @@ class Machine:
     triton_interpreted: bool = False
     """Whether Triton's kernels run in its interpreter, on a CPU."""
 
+    unusable_gpus: int = 0
+    """GPUs of AMD that the installed torch was not built for."""
+
     @classmethod
-    def here(cls, environment: Mapping[str, str] = os.environ) -> Machine:
-        """This machine, without asking any driver: device files, and what CUDA_VISIBLE_DEVICES leaves of them."""
-        gpus = len(glob.glob("/dev/nvidia[0-9]*"))
-        visible = environment.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            gpus = min(gpus, _visible(visible))
-        try:
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        except (ValueError, OSError, AttributeError):
-            memory = 0
+    def here(cls, environment: Mapping[str, str] = os.environ, root: Path = hardware.ROOT) -> Machine:
+        """This machine as far as this process may use it, without asking any driver."""
+        gpus, amd = hardware.nvidia_gpus(environment, root), hardware.amd_gpus(environment, root)
+        usable = amd if amd and not gpus and hardware.torch_is_for_amd() else 0
         engine = gpus > 0 and find_spec("transformer_engine") is not None
         interpreted = environment.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
-        return cls(os.cpu_count() or 1, memory, gpus, engine, find_spec("triton") is not None, interpreted)
-
-
-def _visible(text: str) -> int:
-    """How many devices CUDA sees: it stops at the first entry that is no device."""
-    count = 0
-    for entry in text.split(","):
-        word = entry.strip()
-        if not (word.isdigit() or word.startswith(("GPU-", "MIG-"))):
-            break
-        count += 1
-    return count
+        triton = find_spec("triton") is not None
+        cores, memory = hardware.cpu_cores(root), hardware.memory_bytes(root)
+        return cls(cores, memory, gpus + usable, engine, triton, interpreted, amd - usable)
 
 
 def world_size_of(environment: Mapping[str, str] = os.environ) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import hashlib
 import os
@@ -49,18 +50,23 @@ class TextCorpus:
         Raises BadInput for a file that cannot be read, and at the end if there was no text.
         """
         self.skipped.clear()
-        left = sys.maxsize if self.limit_bytes is None else self.limit_bytes
+        left = self.limit_bytes
         empty = True
-        for name, text in self._documents():
-            data = text.encode()
-            if len(data) > left:
-                text = data[:left].decode(errors="ignore")
-            if text:
-                empty = False
-                yield name, text
-            left -= len(data)
-            if left <= 0:
-                break
+        for file in self.files:
+            text, read = self._read(file, left)
+            if len(self.files) > 1:
+                documents = [(file.name, text)]
+            else:
+                pieces = ((f"{file.name}#{i}", piece) for i, piece in enumerate(cut(text)))
+                documents = sorted(pieces, key=lambda piece: _place(piece[0]))
+            for name, document in documents:
+                if document:
+                    empty = False
+                    yield name, document
+            if left is not None:
+                left -= read
+                if left <= 0:
+                    break
         if empty:
             skipped = f", {len(self.skipped)} of them not UTF-8" if self.skipped else ""
             raise _problem(
@@ -69,24 +75,27 @@ class TextCorpus:
                 "data.path=FOLDER with text files in UTF-8",
             )
 
-    def _documents(self) -> Iterator[tuple[str, str]]:
-        for file in self.files:
-            try:
-                text = file.path.read_bytes().decode()
-            except UnicodeDecodeError:
-                self.skipped.append(file.name)
-                continue
-            except OSError as error:
-                raise _problem(
-                    self.shown,
-                    f"{file.path} cannot be read: {error.strerror}",
-                    "make the file readable, or data.path=another",
-                ) from error
-            if len(self.files) > 1:
-                yield file.name, text
-            else:
-                pieces = ((f"{file.name}#{i}", piece) for i, piece in enumerate(cut(text)))
-                yield from sorted(pieces, key=lambda piece: _place(piece[0]))
+    def _read(self, file: SourceFile, limit_bytes: int | None) -> tuple[str, int]:
+        """The text of a file, of its first `limit_bytes` if there is a limit, and how many bytes it counts for.
+
+        A file that is not UTF-8, as far as it is read, has none.
+        """
+        try:
+            with file.path.open("rb") as stream:
+                data = stream.read(-1 if limit_bytes is None else limit_bytes)
+                whole = limit_bytes is None or len(data) < limit_bytes or not stream.read(1)
+        except OSError as error:
+            raise _problem(
+                self.shown,
+                f"{file.path} cannot be read: {error.strerror}",
+                "make the file readable, or data.path=another",
+            ) from error
+        try:
+            # a letter that the limit cuts is left out
+            return codecs.getincrementaldecoder("utf-8")().decode(data, final=whole), len(data)
+        except UnicodeDecodeError:
+            self.skipped.append(file.name)
+            return "", 0
 
 
 def cut(text: str, piece: int = PIECE) -> Iterator[str]:

@@ -2,13 +2,13 @@
 
 A cached corpus is a folder `<cache_dir>/<name>-<digest>/` of `tokens.bin`, `tokens.idx`, `tokenizer.json`,
 `meta.json`. It is built beside that place and renamed, with `meta.json` written last, so that a build that
-was killed is never taken for a corpus; a lock lets one of several processes build while the others wait.
+was killed is never taken for a corpus; a lock lets one of several processes build while the others wait. After a
+build corpora that nobody uses any more make room: see `cache`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -25,13 +25,14 @@ import numpy as np
 from mtrain import strict_json, units
 from mtrain.config.groups import DataConfig
 from mtrain.config.written import TAG, TAG_FILE
+from mtrain.data import cache as room
+from mtrain.data.cache import FILES
 from mtrain.data.corpus import TextCorpus, near_paths, open_corpus
 from mtrain.data.indexed import IndexedDataset, IndexedWriter, token_dtype, with_suffix
 from mtrain.data.samples import entropy_nats
 from mtrain.errors import BadEnvironment, BadInput, Damaged, Problem, say
 
 FORMAT = 1
-FILES = ("tokens.bin", "tokens.idx", "tokenizer.json")
 SETTLED_NS = 2_000_000_000
 """A file changed so shortly before it was read may be changed again within the same tick of its clock."""
 
@@ -172,19 +173,25 @@ def _cached(data: DataConfig, note: Callable[[str], None]) -> Corpus:
     with contextlib.suppress(OSError, ValueError):
         folder = cache / f"{text.name}-{int(seen.read_text(encoding='ascii'), 16):016x}"
         if (corpus := _open(folder)) is not None:
+            os.utime(seen)
             return corpus
     settled = max(max(f.stamp[1:3]) for f in text.files) < time.time_ns() - SETTLED_NS
     contents = _digest(text)
     digest = _hash({**settings, "contents": contents})[:16]
     folder = cache / f"{text.name}-{digest}"
-    with _writing(cache), _locked(cache / f"{folder.name}.lock"):
-        corpus = _open(folder)
+    with _writing(cache), room.locked(cache / f"{folder.name}.lock"):
+        corpus, built = _open(folder), False
         if corpus is None:
             if folder.exists():
                 note(f"{folder}: damaged or not complete; it is built again")
-            corpus = _build(data, text, folder, contents)
+            corpus, built = _build(data, text, folder, contents), True
         if settled:
             seen.write_text(digest, encoding="ascii")
+    if built:
+        room.use(folder)
+        with contextlib.suppress(OSError):
+            for gone in room.make_room(cache):
+                note(f"{gone}: not used for a long time; removed to make room")
     return corpus
 
 
@@ -209,7 +216,9 @@ def _absorb(digest: Any, name: str, document: str) -> int:
 
 
 def _open(folder: Path) -> Corpus | None:
-    """The corpus in a folder; None unless it is complete and every file has the size it was written with."""
+    """The corpus in a folder, in use from now on; None unless it is complete and every file has the size it was
+    written with.
+    """
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         complete = meta["format"] == FORMAT and all(
@@ -217,7 +226,9 @@ def _open(folder: Path) -> Corpus | None:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Corpus(folder / "tokens", folder / "tokenizer.json", meta) if complete else None
+    if not complete or not room.use(folder):
+        return None
+    return Corpus(folder / "tokens", folder / "tokenizer.json", meta)
 
 
 def _build(data: DataConfig, text: TextCorpus, folder: Path, contents: str) -> Corpus:
@@ -301,14 +312,6 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an advisory lock; the kernel drops it when the process dies, however it dies."""
-    with open(path, "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @contextlib.contextmanager

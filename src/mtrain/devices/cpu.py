@@ -8,6 +8,7 @@ import sys
 import psutil
 import torch
 
+from mtrain.config.hardware import memory_bytes
 from mtrain.devices import cpu_namespace
 from mtrain.devices.base import Device
 
@@ -36,7 +37,7 @@ CPU = Device(
     set_index=lambda _: None,
     synchronize=lambda: None,
     memory_stats=_memory_stats,
-    total_memory=lambda: int(psutil.virtual_memory().total),
+    total_memory=memory_bytes,
     seed=cpu_namespace.manual_seed,
     rng_state=torch.get_rng_state,
     set_rng_state=torch.set_rng_state,

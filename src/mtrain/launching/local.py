@@ -57,7 +57,11 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
     chosen = folder.plan(run)
     say(run, "starting: data, torch, megatron-core")
     prepared = Forked(lambda: _prepare(run, chosen))
-    _warm(run)
+    try:
+        _warm(run)
+    except BaseException:
+        prepared.end()
+        raise
     prepared.result()
     run = _with_products(run, chosen.checkpoint)
     with folder.opened(run, chosen, argv) as owned:
@@ -162,18 +166,19 @@ def _run_ranks(run: RunConfig, home: Path, job: Job, advice: str = "") -> None:
     """Fork one process per rank, each running `job`, and watch them to the end; `advice` goes with a failure."""
     errors = home / ERRORS
     shutil.rmtree(errors, ignore_errors=True)
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((HOST, 0))
-    listener.listen(2048)
-    gc.freeze()
     ranks = run.parallel.ranks or 1
     sys.stdout.flush()
     sys.stderr.flush()
     supervisor = Supervisor(errors, advice)
-    supervisor.start(lambda rank: _fork(rank, ranks, listener, job, errors), ranks)
-    listener.close()
-    gc.unfreeze()
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((HOST, 0))
+        listener.listen(2048)
+        gc.freeze()
+        try:
+            supervisor.start(lambda rank: _fork(rank, ranks, listener, job, errors), ranks)
+        finally:
+            gc.unfreeze()
     supervisor.wait()
 
 
@@ -214,7 +219,12 @@ class Forked:
     def __init__(self, work: Callable[[], None]) -> None:
         self.read_end, write_end = os.pipe()
         parent = os.getpid()
-        self.pid = os.fork()
+        try:
+            self.pid = os.fork()
+        except OSError as error:
+            os.close(self.read_end)
+            os.close(write_end)
+            raise BadEnvironment(f"no process can be started beside this one: {error.strerror or error}") from None
         if self.pid == 0:
             die_with(parent)
             os.close(self.read_end)
@@ -222,6 +232,12 @@ class Forked:
                 code = _report(work, pipe)
             leave(code)
         os.close(write_end)
+
+    def end(self) -> None:
+        """End it, whatever it has come to."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.close(self.read_end)
+        os.waitpid(self.pid, 0)
 
     def result(self) -> None:
         """Wait for its end.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shlex
+import shutil
 from collections.abc import Sequence
 
 from mtrain import units
-from mtrain.config.paths import program
+from mtrain.config.hardware import cpu_cores
+from mtrain.config.paths import program, user_path
 from mtrain.config.resolve import MAX_CPU_RANKS, Machine
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment
@@ -17,42 +18,64 @@ from mtrain.plan.count import parameters
 from mtrain.plan.memory import bytes_here
 
 
-def check(run: RunConfig, argv: Sequence[str], machine: Machine | None = None) -> None:
+def check(
+    run: RunConfig, argv: Sequence[str], machine: Machine | None = None, *, ranks_here: int | None = None
+) -> None:
     """Compare what a run needs with what is here; `argv` is what the user wrote, for the commands that do work.
+
+    `ranks_here` is how many ranks another launcher started on this machine; None: all are to be started here.
 
     Raises:
         BadEnvironment: every shortage at once, and which commands work here.
     """
     machine = machine or Machine.here()
-    grid, shortages = RankGrid.of(run), []
-    here = run.cluster.devices_per_node or 0
+    grid, shortages = RankGrid.of(run), list[str]()
+    here = min(grid.world, run.cluster.devices_per_node or 0) if ranks_here is None else ranks_here
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("torch") is None:
         shortages.append("needs torch and megatron-core, which are not installed: pip install mtrain")
-    if run.cluster.nodes > 1:
+    if run.cluster.nodes > 1 and ranks_here is None:
         shortages.append(
             f"needs {run.cluster.nodes} machines ({run.cluster.name}); this command starts ranks on one: "
             "start it on each machine with torchrun"
         )
-    if run.cluster.device == "cuda" and machine.gpus < min(grid.world, here):
-        shortages.append(f"needs {min(grid.world, here)} GPUs on this machine; here: {machine.gpus}")
+    if run.cluster.device == "cuda" and machine.gpus < here:
+        shortages.append(f"needs {here} GPUs on this machine; here: {_gpus(machine)}")
     if run.cluster.device == "cpu":
-        shortages += _cpu_shortages(run, grid, machine)
+        shortages += _cpu_shortages(run, grid, machine, ranks_here)
+    shortages += _disk_shortages(run)
     if shortages:
         raise BadEnvironment(_message(run, grid, machine, shortages, argv))
 
 
-def _cpu_shortages(run: RunConfig, grid: RankGrid, machine: Machine) -> list[str]:
-    needed = bytes_here(run)
+def _cpu_shortages(run: RunConfig, grid: RankGrid, machine: Machine, ranks_here: int | None) -> list[str]:
+    ranks = grid.world if ranks_here is None else ranks_here
+    needed = bytes_here(run) * ranks // grid.world
     out = []
     if needed > machine.memory_bytes:
         out.append(
             f"needs at least {units.bytes_(needed)} of memory for weights, gradients and optimizer state of "
-            f"{units.count(parameters(run.model))} parameters on {grid.world} rank{'s' if grid.world > 1 else ''}; "
+            f"{units.count(parameters(run.model))} parameters on {ranks} rank{'s' if ranks > 1 else ''}; "
             f"here: {units.bytes_(machine.memory_bytes)}"
         )
-    if grid.world > MAX_CPU_RANKS:
+    if ranks_here is None and grid.world > MAX_CPU_RANKS:
         out.append(f"needs {grid.world} processes; on a CPU at most {MAX_CPU_RANKS} are started")
     return out
+
+
+def _disk_shortages(run: RunConfig) -> list[str]:
+    """A disk that does not hold the weights of one checkpoint."""
+    if run.checkpoint.save_interval is None and not run.checkpoint.save_final:
+        return []
+    folder = user_path(run.log.runs_dir).absolute()
+    try:
+        place = next(p for p in (folder, *folder.parents) if p.is_dir())
+        free = shutil.disk_usage(place).free
+    except (OSError, StopIteration):
+        return []  # whether the folder can be written is asked when it is made
+    needed = parameters(run.model) * (4 if run.precision.dtype == "fp32" else 2)
+    if needed <= free:
+        return []
+    return [f"needs more than {units.bytes_(needed)} of disk for a checkpoint; free at {place}: {units.bytes_(free)}"]
 
 
 def _message(run: RunConfig, grid: RankGrid, machine: Machine, shortages: list[str], argv: Sequence[str]) -> str:
@@ -60,7 +83,7 @@ def _message(run: RunConfig, grid: RankGrid, machine: Machine, shortages: list[s
     lines = [f"{run.model.name} with {grid} cannot run here:"]
     lines += [f"  - {s}" for s in shortages]
     lines += [
-        f"this machine: {machine.cpu_cores} cores, {units.bytes_(machine.memory_bytes)}, {machine.gpus} GPUs",
+        f"this machine: {machine.cpu_cores} cores, {units.bytes_(machine.memory_bytes)}, {_gpus(machine)} GPUs",
         "what works here:",
         f"  {program()} check {words}   (judge this configuration without running it)",
         f"  {program()} show {words}   (see every value and who set it)",
@@ -70,6 +93,12 @@ def _message(run: RunConfig, grid: RankGrid, machine: Machine, shortages: list[s
     return "\n".join(lines)
 
 
+def _gpus(machine: Machine) -> str:
+    if not machine.unusable_gpus:
+        return str(machine.gpus)
+    return f"{machine.gpus} (and {machine.unusable_gpus} of AMD, which the installed torch is not built for)"
+
+
 def threads_per_rank(ranks: int) -> int:
     """Cores for each of `ranks` processes of this machine, at least one."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+    return max(1, cpu_cores() // ranks)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mtrain.errors import MtrainError, Preempted, TrainingFault
+from mtrain.errors import BadEnvironment, MtrainError, Preempted, TrainingFault
 from mtrain.launching.worker import record_name, revive
 
 GRACE_S = 0.5
@@ -52,10 +52,24 @@ class Supervisor:
         self.previous: dict[int, Any] = {}
 
     def start(self, fork: Callable[[int], int], ranks: int) -> None:
-        """Fork every rank; a stop that is asked in between reaches those that exist, and ends the others early."""
+        """Fork every rank; a stop that is asked in between reaches those that exist, and ends the others early.
+
+        Raises:
+            BadEnvironment: a rank could not be forked; those that were are ended.
+        """
         self.previous = {s: signal.signal(s, self._on_stop) for s in (signal.SIGINT, signal.SIGTERM)}
-        for rank in range(ranks):
-            self.ranks[fork(rank)] = rank
+        try:
+            for rank in range(ranks):
+                self.ranks[fork(rank)] = rank
+        except BaseException as error:
+            self._end_all()
+            self._restore()
+            if not isinstance(error, OSError):
+                raise
+            raise BadEnvironment(
+                f"rank {rank} of {ranks} could not be started: {error.strerror or error}\n"
+                "  fix: fewer ranks, or a higher limit of processes (ulimit -u, or of the container)"
+            ) from None
 
     def wait(self) -> None:
         """Until every rank has ended.
@@ -73,8 +87,7 @@ class Supervisor:
             failed = self._failed()
         finally:
             self._end_all()
-            for number, handler in self.previous.items():
-                signal.signal(number, handler)
+            self._restore()
         if self.stops > 1:
             raise KeyboardInterrupt
         stopped = any(e.code == Preempted.exit_code for e in self.ended)
@@ -82,6 +95,10 @@ class Supervisor:
             raise Preempted("; ".join(filter(None, ("stopped on request", self.advice))))
         if failed:
             raise self._cause(failed)
+
+    def _restore(self) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
 
     def _stopped_early(self, ended: Ended) -> bool:
         """Whether a rank ended because a stop came before it could listen, or because its peer did."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, BadInput, MtrainError, TrainingFault, say
 from mtrain.launching import folder, matmul
-from mtrain.launching.worker import describe, enter, revive
+from mtrain.launching.worker import describe, enter, leave, revive
 
 
 def is_worker() -> bool:
@@ -47,18 +47,20 @@ def train(run: RunConfig, argv: list[str]) -> int:
             return Paths(Path(body["folder"]), Path(checkpoint) if checkpoint else None)
 
         try:
-            train_rank(run, locate, _end)
+            together = train_rank(run, locate, _end)
         except Exception as error:
             if not describe(error)["peer_lost"]:
                 raise
             first = str(error).strip().splitlines()[0]
             raise TrainingFault(f"another rank has failed or ended: {first}") from error
+    if not together:
+        leave(0)
     return 0
 
 
 def _end(error: MtrainError, speaks: bool) -> None:
     """End this process from any thread; one rank of each machine says why, past whatever holds Python's stderr."""
-    if speaks or _speaks():
+    if speaks or is_first_here():
         os.write(2, f"rank {rank()}: {error}\n".encode())
     os._exit(error.exit_code)
 
@@ -74,12 +76,19 @@ def is_for_this_rank(error: BaseException, *, known: bool) -> bool:
     """Whether this rank prints an error: what all ranks know, one rank of each machine says."""
     from mtrain.world.verdict import Refused
 
-    shared = known and isinstance(error, BadInput | BadEnvironment)
-    return not shared or _speaks() or (isinstance(error, Refused) and error.speaks)
+    shared = known and (isinstance(error, BadInput | BadEnvironment) or getattr(error, "shared", False))
+    return not shared or is_first_here() or (isinstance(error, Refused) and error.speaks)
 
 
-def _speaks() -> bool:
+def is_first_here() -> bool:
+    """Whether this is the first rank of its machine, or rank 0."""
     return rank() == "0" or os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def ranks_here() -> int:
+    """How many ranks the launcher started on this machine; 1 where it does not say."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdigit() else 1
 
 
 def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:

@@ -1,4 +1,7 @@
-"""Compiled code of rewritten modules, kept between runs in a folder that only this user can write."""
+"""Compiled code of rewritten modules, kept between runs in a folder that only this user can write.
+
+An entry goes that was not loaded for `UNUSED_DAYS`, when another one is stored.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ import marshal
 import os
 import stat
 import tempfile
+import time
 from pathlib import Path
 from types import CodeType
 
 Entry = tuple[CodeType, dict[str, int]]
+UNUSED_DAYS = 90
+DAY_S = 86_400
 
 
 def folder() -> Path:
@@ -31,8 +37,12 @@ def load(key: str) -> Entry | None:
     except (OSError, RuntimeError):
         return None
     with open(file, "rb") as stream:
-        if not _is_private(os.fstat(stream.fileno())):
+        status = os.fstat(stream.fileno())
+        if not _is_private(status):
             return None
+        if status.st_mtime < time.time() - DAY_S:
+            with contextlib.suppress(OSError):
+                os.utime(stream.fileno())
         try:
             code, counts = marshal.loads(stream.read())
         except (EOFError, ValueError, TypeError):
@@ -53,9 +63,18 @@ def store(key: str, code: CodeType, counts: dict[str, int]) -> None:
         with open(file, "wb") as stream:
             stream.write(marshal.dumps((code, counts)))
         os.replace(draft, folder() / key)
+        _prune()
     except OSError:
         with contextlib.suppress(OSError):
             os.unlink(draft)
+
+
+def _prune() -> None:
+    """Remove entries that nobody has loaded for long, and drafts that a killed process left."""
+    oldest = time.time() - UNUSED_DAYS * DAY_S
+    for path in folder().iterdir():
+        if path.lstat().st_mtime < oldest:
+            path.unlink(missing_ok=True)
 
 
 def _is_private(status: os.stat_result) -> bool:

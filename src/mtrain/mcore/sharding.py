@@ -23,7 +23,7 @@ class Slot:
     """A box of a whole tensor, and the local memory that holds it (or a flat part of it)."""
 
     key: str
-    """Name of the whole tensor, the same in every layout."""
+    """Name of the whole tensor, the same in every layout: `model/<weight>`, or `optim/<state>/<weight>`."""
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -38,6 +38,11 @@ class Slot:
     """The parameter that this slot is part of; None for buffers."""
     lead: int = 0
     """How many axes of the box count layers or experts."""
+
+    @property
+    def weight(self) -> str:
+        """Name of the weight that it is, or that it is state of."""
+        return self.key.rpartition("/")[2]
 
 
 @contextmanager
@@ -87,7 +92,7 @@ def model_slots(chunks: list[Any], *, trainable: bool = False) -> list[Slot]:
 def optimizer_slots(chunks: list[Any], optimizer: Any) -> list[Slot]:
     """Slots of the optimizer's main weights and moments.
 
-    Keys are the weight's key behind `main_weight.`, `exp_avg.`, ... Where the optimizer works on a flat shard of a
+    States are `main_weight`, `exp_avg`, ... Where the optimizer works on a flat shard of a
     parameter (the distributed optimizer, FSDP), slots are flat parts of the parameter's boxes, and every
     data-parallel rank saves its own. What an optimizer keeps in pieces is whole and in fp32 here, and a copy. What
     comes with the first update, which fp16 may still be waiting for, is made: a checkpoint has all that is read back.
@@ -158,7 +163,7 @@ def _cut(
         here = values[lo - start : hi - start]
         slots.append(
             Slot(
-                key=f"{name}.{box.key}" if name else box.key,
+                key=f"optim/{name}/{box.key}" if name else f"model/{box.key}",
                 global_shape=box.global_shape,
                 offset=box.offset,
                 shape=box.shape,

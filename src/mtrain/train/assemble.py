@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from mtrain.config.run import RunConfig
 from mtrain.data import Splits, open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches, Packing
 from mtrain.data.text import Tokenizer
-from mtrain.errors import say_page
+from mtrain.errors import Damaged, MtrainError, say_page
 from mtrain.mcore.sharding import gathered
 from mtrain.plan.count import parameters
 from mtrain.train import hooks
@@ -26,7 +29,7 @@ from mtrain.train.dynamic import run_documents
 from mtrain.train.generate import Sampler
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts
-from mtrain.train.trainer import Hook, Trainer
+from mtrain.train.trainer import Hook, Trainer, reason, warn
 from mtrain.world.init import World, joined
 from mtrain.world.seat import End
 from mtrain.world.stacks import ERRORS
@@ -34,6 +37,7 @@ from mtrain.world.watchdog import watching
 
 CHECKPOINTS = "checkpoints"
 TOKENIZER_FILE = "tokenizer.json"
+STOPPED = "stopped on request"
 
 
 @dataclass(frozen=True)
@@ -44,43 +48,64 @@ class Paths:
     checkpoint: Path | None = None
 
 
-def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> None:
+class Apart(Exception):
+    """A rank of a finished run failed alone, so the ranks can no longer end together; nothing is lost by it."""
+
+
+def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
     """Train on this rank: join the others, build, resume, fit, and show what came out.
 
     `locate` says where to write and what to resume from, the same on every rank; `end` ends this process where it
     hangs.
 
+    Returns:
+        Whether the ranks ended together. Otherwise only the text sample failed, and the process is to end at once: it
+        still holds groups of ranks that are gone.
+
     Raises:
         MtrainError: see `joined`, `Trainer.fit` and `Checkpoint.open`.
     """
-    with joined(run) as world:
-        paths = locate(world)
-        splits = splits_of(run)
-        if world.is_first:
-            _keep_tokenizer(splits, paths.folder)
-        with watching(run, world, paths.folder / ERRORS, end):
-            _run(assemble(run, world, splits), splits, paths)
+    try:
+        with joined(run) as world:
+            paths = locate(world)
+            splits = splits_of(run)
+            if world.is_first:
+                _keep_tokenizer(splits, paths.folder)
+            errors = paths.folder / ERRORS
+            with watching(run, world, errors, end):
+                parts = assemble(run, world, splits)
+                progress = Progress(run, speaks=world.is_first)
+                checkpoint = _run(parts, splits, paths, progress)
+            with watching(run, world, errors, _end_of_sample):
+                _show_sample(parts, splits, checkpoint, progress)
+    except Apart:
+        return False
+    return True
 
 
-def _run(parts: Parts, splits: Splits, paths: Paths) -> None:
-    """Resume, fit, and show what came out."""
-    run, progress = parts.run, Progress(parts.run, speaks=parts.world.is_first)
+def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> Path | None:
+    """Resume and fit; returns the checkpoint that holds the weights as they are now, if one does."""
+    run = parts.run
     if paths.checkpoint is not None:
         _resume(parts, paths.checkpoint, splits, progress)
     metrics = hooks.Metrics(paths.folder)
     evaluation = hooks.Evaluation(metrics, progress)
     checkpoints = hooks.Checkpoints(paths.folder / CHECKPOINTS, progress, splits.describe())
-    chain: list[Hook] = [metrics, progress, evaluation, checkpoints, hooks.Memory(paths.folder)]
+    # a step's line comes before its checkpoint, so that no resumed run misses it; what may end a run comes after
+    chain: list[Hook] = [metrics, progress, checkpoints, evaluation, hooks.Memory(paths.folder)]
     if run.trainer.profile_step:
         chain.insert(0, hooks.Profile(paths.folder, run.trainer.profile_step))
     _introduce(parts, splits, progress)
     begun_at = parts.state.step
-    try:
-        Trainer(parts, chain).fit()
-    finally:
-        progress.close()
-    unchanged = paths.checkpoint if parts.state.step == begun_at else None
-    _conclude(parts, splits, evaluation, checkpoints.path or unchanged, progress)
+    Trainer(parts, chain).fit()
+    evaluated, entropy = evaluation.last, splits.unigram_entropy_nats
+    if evaluated is not None and evaluated[0] == parts.state.step and entropy is not None:
+        loss = evaluated[1]
+        side = "below" if loss < entropy else "not below"
+        progress.note(f"final validation loss {loss:.4f} nats, {side} the corpus' unigram entropy {entropy:.4f}")
+    if checkpoints.saved_step != parts.state.step:
+        return None
+    return checkpoints.path or (paths.checkpoint if parts.state.step == begun_at else None)
 
 
 def splits_of(run: RunConfig) -> Splits:
@@ -133,7 +158,7 @@ def generate_text(
     """
     with joined(run) as world:
         chunks = build_model(run, world, wrap=False)
-        ckpt_state.load_model(Checkpoint.open(checkpoint), chunks)
+        ckpt_state.load_model(Checkpoint.open(checkpoint, verify=False), chunks)
         text = sample(Sampler(run, world, chunks), Tokenizer(tokenizer), prompt, tokens, temperature)
         if world.is_first:
             say_page(text)
@@ -141,15 +166,31 @@ def generate_text(
 
 def sample(sampler: Sampler, tokenizer: Tokenizer, prompt: str, tokens: int, temperature: float) -> str:
     """`prompt` and its continuation as text."""
-    ids = tokenizer.encode(prompt) or [tokenizer.eod or 0]
-    return tokenizer.decode(sampler.generate(ids, tokens, temperature=temperature))
+    ids = sampler.generate(_encoded(tokenizer, prompt), tokens, temperature=temperature)
+    assert ids is not None  # nothing stops it
+    return tokenizer.decode(ids)
+
+
+def _encoded(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The ids of a text; of one without any, the end of a document."""
+    return tokenizer.encode(prompt) or [tokenizer.eod or 0]
 
 
 def _resume(parts: Parts, path: Path, splits: Splits, progress: Progress) -> None:
-    checkpoint = Checkpoint.open(path)
-    if not parts.run.checkpoint.accept_changes:
-        same_data(checkpoint.state["data"], splits)
-    restored = ckpt_state.load(checkpoint, parts.world, parts.state, seed=parts.run.trainer.seed)
+    """Put a checkpoint's state back. Each rank verifies what it reads; what one finds damaged ends all of them."""
+    damage, restored = "", False
+    try:
+        checkpoint = Checkpoint.open(path, verify=False)
+        if not parts.run.checkpoint.accept_changes:
+            same_data(checkpoint.state["data"], splits)
+        restored = ckpt_state.load(checkpoint, parts.world, parts.state, seed=parts.run.trainer.seed)
+    except Damaged as found:
+        damage = str(found)
+    damage = parts.world.first_problem(damage)
+    if damage:
+        error = Damaged(damage)
+        error.shared = True
+        raise error
     progress.note(f"resumed from {path}: step {parts.state.step}, {parts.state.consumed_samples} samples used")
     if not restored:
         moved = checkpoint.state["grid"] != parts.world.grid.sizes
@@ -161,8 +202,11 @@ def _keep_tokenizer(splits: Splits, folder: Path) -> None:
     """Put the tokenizer beside what it is needed to read: the corpus may be gone when text is generated."""
     if splits.tokenizer is not None:
         draft = folder / f".{TOKENIZER_FILE}"
-        shutil.copyfile(splits.tokenizer, draft)
-        draft.replace(folder / TOKENIZER_FILE)
+        try:
+            shutil.copyfile(splits.tokenizer, draft)
+            draft.replace(folder / TOKENIZER_FILE)
+        except OSError as error:
+            warn(f"{folder / TOKENIZER_FILE} cannot be written ({error.strerror}): generate will not find it")
 
 
 def _introduce(parts: Parts, splits: Splits, progress: Progress) -> None:
@@ -178,22 +222,58 @@ def _introduce(parts: Parts, splits: Splits, progress: Progress) -> None:
         progress.note(f"data: {units.count(tokens)} tokens, unigram entropy {splits.unigram_entropy_nats:.4f} nats")
 
 
-def _conclude(
-    parts: Parts, splits: Splits, evaluation: hooks.Evaluation, checkpoint: Path | None, progress: Progress
-) -> None:
-    """Say how good the model is, and let it write from the checkpoint that was saved."""
-    run, entropy = parts.run, splits.unigram_entropy_nats
-    if evaluation.last is not None and entropy is not None:
-        loss = evaluation.last[1]
-        side = "below" if loss < entropy else "not below"
-        progress.note(f"final validation loss {loss:.4f} nats, {side} the corpus' unigram entropy {entropy:.4f}")
+def _show_sample(parts: Parts, splits: Splits, checkpoint: Path | None, progress: Progress) -> None:
+    """Let the model write from the checkpoint that was saved.
+
+    The run is finished and saved: a failure is a warning, and a stop ends the text.
+
+    Raises:
+        Apart: this rank failed where others wait for it.
+    """
+    run, world, chunks = parts.run, parts.world, parts.state.chunks
     if not run.trainer.sample_tokens or splits.tokenizer is None:
         return
-    with gathered(parts.state.chunks):
-        if checkpoint is not None:
-            ckpt_state.load_model(Checkpoint.open(checkpoint), parts.state.chunks)
-        sampler = Sampler(run, parts.world, parts.state.chunks)
-        tokenizer = Tokenizer(splits.tokenizer)
-        text = sample(sampler, tokenizer, run.trainer.sample_prompt, run.trainer.sample_tokens, 0.8)
-    source = checkpoint.name if checkpoint is not None else "the trained weights, which were not saved"
-    progress.note(f"sample from {source}:\n{text}")
+    try:
+        with gathered(chunks):
+            sampler, problem = Sampler(run, world, chunks), ""
+            ids: list[int] = []
+            try:
+                ids = _encoded(Tokenizer(splits.tokenizer), run.trainer.sample_prompt)
+                if parts.stop_requested:
+                    problem = STOPPED
+                elif sampler.context and checkpoint is not None:
+                    ckpt_state.load_model(Checkpoint.open(checkpoint, verify=False), chunks)
+            except Exception as error:
+                problem = reason(error) or "it is not known why"
+            found, problem = None, world.first_problem(problem)
+            if not problem:
+                stop = partial(getattr, parts, "stop_requested")
+                found = sampler.generate(ids, run.trainer.sample_tokens, temperature=0.8, stop=stop)
+    except Exception as error:
+        with suppress(RuntimeError):  # torch's errors of a store: it ended with a rank that has said why
+            if world.store.add("sample failed", 1) == 1:
+                _warn_of_sample(f"rank {world.rank}: {reason(error)}")
+        raise Apart from error
+    if not world.is_first:
+        return
+    if problem and problem != STOPPED:
+        _warn_of_sample(problem)
+    elif found is None:
+        progress.note(f"{STOPPED}: the run is finished, its sample is left out")
+    else:
+        source = checkpoint.name if checkpoint is not None else "the trained weights, which were not saved"
+        try:
+            progress.note(f"sample from {source}:\n{Tokenizer(splits.tokenizer).decode(found)}")
+        except Exception as error:  # the file of the tokenizer may be gone
+            _warn_of_sample(reason(error))
+
+
+def _warn_of_sample(why: str) -> None:
+    warn(f"no text sample: {why}; the run itself is finished")
+
+
+def _end_of_sample(error: MtrainError, speaks: bool) -> None:
+    """End a process, from any thread, that hangs in the sample of a finished run."""
+    if speaks:
+        os.write(2, f"warning: no text sample: {error}; the run itself is finished\n".encode())
+    os._exit(0)

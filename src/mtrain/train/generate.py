@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mtrain.config.rules.quantized import MULTIPLES
 from mtrain.config.run import RunConfig
+from mtrain.errors import BadInput, Problem
+from mtrain.layout.grid import RankGrid
 from mtrain.mcore import api as mcore
 from mtrain.world.beats import beat
 from mtrain.world.init import World
@@ -22,27 +26,71 @@ class Sampler:
     world: World
     chunks: list[Any]
 
-    @torch.no_grad()
-    def generate(self, prompt: list[int], tokens: int, *, temperature: float) -> list[int]:
-        """`prompt` followed by `tokens` sampled token ids, the same on every rank.
+    @property
+    def multiple(self) -> int:
+        """What the length of a sequence must be a multiple of: sequence parallelism cuts it, and products in few bits
+        take it in blocks.
+        """
+        recipe = self.run.precision.quantized
+        cut = self.grid.tp if self.run.parallel.sequence_parallel else 1
+        return cut * (MULTIPLES.get(recipe, 16) if recipe is not None else 1)
 
-        A temperature of 0 takes the most likely token. The context is the last `data.seq_length` tokens. Sampling
-        has a generator of its own, from `trainer.seed`, so the training state is left as it was.
+    @property
+    def context(self) -> int:
+        """Tokens that are looked back at: `data.seq_length`, or fewer where learned positions end before.
+
+        Raises:
+            BadInput: there are fewer positions than the shortest sequence that this layout can compute.
+        """
+        model = self.run.model
+        if model.position_embedding_type != "learned_absolute":
+            return self.run.data.seq_length
+        positions = model.max_position_embeddings
+        whole = positions // self.multiple * self.multiple
+        if not whole:
+            rule = (
+                f"sequences of this layout are multiples of {self.multiple} tokens, and {positions} have a position"
+            )
+            raise BadInput([Problem("MT508", "model.max_position_embeddings", positions, rule, "parallel=single")])
+        return min(self.run.data.seq_length, whole)
+
+    @property
+    def grid(self) -> RankGrid:
+        """The degrees of the layout."""
+        return self.world.grid
+
+    @torch.no_grad()
+    def generate(
+        self, prompt: list[int], tokens: int, *, temperature: float, stop: Callable[[], bool] = lambda: False
+    ) -> list[int] | None:
+        """`prompt` followed by `tokens` sampled token ids, the same on every rank; None as soon as a rank's `stop` is
+        true.
+
+        A temperature of 0 takes the most likely token. Sampling has a generator of its own, from `trainer.seed`, so
+        the training state is left as it was.
+
+        Raises:
+            BadInput: see `context`.
         """
         generator = torch.Generator().manual_seed(self.run.trainer.seed)
-        grid, ids = self.world.grid, list(prompt)
+        ids, context, rank = list(prompt), self.context, self.world.rank
         for chunk in self.chunks:
             chunk.eval()
         for _ in range(tokens):
             beat("generation")
-            logits = self._next_logits(ids[-self.run.data.seq_length :])
-            choice = torch.zeros(1, dtype=torch.int64, device=self.world.torch_device)
+            logits = self._next_logits(ids[-context:])
+            told = torch.zeros(2, dtype=torch.int64, device=self.world.torch_device)
+            told[1] = stop()
             if logits is not None:
                 known = logits[: self.run.model.vocab_size].float().cpu()
-                choice[0] = _sample(known, temperature, generator)
-            # Every rank of the last stage has drawn; the first of them is believed.
-            dist.broadcast(choice, src=grid.rank_of(pp=grid.pp - 1))
-            ids.append(int(choice.item()))
+                choice = _sample(known, temperature, generator)
+                # Every rank of the last stage has drawn; the first of them is believed.
+                told[0] = choice if rank == self.grid.rank_of(pp=self.grid.pp - 1) else 0
+            dist.all_reduce(told)
+            choice, stops = told.tolist()
+            if stops:
+                return None
+            ids.append(choice)
         for chunk in self.chunks:
             chunk.train()
         return ids
@@ -50,11 +98,10 @@ class Sampler:
     def _next_logits(self, ids: list[int]) -> torch.Tensor | None:
         """Logits `[padded vocabulary]` after the last id on ranks of the last stage, None elsewhere.
 
-        The sequence is padded on the right to a multiple of the tensor-parallel size, which sequence parallelism cuts
-        it by; causal attention keeps the padding from being seen.
+        The sequence is padded on the right to a `multiple`; causal attention keeps the padding from being seen.
         """
-        grid, device = self.world.grid, self.world.torch_device
-        length = -(-len(ids) // grid.tp) * grid.tp
+        grid, device = self.grid, self.world.torch_device
+        length = -(-len(ids) // self.multiple) * self.multiple
         padded = torch.tensor([ids + [0] * (length - len(ids))], device=device)
         positions = torch.arange(length, device=device).unsqueeze(0)
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-import torch.distributed as dist
 
 from mtrain import strict_json, units
 from mtrain.ckpt import state as ckpt_state
-from mtrain.errors import say
 from mtrain.plan.count import flops_per_token
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts, StepResult, evaluate
-from mtrain.train.trainer import Hook
+from mtrain.train.trainer import Hook, warn
+from mtrain.world.init import World
 
 METRICS_FILE = "metrics.jsonl"
+PEAKS_S = 10.0
+"""How long rank 0 waits for the memory peaks of the other ranks."""
 
 
 class Metrics(Hook):
@@ -56,20 +60,39 @@ class Metrics(Hook):
         if (step, f"{name}_loss") not in self.known:
             self._write({"step": step, f"{name}_loss": loss})
 
-    def finish(self, parts: Parts) -> None:
+    def close(self) -> None:
         """Close the file once it is on disk."""
         if self.file is not None:
-            self.file.flush()
-            os.fsync(self.file.fileno())
+            self._try(self._sync)
+        self._release()
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self.file is None:
-            return
+        text = strict_json.dumps(record) + "\n"
+        if self.file is not None:
+            self._try(lambda: self._append(text))
+
+    def _append(self, text: str) -> None:
+        assert self.file is not None
+        self.file.write(text)
+        self.file.flush()
+
+    def _sync(self) -> None:
+        assert self.file is not None
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def _try(self, work: Callable[[], None]) -> None:
+        """Work on the file; where that fails, say so and write no more: a run is worth more than its log."""
         try:
-            self.file.write(strict_json.dumps(record) + "\n")
-            self.file.flush()
-        except OSError as error:  # a run is worth more than its log
-            say(f"warning: {self.path} cannot be written ({error.strerror}); training goes on", error=True)
+            work()
+        except OSError as error:
+            warn(f"{self.path} cannot be written ({error.strerror or error}); training goes on without it")
+            self._release()
+
+    def _release(self) -> None:
+        if self.file is not None:
+            with suppress(OSError):  # what could not be written is still in its buffer
+                self.file.close()
             self.file = None
 
 
@@ -121,6 +144,8 @@ def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
 class Evaluation(Hook):
     """Validation loss during the run and after it."""
 
+    collective = True
+
     def __init__(self, metrics: Metrics, progress: Progress) -> None:
         self.metrics, self.progress = metrics, progress
         self.last: tuple[int, float] | None = None
@@ -135,13 +160,16 @@ class Evaluation(Hook):
         """Evaluate after the last step, unless that was just done; a run that was stopped is not at its end."""
         done = self.last is not None and self.last[0] == parts.state.step
         if not done and parts.state.step >= parts.run.trainer.train_iters:
-            self._evaluate(parts)
+            self._evaluate(parts, until_stop=True)
 
-    def _evaluate(self, parts: Parts) -> None:
+    def _evaluate(self, parts: Parts, *, until_stop: bool = False) -> None:
         iters = parts.run.trainer.eval_iters
         if parts.valid_data is None or not iters:
             return
-        loss = evaluate(parts, parts.valid_data, iters)
+        loss = evaluate(parts, parts.valid_data, iters, until_stop=until_stop)
+        if loss is None:
+            self.progress.note("stopped on request: the run is finished, its last evaluation is left out")
+            return
         self.last = (parts.state.step, loss)
         self.metrics.evaluation(parts.state.step, "valid", loss)
         perplexity = math.exp(min(loss, 700.0))
@@ -151,16 +179,21 @@ class Evaluation(Hook):
 
 
 class Checkpoints(Hook):
-    """State on disk every `checkpoint.save_interval` steps, at the end, and when a stop is asked."""
+    """State on disk every `checkpoint.save_interval` steps, at the end, and when a stop is asked.
+
+    Also after an error of another hook, where every rank can take part.
+    """
+
+    collective = True
 
     def __init__(self, root: Path, progress: Progress, data_facts: dict[str, Any]) -> None:
         self.root, self.progress, self.data_facts = root, progress, data_facts
-        self.saved_step: int | None = None
+        self.saved_step = 0
         self.path: Path | None = None
 
     def start(self, parts: Parts) -> None:
         """What was resumed from needs no saving."""
-        self.saved_step = parts.state.step or None
+        self.saved_step = parts.state.step
 
     def after_step(self, parts: Parts, result: StepResult) -> None:
         """Save at the interval."""
@@ -174,15 +207,25 @@ class Checkpoints(Hook):
         if (parts.run.checkpoint.save_final or stopped) and self.saved_step != parts.state.step:
             self._save(parts)
 
+    def on_error(self, parts: Parts, error: BaseException, *, saveable: bool) -> None:
+        """Save the steps since the last checkpoint, unless there are none."""
+        if saveable and self.saved_step != parts.state.step:
+            self._save(parts)
+
     def _save(self, parts: Parts) -> None:
         self.path = ckpt_state.save(self.root, parts.run, parts.world, parts.state, self.data_facts)
         self.saved_step = parts.state.step
-        size = sum(f.stat().st_size for f in self.path.iterdir()) if parts.world.is_first else 0
-        self.progress.note(f"step {parts.state.step}: saved {self.path} ({units.bytes_(size)})")
+        size = ""
+        with suppress(OSError):  # it is committed, whatever becomes of this
+            size = f" ({units.bytes_(sum(f.stat().st_size for f in self.path.iterdir()))})"
+        self.progress.note(f"step {parts.state.step}: saved {self.path}{size}")
 
 
 class Memory(Hook):
-    """Peak memory of every rank, in the run folder's `memory.json`, measured next to what was planned."""
+    """Peak memory of every rank, in the run folder's `memory.json`, measured next to what was planned.
+
+    The peaks come over the store, so no rank waits for one that has none to give: its place is null.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "memory.json"
@@ -190,12 +233,19 @@ class Memory(Hook):
     def finish(self, parts: Parts) -> None:
         """Gather the peaks."""
         world = parts.world
-        peak = float(world.device.memory_stats()["peak_bytes"])
-        mine = torch.tensor([peak], dtype=torch.float64, device=world.torch_device)
-        everyone = [torch.empty_like(mine) for _ in range(world.size)]
-        dist.all_gather(everyone, mine)
-        if world.is_first:
-            self.path.write_text(strict_json.dumps({"peak_bytes_by_rank": [int(t.item()) for t in everyone]}))
+        try:
+            mine = str(int(world.device.memory_stats()["peak_bytes"]))
+            world.store.set(f"peak/{world.rank}", mine)
+        finally:
+            peaks = self._peaks(world) if world.is_first else []
+        if peaks:
+            self.path.write_text(strict_json.dumps({"peak_bytes_by_rank": peaks}))
+
+    def _peaks(self, world: World) -> list[int | None]:
+        keys = [f"peak/{rank}" for rank in range(world.size)]
+        with suppress(RuntimeError):  # torch's errors of a store: some rank has none
+            world.store.wait(keys, timedelta(seconds=PEAKS_S))
+        return [int(world.store.get(key)) if world.store.check([key]) else None for key in keys]
 
 
 class Profile(Hook):
@@ -212,10 +262,16 @@ class Profile(Hook):
     def after_step(self, parts: Parts, result: StepResult) -> None:
         """End the trace after its step, or begin it after the step before."""
         if self.profiler is not None:
-            self.profiler.stop()
-            self.profiler.export_chrome_trace(str(self.folder / f"trace_rank{parts.world.rank}.json"))
-            self.profiler = None
+            profiler, self.profiler = self.profiler, None
+            profiler.stop()
+            profiler.export_chrome_trace(str(self.folder / f"trace_rank{parts.world.rank}.json"))
         self._begin(parts)
+
+    def close(self) -> None:
+        """Stop a trace that an error cut off."""
+        if self.profiler is not None:
+            self.profiler.stop()
+            self.profiler = None
 
     def _begin(self, parts: Parts) -> None:
         if parts.state.step == self.step - 1:

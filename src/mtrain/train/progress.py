@@ -47,31 +47,24 @@ class Progress(Hook):
         if self.bar is not None:
             self.bar.update(self.task, completed=result.step, line=line)
         elif result.step % self.interval == 0 or result.step in (1, self.goal):
-            self._print(f"step {result.step:>{len(str(self.goal))}}/{self.goal}  {line}")
-
-    def finish(self, parts: Parts) -> None:
-        """Leave the line as it is."""
-        self.close()
+            self.note(f"step {result.step:>{len(str(self.goal))}}/{self.goal}  {line}")
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Give the terminal back, with the line as it is."""
         if self.bar is not None:
-            self.bar.stop()
-            self.bar = None
+            bar, self.bar = self.bar, None
+            bar.stop()
 
     def note(self, text: str) -> None:
         """Something worth a line of its own."""
         if self.choice == "none":
             return
-        if self.bar is not None:
-            self.bar.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
-        else:
-            self._print(text)
-
-    def _print(self, text: str) -> None:
         try:
-            say_page(text)
-        except OSError:  # nobody reads any more, or the disk is full: training goes on in silence
+            if self.bar is not None:
+                self.bar.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+            else:
+                say_page(text)
+        except (OSError, ValueError):  # nobody reads any more, or the disk is full: training goes on in silence
             self.choice = "none"
 
     def _line(self, result: StepResult) -> str:

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from mtrain import strict_json
 from mtrain.ckpt import state as ckpt_state
 from mtrain.ckpt import store
-from mtrain.ckpt.export import OPTIMIZER
-from mtrain.ckpt.folder import folder_name
+from mtrain.ckpt.folder import MODEL, folder_name
 from mtrain.config.run import RunConfig
 from mtrain.mcore import sharding
 from mtrain.train.assemble import assemble, splits_of
@@ -52,7 +51,7 @@ def record_gradients(parts: Parts, folder: Path) -> None:
 
 
 def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint put together from its pieces, by key."""
+    """Every tensor of a checkpoint put together from its pieces, by name."""
     opened = store.Checkpoint.open(checkpoint)
     return {key: opened.whole(key) for key in opened.manifest["tensors"]}
 
@@ -94,7 +93,7 @@ def compare(one: Path, many: Path, steps: int, tolerances: dict[str, float]) -> 
 
 def _is_weight(key: str) -> bool:
     """Whether a key is of a weight or its gradient: not of the optimizer or of a router's counters."""
-    return not key.startswith(OPTIMIZER) and "tokens_per_expert" not in key
+    return key.startswith(MODEL) and "tokens_per_expert" not in key
 
 
 def _relative(a: float | None, b: float | None) -> float:

@@ -37,6 +37,8 @@ class Parts:
     valid_data: GlobalBatches | None
     schedule: Callable[..., list[torch.Tensor]] | None = None
     """How the micro-batches of a step are run, with the arguments of `run_schedule`; None: through the pipeline."""
+    stop_requested: bool = False
+    """This rank was asked to stop (SIGTERM, SIGINT)."""
 
     @cached_property
     def batch_sizes(self) -> tuple[Stage, ...]:
@@ -126,24 +128,28 @@ def update(state: TrainState, counts: str) -> tuple[bool, float, float]:
     return bool(updated), float("nan") if norm is None else float(norm), lr
 
 
-def evaluate(parts: Parts, data: GlobalBatches, iters: int) -> float:
+def evaluate(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool = False) -> float | None:
     """Mean cross entropy per token over the first `iters` global batches of `data`, in nats.
 
-    Training goes on with the random numbers that it would have had: a router may draw in an evaluation too.
+    With `until_stop`, None as soon as a rank was asked to stop. Training goes on with the random numbers that it
+    would have had: a router may draw in an evaluation too.
     """
-    total, count = 0.0, 0
+    total, count, stops = 0.0, 0, 0
     with gathered(parts.state.chunks), generators_kept(parts.world), torch.no_grad():
         for chunk in parts.state.chunks:
             chunk.eval()
         for i in range(iters):
+            if stops:
+                break
             beat("evaluation")
             batches = data.microbatches(i * parts.run.trainer.batch)
             batches = [to_device(b, parts.world) for b in batches]
-            loss, tokens, _ = reduce_report(parts.world, run_schedule(parts, batches, forward_only=True), False)
+            reports = run_schedule(parts, batches, forward_only=True)
+            loss, tokens, stops = reduce_report(parts.world, reports, until_stop and parts.stop_requested)
             total, count = total + loss * tokens, count + tokens
         for chunk in parts.state.chunks:
             chunk.train()
-    return total / max(1, count)
+    return None if stops else total / max(1, count)
 
 
 def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from types import FrameType
 
 from mtrain.config.run import RunConfig
-from mtrain.errors import Preempted, TrainingFault
+from mtrain.errors import MtrainError, Preempted, TrainingFault, say
 from mtrain.train.step import Parts, StepResult, train_step
+
+AGREE_S = 5.0
+"""How long a rank whose hook failed waits to learn whether it failed on every rank."""
 
 
 class Hook:
     """Something that happens around steps. Every rank runs the same hooks in the same order."""
+
+    collective = False
+    """Whether it communicates. Ranks wait for each other in such a hook, so its error on one rank ends the run; an
+    error of any other hook is a warning, and the run goes on without that hook."""
 
     def start(self, parts: Parts) -> None:
         """Before the first step."""
@@ -24,13 +32,25 @@ class Hook:
     def finish(self, parts: Parts) -> None:
         """After the last step of the run, or after the step that a stop was asked in."""
 
+    def on_error(self, parts: Parts, error: BaseException, *, saveable: bool) -> None:
+        """After an error that ends the run.
+
+        `saveable`: it came between two steps and on every rank, so all ranks are here and the state is whole.
+        Otherwise nothing may communicate: another rank may be gone.
+        """
+
+    def close(self) -> None:
+        """Last of all, however the run ends, also where the hook or another one failed."""
+
 
 class Trainer:
     """Steps until `trainer.train_iters`, or until any rank was asked to stop (SIGTERM, SIGINT)."""
 
     def __init__(self, parts: Parts, hooks: Sequence[Hook]) -> None:
         self.parts, self.hooks = parts, hooks
-        self.stop_requested = False
+        self.failed: list[Hook] = []
+        """Hooks that the run goes on without."""
+        self.between_steps = False
 
     def fit(self) -> None:
         """Train to the end.
@@ -39,31 +59,93 @@ class Trainer:
             TrainingFault: the loss or the gradient is not a number, or fp16 updates nothing any more; the state of
                 that step is not saved.
             Preempted: stopped on request, after the hooks have saved.
+            Exception: whatever a step, or a hook that communicates, failed with.
         """
-        state, goal = self.parts.state, self.parts.run.trainer.train_iters
         self._listen()
+        with ExitStack() as stack:
+            for hook in reversed(self.hooks):
+                stack.callback(self._call, hook, "close")
+            try:
+                stopped = self._steps()
+            except BaseException as error:
+                saveable = self._failed_everywhere(error)
+                for hook in self.hooks:
+                    self._call(hook, "on_error", self.parts, error, saveable=saveable)
+                raise
+        if stopped:
+            step, goal = self.parts.state.step, self.parts.run.trainer.train_iters
+            raise Preempted(f"stopped on request after step {step} of {goal}")
+
+    def _steps(self) -> bool:
+        """All steps with their hooks; whether it was a stop that ended them."""
+        parts, state, goal = self.parts, self.parts.state, self.parts.run.trainer.train_iters
+        self.between_steps = True
         for hook in self.hooks:
-            hook.start(self.parts)
+            self._call(hook, "start", parts)
         stopped = False
         while state.step < goal and not stopped:
-            result = train_step(self.parts, stop_requested=self.stop_requested)
+            self.between_steps = False
+            result = train_step(parts, stop_requested=parts.stop_requested)
             check_finite(result)
-            check_updates(result, self.parts.run)
+            check_updates(result, parts.run)
+            self.between_steps = True
             for hook in self.hooks:
-                hook.after_step(self.parts, result)
+                self._call(hook, "after_step", parts, result)
             stopped = result.stop and state.step < goal
         for hook in self.hooks:
-            hook.finish(self.parts)
-        if stopped:
-            raise Preempted(f"stopped on request after step {state.step} of {goal}")
+            self._call(hook, "finish", parts)
+        return stopped
+
+    def _call(self, hook: Hook, moment: str, *args: object, **kwargs: object) -> None:
+        """One moment of one hook; see `Hook.collective` for its errors."""
+        last = moment in ("on_error", "close")
+        if hook in self.failed and not last:
+            return
+        try:
+            getattr(hook, moment)(*args, **kwargs)
+        except Exception as error:
+            if not last and (hook.collective or isinstance(error, MtrainError)):
+                raise
+            if hook not in self.failed:
+                self.failed.append(hook)
+                self._warn(hook, moment, error)
+
+    def _warn(self, hook: Hook, moment: str, error: Exception) -> None:
+        """Say once, on the first rank that it happens to, what a run goes on without."""
+        name = type(hook).__name__
+        first = True
+        with suppress(Exception):  # without a store each rank says it
+            first = self.parts.world.store.add(f"hook/{name}", 1) == 1
+        if first:
+            where = f"rank {self.parts.world.rank}, after step {self.parts.state.step}"
+            goes_on = "" if moment in ("on_error", "close") else "; the run goes on without it"
+            warn(f"{name} failed ({where}): {reason(error)}{goes_on}")
+
+    def _failed_everywhere(self, error: BaseException) -> bool:
+        """Whether every rank is between the same two steps with an error of a hook, and the state is worth saving."""
+        if not self.between_steps or not isinstance(error, Exception) or isinstance(error, MtrainError):
+            return False
+        return self.parts.world.all_reach(f"failed/{self.parts.state.step}", AGREE_S)
 
     def _listen(self) -> None:
         def request(number: int, frame: FrameType | None) -> None:
-            self.stop_requested = True
+            self.parts.stop_requested = True
 
         signal.signal(signal.SIGTERM, request)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # the local launcher forwards Ctrl-C itself
             signal.signal(signal.SIGINT, request)
+
+
+def warn(text: str) -> None:
+    """Print a warning, unless nobody can read it: no warning ends a run."""
+    with suppress(OSError, ValueError):
+        say(f"warning: {text}", error=True)
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line: its kind, where that says more than its text, and the text."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    return text if isinstance(error, MtrainError) else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def check_finite(result: StepResult) -> None:

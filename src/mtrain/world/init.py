@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain import mcore as door
+from mtrain.config.hardware import cpu_cores
 from mtrain.config.run import RunConfig
 from mtrain.devices import registry
 from mtrain.devices.base import Device
@@ -51,14 +53,36 @@ class World:
         """Whether this is rank 0."""
         return self.rank == 0
 
-    def tell(self, text: str) -> str:
-        """The text that rank 0 gave, on every rank."""
+    def tell(self, text: str, src: int = 0) -> str:
+        """The text that rank `src` gave, on every rank."""
         encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(self.torch_device)
         size = torch.tensor([encoded.numel()], device=self.torch_device)
-        dist.broadcast(size, src=0)
-        row = encoded if self.is_first else torch.empty(int(size.item()), dtype=torch.uint8, device=self.torch_device)
-        dist.broadcast(row, src=0)
+        dist.broadcast(size, src=src)
+        row = encoded
+        if self.rank != src:
+            row = torch.empty(int(size.item()), dtype=torch.uint8, device=self.torch_device)
+        dist.broadcast(row, src=src)
         return bytes(row.tolist()).decode()
+
+    def first_problem(self, text: str) -> str:
+        """The text of the lowest rank that gave one, on every rank; empty where no rank did."""
+        lowest = torch.tensor([self.rank if text else self.size], device=self.torch_device)
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+        src = int(lowest.item())
+        return self.tell(text, src) if src < self.size else ""
+
+    def all_reach(self, place: str, within_s: float) -> bool:
+        """Whether every rank calls this with the same `place` within so many seconds; ranks may be gone."""
+        deadline = time.monotonic() + within_s
+        try:
+            self.store.add(place, 1)
+            while self.store.add(place, 0) < self.size:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.05)
+        except RuntimeError:  # torch's errors of a store: who served it is gone
+            return False
+        return True
 
 
 @contextmanager
@@ -115,7 +139,7 @@ def _prepare(run: RunConfig, seat: Seat) -> Device:
     if device.torch_type == "cpu":
         on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", seat.size))
         asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-        threads = int(asked) if asked.isdigit() else (os.cpu_count() or 1) // on_this_machine
+        threads = int(asked) if asked.isdigit() else cpu_cores() // on_this_machine
         torch.set_num_threads(max(1, threads))
     return device
 

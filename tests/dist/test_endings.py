@@ -1,0 +1,308 @@
+"""How a run ends: what of it is on disk and how it is reported, whatever fails beside the training itself."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mtrain.config.run import RunConfig
+from tests.support.commands import SMALL
+from tests.support.forked import run_ranks
+from tests.support.launched import Launched
+from tests.support.runs import tiny_run
+
+STEPS = 3
+LOGS = ("Metrics", "Progress", "Memory", "Profile")
+"""Hooks that a run goes on without."""
+MOMENTS = ("start", "after_step", "finish", "close")
+
+
+@dataclass
+class End:
+    """What is left of a run on one rank."""
+
+    error: str
+    """Kind of the error that it ended with; empty: none."""
+    steps: list[str]
+    """Committed checkpoints."""
+    said: str
+    lines: int
+    """Steps in the metrics."""
+
+
+def small(*, profiled: bool = False, **parallel: Any) -> RunConfig:
+    trainer = {"train_iters": STEPS, "eval_iters": 1, "eval_interval": 2, "profile_step": 2 if profiled else None}
+    run = tiny_run(trainer=trainer, optim={"warmup_iters": 1}, **parallel)
+    return run.model_copy(update={"log": run.log.model_copy(update={"progress": "plain", "interval": 1})})
+
+
+def train(run: RunConfig, home: Path, checkpoint: Path | None = None) -> End:
+    """Train on this rank into `home`."""
+    from mtrain.ckpt.folder import committed
+    from mtrain.mcore import api
+    from mtrain.train.assemble import Paths
+    from mtrain.train.assemble import train as train_rank
+
+    home.mkdir(parents=True, exist_ok=True)
+    error, said = "", io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        try:
+            train_rank(run, lambda _: Paths(home, checkpoint), lambda *_: None)
+        except Exception as caught:
+            error = type(caught).__name__
+            print(f"{error}: {caught}")
+            api.parallel_state.destroy_model_parallel()
+    metrics = home / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    return End(
+        error,
+        [path.name for path in committed(home / "checkpoints")],
+        said.getvalue(),
+        sum("lr" in line for line in lines),
+    )
+
+
+def broken(name: str, moment: str, error: Exception, rank: int | None = None) -> tuple[type, str, Any]:
+    """A hook, one of its moments, and what to put there so that it raises (on one rank, or on all)."""
+    from mtrain.train import hooks, progress
+
+    owner = progress.Progress if name == "Progress" else getattr(hooks, name)
+    real = getattr(owner, moment)
+
+    def raising(*args: Any, **kwargs: Any) -> Any:
+        if rank in (None, dist.get_rank()):
+            raise error
+        return real(*args, **kwargs)
+
+    return owner, moment, raising
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], End]:
+    """Runs of one rank in which all logs fail at a moment, or the evaluation does; all in one process."""
+    home = tmp_path_factory.mktemp("ends")
+
+    def job() -> dict[tuple[str, str], End]:
+        found = {("none", "none"): train(small(), home / "none")}
+        for names in (LOGS, ("Evaluation",)):
+            for moment in MOMENTS:
+                full = OSError(errno.ENOSPC, "No space left on device")
+                with pytest.MonkeyPatch.context() as patch:
+                    for name in names:
+                        patch.setattr(*broken(name, moment, full))
+                    end = train(small(profiled=names == LOGS and moment != "start"), home / f"{names[0]}-{moment}")
+                found |= {(name, moment): end for name in names}
+        return found
+
+    return dict(run_ranks(1, job, timeout_s=240)[0])
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("name", LOGS)
+def test_a_log_that_fails_is_said_once_and_the_run_is_saved(
+    name: str, moment: str, ends: dict[tuple[str, str], End]
+) -> None:
+    end = ends[name, moment]
+    assert (end.error, end.steps) == ("", [f"step_{STEPS:08d}"]), end.said
+    profiled = name != "Profile" or moment != "start"
+    assert end.said.count(f"warning: {name} failed") == profiled, end.said
+    assert "No space left on device" in end.said
+
+
+@pytest.mark.parametrize(
+    ("moment", "error", "saved"),
+    [("start", "OSError", []), ("after_step", "OSError", [1]), ("finish", "OSError", [STEPS]), ("close", "", [STEPS])],
+)
+def test_an_evaluation_that_fails_ends_the_run_with_every_step_saved(
+    moment: str, error: str, saved: list[int], ends: dict[tuple[str, str], End]
+) -> None:
+    end = ends["Evaluation", moment]
+    assert (end.error, end.steps) == (error, [f"step_{step:08d}" for step in saved]), end.said
+
+
+def test_a_run_in_which_nothing_fails_warns_of_nothing(ends: dict[tuple[str, str], End]) -> None:
+    end = ends["none", "none"]
+    assert (end.error, end.steps, end.lines) == ("", [f"step_{STEPS:08d}"], STEPS)
+    assert "warning" not in end.said
+
+
+def test_logs_that_fail_on_one_rank_leave_no_other_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtrain.train import hooks
+
+    monkeypatch.setattr(hooks, "PEAKS_S", 0.5)
+    for name, moment, rank in (("Metrics", "after_step", 0), ("Progress", "start", 1), ("Memory", "finish", 1)):
+        monkeypatch.setattr(*broken(name, moment, ValueError("seeded"), rank))
+    ends = run_ranks(2, lambda: train(small(ranks=2, tp=2), tmp_path))
+    assert [(end.error, end.steps) for end in ends] == [("", [f"step_{STEPS:08d}"])] * 2
+    assert [end.said.count("warning") for end in ends] == [1, 2]
+    first, second = json.loads((tmp_path / "memory.json").read_text())["peak_bytes_by_rank"]
+    assert first > 0
+    assert second is None
+
+
+def test_a_stop_leaves_out_the_last_evaluation_and_no_deletion_that_fails_ends_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mtrain.ckpt import folder
+    from mtrain.train import step
+
+    real, evaluated = step.run_schedule, []
+
+    def interrupted(parts: Any, batches: Any, *, forward_only: bool) -> Any:
+        if forward_only and parts.state.step == STEPS:
+            evaluated.append(None)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(parts, batches, forward_only=forward_only)
+
+    def busy(*_: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(step, "run_schedule", interrupted)
+    monkeypatch.setattr(folder, "prune", busy)
+    run = small()
+    run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"eval_iters": 5})})
+    (end, batches) = run_ranks(1, lambda: (train(run, tmp_path), len(evaluated)))[0]
+    assert (end.error, end.steps, batches) == ("", [f"step_{STEPS:08d}"], 1), end.said
+    assert "its last evaluation is left out" in end.said
+    assert "final validation loss" not in end.said
+    assert end.said.count("warning: older checkpoints") == 1
+
+
+@pytest.mark.parametrize("failing_part", ["write", "flush", "fileno"])
+def test_a_full_disk_under_the_metrics_is_said_once(
+    failing_part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mtrain.train.hooks import Metrics
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    metrics = Metrics(tmp_path)
+    file = (tmp_path / "metrics.jsonl").open("a")
+    metrics.file = SimpleNamespace(write=file.write, flush=file.flush, fileno=file.fileno, close=full)  # type: ignore[assignment]
+    setattr(metrics.file, failing_part, full)
+    for step in range(3):
+        metrics.evaluation(step, "valid", 1.0)
+    metrics.close()
+    metrics.close()
+    file.close()
+    assert capsys.readouterr().err.count("warning") == 1
+
+
+SAMPLED = (
+    "data=text",
+    "data.path=text.txt",
+    "data.tokenizer_vocab_size=300",
+    "data.cache_dir=cache",
+    *(word for word in SMALL if not word.startswith("data=")),
+    "trainer.train_iters=2",
+    "trainer.global_batch_size=4",
+    "log.name=run",
+)
+LEARNED = ("model.position_embedding_type=learned_absolute", "model.max_position_embeddings=33", "data.seq_length=33")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("".join(f"a line that is number {n}\n" for n in range(8000)))
+    return tmp_path
+
+
+def _finish(*argv: str, cwd: Path, patch: Callable[[], None] | None = None) -> tuple[int, str]:
+    run = Launched(*argv, cwd=cwd, patch=patch)
+    return run.wait(), run.said
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_a_sample_is_no_longer_than_the_positions_and_a_finished_run_resumes(layout: str, home: Path) -> None:
+    words = (*SAMPLED, *LEARNED, f"parallel={layout}", "trainer.sample_tokens=40")
+    for argv in (words, ("resume", "runs/run")):
+        code, said = _finish(*argv, cwd=home)
+        assert code == 0, said
+        assert "sample from step_00000002" in said
+        assert "warning" not in said
+
+
+def _fail_on_rank_one() -> None:
+    from mtrain.train.generate import Sampler
+
+    def faulty(self: Any, ids: list[int]) -> None:
+        if self.world.rank == 1:
+            raise RuntimeError("seeded fault")
+        dist.barrier()  # as a rank that waits for the other
+
+    Sampler._next_logits = faulty  # type: ignore[method-assign,assignment]
+
+
+def _lose_the_tokenizer() -> None:
+    from mtrain.data import text
+
+    def gone(*_: object) -> None:
+        raise FileNotFoundError("seeded fault")
+
+    text.Tokenizer.__init__ = gone  # type: ignore[method-assign,assignment]
+
+
+@pytest.mark.parametrize("patch", [_fail_on_rank_one, _lose_the_tokenizer])
+def test_a_sample_that_fails_is_a_warning_and_the_run_ends_well(patch: Callable[[], None], home: Path) -> None:
+    code, said = _finish(*SAMPLED, "parallel=tp2", cwd=home, patch=patch)
+    assert code == 0, said
+    assert said.count("warning: no text sample:") == 1, said
+    assert "seeded fault" in said
+    assert (home / "runs/run/checkpoints/step_00000002/manifest.json").is_file()
+
+
+def test_a_stop_during_the_sample_ends_it_at_once_and_the_run_is_finished(home: Path) -> None:
+    def stopped_by_a_signal() -> None:
+        from mtrain.train.generate import Sampler
+
+        real = Sampler._next_logits
+
+        def interrupted(self: Any, ids: list[int]) -> Any:
+            if self.world.rank == 1 and len(ids) == 20:
+                os.kill(os.getppid(), signal.SIGTERM)  # to the launcher, as a scheduler does
+            return real(self, ids)
+
+        Sampler._next_logits = interrupted  # type: ignore[method-assign]
+
+    words = (*SAMPLED, "parallel=tp2", "trainer.sample_tokens=100000")
+    code, said = _finish(*words, cwd=home, patch=stopped_by_a_signal)
+    assert code == 0, said
+    assert "stopped on request: the run is finished" in said
+
+
+def test_any_damage_that_any_rank_reads_ends_all_ranks_before_a_step(tmp_path: Path) -> None:
+    run = small(ranks=2, distributed_optimizer=True)
+    run_ranks(2, lambda: train(run, tmp_path / "whole"))
+    saved = tmp_path / "whole/checkpoints" / f"step_{STEPS:08d}"
+    longer = run.model_copy(update={"trainer": run.trainer.model_copy(update={"train_iters": STEPS + 1})})
+    dice, damaged = random.Random(0), []
+    for i, name in enumerate([*(["rank_00000.safetensors", "rank_00001.safetensors"] * 4), "run.yaml", "manifest.json"]):
+        copy = Path(shutil.copytree(saved, tmp_path / f"damaged-{i}" / saved.name))
+        content = bytearray((copy / name).read_bytes())
+        content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        (copy / name).write_bytes(bytes(content))
+        damaged.append((name, copy))
+
+    def job() -> list[End]:
+        return [train(longer, tmp_path / f"run-{copy.parent.name}", copy) for _, copy in damaged]
+
+    for ends in run_ranks(2, job):
+        for (name, copy), end in zip(damaged, ends, strict=True):
+            assert end.error == "Damaged", (name, copy)
+            assert name in end.said
+            assert end.lines == 0
