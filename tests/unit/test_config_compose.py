@@ -114,7 +114,7 @@ def test_what_is_said_twice_is_an_error_that_shows_both(argv: list[str]) -> None
         ["model=llama3_8b", "model.num_layers=2", "model.vocab_size=512"],
         ["optim.muon={momentum: 0.9}", "optim.muon.num_ns_steps=3"],
         ["parallel=tp2", "parallel.pp=2", "parallel.sequence_parallel=true"],
-        ["parallel=llama3_8b_h100x8", "parallel.tp=2"],
+        ["parallel=dp", "parallel.tp=2"],
         ["parallel=tp3", "parallel.tp=2"],
         ["recipe=llama/tiny_cpu", "model=deepseek_tiny"],
     ],
