@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TextIO
 
 Severity = Literal["error", "warning"]
 MAX_SHOWN = 160
@@ -47,6 +48,28 @@ class Problem:
 def visible(text: str) -> str:
     """`text` in one line that a terminal shows and does not obey: what cannot be printed becomes its code."""
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" if ord(c) < 256 else f"\\u{ord(c):04x}" for c in text)
+
+
+def printable(text: str) -> str:
+    """`text` of several lines, each of them as `visible` shows it; tabs stay."""
+    lines = (line.removesuffix("\r").split("\t") for line in text.split("\n"))
+    return "\n".join("\t".join(map(visible, parts)) for parts in lines)
+
+
+def say(*lines: str, error: bool = False) -> None:
+    """Prints each text in one line, whatever is in it: no value ends a line or moves the cursor."""
+    _put("\n".join(map(visible, lines)), sys.stderr if error else sys.stdout)
+
+
+def say_page(text: str, *, error: bool = False) -> None:
+    """Prints a text whose line breaks are its own, as generated text or a file are; what else is in it is shown."""
+    _put(printable(text.removesuffix("\n")), sys.stderr if error else sys.stdout)
+
+
+def _put(text: str, stream: TextIO) -> None:
+    """Prints with escapes for what the stream has no letters for, as where its encoding is ASCII."""
+    encoding = stream.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
 def show(value: object) -> str:

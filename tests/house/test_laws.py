@@ -185,3 +185,15 @@ def test_every_key_is_documented() -> None:
                 yield from walk(section, f"{prefix}{name}.")
 
     assert list(walk(documented(), "")) == []
+
+
+def test_one_file_prints() -> None:
+    for path in modules():
+        if path == SOURCE / "errors.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            spelled = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            assert spelled not in ("print", "sys.stdout.write", "sys.stderr.write"), (
+                f"{path}:{node.lineno}: text may come from a file; `errors.say` and `say_page` show what a terminal "  # type: ignore[attr-defined]
+                "would obey"
+            )

@@ -188,7 +188,6 @@ HARMLESS: tuple[Row, ...] = (
     fine(0, "precision=fp16"),
     fine(0, "optim=sgd optim.momentum=0.5"),
     Row(0, ("recipe={file}",), text="\ufeffoptim: {eps: 1e-8}\n"),
-    Row(0, ("recipe={file}",), text="# nothing but a remark\n"),
     Row(0, ("recipe={file}",), text="optim: &a {lr: 1e-3}\n"),
 )
 """What looks like one of them and is not."""

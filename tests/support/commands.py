@@ -29,9 +29,15 @@ SMALL = (
 """Overrides that make the default run small enough for a step of some hundredths of a second."""
 
 
+def latest(*argv: str) -> list[str]:
+    """A command line of which a key that is set twice is set to the later value: a test's words over a base."""
+    last = {word.partition("=")[0]: index for index, word in enumerate(argv)}
+    return [word for index, word in enumerate(argv) if "=" not in word or last[word.partition("=")[0]] == index]
+
+
 def command(*argv: str) -> list[str]:
     """The words of `python launch.py ...`."""
-    return [sys.executable, str(ROOT / "launch.py"), *argv]
+    return [sys.executable, str(ROOT / "launch.py"), *latest(*argv)]
 
 
 def environment() -> dict[str, str]:

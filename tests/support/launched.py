@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.commands import latest
+
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -45,7 +47,7 @@ class Launched:
                     patch()
                 from mtrain.cli.main import main
 
-                code = main(argv)
+                code = main(latest(*argv))
                 sys.stdout.flush()
             finally:
                 os._exit(code)

@@ -30,12 +30,21 @@ def fixed(words: list[str], problem: Problem, file: Path) -> list[str]:
         key = problem.path or re.split(r"[=: ]", problem.rule)[0]
         words = [word for word in words if key not in word]
     added = [] if first.startswith(CUT) else shlex.split(first)
+    for key in (word.partition("=")[0] for word in added):  # a setting takes the place of those that say it
+        words = [word for word in words if not _says(word.partition("=")[0], key)]
     again = {(p.code, p.path, p.source) for p in judged([*words, *added])}
     if (problem.code, problem.path, problem.source) in again and file.stat().st_size:
         lines = file.read_bytes().split(b"\n")
         number = int(problem.source.rpartition(":")[2])
         file.write_bytes(b"\n".join(lines[: number - 1] + lines[number:]))
+        if b":" not in re.sub(rb"(?m)#.*", b"", file.read_bytes()):  # nothing is left to say
+            file.write_text("log: {interval: 10}\n")
     return [*words, *added]
+
+
+def _says(path: str, key: str) -> bool:
+    """Whether to set `path`, no group, is to set `key` as well or a part of it."""
+    return path == key or ("." in path and f"{key}.".startswith(f"{path}.")) or path.startswith(f"{key}.")
 
 
 @pytest.mark.parametrize("row", [row for row in (*ROWS, *MORE) if row.code], ids=lambda row: row.name)

@@ -118,7 +118,7 @@ def test_an_answer_takes_less_than_a_third_of_a_second_and_no_torch(line: str) -
     [
         ("mtrain reci", ["recipe", "recipe="]),
         ("mtrain check model=llama3_", ["llama3_70b", "llama3_8b"]),
-        ("mtrain optim.sch", ["optim.schedule="]),
+        ("mtrain optim.sch", ["optim.schedule=", "optim.schedule_counts="]),
         ("mtrain optim.schedule=co", ["constant", "cosine"]),
         ("mtrain recipe show llama31/8", ["llama31/8b_128k_h100x64"]),
         ("mtrain check zzz", []),
@@ -179,7 +179,7 @@ def test_bash_completes_the_launch_file_of_mtrain_and_no_other(line: str, reply:
     [
         ("mtrain recipe sho", ["show"]),
         ("mtrain check precision.dtype=b", ["precision.dtype=bf16"]),
-        ("mtrain optim.sch", ["optim.schedule="]),
+        ("mtrain optim.sch", ["optim.schedule=", "optim.schedule_counts="]),
     ],
 )
 def test_a_real_fish_completes_with_the_script(line: str, reply: list[str], tmp_path: Path) -> None:

@@ -79,10 +79,57 @@ def test_a_recipe_value_holds_over_a_model_chosen_on_the_command_line(recipe: Pa
     assert (composed.run.model.name, composed.run.model.num_layers) == ("llama_tiny", 6)
 
 
-def test_the_order_of_arguments_does_not_change_precedence_and_the_later_of_two_holds(recipe: Path) -> None:
-    first = compose(["optim.lr=0.5", f"recipe={recipe}", "optim.lr=0.25"])
-    assert first.run.optim.lr == 0.25
-    assert compose(["precision=bf16", "precision=fp16"]).run.precision.dtype == "fp16"
+def test_the_order_of_arguments_does_not_change_precedence(recipe: Path) -> None:
+    for words in (["optim.lr=0.5", f"recipe={recipe}"], [f"recipe={recipe}", "optim.lr=0.5"]):
+        assert compose(words).run.optim.lr == 0.5
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["optim.lr=1e-3", "optim.lr=2e-3"],
+        ["optim.lr=1e-3", "trainer.seed=1", "optim.lr=1e-3"],
+        ["model=llama_tiny", "model=llama3_8b"],
+        ["recipe=llama/tiny_cpu", "recipe=deepseek/tiny_cpu"],
+        ["run=a.yaml", "run=b.yaml"],
+        ["model.moe.router_topk=2", "model.moe=null"],
+        ["model.moe=null", "model.moe.router_topk=2"],
+        ["model.moe.router_topk=2", "model.moe={}"],
+        ["optim.muon={momentum: 0.9}", "optim.muon.momentum=0.8"],
+        ["optim.muon.momentum=0.8", "optim.muon={num_ns_steps: 3, momentum: 0.9}"],
+        ["parallel=tp2", "parallel=tp2"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_said_twice_is_an_error_that_shows_both(argv: list[str]) -> None:
+    with pytest.raises(BadInput) as caught:
+        compose(argv)
+    (problem,) = (p for p in caught.value.problems if p.code == "MT004")
+    assert f"as {argv[0]} and as {argv[-1]};" in problem.rule
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["model=llama3_8b", "model.num_layers=2", "model.vocab_size=512"],
+        ["optim.muon={momentum: 0.9}", "optim.muon.num_ns_steps=3"],
+        ["parallel=tp2", "parallel.pp=2", "parallel.sequence_parallel=true"],
+        ["parallel=dp", "parallel.tp=2"],
+        ["parallel=tp3", "parallel.tp=2"],
+        ["recipe=llama/tiny_cpu", "model=deepseek_tiny"],
+    ],
+    ids=" ".join,
+)
+def test_what_lies_beside_or_over_a_choice_is_not_said_twice(argv: list[str]) -> None:
+    compose(argv)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n", "null\n", "~", "{}", "---\n", "--- # nothing\n...\n"])
+@pytest.mark.parametrize("base", ["recipe", "run"])
+def test_a_file_that_says_nothing_is_refused(tmp_path: Path, text: str, base: str) -> None:
+    (tmp_path / "nothing.yaml").write_text(text)
+    with pytest.raises(BadInput, match="the file says nothing"):
+        compose([f"{base}={tmp_path / 'nothing.yaml'}"])
 
 
 def test_a_run_file_is_the_base_and_names_its_lines(run_file: Path) -> None:

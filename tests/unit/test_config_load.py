@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.config.load import MAX_BYTES, load, parse, read_run_file
+from mtrain.config.files import MAX_BYTES
+from mtrain.config.load import load, parse, read_run_file
 from mtrain.errors import BadInput, Problem
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from mtrain.config.compose import compose
+from mtrain.config.model import ModelConfig
 from mtrain.config.paths import recipes_dir
 from mtrain.errors import BadInput, Problem
 
@@ -123,3 +125,48 @@ def test_a_recipe_reference_is_followed_with_the_command_line_on_top(tmp_path: P
     file = tmp_path / "r.yaml"
     file.write_text("optim: {decay_iters: '${trainer.train_iters}'}\ntrainer: {train_iters: 50}\n")
     assert compose([f"recipe={file}", "trainer.train_iters=60"]).run.optim.decay_iters == 60
+
+
+WHOLE = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 8,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [{"num_layers": 8}, {"moe": {"num_experts": 4, "ffn_hidden_size": 64}}, {"name": "mine"}, {"hidden_dropout": 0.1}]
+    + [{k: v for k, v in WHOLE.items() if k != left} for left in WHOLE],
+    ids=str,
+)
+def test_a_part_of_a_model_lists_what_it_lacks_and_both_ways_out(tmp_path: Path, stated: dict[str, object]) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(json.dumps({"trainer": {"seed": 1}, "model": stated}))
+    (problem,) = (p for p in judged(tmp_path, file.read_text()) if p.code == "MT018")
+    missing = [key for key in WHOLE if key not in stated]
+    assert f"lacks {', '.join(missing)};" in problem.rule
+    assert "override /model: llama_tiny" in problem.rule
+    assert (problem.path, problem.source) == ("model", f"{file}:1")
+    compose([f"recipe={file}", *problem.fix.split()])
+    rest = [f"model.{key}={WHOLE[key]}" for key in missing]
+    assert compose([f"recipe={file}", *rest]).run.model.name == stated.get("name", "custom")
+    file.write_text(json.dumps({"defaults": [{"override /model": "llama_tiny"}], "model": stated}))
+    assert compose([f"recipe={file}"]).run.model.num_query_groups == 4
+
+
+def test_a_whole_model_of_its_own_inherits_nothing(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(json.dumps({"model": WHOLE}))
+    composed = compose([f"recipe={tmp_path / 'r.yaml'}"])
+    assert composed.run.model == ModelConfig.model_validate(WHOLE)
+    assert composed.origins["model.num_query_groups"] == "default"
+    assert "model" not in composed.choices
+    assert composed.run.optim == compose([]).run.optim
+
+
+def test_a_refused_key_of_a_whole_model_is_judged_with_the_rest(tmp_path: Path) -> None:
+    found = judged(tmp_path, json.dumps({"model": {**WHOLE, "hidden_size": "wide"}, "parallel": {"tpp": 2}}))
+    assert {(p.code, p.path) for p in found} == {("MT013", "model.hidden_size"), ("MT012", "parallel.tpp")}

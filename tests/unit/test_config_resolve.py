@@ -142,7 +142,7 @@ def test_every_operation_of_the_model_and_no_other_gets_an_implementation() -> N
     assert dense == {"norm", "rope", "attention", "linear", "activation", "loss"}
     experts = set(_words(resolve(tiny(model__moe=MOE), LAPTOP)))
     assert experts == dense | {"experts", "moe_router", "moe_permute"}
-    assert {op.name for op in OPERATIONS} == {k for k, v in KernelsConfig() if v is None}
+    assert {op.name for op in OPERATIONS} == {k for k, v in KernelsConfig() if v is None and k != "cpu_matmul"}
 
 
 def test_auto_takes_the_first_that_can_run() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 
 from mtrain.cli.main import main
+from mtrain.config import paths
 from mtrain.config.base import Effect
 from mtrain.config.compose import compose
 from mtrain.config.dump import run_yaml
 from mtrain.config.load import load
+from mtrain.config.locked import content
 from mtrain.config.paths import recipes_dir
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
@@ -160,7 +163,9 @@ def test_the_nearest_choices_are_taken_and_the_rest_is_said() -> None:
 
 
 def test_differences_are_numbered_and_say_what_they_mean(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("optim: {lr: 1.0e-3}\nmodel: {hidden_size: 512}\nlog: {interval: 5}\n")
+    (tmp_path / "a.yaml").write_text(
+        "defaults: [override /model: llama_tiny]\nmodel: {hidden_size: 512}\noptim: {lr: 1e-3}\nlog: {interval: 5}\n"
+    )
     (tmp_path / "b.yaml").write_text("optim: {lr: 2.0e-3}\nparallel: {overlap_grad_reduce: true}\n")
     code, out, _ = run("recipe", "diff", "a.yaml", "b.yaml")
     rows = {line.split()[1]: line for line in out.splitlines()[:-1]}
@@ -266,11 +271,66 @@ def test_a_file_of_an_older_version_is_told_by_the_keys_it_lacks(run: Run, tmp_p
     assert "trainer.sample_prompt" in out
 
 
-def test_a_lock_for_gpus_that_are_not_here_is_the_environments_fault(run: Run) -> None:
+def test_a_lock_is_verified_where_it_was_made_and_misses_gpus_only_where_there_were_more(
+    run: Run, tmp_path: Path
+) -> None:
     run("recipe", "lock", "llama3/70b_h100x64", "-o", "t.yaml")
     code, out, _ = run("recipe", "verify", "t.yaml")
-    if Machine.here().gpus < 8:
-        assert (code, "device cuda" in out) == (3, True)
+    assert (code, out.startswith("verified")) == (0, True), out
+    text, gpus = (tmp_path / "t.yaml").read_text(), Machine.here().gpus
+    for had, expected in (("8", 3 if gpus < 8 else 0), ("0", 0)):
+        (tmp_path / "t.yaml").write_text(text.replace(f"gpus: {gpus}}}", f"gpus: {had}}}", 1))
+        code, out, _ = run("recipe", "verify", "t.yaml")
+        assert (code, "device cuda" in out) == (expected, expected == 3), had
+
+
+def test_a_lock_whose_values_were_edited_does_not_run(run: Run, tmp_path: Path) -> None:
+    run("recipe", "lock", "llama/tiny_cpu", "-o", "t.yaml")
+    text = (tmp_path / "t.yaml").read_text()
+    assert run("check", "run=t.yaml", "trainer.seed=7")[0] == 0, "changes are given on the command line"
+    digest = next(line for line in text.splitlines() if line.startswith("# digest: "))
+    body = text.replace("seed: 1234", "seed: 1235")
+    resealed = body.replace(
+        re.findall("# content: (.*)", body)[0], content("".join(re.findall(r"(?m)^[^#\n].*\n", body)))
+    )
+    for changed, word in (
+        (body, "content"),
+        (resealed, "digest"),
+        (text.replace("interval: 10", "interval: 11"), "content"),
+        (text + "# a remark\n", "content"),
+        (text.replace(digest, "# digest: a"), "digest"),
+        (text.replace(digest + "\n", ""), "does not say digest"),
+    ):
+        (tmp_path / "t.yaml").write_text(changed)
+        code, _, err = run("check", "run=t.yaml")
+        assert (code, "MT705" in err, word in err) == (2, True, True), err
+
+
+def test_a_lock_knows_every_file_that_it_was_made_from(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "conf"
+    shutil.copytree(paths.conf_dir(), folder)
+    for module in ("config.paths", "config.compose", "cli.recipe.lock"):
+        monkeypatch.setattr(f"mtrain.{module}.conf_dir", lambda: folder)
+    (folder / "optim/mine.yaml").write_text("defaults: [adamw, _self_]\neps: 1.0e-7\n")
+    (tmp_path / "my.yaml").write_text("defaults: [override /optim: mine]\nlog: {interval: 3}\n")
+    assert run("recipe", "lock", "my.yaml", "-o", "t.yaml")[0] == 0
+    assert run("recipe", "verify", "t.yaml")[0] == 0
+    names = ("my.yaml", "conf/optim/mine.yaml", "conf/optim/adamw.yaml", "conf/data/stdlib.yaml", "conf/config.yaml")
+    for name in names:
+        file = tmp_path / name
+        text = file.read_text()
+        file.write_text(text + "# changed\n")
+        code, out, _ = run("recipe", "verify", "t.yaml")
+        assert (code, out.startswith(f"source {name}: ")) == (4, True), out
+        file.unlink()
+        code, out, _ = run("recipe", "verify", "t.yaml")
+        assert (code, out.startswith(f"source {name}: ")) == (3, True), "a file that is not here is no other file"
+        file.write_text(text)
+    assert run("recipe", "verify", "t.yaml")[0] == 0
+    (folder / "optim/muon.yaml").write_text("name: muon\n")
+    assert run("recipe", "verify", "t.yaml")[0] == 0, "what it does not stand on may change"
 
 
 def test_other_data_and_another_tokenizer_are_told_apart(run: Run, tmp_path: Path) -> None:
@@ -328,7 +388,8 @@ def test_no_lock_makes_us_read_a_file_that_is_none(run: Run, tmp_path: Path) -> 
     os.mkfifo(tmp_path / "t.json")
     body = run_yaml(resolve(compose(["data=indexed", "data.path=/dev/zero", "data.tokenizer=t.json"]).run, LAPTOP))
     (tmp_path / "t.yaml").write_text(
-        f"# mtrain lock 1\n# digest: a\n# content: a\n# versions: {{}}\n# digests: {{}}\n{body}"
+        "# mtrain lock 1\n# digest: a\n# content: a\n# versions: {}\n# device: {}\n# digests: {}\n# sources: []\n"
+        + body
     )
     assert run("recipe", "verify", "t.yaml")[0] == 4
 

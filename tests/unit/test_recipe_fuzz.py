@@ -14,10 +14,11 @@ import pytest
 from mtrain.cli.main import main
 from mtrain.cli.recipe.diff import diff
 from mtrain.config.compose import compose
+from mtrain.config.locked import read_lock
 from mtrain.config.resolve import resolve
 from mtrain.errors import BadInput, MtrainError
 from mtrain.recipes.hf import import_config
-from mtrain.recipes.lock import lock_text, mismatches, read_lock
+from mtrain.recipes.lock import lock_text, mismatches
 from mtrain.recipes.megatron import import_scripts
 from mtrain.recipes.table import known_flags
 from mtrain.recipes.write import delta, recipe_text
@@ -116,12 +117,12 @@ def test_a_mutated_configuration_of_another_library_is_imported_or_refused(tmp_p
 def test_a_mutated_lock_is_read_or_refused(tmp_path: Path) -> None:
     rng = random.Random(7)
     file = tmp_path / "x.lock.yaml"
-    text = lock_text(resolve(compose([]).run, LAPTOP), {"data": "a"}, LAPTOP)
+    text = lock_text(resolve(compose([]).run, LAPTOP), {"data": "a"}, {"conf/config.yaml": "a"}, LAPTOP)
     for _ in range(150):
         file.write_text(
             mutated(text, rng, (*PIECES, "!!python/name:os.system", "&a", "*a", "_target_", "${oc.env:HOME}"))
         )
-        answered(lambda: mismatches(read_lock(file), {}, LAPTOP))
+        answered(lambda: mismatches(read_lock(file), {}, {}, LAPTOP))
 
 
 def test_a_mutated_file_is_compared_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -266,5 +266,7 @@ def test_a_file_of_unknown_keys_and_one_of_endless_layers_are_read_in_no_time(tm
     started = time.process_time()
     many = {f"never_heard_of_{i}": i for i in range(9_000)}
     assert len(read(tmp_path, {"model_type": "qwen3_moe", **SHAPE, **many}).unplaced) >= 9_000
-    read(tmp_path, {"model_type": "qwen2", **SHAPE, "num_hidden_layers": 10**12})
+    read(tmp_path, {"model_type": "qwen2", **SHAPE, "num_hidden_layers": 1 << 27})
+    with pytest.raises(BadInput, match="at most"):
+        read(tmp_path, {"model_type": "qwen2", **SHAPE, "num_hidden_layers": 10**12})
     assert time.process_time() - started < 3

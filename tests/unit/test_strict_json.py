@@ -11,6 +11,7 @@ import pytest
 from mtrain import strict_json
 from mtrain.cli.main import main
 from mtrain.cli.multirun import _row, _table
+from mtrain.config.compose import compose
 from mtrain.config.sweep import Job
 
 
@@ -39,6 +40,6 @@ def test_the_table_of_a_sweep_reads_runs_whose_numbers_are_null(tmp_path: Path) 
     (tmp_path / "a").mkdir()
     lines = [{"step": 1, "loss": 2.0, "tokens_per_s": None}, {"step": 2, "loss": None, "tokens_per_s": 7.0}]
     (tmp_path / "a/metrics.jsonl").write_text("".join(strict_json.dumps(line) + "\n" for line in lines))
-    row = _row(Job((), {"x": "1"}), "a", 5, [f"log.runs_dir={tmp_path}"])
+    row = _row(Job((), {"x": "1"}), "a", 5, compose([f"log.runs_dir={tmp_path}"]).run)
     assert (row.loss, row.tokens_per_s) == (None, 7.0)
     assert "-" in _table([row], 1)

@@ -68,9 +68,10 @@ def test_each_run_composes_to_its_own_values() -> None:
     ]
 
 
-def test_the_later_of_two_settings_holds() -> None:
-    (job,) = jobs(["optim.lr=1,2,3", "optim.lr=5"])
-    assert (job.argv, job.swept) == (("optim.lr=5",), {})
+def test_a_key_that_is_swept_and_said_again_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"said twice, as optim\.lr=1,2,3 and as optim\.lr=5"):
+        jobs(["optim.lr=1,2,3", "optim.lr=5"])
+    assert [job.argv for job in jobs(["parallel=tp2,pp2", "parallel.cp=2"])][1] == ("parallel=pp2", "parallel.cp=2")
 
 
 @pytest.mark.parametrize(

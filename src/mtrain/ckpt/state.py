@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from mtrain.ckpt import folder, store
 from mtrain.config.dump import run_yaml
 from mtrain.config.run import RunConfig
+from mtrain.errors import say
 from mtrain.mcore import api as mcore
 from mtrain.mcore import optimizer_state, sharding
 from mtrain.world.beats import beat
@@ -72,7 +72,7 @@ def _prune(root: Path, keep: int | None) -> None:
         folder.prune(root, keep)
     except OSError as error:
         with suppress(OSError):
-            print(f"warning: older checkpoints in {root} cannot be deleted: {error}", file=sys.stderr, flush=True)
+            say(f"warning: older checkpoints in {root} cannot be deleted: {error}", error=True)
 
 
 def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed: int) -> bool:

@@ -111,7 +111,9 @@ def _write_shard(draft: Path, slots: Iterable[Slot], extra: dict[str, torch.Tens
     path = draft / name
     hashed = {entry: hashes.hash_bytes(_bytes(tensor)) for entry, tensor in tensors.items()}
     # Two slots may be the same memory (a tied weight): safetensors wants each entry to own its bytes.
-    save_file(_unshared(tensors), path, metadata={hashes.ENTRY_HASHES: json.dumps(hashed, sort_keys=True)})
+    save_file(
+        _unshared(tensors), path, metadata={hashes.ENTRY_HASHES: json.dumps(hashed, sort_keys=True, allow_nan=False)}
+    )
     tick()
     folder.sync(path)
     tick()

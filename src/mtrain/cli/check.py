@@ -13,7 +13,7 @@ from mtrain.config.batches import counted, stages
 from mtrain.config.paths import MANIFEST
 from mtrain.config.rules.finding import dp_of
 from mtrain.config.run import RunConfig
-from mtrain.errors import Problem
+from mtrain.errors import Problem, say_page, visible
 from mtrain.units import MIB, count
 
 READ_MANIFEST = 16 * MIB
@@ -35,9 +35,9 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
         if chosen.checkpoint is not None:
             _looks_whole(chosen.checkpoint)
     if as_json:
-        print(strict_json.dumps(verdict(loaded.warnings, loaded.run.digest()), indent=2))
+        say_page(strict_json.dumps(verdict(loaded.warnings, loaded.run.digest()), indent=2))
     else:
-        print(summary(loaded))
+        say_page(summary(loaded))
     return 0
 
 
@@ -104,7 +104,7 @@ def summary(loaded: Loaded) -> str:
     if run.cluster.sm is not None:
         lines.insert(3, ("device", _device(run)))
     warnings = [problem.render() for problem in loaded.warnings]
-    return "\n".join([*warnings, "ok", *(f"  {name:<7} {text}" for name, text in lines)])
+    return "\n".join([*warnings, "ok", *(visible(f"  {name:<7} {text}") for name, text in lines)])
 
 
 def _padding(run: RunConfig) -> str:

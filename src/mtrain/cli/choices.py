@@ -7,7 +7,7 @@ from mtrain.cli.options import read_options
 from mtrain.config.near import near_choice
 from mtrain.config.paths import choices_of_group, conf_dir
 from mtrain.config.run import GROUPS
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import BadInput, Problem, say, say_page
 
 WIDTH = 100
 
@@ -26,12 +26,12 @@ def run(argv: list[str], *, debug: bool) -> int:
             raise BadInput([Problem("MT010", "", None, rule, f"choices {near[0]}", "command line")])
     found = {group: {c: about(group, c) for c in choices_of_group(group)} for group in options.words or GROUPS}
     if options.as_json:
-        print(strict_json.dumps(found, indent=2))
+        say_page(strict_json.dumps(found, indent=2))
         return 0
     for group, choices in found.items():
         width = max(len(choice) for choice in choices)
         lines = [f"  {choice:<{width}}  {text}".rstrip() for choice, text in choices.items()]
-        print("\n".join([group, *(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines)]))
+        say(group, *(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines))
     return 0
 
 

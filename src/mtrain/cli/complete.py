@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mtrain.config.paths import choices_of_group, conf_dir, recipes_dir
+from mtrain.errors import say
 
 NAMED = ("show", "diff", "lock", "export")
 """Subverbs of `recipe` that take the name of one."""
@@ -21,7 +22,7 @@ SHELLS = ("bash", "zsh", "fish")
 def run(argv: list[str], *, debug: bool) -> int:
     """Prints a line for each candidate of the command line in `argv[0]`, up to the cursor; never an error."""
     with suppress(Exception):
-        print("\n".join(candidates(argv[0] if argv else "")))
+        say(*(word for word in candidates(argv[0] if argv else "") if word.isprintable()))
     return 0
 
 

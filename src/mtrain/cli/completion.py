@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mtrain.cli.complete import SHELLS
 from mtrain.cli.options import needed, read_options
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import BadInput, Problem, say_page
 
 BASH = r"""# bash: eval "$(mtrain completion bash)", or save this as a file in the folder of bash completions
 _mtrain() {
@@ -97,5 +97,5 @@ def run(argv: list[str], *, debug: bool) -> int:
     if shell not in SCRIPTS:
         rule = f"there is no completion for {shell}; shells: {', '.join(SHELLS)}"
         raise BadInput([Problem("MT010", "", None, rule, "completion bash", "command line")])
-    print(SCRIPTS[shell], end="")
+    say_page(SCRIPTS[shell])
     return 0

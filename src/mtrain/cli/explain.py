@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from mtrain import strict_json
@@ -27,12 +28,12 @@ from mtrain.config.keys import field_of, suggest
 from mtrain.config.paths import program
 from mtrain.config.resolve import HERE, Machine, resolve, world_size_of
 from mtrain.config.run import RunConfig, effect_of
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import BadInput, Problem, say_page, visible
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.table import flags_of
 
 USAGE = "explain parallel.tp [overrides], explain MT101, explain model"
-_CODE = re.compile(r"[Mm][Tt][0-9]{3}\Z")
+_CODE = re.compile(r"[Mm][Tt][0-9]+\Z")
 DEFAULT = "default"
 ABSENT = "(not there: its section is null)"
 
@@ -45,7 +46,7 @@ def run(argv: list[str], *, debug: bool) -> int:
     """
     options = read_options(argv)
     if not options.words:
-        print(_contents())
+        say_page(_contents())
         return 0
     word, rest = options.words[0].partition("=")[0], options.words[1:]
     if _CODE.match(word):
@@ -56,7 +57,7 @@ def run(argv: list[str], *, debug: bool) -> int:
         facts = _section(word)
     else:
         facts = _key(word, compose(overrides_of(rest)))
-    print(strict_json.dumps(facts, indent=2) if options.as_json else _page(facts))
+    say_page(strict_json.dumps(facts, indent=2) if options.as_json else _page(facts))
     return 0
 
 
@@ -85,7 +86,7 @@ def _code(code: str) -> dict[str, Any]:
     from mtrain.config.codes import WORDS, codes, family, places
 
     if code not in codes():
-        near = [known for known in codes() if known[:4] == code[:4]] or list(codes())[:8]
+        near = sorted(codes(), key=lambda known: (abs(int(known[2:]) - int(code[2:8])), known))[:8]
         rule = f"there is no such code; codes: {', '.join(near)}"
         raise BadInput([Problem("MT010", "", None, rule, f"explain {near[0]}", "command line")])
     found = places(code)
@@ -135,11 +136,18 @@ def _key(path: str, composed: Composed) -> dict[str, Any]:
         "chain": chain,
         "changes": EFFECTS[effect_of(path)],
         "needs": next((key.needs for key in CONDITIONAL if key.path == path), ""),
-        "feeds": feeds(_with_section(resolved, path)).get(path, []),
+        "feeds": _fed(path, resolved),
         "flags": list(flags_of().get(path, ())),
         "judged_by": judging(path),
     }
     return facts
+
+
+def _fed(path: str, run: RunConfig) -> list[str]:
+    """What a key reaches; nothing where another key is written so that no model can be made."""
+    with suppress(ValueError):
+        return feeds(_with_section(run, path)).get(path, [])
+    return []
 
 
 def _chain(path: str, composed: Composed, resolved: RunConfig) -> list[dict[str, Any]]:
@@ -197,5 +205,5 @@ def _page(facts: Mapping[str, Any]) -> str:
         else:
             rows = [", ".join(value) if isinstance(value, list) else value]
         for index, row in enumerate(rows):
-            lines.append(f"  {name.replace('_', ' ') if index == 0 else '':<9} {row}")
+            lines.append(visible(f"  {name.replace('_', ' ') if index == 0 else '':<9} {row}"))
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from pathlib import Path
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.resume import target_of
 from mtrain.config.paths import program
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import BadInput, Problem, say
 from mtrain.launching.folder import CHECKPOINTS
 from mtrain.units import bytes_, count
 
@@ -34,7 +34,7 @@ def run(argv: list[str], *, debug: bool) -> int:
     size = sum(file.stat().st_size for file in done.files)
     padding = f"; {done.padding}" if done.padding else ""
     held = f"{done.tensors} tensors, {count(done.elements)} numbers"
-    print(f"exported {checkpoint}: {held}, {bytes_(size)} in {out}{padding}")
+    say(f"exported {checkpoint}: {held}, {bytes_(size)} in {out}{padding}")
     return 0
 
 

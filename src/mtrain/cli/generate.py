@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mtrain.ckpt import folder as ckpt_folder
-from mtrain.cli.resume import relaid, run_file, target_of
+from mtrain.cli.resume import beneath, relaid, run_file, target_of
 from mtrain.cli.setup import load
 from mtrain.config.paths import program
 from mtrain.errors import BadInput, Problem
@@ -36,7 +36,7 @@ def run(argv: list[str], *, debug: bool) -> int:
             options[key] = value
         else:
             overrides.append(word)
-    composed = load([f"run={run_file(target)}", *WITHOUT_DATA, *relaid(overrides), *overrides])
+    composed = load([f"run={run_file(target)}", *beneath([*WITHOUT_DATA, *relaid(overrides)], overrides)])
     if composed.run.parallel.cp > 1:
         cp = composed.run.parallel.cp
         rule = f"text is generated with whole sequences on a rank, and cp is {cp}"

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from mtrain import strict_json
-from mtrain.errors import BadInput, MtrainError, Problem
+from mtrain.errors import BadInput, MtrainError, Problem, say_page
 
 VERBS = {
     "train": "train (the verb when none is given)",
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             _traceback()
         if "--json" in arguments and isinstance(error, BadInput):
-            print(_json_verdict(error))
+            say_page(_json_verdict(error))
         else:
             _say(message(error))
         return error.exit_code
@@ -108,13 +108,11 @@ def parse(arguments: Sequence[str]) -> Call:
     arguments = [SHORT.get(a, a) for a in arguments]
     flags = {a for a in arguments if a in FLAGS}
     rest = [a for a in arguments if a not in flags]
-    unknown = [a for a in rest if a.startswith("-") and "=" not in a]
-    problems = [_unknown_flag(flag) for flag in unknown]
-    rest = [a for a in rest if a not in unknown]
+    problems, rest = _without_unknown_flags(rest)
     verb, named = "train", bool(rest) and rest[0] in VERBS
     if named:
         verb, rest = rest[0], rest[1:]
-    elif rest and rest[0].isidentifier():
+    elif rest and "=" not in rest[0] and not rest[0].startswith(("+", "~")):
         problems.append(_unknown_verb(rest[0]))
     if problems:
         raise BadInput(problems)
@@ -126,12 +124,12 @@ def dispatch(call: Call) -> int:
     if "--version" in call.flags:
         from mtrain import __version__
 
-        print(f"mtrain {__version__}")
+        say_page(f"mtrain {__version__}")
         return 0
     if "--help" in call.flags or _asks_for_help(call):
         from mtrain.cli.pages import page_of
 
-        print(page_of(call.verb, call.arguments) if call.named else help_page())
+        say_page(page_of(call.verb, call.arguments) if call.named else help_page())
         return 0
     as_json = "--json" in call.flags
     if "--multirun" in call.flags:
@@ -239,14 +237,50 @@ def help_page() -> str:
     return "\n".join(out)
 
 
-def _unknown_flag(flag: str) -> Problem:
+def _without_unknown_flags(words: Sequence[str]) -> tuple[list[Problem], list[str]]:
+    """A problem for each word that begins as a flag and is none, and the words without them and their values."""
+    problems, rest, queue = list[Problem](), list[str](), list(words)
+    while queue:
+        word = queue.pop(0)
+        if not word.startswith("-") or "=" in word:
+            rest.append(word)
+            continue
+        value = queue[0] if queue and "=" not in queue[0] and not queue[0].startswith("--") else ""
+        fix = _setting_of(word, value)
+        if fix and value:
+            queue.pop(0)
+        problems.append(_unknown_flag(word, fix))
+    return problems, rest
+
+
+def _setting_of(flag: str, value: str) -> str:
+    """What a flag of another system is called here, with its value; empty where nothing is known."""
+    from mtrain.config.keys import suggest
+    from mtrain.config.near import NOTHING, meant
+    from mtrain.config.source import parse_value
+
+    near, why = suggest(flag) if flag.startswith("--") else ([], "")
+    if not (near or why) or difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.8):
+        return ""
+    with suppress(ValueError):
+        found = " or ".join(meant(flag, parse_value(value) if value else True))
+        return "" if found == NOTHING else found
+    return ""
+
+
+def _unknown_flag(flag: str, fix: str) -> Problem:
     near = difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.5)
     rule = f"{flag}: there is no such flag; flags: {', '.join(FLAGS)}"
-    return Problem("MT010", "", None, rule, near[0] if near else "", "command line")
+    fix = fix or (near[0] if near else "leave it out")
+    return Problem("MT010", "", None, rule, fix, "command line")
 
 
 def _unknown_verb(word: str) -> Problem:
-    near = difflib.get_close_matches(word, VERBS, n=2, cutoff=0.5)
+    from mtrain.config.intended import plain
+    from mtrain.config.near import bare_word
+
+    verbs = difflib.get_close_matches(plain(word).lower(), VERBS, n=1, cutoff=0.6)
+    near = verbs or bare_word(word) or ["leave it out"]
     rule = f"{word}: is neither a verb nor key=value; verbs: {', '.join(VERBS)}"
     return Problem("MT010", "", None, rule, " or ".join(near), "command line")
 
@@ -255,7 +289,7 @@ def _say(text: str) -> None:
     """Prints on stderr; of the processes that a launcher such as torchrun started, only the first one does."""
     if _speaks():
         with suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
+            say_page(text, error=True)
 
 
 def _speaks() -> bool:

@@ -14,7 +14,7 @@ from mtrain.config.paths import choices_of_group, recipes_dir
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.config.sweep import jobs
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import BadInput, Problem, say_page
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
@@ -28,7 +28,7 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     """
     axes, base = _asked(argv)
     verdicts = list(judged(axes, base, Machine.here()))
-    print(strict_json.dumps([asdict(v) for v in verdicts], indent=1) if as_json else _table(verdicts, axes))
+    say_page(strict_json.dumps([asdict(v) for v in verdicts], indent=1) if as_json else _table(verdicts, axes))
     return 0
 
 

@@ -21,7 +21,7 @@ from mtrain.config.paths import user_path
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
 from mtrain.config.sweep import Job, jobs
-from mtrain.errors import BadInput, MtrainError
+from mtrain.errors import BadInput, MtrainError, say, say_page, visible
 
 ORDER = (0, 75, 2, 3, 4, 5)
 """Exit codes from good to bad; every other one is worse."""
@@ -58,8 +58,9 @@ def train(argv: Sequence[str], *, debug: bool, as_json: bool = False) -> int:
     for index, (job, name) in enumerate(zip(wanted, names, strict=True)):
         if sweep.stopped:
             break
-        print(f"[{index + 1}/{len(wanted)}] {name}: {job.differs}", flush=True)
-        words = [*job.argv, *([] if "log.name" in job.swept else [f"log.name={name}"])]
+        say(f"[{index + 1}/{len(wanted)}] {name}: {job.differs}")
+        rest = [word for word in job.argv if not word.startswith("log.name=")]
+        words = list(job.argv) if "log.name" in job.swept else [*rest, f"log.name={name}"]
         run = _composed(words)
         if file is None and run is not None:
             file = _file(user_path(run.log.runs_dir), wanted, names)
@@ -68,9 +69,9 @@ def train(argv: Sequence[str], *, debug: bool, as_json: bool = False) -> int:
         if file is not None:
             _write(file, _table(rows, len(wanted)))
     code = worst([*(row.code for row in rows), *([sweep.stopped] if sweep.stopped else [])])
-    print(strict_json.dumps([vars(row) for row in rows], indent=2) if as_json else _table(rows, len(wanted)))
+    say_page(strict_json.dumps([vars(row) for row in rows], indent=2) if as_json else _table(rows, len(wanted)))
     if file is not None and file.is_file():
-        print(f"table: {file}", file=sys.stderr if as_json else sys.stdout)
+        say(f"table: {file}", error=as_json)
     return code
 
 
@@ -88,15 +89,15 @@ def check(argv: Sequence[str], *, as_json: bool = False) -> int:
             facts = {**verdict(error.problems, None), "code": error.exit_code}
         out.append({"differs": job.differs, **facts})
     if as_json:
-        print(strict_json.dumps(out, indent=2))
+        say_page(strict_json.dumps(out, indent=2))
     else:
         width = max(len(row["differs"]) for row in out)
         for row in out:
             broken = [p for p in row["problems"] if p["severity"] == "error"]
             first = f"{broken[0]['code']} {broken[0]['path']}: {broken[0]['rule']}" if broken else "ok"
             more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
-            print(f"{row['differs']:<{width}}  {first}{more}")
-        print(f"{sum(row['ok'] for row in out)} of {len(out)} pass")
+            say(f"{row['differs']:<{width}}  {first}{more}")
+        say_page(f"{sum(row['ok'] for row in out)} of {len(out)} pass")
     return worst([row["code"] for row in out])
 
 
@@ -192,7 +193,7 @@ def _write(file: Path, table: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{table}\n", encoding="utf-8")
     except OSError as error:
-        print(f"{file} cannot be written: {error.strerror}", file=sys.stderr)
+        say(f"{file} cannot be written: {error.strerror}", error=True)
 
 
 def _names(wanted: Sequence[Job]) -> list[str]:
@@ -251,4 +252,4 @@ def _table(rows: Sequence[Row], wanted: int) -> str:
     ]
     failed = sum(row.code != 0 for row in rows)
     tail = f"{len(rows)} of {wanted} runs" + (f", {failed} failed" if failed else "")
-    return "\n".join([*lines, tail])
+    return "\n".join(map(visible, [*lines, tail]))

@@ -48,6 +48,8 @@ def read_options(arguments: Sequence[str], flags: Sequence[str] = (), valued: Ma
         if word in known:
             out.flags.add(word)
         elif name in valued and (equals or queue):
+            if valued[name] in out.values:
+                raise _bad(f"{word}: is given twice", f"{valued[name]} FILE, once")
             out.values[valued[name]] = value if equals else queue.pop(0)
         elif name in valued:
             raise _bad(f"{word}: needs a value", f"{word} FILE")

@@ -11,7 +11,7 @@ from mtrain.cli.setup import load
 from mtrain.config.resolve import Machine
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadEnvironment, BadInput
+from mtrain.errors import BadEnvironment, BadInput, say, say_page
 from mtrain.launching import local, preflight
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import parameters
@@ -44,15 +44,15 @@ def run(argv: list[str], *, debug: bool) -> int:
     equal = True
     for dtype in formats(full):
         small = without_chance(shrunk(full, argv, STEPS, dtype))
-        print(f"{full.model.name}: {_layout(small)} against one rank, {dtype}, {STEPS} steps", flush=True)
+        say(f"{full.model.name}: {_layout(small)} against one rank, {dtype}, {STEPS} steps")
         if dtype == "fp32":
-            print(f"shrunk to {count(parameters(small.model))} parameters: {'; '.join(differences(full, small))}")
+            say(f"shrunk to {count(parameters(small.model))} parameters: {'; '.join(differences(full, small))}")
         rows = compared(small)
-        print(table(rows))
+        say_page(table(rows))
         if any(row.error for row in rows):
-            print(f"not bitwise, because {why_not_bitwise(small)}", flush=True)
+            say(f"not bitwise, because {why_not_bitwise(small)}")
         equal = equal and all(row.equal for row in rows)
-    print(
+    say_page(
         "proven: the layout computes what one rank computes"
         if equal
         else "NOT equal: the layout computes something else"

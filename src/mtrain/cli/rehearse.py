@@ -10,6 +10,7 @@ from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.prove import FAULT, shrunk
 from mtrain.cli.setup import load
 from mtrain.config.run import RunConfig
+from mtrain.errors import say
 from mtrain.launching import local
 from mtrain.launching.folder import CHECKPOINTS
 from mtrain.layout.grid import RankGrid
@@ -25,8 +26,8 @@ def run(argv: list[str], *, debug: bool) -> int:
     full = load(argv).run
     small = shrunk(full, argv, STEPS, "bf16" if full.precision.dtype == "bf16" else "fp32")
     grid = RankGrid.of(small)
-    print(f"{full.model.name}: {grid} on {grid.world} ranks, {small.precision.dtype}", flush=True)
-    print(f"shrunk to {count(parameters(small.model))} parameters: {'; '.join(differences(full, small))}", flush=True)
+    say(f"{full.model.name}: {grid} on {grid.world} ranks, {small.precision.dtype}")
+    say(f"shrunk to {count(parameters(small.model))} parameters: {'; '.join(differences(full, small))}")
     with tempfile.TemporaryDirectory(prefix="mtrain-rehearse-") as scratch:
         whole = local.launch(_in(small, scratch, "whole"), argv) / CHECKPOINTS
         saved = whole / ckpt_folder.folder_name(SAVED)
@@ -34,14 +35,14 @@ def run(argv: list[str], *, debug: bool) -> int:
         equal = _ends(whole) == _ends(resumed)
         exported = _export(whole, Path(scratch) / "exported")
     missing = parameters(small.model) - exported
-    print(f"exported {count(exported)} parameters as whole tensors", flush=True)
+    say(f"exported {count(exported)} parameters as whole tensors")
     if missing:
-        print(f"NOT equal: the model has {parameters(small.model)} parameters, {exported} were exported")
+        say(f"NOT equal: the model has {parameters(small.model)} parameters, {exported} were exported")
         return FAULT
     if equal:
-        print(f"rehearsed: {STEPS} steps; the run resumed from step {SAVED} ends bitwise where the whole one ends")
+        say(f"rehearsed: {STEPS} steps; the run resumed from step {SAVED} ends bitwise where the whole one ends")
     else:
-        print(f"NOT equal: the run resumed from step {SAVED} ends elsewhere than the whole one")
+        say(f"NOT equal: the run resumed from step {SAVED} ends elsewhere than the whole one")
     return 0 if equal else FAULT
 
 

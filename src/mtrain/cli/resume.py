@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from mtrain.ckpt import folder as ckpt_folder
@@ -15,13 +16,19 @@ USAGE = f"{program()} resume runs/<name> [overrides]"
 def run(argv: list[str], *, debug: bool) -> int:
     """Train on with the configuration that the run folder holds; further arguments are overrides."""
     target, overrides = target_of(argv, "resume", USAGE)
-    words = [f"run={run_file(target)}", *relaid(overrides), f"checkpoint.resume={quoted(target)}"]
-    return train.run([*words, *overrides], debug=debug)
+    words = [f"run={run_file(target)}", f"checkpoint.resume={quoted(target)}"]
+    return train.run([*words, *beneath(relaid(overrides), overrides)], debug=debug)
 
 
 def relaid(overrides: list[str]) -> list[str]:
     """What another layout decides anew: the size of a micro-batch was resolved for the layout of the run."""
     return ["trainer.micro_batch_size=null"] if any(word.startswith("parallel") for word in overrides) else []
+
+
+def beneath(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """The overrides, after those of our own `words` whose keys they do not set."""
+    said = {word.partition("=")[0] for word in overrides}
+    return [*(word for word in words if word.partition("=")[0] not in said), *overrides]
 
 
 def target_of(argv: list[str], verb: str, usage: str) -> tuple[Path, list[str]]:

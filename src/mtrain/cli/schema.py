@@ -11,7 +11,7 @@ from mtrain.config.fields_page import page
 from mtrain.config.json_schema import COMMENT, KINDS, json_schema
 from mtrain.config.near import near_choice
 from mtrain.config.paths import program
-from mtrain.errors import BadEnvironment, BadInput, Problem
+from mtrain.errors import BadEnvironment, BadInput, Problem, say, say_page
 
 OUT = {"-o": "--output", "--output": "--output"}
 FIELDS = "fields"
@@ -28,7 +28,7 @@ def run(argv: list[str], *, debug: bool) -> int:
     """
     options = read_options(argv, (), OUT)
     if options.words == [FIELDS] and not options.values:
-        print(page(), end="")
+        say_page(page())
         return 0
     for word in options.words:
         if word not in KINDS:
@@ -37,14 +37,14 @@ def run(argv: list[str], *, debug: bool) -> int:
             raise BadInput([Problem("MT010", "", None, rule, f"schema {near[0]}", "command line")])
     folder = options.values.get("--output")
     if folder is None:
-        print(strict_json.dumps(json_schema((options.words or ["run"])[0]), indent=2))
+        say_page(strict_json.dumps(json_schema((options.words or ["run"])[0]), indent=2))
         return 0
     for kind in options.words or KINDS:
         path = Path(folder) / f"{kind}.schema.json"
         _write(path, strict_json.dumps(json_schema(kind), indent=1) + "\n")
-        print(f"wrote {path}")
-    print("an editor with a YAML language server uses it in files that begin with")
-    print("# yaml-language-server: $schema=recipe.schema.json")
+        say(f"wrote {path}")
+    say_page("an editor with a YAML language server uses it in files that begin with")
+    say_page("# yaml-language-server: $schema=recipe.schema.json")
     return 0
 
 

@@ -62,7 +62,7 @@ def load(
     errors = {problem.code for problem in problems if problem.severity == "error"}
     if errors:
         raise (DamagedInput if errors <= DAMAGE else BadInput)(sorted(problems, key=lambda p: p.severity))
-    return Loaded(run, origins, composed.choices, tuple(problems), composed.history, raw)
+    return Loaded(run, origins, composed.choices, tuple(problems), composed.history, composed.files, raw)
 
 
 def judge(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mtrain import strict_json
 from mtrain.cli.setup import load
 from mtrain.config.dump import run_yaml
+from mtrain.errors import say_page, visible
 
 
 def run(argv: Sequence[str], *, bare: bool = False, as_json: bool = False) -> int:
@@ -17,9 +18,9 @@ def run(argv: Sequence[str], *, bare: bool = False, as_json: bool = False) -> in
     """
     loaded = load(argv, to_run=False)
     if as_json:
-        print(
+        say_page(
             strict_json.dumps({"run": loaded.run.to_dict(), "origins": loaded.origins, "digest": loaded.run.digest()})
         )
     else:
-        print(run_yaml(loaded.run, None if bare else loaded.origins), end="")
+        say_page(run_yaml(loaded.run, None if bare else {k: visible(v) for k, v in loaded.origins.items()}))
     return 0

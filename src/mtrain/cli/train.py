@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 
 from mtrain.cli.main import message
 from mtrain.cli.setup import load
 from mtrain.config.compose import Composed
-from mtrain.errors import MtrainError
+from mtrain.errors import MtrainError, say_page
 from mtrain.launching import torchrun
 from mtrain.launching.worker import leave
 
@@ -31,7 +30,7 @@ def run(argv: list[str], *, debug: bool) -> int:
 def _warn(composed: Composed) -> None:
     for warning in composed.warnings:
         if warning.code != TAKEN:  # whoever makes the run folder says it as an error
-            print(warning.render(), file=sys.stderr, flush=True)
+            say_page(warning.render(), error=True)
 
 
 def _as_worker(argv: list[str], debug: bool) -> int:
@@ -54,6 +53,6 @@ def _as_worker(argv: list[str], debug: bool) -> int:
             if debug or not expected:
                 traceback.print_exc()
             text = message(error) if isinstance(error, MtrainError) else str(error)
-            print(f"rank {torchrun.rank()}: {text}", file=sys.stderr)
+            say_page(f"rank {torchrun.rank()}: {text}", error=True)
         leave(error.exit_code if isinstance(error, MtrainError) else 130 if expected else 1)
         raise

@@ -35,6 +35,8 @@ class Section(BaseModel):
     )
 
 
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+"""What a name is that becomes part of a path or of a line."""
 MOST = 1 << 40
 """No run counts more of anything: a trillion steps, tokens of a sample or samples of a step."""
 MOST_RANKS = 1 << 20

@@ -14,7 +14,7 @@ Format = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
 class ClusterConfig(Section):
     """`cluster`: the machines. Facts, not choices of layout."""
 
-    name: str = "local"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 _.-]*$", max_length=100)] = "local"
     """Name used in reports."""
     device: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = "auto"
     """cpu, cuda, or a device that an installed plug-in provides; auto: cuda where there are GPUs enough for the

@@ -45,6 +45,14 @@ WORDS: dict[str, tuple[str, str]] = {
     "MT015": ("A key has no default, and nothing sets it.", "Set it, or choose a file that does."),
     "MT016": ("A layout in one word cannot be read.", "Write axes with their degrees, such as tp4pp4."),
     "MT017": ("A recipe has a part that recipes do not have.", "Write choices as `- override /GROUP: CHOICE`."),
+    "MT018": (
+        "A recipe describes a part of a model and names none that the rest is from.",
+        "State all keys of its architecture, or name the model it changes: `- override /model: NAME`.",
+    ),
+    "MT019": (
+        "A recipe or a run file names a folder beyond the working folder that would be written to.",
+        "Give the key on the command line, if you want it there.",
+    ),
     "MT040": ("No installed plug-in provides the device.", "Choose cpu or cuda, or install its plug-in."),
     "MT110": (
         "A launcher started another number of processes than the configuration asks for.",

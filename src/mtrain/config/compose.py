@@ -11,19 +11,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mtrain.config.files import read_text
 from mtrain.config.interpolate import leaves, refused, resolve_references
 from mtrain.config.keys import schema_keys
-from mtrain.config.layout_string import looks_like_layout, parse_layout
-from mtrain.config.load import Document, load
-from mtrain.config.near import near_choice
+from mtrain.config.layout_string import looks_like_layout, nearest_layout, parse_layout
+from mtrain.config.load import Document, filled, load
+from mtrain.config.locked import edited
+from mtrain.config.model import ModelConfig
+from mtrain.config.near import choice_fix, default_choices, layouts_near
 from mtrain.config.overrides import COMMAND_LINE, Overrides, read_overrides
 from mtrain.config.paths import choices_of_group, conf_dir
 from mtrain.config.recipe import Recipe, read_recipe, reserved_keys
 from mtrain.config.run import GROUPS, RunConfig
 from mtrain.config.validate import unknown_key, validate, whole, wrong_kind
+from mtrain.config.written import KEYS, strays
 from mtrain.errors import BadInput, Problem
 
 DEFAULT = "default"
+ARCHITECTURE = tuple(name for name, field in ModelConfig.model_fields.items() if field.is_required())
+"""What a model cannot be without: its keys that have no default of their own."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class Composed:
     warnings: tuple[Problem, ...] = ()
     history: tuple[Setting, ...] = ()
     """Everything that was set, in order: of two settings of one key the later one holds."""
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """Every file that it was composed from, by the name that problems show."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,7 @@ class _Composition:
         self.problems = list(overrides.problems)
         self.conf = conf_dir()
         self.documents: dict[str, Document] = {}
+        self.files: dict[str, Path] = {}
         self.layouts: dict[str, dict[str, Any]] = {}
         self.default_sources: dict[str, str] = {}
         self.tree = _Tree()
@@ -140,8 +149,11 @@ class _Composition:
         recipe = self._recipe()
         base = self._run_file()
         chosen, sources = self._choices(recipe)
-        known = self._groups(chosen, sources, base)
+        own = recipe is not None and "model" not in chosen and self._is_whole_model(recipe)
+        known = self._groups(chosen, sources, base, without=("model",) if own else ())
         beneath = [copy.deepcopy(self.tree.values)]
+        if own:  # what a refused key of it is judged with for the time being
+            beneath[0]["model"] = dict(self._document(f"model/{default_choices(self.conf)[0]['model']}").values)
         if recipe is not None:
             self.tree.merge(recipe.values, recipe.document.where)
         beneath.append(copy.deepcopy(self.tree.values))
@@ -149,6 +161,10 @@ class _Composition:
         self.problems += resolve_references(self.tree.values, self.tree.where)
         run, problems = validate(self.tree.values, self.tree.where)
         self.problems += problems
+        if run is not None:
+            files = {document.source for document in (recipe and recipe.document, base) if document}
+            said = {key: self._origin(key) for key in KEYS if self._origin(key).rpartition(":")[0] in files}
+            self.problems += strays(run, said, Path(self.overrides.run) if self.overrides.run else None)
         choices = chosen if base is not None else known
         if run is None or self.problems:
             found = _distinct(self.problems)
@@ -158,7 +174,7 @@ class _Composition:
 
     def _composed(self, run: RunConfig, choices: dict[str, str]) -> Composed:
         origins = {key: self._origin(key) for key in run.flat()}
-        return Composed(run, origins, choices, history=tuple(self.tree.history))
+        return Composed(run, origins, choices, history=tuple(self.tree.history), files=dict(self.files))
 
     def _without(
         self, paths: Sequence[str], files: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
@@ -175,7 +191,7 @@ class _Composition:
             if isinstance(node, dict):
                 node.pop(last, None)
                 if isinstance(before, dict) and last in before:
-                    node[last] = before[last]
+                    node[last] = copy.deepcopy(before[last])
         return validate(values, self.tree.where)[0]
 
     def _origin(self, key: str) -> str:
@@ -190,13 +206,19 @@ class _Composition:
             return None
         recipe, problems = read_recipe(self.overrides.recipe)
         self.problems += problems
+        if recipe is not None:
+            self.files[recipe.document.source] = recipe.path
         return recipe
 
     def _run_file(self) -> Document | None:
         if self.overrides.run is None:
             return None
         try:
-            document = load(Path(self.overrides.run))
+            path = Path(self.overrides.run)
+            document = filled(load(path))
+            self.files[document.source] = path
+            changed = edited(read_text(path, document.source), document.source)
+            self.problems += [changed] if changed is not None else []
         except BadInput as error:
             self.problems += error.problems
             return None
@@ -230,14 +252,38 @@ class _Composition:
             except ValueError as error:
                 if looks_like_layout(choice):
                     return Problem("MT016", group, choice, str(error), _layout_fix(choice), source)
-        near = near_choice(choice, choices)
-        fix = " or ".join(f"{group}={name}" for name in near) or f"{group}={choices[0]}"
+        fix = choice_fix(group, choice, default_choices(self.conf)[0][group])
         also = ", or a layout such as tp4pp4" if group == "parallel" else ""
         rule = f"there is no such choice; choices: {', '.join(choices)}{also}"
         return Problem("MT011", group, choice, rule, fix, source)
 
-    def _groups(self, chosen: dict[str, str], sources: dict[str, str], base: Document | None) -> dict[str, str]:
-        """Fills the tree from the run file and the group files; returns group -> choice."""
+    def _is_whole_model(self, recipe: Recipe) -> bool:
+        """Whether a recipe that names no model describes one of its own, which then stands on no other.
+
+        One that describes a part only is refused: the rest would be the default model's, and nobody said so.
+        """
+        stated = recipe.values.get("model")
+        if not isinstance(stated, dict) or not stated:
+            return False
+        said = {*stated, *(key.split(".")[1] for key in self.overrides.values if key.startswith("model."))}
+        missing = [name for name in ARCHITECTURE if name not in said]
+        if missing:
+            default = default_choices(self.conf)[0]["model"]
+            rule = (
+                f"a model of its own that lacks {', '.join(missing)}; a recipe states them all, or names the model "
+                f"that it changes: `defaults: [override /model: {default}]`"
+            )
+            source = recipe.document.where("model")
+            self.problems.append(Problem("MT018", "model", stated, rule, f"model={default}", source))
+        return not missing
+
+    def _groups(
+        self, chosen: dict[str, str], sources: dict[str, str], base: Document | None, without: Sequence[str] = ()
+    ) -> dict[str, str]:
+        """Fills the tree from the run file and the group files; returns group -> choice.
+
+        `without` are groups whose default choice is left out.
+        """
         if base is not None:
             self.tree.merge(base.values, base.where)
         if base is not None and not chosen:
@@ -248,7 +294,7 @@ class _Composition:
             del self.tree.origins[group]
         for path, package in files:
             group = path.partition("/")[0]
-            if group not in GROUPS or (base is not None and group not in chosen):
+            if group not in GROUPS or group in without or (base is not None and group not in chosen):
                 continue
             layout = self.layouts.get(path.partition("/")[2]) if group == "parallel" else None
             if layout is not None:
@@ -256,7 +302,7 @@ class _Composition:
                 self.tree.merge(layout, lambda _, s=source: s, package)  # type: ignore[misc]
             else:
                 self._merge_file(path, package)
-        return known
+        return {group: choice for group, choice in known.items() if group not in without}
 
     def _files(self, chosen: Mapping[str, str]) -> tuple[list[tuple[str, str]], dict[str, str]]:
         """The group files in order of rising precedence with the key each fills, and group -> choice.
@@ -264,12 +310,8 @@ class _Composition:
         Reads them with our own reader first: its problems name the line. Where a file has a defaults list of
         its own, Hydra follows it.
         """
-        config = load(self.conf / "config.yaml")
-        choices: dict[str, str] = {}
-        for index, entry in enumerate(config.values.get("defaults", [])):
-            if isinstance(entry, dict):
-                choices.update({str(k): str(v) for k, v in entry.items()})
-                self.default_sources |= dict.fromkeys(map(str, entry), config.where(f"defaults.{index}"))
+        choices, self.default_sources = default_choices(self.conf)
+        self.files["conf/config.yaml"] = self.conf / "config.yaml"
         parallel = choices.get("parallel", "")
         if parallel not in choices_of_group("parallel"):
             self.layouts[parallel] = parse_layout(parallel)
@@ -291,7 +333,9 @@ class _Composition:
 
     def _document(self, path: str) -> Document:
         if path not in self.documents:
-            self.documents[path] = load(self.conf / f"{path}.yaml")
+            file = self.conf / f"{path}.yaml"
+            self.documents[path] = load(file)
+            self.files[self.documents[path].source] = file
         return self.documents[path]
 
     def _merge_file(self, path: str, package: str) -> None:
@@ -315,23 +359,16 @@ class _Composition:
                 self.problems.append(make(path, value, lambda _: COMMAND_LINE))
 
 
+def _layout_fix(choice: str) -> str:
+    return " or ".join(f"parallel={word}" for word in layouts_near(choice)) or nearest_layout(choice)
+
+
 def _at(values: Mapping[str, Any], path: str) -> Any:
     """What stands at a dotted path; None where nothing does."""
     node: Any = values
     for name in path.split(".") if path else ():
         node = node.get(name) if isinstance(node, Mapping) else None
     return node
-
-
-def _layout_fix(choice: str) -> str:
-    """The parts of a misspelt layout that can be read, as a layout."""
-    import re
-
-    degrees: dict[str, str] = {}
-    for axis, degree in re.findall(r"(vpp|etp|tp|pp|cp|ep|dp)([1-9][0-9]{0,5})(?![0-9])", choice):
-        degrees.setdefault(axis, degree)
-    word = "".join(f"{axis}{degree}" for axis, degree in degrees.items())
-    return f"parallel={word or 'single'}"
 
 
 def _distinct(problems: Sequence[Problem]) -> list[Problem]:

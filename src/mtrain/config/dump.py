@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mtrain.config.load import HIDDEN, scalar
+from mtrain.config.load import scalar
 from mtrain.config.run import RunConfig
 
 _BARE = re.compile(r"(?!(?i:null|true|false|nan|inf)\Z)[A-Za-z_/][A-Za-z0-9_/.:@%+-]*\Z")
@@ -45,8 +45,11 @@ def spell(value: Any) -> str:
     if _PLAIN.match(text) and scalar(text) == text:
         return text
     quoted = json.dumps(text, ensure_ascii=False)
-    quoted = HIDDEN.sub(lambda m: f"\\u{ord(m.group()):04x}", quoted)
-    return re.sub("[\x7f-\x9f\u2028\u2029]", lambda m: f"\\u{ord(m.group()):04x}", quoted)
+    return "".join(c if c.isprintable() else _code(ord(c)) for c in quoted)
+
+
+def _code(number: int) -> str:
+    return f"\\u{number:04x}" if number < 1 << 16 else f"\\U{number:08x}"
 
 
 def override(key: str, value: Any) -> str:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from mtrain.config.base import (
     MOST,
+    NAME,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -259,7 +260,7 @@ class LogConfig(Section):
 
     runs_dir: str = "runs"
     """Folder of run folders."""
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=200)] | None = None
+    name: Annotated[str, Field(pattern=NAME, max_length=200)] | None = None
     """Name of the run folder; null: made from the date, the model and the layout."""
     interval: PositiveInt = 10
     """Steps between progress lines; the metrics file has every step."""

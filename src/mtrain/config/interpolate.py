@@ -10,6 +10,8 @@ from mtrain.config.near import at_default
 from mtrain.errors import Problem
 
 MAX_REFERENCES = 100
+BY_HAND = "write the value itself, or delete the line"
+"""What mends a reference in a file: it is refused there, whatever lies over it."""
 
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*\Z")
@@ -33,7 +35,8 @@ def refused(values: Any, where: Callable[[str], str], prefix: str = "") -> Itera
             bodies = _REFERENCE.findall(text)
             if "${" in _REFERENCE.sub("", text) or not all(_KEY.match(body) for body in bodies):
                 rule = "only a reference to another key is allowed, as in ${trainer.train_iters}; resolvers never run"
-                yield Problem("MT007", path, value, rule, at_default(path) or "write the value itself", where(path))
+                fix = at_default(path) if where(path) == "command line" else ""
+                yield Problem("MT007", path, value, rule, fix or BY_HAND, where(path))
 
 
 def resolve_references(values: dict[str, Any], where: Callable[[str], str]) -> list[Problem]:
@@ -46,9 +49,7 @@ def resolve_references(values: dict[str, Any], where: Callable[[str], str]) -> l
         try:
             _put(values, path, _Follower(table).follow(value, (path,)))
         except ValueError as error:
-            problems.append(
-                Problem("MT007", path, value, str(error), at_default(path) or "write the value itself", where(path))
-            )
+            problems.append(Problem("MT007", path, value, str(error), at_default(path) or BY_HAND, where(path)))
     return problems
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from mtrain.config.intended import as_key
 from mtrain.config.run import GROUPS, RunConfig
 from mtrain.config.unfed import UNFED
 
@@ -172,6 +173,10 @@ DERIVED = {
 """Names that have no key here, and why."""
 
 
+MERGE = "<<"
+"""YAML's key for a mapping that is merged into another one. It is not read."""
+
+
 def section_in(annotation: Any) -> type[BaseModel] | None:
     """The section class inside `X`, `X | None`; None for a leaf."""
     if get_origin(annotation) in (Union, UnionType):
@@ -226,7 +231,10 @@ def suggest(path: str) -> tuple[list[str], str]:
     """Keys that `path` may have meant, best first, and a sentence about it where there is something to say."""
     import difflib
 
-    last = path.rpartition(".")[2].lower().replace("-", "_").strip("_")
+    path = ".".join(part for part in as_key(path).split(".") if part != MERGE)
+    if path in _all_keys():
+        return [path], ""
+    last = path.rpartition(".")[2].strip("_")
     if last in DERIVED:
         return [], DERIVED[last]
     if last in FOREIGN:

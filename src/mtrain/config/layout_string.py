@@ -51,3 +51,12 @@ def parse_layout(word: str) -> dict[str, Any]:
         copy = degrees.get("tp", 1) * degrees.get("pp", 1) * degrees.get("cp", 1)
         values["ranks"] = copy * degrees["dp"]
     return values
+
+
+def nearest_layout(choice: str) -> str:
+    """The parts of a misspelt layout that can be read, as the override of a layout."""
+    degrees: dict[str, str] = {}
+    for axis, degree in re.findall(r"(vpp|etp|tp|pp|cp|ep|dp)([1-9][0-9]{0,5})(?![0-9])", choice):
+        degrees.setdefault(axis, degree)
+    word = "".join(f"{axis}{degree}" for axis, degree in degrees.items())
+    return f"parallel={word or 'single'}"

@@ -5,7 +5,6 @@ Numbers and booleans follow YAML 1.2: `1e-5` is a float, `no` and `on` are strin
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mtrain.config.paths import display, near_files
+from mtrain.config.files import read_text
+from mtrain.config.paths import display
 from mtrain.errors import BadInput, Problem
 
 if TYPE_CHECKING:
     from mtrain.config.run import RunConfig
 
-MAX_BYTES, MAX_DEPTH, MAX_NODES, MAX_DIGITS = 1 << 20, 32, 10_000, 400
+MAX_DEPTH, MAX_NODES, MAX_DIGITS = 32, 10_000, 400
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INT = re.compile(r"[-+]?[0-9]+\Z")
@@ -34,10 +34,12 @@ _WORDS: dict[str, Any] = {
     **dict.fromkeys((".inf", ".Inf", ".INF", "+.inf"), float("inf")),
     **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf")),
 }
-# Characters that change how text is shown without being seen: bidirectional controls, zero-width ones, the BOM.
-HIDDEN = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
+# Characters that change how text is shown without being seen: bidirectional controls, zero-width ones, line breaks
+# beside the newline, tags, the BOM.
+_SIGHTLESS = "\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"
+HIDDEN = re.compile(f"[{_SIGHTLESS}]")
 # Those, the characters that a terminal may obey, which YAML refuses by itself, and those that mark what is unknown.
-UNSHOWN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ue000\ue001\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
+UNSHOWN = re.compile(f"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ue000\ue001{_SIGHTLESS}]")
 
 
 @dataclass
@@ -86,29 +88,16 @@ def load(path: Path, source: str | None = None) -> Document:
     return parse(read_text(path, source), source)
 
 
-def read_text(path: Path, source: str) -> str:
-    """The text of a file that somebody else may have written.
+def filled(document: Document) -> Document:
+    """The document, which must say something.
 
     Raises:
-        BadInput: missing, unreadable, too large, or not UTF-8.
+        BadInput: it is empty, or holds nothing but comments.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise BadInput([missing(path, source, error)]) from None
-    if len(data) > MAX_BYTES:
-        raise BadInput(
-            [Problem("MT005", "", None, f"larger than the limit of {MAX_BYTES} bytes", "write less", source)]
-        )
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        rule = f"byte {data[error.start]:#04x} is not UTF-8; a configuration is UTF-8 text"
-        raise BadInput(
-            [Problem("MT003", "", None, rule, "delete it, or save the file as UTF-8", f"{source}:{line}")]
-        ) from None
+    if document.values:
+        return document
+    fix = "write what differs from the defaults, as in `trainer: {train_iters: 100}`, or name no file"
+    raise BadInput([Problem("MT003", "", None, "the file says nothing", fix, document.source)])
 
 
 def read_run_file(path: Path) -> RunConfig:
@@ -124,20 +113,6 @@ def read_run_file(path: Path) -> RunConfig:
     if run is None:
         raise BadInput(problems)
     return run
-
-
-def missing(path: Path, source: str, error: OSError | ValueError) -> Problem:
-    """The problem of a file that cannot be read, with the names near it."""
-    near = near_files(path)
-    if os.path.isdir(path):
-        rule = "is a folder; a YAML file is needed"
-        near = sorted(str(p) for p in path.glob("*.yaml"))[:3]
-    elif isinstance(error, FileNotFoundError):
-        rule = "there is no such file"
-    else:
-        rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    fix = f"did you mean {', '.join(near)}?" if near else "name a file that is there"
-    return Problem("MT002", "", None, rule, fix, source)
 
 
 def refuse_hidden(text: str, source: str, pattern: re.Pattern[str] = HIDDEN) -> None:
@@ -173,17 +148,46 @@ def parse(text: str, source: str, *, foreign: bool = False) -> Document:
 def _syntax(error: yaml.YAMLError, text: str, source: str) -> Problem:
     mark = getattr(error, "problem_mark", None)
     position = getattr(error, "position", None)
-    rule = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
+    said = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
     if mark is None and isinstance(position, int):
         line = text.encode()[:position].count(b"\n") + 1
     elif mark is None:
-        return Problem("MT003", "", None, f"not YAML: {rule}", "delete what is not YAML", source)
+        return Problem("MT003", "", None, f"not YAML: {_explained(said, '')}", "delete what is not YAML", source)
     else:
         line = mark.line + 1
     lines = text.splitlines()
     excerpt = lines[line - 1].replace("\t", "<TAB>")[:80] if line <= len(lines) else "the end of the file"
     fix = "indent with spaces" if "<TAB>" in excerpt else "delete the line, or write it as YAML"
-    return Problem("MT003", "", None, f"not YAML: {rule.strip()}, at: {excerpt.strip()}", fix, f"{source}:{line}")
+    rule = f"not YAML: {_explained(said, excerpt)}, at: {excerpt.strip()}"
+    return Problem("MT003", "", None, rule, fix, f"{source}:{line}")
+
+
+_EXPLAINED = {
+    "mapping values": "a second colon in one line, or an indentation unlike that of the lines beside it",
+    "',' or": "a bracket that is opened is not closed, or a comma is missing",
+    "cannot start": "a value cannot begin so; put it into quotes",
+    "end of stream": "a quote that is opened is not closed",
+    "expected key": "an indentation unlike that of the lines beside it, a bracket too many, or text behind a quote",
+    "document start": "there is more behind the end of the last bracket",
+    "escape": "a backslash in double quotes with no meaning; take single quotes",
+    "control characters": "a control character",
+    "special characters": "a control character",
+    "alphabetic": "an & or * without a name; put the value into quotes",
+    "indicator": "an item of a list and a key side by side",
+    "node content": "a bracket or a sign where a value is to stand",
+    "comment or line break": "text behind | or >; it begins on the next line",
+    "expected ':'": "a key without its colon",
+    "directive": "a line with % at its begin; only YAML's text is read",
+    "incompatible": "a version of YAML that there is not",
+    "tag": "a tag that does not end",
+}
+"""Words of what the parser says -> what that means to whoever wrote the file."""
+
+
+def _explained(said: str, excerpt: str) -> str:
+    if "<TAB>" in excerpt:
+        return "a tab; YAML is indented with spaces"
+    return next((text for words, text in _EXPLAINED.items() if words in said), "the text has no meaning here")
 
 
 @dataclass
@@ -313,7 +317,10 @@ class _Reader:
         name = event.value
         path = f"{top.path}.{name}" if top.path else name
         if not isinstance(value, str) or not name:
-            raise self.refuse("MT003", f"the key {name!r} is no word; a key is text", event)
+            rule = f"the key {name!r} is no word; a key is text"
+            comma = isinstance(value, int) and bool(top.value)  # {train_iters: 1,000}
+            fix = "write numbers without commas" if comma else "delete it"
+            raise self.refuse("MT003", f"{rule}, and a number has no commas" if comma else rule, event, fix=fix)
         if name in top.key_lines and self.foreign:
             self.repeated.append(path)
         elif name in top.key_lines:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from mtrain.config.dump import override
 from mtrain.config.keys import field_of
+from mtrain.config.layout_string import parse_layout
+from mtrain.config.load import load
+from mtrain.config.paths import choices_of_group, conf_dir
 from mtrain.config.rules import Answers, apply, findings
 from mtrain.config.run import RunConfig
 from mtrain.config.source import parse_value
@@ -31,7 +34,9 @@ def mended(
     """
     trial = _Trial(partial, resolve)
     return [
-        replace(p, fix=trial.best(trial.fix_of(p), unusual=p.code not in PROPOSED, meant=p.code == "MT013"))
+        replace(p, fix=trial.best(p.fix, p.path, unusual=p.code not in PROPOSED, meant=p.code in ("MT012", "MT013")))
+        if p.code not in ("MT003", "MT004", "MT018", "MT019")
+        else p
         for p in problems
     ]
 
@@ -44,16 +49,14 @@ class _Trial:
         self.held, self.answers = partial.flat(), Answers()
         self.before = self._said(partial, unusual=False)
 
-    def fix_of(self, problem: Problem) -> str:
-        """The fix of a problem; for a bad value that has none, the value that its key held before."""
-        path, held = problem.path, problem.code == "MT014" and problem.path in self.held
-        return problem.fix or (override(path, self.held[path]) if held else "")
-
-    def best(self, fix: str, *, unusual: bool, meant: bool) -> str:
+    def best(self, fix: str, path: str, *, unusual: bool, meant: bool) -> str:
         """Those alternatives of a fix that work; where the first does not, the value that its key held before.
 
-        What was `meant` stays where the rest is broken already: it may fit once that is mended.
+        What was `meant` stays where the rest is broken already: it may fit once that is mended; else it comes with
+        the change of another key that lets it fit, where there is one.
         """
+        if not fix and path in self.held:
+            fix = override(path, self.held[path])
         changes = [_change(text) for text in fix.split(" or ")]
         known = [change for change in changes if change is not None]
         if len(known) < len(changes):  # words, or several keys at once
@@ -61,14 +64,35 @@ class _Trial:
         good = [change for change in known if self._fits(*change, unusual=unusual)]
         if known[0] not in good and meant and self.before:
             return fix
-        if known[0] not in good:  # another key that takes the value is not what was meant
+        if known[0] not in good and meant and (together := self._with_another(*known[0])):
+            return together
+        of_layouts = bool(good) and isinstance(known[0][1], Layout)
+        if known[0] not in good and not of_layouts:  # another key that takes the value is not what was meant
             key = known[0][0]
             works = key in self.held and self._fits(key, self.held[key], unusual=True)
             good = [(key, self.held[key])] if works else known
-        return " or ".join(dict.fromkeys(override(*change) for change in good))
+        return " or ".join(dict.fromkeys(_spelled(*change) for change in good))
+
+    def _with_another(self, key: str, value: Any) -> str:
+        """A setting together with the first change of other keys that lets it break no rule; empty: there is none."""
+        try:
+            run = self.resolve(apply(self.partial, {key: value}))
+        except (ValidationError, KeyError, TypeError):
+            return ""
+        broken = [f for f in findings(run) if f.severity == "error" and (f.code, f.path) not in self.before]
+        changes = [{key: value, **change} for f in broken[:1] for change in f.fixes[:4] if key not in change]
+        works = next((c for c in changes if self._all_fit(c)), {})
+        return " ".join(override(*change) for change in works.items())
+
+    def _all_fit(self, changes: Mapping[str, Any]) -> bool:
+        try:
+            return self._said(apply(self.partial, changes), unusual=False) <= self.before
+        except (ValidationError, KeyError, TypeError):
+            return False
 
     def _fits(self, key: str, value: Any, *, unusual: bool) -> bool:
         try:
+            value = value.values if isinstance(value, Layout) else value
             return self._said(apply(self.partial, {key: value}), unusual=unusual) <= self.before
         except (ValidationError, KeyError, TypeError):
             return False
@@ -79,11 +103,37 @@ class _Trial:
         return {(f.code, f.path) for f in found if f.severity == "error" or not unusual}
 
 
+@dataclass(frozen=True)
+class Layout:
+    """A layout in one word, and the values of the parallel group that it stands for."""
+
+    word: str
+    values: dict[str, Any]
+
+
+def _layout(word: str) -> dict[str, Any]:
+    """The values of a named layout, or of one in a word.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    named = word in choices_of_group("parallel")
+    return load(conf_dir() / f"parallel/{word}.yaml").values if named else parse_layout(word)
+
+
+def _spelled(key: str, value: Any) -> str:
+    return f"{key}={value.word}" if isinstance(value, Layout) else override(key, value)
+
+
 def _change(text: str) -> tuple[str, Any] | None:
     """The key and value of an override of one key that exists; None for any other text."""
     try:
         words = shlex.split(text)
         key, _, value = words[0].partition("=") if len(words) == 1 else ("", "", "")
+        if key in ("recipe", "run"):
+            return None
+        if key == "parallel":
+            return key, Layout(value, _layout(value))
         return (key, parse_value(value)) if field_of(key) is not None else None
     except ValueError:
         return None

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from mtrain.config.base import (
     MOST,
+    NAME,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -125,7 +126,7 @@ class MLAConfig(Section):
 class ModelConfig(Section):
     """`model`: a decoder-only transformer."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "custom"
+    name: Annotated[str, Field(pattern=NAME, max_length=100)] = "custom"
     """Name used in run folders and reports."""
     num_layers: Width
     """Transformer layers."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from mtrain.config.dump import override
+from mtrain.config.intended import NULL, as_key, plain, readings
 from mtrain.config.keys import field_of, suggest
-from mtrain.config.paths import choices_of_group
+from mtrain.config.layout_string import parse_layout
+from mtrain.config.load import load
+from mtrain.config.paths import choices_of_group, conf_dir, recipes_dir
 from mtrain.config.run import GROUPS
 
 NOTHING = "leave it out"
@@ -37,7 +43,7 @@ def accepts(path: str, value: Any) -> bool:
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     field = field_of(path)
-    if field is None:
+    if field is None or (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
         return False
     annotation: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
     try:
@@ -47,12 +53,25 @@ def accepts(path: str, value: Any) -> bool:
     return True
 
 
+def taken(path: str, value: Any) -> list[Any]:
+    """What `value` may have been meant as, of what the key at `path` takes: the likeliest, and others as likely."""
+    for group in readings(path, value):
+        out: list[Any] = []
+        for reading in group:
+            huge = isinstance(reading, int) and abs(reading) >= 1 << 63
+            if not huge and reading not in out and accepts(path, reading):
+                out.append(reading)
+        if out:
+            return out
+    return []
+
+
 def meant(path: str, value: Any) -> list[str]:
     """Overrides that an unknown key at `path` may have stood for, best first; each key takes its value.
 
     Where no near key takes the value, the nearest one at its default; where none is near, to leave the key out.
     """
-    last = path.rpartition(".")[2].lower().replace("-", "_")
+    last = as_key(path).rpartition(".")[2]
     near = suggest(path)[0]
     if not near:
         return [INSTEAD.get(last, lambda _: NOTHING)(value)]
@@ -65,6 +84,9 @@ def meant(path: str, value: Any) -> list[str]:
     with suppress(TypeError):
         known = CONVERTED.get(last, lambda v: v)(known)
     fitting = [override(key, known) for key in near if accepts(key, known)]
+    fitting = fitting or [
+        override(key, reading) for key in near for reading in taken(key, known)[:1] if not isinstance(reading, str)
+    ]
     return fitting or [default for key in near if (default := at_default(key))][:1] or [NOTHING]
 
 
@@ -80,12 +102,79 @@ def at_default(path: str) -> str:
     return override(path, field.default)
 
 
+def as_shipped(path: str) -> str:
+    """The override that sets a key to the value of its group's default choice; empty where that says nothing."""
+    group, _, key = path.partition(".")
+    choice = default_choices(conf_dir())[0].get(group, "")
+    values = load(conf_dir() / group / f"{choice}.yaml").values if choice in choices_of_group(group) else {}
+    return override(path, values[key]) if key in values else ""
+
+
 def near_choice(word: str, choices: Sequence[str]) -> list[str]:
     """Choices that `word` may have meant, best first."""
     import difflib
 
+    word = plain(word).strip().lower()
     near = difflib.get_close_matches(word, choices, n=3, cutoff=0.5)
-    plain = re.sub(r"[^a-z0-9]", "", word.lower())
-    same = [c for c in choices if re.sub(r"[^a-z0-9]", "", c.lower()) == plain]
+    letters = re.sub(r"[^a-z0-9]", "", word)
+    same = [c for c in choices if re.sub(r"[^a-z0-9]", "", c.lower()) == letters]
     begun = [c for c in choices if len(word) > 2 and c.startswith(word)]
-    return list(dict.fromkeys([*same, *begun, *near]))[:3]
+    return same or list(dict.fromkeys([*begun, *near]))[:3]
+
+
+def layouts_near(word: str) -> list[str]:
+    """Layouts that a word may have meant: its letters in another case or with signs between, or a bare number."""
+    letters = re.sub(r"[^a-z0-9]", "", plain(word).lower())
+    if letters.isdigit() and int(letters[:7]) > 0 and len(letters) < 7:
+        return [f"{axis}{int(letters)}" for axis in ("tp", "pp", "dp")]
+    try:
+        parse_layout(letters)
+    except ValueError:
+        return []
+    return [letters]
+
+
+def choice_fix(group: str, text: str, default: str) -> str:
+    """Overrides that a choice which is none may have meant, best first; the default choice where none is near."""
+    near = near_choice(text, choices_of_group(group))
+    if group == "parallel":
+        near = layouts_near(text) or near
+        near += ["single"] if text.strip().isdigit() else []
+    if plain(text).strip().lower() in NULL:
+        near = []
+    return " or ".join(f"{group}={name}" for name in near or [default])
+
+
+def bare_word(word: str) -> list[str]:
+    """Settings that a word without a `=` may have meant: a choice, a layout, a recipe or a key with a colon."""
+    key, _, value = word.partition(":")
+    path = as_key(key)
+    if value and (field_of(path) is not None or path in GROUPS):
+        return [f"{path}={value.strip()}"]
+    names = [p.relative_to(recipes_dir()).with_suffix("").as_posix() for p in recipes_dir().rglob("*.yaml")]
+    recipe = word.removesuffix(".yaml")
+    if recipe in names or (word.endswith((".yaml", ".yml")) and os.path.isfile(word)):
+        return [f"recipe={recipe if recipe in names else word}"]
+    found = [f"{group}={name}" for group in GROUPS for name in choices_of_group(group) if name == plain(word).lower()]
+    if found or layouts_near(word):
+        return found or [f"parallel={name}" for name in layouts_near(word)]
+    if field_of(path) is not None and (default := at_default(path)):
+        return [default]
+    import difflib
+
+    every = {name: group for group in reversed(GROUPS) for name in choices_of_group(group)}
+    close = difflib.get_close_matches(plain(word).lower(), every, n=1, cutoff=0.8)
+    recipes = difflib.get_close_matches(recipe, names, n=1, cutoff=0.8)
+    return [f"{every[name]}={name}" for name in close] or [f"recipe={name}" for name in recipes]
+
+
+def default_choices(conf: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """group -> the choice of `config.yaml`, and group -> the line that makes it."""
+    config = load(conf / "config.yaml")
+    choices: dict[str, str] = {}
+    sources: dict[str, str] = {}
+    for index, entry in enumerate(config.values.get("defaults", [])):
+        if isinstance(entry, dict):
+            choices |= {str(group): str(choice) for group, choice in entry.items()}
+            sources |= dict.fromkeys(map(str, entry), config.where(f"defaults.{index}"))
+    return choices, sources

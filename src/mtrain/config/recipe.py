@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config.interpolate import refused
-from mtrain.config.load import Document, load
+from mtrain.config.load import Document, filled, load
 from mtrain.config.near import near_choice
 from mtrain.config.overrides import check_choice
 from mtrain.config.paths import near_files, recipes_dir
@@ -24,6 +24,7 @@ class Recipe:
     """A recipe that passed: choices and values with the document they come from."""
 
     document: Document
+    path: Path
     choices: dict[str, str] = field(default_factory=dict)
     choice_lines: dict[str, str] = field(default_factory=dict)
     """group -> `file:line` of its choice."""
@@ -41,8 +42,8 @@ def find_recipe(name: str) -> Path:
     for path in (Path(name), Path(f"{name}.yaml"), *([shared] if inside else [])):
         if os.path.isfile(path):
             return path
-    if os.path.isdir(name):
-        load(Path(name))
+    if os.path.exists(name):
+        load(Path(name))  # says what it is
     names = [p.relative_to(recipes_dir()).with_suffix("").as_posix() for p in recipes_dir().rglob("*.yaml")]
     near = [f"recipe={n}" for n in near_choice(name, names)] or [f"recipe={p}" for p in near_files(Path(name))]
     rule = f"there is no such recipe; shared ones: {', '.join(sorted(names)) or 'none'}"
@@ -53,10 +54,11 @@ def find_recipe(name: str) -> Path:
 def read_recipe(name: str) -> tuple[Recipe | None, list[Problem]]:
     """Reads and judges a recipe; None where not even its YAML can be read."""
     try:
-        document = load(find_recipe(name))
+        path = find_recipe(name)
+        document = filled(load(path))
     except BadInput as error:
         return None, list(error.problems)
-    recipe = Recipe(document, values={k: v for k, v in document.values.items() if k not in ("defaults", "run")})
+    recipe = Recipe(document, path, values={k: v for k, v in document.values.items() if k not in ("defaults", "run")})
     problems = [*_reserved(document), *refused(recipe.values, document.where), *_defaults(recipe)]
     return recipe, problems
 

@@ -52,11 +52,26 @@ def hydra_value(text: str) -> Any:
         if override.is_sweep_override():
             raise Sweep("several values")
         return _plain(override.value())
-    except HydraException as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else "cannot be read"
-        raise ValueError(first) from None
+    except HydraException:
+        raise ValueError(_unreadable(text)) from None
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+def _unreadable(text: str) -> str:
+    """Why a text is no value."""
+    for opening, closing in ("[]", "{}", "()"):
+        if text.count(opening) != text.count(closing):
+            return f"a {opening} or {closing} has no partner"
+    if text.count("'") % 2 or text.count('"') % 2:
+        return "a quote that is opened is not closed"
+    if re.match(r"[A-Za-z_]+\(", text):
+        return "there is no such function of several values: choice(a,b), range(1,4), glob(word*), sort(b,a)"
+    if "${" in text:
+        return "a reference is ${group.key}"
+    odd = next((c for c in text if not (c.isalnum() or c in " _/.-+:%@?*[]{},='\"$")), "")
+    quotes = "put the value into quotes, if it is text"
+    return f"{odd!r} is part of no plain value; {quotes}" if odd else quotes
 
 
 def sweep_values(text: str, names: Sequence[str], limit: int) -> list[str] | None:
@@ -85,8 +100,8 @@ def sweep_values(text: str, names: Sequence[str], limit: int) -> list[str] | Non
         if isinstance(sweep, RangeSweep) and _length(sweep) > limit:
             raise ValueError(f"more than {limit} values")
         found = list(override.sweep_string_iterator())
-    except (HydraException, ArithmeticError) as error:
-        raise ValueError(str(error).strip().splitlines()[0]) from None
+    except (HydraException, ArithmeticError):
+        raise ValueError(_unreadable(text)) from None
     except RecursionError:
         raise ValueError("nested too deep") from None
     if len(found) > limit:
@@ -143,7 +158,12 @@ def defaults_list(
             loader = GlobalHydra.instance().config_loader()
             result = loader.compute_defaults_list("config", overrides, RunMode.RUN)
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, AttributeError) as error:
-        raise BadInput([Problem("MT011", "", None, _sentence(error), "", conf.name)]) from None
+        lost = getattr(error, "missing_cfg_file", None)
+        missing = lost[0] if isinstance(lost, (list, tuple)) else lost
+        what = f"{missing} is named, and is not there" if lost else "an entry cannot be read"
+        rule = f"the group files do not compose: in a defaults list, {what}"
+        fix = "write entries as `- NAME` of a file in the same folder, and `_self_` where its own keys come"
+        raise BadInput([Problem("MT011", "", None, rule, fix, conf.name)]) from None
     files = [
         (entry.config_path, entry.package or "")
         for entry in result.defaults
@@ -151,9 +171,3 @@ def defaults_list(
     ]
     known = {str(group): str(choice) for group, choice in result.overrides.known_choices.items()}
     return files, {g: c for g, c in known.items() if not g.startswith("hydra/")}
-
-
-def _sentence(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = re.sub(r"\s+", " ", lines[0] if lines else type(error).__name__)
-    return f"the group files do not compose: {text}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtrain.config.keys import choices_of
-from mtrain.config.overrides import COMMAND_LINE
+from mtrain.config.overrides import COMMAND_LINE, shortened
 from mtrain.config.paths import choices_of_group, recipes_dir
 from mtrain.config.run import GROUPS
 from mtrain.errors import BadInput, Problem
@@ -31,12 +31,13 @@ class Job:
 
 
 def jobs(argv: Sequence[str]) -> list[Job]:
-    """Every combination of the swept values; the last key varies fastest, of two settings of a key the later holds.
+    """Every combination of the swept values; the last key varies fastest, a key is given once.
 
     Raises:
         BadInput: a value cannot be read, sweeps over nothing, or there are more than 1000 runs.
     """
     words: dict[str, list[str]] = {}
+    given: dict[str, str] = {}
     swept: list[str] = []
     problems: list[Problem] = []
     for argument in argv:
@@ -47,8 +48,11 @@ def jobs(argv: Sequence[str]) -> list[Job]:
                 values = _values(key, text)
             except ValueError as error:
                 problems.append(Problem("MT010", key, text, str(error), "", COMMAND_LINE))
-        words.pop(key, None)
-        swept = [name for name in swept if name != key] + ([key] if values != [text] else [])
+        if equals and key in given:
+            rule = f"said twice, as {shortened(given[key])} and as {shortened(argument)}; one of them would be lost"
+            problems.append(Problem("MT004", key, text, rule, "keep one of them", COMMAND_LINE))
+        given[key] = argument
+        swept += [key] if values != [text] else []
         words[key] = [f"{key}={value}" for value in values] if equals else [argument]
     if problems:
         raise BadInput(problems)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args, get_origin
 
@@ -11,9 +12,11 @@ from pydantic_core import PydanticUndefined
 
 from mtrain.config.base import MOST_RANKS
 from mtrain.config.dump import override, spell
+from mtrain.config.intended import as_key
 from mtrain.config.interpolate import leaves
-from mtrain.config.keys import choices_of, field_of, schema_keys, suggest
-from mtrain.config.near import accepts, at_default, meant, near_choice
+from mtrain.config.keys import MERGE, choices_of, field_of, schema_keys, section_in, suggest
+from mtrain.config.near import accepts, as_shipped, at_default, meant, near_choice, taken
+from mtrain.config.paths import choices_of_group
 from mtrain.config.run import GROUPS, RunConfig
 from mtrain.errors import Problem
 
@@ -48,6 +51,7 @@ _KINDS = {
 
 _PATTERNS = {
     "^[A-Za-z0-9][A-Za-z0-9_.-]*$": "letters, digits, dots, - and _, and begin with a letter or a digit",
+    "^[A-Za-z0-9][A-Za-z0-9 _.-]*$": "letters, digits, spaces, dots, - and _, and begin with a letter or a digit",
     "^[a-z][a-z0-9_]*$": "small letters, digits and _, and begin with a letter",
 }
 
@@ -72,14 +76,15 @@ def _huge_numbers(value: Any) -> list[int]:
 def _huge(path: str, number: int, where: Where) -> Problem:
     """The problem of a number that no machine word holds; what is computed from it would not be either."""
     rule = f"has {len(str(abs(number)))} digits; whole numbers go up to {2**63 - 1}"
-    return Problem("MT014", path, number, rule, at_default(path) or "write a smaller one", where(path))
+    return Problem("MT014", path, number, rule, at_default(path), where(path))
 
 
 def _problems(error: Mapping[str, Any], where: Where, values: Mapping[str, Any]) -> Iterator[Problem]:
     path = ".".join(str(part) for part in error["loc"])
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
-        if isinstance(value, dict) and value and suggest(path) == ([], "") and path not in GROUPS:
+        near, why = suggest(path) if isinstance(value, dict) and value else ([path], "")
+        if not why and path not in GROUPS and all(_is_section(key) for key in near):
             for leaf, inner in leaves(value, path):
                 yield unknown_key(leaf, inner, where)
         else:
@@ -102,14 +107,24 @@ def _problems(error: Mapping[str, Any], where: Where, values: Mapping[str, Any])
         pattern = str(context.get("pattern"))
         rule = f"must be {_PATTERNS.get(pattern, f'text that matches {pattern}')}"
         yield Problem("MT014", path, value, rule, at_default(path), where(path))
+    elif kind == "string_too_long":
+        rule = f"has {len(value)} letters; at most {context['max_length']} are allowed"
+        yield Problem("MT014", path, value, rule, override(path, value[: context["max_length"]]), where(path))
     else:
-        yield Problem("MT014", path, value, str(error["msg"]), at_default(path), where(path))
+        yield Problem("MT014", path, value, "is not what the key takes", at_default(path), where(path))
+
+
+def _is_section(path: str) -> bool:
+    field = field_of(path)
+    return field is not None and section_in(field.annotation) is not None
 
 
 def unknown_key(path: str, value: Any, where: Where) -> Problem:
     """The problem of a key that the schema does not have, with the keys it may have meant."""
     near, why = suggest(path)
     top = path.split(".")[0]
+    if MERGE in path.split("."):
+        why = "a mapping that is merged with << is not read: write its keys out"
     if not near and not why:
         section = dict.fromkeys(k.split(".")[1] for k in schema_keys() if k.startswith(f"{top}."))
         why = f"keys of {top}: {', '.join(section)}" if top in GROUPS else f"groups: {', '.join(GROUPS)}"
@@ -146,9 +161,9 @@ def _literal(path: str, value: Any, where: Where) -> Problem:
     choices = choices_of(path)
     near = near_choice(str(value), choices)
     default = _default(path)
-    best = near or ([str(default)] if default is not None else list(choices))
+    best = near or ([] if default is None and accepts(path, None) else [str(default)] if default is not None else [])
     rule = f"must be one of {', '.join(choices)}" + (f"; {near[0]} is the nearest" if near else "")
-    fix = f"{path}={best[0]}" if best else ""
+    fix = f"{path}={best[0]}" if best else at_default(path) or f"{path}={choices[0]}"
     return Problem("MT014", path, value, rule, _indexed(path, fix), where(path))
 
 
@@ -156,29 +171,27 @@ def _wrong_type(path: str, kind: str, value: Any, where: Where) -> Problem:
     rule = f"must be {_KINDS[kind]}, not {_kind(value)}"
     field = field_of(path)
     if field is not None and path in GROUPS and isinstance(value, str):
-        rule += "; in a file a choice is made with `defaults: [- override /GROUP: CHOICE]`"
-        return Problem("MT013", path, value, rule, f"{path}={value}", where(path))
-    return Problem("MT013", path, value, rule, _indexed(path, _converted(path, kind, value)), where(path))
+        return _text_for_a_group(path, value, rule, where)
+    return Problem("MT013", path, value, rule, _indexed(path, _converted(path, value)), where(path))
 
 
-def _converted(path: str, kind: str, value: Any) -> str:
-    if kind in ("int_type", "int_from_float") and not isinstance(value, bool):
-        try:
-            number = float(value)
-            if number == int(number):
-                return f"{path}={int(number)}"
-        except (TypeError, ValueError, OverflowError):
-            pass
-    if kind == "float_type":
-        try:
-            return f"{path}={float(value)!r}"
-        except (TypeError, ValueError):
-            pass
-    if kind == "string_type" and isinstance(value, (int, float)):
-        return override(path, spell(value))
-    if kind == "bool_type" and str(value).lower() in ("1", "yes", "on", "0", "no", "off"):
-        return f"{path}={'true' if str(value).lower() in ('1', 'yes', 'on') else 'false'}"
-    return at_default(path)
+def _text_for_a_group(group: str, text: str, rule: str, where: Where) -> Problem:
+    """The problem of a text where the keys of a group are to stand: `lr:1e-3` without the space, or a choice."""
+    pairs = re.findall(r"([A-Za-z_][A-Za-z0-9_-]*)\s*[:=]\s*(\S+)", text)
+    known = [(as_key(key), value) for key, value in pairs if field_of(f"{group}.{as_key(key)}") is not None]
+    if known:
+        lines = " and ".join(f"`{key}: {value}`" for key, value in known)
+        rule += "; a key and its value are parted by a colon and a space"
+        return Problem("MT013", group, text, rule, f"write {lines} under `{group}:`", where(group))
+    rule += "; in a file a choice is made with `defaults: [override /GROUP: CHOICE]`"
+    near = near_choice(text, choices_of_group(group))
+    fix = f"- override /{group}: {near[0]}" if near else f"write the keys of {group}, or delete the line"
+    return Problem("MT013", group, text, rule, fix, where(group))
+
+
+def _converted(path: str, value: Any) -> str:
+    """What a value of another type may have meant, as overrides; the default where it is none of them."""
+    return " or ".join(override(path, reading) for reading in taken(path, value)[:2]) or at_default(path)
 
 
 def _length(path: str, value: Any, where: Where) -> Problem:
@@ -218,7 +231,7 @@ def _required(path: str, values: Mapping[str, Any]) -> str:
     fixes = [override(path, value) for value in same if accepts(path, value)]
     field = field_of(section)
     fixes += [f"{section}=null"] if field is not None and field.default is None else []
-    return " or ".join(fixes) or f"{path}=VALUE"
+    return " or ".join(fixes) or as_shipped(path) or f"{path}=VALUE"
 
 
 def _default(path: str) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 import tokenizers
 
 from mtrain import units
+from mtrain.config.files import kind_of
 from mtrain.config.token_files import EOD_NAMES, MAX_TOKENIZER
 from mtrain.errors import BadInput, Damaged, Problem
 
@@ -23,6 +24,9 @@ class Tokenizer:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
+            if kind := kind_of(self.path):
+                fix = "data.tokenizer=PATH of a tokenizer.json"
+                raise BadInput([Problem("MT603", "data.tokenizer", str(path), f"is {kind}", fix)])
             size = self.path.stat().st_size
             if size > LIMIT_BYTES:
                 raise Damaged(f"{path}: {units.bytes_(size)}; a tokenizer may have {units.bytes_(LIMIT_BYTES)}")

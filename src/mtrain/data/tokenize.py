@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,12 +24,13 @@ import numpy as np
 
 from mtrain import strict_json, units
 from mtrain.config.groups import DataConfig
+from mtrain.config.written import TAG, TAG_FILE
 from mtrain.data import cache as room
 from mtrain.data.cache import FILES
 from mtrain.data.corpus import TextCorpus, near_paths, open_corpus
 from mtrain.data.indexed import IndexedDataset, IndexedWriter, token_dtype, with_suffix
 from mtrain.data.samples import entropy_nats
-from mtrain.errors import BadEnvironment, BadInput, Damaged, Problem
+from mtrain.errors import BadEnvironment, BadInput, Damaged, Problem, say
 
 FORMAT = 1
 SETTLED_NS = 2_000_000_000
@@ -58,7 +58,7 @@ class Corpus:
 
 
 def _say(note: str) -> None:
-    print(note, file=sys.stderr, flush=True)
+    say(note, error=True)
 
 
 def prepare(data: DataConfig, note: Callable[[str], None] = _say) -> Corpus:
@@ -160,6 +160,7 @@ def _cached(data: DataConfig, note: Callable[[str], None]) -> Corpus:
     cache = Path(os.path.expanduser(data.cache_dir))
     with _writing(cache):
         (cache / "seen").mkdir(parents=True, exist_ok=True)
+        (cache / TAG_FILE).write_text(TAG)
     settings = {
         "format": FORMAT,
         "vocab_size": data.tokenizer_vocab_size,

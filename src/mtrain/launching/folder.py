@@ -18,7 +18,7 @@ from mtrain.ckpt import folder as ckpt_folder
 from mtrain.config import kernels
 from mtrain.config.base import Effect
 from mtrain.config.batches import counted, samples_of, stages
-from mtrain.config.dump import run_yaml
+from mtrain.config.dump import override, run_yaml
 from mtrain.config.load import read_run_file
 from mtrain.config.paths import RUN_FILE
 from mtrain.config.resolve import Machine
@@ -79,9 +79,12 @@ def plan(run: RunConfig) -> Plan:
         Damaged: what was named is a checkpoint that was never committed.
     """
     if run.checkpoint.resume is None:
-        return Plan(_new_folder(run))
+        new = _new_folder(run)
+        refuse_links(new)
+        return Plan(new)
     notes: list[str] = []
     found, checkpoint = _latest(run, notes) if run.checkpoint.resume == "latest" else _named(run, notes)
+    refuse_links(found)
     new = checkpoint is not None and checkpoint.parent.parent != found
     return Plan(found, checkpoint, _judge(run, found, checkpoint), new, tuple(notes))
 
@@ -98,6 +101,7 @@ def opened(run: RunConfig, chosen: Plan, argv: list[str]) -> Iterator[Plan]:
         BadEnvironment: it cannot be written.
     """
     while True:
+        refuse_links(chosen.folder)
         try:
             descriptor = _claim(chosen.folder)
         except OSError as error:
@@ -125,10 +129,27 @@ def opened(run: RunConfig, chosen: Plan, argv: list[str]) -> Iterator[Plan]:
         os.close(descriptor)
 
 
+def refuse_links(folder: Path) -> None:
+    """Refuses a run folder that is a symbolic link or holds one: what is written would land elsewhere.
+
+    Raises:
+        BadInput: with the link.
+    """
+    entries = [folder, *(folder.iterdir() if folder.is_dir() else ())]
+    link = next((entry for entry in entries if entry.is_symlink()), None)
+    if link is None:
+        return
+    rule = f"{link} is a symbolic link; a run folder neither is one nor holds one, for a run writes only into itself"
+    free = f"log.name={_free_name(folder)}"
+    if link == folder and os.path.isdir(folder):
+        free = f"{override('checkpoint.resume', os.path.realpath(folder))}, or {free}"
+    raise BadInput([Problem("MT501", "log.name", folder.name, rule, free)])
+
+
 def _claim(folder: Path) -> int | None:
     """A descriptor that owns the folder as long as it is open; None: another process does."""
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -231,7 +252,9 @@ def _latest(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
     names = [root / run.log.name] if run.log.name else sorted(root.glob("*"), key=_age, reverse=True)
     runs: list[tuple[Path, RunConfig]] = []
     for folder in names:
-        if (folder / RUN_FILE).is_file():
+        if folder.is_symlink():
+            notes.append(f"{folder} is a symbolic link; passed over")
+        elif (folder / RUN_FILE).is_file():
             try:
                 runs.append((folder, read_run_file(folder / RUN_FILE)))
             except BadInput:

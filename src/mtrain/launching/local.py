@@ -23,7 +23,7 @@ from typing import TextIO
 
 from mtrain.ckpt.folder import read_manifest
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadEnvironment, MtrainError
+from mtrain.errors import BadEnvironment, MtrainError, say_page
 from mtrain.launching import folder, matmul, preflight
 from mtrain.launching.supervise import Supervisor
 from mtrain.launching.worker import describe, end, enter, leave, revive, run_rank
@@ -84,7 +84,7 @@ def say(run: RunConfig, text: str) -> None:
     """Print a line, unless the run is to be silent or nobody reads any more."""
     if run.log.progress != "none":
         with suppress(OSError):
-            print(text, flush=True)
+            say_page(text)
 
 
 def generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperature: float) -> None:

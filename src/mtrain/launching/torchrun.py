@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadEnvironment, BadInput, MtrainError, TrainingFault
+from mtrain.errors import BadEnvironment, BadInput, MtrainError, TrainingFault, say
 from mtrain.launching import folder, matmul
 from mtrain.launching.worker import describe, enter, leave, revive
 
@@ -98,7 +98,7 @@ def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
         chosen = stack.enter_context(folder.opened(run, planned, argv))
     except MtrainError as error:
         return json.dumps(describe(error))
-    print(f"run folder: {chosen.folder}", flush=True)
+    say(f"run folder: {chosen.folder}")
     checkpoint = str(chosen.checkpoint) if chosen.checkpoint else None
     return json.dumps({"folder": str(chosen.folder), "checkpoint": checkpoint, "cpu_matmul": run.kernels.cpu_matmul})
 

@@ -22,6 +22,7 @@ from mtrain.errors import (
     Preempted,
     Problem,
     TrainingFault,
+    say_page,
     show,
 )
 from mtrain.world.seat import End
@@ -85,7 +86,7 @@ def record(error: BaseException, errors: Path, rank: int) -> None:
         draft.replace(errors / record_name(rank))
     except OSError:  # a full disk must not hide the error itself
         with suppress(OSError):
-            sys.stderr.write(f"rank {rank}: {body['kind']}: {body['message']}\n")
+            say_page(f"rank {rank}: {body['kind']}: {body['message']}", error=True)
 
 
 def end(error: MtrainError, errors: Path, rank: int) -> None:

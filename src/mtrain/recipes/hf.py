@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.load import MAX_DEPTH, MAX_NODES, UNSHOWN, read_text, refuse_hidden
+from mtrain.config.files import read_text
+from mtrain.config.load import MAX_DEPTH, MAX_NODES, UNSHOWN, refuse_hidden
 from mtrain.errors import BadInput, Problem
 from mtrain.recipes.arguments import Arguments, Draft
 from mtrain.recipes.hf_families import FAMILIES
@@ -66,7 +67,7 @@ def read_json(path: Path, source: str) -> Json:
     Raises:
         BadInput: it is something else.
     """
-    text = read_text(path, source)
+    text = read_text(path, source, (".json",))
     refuse_hidden(text, source, UNSHOWN)
 
     def pairs(items: list[tuple[str, Any]]) -> Json:

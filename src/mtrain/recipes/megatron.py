@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TypeGuard
 
 from mtrain.config.dump import spell
-from mtrain.config.load import UNSHOWN, read_text, refuse_hidden
+from mtrain.config.files import SCRIPT_ENDINGS, read_text
+from mtrain.config.load import UNSHOWN, refuse_hidden
 from mtrain.config.model import VOCAB_MULTIPLE
 from mtrain.config.paths import program
 from mtrain.config.run import RunConfig
@@ -62,7 +63,7 @@ def read_texts(paths: Sequence[Path]) -> list[tuple[str, str]]:
     """
     texts = []
     for path in paths:
-        text = read_text(path, str(path))
+        text = read_text(path, str(path), SCRIPT_ENDINGS)
         refuse_hidden(text, str(path), UNSHOWN)
         texts.append((text, str(path)))
     return texts
@@ -345,7 +346,7 @@ def export_script(run: RunConfig) -> str:
     What no flag says is found out by reading the flags back, so that nothing is lost unsaid.
     """
     world, groups = export_words(run)
-    lines = [" ".join([*world.words(), "pretrain_gpt.py"]), *(shlex.join(group) for group in groups)]
+    lines = [" ".join([*world.words(), "pretrain_gpt.py"]), *(" ".join(map(_quoted, group)) for group in groups)]
     text = " \\\n  ".join(lines) + "\n"
     left = leftover_keys(run, text)
     if run.model.padding_in_words and run.model.mask_padded_vocab:
@@ -354,6 +355,15 @@ def export_script(run: RunConfig) -> str:
         text += f"# What has no flag; `{program()} recipe import` reads these lines.\n"
         text += "".join(f"{MARK}{word}\n" for word in left)
     return text
+
+
+def _quoted(word: str) -> str:
+    """A word of a shell; what a terminal would obey, or a line would end at, as an escape of bash."""
+    if word.isprintable():
+        return shlex.quote(word)
+    plain = (c.isprintable() and c not in "'\\" for c in word)
+    codes = (c if ok else "".join(f"\\x{b:02x}" for b in c.encode()) for c, ok in zip(word, plain, strict=True))
+    return f"$'{''.join(codes)}'"
 
 
 def leftover_keys(run: RunConfig, text: str) -> list[str]:

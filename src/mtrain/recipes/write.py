@@ -62,8 +62,9 @@ def delta(run: RunConfig, chosen: Mapping[str, str] | None = None) -> Delta:
         if best is None:
             raise AssertionError(f"no choice of {group} can be changed into {target!r}")
         if group == "model" and best[0] > 2 * FEW + FAR and group not in (chosen or {}):
-            best = (0, 0, usual[group], _said(target) | (_beyond(target, section(group, usual[group])) or {}))
-        if best[2] != usual[group]:
+            out.values[group] = _said(target)  # a whole model stands on no choice
+            continue
+        if best[2] != usual[group] or (group == "model" and best[3]):
             out.choices[group] = best[2]
         if best[3]:
             out.values[group] = best[3]

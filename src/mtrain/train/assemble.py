@@ -21,13 +21,13 @@ from mtrain.config.run import RunConfig
 from mtrain.data import Splits, open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches, Packing
 from mtrain.data.text import Tokenizer
-from mtrain.errors import Damaged, MtrainError
+from mtrain.errors import Damaged, MtrainError, say_page
 from mtrain.mcore.sharding import gathered
 from mtrain.plan.count import parameters
 from mtrain.train import hooks
 from mtrain.train.dynamic import run_documents
 from mtrain.train.generate import Sampler
-from mtrain.train.progress import Progress, printable
+from mtrain.train.progress import Progress
 from mtrain.train.step import Parts
 from mtrain.train.trainer import Hook, Trainer, reason, warn
 from mtrain.world.init import World, joined
@@ -161,7 +161,7 @@ def generate_text(
         ckpt_state.load_model(Checkpoint.open(checkpoint, verify=False), chunks)
         text = sample(Sampler(run, world, chunks), Tokenizer(tokenizer), prompt, tokens, temperature)
         if world.is_first:
-            print(printable(text), flush=True)
+            say_page(text)
 
 
 def sample(sampler: Sampler, tokenizer: Tokenizer, prompt: str, tokens: int, temperature: float) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from mtrain import units
 from mtrain.config.batches import stages
 from mtrain.config.run import RunConfig
+from mtrain.errors import printable, say_page
 from mtrain.train.step import Parts, StepResult
 from mtrain.train.trainer import Hook
 
@@ -60,9 +61,9 @@ class Progress(Hook):
             return
         try:
             if self.bar is not None:
-                self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+                self.bar.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
             else:
-                print(printable(text), flush=True)
+                say_page(text)
         except (OSError, ValueError):  # nobody reads any more, or the disk is full: training goes on in silence
             self.choice = "none"
 
@@ -77,9 +78,3 @@ class Progress(Hook):
         return (
             f"loss {result.loss:.4f}  {norm}  lr {result.lr:.2e}  {batch}{rate} tokens/s  {units.seconds(left)} left"
         )
-
-
-def printable(text: str) -> str:
-    """`text` with what standard output has no letters for as escapes, as where its encoding is ASCII."""
-    encoding = sys.stdout.encoding or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import signal
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from types import FrameType
 
 from mtrain.config.run import RunConfig
-from mtrain.errors import MtrainError, Preempted, TrainingFault
+from mtrain.errors import MtrainError, Preempted, TrainingFault, say
 from mtrain.train.step import Parts, StepResult, train_step
 
 AGREE_S = 5.0
@@ -140,7 +139,7 @@ class Trainer:
 def warn(text: str) -> None:
     """Print a warning, unless nobody can read it: no warning ends a run."""
     with suppress(OSError, ValueError):
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        say(f"warning: {text}", error=True)
 
 
 def reason(error: BaseException) -> str:

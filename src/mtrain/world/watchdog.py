@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import platform
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from typing import TextIO
 from torch.distributed import PrefixStore, Store
 
 from mtrain.config.run import RunConfig
-from mtrain.errors import TrainingFault
+from mtrain.errors import TrainingFault, say_page
 from mtrain.world import stacks, stall
 from mtrain.world.beats import pulse
 from mtrain.world.init import World
@@ -253,4 +252,4 @@ class Wire:
 
 def _say(text: str) -> None:
     with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+        say_page(text, error=True)

@@ -6,7 +6,7 @@ import difflib
 from importlib import import_module
 
 from mtrain.cli.pages import page_of
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import BadInput, Problem, say_page
 
 SUBVERBS = {
     "list": ("listing", "every shared recipe: list [--json]"),
@@ -31,7 +31,7 @@ def run(argv: list[str], *, debug: bool) -> int:
         BadInput: there is no such subverb, or it refuses its arguments.
     """
     if not argv:
-        print(page_of("recipe"))
+        say_page(page_of("recipe"))
         return 2
     word = argv[0]
     if word not in SUBVERBS:

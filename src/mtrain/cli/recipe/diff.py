@@ -9,7 +9,7 @@ from mtrain import strict_json
 from mtrain.cli.options import read_options
 from mtrain.config.dump import spell
 from mtrain.config.resolve import Machine, resolve
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import BadInput, Problem, say_page, visible
 from mtrain.recipes.diff import ABSENT, Difference, differences, side
 
 EQUAL, DIFFERENT = 0, 1
@@ -28,9 +28,9 @@ def diff(argv: Sequence[str]) -> int:
     if options.as_json:
         rows = [{"key": d.key, "left": _plain(d.left), "right": _plain(d.right), "kind": d.kind} for d in found]
         digests = {"left": left.digest(), "right": right.digest()}
-        print(strict_json.dumps({"equal": not found, "digests": digests, "differences": rows}, indent=2))
+        say_page(strict_json.dumps({"equal": not found, "digests": digests, "differences": rows}, indent=2))
     else:
-        print(_table(found, options.words))
+        say_page(_table(found, options.words))
     return DIFFERENT if found else EQUAL
 
 
@@ -40,7 +40,7 @@ def _plain(value: object) -> object:
 
 def _table(found: Sequence[Difference], names: Sequence[str]) -> str:
     if not found:
-        return f"equal: {names[0]} and {names[1]} are the same run"
+        return visible(f"equal: {names[0]} and {names[1]} are the same run")
     rows = [(f"{n}.", d.key, f"{_shown(d.left)} -> {_shown(d.right)}", d.kind) for n, d in enumerate(found, 1)]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = [
@@ -48,7 +48,7 @@ def _table(found: Sequence[Difference], names: Sequence[str]) -> str:
         for n, key, values, kind in rows
     ]
     kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(d.kind for d in found).items())
-    return "\n".join([*lines, f"{len(found)} difference{'s' if len(found) > 1 else ''}: {kinds}"])
+    return "\n".join([*map(visible, lines), f"{len(found)} difference{'s' if len(found) > 1 else ''}: {kinds}"])
 
 
 def _shown(value: object) -> str:

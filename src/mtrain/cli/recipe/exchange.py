@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from mtrain import strict_json
 from mtrain.cli.options import needed, read_options
 from mtrain.cli.recipe.new import describe, for_elsewhere, write_new
-from mtrain.config.load import MAX_BYTES, UNSHOWN, refuse_hidden
+from mtrain.config.files import STDIN, read_stdin
+from mtrain.config.load import UNSHOWN, refuse_hidden
 from mtrain.config.paths import program
 from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
 from mtrain.config.validate import unfilled
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import BadInput, Problem, say_page, visible
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.hf import import_config
 from mtrain.recipes.imported import Imported, name_of
@@ -45,11 +45,11 @@ def import_(argv: Sequence[str]) -> int:
     if out is not None:
         write_new(Path(out), text)
     if options.as_json:
-        print(strict_json.dumps(_facts(found, text, problems, run.digest()), indent=2))
+        say_page(strict_json.dumps(_facts(found, text, problems, run.digest()), indent=2))
         return 0
-    print(text if out is None else f"wrote {out}: {program()} check recipe={out}", end="" if out is None else "\n")
+    say_page(text if out is None else visible(f"wrote {out}: {program()} check recipe={out}"))
     for line in _report(found, problems):
-        print(line, file=sys.stderr)
+        say_page(line, error=True)
     return 0
 
 
@@ -59,10 +59,8 @@ def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | Non
         refuse_hidden(text, "command line", UNSHOWN)
         return import_texts([(text, "command line")], "imported", extra)
     needed(files, USAGE)
-    if list(files) == ["-"]:
-        text = sys.stdin.read(MAX_BYTES + 1)
-        if len(text) > MAX_BYTES:
-            raise BadInput([Problem("MT005", "", None, f"more than {MAX_BYTES} characters", "", "stdin")])
+    if list(files) == [STDIN]:
+        text = read_stdin()
         refuse_hidden(text, "stdin", UNSHOWN)
         if is_yaml(text):
             return import_yaml([(text, "stdin")], "imported", extra)
@@ -94,14 +92,14 @@ def _with_open(problems: Sequence[Problem], keys: Sequence[str]) -> list[Problem
 
 def _report(found: Imported, problems: Sequence[Problem]) -> list[str]:
     """What a person has to know beside the recipe."""
-    lines = [f"note: {note}" for note in found.notes]
+    lines = [visible(f"note: {note}") for note in found.notes]
     if found.unplaced:
         lines.append(f"{len(found.unplaced)} not taken over:")
     together: dict[tuple[str, str], list[str]] = {}
     for u in sorted(found.unplaced, key=lambda u: _ORDER.index(u.why)):
         together.setdefault((u.why, u.text), []).append(f"{u.flag} {u.value}".strip())
     for (why, text), flags in together.items():
-        lines.append(f"  {why}: {', '.join(flags)}: {text}")
+        lines.append(visible(f"  {why}: {', '.join(flags)}: {text}"))
     return [*lines, *(problem.render() for problem in problems)]
 
 
@@ -126,7 +124,7 @@ def export(argv: Sequence[str]) -> int:
     _, run = for_elsewhere(overrides_of(options.words))
     text = export_script(run)
     if options.as_json:
-        print(strict_json.dumps({"script": text, "digest": run.digest()}, indent=2))
+        say_page(strict_json.dumps({"script": text, "digest": run.digest()}, indent=2))
     else:
-        print(text, end="")
+        say_page(text)
     return 0

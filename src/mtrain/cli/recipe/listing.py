@@ -9,10 +9,12 @@ from mtrain import strict_json
 from mtrain.cli import show as show_verb
 from mtrain.cli.options import needed, read_options
 from mtrain.config.compose import compose
-from mtrain.config.load import load, parse, read_text
+from mtrain.config.files import read_text
+from mtrain.config.load import load, parse
 from mtrain.config.paths import display, recipes_dir
 from mtrain.config.recipe import find_recipe
 from mtrain.config.resolve import Machine, resolve
+from mtrain.errors import say, say_page
 from mtrain.layout.grid import RankGrid
 from mtrain.recipes.diff import overrides_of
 
@@ -24,11 +26,11 @@ def list_(argv: Sequence[str]) -> int:
     options = read_options(argv)
     cards = [_card(file) for file in sorted(recipes_dir().rglob("*.yaml"))]
     if options.as_json:
-        print(strict_json.dumps(cards, indent=2))
+        say_page(strict_json.dumps(cards, indent=2))
         return 0
     widths = [max(len(card[key]) for card in cards) for key in ("name", "layout")]
     for card in cards:
-        print(f"{card['name']:<{widths[0]}}  {card['layout']:<{widths[1]}}  {card['title']}")
+        say(f"{card['name']:<{widths[0]}}  {card['layout']:<{widths[1]}}  {card['title']}")
     return 0
 
 
@@ -52,5 +54,5 @@ def show(argv: Sequence[str]) -> int:
     path = find_recipe(name)
     text = read_text(path, display(path))
     parse(text, display(path))  # what cannot be read as data is not put on a terminal either
-    print(text, end="" if text.endswith("\n") else "\n")
+    say_page(text)
     return 0

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mtrain import strict_json
 from mtrain.cli.options import needed, read_options
 from mtrain.cli.recipe.new import for_elsewhere, write_new
-from mtrain.config.paths import program, user_path
+from mtrain.config.files import YAML_ENDINGS, kind_of, read_bytes
+from mtrain.config.locked import read_lock
+from mtrain.config.paths import conf_dir, program, recipes_dir, user_path
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadInput, Damaged
+from mtrain.errors import BadInput, Damaged, say, say_page
 from mtrain.recipes.diff import overrides_of
-from mtrain.recipes.lock import lock_text, mismatches, read_lock
+from mtrain.recipes.lock import lock_text, mismatches
 
 ENVIRONMENT, DATA = 3, 4
 OUT = {"-o": "--output", "--output": "--output"}
@@ -26,14 +28,14 @@ def lock(argv: Sequence[str]) -> int:
     """Prints, or writes with `-o`, the resolved configuration with versions and digests."""
     options = read_options(argv, (), OUT)
     needed(options.words, "recipe lock NAME [-o FILE]")
-    _, run = for_elsewhere(overrides_of(options.words))
-    text = lock_text(run, digests(run), Machine.here())
+    composed, run = for_elsewhere(overrides_of(options.words))
+    text = lock_text(run, digests(run), sources(composed.files), Machine.here())
     out = options.values.get("--output")
     if out is None:
-        print(text, end="")
+        say_page(text)
         return 0
     write_new(Path(out), text)
-    print(f"wrote {out}: it runs with run={out}, and `{program()} recipe verify {out}` compares")
+    say(f"wrote {out}: it runs with run={out}, and `{program()} recipe verify {out}` compares")
     return 0
 
 
@@ -42,17 +44,38 @@ def verify(argv: Sequence[str]) -> int:
     options = read_options(argv)
     path = Path(needed(options.words, "recipe verify FILE"))
     held = read_lock(path)
-    found = mismatches(held, digests(held.run), Machine.here())
+    found = mismatches(held, digests(held.run), sources(_places(held.sources, path)), Machine.here())
     code = DATA if any(m.damaged for m in found) else ENVIRONMENT if found else 0
     if options.as_json:
         rows = [{"what": m.what, "name": m.name, "locked": m.locked, "here": m.here} for m in found]
-        print(strict_json.dumps({"ok": not found, "digest": held.run.digest(), "differences": rows}, indent=2))
+        say_page(strict_json.dumps({"ok": not found, "digest": held.run.digest(), "differences": rows}, indent=2))
         return code
     for m in found:
-        print(f"{m.what} {m.name}: {m.locked} then, {m.here} here")
+        say(f"{m.what} {m.name}: {m.locked} then, {m.here} here")
     if not found:
-        print(f"verified: {path} is as it was locked, digest {held.run.digest()}")
+        say(f"verified: {path} is as it was locked, digest {held.run.digest()}")
     return code
+
+
+def sources(files: Mapping[str, Path]) -> dict[str, str]:
+    """Digests of the files that a configuration is composed from, by their names; of those that are here."""
+    out: dict[str, str] = {}
+    for name, path in files.items():
+        with suppress(BadInput):
+            out[name] = hashlib.sha256(read_bytes(path, name, endings=YAML_ENDINGS)).hexdigest()
+    return out
+
+
+def _places(names: Iterable[str], lock: Path) -> dict[str, Path]:
+    """Where the files of a lock lie: shipped ones as installed, others in this folder or beside the lock."""
+    shipped = {"conf": conf_dir(), "recipes": recipes_dir()}
+    out: dict[str, Path] = {}
+    for name in names:
+        first, _, rest = name.partition("/")
+        places = [shipped[first] / rest] if first in shipped else []
+        places += [Path(name), lock.parent / name]
+        out[name] = next((place for place in places if place.is_file()), places[0])
+    return out
 
 
 def digests(run: RunConfig) -> dict[str, str]:
@@ -63,15 +86,15 @@ def digests(run: RunConfig) -> dict[str, str]:
     out: dict[str, str] = {}
     if run.data.tokenizer is not None:
         path = user_path(run.data.tokenizer)
-        if _plain(path) and path.stat().st_size <= MAX_TOKENIZER_BYTES:
-            out["tokenizer"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        with suppress(BadInput):
+            out["tokenizer"] = hashlib.sha256(read_bytes(path, str(path), MAX_TOKENIZER_BYTES)).hexdigest()
     data = _tokens(run) if run.data.kind == "indexed" else _text(run) if run.data.kind == "text" else None
     return out | ({"data": data} if data else {})
 
 
 def _plain(path: Path) -> bool:
     try:
-        return stat.S_ISREG(path.stat().st_mode)
+        return not kind_of(path)
     except (OSError, ValueError):
         return False
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from mtrain.config.overrides import read_overrides
 from mtrain.config.paths import program
 from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadEnvironment, BadInput, Problem
+from mtrain.errors import BadEnvironment, BadInput, Problem, say
 from mtrain.layout.grid import RankGrid
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.write import Delta, delta, recipe_text
@@ -34,8 +33,8 @@ def new(argv: Sequence[str]) -> int:
     about = describe(run, f"mtrain recipe new {path.name} {shlex.join(words)}".strip())
     text = recipe_text(said(loaded.run, loaded.choices, words), about, short=True)
     write_new(path, text)
-    print(f"wrote {path}: {program()} recipe={path}")
-    print(f"for an editor that completes keys: {program()} schema recipe -o {path.parent}")
+    say(f"wrote {path}: {program()} recipe={path}")
+    say(f"for an editor that completes keys: {program()} schema recipe -o {path.parent}")
     return 0
 
 
@@ -57,7 +56,7 @@ def for_elsewhere(words: Sequence[str]) -> tuple[Composed, RunConfig]:
     if wrong:
         raise BadInput(problems)
     for problem in here:
-        print(f"note: {problem.path} = {problem.value}: {problem.rule}", file=sys.stderr)
+        say(f"note: {problem.path} = {problem.value}: {problem.rule}", error=True)
     return composed, run
 
 

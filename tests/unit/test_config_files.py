@@ -1,0 +1,121 @@
+"""Files that a user names: regular ones of bounded size, and of strangers only what says that it is one of ours."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mtrain.cli.main import main
+from mtrain.config.files import MAX_BYTES, read_bytes
+from mtrain.errors import BadInput
+
+pytestmark = pytest.mark.timeout(20)
+
+
+@pytest.fixture
+def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working folder with a named pipe and a socket in it."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.yaml")
+    os.mkfifo("pipe.json")
+    os.symlink("pipe.yaml", "link.yaml")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("socket.yaml")
+        yield tmp_path
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["check", "run={}"],
+        ["check", "recipe={}"],
+        ["show", "run={}"],
+        ["run={}"],
+        ["recipe", "import", "{}"],
+        ["recipe", "verify", "{}"],
+        ["recipe", "show", "{}"],
+        ["recipe", "diff", "{}", "llama/tiny_cpu"],
+        ["recipe", "lock", "{}"],
+        ["recipe", "new", "x", "recipe={}"],
+        ["recipe", "export", "--megatron", "{}"],
+        ["explain", "optim.lr", "{}"],
+        ["-m", "check", "run={}", "optim.lr=1e-3,2e-3"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_no_regular_file_is_named_and_never_waited_for(
+    odd: Path, argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, kind in (
+        ("pipe.yaml", "a named pipe"),
+        ("link.yaml", "a named pipe"),
+        ("socket.yaml", "a socket"),
+        ("/dev/zero", "a character device"),
+        ("/dev/null", "a character device"),
+    ):
+        assert main([word.format(name) for word in argv]) == 2
+        out, err = capsys.readouterr()
+        assert f"is {kind}" in out + err, (name, out, err)
+        assert f"did you mean {name}" not in err, "a fix is not what was refused"
+
+
+def test_a_config_json_that_is_a_pipe_is_named(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe", "import", "pipe.json"]) == 2
+    assert "is a named pipe" in capsys.readouterr().err
+
+
+def test_a_pipe_that_takes_the_place_of_a_file_is_not_waited_for(odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtrain.config.files.kind_of", lambda path: "")  # it was regular when it was asked
+    with pytest.raises(BadInput, match="is a named pipe"):
+        read_bytes(odd / "pipe.yaml", "pipe.yaml")
+
+
+def test_a_dash_is_standard_input_of_bounded_size(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = b"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8"
+    for data, code, word in (
+        (flags + b" --vocab-size 9", 0, "num_layers: 2"),
+        (b"#" * (MAX_BYTES + 1), 2, "MT005"),
+        (b"\xff", 2, "MT003"),
+    ):
+        monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(data)))
+        assert main(["recipe", "import", "-"]) == code
+        assert word in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("verb", [["check", "recipe={}"], ["check", "run={}"], ["recipe", "import", "{}"]], ids=str)
+@pytest.mark.parametrize("name", ["environ", "shadow", "id_rsa", "link.yaml"])
+def test_nothing_of_a_file_elsewhere_is_shown_unless_its_name_says_that_it_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: list[str], name: str
+) -> None:
+    elsewhere, here = tmp_path / "elsewhere", tmp_path / "here"
+    elsewhere.mkdir()
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for text in ("--s3cret", "s3cret: [", "s3cret: 1", "optim: {lr: s3cret}", "s3cret"):
+        (elsewhere / name.removesuffix(".yaml")).write_text(text)
+        if name.endswith(".yaml"):
+            (here / name).unlink(missing_ok=True)
+            (here / name).symlink_to(elsewhere / "link")
+        given = here / name if name.endswith(".yaml") else elsewhere / name
+        assert main([word.format(given) for word in verb]) == 2
+        assert "s3cret" not in "".join(capsys.readouterr())
+    monkeypatch.setenv("SOMETHING", "s3cret")
+    monkeypatch.chdir("/")
+    assert main([word.format("/proc/self/environ") for word in verb]) == 2
+    assert "s3cret" not in "".join(capsys.readouterr())
+
+
+def test_a_tokenizer_that_is_a_pipe_is_named(odd: Path) -> None:
+    from mtrain.data.text import Tokenizer
+
+    with pytest.raises(BadInput, match=r"MT603.*is a named pipe"):
+        Tokenizer("pipe.json")
