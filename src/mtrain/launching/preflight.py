@@ -15,7 +15,7 @@ from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import parameters
-from mtrain.plan.memory import bytes_here
+from mtrain.plan.memory import activation_bytes, bytes_here
 
 
 def check(
@@ -49,12 +49,12 @@ def check(
 
 def _cpu_shortages(run: RunConfig, grid: RankGrid, machine: Machine, ranks_here: int | None) -> list[str]:
     ranks = grid.world if ranks_here is None else ranks_here
-    needed = bytes_here(run) * ranks // grid.world
+    needed = bytes_here(run) * ranks // grid.world + ranks * activation_bytes(run)
     out = []
     if needed > machine.memory_bytes:
         out.append(
-            f"needs at least {units.bytes_(needed)} of memory for weights, gradients and optimizer state of "
-            f"{units.count(parameters(run.model))} parameters on {ranks} rank{'s' if ranks > 1 else ''}; "
+            f"needs at least {units.bytes_(needed)} of memory for weights, gradients, optimizer state and "
+            f"activations of {units.count(parameters(run.model))} parameters on {ranks} rank{'s' if ranks > 1 else ''}; "
             f"here: {units.bytes_(machine.memory_bytes)}"
         )
     if ranks_here is None and grid.world > MAX_CPU_RANKS:

@@ -1,8 +1,8 @@
 """Whether the memory that a configuration names holds its model, a sample and a batch: lower bounds, never guesses.
 
 Where the state of a model is more than this machine has, that is a warning: it may be meant for another one, and a
-run here is refused (`launching/preflight.py`). A sample or a batch that does not fit is an error, and so is a model
-that no machine holds.
+run here is refused (`launching/preflight.py`). A sample or a batch that does not fit by itself is an error, and so
+is a model that no machine holds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mtrain.config.batches import stages
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
-from mtrain.errors import Problem
+from mtrain.errors import Problem, Severity
 from mtrain.plan.count import parameters, state_bytes
 from mtrain.units import GIB, bytes_, count
 
@@ -127,7 +127,9 @@ def _sample_and_batch(run: RunConfig, memory: _Memory, origins: Mapping[str, str
     fits = 1 << (fits.bit_length() - 1) if fits else 0
     fix = f"{key}={fits}" if fits > 1 else "less of both: trainer.global_batch_size and data.seq_length"
     rule = f"{what} need at least {bytes_(need - memory.state)}{beside}; {memory.name} has {bytes_(memory.holds)}"
-    return [Problem("MT147", key, value, rule, fix, origins[key])]
+    # alone it would fit: then the model is what is too large for this machine, and a run here is refused
+    severity: Severity = "warning" if run.cluster.device == "cpu" and kept + tokens <= memory.holds else "error"
+    return [Problem("MT147", key, value, rule, fix, origins[key], severity)]
 
 
 def _state_here(run: RunConfig, machine: Machine, origins: Mapping[str, str]) -> list[Problem]:
