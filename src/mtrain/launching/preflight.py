@@ -52,9 +52,10 @@ def _cpu_shortages(run: RunConfig, grid: RankGrid, machine: Machine, ranks_here:
     needed = bytes_here(run) * ranks // grid.world + ranks * activation_bytes(run)
     out = []
     if needed > machine.memory_bytes:
+        size, processes = units.count(parameters(run.model)), f"{ranks} rank{'s' if ranks > 1 else ''}"
         out.append(
             f"needs at least {units.bytes_(needed)} of memory for weights, gradients, optimizer state and "
-            f"activations of {units.count(parameters(run.model))} parameters on {ranks} rank{'s' if ranks > 1 else ''}; "
+            f"activations of {size} parameters on {processes}; "
             f"here: {units.bytes_(machine.memory_bytes)}"
         )
     if ranks_here is None and grid.world > MAX_CPU_RANKS:
