@@ -55,6 +55,8 @@ def _adds_in_place(x: Tensor, weight: Tensor) -> bool:
         return False
     if not hasattr(weight, "grad_added_to_main_grad") or hasattr(weight, "__fsdp_param__"):
         return False
+    if weight._backward_hooks:  # somebody wants to see the gradient
+        return False
     buffer = getattr(weight, "main_grad", None)
     return buffer is not None and buffer.dtype == weight.dtype and not getattr(weight, "zero_out_wgrad", False)
 
