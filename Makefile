@@ -17,7 +17,7 @@ train: install
 	$(BIN)/python launch.py
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .

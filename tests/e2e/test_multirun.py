@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import SMALL, environment, metrics, mtrain, start, wait_for
+from tests.support.commands import SMALL, environment, latest, metrics, mtrain, start, wait_for
 
 pytestmark = pytest.mark.e2e
 TINY = (*SMALL, "parallel=single", "checkpoint=off", "log=quiet")
@@ -61,7 +61,7 @@ def test_torch_is_imported_once_for_all_runs(tmp_path: Path) -> None:
         "from mtrain.cli.main import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    words = ["-m", *TINY, "trainer.train_iters=1", "trainer.eval_iters=0", "trainer.seed=1,2", "log.name=s"]
+    words = ["-m", *latest(*TINY, "trainer.train_iters=1", "trainer.eval_iters=0", "trainer.seed=1,2", "log.name=s")]
     command = [sys.executable, "-c", code, *words]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
