@@ -77,7 +77,8 @@ def _note(argument: str, out: Overrides) -> Problem | None:
         first = next((out.said[p] for p in (path, *sections) if p in out.said), None) or out.above.get(path)
         if first is not None:
             rule = f"said twice, as {shortened(first)} and as {shortened(argument)}; one of them would be lost"
-            return _bad(key, text, rule, f"{first} or {argument}" if first != argument else first, "MT004")
+            both = "keep one of them" if key in GROUPS else f"{first} or {argument}"  # a choice may not be there
+            return _bad(key, text, rule, first if first == argument else both, "MT004")
         out.said[path] = argument
         for section in sections:
             out.above.setdefault(section, argument)
