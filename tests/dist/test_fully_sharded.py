@@ -267,6 +267,7 @@ def _memory(run: RunConfig) -> dict[str, float]:
     from mtrain.world.init import joined
 
     found: dict[str, float] = {"made": 0}
+    inherited = _live_bytes()  # of earlier tests in the process that was forked
     shard = model._fully_shard
 
     def measure(run: Any, config: Any, chunk: Any, device: Any) -> Any:
@@ -280,7 +281,7 @@ def _memory(run: RunConfig) -> dict[str, float]:
         for _ in range(2):
             train_step(parts, stop_requested=False)
         found["kept"] = sum(k.weight.numel() for k in kept(parts.state.chunks[0]))
-        found["live"] = _live_bytes()
+        found["live"] = _live_bytes() - inherited
     return found
 
 
