@@ -24,12 +24,6 @@ from mtrain.data.text import Tokenizer
 from mtrain.errors import BadEnvironment, BadInput, Damaged, Problem
 
 
-@pytest.fixture(autouse=True)
-def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests of this process fork: the tokenizer must not start threads here."""
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     words = random.Random(0)
@@ -256,6 +250,28 @@ def test_two_processes_at_once_build_once(folder: Path, tmp_path: Path) -> None:
     metas = [json.loads(p.communicate(timeout=60)[0]) for p in processes]
     assert metas[0] == metas[1]
     assert mark.read_text() == "built\n"
+
+
+FORKING = """
+import os, signal, sys
+from mtrain.config.groups import DataConfig
+from mtrain.data.tokenize import prepare
+first, second = (DataConfig(path=sys.argv[1], cache_dir=sys.argv[1] + "/../cache", tokenizer_vocab_size=size)
+                 for size in (300, 400))
+prepare(first)
+if (pid := os.fork()) == 0:
+    signal.alarm(30)
+    prepare(second)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_process_that_has_tokenized_may_fork_another_that_does(folder: Path) -> None:
+    more = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
+    arguments = [sys.executable, "-c", FORKING, str(folder)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, env=more, check=True)
+    assert done.stdout == "0\n", done.stderr
 
 
 def test_files_that_change_while_they_are_read_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

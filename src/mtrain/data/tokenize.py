@@ -64,8 +64,8 @@ def _say(note: str) -> None:
 def prepare(data: DataConfig, note: Callable[[str], None] = _say) -> Corpus:
     """Make the corpus of a configuration ready and return it; a text corpus is tokenized at the first call.
 
-    Any number of processes may call it at once. Tokenizing starts threads, so a process that forks afterwards
-    must call this in a child process. Raises BadInput for a path or corpus that cannot be used, Damaged for
+    Any number of processes may call it at once. Tokenizing starts threads; a process forked afterwards tokenizes
+    with one, and says so. Raises BadInput for a path or corpus that cannot be used, Damaged for
     `.bin/.idx` that do not add up, BadEnvironment when the cache folder cannot be written.
     """
     if data.kind == "mock":
@@ -256,7 +256,6 @@ def _build(data: DataConfig, text: TextCorpus, folder: Path, contents: str) -> C
 
 def _tokenize(data: DataConfig, text: TextCorpus, folder: Path) -> dict[str, Any]:
     """Train the tokenizer, encode all documents, write everything into `folder`; `meta.json` comes last."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     from mtrain.data import bpe
 
     started = time.monotonic()
