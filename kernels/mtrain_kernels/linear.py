@@ -8,6 +8,7 @@ oneDNN anyway. What is summed, and in which precision, is the same.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Library = Literal["blas", "onednn"]
+WeightGradient = Callable[[Tensor, Tensor, Tensor], Tensor]
 SMALLEST = 1 << 24  # multiplications below which a call of oneDNN costs more than is won
 MARGIN = 1.1  # how much faster oneDNN must be measured to be taken: noise does not change the choice
 SHAPES = ((512, 384, 1152), (512, 1024, 384), (256, 512, 2048))  # tokens, inputs and outputs of layers to measure
@@ -61,11 +63,17 @@ def faster(rounds: int = 5) -> tuple[Library, float]:
     return ("onednn" if ratio >= MARGIN else "blas"), ratio
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x weight^T + bias` with gradients; `x` [..., k], `weight` [n, k], `bias` [n], the result [..., n]."""
-    if not fits(x, weight):
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gradient: WeightGradient | None = None
+) -> Tensor:
+    """`x weight^T + bias` with gradients; `x` [..., k], `weight` [n, k], `bias` [n], the result [..., n].
+
+    `gradient(weight, dy, x)` of `dy` [t, n] and `x` [t, k] makes what autograd gets as the weight's gradient; None:
+    `weight_gradient`.
+    """
+    if gradient is None and not fits(x, weight):
         return F.linear(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight)
+    y: Tensor = _Linear.apply(x, weight, gradient)
     return y if bias is None else y + bias
 
 
@@ -120,14 +128,16 @@ def zero_gradient(weight: Tensor, dtype: torch.dtype, tokens: int) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gradient: WeightGradient | None) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.gradient = gradient
         return product(x.flatten(0, -2), weight).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        need_x, need_weight = ctx.needs_input_grad
-        rows = dy.flatten(0, -2)
-        dx = product(rows, weight.t()).view(x.shape) if need_x else None
-        return dx, weight_gradient(rows, x.flatten(0, -2)) if need_weight else None
+        rows, inputs = dy.flatten(0, -2), x.flatten(0, -2)
+        dx = product(rows, weight.t()).view(x.shape) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return dx, None, None
+        return dx, ctx.gradient(weight, rows, inputs) if ctx.gradient else weight_gradient(rows, inputs), None

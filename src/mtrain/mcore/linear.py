@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from mtrain_kernels.linear import add_weight_gradient, fits, linear, product
+from mtrain_kernels.linear import add_weight_gradient, fits, linear
 from torch import Tensor
 
 
@@ -40,10 +40,7 @@ class _Product:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-        if not fused:
-            return linear(input, weight, bias)
-        y: Tensor = _Accumulating.apply(input, weight)
-        return y if bias is None else y + bias
+        return linear(input, weight, bias, gradient=_add_in_place if fused else None)
 
 
 def _adds_in_place(x: Tensor, weight: Tensor) -> bool:
@@ -61,28 +58,15 @@ def _adds_in_place(x: Tensor, weight: Tensor) -> bool:
     return buffer is not None and buffer.dtype == weight.dtype and not getattr(weight, "zero_out_wgrad", False)
 
 
-class _Accumulating(torch.autograd.Function):
-    """A product whose weight gradient is added to `weight.main_grad` at once, as megatron-core's fusion does.
+def _add_in_place(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+    """Adds the weight gradient to `weight.main_grad` at once, as megatron-core's fusion does.
 
-    The gradient that autograd gets for the weight is memory that nobody reads: DistributedDataParallel's hook runs
-    when it arrives, and `grad_added_to_main_grad` tells it so.
+    What autograd gets instead is memory that nobody reads: DistributedDataParallel's hook runs when it arrives, and
+    `grad_added_to_main_grad` tells it so.
     """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return product(x.flatten(0, -2), weight).view(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        rows = dy.flatten(0, -2)
-        dx = product(rows, weight.t()).view(x.shape) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return dx, None
-        add_weight_gradient(weight.main_grad, rows, x.flatten(0, -2))
-        weight.grad_added_to_main_grad = True
-        return dx, torch.empty_like(weight)
+    add_weight_gradient(weight.main_grad, dy, x)  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.empty_like(weight)
 
 
 class ColumnLinear(_Product, ColumnParallelLinear):
