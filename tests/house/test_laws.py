@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +43,11 @@ ONLY_IN = {
     "transformer_engine": ("mcore/",),
     "safetensors": ("ckpt/",),
     "tokenizers": ("data/",),
+}
+TOP_LEVEL = {
+    *("conf", "recipes", "src", "kernels", "tests", "benchmarks", "docs"),
+    *("launch.py", "pyproject.toml", "constraints.txt", "Makefile"),
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
 }
 WITHOUT_TORCH = [room for room, floor in FLOORS.items() if floor <= 3]
 
@@ -155,6 +162,17 @@ def test_files_and_functions_stay_readable() -> None:
             if isinstance(node, ast.FunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 assert length <= 60, f"{path}:{node.lineno}: {node.name} has {length} lines"
+
+
+def test_the_top_level_holds_what_it_is_known_to_hold() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    top = {name.partition("/")[0] for name in listed.splitlines() if not name.startswith(".")}
+    assert top == TOP_LEVEL, "what is new at the top level is named in TOP_LEVEL with a reason to be there"
+
+
+def test_contributing_promises_no_time() -> None:
+    found = re.findall(r"\w+ (?:minutes?|seconds?)\b", (ROOT / "CONTRIBUTING.md").read_text())
+    assert not found, "how long something takes is a machine's: benchmarks/results has it with the machine's name"
 
 
 def test_no_room_is_named_after_nothing() -> None:
