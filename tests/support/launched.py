@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from mtrain.launching.local import die_with
 from tests.support.commands import latest
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -38,10 +39,12 @@ class Launched:
         self.output = cwd / f"output-{len(list(cwd.glob('output-*')))}.txt"
         self.output.touch()
         self.began = time.monotonic()
+        parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
             try:
+                die_with(parent)
                 self._become(cwd, environment or {})
                 if patch is not None:
                     patch()
