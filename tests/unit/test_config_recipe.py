@@ -117,7 +117,7 @@ def test_a_shared_recipe_is_found_by_its_name_and_a_near_miss_is_named() -> None
 def test_a_recipe_name_does_not_leave_the_folder_of_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     relative = os.path.relpath(recipes_dir().parent / "conf/config", recipes_dir())
-    with pytest.raises(BadInput, match="no such recipe"):
+    with pytest.raises(BadInput, match="nor such a shared recipe"):
         compose([f"recipe={relative}"])
 
 

@@ -46,7 +46,7 @@ def find_recipe(name: str) -> Path:
         load(Path(name))  # says what it is
     names = [p.relative_to(recipes_dir()).with_suffix("").as_posix() for p in recipes_dir().rglob("*.yaml")]
     near = [f"recipe={n}" for n in near_choice(name, names)] or [f"recipe={p}" for p in near_files(Path(name))]
-    rule = f"there is no such recipe; shared ones: {', '.join(sorted(names)) or 'none'}"
+    rule = f"there is neither such a file nor such a shared recipe; shared ones: {', '.join(sorted(names)) or 'none'}"
     fix = " or ".join(near) or "leave it out"
     raise BadInput([Problem("MT002", "recipe", name, rule, fix, "command line")])
 
