@@ -259,6 +259,30 @@ def test_a_variable_that_is_not_known_takes_no_value_from_the_flag_before_it() -
     )
 
 
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        ("TP=1\nif [ -f x ]; then TP=2; fi\n", "--tensor-model-parallel-size $TP"),
+        ('TP=1\nif [ -f x ]; then TP=2; fi\nMORE="--tensor-model-parallel-size $TP"\n', "$MORE"),
+        ("TP=1\n[ -f x ] && TP=2\nMORE=(--tensor-model-parallel-size $TP)\n", '"${MORE[@]}"'),
+        (
+            "TP=1\nwhile getopts t: o; do case $o in t) TP=$OPTARG;; esac; done\n",
+            "--tensor-model-parallel-size ${TP:-1}",
+        ),
+        ("TP=1\nfor n in 1 2; do TP=$n; done\n", "--tensor-model-parallel-size $((TP))"),
+        ('TP=1\nif [ -f x ]; then TP=2; fi\nTP="$TP"\n', "--tensor-model-parallel-size $TP"),
+        ("TP=1\nSIZE=a\nif [ -f x ]; then SIZE=b; fi\nS=$SIZE\nif [ $S = b ]; then TP=2; fi\n", "--seed 1$TP"),
+    ],
+)
+def test_a_value_that_a_condition_may_change_is_taken_and_said(before: str, words: str) -> None:
+    text = f"{before}torchrun --nproc-per-node 4 pretrain_gpt.py {MODEL} {KNOWN} {words}\n"
+    found = import_texts([(text, "t.sh")], "t")
+    assert found.run.parallel.tp == 1
+    assert any("is not known" in note and "sets $TP" in note for note in found.notes)
+    text = f"{before}TP=1\ntorchrun --nproc-per-node 4 pretrain_gpt.py {MODEL} {KNOWN} --seed $TP\n"
+    assert not any("$TP" in note for note in import_texts([(text, "t.sh")], "t").notes)
+
+
 @pytest.mark.parametrize("ranks", [8, 16])
 def test_a_launcher_with_fewer_ranks_than_the_experts_have_is_said(ranks: int) -> None:
     layout = "--num-experts 8 --pipeline-model-parallel-size 4 --expert-model-parallel-size 8"

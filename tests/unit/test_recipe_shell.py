@@ -134,14 +134,14 @@ def test_text_that_does_not_close_is_refused_with_its_line(text: str) -> None:
     ids=["text", "array", "nested", "brackets", "numbers", "continuations", "expansions"],
 )
 def test_a_bomb_is_refused_or_read_in_a_moment(text: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     codes: set[str] = set()
     try:
         read_script((text, "s.sh"))
     except BadInput as error:
         codes = {p.code for p in error.problems}
     assert codes <= {"MT003", "MT005"}
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
 
 
 def test_a_hostile_script_starts_nothing_reads_nothing_and_writes_nothing(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ class Expander:
         self.source = ""
         self.line = 0
         self.left = MAX_EXPANDED
+        self.read: set[str] = set()
+        """Names of the variables that were expanded since it was emptied."""
 
     @property
     def where(self) -> str:
@@ -96,6 +98,7 @@ class Expander:
                 return []  # the script's own arguments: none are given
             return [unknown(f"${{{part.text}}}")]
         name, index, operator, word = match[1], match[2], match[3], match[4] or ""
+        self.read.add(name)
         held = self.variables.get(name)
         items = self._indexed(held, index, part.quoted)
         present = items is not None and (any(items) or not (operator or "").startswith(":"))
@@ -125,5 +128,6 @@ class Expander:
         return self.joined(quoted(text, self.source).parts, depth + 1)
 
     def number(self, name: str) -> str | None:
+        self.read.add(name)
         held = self.variables.get(name)
         return held[0] if held else None

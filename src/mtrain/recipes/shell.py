@@ -8,6 +8,7 @@ marked as unknown and never guessed.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mtrain.recipes.conditions import Operand, Truth, arithmetic_holds, both, either, matches, negated, test_holds
@@ -41,6 +42,8 @@ class Command:
     """`file:line`."""
     conditional: bool
     """Whether it runs only under a condition that is not known, or in a loop."""
+    doubtful: dict[str, str]
+    """Variables behind its words that are also set under a condition that is not known, with `file:line`."""
 
 
 @dataclass
@@ -125,6 +128,8 @@ class _Reader(Expander):
         """The commands so far of a list with `&&` and `||`, as they are written."""
         self.given: set[str] = set()
         """Variables of the scripts before this one."""
+        self.doubted: dict[str, dict[str, str]] = {}
+        """Variable -> those that its value was made of, and that are also set under a condition, with `file:line`."""
 
     def take(self, statement: Statement) -> None:
         """Follows one statement: opens and closes blocks, sets variables, keeps the command."""
@@ -178,9 +183,10 @@ class _Reader(Expander):
         if words:
             self._note_test(statement)
             own = self.tested(words)
+            self.read = set()
             out = [word for raw in words for word in self.expand(raw)]
             if out:
-                self.script.commands.append(Command(out, self.where, around is None))
+                self.script.commands.append(Command(out, self.where, around is None, self.doubts(self.read)))
         own = None if statement.ended == "|" or statement.behind == "|" else negated(own) if turned else own
         if statement.behind == "&&":
             own = both(self.status, own)
@@ -276,7 +282,16 @@ class _Reader(Expander):
     def sure(self, raw: Raw, text: str) -> bool:
         """Whether what a word stands for is known, and not set under a condition that is not."""
         names = {name for part in raw.parts if part.kind != "text" for name in _NAMES.findall(part.text)}
-        return UNKNOWN.search(text) is None and not any(name in self.script.conditional for name in names)
+        return UNKNOWN.search(text) is None and not self.doubts(names)
+
+    def doubts(self, names: Iterable[str]) -> dict[str, str]:
+        """Of variables, and of what their values were made of, those that are also set under a condition."""
+        out: dict[str, str] = {}
+        for name in names:
+            out |= self.doubted.get(name, {})
+            if name in self.script.conditional:
+                out[name] = self.script.conditional[name]
+        return out
 
     def tested(self, words: list[Raw]) -> Truth:
         """Whether a command succeeds, where it is a test that can be known."""
@@ -285,7 +300,7 @@ class _Reader(Expander):
             return first != "false"
         if words[0].is_text("((") and len(words) > 1:
             text = words[1].parts[0].text
-            return arithmetic_holds(text, self.number) if self.sure(words[1], text) and self._known(text) else None
+            return None if self.doubts(_NAMES.findall(text)) else arithmetic_holds(text, self.number)
         closing = _TESTS.get(first)
         if closing is None or (closing and not words[-1].is_text(closing)):
             return None
@@ -298,9 +313,6 @@ class _Reader(Expander):
             operands += [Operand(word, quoted, self.sure(raw, word)) for word in self.expand(raw)]
         return test_holds(operands, double=False)
 
-    def _known(self, text: str) -> bool:
-        return not any(name in self.script.conditional for name in _NAMES.findall(text))
-
     def _assigned(self, raw: Raw, runs: Truth) -> bool:
         """Takes an assignment; False where the word is none."""
         first = raw.parts[0] if raw.parts else None
@@ -308,6 +320,7 @@ class _Reader(Expander):
         if match is None or first is None or first.quoted:
             return False
         name, more = match[1], bool(match[2])
+        self.read = set()
         if raw.array is not None:
             value = [word for item in raw.array for word in self.expand(item)]
         else:
@@ -317,6 +330,7 @@ class _Reader(Expander):
             return True
         if name in self.given and raw.array is None and _POSITIONAL.match(value[0]):
             return True  # a script before this one says what its argument is
+        self.doubted[name] = self.doubts(self.read) | (self.doubted.get(name, {}) if more else {})
         before = self.script.variables.get(name, [])
         if more and raw.array is not None:
             value = [*before, *value]
