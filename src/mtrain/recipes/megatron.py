@@ -223,7 +223,8 @@ def _training_command(script: Script, source: str) -> _Found:
         found = best[2]
         found.notes += [f"{c.where}: another command with such flags is not read" for c in others if c is not best[3]]
         if best[3].conditional:
-            found.notes.append(f"{best[3].where}: the command stands in a condition or a loop; it is read once")
+            where = "in a condition, a loop or a function that is not called"
+            found.notes.append(f"{best[3].where}: the command stands {where}; it is read once")
         return found
     if refused:
         _, what, where = max(refused)
