@@ -270,3 +270,17 @@ def test_a_file_of_unknown_keys_and_one_of_endless_layers_are_read_in_no_time(tm
     with pytest.raises(BadInput, match="at most"):
         read(tmp_path, {"model_type": "qwen2", **SHAPE, "num_hidden_layers": 10**12})
     assert time.process_time() - started < 3
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"model_type": "qwen3_moe", "decoder_sparse_step": 0},
+        {"model_type": "deepseek_v3", "rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 0}},
+        {"model_type": "mixtral", "router_aux_loss_coef": 10**400},
+    ],
+)
+def test_a_value_that_cannot_be_computed_with_is_refused(odd: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **odd}))
+    with pytest.raises(BadInput, match="another type or size"):
+        import_config(tmp_path / "config.json")
