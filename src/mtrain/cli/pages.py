@@ -164,7 +164,7 @@ PAGES: dict[str, Page] = {
     "explain": Page(
         f"explain KEY|GROUP|CODE {OVERRIDES}",
         "What a key means, who set it and what it reaches in megatron-core; or what a problem's code means.",
-        (("KEY|GROUP|CODE", "such as parallel.tp, model or MT101; nothing lists all of them"), *_SETTINGS),
+        (("KEY|GROUP|CODE", "such as parallel.tp, model or MT101; without one, all groups and codes"), *_SETTINGS),
         (JSON,),
         (
             ("explain parallel.tp", "a key"),
