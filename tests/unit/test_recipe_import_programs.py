@@ -112,6 +112,13 @@ def test_unknown_flags_cost_a_moment_each() -> None:
         ("HuggingFaceTokenizer", "deepseek-ai/DeepSeek-V3", 128815),
         ("HuggingFaceTokenizer", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 128256),
         ("HuggingFaceTokenizer", "deepseek-ai/DeepSeek-V2-Lite", 100002),
+        ("HuggingFaceTokenizer", "EleutherAI/pythia-1.4b", 50277),
+        ("HuggingFaceTokenizer", "openai-community/gpt2-xl", 50257),
+        ("HuggingFaceTokenizer", "uer/gpt2-chinese-cluecorpussmall", None),
+        ("HuggingFaceTokenizer", "rinna/japanese-gpt2-medium", None),
+        ("HuggingFaceTokenizer", "/models/my-gpt2", None),
+        ("HuggingFaceTokenizer", "hfl/chinese-llama-2-7b", None),
+        ("HuggingFaceTokenizer", "Qwen/Qwen2-VL-7B", None),
         ("HuggingFaceTokenizer", "Qwen/Qwen3.5-4B", None),
         ("HuggingFaceTokenizer", "my/tokenizer", None),
         ("HuggingFaceTokenizer", None, None),
@@ -335,6 +342,18 @@ def test_arguments_in_sections_are_read_by_their_names(tmp_path: Path) -> None:
     assert not [u for u in found.unplaced if u.why == "unknown"]
     (tmp_path / "r.yaml").write_text(recipe_text(delta(found.run), {"title": "x"}))
     assert compose([f"recipe={tmp_path / 'r.yaml'}"]).run.digest() == found.run.digest()
+
+
+@pytest.mark.parametrize(
+    ("activation", "gated", "lost"),
+    [("gelu", False, []), ("gelu", True, ["--gated-linear-unit"]), ("swiglu", True, []), ("swish", False, ["swish"])],
+)
+def test_a_gate_that_yaml_asks_for_is_not_lost_in_silence(activation: str, gated: bool, lost: list[str]) -> None:
+    sizes = "num_layers: 2, hidden_size: 64, num_attention_heads: 4"
+    text = f"language_model: {{{sizes}, activation_func: {activation}, gated_linear_unit: {str(gated).lower()}}}\n"
+    found = import_yaml([(f"{text}seq_length: 128\n", "x.yaml")], "x", ["model.vocab_size=1000"])
+    words = [word for u in found.unplaced for word in (u.flag, u.value) if u.why == "not supported"]
+    assert [word for word in words if word in ("--gated-linear-unit", "swish")] == lost
 
 
 @pytest.mark.parametrize(
