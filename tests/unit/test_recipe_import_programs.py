@@ -62,6 +62,7 @@ def test_a_program_that_trains_something_else_is_refused_by_name(program: str, f
 def test_a_program_that_nobody_knows_is_taken_for_a_gpt_and_that_is_said(program: str) -> None:
     found = script(KNOWN, program)
     assert any("is taken for a program that trains a GPT" in note for note in found.notes)
+    assert script(KNOWN, f"/home/vision/work/team/{program.split()[-1]}").run.model.num_layers == 4
     assert not any("is taken for" in note for note in script(KNOWN).notes)
     assert not any("is taken for" in note for note in script(KNOWN, "/a/b/pretrain_gpt.py").notes)
 
