@@ -284,3 +284,22 @@ def test_a_value_that_cannot_be_computed_with_is_refused(odd: dict[str, Any], tm
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **odd}))
     with pytest.raises(BadInput, match="another type or size"):
         import_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("rope", "said"),
+    [
+        ({"rope_type": "linear"}, [("rope_scaling", "unreadable")]),
+        ({"rope_type": "llama3", "low_freq_factor": 1.0}, [("rope_scaling", "unreadable")]),
+        ({"rope_type": "linear", "type": "llama3", "factor": 2.0}, [("rope_scaling", "no effect")]),
+        ({"rope_type": "linear", "type": "linear", "factor": 2.0}, []),
+    ],
+)
+def test_a_scaling_of_positions_that_is_not_whole_is_said(
+    rope: dict[str, Any], said: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **SHAPE, "rope_scaling": rope}))
+    found = import_config(tmp_path / "config.json")
+    assert [(u.flag, u.why) for u in found.unplaced if u.flag == "rope_scaling"] == said
+    scaled = found.run.model.rope_scaling_factor or found.run.model.rotary_seq_len_interpolation_factor
+    assert (scaled is None) == ("factor" not in rope)
