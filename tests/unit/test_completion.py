@@ -79,6 +79,9 @@ def test_runs_are_offered_where_a_run_is_wanted(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "runs/other").mkdir()
     monkeypatch.chdir(tmp_path)
     assert candidates("mtrain resume ") == ["runs/first"]
+    assert candidates("mtrain export ") == ["runs/first"]
+    assert candidates("mtrain export runs/first ") == []
+    assert {"prompt=", "tokens=", "temperature=", "model="} <= set(candidates("mtrain generate runs/first "))
     assert candidates("mtrain show run=") == ["run=runs/first/run.yaml"]
     assert "runs/first" in candidates("mtrain recipe diff ")
 

@@ -184,6 +184,10 @@ def test_the_page_and_the_contents_are_for_people(capsys: pytest.CaptureFixture[
     contents = capsys.readouterr().out
     assert all(code in contents for code in codes())
     assert all(group in contents for group in GROUPS)
+    assert main(["explain", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {code for of_family in found["codes"].values() for code in of_family} == set(codes())
+    assert tuple(found["groups"]) == tuple(GROUPS)
 
 
 def test_nothing_is_imported_to_explain() -> None:

@@ -270,3 +270,36 @@ def test_a_file_of_unknown_keys_and_one_of_endless_layers_are_read_in_no_time(tm
     with pytest.raises(BadInput, match="at most"):
         read(tmp_path, {"model_type": "qwen2", **SHAPE, "num_hidden_layers": 10**12})
     assert time.process_time() - started < 3
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"model_type": "qwen3_moe", "decoder_sparse_step": 0},
+        {"model_type": "deepseek_v3", "rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 0}},
+        {"model_type": "mixtral", "router_aux_loss_coef": 10**400},
+    ],
+)
+def test_a_value_that_cannot_be_computed_with_is_refused(odd: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **odd}))
+    with pytest.raises(BadInput, match="another type or size"):
+        import_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("rope", "said"),
+    [
+        ({"rope_type": "linear"}, [("rope_scaling", "unreadable")]),
+        ({"rope_type": "llama3", "low_freq_factor": 1.0}, [("rope_scaling", "unreadable")]),
+        ({"rope_type": "linear", "type": "llama3", "factor": 2.0}, [("rope_scaling", "no effect")]),
+        ({"rope_type": "linear", "type": "linear", "factor": 2.0}, []),
+    ],
+)
+def test_a_scaling_of_positions_that_is_not_whole_is_said(
+    rope: dict[str, Any], said: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **SHAPE, "rope_scaling": rope}))
+    found = import_config(tmp_path / "config.json")
+    assert [(u.flag, u.why) for u in found.unplaced if u.flag == "rope_scaling"] == said
+    scaled = found.run.model.rope_scaling_factor or found.run.model.rotary_seq_len_interpolation_factor
+    assert (scaled is None) == ("factor" not in rope)

@@ -62,6 +62,7 @@ def test_a_program_that_trains_something_else_is_refused_by_name(program: str, f
 def test_a_program_that_nobody_knows_is_taken_for_a_gpt_and_that_is_said(program: str) -> None:
     found = script(KNOWN, program)
     assert any("is taken for a program that trains a GPT" in note for note in found.notes)
+    assert script(KNOWN, f"/home/vision/work/team/{program.split()[-1]}").run.model.num_layers == 4
     assert not any("is taken for" in note for note in script(KNOWN).notes)
     assert not any("is taken for" in note for note in script(KNOWN, "/a/b/pretrain_gpt.py").notes)
 
@@ -112,6 +113,13 @@ def test_unknown_flags_cost_a_moment_each() -> None:
         ("HuggingFaceTokenizer", "deepseek-ai/DeepSeek-V3", 128815),
         ("HuggingFaceTokenizer", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 128256),
         ("HuggingFaceTokenizer", "deepseek-ai/DeepSeek-V2-Lite", 100002),
+        ("HuggingFaceTokenizer", "EleutherAI/pythia-1.4b", 50277),
+        ("HuggingFaceTokenizer", "openai-community/gpt2-xl", 50257),
+        ("HuggingFaceTokenizer", "uer/gpt2-chinese-cluecorpussmall", None),
+        ("HuggingFaceTokenizer", "rinna/japanese-gpt2-medium", None),
+        ("HuggingFaceTokenizer", "/models/my-gpt2", None),
+        ("HuggingFaceTokenizer", "hfl/chinese-llama-2-7b", None),
+        ("HuggingFaceTokenizer", "Qwen/Qwen2-VL-7B", None),
         ("HuggingFaceTokenizer", "Qwen/Qwen3.5-4B", None),
         ("HuggingFaceTokenizer", "my/tokenizer", None),
         ("HuggingFaceTokenizer", None, None),
@@ -259,6 +267,30 @@ def test_a_variable_that_is_not_known_takes_no_value_from_the_flag_before_it() -
     )
 
 
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        ("TP=1\nif [ -f x ]; then TP=2; fi\n", "--tensor-model-parallel-size $TP"),
+        ('TP=1\nif [ -f x ]; then TP=2; fi\nMORE="--tensor-model-parallel-size $TP"\n', "$MORE"),
+        ("TP=1\n[ -f x ] && TP=2\nMORE=(--tensor-model-parallel-size $TP)\n", '"${MORE[@]}"'),
+        (
+            "TP=1\nwhile getopts t: o; do case $o in t) TP=$OPTARG;; esac; done\n",
+            "--tensor-model-parallel-size ${TP:-1}",
+        ),
+        ("TP=1\nfor n in 1 2; do TP=$n; done\n", "--tensor-model-parallel-size $((TP))"),
+        ('TP=1\nif [ -f x ]; then TP=2; fi\nTP="$TP"\n', "--tensor-model-parallel-size $TP"),
+        ("TP=1\nSIZE=a\nif [ -f x ]; then SIZE=b; fi\nS=$SIZE\nif [ $S = b ]; then TP=2; fi\n", "--seed 1$TP"),
+    ],
+)
+def test_a_value_that_a_condition_may_change_is_taken_and_said(before: str, words: str) -> None:
+    text = f"{before}torchrun --nproc-per-node 4 pretrain_gpt.py {MODEL} {KNOWN} {words}\n"
+    found = import_texts([(text, "t.sh")], "t")
+    assert found.run.parallel.tp == 1
+    assert any("is not known" in note and "sets $TP" in note for note in found.notes)
+    text = f"{before}TP=1\ntorchrun --nproc-per-node 4 pretrain_gpt.py {MODEL} {KNOWN} --seed $TP\n"
+    assert not any("$TP" in note for note in import_texts([(text, "t.sh")], "t").notes)
+
+
 @pytest.mark.parametrize("ranks", [8, 16])
 def test_a_launcher_with_fewer_ranks_than_the_experts_have_is_said(ranks: int) -> None:
     layout = "--num-experts 8 --pipeline-model-parallel-size 4 --expert-model-parallel-size 8"
@@ -311,6 +343,18 @@ def test_arguments_in_sections_are_read_by_their_names(tmp_path: Path) -> None:
     assert not [u for u in found.unplaced if u.why == "unknown"]
     (tmp_path / "r.yaml").write_text(recipe_text(delta(found.run), {"title": "x"}))
     assert compose([f"recipe={tmp_path / 'r.yaml'}"]).run.digest() == found.run.digest()
+
+
+@pytest.mark.parametrize(
+    ("activation", "gated", "lost"),
+    [("gelu", False, []), ("gelu", True, ["--gated-linear-unit"]), ("swiglu", True, []), ("swish", False, ["swish"])],
+)
+def test_a_gate_that_yaml_asks_for_is_not_lost_in_silence(activation: str, gated: bool, lost: list[str]) -> None:
+    sizes = "num_layers: 2, hidden_size: 64, num_attention_heads: 4"
+    text = f"language_model: {{{sizes}, activation_func: {activation}, gated_linear_unit: {str(gated).lower()}}}\n"
+    found = import_yaml([(f"{text}seq_length: 128\n", "x.yaml")], "x", ["model.vocab_size=1000"])
+    words = [word for u in found.unplaced for word in (u.flag, u.value) if u.why == "not supported"]
+    assert [word for word in words if word in ("--gated-linear-unit", "swish")] == lost
 
 
 @pytest.mark.parametrize(

@@ -134,14 +134,14 @@ def test_text_that_does_not_close_is_refused_with_its_line(text: str) -> None:
     ids=["text", "array", "nested", "brackets", "numbers", "continuations", "expansions"],
 )
 def test_a_bomb_is_refused_or_read_in_a_moment(text: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     codes: set[str] = set()
     try:
         read_script((text, "s.sh"))
     except BadInput as error:
         codes = {p.code for p in error.problems}
     assert codes <= {"MT003", "MT005"}
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
 
 
 def test_a_hostile_script_starts_nothing_reads_nothing_and_writes_nothing(tmp_path: Path) -> None:
@@ -214,3 +214,43 @@ def test_whole_numbers_stay_bounded() -> None:
     assert whole_number("2 * (3 + A)", {"A": "4"}.get) == 14
     for text in ("1/0", "9" * 30, "999999999*999999999*9", "A", "1 +", "2 ** 3", "1 if 1 else 2"):
         assert whole_number(text, lambda name: None) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('train() {\n  run --n $1 "${@:2}"\n}\ntrain 3 --a "b c"\n', [["run", "--n", "3", "--a", "b c"]]),
+        ("function train {\n  local n=$1; shift\n  run $n $# ${2:-x} $3\n}\ntrain 3 4 5\n", [["run", "3", "2", "5"]]),
+        ("set_it()\n{\n  N=2\n}\nN=1\nset_it\nrun $N\n", [["run", "2"]]),
+        ("N=1\nset_it() { N=2; }\nrun $N\n", [["run", "1"]]),
+        (
+            "one() { two $1 x; }\ntwo() { run $2 $1; }\none a\nrun $1\n",
+            [["run", "x", "a"], ["run", "\ue000$1\ue001"]],
+        ),
+        ('main() { run $1 "$@"; }\nmain "$@"\n', [["run", "\ue000$1\ue001"]]),
+        ("again() { run $1; again $1; }\nagain 1\n", [["run", "1"], ["again", "1"]]),
+        ("F=1\nf() { if [ $1 = 1 ]; then run a; else run b; fi; }\nf $F && run c\n", [["run", "a"], ["run", "c"]]),
+        ("set -- a b\nrun $2 $*\n", [["run", "b", "a", "b"]]),
+    ],
+)
+def test_a_function_runs_where_it_is_called_and_with_what_it_is_given(text: str, words: list[list[str]]) -> None:
+    assert [c.words for c in read_script((text, "s.sh")).commands if c.words[0] != "["] == words
+
+
+def test_a_function_that_is_not_called_or_perhaps_not_is_marked() -> None:
+    text = "f() {\n  run a\n  N=2\n}\ng() { run b; }\nN=1\n[ -f x ] && f\nrun $N\n"
+    script = read_script((text, "s.sh"))
+    assert [(c.words[1:], c.conditional, c.doubtful) for c in script.commands if c.words[0] == "run"] == [
+        (["a"], True, {}),
+        (["1"], False, {"N": "s.sh:3"}),
+        (["b"], True, {}),
+    ]
+    assert [(u.test, u.branches[0].names) for u in script.undecided] == [("[ -f x ] && f", ["N"])]
+
+
+def test_functions_that_call_each_other_twice_are_refused_or_read_in_a_moment() -> None:
+    text = "".join(f"f{n}() {{ f{n + 1}; f{n + 1}; }}\n" for n in range(60)) + "f0\n"
+    start = time.process_time()
+    with pytest.raises(BadInput):
+        read_script((text, "s.sh"))
+    assert time.process_time() - start < 3

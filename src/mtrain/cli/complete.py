@@ -61,7 +61,16 @@ def _offered(before: list[str], current: str) -> Iterable[str]:
         return GROUPS
     if verb in ("resume", "generate", "export") and len(before) == 1:
         return [*_runs(), *_checkpoints()]
-    return _overrides(current)
+    if verb == "export":
+        return []
+    return [*(_own_words(verb) if verb == "generate" else ()), *_overrides(current)]
+
+
+def _own_words(verb: str) -> list[str]:
+    """What a verb takes beside settings, as its page says it: `prompt=`."""
+    from mtrain.cli.pages import PAGES
+
+    return [f"{name.partition('=')[0]}=" for name, _ in PAGES[verb].arguments if "=" in name and name[0].islower()]
 
 
 def _recipe(before: list[str], current: str) -> Iterable[str]:

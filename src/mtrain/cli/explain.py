@@ -46,7 +46,7 @@ def run(argv: list[str], *, debug: bool) -> int:
     """
     options = read_options(argv)
     if not options.words:
-        say_page(_contents())
+        say_page(strict_json.dumps(_contents(), indent=2) if options.as_json else _contents_page(_contents()))
         return 0
     word, rest = options.words[0].partition("=")[0], options.words[1:]
     if _CODE.match(word):
@@ -68,16 +68,20 @@ def _unknown(word: str) -> Problem:
     return Problem("MT012", word, None, rule, fix, "command line")
 
 
-def _contents() -> str:
+def _contents() -> dict[str, Any]:
     """What can be explained."""
     from mtrain.config.codes import FAMILIES, codes
 
+    return {
+        "groups": groups(),
+        "codes": {words: [code for code in codes() if code.startswith(begin)] for begin, words in FAMILIES.items()},
+    }
+
+
+def _contents_page(found: Mapping[str, Any]) -> str:
     lines = [f"usage: {program()} {USAGE}", "", "groups"]
-    lines += [f"  {group:<11} {words}" for group, words in groups().items()]
-    lines += ["", "codes"]
-    for begin, words in FAMILIES.items():
-        mine = [code for code in codes() if code.startswith(begin)]
-        lines.append(f"  {words}: {' '.join(mine)}")
+    lines += [f"  {group:<11} {words}" for group, words in found["groups"].items()]
+    lines += ["", "codes", *(f"  {words}: {' '.join(codes)}" for words, codes in found["codes"].items())]
     return "\n".join(lines)
 
 

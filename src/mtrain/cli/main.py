@@ -31,7 +31,7 @@ VERBS = {
 OWN_WORDS = ("recipe", "explain", "schema", "choices", "completion", "__complete")
 """Verbs that read their arguments themselves."""
 FLAGS = {
-    "--json": "check, show: print JSON for a machine",
+    "--json": "print JSON for a machine, where the page of a verb has it",
     "--resolved": "show: print the bare file that run=FILE reads",
     "--all": "check: every model in every layout, precision and cluster that ships",
     "--multirun": "train, check: one run for each of KEY=A,B or KEY=range(1,4); -m for short",
@@ -40,14 +40,6 @@ FLAGS = {
     "--version": "print the version",
 }
 SHORT = {"-h": "--help", "-m": "--multirun"}
-EXAMPLES = (
-    ("train", "train the default model on this machine"),
-    ("model=llama_tiny parallel=tp2pp2 trainer.train_iters=20", "another layout, fewer steps"),
-    ("check model=llama3_70b parallel=tp4pp4 cluster=h100x64", "would this run on 64 H100?"),
-    ("-m optim.lr=1e-3,3e-3 parallel=tp2,pp2", "four runs, and one table of what became of them"),
-    ("show recipe=llama3/70b_h100x64", "what a recipe sets, line by line"),
-    ("show --resolved optim.lr=3e-4", "a run in one file: redirect it, and take it with run=FILE"),
-)
 HELP = ("--help", "-h")
 
 
@@ -209,28 +201,25 @@ def message(error: MtrainError) -> str:
 
 def help_page() -> str:
     """The page of --help: verbs, values, flags, examples."""
-    from mtrain.cli.pages import command
+    from mtrain.cli.pages import PAGES, SETTINGS, command
     from mtrain.config.paths import program
     from mtrain.config.run import GROUPS
 
+    examples = [example for verb in ("train", "check", "show") for example in PAGES[verb].examples]
     out = [f"usage: {program()} [VERB] [GROUP=CHOICE ...] [KEY=VALUE ...] [FLAGS]", "", "verbs"]
     out += [f"  {name:<10} {text}" for name, text in VERBS.items()]
     out += [
         f"  `{program()} VERB --help` is a verb's own page",
         "",
         "values, and what they stand on",
-        f"  GROUP=CHOICE    groups: {' '.join(GROUPS)};",
-        f"                  `{program()} choices GROUP` lists the choices of one",
-        "  parallel=LAYOUT a layout in one word: tp4pp4, tp8pp12cp2vpp4ep8, tp2pp2dp2, tp4sp",
-        "  KEY=VALUE       one key: optim.lr=3e-4, data.split=[0.9,0.05,0.05], trainer.eval_interval=null",
-        "  recipe=NAME     a recipe under recipes/, or the path of one",
-        "  run=FILE        a resolved file, such as the run.yaml of a run folder",
+        *(f"  {name:<15} {text}" for name, text in SETTINGS),
+        f"  groups: {' '.join(GROUPS)}",
         "",
         "flags",
         *(f"  {name:<15} {text}" for name, text in FLAGS.items()),
         "",
         "examples",
-        *(f"  {command(words)}\n      {text}" for words, text in EXAMPLES),
+        *(f"  {command(words)}\n      {text}" for words, text in examples),
         "",
         "exit codes: 0 ok, 2 bad input, 3 environment, 4 damaged data, 5 training fault, 75 preempted and resumable",
     ]

@@ -12,7 +12,7 @@ JSON = ("--json", "print JSON for a machine")
 MANY = ("-m, --multirun", "one for each of KEY=A,B or KEY=range(1,4)")
 DEBUG = ("--debug", "print the traceback of an error")
 HELP = ("-h, --help", "print this page")
-_SETTINGS = (
+SETTINGS = (
     ("GROUP=CHOICE", "a file under conf/, as in model=llama3_8b; `choices GROUP` lists them"),
     ("parallel=LAYOUT", "a layout in one word: tp4pp4, tp8pp12cp2vpp4ep8, tp2pp2dp2, tp4sp"),
     ("KEY=VALUE", "one key, as in optim.lr=3e-4; `explain KEY` says what it means"),
@@ -53,7 +53,7 @@ PAGES: dict[str, Page] = {
         f"[train] {OVERRIDES} [FLAGS]",
         "Trains: judges the configuration, prepares the data, starts the ranks, and leaves a folder under runs/.\n"
         "It is the verb when none is given. Under torchrun it is one rank of the run.",
-        _SETTINGS,
+        SETTINGS,
         (MANY, ("--json", "with -m: the table as JSON")),
         (
             ("train", "the default model on this machine"),
@@ -65,7 +65,7 @@ PAGES: dict[str, Page] = {
         f"check {OVERRIDES} [FLAGS]",
         "Judges a configuration in under a second, without starting anything: every problem at once,\n"
         "each with a fix. Exit code 0 or 2.",
-        _SETTINGS,
+        SETTINGS,
         (JSON, MANY, ("--all", "every model in every layout, precision and cluster that ships")),
         (
             ("check model=llama3_70b parallel=tp4pp4 cluster=h100x64", "would this run on 64 H100?"),
@@ -76,7 +76,7 @@ PAGES: dict[str, Page] = {
     "show": Page(
         f"show {OVERRIDES} [FLAGS]",
         "Prints the resolved configuration, and who set each key.",
-        _SETTINGS,
+        SETTINGS,
         (JSON, ("--resolved", "print the bare file that run=FILE reads")),
         (
             ("show recipe=llama3/70b_h100x64", "what a recipe sets, line by line"),
@@ -87,14 +87,14 @@ PAGES: dict[str, Page] = {
         f"prove {OVERRIDES}",
         "Trains the layout and one rank from the same weights on the same samples, shrunk to this machine,\n"
         "and compares losses, gradient norms, gradients and weights. Exit code 5 where they differ.",
-        _SETTINGS,
+        SETTINGS,
         (),
         (("prove recipe=llama3/70b_h100x64", "its layout, with as many processes as fit here"),),
     ),
     "rehearse": Page(
         f"rehearse {OVERRIDES}",
         "Runs the layout on this machine, shrunk: trains, saves, resumes, exports, and compares the ends bit by bit.",
-        _SETTINGS,
+        SETTINGS,
         (),
         (("rehearse model=llama3_70b parallel=tp4pp4 cluster=h100x64", "before a week on a cluster"),),
     ),
@@ -164,7 +164,7 @@ PAGES: dict[str, Page] = {
     "explain": Page(
         f"explain KEY|GROUP|CODE {OVERRIDES}",
         "What a key means, who set it and what it reaches in megatron-core; or what a problem's code means.",
-        (("KEY|GROUP|CODE", "such as parallel.tp, model or MT101; nothing lists all of them"), *_SETTINGS),
+        (("KEY|GROUP|CODE", "such as parallel.tp, model or MT101; without one, all groups and codes"), *SETTINGS),
         (JSON,),
         (
             ("explain parallel.tp", "a key"),
@@ -185,7 +185,7 @@ SUBPAGES: dict[str, Page] = {
     "new": Page(
         "recipe new PATH [overrides]",
         "Writes the configuration of the overrides as a recipe of at most 12 lines; never over a file.",
-        (("PATH", "a file that is not there yet"), *_SETTINGS),
+        (("PATH", "a file that is not there yet"), *SETTINGS),
         (),
         (("recipe new my.yaml model=llama3_8b parallel=tp2 cluster=h100x8", "a recipe of your own"),),
     ),

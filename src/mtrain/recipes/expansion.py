@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from mtrain.errors import BadInput, Problem
 from mtrain.recipes.arithmetic import whole_number
@@ -14,6 +16,7 @@ UNKNOWN = re.compile("\ue000([^\ue001]*)\ue001")
 PIECE = re.compile("(?:[^\\s\ue000]|\ue000[^\ue001]*\ue001)+")
 """A word of a text that is split at spaces."""
 
+_ARGUMENTS = re.compile(r"([@*])(?::\s*([0-9]{1,6}))?\Z")
 _BRACED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*|[1-9][0-9]*)(\[[@*0-9]+\])?(?:(:?[-=+?])(.*))?\Z", re.DOTALL)
 
 
@@ -35,6 +38,10 @@ class Expander:
         self.source = ""
         self.line = 0
         self.left = MAX_EXPANDED
+        self.read: set[str] = set()
+        """Names of the variables that were expanded since it was emptied."""
+        self.all_given = False
+        """Whether `$1`, `$2`, ... are all known, as in a function that is called with words of the script."""
 
     @property
     def where(self) -> str:
@@ -65,6 +72,7 @@ class Expander:
                 spaced = bool(items) and items[0][:1].isspace(), bool(items) and items[-1][-1:].isspace()
             else:
                 pieces, spaced = items, (False, False)
+                started = started and bool(items or current)  # "$@" of nothing is no word
             if spaced[0] and started:
                 out.append(current)
                 current, started = "", False
@@ -92,15 +100,15 @@ class Expander:
             return [str(number) if number is not None else unknown(f"$(({part.text}))")]
         match = _BRACED.match(part.text)
         if match is None:
-            if part.text[:1] in ("@", "*"):
-                return []  # the script's own arguments: none are given
-            return [unknown(f"${{{part.text}}}")]
+            return self._arguments(part)
         name, index, operator, word = match[1], match[2], match[3], match[4] or ""
+        self.read.add(name)
         held = self.variables.get(name)
         items = self._indexed(held, index, part.quoted)
         present = items is not None and (any(items) or not (operator or "").startswith(":"))
         if operator is None or operator.endswith("?"):
-            out = items if items is not None else [unknown(f"${name}")]
+            missing = "" if self.all_given and name.isdigit() else unknown(f"${name}")
+            out = items if items is not None else [missing]
         elif operator.endswith("+"):
             out = [self._inner(word, depth)] if present else [""]
         else:
@@ -109,6 +117,41 @@ class Expander:
                 self.variables.setdefault(name, out)
         self.spend(sum(map(len, out)))
         return out
+
+    def _arguments(self, part: Part) -> list[str]:
+        """`$@`, `${@:2}`, `$*` and `$#`; of the script's own arguments none are given."""
+        self.read.add("@")
+        given = self.variables.get("@", [])
+        if part.text == "#" and self.all_given:
+            return [str(len(given))]
+        match = _ARGUMENTS.match(part.text)
+        if match is None:
+            return [unknown(f"${{{part.text}}}")]
+        given = given[max(0, int(match[2] or 1) - 1) :]
+        return [" ".join(given)] if match[1] == "*" and part.quoted else given
+
+    def give(self, words: Sequence[str]) -> None:
+        """Sets `$1`, `$2`, ... and `$@`."""
+        for name in self.given_names():
+            del self.variables[name]
+        self.variables["@"] = list(words)
+        self.variables |= {str(index): [word] for index, word in enumerate(words, 1)}
+
+    @contextmanager
+    def arguments(self, words: Sequence[str], all_given: bool) -> Iterator[None]:
+        """Has `words` as `$1`, `$2`, ... for a while."""
+        before, kept = {name: self.variables[name] for name in self.given_names()}, self.all_given
+        self.give(words)
+        self.all_given = all_given
+        yield
+        for name in self.given_names():
+            del self.variables[name]
+        self.variables |= before
+        self.all_given = kept
+
+    def given_names(self) -> list[str]:
+        """`1`, `2`, ... and `@`, as far as they are set."""
+        return [name for name in self.variables if name.isdigit() or name == "@"]
 
     def _indexed(self, held: list[str] | None, index: str | None, quoted: bool) -> list[str] | None:
         if held is None:
@@ -125,5 +168,6 @@ class Expander:
         return self.joined(quoted(text, self.source).parts, depth + 1)
 
     def number(self, name: str) -> str | None:
+        self.read.add(name)
         held = self.variables.get(name)
         return held[0] if held else None

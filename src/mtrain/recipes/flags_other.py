@@ -154,6 +154,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         --experimental-attention-variant --linear-attention-freq --linear-conv-kernel-dim --linear-num-key-heads
         --linear-num-value-heads --linear-key-head-dim --linear-value-head-dim --attention-output-gate
         --dsa-indexer-n-heads --dsa-indexer-head-dim --dsa-indexer-topk --dsa-indexer-loss-coeff --enable-gpt-oss
+        --gated-linear-unit --activation-func
         --use-mup --mup-base-hidden-size --mup-base-head-dim --mup-width-mult --mup-output-mult
         --decoder-seq-length --vocab-extra-ids --bert-no-binary-head
         """,

@@ -32,10 +32,9 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
     f = ConfigFile(values, family)
     try:
         d = _read(f, family)
-    except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise BadInput(
-            [Problem("MT703", "", None, f"a value is of another type than it must be: {error}", "", source)]
-        ) from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        rule = f"a value is of another type or size than it must be: {error}"
+        raise BadInput([Problem("MT703", "", None, rule, "", source)]) from None
     d["model.name"] = name_of(path.resolve().parent if path.stem == "config" else path)
     f.finish()
     return Imported(build(d, Arguments(()), extra, source), f.unplaced, f.notes)

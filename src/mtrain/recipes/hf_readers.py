@@ -134,8 +134,8 @@ def _latent(f: ConfigFile) -> None:
     if "aux_loss_alpha" not in f.given:
         report = f.family.absent["aux_loss_alpha"]
         f.notes.append(f"aux_loss_alpha is not said; model.moe.aux_loss_coeff is {report}, of the model's report")
-    for key, whole in (("num_key_value_heads", "num_attention_heads"),):
-        f.must(key, (f.get(whole),), "changes the numbers: latent attention has no groups")
+    heads = f.get("num_attention_heads")
+    f.must("num_key_value_heads", (heads,), "changes the numbers: latent attention has no groups")
     f.must("moe_layer_freq", (1,), "changes the numbers: every layer behind the dense ones has experts")
     f.must("attention_bias", (False,), "changes the numbers: latent attention has no biases here")
     f.must("mlp_bias", (False,), "changes the numbers: biases in all linear layers or in none")

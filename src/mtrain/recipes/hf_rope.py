@@ -62,8 +62,12 @@ def _rotary(f: ConfigFile, base_key: str, share_key: str, whole: float | None) -
             f.unknown(key, set(KNOWN), name)
         elif kind in READ_BY and key not in READ_BY[kind]:
             f.inside(name, key, "no effect", f"is not read for rope_type {kind}", value)
-    if kind == "linear" and not latent:
-        f.out["model.rotary_seq_len_interpolation_factor"] = float(inner["factor"]) if "factor" in inner else None
+    if inner.get("type", kind) != kind:
+        f.inside(name, "type", "no effect", "rope_type stands beside it and is read first", inner["type"])
+    if kind in ("linear", "llama3") and not latent and "factor" not in inner:
+        f.refuse(name, "unreadable", f"changes the numbers: {kind} without a factor; it is left out")
+    elif kind == "linear" and not latent:
+        f.out["model.rotary_seq_len_interpolation_factor"] = float(inner["factor"])
     elif kind == "llama3" and not latent:
         _llama3(f, name, inner)
     elif kind == "yarn" and latent:
@@ -92,7 +96,7 @@ def _parameters(f: ConfigFile) -> tuple[str, Json]:
 
 
 def _llama3(f: ConfigFile, name: str, inner: Json) -> None:
-    f.out["model.rope_scaling_factor"] = float(inner.get("factor", 8.0))
+    f.out["model.rope_scaling_factor"] = float(inner["factor"])
     for key, built_in in LLAMA3.items():
         if inner.get(key, built_in) != built_in:
             f.inside(name, key, "not supported", f"changes the numbers: it is {built_in} here", inner[key])

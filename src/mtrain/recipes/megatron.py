@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeGuard
@@ -17,7 +17,7 @@ from mtrain.config.paths import program
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadInput, Problem
 from mtrain.recipes.arguments import Arguments, Draft
-from mtrain.recipes.expansion import UNKNOWN, shown
+from mtrain.recipes.expansion import shown
 from mtrain.recipes.flags_training import vocabulary
 from mtrain.recipes.imported import (
     MARK,
@@ -75,7 +75,7 @@ def import_texts(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[st
     script = read_script(*texts)
     secrets = Secrets({**script.variables, **_given_as_flags(script)})
     found = _training_command(script, source)
-    notes = [*found.notes, *_sourced(script), *_undecided(script, found.words)]
+    notes = [*found.notes, *_sourced(script), *_undecided(script, found.doubtful)]
     world = world_of(found.launcher, directives(whole))
     if world is None and found.launcher:
         notes.append("how many processes it starts is not said: cluster.nodes and cluster.devices_per_node are unset")
@@ -139,9 +139,11 @@ def _sourced(script: Script) -> list[str]:
     ]
 
 
-def _undecided(script: Script, words: Sequence[str]) -> list[str]:
-    """Notes on conditions that only running the script could tell: both branches, and what each would add."""
-    used = {what.strip("${}") for word in words for what in UNKNOWN.findall(word)}
+def _undecided(script: Script, used: Mapping[str, str]) -> list[str]:
+    """Notes on conditions that only running the script could tell: both branches, and what each would add.
+
+    `used` are the variables behind the command that such a condition sets, with `file:line`.
+    """
     out = []
     for item in script.undecided:
         parts = []
@@ -149,12 +151,12 @@ def _undecided(script: Script, words: Sequence[str]) -> list[str]:
             names = [f"${name}" for name in dict.fromkeys(branch.names) if name in used]
             what = ", ".join([*dict.fromkeys(branch.flags), *names]) or "nothing that is used"
             parts.append(f"{branch.label} (line {branch.where.rpartition(':')[2]}) sets {what}")
-        if any(branch.flags or used & set(branch.names) for branch in item.branches):
+        if any(branch.flags or used.keys() & set(branch.names) for branch in item.branches):
             test = shown(item.test)[:80]
             out.append(f"{item.where}: {test} is not known: {'; '.join(parts)}; all of it is left out")
     listed = {name for item in script.undecided for branch in item.branches for name in branch.names}
-    rest = {v: script.conditional[v] for v in sorted(used - listed) if v in script.conditional}
-    return out + [f"{where}: ${v} is set only under a condition" for v, where in rest.items()]
+    rest = sorted(used.keys() - listed)
+    return out + [f"{used[v]}: ${v} is also set under a condition" for v in rest]
 
 
 def _too_few(run: RunConfig) -> list[str]:
@@ -191,6 +193,8 @@ class _Found:
     """The words before the program's."""
     words: list[str]
     notes: list[str]
+    doubtful: Mapping[str, str]
+    """Variables behind its words that are also set under a condition that is not known, with `file:line`."""
 
 
 def _training_command(script: Script, source: str) -> _Found:
@@ -214,12 +218,13 @@ def _training_command(script: Script, source: str) -> _Found:
         others.append(command)
         if best is None or (not command.conditional, count) > best[:2]:
             notes = [f"{shown(program)} is taken for a program that trains a GPT"] if _strange(program) else []
-            best = (not command.conditional, count, _Found(launcher, words, notes), command)
+            best = (not command.conditional, count, _Found(launcher, words, notes, command.doubtful), command)
     if best is not None:
         found = best[2]
         found.notes += [f"{c.where}: another command with such flags is not read" for c in others if c is not best[3]]
         if best[3].conditional:
-            found.notes.append(f"{best[3].where}: the command stands in a condition or a loop; it is read once")
+            where = "in a condition, a loop or a function that is not called"
+            found.notes.append(f"{best[3].where}: the command stands {where}; it is read once")
         return found
     if refused:
         _, what, where = max(refused)
@@ -241,7 +246,8 @@ def _all_variables(script: Script, source: str) -> _Found:
     does = other_than_gpt(None, Arguments(words).flags, source)
     if does:
         raise BadInput([not_a_gpt(f"it {does}", source)])
-    return _Found([], words, ["no command uses the flags: those of all variables are read"])
+    note = "no command uses the flags: those of all variables are read"
+    return _Found([], words, [note], script.conditional)
 
 
 def not_a_gpt(what: str, source: str) -> Problem:

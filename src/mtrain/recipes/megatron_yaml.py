@@ -46,7 +46,7 @@ _ACTIVATIONS = {
 _WITHOUT_FLAG = re.findall(
     r"\w+",
     """
-    gated_linear_unit perform_initialization bert_binary_head barrier_with_L1_time enable_one_logger batch_p2p_comm
+    perform_initialization bert_binary_head barrier_with_L1_time enable_one_logger batch_p2p_comm
     batch_p2p_sync tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs tp_comm_bulk_wgrad
     tp_comm_bulk_dgrad cpu_offloading_activations add_position_embedding
     """,
@@ -125,6 +125,9 @@ def _of_arguments(values: Mapping[str, Any]) -> Iterator[str]:
     flat = {key: value for key, value in values.items() if not isinstance(value, dict)}
     for section in _SECTIONS:
         flat |= _mapping(values.get(section))
+    gated = flat.pop("gated_linear_unit", False)
+    if gated is True and flat.get("activation_func") != "swiglu":
+        yield "--gated-linear-unit"
     if flat.get("num_query_groups") and not flat.get("group_query_attention"):
         yield "--group-query-attention"
     for key, value in flat.items():

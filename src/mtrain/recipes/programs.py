@@ -64,7 +64,7 @@ def other_than_gpt(program: str | None, flags: Mapping[str, list[str]], source: 
     name: set[str] = set()
     if program is not None:
         parts = [part for part in re.split(r"[/.]", shown(program).removesuffix(".py")) if part]
-        name, folders = _words(parts[-1:]), _words(parts[:-1])
+        name, folders = _words(parts[-1:]), _words(parts[-3:-1])
     elif source.endswith((".yaml", ".yml")):
         folders = _words(source.split("/")[-3:-1])
     found = _named(name, name)

@@ -8,10 +8,12 @@ marked as unknown and never guessed.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mtrain.recipes.conditions import Operand, Truth, arithmetic_holds, both, either, matches, negated, test_holds
 from mtrain.recipes.expansion import PIECE, UNKNOWN, Expander, shown
+from mtrain.recipes.functions import apart
 from mtrain.recipes.words import Part, Raw, Statement, statements
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=(.*)\Z", re.DOTALL)
@@ -40,7 +42,9 @@ class Command:
     where: str
     """`file:line`."""
     conditional: bool
-    """Whether it runs only under a condition that is not known, or in a loop."""
+    """Whether it runs only under a condition that is not known, in a loop, or in a function that nobody calls."""
+    doubtful: dict[str, str]
+    """Variables behind its words that are also set under a condition that is not known, with `file:line`."""
 
 
 @dataclass
@@ -87,10 +91,13 @@ def read_script(*texts: tuple[str, str]) -> Script:
     reader = _Reader()
     for text, source in texts:
         reader.source = source
-        for statement in statements(text, source):
+        rest, bodies = apart(statements(text, source))
+        reader.functions |= {name: (source, body) for name, body in bodies.items()}
+        for statement in rest:
             reader.take(statement)
         reader.blocks.clear()
         reader.given = set(reader.script.variables)
+    reader.never_called()
     return reader.script
 
 
@@ -125,6 +132,13 @@ class _Reader(Expander):
         """The commands so far of a list with `&&` and `||`, as they are written."""
         self.given: set[str] = set()
         """Variables of the scripts before this one."""
+        self.doubted: dict[str, dict[str, str]] = {}
+        """Variable -> those that its value was made of, and that are also set under a condition, with `file:line`."""
+        self.functions: dict[str, tuple[str, list[Statement]]] = {}
+        """Name -> the file of a function, and its statements."""
+        self.calls: list[str] = []
+        """Functions that were called and have not ended."""
+        self.called: set[str] = set()
 
     def take(self, statement: Statement) -> None:
         """Follows one statement: opens and closes blocks, sets variables, keeps the command."""
@@ -178,15 +192,51 @@ class _Reader(Expander):
         if words:
             self._note_test(statement)
             own = self.tested(words)
+            self.read = set()
             out = [word for raw in words for word in self.expand(raw)]
-            if out:
-                self.script.commands.append(Command(out, self.where, around is None))
+            if out and out[0] in self.functions and out[0] not in self.calls:
+                passed_on = any(p.kind == "variable" and p.text[:1] in "@*" for raw in words for p in raw.parts)
+                self.call(out[0], out[1:], runs, self.all_given or not passed_on)
+            elif out and (out[:2] == ["set", "--"] or out[0] == "shift") and both(around, runs):
+                self.give(out[2:] if out[0] == "set" else self.variables.get("@", [])[1:])
+            elif out:
+                self.script.commands.append(Command(out, self.where, around is None, self.doubts(self.read)))
         own = None if statement.ended == "|" or statement.behind == "|" else negated(own) if turned else own
         if statement.behind == "&&":
             own = both(self.status, own)
         elif statement.behind == "||":
             own = either(self.status, own)
         self.status = own
+
+    def call(self, name: str, words: list[str], runs: Truth, all_given: bool) -> None:
+        """Follows the statements of a function, as far as they run; its variables are those of the script."""
+        kept = self.source, self.line, self.chain, self.status
+        block = _Block("call", self.where, runs, False)
+        if runs is None:
+            block.said = Undecided(self.chain, self.where, [Branch("then", self.where)])
+        self.source, body = self.functions[name]
+        doubts = self.doubts(self.read)
+        self.calls.append(name)
+        self.called.add(name)
+        self.blocks.append(block)
+        depth = len(self.blocks)
+        with self.arguments(words, all_given):
+            self.doubted |= dict.fromkeys(self.given_names(), doubts)
+            for statement in body:
+                self.spend(100 + len(statement.text))
+                self.take(statement)
+        del self.blocks[depth:]
+        self.end(self.blocks.pop())
+        self.calls.pop()
+        self.source, self.line, self.chain, self.status = kept
+
+    def never_called(self) -> None:
+        """Reads the functions that nothing calls: another script may."""
+        for name in [name for name in self.functions if name not in self.called]:
+            first = len(self.script.commands)
+            self.call(name, [], True, False)
+            for command in self.script.commands[first:]:
+                command.conditional = True
 
     def open(self, keyword: str, words: list[Raw], runs: Truth) -> None:
         """A block begins; it is read as far as `runs`."""
@@ -204,10 +254,14 @@ class _Reader(Expander):
     def close(self, keyword: str) -> None:
         """The block ends, if it is one of the kind."""
         if self.blocks and self.blocks[-1].kind == _CLOSING[keyword]:
-            said = self.blocks.pop().said
-            if said is not None and any(branch.flags or branch.names for branch in said.branches):
-                self.script.undecided.append(said)
+            self.end(self.blocks.pop())
             self.status = True if keyword == "}" else None
+
+    def end(self, block: _Block) -> None:
+        """Keeps the condition of a block for the report, where something is set under it."""
+        said = block.said
+        if said is not None and any(branch.flags or branch.names for branch in said.branches):
+            self.script.undecided.append(said)
 
     def branch(self, keyword: str, statement: Statement) -> None:
         """`then`, `elif`, `else` or `do`: what follows runs where the condition holds and none before it did."""
@@ -228,13 +282,10 @@ class _Reader(Expander):
         self._begun(block, keyword)
 
     def _begun(self, block: _Block, label: str) -> None:
-        if block.said is not None and label != "elif":
-            before = block.said.branches[-1] if block.said.branches else None
-            again = before is not None and before.label == "elif" and label == "then"
-            if not again:
-                block.said.branches.append(Branch(label, self.where))
-        elif block.said is not None:
-            block.said.branches.append(Branch(label, self.where))
+        if block.said is not None:
+            before = block.said.branches
+            if not (label == "then" and before and before[-1].label == "elif"):
+                before.append(Branch(label, self.where))
 
     def _note_test(self, statement: Statement) -> None:
         """Keeps the text of a condition for the report."""
@@ -276,7 +327,16 @@ class _Reader(Expander):
     def sure(self, raw: Raw, text: str) -> bool:
         """Whether what a word stands for is known, and not set under a condition that is not."""
         names = {name for part in raw.parts if part.kind != "text" for name in _NAMES.findall(part.text)}
-        return UNKNOWN.search(text) is None and not any(name in self.script.conditional for name in names)
+        return UNKNOWN.search(text) is None and not self.doubts(names)
+
+    def doubts(self, names: Iterable[str]) -> dict[str, str]:
+        """Of variables, and of what their values were made of, those that are also set under a condition."""
+        out: dict[str, str] = {}
+        for name in names:
+            out |= self.doubted.get(name, {})
+            if name in self.script.conditional:
+                out[name] = self.script.conditional[name]
+        return out
 
     def tested(self, words: list[Raw]) -> Truth:
         """Whether a command succeeds, where it is a test that can be known."""
@@ -285,7 +345,7 @@ class _Reader(Expander):
             return first != "false"
         if words[0].is_text("((") and len(words) > 1:
             text = words[1].parts[0].text
-            return arithmetic_holds(text, self.number) if self.sure(words[1], text) and self._known(text) else None
+            return None if self.doubts(_NAMES.findall(text)) else arithmetic_holds(text, self.number)
         closing = _TESTS.get(first)
         if closing is None or (closing and not words[-1].is_text(closing)):
             return None
@@ -298,9 +358,6 @@ class _Reader(Expander):
             operands += [Operand(word, quoted, self.sure(raw, word)) for word in self.expand(raw)]
         return test_holds(operands, double=False)
 
-    def _known(self, text: str) -> bool:
-        return not any(name in self.script.conditional for name in _NAMES.findall(text))
-
     def _assigned(self, raw: Raw, runs: Truth) -> bool:
         """Takes an assignment; False where the word is none."""
         first = raw.parts[0] if raw.parts else None
@@ -308,6 +365,7 @@ class _Reader(Expander):
         if match is None or first is None or first.quoted:
             return False
         name, more = match[1], bool(match[2])
+        self.read = set()
         if raw.array is not None:
             value = [word for item in raw.array for word in self.expand(item)]
         else:
@@ -317,6 +375,7 @@ class _Reader(Expander):
             return True
         if name in self.given and raw.array is None and _POSITIONAL.match(value[0]):
             return True  # a script before this one says what its argument is
+        self.doubted[name] = self.doubts(self.read) | (self.doubted.get(name, {}) if more else {})
         before = self.script.variables.get(name, [])
         if more and raw.array is not None:
             value = [*before, *value]

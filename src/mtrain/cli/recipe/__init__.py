@@ -9,19 +9,16 @@ from mtrain.cli.pages import page_of
 from mtrain.errors import BadInput, Problem, say_page
 
 SUBVERBS = {
-    "list": ("listing", "every shared recipe: list [--json]"),
-    "show": ("listing", "a recipe with its comments, or as one file that runs: show NAME [--resolved]"),
-    "new": ("new", "write a recipe from a command line: new PATH [overrides]"),
-    "diff": ("diff", "what two recipes, runs or checkpoints differ in: diff A B [--json]"),
-    "lock": ("lock", "one file with versions and digests: lock NAME [-o FILE] [overrides]"),
-    "verify": ("lock", "what differs between a lock and this machine: verify FILE [--json]"),
-    "import": (
-        "exchange",
-        "a recipe from scripts of Megatron-LM or a config.json: import FILE... [-o FILE] [overrides]",
-    ),
-    "export": ("exchange", "the flags of Megatron-LM: export --megatron NAME [overrides]"),
+    "list": "listing",
+    "show": "listing",
+    "new": "new",
+    "diff": "diff",
+    "lock": "lock",
+    "verify": "lock",
+    "import": "exchange",
+    "export": "exchange",
 }
-"""Word -> module of this package, and what it does."""
+"""Word -> module of this package; `cli.pages` says what each does."""
 
 
 def run(argv: list[str], *, debug: bool) -> int:
@@ -40,5 +37,5 @@ def run(argv: list[str], *, debug: bool) -> int:
         fix = " or ".join(f"recipe {name}" for name in near)
         raise BadInput([Problem("MT010", "", None, rule, fix, "command line")])
     function = f"{word}_" if word in ("import", "list") else word
-    code: int = getattr(import_module(f"mtrain.cli.recipe.{SUBVERBS[word][0]}"), function)(argv[1:])
+    code: int = getattr(import_module(f"mtrain.cli.recipe.{SUBVERBS[word]}"), function)(argv[1:])
     return code

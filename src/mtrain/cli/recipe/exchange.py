@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from mtrain import strict_json
@@ -16,6 +17,7 @@ from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
 from mtrain.config.validate import unfilled
+from mtrain.config.watch import read_from, touches
 from mtrain.errors import BadInput, Problem, say_page, visible
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.hf import import_config
@@ -36,9 +38,7 @@ def import_(argv: Sequence[str]) -> int:
     extra = [word for word in options.words if "=" in word]
     found = _read(files, extra, options.rest)
     raw = found.run
-    run = resolve(raw, Machine.here(), world_size_of())
-    problems = check(run, raw=raw, resolve=lambda r: resolve(r, Machine.here(), world_size_of()))
-    problems = _with_open(problems, found.open)
+    run, problems = _judged(raw, found.open)
     sources = ", ".join(Path(name).name for name in files) or "a command line"
     text = recipe_text(left_open(delta(raw), found.open), _about(run, sources, problems))
     out = options.values.get("--output")
@@ -84,10 +84,17 @@ def _about(run: RunConfig, sources: str, problems: Sequence[Problem]) -> dict[st
     return {**words, "verified": verdict}
 
 
-def _with_open(problems: Sequence[Problem], keys: Sequence[str]) -> list[Problem]:
-    """Problems without those of keys that are left to fill in, of which one each says so."""
-    kept = [p for p in problems if not any(key in (p.path, *p.fix.split("=")) or key in p.rule for key in keys)]
-    return [*(unfilled(key, "recipe") for key in keys), *kept]
+def _judged(raw: RunConfig, left: Sequence[str]) -> tuple[RunConfig, list[Problem]]:
+    """The resolved configuration and its problems; of keys `left` to fill in that alone is said."""
+    machine, world_size = Machine.here(), world_size_of()
+    made_from: dict[str, frozenset[str]] = {}
+    run = resolve(raw, machine, world_size, made_from)
+
+    def unsaid(reads: AbstractSet[str]) -> bool:
+        return touches(read_from(reads, made_from), left)
+
+    problems = check(run, raw=raw, resolve=lambda r: resolve(r, machine, world_size), unsaid=unsaid)
+    return run, [*(unfilled(key, "recipe") for key in left), *problems]
 
 
 def _report(found: Imported, problems: Sequence[Problem]) -> list[str]:
