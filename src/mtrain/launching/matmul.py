@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from mtrain import strict_json
 from mtrain.config.load import read_run_file
 from mtrain.config.run import RunConfig
 from mtrain.errors import MtrainError
@@ -100,7 +101,7 @@ def _keep(cache: dict[str, Any]) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(cache, indent=1, allow_nan=False))
+        draft.write_text(strict_json.dumps(cache, indent=1))
         draft.replace(path)
     except OSError:  # measured again the next time
         draft.unlink(missing_ok=True)

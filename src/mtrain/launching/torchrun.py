@@ -26,8 +26,6 @@ def train(run: RunConfig, argv: list[str]) -> int:
     """
     run = folder.anchored(run)
     enter(run, _end)
-    from mtrain_kernels.linear import use
-
     from mtrain.train.assemble import Paths
     from mtrain.train.assemble import train as train_rank
     from mtrain.world.init import World
@@ -41,10 +39,8 @@ def train(run: RunConfig, argv: list[str]) -> int:
             body = json.loads(world.tell(told))
             if "kind" in body:
                 raise revive(body)
-            if body["cpu_matmul"]:
-                use(body["cpu_matmul"])
             checkpoint = body["checkpoint"]
-            return Paths(Path(body["folder"]), Path(checkpoint) if checkpoint else None)
+            return Paths(Path(body["folder"]), Path(checkpoint) if checkpoint else None, body["cpu_matmul"])
 
         try:
             together = train_rank(run, locate, _end)

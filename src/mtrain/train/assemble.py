@@ -46,6 +46,8 @@ class Paths:
 
     folder: Path
     checkpoint: Path | None = None
+    cpu_matmul: str | None = None
+    """`kernels.cpu_matmul`, where it is decided together with them."""
 
 
 class Apart(Exception):
@@ -68,6 +70,10 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
     try:
         with joined(run) as world:
             paths = locate(world)
+            if paths.cpu_matmul is not None:
+                run = run.model_copy(
+                    update={"kernels": run.kernels.model_copy(update={"cpu_matmul": paths.cpu_matmul})}
+                )
             splits = splits_of(run)
             if world.is_first:
                 _keep_tokenizer(splits, paths.folder)
