@@ -188,7 +188,7 @@ def _resume(parts: Parts, path: Path, splits: Splits, progress: Progress) -> Non
     try:
         checkpoint = Checkpoint.open(path, verify=False)
         if not parts.run.checkpoint.accept_changes:
-            same_data(checkpoint.state["data"], splits)
+            same_data(checkpoint.state["data"], splits.describe())
         restored = ckpt_state.load(checkpoint, parts.world, parts.state, seed=parts.run.trainer.seed)
     except Damaged as found:
         damage = str(found)
