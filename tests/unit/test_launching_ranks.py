@@ -63,7 +63,7 @@ def test_a_process_is_a_rank_where_it_is_told_all_and_refused_where_it_cannot_fi
 ) -> None:
     for name, value in ALL.items():
         monkeypatch.setenv(name, value if name in names else "")
-    assert torchrun.stray().startswith("warning: ") == warned
+    assert bool(torchrun.stray()) == warned
     if worker is None:
         with pytest.raises(BadEnvironment) as refused:
             torchrun.is_worker()

@@ -7,7 +7,7 @@ import traceback
 from mtrain.cli.main import message
 from mtrain.cli.setup import load
 from mtrain.config.compose import Composed
-from mtrain.errors import MtrainError, say, say_page
+from mtrain.errors import MtrainError, say_page, warn
 from mtrain.launching import torchrun
 from mtrain.launching.worker import leave
 
@@ -24,7 +24,7 @@ def run(argv: list[str], *, debug: bool) -> int:
     preflight.check(composed.run, argv)
     _warn(composed)
     if stray := torchrun.stray():
-        say(stray, error=True)
+        warn(stray)
     local.launch(composed.run, argv)
     return 0
 

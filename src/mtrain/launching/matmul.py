@@ -11,6 +11,7 @@ from typing import Any
 
 from mtrain import strict_json
 from mtrain.config.load import read_run_file
+from mtrain.config.paths import RUN_FILE
 from mtrain.config.run import RunConfig
 from mtrain.errors import MtrainError
 from mtrain.launching.preflight import threads_per_rank
@@ -111,7 +112,7 @@ def _recorded(checkpoint: Path | None) -> str | None:
     if checkpoint is None:
         return None
     try:
-        word = read_run_file(checkpoint / "run.yaml").kernels.cpu_matmul
+        word = read_run_file(checkpoint / RUN_FILE).kernels.cpu_matmul
     except (MtrainError, OSError):
         return None
     return None if word == "auto" else word

@@ -34,7 +34,7 @@ def is_worker() -> bool:
 
 
 def stray() -> str:
-    """A warning where a number of processes, or of this one, is set and goes unused; empty where none is.
+    """What to warn of where a number of processes, or of this one, is set and goes unused; empty where none is.
 
     Schedulers set some of a launcher's variables, or a user does for a job: a run here starts its own ranks then.
     """
@@ -42,7 +42,7 @@ def stray() -> str:
     if ("RANK" in here) == ("WORLD_SIZE" in here) or here.get("WORLD_SIZE") == "1":
         return ""
     name, other = ("RANK", "WORLD_SIZE") if "RANK" in here else ("WORLD_SIZE", "RANK")
-    return f"warning: {name}={here[name]} is set and {other} is not: this process starts all ranks of its run itself"
+    return f"{name}={here[name]} is set and {other} is not: this process starts all ranks of its run itself"
 
 
 def _variables() -> tuple[dict[str, str], list[str]]:

@@ -21,7 +21,7 @@ from mtrain.config.run import RunConfig
 from mtrain.data import Splits, open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches, Packing
 from mtrain.data.text import Tokenizer
-from mtrain.errors import Damaged, MtrainError, say_page
+from mtrain.errors import Damaged, MtrainError, say_page, warn
 from mtrain.mcore.sharding import gathered
 from mtrain.plan.count import parameters
 from mtrain.train import hooks
@@ -29,7 +29,7 @@ from mtrain.train.dynamic import run_documents
 from mtrain.train.generate import Sampler
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts
-from mtrain.train.trainer import Hook, Trainer, reason, warn
+from mtrain.train.trainer import Hook, Trainer, reason
 from mtrain.world.init import World, joined
 from mtrain.world.seat import End
 from mtrain.world.stacks import ERRORS
