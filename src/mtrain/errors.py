@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
@@ -59,6 +60,12 @@ def printable(text: str) -> str:
 def say(*lines: str, error: bool = False) -> None:
     """Prints each text in one line, whatever is in it: no value ends a line or moves the cursor."""
     _put("\n".join(map(visible, lines)), sys.stderr if error else sys.stdout)
+
+
+def warn(text: str) -> None:
+    """Prints a warning, unless nobody can read it: no warning ends a run."""
+    with suppress(OSError, ValueError):
+        say(f"warning: {text}", error=True)
 
 
 def say_page(text: str, *, error: bool = False) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mtrain.config.load import read_run_file
 from mtrain.config.run import RunConfig
 from mtrain.world.seat import End
 from tests.support.commands import SMALL, metrics, wait_for
@@ -44,6 +45,9 @@ def test_ranks_that_agree_train(start: Callable[..., Launched], tmp_path: Path) 
     ranks = [start(0, 2), start(1, 2)]
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said + ranks[1].said
     assert len(metrics(tmp_path / "runs/run")) == 2
+    records = [tmp_path / "runs/run" / name / "run.yaml" for name in ("", "checkpoints/step_00000002")]
+    began, saved = (read_run_file(record).kernels.cpu_matmul for record in records)
+    assert began == saved in ("blas", "onednn"), "a run goes on with the library of products that it began with"
 
 
 def test_a_warning_is_printed_by_rank_0_alone(start: Callable[..., Launched]) -> None:

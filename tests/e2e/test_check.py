@@ -139,6 +139,12 @@ def test_a_launcher_with_another_number_of_processes_is_refused() -> None:
     assert "fix: parallel.ranks=2" in done.stderr
 
 
+def test_streams_that_are_closed_change_no_exit_code() -> None:
+    for words, code in (("show", 0), ("chek", 2)):
+        command = f"exec {sys.executable} {ROOT / 'launch.py'} {words} <&- >&- 2>&-"
+        assert subprocess.run(["bash", "-c", command], timeout=60).returncode == code
+
+
 def test_a_reader_that_goes_away_leaves_no_traceback() -> None:
     command = f"{sys.executable} {ROOT / 'launch.py'} show | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)

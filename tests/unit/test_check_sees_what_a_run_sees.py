@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mtrain.ckpt.folder import commit
 from mtrain.cli import check
 from mtrain.cli.setup import load
+from mtrain.config.dump import run_yaml
 from mtrain.config.token_files import HEADER, TokenFiles, split_documents, tokenizer_facts
 from mtrain.data import open_splits, prepare
 from mtrain.data.indexed import IndexedDataset, IndexedWriter
@@ -218,3 +220,28 @@ def test_check_says_what_going_on_from_a_run_would_refuse(tmp_path: Path) -> Non
     (half / "run.yaml").write_text("")
     with pytest.raises(Damaged, match="not a committed checkpoint"):
         check.run([f"log.runs_dir={tmp_path}", f"checkpoint.resume={half}"])
+
+
+def test_check_compares_the_corpus_with_that_of_the_checkpoint(tmp_path: Path) -> None:
+    prefix, tokenizer = corpus(tmp_path / "tokens"), tmp_path / "tokenizer.json"
+    tokenizer.write_text(json.dumps(TOKENIZER))
+    words = ["data.kind=indexed", f"data.path={prefix}", "data.seq_length=64", f"data.tokenizer={tokenizer}"]
+    words += ["parallel=single", f"log.runs_dir={tmp_path}/runs"]
+    run = load(words, LAPTOP, {}).run
+    draft, saved = tmp_path / "draft", tmp_path / "runs/a/checkpoints/step_00000001"
+    draft.mkdir()
+    saved.parent.mkdir(parents=True)
+    for file in (draft / "run.yaml", saved.parent.parent / "run.yaml"):
+        file.write_text(run_yaml(run.recorded()))
+    data = open_splits(run.data, 4096, 0, prepare(run.data)).describe()
+    commit(draft, saved, {"step": 1, "files": {}, "tensors": {}, "state": {"data": data}})
+    resume = [*words, "checkpoint.resume=latest"]
+    assert check.run(resume) == 0
+    tokenizer.write_text(json.dumps({**TOKENIZER, "version": "1.1"}))
+    with pytest.raises(BadInput, match="the tokenizer is not the one"):
+        check.run(resume)
+    tokenizer.write_text(json.dumps(TOKENIZER))
+    corpus(prefix, largest=3999)
+    with pytest.raises(BadInput, match="the corpus is not the one"):
+        check.run(resume)
+    assert check.run([*resume, "checkpoint.accept_changes=true"]) == 0

@@ -292,6 +292,8 @@ def test_the_world_of_a_launcher_is_read_from_the_environment() -> None:
     assert world_size_of({"WORLD_SIZE": "4", "RANK": "0"}) == 4
     assert world_size_of({"WORLD_SIZE": "4"}) is None
     assert world_size_of({}) is None
+    assert world_size_of({"WORLD_SIZE": "1", "RANK": "0"}) is None
+    assert world_size_of({"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "29500"}) == 1
 
 
 def test_the_micro_batch_fits_the_share_of_a_rank_and_fills_the_pipeline() -> None:

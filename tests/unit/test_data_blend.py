@@ -104,9 +104,9 @@ def test_splits_are_cut_from_each_corpus_and_weights_follow_from_tokens(prefixes
 def test_another_order_of_corpora_is_other_data(prefixes: list[str]) -> None:
     data, turned = config(prefixes), config(prefixes[::-1])
     saved = open_splits(data, 60_000, 5, prepare(data), need=("train",)).describe()
-    same_data(saved, open_splits(data, 60_000, 5, prepare(data), need=("train",)))
+    same_data(saved, open_splits(data, 60_000, 5, prepare(data), need=("train",)).describe())
     with pytest.raises(BadInput, match="not the one"):
-        same_data(saved, open_splits(turned, 60_000, 5, prepare(turned), need=("train",)))
+        same_data(saved, open_splits(turned, 60_000, 5, prepare(turned), need=("train",)).describe())
 
 
 def test_a_part_that_is_too_small_is_named(tmp_path: Path, prefixes: list[str]) -> None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -342,6 +343,37 @@ def test_a_cache_folder_that_cannot_be_written_is_an_environment_error(folder: P
     (folder.parent / "file").touch()
     with pytest.raises(BadEnvironment, match=r"data.cache_dir = .*free at"):
         prepare(config(folder, cache_dir=str(folder.parent / "file" / "cache")))
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_corpus_in_a_cache_that_can_only_be_read_is_read(
+    settled: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if settled:
+        monkeypatch.setattr("mtrain.data.tokenize.SETTLED_NS", -(10**18))
+    with tempfile.TemporaryDirectory() as home:
+        os.chmod(home, 0o755)
+        data = config(Path(shutil.copytree(folder, f"{home}/text")))
+        made = prepare(data)
+        assert made.prefix is not None
+        notes = made.prefix.parents[1] / "seen"
+        assert len(list(notes.iterdir())) == settled
+        places = [notes, made.prefix.parent, made.prefix.parents[1]]
+        for place in places:
+            os.chmod(place, 0o555)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                if os.geteuid() == 0:
+                    os.seteuid(65534)  # root may write everywhere
+                assert not os.access(notes, os.W_OK, effective_ids=True)
+                code = 0 if prepare(data).prefix == made.prefix else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        for place in places:
+            os.chmod(place, 0o755)
 
 
 def test_given_files_report_every_problem_at_once(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.ckpt.folder import commit
 from mtrain.config.resolve import resolve
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, BadInput, Damaged
@@ -32,10 +33,10 @@ def made(name: str, *steps: int, age_s: float = 0.0, **changes: object) -> Path:
     home = Path("runs") / name
     (home / "metrics.jsonl").write_text('{"step": 1}\n')
     for step in steps:
-        checkpoint = home / f"checkpoints/step_{step:08d}"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "manifest.json").write_text("{}")
-        (checkpoint / "run.yaml").write_text((home / "run.yaml").read_text())
+        draft = home / "checkpoints/draft"
+        draft.mkdir(parents=True)
+        (draft / "run.yaml").write_text((home / "run.yaml").read_text())
+        commit(draft, draft.with_name(f"step_{step:08d}"), {"step": step, "files": {}, "tensors": {}, "state": {}})
     stamp = (home / "run.yaml").stat().st_mtime - age_s
     os.utime(home / "run.yaml", (stamp, stamp))
     return home
@@ -75,6 +76,15 @@ def test_a_folder_in_which_no_step_was_made_may_be_used_again() -> None:
         pass
     with folder.opened(run, folder.plan(run), []) as again:
         assert again.folder == Path("runs/a")
+
+
+@pytest.mark.parametrize(("old", "new"), [("hidden_size: ", "hidden_size: 1"), ("\nparallel:", "\nparalel:")])
+def test_a_checkpoint_whose_run_file_was_altered_is_damaged_and_no_other_model(old: str, new: str) -> None:
+    file = made("a", 1) / "checkpoints/step_00000001/run.yaml"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new, 1))
+    with pytest.raises(Damaged, match=r"run.yaml"):
+        folder.plan(run_of(checkpoint__resume="runs/a"))
 
 
 def test_of_two_starts_at_once_with_one_name_one_is_refused() -> None:

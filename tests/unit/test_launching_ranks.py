@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from mtrain.errors import BadEnvironment
+from mtrain.launching import torchrun
 from mtrain.launching.supervise import Supervisor
 
 
@@ -39,3 +40,35 @@ def test_ranks_that_were_forked_are_ended_where_a_later_one_cannot_be(error: Exc
     assert len(started) == 2
     assert not any(psutil.pid_exists(pid) for pid in started)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+ALL = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("names", "worker", "warned"),
+    [
+        (("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), True, False),
+        (("RANK", "WORLD_SIZE"), None, False),
+        (("RANK", "WORLD_SIZE", "MASTER_ADDR"), None, False),
+        (("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), False, True),
+        (("RANK", "MASTER_ADDR", "MASTER_PORT"), False, True),
+        (("WORLD_SIZE",), False, True),
+        (("MASTER_ADDR", "MASTER_PORT"), False, False),
+        ((), False, False),
+    ],
+)
+def test_a_process_is_a_rank_where_it_is_told_all_and_refused_where_it_cannot_find_the_others(
+    names: tuple[str, ...], worker: bool | None, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ALL.items():
+        monkeypatch.setenv(name, value if name in names else "")
+    assert bool(torchrun.stray()) == warned
+    if worker is None:
+        with pytest.raises(BadEnvironment) as refused:
+            torchrun.is_worker()
+        assert all(name in str(refused.value) for name in ALL.keys() - set(names))
+        monkeypatch.setenv("WORLD_SIZE", "1")  # one process needs no other
+        worker = False
+    assert torchrun.is_worker() == worker
+    assert not torchrun.stray() or warned

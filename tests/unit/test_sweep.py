@@ -125,6 +125,7 @@ def test_other_verbs_take_one_run(verb: str, capsys: pytest.CaptureFixture[str])
 def test_a_rank_of_a_launcher_starts_no_sweep(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["-m", "optim.lr=1,2"]) == 2
     assert "torchrun" in capsys.readouterr().err

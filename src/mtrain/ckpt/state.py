@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mtrain.ckpt import folder, store
 from mtrain.config.dump import run_yaml
 from mtrain.config.run import RunConfig
-from mtrain.errors import say
+from mtrain.errors import warn
 from mtrain.mcore import api as mcore
 from mtrain.mcore import optimizer_state, sharding
 from mtrain.world.beats import beat
@@ -71,8 +71,7 @@ def _prune(root: Path, keep: int | None) -> None:
     try:
         folder.prune(root, keep)
     except OSError as error:
-        with suppress(OSError):
-            say(f"warning: older checkpoints in {root} cannot be deleted: {error}", error=True)
+        warn(f"older checkpoints in {root} cannot be deleted: {error}")
 
 
 def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed: int) -> bool:

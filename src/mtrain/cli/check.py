@@ -10,7 +10,7 @@ from mtrain import strict_json
 from mtrain.cli.setup import Loaded, load
 from mtrain.config import kernels
 from mtrain.config.batches import counted, stages
-from mtrain.config.paths import MANIFEST
+from mtrain.config.paths import MANIFEST, user_path
 from mtrain.config.rules.finding import dp_of
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem, say_page, visible
@@ -18,13 +18,15 @@ from mtrain.units import MIB, count
 
 READ_MANIFEST = 16 * MIB
 """A manifest up to this size is read in a fraction of a second."""
+READ_INDEXES = 64 * MIB
+"""As are `.idx` files of up to this size together."""
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     """Judges the configuration that `argv` describes and prints the verdict; the exit code.
 
     Raises:
-        BadInput: there are errors.
+        BadInput: there are errors, or what is to be gone on from is of another model or corpus.
         Damaged: what is to be gone on from is no committed checkpoint.
     """
     loaded = load(argv, to_run=False)
@@ -33,7 +35,7 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
 
         chosen = plan(loaded.run)
         if chosen.checkpoint is not None:
-            _looks_whole(chosen.checkpoint)
+            _fits(loaded.run, chosen.checkpoint)
     if as_json:
         say_page(strict_json.dumps(verdict(loaded.warnings, loaded.run.digest()), indent=2))
     else:
@@ -41,16 +43,30 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     return 0
 
 
-def _looks_whole(checkpoint: Path) -> None:
-    """Reads a manifest of a usual size, and compares the sizes of the files that it names.
+def _fits(run: RunConfig, checkpoint: Path) -> None:
+    """Reads a manifest of a usual size, and compares the sizes of the files that it names, and the data of the run.
 
     Raises:
-        Damaged: they are not what was written.
+        Damaged: the files are not what was written.
+        BadInput: the checkpoint was trained on other `.bin/.idx` files, or with another tokenizer.
     """
     from mtrain.ckpt.folder import read_manifest
 
-    if (checkpoint / MANIFEST).stat().st_size <= READ_MANIFEST:
-        read_manifest(checkpoint, verify=False)
+    if (checkpoint / MANIFEST).stat().st_size > READ_MANIFEST:
+        return
+    manifest = read_manifest(checkpoint, verify=False)
+    if run.data.kind != "indexed" or run.checkpoint.accept_changes:
+        return
+    prefixes = [user_path(prefix) for prefix in run.data.blend or (run.data.path,) if prefix is not None]
+    indexes = [prefix.with_name(f"{prefix.name}.idx") for prefix in prefixes]
+    if sum(index.stat().st_size for index in indexes if index.is_file()) > READ_INDEXES:
+        return
+    from mtrain.cli.recipe.lock import digests
+    from mtrain.data import same_data
+
+    saved, here = manifest["state"]["data"], digests(run)
+    if "data" in here and (run.data.tokenizer is None or "tokenizer" in here):  # else they are on another machine
+        same_data(saved, {"fingerprint": here["data"], "tokenizer_sha256": here.get("tokenizer")})
 
 
 def verdict(problems: Sequence[Problem], digest: str | None) -> dict[str, object]:

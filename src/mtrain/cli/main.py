@@ -57,6 +57,7 @@ class Call:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     # pydantic would ask every installed package for plug-ins: time, and code that nobody chose
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     debug = "--debug" in arguments
@@ -83,6 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         first = (str(error).strip().splitlines() or [""])[0]
         _say(f"unexpected {type(error).__name__}: {first}\nuse --debug for the traceback")
         return 1
+
+
+def _open_closed_streams() -> None:
+    """Standard streams that were closed lead nowhere from now on: a file of the run would get their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def parse(arguments: Sequence[str]) -> Call:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from mtrain import strict_json
 from mtrain.config.compose import compose
 from mtrain.config.paths import user_path
-from mtrain.config.resolve import Machine, resolve
+from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.run import RunConfig
 from mtrain.config.sweep import Job, jobs
 from mtrain.errors import BadInput, MtrainError, say, say_page, visible
@@ -49,7 +49,7 @@ def train(argv: Sequence[str], *, debug: bool, as_json: bool = False) -> int:
     Raises:
         BadInput: the sweep cannot be read, or this is a rank of another launcher.
     """
-    if "WORLD_SIZE" in os.environ:
+    if world_size_of() is not None:
         raise BadInput("a sweep starts its own runs: leave torchrun out, or start each run with it")
     wanted = jobs(argv)
     names = _names(wanted)

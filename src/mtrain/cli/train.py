@@ -7,7 +7,7 @@ import traceback
 from mtrain.cli.main import message
 from mtrain.cli.setup import load
 from mtrain.config.compose import Composed
-from mtrain.errors import MtrainError, say_page
+from mtrain.errors import MtrainError, say_page, warn
 from mtrain.launching import torchrun
 from mtrain.launching.worker import leave
 
@@ -23,6 +23,8 @@ def run(argv: list[str], *, debug: bool) -> int:
     composed = load(argv)
     preflight.check(composed.run, argv)
     _warn(composed)
+    if stray := torchrun.stray():
+        warn(stray)
     local.launch(composed.run, argv)
     return 0
 

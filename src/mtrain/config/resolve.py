@@ -57,9 +57,14 @@ class Machine:
 
 
 def world_size_of(environment: Mapping[str, str] = os.environ) -> int | None:
-    """The number of processes that a launcher such as torchrun started; None where there is none."""
+    """The number of processes that a launcher such as torchrun started; None where there is none.
+
+    One process that is not told how to find others is a run of its own.
+    """
     text = environment.get("WORLD_SIZE", "")
-    return int(text) if text.isdigit() and "RANK" in environment else None
+    if not text.isdigit() or not environment.get("RANK"):
+        return None
+    return None if text == "1" and not environment.get("MASTER_PORT") else int(text)
 
 
 def resolve(

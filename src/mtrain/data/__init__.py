@@ -91,12 +91,12 @@ class Splits:
         return out
 
 
-def same_data(saved: Mapping[str, Any], splits: Splits) -> None:
+def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to go on with other data than a checkpoint was trained on.
 
-    `saved` is what `Splits.describe` gave then. Raises BadInput if the corpus, or its tokenizer, is another.
+    `saved` is what `Splits.describe` gave then, `now` what it gives. Raises BadInput if the corpus, or its tokenizer,
+    is another.
     """
-    now = splits.describe()
     for key, what in (("fingerprint", "corpus"), ("tokenizer_sha256", "tokenizer")):
         if saved.get(key) != now.get(key):
             rule = (

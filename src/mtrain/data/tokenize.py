@@ -158,9 +158,6 @@ def _cached(data: DataConfig, note: Callable[[str], None]) -> Corpus:
     """The tokenized text corpus from the cache, built if it is not there."""
     text = open_corpus(data)
     cache = Path(os.path.expanduser(data.cache_dir))
-    with _writing(cache):
-        (cache / "seen").mkdir(parents=True, exist_ok=True)
-        (cache / TAG_FILE).write_text(TAG)
     settings = {
         "format": FORMAT,
         "vocab_size": data.tokenizer_vocab_size,
@@ -173,20 +170,32 @@ def _cached(data: DataConfig, note: Callable[[str], None]) -> Corpus:
     with contextlib.suppress(OSError, ValueError):
         folder = cache / f"{text.name}-{int(seen.read_text(encoding='ascii'), 16):016x}"
         if (corpus := _open(folder)) is not None:
-            os.utime(seen)
+            with contextlib.suppress(OSError):  # of somebody else, or on a disk that is only read
+                os.utime(seen)
             return corpus
     settled = max(max(f.stamp[1:3]) for f in text.files) < time.time_ns() - SETTLED_NS
     contents = _digest(text)
     digest = _hash({**settings, "contents": contents})[:16]
     folder = cache / f"{text.name}-{digest}"
-    with _writing(cache), room.locked(cache / f"{folder.name}.lock"):
-        corpus, built = _open(folder), False
-        if corpus is None:
-            if folder.exists():
-                note(f"{folder}: damaged or not complete; it is built again")
-            corpus, built = _build(data, text, folder, contents), True
-        if settled:
+    corpus = _open(folder) or _made(data, text, folder, contents, note)
+    if settled:
+        with contextlib.suppress(OSError):  # then the contents are read again the next time
             seen.write_text(digest, encoding="ascii")
+    return corpus
+
+
+def _made(data: DataConfig, text: TextCorpus, folder: Path, contents: str, note: Callable[[str], None]) -> Corpus:
+    """The corpus in a folder of the cache, built unless another process does that first."""
+    cache, built = folder.parent, False
+    with _writing(cache):
+        (cache / "seen").mkdir(parents=True, exist_ok=True)
+        (cache / TAG_FILE).write_text(TAG)
+        with room.locked(cache / f"{folder.name}.lock"):
+            corpus = _open(folder)
+            if corpus is None:
+                if folder.exists():
+                    note(f"{folder}: damaged or not complete; it is built again")
+                corpus, built = _build(data, text, folder, contents), True
     if built:
         room.use(folder)
         with contextlib.suppress(OSError):

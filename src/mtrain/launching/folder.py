@@ -76,7 +76,7 @@ def plan(run: RunConfig) -> Plan:
     Raises:
         BadInput: the folder is taken, there is nothing to resume from, or it was made by a configuration that
             this one cannot continue.
-        Damaged: what was named is a checkpoint that was never committed.
+        Damaged: what was named is a checkpoint that was never committed, or whose `run.yaml` was altered.
     """
     if run.checkpoint.resume is None:
         new = _new_folder(run)
@@ -86,7 +86,13 @@ def plan(run: RunConfig) -> Plan:
     found, checkpoint = _latest(run, notes) if run.checkpoint.resume == "latest" else _named(run, notes)
     refuse_links(found)
     new = checkpoint is not None and checkpoint.parent.parent != found
-    return Plan(found, checkpoint, _judge(run, found, checkpoint), new, tuple(notes))
+    try:
+        changes = _judge(run, found, checkpoint)
+    except BadInput:
+        if checkpoint is not None:  # what is refused may not be what was written
+            ckpt_folder.read_manifest(checkpoint, verify=False)
+        raise
+    return Plan(found, checkpoint, changes, new, tuple(notes))
 
 
 @contextmanager

@@ -104,7 +104,7 @@ def _prepare(run: RunConfig, chosen: folder.Plan) -> None:
     if run.data.kind == "indexed":  # what mtrain tokenized itself has no other ids
         splits.check_ids()
     if chosen.checkpoint is not None and not run.checkpoint.accept_changes:
-        same_data(read_manifest(chosen.checkpoint, verify=False)["state"]["data"], splits)
+        same_data(read_manifest(chosen.checkpoint, verify=False)["state"]["data"], splits.describe())
 
 
 def _train(run: RunConfig, chosen: folder.Plan, ending: End) -> None:

@@ -9,7 +9,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from mtrain import strict_json
 from mtrain.config.load import read_run_file
+from mtrain.config.paths import RUN_FILE
 from mtrain.config.run import RunConfig
 from mtrain.errors import MtrainError
 from mtrain.launching.preflight import threads_per_rank
@@ -100,7 +102,7 @@ def _keep(cache: dict[str, Any]) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(cache, indent=1, allow_nan=False))
+        draft.write_text(strict_json.dumps(cache, indent=1))
         draft.replace(path)
     except OSError:  # measured again the next time
         draft.unlink(missing_ok=True)
@@ -110,7 +112,7 @@ def _recorded(checkpoint: Path | None) -> str | None:
     if checkpoint is None:
         return None
     try:
-        word = read_run_file(checkpoint / "run.yaml").kernels.cpu_matmul
+        word = read_run_file(checkpoint / RUN_FILE).kernels.cpu_matmul
     except (MtrainError, OSError):
         return None
     return None if word == "auto" else word

@@ -12,10 +12,43 @@ from mtrain.errors import BadEnvironment, BadInput, MtrainError, TrainingFault, 
 from mtrain.launching import folder, matmul
 from mtrain.launching.worker import describe, enter, leave, revive
 
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What makes a process a rank."""
+
 
 def is_worker() -> bool:
-    """Whether this process was started as a rank."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    """Whether this process was started as a rank.
+
+    Raises:
+        BadEnvironment: it is one of several, and not told how they find each other.
+    """
+    here, lacking = _variables()
+    if lacking and "RANK" in here and here.get("WORLD_SIZE", "1") != "1":
+        said, names = " ".join(f"{name}={value}" for name, value in here.items()), " and ".join(lacking)
+        raise BadEnvironment(
+            f"{said} is set for one of several processes, which do not find each other without {names}\n"
+            f"  fix: start them with torchrun, which sets {', '.join(VARIABLES)}; or, for a run that starts its own "
+            "ranks, unset RANK WORLD_SIZE"
+        )
+    return not lacking
+
+
+def stray() -> str:
+    """What to warn of where a number of processes, or of this one, is set and goes unused; empty where none is.
+
+    Schedulers set some of a launcher's variables, or a user does for a job: a run here starts its own ranks then.
+    """
+    here, _ = _variables()
+    if ("RANK" in here) == ("WORLD_SIZE" in here) or here.get("WORLD_SIZE") == "1":
+        return ""
+    name, other = ("RANK", "WORLD_SIZE") if "RANK" in here else ("WORLD_SIZE", "RANK")
+    return f"{name}={here[name]} is set and {other} is not: this process starts all ranks of its run itself"
+
+
+def _variables() -> tuple[dict[str, str], list[str]]:
+    """A launcher's variables that are set, and those that lack."""
+    here = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    return here, [name for name in VARIABLES if name not in here]
 
 
 def train(run: RunConfig, argv: list[str]) -> int:
@@ -26,8 +59,6 @@ def train(run: RunConfig, argv: list[str]) -> int:
     """
     run = folder.anchored(run)
     enter(run, _end)
-    from mtrain_kernels.linear import use
-
     from mtrain.train.assemble import Paths
     from mtrain.train.assemble import train as train_rank
     from mtrain.world.init import World
@@ -41,10 +72,8 @@ def train(run: RunConfig, argv: list[str]) -> int:
             body = json.loads(world.tell(told))
             if "kind" in body:
                 raise revive(body)
-            if body["cpu_matmul"]:
-                use(body["cpu_matmul"])
             checkpoint = body["checkpoint"]
-            return Paths(Path(body["folder"]), Path(checkpoint) if checkpoint else None)
+            return Paths(Path(body["folder"]), Path(checkpoint) if checkpoint else None, body["cpu_matmul"])
 
         try:
             together = train_rank(run, locate, _end)

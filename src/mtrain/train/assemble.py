@@ -21,7 +21,7 @@ from mtrain.config.run import RunConfig
 from mtrain.data import Splits, open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches, Packing
 from mtrain.data.text import Tokenizer
-from mtrain.errors import Damaged, MtrainError, say_page
+from mtrain.errors import Damaged, MtrainError, say_page, warn
 from mtrain.mcore.sharding import gathered
 from mtrain.plan.count import parameters
 from mtrain.train import hooks
@@ -29,7 +29,7 @@ from mtrain.train.dynamic import run_documents
 from mtrain.train.generate import Sampler
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts
-from mtrain.train.trainer import Hook, Trainer, reason, warn
+from mtrain.train.trainer import Hook, Trainer, reason
 from mtrain.world.init import World, joined
 from mtrain.world.seat import End
 from mtrain.world.stacks import ERRORS
@@ -46,6 +46,8 @@ class Paths:
 
     folder: Path
     checkpoint: Path | None = None
+    cpu_matmul: str | None = None
+    """`kernels.cpu_matmul`, where it is decided together with them."""
 
 
 class Apart(Exception):
@@ -68,6 +70,10 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
     try:
         with joined(run) as world:
             paths = locate(world)
+            if paths.cpu_matmul is not None:
+                run = run.model_copy(
+                    update={"kernels": run.kernels.model_copy(update={"cpu_matmul": paths.cpu_matmul})}
+                )
             splits = splits_of(run)
             if world.is_first:
                 _keep_tokenizer(splits, paths.folder)
@@ -182,7 +188,7 @@ def _resume(parts: Parts, path: Path, splits: Splits, progress: Progress) -> Non
     try:
         checkpoint = Checkpoint.open(path, verify=False)
         if not parts.run.checkpoint.accept_changes:
-            same_data(checkpoint.state["data"], splits)
+            same_data(checkpoint.state["data"], splits.describe())
         restored = ckpt_state.load(checkpoint, parts.world, parts.state, seed=parts.run.trainer.seed)
     except Damaged as found:
         damage = str(found)

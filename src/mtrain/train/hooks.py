@@ -15,10 +15,11 @@ import torch
 
 from mtrain import strict_json, units
 from mtrain.ckpt import state as ckpt_state
+from mtrain.errors import warn
 from mtrain.plan.count import flops_per_token
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts, StepResult, evaluate
-from mtrain.train.trainer import Hook, warn
+from mtrain.train.trainer import Hook
 from mtrain.world.init import World
 
 METRICS_FILE = "metrics.jsonl"

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from types import FrameType
 
 from mtrain.config.run import RunConfig
-from mtrain.errors import MtrainError, Preempted, TrainingFault, say
+from mtrain.errors import MtrainError, Preempted, TrainingFault, warn
 from mtrain.train.step import Parts, StepResult, train_step
 
 AGREE_S = 5.0
@@ -134,12 +134,6 @@ class Trainer:
         signal.signal(signal.SIGTERM, request)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # the local launcher forwards Ctrl-C itself
             signal.signal(signal.SIGINT, request)
-
-
-def warn(text: str) -> None:
-    """Print a warning, unless nobody can read it: no warning ends a run."""
-    with suppress(OSError, ValueError):
-        say(f"warning: {text}", error=True)
 
 
 def reason(error: BaseException) -> str:
