@@ -60,7 +60,6 @@ def chunked(
     rows: int,
     need_hidden: bool,
     need_weight: bool,
-    fp32_accumulate: bool,
     open_chunk: Open,
 ) -> Gradients:
     """Losses and gradients of the weighted sum, `rows` tokens at a time; see `linear_cross_entropy` and `Gradients`.
@@ -74,7 +73,8 @@ def chunked(
     counted = (labels != terms.ignore_index).to(scale.dtype)
     losses = torch.empty_like(token_weights)
     dhidden = hidden.new_empty(hidden.shape if need_hidden else (0, hidden.shape[1]))
-    kept = torch.promote_types(weight.dtype, torch.float32) if fp32_accumulate else weight.dtype
+    several = rows < len(labels)  # half precision would round the sum with each of them
+    kept = torch.promote_types(weight.dtype, torch.float32) if several else weight.dtype
     dweight = zero_gradient(weight if need_weight else weight[:0], kept, min(rows, len(labels)))
     first = vocabulary.rank * weight.shape[0]
     padded, weight = weight.shape[0], weight[: real_columns(weight.shape[0], first, terms)]
