@@ -69,9 +69,10 @@ def test_strides_do_not_matter() -> None:
     layouts = {n: dict(parity.layouts(found[n])) for n in ("x", "weight", "bias")}
     for name in layouts["x"]:
         compare(found | {n: other[name] for n, other in layouts.items()})
-    half = inputs([3, 4], (8, 16), torch.bfloat16)
-    for _, x in parity.layouts(half["x"]):
-        compare(half | {"x": x}, "torch")
+    for counts in ([3, 4], [1], [0]):
+        half = inputs(counts, (8, 16), torch.bfloat16)
+        for _, x in parity.layouts(half["x"]):
+            compare(half | {"x": x}, "torch")
 
 
 def test_what_is_no_number_stays_in_its_row_and_group() -> None:
