@@ -11,7 +11,7 @@ from torch import Tensor
 from mtrain_kernels.cross_entropy.op import obstacle
 from mtrain_kernels.cross_entropy.reference import Terms, valid_terms
 from mtrain_kernels.cross_entropy.vocabulary import Vocabulary, name_of, size_of
-from mtrain_kernels.linear_cross_entropy.reference import Gradients, Open, ReferenceChunks, chunked
+from mtrain_kernels.linear_cross_entropy.reference import MOST_PARTS, Gradients, Open, ReferenceChunks, chunked
 from mtrain_kernels.registry import Case, Cost, Model, Op, pick
 from mtrain_kernels.runtime import ceil_div
 
@@ -47,8 +47,8 @@ def linear_cross_entropy(
     vocabulary is split in equal parts. The gradient of `hidden` is summed over the ranks. With `sequence_parallel`
     `hidden` is this rank's [t / ranks, h], gathered here, and its gradient this rank's part. `chunk` is how many
     tokens are done at a time (by default as many as make 2^27 logits, 2^22 on a CPU). The gradient of a weight in
-    half precision is added up over chunks in fp32, at 4 bytes an element until it is rounded: what is off is the
-    rounding of each chunk's share and of the sum, less than two roundings of the sum however many chunks there are.
+    half precision is added up over more than three chunks in fp32, at 4 bytes an element until it is rounded: what
+    is off is less than two roundings of the sum, however many chunks there are.
     The loss and the remaining arguments, also the errors raised, are those of `cross_entropy`; rows of the weight
     from `vocab_size` on are padding, take no part, and have a gradient of 0.
     """
@@ -326,8 +326,10 @@ def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, A
 def _cost(model: Model) -> Cost:
     weight, logits = model.vocab * model.hidden, model.tokens * model.vocab
     chunks = ceil_div(model.tokens, chunk_rows(0, model.tokens, model.vocab, torch.device("meta")))
-    # a chunk: logits written, read, read and replaced, read twice; weight read twice, its gradient added to
-    return Cost(bytes=2 * (6 * logits + 4 * chunks * weight), flops=6 * model.tokens * weight)
+    # a chunk: logits written, read, read and replaced, read twice; weight read twice, its gradient added to, which
+    # is written, read, and added in fp32 where there are many chunks
+    passes = 8 if chunks > MOST_PARTS else 4
+    return Cost(bytes=2 * (6 * logits + passes * chunks * weight), flops=6 * model.tokens * weight)
 
 
 def _liger(inputs: dict[str, Any]) -> Any:
