@@ -71,7 +71,9 @@ def check_format(
         t.dtype for t in inputs.values() if isinstance(t, Tensor) and t.dtype in (torch.float16, torch.bfloat16)
     ]
     assert halves, "no input is in half precision"
+    assert found.keys() == wanted.keys(), f"results {list(found)} instead of {list(wanted)}"
     for name, value in found.items():
+        assert value.shape == wanted[name].shape, f"{name}: {tuple(value.shape)} for {tuple(wanted[name].shape)}"
         half = torch.finfo(value.dtype if value.dtype in (torch.float16, torch.bfloat16) else halves[0])
         a, b = value.double(), wanted[name].double()
         near = TOLERANCE[torch.float32] if roundings == 1 else roundings * half.eps / 2

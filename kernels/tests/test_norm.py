@@ -92,6 +92,18 @@ def test_a_weight_may_be_wider_than_its_input() -> None:
         compare(name, inputs(name, (5, 24), torch.bfloat16) | {"weight": leaf(24)})
 
 
+@pytest.mark.parametrize("name", ["rms_norm_residual", "layer_norm_residual"])
+@pytest.mark.parametrize("choice", ["reference", "triton"])
+def test_a_residual_in_half_precision_does_not_round_what_is_in_fp32(choice: str, name: str) -> None:
+    found = inputs(name, (5, 24))
+    found["residual"] = found["residual"].detach().bfloat16()
+    total = (found["x"].detach() + found["residual"]).bfloat16().float()
+    fitting = {n: t.detach() for n, t in found.items() if n in ("weight", "bias")}
+    wanted = getattr(reference, name.removesuffix("_residual"))(total, **fitting, eps=0.1)
+    normed, _ = getattr(op, name)(**found, eps=0.1, choice=choice)
+    torch.testing.assert_close(normed, wanted)
+
+
 def test_a_residual_that_alone_is_used_gets_its_gradient() -> None:
     found = inputs("rms_norm_residual", (5, 24))
     _, total = op.rms_norm_residual(**found, eps=1e-3, choice="triton")

@@ -84,6 +84,8 @@ def test_what_is_widened_late_or_added_up_in_half_precision_is_seen() -> None:
 
     with pytest.raises(AssertionError, match="gradient of w"):
         parity.check_format(lambda x, w: AddedUp.apply(x, w), lambda x, w: x + w, {"x": x, "w": w})
+    with pytest.raises(AssertionError, match="output 0"):  # what broadcasts is not what is wanted
+        parity.check_format(lambda x, w: wide(x, w)[:1], lambda x, w: wide(x[:1].expand_as(x), w), {"x": x, "w": w})
     with pytest.raises(AssertionError, match="no input is in half precision"):
         parity.check_format(wide, wide, {"x": x.detach().float(), "w": w.detach().float()})
 

@@ -62,6 +62,56 @@ def _mlp_is_off_by(run: RunConfig) -> float:
         return float((found - right).norm() / right.norm())
 
 
+def _experts_are_off_by(run: RunConfig) -> float:
+    """The same for megatron-core's grouped experts, one of which gets no rows, in a world that was joined."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+    from mtrain.build.transformer import transformer_config
+    from mtrain.devices import registry
+    from mtrain.mcore.layers import ColumnGroupedLinear, RowGroupedLinear
+
+    experts = TEGroupedMLP(
+        3,
+        transformer_config(run, registry.get("cpu")),
+        MLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear),
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x, shares, rows = torch.randn(9, run.model.hidden_size), torch.rand(9), torch.tensor([5, 0, 4])
+    found = experts(x, rows, shares)[0].double()
+    weights = {name: value.double() for name, value in experts.named_parameters()}
+    act, right = ACTIVATIONS[run.model.activation], []
+    for e, (part, share) in enumerate(zip(x.double().split([5, 0, 4]), shares.double().split([5, 0, 4]), strict=True)):
+        inner = part @ weights[f"linear_fc1.weight{e}"].T + weights.get(f"linear_fc1.bias{e}", 0.0)
+        gate, up = inner.chunk(2, -1) if run.model.gated else (inner, 1.0)
+        y = act(gate) * up @ weights[f"linear_fc2.weight{e}"].T + weights.get(f"linear_fc2.bias{e}", 0.0)
+        right.append(share[:, None] * y)
+    return float((found - torch.cat(right)).norm() / torch.cat(right).norm())
+
+
+@pytest.mark.parametrize("linear", ["reference", "te"])
+def test_experts_compute_the_activation_that_is_named_fused_or_not(linear: str) -> None:
+    moe = MoEConfig(num_experts=3, ffn_hidden_size=64)
+    runs = [
+        apply(tiny_run(model={"activation": kind, "add_bias_linear": bias, "moe": moe}), {"kernels.linear": linear})
+        for kind in ACTIVATIONS
+        for bias in (False, True)
+    ]
+
+    def errors() -> list[float]:
+        from mtrain.world.init import joined
+
+        with joined(tiny_run()), torch.compiler.set_stance("force_eager"), torch.no_grad():
+            return [_experts_are_off_by(run) for run in runs]
+
+    found = run_ranks(1, errors)[0]
+    wrong = {(r.model.activation, r.model.add_bias_linear): e for r, e in zip(runs, found, strict=True) if e > 1e-5}
+    assert not wrong
+
+
 @pytest.mark.parametrize("linear", ["reference", "te"])
 def test_an_mlp_computes_the_activation_that_is_named_fused_or_not(linear: str) -> None:
     """`te` only chooses the fusions here: they are megatron-core's own functions, which run anywhere."""

@@ -69,7 +69,7 @@ def _torch_obstacle(x: Tensor, weight: Tensor) -> str | None:
 @torch.library.custom_op("mtrain::grouped_gemm", mutates_args=())
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor, implementation: str) -> Tensor:
     if implementation == "torch":
-        return _cleared(torch._grouped_mm(x.contiguous(), weight.contiguous().transpose(1, 2), offs=ends), ends)
+        return _cleared(torch._grouped_mm(_dense(x), _dense(weight).transpose(1, 2), offs=ends), ends)
     from mtrain_kernels.grouped_gemm import triton
 
     return triton.rows_product(x, weight, ends)
@@ -85,8 +85,8 @@ def _grouped_backward(
     d_y: Tensor, x: Tensor, weight: Tensor, ends: Tensor, implementation: str
 ) -> tuple[Tensor, Tensor]:
     if implementation == "torch":
-        d_y, x = d_y.contiguous(), x.contiguous()
-        d_x = _cleared(torch._grouped_mm(d_y, weight.contiguous(), offs=ends), ends)
+        d_y, x = _dense(d_y), _dense(x)
+        d_x = _cleared(torch._grouped_mm(d_y, _dense(weight), offs=ends), ends)
         return d_x, torch._grouped_mm(d_y.T, x, offs=ends)
     from mtrain_kernels.grouped_gemm import triton
 
@@ -96,6 +96,11 @@ def _grouped_backward(
 @_grouped_backward.register_fake
 def _(d_y, x, weight, ends, implementation):
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """`x` in dense rows: `contiguous` leaves the stride of a single row as it is, and torch's product refuses it."""
+    return x.contiguous().view(-1).view(x.shape)
 
 
 def _cleared(y: Tensor, ends: Tensor) -> Tensor:
@@ -133,7 +138,7 @@ def _bias_rows_backward(d_y: Tensor, ends: Tensor, implementation: str) -> Tenso
     """A bias is the weight of an input that is always 1: its gradient is a grouped product too, summed in fp32."""
     ones = d_y.new_ones(d_y.shape[0], 16 // d_y.element_size())  # rows of 16 bytes, as torch's product wants them
     if implementation == "torch":
-        return torch._grouped_mm(d_y.contiguous().T, ones, offs=ends)[..., 0].contiguous()
+        return torch._grouped_mm(_dense(d_y).T, ones, offs=ends)[..., 0].contiguous()
     from mtrain_kernels.grouped_gemm import triton
 
     return triton.weights_product(d_y.contiguous(), ones, ends)[..., 0].contiguous()

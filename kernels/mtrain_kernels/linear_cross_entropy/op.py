@@ -11,7 +11,7 @@ from torch import Tensor
 from mtrain_kernels.cross_entropy.op import obstacle
 from mtrain_kernels.cross_entropy.reference import Terms, valid_terms
 from mtrain_kernels.cross_entropy.vocabulary import Vocabulary, name_of, size_of
-from mtrain_kernels.linear_cross_entropy.reference import Gradients, Open, ReferenceChunks, chunked
+from mtrain_kernels.linear_cross_entropy.reference import MOST_PARTS, Gradients, Open, ReferenceChunks, chunked
 from mtrain_kernels.registry import Case, Cost, Model, Op, pick
 from mtrain_kernels.runtime import ceil_div
 
@@ -33,7 +33,6 @@ def linear_cross_entropy(
     group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     chunk: int | None = None,
-    fp32_accumulate: bool = False,
     choice: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`(sum_i token_weights_i loss_i, losses)` of the logits `hidden weight^T`, which are never held whole.
@@ -47,10 +46,11 @@ def linear_cross_entropy(
     is a scalar and the losses are [t], in fp32; all of it is the same on every rank of `group`, over which the
     vocabulary is split in equal parts. The gradient of `hidden` is summed over the ranks. With `sequence_parallel`
     `hidden` is this rank's [t / ranks, h], gathered here, and its gradient this rank's part. `chunk` is how many
-    tokens are done at a time (by default as many as make 2^27 logits, 2^22 on a CPU). The gradient of the weight
-    is added up over the chunks in its own dtype, or in fp32 with `fp32_accumulate`, at 4 bytes an element. The
-    loss and the remaining arguments, also the errors raised, are those of `cross_entropy`; rows of the weight from
-    `vocab_size` on are padding, take no part, and have a gradient of 0.
+    tokens are done at a time (by default as many as make 2^27 logits, 2^22 on a CPU). The gradient of a weight in
+    half precision is added up over more than three chunks in fp32, at 4 bytes an element until it is rounded: what
+    is off is less than two roundings of the sum, however many chunks there are.
+    The loss and the remaining arguments, also the errors raised, are those of `cross_entropy`; rows of the weight
+    from `vocab_size` on are padding, take no part, and have a gradient of 0.
     """
     columns = weight.shape[0] * size_of(group)
     terms = Terms(
@@ -74,7 +74,6 @@ def linear_cross_entropy(
         chunk or 0,
         grad and hidden.requires_grad,
         grad and weight.requires_grad,
-        fp32_accumulate,
         not torch.compiler.is_compiling(),
         backend,
     )
@@ -94,7 +93,6 @@ def token_cross_entropy(
     group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     chunk: int | None = None,
-    fp32_accumulate: bool = False,
     choice: str = "auto",
 ) -> Tensor:
     """The loss of each token [t] in fp32, differentiable with any gradient per token; see `linear_cross_entropy`.
@@ -116,7 +114,6 @@ def token_cross_entropy(
         sequence_parallel,
         *terms,
         chunk or 0,
-        fp32_accumulate,
         backend,
     )
 
@@ -168,7 +165,6 @@ def _run(
     chunk: int,
     need_hidden: bool,
     need_weight: bool,
-    fp32_accumulate: bool,
     backend: str,
 ) -> Gradients:
     vocabulary = Vocabulary(group)
@@ -182,7 +178,6 @@ def _run(
         rows=chunk_rows(chunk, labels.shape[0], weight.shape[0], hidden.device),
         need_hidden=need_hidden,
         need_weight=need_weight,
-        fp32_accumulate=fp32_accumulate,
         open_chunk=ReferenceChunks() if backend == "reference" else _triton_chunks(),
     )
     if need_hidden:
@@ -207,7 +202,6 @@ def _linear_cross_entropy(
     chunk: int,
     need_hidden: bool,
     need_weight: bool,
-    fp32_accumulate: bool,
     in_place: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -215,7 +209,7 @@ def _linear_cross_entropy(
     terms = Terms(vocab, label_smoothing, z_loss, soft_cap, ignore_index)
     found = _run(
         hidden, weight, labels, token_weights, group, sequence_parallel, terms, chunk, need_hidden, need_weight,
-        fp32_accumulate, backend,
+        backend,
     )  # fmt: skip
     total = (found.losses * token_weights).sum()
     return total, found.losses, found.hidden, found.weight, found.scale
@@ -236,7 +230,7 @@ def _(hidden, weight, labels, token_weights, group, sequence_parallel, *rest):
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, losses, dhidden, dweight, scale = output
     ctx.mark_non_differentiable(losses, dhidden, dweight, scale)
-    ctx.need_hidden, ctx.need_weight, _, ctx.in_place, _ = inputs[12:]
+    ctx.need_hidden, ctx.need_weight, ctx.in_place, _ = inputs[12:]
     ctx.spent = False
     ctx.save_for_backward(losses, dhidden, dweight, scale)
 
@@ -252,7 +246,7 @@ def _differentiate(ctx: Any, dtotal: Tensor, *_: Tensor) -> tuple[Any, ...]:
         times(dweight, dtotal * scale) if ctx.need_weight else None,
         None,
         losses * dtotal if ctx.needs_input_grad[3] else None,
-        *[None] * 13,
+        *[None] * 12,
     )
 
 
@@ -272,14 +266,11 @@ def _token_cross_entropy(
     soft_cap: float,
     ignore_index: int,
     chunk: int,
-    fp32_accumulate: bool,
     backend: str,
 ) -> Tensor:
     terms = Terms(vocab, label_smoothing, z_loss, soft_cap, ignore_index)
     ones = _token_ones(hidden, labels)
-    return _run(
-        hidden, weight, labels, ones, group, sequence_parallel, terms, chunk, False, False, fp32_accumulate, backend
-    ).losses
+    return _run(hidden, weight, labels, ones, group, sequence_parallel, terms, chunk, False, False, backend).losses
 
 
 def _token_ones(hidden: Tensor, labels: Tensor) -> Tensor:
@@ -298,15 +289,15 @@ def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate_tokens(ctx: Any, dlosses: Tensor) -> tuple[Any, ...]:
     need_hidden, need_weight = ctx.needs_input_grad[:2]
-    *settings, fp32_accumulate, backend = ctx.settings
+    *settings, backend = ctx.settings
     _, _, dhidden, dweight, scale = _linear_cross_entropy(
-        *ctx.saved_tensors, dlosses.contiguous(), *settings, need_hidden, need_weight, fp32_accumulate, False, backend
+        *ctx.saved_tensors, dlosses.contiguous(), *settings, need_hidden, need_weight, False, backend
     )
     times = Tensor.mul if torch.compiler.is_compiling() else Tensor.mul_
     return (
         times(dhidden, scale) if need_hidden else None,
         times(dweight, scale) if need_weight else None,
-        *[None] * 11,
+        *[None] * 10,
     )
 
 
@@ -335,8 +326,10 @@ def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, A
 def _cost(model: Model) -> Cost:
     weight, logits = model.vocab * model.hidden, model.tokens * model.vocab
     chunks = ceil_div(model.tokens, chunk_rows(0, model.tokens, model.vocab, torch.device("meta")))
-    # a chunk: logits written, read, read and replaced, read twice; weight read twice, its gradient added to
-    return Cost(bytes=2 * (6 * logits + 4 * chunks * weight), flops=6 * model.tokens * weight)
+    # a chunk: logits written, read, read and replaced, read twice; weight read twice, its gradient added to, which
+    # is written, read, and added in fp32 where there are many chunks
+    passes = 8 if chunks > MOST_PARTS else 4
+    return Cost(bytes=2 * (6 * logits + passes * chunks * weight), flops=6 * model.tokens * weight)
 
 
 def _liger(inputs: dict[str, Any]) -> Any:

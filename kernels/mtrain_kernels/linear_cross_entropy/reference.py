@@ -23,6 +23,9 @@ from mtrain_kernels.linear import add_weight_gradient, product, zero_gradient
 # gradient of the logits; the chunk may be overwritten.
 Finish = Callable[[Tensor, Tensor], Tensor]
 Open = Callable[[Tensor, Tensor, int, Terms], tuple[Tensor, Finish]]
+# A weight gradient in half precision is rounded with every chunk that is added to it. With so many chunks that leaves
+# no more than a sum in fp32, to which rounded shares are added, and which is rounded at the end.
+MOST_PARTS = 3
 
 
 def linear_cross_entropy(
@@ -60,7 +63,6 @@ def chunked(
     rows: int,
     need_hidden: bool,
     need_weight: bool,
-    fp32_accumulate: bool,
     open_chunk: Open,
 ) -> Gradients:
     """Losses and gradients of the weighted sum, `rows` tokens at a time; see `linear_cross_entropy` and `Gradients`.
@@ -74,7 +76,8 @@ def chunked(
     counted = (labels != terms.ignore_index).to(scale.dtype)
     losses = torch.empty_like(token_weights)
     dhidden = hidden.new_empty(hidden.shape if need_hidden else (0, hidden.shape[1]))
-    kept = torch.promote_types(weight.dtype, torch.float32) if fp32_accumulate else weight.dtype
+    many = len(labels) > MOST_PARTS * rows
+    kept = torch.promote_types(weight.dtype, torch.float32) if many else weight.dtype
     dweight = zero_gradient(weight if need_weight else weight[:0], kept, min(rows, len(labels)))
     first = vocabulary.rank * weight.shape[0]
     padded, weight = weight.shape[0], weight[: real_columns(weight.shape[0], first, terms)]

@@ -42,7 +42,8 @@ def rms_norm_residual(
     `x` and `residual` [..., h]; returns (normed, new residual). Raises `ValueError` as `rms_norm` does.
     """
     total = _add(x, residual)
-    return rms_norm(total, weight, eps, zero_centered=zero_centered).to(x.dtype), total
+    wide = total.to(torch.promote_types(total.dtype, x.dtype))
+    return rms_norm(wide, weight, eps, zero_centered=zero_centered).to(x.dtype), total
 
 
 def layer_norm_residual(
@@ -53,7 +54,8 @@ def layer_norm_residual(
     `x` and `residual` [..., h]; returns (normed, new residual). Raises `ValueError` as `layer_norm` does.
     """
     total = _add(x, residual)
-    return layer_norm(total, weight, bias, eps, zero_centered=zero_centered).to(x.dtype), total
+    wide = total.to(torch.promote_types(total.dtype, x.dtype))
+    return layer_norm(wide, weight, bias, eps, zero_centered=zero_centered).to(x.dtype), total
 
 
 def _add(x: Tensor, residual: Tensor) -> Tensor:

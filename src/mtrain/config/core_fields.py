@@ -129,7 +129,10 @@ FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "cuda_graph_scope": lambda r: [],
     "transformer_impl": lambda r: "transformer_engine" if r.kernels.linear == "te" else "local",
     # Fusions of megatron-core need TransformerEngine; without it every one is off.
-    "bias_dropout_fusion": lambda r: r.kernels.linear == "te",
+    # Its grouped experts refuse this one where layers have biases.
+    "bias_dropout_fusion": lambda r: (
+        r.kernels.linear == "te" and not (r.model.add_bias_linear and r.model.moe is not None)
+    ),
     "bias_activation_fusion": _fuses_activation,
 }
 """Of every TransformerConfig."""
