@@ -9,6 +9,7 @@ from typing import Literal, TextIO
 
 Severity = Literal["error", "warning"]
 MAX_SHOWN = 160
+MAX_PROBLEMS = 50
 """Letters of a value that a message shows."""
 
 
@@ -96,7 +97,7 @@ class MtrainError(Exception):
 
 
 class BadInput(MtrainError):
-    """The configuration cannot be run. Holds every problem found, not only the first."""
+    """The configuration cannot be run. Holds every problem found, not only the first; of too many the first ones."""
 
     exit_code = 2
 
@@ -104,6 +105,9 @@ class BadInput(MtrainError):
         if isinstance(problems, str):
             problems = [Problem("MT001", "", None, problems, "")]
         self.problems = tuple(problems)
+        if len(self.problems) > MAX_PROBLEMS:
+            rule = f"there are more than {MAX_PROBLEMS} problems, and the rest is not judged"
+            self.problems = (*self.problems[:MAX_PROBLEMS], Problem("MT005", "", None, rule, "mend these first"))
         super().__init__("\n".join(p.render() for p in self.problems))
 
 

@@ -99,9 +99,11 @@ class _Tree:
             KeyError: a part of the path is no mapping.
         """
         parent, _, last = path.rpartition(".")
-        self.section(parent)[last] = value
-        for known in [k for k in self.origins if k == path or k.startswith(f"{path}.")]:
-            del self.origins[known]
+        section = self.section(parent)
+        if last in section:  # only then something beneath it was set
+            for known in [k for k in self.origins if k == path or k.startswith(f"{path}.")]:
+                del self.origins[known]
+        section[last] = value
         for leaf, inner in leaves(value, path):
             self.origins[leaf] = where(leaf)
             self.history.append(Setting(leaf, inner, self.origins[leaf]))
