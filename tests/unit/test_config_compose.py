@@ -120,6 +120,7 @@ def test_what_is_said_twice_is_an_error_that_shows_both(argv: list[str]) -> None
         ["parallel=dp", "parallel.tp=2"],
         ["parallel=tp3", "parallel.tp=2"],
         ["recipe=llama/tiny_cpu", "model=deepseek_tiny"],
+        ["recipe=llama/tiny_cpu", "recipe.title=mine"],
     ],
     ids=" ".join,
 )

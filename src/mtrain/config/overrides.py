@@ -76,7 +76,8 @@ def read_overrides(argv: Sequence[str]) -> Overrides:
 def _note(argument: str, out: Overrides) -> Problem | None:
     """Remembers what an argument that was read sets; the problem where another one sets it as well."""
     key, _, text = argument.partition("=")
-    paths = [f"{key}=" if key in GROUPS else key]  # a choice and a key inside it are two things
+    chosen = key in (*GROUPS, "recipe", "run")
+    paths = [f"{key}=" if chosen else key]  # a choice and a key inside it are two things
     if key in out.values:
         paths = [path for path, _ in leaves(out.values[key], key)]
     for path in paths:
