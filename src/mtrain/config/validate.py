@@ -171,9 +171,10 @@ def _literal(path: str, value: Any, where: Where) -> Problem:
 
 def _wrong_type(path: str, kind: str, value: Any, where: Where) -> Problem:
     rule = f"must be {_KINDS[kind]}, not {_kind(value)}"
-    field = field_of(path)
-    if field is not None and path in GROUPS and isinstance(value, str):
+    if path in GROUPS and isinstance(value, str):
         return _text_for_a_group(path, value, rule, where)
+    if path in GROUPS:
+        return Problem("MT013", path, value, rule, f"write the keys of {path}, or delete the line", where(path))
     return Problem("MT013", path, value, rule, _indexed(path, _converted(path, value)), where(path))
 
 
