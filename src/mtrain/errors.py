@@ -10,6 +10,7 @@ from typing import Literal, TextIO
 
 Severity = Literal["error", "warning"]
 MAX_SHOWN = 160
+MAX_PROBLEMS = 50
 """Letters of a value that a message shows."""
 
 
@@ -48,7 +49,11 @@ class Problem:
 
 def visible(text: str) -> str:
     """`text` in one line that a terminal shows and does not obey: what cannot be printed becomes its code."""
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" if ord(c) < 256 else f"\\u{ord(c):04x}" for c in text)
+    return "".join(c if c.isprintable() else _code(ord(c)) for c in text)
+
+
+def _code(number: int) -> str:
+    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 1 << 16 else f"\\U{number:08x}"
 
 
 def printable(text: str) -> str:
@@ -95,15 +100,21 @@ def show(value: object) -> str:
 
 
 class MtrainError(Exception):
-    """Base of every error that mtrain raises on purpose; `exit_code` is what the command ends with."""
+    """Base of every error that mtrain raises on purpose; `exit_code` is what the command ends with.
+
+    Its text is the lines that it is given, each as `visible` shows it: no name and no content of a file ends a line.
+    """
 
     exit_code = 1
     shared = False
     """Whether every rank ends with it, so that one of each machine says it."""
 
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n".join(map(visible, lines)))
+
 
 class BadInput(MtrainError):
-    """The configuration cannot be run. Holds every problem found, not only the first."""
+    """The configuration cannot be run. Holds every problem found, not only the first; of too many the first ones."""
 
     exit_code = 2
 
@@ -111,7 +122,10 @@ class BadInput(MtrainError):
         if isinstance(problems, str):
             problems = [Problem("MT001", "", None, problems, "")]
         self.problems = tuple(problems)
-        super().__init__("\n".join(p.render() for p in self.problems))
+        if len(self.problems) > MAX_PROBLEMS:
+            rule = f"there are more than {MAX_PROBLEMS} problems, and the rest is not judged"
+            self.problems = (*self.problems[:MAX_PROBLEMS], Problem("MT005", "", None, rule, "mend these first"))
+        super().__init__(*(line for p in self.problems for line in p.render().split("\n")))
 
 
 class DamagedInput(BadInput):

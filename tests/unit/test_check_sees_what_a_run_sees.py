@@ -7,6 +7,7 @@ import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,14 @@ from tests.support.forked import run_without_privileges
 
 VOCAB = {"a": 0, "b": 1, "<|endoftext|>": 2}
 TOKENIZER = {"version": "1.0", "model": {"type": "BPE", "vocab": VOCAB, "merges": []}, "added_tokens": []}
+ODD_MODELS: tuple[dict[str, Any], ...] = (
+    {"type": "other"},
+    {"vocab": [["a", 0.0]]},
+    {"type": "Unigram", "unk_id": None},
+    {"vocab": {"a": True}},
+    {"vocab": {"a": 1 << 32}},
+)
+"""What makes TOKENIZER none."""
 
 
 def corpus(prefix: Path, documents: int = 40, largest: int = 4000) -> Path:
@@ -65,6 +74,10 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "sequences": lambda p: patched(p.with_suffix(".idx"), 18, struct.pack("<Q", 1 << 60)),
     "documents": lambda p: patched(p.with_suffix(".idx"), HEADER.size + 12 * 40 + 8 * 40, struct.pack("<q", 39)),
     "pointer": _pointer_of_the_last,
+    "pointers": lambda p: patched(p.with_suffix(".idx"), HEADER.size + 4 * 40, struct.pack("<40q", *([-4] * 39), 7)),
+    "indices": lambda p: patched(
+        p.with_suffix(".idx"), HEADER.size + 12 * 40 + 8, struct.pack("<39q", *[1 << 60] * 39)
+    ),
     "cut index": lambda p: os.truncate(p.with_suffix(".idx"), 200),
     "short index": lambda p: os.truncate(p.with_suffix(".idx"), 5),
     "cut tokens": lambda p: os.truncate(p.with_suffix(".bin"), 200),
@@ -129,8 +142,12 @@ def test_token_ids_outside_the_vocabulary_are_refused_with_the_size_that_has_the
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"{", b"[]", b"{}", b'{"model": {}}', b'{"model": {"vocab": 3}}', b"\xff\xfe", b"[" * 100_000],
-    ids=range(8),
+    [
+        *(b"", b"{", b"[]", b"{}", b'{"model": {}}', b'{"model": {"vocab": 3}}', b"\xff\xfe", b"[" * 100_000),
+        b'{"x": NaN, ' + json.dumps(TOKENIZER).encode()[1:],
+        *(json.dumps({**TOKENIZER, "model": {**TOKENIZER["model"], **odd}}).encode() for odd in ODD_MODELS),
+    ],
+    ids=range(9 + len(ODD_MODELS)),
 )
 def test_a_file_that_is_no_tokenizer_is_refused_as_when_it_is_opened(text: bytes, tmp_path: Path) -> None:
     prefix, path = corpus(tmp_path / "tokens"), tmp_path / "tokenizer.json"
@@ -184,6 +201,7 @@ def _links(folder: Path) -> dict[str, str]:
         "data.path=latin": "MT305",
         "data.path=short.txt": "MT605",
         "data.path=short.txt data.limit_mib=1": "MT605",
+        "data.limit_mib=1e308": "MT014",
         "data.kind=indexed data.path=/": "MT306",
         "log.runs_dir=loop": "MT431",
         "log.runs_dir=nowhere/runs": "MT431",
@@ -191,6 +209,7 @@ def _links(folder: Path) -> dict[str, str]:
         "log.runs_dir=fifo/x": "MT431",
         "log.runs_dir=/proc/runs": "MT431",
         "data.cache_dir=loop/x": "MT432",
+        f"data.cache_dir={'x' * 300}": "MT432",
         "data.cache_dir=/proc/cache": "MT432",
         "checkpoint.resume=/": "MT433",
         "checkpoint.resume=loop": "MT433",

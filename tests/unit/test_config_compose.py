@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from mtrain.cli.setup import load
 from mtrain.config import paths
 from mtrain.config.compose import compose
 from mtrain.config.dump import run_yaml
 from mtrain.config.keys import FOREIGN, field_of, schema_keys
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import MAX_PROBLEMS, BadInput, Problem
 
 
 def problems(*argv: str) -> list[Problem]:
@@ -117,6 +120,7 @@ def test_what_is_said_twice_is_an_error_that_shows_both(argv: list[str]) -> None
         ["parallel=dp", "parallel.tp=2"],
         ["parallel=tp3", "parallel.tp=2"],
         ["recipe=llama/tiny_cpu", "model=deepseek_tiny"],
+        ["recipe=llama/tiny_cpu", "recipe.title=mine"],
     ],
     ids=" ".join,
 )
@@ -357,6 +361,50 @@ def test_references_that_multiply_are_bounded() -> None:
     keys = ["data.path", "data.tokenizer", "data.cache_dir", "log.runs_dir", "checkpoint.resume", "cluster.name"]
     argv = [f"{a}='" + ("${" + b + "}") * 8 + "'" for a, b in itertools.pairwise(keys)]
     assert any("100 references" in p.rule for p in problems(*argv))
+
+
+def _mapping(group: str, lines: Sequence[str]) -> str:
+    return f"{group}:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n".join(f"k{i}: 1" for i in range(4900)),
+        _mapping("trainer", [f"train_iter{i}: 1" for i in range(4900)]),
+        "cluster: {peak_tflops: {" + ", ".join(f"f{i}: 1" for i in range(4000)) + "}}",
+        "data: {suffixes: [" + "1, " * 9900 + "]}",
+        _mapping("trainer", [f"k{i}: ${{trainer.k{i + 1}}}" for i in range(4900)]),
+        f"log: {{name: '{'a' * 500_000}'}}\n"
+        + _mapping("trainer", [f"k{i}: '{'${log.name}' * 30}'" for i in range(1200)]),
+    ],
+    ids=["unknown groups", "unknown keys", "unknown words of a table", "items", "references", "large references"],
+)
+def test_a_file_of_thousands_of_problems_is_judged_in_a_second_and_told_in_part(tmp_path: Path, text: str) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    begun = time.process_time()
+    with pytest.raises(BadInput) as caught:
+        load([f"recipe={tmp_path / 'r.yaml'}"])
+    assert time.process_time() - begun < 1.0
+    assert len(caught.value.problems) == MAX_PROBLEMS + 1
+    assert caught.value.problems[-1].code == "MT005"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [f"trainer.train_iter{i}=1" for i in range(5000)],
+        [f"word{i}" for i in range(1000)],
+        ["data.suffixes=" + "[a," * 1300] * 3,
+        ["data.suffixes=[" + "a," * 2000 + "a]"] * 20,
+    ],
+    ids=["keys", "words", "nesting", "length"],
+)
+def test_a_command_line_of_any_size_is_judged_in_a_second(argv: list[str]) -> None:
+    begun = time.process_time()
+    with pytest.raises(BadInput):
+        load(argv)
+    assert time.process_time() - begun < 1.0
 
 
 def test_a_recipe_and_a_run_file_exclude_each_other(recipe: Path, run_file: Path) -> None:

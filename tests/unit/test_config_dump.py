@@ -64,3 +64,5 @@ def test_comments_change_nothing_that_is_read() -> None:
 def test_a_fix_for_any_text_reads_back_through_shell_and_grammar(text: str) -> None:
     (argument,) = shlex.split(override("trainer.sample_prompt", text))
     assert parse_value(argument.partition("=")[2]) == text
+    (argument,) = shlex.split(override("data.blend", [text, "plain"]))
+    assert parse_value(argument.partition("=")[2]) == [text, "plain"]

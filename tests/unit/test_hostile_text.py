@@ -19,7 +19,7 @@ from mtrain.config.dump import override, run_yaml
 from mtrain.config.keys import schema_keys
 from mtrain.config.resolve import resolve
 from mtrain.config.written import TAG, TAG_FILE
-from mtrain.errors import BadInput
+from mtrain.errors import BadEnvironment, BadInput, Damaged
 from mtrain.launching.folder import opened, plan
 from tests.support.configs import LAPTOP
 
@@ -132,6 +132,18 @@ def test_names_of_files_and_arguments_are_shown_and_not_obeyed(shown: Shown, tmp
         ["generate", name],
     ):
         shown(*argv)
+
+
+def test_what_is_said_of_a_damaged_file_is_one_line_whatever_its_name_is(shown: Shown, tmp_path: Path) -> None:
+    name = "run\nok FORGED\x1b[2J"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "manifest.json").write_text("{")
+    (tmp_path / "r.yaml").write_text(f"checkpoint: {{resume: {_yaml(name)}}}")
+    code, text = shown("check", "recipe=r.yaml")
+    assert code == 4
+    assert len(text.splitlines()) == 1
+    assert str(Damaged(f"{name}: {HOSTILE}")).count("\n") == 0
+    assert str(BadEnvironment(name, "  fix: another")).splitlines()[1:] == ["  fix: another"]
 
 
 def test_a_script_that_is_exported_keeps_a_value_that_a_terminal_would_obey(shown: Shown, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -89,6 +90,10 @@ COMMANDS = {
     "model:llama_tiny": "model=llama_tiny",
     "zzz": "leave it out",
     "recipe=/dev/null": "name a file that is there",
+    "recipe=dangling": "name a file that is there",
+    "recipe=dangling.yaml": "leave it out",
+    "recipe=pip": "leave it out",
+    "data.limit_mib=1e-9": "data.limit_mib=null",
     "optim.lr=((": "optim.lr=0.001",
     "parallel.recompute={granularity:": "leave it out",
     "trainer.sample_prompt=a)": "'trainer.sample_prompt=\"a)\"'",
@@ -99,6 +104,10 @@ FILES = {
     "optim:\n lr:1e-3\n": "write `lr: 1e-3` under `optim:`",
     "optim:\n lr=1e-3\n name:adamw\n": "write `lr: 1e-3` and `name: adamw` under `optim:`",
     "optim: muon\n": "- override /optim: muon",
+    "model:\n": "write the keys of model, or delete the line",
+    "trainer: []\n": "write the keys of trainer, or delete the line",
+    "checkpoint: {resume: /}\n": "checkpoint.resume=null",
+    "log: {runs_dir: /proc/runs}\n": "log.runs_dir=runs",
     "optim: zzz\n": "write the keys of optim, or delete the line",
     "defaults: [override /model: llama_tiny]\nmodel: {hidden_size: 1e300}\n": "model.hidden_size=256",
     "model: {hidden_size: 1e300}\n": "model=llama_tiny",
@@ -124,6 +133,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("trainer: {seed: 7}\n")
     (tmp_path / "my.yaml").write_text("num_layers: 7\n")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
 
 
 def judged(*argv: str) -> list[Problem]:

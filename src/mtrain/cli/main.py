@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from mtrain import strict_json
-from mtrain.errors import BadInput, MtrainError, Problem, say_page
+from mtrain.errors import MAX_PROBLEMS, BadInput, MtrainError, Problem, say_page
 
 VERBS = {
     "train": "train (the verb when none is given)",
@@ -237,7 +237,7 @@ def help_page() -> str:
 def _without_unknown_flags(words: Sequence[str]) -> tuple[list[Problem], list[str]]:
     """A problem for each word that begins as a flag and is none, and the words without them and their values."""
     problems, rest, queue = list[Problem](), list[str](), list(words)
-    while queue:
+    while queue and len(problems) <= MAX_PROBLEMS:
         word = queue.pop(0)
         if not word.startswith("-") or "=" in word:
             rest.append(word)

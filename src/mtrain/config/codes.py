@@ -31,7 +31,7 @@ WORDS: dict[str, tuple[str, str]] = {
     "MT002": ("A file, a folder or a recipe is not where its name says.", "Take one of the names that are shown."),
     "MT003": ("Text is not what it must be: YAML, JSON, a script, UTF-8.", "Mend the line that is named."),
     "MT004": ("Something is said twice, and the later one would win silently.", "Keep one of the two."),
-    "MT005": ("A file is too large, too deep, or unfolds into too much.", "Split it, or write less of it."),
+    "MT005": ("A file is too large, too deep, unfolds into too much, or has too many problems.", "Write less of it."),
     "MT006": ("A file is more than data: a tag, `_target_`, `hydra`.", "Delete the key; a recipe runs no code."),
     "MT007": ("`${...}` is more than a reference to another key, or leads nowhere.", "Write the value itself."),
     "MT010": (

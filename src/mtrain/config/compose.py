@@ -99,9 +99,11 @@ class _Tree:
             KeyError: a part of the path is no mapping.
         """
         parent, _, last = path.rpartition(".")
-        self.section(parent)[last] = value
-        for known in [k for k in self.origins if k == path or k.startswith(f"{path}.")]:
-            del self.origins[known]
+        section = self.section(parent)
+        if last in section:  # only then something beneath it was set
+            for known in [k for k in self.origins if k == path or k.startswith(f"{path}.")]:
+                del self.origins[known]
+        section[last] = value
         for leaf, inner in leaves(value, path):
             self.origins[leaf] = where(leaf)
             self.history.append(Setting(leaf, inner, self.origins[leaf]))
@@ -161,14 +163,17 @@ class _Composition:
         self.problems += resolve_references(self.tree.values, self.tree.where)
         run, problems = validate(self.tree.values, self.tree.where)
         self.problems += problems
+        strayed: list[Problem] = []
         if run is not None:
             files = {document.source for document in (recipe and recipe.document, base) if document}
             said = {key: self._origin(key) for key in KEYS if self._origin(key).rpartition(":")[0] in files}
-            self.problems += strays(run, said, Path(self.overrides.run) if self.overrides.run else None)
+            strayed = strays(run, said, Path(self.overrides.run) if self.overrides.run else None)
+            self.problems += strayed
         choices = chosen if base is not None else known
         if run is None or self.problems:
             found = _distinct(self.problems)
-            rest = run or self._without([p.path for p in found], *beneath) or self._without([p.path for p in found])
+            paths = [p.path for p in (found if run is None else strayed)]
+            rest = run if run and not strayed else self._without(paths, *beneath) or self._without(paths)
             raise Rejected(found, self._composed(rest, choices) if rest is not None else None)
         return self._composed(run, choices)
 

@@ -12,6 +12,7 @@ from mtrain.config.load import scalar
 from mtrain.config.run import RunConfig
 
 _BARE = re.compile(r"(?!(?i:null|true|false|nan|inf)\Z)[A-Za-z_/][A-Za-z0-9_/.:@%+-]*\Z")
+_NO_QUOTES = re.compile(r"[A-Za-z0-9_/.:@%+,=\[\]-]*(\{\})?\Z")
 _PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.-]*\Z")
 
 
@@ -54,20 +55,25 @@ def _code(number: int) -> str:
 
 def override(key: str, value: Any) -> str:
     """`key=value` as one word of a shell's command line that Hydra's grammar reads back to `value`."""
-    if isinstance(value, (list, tuple)):
-        return f"{key}={_in_brackets(value)}"
     if not isinstance(value, str):
-        return f"{key}={spell(value)}"
+        word = f"{key}={_in_brackets(value)}"
+        return word if _NO_QUOTES.match(word) else shlex.quote(word)
     if _BARE.match(value):
         return f"{key}={value}"
-    text = re.sub(r'(\\+)(?="|\Z)', r"\1\1", value).replace('"', '\\"')
-    return shlex.quote(f'{key}="{text}"')
+    return shlex.quote(f"{key}={_quoted(value)}")
+
+
+def _quoted(text: str) -> str:
+    """A text in the double quotes of Hydra's grammar."""
+    return '"' + re.sub(r'(\\+)(?="|\Z)', r"\1\1", text).replace('"', '\\"') + '"'
 
 
 def _in_brackets(value: Any) -> str:
     """A list of plain values or of such lists, without a space that a shell would part it at."""
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_in_brackets, value))}]"
+    if isinstance(value, str) and not (_PLAIN.match(value) and scalar(value) == value):
+        return _quoted(value)
     return spell(value)
 
 

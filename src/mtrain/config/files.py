@@ -130,7 +130,7 @@ def _decoded(data: bytes, source: str) -> str:
 
 def missing(path: Path, source: str, error: OSError | ValueError) -> Problem:
     """The problem of a file that cannot be read, with the names near it."""
-    near = _near(path)
+    near = files_near(path)
     gone = isinstance(error, FileNotFoundError) and not os.path.islink(path)
     rule = "there is no such file" if gone else unreachable(path, error)
     fix = f"did you mean {', '.join(near)}?" if near else "name a file that is there"
@@ -138,12 +138,12 @@ def missing(path: Path, source: str, error: OSError | ValueError) -> Problem:
 
 
 def _not_regular(path: Path, source: str, kind: str) -> Problem:
-    near = sorted(str(p) for p in path.glob("*.yaml"))[:3] if kind == "a folder" else _near(path)
+    near = sorted(str(p) for p in path.glob("*.yaml"))[:3] if kind == "a folder" else files_near(path)
     fix = f"did you mean {', '.join(near)}?" if near else "name a file that is there"
     return Problem("MT002", "", None, f"is {kind}; a regular file is needed", fix, source)
 
 
-def _near(path: Path) -> list[str]:
+def files_near(path: Path) -> list[str]:
     """Regular files beside a path, of names like its own."""
     return [name for name in near_files(path) if os.path.isfile(name) and name != str(path)]
 

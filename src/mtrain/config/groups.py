@@ -40,7 +40,7 @@ class DataConfig(Section):
     """text: size of the BPE vocabulary to train."""
     suffixes: tuple[str, ...] = Field(default=(".py", ".txt", ".rst", ".md"), strict=False)
     """text: file name endings that are read from a folder."""
-    limit_mib: PositiveFloat | None = None
+    limit_mib: Annotated[float, Field(gt=0, le=MOST)] | None = None
     """text: read at most this much text, of one file its beginning; null: all."""
     seq_length: Annotated[int, Field(ge=2, le=MOST)] = 256
     """Tokens per sample. The one place where the sequence length is written."""

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mtrain.config.near import at_default
-from mtrain.errors import Problem
+from mtrain.errors import MAX_PROBLEMS, Problem
 
-MAX_REFERENCES = 100
+MAX_REFERENCES, MAX_UNFOLDED = 100, 1 << 20
+"""References behind one value, and characters and items that all references of a configuration stand for."""
 BY_HAND = "write the value itself, or delete the line"
 """What mends a reference in a file: it is refused there, whatever lies over it."""
 
@@ -42,23 +43,35 @@ def refused(values: Any, where: Callable[[str], str], prefix: str = "") -> Itera
 def resolve_references(values: dict[str, Any], where: Callable[[str], str]) -> list[Problem]:
     """Puts the value in place of each reference, in `values` itself; returns what could not be followed."""
     table = dict(leaves(values))
+    follower = _Follower(table)
     problems: list[Problem] = []
     for path, value in table.items():
         if not any("${" in text for text in _strings(value)):
             continue
+        if len(problems) > MAX_PROBLEMS:
+            break
         try:
-            _put(values, path, _Follower(table).follow(value, (path,)))
+            _put(values, path, follower.begin(path, value))
         except ValueError as error:
             problems.append(Problem("MT007", path, value, str(error), at_default(path) or BY_HAND, where(path)))
     return problems
 
 
 class _Follower:
-    """Follows the references of one value, a bounded number of them."""
+    """Follows the references of values: a bounded number for each, to a bounded size of all."""
 
     def __init__(self, table: dict[str, Any]) -> None:
         self.table = table
+        self.left, self.room = MAX_REFERENCES, MAX_UNFOLDED
+
+    def begin(self, path: str, value: Any) -> Any:
+        """The value at `path` with what its references stand for.
+
+        Raises:
+            ValueError: it cannot be followed.
+        """
         self.left = MAX_REFERENCES
+        return self.follow(value, (path,))
 
     def follow(self, value: Any, chain: tuple[str, ...]) -> Any:
         if isinstance(value, list):
@@ -78,7 +91,11 @@ class _Follower:
             raise ValueError(f"the reference goes in a circle: {' -> '.join([*chain, key])}")
         if key not in self.table:
             raise ValueError(f"${{{key}}} names no key that has a value")
-        return self.follow(self.table[key], (*chain, key))
+        value = self.table[key]
+        self.room -= len(value) if isinstance(value, (str, list)) else 1
+        if self.room < 0:
+            raise ValueError(f"references stand for more than {MAX_UNFOLDED} characters")
+        return self.follow(value, (*chain, key))
 
 
 def _strings(value: Any) -> Iterator[str]:

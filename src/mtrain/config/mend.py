@@ -35,7 +35,7 @@ def mended(
     trial = _Trial(partial, resolve)
     return [
         replace(p, fix=trial.best(p.fix, p.path, unusual=p.code not in PROPOSED, meant=p.code in ("MT012", "MT013")))
-        if p.code not in ("MT003", "MT004", "MT018", "MT019")
+        if p.code not in ("MT003", "MT004", "MT018")
         else p
         for p in problems
     ]

@@ -27,10 +27,11 @@ from mtrain.config.near import (
 )
 from mtrain.config.paths import choices_of_group, conf_dir
 from mtrain.config.run import GROUPS
-from mtrain.errors import MAX_SHOWN, BadInput, Problem
+from mtrain.errors import MAX_PROBLEMS, MAX_SHOWN, BadInput, Problem
 
 COMMAND_LINE = "command line"
-MAX_ARGUMENT = 4096
+MAX_ARGUMENT, MAX_COMMAND = 4096, 1 << 14
+"""Characters of an argument, and of all of them."""
 
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*\Z")
 CHOICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
@@ -54,12 +55,18 @@ class Overrides:
 
 
 def read_overrides(argv: Sequence[str]) -> Overrides:
-    """Reads every argument; what cannot be read becomes a problem and the rest is read on."""
+    """Reads every argument; what cannot be read becomes a problem and the rest is read, up to too many of them."""
     out = Overrides()
+    if (size := sum(map(len, argv))) > MAX_COMMAND:
+        rule = f"a command line of {size} characters, more than the limit of {MAX_COMMAND}"
+        out.problems.append(_bad("", None, rule, "put it into a recipe"))
+        return out
     for argument in argv:
         problem = _read(argument, out) or _note(argument, out)
         if problem is not None:
             out.problems.append(problem)
+        if len(out.problems) > MAX_PROBLEMS:
+            break
     if out.recipe is not None and out.run is not None:
         rule = "a run file is complete, a recipe is a change to the defaults: only one can be the base"
         out.problems.append(_bad("recipe", out.recipe, rule, "leave out recipe= or run="))
@@ -69,7 +76,8 @@ def read_overrides(argv: Sequence[str]) -> Overrides:
 def _note(argument: str, out: Overrides) -> Problem | None:
     """Remembers what an argument that was read sets; the problem where another one sets it as well."""
     key, _, text = argument.partition("=")
-    paths = [f"{key}=" if key in GROUPS else key]  # a choice and a key inside it are two things
+    chosen = key in (*GROUPS, "recipe", "run")
+    paths = [f"{key}=" if chosen else key]  # a choice and a key inside it are two things
     if key in out.values:
         paths = [path for path, _ in leaves(out.values[key], key)]
     for path in paths:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mtrain.config.files import files_near
 from mtrain.config.interpolate import refused
 from mtrain.config.load import Document, filled, load
 from mtrain.config.near import near_choice
 from mtrain.config.overrides import check_choice
-from mtrain.config.paths import near_files, recipes_dir
+from mtrain.config.paths import recipes_dir
 from mtrain.config.run import GROUPS
 from mtrain.errors import BadInput, Problem
 
@@ -42,10 +43,10 @@ def find_recipe(name: str) -> Path:
     for path in (Path(name), Path(f"{name}.yaml"), *([shared] if inside else [])):
         if os.path.isfile(path):
             return path
-    if os.path.exists(name):
+    if os.path.lexists(name):
         load(Path(name))  # says what it is
     names = [p.relative_to(recipes_dir()).with_suffix("").as_posix() for p in recipes_dir().rglob("*.yaml")]
-    near = [f"recipe={n}" for n in near_choice(name, names)] or [f"recipe={p}" for p in near_files(Path(name))]
+    near = [f"recipe={n}" for n in near_choice(name, names)] or [f"recipe={p}" for p in files_near(Path(name))]
     rule = f"there is neither such a file nor such a shared recipe; shared ones: {', '.join(sorted(names)) or 'none'}"
     fix = " or ".join(near) or "leave it out"
     raise BadInput([Problem("MT002", "recipe", name, rule, fix, "command line")])

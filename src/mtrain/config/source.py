@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from mtrain.config.load import MAX_DEPTH
 from mtrain.errors import BadInput, Problem
 
 
@@ -21,6 +23,7 @@ class Sweep(ValueError):
 _INT = re.compile(r"-?(0|[1-9][0-9]{0,17})\Z")
 _FLOAT = re.compile(r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][-+]?[0-9]{1,3})?\Z")
 _WORD = re.compile(r"(?!(?i:null|true|false|nan|inf)\Z)[A-Za-z_/][A-Za-z0-9_/.-]*\Z")
+_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
@@ -47,6 +50,8 @@ def hydra_value(text: str) -> Any:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
+    if _depth(text) > MAX_DEPTH:  # which takes Hydra the square of it
+        raise ValueError("nested too deep")
     try:
         override = OverridesParser.create().parse_override(f"key={text}")
         if override.is_sweep_override():
@@ -56,6 +61,12 @@ def hydra_value(text: str) -> Any:
         raise ValueError(_unreadable(text)) from None
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+def _depth(text: str) -> int:
+    """How many brackets are open at once, those in quotes aside."""
+    steps = ((c in "[{(") - (c in "]})") for c in _QUOTED.sub("", text))
+    return max(accumulate(steps), default=0)
 
 
 def _unreadable(text: str) -> str:

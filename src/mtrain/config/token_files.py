@@ -31,6 +31,8 @@ _LETTERS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
 MAX_TOKENIZER = 128 * MIB
 READ_TOKENIZER = 16 * MIB
 """A tokenizer.json up to this size is read in a fraction of a second, and by `check` too."""
+MAPPED = ("BPE", "WordPiece", "WordLevel")
+"""Models of a tokenizer.json whose vocabulary is a mapping; Unigram's is a list."""
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<eod>")
 """Names under which tokenizers keep an end-of-document token, in the order they are tried."""
 
@@ -143,8 +145,13 @@ class TokenFiles:
 
     def document_start(self, document: int) -> int:
         """Place of a document's first token in the stream; of document `num_documents`, the stream's end."""
-        sequence = self._document(document)
-        return self._pointer(sequence) // self.header.item_bytes if sequence < self.header.count else self.num_tokens
+        sequence, count = self._document(document), self.header.count
+        if not 0 <= sequence <= count:
+            raise Damaged(f"{self.idx}: document {document} begins at sequence {sequence}, and there are {count}")
+        start = self._pointer(sequence) if sequence < count else self.num_tokens * self.header.item_bytes
+        if start % self.header.item_bytes or not 0 <= start <= self.num_tokens * self.header.item_bytes:
+            raise Damaged(f"{self.idx}: the pointer of sequence {sequence} is {start}, where no token begins")
+        return start // self.header.item_bytes
 
     def ids(self, start: int, count: int) -> tuple[int, int] | None:
         """The smallest and the largest of `count` token ids from a place of the stream on; None: there are none."""
@@ -228,7 +235,7 @@ def tokenizer_facts(path: Path) -> TokenizerFacts | None:
 def _facts(path: Path, stamp: tuple[int, ...]) -> TokenizerFacts:
     """The facts of a file as long as its `stamp` is the same."""
     try:
-        body = json.loads(path.read_bytes().decode())
+        body = json.loads(path.read_bytes().decode(), parse_constant=_refuse)
     except UnicodeDecodeError as error:
         raise Damaged(f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json") from error
     except (ValueError, RecursionError) as error:
@@ -241,16 +248,22 @@ def _facts(path: Path, stamp: tuple[int, ...]) -> TokenizerFacts:
     return TokenizerFacts(max(ids.values(), default=-1) + 1, eod)
 
 
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
 def _ids(body: Any) -> dict[str, int]:
     """Token -> id of a model of BPE, WordPiece or WordLevel (a mapping) or Unigram (a list), and the added tokens.
 
     As in Hugging Face's tokenizers, an added token that the model does not have takes the next free id.
     """
-    vocab = body["model"]["vocab"]
+    kind, vocab = body["model"].get("type"), body["model"]["vocab"]
+    if kind not in (*MAPPED, "Unigram", None) or (kind and isinstance(vocab, dict) != (kind in MAPPED)):
+        raise TypeError
     ids = dict(vocab) if isinstance(vocab, dict) else {str(entry[0]): i for i, entry in enumerate(vocab)}
     own, last = len(ids), -1
     for token in body.get("added_tokens") or ():
         last = ids.setdefault(token["content"], last + 1 if last >= own else own)
-    if not all(isinstance(i, int) and i >= 0 for i in ids.values()):
+    if not all(type(i) is int and 0 <= i < 1 << 32 for i in ids.values()):
         raise TypeError
     return ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
@@ -18,7 +19,7 @@ from mtrain.config.keys import MERGE, choices_of, field_of, schema_keys, section
 from mtrain.config.near import accepts, as_shipped, at_default, meant, near_choice, taken
 from mtrain.config.paths import choices_of_group
 from mtrain.config.run import GROUPS, RunConfig
-from mtrain.errors import Problem
+from mtrain.errors import MAX_PROBLEMS, Problem
 
 Where = Callable[[str], str]
 OPEN = {
@@ -57,14 +58,15 @@ _PATTERNS = {
 
 
 def validate(values: Mapping[str, Any], where: Where) -> tuple[RunConfig | None, list[Problem]]:
-    """Checks `values` against the schema; returns the configuration, or every problem there is."""
+    """Checks `values` against the schema; returns the configuration, or the problems, up to too many."""
     huge = [_huge(path, number, where) for path, value in leaves(values) for number in _huge_numbers(value)]
     try:
         run = RunConfig.model_validate(values)
     except ValidationError as error:
         named, known = {problem.path for problem in huge}, dict(leaves(values))
         found = [e for e in error.errors(include_url=False) if whole(".".join(map(str, e["loc"]))) not in named]
-        return None, [*huge, *(problem for e in found for problem in _problems(e, where, known))]
+        others = (problem for e in found for problem in _problems(e, where, known))
+        return None, [*huge, *islice(others, MAX_PROBLEMS + 1)]
     return (None, huge) if huge else (run, [])
 
 
@@ -169,9 +171,10 @@ def _literal(path: str, value: Any, where: Where) -> Problem:
 
 def _wrong_type(path: str, kind: str, value: Any, where: Where) -> Problem:
     rule = f"must be {_KINDS[kind]}, not {_kind(value)}"
-    field = field_of(path)
-    if field is not None and path in GROUPS and isinstance(value, str):
+    if path in GROUPS and isinstance(value, str):
         return _text_for_a_group(path, value, rule, where)
+    if path in GROUPS:
+        return Problem("MT013", path, value, rule, f"write the keys of {path}, or delete the line", where(path))
     return Problem("MT013", path, value, rule, _indexed(path, _converted(path, value)), where(path))
 
 

@@ -331,6 +331,6 @@ def _writing(cache: Path) -> Iterator[None]:
         there = next((p for p in (cache, *cache.parents) if os.path.isdir(p)), Path("/"))
         free = units.bytes_(shutil.disk_usage(there).free)
         raise BadEnvironment(
-            f"data.cache_dir = {cache}: {error.filename or ''} {error.strerror} ({free} free at {there})\n"
-            "  fix: data.cache_dir=FOLDER that can be written"
+            f"data.cache_dir = {cache}: {error.filename or ''} {error.strerror} ({free} free at {there})",
+            "  fix: data.cache_dir=FOLDER that can be written",
         ) from error

@@ -44,7 +44,7 @@ def check(
         shortages += _cpu_shortages(run, grid, machine, ranks_here)
     shortages += _disk_shortages(run)
     if shortages:
-        raise BadEnvironment(_message(run, grid, machine, shortages, argv))
+        raise BadEnvironment(*_lines(run, grid, machine, shortages, argv))
 
 
 def _cpu_shortages(run: RunConfig, grid: RankGrid, machine: Machine, ranks_here: int | None) -> list[str]:
@@ -79,11 +79,11 @@ def _disk_shortages(run: RunConfig) -> list[str]:
     return [f"needs more than {units.bytes_(needed)} of disk for a checkpoint; free at {place}: {units.bytes_(free)}"]
 
 
-def _message(run: RunConfig, grid: RankGrid, machine: Machine, shortages: list[str], argv: Sequence[str]) -> str:
+def _lines(run: RunConfig, grid: RankGrid, machine: Machine, shortages: list[str], argv: Sequence[str]) -> list[str]:
     words = shlex.join(argv)
-    lines = [f"{run.model.name} with {grid} cannot run here:"]
-    lines += [f"  - {s}" for s in shortages]
-    lines += [
+    return [
+        f"{run.model.name} with {grid} cannot run here:",
+        *(f"  - {s}" for s in shortages),
         f"this machine: {machine.cpu_cores} cores, {units.bytes_(machine.memory_bytes)}, {_gpus(machine)} GPUs",
         "what works here:",
         f"  {program()} check {words}   (judge this configuration without running it)",
@@ -91,7 +91,6 @@ def _message(run: RunConfig, grid: RankGrid, machine: Machine, shortages: list[s
         *([f"  {program()} rehearse {words}   (run this layout here, shrunk)"] if grid.model_ranks <= 16 else []),
         f"  {program()}   (train a small model on this machine)",
     ]
-    return "\n".join(lines)
 
 
 def _gpus(machine: Machine) -> str:

@@ -67,8 +67,8 @@ class Supervisor:
             if not isinstance(error, OSError):
                 raise
             raise BadEnvironment(
-                f"rank {rank} of {ranks} could not be started: {error.strerror or error}\n"
-                "  fix: fewer ranks, or a higher limit of processes (ulimit -u, or of the container)"
+                f"rank {rank} of {ranks} could not be started: {error.strerror or error}",
+                "  fix: fewer ranks, or a higher limit of processes (ulimit -u, or of the container)",
             ) from None
 
     def wait(self) -> None:

@@ -115,7 +115,7 @@ def revive(body: dict[str, Any], prefix: str = "") -> MtrainError:
     if body["kind"] == "BadInput":
         return BadInput([Problem(**p) for p in body["problems"]])
     kinds = {error.exit_code: error for error in (BadEnvironment, Damaged, TrainingFault)}
-    return kinds.get(body["exit_code"], TrainingFault)(f"{prefix}{body['message']}")
+    return kinds.get(body["exit_code"], TrainingFault)(*f"{prefix}{body['message']}".split("\n"))
 
 
 def leave(code: int) -> None:

@@ -21,7 +21,8 @@ def check_groups(world: World) -> None:
         if sorted(ranks) != sorted(expected):
             wrong.append(f"{name}: megatron-core has {ranks}, the grid has {expected}")
     if wrong:
-        raise BadEnvironment(f"rank {world.rank}: process groups differ from the rank grid:\n  " + "\n  ".join(wrong))
+        head = f"rank {world.rank}: process groups differ from the rank grid:"
+        raise BadEnvironment(head, *(f"  {line}" for line in wrong))
 
 
 def _groups(world: World) -> dict[str, tuple[dist.ProcessGroup, list[int]]]:

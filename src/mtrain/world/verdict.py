@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from typing import Any
 
-from mtrain.errors import BadEnvironment, show
+from mtrain.errors import BadEnvironment, show, visible
 
 MAX_LINES = 20
 CONFIGURATION = "configuration"
@@ -19,7 +19,7 @@ class Refused(BadEnvironment):
     """The ranks make no world; the same on every rank that came. `speaks`: it is for this one to print it."""
 
     def __init__(self, text: str, *, speaks: bool) -> None:
-        super().__init__(text)
+        super().__init__(*text.split("\n"))
         self.speaks = speaks
 
 
@@ -169,7 +169,7 @@ def _lines(odd: Card, usual: Card, config_of: Callable[[str], dict[str, Any] | N
             values.append((CONFIGURATION, f"digest {odd.digest[:12]}", f"digest {usual.digest[:12]}"))
         else:
             values += [(key, one.get(key), other.get(key)) for key in {**other, **one}]
-    return [f"{k}: {show(a)} on {odd.who}, {show(b)} on {usual.who}" for k, a, b in values if a != b]
+    return [visible(f"{k}: {show(a)} on {odd.who}, {show(b)} on {usual.who}") for k, a, b in values if a != b]
 
 
 def _by_rank(cards: Iterable[Card]) -> list[tuple[int, list[Card]]]:

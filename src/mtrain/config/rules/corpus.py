@@ -68,6 +68,8 @@ def text_is_there(run: RunConfig) -> Iterator[Finding]:
         )
         few = (size + files) // splits - 1
         short: tuple[Change, ...] = ({"data.seq_length": few},) if few >= 2 else ()
+        if d.limit_mib is not None:
+            short = ({"data.limit_mib": None}, *short)
         yield Finding("MT605", "data.seq_length", rule, (*short, {"data.path": None}))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from mtrain.config.files import unwritable
+from mtrain.config.files import unreadable, unwritable
 from mtrain.config.paths import MANIFEST, RUN_FILE, near_files, user_path
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.run import RunConfig
@@ -22,7 +22,7 @@ def cache_can_be_written(run: RunConfig) -> Iterator[Finding]:
     """The cache can be made, or written to; one that holds corpora can be read as well where text is trained on."""
     d = run.data
     for found in _folder("MT432", "data.cache_dir", d.cache_dir, "~/.cache/mtrain"):
-        if d.kind == "text" and (user_path(d.cache_dir) / "seen").is_dir():
+        if d.kind == "text" and os.path.isdir(user_path(d.cache_dir) / "seen"):
             rule = f"{found.rule}: only text that was tokenized before can be trained on"
             yield replace(found, rule=rule, severity="warning")
         else:
@@ -46,16 +46,14 @@ def resume_point_exists(run: RunConfig) -> Iterator[Finding]:
         rule = "" if resume else "is empty, and a run folder is needed"
     elif os.path.isdir(path):
         rule = f"is neither a run folder (no {RUN_FILE}) nor a checkpoint (no {MANIFEST})"
+    elif not os.path.lexists(path):
+        rule = "there is no such run or checkpoint folder"
     else:
-        rule = "is a file, and a run folder is needed" if os.path.exists(path) else _nothing_at(path)
+        rule = unreadable(path) or "is a file, and a run folder is needed"
     if rule:
         names = [n for n in near_files(path) if os.path.isfile(Path(n, RUN_FILE))]
         near: tuple[Change, ...] = tuple({"checkpoint.resume": n} for n in names)
         yield Finding("MT433", "checkpoint.resume", rule, (*near, {"checkpoint.resume": None}))
-
-
-def _nothing_at(path: Path) -> str:
-    return "a symbolic link leads nowhere" if os.path.islink(path) else "there is no such run or checkpoint folder"
 
 
 def run_folder_is_free(run: RunConfig) -> Iterator[Finding]:
