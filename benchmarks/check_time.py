@@ -1,10 +1,11 @@
-"""How long `check` takes, as a whole process, beside `import megatron.core` on the same machine at the same time.
+"""How long `check` and a run of one step take, as whole processes, beside `import megatron.core` at the same time.
 
     python benchmarks/check_time.py [--rounds 3] [--out FILE] [RECIPE ...]
 
 Every shared recipe, one process after another, with an import of megatron.core in each round. Times are of
 the wall and of the CPU (user and system); of each the fastest round counts: a busy machine only adds. The ratio is of
-the fastest import and the slowest recipe.
+the fastest import and the slowest recipe. `first_step` is a run of the default model, from the command to its end
+after one step and its checkpoint, on one rank and on two, over the import; the first round tokenizes its corpus.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import platform
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -34,23 +36,21 @@ def main() -> int:
     shared = sorted(
         p.relative_to(ROOT / "recipes").with_suffix("").as_posix() for p in ROOT.glob("recipes/**/*.yaml")
     )
-    result = measured(options.recipes or shared, options.rounds)
+    result = measured(options.recipes or shared, options.rounds, ("tp1", "tp2"))
     print(json.dumps(result, indent=2))
     if options.out:
         options.out.write_text(json.dumps(result, indent=2) + "\n")
     return 0
 
 
-def measured(recipes: list[str], rounds: int) -> dict[str, Any]:
-    """Seconds of the wall and the CPU of each recipe and of the import, the fastest of `rounds`, and their ratios."""
+def measured(recipes: list[str], rounds: int, layouts: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Seconds of each recipe, of a run of one step in each of `layouts` and of the import, and their ratios."""
     commands = {name: [sys.executable, str(ROOT / "launch.py"), "check", f"recipe={name}"] for name in recipes}
-    best: dict[str, tuple[float, float]] = {}
-    for _ in range(rounds):
-        for name, command in {"megatron.core": IMPORT, **commands}.items():
-            wall, cpu = timed(command)
-            old = best.get(name, (wall, cpu))
-            best[name] = min(old[0], wall), min(old[1], cpu)
-    engine = best.pop("megatron.core")
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["trainer.train_iters=1", "trainer.eval_iters=0", "trainer.sample_tokens=0", f"log.runs_dir={folder}"]
+        runs = {name: [sys.executable, str(ROOT / "launch.py"), f"parallel={name}", *words] for name in layouts}
+        best = fastest({"megatron.core": IMPORT, **commands, **runs}, rounds)
+    engine, runs_took = best.pop("megatron.core"), {name: best.pop(name) for name in layouts}
     slowest = {i: max(best, key=lambda name, i=i: best[name][i]) for i in (0, 1)}  # type: ignore[misc]
     return {
         "rounds": rounds,
@@ -62,9 +62,24 @@ def measured(recipes: list[str], rounds: int) -> dict[str, Any]:
             "wall": round(engine[0] / best[slowest[0]][0], 1),
             "cpu": round(engine[1] / best[slowest[1]][1], 1),
         },
+        "first_step": {
+            name: {"wall_s": round(wall, 3), "wall": round(wall / engine[0], 2), "cpu": round(cpu / engine[1], 2)}
+            for name, (wall, cpu) in runs_took.items()
+        },
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}",
         "python": platform.python_version(),
     }
+
+
+def fastest(commands: dict[str, list[str]], rounds: int) -> dict[str, tuple[float, float]]:
+    """Seconds of the wall and of the CPU of each command, the least of `rounds`, in each of which all take turns."""
+    best: dict[str, tuple[float, float]] = {}
+    for _ in range(rounds):
+        for name, command in commands.items():
+            wall, cpu = timed(command)
+            old = best.get(name, (wall, cpu))
+            best[name] = min(old[0], wall), min(old[1], cpu)
+    return best
 
 
 def timed(command: list[str]) -> tuple[float, float]:
