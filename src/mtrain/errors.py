@@ -10,8 +10,9 @@ from typing import Literal, TextIO
 
 Severity = Literal["error", "warning"]
 MAX_SHOWN = 160
-MAX_PROBLEMS = 50
 """Letters of a value that a message shows."""
+MAX_PROBLEMS = 50
+"""Problems that one error holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class MtrainError(Exception):
         super().__init__("\n".join(map(visible, lines)))
 
 
-class BadInput(MtrainError):
+class ConfigError(MtrainError):
     """The configuration cannot be run. Holds every problem found, not only the first; of too many the first ones."""
 
     exit_code = 2
@@ -128,7 +129,7 @@ class BadInput(MtrainError):
         super().__init__(*(line for p in self.problems for line in p.render().split("\n")))
 
 
-class DamagedInput(BadInput):
+class CorruptInput(ConfigError):
     """Every problem is of a file that is not what it was written as."""
 
     exit_code = 4
@@ -140,13 +141,13 @@ class BadEnvironment(MtrainError):
     exit_code = 3
 
 
-class Damaged(MtrainError):
+class CorruptData(MtrainError):
     """Data or a checkpoint is not what it was written as."""
 
     exit_code = 4
 
 
-class TrainingFault(MtrainError):
+class TrainingError(MtrainError):
     """Training itself failed: a rank died, or the loss is not a number."""
 
     exit_code = 5

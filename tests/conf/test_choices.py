@@ -13,7 +13,7 @@ from mtrain.config.paths import choices_of_group, conf_dir
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import check
 from mtrain.config.run import GROUPS, RunConfig
-from mtrain.errors import BadInput
+from mtrain.errors import ConfigError
 from mtrain.plan.count import parameters, prediction_parameters
 from tests.support.configs import LAPTOP, errors
 
@@ -77,7 +77,7 @@ def test_every_choice_passes_check_alone_with_the_defaults_of_the_rest(group: st
     try:
         checked([f"{group}={choice}"], LAPTOP, {})
         refused = set()
-    except BadInput as error:
+    except ConfigError as error:
         refused = {p.code for p in error.problems if p.severity == "error"}
     assert refused == warned & lacking
     if refused & {"MT403", "MT407", "MT442"}:
@@ -87,7 +87,7 @@ def test_every_choice_passes_check_alone_with_the_defaults_of_the_rest(group: st
 
 @pytest.mark.parametrize("words", ["kernels=te cluster=cpu", "precision=mxfp8 cluster.device=cpu", "kernels=nope"])
 def test_what_a_configuration_says_that_it_runs_on_must_have_the_rest(words: str) -> None:
-    with pytest.raises(BadInput):
+    with pytest.raises(ConfigError):
         checked(words.split(), LAPTOP, {}, to_run=False)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtrain.errors import Damaged
+from mtrain.errors import CorruptData
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
 
@@ -51,7 +51,7 @@ def test_any_flipped_bit_of_any_file_is_found(checkpoint: Path) -> None:
         damaged = bytearray(original)
         damaged[place] ^= 1 << bit
         file.write_bytes(bytes(damaged))
-        with pytest.raises(Damaged) as caught:
+        with pytest.raises(CorruptData) as caught:
             _open(checkpoint)
         assert file.name in str(caught.value), (file.name, place, bit)
         file.write_bytes(original)
@@ -63,14 +63,14 @@ def test_a_cut_file_is_named(checkpoint: Path, name: str, cut: int) -> None:
     file = checkpoint / name
     content = file.read_bytes()
     file.write_bytes(content[: min(cut, len(content) - 1)])
-    with pytest.raises(Damaged, match=name):
+    with pytest.raises(CorruptData, match=name):
         _open(checkpoint)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank_00001.safetensors"])
 def test_a_missing_file_is_named(checkpoint: Path, name: str) -> None:
     (checkpoint / name).unlink()
-    with pytest.raises(Damaged, match=name):
+    with pytest.raises(CorruptData, match=name):
         _open(checkpoint)
 
 
@@ -79,7 +79,7 @@ def test_swapped_shards_are_found(checkpoint: Path) -> None:
     content = a.read_bytes()
     a.write_bytes(b.read_bytes())
     b.write_bytes(content)
-    with pytest.raises(Damaged, match="rank_0000"):
+    with pytest.raises(CorruptData, match="rank_0000"):
         _open(checkpoint)
 
 
@@ -91,7 +91,7 @@ def test_a_manifest_cannot_point_outside_its_folder(checkpoint: Path) -> None:
     manifest["files"]["../secret"] = {"bytes": 1, "sha256": "0"}
     body = {k: v for k, v in manifest.items() if k != "sha256"}
     file.write_text(json.dumps(body | {"sha256": folder.digest(body)}))
-    with pytest.raises(Damaged, match="no plain file name"):
+    with pytest.raises(CorruptData, match="no plain file name"):
         _open(checkpoint)
 
 
@@ -104,7 +104,7 @@ def test_a_missing_piece_is_not_filled_with_anything(checkpoint: Path) -> None:
     del manifest["tensors"][key]["pieces"][0]
     body = {k: v for k, v in manifest.items() if k != "sha256"}
     file.write_text(json.dumps(body | {"sha256": folder.digest(body)}))
-    with pytest.raises(Damaged, match="cover"):
+    with pytest.raises(CorruptData, match="cover"):
         whole_tensors(checkpoint)
 
 
@@ -193,7 +193,7 @@ def test_the_first_format_is_still_read_and_its_damage_found(saved: Path, checkp
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(bytes(content))
-    with pytest.raises(Damaged, match=shard.name):
+    with pytest.raises(CorruptData, match=shard.name):
         Checkpoint.open(checkpoint, verify=False).rank_tensors(1)
 
 

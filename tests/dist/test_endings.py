@@ -303,6 +303,6 @@ def test_any_damage_that_any_rank_reads_ends_all_ranks_before_a_step(tmp_path: P
 
     for ends in run_ranks(2, job):
         for (name, copy), end in zip(damaged, ends, strict=True):
-            assert end.error == "Damaged", (name, copy)
+            assert end.error == "CorruptData", (name, copy)
             assert name in end.said
             assert end.lines == 0

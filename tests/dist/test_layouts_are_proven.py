@@ -11,7 +11,7 @@ import torch
 
 from mtrain.cli import prove
 from mtrain.cli.setup import load
-from mtrain.errors import TrainingFault
+from mtrain.errors import TrainingError
 from mtrain.launching import local
 from tests.support.runs import whole_tensors
 
@@ -224,7 +224,7 @@ def test_a_seeded_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(local, "_observe", faulty)  # runs in the forked ranks alone
     try:
         rows = _compared(words)
-    except TrainingFault as refused:  # a stage that is not where it says cannot even be saved
+    except TrainingError as refused:  # a stage that is not where it says cannot even be saved
         assert "off by one" in name, refused
         assert "Invalid rank offsets" in str(refused)
     else:

@@ -12,7 +12,7 @@ import pytest
 
 from mtrain.config.precision import PrecisionConfig
 from mtrain.config.run import RunConfig
-from mtrain.errors import TrainingFault
+from mtrain.errors import TrainingError
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps
 
@@ -96,7 +96,7 @@ def fitted(run: RunConfig, checkpoint: Path | None = None, folder: Path | None =
             ckpt_state.load(Checkpoint.open(checkpoint), world, parts.state, seed=run.trainer.seed)
         try:
             Trainer(parts, [Note(), *([Metrics(folder)] if folder else [])]).fit()
-        except TrainingFault as fault:
+        except TrainingError as fault:
             return made, str(fault)
     return made, ""
 

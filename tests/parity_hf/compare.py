@@ -17,7 +17,7 @@ from torch import Tensor
 from mtrain.config.compose import compose
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import check
-from mtrain.errors import BadInput
+from mtrain.errors import ConfigError
 from mtrain.recipes.hf import import_config
 from mtrain.recipes.write import delta, recipe_text
 from tests.parity_hf import theirs
@@ -137,7 +137,7 @@ def compare(case: Case) -> Result:
     config = theirs.configuration(case.kind, case.values)
     try:
         run, refused = imported(case, config.to_dict())
-    except BadInput as error:
+    except ConfigError as error:
         return Result(problems=[p.render() for p in error.problems])
     result = Result(refused=refused)
     if refused:

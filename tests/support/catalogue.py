@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtrain.cli.setup import load
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 from tests.support.configs import LAPTOP, within_a_second
 
 
@@ -65,7 +65,7 @@ def judged(words: Sequence[str]) -> list[Problem]:
     with within_a_second():
         try:
             return list(load(words, LAPTOP, {}).warnings)
-        except BadInput as error:
+        except ConfigError as error:
             return list(error.problems)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from mtrain.cli.setup import load
 from mtrain.config.dump import run_yaml
 from mtrain.config.paths import conf_dir, recipes_dir
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 from tests.support.configs import LAPTOP, tiny, within_a_second
 from tests.support.hostile import hostile
 from tests.support.mutators import mutated
@@ -102,7 +102,7 @@ def judged(words: Sequence[str]) -> list[Problem]:
     with CANARY.watching(), within_a_second():
         try:
             said = str(load(words, LAPTOP, {}).run.to_dict())
-        except BadInput as error:
+        except ConfigError as error:
             problems, said = list(error.problems), str(error)
             assert problems, "refused without a problem"
     assert SECRET[1] not in said
@@ -179,7 +179,7 @@ def warm() -> None:
     ):
         try:
             load(words, LAPTOP, {})
-        except BadInput as error:
+        except ConfigError as error:
             error.problems[0].render()
 
 

@@ -14,7 +14,7 @@ from mtrain.ckpt.folder import MANIFEST
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
 from mtrain.data.indexed import IndexedWriter
-from mtrain.errors import BadEnvironment, BadInput, Damaged, MtrainError
+from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError
 from mtrain.launching import folder, local, preflight
 from tests.support.configs import LAPTOP, errors, tiny
 
@@ -73,7 +73,7 @@ def refused(kind: type[MtrainError], *words: str) -> pytest.RaisesExc[MtrainErro
 def _an_id_that_the_model_has_no_row_for(home: Path) -> None:
     tokens = np.ones(1000, np.int64)
     tokens[555] = 4096
-    with refused(Damaged, "token id 4096", "document 5", "ids 0 to 4095", "offset 2220"):
+    with refused(CorruptData, "token id 4096", "document 5", "ids 0 to 4095", "offset 2220"):
         prepared(indexed(home, tokens))
 
 
@@ -81,26 +81,28 @@ def _an_id_that_the_model_has_no_row_for(home: Path) -> None:
 def _a_negative_id(home: Path) -> None:
     tokens = np.ones(1000, np.int64)
     tokens[990] = -7
-    with refused(Damaged, "token id -7", "document 9"):
+    with refused(CorruptData, "token id -7", "document 9"):
         prepared(indexed(home, tokens, data__split=[0.5, 0.5, 0.0]))
 
 
 @row(74)
 def _a_split_without_one_sample(home: Path) -> None:
-    with refused(BadInput, "MT605", "data.seq_length", "one sample needs 17"):
+    with refused(ConfigError, "MT605", "data.seq_length", "one sample needs 17"):
         prepared(indexed(home, np.ones(30, np.int64)))
 
 
 @row(79)
 def _masking_the_end_of_documents_that_nobody_knows(home: Path) -> None:
-    with refused(BadInput, "MT608", "data.eod_mask_loss", "fix: data.eod_mask_loss=false"):
+    with refused(ConfigError, "MT608", "data.eod_mask_loss", "fix: data.eod_mask_loss=false"):
         prepared(indexed(home, np.ones(1000, np.int64), data__eod_mask_loss=True))
 
 
 @row(80)
 def _a_checkpoint_of_another_model(home: Path) -> None:
     begun(home)
-    with refused(BadInput, "MT503", "model.num_layers = 2", "has 4", "fix: model.num_layers=4", "model.hidden_size"):
+    with refused(
+        ConfigError, "MT503", "model.num_layers = 2", "has 4", "fix: model.num_layers=4", "model.hidden_size"
+    ):
         resumed(home, model__num_layers=2, model__hidden_size=128)
 
 
@@ -109,21 +111,21 @@ def _a_folder_that_is_no_whole_checkpoint(home: Path) -> None:
     begun(home)
     (home / "a/checkpoints/step_00000001" / MANIFEST).unlink()
     run = resolve(tiny(checkpoint__resume=str(home / "a/checkpoints/step_00000001")), LAPTOP)
-    with refused(Damaged, "not a committed checkpoint", MANIFEST):
+    with refused(CorruptData, "not a committed checkpoint", MANIFEST):
         folder.plan(run)
 
 
 @row(82)
 def _another_learning_rate_on_resume(home: Path) -> None:
     begun(home)
-    with refused(BadInput, "MT504", "optim.lr = 0.5", "checkpoint.accept_changes=true"):
+    with refused(ConfigError, "MT504", "optim.lr = 0.5", "checkpoint.accept_changes=true"):
         resumed(home, optim__lr=0.5)
 
 
 @row(82)
 def _another_batch_on_resume(home: Path) -> None:
     begun(home)
-    with refused(BadInput, "MT504", "trainer.global_batch_size = 32", "has 16"):
+    with refused(ConfigError, "MT504", "trainer.global_batch_size = 32", "has 16"):
         resumed(home, trainer__global_batch_size=32)
 
 
@@ -132,7 +134,7 @@ def _a_folder_that_holds_a_run(home: Path) -> None:
     begun(home)
     run = resolve(tiny(log__runs_dir=str(home), log__name="a"), LAPTOP)
     assert [p.code for p in errors(run)] == []  # `check` warns, see test_rules_catalogue; training refuses
-    with refused(BadInput, "MT501", "exists already", "log.name=a-2"):
+    with refused(ConfigError, "MT501", "exists already", "log.name=a-2"):
         folder.plan(run)
 
 

@@ -20,7 +20,7 @@ from mtrain.config.token_files import HEADER, TokenFiles, split_documents, token
 from mtrain.data import open_splits, prepare
 from mtrain.data.indexed import IndexedDataset, IndexedWriter
 from mtrain.data.text import Tokenizer
-from mtrain.errors import BadInput, Damaged, MtrainError, Problem
+from mtrain.errors import ConfigError, CorruptData, MtrainError, Problem
 from tests.support.configs import LAPTOP
 from tests.support.forked import run_without_privileges
 
@@ -45,9 +45,9 @@ def corpus(prefix: Path, documents: int = 40, largest: int = 4000) -> Path:
     return prefix
 
 
-def refused(words: list[str]) -> BadInput:
+def refused(words: list[str]) -> ConfigError:
     """What `check` refuses a command line with."""
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ConfigError) as caught:
         load(words, LAPTOP, {})
     return caught.value
 
@@ -91,11 +91,11 @@ def test_token_files_that_do_not_add_up_are_refused_as_when_they_are_opened(name
     words = ["data.kind=indexed", f"data.path={prefix}", "data.seq_length=64"]
     load(words, LAPTOP, {})
     DAMAGE[name](prefix)
-    with pytest.raises(Damaged):
+    with pytest.raises(CorruptData):
         IndexedDataset(prefix)
     error = refused(words)
     assert [p.code for p in error.problems] == ["MT611"]
-    assert error.exit_code == Damaged.exit_code
+    assert error.exit_code == CorruptData.exit_code
 
 
 @pytest.mark.parametrize("shares", [(0.96, 0.03, 0.01), (0.5, 0.5, 0.0), (1.0, 0.0, 0.0), (0.2, 0.1, 0.7)])
@@ -115,7 +115,7 @@ def test_a_split_without_a_sample_is_refused_by_both_or_by_none(
     try:
         run = load(words, LAPTOP, {}).run
         said = set()
-    except BadInput as error:
+    except ConfigError as error:
         run, said = None, {p.code for p in error.problems if p.severity == "error"}
     data = run.data if run is not None else None
     if run is None:
@@ -126,7 +126,7 @@ def test_a_split_without_a_sample_is_refused_by_both_or_by_none(
     try:
         open_splits(data, 4096, 0, prepare(data), need)
         opened: set[str] = set()
-    except BadInput as error:
+    except ConfigError as error:
         opened = {p.code for p in error.problems}
     assert said == opened
 
@@ -232,12 +232,12 @@ def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
 
 
 def test_check_says_what_going_on_from_a_run_would_refuse(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="there is no run in"):
+    with pytest.raises(ConfigError, match="there is no run in"):
         check.run([f"log.runs_dir={tmp_path}", "checkpoint.resume=latest"])
     half = tmp_path / "a/checkpoints/step_00000001"
     half.mkdir(parents=True)
     (half / "run.yaml").write_text("")
-    with pytest.raises(Damaged, match="not a committed checkpoint"):
+    with pytest.raises(CorruptData, match="not a committed checkpoint"):
         check.run([f"log.runs_dir={tmp_path}", f"checkpoint.resume={half}"])
 
 
@@ -257,10 +257,10 @@ def test_check_compares_the_corpus_with_that_of_the_checkpoint(tmp_path: Path) -
     resume = [*words, "checkpoint.resume=latest"]
     assert check.run(resume) == 0
     tokenizer.write_text(json.dumps({**TOKENIZER, "version": "1.1"}))
-    with pytest.raises(BadInput, match="the tokenizer is not the one"):
+    with pytest.raises(ConfigError, match="the tokenizer is not the one"):
         check.run(resume)
     tokenizer.write_text(json.dumps(TOKENIZER))
     corpus(prefix, largest=3999)
-    with pytest.raises(BadInput, match="the corpus is not the one"):
+    with pytest.raises(ConfigError, match="the corpus is not the one"):
         check.run(resume)
     assert check.run([*resume, "checkpoint.accept_changes=true"]) == 0

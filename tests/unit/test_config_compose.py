@@ -15,11 +15,11 @@ from mtrain.config import paths
 from mtrain.config.compose import compose
 from mtrain.config.dump import run_yaml
 from mtrain.config.keys import FOREIGN, field_of, schema_keys
-from mtrain.errors import MAX_PROBLEMS, BadInput, Problem
+from mtrain.errors import MAX_PROBLEMS, ConfigError, Problem
 
 
 def problems(*argv: str) -> list[Problem]:
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ConfigError) as caught:
         compose(argv)
     return list(caught.value.problems)
 
@@ -105,7 +105,7 @@ def test_the_order_of_arguments_does_not_change_precedence(recipe: Path) -> None
     ids=" ".join,
 )
 def test_what_is_said_twice_is_an_error_that_shows_both(argv: list[str]) -> None:
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ConfigError) as caught:
         compose(argv)
     (problem,) = (p for p in caught.value.problems if p.code == "MT004")
     assert f"as {argv[0]} and as {argv[-1]};" in problem.rule
@@ -132,7 +132,7 @@ def test_what_lies_beside_or_over_a_choice_is_not_said_twice(argv: list[str]) ->
 @pytest.mark.parametrize("base", ["recipe", "run"])
 def test_a_file_that_says_nothing_is_refused(tmp_path: Path, text: str, base: str) -> None:
     (tmp_path / "nothing.yaml").write_text(text)
-    with pytest.raises(BadInput, match="the file says nothing"):
+    with pytest.raises(ConfigError, match="the file says nothing"):
         compose([f"{base}={tmp_path / 'nothing.yaml'}"])
 
 
@@ -383,7 +383,7 @@ def _mapping(group: str, lines: Sequence[str]) -> str:
 def test_a_file_of_thousands_of_problems_is_judged_in_a_second_and_told_in_part(tmp_path: Path, text: str) -> None:
     (tmp_path / "r.yaml").write_text(text)
     begun = time.process_time()
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ConfigError) as caught:
         load([f"recipe={tmp_path / 'r.yaml'}"])
     assert time.process_time() - begun < 1.0
     assert len(caught.value.problems) == MAX_PROBLEMS + 1
@@ -402,7 +402,7 @@ def test_a_file_of_thousands_of_problems_is_judged_in_a_second_and_told_in_part(
 )
 def test_a_command_line_of_any_size_is_judged_in_a_second(argv: list[str]) -> None:
     begun = time.process_time()
-    with pytest.raises(BadInput):
+    with pytest.raises(ConfigError):
         load(argv)
     assert time.process_time() - begun < 1.0
 

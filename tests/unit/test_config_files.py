@@ -14,7 +14,7 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.config.files import MAX_BYTES, read_bytes
-from mtrain.errors import BadInput
+from mtrain.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -73,7 +73,7 @@ def test_a_config_json_that_is_a_pipe_is_named(odd: Path, capsys: pytest.Capture
 
 def test_a_pipe_that_takes_the_place_of_a_file_is_not_waited_for(odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtrain.config.files.kind_of", lambda path: "")  # it was regular when it was asked
-    with pytest.raises(BadInput, match="is a named pipe"):
+    with pytest.raises(ConfigError, match="is a named pipe"):
         read_bytes(odd / "pipe.yaml", "pipe.yaml")
 
 
@@ -117,5 +117,5 @@ def test_nothing_of_a_file_elsewhere_is_shown_unless_its_name_says_that_it_is_ou
 def test_a_tokenizer_that_is_a_pipe_is_named(odd: Path) -> None:
     from mtrain.data.text import Tokenizer
 
-    with pytest.raises(BadInput, match=r"MT603.*is a named pipe"):
+    with pytest.raises(ConfigError, match=r"MT603.*is a named pipe"):
         Tokenizer("pipe.json")

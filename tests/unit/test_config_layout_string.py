@@ -6,7 +6,7 @@ import pytest
 
 from mtrain.config.compose import compose
 from mtrain.config.layout_string import parse_layout
-from mtrain.errors import BadInput
+from mtrain.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_anything_else_is_refused_with_the_grammar(word: str) -> None:
 
 @pytest.mark.parametrize(("word", "fix"), [("tp2xx3", "tp2"), ("tp0pp2", "pp2"), ("tp2tp4", "tp2")])
 def test_a_bad_layout_on_the_command_line_keeps_the_parts_that_can_be_read(word: str, fix: str) -> None:
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ConfigError) as caught:
         compose([f"parallel={word}"])
     (problem,) = caught.value.problems
     assert problem.code == "MT016"

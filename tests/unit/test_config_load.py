@@ -8,11 +8,11 @@ import pytest
 
 from mtrain.config.files import MAX_BYTES
 from mtrain.config.load import load, parse, read_run_file
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 
 
 def refusal(text: str) -> Problem:
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ConfigError) as caught:
         parse(text, "f.yaml")
     (problem,) = caught.value.problems
     return problem
@@ -138,33 +138,33 @@ def test_an_empty_file_is_an_empty_mapping() -> None:
 
 def test_a_missing_file_names_the_near_ones(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("a: 1\n")
-    with pytest.raises(BadInput, match=r"recipe\.yaml"):
+    with pytest.raises(ConfigError, match=r"recipe\.yaml"):
         load(tmp_path / "recip.yaml")
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="is a folder"):
+    with pytest.raises(ConfigError, match="is a folder"):
         load(tmp_path)
 
 
 def test_a_file_over_the_limit_is_refused(tmp_path: Path) -> None:
     big = tmp_path / "big.yaml"
     big.write_text("#" * (MAX_BYTES + 1))
-    with pytest.raises(BadInput, match=str(MAX_BYTES)):
+    with pytest.raises(ConfigError, match=str(MAX_BYTES)):
         load(big)
 
 
 def test_bytes_that_are_not_utf8_are_named_with_their_line(tmp_path: Path) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_bytes(b"a: 1\nb: \xff\n")
-    with pytest.raises(BadInput, match=r"bad\.yaml:2.*0xff"):
+    with pytest.raises(ConfigError, match=r"bad\.yaml:2.*0xff"):
         load(bad)
 
 
 def test_a_run_file_that_is_incomplete_is_refused_with_every_key(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model: {num_layers: 0}\n")
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ConfigError) as caught:
         read_run_file(file)
     paths = {problem.path for problem in caught.value.problems}
     assert {"model.num_layers", "model.hidden_size", "model.vocab_size"} <= paths

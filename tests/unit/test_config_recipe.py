@@ -11,13 +11,13 @@ import pytest
 from mtrain.config.compose import compose
 from mtrain.config.model import ModelConfig
 from mtrain.config.paths import recipes_dir
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 
 
 def judged(tmp_path: Path, text: str) -> list[Problem]:
     file = tmp_path / "r.yaml"
     file.write_text(text)
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ConfigError) as caught:
         compose([f"recipe={file}"])
     return list(caught.value.problems)
 
@@ -110,14 +110,14 @@ def test_a_chosen_group_twice_names_both_lines(tmp_path: Path) -> None:
 
 def test_a_shared_recipe_is_found_by_its_name_and_a_near_miss_is_named() -> None:
     assert compose(["recipe=llama3/70b_h100x64"]).run.model.name == "llama3_70b"
-    with pytest.raises(BadInput, match="recipe=llama3/70b_h100x64"):
+    with pytest.raises(ConfigError, match="recipe=llama3/70b_h100x64"):
         compose(["recipe=llama3/70b_h100x46"])
 
 
 def test_a_recipe_name_does_not_leave_the_folder_of_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     relative = os.path.relpath(recipes_dir().parent / "conf/config", recipes_dir())
-    with pytest.raises(BadInput, match="nor such a shared recipe"):
+    with pytest.raises(ConfigError, match="nor such a shared recipe"):
         compose([f"recipe={relative}"])
 
 

@@ -16,7 +16,7 @@ from mtrain.config.groups import KernelsConfig
 from mtrain.config.kernels import OPERATIONS, problems, reasons
 from mtrain.config.resolve import Machine, machine_problems, resolve, smallest_world, world_size_of
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadEnvironment, BadInput
+from mtrain.errors import BadEnvironment, ConfigError
 from mtrain.launching import preflight
 from tests.support.configs import LAPTOP, MOE, tiny
 
@@ -341,7 +341,7 @@ def _errors_on(words: str, machine: Machine) -> set[tuple[str, str]]:
     try:
         layout = [] if "parallel=" in words else ["parallel=single"]
         load([*ON_A_CLUSTER, *layout, *words.split()], machine, {})
-    except BadInput as error:
+    except ConfigError as error:
         return {(p.code, p.path) for p in error.problems if p.severity == "error"}
     return set()
 

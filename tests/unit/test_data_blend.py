@@ -16,7 +16,7 @@ from mtrain.data.batch import GlobalBatches
 from mtrain.data.blend import BLOCK, Blend
 from mtrain.data.indexed import IndexedDataset, IndexedWriter
 from mtrain.data.samples import Samples
-from mtrain.errors import BadInput
+from mtrain.errors import ConfigError
 from mtrain.recipes.megatron import export_script, import_texts
 from tests.support.configs import errors, first_fix, tiny
 
@@ -105,13 +105,13 @@ def test_another_order_of_corpora_is_other_data(prefixes: list[str]) -> None:
     data, turned = config(prefixes), config(prefixes[::-1])
     saved = open_splits(data, 60_000, 5, prepare(data), need=("train",)).describe()
     same_data(saved, open_splits(data, 60_000, 5, prepare(data), need=("train",)).describe())
-    with pytest.raises(BadInput, match="not the one"):
+    with pytest.raises(ConfigError, match="not the one"):
         same_data(saved, open_splits(turned, 60_000, 5, prepare(turned), need=("train",)).describe())
 
 
 def test_a_part_that_is_too_small_is_named(tmp_path: Path, prefixes: list[str]) -> None:
     data = config([prefixes[0], corpus(tmp_path / "d", 0, 20)], seq_length=64)
-    with pytest.raises(BadInput, match="20 tokens"):
+    with pytest.raises(ConfigError, match="20 tokens"):
         open_splits(data, 60_000, 5, prepare(data), need=("train",))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mtrain.data.indexed import HEADER, IndexedDataset, IndexedWriter, token_dtype, write_index
-from mtrain.errors import Damaged
+from mtrain.errors import CorruptData
 
 LENGTHS = (5, 1, 9, 4, 7, 30)
 AT_LENGTHS = HEADER.size
@@ -94,7 +94,7 @@ def test_an_empty_corpus_and_empty_documents_are_legal(tmp_path: Path) -> None:
 
 def test_an_id_that_the_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
     with (
-        pytest.raises(Damaged, match="65536 do not fit uint16"),
+        pytest.raises(CorruptData, match="65536 do not fit uint16"),
         IndexedWriter(tmp_path / "a", token_dtype(4096)) as w,
     ):
         w.add(np.array([1, 65536]))
@@ -102,7 +102,7 @@ def test_an_id_that_the_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_sequence_longer_than_an_int32_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Damaged, match="0 to 2\\^31 - 1"):
+    with pytest.raises(CorruptData, match="0 to 2\\^31 - 1"):
         write_index(tmp_path / "a.idx", np.array([1, 2**31]), np.dtype("<u2"))
 
 
@@ -157,7 +157,7 @@ def test_a_damaged_file_is_refused_at_open_naming_file_and_offset(tmp_path: Path
     prefix = write(tmp_path / "a")
     damage, message = CASES[case]
     damage(tmp_path / "a.idx", tmp_path / "a.bin")
-    with pytest.raises(Damaged) as caught:
+    with pytest.raises(CorruptData) as caught:
         IndexedDataset(prefix)
     assert message in str(caught.value)
     assert str(tmp_path) in str(caught.value)
@@ -188,7 +188,7 @@ def test_of_1500_mutations_of_the_index_each_is_refused_or_harmless(tmp_path: Pa
         (tmp_path / "a.idx").write_bytes(raw)
         try:
             dataset = IndexedDataset(prefix)
-        except Damaged:
+        except CorruptData:
             continue
         # What passes holds the same sequences; only where one document ends and the next starts may have moved.
         assert [dataset[i].tolist() for i in range(len(dataset))] == expected

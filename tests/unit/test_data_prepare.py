@@ -22,7 +22,7 @@ from mtrain.data.corpus import TextCorpus, cut, open_corpus
 from mtrain.data.indexed import IndexedDataset, IndexedWriter
 from mtrain.data.samples import entropy_nats
 from mtrain.data.text import Tokenizer
-from mtrain.errors import BadEnvironment, BadInput, Damaged, Problem
+from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem
 from tests.support.forked import run_without_privileges
 
 
@@ -43,7 +43,7 @@ def config(folder: Path, **more: object) -> DataConfig:
 
 
 def refused(data: DataConfig) -> Problem:
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ConfigError) as caught:
         prepare(data)
     (problem,) = caught.value.problems
     return problem
@@ -190,7 +190,7 @@ def test_verify_finds_a_flipped_bit(folder: Path) -> None:
     raw = bytearray(target.read_bytes())
     raw[77] ^= 4
     target.write_bytes(raw)
-    with pytest.raises(Damaged, match=r"tokens\.bin: sha256"):
+    with pytest.raises(CorruptData, match=r"tokens\.bin: sha256"):
         verify(corpus)
 
 
@@ -380,7 +380,7 @@ def test_given_files_report_every_problem_at_once(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "wiki", np.dtype("<u2")) as writer:
         writer.add(np.arange(9))
     data = DataConfig(kind="indexed", path=str(tmp_path / "wika"), tokenizer=str(tmp_path / "none.json"))
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ConfigError) as caught:
         prepare(data)
     path, tokenizer = caught.value.problems
     assert path.fix == f"data.path={tmp_path / 'wiki'}"
@@ -404,7 +404,7 @@ def test_given_files_are_told_apart_by_their_fingerprint(tmp_path: Path) -> None
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder: Path) -> None:
-    with pytest.raises(BadInput, match="has 500 tokens, the model 499"):
+    with pytest.raises(ConfigError, match="has 500 tokens, the model 499"):
         open_splits(config(folder), 499, 1, prepare(config(folder)))
 
 
@@ -415,7 +415,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder: Path) ->
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(Damaged, match=message):
+    with pytest.raises(CorruptData, match=message):
         Tokenizer(path)
 
 
@@ -423,12 +423,12 @@ def test_a_tokenizer_beyond_the_size_limit_is_not_read(tmp_path: Path, monkeypat
     path = tmp_path / "tokenizer.json"
     path.write_bytes(b"{" + b" " * 2000)
     monkeypatch.setattr("mtrain.data.text.LIMIT_BYTES", 1000)
-    with pytest.raises(Damaged, match=r"2\.0 KiB; a tokenizer may have 1000 B"):
+    with pytest.raises(CorruptData, match=r"2\.0 KiB; a tokenizer may have 1000 B"):
         Tokenizer(path)
 
 
 def test_a_missing_tokenizer_is_a_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"data\.tokenizer"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer"):
         Tokenizer(tmp_path / "none.json")
 
 

@@ -14,7 +14,7 @@ from mtrain.data.batch import GlobalBatches
 from mtrain.data.indexed import IndexedDataset, IndexedWriter
 from mtrain.data.mock import MockSamples
 from mtrain.data.samples import Samples, entropy_nats, split_documents
-from mtrain.errors import BadInput, Damaged
+from mtrain.errors import ConfigError, CorruptData
 
 L = 8
 VOCAB = 60_000
@@ -90,7 +90,7 @@ def test_a_split_of_one_window_or_little_more_works(tokens: int, shuffle: bool, 
 
 def test_a_split_that_is_too_small_says_what_it_has_and_what_it_needs(tmp_path: Path) -> None:
     dataset = corpus(tmp_path / "a", [5, 3])
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ConfigError) as caught:
         samples(dataset)
     (problem,) = caught.value.problems
     assert problem.path == "data.seq_length"
@@ -106,7 +106,7 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_document(tmp_path: Path,
         writer.add(tokens, np.array([20, 20, 24]))
     s = Samples(IndexedDataset(tmp_path / "a"), range(3), L, 1, False, 700, "validation")
     s.batch([0, 1, 2])
-    with pytest.raises(Damaged) as caught:
+    with pytest.raises(CorruptData) as caught:
         s.batch([2, 3])
     for words in (
         f"token id {bad}",
@@ -124,7 +124,7 @@ def test_splits_follow_the_tokens_and_whole_documents(dataset: IndexedDataset) -
     assert split_documents(dataset, (1, 0, 0)) == [range(10), range(10, 10), range(10, 10)]
     assert split_documents(dataset, (0, 0, 1)) == [range(0), range(0), range(10)]
     assert split_documents(dataset, (0.98, 0.01, 0.01)) == [range(8), range(8, 9), range(9, 10)]
-    with pytest.raises(BadInput, match="all shares are zero"):
+    with pytest.raises(ConfigError, match="all shares are zero"):
         split_documents(dataset, (0, 0, 0))
 
 
@@ -192,7 +192,7 @@ def test_no_loss_after_an_end_of_document_when_it_is_masked(dataset: IndexedData
 
 
 def test_a_global_batch_that_cannot_be_cut_evenly_is_refused_with_one_that_can(dataset: IndexedDataset) -> None:
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ConfigError) as caught:
         GlobalBatches(samples(dataset), 14, 2, 0, 3)
     (problem,) = caught.value.problems
     assert (problem.path, problem.fix) == ("trainer.global_batch_size", "trainer.global_batch_size=12")
@@ -233,7 +233,7 @@ def test_a_share_that_is_not_needed_may_be_too_small(dataset: IndexedDataset, tm
     splits = open_splits(data, VOCAB, 1, corpus_, need=("train",))
     assert splits.validation is None
     assert splits.describe()["validation"] is None
-    with pytest.raises(BadInput, match="the validation split has"):
+    with pytest.raises(ConfigError, match="the validation split has"):
         open_splits(data.model_copy(update={"split": (1.0, 0.0, 0.0)}), VOCAB, 1, corpus_)
 
 
@@ -243,11 +243,11 @@ def test_the_unigram_entropy_of_given_files_comes_from_their_validation_split(tm
             writer.add(np.arange(100) % 4)
     data = DataConfig(kind="indexed", path=str(tmp_path / "a"), seq_length=10, split=(0.5, 0.5, 0.0))
     assert open_splits(data, 4, 1, prepare(data)).unigram_entropy_nats == pytest.approx(np.log(4))
-    with pytest.raises(Damaged, match="ids 0 to 3; the vocabulary has 0 to 2"):
+    with pytest.raises(CorruptData, match="ids 0 to 3; the vocabulary has 0 to 2"):
         _ = open_splits(data, 3, 1, prepare(data)).unigram_entropy_nats
 
 
 def test_masking_without_a_known_end_of_document_is_refused(dataset: IndexedDataset, tmp_path: Path) -> None:
     data = DataConfig(kind="indexed", path=str(tmp_path / "a"), seq_length=8, eod_mask_loss=True)
-    with pytest.raises(BadInput, match=r"data.eod_mask_loss = true: no end-of-document token is known"):
+    with pytest.raises(ConfigError, match=r"data.eod_mask_loss = true: no end-of-document token is known"):
         open_splits(data, VOCAB, 1, prepare(data), need=("train",))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mtrain.devices import cpu_namespace, registry
-from mtrain.errors import BadEnvironment, BadInput
+from mtrain.errors import BadEnvironment, ConfigError
 
 
 def test_the_cpu_is_always_available_and_measures_this_process() -> None:
@@ -33,7 +33,7 @@ def test_random_state_of_the_cpu_is_restored() -> None:
 
 
 def test_an_unknown_device_names_near_ones_and_all() -> None:
-    with pytest.raises(BadInput) as raised:
+    with pytest.raises(ConfigError) as raised:
         registry.get("cpuu")
     (problem,) = raised.value.problems
     assert problem.path == "cluster.device"

@@ -10,7 +10,7 @@ from mtrain.cli.main import main
 from mtrain.config.compose import compose
 from mtrain.config.fields_page import fed, page
 from mtrain.config.keys import schema_keys
-from mtrain.errors import BadInput
+from mtrain.errors import ConfigError
 from tests.support.commands import ROOT
 
 
@@ -48,7 +48,7 @@ def test_a_key_of_experts_and_one_of_latent_attention_say_what_they_feed() -> No
     ],
 )
 def test_a_field_without_a_key_says_why_when_it_is_set(words: str, says: str) -> None:
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(ConfigError) as refused:
         compose([words])
     (problem,) = refused.value.problems
     assert problem.code == "MT012"
@@ -56,6 +56,6 @@ def test_a_field_without_a_key_says_why_when_it_is_set(words: str, says: str) ->
 
 
 def test_a_field_with_a_key_of_another_name_leads_to_it() -> None:
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(ConfigError) as refused:
         compose(["precision.fp8_format=hybrid"])
     assert refused.value.problems[0].fix == "precision.fp8=hybrid"

@@ -14,7 +14,7 @@ from mtrain.config.resolve import resolve
 from mtrain.config.rules import ON_DISK, RULES, Answers, findings, findings_and_reads, value_at
 from mtrain.config.run import RunConfig
 from mtrain.config.watch import watched
-from mtrain.errors import BadInput
+from mtrain.errors import ConfigError
 from tests.support.catalogue import ROWS, judged
 from tests.support.configs import LAPTOP
 
@@ -23,7 +23,7 @@ def composed(words: tuple[str, ...]) -> RunConfig | None:
     """The run of a command line that the schema accepts."""
     try:
         return resolve(compose(words).run, LAPTOP)
-    except BadInput:
+    except ConfigError:
         return None
 
 
@@ -115,6 +115,6 @@ def test_a_walk_through_a_folder_of_any_size_ends_soon(tmp_path: Path, files: in
 
 
 def test_a_fix_of_one_rule_is_not_held_up_by_what_was_left_out() -> None:
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ConfigError) as caught:
         load(["parallel=nope", "model.num_query_groups=3", "optim.min_lr=1.0"], LAPTOP, {})
     assert next(p.fix for p in caught.value.problems if p.code == "MT421").startswith("optim.min_lr=0.0006")

@@ -19,7 +19,7 @@ from mtrain.config.dump import override, run_yaml
 from mtrain.config.keys import schema_keys
 from mtrain.config.resolve import resolve
 from mtrain.config.written import TAG, TAG_FILE
-from mtrain.errors import BadEnvironment, BadInput, Damaged
+from mtrain.errors import BadEnvironment, ConfigError, CorruptData
 from mtrain.launching.folder import opened, plan
 from tests.support.configs import LAPTOP
 
@@ -142,7 +142,7 @@ def test_what_is_said_of_a_damaged_file_is_one_line_whatever_its_name_is(shown: 
     code, text = shown("check", "recipe=r.yaml")
     assert code == 4
     assert len(text.splitlines()) == 1
-    assert str(Damaged(f"{name}: {HOSTILE}")).count("\n") == 0
+    assert str(CorruptData(f"{name}: {HOSTILE}")).count("\n") == 0
     assert str(BadEnvironment(name, "  fix: another")).splitlines()[1:] == ["  fix: another"]
 
 
@@ -185,7 +185,7 @@ def test_a_file_chooses_no_place_beyond_the_working_folder(
         for group, keys in _parsed(here / "r.yaml").items():
             whole[group] |= keys
         (here / "r.yaml").write_text(json.dumps(whole))
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ConfigError) as caught:
         compose(words)
     (problem,) = caught.value.problems
     assert problem.code == "MT019"
@@ -216,7 +216,7 @@ def test_places_beneath_the_working_folder_and_those_of_a_run_itself_are_its_own
         (folder / "run.yaml").write_text(text)
         compose([f"run={folder}/run.yaml"])
     shutil.copy(home / "run.yaml", here / "run.yaml")
-    with pytest.raises(BadInput, match=r"MT019.*log\.runs_dir"):
+    with pytest.raises(ConfigError, match=r"MT019.*log\.runs_dir"):
         compose(["run=run.yaml"])
 
 
@@ -229,13 +229,13 @@ def test_a_run_folder_that_is_or_holds_a_symbolic_link_is_not_written_to(
     (tmp_path / "runs").mkdir()
     run = resolve(compose(["log.name=x"]).run, LAPTOP)
     os.symlink(precious, "runs/x")
-    with pytest.raises(BadInput, match=r"MT501.*is a symbolic link"):
+    with pytest.raises(ConfigError, match=r"MT501.*is a symbolic link"):
         plan(run)
     assert list(precious.iterdir()) == []
     for name in (".lock", "metrics.jsonl", "checkpoints", "run.yaml", "errors"):
         shutil.rmtree("runs")
         Path("runs/x").mkdir(parents=True)
         os.symlink(precious / "file", f"runs/x/{name}")
-        with pytest.raises(BadInput, match="MT501"), opened(run, plan(run), []):
+        with pytest.raises(ConfigError, match="MT501"), opened(run, plan(run), []):
             pass
         assert list(precious.iterdir()) == [], name

@@ -11,7 +11,7 @@ import pytest
 from mtrain.ckpt.folder import commit
 from mtrain.config.resolve import resolve
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadEnvironment, BadInput, Damaged
+from mtrain.errors import BadEnvironment, ConfigError, CorruptData
 from mtrain.launching import folder, preflight
 from tests.support.configs import LAPTOP, tiny
 
@@ -42,8 +42,8 @@ def made(name: str, *steps: int, age_s: float = 0.0, **changes: object) -> Path:
     return home
 
 
-def refusal(run: RunConfig) -> BadInput:
-    with pytest.raises(BadInput) as caught:
+def refusal(run: RunConfig) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
         folder.plan(run)
     return caught.value
 
@@ -57,7 +57,7 @@ def test_a_taken_name_is_refused_with_a_free_one() -> None:
 def test_a_folder_in_use_names_its_owner() -> None:
     run = run_of(log__name="a")
     chosen = folder.plan(run)
-    with folder.opened(run, chosen, []), pytest.raises(BadInput) as caught, folder.opened(run, chosen, []):
+    with folder.opened(run, chosen, []), pytest.raises(ConfigError) as caught, folder.opened(run, chosen, []):
         pass
     assert f"process {os.getpid()}" in caught.value.problems[0].rule
 
@@ -83,7 +83,7 @@ def test_a_checkpoint_whose_run_file_was_altered_is_damaged_and_no_other_model(o
     file = made("a", 1) / "checkpoints/step_00000001/run.yaml"
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new, 1))
-    with pytest.raises(Damaged, match=r"run.yaml"):
+    with pytest.raises(CorruptData, match=r"run.yaml"):
         folder.plan(run_of(checkpoint__resume="runs/a"))
 
 
@@ -91,7 +91,7 @@ def test_of_two_starts_at_once_with_one_name_one_is_refused() -> None:
     run = run_of(log__name="a")
     early = folder.plan(run)  # judged while the name was free
     made("a")
-    with pytest.raises(BadInput, match="exists already"), folder.opened(run, early, []):
+    with pytest.raises(ConfigError, match="exists already"), folder.opened(run, early, []):
         pass
 
 
@@ -116,7 +116,7 @@ def test_a_checkpoint_without_its_manifest_is_neither_resumed_nor_passed_over_in
     chosen = folder.plan(run_of(checkpoint__resume=str(home)))
     assert chosen.checkpoint == home / "checkpoints/step_00000005"
     assert "step_00000010 has no manifest.json" in chosen.notes[0]
-    with pytest.raises(Damaged, match="not a committed checkpoint"):
+    with pytest.raises(CorruptData, match="not a committed checkpoint"):
         folder.plan(run_of(checkpoint__resume=str(home / "checkpoints/step_00000010")))
 
 

@@ -12,7 +12,7 @@ import pytest
 from mtrain.cli.main import main, parse
 from mtrain.cli.setup import load
 from mtrain.config import paths
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 from tests.support.configs import LAPTOP
 
 COMMANDS = {
@@ -141,7 +141,7 @@ def judged(*argv: str) -> list[Problem]:
     try:
         call = parse(["check", *argv])
         load(call.arguments, LAPTOP, {})
-    except BadInput as error:
+    except ConfigError as error:
         return list(error.problems)
     return []
 

@@ -6,7 +6,7 @@ import pytest
 
 from mtrain.cli.setup import load
 from mtrain.config.resolve import Machine
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 from mtrain.plan.memory import activation_bytes
 from tests.support.catalogue import judged
 from tests.support.configs import LAPTOP
@@ -74,7 +74,7 @@ def test_the_fix_of_what_does_not_fit_fits(words: str) -> None:
 def test_a_sample_is_judged_by_the_machine_that_is_named() -> None:
     """The same run fits a larger machine, and a device of a cluster counts alone."""
     words = LONG.format(4_000_000).split()
-    with pytest.raises(BadInput, match="MT147"):
+    with pytest.raises(ConfigError, match="MT147"):
         load(words, LAPTOP, {})
     load([*words, "parallel=single"], Machine(64, 1 << 42), {})
     load([*words, "cluster=h100x8", "parallel=cp8", "trainer.global_batch_size=8"], LAPTOP, {})

@@ -11,7 +11,7 @@ from mtrain.config.paths import choices_of_group
 from mtrain.config.resolve import Machine
 from mtrain.config.rules import check
 from mtrain.config.stages import stages
-from mtrain.errors import BadInput
+from mtrain.errors import ConfigError
 from mtrain.plan.count import parameters
 from mtrain.plan.shrink import alone, differences, shrink
 
@@ -45,7 +45,7 @@ def test_every_model_in_every_layout_that_it_allows_shrinks_to_a_valid_run(model
     ]
     try:
         full = load(words, BIG, {}).run
-    except BadInput:
+    except ConfigError:
         return  # the model does not allow the layout
     small = shrink(full, steps=3)
     assert [p for p in check(small) if p.severity == "error"] == []
@@ -68,7 +68,7 @@ def test_at_least_half_of_the_models_allow_each_plain_layout() -> None:
             try:
                 load([f"model={model}", f"parallel={layout}", "data=mock", "trainer.global_batch_size=64"], BIG, {})
                 allowed += 1
-            except BadInput:
+            except ConfigError:
                 pass
         assert allowed >= len(choices_of_group("model")) // 2, layout
 

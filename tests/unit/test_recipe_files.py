@@ -22,7 +22,7 @@ from mtrain.config.locked import content
 from mtrain.config.paths import recipes_dir
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadInput
+from mtrain.errors import ConfigError
 from mtrain.recipes.diff import KINDS, differences, overrides_of
 from mtrain.recipes.lock import PACKAGES, versions
 from mtrain.recipes.write import Delta, delta, recipe_text, unequal
@@ -398,7 +398,7 @@ def test_names_stand_for_recipes_folders_and_files(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     assert overrides_of(["llama/tiny_cpu", "optim.lr=1"]) == ["recipe=llama/tiny_cpu", "optim.lr=1"]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(BadInput, match="MT502"):
+    with pytest.raises(ConfigError, match="MT502"):
         overrides_of(["empty"])
 
 

@@ -16,7 +16,7 @@ from mtrain.cli.recipe.diff import diff
 from mtrain.config.compose import compose
 from mtrain.config.locked import read_lock
 from mtrain.config.resolve import resolve
-from mtrain.errors import BadInput, MtrainError
+from mtrain.errors import ConfigError, MtrainError
 from mtrain.recipes.hf import import_config
 from mtrain.recipes.lock import lock_text, mismatches
 from mtrain.recipes.megatron import import_scripts
@@ -55,7 +55,7 @@ def answered(work: Callable[[], object]) -> None:
     start, rules = time.process_time(), ["answered"]
     try:
         work()
-    except BadInput as error:
+    except ConfigError as error:
         rules = [problem.rule for problem in error.problems]
     except MtrainError as error:
         rules = [str(error)]

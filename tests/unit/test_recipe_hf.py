@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mtrain.config.compose import compose
-from mtrain.errors import BadInput
+from mtrain.errors import ConfigError
 from mtrain.plan.count import parameters
 from mtrain.recipes.hf import import_config
 
@@ -266,7 +266,7 @@ def test_what_would_be_another_network_is_listed(change: dict[str, Any], flag: s
     ],
 )
 def test_what_is_no_configuration_is_refused(text: str, code: str, tmp_path: Path) -> None:
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ConfigError) as caught:
         import_config(write(tmp_path, text))
     assert code in {p.code for p in caught.value.problems}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.errors import BadInput
+from mtrain.errors import ConfigError
 from mtrain.recipes.hf import import_config
 from mtrain.recipes.hf_families import FAMILIES
 from mtrain.recipes.hf_keys import ELSEWHERE, IRRELEVANT
@@ -88,7 +88,7 @@ def account(folder: Path, base: dict[str, Any], changed: dict[str, Any], key: st
     """What became of a key that has another value than in `base`; None: it was silently dropped."""
     try:
         found = read(folder, changed)
-    except BadInput as refused:
+    except ConfigError as refused:
         return f"refused: {refused}"
     if key in flags(found) and key not in ("rope_parameters", "rope_scaling"):
         return "listed"
@@ -267,7 +267,7 @@ def test_a_file_of_unknown_keys_and_one_of_endless_layers_are_read_in_no_time(tm
     many = {f"never_heard_of_{i}": i for i in range(9_000)}
     assert len(read(tmp_path, {"model_type": "qwen3_moe", **SHAPE, **many}).unplaced) >= 9_000
     read(tmp_path, {"model_type": "qwen2", **SHAPE, "num_hidden_layers": 1 << 27})
-    with pytest.raises(BadInput, match="at most"):
+    with pytest.raises(ConfigError, match="at most"):
         read(tmp_path, {"model_type": "qwen2", **SHAPE, "num_hidden_layers": 10**12})
     assert time.process_time() - started < 3
 
@@ -282,7 +282,7 @@ def test_a_file_of_unknown_keys_and_one_of_endless_layers_are_read_in_no_time(tm
 )
 def test_a_value_that_cannot_be_computed_with_is_refused(odd: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **odd}))
-    with pytest.raises(BadInput, match="another type or size"):
+    with pytest.raises(ConfigError, match="another type or size"):
         import_config(tmp_path / "config.json")
 
 

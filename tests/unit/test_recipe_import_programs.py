@@ -9,7 +9,7 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.config.compose import Rejected, compose
-from mtrain.errors import BadInput
+from mtrain.errors import ConfigError
 from mtrain.recipes.imported import Imported, name_of
 from mtrain.recipes.megatron import import_scripts, import_texts, read_texts
 from mtrain.recipes.megatron_yaml import import_yaml
@@ -53,7 +53,7 @@ def script(words: str, program: str = "pretrain_gpt.py", launcher: str = "torchr
     ],
 )
 def test_a_program_that_trains_something_else_is_refused_by_name(program: str, flags: str, what: str) -> None:
-    with pytest.raises(BadInput, match=what) as caught:
+    with pytest.raises(ConfigError, match=what) as caught:
         script(f"{KNOWN if 'tokenizer' not in flags else '--vocab-size 1000'} {flags}", program)
     assert {p.code for p in caught.value.problems} == {"MT706"}
 
@@ -175,7 +175,7 @@ def test_a_schedule_of_batch_sizes_comes_over_and_goes_back() -> None:
     # 62 samples in 16 steps of 4, then 16 each from 64 to 208, then 24 steps of 32 and 24 samples left
     assert trainer.train_iters == 16 + 9 + (1000 - 208) // 32
     for bad in ("500:4", "0:4 0:8", "0:x", "0:0", "", "0:4 8K"):
-        with pytest.raises(BadInput, match="step-batch-size-schedule"):
+        with pytest.raises(ConfigError, match="step-batch-size-schedule"):
             script(f'{KNOWN} --step-batch-size-schedule "{bad}"')
 
 
@@ -249,7 +249,9 @@ def test_what_is_set_under_conditions_can_be_said_by_a_script_before() -> None:
         "SIZE=$1\nif [ $SIZE = 1b ]; then\n  LAYERS=16\nelif [ $SIZE = 7b ]; then\n  LAYERS=32\nfi\n"
         f"torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} --num-layers $LAYERS\n"
     )
-    with pytest.raises(BadInput, match=r"needs \$LAYERS, which is set under a condition .*SIZE = 1b \] \(t\.sh:2\)"):
+    with pytest.raises(
+        ConfigError, match=r"needs \$LAYERS, which is set under a condition .*SIZE = 1b \] \(t\.sh:2\)"
+    ):
         import_texts([(text, "t.sh")], "t")
     assert import_texts([("SIZE=7b\n", "env.sh"), (text, "t.sh")], "t").run.model.num_layers == 32
 
@@ -367,10 +369,10 @@ def test_a_gate_that_yaml_asks_for_is_not_lost_in_silence(activation: str, gated
     ],
 )
 def test_yaml_of_another_model_is_refused(folder: str, text: str) -> None:
-    with pytest.raises(BadInput, match="only GPTs are imported"):
+    with pytest.raises(ConfigError, match="only GPTs are imported"):
         import_yaml([(text, f"{folder}/model_config.yaml")], "x")
 
 
 def test_yaml_of_something_else_is_refused() -> None:
-    with pytest.raises(BadInput, match="neither MODEL_ARGS nor"):
+    with pytest.raises(ConfigError, match="neither MODEL_ARGS nor"):
         import_yaml([("model: {num_layers: 2}", "x.yaml")], "x")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.errors import BadInput
+from mtrain.errors import ConfigError
 from mtrain.recipes.arithmetic import pattern_of, whole_number
 from mtrain.recipes.expansion import UNKNOWN, shown
 from mtrain.recipes.megatron import import_scripts
@@ -115,7 +115,7 @@ def test_a_command_in_a_condition_is_marked() -> None:
 
 @pytest.mark.parametrize("text", ["run 'a", 'run "a', "run ${a", "run $((1", "A=(1 2", "run `x", "run $(x"])
 def test_text_that_does_not_close_is_refused_with_its_line(text: str) -> None:
-    with pytest.raises(BadInput, match="does not close") as caught:
+    with pytest.raises(ConfigError, match="does not close") as caught:
         read_script((f"x\n{text}", "s.sh"))
     assert caught.value.problems[0].source.startswith("s.sh:")
 
@@ -138,7 +138,7 @@ def test_a_bomb_is_refused_or_read_in_a_moment(text: str) -> None:
     codes: set[str] = set()
     try:
         read_script((text, "s.sh"))
-    except BadInput as error:
+    except ConfigError as error:
         codes = {p.code for p in error.problems}
     assert codes <= {"MT003", "MT005"}
     assert time.process_time() - start < 3
@@ -188,7 +188,7 @@ def test_a_hostile_script_starts_nothing_reads_nothing_and_writes_nothing(tmp_pa
 )
 def test_what_is_no_script_is_refused(data: bytes, code: str, tmp_path: Path) -> None:
     (tmp_path / "x.sh").write_bytes(data)
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ConfigError) as caught:
         import_scripts([tmp_path / "x.sh"])
     assert caught.value.problems[0].code == code
 
@@ -251,6 +251,6 @@ def test_a_function_that_is_not_called_or_perhaps_not_is_marked() -> None:
 def test_functions_that_call_each_other_twice_are_refused_or_read_in_a_moment() -> None:
     text = "".join(f"f{n}() {{ f{n + 1}; f{n + 1}; }}\n" for n in range(60)) + "f0\n"
     start = time.process_time()
-    with pytest.raises(BadInput):
+    with pytest.raises(ConfigError):
         read_script((text, "s.sh"))
     assert time.process_time() - start < 3

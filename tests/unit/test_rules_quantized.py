@@ -10,7 +10,7 @@ from mtrain.config.compose import compose
 from mtrain.config.core_fields import transformer_values
 from mtrain.config.resolve import resolve
 from mtrain.config.rules import apply
-from mtrain.errors import BadInput
+from mtrain.errors import ConfigError
 from mtrain.plan.shrink import shrink
 from tests.support.configs import LAPTOP, MOE, errors, first_fix, judge, tiny
 
@@ -155,7 +155,7 @@ def test_a_cluster_has_the_recipes_of_its_generation(choice: str, cluster: str, 
 
 
 def test_a_misspelt_format_gets_its_neighbour() -> None:
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(ConfigError) as refused:
         compose(["precision.fp8=e4m4"])
     assert [p.fix for p in refused.value.problems] == ["precision.fp8=e4m3"]
 

@@ -12,7 +12,7 @@ from mtrain.cli.multirun import worst
 from mtrain.config.compose import compose
 from mtrain.config.paths import choices_of_group, recipes_dir
 from mtrain.config.sweep import MAX_RUNS, jobs
-from mtrain.errors import BadInput
+from mtrain.errors import ConfigError
 
 LIKE_HYDRA = [
     ["optim.lr=1e-3,1e-2"],
@@ -69,7 +69,7 @@ def test_each_run_composes_to_its_own_values() -> None:
 
 
 def test_a_key_that_is_swept_and_said_again_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"said twice, as optim\.lr=1,2,3 and as optim\.lr=5"):
+    with pytest.raises(ConfigError, match=r"said twice, as optim\.lr=1,2,3 and as optim\.lr=5"):
         jobs(["optim.lr=1,2,3", "optim.lr=5"])
     assert [job.argv for job in jobs(["parallel=tp2,pp2", "parallel.cp=2"])][1] == ("parallel=pp2", "parallel.cp=2")
 
@@ -94,7 +94,7 @@ def test_a_key_that_is_swept_and_said_again_is_refused() -> None:
 )
 def test_a_sweep_without_end_or_without_a_run_is_refused_at_once(argv: list[str]) -> None:
     start = time.perf_counter()
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ConfigError) as caught:
         jobs(argv)
     assert {p.code for p in caught.value.problems} == {"MT010"}
     assert time.perf_counter() - start < 5

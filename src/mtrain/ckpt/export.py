@@ -47,7 +47,7 @@ def export(checkpoint: Checkpoint, out: Path, tokenizer: Path | None = None) -> 
     file is in memory at a time. The folder appears when everything is in it.
 
     Raises:
-        Damaged: the checkpoint's pieces do not make up a tensor.
+        CorruptData: the checkpoint's pieces do not make up a tensor.
         FileExistsError: `out` is there.
     """
     if out.exists():

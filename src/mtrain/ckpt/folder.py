@@ -23,7 +23,7 @@ from typing import Any
 from mtrain import strict_json
 from mtrain.ckpt import hashes
 from mtrain.config.paths import MANIFEST, RUN_FILE
-from mtrain.errors import Damaged
+from mtrain.errors import CorruptData
 
 FORMAT = 2
 READ = (1, 2)
@@ -115,21 +115,21 @@ def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:
     what it reads (`hashes`).
 
     Raises:
-        Damaged: no manifest, one that is cut or altered, or a file that is missing or altered, by name.
+        CorruptData: no manifest, one that is cut or altered, or a file that is missing or altered, by name.
     """
     file = path / MANIFEST
     try:
         if file.stat().st_size > MAX_MANIFEST_BYTES:
-            raise Damaged(f"{file}: larger than a manifest can be")
+            raise CorruptData(f"{file}: larger than a manifest can be")
         manifest = json.loads(file.read_text())
     except (FileNotFoundError, NotADirectoryError):
-        raise Damaged(f"{path} is not a committed checkpoint: it has no {MANIFEST}") from None
+        raise CorruptData(f"{path} is not a committed checkpoint: it has no {MANIFEST}") from None
     except (ValueError, OSError, RecursionError) as error:
-        raise Damaged(f"{file} cannot be read: {error}") from None
+        raise CorruptData(f"{file} cannot be read: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") not in READ:
-        raise Damaged(f"{file}: not a manifest of format {' or '.join(map(str, READ))}")
+        raise CorruptData(f"{file}: not a manifest of format {' or '.join(map(str, READ))}")
     if manifest.get("sha256") != digest({k: v for k, v in manifest.items() if k != "sha256"}):
-        raise Damaged(f"{file}: its content does not match its own hash; it was altered or cut")
+        raise CorruptData(f"{file}: its content does not match its own hash; it was altered or cut")
     for name, facts in manifest["files"].items():
         _check_file(path, name, facts, verify)
     if manifest["format"] == 1:
@@ -146,12 +146,12 @@ def name_of_format_1(key: str) -> str:
 def _check_file(root: Path, name: str, facts: dict[str, Any], verify: bool) -> None:
     path = root / name
     if Path(name).name != name:
-        raise Damaged(f"{root / MANIFEST}: {name!r} is no plain file name")
+        raise CorruptData(f"{root / MANIFEST}: {name!r} is no plain file name")
     if not path.is_file():
-        raise Damaged(f"{path} is missing")
+        raise CorruptData(f"{path} is missing")
     size = path.stat().st_size
     if size != facts["bytes"]:
-        raise Damaged(f"{path} has {size} bytes, {facts['bytes']} were written")
+        raise CorruptData(f"{path} has {size} bytes, {facts['bytes']} were written")
     if not name.endswith(".safetensors"):
         hashes.check_file(path, facts["sha256"])
     elif verify:

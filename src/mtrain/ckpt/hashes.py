@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtrain.errors import Damaged
+from mtrain.errors import CorruptData
 from mtrain.world.beats import tick
 
 HASHED_BYTES = 1 << 24
@@ -67,12 +67,12 @@ def check_file(path: Path, sha256: str) -> None:
     """Compare a whole file with its hash.
 
     Raises:
-        Damaged: it differs.
+        CorruptData: it differs.
     """
     whole = (_identity(path), "")
     if whole not in _sound:
         if hash_file(path) != sha256:
-            raise Damaged(f"{path} is not what was written: its sha256 differs")
+            raise CorruptData(f"{path} is not what was written: its sha256 differs")
         _sound.add(whole)
 
 
@@ -80,7 +80,7 @@ def header(path: Path) -> Header:
     """The header of a shard, not compared with anything.
 
     Raises:
-        Damaged: there is none.
+        CorruptData: there is none.
     """
     identity = _identity(path)
     if identity not in _headers:
@@ -93,14 +93,14 @@ def check_header(path: Path, facts: Mapping[str, Any]) -> Header:
     compared as a whole.
 
     Raises:
-        Damaged: it differs.
+        CorruptData: it differs.
     """
     if "header_sha256" not in facts:
         check_file(path, facts["sha256"])
         return header(path)
     found = header(path)
     if found.sha256 != facts["header_sha256"]:
-        raise Damaged(f"{path} is not what was written: the sha256 of its header differs")
+        raise CorruptData(f"{path} is not what was written: the sha256 of its header differs")
     return found
 
 
@@ -108,13 +108,13 @@ def check_entry(path: Path, entry: str, data: Any) -> None:
     """Compare the bytes of an entry, of a shard whose header was checked, with their hash.
 
     Raises:
-        Damaged: they differ.
+        CorruptData: they differ.
     """
     known = (_identity(path), entry)
     expected = header(path).hashes.get(entry)
     if expected is not None and known not in _sound:
         if hash_bytes(data) != expected:
-            raise Damaged(f"{path} is not what was written: the sha256 of {entry} differs")
+            raise CorruptData(f"{path} is not what was written: the sha256 of {entry} differs")
         _sound.add(known)
 
 
@@ -122,13 +122,13 @@ def check_shard(path: Path, facts: Mapping[str, Any]) -> None:
     """Compare every byte of a shard with its hash.
 
     Raises:
-        Damaged: one differs, or no hash covers it.
+        CorruptData: one differs, or no hash covers it.
     """
     found = check_header(path, facts)
     if "header_sha256" not in facts:
         return
     if sum(stop - start for start, stop in found.ranges.values()) != path.stat().st_size - found.data_at:
-        raise Damaged(f"{path} is not what was written: it holds bytes of no entry")
+        raise CorruptData(f"{path} is not what was written: it holds bytes of no entry")
     with path.open("rb") as f:
         for entry, (start, stop) in found.ranges.items():
             if (_identity(path), entry) not in _sound:
@@ -147,7 +147,7 @@ def _identity(path: Path) -> Identity:
     try:
         s = path.stat()
     except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+        raise CorruptData(f"{path} cannot be read: {error.strerror}") from None
     return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
 
 
@@ -158,12 +158,12 @@ def _read_header(path: Path) -> Header:
             first = f.read(LENGTH_BYTES)
             length = int.from_bytes(first, "little")
             if len(first) < LENGTH_BYTES or length > size - LENGTH_BYTES:
-                raise Damaged(f"{path} is not what was written: its header is cut")
+                raise CorruptData(f"{path} is not what was written: its header is cut")
             text = f.read(length)
         body = json.loads(text)
         metadata = body.pop("__metadata__", {})
         ranges = {name: (int(start), int(stop)) for name, e in body.items() for start, stop in [e["data_offsets"]]}
         hashes = {str(k): str(v) for k, v in json.loads(metadata.get(ENTRY_HASHES, "{}")).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{path} is not what was written: its header cannot be read ({error})") from None
+        raise CorruptData(f"{path} is not what was written: its header cannot be read ({error})") from None
     return Header(hash_bytes(first + text), LENGTH_BYTES + length, ranges, hashes)

@@ -60,7 +60,7 @@ def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts
     ranks = store.Ranks(world.rank, world.size, dist.barrier)
     with sharding.gathered(state.chunks):
         path = store.save(root, state.step, slots, rng_tensors(world), facts, run_yaml(run.recorded()), ranks)
-    if world.is_first:
+    if world.is_rank0:
         _prune(root, run.checkpoint.keep)
     beat("after save")
     return path
@@ -83,7 +83,7 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
         where the checkpoint is of a version whose ranks all drew alike.
 
     Raises:
-        Damaged: a tensor is missing or has another shape.
+        CorruptData: a tensor is missing or has another shape.
     """
     beat("load")
     load_model(checkpoint, state.chunks)

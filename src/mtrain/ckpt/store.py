@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from mtrain import units
 from mtrain.ckpt import folder, hashes
-from mtrain.errors import Damaged, TrainingFault
+from mtrain.errors import CorruptData, TrainingError
 from mtrain.mcore.sharding import Slot
 from mtrain.world.beats import tick
 
@@ -52,7 +52,7 @@ def save(
     has a name that no reader takes for a checkpoint.
 
     Raises:
-        TrainingFault: the disk is full or not writable; nothing that was committed before is touched.
+        TrainingError: the disk is full or not writable; nothing that was committed before is touched.
     """
     final, draft = root / folder.folder_name(step), folder.draft_of(root, step)
     with _says_what_is_missing(draft):
@@ -82,7 +82,7 @@ def _says_what_is_missing(draft: Path) -> Iterator[None]:
         shutil.rmtree(draft, ignore_errors=True)
         existing = next(p for p in (draft, *draft.parents) if p.exists())
         free = units.bytes_(shutil.disk_usage(existing).free)
-        raise TrainingFault(f"the checkpoint {draft} cannot be written ({free} free): {error}") from None
+        raise TrainingError(f"the checkpoint {draft} cannot be written ({free} free): {error}") from None
 
 
 def _write_shard(draft: Path, slots: Iterable[Slot], extra: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class Checkpoint:
         Without, what is read later is compared then, and nothing else.
 
         Raises:
-            Damaged: no manifest, one that is cut or altered, or a file that is missing or altered, by name.
+            CorruptData: no manifest, one that is cut or altered, or a file that is missing or altered, by name.
         """
         return cls(path, folder.read_manifest(path, verify=verify))
 
@@ -186,7 +186,7 @@ class Checkpoint:
         """Fill every slot's memory from the pieces that meet it.
 
         Raises:
-            Damaged: a tensor that is missing, of another shape, not covered by its pieces, or not as it was written.
+            CorruptData: a tensor that is missing, of another shape, not covered by its pieces, or not as written.
         """
         reader = _Reader(self)
         with torch.no_grad():
@@ -198,7 +198,7 @@ class Checkpoint:
         """One tensor put together from all of its pieces.
 
         Raises:
-            Damaged: its pieces do not make it up, or are not as they were written.
+            CorruptData: its pieces do not make it up, or are not as they were written.
         """
         entry = self.manifest["tensors"][key]
         shape = tuple(entry["shape"])
@@ -224,9 +224,9 @@ class _Reader:
     def fill(self, slot: Slot) -> None:
         entry = self.tensors.get(slot.key)
         if entry is None:
-            raise Damaged(f"{self.root} has no tensor {slot.key}")
+            raise CorruptData(f"{self.root} has no tensor {slot.key}")
         if tuple(entry["shape"]) != slot.global_shape:
-            raise Damaged(f"{self.root}: {slot.key} has shape {entry['shape']}, not {list(slot.global_shape)}")
+            raise CorruptData(f"{self.root}: {slot.key} has shape {entry['shape']}, not {list(slot.global_shape)}")
         exact = self._exact(entry, slot)
         if exact is not None:
             slot.tensor.copy_(exact.view(slot.tensor.shape))
@@ -236,7 +236,9 @@ class _Reader:
         for boxed, tensor in self._boxes(entry, slot):
             covered += _copy_overlap(box, slot.offset, tensor, boxed["offset"])
         if covered != box.numel():
-            raise Damaged(f"{self.root}: the pieces of {slot.key} cover {covered} of {box.numel()} elements of a box")
+            raise CorruptData(
+                f"{self.root}: the pieces of {slot.key} cover {covered} of {box.numel()} elements of a box"
+            )
         values = box.view(-1)[slot.flat[0] : slot.flat[1]] if slot.flat else box
         slot.tensor.copy_(values.reshape(slot.tensor.shape))
 
@@ -269,7 +271,7 @@ class _Reader:
             joined = all(a[1] == b[0] for a, b in pairwise(bounds))
             size = torch.Size(shape).numel()
             if not joined or bounds[0][0] != 0 or flat.numel() != size:
-                raise Damaged(f"{self.root}: flat pieces of {slot.key} do not cover a box of {size} elements")
+                raise CorruptData(f"{self.root}: flat pieces of {slot.key} do not cover a box of {size} elements")
             yield pieces[0], flat.view(shape)
 
     def _read(self, piece: dict[str, Any]) -> torch.Tensor:
@@ -281,7 +283,7 @@ class _Reader:
         try:
             tensor: torch.Tensor = self.file(name).get_tensor(entry)
         except (SafetensorError, OSError) as error:
-            raise Damaged(f"{path}: {entry} cannot be read: {error}") from None
+            raise CorruptData(f"{path}: {entry} cannot be read: {error}") from None
         hashes.check_entry(path, entry, _bytes(tensor))
         return tensor
 
@@ -290,12 +292,12 @@ class _Reader:
         path = self.root / name
         if name not in self.files:
             if name not in self.facts:
-                raise Damaged(f"{path} is none of the checkpoint's files")
+                raise CorruptData(f"{path} is none of the checkpoint's files")
             hashes.check_header(path, self.facts[name])
             try:
                 self.files[name] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise Damaged(f"{path} cannot be read: {error}") from None
+                raise CorruptData(f"{path} cannot be read: {error}") from None
         return self.files[name]
 
 

@@ -26,8 +26,8 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     """Judges the configuration that `argv` describes and prints the verdict; the exit code.
 
     Raises:
-        BadInput: there are errors, or what is to be gone on from is of another model or corpus.
-        Damaged: what is to be gone on from is no committed checkpoint.
+        ConfigError: there are errors, or what is to be gone on from is of another model or corpus.
+        CorruptData: what is to be gone on from is no committed checkpoint.
     """
     loaded = load(argv, to_run=False)
     if loaded.run.checkpoint.resume is not None:
@@ -47,8 +47,8 @@ def _fits(run: RunConfig, checkpoint: Path) -> None:
     """Reads a manifest of a usual size, and compares the sizes of the files that it names, and the data of the run.
 
     Raises:
-        Damaged: the files are not what was written.
-        BadInput: the checkpoint was trained on other `.bin/.idx` files, or with another tokenizer.
+        CorruptData: the files are not what was written.
+        ConfigError: the checkpoint was trained on other `.bin/.idx` files, or with another tokenizer.
     """
     from mtrain.ckpt.folder import read_manifest
 

@@ -7,7 +7,7 @@ from mtrain.cli.options import read_options
 from mtrain.config.near import near_choice
 from mtrain.config.paths import choices_of_group, conf_dir
 from mtrain.config.run import GROUPS
-from mtrain.errors import BadInput, Problem, say, say_page
+from mtrain.errors import ConfigError, Problem, say, say_page
 
 WIDTH = 100
 
@@ -16,14 +16,14 @@ def run(argv: list[str], *, debug: bool) -> int:
     """Prints the choices of the groups that are named, or of all; the exit code.
 
     Raises:
-        BadInput: there is no such group.
+        ConfigError: there is no such group.
     """
     options = read_options(argv)
     for word in options.words:
         if word not in GROUPS:
             near = near_choice(word, GROUPS) or ["model"]
             rule = f"there is no group {word}; groups: {', '.join(GROUPS)}"
-            raise BadInput([Problem("MT010", "", None, rule, f"choices {near[0]}", "command line")])
+            raise ConfigError([Problem("MT010", "", None, rule, f"choices {near[0]}", "command line")])
     found = {group: {c: about(group, c) for c in choices_of_group(group)} for group in options.words or GROUPS}
     if options.as_json:
         say_page(strict_json.dumps(found, indent=2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mtrain.cli.complete import SHELLS
 from mtrain.cli.options import needed, read_options
-from mtrain.errors import BadInput, Problem, say_page
+from mtrain.errors import ConfigError, Problem, say_page
 
 BASH = r"""# bash: eval "$(mtrain completion bash)", or save this as a file in the folder of bash completions
 _mtrain() {
@@ -91,11 +91,11 @@ def run(argv: list[str], *, debug: bool) -> int:
     """Prints the script of a shell; the exit code.
 
     Raises:
-        BadInput: no shell, or one that is not known.
+        ConfigError: no shell, or one that is not known.
     """
     shell = needed(read_options(argv).words, "completion bash")
     if shell not in SCRIPTS:
         rule = f"there is no completion for {shell}; shells: {', '.join(SHELLS)}"
-        raise BadInput([Problem("MT010", "", None, rule, "completion bash", "command line")])
+        raise ConfigError([Problem("MT010", "", None, rule, "completion bash", "command line")])
     say_page(SCRIPTS[shell])
     return 0

@@ -28,7 +28,7 @@ from mtrain.config.keys import field_of, suggest
 from mtrain.config.paths import program
 from mtrain.config.resolve import HERE, Machine, resolve, world_size_of
 from mtrain.config.run import RunConfig, effect_of
-from mtrain.errors import BadInput, Problem, say_page, visible
+from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.table import flags_of
 
@@ -42,7 +42,7 @@ def run(argv: list[str], *, debug: bool) -> int:
     """Explains the first word, for the configuration that the others describe; returns the exit code.
 
     Raises:
-        BadInput: there is no such key and no such code, or the overrides are refused.
+        ConfigError: there is no such key and no such code, or the overrides are refused.
     """
     options = read_options(argv)
     if not options.words:
@@ -52,7 +52,7 @@ def run(argv: list[str], *, debug: bool) -> int:
     if _CODE.match(word):
         facts = _code(word.upper())
     elif field_of(word) is None:
-        raise BadInput([_unknown(word)])
+        raise ConfigError([_unknown(word)])
     elif section_of(word) is not None:
         facts = _section(word)
     else:
@@ -92,7 +92,7 @@ def _code(code: str) -> dict[str, Any]:
     if code not in codes():
         near = sorted(codes(), key=lambda known: (abs(int(known[2:]) - int(code[2:8])), known))[:8]
         rule = f"there is no such code; codes: {', '.join(near)}"
-        raise BadInput([Problem("MT010", "", None, rule, f"explain {near[0]}", "command line")])
+        raise ConfigError([Problem("MT010", "", None, rule, f"explain {near[0]}", "command line")])
     found = places(code)
     words, mend = WORDS.get(code, ("", ""))
     keys = list(dict.fromkeys(place.key for place in found if place.key))

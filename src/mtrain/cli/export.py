@@ -7,7 +7,7 @@ from pathlib import Path
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.resume import target_of
 from mtrain.config.paths import program
-from mtrain.errors import BadInput, Problem, say
+from mtrain.errors import ConfigError, Problem, say
 from mtrain.launching.folder import CHECKPOINTS
 from mtrain.units import bytes_, count
 
@@ -18,10 +18,10 @@ def run(argv: list[str], *, debug: bool) -> int:
     """Write the newest checkpoint of a run, or the checkpoint named, to a new folder; returns the exit code."""
     target, rest = target_of(argv, "export", USAGE)
     if len(rest) != 1 or "=" in rest[0]:
-        raise BadInput([Problem("MT002", "", None, "export needs the folder to write", USAGE)])
+        raise ConfigError([Problem("MT002", "", None, "export needs the folder to write", USAGE)])
     out, checkpoint = Path(rest[0]).expanduser(), newest(target)
     if out.exists():
-        raise BadInput([Problem("MT507", "", None, f"{out} is there; export writes a new folder", f"{out}-2")])
+        raise ConfigError([Problem("MT507", "", None, f"{out} is there; export writes a new folder", f"{out}-2")])
     from mtrain import mcore as door
     from mtrain.devices import registry
 
@@ -42,11 +42,11 @@ def newest(target: Path) -> Path:
     """The newest checkpoint of a run folder, or the checkpoint folder itself.
 
     Raises:
-        BadInput: the run has none yet.
+        ConfigError: the run has none yet.
     """
     if target.parent.name == CHECKPOINTS or (target / ckpt_folder.MANIFEST).is_file():
         return target
     saved = ckpt_folder.committed(target / CHECKPOINTS)
     if not saved:
-        raise BadInput([Problem("MT502", "", None, f"{target} has no checkpoint yet", USAGE)])
+        raise ConfigError([Problem("MT502", "", None, f"{target} has no checkpoint yet", USAGE)])
     return saved[-1]

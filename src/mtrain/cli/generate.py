@@ -8,7 +8,7 @@ from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.resume import beneath, relaid, run_file, target_of
 from mtrain.cli.setup import load
 from mtrain.config.paths import program
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 from mtrain.launching import folder as run_folder
 from mtrain.launching import local, preflight
 
@@ -40,7 +40,7 @@ def run(argv: list[str], *, debug: bool) -> int:
     if composed.run.parallel.cp > 1:
         cp = composed.run.parallel.cp
         rule = f"text is generated with whole sequences on a rank, and cp is {cp}"
-        raise BadInput([Problem("MT313", "parallel.cp", cp, rule, "parallel.cp=1")])
+        raise ConfigError([Problem("MT313", "parallel.cp", cp, rule, "parallel.cp=1")])
     preflight.check(composed.run, rest)
     tokens, temperature = _number(options, "tokens", int), _number(options, "temperature", float)
     local.generate(composed.run, _source(target), options["prompt"], int(tokens), temperature)
@@ -55,12 +55,14 @@ def _source(target: Path) -> local.Source:
         home = target
         saved = ckpt_folder.committed(home / run_folder.CHECKPOINTS)
         if not saved:
-            raise BadInput([Problem("MT502", "", None, f"{target} has no checkpoint yet", USAGE)])
+            raise ConfigError([Problem("MT502", "", None, f"{target} has no checkpoint yet", USAGE)])
         checkpoint = saved[-1]
     tokenizer = home / "tokenizer.json"
     if not tokenizer.is_file():
         rule = f"{home} has no tokenizer.json: its data has no tokenizer, so no text can be generated"
-        raise BadInput([Problem("MT506", "", None, rule, "a run on data=stdlib, data=text or data.tokenizer=FILE")])
+        raise ConfigError(
+            [Problem("MT506", "", None, rule, "a run on data=stdlib, data=text or data.tokenizer=FILE")]
+        )
     return local.Source(checkpoint, tokenizer)
 
 
@@ -71,5 +73,7 @@ def _number(options: dict[str, str], key: str, kind: type[int] | type[float]) ->
         value = kind(-1)
     if not 0 <= value < 1e6:
         fix = f"{key}={OPTIONS[key]}"
-        raise BadInput([Problem("MT003", key, options[key], "must be a number of at least 0", fix, "command line")])
+        raise ConfigError(
+            [Problem("MT003", key, options[key], "must be a number of at least 0", fix, "command line")]
+        )
     return value

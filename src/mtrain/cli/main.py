@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from mtrain import strict_json
-from mtrain.errors import MAX_PROBLEMS, BadInput, MtrainError, Problem, say_page
+from mtrain.errors import MAX_PROBLEMS, ConfigError, MtrainError, Problem, say_page
 
 VERBS = {
     "train": "train (the verb when none is given)",
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MtrainError as error:
         if debug:
             _traceback()
-        if "--json" in arguments and isinstance(error, BadInput):
+        if "--json" in arguments and isinstance(error, ConfigError):
             say_page(_json_verdict(error))
         else:
             _say(message(error))
@@ -97,7 +97,7 @@ def parse(arguments: Sequence[str]) -> Call:
     """Verb, overrides and flags of a command line.
 
     Raises:
-        BadInput: a word that is no verb, or a flag that does not exist.
+        ConfigError: a word that is no verb, or a flag that does not exist.
     """
     verb = next((a for a in arguments if not a.startswith("-")), "")
     if verb in OWN_WORDS:
@@ -115,7 +115,7 @@ def parse(arguments: Sequence[str]) -> Call:
     elif rest and "=" not in rest[0] and not rest[0].startswith(("+", "~")):
         problems.append(_unknown_verb(rest[0]))
     if problems:
-        raise BadInput(problems)
+        raise ConfigError(problems)
     return Call(verb, rest, flags, named)
 
 
@@ -176,7 +176,7 @@ def _many(call: Call, as_json: bool) -> int:
         return multirun.check(call.arguments, as_json=as_json)
     if call.verb != "train":
         rule = f"-m: train and check take several values; {call.verb} takes one run"
-        raise BadInput([Problem("MT010", "", None, rule, f"{call.verb}, without -m", "command line")])
+        raise ConfigError([Problem("MT010", "", None, rule, f"{call.verb}, without -m", "command line")])
     return multirun.train(call.arguments, debug="--debug" in call.flags, as_json=as_json)
 
 
@@ -187,7 +187,7 @@ def _worker_verb(verb: str) -> Callable[..., int]:
     return run
 
 
-def _json_verdict(error: BadInput) -> str:
+def _json_verdict(error: ConfigError) -> str:
     from mtrain.cli.check import verdict
 
     return strict_json.dumps(verdict(error.problems, None), indent=2)
@@ -195,7 +195,7 @@ def _json_verdict(error: BadInput) -> str:
 
 def message(error: MtrainError) -> str:
     """An error as it is printed: every problem, and how many there are."""
-    if not isinstance(error, BadInput):
+    if not isinstance(error, ConfigError):
         return str(error)
     problems = error.problems
     lines = [problem.render() for problem in problems]

@@ -14,7 +14,7 @@ from mtrain.config.paths import choices_of_group, recipes_dir
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.config.sweep import jobs
-from mtrain.errors import BadInput, Problem, say_page
+from mtrain.errors import ConfigError, Problem, say_page
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
@@ -24,7 +24,7 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     every combination.
 
     Raises:
-        BadInput: a choice does not exist, or an override is refused.
+        ConfigError: a choice does not exist, or an override is refused.
     """
     axes, base = _asked(argv)
     verdicts = list(judged(axes, base, Machine.here()))
@@ -59,7 +59,7 @@ def _asked(argv: Sequence[str]) -> tuple[dict[str, list[str]], RunConfig]:
             compose([f"{group}={name}"])  # a name that is none is refused here
     if any(word.startswith(("recipe=", "run=")) for word in rest):
         rule = "--all takes the choices that ship, one by one; a recipe or a run file is one choice of all"
-        raise BadInput([Problem("MT010", "", None, rule, "check, without --all", "command line")])
+        raise ConfigError([Problem("MT010", "", None, rule, "check, without --all", "command line")])
     return axes, compose(["data=mock", *rest]).run
 
 

@@ -21,7 +21,7 @@ from mtrain.config.paths import user_path
 from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.run import RunConfig
 from mtrain.config.sweep import Job, jobs
-from mtrain.errors import BadInput, MtrainError, say, say_page, visible
+from mtrain.errors import ConfigError, MtrainError, say, say_page, visible
 
 ORDER = (0, 75, 2, 3, 4, 5)
 """Exit codes from good to bad; every other one is worse."""
@@ -47,10 +47,10 @@ def train(argv: Sequence[str], *, debug: bool, as_json: bool = False) -> int:
     A run that fails does not keep the others from running; an interrupt does, after the run that it interrupted.
 
     Raises:
-        BadInput: the sweep cannot be read, or this is a rank of another launcher.
+        ConfigError: the sweep cannot be read, or this is a rank of another launcher.
     """
     if world_size_of() is not None:
-        raise BadInput("a sweep starts its own runs: leave torchrun out, or start each run with it")
+        raise ConfigError("a sweep starts its own runs: leave torchrun out, or start each run with it")
     wanted = jobs(argv)
     names = _names(wanted)
     sweep, rows = _Sweep(), list[Row]()
@@ -85,7 +85,7 @@ def check(argv: Sequence[str], *, as_json: bool = False) -> int:
         try:
             loaded = load(job.argv, to_run=False)
             facts = {**verdict(loaded.warnings, loaded.run.digest()), "code": 0}
-        except BadInput as error:
+        except ConfigError as error:
             facts = {**verdict(error.problems, None), "code": error.exit_code}
         out.append({"differs": job.differs, **facts})
     if as_json:
@@ -173,7 +173,7 @@ def _composed(words: Sequence[str]) -> RunConfig | None:
     """The configuration of a run, resolved on this machine; None for one that is refused when it is started."""
     try:
         return resolve(compose(words).run, Machine.here())
-    except BadInput:
+    except ConfigError:
         return None
 
 

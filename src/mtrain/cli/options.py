@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 
 COMMAND_LINE = "command line"
 
@@ -34,7 +34,7 @@ def read_options(arguments: Sequence[str], flags: Sequence[str] = (), valued: Ma
     `valued` gives each spelling of a flag with a value its long one.
 
     Raises:
-        BadInput: a flag that is not there, or that lacks its value.
+        ConfigError: a flag that is not there, or that lacks its value.
     """
     out = Options()
     known = ("--json", *flags)
@@ -61,15 +61,15 @@ def read_options(arguments: Sequence[str], flags: Sequence[str] = (), valued: Ma
     return out
 
 
-def _bad(rule: str, fix: str) -> BadInput:
-    return BadInput([Problem("MT010", "", None, rule, fix, COMMAND_LINE)])
+def _bad(rule: str, fix: str) -> ConfigError:
+    return ConfigError([Problem("MT010", "", None, rule, fix, COMMAND_LINE)])
 
 
 def needed(words: Sequence[str], usage: str) -> str:
     """The first word.
 
     Raises:
-        BadInput: there is none.
+        ConfigError: there is none.
     """
     if not words:
         raise _bad("something is missing", usage)

@@ -11,7 +11,7 @@ from mtrain.cli.setup import load
 from mtrain.config.resolve import Machine
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadEnvironment, BadInput, say, say_page
+from mtrain.errors import BadEnvironment, ConfigError, say, say_page
 from mtrain.launching import local, preflight
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import parameters
@@ -69,13 +69,13 @@ def shrunk(full: RunConfig, argv: list[str], steps: int, dtype: str) -> RunConfi
     """The layout of `full`, which `argv` describes, small enough for this machine.
 
     Raises:
-        BadInput: what is left of the configuration breaks a rule.
+        ConfigError: what is left of the configuration breaks a rule.
         BadEnvironment: the layout has more ranks than this machine may start.
     """
     small = shrink(full, steps=steps, dtype=dtype, max_ranks=MAX_RANKS)
     problems = [p for p in check(small) if p.severity == "error"]
     if problems:
-        raise BadInput(problems)
+        raise ConfigError(problems)
     ranks = RankGrid.of(small).world
     if ranks > MAX_RANKS:
         raise BadEnvironment(f"the layout needs {ranks} processes; at most {MAX_RANKS} are started on one machine")

@@ -8,7 +8,7 @@ from pathlib import Path
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli import train
 from mtrain.config.paths import program
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 
 USAGE = f"{program()} resume runs/<name> [overrides]"
 
@@ -35,14 +35,14 @@ def target_of(argv: list[str], verb: str, usage: str) -> tuple[Path, list[str]]:
     """The run or checkpoint folder that a verb was given first, and the rest of its arguments.
 
     Raises:
-        BadInput: no folder was given, or it is neither a run nor a checkpoint.
+        ConfigError: no folder was given, or it is neither a run nor a checkpoint.
     """
     if not argv or "=" in argv[0]:
-        raise BadInput([Problem("MT002", "", None, f"{verb} needs a run folder or a checkpoint folder", usage)])
+        raise ConfigError([Problem("MT002", "", None, f"{verb} needs a run folder or a checkpoint folder", usage)])
     target = Path(argv[0]).expanduser()
     if not (target / ckpt_folder.RUN_FILE).is_file():
         what = "does not exist" if not target.exists() else f"has no {ckpt_folder.RUN_FILE}"
-        raise BadInput(
+        raise ConfigError(
             [Problem("MT502", "", None, f"{target} {what}; {verb} needs a run or checkpoint folder", usage)]
         )
     return target, argv[1:]

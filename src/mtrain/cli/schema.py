@@ -11,7 +11,7 @@ from mtrain.config.fields_page import page
 from mtrain.config.json_schema import COMMENT, KINDS, json_schema
 from mtrain.config.near import near_choice
 from mtrain.config.paths import program
-from mtrain.errors import BadEnvironment, BadInput, Problem, say, say_page
+from mtrain.errors import BadEnvironment, ConfigError, Problem, say, say_page
 
 OUT = {"-o": "--output", "--output": "--output"}
 FIELDS = "fields"
@@ -23,7 +23,7 @@ def run(argv: list[str], *, debug: bool) -> int:
     """Prints one schema, or writes those that are asked for (all, if none is named) into a folder; or the table.
 
     Raises:
-        BadInput: there is no schema of that name, or a file in the way is no schema that was made so.
+        ConfigError: there is no schema of that name, or a file in the way is no schema that was made so.
         BadEnvironment: the folder cannot be written.
     """
     options = read_options(argv, (), OUT)
@@ -34,7 +34,7 @@ def run(argv: list[str], *, debug: bool) -> int:
         if word not in KINDS:
             near = near_choice(word, KINDS) or ["recipe"]
             rule = f"there is no schema of {word}; schemas: {', '.join(KINDS)}; alone: {FIELDS}"
-            raise BadInput([Problem("MT010", "", None, rule, f"schema {near[0]}", "command line")])
+            raise ConfigError([Problem("MT010", "", None, rule, f"schema {near[0]}", "command line")])
     folder = options.values.get("--output")
     if folder is None:
         say_page(strict_json.dumps(json_schema((options.words or ["run"])[0]), indent=2))
@@ -54,7 +54,7 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not _ours(path):
             rule = f"{path} is there already, and no schema that `{program()} schema` made"
-            raise BadInput([Problem("MT704", "", None, rule, "-o another folder", "command line")])
+            raise ConfigError([Problem("MT704", "", None, rule, "-o another folder", "command line")])
         draft = path.with_name(f".{path.name}")
         draft.write_text(text, encoding="utf-8")
         os.replace(draft, path)

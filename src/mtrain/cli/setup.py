@@ -14,7 +14,7 @@ from mtrain.config.resolve import HERE, Machine, machine_problems, resolve, worl
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
 from mtrain.config.watch import read_from, touches, watched
-from mtrain.errors import BadInput, DamagedInput, Problem
+from mtrain.errors import ConfigError, CorruptInput, Problem
 
 DAMAGE = {"MT611", "MT612", "MT613"}
 """Codes of files that are not what they were written as."""
@@ -41,7 +41,7 @@ def load(
     a device or an input that is not here is then a warning, unless the configuration says that it runs here.
 
     Raises:
-        BadInput: with every problem of the schema or, where the schema is satisfied, of the rules.
+        ConfigError: with every problem of the schema or, where the schema is satisfied, of the rules.
     """
     from mtrain.plan.memory import memory_problems
 
@@ -53,7 +53,7 @@ def load(
         found = list(error.problems)
         if error.partial is not None:
             found = mended(found, error.partial.run, lambda r: resolve(r, machine, world_size))
-        raise BadInput([*found, *also_wrong(error, machine, world_size)]) from None
+        raise ConfigError([*found, *also_wrong(error, machine, world_size)]) from None
     raw = composed.run
     run = resolve(raw, machine, world_size)
     origins = resolved_origins(composed, run)
@@ -61,7 +61,7 @@ def load(
     problems += memory_problems(run, machine, origins)
     errors = {problem.code for problem in problems if problem.severity == "error"}
     if errors:
-        raise (DamagedInput if errors <= DAMAGE else BadInput)(sorted(problems, key=lambda p: p.severity))
+        raise (CorruptInput if errors <= DAMAGE else ConfigError)(sorted(problems, key=lambda p: p.severity))
     return Loaded(run, origins, composed.choices, tuple(problems), composed.history, composed.files, raw)
 
 

@@ -14,7 +14,7 @@ def run(argv: Sequence[str], *, bare: bool = False, as_json: bool = False) -> in
     """Prints the configuration; the exit code.
 
     Raises:
-        BadInput: the configuration has errors.
+        ConfigError: the configuration has errors.
     """
     loaded = load(argv, to_run=False)
     if as_json:

@@ -25,7 +25,7 @@ from mtrain.config.recipe import Recipe, read_recipe, reserved_keys
 from mtrain.config.run import GROUPS, RunConfig
 from mtrain.config.validate import unknown_key, validate, whole, wrong_kind
 from mtrain.config.written import KEYS, strays
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 
 DEFAULT = "default"
 ARCHITECTURE = tuple(name for name, field in ModelConfig.model_fields.items() if field.is_required())
@@ -57,7 +57,7 @@ class Setting:
     source: str
 
 
-class Rejected(BadInput):
+class Rejected(ConfigError):
     """What the schema refused; `partial` is the rest where it makes sense alone, to be judged as well."""
 
     def __init__(self, problems: Sequence[Problem], partial: Composed | None) -> None:
@@ -224,7 +224,7 @@ class _Composition:
             self.files[document.source] = path
             changed = edited(read_text(path, document.source), document.source)
             self.problems += [changed] if changed is not None else []
-        except BadInput as error:
+        except ConfigError as error:
             self.problems += error.problems
             return None
         self.problems += reserved_keys(document.values, document)
@@ -325,10 +325,10 @@ class _Composition:
             if group != "parallel" or choice not in self.layouts:
                 try:
                     self._document(f"{group}/{choice}")
-                except BadInput as error:
+                except ConfigError as error:
                     problems += error.problems
         if problems:
-            raise BadInput([*self.problems, *problems])
+            raise ConfigError([*self.problems, *problems])
         known = {**choices, **chosen}
         if any(d.packaged or "defaults" in d.values for d in self.documents.values()):
             from mtrain.config.source import defaults_list

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtrain.config.paths import conf_dir, near_files, recipes_dir
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 
 MAX_BYTES = 1 << 20
 STDIN = "-"
@@ -79,7 +79,7 @@ def read_bytes(path: Path, source: str, limit: int = MAX_BYTES, endings: Sequenc
             file is shown with its lines, and a file of another kind may hold what nobody meant to be shown.
 
     Raises:
-        BadInput: missing, no regular file, unreadable, too large, or refused by its name.
+        ConfigError: missing, no regular file, unreadable, too large, or refused by its name.
     """
     try:
         kind = kind_of(path)
@@ -87,11 +87,13 @@ def read_bytes(path: Path, source: str, limit: int = MAX_BYTES, endings: Sequenc
             _refuse_foreign(path, source, endings)
             kind, data = _beginning(path, limit + 1)
     except (OSError, ValueError) as error:
-        raise BadInput([missing(path, source, error)]) from None
+        raise ConfigError([missing(path, source, error)]) from None
     if kind:
-        raise BadInput([_not_regular(path, source, kind)])
+        raise ConfigError([_not_regular(path, source, kind)])
     if len(data) > limit:
-        raise BadInput([Problem("MT005", "", None, f"larger than the limit of {limit} bytes", "write less", source)])
+        raise ConfigError(
+            [Problem("MT005", "", None, f"larger than the limit of {limit} bytes", "write less", source)]
+        )
     return data
 
 
@@ -99,7 +101,7 @@ def read_text(path: Path, source: str, endings: Sequence[str] = YAML_ENDINGS) ->
     """The UTF-8 text of `read_bytes`.
 
     Raises:
-        BadInput: as there, or it is not UTF-8.
+        ConfigError: as there, or it is not UTF-8.
     """
     return _decoded(read_bytes(path, source, endings=endings), source)
 
@@ -108,12 +110,12 @@ def read_stdin() -> str:
     """The UTF-8 text on standard input, of bounded size.
 
     Raises:
-        BadInput: too large, or not UTF-8.
+        ConfigError: too large, or not UTF-8.
     """
     data = sys.stdin.buffer.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         rule = f"larger than the limit of {MAX_BYTES} bytes"
-        raise BadInput([Problem("MT005", "", None, rule, "write less", "standard input")])
+        raise ConfigError([Problem("MT005", "", None, rule, "write less", "standard input")])
     return _decoded(data, "standard input")
 
 
@@ -123,7 +125,7 @@ def _decoded(data: bytes, source: str) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         rule = f"byte {data[error.start]:#04x} is not UTF-8; a configuration is UTF-8 text"
-        raise BadInput(
+        raise ConfigError(
             [Problem("MT003", "", None, rule, "delete it, or save the file as UTF-8", f"{source}:{line}")]
         ) from None
 
@@ -156,7 +158,7 @@ def _refuse_foreign(path: Path, source: str, endings: Sequence[str]) -> None:
         return
     rule = f"is outside of the working folder, and there only files ending in {', '.join(endings)} are read"
     fix = f"copy it to a file that ends in {endings[0]}, if it is a configuration"
-    raise BadInput([Problem("MT002", "", None, rule, fix, source)])
+    raise ConfigError([Problem("MT002", "", None, rule, fix, source)])
 
 
 @dataclass

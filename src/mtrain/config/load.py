@@ -15,7 +15,7 @@ import yaml
 
 from mtrain.config.files import read_text
 from mtrain.config.paths import display
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from mtrain.config.run import RunConfig
@@ -82,7 +82,7 @@ def load(path: Path, source: str | None = None) -> Document:
     """Reads one file.
 
     Raises:
-        BadInput: missing, unreadable, too large, not UTF-8, not YAML, or YAML that is more than data.
+        ConfigError: missing, unreadable, too large, not UTF-8, not YAML, or YAML that is more than data.
     """
     source = source or display(path)
     return parse(read_text(path, source), source)
@@ -92,26 +92,26 @@ def filled(document: Document) -> Document:
     """The document, which must say something.
 
     Raises:
-        BadInput: it is empty, or holds nothing but comments.
+        ConfigError: it is empty, or holds nothing but comments.
     """
     if document.values:
         return document
     fix = "write what differs from the defaults, as in `trainer: {train_iters: 100}`, or name no file"
-    raise BadInput([Problem("MT003", "", None, "the file says nothing", fix, document.source)])
+    raise ConfigError([Problem("MT003", "", None, "the file says nothing", fix, document.source)])
 
 
 def read_run_file(path: Path) -> RunConfig:
     """The configuration that a resolved file such as `run.yaml` holds.
 
     Raises:
-        BadInput: the file cannot be read, or is no complete configuration.
+        ConfigError: the file cannot be read, or is no complete configuration.
     """
     from mtrain.config.validate import validate
 
     document = load(path)
     run, problems = validate(document.values, document.where)
     if run is None:
-        raise BadInput(problems)
+        raise ConfigError(problems)
     return run
 
 
@@ -119,13 +119,13 @@ def refuse_hidden(text: str, source: str, pattern: re.Pattern[str] = HIDDEN) -> 
     """Refuses text with characters that change how it is shown without being seen, or others of a `pattern`.
 
     Raises:
-        BadInput: with the line of the first one.
+        ConfigError: with the line of the first one.
     """
     hidden = pattern.search(text)
     if hidden:
         line = text.count("\n", 0, hidden.start()) + 1
         rule = f"the invisible character U+{ord(hidden.group()):04X} is refused"
-        raise BadInput([Problem("MT003", "", None, rule, "delete it", f"{source}:{line}")])
+        raise ConfigError([Problem("MT003", "", None, rule, "delete it", f"{source}:{line}")])
 
 
 def parse(text: str, source: str, *, foreign: bool = False) -> Document:
@@ -134,14 +134,14 @@ def parse(text: str, source: str, *, foreign: bool = False) -> Document:
     With `foreign` it is another system's: keys may have dots, and the later of two that are the same counts.
 
     Raises:
-        BadInput: with one problem, which names the line.
+        ConfigError: with one problem, which names the line.
     """
     refuse_hidden(text, source)
     reader = _Reader(source, foreign)
     try:
         values = reader.read(yaml.parse(text, Loader=_LOADER))
     except yaml.YAMLError as error:
-        raise BadInput([_syntax(error, text, source)]) from None
+        raise ConfigError([_syntax(error, text, source)]) from None
     return Document(values, reader.lines, source, "@package" in text, reader.repeated)
 
 
@@ -224,9 +224,9 @@ class _Reader:
         self.root: Any = None
         self.documents = 0
 
-    def refuse(self, code: str, rule: str, event: Any, path: str = "", fix: str = "delete it") -> BadInput:
+    def refuse(self, code: str, rule: str, event: Any, path: str = "", fix: str = "delete it") -> ConfigError:
         line = event.start_mark.line + 1
-        return BadInput([Problem(code, path, None, rule, fix, f"{self.source}:{line}")])
+        return ConfigError([Problem(code, path, None, rule, fix, f"{self.source}:{line}")])
 
     def read(self, events: Iterator[Any]) -> dict[str, Any]:
         for event in events:
@@ -245,7 +245,7 @@ class _Reader:
         if self.root is None:
             return {}
         if not isinstance(self.root, dict):
-            raise BadInput(
+            raise ConfigError(
                 [
                     Problem(
                         "MT003",

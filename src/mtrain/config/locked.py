@@ -18,7 +18,7 @@ from mtrain.config.paths import program
 from mtrain.config.recipe import reserved_keys
 from mtrain.config.run import RunConfig
 from mtrain.config.validate import validate
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 
 HEAD = "# mtrain lock 1"
 FACTS = {"digest": str, "content": str, "versions": dict, "device": dict, "digests": dict, "sources": list}
@@ -66,14 +66,14 @@ def read_lock(path: Path) -> Lock:
     """Reads a lock file.
 
     Raises:
-        BadInput: it has no lock, or is no complete configuration.
+        ConfigError: it has no lock, or is no complete configuration.
     """
     source = str(path)
     text = read_text(path, source)
     if not is_lock(text):
         rule = f"is no lock: its first line is not `{HEAD}`"
         fix = f"{program()} recipe lock {path} -o {path.stem}.lock.yaml"
-        raise BadInput([Problem("MT705", "", None, rule, fix, source)])
+        raise ConfigError([Problem("MT705", "", None, rule, fix, source)])
     return parse_lock(text, source)
 
 
@@ -81,7 +81,7 @@ def parse_lock(text: str, source: str) -> Lock:
     """The lock of a text that begins as one.
 
     Raises:
-        BadInput: a part of it is missing, or it is no complete configuration.
+        ConfigError: a part of it is missing, or it is no complete configuration.
     """
     lines = text.splitlines(keepends=True)
     end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
@@ -92,11 +92,11 @@ def parse_lock(text: str, source: str) -> Lock:
     problems = [*reserved_keys(document.values, document), *refused(document.values, document.where)]
     run, more = validate(document.values, document.where)
     if run is None or problems:
-        raise BadInput([*problems, *more])
+        raise ConfigError([*problems, *more])
     wrong = [key for key, kind in FACTS.items() if not isinstance(facts.get(key), kind)]
     if wrong:
         rule = f"the lock does not say {' and '.join(wrong)}"
-        raise BadInput([Problem("MT705", "", None, rule, f"make it again: {program()} recipe lock", source)])
+        raise ConfigError([Problem("MT705", "", None, rule, f"make it again: {program()} recipe lock", source)])
     new = tuple(key for key in run.flat() if not _said(document.values, key))
     return Lock(run, body, facts, new)
 
@@ -105,7 +105,7 @@ def edited(text: str, source: str) -> Problem | None:
     """The problem of a lock whose values were changed since it was made; None for one that is whole, and for no lock.
 
     Raises:
-        BadInput: as `parse_lock`.
+        ConfigError: as `parse_lock`.
     """
     found = parse_lock(text, source).edited if is_lock(text) else None
     if found is None:

@@ -27,7 +27,7 @@ from mtrain.config.near import (
 )
 from mtrain.config.paths import choices_of_group, conf_dir
 from mtrain.config.run import GROUPS
-from mtrain.errors import MAX_PROBLEMS, MAX_SHOWN, BadInput, Problem
+from mtrain.errors import MAX_PROBLEMS, MAX_SHOWN, ConfigError, Problem
 
 COMMAND_LINE = "command line"
 MAX_ARGUMENT, MAX_COMMAND = 4096, 1 << 14
@@ -212,7 +212,7 @@ def _is_recipe(text: str) -> bool:
     """Whether a file is there that has the parts of a recipe."""
     try:
         return os.path.isfile(text) and {*load(Path(text)).values} <= {*GROUPS, "defaults", "recipe"}
-    except BadInput:
+    except ConfigError:
         return False
 
 

@@ -15,7 +15,7 @@ from mtrain.config.near import near_choice
 from mtrain.config.overrides import check_choice
 from mtrain.config.paths import recipes_dir
 from mtrain.config.run import GROUPS
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 
 DEFAULTS_FORM = "an entry of defaults is `override /GROUP: CHOICE`, as in `- override /model: llama3_8b`"
 
@@ -36,7 +36,7 @@ def find_recipe(name: str) -> Path:
     """The file of a recipe: a shared one by its name under `recipes/`, or any path.
 
     Raises:
-        BadInput: there is none; with the names near it.
+        ConfigError: there is none; with the names near it.
     """
     shared = recipes_dir() / f"{name.removesuffix('.yaml')}.yaml"
     inside = os.path.realpath(shared).startswith(os.path.realpath(recipes_dir()) + os.sep)
@@ -49,7 +49,7 @@ def find_recipe(name: str) -> Path:
     near = [f"recipe={n}" for n in near_choice(name, names)] or [f"recipe={p}" for p in files_near(Path(name))]
     rule = f"there is neither such a file nor such a shared recipe; shared ones: {', '.join(sorted(names)) or 'none'}"
     fix = " or ".join(near) or "leave it out"
-    raise BadInput([Problem("MT002", "recipe", name, rule, fix, "command line")])
+    raise ConfigError([Problem("MT002", "recipe", name, rule, fix, "command line")])
 
 
 def read_recipe(name: str) -> tuple[Recipe | None, list[Problem]]:
@@ -57,7 +57,7 @@ def read_recipe(name: str) -> tuple[Recipe | None, list[Problem]]:
     try:
         path = find_recipe(name)
         document = filled(load(path))
-    except BadInput as error:
+    except ConfigError as error:
         return None, list(error.problems)
     recipe = Recipe(document, path, values={k: v for k, v in document.values.items() if k not in ("defaults", "run")})
     problems = [*_reserved(document), *refused(recipe.values, document.where), *_defaults(recipe)]

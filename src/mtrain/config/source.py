@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config.load import MAX_DEPTH
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 
 
 class Sweep(ValueError):
@@ -151,7 +151,7 @@ def defaults_list(
         Pairs (path under `conf` without its ending, dotted key it fills), and group -> choice.
 
     Raises:
-        BadInput: Hydra refuses; its first sentence is the rule.
+        ConfigError: Hydra refuses; its first sentence is the rule.
     """
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -174,7 +174,7 @@ def defaults_list(
         what = f"{missing} is named, and is not there" if lost else "an entry cannot be read"
         rule = f"the group files do not compose: in a defaults list, {what}"
         fix = "write entries as `- NAME` of a file in the same folder, and `_self_` where its own keys come"
-        raise BadInput([Problem("MT011", "", None, rule, fix, conf.name)]) from None
+        raise ConfigError([Problem("MT011", "", None, rule, fix, conf.name)]) from None
     files = [
         (entry.config_path, entry.package or "")
         for entry in result.defaults

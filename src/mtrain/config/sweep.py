@@ -11,7 +11,7 @@ from mtrain.config.keys import choices_of
 from mtrain.config.overrides import COMMAND_LINE, shortened
 from mtrain.config.paths import choices_of_group, recipes_dir
 from mtrain.config.run import GROUPS
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 
 MAX_RUNS = 1000
 
@@ -34,7 +34,7 @@ def jobs(argv: Sequence[str]) -> list[Job]:
     """Every combination of the swept values; the last key varies fastest, a key is given once.
 
     Raises:
-        BadInput: a value cannot be read, sweeps over nothing, or there are more than 1000 runs.
+        ConfigError: a value cannot be read, sweeps over nothing, or there are more than 1000 runs.
     """
     words: dict[str, list[str]] = {}
     given: dict[str, str] = {}
@@ -55,11 +55,11 @@ def jobs(argv: Sequence[str]) -> list[Job]:
         swept += [key] if values != [text] else []
         words[key] = [f"{key}={value}" for value in values] if equals else [argument]
     if problems:
-        raise BadInput(problems)
+        raise ConfigError(problems)
     count = math.prod(len(values) for values in words.values())
     if count > MAX_RUNS:
         rule = f"{count} runs; a sweep makes at most {MAX_RUNS}"
-        raise BadInput([Problem("MT010", "", None, rule, "sweep over fewer values", COMMAND_LINE)])
+        raise ConfigError([Problem("MT010", "", None, rule, "sweep over fewer values", COMMAND_LINE)])
     keys = list(words)
     return [
         Job(chosen, {key: chosen[keys.index(key)].partition("=")[2] for key in swept})

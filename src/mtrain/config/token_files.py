@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from mtrain.errors import Damaged
+from mtrain.errors import CorruptData
 from mtrain.units import MIB, bytes_
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -67,28 +67,28 @@ class Header:
 def read_header(path: Path, head: bytes, size: int) -> Header:
     """The header in the first bytes of an `.idx` that has `size` bytes in all.
 
-    Raises Damaged, with the offset, for one that does not add up.
+    Raises CorruptData, with the offset, for one that does not add up.
     """
     if size < HEADER.size:
-        raise Damaged(f"{path}: {size} bytes, a header alone has {HEADER.size}")
+        raise CorruptData(f"{path}: {size} bytes, a header alone has {HEADER.size}")
     magic, version, code, count, indices = HEADER.unpack(head[: HEADER.size])
     if magic != MAGIC:
-        raise Damaged(f"{path}: offset 0: starts with {magic!r}, not with {MAGIC!r}: no Megatron index")
+        raise CorruptData(f"{path}: offset 0: starts with {magic!r}, not with {MAGIC!r}: no Megatron index")
     if version != 1:
-        raise Damaged(f"{path}: offset 9: version {version}, only 1 is known")
+        raise CorruptData(f"{path}: offset 9: version {version}, only 1 is known")
     if code not in CODES:
         known = ", ".join(f"{c} {name}" for c, name in CODES.items())
-        raise Damaged(f"{path}: offset 17: dtype code {code} is not one of tokens ({known})")
+        raise CorruptData(f"{path}: offset 17: dtype code {code} is not one of tokens ({known})")
     expected = HEADER.size + 12 * count + 8 * indices
     if size == expected + count and count:
-        raise Damaged(f"{path}: a multimodal index (one mode byte per sequence); only text is read")
+        raise CorruptData(f"{path}: a multimodal index (one mode byte per sequence); only text is read")
     if size != expected:
-        raise Damaged(
+        raise CorruptData(
             f"{path}: offset 18: {count} sequences and {indices} document indices need {expected} bytes, "
             f"the file has {size}"
         )
     if indices < 1:
-        raise Damaged(f"{path}: offset 26: no document indices; even an empty corpus has one")
+        raise CorruptData(f"{path}: offset 26: no document indices; even an empty corpus has one")
     return Header(code, count, indices)
 
 
@@ -107,7 +107,7 @@ class Documents(Protocol):
 class TokenFiles:
     """A corpus of `.bin/.idx`, of which only the places that are asked for are read.
 
-    Raises Damaged, with file and offset, where header, ends and sizes do not add up, and OSError for a file that
+    Raises CorruptData, with file and offset, where header, ends and sizes do not add up, and OSError for a file that
     cannot be read. What lies between is looked at when the corpus is opened to train on it.
     """
 
@@ -119,7 +119,7 @@ class TokenFiles:
             self.header = header = read_header(self.idx, self._file.read(HEADER.size), size)
             first, last = self._document(0), self._document(header.indices - 1)
             if first != 0 or last != header.count:
-                raise Damaged(
+                raise CorruptData(
                     f"{self.idx}: offset {header.documents_at}: document indices go from {first} to {last}, must be "
                     f"0 to {header.count}"
                 )
@@ -129,7 +129,7 @@ class TokenFiles:
                 end = self._pointer(header.count - 1) + length * header.item_bytes
             held = os.stat(self.bin).st_size
             if held != end:
-                raise Damaged(
+                raise CorruptData(
                     f"{self.bin}: {held} bytes, but {self.idx.name} describes {end} ({end // header.item_bytes} "
                     f"tokens of {header.item_bytes} bytes)"
                 )
@@ -147,10 +147,10 @@ class TokenFiles:
         """Place of a document's first token in the stream; of document `num_documents`, the stream's end."""
         sequence, count = self._document(document), self.header.count
         if not 0 <= sequence <= count:
-            raise Damaged(f"{self.idx}: document {document} begins at sequence {sequence}, and there are {count}")
+            raise CorruptData(f"{self.idx}: document {document} begins at sequence {sequence}, and there are {count}")
         start = self._pointer(sequence) if sequence < count else self.num_tokens * self.header.item_bytes
         if start % self.header.item_bytes or not 0 <= start <= self.num_tokens * self.header.item_bytes:
-            raise Damaged(f"{self.idx}: the pointer of sequence {sequence} is {start}, where no token begins")
+            raise CorruptData(f"{self.idx}: the pointer of sequence {sequence} is {start}, where no token begins")
         return start // self.header.item_bytes
 
     def ids(self, start: int, count: int) -> tuple[int, int] | None:
@@ -176,7 +176,7 @@ class TokenFiles:
         size = struct.calcsize(form)
         data = os.pread(self._file.fileno(), size, offset) if offset >= 0 else b""
         if len(data) < size:
-            raise Damaged(f"{self.idx}: an index in it leads to offset {offset}, where nothing is")
+            raise CorruptData(f"{self.idx}: an index in it leads to offset {offset}, where nothing is")
         return struct.unpack(form, data)
 
 
@@ -221,11 +221,11 @@ class TokenizerFacts:
 def tokenizer_facts(path: Path) -> TokenizerFacts | None:
     """What a tokenizer.json says of its ids; None for one that is too large to be read in a moment.
 
-    Raises Damaged for a file that is none, and OSError for one that cannot be read.
+    Raises CorruptData for a file that is none, and OSError for one that cannot be read.
     """
     stamp = path.stat()
     if stamp.st_size > MAX_TOKENIZER:
-        raise Damaged(f"{path}: {bytes_(stamp.st_size)}; a tokenizer may have {bytes_(MAX_TOKENIZER)}")
+        raise CorruptData(f"{path}: {bytes_(stamp.st_size)}; a tokenizer may have {bytes_(MAX_TOKENIZER)}")
     if stamp.st_size > READ_TOKENIZER:
         return None
     return _facts(path, (stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, stamp.st_ino))
@@ -237,13 +237,13 @@ def _facts(path: Path, stamp: tuple[int, ...]) -> TokenizerFacts:
     try:
         body = json.loads(path.read_bytes().decode(), parse_constant=_refuse)
     except UnicodeDecodeError as error:
-        raise Damaged(f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json") from error
+        raise CorruptData(f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json") from error
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path}: no tokenizer.json: {error}") from error
+        raise CorruptData(f"{path}: no tokenizer.json: {error}") from error
     try:
         ids = _ids(body)
     except (KeyError, TypeError, AttributeError, IndexError):
-        raise Damaged(f"{path}: no tokenizer.json: it has no model with a vocabulary") from None
+        raise CorruptData(f"{path}: no tokenizer.json: it has no model with a vocabulary") from None
     eod = next((ids[name] for name in EOD_NAMES if name in ids), None)
     return TokenizerFacts(max(ids.values(), default=-1) + 1, eod)
 

@@ -20,7 +20,7 @@ from mtrain.data.indexed import IndexedDataset
 from mtrain.data.mock import DOCUMENT_ENDS, MockSamples
 from mtrain.data.samples import SHARES, Samples, entropy_nats, split_documents
 from mtrain.data.tokenize import Corpus, prepare, verify
-from mtrain.errors import BadInput, Damaged, Problem
+from mtrain.errors import ConfigError, CorruptData, Problem
 
 __all__ = ["Corpus", "Samples", "Splits", "open_splits", "prepare", "same_data", "verify"]
 
@@ -64,7 +64,7 @@ class Splits:
         start = self.dataset.document_start(self.validation.documents.start)
         ids = self.dataset.tokens[start : start + min(self.validation.num_tokens, ENTROPY_TOKENS)]
         if int(ids.min()) < 0 or int(ids.max()) >= self.validation.vocab_size:
-            raise Damaged(
+            raise CorruptData(
                 f"{self.dataset.bin}: the validation split has token ids {ids.min()} to {ids.max()}; the vocabulary "
                 f"has 0 to {self.validation.vocab_size - 1}"
             )
@@ -73,7 +73,7 @@ class Splits:
     def check_ids(self) -> None:
         """Look at the first tokens of what is trained and evaluated on, for the launcher: later every batch is.
 
-        Raises Damaged for an id outside the vocabulary, with its document.
+        Raises CorruptData for an id outside the vocabulary, with its document.
         """
         for part in (self.train, self.validation):
             if isinstance(part, Samples):
@@ -94,8 +94,8 @@ class Splits:
 def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to go on with other data than a checkpoint was trained on.
 
-    `saved` is what `Splits.describe` gave then, `now` what it gives. Raises BadInput if the corpus, or its tokenizer,
-    is another.
+    `saved` is what `Splits.describe` gave then, `now` what it gives. Raises ConfigError if the corpus, or its
+    tokenizer, is another.
     """
     for key, what in (("fingerprint", "corpus"), ("tokenizer_sha256", "tokenizer")):
         if saved.get(key) != now.get(key):
@@ -104,7 +104,7 @@ def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
                 f"{str(saved.get(key))[:12]})"
             )
             fix = "checkpoint.accept_changes=true to go on with it, or the files as they were"
-            raise BadInput([Problem("MT609", "data.path", now.get("source"), rule, fix)])
+            raise ConfigError([Problem("MT609", "data.path", now.get("source"), rule, fix)])
 
 
 def open_splits(
@@ -117,7 +117,7 @@ def open_splits(
     """Open a prepared corpus as samples; a split that is not in `need` may be empty or too small, and is then
     None.
 
-    Raises BadInput for a vocabulary or a split that does not fit, Damaged for files that do not add up.
+    Raises ConfigError for a vocabulary or a split that does not fit, CorruptData for files that do not add up.
     """
     if corpus.prefix is None:
         mocks = [MockSamples(data.seq_length, seed, vocab_size, name) for name in SHARES]
@@ -139,7 +139,7 @@ def open_splits(
     parts = _opened(data, vocab_size, seed, corpus, need, problems)
     train = parts["train"]
     if problems or train is None:
-        raise BadInput(problems)
+        raise ConfigError(problems)
     masked = eod if data.eod_mask_loss else None
     ends = () if eod is None else (eod,)
     alone = train.dataset if isinstance(train, Samples) else None
@@ -165,7 +165,7 @@ def _opened(
                 for dataset, cut in zip(datasets, cuts, strict=True)
             ]
             out[name] = parts[0] if data.blend is None else Blend(parts, shares, order, name)
-        except BadInput as error:
+        except ConfigError as error:
             out[name] = None
             if name in need or name == "train":
                 problems.extend(error.problems)

@@ -14,7 +14,7 @@ from typing import NotRequired, Protocol, TypedDict
 import numpy as np
 import torch
 
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 
 
 class Source(Protocol):
@@ -58,7 +58,7 @@ class GlobalBatches:
 
     Micro-batch m of rank r takes the samples consumed + m * (micro * dp_size) + r * micro + j, so the samples
     of a step are the same for any dp_size. With `masked_eod` no loss counts for the prediction that follows
-    this token. With `packing`, samples are packed documents. Raises BadInput if the global batch cannot be cut
+    this token. With `packing`, samples are packed documents. Raises ConfigError if the global batch cannot be cut
     evenly.
     """
 
@@ -76,7 +76,7 @@ class GlobalBatches:
         if global_batch_size % stride or not 0 <= dp_rank < dp_size:
             rule = f"must be a multiple of micro_batch_size * dp = {micro_batch_size} * {dp_size} = {stride}"
             fix = f"trainer.global_batch_size={max(1, round(global_batch_size / stride)) * stride}"
-            raise BadInput([Problem("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)])
+            raise ConfigError([Problem("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)])
         self.samples, self.masked_eod, self.packing = samples, masked_eod, packing
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self._offsets = dp_rank * micro_batch_size + np.arange(micro_batch_size)

@@ -59,7 +59,7 @@ class Blend:
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
         """Tokens of the samples with these numbers; int64 [n, seq_length + 1].
 
-        Raises Damaged for an id outside the vocabulary.
+        Raises CorruptData for an id outside the vocabulary.
         """
         part, index = self.places(numbers)
         out = np.empty((len(part), self.seq_length + 1), np.int64)

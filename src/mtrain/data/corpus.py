@@ -17,7 +17,7 @@ from pathlib import Path
 from mtrain import units
 from mtrain.config.files import PIECE, SKIPPED_FOLDERS, files_below
 from mtrain.config.groups import DataConfig
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TextCorpus:
     def __iter__(self) -> Iterator[tuple[str, str]]:
         """Each document's name and text, none of them empty, `limit_bytes` of UTF-8 at most.
 
-        Raises BadInput for a file that cannot be read, and at the end if there was no text.
+        Raises ConfigError for a file that cannot be read, and at the end if there was no text.
         """
         self.skipped.clear()
         left = self.limit_bytes
@@ -120,7 +120,7 @@ def open_corpus(data: DataConfig) -> TextCorpus:
     """List the files of a text corpus: nothing is read yet.
 
     `data.path` null stands for the Python standard library found here: sources, texts and licences, no tests.
-    Raises BadInput for a path that is missing, unreadable or has no file with these suffixes.
+    Raises ConfigError for a path that is missing, unreadable or has no file with these suffixes.
     """
     limit = None if data.limit_mib is None else max(1, int(data.limit_mib * units.MIB))
     if data.path is None:
@@ -212,5 +212,5 @@ def _endings(root: Path) -> str:
     return "endings found: " + ", ".join(f"{e} ({n})" for e, n in most) if most else "the folder is empty"
 
 
-def _problem(value: str, rule: str, fix: str) -> BadInput:
-    return BadInput([Problem("MT601", "data.path", value, rule, fix)])
+def _problem(value: str, rule: str, fix: str) -> ConfigError:
+    return ConfigError([Problem("MT601", "data.path", value, rule, fix)])

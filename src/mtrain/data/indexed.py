@@ -14,7 +14,7 @@ from types import TracebackType
 import numpy as np
 
 from mtrain.config.token_files import CODES, HEADER, MAGIC, read_header
-from mtrain.errors import Damaged
+from mtrain.errors import CorruptData
 
 DTYPES: dict[int, np.dtype] = {code: np.dtype(name) for code, name in CODES.items()}
 """Dtype code -> dtype, of little-endian token files."""
@@ -34,7 +34,7 @@ def with_suffix(prefix: Path, suffix: str) -> Path:
 class IndexedDataset:
     """A token corpus in memory maps. Opening reads the whole `.idx` and refuses what does not add up.
 
-    `tokens` is the stream of all documents, a flat array of `dtype`. Raises Damaged, naming file and offset.
+    `tokens` is the stream of all documents, a flat array of `dtype`. Raises CorruptData, naming file and offset.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -51,7 +51,7 @@ class IndexedDataset:
         _check_documents(self.idx, self.document_indices, count, at_documents)
         data = _map(self.bin)
         if data.nbytes != total:
-            raise Damaged(
+            raise CorruptData(
                 f"{self.bin}: {data.nbytes} bytes, but {self.idx.name} describes {total} "
                 f"({total // self.dtype.itemsize} tokens of {self.dtype.itemsize} bytes)"
             )
@@ -93,7 +93,7 @@ def _map(path: Path) -> np.ndarray:
             return np.empty(0, np.uint8)
         return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     except OSError as error:
-        raise Damaged(f"{path}: cannot be read: {error.strerror}") from error
+        raise CorruptData(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _check_pointers(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
@@ -103,7 +103,7 @@ def _check_pointers(path: Path, lengths: np.ndarray, pointers: np.ndarray, items
         here = lengths[first : first + CHUNK].astype(np.int64)
         if here.min() < 0:
             bad = first + int(np.argmax(here < 0))
-            raise Damaged(f"{path}: offset {HEADER.size + 4 * bad}: sequence {bad} has length {lengths[bad]}")
+            raise CorruptData(f"{path}: offset {HEADER.size + 4 * bad}: sequence {bad} has length {lengths[bad]}")
         found = pointers[first : first + CHUNK].copy()
         here *= itemsize
         # found[0] is compared by itself, the rest by differences: cheaper than a running sum.
@@ -112,7 +112,7 @@ def _check_pointers(path: Path, lengths: np.ndarray, pointers: np.ndarray, items
             bad = first if found[0] != total else first + 1 + int(np.argmax(wrong))
             before = total if bad == first else int(found[bad - first - 1]) + int(here[bad - first - 1])
             at = HEADER.size + 4 * len(lengths) + 8 * bad
-            raise Damaged(
+            raise CorruptData(
                 f"{path}: offset {at}: pointer of sequence {bad} is {pointers[bad]}, the sequences before it "
                 f"end at {before} ({itemsize} bytes a token): wrong dtype code or a damaged index"
             )
@@ -123,7 +123,7 @@ def _check_pointers(path: Path, lengths: np.ndarray, pointers: np.ndarray, items
 def _check_documents(path: Path, indices: np.ndarray, count: int, offset: int) -> None:
     """Refuse document indices that do not rise from 0 to the number of sequences."""
     if indices[0] != 0 or indices[-1] != count:
-        raise Damaged(
+        raise CorruptData(
             f"{path}: offset {offset}: document indices go from {indices[0]} to {indices[-1]}, must be 0 to {count}"
         )
     for first in range(0, len(indices) - 1, CHUNK):
@@ -131,7 +131,7 @@ def _check_documents(path: Path, indices: np.ndarray, count: int, offset: int) -
         falls = here[1:] < here[:-1]
         if falls.any():
             bad = first + 1 + int(np.argmax(falls))
-            raise Damaged(
+            raise CorruptData(
                 f"{path}: offset {offset + 8 * bad}: document index {bad} is {indices[bad]}, "
                 f"less than {indices[bad - 1]} before it"
             )
@@ -140,11 +140,11 @@ def _check_documents(path: Path, indices: np.ndarray, count: int, offset: int) -
 def write_index(path: Path, lengths: np.ndarray, dtype: np.dtype, document_indices: np.ndarray | None = None) -> None:
     """Write an `.idx` for sequences of these `lengths`; no `document_indices`: each sequence is a document.
 
-    Byte-identical to megatron-core's IndexedDatasetBuilder. Raises Damaged for an impossible length.
+    Byte-identical to megatron-core's IndexedDatasetBuilder. Raises CorruptData for an impossible length.
     """
     count, dtype = len(lengths), np.dtype(dtype)
     if count and (int(lengths.min()) < 0 or int(lengths.max()) > np.iinfo(np.int32).max):
-        raise Damaged(f"{path}: lengths {lengths.min()} to {lengths.max()}; an index holds 0 to 2^31 - 1")
+        raise CorruptData(f"{path}: lengths {lengths.min()} to {lengths.max()}; an index holds 0 to 2^31 - 1")
     code = next(c for c, d in DTYPES.items() if d == dtype)
     index_count = count + 1 if document_indices is None else len(document_indices)
     short = np.ascontiguousarray(lengths, "<i4")
@@ -188,13 +188,15 @@ class IndexedWriter:
     def add(self, tokens: np.ndarray, lengths: np.ndarray | None = None) -> None:
         """Add documents: their tokens end to end, and the length of each; None: one document.
 
-        Raises Damaged for a token id that the dtype cannot hold.
+        Raises CorruptData for a token id that the dtype cannot hold.
         """
         lengths = np.array([len(tokens)]) if lengths is None else np.asarray(lengths)
         if int(lengths.sum()) != len(tokens):
             raise ValueError(f"lengths add up to {lengths.sum()}, there are {len(tokens)} tokens")
         if len(tokens) and not self._limits.min <= int(tokens.min()) <= int(tokens.max()) <= self._limits.max:
-            raise Damaged(f"{self.prefix}: token ids {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}")
+            raise CorruptData(
+                f"{self.prefix}: token ids {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}"
+            )
         data = memoryview(np.ascontiguousarray(tokens, self.dtype)).cast("B")
         self._digest.update(data)
         self._file.write(data)

@@ -17,7 +17,7 @@ import numpy as np
 from mtrain.config import token_files
 from mtrain.data.indexed import IndexedDataset
 from mtrain.data.permute import ROUNDS, Permutation, keys
-from mtrain.errors import BadInput, Damaged, Problem
+from mtrain.errors import ConfigError, CorruptData, Problem
 
 SHARES = ("train", "validation", "test")
 SCANNED = 1 << 22  # tokens looked at in one go: they stay in the processor's cache
@@ -27,11 +27,11 @@ def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[ra
     """Cut the documents into consecutive ranges, one per share, as near to the shares of *tokens* as whole
     documents allow.
 
-    A share above zero gets a document at least, if there are enough. Raises BadInput if no share is above
+    A share above zero gets a document at least, if there are enough. Raises ConfigError if no share is above
     zero.
     """
     if sum(shares) <= 0:
-        raise BadInput([Problem("MT604", "data.split", list(shares), "all shares are zero", "data.split=[1,0,0]")])
+        raise ConfigError([Problem("MT604", "data.split", list(shares), "all shares are zero", "data.split=[1,0,0]")])
     return token_files.split_documents(dataset, shares)
 
 
@@ -45,7 +45,7 @@ class Samples:
     """The samples of a range of documents; `len` is the number per epoch, and sample numbers go on from
     there.
 
-    Without `shuffle` the windows come in order, from the first token on. Raises BadInput if the range is too
+    Without `shuffle` the windows come in order, from the first token on. Raises ConfigError if the range is too
     small for one window.
     """
 
@@ -64,7 +64,7 @@ class Samples:
         self._first = dataset.document_start(documents.start)
         self.num_tokens = dataset.document_start(documents.stop) - self._first
         if self.num_tokens < seq_length + 1:
-            raise BadInput([self._too_small()])
+            raise ConfigError([self._too_small()])
         # One window's worth is kept free, so that the grid can be shifted by any offset below seq_length.
         spare = seq_length if shuffle else 1
         self._count = max(1, (self.num_tokens - spare) // seq_length)
@@ -108,7 +108,7 @@ class Samples:
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
         """Tokens of the samples with these numbers; int64 [n, seq_length + 1].
 
-        Sample g is place g % len(self) of epoch g // len(self). Raises Damaged for an id outside the
+        Sample g is place g % len(self) of epoch g // len(self). Raises CorruptData for an id outside the
         vocabulary.
         """
         starts = self.starts(numbers)
@@ -123,9 +123,9 @@ class Samples:
         row, column = np.argwhere((tokens < 0) | (tokens >= self.vocab_size))[0]
         raise self._outside(int(starts[row]) + int(column), f"{self.name} sample {int(numbers[row])}")
 
-    def _outside(self, place: int, where: str) -> Damaged:
+    def _outside(self, place: int, where: str) -> CorruptData:
         data = self.dataset
-        return Damaged(
+        return CorruptData(
             f"{data.bin}: offset {place * data.dtype.itemsize}: token id {data.tokens[place]} in document "
             f"{data.document_at(place)} ({where}); the vocabulary has ids 0 to {self.vocab_size - 1}"
         )
@@ -133,7 +133,7 @@ class Samples:
     def check_ids(self, limit: int) -> None:
         """Look at the first `limit` tokens of the split before anything is started.
 
-        Raises Damaged for an id outside the vocabulary.
+        Raises CorruptData for an id outside the vocabulary.
         """
         end = self._first + min(limit, self.num_tokens)
         for start in range(self._first, end, SCANNED):

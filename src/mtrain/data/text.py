@@ -10,7 +10,7 @@ import tokenizers
 from mtrain import units
 from mtrain.config.files import kind_of
 from mtrain.config.token_files import EOD_NAMES, MAX_TOKENIZER
-from mtrain.errors import BadInput, Damaged, Problem
+from mtrain.errors import ConfigError, CorruptData, Problem
 
 LIMIT_BYTES = MAX_TOKENIZER
 
@@ -18,7 +18,7 @@ LIMIT_BYTES = MAX_TOKENIZER
 class Tokenizer:
     """Encodes and decodes with a `tokenizer.json`.
 
-    Raises BadInput if the file is missing, Damaged if it is not one.
+    Raises ConfigError if the file is missing, CorruptData if it is not one.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -26,22 +26,22 @@ class Tokenizer:
         try:
             if kind := kind_of(self.path):
                 fix = "data.tokenizer=PATH of a tokenizer.json"
-                raise BadInput([Problem("MT603", "data.tokenizer", str(path), f"is {kind}", fix)])
+                raise ConfigError([Problem("MT603", "data.tokenizer", str(path), f"is {kind}", fix)])
             size = self.path.stat().st_size
             if size > LIMIT_BYTES:
-                raise Damaged(f"{path}: {units.bytes_(size)}; a tokenizer may have {units.bytes_(LIMIT_BYTES)}")
+                raise CorruptData(f"{path}: {units.bytes_(size)}; a tokenizer may have {units.bytes_(LIMIT_BYTES)}")
             text = self.path.read_bytes().decode()
         except OSError as error:
             fix = "data.tokenizer=PATH of a tokenizer.json"
-            raise BadInput(
+            raise ConfigError(
                 [Problem("MT603", "data.tokenizer", str(path), f"cannot be read: {error.strerror}", fix)]
             ) from error
         except UnicodeDecodeError as error:
-            raise Damaged(f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json") from error
+            raise CorruptData(f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json") from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
-            raise Damaged(f"{path}: no tokenizer.json: {error}") from error
+            raise CorruptData(f"{path}: no tokenizer.json: {error}") from error
 
     @property
     def vocab_size(self) -> int:

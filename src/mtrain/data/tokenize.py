@@ -30,7 +30,7 @@ from mtrain.data.cache import FILES
 from mtrain.data.corpus import TextCorpus, near_paths, open_corpus
 from mtrain.data.indexed import IndexedDataset, IndexedWriter, token_dtype, with_suffix
 from mtrain.data.samples import entropy_nats
-from mtrain.errors import BadEnvironment, BadInput, Damaged, Problem, say
+from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem, say
 
 FORMAT = 1
 SETTLED_NS = 2_000_000_000
@@ -65,7 +65,7 @@ def prepare(data: DataConfig, note: Callable[[str], None] = _say) -> Corpus:
     """Make the corpus of a configuration ready and return it; a text corpus is tokenized at the first call.
 
     Any number of processes may call it at once. Tokenizing starts threads; a process forked afterwards tokenizes
-    with one, and says so. Raises BadInput for a path or corpus that cannot be used, Damaged for
+    with one, and says so. Raises ConfigError for a path or corpus that cannot be used, CorruptData for
     `.bin/.idx` that do not add up, BadEnvironment when the cache folder cannot be written.
     """
     if data.kind == "mock":
@@ -74,7 +74,7 @@ def prepare(data: DataConfig, note: Callable[[str], None] = _say) -> Corpus:
 
 
 def verify(corpus: Corpus) -> None:
-    """Read every file of a cached text corpus again; raises Damaged for one that is not as it was written."""
+    """Read every file of a cached text corpus again; raises CorruptData for one that is not as it was written."""
     if corpus.prefix is None:
         return
     for name, expected in corpus.meta.get("files", {}).items():
@@ -82,7 +82,7 @@ def verify(corpus: Corpus) -> None:
         with open(path, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != expected["sha256"]:
-            raise Damaged(f"{path}: sha256 is {found}, was written as {expected['sha256']}: remove {path.parent}")
+            raise CorruptData(f"{path}: sha256 is {found}, was written as {expected['sha256']}: remove {path.parent}")
 
 
 def _given(data: DataConfig) -> Corpus:
@@ -113,7 +113,7 @@ def _given(data: DataConfig) -> Corpus:
         fix = near_paths(tokenizer).replace("data.path=", "data.tokenizer=")
         problem("tokenizer", data.tokenizer, f"{tokenizer} is not a file", fix)
     if problems:
-        raise BadInput(problems)
+        raise ConfigError(problems)
     meta = _counts([IndexedDataset(prefix) for prefix in prefixes])
     if tokenizer is not None:
         from mtrain.data.text import Tokenizer
@@ -243,7 +243,7 @@ def _open(folder: Path) -> Corpus | None:
 def _build(data: DataConfig, text: TextCorpus, folder: Path, contents: str) -> Corpus:
     """Tokenize into a folder beside `folder`, then rename. The caller holds the lock.
 
-    `contents` is what the folder is named after: raises BadInput if the text changed since.
+    `contents` is what the folder is named after: raises ConfigError if the text changed since.
     """
     for stale in folder.parent.glob(f".building-{folder.name}-*"):
         shutil.rmtree(stale, ignore_errors=True)
@@ -253,7 +253,7 @@ def _build(data: DataConfig, text: TextCorpus, folder: Path, contents: str) -> C
         meta = _tokenize(data, text, building)
         if meta["contents"] != contents:
             rule = "files of the corpus changed while they were read"
-            raise BadInput([Problem("MT601", "data.path", text.shown, rule, "run again when they are complete")])
+            raise ConfigError([Problem("MT601", "data.path", text.shown, rule, "run again when they are complete")])
         if folder.exists():
             shutil.rmtree(folder)
         building.rename(folder)

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
 from mtrain.devices.base import Device
-from mtrain.errors import BadEnvironment, BadInput, Problem
+from mtrain.errors import BadEnvironment, ConfigError, Problem
 
 GROUP = "mtrain.devices"
 """Entry point group of device plug-ins; the entry point's value is a `Device`."""
@@ -24,7 +24,7 @@ def names() -> tuple[str, ...]:
 def get(name: str) -> Device:
     """The device called `name`; `auto` is cuda where a GPU can be used and cpu elsewhere.
 
-    Raises `BadInput` for a name that nothing provides, `BadEnvironment` for a device that cannot be used here
+    Raises `ConfigError` for a name that nothing provides, `BadEnvironment` for a device that cannot be used here
     or a plug-in that does not load.
     """
     if name == "auto":
@@ -47,7 +47,7 @@ def _load(name: str) -> Device:
         return cast(Device, getattr(import_module(module), attribute))
     entry = _plug_ins().get(name)
     if entry is None:
-        raise BadInput([_unknown(name)])
+        raise ConfigError([_unknown(name)])
     try:
         device = entry.load()
     except Exception as error:

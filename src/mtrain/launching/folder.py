@@ -23,7 +23,7 @@ from mtrain.config.load import read_run_file
 from mtrain.config.paths import RUN_FILE
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig, effect_of
-from mtrain.errors import BadEnvironment, BadInput, Damaged, Problem, show
+from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem, show
 from mtrain.launching import matmul
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import flops_per_token, parameters, state_bytes
@@ -74,9 +74,9 @@ def plan(run: RunConfig) -> Plan:
     """Decide the run folder, and what to resume from.
 
     Raises:
-        BadInput: the folder is taken, there is nothing to resume from, or it was made by a configuration that
+        ConfigError: the folder is taken, there is nothing to resume from, or it was made by a configuration that
             this one cannot continue.
-        Damaged: what was named is a checkpoint that was never committed, or whose `run.yaml` was altered.
+        CorruptData: what was named is a checkpoint that was never committed, or whose `run.yaml` was altered.
     """
     if run.checkpoint.resume is None:
         new = _new_folder(run)
@@ -88,7 +88,7 @@ def plan(run: RunConfig) -> Plan:
     new = checkpoint is not None and checkpoint.parent.parent != found
     try:
         changes = _judge(run, found, checkpoint)
-    except BadInput:
+    except ConfigError:
         if checkpoint is not None:  # what is refused may not be what was written
             ckpt_folder.read_manifest(checkpoint, verify=False)
         raise
@@ -103,7 +103,7 @@ def opened(run: RunConfig, chosen: Plan, argv: list[str]) -> Iterator[Plan]:
     aside.
 
     Raises:
-        BadInput: another process owns it, or made it in the meantime.
+        ConfigError: another process owns it, or made it in the meantime.
         BadEnvironment: it cannot be written.
     """
     while True:
@@ -139,7 +139,7 @@ def refuse_links(folder: Path) -> None:
     """Refuses a run folder that is a symbolic link or holds one: what is written would land elsewhere.
 
     Raises:
-        BadInput: with the link.
+        ConfigError: with the link.
     """
     entries = [folder, *(folder.iterdir() if folder.is_dir() else ())]
     link = next((entry for entry in entries if entry.is_symlink()), None)
@@ -149,7 +149,7 @@ def refuse_links(folder: Path) -> None:
     free = f"log.name={_free_name(folder)}"
     if link == folder and os.path.isdir(folder):
         free = f"{override('checkpoint.resume', os.path.realpath(folder))}, or {free}"
-    raise BadInput([Problem("MT501", "log.name", folder.name, rule, free)])
+    raise ConfigError([Problem("MT501", "log.name", folder.name, rule, free)])
 
 
 def _claim(folder: Path) -> int | None:
@@ -248,8 +248,8 @@ def _free_name(folder: Path) -> str:
     return f"{folder.name}-{number}"
 
 
-def _occupied(folder: Path, what: str, fix: str) -> BadInput:
-    return BadInput([Problem("MT501", "log.name", folder.name, f"the run folder {folder} {what}", fix)])
+def _occupied(folder: Path, what: str, fix: str) -> ConfigError:
+    return ConfigError([Problem("MT501", "log.name", folder.name, f"the run folder {folder} {what}", fix)])
 
 
 def _latest(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
@@ -263,7 +263,7 @@ def _latest(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
         elif (folder / RUN_FILE).is_file():
             try:
                 runs.append((folder, read_run_file(folder / RUN_FILE)))
-            except BadInput:
+            except ConfigError:
                 notes.append(f"{folder / RUN_FILE} is no configuration of this version; passed over")
     if not runs:
         what = f"there is no run named {run.log.name} in {root}" if run.log.name else f"there is no run in {root}"
@@ -292,7 +292,7 @@ def _named(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
         elsewhere = run.log.name is not None and run.log.name != home.name
         return (_new_folder(run) if elsewhere or not in_run else home), path
     if path.parent.name == CHECKPOINTS and path.exists():
-        raise Damaged(f"{path} is not a committed checkpoint: it has no {ckpt_folder.MANIFEST}")
+        raise CorruptData(f"{path} is not a committed checkpoint: it has no {ckpt_folder.MANIFEST}")
     if (path / RUN_FILE).is_file():
         return path, _newest(path, notes)
     if not path.exists():
@@ -312,8 +312,8 @@ def _newest(folder: Path, notes: list[str]) -> Path | None:
     return saved[-1] if saved else None
 
 
-def _nothing(given: str, what: str) -> BadInput:
-    return BadInput([Problem("MT502", "checkpoint.resume", given, what, "checkpoint.resume=null for a new run")])
+def _nothing(given: str, what: str) -> ConfigError:
+    return ConfigError([Problem("MT502", "checkpoint.resume", given, what, "checkpoint.resume=null for a new run")])
 
 
 def _judge(run: RunConfig, folder: Path, checkpoint: Path | None) -> tuple[str, ...]:
@@ -335,7 +335,7 @@ def _judge(run: RunConfig, folder: Path, checkpoint: Path | None) -> tuple[str, 
             fix = f"{key}={show(old)}, or checkpoint.accept_changes=true to go on with the new value"
             problems.append(Problem("MT504", key, new, f"changes the numbers of the resumed run: {where}", fix))
     if problems:
-        raise BadInput(problems)
+        raise ConfigError(problems)
     return tuple(f"{key}: {show(old)} -> {show(new)}" for key, (old, new) in differences.items())
 
 

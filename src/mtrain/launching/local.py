@@ -51,7 +51,7 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
     `preflight.check` has found no shortage.
 
     Raises:
-        BadInput, BadEnvironment, Damaged: before any rank is started.
+        ConfigError, BadEnvironment, CorruptData: before any rank is started.
         MtrainError: what the first failing rank ended with.
     """
     chosen = folder.plan(run)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mtrain.errors import BadEnvironment, MtrainError, Preempted, TrainingFault
+from mtrain.errors import BadEnvironment, MtrainError, Preempted, TrainingError
 from mtrain.launching.worker import record_name, revive
 
 GRACE_S = 0.5
@@ -151,11 +151,11 @@ class Supervisor:
             killed = [e for e in failed if e.signal is not None and records[e.rank] is None]
             if killed:
                 name = signal.Signals(killed[0].signal or 0).name
-                return TrainingFault(self._advised(f"rank {killed[0].rank} was ended by {name}"))
+                return TrainingError(self._advised(f"rank {killed[0].rank} was ended by {name}"))
         seen = own or [r for r in records.values() if r]
         if not seen:
             text = f"rank {first.rank} ended with exit code {first.code} and left no record"
-            return TrainingFault(self._advised(text))
+            return TrainingError(self._advised(text))
         cause = min(seen, key=lambda r: r["time"])
         if cause["expected"]:
             return revive(cause, f"rank {cause['rank']}: ")
@@ -163,7 +163,7 @@ class Supervisor:
         text = f"rank {cause['rank']} failed first: {cause['kind']}: {summary}"
         if self.advice:
             text += f"; details in {self.errors / record_name(cause['rank'])}"
-        return TrainingFault(self._advised(text))
+        return TrainingError(self._advised(text))
 
     def _advised(self, text: str) -> str:
         return f"{text}; {self.advice}" if self.advice else text

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadEnvironment, BadInput, MtrainError, TrainingFault, say
+from mtrain.errors import BadEnvironment, ConfigError, MtrainError, TrainingError, say
 from mtrain.launching import folder, matmul
 from mtrain.launching.worker import describe, enter, leave, revive
 
@@ -67,7 +67,7 @@ def train(run: RunConfig, argv: list[str]) -> int:
 
         def locate(world: World) -> Paths:
             told = ""
-            if world.is_first:
+            if world.is_rank0:
                 told = _decide(run, argv, stack)
             body = json.loads(world.tell(told))
             if "kind" in body:
@@ -81,7 +81,7 @@ def train(run: RunConfig, argv: list[str]) -> int:
             if not describe(error)["peer_lost"]:
                 raise
             first = str(error).strip().splitlines()[0]
-            raise TrainingFault(f"another rank has failed or ended: {first}") from error
+            raise TrainingError(f"another rank has failed or ended: {first}") from error
     if not together:
         leave(0)
     return 0
@@ -105,7 +105,7 @@ def is_for_this_rank(error: BaseException, *, known: bool) -> bool:
     """Whether this rank prints an error: what all ranks know, one rank of each machine says."""
     from mtrain.world.verdict import Refused
 
-    shared = known and (isinstance(error, BadInput | BadEnvironment) or getattr(error, "shared", False))
+    shared = known and (isinstance(error, ConfigError | BadEnvironment) or getattr(error, "shared", False))
     return not shared or is_first_here() or (isinstance(error, Refused) and error.speaks)
 
 

@@ -16,12 +16,12 @@ from mtrain import strict_json
 from mtrain.config.run import RunConfig
 from mtrain.errors import (
     BadEnvironment,
-    BadInput,
-    Damaged,
+    ConfigError,
+    CorruptData,
     MtrainError,
     Preempted,
     Problem,
-    TrainingFault,
+    TrainingError,
     say_page,
     show,
 )
@@ -99,7 +99,7 @@ def describe(error: BaseException) -> dict[str, Any]:
     """An error as JSON-like values, enough for `revive`."""
     expected = isinstance(error, MtrainError)
     text = str(error)
-    problems = error.problems if isinstance(error, BadInput) else ()
+    problems = error.problems if isinstance(error, ConfigError) else ()
     return {
         "kind": type(error).__name__,
         "message": text,
@@ -112,10 +112,10 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 def revive(body: dict[str, Any], prefix: str = "") -> MtrainError:
     """The error that `describe` described; one that mtrain did not raise on purpose is a training fault."""
-    if body["kind"] == "BadInput":
-        return BadInput([Problem(**p) for p in body["problems"]])
-    kinds = {error.exit_code: error for error in (BadEnvironment, Damaged, TrainingFault)}
-    return kinds.get(body["exit_code"], TrainingFault)(*f"{prefix}{body['message']}".split("\n"))
+    if body["kind"] == "ConfigError":
+        return ConfigError([Problem(**p) for p in body["problems"]])
+    kinds = {error.exit_code: error for error in (BadEnvironment, CorruptData, TrainingError)}
+    return kinds.get(body["exit_code"], TrainingError)(*f"{prefix}{body['message']}".split("\n"))
 
 
 def leave(code: int) -> None:

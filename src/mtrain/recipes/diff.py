@@ -12,7 +12,7 @@ from mtrain.config.compose import compose
 from mtrain.config.load import load
 from mtrain.config.recipe import find_recipe
 from mtrain.config.run import GROUPS, RunConfig, effect_of
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 
 RUN_FILE = "run.yaml"
 KINDS = {
@@ -40,7 +40,7 @@ def overrides_of(words: Sequence[str]) -> list[str]:
     """Words of a command line where a bare one names a recipe, a run or checkpoint folder, or a run file.
 
     Raises:
-        BadInput: a folder holds no run, or there is no such recipe.
+        ConfigError: a folder holds no run, or there is no such recipe.
     """
     return [word if "=" in word else _named(word) for word in words]
 
@@ -49,7 +49,7 @@ def _named(word: str) -> str:
     path = Path(word).expanduser()
     if path.is_dir() and not (path / RUN_FILE).is_file() and not path.with_suffix(".yaml").is_file():
         rule = f"{word} is a folder without {RUN_FILE}; a run or a checkpoint folder has one"
-        raise BadInput([Problem("MT502", "", None, rule, "the name of a recipe, or runs/NAME", "command line")])
+        raise ConfigError([Problem("MT502", "", None, rule, "the name of a recipe, or runs/NAME", "command line")])
     if (path / RUN_FILE).is_file():
         return f"run={path / RUN_FILE}"
     key = "run" if _is_run_file(path) else "recipe"
@@ -70,7 +70,7 @@ def side(word: str) -> RunConfig:
     """The configuration that a name stands for, before it is resolved.
 
     Raises:
-        BadInput: it cannot be read, or the schema refuses it.
+        ConfigError: it cannot be read, or the schema refuses it.
     """
     return compose(overrides_of([word])).run
 

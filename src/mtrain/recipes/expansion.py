@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arithmetic import whole_number
 from mtrain.recipes.words import Part, Raw, quoted
 
@@ -52,7 +52,7 @@ class Expander:
         self.left -= size + 1
         if self.left < 0:
             rule = f"expands to more than {MAX_EXPANDED} characters"
-            raise BadInput([Problem("MT005", "", None, rule, "", self.where)])
+            raise ConfigError([Problem("MT005", "", None, rule, "", self.where)])
 
     def joined(self, parts: list[Part], depth: int = 0) -> str:
         """Parts as one text, without splitting: what an assignment stores."""
@@ -92,7 +92,7 @@ class Expander:
     def value(self, part: Part, depth: int) -> list[str]:
         """What an expansion stands for; an array gives its items."""
         if depth > MAX_DEPTH:
-            raise BadInput([Problem("MT005", "", None, "expansions are nested too deep", "", self.source)])
+            raise ConfigError([Problem("MT005", "", None, "expansions are nested too deep", "", self.source)])
         if part.kind == "command":
             return [unknown(f"$({part.text})")]
         if part.kind == "arithmetic":

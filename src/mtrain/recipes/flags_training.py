@@ -7,7 +7,7 @@ import re
 
 from mtrain.config.batches import Stage, linear, samples_of, steps_within
 from mtrain.config.model import VOCAB_MULTIPLE
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.flags import always, default_of, on, one, spelled
 from mtrain.recipes.vocabularies import ids_of
@@ -127,7 +127,7 @@ def _stepped(a: Arguments, seq_length: int) -> list[tuple[int, int]] | None:
     """The stages of `--step-batch-size-schedule`: tokens consumed when each begins, and samples a step.
 
     Raises:
-        BadInput: it is there and cannot be read. Without it the run would be another one.
+        ConfigError: it is there and cannot be read. Without it the run would be another one.
     """
     words = a.words(STEPPED)
     if words is None:
@@ -143,7 +143,7 @@ def _stepped(a: Arguments, seq_length: int) -> list[tuple[int, int]] | None:
     grows = all(one[0] < two[0] for one, two in itertools.pairwise(stages))
     if not stages or stages[0][0] or not grows or any(size < 1 for _, size in stages):
         rule = f"{STEPPED} {text[:60]!r} is no list of TOKENS:SIZE that begins at 0 and grows"
-        raise BadInput([Problem("MT014", LISTED, None, rule, f'{STEPPED} "0:16 2.4B:320"', "")])
+        raise ConfigError([Problem("MT014", LISTED, None, rule, f'{STEPPED} "0:16 2.4B:320"', "")])
     if len(stages) > 1:
         a.notes.append("the learning rate follows steps; Megatron-LM's follows samples while steps grow")
     return stages

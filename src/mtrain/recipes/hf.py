@@ -9,7 +9,7 @@ from typing import Any
 
 from mtrain.config.files import read_text
 from mtrain.config.load import MAX_DEPTH, MAX_NODES, UNSHOWN, refuse_hidden
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft
 from mtrain.recipes.hf_families import FAMILIES
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json
@@ -20,7 +20,7 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
     """Reads a `config.json`; `extra` are overrides in our own grammar, for layout, data and all else.
 
     Raises:
-        BadInput: no JSON, a family that is not known, or a value that is refused.
+        ConfigError: no JSON, a family that is not known, or a value that is refused.
     """
     source = str(path)
     values = read_json(path, source)
@@ -28,13 +28,13 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         rule = f"models of type {kind!r} are not read; those are: {', '.join(FAMILIES)}"
-        raise BadInput([Problem("MT703", "", None, rule, "", source)])
+        raise ConfigError([Problem("MT703", "", None, rule, "", source)])
     f = ConfigFile(values, family)
     try:
         d = _read(f, family)
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         rule = f"a value is of another type or size than it must be: {error}"
-        raise BadInput([Problem("MT703", "", None, rule, "", source)]) from None
+        raise ConfigError([Problem("MT703", "", None, rule, "", source)]) from None
     d["model.name"] = name_of(path.resolve().parent if path.stem == "config" else path)
     f.finish()
     return Imported(build(d, Arguments(()), extra, source), f.unplaced, f.notes)
@@ -64,7 +64,7 @@ def read_json(path: Path, source: str) -> Json:
     """A JSON object of bounded size and depth, no key of it written twice.
 
     Raises:
-        BadInput: it is something else.
+        ConfigError: it is something else.
     """
     text = read_text(path, source, (".json",))
     refuse_hidden(text, source, UNSHOWN)
@@ -75,21 +75,23 @@ def read_json(path: Path, source: str) -> Json:
             refuse_hidden(key, source, UNSHOWN)
         if len(out) < len(items):
             twice = next(key for key, _ in items if [k for k, _ in items].count(key) > 1)
-            raise BadInput([Problem("MT004", twice, None, "written twice in one object", "keep one of them", source)])
+            raise ConfigError(
+                [Problem("MT004", twice, None, "written twice in one object", "keep one of them", source)]
+            )
         return out
 
     try:
         values = json.loads(text, object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
-        raise BadInput([Problem("MT003", "", None, f"not JSON: {error}", "", source)]) from None
+        raise ConfigError([Problem("MT003", "", None, f"not JSON: {error}", "", source)]) from None
     if not isinstance(values, dict):
-        raise BadInput([Problem("MT003", "", None, "the top level must be an object", "", source)])
+        raise ConfigError([Problem("MT003", "", None, "the top level must be an object", "", source)])
     depth, nodes, layer = 0, 0, [values]
     while layer:
         depth, nodes = depth + 1, nodes + len(layer)
         if depth > MAX_DEPTH or nodes > MAX_NODES:
             rule = f"nested deeper than {MAX_DEPTH} levels, or more than {MAX_NODES} values"
-            raise BadInput([Problem("MT005", "", None, rule, "", source)])
+            raise ConfigError([Problem("MT005", "", None, rule, "", source)])
         layer = [inner for value in layer for inner in _inside(value)]
     return values
 

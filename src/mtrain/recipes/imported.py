@@ -16,7 +16,7 @@ from mtrain.config.overrides import read_overrides
 from mtrain.config.paths import choices_of_group
 from mtrain.config.run import RunConfig
 from mtrain.config.validate import validate
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft, Unplaced
 from mtrain.recipes.flags_other import FITTING, OTHERS
 from mtrain.recipes.launch import World
@@ -87,14 +87,14 @@ def build(d: Draft, a: Arguments, extra: Sequence[str], source: str, said: Draft
     """The configuration of keys that were read; those that an export `said` in lines, and `extra` overrides, on top.
 
     Raises:
-        BadInput: a key that is required is missing, or a value is refused; the flag is named.
+        ConfigError: a key that is required is missing, or a value is refused; the flag is named.
     """
     overrides = read_overrides(extra)
     problems = list(overrides.problems)
     if overrides.recipe is not None or overrides.run is not None:
         problems.append(Problem("MT010", "", None, "what is imported stands on nothing else", "leave recipe= out"))
     if problems:
-        raise BadInput(problems)
+        raise ConfigError(problems)
     values = _beneath(d, overrides.choices)
     for key, value in d.items():
         if key.partition(".")[0] not in overrides.choices:
@@ -103,7 +103,7 @@ def build(d: Draft, a: Arguments, extra: Sequence[str], source: str, said: Draft
         put(values, key, value)
     run, problems = validate(values, lambda path: _where(path, a, source))
     if run is None:
-        raise BadInput([_with_reason(problem, a) for problem in problems])
+        raise ConfigError([_with_reason(problem, a) for problem in problems])
     return _quiet(run, a)
 
 
@@ -208,7 +208,7 @@ def residue(text: str, source: str) -> Draft:
     """What the lines say that an export wrote for keys without a flag: each a key and a value in YAML.
 
     Raises:
-        BadInput: a line is none of that kind.
+        ConfigError: a line is none of that kind.
     """
     out: Draft = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -217,7 +217,7 @@ def residue(text: str, source: str) -> Draft:
         key, equals, value = line[len(MARK) :].partition("=")
         if not equals or not _KEY.match(key):
             rule = f"a line that begins with `{MARK}` holds KEY=VALUE"
-            raise BadInput([Problem("MT003", "", None, rule, "delete it", f"{source}:{number}")])
+            raise ConfigError([Problem("MT003", "", None, rule, "delete it", f"{source}:{number}")])
         out[key] = parse(f"value: {value}", f"{source}:{number}").values["value"]
     return out
 

@@ -15,7 +15,7 @@ from mtrain.config.load import UNSHOWN, refuse_hidden
 from mtrain.config.model import VOCAB_MULTIPLE
 from mtrain.config.paths import program
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft
 from mtrain.recipes.expansion import shown
 from mtrain.recipes.flags_training import vocabulary
@@ -50,7 +50,7 @@ def import_scripts(paths: Sequence[Path], extra: Sequence[str] = ()) -> Imported
     Nothing of them is run. `extra` are overrides in our own grammar, for what the scripts do not say.
 
     Raises:
-        BadInput: no flags are found, a required one is missing, or a value is refused.
+        ConfigError: no flags are found, a required one is missing, or a value is refused.
     """
     return import_texts(read_texts(paths), name_of(paths[-1]), extra)
 
@@ -59,7 +59,7 @@ def read_texts(paths: Sequence[Path]) -> list[tuple[str, str]]:
     """Files as texts, each with its name.
 
     Raises:
-        BadInput: one cannot be read, or has characters that are not shown.
+        ConfigError: one cannot be read, or has characters that are not shown.
     """
     texts = []
     for path in paths:
@@ -108,8 +108,8 @@ def import_words(
         left += _vocabulary(d, notes, extra)
     try:
         run = _padding(build(d, a, extra, source, said), said, notes)
-    except BadInput as error:
-        raise BadInput([_with_place(problem, notes) for problem in error.problems]) from None
+    except ConfigError as error:
+        raise ConfigError([_with_place(problem, notes) for problem in error.problems]) from None
     notes += _unsaid(d | said, run, extra)
     notes += _too_few(run)
     shown_notes = [secrets.hide(shown(n)) for n in dict.fromkeys(notes)]
@@ -201,7 +201,7 @@ def _training_command(script: Script, source: str) -> _Found:
     """The command with the most flags that are known, of those that train a GPT.
 
     Raises:
-        BadInput: there is none, or what there is trains something else.
+        ConfigError: there is none, or what there is trains something else.
     """
     best: tuple[bool, int, _Found, Command] | None = None
     others: list[Command] = []
@@ -228,7 +228,7 @@ def _training_command(script: Script, source: str) -> _Found:
         return found
     if refused:
         _, what, where = max(refused)
-        raise BadInput([not_a_gpt(what, where)])
+        raise ConfigError([not_a_gpt(what, where)])
     return _all_variables(script, source)
 
 
@@ -236,16 +236,16 @@ def _all_variables(script: Script, source: str) -> _Found:
     """The flags of a file that only sets variables, for another script to use.
 
     Raises:
-        BadInput: they are too few, or those of another model.
+        ConfigError: they are too few, or those of another model.
     """
     words = [word for held in script.variables.values() for item in held for word in _unpacked([item])]
     if len({w.partition("=")[0] for w in words} & known_flags()) < FEW_FLAGS:
         rule = "no flags of Megatron-LM are found in it"
         fix = "the file of a training script, or of nothing but its flags"
-        raise BadInput([Problem("MT701", "", None, rule, fix, source)])
+        raise ConfigError([Problem("MT701", "", None, rule, fix, source)])
     does = other_than_gpt(None, Arguments(words).flags, source)
     if does:
-        raise BadInput([not_a_gpt(f"it {does}", source)])
+        raise ConfigError([not_a_gpt(f"it {does}", source)])
     note = "no command uses the flags: those of all variables are read"
     return _Found([], words, [note], script.conditional)
 

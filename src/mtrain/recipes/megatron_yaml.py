@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mtrain.config.load import parse
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments
 from mtrain.recipes.expansion import Expander
 from mtrain.recipes.flags import spelled
@@ -61,7 +61,7 @@ def import_yaml(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[str
         texts: each a text with the name of its file. `name` and `extra` are as for `import_texts`.
 
     Raises:
-        BadInput: it holds neither `MODEL_ARGS` nor arguments of Megatron-LM, or trains something else than a GPT.
+        ConfigError: it holds neither `MODEL_ARGS` nor arguments of Megatron-LM, or trains something else than a GPT.
     """
     text, source = texts[-1]
     document = parse(text, source, foreign=True)
@@ -78,12 +78,12 @@ def import_yaml(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[str
         words = list(_of_arguments(values))
     if len({word for word in words if word in known_flags()}) < FEW_FLAGS:
         rule = "it holds neither MODEL_ARGS nor the arguments of Megatron-LM"
-        raise BadInput([Problem("MT701", "", None, rule, "a model_config.yaml, or a file for --yaml-cfg", source)])
+        raise ConfigError([Problem("MT701", "", None, rule, "a model_config.yaml, or a file for --yaml-cfg", source)])
     flags = Arguments(words).flags
     mode = str(values.get("MODE", ""))
     does = "generates text (MODE: inference)" if mode == "inference" else other_than_gpt(None, flags, source)
     if does:
-        raise BadInput([not_a_gpt(f"it {does}", source)])
+        raise ConfigError([not_a_gpt(f"it {does}", source)])
     secrets = Secrets({**expander.variables, **{f: v for f, v in flags.items() if f not in known_flags()}})
     return import_words(words, None, name, source, extra, secrets, notes, {})
 

@@ -86,7 +86,7 @@ def read_script(*texts: tuple[str, str]) -> Script:
     """Reads scripts, each a text with its name, as if the later ones had sourced the earlier.
 
     Raises:
-        BadInput: quotes or brackets that do not close, or text that expands without bounds.
+        ConfigError: quotes or brackets that do not close, or text that expands without bounds.
     """
     reader = _Reader()
     for text, source in texts:

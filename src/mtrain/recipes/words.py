@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 
 MAX_NESTED = 64
 
@@ -69,7 +69,7 @@ def statements(text: str, source: str) -> Iterator[Statement]:
     """Every command of a script in the order of the text, loops and conditions not followed.
 
     Raises:
-        BadInput: a quote or a bracket that does not close.
+        ConfigError: a quote or a bracket that does not close.
     """
     return _Lexer(text.replace("\r\n", "\n"), source).statements()
 
@@ -94,9 +94,9 @@ class _Lexer:
         """Whether the operator before belongs to the digits in front of it, as in `2>&1`."""
         self.line, self.line_at = 1, 0
 
-    def bad(self, what: str) -> BadInput:
+    def bad(self, what: str) -> ConfigError:
         line = self.text.count("\n", 0, min(self.at, len(self.text))) + 1
-        return BadInput([Problem("MT003", "", None, f"not a shell script: {what}", "", f"{self.source}:{line}")])
+        return ConfigError([Problem("MT003", "", None, f"not a shell script: {what}", "", f"{self.source}:{line}")])
 
     def here(self) -> int:
         self.line += self.text.count("\n", self.line_at, self.at)

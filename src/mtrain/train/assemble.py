@@ -21,7 +21,7 @@ from mtrain.config.run import RunConfig
 from mtrain.data import Splits, open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches, Packing
 from mtrain.data.text import Tokenizer
-from mtrain.errors import Damaged, MtrainError, say_page, warn
+from mtrain.errors import CorruptData, MtrainError, say_page, warn
 from mtrain.mcore.sharding import gathered
 from mtrain.plan.count import parameters
 from mtrain.train import hooks
@@ -75,12 +75,12 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
                     update={"kernels": run.kernels.model_copy(update={"cpu_matmul": paths.cpu_matmul})}
                 )
             splits = splits_of(run)
-            if world.is_first:
+            if world.is_rank0:
                 _keep_tokenizer(splits, paths.folder)
             errors = paths.folder / ERRORS
             with watching(run, world, errors, end):
                 parts = assemble(run, world, splits)
-                progress = Progress(run, speaks=world.is_first)
+                progress = Progress(run, speaks=world.is_rank0)
                 checkpoint = _run(parts, splits, paths, progress)
             with watching(run, world, errors, _end_of_sample):
                 _show_sample(parts, splits, checkpoint, progress)
@@ -160,13 +160,13 @@ def generate_text(
     """Print text that the model of a checkpoint continues `prompt` with, in the layout of `run`.
 
     Raises:
-        Damaged: the checkpoint or the tokenizer is not what was written.
+        CorruptData: the checkpoint or the tokenizer is not what was written.
     """
     with joined(run) as world:
         chunks = build_model(run, world, wrap=False)
         ckpt_state.load_model(Checkpoint.open(checkpoint, verify=False), chunks)
         text = sample(Sampler(run, world, chunks), Tokenizer(tokenizer), prompt, tokens, temperature)
-        if world.is_first:
+        if world.is_rank0:
             say_page(text)
 
 
@@ -190,11 +190,11 @@ def _resume(parts: Parts, path: Path, splits: Splits, progress: Progress) -> Non
         if not parts.run.checkpoint.accept_changes:
             same_data(checkpoint.state["data"], splits.describe())
         restored = ckpt_state.load(checkpoint, parts.world, parts.state, seed=parts.run.trainer.seed)
-    except Damaged as found:
+    except CorruptData as found:
         damage = str(found)
     damage = parts.world.first_problem(damage)
     if damage:
-        error = Damaged(damage)
+        error = CorruptData(damage)
         error.shared = True
         raise error
     progress.note(f"resumed from {path}: step {parts.state.step}, {parts.state.consumed_samples} samples used")
@@ -260,7 +260,7 @@ def _show_sample(parts: Parts, splits: Splits, checkpoint: Path | None, progress
             if world.store.add("sample failed", 1) == 1:
                 _warn_of_sample(f"rank {world.rank}: {reason(error)}")
         raise Apart from error
-    if not world.is_first:
+    if not world.is_rank0:
         return
     if problem and problem != STOPPED:
         _warn_of_sample(problem)

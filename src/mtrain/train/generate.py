@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mtrain.config.rules.quantized import MULTIPLES
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadInput, Problem
+from mtrain.errors import ConfigError, Problem
 from mtrain.layout.grid import RankGrid
 from mtrain.mcore import api as mcore
 from mtrain.world.beats import beat
@@ -40,7 +40,7 @@ class Sampler:
         """Tokens that are looked back at: `data.seq_length`, or fewer where learned positions end before.
 
         Raises:
-            BadInput: there are fewer positions than the shortest sequence that this layout can compute.
+            ConfigError: there are fewer positions than the shortest sequence that this layout can compute.
         """
         model = self.run.model
         if model.position_embedding_type != "learned_absolute":
@@ -51,7 +51,7 @@ class Sampler:
             rule = (
                 f"sequences of this layout are multiples of {self.multiple} tokens, and {positions} have a position"
             )
-            raise BadInput([Problem("MT508", "model.max_position_embeddings", positions, rule, "parallel=single")])
+            raise ConfigError([Problem("MT508", "model.max_position_embeddings", positions, rule, "parallel=single")])
         return min(self.run.data.seq_length, whole)
 
     @property
@@ -70,7 +70,7 @@ class Sampler:
         the training state is left as it was.
 
         Raises:
-            BadInput: see `context`.
+            ConfigError: see `context`.
         """
         generator = torch.Generator().manual_seed(self.run.trainer.seed)
         ids, context, rank = list(prompt), self.context, self.world.rank

@@ -43,7 +43,7 @@ class Metrics(Hook):
 
     def start(self, parts: Parts) -> None:
         """Open the file; after a resume, without the lines of steps that are made again."""
-        if not parts.world.is_first:
+        if not parts.world.is_rank0:
             return
         kept = [line for line in read_lines(self.path) if line["step"] <= parts.state.step]
         self.known = {(line["step"], key) for line in kept for key in line if key.endswith("_loss")}
@@ -238,7 +238,7 @@ class Memory(Hook):
             mine = str(int(world.device.memory_stats()["peak_bytes"]))
             world.store.set(f"peak/{world.rank}", mine)
         finally:
-            peaks = self._peaks(world) if world.is_first else []
+            peaks = self._peaks(world) if world.is_rank0 else []
         if peaks:
             self.path.write_text(strict_json.dumps({"peak_bytes_by_rank": peaks}))
 

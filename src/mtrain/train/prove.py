@@ -30,7 +30,7 @@ def observe(run: RunConfig, folder: Path) -> None:
         record_gradients(parts, folder / "gradients")
         results = [train_step(parts, stop_requested=False) for _ in range(run.trainer.train_iters)]
         ckpt_state.save(folder, run, world, parts.state, {})
-        if world.is_first:
+        if world.is_rank0:
             rows = [{"loss": r.loss, "grad_norm": r.grad_norm} for r in results]
             (folder / "steps.json").write_text(strict_json.dumps(rows))
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from types import FrameType
 
 from mtrain.config.run import RunConfig
-from mtrain.errors import MtrainError, Preempted, TrainingFault, warn
+from mtrain.errors import MtrainError, Preempted, TrainingError, warn
 from mtrain.train.step import Parts, StepResult, train_step
 
 AGREE_S = 5.0
@@ -56,7 +56,7 @@ class Trainer:
         """Train to the end.
 
         Raises:
-            TrainingFault: the loss or the gradient is not a number, or fp16 updates nothing any more; the state of
+            TrainingError: the loss or the gradient is not a number, or fp16 updates nothing any more; the state of
                 that step is not saved.
             Preempted: stopped on request, after the hooks have saved.
             Exception: whatever a step, or a hook that communicates, failed with.
@@ -143,22 +143,22 @@ def reason(error: BaseException) -> str:
 
 
 def check_finite(result: StepResult) -> None:
-    """Raise TrainingFault where a step's loss, or the gradient of a step that was taken, is not a number."""
+    """Raise TrainingError where a step's loss, or the gradient of a step that was taken, is not a number."""
     if not math.isfinite(result.loss):
-        raise TrainingFault(f"step {result.step}: the loss is {result.loss}; nothing of this step is saved")
+        raise TrainingError(f"step {result.step}: the loss is {result.loss}; nothing of this step is saved")
     if result.updated and not math.isfinite(result.grad_norm):
-        raise TrainingFault(
+        raise TrainingError(
             f"step {result.step}: the gradient norm is {result.grad_norm}; nothing of this step is saved"
         )
 
 
 def check_updates(result: StepResult, run: RunConfig) -> None:
-    """Raise TrainingFault where fp16 skipped too many updates in a row and its loss scale cannot fall any more."""
+    """Raise TrainingError where fp16 skipped too many updates in a row and its loss scale cannot fall any more."""
     p, skipped = run.precision, result.skipped_updates
     if result.loss_scale is None or result.loss_scale_may_fall:
         return
     if skipped >= min(p.max_skipped_updates, run.trainer.train_iters):
-        raise TrainingFault(
+        raise TrainingError(
             f"step {result.step}: the gradient overflowed and the last {skipped} updates were skipped, with a loss "
             f"scale of {result.loss_scale:g} that falls no further (precision.min_loss_scale={p.min_loss_scale:g}, "
             f"precision.max_skipped_updates={p.max_skipped_updates}); the weights are those of step "

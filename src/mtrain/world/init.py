@@ -49,7 +49,7 @@ class World:
         return self.grid.world
 
     @property
-    def is_first(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
 

@@ -20,7 +20,7 @@ from typing import TextIO
 from torch.distributed import PrefixStore, Store
 
 from mtrain.config.run import RunConfig
-from mtrain.errors import TrainingFault, say_page
+from mtrain.errors import TrainingError, say_page
 from mtrain.world import stacks, stall
 from mtrain.world.beats import pulse
 from mtrain.world.init import World
@@ -37,7 +37,7 @@ def watching(run: RunConfig, world: World, folder: Path, end: End) -> Iterator[N
     """Watch over what this rank does inside, together with all other ranks.
 
     `folder` gets the stacks. After `trainer.soft_timeout_s` in which no rank made progress each writes its own, and
-    one names the rank that is behind; after `trainer.timeout_s` `end` gets a TrainingFault that names it again.
+    one names the rank that is behind; after `trainer.timeout_s` `end` gets a TrainingError that names it again.
     """
     watchdog = Watchdog(run, world, folder, end)
     watchdog.start()
@@ -133,7 +133,7 @@ class Watchdog:
                 f"no progress for {found.idle_s:.1f} s (trainer.timeout_s={self.hard_s:g}): {found.blame}; "
                 f"stacks: {files}; go on with checkpoint.resume=latest"
             )
-            self.end(TrainingFault(text), speaks)
+            self.end(TrainingError(text), speaks)
 
     def _found(self) -> tuple[Finding, bool]:
         """What is known of the stall, and whether it is for this rank to say it."""

@@ -6,7 +6,7 @@ import difflib
 from importlib import import_module
 
 from mtrain.cli.pages import page_of
-from mtrain.errors import BadInput, Problem, say_page
+from mtrain.errors import ConfigError, Problem, say_page
 
 SUBVERBS = {
     "list": "listing",
@@ -25,7 +25,7 @@ def run(argv: list[str], *, debug: bool) -> int:
     """Runs the subverb that `argv` begins with; returns the exit code.
 
     Raises:
-        BadInput: there is no such subverb, or it refuses its arguments.
+        ConfigError: there is no such subverb, or it refuses its arguments.
     """
     if not argv:
         say_page(page_of("recipe"))
@@ -35,7 +35,7 @@ def run(argv: list[str], *, debug: bool) -> int:
         near = difflib.get_close_matches(word, SUBVERBS, n=2, cutoff=0.5)
         rule = f"{word}: there is no such subverb; subverbs: {', '.join(SUBVERBS)}"
         fix = " or ".join(f"recipe {name}" for name in near)
-        raise BadInput([Problem("MT010", "", None, rule, fix, "command line")])
+        raise ConfigError([Problem("MT010", "", None, rule, fix, "command line")])
     function = f"{word}_" if word in ("import", "list") else word
     code: int = getattr(import_module(f"mtrain.cli.recipe.{SUBVERBS[word]}"), function)(argv[1:])
     return code

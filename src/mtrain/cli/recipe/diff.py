@@ -9,7 +9,7 @@ from mtrain import strict_json
 from mtrain.cli.options import read_options
 from mtrain.config.dump import spell
 from mtrain.config.resolve import Machine, resolve
-from mtrain.errors import BadInput, Problem, say_page, visible
+from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.recipes.diff import ABSENT, Difference, differences, side
 
 EQUAL, DIFFERENT = 0, 1
@@ -21,7 +21,9 @@ def diff(argv: Sequence[str]) -> int:
     options = read_options(argv)
     if len(options.words) != 2:
         rule = f"compares two, and {len(options.words)} are given"
-        raise BadInput([Problem("MT010", "", None, rule, "recipe diff llama3/8b_h100x8 runs/NAME", "command line")])
+        raise ConfigError(
+            [Problem("MT010", "", None, rule, "recipe diff llama3/8b_h100x8 runs/NAME", "command line")]
+        )
     machine = Machine.here()
     left, right = (resolve(side(word), machine) for word in options.words)
     found = differences(left, right)

@@ -18,7 +18,7 @@ from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
 from mtrain.config.validate import unfilled
 from mtrain.config.watch import read_from, touches
-from mtrain.errors import BadInput, Problem, say_page, visible
+from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.hf import import_config
 from mtrain.recipes.imported import Imported, name_of
@@ -73,7 +73,7 @@ def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | Non
         return import_scripts(paths, extra)
     if len(files) > 1:
         rule = "a config.json says a whole model: it is read alone"
-        raise BadInput([Problem("MT010", "", None, rule, f"recipe import {configs[0]}", "command line")])
+        raise ConfigError([Problem("MT010", "", None, rule, f"recipe import {configs[0]}", "command line")])
     return import_config(Path(configs[0]), extra)
 
 

@@ -15,7 +15,7 @@ from mtrain.config.locked import read_lock
 from mtrain.config.paths import conf_dir, program, recipes_dir, user_path
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadInput, Damaged, say, say_page
+from mtrain.errors import ConfigError, CorruptData, say, say_page
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.lock import lock_text, mismatches
 
@@ -61,7 +61,7 @@ def sources(files: Mapping[str, Path]) -> dict[str, str]:
     """Digests of the files that a configuration is composed from, by their names; of those that are here."""
     out: dict[str, str] = {}
     for name, path in files.items():
-        with suppress(BadInput):
+        with suppress(ConfigError):
             out[name] = hashlib.sha256(read_bytes(path, name, endings=YAML_ENDINGS)).hexdigest()
     return out
 
@@ -86,7 +86,7 @@ def digests(run: RunConfig) -> dict[str, str]:
     out: dict[str, str] = {}
     if run.data.tokenizer is not None:
         path = user_path(run.data.tokenizer)
-        with suppress(BadInput):
+        with suppress(ConfigError):
             out["tokenizer"] = hashlib.sha256(read_bytes(path, str(path), MAX_TOKENIZER_BYTES)).hexdigest()
     data = _tokens(run) if run.data.kind == "indexed" else _text(run) if run.data.kind == "text" else None
     return out | ({"data": data} if data else {})
@@ -111,7 +111,7 @@ def _tokens(run: RunConfig) -> str | None:
 
     try:
         return joint_fingerprint([IndexedDataset(prefix) for prefix in prefixes])
-    except (Damaged, OSError):
+    except (CorruptData, OSError):
         return "unreadable"
 
 
@@ -120,7 +120,7 @@ def _text(run: RunConfig) -> str | None:
 
     try:
         text = open_corpus(run.data)
-    except (BadInput, OSError):
+    except (ConfigError, OSError):
         return None
     digest = hashlib.sha256()
     for file in text.files:

@@ -13,7 +13,7 @@ from mtrain.config.overrides import read_overrides
 from mtrain.config.paths import program
 from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadEnvironment, BadInput, Problem, say
+from mtrain.errors import BadEnvironment, ConfigError, Problem, say
 from mtrain.layout.grid import RankGrid
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.write import Delta, delta, recipe_text
@@ -42,19 +42,19 @@ def for_elsewhere(words: Sequence[str]) -> tuple[Composed, RunConfig]:
     """A configuration and what it is resolved to, judged but for files that another machine may have.
 
     Raises:
-        BadInput: it breaks a rule that holds on every machine.
+        ConfigError: it breaks a rule that holds on every machine.
     """
     machine, world_size = Machine.here(), world_size_of()
     try:
         composed = compose(words)
     except Rejected as error:
-        raise BadInput([*error.problems, *also_wrong(error, machine, world_size)]) from None
+        raise ConfigError([*error.problems, *also_wrong(error, machine, world_size)]) from None
     run = resolve(composed.run, machine, world_size)
     problems = judge(composed, run, resolved_origins(composed, run), machine, world_size)
     here = [p for p in problems if p.code in NOT_HERE]
     wrong = [p for p in problems if p not in here and p.severity == "error"]
     if wrong:
-        raise BadInput(problems)
+        raise ConfigError(problems)
     for problem in here:
         say(f"note: {problem.path} = {problem.value}: {problem.rule}", error=True)
     return composed, run
@@ -87,7 +87,7 @@ def write_new(path: Path, text: str) -> None:
     """Writes a file that is not there yet.
 
     Raises:
-        BadInput: it is there.
+        ConfigError: it is there.
         BadEnvironment: it cannot be written.
     """
     try:
@@ -95,7 +95,7 @@ def write_new(path: Path, text: str) -> None:
             file.write(text)
     except FileExistsError:
         fix = str(path.with_name(f"{path.stem}_2{path.suffix}"))
-        raise BadInput(
+        raise ConfigError(
             [Problem("MT704", "", None, f"{path} is there already; nothing is written over", fix)]
         ) from None
     except (OSError, ValueError) as error:

@@ -17,7 +17,7 @@ from mtrain.config.paths import near_files, user_path
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.run import RunConfig
 from mtrain.config.token_files import TokenFiles, TokenizerFacts, split_documents, tokenizer_facts
-from mtrain.errors import Damaged
+from mtrain.errors import CorruptData
 from mtrain.units import MIB
 
 MADE_UP: Change = {
@@ -139,7 +139,7 @@ def _corpus(run: RunConfig, text: str, renamed: Callable[[str], Change]) -> Iter
     try:
         with closing(TokenFiles(base)) as corpus:
             yield from _tokens_suffice(run, corpus)
-    except Damaged as error:
+    except CorruptData as error:
         yield Finding("MT611", "data.path", str(error), (MADE_UP,), hint=_AGAIN)
     except OSError as error:
         yield Finding("MT306", "data.path", f"{error.filename} cannot be read: {error.strerror}", (MADE_UP,))
@@ -195,7 +195,7 @@ def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
         return
     try:
         facts = tokenizer_facts(path)
-    except Damaged as error:
+    except CorruptData as error:
         yield Finding("MT613", "data.tokenizer", str(error), without)
         return
     except OSError as error:
