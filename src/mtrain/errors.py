@@ -10,8 +10,9 @@ from typing import Literal, TextIO
 
 Severity = Literal["error", "warning"]
 MAX_SHOWN = 160
-MAX_PROBLEMS = 50
 """Letters of a value that a message shows."""
+MAX_PROBLEMS = 50
+"""Problems that one error holds."""
 
 
 @dataclass(frozen=True, slots=True)
