@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtrain.ckpt.folder import MANIFEST
+from mtrain.ckpt.folder import MANIFEST, commit
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
 from mtrain.data.indexed import IndexedWriter
@@ -53,10 +52,10 @@ def begun(home: Path, **changes: object) -> RunConfig:
     run = resolve(tiny(log__runs_dir=str(home), log__name="a", **changes), LAPTOP)
     with folder.opened(run, folder.plan(run), []):
         pass
-    checkpoint = home / "a/checkpoints/step_00000001"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / MANIFEST).write_text(json.dumps({"tensors": {}}))
-    (checkpoint / "run.yaml").write_text((home / "a/run.yaml").read_text())
+    draft = home / "a/checkpoints/draft"
+    draft.mkdir(parents=True)
+    (draft / "run.yaml").write_text((home / "a/run.yaml").read_text())
+    commit(draft, draft.with_name("step_00000001"), {"step": 1, "files": {}, "tensors": {}, "state": {}})
     (home / "a/metrics.jsonl").write_text('{"step": 1}\n')
     return run
 
