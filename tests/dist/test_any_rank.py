@@ -33,11 +33,11 @@ def _owned(run: RunConfig, ranks: Iterable[int]) -> dict[int, int]:
     """By rank: the parameters that it is the first to hold, so that every one counts once."""
     from mtrain.build.model import blank_model
     from mtrain.mcore.boxes import boxes_of
-    from mtrain.world.pretend import pretended
+    from mtrain.world.fake_world import fake_world
 
     found = {}
     for rank in ranks:
-        with pretended(run, rank) as world:
+        with fake_world(run, rank) as world:
             found[rank] = 0
             for chunk in blank_model(run, world):
                 trained = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}

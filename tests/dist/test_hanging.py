@@ -153,7 +153,7 @@ def test_a_healthy_run_with_slow_steps_and_a_long_save_says_nothing_and_leaves_n
     def slowly() -> None:
         from mtrain.ckpt import store
         from mtrain.train import trainer
-        from mtrain.world.beats import tick
+        from mtrain.world.heartbeat import tick
 
         step, merge = trainer.train_step, store._merge
 

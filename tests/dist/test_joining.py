@@ -15,7 +15,7 @@ import pytest
 
 from mtrain.config.load import read_run_file
 from mtrain.config.run import RunConfig
-from mtrain.world.seat import End
+from mtrain.world.rank_env import End
 from tests.support.commands import SMALL, metrics, wait_for
 from tests.support.launched import Launched, as_rank, free_port
 
@@ -241,9 +241,9 @@ def test_a_rank_that_came_and_never_gets_ready_is_named(start: Callable[..., Lau
 
 def test_a_rank_0_that_is_stopped_is_said_not_to_answer(start: Callable[..., Launched]) -> None:
     def stop_when_it_serves() -> None:
-        from mtrain.world import rollcall
+        from mtrain.world import rendezvous
 
-        rollcall.Judge.look = lambda self: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]
+        rendezvous.Coordinator.look = lambda self: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]
 
     start(0, 2, patch=stop_when_it_serves)
     rank = start(1, 2)

@@ -59,7 +59,7 @@ def _may_defer(run: RunConfig) -> bool:
 
 
 def blank_model(run: RunConfig, world: World) -> list[Any]:
-    """This rank's chunks in a `pretended` world: every layer and shape, no memory; portable layers."""
+    """This rank's chunks in a `fake_world` world: every layer and shape, no memory; portable layers."""
     words = {key: "reference" for key, value in run.kernels if not isinstance(value, bool)}
     off = {"gradient_accumulation_fusion": False, "cpu_matmul": None}
     kernels = run.kernels.model_copy(update={**words, **off})

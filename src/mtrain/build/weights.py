@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mtrain.mcore.sharding import Slot, make_main_weights, model_slots
-from mtrain.world.beats import tick
+from mtrain.world.heartbeat import tick
 
 BLOCK_ELEMENTS = 1 << 24
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.errors import CorruptData
-from mtrain.world.beats import tick
+from mtrain.world.heartbeat import tick
 
 HASHED_BYTES = 1 << 24
 LENGTH_BYTES = 8

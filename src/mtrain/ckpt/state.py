@@ -19,8 +19,8 @@ from mtrain.config.run import RunConfig
 from mtrain.errors import warn
 from mtrain.mcore import api as mcore
 from mtrain.mcore import optimizer_state, sharding
-from mtrain.world.beats import beat
 from mtrain.world.generators import seed_generators
+from mtrain.world.heartbeat import begin_phase
 from mtrain.world.init import World
 
 STREAMS = "by stage, data and context rank"
@@ -44,7 +44,7 @@ class TrainState:
 
 def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts: dict[str, Any]) -> Path:
     """Commit a checkpoint of `state` together with all ranks; see `store.save`."""
-    beat("save")
+    begin_phase("save")
     slots = sharding.model_slots(state.chunks) + sharding.optimizer_slots(state.chunks, state.optimizer)
     facts = {
         "consumed_samples": state.consumed_samples,
@@ -62,7 +62,7 @@ def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts
         path = store.save(root, state.step, slots, rng_tensors(world), facts, run_yaml(run.recorded()), ranks)
     if world.is_rank0:
         _prune(root, run.checkpoint.keep)
-    beat("after save")
+    begin_phase("after save")
     return path
 
 
@@ -85,7 +85,7 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
     Raises:
         CorruptData: a tensor is missing or has another shape.
     """
-    beat("load")
+    begin_phase("load")
     load_model(checkpoint, state.chunks)
     checkpoint.load(sharding.optimizer_slots_to_fill(state.chunks, state.optimizer))
     sharding.refresh(state.chunks, state.optimizer)

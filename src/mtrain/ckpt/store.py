@@ -24,7 +24,7 @@ from mtrain import units
 from mtrain.ckpt import folder, hashes
 from mtrain.errors import CorruptData, TrainingError
 from mtrain.mcore.sharding import Slot
-from mtrain.world.beats import tick
+from mtrain.world.heartbeat import tick
 
 
 @dataclass(frozen=True)

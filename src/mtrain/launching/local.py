@@ -27,7 +27,7 @@ from mtrain.errors import BadEnvironment, MtrainError, say_page
 from mtrain.launching import folder, matmul, preflight
 from mtrain.launching.supervise import Supervisor
 from mtrain.launching.worker import describe, end, enter, leave, revive, run_rank
-from mtrain.world.seat import LISTEN_FD, End
+from mtrain.world.rank_env import LISTEN_FD, End
 from mtrain.world.stacks import ERRORS
 
 PR_SET_PDEATHSIG = 1

@@ -96,14 +96,14 @@ def _end(error: MtrainError, speaks: bool) -> None:
 
 def tell_others(error: BaseException) -> bool:
     """Tell the ranks that wait for this one why it ends; returns whether they know."""
-    from mtrain.world import arrival
+    from mtrain.world import join
 
-    return arrival.give_up(error)
+    return join.give_up(error)
 
 
 def is_for_this_rank(error: BaseException, *, known: bool) -> bool:
     """Whether this rank prints an error: what all ranks know, one rank of each machine says."""
-    from mtrain.world.verdict import Refused
+    from mtrain.world.rank_info import Refused
 
     shared = known and (isinstance(error, ConfigError | BadEnvironment) or getattr(error, "shared", False))
     return not shared or is_first_here() or (isinstance(error, Refused) and error.speaks)

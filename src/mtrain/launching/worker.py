@@ -25,7 +25,7 @@ from mtrain.errors import (
     say_page,
     show,
 )
-from mtrain.world.seat import End
+from mtrain.world.rank_env import End
 
 PEER_LOST = (
     "connection closed by peer",
@@ -46,9 +46,9 @@ def enter(run: RunConfig, end: End) -> None:
     `end` ends the process where the others refuse it meanwhile.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a peer that ends is no news worth a C++ stack
-    from mtrain.world import arrival
+    from mtrain.world import join
 
-    arrival.announce(run, end)
+    join.announce(run, end)
     from mtrain import mcore as door
     from mtrain.devices import registry
 

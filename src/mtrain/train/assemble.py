@@ -31,7 +31,7 @@ from mtrain.train.progress import Progress
 from mtrain.train.step import Parts
 from mtrain.train.trainer import Hook, Trainer, reason
 from mtrain.world.init import World, joined
-from mtrain.world.seat import End
+from mtrain.world.rank_env import End
 from mtrain.world.stacks import ERRORS
 from mtrain.world.watchdog import watching
 

@@ -14,7 +14,7 @@ from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.layout.grid import RankGrid
 from mtrain.mcore import api as mcore
-from mtrain.world.beats import beat
+from mtrain.world.heartbeat import begin_phase
 from mtrain.world.init import World
 
 
@@ -77,7 +77,7 @@ class Sampler:
         for chunk in self.chunks:
             chunk.eval()
         for _ in range(tokens):
-            beat("generation")
+            begin_phase("generation")
             logits = self._next_logits(ids[-context:])
             told = torch.zeros(2, dtype=torch.int64, device=self.world.torch_device)
             told[1] = stop()

@@ -20,7 +20,7 @@ from mtrain.mcore import api as mcore
 from mtrain.mcore.context import context_positions
 from mtrain.mcore.optimizer_state import loss_scale
 from mtrain.mcore.sharding import gathered
-from mtrain.world.beats import beat, begin_step
+from mtrain.world.heartbeat import begin_phase, begin_step
 from mtrain.world.init import World
 
 Batch = Mapping[str, torch.Tensor]
@@ -88,7 +88,7 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
         reports = run_schedule(parts, batches, forward_only=False)
-    beat("optimizer")
+    begin_phase("optimizer")
     scale, may_fall = loss_scale(state.optimizer) or (None, False)
     with clock.phase("optimizer"):
         updated, grad_norm, lr = update(state, parts.run.optim.schedule_counts)
@@ -141,7 +141,7 @@ def evaluate(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool 
         for i in range(iters):
             if stops:
                 break
-            beat("evaluation")
+            begin_phase("evaluation")
             batches = data.microbatches(i * parts.run.trainer.batch)
             batches = [to_device(b, parts.world) for b in batches]
             reports = run_schedule(parts, batches, forward_only=True)
@@ -175,7 +175,7 @@ def run_pipeline(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) 
 
 def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
     """One micro-batch through one chunk of the model."""
-    beat("forward")
+    begin_phase("forward")
     batch = next(iterator)
     mask = batch["loss_mask"]
     packed = packed_params(batch.get("cu_seqlens"))
@@ -218,7 +218,7 @@ def reduce_report(world: World, reports: list[torch.Tensor], stop: bool) -> tupl
     if reports and world.coords["tp"] == 0:
         values[:2] = torch.stack([r.double() for r in reports]).sum(0)
     values[2] = float(stop)
-    beat("report")
+    begin_phase("report")
     dist.all_reduce(values)
     total, tokens, stops = values.tolist()
     return total / max(1.0, tokens), int(tokens), int(stops)

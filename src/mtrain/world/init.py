@@ -20,9 +20,9 @@ from mtrain.devices.base import Device
 from mtrain.errors import BadEnvironment
 from mtrain.layout import stages
 from mtrain.layout.grid import RankGrid
-from mtrain.world import arrival
+from mtrain.world import join
 from mtrain.world.generators import seed_generators
-from mtrain.world.seat import Seat
+from mtrain.world.rank_env import RankEnv
 
 GROUP_SLACK_S = 60.0
 """Process groups time out this much after trainer.timeout_s: by then the watchdog has said who is behind."""
@@ -97,13 +97,13 @@ def joined(run: RunConfig) -> Iterator[World]:
             the grid, or a rank that is absent, came twice, or has another configuration or version.
     """
     found = dist.is_initialized()
-    arrival.announce(run)
+    join.announce(run)
     try:
-        device = _prepare(run, Seat.here())
+        device = _prepare(run, RankEnv.here())
     except BaseException as error:
-        arrival.give_up(error)
+        join.give_up(error)
         raise
-    world = _join(run, Seat.here(), device)
+    world = _join(run, RankEnv.here(), device)
     from mtrain.world import guard
 
     guard.check_groups(world)
@@ -123,39 +123,39 @@ def _insist_on_determinism() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def _prepare(run: RunConfig, seat: Seat) -> Device:
+def _prepare(run: RunConfig, env: RankEnv) -> Device:
     """Import and set up what this rank needs before it meets the others."""
     if run.trainer.deterministic:
         _insist_on_determinism()
     grid = RankGrid.of(run)
-    if seat.size != grid.world:
-        raise BadEnvironment(f"the layout has {grid.world} ranks ({grid}), but {seat.size} were started")
+    if env.size != grid.world:
+        raise BadEnvironment(f"the layout has {grid.world} ranks ({grid}), but {env.size} were started")
     if grid.tp > 1:
         # Kernels must run in the order they were launched for communication to overlap with GEMMs before Hopper.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = registry.get(run.cluster.device)
     door.open_door(device)
-    device.set_index(seat.local_rank)
+    device.set_index(env.local_rank)
     if device.torch_type == "cpu":
-        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", seat.size))
+        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", env.size))
         asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
         threads = int(asked) if asked.isdigit() else cpu_cores() // on_this_machine
         torch.set_num_threads(max(1, threads))
     return device
 
 
-def _join(run: RunConfig, seat: Seat, device: Device) -> World:
-    store, grid = arrival.together(run), RankGrid.of(run)
+def _join(run: RunConfig, env: RankEnv, device: Device) -> World:
+    store, grid = join.together(run), RankGrid.of(run)
     timeout = timedelta(seconds=run.trainer.timeout_s + GROUP_SLACK_S)
     store.set_timeout(timeout)
     if not dist.is_initialized():
-        dist.init_process_group(device.backend, rank=seat.rank, world_size=seat.size, store=store, timeout=timeout)
+        dist.init_process_group(device.backend, rank=env.rank, world_size=env.size, store=store, timeout=timeout)
     embedding_stages = stages.embedding_stages(run)
     make_groups(grid, run, embedding_stages, timeout)
-    coords = grid.coords(seat.rank)
+    coords = grid.coords(env.rank)
     seed_generators(run.trainer.seed, coords)
-    torch_device = device.device(seat.local_rank)
-    return World(seat.rank, seat.local_rank, grid, device, torch_device, coords, embedding_stages, store)
+    torch_device = device.device(env.local_rank)
+    return World(env.rank, env.local_rank, grid, device, torch_device, coords, embedding_stages, store)
 
 
 def make_groups(grid: RankGrid, run: RunConfig, embedding_stages: list[int], timeout: timedelta) -> None:

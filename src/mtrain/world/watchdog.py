@@ -22,9 +22,9 @@ from torch.distributed import PrefixStore, Store
 from mtrain.config.run import RunConfig
 from mtrain.errors import TrainingError, say_page
 from mtrain.world import stacks, stall
-from mtrain.world.beats import pulse
+from mtrain.world.heartbeat import heartbeat
 from mtrain.world.init import World
-from mtrain.world.seat import End, Seat
+from mtrain.world.rank_env import End, RankEnv
 from mtrain.world.stall import Finding, Status
 
 SILENT_TICKS = 10
@@ -44,7 +44,7 @@ def watching(run: RunConfig, world: World, folder: Path, end: End) -> Iterator[N
     try:
         yield
     except Exception:
-        # Another rank has come to its end of the same stall a moment earlier: the verdict that names the cause is due
+        # Another rank has come to its end of the same stall a moment earlier: the outcome that names the cause is due
         # here too, and comes before the broken connection.
         if watchdog.told:
             watchdog.over.wait(1.0 + 10 * watchdog.tick_s)
@@ -102,9 +102,9 @@ class Watchdog:
                     self.folder.rmdir()
 
     def _watch(self) -> None:
-        seen, before = (pulse.count, pulse.ticks), time.monotonic()
+        seen, before = (heartbeat.count, heartbeat.ticks), time.monotonic()
         while not self.over.wait(self.tick_s):
-            now, latest = time.monotonic(), (pulse.count, pulse.ticks)
+            now, latest = time.monotonic(), (heartbeat.count, heartbeat.ticks)
             passed = min(now - before, self.tick_s + LONGEST_TICK * self.soft_s)
             self.idle_s = 0.0 if latest != seen else self.idle_s + passed
             seen, before = latest, now
@@ -138,21 +138,21 @@ class Watchdog:
     def _found(self) -> tuple[Finding, bool]:
         """What is known of the stall, and whether it is for this rank to say it."""
         rank, wire, now = self.world.rank, self.wire, time.monotonic()
-        finding, seat = wire.finding, Seat.here()
+        finding, env = wire.finding, RankEnv.here()
         if now - wire.heard < self.silent_s:
             if finding is not None:
                 idle_s = min(self.idle_s, finding.idle_s + now - wire.found_at)
                 return replace(finding, idle_s=idle_s), finding.observer == rank
             # Nobody has looked yet; if that stays so, this rank ends with what it knows.
             idle_s = self.idle_s if self.idle_s > self.soft_s + 2 * self.silent_s else 0.0
-            return Finding(idle_s, "it is not known who is behind", rank, 0), seat.speaks
+            return Finding(idle_s, "it is not known who is behind", rank, 0), env.speaks
         # The store is silent, so each rank is on its own; whoever serves it is stopped or dead.
-        first = 0 if seat.launcher_serves else min(1, self.world.size - 1)
-        blame = f"{seat.server}, which serves the store of all ranks, gives no sign of life (stopped or dead)"
+        first = 0 if env.launcher_serves else min(1, self.world.size - 1)
+        blame = f"{env.server}, which serves the store of all ranks, gives no sign of life (stopped or dead)"
         return Finding(self.idle_s, finding.blame if finding else blame, first, 0), rank == first
 
     def _write_stacks(self, found: Finding) -> None:
-        title = f"rank {self.world.rank} in {pulse.place}: no progress for {found.idle_s:.1f} s"
+        title = f"rank {self.world.rank} in {heartbeat.place}: no progress for {found.idle_s:.1f} s"
         with suppress(OSError):
             stacks.write(self.folder / stacks_name(self.world.rank), title)
 
@@ -194,8 +194,8 @@ class Wire:
             host=platform.node(),
             pid=os.getpid(),
             number=self.published,
-            count=pulse.count,
-            phase=pulse.place,
+            count=heartbeat.count,
+            phase=heartbeat.place,
             waits=stacks.is_waiting(frame),
             place=stacks.place(frame),
             idle_s=self.watchdog.idle_s,

@@ -24,7 +24,7 @@ class Refused(BadEnvironment):
 
 
 @dataclass(frozen=True)
-class Card:
+class RankInfo:
     """What a rank says of itself when it comes."""
 
     rank: int
@@ -38,12 +38,12 @@ class Card:
     """What must be the same everywhere beside the configuration: versions, grid, device."""
 
     def text(self) -> str:
-        """The card as JSON."""
+        """The info as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def of(cls, text: str | bytes) -> Card:
-        """The card that `text` made, maybe that of another version."""
+    def of(cls, text: str | bytes) -> RankInfo:
+        """The info that `text` made, maybe that of another version."""
         values = json.loads(text)
         return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
@@ -64,31 +64,31 @@ class Card:
 
 
 @dataclass
-class Roll:
+class RendezvousState:
     """Who came so far, in the order of coming."""
 
-    cards: list[Card] = field(default_factory=list)
+    infos: list[RankInfo] = field(default_factory=list)
     ready: set[int] = field(default_factory=set)
-    """Positions in `cards` of those that have imported what they need."""
+    """Positions in `infos` of those that have imported what they need."""
     failed: dict[int, str] = field(default_factory=dict)
     """Positions of those that will not take part, with the reason."""
 
     def absent(self, size: int) -> list[int]:
         """Ranks of a world of `size` that did not come."""
-        return sorted(set(range(size)) - {card.rank for card in self.cards})
+        return sorted(set(range(size)) - {info.rank for info in self.infos})
 
-    def unready(self) -> list[Card]:
+    def unready(self) -> list[RankInfo]:
         """Those that came and still import."""
-        return [c for i, c in enumerate(self.cards) if i not in self.ready and i not in self.failed]
+        return [c for i, c in enumerate(self.infos) if i not in self.ready and i not in self.failed]
 
     def is_wrong(self) -> bool:
         """Whether no further rank can make this a world."""
-        able = [card for i, card in enumerate(self.cards) if i not in self.failed]
+        able = [info for i, info in enumerate(self.infos) if i not in self.failed]
         return (
             bool(self.failed)
-            or len({card.rank for card in self.cards}) < len(self.cards)
-            or len({card.size for card in self.cards}) > 1
-            or len({card.signature for card in able}) > 1
+            or len({info.rank for info in self.infos}) < len(self.infos)
+            or len({info.size for info in self.infos}) > 1
+            or len({info.signature for info in able}) > 1
         )
 
     def is_world(self, size: int) -> bool:
@@ -96,27 +96,27 @@ class Roll:
         return not self.is_wrong() and len(self.ready) == size
 
 
-def faults(roll: Roll, config_of: Callable[[str], dict[str, Any] | None]) -> list[str]:
+def faults(state: RendezvousState, config_of: Callable[[str], dict[str, Any] | None]) -> list[str]:
     """What is wrong with those who came; `config_of` gives the flat configuration of a digest, where known."""
-    found = [f"{roll.cards[i].who} ended before it was ready: {text}" for i, text in sorted(roll.failed.items())]
-    for rank, cards in _by_rank(roll.cards):
-        if len(cards) > 1:
-            found.append(f"RANK {rank} came {_times(len(cards))}: {' and '.join(c.process for c in cards)}")
-    sizes = Counter(card.size for card in roll.cards)
+    found = [f"{state.infos[i].who} ended before it was ready: {text}" for i, text in sorted(state.failed.items())]
+    for rank, infos in _by_rank(state.infos):
+        if len(infos) > 1:
+            found.append(f"RANK {rank} came {_times(len(infos))}: {' and '.join(c.process for c in infos)}")
+    sizes = Counter(info.size for info in state.infos)
     if len(sizes) > 1:
-        each = [f"{size} on {_named(c for c in roll.cards if c.size == size)}" for size, _ in sizes.most_common()]
+        each = [f"{size} on {_named(c for c in state.infos if c.size == size)}" for size, _ in sizes.most_common()]
         found.append(f"WORLD_SIZE differs: {', '.join(each)}\n  fix: start every rank with the same WORLD_SIZE")
     else:
-        found += _differences([card for i, card in enumerate(roll.cards) if i not in roll.failed], config_of)
+        found += _differences([info for i, info in enumerate(state.infos) if i not in state.failed], config_of)
     return found
 
 
-def absence(roll: Roll, size: int, waited_s: float) -> str:
+def absence(state: RendezvousState, size: int, waited_s: float) -> str:
     """Who did not come, and who did."""
-    absent = roll.absent(size)
+    absent = state.absent(size)
     hosts = [
-        f"{_numbers(c.rank for c in cards)} on {host}"
-        for host, cards in groupby(sorted(roll.cards, key=lambda c: (c.host, c.rank)), lambda c: c.host)
+        f"{_numbers(c.rank for c in infos)} on {host}"
+        for host, infos in groupby(sorted(state.infos, key=lambda c: (c.host, c.rank)), lambda c: c.host)
     ]
     more = f" and {len(hosts) - 8} more machines" if len(hosts) > 8 else ""
     plural = "s" if len(absent) > 1 else ""
@@ -128,10 +128,10 @@ def absence(roll: Roll, size: int, waited_s: float) -> str:
     )
 
 
-def unreadiness(roll: Roll, waited_s: float) -> str:
+def unreadiness(state: RendezvousState, waited_s: float) -> str:
     """Who came and is still not ready."""
-    late = sorted(roll.unready(), key=lambda card: card.rank)
-    names = ", ".join(card.who for card in late[:8]) + (f" and {len(late) - 8} more" if len(late) > 8 else "")
+    late = sorted(state.unready(), key=lambda info: info.rank)
+    names = ", ".join(info.who for info in late[:8]) + (f" and {len(late) - 8} more" if len(late) > 8 else "")
     return (
         f"{names} arrived, but {'were' if len(late) > 1 else 'was'} not ready within {waited_s:g} s: "
         "still importing, stopped or dead\n"
@@ -139,11 +139,11 @@ def unreadiness(roll: Roll, waited_s: float) -> str:
     )
 
 
-def _differences(cards: list[Card], config_of: Callable[[str], dict[str, Any] | None]) -> list[str]:
+def _differences(infos: list[RankInfo], config_of: Callable[[str], dict[str, Any] | None]) -> list[str]:
     """A text for each kind of rank that differs from what most have, or, of two as large, from the lowest rank."""
-    kinds: dict[tuple[str, ...], list[Card]] = {}
-    for card in sorted(cards, key=lambda c: c.rank):
-        kinds.setdefault(card.signature, []).append(card)
+    kinds: dict[tuple[str, ...], list[RankInfo]] = {}
+    for info in sorted(infos, key=lambda c: c.rank):
+        kinds.setdefault(info.signature, []).append(info)
     if len(kinds) < 2:
         return []
     usual, *odd = sorted(kinds.values(), key=lambda kind: (-len(kind), kind[0].rank))
@@ -158,7 +158,7 @@ def _differences(cards: list[Card], config_of: Callable[[str], dict[str, Any] | 
     return found
 
 
-def _lines(odd: Card, usual: Card, config_of: Callable[[str], dict[str, Any] | None]) -> list[str]:
+def _lines(odd: RankInfo, usual: RankInfo, config_of: Callable[[str], dict[str, Any] | None]) -> list[str]:
     """What differs between two ranks, a line for each fact and key."""
     values: list[tuple[str, object, object]] = [
         (name, odd.facts.get(name), usual.facts.get(name)) for name in {**usual.facts, **odd.facts}
@@ -172,17 +172,17 @@ def _lines(odd: Card, usual: Card, config_of: Callable[[str], dict[str, Any] | N
     return [visible(f"{k}: {show(a)} on {odd.who}, {show(b)} on {usual.who}") for k, a, b in values if a != b]
 
 
-def _by_rank(cards: Iterable[Card]) -> list[tuple[int, list[Card]]]:
-    return [(rank, list(found)) for rank, found in groupby(sorted(cards, key=lambda c: c.rank), lambda c: c.rank)]
+def _by_rank(infos: Iterable[RankInfo]) -> list[tuple[int, list[RankInfo]]]:
+    return [(rank, list(found)) for rank, found in groupby(sorted(infos, key=lambda c: c.rank), lambda c: c.rank)]
 
 
 def _times(count: int) -> str:
     return "twice" if count == 2 else f"{count} times"
 
 
-def _named(cards: Iterable[Card]) -> str:
-    some = sorted(cards, key=lambda card: card.rank)
-    return some[0].who if len(some) == 1 else f"ranks {_numbers(card.rank for card in some)}"
+def _named(infos: Iterable[RankInfo]) -> str:
+    some = sorted(infos, key=lambda info: info.rank)
+    return some[0].who if len(some) == 1 else f"ranks {_numbers(info.rank for info in some)}"
 
 
 def _listed(numbers: list[int]) -> str:

@@ -16,7 +16,7 @@ End = Callable[[MtrainError, bool], None]
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankEnv:
     """A rank's number, and where it finds the others."""
 
     rank: int
@@ -30,8 +30,8 @@ class Seat:
     listen_fd: int | None
 
     @classmethod
-    def here(cls, environment: Mapping[str, str] = os.environ) -> Seat:
-        """The seat of this process; a process that nobody launched is rank 0 of 1.
+    def here(cls, environment: Mapping[str, str] = os.environ) -> RankEnv:
+        """The environment of this process as a rank; a process that nobody launched is rank 0 of 1.
 
         Raises:
             BadEnvironment: a variable is no number, or RANK is not below WORLD_SIZE.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Pulse:
+class Heartbeat:
     """How far this rank's main thread has come. Written by that thread alone, read by the watchdog's."""
 
     __slots__ = ("count", "phase", "step", "ticks")
@@ -24,21 +24,21 @@ class Pulse:
         return f"step {self.step}, {self.phase}" if self.step else self.phase
 
 
-pulse = Pulse()
+heartbeat = Heartbeat()
 
 
-def beat(phase: str) -> None:
+def begin_phase(phase: str) -> None:
     """Note that `phase` begins, which it does on every rank."""
-    pulse.count += 1
-    pulse.phase = phase
+    heartbeat.count += 1
+    heartbeat.phase = phase
 
 
 def begin_step(number: int) -> None:
     """Note that a step begins, on every rank."""
-    pulse.step = number
-    beat("data")
+    heartbeat.step = number
+    begin_phase("data")
 
 
 def tick() -> None:
     """Note progress within a phase, as a rank makes it that has more to do there than another."""
-    pulse.ticks += 1
+    heartbeat.ticks += 1

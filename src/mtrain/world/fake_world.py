@@ -19,7 +19,7 @@ from mtrain.world.init import World, make_groups
 
 
 @contextmanager
-def pretended(run: RunConfig, rank: int) -> Iterator[World]:
+def fake_world(run: RunConfig, rank: int) -> Iterator[World]:
     """The world of a resolved configuration as its rank `rank` sees it, in this process alone.
 
     What is built inside has the shapes, the groups and the layers of that rank and takes no memory; collectives

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from mtrain.errors import BadEnvironment
-from mtrain.world import beats, stacks
-from mtrain.world.seat import Seat
+from mtrain.world import heartbeat, stacks
+from mtrain.world.rank_env import RankEnv
+from mtrain.world.rank_info import RankInfo, RendezvousState, absence, faults, unreadiness
 from mtrain.world.stall import Finding, Status, blame, idle_s
-from mtrain.world.verdict import Card, Roll, absence, faults, unreadiness
 
 
-def card(rank: int, size: int = 4, digest: str = "a", **facts: str) -> Card:
-    return Card(rank, size, f"host{rank // 2}", 100 + rank, digest, facts)
+def info(rank: int, size: int = 4, digest: str = "a", **facts: str) -> RankInfo:
+    return RankInfo(rank, size, f"host{rank // 2}", 100 + rank, digest, facts)
 
 
 def nothing(digest: str) -> dict[str, Any] | None:
@@ -24,30 +24,30 @@ def nothing(digest: str) -> dict[str, Any] | None:
 
 
 def test_all_ranks_ready_and_alike_are_a_world() -> None:
-    roll = Roll([card(rank) for rank in range(4)], ready={0, 1, 2})
-    assert not roll.is_wrong()
-    assert not roll.is_world(4)
-    roll.ready.add(3)
-    assert roll.is_world(4)
+    state = RendezvousState([info(rank) for rank in range(4)], ready={0, 1, 2})
+    assert not state.is_wrong()
+    assert not state.is_world(4)
+    state.ready.add(3)
+    assert state.is_world(4)
 
 
 def test_absent_ranks_are_listed_with_the_machines_of_those_that_came() -> None:
-    roll = Roll([card(rank, 8) for rank in (7, 0, 1, 2, 4, 6)])
-    said = absence(roll, 8, 5.0)
+    state = RendezvousState([info(rank, 8) for rank in (7, 0, 1, 2, 4, 6)])
+    said = absence(state, 8, 5.0)
     assert said.startswith("ranks 3 and 5 of 8 did not arrive within 5 s; arrived: 0, 1 on host0, 2 on host1, 4 on")
     assert "trainer.join_timeout_s=50" in said
 
 
 def test_many_numbers_are_written_short() -> None:
-    roll = Roll([card(rank, 100) for rank in range(50)])
-    assert absence(roll, 100, 5.0).startswith("ranks 50-99 of 100 did not arrive")
-    assert "and 17 more machines" in absence(roll, 100, 5.0)
+    state = RendezvousState([info(rank, 100) for rank in range(50)])
+    assert absence(state, 100, 5.0).startswith("ranks 50-99 of 100 did not arrive")
+    assert "and 17 more machines" in absence(state, 100, 5.0)
 
 
 def test_keys_and_versions_that_differ_are_listed_with_both_values() -> None:
     configs = {"a": {"optim.lr": 0.1, "model.name": "m"}, "b": {"optim.lr": 0.2, "model.name": "m"}}
-    roll = Roll([card(0, 3, torch="2.1"), card(1, 3, digest="b", torch="2.1"), card(2, 3, torch="2.2")])
-    said = faults(roll, configs.get)
+    state = RendezvousState([info(0, 3, torch="2.1"), info(1, 3, digest="b", torch="2.1"), info(2, 3, torch="2.2")])
+    said = faults(state, configs.get)
     assert said == [
         "ranks [1] differ from rank 0 in version or configuration:\n"
         "  optim.lr: 0.2 on rank 1 (host0, process 101), 0.1 on rank 0 (host0, process 100)",
@@ -57,8 +57,8 @@ def test_keys_and_versions_that_differ_are_listed_with_both_values() -> None:
 
 
 def test_the_minority_is_odd_and_an_unknown_configuration_is_told_by_its_digest() -> None:
-    roll = Roll([card(0, digest="b" * 64), *(card(rank, digest="a" * 64) for rank in (1, 2, 3))])
-    assert faults(roll, nothing) == [
+    state = RendezvousState([info(0, digest="b" * 64), *(info(rank, digest="a" * 64) for rank in (1, 2, 3))])
+    assert faults(state, nothing) == [
         "ranks [0] differ from rank 1 in version or configuration:\n"
         "  configuration: digest bbbbbbbbbbbb on rank 0 (host0, process 100), "
         "digest aaaaaaaaaaaa on rank 1 (host0, process 101)"
@@ -66,29 +66,29 @@ def test_the_minority_is_odd_and_an_unknown_configuration_is_told_by_its_digest(
 
 
 def test_world_sizes_ranks_that_came_twice_and_ranks_that_failed_are_all_said_at_once() -> None:
-    roll = Roll([card(0, 2), card(1, 3), card(1, 2), card(2, 3)], failed={3: "no disk"})
-    said = faults(roll, nothing)
+    state = RendezvousState([info(0, 2), info(1, 3), info(1, 2), info(2, 3)], failed={3: "no disk"})
+    said = faults(state, nothing)
     assert said[0] == "rank 2 (host1, process 102) ended before it was ready: no disk"
     assert said[1].startswith("RANK 1 came twice: host0, process 101 and host0, process 101")
     assert said[2].startswith("WORLD_SIZE differs: 2 on ranks 0, 1, 3 on ranks 1, 2")
-    assert roll.is_wrong()
+    assert state.is_wrong()
 
 
 def test_a_rank_that_failed_is_not_compared() -> None:
-    roll = Roll([card(0, 2), card(1, 2, digest="")], failed={1: "no disk"})
-    assert faults(roll, nothing) == ["rank 1 (host0, process 101) ended before it was ready: no disk"]
+    state = RendezvousState([info(0, 2), info(1, 2, digest="")], failed={1: "no disk"})
+    assert faults(state, nothing) == ["rank 1 (host0, process 101) ended before it was ready: no disk"]
 
 
 def test_ranks_that_are_not_ready_are_named() -> None:
-    roll = Roll([card(0), card(1), card(2), card(3)], ready={0, 2})
-    assert unreadiness(roll, 60.0).startswith(
+    state = RendezvousState([info(0), info(1), info(2), info(3)], ready={0, 2})
+    assert unreadiness(state, 60.0).startswith(
         "rank 1 (host0, process 101), rank 3 (host1, process 103) arrived, but were not ready within 60 s"
     )
 
 
 def test_a_card_survives_its_text() -> None:
-    assert Card.of(card(3, torch="2").text()) == card(3, torch="2")
-    assert Card.of(card(3).text().replace('"pid"', '"a_key_of_another_version": 1, "pid"')) == card(3)
+    assert RankInfo.of(info(3, torch="2").text()) == info(3, torch="2")
+    assert RankInfo.of(info(3).text().replace('"pid"', '"a_key_of_another_version": 1, "pid"')) == info(3)
 
 
 @pytest.mark.parametrize(
@@ -101,14 +101,14 @@ def test_a_card_survives_its_text() -> None:
 )
 def test_an_environment_that_makes_no_sense_is_refused(environment: dict[str, str], said: str) -> None:
     with pytest.raises(BadEnvironment, match=said):
-        Seat.here(environment)
+        RankEnv.here(environment)
 
 
 def test_the_store_is_in_rank_0_unless_the_launcher_has_it() -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
-    assert Seat.here(environment).serves
-    assert not Seat.here({**environment, "TORCHELASTIC_USE_AGENT_STORE": "True"}).serves
-    assert not Seat.here({**environment, "RANK": "1"}).serves
+    assert RankEnv.here(environment).serves
+    assert not RankEnv.here({**environment, "TORCHELASTIC_USE_AGENT_STORE": "True"}).serves
+    assert not RankEnv.here({**environment, "RANK": "1"}).serves
 
 
 def status(rank: int, count: int, *, waits: bool, idle: float = 9.0) -> Status:
@@ -173,11 +173,15 @@ def test_a_sleeping_thread_does_not_wait_for_others(tmp_path: Any) -> None:
 
 
 def test_a_beat_costs_less_than_a_microsecond() -> None:
-    assert min(timeit.repeat(lambda: beats.beat("forward"), number=10_000, repeat=20)) / 10_000 < 1e-6
+    assert min(timeit.repeat(lambda: heartbeat.begin_phase("forward"), number=10_000, repeat=20)) / 10_000 < 1e-6
 
 
 def test_a_beat_is_a_milestone_and_a_tick_is_none() -> None:
-    before, ticks = beats.pulse.count, beats.pulse.ticks
-    beats.begin_step(7)
-    beats.tick()
-    assert (beats.pulse.count, beats.pulse.ticks, beats.pulse.place) == (before + 1, ticks + 1, "step 7, data")
+    before, ticks = heartbeat.heartbeat.count, heartbeat.heartbeat.ticks
+    heartbeat.begin_step(7)
+    heartbeat.tick()
+    assert (heartbeat.heartbeat.count, heartbeat.heartbeat.ticks, heartbeat.heartbeat.place) == (
+        before + 1,
+        ticks + 1,
+        "step 7, data",
+    )

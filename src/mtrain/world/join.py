@@ -24,25 +24,25 @@ from mtrain.config.run import RunConfig
 from mtrain.devices import registry
 from mtrain.errors import BadEnvironment, MtrainError
 from mtrain.layout.grid import RankGrid
-from mtrain.world.rollcall import IMPORT_FACTOR, Judge, Member, newest, started_before
-from mtrain.world.seat import End, Seat
-from mtrain.world.verdict import Card, Refused
+from mtrain.world.rank_env import End, RankEnv
+from mtrain.world.rank_info import RankInfo, Refused
+from mtrain.world.rendezvous import IMPORT_FACTOR, Coordinator, Member, newest, started_before
 
 BACKLOG = 2048
 FAREWELL_S = 2.0
 """How long the rank that serves the store stays for the others to read why there is no world."""
 PATIENCE = 0.8
-"""The share of the join timeout after which a rank that nobody calls holds the roll call itself."""
+"""The share of the join timeout after which a rank that nobody calls holds the rendezvous itself."""
 
 
-class Arrival:
+class JoinAttempt:
     """One attempt of this process to join the others."""
 
     def __init__(
-        self, seat: Seat, card: Card, config: dict[str, Any], join_timeout_s: float, end: End | None = None
+        self, env: RankEnv, info: RankInfo, config: dict[str, Any], join_timeout_s: float, end: End | None = None
     ) -> None:
-        self.seat, self.card, self.config, self.join_timeout_s, self.end = seat, card, config, join_timeout_s, end
-        self.pause_s = max(0.02, seat.size / 10_000)
+        self.env, self.info, self.config, self.join_timeout_s, self.end = env, info, config, join_timeout_s, end
+        self.pause_s = max(0.02, env.size / 10_000)
         """Between two looks: thousands of ranks must not keep the store busy with asking."""
         self.ready = threading.Event()
         self.ready_at = float("inf")
@@ -51,11 +51,11 @@ class Arrival:
         self.store: dist.Store | None = None
         self.serves = False
         """The store lives in this process."""
-        self.verdict: dict[str, Any] | None = None
+        self.outcome: dict[str, Any] | None = None
         self.heard = 0.0
         """When the store answered last."""
         self.trouble, self.note = "", ""
-        threading.Thread(target=self._attend, name="mtrain arrival", daemon=True).start()
+        threading.Thread(target=self._attend, name="mtrain join", daemon=True).start()
 
     def together(self) -> dist.Store:
         """Say that this rank is ready, and wait for the others; returns a store that only this world uses.
@@ -70,22 +70,22 @@ class Arrival:
                 self.closed = True
                 why = self.trouble or "it accepts connections and says nothing"
                 raise self._lost(f"did not answer within {self.join_timeout_s:g} s: {why}")
-        if self.verdict is None or self.store is None:
+        if self.outcome is None or self.store is None:
             raise self._lost(f"was lost while the ranks came together: {self.trouble}")
-        refused = self._refusal(self.verdict)
+        refused = self._refusal(self.outcome)
         if refused is not None:
             raise refused
-        return dist.PrefixStore(f"mtrain/world/{self.verdict['number']}", self.store)
+        return dist.PrefixStore(f"mtrain/world/{self.outcome['number']}", self.store)
 
     def _lost(self, how: str) -> Refused:
         fix = "see whether it runs, and why it ended; correct MASTER_ADDR and MASTER_PORT if it is elsewhere"
-        return Refused(f"{self.seat.server} {how}\n  fix: {fix}", speaks=True)
+        return Refused(f"{self.env.server} {how}\n  fix: {fix}", speaks=True)
 
-    def _refusal(self, verdict: dict[str, Any]) -> Refused | None:
-        if verdict["problem"] is None:
+    def _refusal(self, outcome: dict[str, Any]) -> Refused | None:
+        if outcome["problem"] is None:
             return None
-        text = "\n".join(filter(None, (verdict["problem"], self.note)))
-        return Refused(text, speaks=verdict["speaker"] == self.seat.rank)
+        text = "\n".join(filter(None, (outcome["problem"], self.note)))
+        return Refused(text, speaks=outcome["speaker"] == self.env.rank)
 
     def give_up(self, why: str) -> bool:
         """Tell the others that this rank will not come; returns whether anybody could be told."""
@@ -99,94 +99,94 @@ class Arrival:
         try:
             self.store = self._reach()
             self.trouble = ""
-            self.verdict = self._meet(dist.PrefixStore("mtrain/join", self.store))
+            self.outcome = self._meet(dist.PrefixStore("mtrain/join", self.store))
         except Exception as error:  # the rank waits for this thread: whatever it was, it is to be said
             self.trouble = (str(error) or type(error).__name__).splitlines()[0]
-        refused = self._refusal(self.verdict) if self.verdict is not None else None
+        refused = self._refusal(self.outcome) if self.outcome is not None else None
         if refused is not None and self.end is not None and not self.ready.is_set():
             self.end(refused, refused.speaks)  # the imports can take as long again
         self.settled.set()
 
     def _reach(self) -> dist.Store:
         """The store: of a torch.distributed that is initialised already, served here, or served elsewhere."""
-        seat = self.seat
+        env = self.env
         if dist.is_initialized():
             return dist.distributed_c10d._get_default_store()
-        if seat.host is None:
+        if env.host is None:
             return dist.HashStore()
-        served = {"world_size": seat.size, "wait_for_workers": False, "timeout": timedelta(seconds=60)}
-        fd = self._listening() if seat.serves else None
+        served = {"world_size": env.size, "wait_for_workers": False, "timeout": timedelta(seconds=60)}
+        fd = self._listening() if env.serves else None
         self.serves = fd is not None
         if fd is not None:
-            return dist.TCPStore(seat.host, seat.port, is_master=True, master_listen_fd=fd, **served)
+            return dist.TCPStore(env.host, env.port, is_master=True, master_listen_fd=fd, **served)
         while not self.closed:
             try:  # torch's own attempts to connect are loud
-                socket.create_connection((seat.host, seat.port), timeout=1.0).close()
+                socket.create_connection((env.host, env.port), timeout=1.0).close()
                 break
             except OSError as error:
                 self.trouble = error.strerror or str(error)
                 time.sleep(0.1)
-        return dist.TCPStore(seat.host, seat.port, is_master=False, **served)
+        return dist.TCPStore(env.host, env.port, is_master=False, **served)
 
     def _listening(self) -> int | None:
         """A socket that listens where the store is to be; None: something else does, maybe a second rank 0."""
-        if self.seat.listen_fd is not None:
-            return self.seat.listen_fd
+        if self.env.listen_fd is not None:
+            return self.env.listen_fd
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         try:
-            listener = socket.create_server(("", self.seat.port), family=family, dualstack_ipv6=both, backlog=BACKLOG)
+            listener = socket.create_server(("", self.env.port), family=family, dualstack_ipv6=both, backlog=BACKLOG)
         except OSError as error:
-            self.trouble = f"port {self.seat.port} of this machine: {error.strerror}"
+            self.trouble = f"port {self.env.port} of this machine: {error.strerror}"
             return None
         return listener.detach()
 
     def _meet(self, root: dist.Store) -> dict[str, Any] | None:
-        """Take part in the newest roll call until it has a verdict."""
+        """Take part in the newest rendezvous until it has an outcome."""
         member: Member | None = None
-        judge = self._call(root, None) if self.seat.rank == 0 else None
+        coordinator = self._call(root, None) if self.env.rank == 0 else None
         while not self.closed:
             self.heard = time.monotonic()
             number = newest(root)
             if number is not None and (member is None or member.number != number):
-                member = Member(root, number, self.card, self.config)
+                member = Member(root, number, self.info, self.config)
             if member is not None and self.ready.is_set():
                 member.report(self.failure)
-            if judge is not None and judge.number == number:
-                judge.look()
-            verdict = member.verdict() if member is not None else None
-            late = member is not None and member.came_late(verdict)
-            if member is not None and not late and (verdict or (self.failure and judge is None)):
-                return self._take_leave(member, verdict) if verdict else None
+            if coordinator is not None and coordinator.number == number:
+                coordinator.look()
+            outcome = member.outcome() if member is not None else None
+            late = member is not None and member.came_late(outcome)
+            if member is not None and not late and (outcome or (self.failure and coordinator is None)):
+                return self._take_leave(member, outcome) if outcome else None
             waited = time.monotonic() - self.ready_at
             if (member is None or late) and waited > self.join_timeout_s * PATIENCE:
-                judge = self._call(root, number, waited)
+                coordinator = self._call(root, number, waited)
             if waited > self.join_timeout_s * (IMPORT_FACTOR + 2):
                 raise ValueError("the rank that compares all ranks has fallen silent")
             (time.sleep if self.ready.is_set() else self.ready.wait)(self.pause_s)
         return None
 
-    def _call(self, root: dist.Store, instead_of: int | None, waited_s: float = 0.0) -> Judge:
-        """Hold the roll call that comes after `instead_of`."""
+    def _call(self, root: dist.Store, instead_of: int | None, waited_s: float = 0.0) -> Coordinator:
+        """Hold the rendezvous that comes after `instead_of`."""
         if started_before(root):
             self.note = "note: ranks started on this store before; if they still run, RANK is given twice"
-        judge = Judge(root, self.card, self.config, self.join_timeout_s, waited_s)
-        judge.open(root, instead_of if waited_s else newest(root))
-        return judge
+        coordinator = Coordinator(root, self.info, self.config, self.join_timeout_s, waited_s)
+        coordinator.open(root, instead_of if waited_s else newest(root))
+        return coordinator
 
-    def _take_leave(self, member: Member, verdict: dict[str, Any]) -> dict[str, Any]:
-        """Let the others read a verdict that ends them before the store goes with this process."""
+    def _take_leave(self, member: Member, outcome: dict[str, Any]) -> dict[str, Any]:
+        """Let the others read an outcome that ends them before the store goes with this process."""
         until = time.monotonic() + FAREWELL_S
-        if verdict["problem"] is not None:
+        if outcome["problem"] is not None:
             if not self.serves:
                 member.acknowledge()
-            others = verdict["able"] - (self.failure is None)
+            others = outcome["able"] - (self.failure is None)
             while self.serves and not member.all_read(others) and time.monotonic() < until:
                 time.sleep(self.pause_s)
-        return verdict | {"number": member.number}
+        return outcome | {"number": member.number}
 
 
-_arrival: Arrival | None = None
+_attempt: JoinAttempt | None = None
 _joined = False
 
 
@@ -198,10 +198,10 @@ def announce(run: RunConfig, end: End | None = None) -> None:
     Raises:
         BadEnvironment: the launcher's environment makes no sense, or there is no such device.
     """
-    global _arrival
-    if _arrival is None:
-        seat = Seat.here()
-        _arrival = Arrival(seat, _card(run, seat), run.recorded().flat(), run.trainer.join_timeout_s, end)
+    global _attempt
+    if _attempt is None:
+        env = RankEnv.here()
+        _attempt = JoinAttempt(env, _rank_info(run, env), run.recorded().flat(), run.trainer.join_timeout_s, end)
 
 
 def together(run: RunConfig) -> dist.Store:
@@ -210,11 +210,11 @@ def together(run: RunConfig) -> dist.Store:
     Raises:
         Refused: the same on every rank: who is absent, came twice, failed, or differs, and in what.
     """
-    global _arrival, _joined
+    global _attempt, _joined
     announce(run)
-    assert _arrival is not None
-    store = _arrival.together()
-    _arrival, _joined = None, True
+    assert _attempt is not None
+    store = _attempt.together()
+    _attempt, _joined = None, True
     return store
 
 
@@ -223,21 +223,21 @@ def give_up(error: BaseException) -> bool:
 
     Ranks that were in one world, were refused together, or were all interrupted need not be told.
     """
-    global _arrival
+    global _attempt
     if _joined or isinstance(error, Refused | KeyboardInterrupt):
         return True
     text = str(error) if isinstance(error, MtrainError) else f"{type(error).__name__}: {error}"
     try:
-        if _arrival is None:
-            seat = Seat.here()
-            card = Card(seat.rank, seat.size, platform.node(), os.getpid())
-            _arrival = Arrival(seat, card, {}, TrainerConfig().join_timeout_s)
-        return _arrival.give_up(text)
+        if _attempt is None:
+            env = RankEnv.here()
+            info = RankInfo(env.rank, env.size, platform.node(), os.getpid())
+            _attempt = JoinAttempt(env, info, {}, TrainerConfig().join_timeout_s)
+        return _attempt.give_up(text)
     except BadEnvironment:  # there is no telling where the others are
         return False
 
 
-def _card(run: RunConfig, seat: Seat) -> Card:
+def _rank_info(run: RunConfig, env: RankEnv) -> RankInfo:
     facts = {
         "mtrain": mtrain.__version__,
         "megatron-core": _version("megatron-core"),
@@ -246,7 +246,7 @@ def _card(run: RunConfig, seat: Seat) -> Card:
         "backend": registry.get(run.cluster.device).backend,
         "grid": str(RankGrid.of(run)),
     }
-    return Card(seat.rank, seat.size, platform.node(), os.getpid(), run.digest(), facts)
+    return RankInfo(env.rank, env.size, platform.node(), os.getpid(), run.digest(), facts)
 
 
 def _version(package: str) -> str:
