@@ -43,12 +43,12 @@ def main() -> int:
 
 def measured(words: list[str], pairs: int) -> dict[str, Any]:
     """Median seconds of a step of each, and their ratio."""
-    from mtrain import mcore as door
+    from mtrain import mcore as adapter
     from mtrain.cli.setup import load
     from mtrain.devices import registry
 
     os.environ["OMP_NUM_THREADS"] = "1"
-    door.open_door(registry.get("cpu"))
+    adapter.install(registry.get("cpu"))
     from mtrain.world.init import joined
 
     run = load(words).run

@@ -6,15 +6,15 @@ import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _open_door() -> None:
-    """Open the door once per test process, which computes with one thread: a pool of threads does not survive a fork."""
+def _install_adapter() -> None:
+    """Install the adapter once per test process, which computes with one thread: a pool does not survive a fork."""
     import torch
 
     torch.set_num_threads(1)
     from mtrain import mcore
     from mtrain.devices import registry
 
-    mcore.open_door(registry.get("cpu"))
+    mcore.install(registry.get("cpu"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

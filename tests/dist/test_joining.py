@@ -202,13 +202,13 @@ def test_a_rank_that_still_imports_is_waited_for(start: Callable[..., Launched])
     def slow() -> None:
         from mtrain import mcore
 
-        real = mcore.open_door
+        real = mcore.install
 
         def late(*args: object) -> None:
             time.sleep(1.5)
             real(*args)  # type: ignore[arg-type]
 
-        mcore.open_door = late  # type: ignore[assignment]
+        mcore.install = late  # type: ignore[assignment]
 
     ranks = [start(0, 2, "trainer.join_timeout_s=0.5"), start(1, 2, "trainer.join_timeout_s=0.5", patch=slow)]
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
@@ -218,7 +218,7 @@ def test_a_rank_that_is_refused_while_it_imports_ends_at_once(start: Callable[..
     def stuck() -> None:
         from mtrain import mcore
 
-        mcore.open_door = lambda *_: time.sleep(100)  # type: ignore[assignment,misc]
+        mcore.install = lambda *_: time.sleep(100)  # type: ignore[assignment,misc]
 
     ranks = [start(0, 2, patch=stuck), start(1, 2, "trainer.seed=7", patch=stuck)]
     for rank in ranks:
@@ -230,7 +230,7 @@ def test_a_rank_that_came_and_never_gets_ready_is_named(start: Callable[..., Lau
     def stuck() -> None:
         from mtrain import mcore
 
-        mcore.open_door = lambda *_: time.sleep(100)  # type: ignore[assignment,misc]
+        mcore.install = lambda *_: time.sleep(100)  # type: ignore[assignment,misc]
 
     short = "trainer.join_timeout_s=0.25"
     ranks = [start(0, 2, short), start(1, 2, short, patch=stuck)]

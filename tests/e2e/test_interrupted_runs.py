@@ -138,7 +138,7 @@ def test_a_rank_that_raises_is_named_with_its_error_although_its_peer_dies_too(t
     )
     plugin = tmp_path / "faulty.py"
     plugin.write_text(
-        "from mtrain import mcore\nfrom mtrain.devices import registry\nmcore.open_door(registry.get('cpu'))\n"
+        "from mtrain import mcore\nfrom mtrain.devices import registry\nmcore.install(registry.get('cpu'))\n"
         + code
         + "import mtrain.train.trainer as trainer\ntrainer.train_step = faulty\n"
         "from mtrain.cli.main import main\nraise SystemExit(main(sys.argv[1:]))\n"

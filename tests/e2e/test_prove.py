@@ -60,7 +60,7 @@ def test_a_wrong_layout_is_not_proven_and_the_difference_is_named(name: str, tmp
         "import sys\n"
         "from mtrain import mcore\n"
         "from mtrain.devices import registry\n"
-        "mcore.open_door(registry.get('cpu'))\n"
+        "mcore.install(registry.get('cpu'))\n"
         "from mtrain.train import prove\n"
         "record = prove.record_gradients\n"
         "def seeded(parts, folder):\n"

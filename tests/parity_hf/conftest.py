@@ -18,7 +18,7 @@ def _imported() -> None:
     from mtrain import mcore
     from mtrain.devices import registry
 
-    mcore.open_door(registry.get("cpu"))
+    mcore.install(registry.get("cpu"))
     from tests.parity_hf import theirs
 
     theirs.import_models()

@@ -29,7 +29,7 @@ class RankFailed(AssertionError):
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """Fork `world_size` ranks, call `fn(*args)` on each inside a gloo world, return the values by rank.
 
-    Ranks are forked from this process: open the door first (every rank then has it open at no cost) and
+    Ranks are forked from this process: install the adapter first (every rank then has it at no cost) and
     do no multi-threaded tensor work before. `fn` finds its rank with `torch.distributed.get_rank()`; it may
     be a closure, its return value must pickle. Each rank computes with one thread. No rank outlives the call.
 

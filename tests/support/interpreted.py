@@ -44,7 +44,7 @@ def _main() -> None:
     from tests.support.launched import Launched
 
     torch.set_num_threads(1)
-    mcore.open_door(registry.get("cpu"))
+    mcore.install(registry.get("cpu"))
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as home:
         for i, (name, words) in enumerate(json.load(sys.stdin).items()):

@@ -74,7 +74,7 @@ class Judged:
 
 
 def judged(drawn: Drawn, timeout_s: float = 60.0) -> Judged:
-    """Asks `check` and tries; needs the open door in this process."""
+    """Asks `check` and tries; needs the adapter installed in this process."""
     run = resolve(apply(drawn.raw, {"trainer.join_timeout_s": timeout_s}), LAPTOP)
     found = [*errors(drawn.raw), *kernels.problems(run, LAPTOP, {})]
     return Judged(drawn, tuple(dict.fromkeys(problem.code for problem in found)), attempt(run, timeout_s))
@@ -124,7 +124,7 @@ def cases(count: int, seed: int) -> Iterator[Drawn]:
         yield draw(rng, 8 if index % 10 == 9 else 4)
 
 
-def open_door() -> None:
+def install() -> None:
     """Import megatron-core and all that a rank needs, before ranks are forked."""
     import torch
 
@@ -132,7 +132,7 @@ def open_door() -> None:
     from mtrain import mcore
     from mtrain.devices import registry
 
-    mcore.open_door(registry.get("cpu"))
+    mcore.install(registry.get("cpu"))
     import mtrain.train.assemble  # noqa: F401
 
 
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first case that is tried")
     parser.add_argument("--all", action="store_true", help="print agreements too")
     args = parser.parse_args(argv)
-    open_door()
+    install()
     began, found, reasons = time.monotonic(), Counter[str](), Counter[str]()
     for index, drawn in enumerate(cases(args.cases, args.seed)):
         if index < args.first:

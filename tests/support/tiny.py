@@ -1,4 +1,4 @@
-"""A model small enough to train in a test, on megatron-core's own objects; needs the open door."""
+"""A model small enough to train in a test, on megatron-core's own objects; needs the megatron adapter."""
 
 from __future__ import annotations
 

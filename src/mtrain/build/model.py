@@ -18,7 +18,7 @@ from mtrain.mcore.fsdp2 import FullySharded
 from mtrain.mcore.kept import unwrap
 from mtrain.mcore.language_model import LanguageModel
 from mtrain.mcore.megatron_fsdp import FullyShardedBuffers, communication_elements
-from mtrain.mcore.plugs import plug_in
+from mtrain.mcore.op_overrides import plug_in
 from mtrain.world.init import World
 
 

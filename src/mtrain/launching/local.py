@@ -146,12 +146,12 @@ def _warm(run: RunConfig) -> None:
         os.environ.setdefault(name, threads)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from mtrain import mcore as door
+    from mtrain import mcore as adapter
     from mtrain.devices import registry
 
     device = registry.get(run.cluster.device)
     if device.fork_safe:
-        door.open_door(device)
+        adapter.install(device)
         import mtrain.train.assemble  # noqa: F401
 
 

@@ -49,10 +49,10 @@ def enter(run: RunConfig, end: End) -> None:
     from mtrain.world import join
 
     join.announce(run, end)
-    from mtrain import mcore as door
+    from mtrain import mcore as adapter
     from mtrain.devices import registry
 
-    door.open_door(registry.get(run.cluster.device))
+    adapter.install(registry.get(run.cluster.device))
 
 
 def record_name(rank: int) -> str:

@@ -1,7 +1,7 @@
-"""The only door to megatron.core: open it once per process, then import `mtrain.mcore.api`.
+"""The adapter to megatron.core: install it once per process, then import `mtrain.mcore.api`.
 
-Nothing else in mtrain imports megatron. Opening adapts megatron-core to the device while it loads (not on
-CUDA), imports it and applies the fixes of `mtrain.mcore.fixes`.
+Nothing else in mtrain imports megatron. Installing adapts megatron-core to the device while it loads (not on
+CUDA), imports it and applies the patches of `mtrain.mcore.patches`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mtrain.devices.base import Device
 from mtrain.errors import BadEnvironment
 
 VERSION = "0.16.1"
-"""The one version of megatron-core that the adaptations and fixes were checked against."""
+"""The one version of megatron-core that the adaptations and patches were checked against."""
 
 _EXPECTED_WARNINGS = (
     r"Transformer Engine and Apex are not installed",
@@ -26,8 +26,8 @@ _EXPECTED_WARNINGS = (
 )
 
 
-class DoorClosed(RuntimeError):
-    """megatron.core was asked for before `open_door`, or was already loaded in a way that cannot be adapted."""
+class NotInstalled(RuntimeError):
+    """megatron.core was asked for before `install`, or was already loaded in a way that cannot be adapted."""
 
 
 _KNOWN_WARNINGS = (
@@ -42,62 +42,62 @@ _KNOWN_WARNINGS = (
 
 
 @dataclass(slots=True)
-class _Door:
+class _State:
     device: Device | None = None
     imported: bool = False
     without: frozenset[str] | None = None
 
 
-_door = _Door()
+_state = _State()
 
 
-def open_door(device: Device, *, without: Iterable[str] = ()) -> None:
-    """Import megatron.core for `device` with every fix but those named in `without` (which is for tests).
+def install(device: Device, *, without: Iterable[str] = ()) -> None:
+    """Import megatron.core for `device` with every patch but those named in `without` (which is for tests).
 
     A second call with the same arguments does nothing. Raises `BadEnvironment` where the installed
-    megatron-core is not `VERSION`, `DoorClosed` where megatron.core was already imported without the door,
-    `RuntimeError` where the door is open for another device or with other fixes.
+    megatron-core is not `VERSION`, `NotInstalled` where megatron.core was already imported without the adapter,
+    `RuntimeError` where the adapter is installed for another device or with other patches.
     """
     left_out = frozenset(without)
-    if _door.without is not None:
-        if device is not _door.device or left_out != _door.without:
-            raise RuntimeError("the door to megatron.core is already open, for another device or with other fixes")
+    if _state.without is not None:
+        if device is not _state.device or left_out != _state.without:
+            raise RuntimeError("the megatron adapter is already installed, for another device or with other patches")
         return
     with warnings.catch_warnings():
         for message in _EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         import_core(device)
-        importlib.import_module("mtrain.mcore.fixes").apply_fixes(device, left_out)
-        _door.without = left_out
+        importlib.import_module("mtrain.mcore.patches").apply_patches(device, left_out)
+        _state.without = left_out
         importlib.import_module("mtrain.mcore.api")
     for known, kind in _KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=known, category=kind)
 
 
 def import_core(device: Device) -> None:
-    """The first half of `open_door`: import megatron.core adapted to `device`, with no fix applied.
+    """The first half of `install`: import megatron.core adapted to `device`, with no patch applied.
 
-    A process that forks ranks with different fixes calls this once. Raises as `open_door` does.
+    A process that forks ranks with different patches calls this once. Raises as `install` does.
     """
-    if _door.imported:
-        if device is not _door.device:
+    if _state.imported:
+        if device is not _state.device:
             raise RuntimeError("megatron.core is already imported for another device")
         return
     _require_version()
     if device.adapts_megatron:
         _adapt(device)
     importlib.import_module("megatron.core")
-    _door.device, _door.imported = device, True
+    _state.device, _state.imported = device, True
 
 
-def require_open() -> Device:
-    """The device that the door was opened for; raises `DoorClosed` where it is closed."""
-    if _door.device is None or _door.without is None:
-        raise DoorClosed(
-            "megatron.core cannot be used yet: call mtrain.mcore.open_door(device) first, before anything imports "
+def require_installed() -> Device:
+    """The device that the adapter was installed for; raises `NotInstalled` where it is not."""
+    if _state.device is None or _state.without is None:
+        raise NotInstalled(
+            "megatron.core cannot be used yet: call mtrain.mcore.install(device) first, before anything imports "
             "megatron.core or mtrain.mcore.api"
         )
-    return _door.device
+    return _state.device
 
 
 def rewrites() -> dict[str, dict[str, int]]:
@@ -112,15 +112,15 @@ def _require_version() -> None:
         raise BadEnvironment(f"megatron-core is not installed; mtrain needs megatron-core=={VERSION}") from None
     if found != VERSION:
         raise BadEnvironment(
-            f"megatron-core {found} is installed; mtrain adapts and fixes {VERSION}, and was checked against it only"
+            f"megatron-core {found} is installed; mtrain adapts and patches {VERSION} and was checked against that only"
         )
 
 
 def _adapt(device: Device) -> None:
     loaded = sorted(m for m in list(sys.modules) if m == "megatron.core" or m.startswith("megatron.core."))
     if loaded:
-        raise DoorClosed(
-            f"{loaded[0]} was imported before mtrain.mcore.open_door({device.name}) and is bound to CUDA now; "
+        raise NotInstalled(
+            f"{loaded[0]} was imported before mtrain.mcore.install({device.name}) and is bound to CUDA now; "
             "import megatron.core only through mtrain.mcore.api"
         )
     importlib.import_module("mtrain.mcore.hook").install(device)

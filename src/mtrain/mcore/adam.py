@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from mtrain_kernels.optimizer.fused_adam import FusedAdam
 
-from mtrain.mcore import require_open
+from mtrain.mcore import require_installed
 
-require_open()  # nothing of megatron may be imported before this line
+require_installed()  # nothing of megatron may be imported before this line
 
 from megatron.core import optimizer as core  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer  # noqa: E402

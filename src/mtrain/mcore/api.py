@@ -1,11 +1,11 @@
 # ruff: noqa: E402, F401
-"""Every megatron-core name that mtrain uses, in one flat module; importable once the door is open."""
+"""Every megatron-core name that mtrain uses, in one flat module; importable once the adapter is installed."""
 
 from __future__ import annotations
 
-from mtrain.mcore import require_open
+from mtrain.mcore import require_installed
 
-require_open()  # nothing of megatron may be imported before this line
+require_installed()  # nothing of megatron may be imported before this line
 
 # Process groups, random state, tensor parallelism
 from megatron.core import parallel_state, tensor_parallel

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from mtrain_kernels.optimizer.muon import Muon
 
-from mtrain.mcore import require_open
+from mtrain.mcore import require_installed
 
-require_open()  # nothing of megatron may be imported before this line
+require_installed()  # nothing of megatron may be imported before this line
 
 from megatron.core import parallel_state  # noqa: E402
 

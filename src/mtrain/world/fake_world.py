@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from mtrain import mcore as door
+from mtrain import mcore as adapter
 from mtrain.config.run import RunConfig
 from mtrain.devices import cpu_namespace, registry
 from mtrain.layout import stages
@@ -37,7 +37,7 @@ def fake_world(run: RunConfig, rank: int) -> Iterator[World]:
     if dist.is_initialized():
         raise RuntimeError("this process is a rank of a real world already")
     device = registry.get("cpu")
-    door.open_door(device)
+    adapter.install(device)
     from mtrain.mcore import api as mcore
 
     embedding_stages = stages.embedding_stages(run)

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from mtrain import mcore as door
+from mtrain import mcore as adapter
 from mtrain.config.hardware import cpu_cores
 from mtrain.config.run import RunConfig
 from mtrain.devices import registry
@@ -134,7 +134,7 @@ def _prepare(run: RunConfig, env: RankEnv) -> Device:
         # Kernels must run in the order they were launched for communication to overlap with GEMMs before Hopper.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = registry.get(run.cluster.device)
-    door.open_door(device)
+    adapter.install(device)
     device.set_index(env.local_rank)
     if device.torch_type == "cpu":
         on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", env.size))

@@ -1,6 +1,6 @@
-"""Defects of megatron-core 0.16.1 that configuration cannot avoid, each mended once when the door is opened.
+"""Defects of megatron-core 0.16.1 that configuration cannot avoid, each patched once when the adapter is installed.
 
-Each has a test in `tests/dist/test_door_fixes.py` that fails without it. At an upgrade of megatron-core every
+Each has a test in `tests/dist/test_adapter_patches.py` that fails without it. At an upgrade of megatron-core every
 entry is to be looked up again: the reason says what to look for.
 """
 
@@ -12,266 +12,266 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mtrain.devices.base import Device
-from mtrain.mcore import mending, mending_shards
+from mtrain.mcore import patching, patching_shards
 
 Where = Literal["everywhere", "without TransformerEngine", "off CUDA"]
 
 
 @dataclass(frozen=True, slots=True)
-class Fix:
-    """One mended defect."""
+class Patch:
+    """A patched defect."""
 
     name: str
     """What tests and messages call it."""
     where: str
     """File under megatron/core and line in 0.16.1."""
     reason: str
-    """What is wrong, and what happens without the fix."""
+    """What is wrong, and what happens without the patch."""
     applies: Where
     """Where it is needed."""
     apply: Callable[[], None]
-    """Mends it in this process."""
+    """Patches it in this process."""
 
 
-def apply_fixes(device: Device, without: frozenset[str] = frozenset()) -> None:
-    """Apply every fix that this device and installation need, but those in `without`; the door calls this once.
+def apply_patches(device: Device, without: frozenset[str] = frozenset()) -> None:
+    """Apply every patch that this device and installation need, but those in `without`; `install` calls this once.
 
     Raises `ValueError` for an unknown name.
     """
-    unknown = without - {fix.name for fix in FIXES}
+    unknown = without - {patch.name for patch in PATCHES}
     if unknown:
-        raise ValueError(f"no such fixes: {', '.join(sorted(unknown))}")
+        raise ValueError(f"no such patches: {', '.join(sorted(unknown))}")
     needed = {
         "everywhere": True,
         "without TransformerEngine": importlib.util.find_spec("transformer_engine") is None,
         "off CUDA": device.adapts_megatron,
     }
-    for fix in FIXES:
-        if needed[fix.applies] and fix.name not in without:
-            fix.apply()
+    for patch in PATCHES:
+        if needed[patch.applies] and patch.name not in without:
+            patch.apply()
 
 
 _NO_TE: Where = "without TransformerEngine"
 
-FIXES: tuple[Fix, ...] = (
-    Fix(
+PATCHES: tuple[Patch, ...] = (
+    Patch(
         "router-gemm",
         "transformer/moe/moe_utils.py:22",
         "te_general_gemm stays unbound without TransformerEngine, and line 1192 asks for it: NameError in every MoE.",
         _NO_TE,
-        mending.router_gemm,
+        patching.router_gemm,
     ),
-    Fix(
+    Patch(
         "mla-flag",
         "transformer/multi_latent_attention.py:62",
         "HAVE_TE says True although TELinear is a MagicMock, so isinstance at line 185 raises TypeError.",
         _NO_TE,
-        mending.mla_flag,
+        patching.mla_flag,
     ),
-    Fix(
+    Patch(
         "mla-down-projection",
         "transformer/multi_latent_attention.py:437",
         "Down projections must be of classes known by name. The one that works without TransformerEngine splits its "
         "weight; the key position's gradient then misses other tensor-parallel ranks' heads: silent, 1e-3 relative.",
         "everywhere",
-        mending.mla_down_projection,
+        patching.mla_down_projection,
     ),
-    Fix(
+    Patch(
         "mla-query-norm",
         "distributed/finalize_model_grads.py:354",
         "Gradients of every q_layernorm are summed over tensor-parallel ranks. Without sequence parallelism MLA's is "
         "whole on each rank: silently tp times too large. Now the mean is taken, which is right for equal ones.",
         "everywhere",
-        mending.mla_query_norm,
+        patching.mla_query_norm,
     ),
-    Fix(
+    Patch(
         "moe-loss-tokens",
         "transformer/moe/router.py:469",
         "With a loss per token, balancing and z-losses are weighted with a rank's tokens and gradients divided by "
         "those of all: under sequence or context parallelism these losses are silently tp * cp times too small.",
         "everywhere",
-        mending.moe_loss_tokens,
+        patching.moe_loss_tokens,
     ),
-    Fix(
+    Patch(
         "expert-gradients",
         "tensor_parallel/layers.py:842",
         "Without expert parallelism, experts count as dense weights. If those are cut otherwise (etp is not "
         "tp) their gradients are summed over the wrong ranks: silently half of a gradient with tp 2 and etp 1.",
         "everywhere",
-        mending.expert_gradients,
+        patching.expert_gradients,
     ),
-    Fix(
+    Patch(
         "mtp-tied-output",
         "models/gpt/gpt_model.py:248",
         "Where a stage predicts several tokens with tied embeddings, the output layer has a weight of its own beside "
         "the embedding that it uses: AssertionError when the state is cut into shards.",
         "everywhere",
-        mending.mtp_tied_output,
+        patching.mtp_tied_output,
     ),
-    Fix(
+    Patch(
         "mtp-without-labels",
         "models/gpt/gpt_model.py:605",
         "A model that was trained with multi-token prediction asks for labels when it generates: AttributeError.",
         "everywhere",
-        mending.mtp_without_labels,
+        patching.mtp_without_labels,
     ),
-    Fix(
+    Patch(
         "reduce-result",
         "tensor_parallel/mappings.py:31",
         "_reduce sums a contiguous copy and returns its input: silently no sum for a tensor that is not contiguous.",
         "everywhere",
-        mending.reduce_result,
+        patching.reduce_result,
     ),
-    Fix(
+    Patch(
         "uneven-splits",
         "tensor_parallel/mappings.py:150",
         "Experts cut over tensor-parallel ranks gather tokens in pieces of different sizes, which gloo refuses: "
         "RuntimeError. Pieces are padded to the longest; a reduce-scatter of such pieces becomes an all-reduce.",
         "off CUDA",
-        mending.uneven_splits,
+        patching.uneven_splits,
     ),
-    Fix(
+    Patch(
         "gradient-norm",
         "utils.py:1205",
         "Without Apex the norm is torch.norm in fp32, on a CPU with an error of 1e-5 at a million elements "
         "and 7e-5 at four: layouts clip differently.",
         "off CUDA",
-        mending.gradient_norm,
+        patching.gradient_norm,
     ),
-    Fix(
+    Patch(
         "optimizer-state-before-first-step",
         "optimizer/distrib_optimizer.py:642",
         "state_dict() takes the step from torch Adam's state, which is empty before the first step: AssertionError.",
         _NO_TE,
-        mending.optimizer_state_before_first_step,
+        patching.optimizer_state_before_first_step,
     ),
-    Fix(
+    Patch(
         "optimizer-state-loading",
         "optimizer/distrib_optimizer.py:940",
         "Loading copies into every state tensor of torch Adam: KeyError 'step', or an in-place change of a leaf.",
         _NO_TE,
-        mending.optimizer_state_loading,
+        patching.optimizer_state_loading,
     ),
-    Fix(
+    Patch(
         "optimizer-step-counters",
         "optimizer/distrib_optimizer.py:820",
         "Loading gives all parameters one step tensor; torch Adam then counts one step per parameter: silently wrong "
         "from the second step after a resume.",
         _NO_TE,
-        mending.optimizer_step_counters,
+        patching.optimizer_step_counters,
     ),
-    Fix(
+    Patch(
         "optimizer-te-version",
         "utils.py:348",
         "An optimizer that holds main weights is built by the version of TransformerEngine: TypeError without it.",
         _NO_TE,
-        mending.optimizer_te_version,
+        patching.optimizer_te_version,
     ),
-    Fix(
+    Patch(
         "checkpoint-without-fp8",
         "tensor_parallel/random.py:635",
         "CheckpointWithoutOutput(fp8=False) reads as 'fp8 is on': NameError when a norm or MLP is recomputed.",
         _NO_TE,
-        mending.checkpoint_without_fp8,
+        patching.checkpoint_without_fp8,
     ),
-    Fix(
+    Patch(
         "recomputed-bias",
         "tensor_parallel/random.py:508",
         "A recomputed MLP returns its bias for a later addition. The parameter itself then counts as output of the "
         "recomputation, whose backward runs into itself without end: training hangs.",
         "everywhere",
-        mending.recomputed_bias,
+        patching.recomputed_bias,
     ),
-    Fix(
+    Patch(
         "offloaded-shards",
         "optimizer/distrib_optimizer.py:603",
         "The distributed optimizer's shards of fp32 weights are views, which the offloading optimizer does not take: "
         "ValueError about a non-leaf tensor.",
         "everywhere",
-        mending_shards.offloaded_shards,
+        patching_shards.offloaded_shards,
     ),
-    Fix(
+    Patch(
         "offloaded-main-weights",
         "optimizer/optimizer.py:676",
         "Main weights replace 16-bit ones in an offloading optimizer that has copied those already: KeyError at the "
         "first update.",
         "everywhere",
-        mending_shards.offloaded_main_weights,
+        patching_shards.offloaded_main_weights,
     ),
-    Fix(
+    Patch(
         "offloaded-copies",
         "optimizer/cpu_offloading/hybrid_optimizer.py:287",
         "A copy in host memory is known by its device; where the CPU is the device, none is, and weights that are "
         "offloaded are silently never updated.",
         "off CUDA",
-        mending_shards.offloaded_copies,
+        patching_shards.offloaded_copies,
     ),
-    Fix(
+    Patch(
         "norm-groups",
         "utils.py:1074",
         "Asks the mesh of a gradient for its one group: RuntimeError where it has two dimensions (FSDP2's replicas). "
         "And takes two groups of the same ranks (dense, expert) for different ones: AssertionError.",
         "everywhere",
-        mending_shards.norm_groups,
+        patching_shards.norm_groups,
     ),
-    Fix(
+    Patch(
         "fsdp-te-linear",
         "distributed/fsdp/mcore_fsdp_adapter.py:184",
         "Without TransformerEngine TELinear is a MagicMock: isinstance raises TypeError under tensor parallelism.",
         _NO_TE,
-        mending_shards.fsdp_te_linear,
+        patching_shards.fsdp_te_linear,
     ),
-    Fix(
+    Patch(
         "fsdp-optim-replicas",
         "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:2906",
         "With only optimizer state spread (optim), gradients are reduced within a replica and never between them: "
         "each silently trains on samples of its own.",
         "everywhere",
-        mending_shards.fsdp_optim_replicas,
+        patching_shards.fsdp_optim_replicas,
     ),
-    Fix(
+    Patch(
         "fsdp-lone-rank",
         "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:3263",
         "In a group of one rank (ep = dp) the reduced gradient is added to itself: silently doubled, and those of "
         "earlier micro-batches again at each later one.",
         "everywhere",
-        mending_shards.fsdp_lone_rank,
+        patching_shards.fsdp_lone_rank,
     ),
-    Fix(
+    Patch(
         "fsdp-meshes",
         "distributed/fsdp/mcore_fsdp_adapter.py:369",
         "Takes the data- and tensor-parallel ranks for the whole world: EinopsError with pipeline stages.",
         "everywhere",
-        mending_shards.fsdp_meshes,
+        patching_shards.fsdp_meshes,
     ),
-    Fix(
+    Patch(
         "fsdp-tied-stages",
         "distributed/finalize_model_grads.py:259",
         "With megatron-core's FSDP the gradient of an embedding that two stages hold is set to this rank's part of "
         "it: RuntimeError about its size. The sum in place is all that is needed.",
         "everywhere",
-        mending_shards.fsdp_tied_stages,
+        patching_shards.fsdp_tied_stages,
     ),
-    Fix(
+    Patch(
         "fsdp-unscaling",
         "optimizer/distrib_optimizer.py:2312",
         "Unscales fp16's gradient of every weight, also where a rank owns no part of it: AttributeError of None.",
         "everywhere",
-        mending_shards.fsdp_unscaling,
+        patching_shards.fsdp_unscaling,
     ),
-    Fix(
+    Patch(
         "torch-norm",
         "transformer/torch_norm.py:32",
         "The norm that models take by default refuses sequence parallelism and zero-centered scales: AssertionError.",
         _NO_TE,
-        mending.torch_norm,
+        patching.torch_norm,
     ),
-    Fix(
+    Patch(
         "rng-remark",
         "tensor_parallel/random.py:265",
         "Warns at every dropout that the CPU's random state changed, as it must where the CPU is the device.",
         "off CUDA",
-        mending.rng_remark,
+        patching.rng_remark,
     ),
 )
-"""All fixes, in the order in which they are applied."""
+"""All patches, in the order in which they are applied."""

@@ -1,7 +1,7 @@
-"""Shows each defect of megatron-core that `mtrain.mcore.fixes` mends, without the fix and with it.
+"""Shows each defect of megatron-core that `mtrain.mcore.patches` lists, without the patch and with it.
 
-Run as a module it prints, as JSON, what every case gave without its fix and with it. It imports megatron.core once
-and forks the ranks of each case from there, before any fix is applied.
+Run as a module it prints, as JSON, what every case gave without its patch and with it. It imports megatron.core once
+and forks the ranks of each case from there, before any patch is applied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from mtrain import mcore
 from mtrain.config.precision import PrecisionConfig
 from mtrain.devices import registry
-from mtrain.mcore import import_core, open_door
+from mtrain.mcore import import_core, install
 from tests.support import tiny
 from tests.support.forked import RankFailed, run_ranks
 from tests.support.runs import tiny_run, train_steps
@@ -35,9 +35,9 @@ class Case:
     """What shows one defect."""
 
     run: Callable[[], str]
-    """Runs on every rank with the door open; FINE, or what is wrong. May raise."""
+    """Runs on every rank with the adapter installed; FINE, or what is wrong. May raise."""
     symptom: str
-    """Regular expression of what is found without the fix."""
+    """Regular expression of what is found without the patch."""
     ranks: int = 1
 
 
@@ -220,7 +220,7 @@ def _recomputed_bias() -> str:
 
 def _trains_as_without(optim: dict[str, Any] | None = None, **parallel: Any) -> str:
     """Whether mtrain's own run with these keys of `parallel` and `optim` has the losses and norms of a plain one."""
-    mcore.open_door = lambda device: None  # it is open already, with the fixes of this case
+    mcore.install = lambda device: None  # it is open already, with the patches of this case
     dtype, model = parallel.pop("dtype", "fp32"), parallel.pop("model", {})
     axes = {key: parallel[key] for key in ("ranks", "pp", "tp") if key in parallel}
     runs = [
@@ -318,7 +318,7 @@ CASES: dict[str, Case] = {
 
 def _outcome(case: Case, without: tuple[str, ...]) -> str:
     def on_a_rank() -> str:
-        open_door(registry.get("cpu"), without=without)
+        install(registry.get("cpu"), without=without)
         return case.run()
 
     try:
@@ -328,11 +328,11 @@ def _outcome(case: Case, without: tuple[str, ...]) -> str:
 
 
 def main() -> None:
-    """Print {fix: {"without": outcome, "with": outcome}}."""
+    """Print {patch: {"without": outcome, "with": outcome}}."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import_core(registry.get("cpu"))
-        # imported before the forks to spare each of them the time; binds nothing that a fix replaces
+        # imported before the forks to spare each of them the time; binds nothing that a patch replaces
         for module in ("models.gpt", "distributed", "optimizer", "pipeline_parallel"):
             importlib.import_module(f"megatron.core.{module}")
     outcomes = {

@@ -1,4 +1,4 @@
-"""How each defect in `mtrain.mcore.fixes` is mended: a function each, which changes megatron-core in this process."""
+"""The patches of `mtrain.mcore.patches`: a function each, which changes megatron-core in this process."""
 
 from __future__ import annotations
 

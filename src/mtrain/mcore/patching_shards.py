@@ -1,6 +1,6 @@
-"""How defects in what spreads or moves weights and optimizer state are mended: FSDP, and offloading to host memory.
+"""Patches of what shards or moves weights and optimizer state: FSDP, and offloading to host memory.
 
-Each function changes megatron-core in this process; the list is in `mtrain.mcore.fixes`.
+Each function changes megatron-core in this process; the list is in `mtrain.mcore.patches`.
 """
 
 from __future__ import annotations

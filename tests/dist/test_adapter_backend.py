@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mtrain.devices import registry
 from mtrain.errors import BadEnvironment
-from mtrain.mcore import open_door
+from mtrain.mcore import install
 from tests.support import tiny
 from tests.support.forked import run_ranks
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(autouse=True, scope="module")
 def _open() -> None:
-    open_door(registry.get("cpu"))
+    install(registry.get("cpu"))
 
 
 def _train(degrees: dict[str, int], over: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Every fix of `mtrain.mcore.fixes` is needed, and is enough."""
+"""Every patch of `mtrain.mcore.patches` is needed, and is enough."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mtrain.devices import registry
-from mtrain.mcore import open_door
-from tests.support.fix_cases import CASES, FINE
+from mtrain.mcore import install
+from tests.support.patch_cases import CASES, FINE
 
 pytestmark = pytest.mark.dist
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.dist
 def outcomes() -> dict[str, dict[str, str]]:
     """What each case gave, from one process that imports megatron.core once and forks every case."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.fix_cases"],
+        [sys.executable, "-m", "tests.support.patch_cases"],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -43,7 +43,7 @@ def test_with_the_fix_the_defect_is_gone(name: str, outcomes: dict[str, dict[str
 
 
 def test_every_fix_has_a_case() -> None:
-    open_door(registry.get("cpu"))
-    from mtrain.mcore.fixes import FIXES
+    install(registry.get("cpu"))
+    from mtrain.mcore.patches import PATCHES
 
-    assert [fix.name for fix in FIXES] == list(CASES)
+    assert [patch.name for patch in PATCHES] == list(CASES)

@@ -20,7 +20,7 @@ import torch
 
 from mtrain.devices import registry
 from mtrain.mcore import code_cache, hook
-from mtrain.mcore.fixes import apply_fixes
+from mtrain.mcore.patches import apply_patches
 
 CPU = registry.get("cpu")
 ELSEWHERE = dataclasses.replace(
@@ -114,13 +114,13 @@ def _run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-OPEN = "from mtrain.devices import registry; import mtrain.mcore as m; m.open_door(registry.get('cpu'))\n"
+OPEN = "from mtrain.devices import registry; import mtrain.mcore as m; m.install(registry.get('cpu'))\n"
 
 
-def test_a_door_opened_twice_leaves_torch_alone_and_tracebacks_true(tmp_path: Path) -> None:
+def test_an_adapter_installed_twice_leaves_torch_alone_and_tracebacks_true(tmp_path: Path) -> None:
     code = OPEN + (
         "import sys, traceback, linecache, torch\n"
-        "m.open_door(registry.get('cpu'))\n"
+        "m.install(registry.get('cpu'))\n"
         "assert torch.cuda.__name__ == 'torch.cuda' and 'megatron' not in torch.cuda.current_device.__module__\n"
         "assert not any(n.startswith('transformer_engine') for n in sys.modules)\n"
         "assert m.rewrites()['megatron.core.tensor_parallel.random']['import'] == 2\n"
@@ -128,13 +128,13 @@ def test_a_door_opened_twice_leaves_torch_alone_and_tracebacks_true(tmp_path: Pa
         "try: api.get_cuda_rng_tracker().fork('no such state').__enter__()\n"
         "except Exception as e: last = traceback.extract_tb(e.__traceback__)[-1]\n"
         "assert 'is not added' in linecache.getline(last.filename, last.lineno), last\n"
-        "try: m.open_door(registry.get('cpu'), without=('mla-flag',))\n"
+        "try: m.install(registry.get('cpu'), without=('mla-flag',))\n"
         "except RuntimeError as e: print(e)\n"
     )
     for _ in range(2):  # the second time from the code cache
         done = _run(code, MTRAIN_CACHE=str(tmp_path))
         assert done.returncode == 0, done.stderr
-        assert "other fixes" in done.stdout
+        assert "other patches" in done.stdout
         assert not done.stderr, "the expected warnings are filtered"
     kept = [*(tmp_path / "code").iterdir()]
     assert len(kept) > 50
@@ -149,10 +149,10 @@ def test_a_third_device_gets_megatron_bound_to_its_own_namespace() -> None:
         "asked = []\n"
         "namespace = types.SimpleNamespace(**vars(cpu_namespace))\n"
         "namespace.current_device = lambda: asked.append('current_device') or cpu_namespace.current_device()\n"
-        "m.open_door(dataclasses.replace(registry.get('cpu'), name='toy', namespace=namespace))\n"
+        "m.install(dataclasses.replace(registry.get('cpu'), name='toy', namespace=namespace))\n"
         "from megatron.core.utils import GlobalMemoryBuffer\n"
         "GlobalMemoryBuffer().get_tensor((2, 2), __import__('torch').float32, 'x')\n"
-        "assert asked and m.require_open().name == 'toy'\n"
+        "assert asked and m.require_installed().name == 'toy'\n"
     )
     done = _run(code)
     assert done.returncode == 0, done.stderr
@@ -161,24 +161,24 @@ def test_a_third_device_gets_megatron_bound_to_its_own_namespace() -> None:
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("import mtrain.mcore.api", r"call mtrain\.mcore\.open_door\(device\) first"),
-        ("import mtrain.mcore as m; m.require_open()", r"call mtrain\.mcore\.open_door\(device\) first"),
-        ("import sys; sys.modules['megatron.core'] = sys\n" + OPEN, "was imported before mtrain.mcore.open_door"),
+        ("import mtrain.mcore.api", r"call mtrain\.mcore\.install\(device\) first"),
+        ("import mtrain.mcore as m; m.require_installed()", r"call mtrain\.mcore\.install\(device\) first"),
+        ("import sys; sys.modules['megatron.core'] = sys\n" + OPEN, "was imported before mtrain.mcore.install"),
         (
             "import mtrain.mcore as m; m.version = lambda n: '0.17.0'\n" + OPEN,
             "0.17.0",
         ),
     ],
 )
-def test_a_door_used_wrongly_says_so(code: str, said: str) -> None:
+def test_an_adapter_used_wrongly_says_so(code: str, said: str) -> None:
     done = _run(code)
     assert done.returncode != 0
     assert re.search(said, done.stderr.splitlines()[-1]), done.stderr
 
 
 def test_an_unknown_fix_cannot_be_left_out() -> None:
-    with pytest.raises(ValueError, match="no such fixes: nothing"):
-        apply_fixes(CPU, frozenset({"nothing"}))
+    with pytest.raises(ValueError, match="no such patches: nothing"):
+        apply_patches(CPU, frozenset({"nothing"}))
 
 
 def test_code_that_nobody_loaded_for_long_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
