@@ -32,7 +32,7 @@ LARGE = [
 def _owned(run: RunConfig, ranks: Iterable[int]) -> dict[int, int]:
     """By rank: the parameters that it is the first to hold, so that every one counts once."""
     from mtrain.build.model import blank_model
-    from mtrain.mcore.boxes import boxes_of
+    from mtrain.mcore.shard_specs import shard_specs_of
     from mtrain.world.fake_world import fake_world
 
     found = {}
@@ -42,8 +42,8 @@ def _owned(run: RunConfig, ranks: Iterable[int]) -> dict[int, int]:
             for chunk in blank_model(run, world):
                 trained = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
                 assert all(parameter.is_meta for parameter in chunk.parameters())
-                boxes = (box for name, held in boxes_of(chunk).items() if name in trained for box in held)
-                found[rank] += sum(box.numel for box in boxes if box.primary())
+                specs = (spec for name, held in shard_specs_of(chunk).items() if name in trained for spec in held)
+                found[rank] += sum(spec.numel for spec in specs if spec.primary())
     return found
 
 

@@ -74,12 +74,12 @@ def test_the_plan_counts_the_parameters_that_are_built(name: str, tmp_path: Path
     run = tiny_run(model=model, **layout)
 
     def job() -> int:
-        from mtrain.mcore.sharding import model_slots
+        from mtrain.mcore.sharding import model_shards
         from mtrain.build.model import build_model
         from mtrain.world.init import joined
 
         with joined(run) as world:
-            slots = model_slots(build_model(run, world), trainable=True)
-            return sum(slot.tensor.numel() for slot in slots if slot.primary)
+            shards = model_shards(build_model(run, world), trainable=True)
+            return sum(shard.tensor.numel() for shard in shards if shard.primary)
 
     assert sum(run_ranks(run.parallel.ranks, job)) == parameters(run.model)

@@ -261,7 +261,7 @@ def test_a_shard_that_is_not_reduced_is_found(name: str, monkeypatch: pytest.Mon
 def _memory(run: RunConfig) -> dict[str, float]:
     """Weights: all, with memory before the model was cut, kept between steps; bytes of all that lives then."""
     from mtrain.build import model
-    from mtrain.mcore.kept import kept
+    from mtrain.mcore.local_params import local_params
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.step import train_step
     from mtrain.world.init import joined
@@ -280,7 +280,7 @@ def _memory(run: RunConfig) -> dict[str, float]:
         parts = assemble(run, world, splits_of(run))
         for _ in range(2):
             train_step(parts, stop_requested=False)
-        found["kept"] = sum(k.weight.numel() for k in kept(parts.state.chunks[0]))
+        found["kept"] = sum(k.weight.numel() for k in local_params(parts.state.chunks[0]))
         found["live"] = _live_bytes() - inherited
     return found
 

@@ -171,12 +171,12 @@ def test_a_balancing_bias_is_read_in_full_into_a_model_in_half_precision() -> No
 
     def formats() -> dict[str, torch.dtype]:
         from mtrain.build.model import build_model
-        from mtrain.mcore.sharding import model_slots
+        from mtrain.mcore.sharding import model_shards
         from mtrain.world.init import joined
 
         with joined(run) as world:
-            slots = model_slots(build_model(run, world))
-            return {slot.key: slot.tensor.dtype for slot in slots if "expert_bias" in slot.key}
+            shards = model_shards(build_model(run, world))
+            return {shard.key: shard.tensor.dtype for shard in shards if "expert_bias" in shard.key}
 
     (found,) = run_ranks(1, formats)
     assert len(found) == run.model.num_layers

@@ -13,12 +13,12 @@ from mtrain.config.core_fields import DDP_FIELDS, FSDP_FIELDS, GPT_FIELDS, WRAP_
 from mtrain.config.run import RunConfig
 from mtrain.mcore import api as mcore
 from mtrain.mcore import backend
-from mtrain.mcore.boxes import boxes_of
 from mtrain.mcore.fsdp2 import FullySharded
-from mtrain.mcore.kept import unwrap
 from mtrain.mcore.language_model import LanguageModel
+from mtrain.mcore.local_params import unwrap
 from mtrain.mcore.megatron_fsdp import FullyShardedBuffers, communication_elements
-from mtrain.mcore.op_overrides import plug_in
+from mtrain.mcore.op_overrides import override_operations
+from mtrain.mcore.shard_specs import shard_specs_of
 from mtrain.world.init import World
 
 
@@ -33,7 +33,7 @@ def build_model(run: RunConfig, world: World, *, wrap: bool = True) -> list[Any]
         chunks = _chunks(run, config)
     for chunk in chunks:
         chunk._apply(lambda t: t if t.is_meta else t.to(world.torch_device))
-        boxes_of(chunk)  # while it can still say where its parameters lie in the whole model
+        shard_specs_of(chunk)  # while it can still say where its parameters lie in the whole model
     if run.precision.dtype != "fp32":
         chunks = [_half(config, chunk) for chunk in chunks]
     if wrap and run.parallel.fsdp != "none":
@@ -75,7 +75,7 @@ def _chunks(run: RunConfig, config: Any) -> list[Any]:
 def _chunk(run: RunConfig, config: Any, stage: int | None) -> Any:
     ps = mcore.parallel_state
     provider = backend.provider(run.kernels)
-    plug_in(run.kernels, run.model.moe.group_score_topk if run.model.moe else None)
+    override_operations(run.kernels, run.model.moe.group_score_topk if run.model.moe else None)
     return LanguageModel(
         loss=run.kernels.loss,
         loss_vocab_size=run.model.loss_vocab_size,

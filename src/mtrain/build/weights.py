@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mtrain.mcore.sharding import Slot, make_main_weights, model_slots
+from mtrain.mcore.sharding import TensorShard, make_main_weights, model_shards
 from mtrain.world.heartbeat import tick
 
 BLOCK_ELEMENTS = 1 << 24
@@ -60,27 +60,27 @@ def initialize(chunks: list[Any], seed: int) -> None:
     Raises:
         RuntimeError: a matrix was neither marked nor constant, so its start would depend on the layout.
     """
-    for slot in model_slots(chunks, trainable=True):
-        assert slot.param is not None
-        std = getattr(slot.param, "mtrain_init_std", None)
+    for shard in model_shards(chunks, trainable=True):
+        assert shard.param is not None
+        std = getattr(shard.param, "mtrain_init_std", None)
         if std is not None:
-            _fill(slot, std, seed)
-        elif len(slot.shape) - slot.lead > 1 and not (slot.tensor == slot.tensor.flatten()[0]).all():
-            raise RuntimeError(f"{slot.weight} was initialised by something that mtrain does not control")
+            _fill(shard, std, seed)
+        elif len(shard.shape) - shard.lead > 1 and not (shard.tensor == shard.tensor.flatten()[0]).all():
+            raise RuntimeError(f"{shard.weight} was initialised by something that mtrain does not control")
     make_main_weights(chunks)
 
 
 @torch.no_grad()
-def _fill(slot: Slot, std: float, seed: int) -> None:
-    """Draw the blocks of leading rows that meet this slot, and keep what belongs to it."""
+def _fill(shard: TensorShard, std: float, seed: int) -> None:
+    """Draw the blocks of leading rows that meet this shard, and keep what belongs to it."""
     # axes that count layers or experts are part of the name: they have one index each
-    lead, values = slot.lead, slot.tensor.view(-1)
-    shape, offset, size = slot.global_shape[lead:], slot.offset[lead:], slot.shape[lead:]
-    name = f"{seed}/{slot.weight}/{'.'.join(map(str, slot.offset[:lead]))}"
+    lead, values = shard.lead, shard.tensor.view(-1)
+    shape, offset, size = shard.global_shape[lead:], shard.offset[lead:], shard.shape[lead:]
+    name = f"{seed}/{shard.weight}/{'.'.join(map(str, shard.offset[:lead]))}"
     rows = max(1, BLOCK_ELEMENTS // max(1, prod(shape[1:])))
     columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], size[1:], strict=True))
-    start, stop = slot.flat or (0, prod(size))
-    row = prod(size[1:])  # elements of the box's rows
+    start, stop = shard.flat or (0, prod(size))
+    row = prod(size[1:])  # elements of the part's rows
     first, last = offset[0] + start // row, offset[0] - (-stop // row)
     for block in range(first // rows, -(-last // rows)):
         tick()
@@ -92,6 +92,6 @@ def _fill(slot: Slot, std: float, seed: int) -> None:
         drawn.normal_(0.0, std, generator=generator)
         upper, lower = max(first, top), min(last, bottom)
         part = drawn[(slice(upper - top, lower - top), *columns)].reshape(-1)
-        begin = (upper - offset[0]) * row  # where the part lies in the box
+        begin = (upper - offset[0]) * row  # where the flat range lies in the part
         lo, hi = max(start, begin), min(stop, begin + part.numel())
         values[lo - start : hi - start].copy_(part[lo - begin : hi - begin])

@@ -45,7 +45,7 @@ class TrainState:
 def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts: dict[str, Any]) -> Path:
     """Commit a checkpoint of `state` together with all ranks; see `store.save`."""
     begin_phase("save")
-    slots = sharding.model_slots(state.chunks) + sharding.optimizer_slots(state.chunks, state.optimizer)
+    shards = sharding.model_shards(state.chunks) + sharding.optimizer_shards(state.chunks, state.optimizer)
     facts = {
         "consumed_samples": state.consumed_samples,
         "schedule_steps": state.schedule.num_steps,
@@ -59,7 +59,7 @@ def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts
     }
     ranks = store.Ranks(world.rank, world.size, dist.barrier)
     with sharding.gathered(state.chunks):
-        path = store.save(root, state.step, slots, rng_tensors(world), facts, run_yaml(run.recorded()), ranks)
+        path = store.save(root, state.step, shards, rng_tensors(world), facts, run_yaml(run.recorded()), ranks)
     if world.is_rank0:
         _prune(root, run.checkpoint.keep)
     begin_phase("after save")
@@ -87,7 +87,7 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
     """
     begin_phase("load")
     load_model(checkpoint, state.chunks)
-    checkpoint.load(sharding.optimizer_slots_to_fill(state.chunks, state.optimizer))
+    checkpoint.load(sharding.optimizer_shards_to_fill(state.chunks, state.optimizer))
     sharding.refresh(state.chunks, state.optimizer)
     facts = checkpoint.state
     optimizer_state.set_step(state.optimizer, facts["optimizer_step"])
@@ -105,7 +105,7 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
 
 def load_model(checkpoint: store.Checkpoint, chunks: list[Any]) -> None:
     """Put only the weights back."""
-    checkpoint.load(sharding.model_slots(chunks))
+    checkpoint.load(sharding.model_shards(chunks))
     sharding.refresh(chunks)
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from mtrain import units
 from mtrain.ckpt import folder, hashes
 from mtrain.errors import CorruptData, TrainingError
-from mtrain.mcore.sharding import Slot
+from mtrain.mcore.sharding import TensorShard
 from mtrain.world.heartbeat import tick
 
 
@@ -39,7 +39,7 @@ class Ranks:
 def save(
     root: Path,
     step: int,
-    slots: Iterable[Slot],
+    shards: Iterable[TensorShard],
     extra: dict[str, torch.Tensor],
     state: dict[str, Any],
     run_yaml: str,
@@ -47,7 +47,7 @@ def save(
 ) -> Path:
     """Write a checkpoint together with all other ranks and commit it.
 
-    `slots` are this rank's tensors, of which it saves the primary ones; `extra` are tensors of this rank alone (its
+    `shards` are this rank's tensors, of which it saves the primary ones; `extra` are tensors of this rank alone (its
     generators); `state` is the same on all ranks and goes into the manifest. Until the rename at the end the folder
     has a name that no reader takes for a checkpoint.
 
@@ -63,7 +63,7 @@ def save(
             (draft / folder.RUN_FILE).write_text(run_yaml)
             folder.sync(draft / folder.RUN_FILE)
         ranks.barrier()
-        index = _write_shard(draft, slots, extra, ranks.rank)
+        index = _write_shard(draft, shards, extra, ranks.rank)
         folder.write_json(draft / f"rank_{ranks.rank:05d}.json", index)
         ranks.barrier()
         if ranks.rank == 0:
@@ -85,24 +85,26 @@ def _says_what_is_missing(draft: Path) -> Iterator[None]:
         raise TrainingError(f"the checkpoint {draft} cannot be written ({free} free): {error}") from None
 
 
-def _write_shard(draft: Path, slots: Iterable[Slot], extra: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
+def _write_shard(
+    draft: Path, shards: Iterable[TensorShard], extra: dict[str, torch.Tensor], rank: int
+) -> dict[str, Any]:
     tensors: dict[str, torch.Tensor] = {}
     pieces = []
     name = folder.shard_name(rank)
-    for slot in slots:
-        if not slot.primary:
+    for shard in shards:
+        if not shard.primary:
             continue
         tick()
-        entry = f"{slot.key}@{len(pieces)}"
-        tensors[entry] = slot.tensor.detach().cpu().contiguous()
+        entry = f"{shard.key}@{len(pieces)}"
+        tensors[entry] = shard.tensor.detach().cpu().contiguous()
         pieces.append(
             {
-                "key": slot.key,
-                "global_shape": list(slot.global_shape),
-                "dtype": str(slot.tensor.dtype).removeprefix("torch."),
-                "offset": list(slot.offset),
-                "shape": list(slot.shape),
-                "flat": list(slot.flat) if slot.flat else None,
+                "key": shard.key,
+                "global_shape": list(shard.global_shape),
+                "dtype": str(shard.tensor.dtype).removeprefix("torch."),
+                "offset": list(shard.offset),
+                "shape": list(shard.shape),
+                "flat": list(shard.flat) if shard.flat else None,
                 "file": name,
                 "entry": entry,
             }
@@ -110,7 +112,7 @@ def _write_shard(draft: Path, slots: Iterable[Slot], extra: dict[str, torch.Tens
     tensors |= {f"rank/{key}": value.cpu().contiguous() for key, value in extra.items()}
     path = draft / name
     hashed = {entry: hashes.hash_bytes(_bytes(tensor)) for entry, tensor in tensors.items()}
-    # Two slots may be the same memory (a tied weight): safetensors wants each entry to own its bytes.
+    # Two shards may be the same memory (a tied weight): safetensors wants each entry to own its bytes.
     save_file(
         _unshared(tensors), path, metadata={hashes.ENTRY_HASHES: json.dumps(hashed, sort_keys=True, allow_nan=False)}
     )
@@ -182,17 +184,17 @@ class Checkpoint:
         """What the trainer wrote beside the tensors."""
         return dict(self.manifest["state"])
 
-    def load(self, slots: Iterable[Slot]) -> None:
-        """Fill every slot's memory from the pieces that meet it.
+    def load(self, shards: Iterable[TensorShard]) -> None:
+        """Fill every shard's memory from the pieces that meet it.
 
         Raises:
             CorruptData: a tensor that is missing, of another shape, not covered by its pieces, or not as written.
         """
         reader = _Reader(self)
         with torch.no_grad():
-            for slot in slots:
+            for shard in shards:
                 tick()
-                reader.fill(slot)
+                reader.fill(shard)
 
     def whole(self, key: str) -> torch.Tensor:
         """One tensor put together from all of its pieces.
@@ -203,7 +205,7 @@ class Checkpoint:
         entry = self.manifest["tensors"][key]
         shape = tuple(entry["shape"])
         out = torch.empty(shape, dtype=getattr(torch, entry["dtype"]))
-        self.load([Slot(key, shape, (0,) * len(shape), shape, out)])
+        self.load([TensorShard(key, shape, (0,) * len(shape), shape, out)])
         return out
 
     def rank_tensors(self, rank: int) -> dict[str, torch.Tensor]:
@@ -221,45 +223,45 @@ class _Reader:
         self.tensors, self.facts = manifest["tensors"], manifest["files"]
         self.files: dict[str, Any] = {}
 
-    def fill(self, slot: Slot) -> None:
-        entry = self.tensors.get(slot.key)
+    def fill(self, shard: TensorShard) -> None:
+        entry = self.tensors.get(shard.key)
         if entry is None:
-            raise CorruptData(f"{self.root} has no tensor {slot.key}")
-        if tuple(entry["shape"]) != slot.global_shape:
-            raise CorruptData(f"{self.root}: {slot.key} has shape {entry['shape']}, not {list(slot.global_shape)}")
-        exact = self._exact(entry, slot)
+            raise CorruptData(f"{self.root} has no tensor {shard.key}")
+        if tuple(entry["shape"]) != shard.global_shape:
+            raise CorruptData(f"{self.root}: {shard.key} has shape {entry['shape']}, not {list(shard.global_shape)}")
+        exact = self._exact(entry, shard)
         if exact is not None:
-            slot.tensor.copy_(exact.view(slot.tensor.shape))
+            shard.tensor.copy_(exact.view(shard.tensor.shape))
             return
-        box = torch.empty(slot.shape, dtype=slot.tensor.dtype)
+        box = torch.empty(shard.shape, dtype=shard.tensor.dtype)
         covered = 0
-        for boxed, tensor in self._boxes(entry, slot):
-            covered += _copy_overlap(box, slot.offset, tensor, boxed["offset"])
+        for boxed, tensor in self._boxes(entry, shard):
+            covered += _copy_overlap(box, shard.offset, tensor, boxed["offset"])
         if covered != box.numel():
             raise CorruptData(
-                f"{self.root}: the pieces of {slot.key} cover {covered} of {box.numel()} elements of a box"
+                f"{self.root}: the pieces of {shard.key} cover {covered} of {box.numel()} elements of a box"
             )
-        values = box.view(-1)[slot.flat[0] : slot.flat[1]] if slot.flat else box
-        slot.tensor.copy_(values.reshape(slot.tensor.shape))
+        values = box.view(-1)[shard.flat[0] : shard.flat[1]] if shard.flat else box
+        shard.tensor.copy_(values.reshape(shard.tensor.shape))
 
-    def _exact(self, entry: dict[str, Any], slot: Slot) -> torch.Tensor | None:
-        """The one piece that is this slot, or that a flat slot lies in: the common case of the same layout."""
+    def _exact(self, entry: dict[str, Any], shard: TensorShard) -> torch.Tensor | None:
+        """The one piece that is this shard, or that a flat shard lies in: the common case of the same layout."""
         for piece in entry["pieces"]:
-            if tuple(piece["offset"]) != slot.offset or tuple(piece["shape"]) != slot.shape:
+            if tuple(piece["offset"]) != shard.offset or tuple(piece["shape"]) != shard.shape:
                 continue
             if piece["flat"] is None:
                 tensor = self._read(piece)
-                return tensor.view(-1)[slot.flat[0] : slot.flat[1]] if slot.flat else tensor
-            if slot.flat and piece["flat"][0] <= slot.flat[0] and slot.flat[1] <= piece["flat"][1]:
+                return tensor.view(-1)[shard.flat[0] : shard.flat[1]] if shard.flat else tensor
+            if shard.flat and piece["flat"][0] <= shard.flat[0] and shard.flat[1] <= piece["flat"][1]:
                 lo = piece["flat"][0]
-                return self._read(piece)[slot.flat[0] - lo : slot.flat[1] - lo]
+                return self._read(piece)[shard.flat[0] - lo : shard.flat[1] - lo]
         return None
 
-    def _boxes(self, entry: dict[str, Any], slot: Slot) -> Iterable[tuple[dict[str, Any], torch.Tensor]]:
-        """Each stored box that meets the slot's box, put together from its flat ranges where it was cut."""
+    def _boxes(self, entry: dict[str, Any], shard: TensorShard) -> Iterable[tuple[dict[str, Any], torch.Tensor]]:
+        """Each stored box that meets the shard's box, put together from its flat ranges where it was cut."""
         boxes: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
         for piece in entry["pieces"]:
-            if _meets(slot.offset, slot.shape, piece["offset"], piece["shape"]):
+            if _meets(shard.offset, shard.shape, piece["offset"], piece["shape"]):
                 boxes.setdefault((tuple(piece["offset"]), tuple(piece["shape"])), []).append(piece)
         for (_, shape), pieces in boxes.items():
             if pieces[0]["flat"] is None:
@@ -271,7 +273,7 @@ class _Reader:
             joined = all(a[1] == b[0] for a, b in pairwise(bounds))
             size = torch.Size(shape).numel()
             if not joined or bounds[0][0] != 0 or flat.numel() != size:
-                raise CorruptData(f"{self.root}: flat pieces of {slot.key} do not cover a box of {size} elements")
+                raise CorruptData(f"{self.root}: flat pieces of {shard.key} do not cover a box of {size} elements")
             yield pieces[0], flat.view(shape)
 
     def _read(self, piece: dict[str, Any]) -> torch.Tensor:

@@ -112,7 +112,7 @@ def _require_version() -> None:
         raise BadEnvironment(f"megatron-core is not installed; mtrain needs megatron-core=={VERSION}") from None
     if found != VERSION:
         raise BadEnvironment(
-            f"megatron-core {found} is installed; mtrain adapts and patches {VERSION} and was checked against that only"
+            f"megatron-core {found} is installed; mtrain adapts, patches and was checked against {VERSION} only"
         )
 
 

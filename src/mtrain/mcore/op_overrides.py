@@ -1,7 +1,7 @@
 """Operations that are functions in megatron-core, not layers: which of them a kernel of ours stands for.
 
 A layer is named by a spec (`mtrain.mcore.backend`). Rotary embedding, routing and the permutation of tokens are
-called by their names in megatron-core's modules. `plug_in` sets those names, for all models of this process.
+called by their names in megatron-core's modules. `override_operations` sets those, for all models of this process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from mtrain.errors import BadEnvironment
 
 
-class Slot(NamedTuple):
+class Override(NamedTuple):
     """A name of megatron-core's, what it stands for there, and what an implementation of ours puts in its place."""
 
     module: Any
@@ -151,20 +151,20 @@ def plan_of(routing_map: Tensor) -> Plan:
     return Plan(position, source, goes.sum(0).int())
 
 
-SLOTS: dict[str, tuple[Slot, ...]] = {
-    "rope": (Slot(rope_utils, "_apply_rotary_pos_emb_bshd", rope_utils._apply_rotary_pos_emb_bshd, rotary),),
+OVERRIDES: dict[str, tuple[Override, ...]] = {
+    "rope": (Override(rope_utils, "_apply_rotary_pos_emb_bshd", rope_utils._apply_rotary_pos_emb_bshd, rotary),),
     "moe_router": (
-        Slot(router, "topk_routing_with_score_function", router.topk_routing_with_score_function, routed),
+        Override(router, "topk_routing_with_score_function", router.topk_routing_with_score_function, routed),
     ),
     "moe_permute": (
-        Slot(token_dispatcher, "permute", token_dispatcher.permute, permuted),
-        Slot(token_dispatcher, "unpermute", token_dispatcher.unpermute, unpermuted),
+        Override(token_dispatcher, "permute", token_dispatcher.permute, permuted),
+        Override(token_dispatcher, "unpermute", token_dispatcher.unpermute, unpermuted),
     ),
 }
 """Operation -> the names that it has in megatron-core."""
 
 
-def plug_in(kernels: Any, group_score_topk: int | None = None) -> None:
+def override_operations(kernels: Any, group_score_topk: int | None = None) -> None:
     """Set the names of every operation to what `kernels` chose: megatron-core's own where that is `reference`.
 
     With groups of experts, each worth its `group_score_topk` best scores, routing is ours also then: megatron-core's
@@ -176,14 +176,16 @@ def plug_in(kernels: Any, group_score_topk: int | None = None) -> None:
             linear.use(kernels.cpu_matmul)
         except ValueError as error:
             raise BadEnvironment(f"kernels.cpu_matmul = {kernels.cpu_matmul}: {error}") from None
-    for operation, slots in SLOTS.items():
+    for operation, overrides in OVERRIDES.items():
         choice = getattr(kernels, operation) or "reference"
-        for slot in slots:
-            ours = functools.partial(slot.ours, choice=choice)
-            if slot.ours is routed and group_score_topk:
+        for override in overrides:
+            ours = functools.partial(override.ours, choice=choice)
+            if override.ours is routed and group_score_topk:
                 ours = functools.partial(ours, group_score_topk=group_score_topk)
             elif choice == "reference":
                 ours = (
-                    functools.partial(rotary_on_cpu, original=slot.original) if slot.ours is rotary else slot.original
+                    functools.partial(rotary_on_cpu, original=override.original)
+                    if override.ours is rotary
+                    else override.original
                 )
-            setattr(slot.module, slot.name, ours)
+            setattr(override.module, override.name, ours)

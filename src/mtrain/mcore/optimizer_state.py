@@ -11,14 +11,14 @@ import torch
 from mtrain_kernels.optimizer.fused_adam import MASTER, FusedAdam
 
 from mtrain.mcore import api as mcore
-from mtrain.mcore.kept import Kept, kept, local
+from mtrain.mcore.local_params import LocalParam, local, local_params
 
 
 @dataclass(frozen=True)
 class StateShard:
     """What one optimizer keeps for one parameter, or for the range of it that this rank owns."""
 
-    kept: Kept
+    local_param: LocalParam
     main: torch.Tensor
     """The weights that are updated, as megatron-core's optimizer knows them."""
     start: int
@@ -35,7 +35,7 @@ class StateShard:
         Each is the memory itself, or an fp32 copy of what is kept in pieces (see `store`).
         """
         main, pieces = local(self.main), self._in_pieces()
-        if main.untyped_storage().data_ptr() != self.kept.weight.untyped_storage().data_ptr():
+        if main.untyped_storage().data_ptr() != self.local_param.weight.untyped_storage().data_ptr():
             yield "main_weight", main
         for name, value in self.inner.state.get(self.updated, {}).items():
             if name in pieces:
@@ -73,10 +73,10 @@ class StateShard:
 
     def gradient(self) -> torch.Tensor:
         """The gradient of the range after the backward, 1-D."""
-        param, size = self.kept.param, local(self.main).numel()
+        param, size = self.local_param.param, local(self.main).numel()
         if hasattr(param, "orig_param"):  # megatron-core's FSDP: no gradient where this rank owns nothing
             return local(param.grad) if param.grad is not None else torch.empty(0)
-        start = self.start - self.kept.start
+        start = self.start - self.local_param.start
         return local(param.main_grad)[start : start + size]  # type: ignore[attr-defined]
 
 
@@ -110,7 +110,7 @@ def loss_scale(optimizer: Any) -> tuple[float, bool] | None:
 
 def state_shards(chunks: list[Any], optimizer: Any) -> Iterator[StateShard]:
     """What every leaf optimizer keeps, parameter by parameter."""
-    own = {k.param: k for chunk in chunks for k in kept(chunk)}
+    own = {k.param: k for chunk in chunks for k in local_params(chunk)}
     for leaf in leaf_optimizers(optimizer):
         inner = {p: (sub, p) for sub in _subs(leaf) for group in sub.param_groups for p in group["params"]}
         if isinstance(leaf.optimizer, mcore.HybridDeviceOptimizer):
@@ -159,7 +159,7 @@ def _subs(leaf: Any) -> list[torch.optim.Optimizer]:
 
 
 def _ranges(
-    leaf: Any, own: dict[torch.nn.Parameter, Kept]
+    leaf: Any, own: dict[torch.nn.Parameter, LocalParam]
 ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, bool]]:
     """Each parameter of a leaf, its main weights, where they start in it, and whether others own the rest."""
     groups = leaf.optimizer.param_groups

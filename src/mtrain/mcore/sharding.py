@@ -1,6 +1,6 @@
-"""Where each local tensor lies in the whole model: one list of slots for weights and optimizer state.
+"""Where each local tensor lies in the whole model: one list of shards for weights and optimizer state.
 
-Checkpoints, layout-independent initial weights and the comparison of layouts all speak of slots.
+Checkpoints, layout-independent initial weights and the comparison of layouts all speak of shards.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from typing import Any
 import torch
 
 from mtrain.mcore import api as mcore
-from mtrain.mcore.boxes import Box, boxes_of
-from mtrain.mcore.kept import kept, unwrap
+from mtrain.mcore.local_params import local_params, unwrap
 from mtrain.mcore.optimizer_state import StateShard, refresh_copies, state_shards
+from mtrain.mcore.shard_specs import ShardSpec, shard_specs_of
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A box of a whole tensor, and the local memory that holds it (or a flat part of it)."""
+class TensorShard:
+    """A part of a whole tensor, and the local memory that holds it (or a flat part of it)."""
 
     key: str
     """Name of the whole tensor, the same in every layout: `model/<weight>`, or `optim/<state>/<weight>`."""
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    """Size of the box; leading axes that count layers or experts have size 1."""
+    """Size of the part; leading axes that count layers or experts have size 1."""
     tensor: torch.Tensor
-    """Local memory: the box without its counting axes, or 1-D with `flat`."""
+    """Local memory: the part without its counting axes, or 1-D with `flat`."""
     flat: tuple[int, int] | None = None
-    """Range of the row-major box that `tensor` holds; None: all of it."""
+    """Range of the row-major part that `tensor` holds; None: all of it."""
     primary: bool = True
     """Whether this rank, of those that hold the same data, is the one that saves it."""
     param: torch.nn.Parameter | None = None
-    """The parameter that this slot is part of; None for buffers."""
+    """The parameter that this shard is part of; None for buffers."""
     lead: int = 0
-    """How many axes of the box count layers or experts."""
+    """How many axes of the part count layers or experts."""
 
     @property
     def weight(self) -> str:
@@ -62,7 +62,7 @@ def gathered(chunks: list[Any]) -> Iterator[None]:
 
 
 def refresh(chunks: list[Any], optimizer: Any = None) -> None:
-    """Bring what was made from the weights up to date, after they were written through their slots."""
+    """Bring what was made from the weights up to date, after they were written through their shards."""
     _forget_gathered(chunks)
     if optimizer is not None:
         refresh_copies(optimizer)
@@ -75,59 +75,59 @@ def make_main_weights(chunks: list[Any]) -> None:
             chunk.module.param_and_grad_buffer.copy_model_weights_to_main_weights()
 
 
-def model_slots(chunks: list[Any], *, trainable: bool = False) -> list[Slot]:
-    """Slots of all weights (and, unless `trainable`, persistent buffers) of this rank's model chunks."""
-    slots = []
+def model_shards(chunks: list[Any], *, trainable: bool = False) -> list[TensorShard]:
+    """Shards of all weights (and, unless `trainable`, persistent buffers) of this rank's model chunks."""
+    shards = []
     for chunk in chunks:
-        for own in kept(chunk):
-            slots += _cut(own.boxes, own.weight, own.start, spread=own.spread, param=own.made)
+        for own in local_params(chunk):
+            shards += _cut(own.specs, own.weight, own.start, spread=own.spread, param=own.made)
         if not trainable:
             model = unwrap(chunk)
-            boxes = boxes_of(model)
+            specs = shard_specs_of(model)
             for name, buffer in model.named_buffers():
-                slots += _cut(boxes.get(name, []), buffer.detach().view(-1), 0, spread=False)
-    return slots
+                shards += _cut(specs.get(name, []), buffer.detach().view(-1), 0, spread=False)
+    return shards
 
 
-def optimizer_slots(chunks: list[Any], optimizer: Any) -> list[Slot]:
-    """Slots of the optimizer's main weights and moments.
+def optimizer_shards(chunks: list[Any], optimizer: Any) -> list[TensorShard]:
+    """Shards of the optimizer's main weights and moments.
 
     States are `main_weight`, `exp_avg`, ... Where the optimizer works on a flat shard of a
-    parameter (the distributed optimizer, FSDP), slots are flat parts of the parameter's boxes, and every
+    parameter (the distributed optimizer, FSDP), shards are flat parts of the parameter, and every
     data-parallel rank saves its own. What an optimizer keeps in pieces is whole and in fp32 here, and a copy. What
     comes with the first update, which fp16 may still be waiting for, is made: a checkpoint has all that is read back.
     """
-    shards = list(state_shards(chunks, optimizer))
-    for shard in shards:
-        shard.allocate()
-    return [slot for shard in shards for name, tensor in shard.tensors() for slot in _state(shard, name, tensor)]
+    states = list(state_shards(chunks, optimizer))
+    for state in states:
+        state.allocate()
+    return [shard for state in states for name, tensor in state.tensors() for shard in _state(state, name, tensor)]
 
 
-def optimizer_slots_to_fill(chunks: list[Any], optimizer: Any) -> Iterator[Slot]:
-    """The same slots to be written one after the other, of state that is made where it comes with the first step.
+def optimizer_shards_to_fill(chunks: list[Any], optimizer: Any) -> Iterator[TensorShard]:
+    """The same shards to be written one after the other, of state that is made where it comes with the first step.
 
-    What is kept in pieces is taken apart again once its slots are written, when the next one is asked for.
+    What is kept in pieces is taken apart again once its shards are written, when the next one is asked for.
     """
-    for shard in state_shards(chunks, optimizer):
-        shard.allocate()
-        for name, tensor in shard.tensors():
-            yield from _state(shard, name, tensor)
-            shard.store(name, tensor)
+    for state in state_shards(chunks, optimizer):
+        state.allocate()
+        for name, tensor in state.tensors():
+            yield from _state(state, name, tensor)
+            state.store(name, tensor)
 
 
-def _state(shard: StateShard, name: str, tensor: torch.Tensor) -> list[Slot]:
-    return _cut(shard.kept.boxes, tensor, shard.start, spread=shard.spread, name=name)
+def _state(state: StateShard, name: str, tensor: torch.Tensor) -> list[TensorShard]:
+    return _cut(state.local_param.specs, tensor, state.start, spread=state.spread, name=name)
 
 
-def gradient_slots(chunks: list[Any], optimizer: Any) -> list[Slot]:
-    """Slots of the gradient that each parameter holds after the backward.
+def gradient_shards(chunks: list[Any], optimizer: Any) -> list[TensorShard]:
+    """Shards of the gradient that each parameter holds after the backward.
 
-    With the distributed optimizer a rank's gradient is whole only in the range that it owns, so slots are that range.
+    With the distributed optimizer a rank's gradient is whole only in the range that it owns: that is its shard.
     """
-    slots = []
-    for shard in state_shards(chunks, optimizer):
-        slots += _cut(shard.kept.boxes, shard.gradient(), shard.start, spread=shard.spread)
-    return slots
+    shards = []
+    for state in state_shards(chunks, optimizer):
+        shards += _cut(state.local_param.specs, state.gradient(), state.start, spread=state.spread)
+    return shards
 
 
 def _forget_gathered(chunks: list[Any]) -> None:
@@ -144,34 +144,34 @@ def _copy_index() -> int:
 
 
 def _cut(
-    boxes: list[Box],
+    specs: list[ShardSpec],
     values: torch.Tensor,
     start: int,
     *,
     spread: bool,
     name: str = "",
     param: torch.nn.Parameter | None = None,
-) -> list[Slot]:
-    """Slots of the 1-D `values`, which are elements [start, start + numel) of a parameter, on each of its boxes."""
+) -> list[TensorShard]:
+    """Shards of the 1-D `values`, which are elements [start, start + numel) of a parameter, on each of its specs."""
     stop = start + values.numel()
-    slots = []
-    for box in boxes:
-        lo, hi = max(start, box.first), min(stop, box.first + box.numel)
+    shards = []
+    for spec in specs:
+        lo, hi = max(start, spec.first), min(stop, spec.first + spec.numel)
         if lo >= hi:
             continue
-        whole = hi - lo == box.numel
+        whole = hi - lo == spec.numel
         here = values[lo - start : hi - start]
-        slots.append(
-            Slot(
-                key=f"optim/{name}/{box.key}" if name else f"model/{box.key}",
-                global_shape=box.global_shape,
-                offset=box.offset,
-                shape=box.shape,
-                tensor=here.view(box.shape[box.lead :]) if whole else here,
-                flat=None if whole else (lo - box.first, hi - box.first),
-                primary=box.primary(spread=spread) and not (spread and _copy_index()),
+        shards.append(
+            TensorShard(
+                key=f"optim/{name}/{spec.key}" if name else f"model/{spec.key}",
+                global_shape=spec.global_shape,
+                offset=spec.offset,
+                shape=spec.shape,
+                tensor=here.view(spec.shape[spec.lead :]) if whole else here,
+                flat=None if whole else (lo - spec.first, hi - spec.first),
+                primary=spec.primary(spread=spread) and not (spread and _copy_index()),
                 param=param,
-                lead=box.lead,
+                lead=spec.lead,
             )
         )
-    return slots
+    return shards

@@ -43,8 +43,8 @@ def record_gradients(parts: Parts, folder: Path) -> None:
     def recording() -> Any:
         optimizer.step = step
         ranks = store.Ranks(parts.world.rank, parts.world.size, dist.barrier)
-        slots = sharding.gradient_slots(parts.state.chunks, optimizer)
-        store.save(folder, 0, slots, {}, {}, "", ranks)
+        shards = sharding.gradient_shards(parts.state.chunks, optimizer)
+        store.save(folder, 0, shards, {}, {}, "", ranks)
         return step()
 
     optimizer.step = recording

@@ -10,11 +10,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mtrain.mcore import api as mcore
-from mtrain.mcore.boxes import Box, boxes_of
+from mtrain.mcore.shard_specs import ShardSpec, shard_specs_of
 
 
 @dataclass(frozen=True)
-class Kept:
+class LocalParam:
     """A parameter of this rank's model."""
 
     name: str
@@ -23,7 +23,7 @@ class Kept:
     """The parameter as the optimizer knows it."""
     made: torch.nn.Parameter
     """The parameter as its module made it, with what was noted on it."""
-    boxes: list[Box]
+    specs: list[ShardSpec]
     weight: torch.Tensor
     """The local memory of its weights, 1-D."""
     start: int = 0
@@ -45,27 +45,27 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).view(-1)
 
 
-def kept(chunk: Any) -> list[Kept]:
+def local_params(chunk: Any) -> list[LocalParam]:
     """What this rank keeps of every parameter of a chunk, wrapped or not."""
     model = unwrap(chunk)
-    boxes = boxes_of(model)
+    specs = shard_specs_of(model)
     if isinstance(chunk, mcore.MegatronFSDP):
-        return list(_in_buffers(chunk.module.param_and_grad_buffer, boxes))
-    return [_in_parameter(name, p, boxes[name]) for name, p in model.named_parameters()]
+        return list(_in_buffers(chunk.module.param_and_grad_buffer, specs))
+    return [_in_parameter(name, p, specs[name]) for name, p in model.named_parameters()]
 
 
-def _in_parameter(name: str, param: torch.nn.Parameter, boxes: list[Box]) -> Kept:
+def _in_parameter(name: str, param: torch.nn.Parameter, specs: list[ShardSpec]) -> LocalParam:
     """A plain parameter, or FSDP2's: rows that torch gives to each rank in turn."""
     weight = local(param)
     if not isinstance(param, DTensor):
-        return Kept(name, param, param, boxes, weight)
+        return LocalParam(name, param, param, specs, weight)
     rows, dim = param.shape[0], param.device_mesh.ndim - 1
     chunk_rows = -(-rows // param.device_mesh.size(dim))
     first = min(rows, chunk_rows * param.device_mesh.get_local_rank(dim))
-    return Kept(name, param, param, boxes, weight, first * (param.numel() // rows), spread=True)
+    return LocalParam(name, param, param, specs, weight, first * (param.numel() // rows), spread=True)
 
 
-def _in_buffers(buffers: Any, boxes: dict[str, list[Box]]) -> Iterator[Kept]:
+def _in_buffers(buffers: Any, specs: dict[str, list[ShardSpec]]) -> Iterator[LocalParam]:
     """Parameters of megatron-core's FSDP: runs of elements of flat buffers."""
     for name, param in buffers.optimizer_named_parameters:
         group = buffers.parameter_groups[buffers.param_to_param_group[param.orig_param]]
@@ -74,4 +74,4 @@ def _in_buffers(buffers: Any, boxes: dict[str, list[Box]]) -> Iterator[Kept]:
         start, _ = weights.locate_item_in_global_item(item)
         own = name.removeprefix("module.")
         memory, spread = weights.get_item(item), weights.is_data_distributed
-        yield Kept(own, param, param.orig_param, boxes[own], memory, start, spread)
+        yield LocalParam(own, param, param.orig_param, specs[own], memory, start, spread)

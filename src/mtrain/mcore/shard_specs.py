@@ -13,11 +13,11 @@ from typing import Any
 
 from mtrain.mcore import api as mcore
 
-_KEPT = "mtrain_boxes"
+_REMEMBERED = "mtrain_shard_specs"
 
 
 @dataclass(frozen=True)
-class Box:
+class ShardSpec:
     """The part of a whole tensor that a run of elements of one parameter or buffer is."""
 
     key: str
@@ -25,48 +25,48 @@ class Box:
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    """Size of the box; leading axes that count layers or experts have size 1."""
+    """Size of the part; leading axes that count layers or experts have size 1."""
     lead: int
     """How many axes count layers or experts."""
     first: int
-    """Element of the row-major parameter that the box starts at."""
+    """Element of the row-major parameter that the part starts at."""
     replica: tuple[int, ...]
-    """Place among the ranks that hold the same box; the last number counts data-parallel ranks."""
+    """Place among the ranks that hold the same part; the last number counts data-parallel ranks."""
 
     @property
     def numel(self) -> int:
-        """Elements of the box."""
+        """Elements of the part."""
         return prod(self.shape)
 
     def primary(self, *, spread: bool = False) -> bool:
-        """Whether this rank is the one that saves the box; with `spread`, each data-parallel rank saves its part."""
+        """Whether this rank is the one that saves the part; with `spread`, each data-parallel rank saves its part."""
         return not any(self.replica[:-1] if spread else self.replica)
 
 
-def boxes_of(model: Any) -> dict[str, list[Box]]:
-    """The boxes of every parameter and persistent buffer of an unwrapped model, by its name in the model.
+def shard_specs_of(model: Any) -> dict[str, list[ShardSpec]]:
+    """The shard specs of every parameter and persistent buffer of an unwrapped model, by its name in the model.
 
-    A gated MLP's fused weight is two boxes. Asked first before the model is sharded, later answered from memory.
+    A gated MLP's fused weight has two. Asked first before the model is sharded, later answered from memory.
 
     Raises:
-        RuntimeError: a box that is not contiguous in its parameter, or a sharded tensor that is none.
+        RuntimeError: a part that is not contiguous in its parameter, or a sharded tensor that is none.
     """
-    if not hasattr(model, _KEPT):
-        setattr(model, _KEPT, _describe(model))
-    found: dict[str, list[Box]] = getattr(model, _KEPT)
+    if not hasattr(model, _REMEMBERED):
+        setattr(model, _REMEMBERED, _describe(model))
+    found: dict[str, list[ShardSpec]] = getattr(model, _REMEMBERED)
     return found
 
 
-def _describe(model: Any) -> dict[str, list[Box]]:
+def _describe(model: Any) -> dict[str, list[ShardSpec]]:
     names = {id(t): name for name, t in chain(model.named_parameters(), model.named_buffers())}
     metadata = {"dp_cp_group": mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    out: dict[str, list[Box]] = {}
+    out: dict[str, list[ShardSpec]] = {}
     for entry in _entries(model.sharded_state_dict(metadata=metadata)):
         name = names.get(id(entry.data))
         if name is None:
             raise RuntimeError(f"{entry.key} is neither a parameter nor a buffer of the model")
         if name not in out:
-            out[name] = [_box(piece, entry.data.storage_offset()) for piece in _pieces(entry)]
+            out[name] = [_spec(piece, entry.data.storage_offset()) for piece in _pieces(entry)]
     return out
 
 
@@ -92,13 +92,13 @@ def _pieces(entry: Any) -> list[Any]:
     return list(built) if isinstance(built, list | tuple) else [built]
 
 
-def _box(piece: Any, start: int) -> Box:
+def _spec(piece: Any, start: int) -> ShardSpec:
     data = piece.data
     if not data.is_contiguous():
         raise RuntimeError(f"{piece.key} is not contiguous in its parameter and cannot be cut")
     lead = len(piece.global_shape) - data.ndim
     replica = piece.replica_id
-    return Box(
+    return ShardSpec(
         key=piece.key,
         global_shape=tuple(piece.global_shape),
         offset=tuple(piece.global_offset),
