@@ -7,7 +7,7 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from mtrain.config.compose import compose
 from mtrain.config.dump import override, run_yaml
@@ -60,6 +60,8 @@ def test_comments_change_nothing_that_is_read() -> None:
 
 
 @given(text=TEXT)
+@example(text="INF")
+@example(text="Null")
 @settings(max_examples=100, deadline=None)
 def test_a_fix_for_any_text_reads_back_through_shell_and_grammar(text: str) -> None:
     (argument,) = shlex.split(override("trainer.sample_prompt", text))

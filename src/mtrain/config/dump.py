@@ -11,7 +11,8 @@ from typing import Any
 from mtrain.config.load import scalar
 from mtrain.config.run import RunConfig
 
-_BARE = re.compile(r"(?!(?i:null|true|false|nan|inf)\Z)[A-Za-z_/][A-Za-z0-9_/.:@%+-]*\Z")
+_CONSTANT = re.compile(r"(?i:null|true|false|nan|inf)\Z")
+_BARE = re.compile(r"[A-Za-z_/][A-Za-z0-9_/.:@%+-]*\Z")
 _NO_QUOTES = re.compile(r"[A-Za-z0-9_/.:@%+,=\[\]-]*(\{\})?\Z")
 _PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.-]*\Z")
 
@@ -58,7 +59,7 @@ def override(key: str, value: Any) -> str:
     if not isinstance(value, str):
         word = f"{key}={_in_brackets(value)}"
         return word if _NO_QUOTES.match(word) else shlex.quote(word)
-    if _BARE.match(value):
+    if _BARE.match(value) and not _CONSTANT.match(value):
         return f"{key}={value}"
     return shlex.quote(f"{key}={_quoted(value)}")
 
@@ -72,8 +73,9 @@ def _in_brackets(value: Any) -> str:
     """A list of plain values or of such lists, without a space that a shell would part it at."""
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_in_brackets, value))}]"
-    if isinstance(value, str) and not (_PLAIN.match(value) and scalar(value) == value):
-        return _quoted(value)
+    if isinstance(value, str):
+        bare = _PLAIN.match(value) and scalar(value) == value and not _CONSTANT.match(value)
+        return value if bare else _quoted(value)
     return spell(value)
 
 
