@@ -17,7 +17,7 @@ from mtrain.cli.setup import load
 from mtrain.config.run import RunConfig
 from mtrain.plan.shrink import alone
 from tests.support.forked import run_ranks
-from tests.support.runs import rank_tensors, train_steps, whole_tensors
+from tests.support.runs import Uninterrupted, rank_tensors, train_steps, whole_tensors
 
 MIXTRAL = "model=mixtral_tiny"
 FSDP2, MEGATRON = "parallel.fsdp=fsdp2", "parallel.fsdp=megatron"
@@ -64,8 +64,8 @@ LAYOUTS = {
     "offload bf16, distributed optimizer": "parallel=dp2 optim.cpu_offload=1.0 precision=bf16 "
     "parallel.distributed_optimizer=true",
 }
-STEPS = 6
-HALF = 3
+STEPS = 4
+HALF = 2
 
 
 def _run(words: str, dtype: str | None = None) -> RunConfig:
@@ -97,10 +97,6 @@ def _job(run: RunConfig, steps: int, save: Path, after: int | None, load: Path |
     return train_steps(run, steps, save_to=save, save_after=after, load_from=load)
 
 
-def _step(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:08d}"
-
-
 RESUMED = [
     "fsdp2",
     "fsdp2 tp2",
@@ -121,19 +117,23 @@ RESUMED = [
 """One of each way in which state is kept; the others of `LAYOUTS` are kept in one of these ways."""
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
+    """Runs of `STEPS` steps, by the name of their layout."""
+    return Uninterrupted(tmp_path_factory.mktemp("whole"), HALF, STEPS)
+
+
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, whole: Uninterrupted, tmp_path: Path) -> None:
     run = _run(LAYOUTS[name])
-    ranks, whole, rest = run.parallel.ranks or 1, tmp_path / "whole", tmp_path / "rest"
-    values = run_ranks(ranks, _job, run, STEPS, whole, HALF, None)
-    more = run_ranks(ranks, _job, run, STEPS - HALF, rest, None, _step(whole, HALF))
-    assert all(v == values[0] for v in values), "ranks report different numbers"
-    assert values[0][HALF:] == more[0]
-    expected, found = whole_tensors(_step(whole, STEPS)), whole_tensors(_step(rest, STEPS))
+    values, first, last = whole(name, run)
+    more = run_ranks(run.parallel.ranks or 1, _job, run, STEPS - HALF, tmp_path, None, first)
+    assert values[HALF:] == more[0]
+    expected, found = whole_tensors(last), whole_tensors(tmp_path / last.name)
     assert expected.keys() == found.keys()
     assert any(key.startswith(("optim/exp_avg/", "optim/momentum_buffer/")) for key in found)
     assert [k for k in expected if not torch.equal(expected[k], found[k])] == []
-    for before, after in zip(rank_tensors(_step(whole, STEPS)), rank_tensors(_step(rest, STEPS)), strict=True):
+    for before, after in zip(rank_tensors(last), rank_tensors(tmp_path / last.name), strict=True):
         assert before.keys() == after.keys()
         assert all(torch.equal(before[k], after[k]) for k in before)
 
@@ -175,22 +175,18 @@ PLAIN = {
     ],
 )
 def test_a_layout_goes_on_from_another_and_changes_no_bit_of_its_state(
-    saved: str, resumed: str, tmp_path: Path
+    saved: str, resumed: str, whole: Uninterrupted, tmp_path: Path
 ) -> None:
     tables = {**LAYOUTS, **PLAIN}
     before = _run(tables[saved])
     after = _run(tables[resumed]).model_copy(update={"trainer": before.trainer, "data": before.data, "model": before.model})
-    first = tmp_path / "first"
-    run_ranks(before.parallel.ranks or 1, _job, before, HALF, first, None, None)
-    run_ranks(after.parallel.ranks or 1, _job, after, 0, tmp_path / "same", None, _step(first, HALF))
-    left, right = whole_tensors(_step(first, HALF)), whole_tensors(_step(tmp_path / "same", HALF))
+    values, first, _ = whole(saved, before)
+    found = run_ranks(after.parallel.ranks or 1, _job, after, STEPS - HALF, tmp_path, 0, first)[0]
+    left, right = whole_tensors(first), whole_tensors(tmp_path / first.name)
     assert left.keys() == right.keys()
     assert [k for k in left if not torch.equal(left[k], right[k])] == []
-    ends = []
-    for run, home in ((before, tmp_path / "a"), (after, tmp_path / "b")):
-        ends.append(run_ranks(run.parallel.ranks or 1, _job, run, STEPS - HALF, home, None, _step(first, HALF))[0])
     tolerance = 2e-2 if before.precision.dtype == "bf16" else 1e-5
-    for (loss, norm), (expected, expected_norm) in zip(*ends, strict=True):
+    for (loss, norm), (expected, expected_norm) in zip(found, values[HALF:], strict=True):
         assert loss == pytest.approx(expected, rel=tolerance)
         assert norm == pytest.approx(expected_norm, rel=tolerance)
 

@@ -9,9 +9,9 @@ import torch
 
 from mtrain.config.model import MoEConfig
 from tests.support.forked import run_ranks
-from tests.support.runs import rank_tensors, tiny_run, train_steps, whole_tensors
+from tests.support.runs import Uninterrupted, rank_tensors, tiny_run, train_steps, whole_tensors
 
-FIRST, MORE = 4, 6
+FIRST, MORE = 2, 2
 BIASED = MoEConfig(
     num_experts=4,
     ffn_hidden_size=64,
@@ -88,16 +88,24 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
+    """Runs of `FIRST + MORE` steps, by the name of their layout."""
+    return Uninterrupted(tmp_path_factory.mktemp("whole"), FIRST, FIRST + MORE)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, whole: Uninterrupted, tmp_path: Path) -> None:
     run = tiny_run(**CASES[name])
-    ranks = run.parallel.ranks
-    whole = run_ranks(ranks, _steps, run, FIRST + MORE, tmp_path / "whole", None)[0]
-    first = run_ranks(ranks, _steps, run, FIRST, tmp_path / "first", None)[0]
-    rest = run_ranks(ranks, _steps, run, MORE, tmp_path / "rest", tmp_path / "first" / f"step_{FIRST:08d}")[0]
-    assert first + rest == whole
-    end = f"step_{FIRST + MORE:08d}"
-    assert _same(tmp_path / "whole" / end, tmp_path / "rest" / end) == []
+    values, first, last = whole(name, run)
+    assert run_ranks(run.parallel.ranks, _steps, run, MORE, tmp_path, first)[0] == values[FIRST:]
+    assert _same(last, tmp_path / last.name) == []
+
+
+@pytest.mark.parametrize("name", ["one rank", "pp2dp2 dropout"])
+def test_saving_changes_nothing_of_the_run(name: str, whole: Uninterrupted) -> None:
+    run = tiny_run(**CASES[name])
+    assert run_ranks(run.parallel.ranks, _steps, run, FIRST + MORE, None, None)[0] == whole(name, run)[0]
 
 
 @pytest.mark.parametrize(
@@ -112,13 +120,11 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, tmp_path: Pat
         ("tp2pp2", "dp2 own adam, distributed optimizer"),
     ],
 )
-def test_a_run_resumes_in_another_layout(saved: str, resumed: str, tmp_path: Path) -> None:
-    before, after = tiny_run(**CASES[saved]), tiny_run(**CASES[resumed])
-    whole = run_ranks(1, _steps, tiny_run(), FIRST + MORE, None, None)[0]
-    run_ranks(before.parallel.ranks, _steps, before, FIRST, tmp_path / "first", None)
-    checkpoint = tmp_path / "first" / f"step_{FIRST:08d}"
-    rest = run_ranks(after.parallel.ranks, _steps, after, MORE, None, checkpoint)[0]
-    for (loss, norm), (expected, expected_norm) in zip(rest, whole[FIRST:], strict=True):
+def test_a_run_resumes_in_another_layout(saved: str, resumed: str, whole: Uninterrupted) -> None:
+    after = tiny_run(**CASES[resumed])
+    _, first, _ = whole(saved, tiny_run(**CASES[saved]))
+    rest = run_ranks(after.parallel.ranks, _steps, after, MORE, None, first)[0]
+    for (loss, norm), (expected, expected_norm) in zip(rest, whole("one rank", tiny_run())[0][FIRST:], strict=True):
         assert loss == pytest.approx(expected, rel=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-5)
 
@@ -131,12 +137,13 @@ def test_a_run_resumes_in_another_layout(saved: str, resumed: str, tmp_path: Pat
         ("pp2dp2 few bits", "dp2 few bits"),
     ],
 )
-def test_resharding_changes_no_bit_of_weights_or_moments(saved: str, resumed: str, tmp_path: Path) -> None:
-    before, after = tiny_run(**CASES[saved]), tiny_run(**CASES[resumed])
-    run_ranks(before.parallel.ranks, _steps, before, FIRST, tmp_path / "a", None)
-    checkpoint = tmp_path / "a" / f"step_{FIRST:08d}"
-    run_ranks(after.parallel.ranks, _steps, after, 0, tmp_path / "b", checkpoint)
-    left, right = whole_tensors(checkpoint), whole_tensors(tmp_path / "b" / f"step_{FIRST:08d}")
+def test_resharding_changes_no_bit_of_weights_or_moments(
+    saved: str, resumed: str, whole: Uninterrupted, tmp_path: Path
+) -> None:
+    after = tiny_run(**CASES[resumed])
+    _, first, _ = whole(saved, tiny_run(**CASES[saved]))
+    run_ranks(after.parallel.ranks, _steps, after, 0, tmp_path, first)
+    left, right = whole_tensors(first), whole_tensors(tmp_path / first.name)
     assert left.keys() == right.keys()
     assert all(torch.equal(left[k], right[k]) for k in left)
 

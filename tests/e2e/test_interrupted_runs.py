@@ -8,15 +8,15 @@ import random
 import re
 import resource
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.support.commands import SMALL, command, environment, metrics, mtrain, ranks_of, start, wait_for
+from tests.support.commands import SMALL, metrics, wait_for
+from tests.support.launched import Launched, mtrain
 
 pytestmark = pytest.mark.e2e
 
@@ -45,10 +45,10 @@ def _losses(run: Path) -> list[tuple[object, ...]]:
     return [tuple(line[k] for k in ("step", "loss", "grad_norm", "lr", "samples")) for line in metrics(run)]
 
 
-def _end(process: subprocess.Popen[str], ranks: list[psutil.Process]) -> str:
-    output, _ = process.communicate(timeout=30)
+def _end(process: Launched, ranks: list[psutil.Process]) -> str:
+    process.wait(30)
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
-    return output
+    return process.said
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -58,9 +58,9 @@ def test_a_killed_rank_is_named_and_the_resumed_run_ends_bitwise_equal(
     dice = random.Random(seed)
     victim, when = dice.randrange(2), dice.randrange(0, STEPS - 12)
     run = tmp_path / "runs/run"
-    process = start(*RUN, cwd=tmp_path)
+    process = Launched(*RUN, cwd=tmp_path)
     wait_for(lambda: len(metrics(run)) > when or process.poll() is not None)
-    ranks = ranks_of(process)
+    ranks = process.ranks()
     assert len(ranks) == 2
     ranks[victim].send_signal(signal.SIGKILL)
     killed = time.monotonic()
@@ -76,10 +76,10 @@ def test_a_killed_rank_is_named_and_the_resumed_run_ends_bitwise_equal(
 
 
 def test_a_stop_saves_and_says_so_and_the_verb_resume_goes_on(uninterrupted: Path, tmp_path: Path) -> None:
-    process = start(*RUN, cwd=tmp_path)
+    process = Launched(*RUN, cwd=tmp_path)
     run = tmp_path / "runs/run"
     wait_for(lambda: len(metrics(run)) > 10 or process.poll() is not None)
-    ranks = ranks_of(process)
+    ranks = process.ranks()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the launcher and every rank
     output = _end(process, ranks)
     assert process.returncode == 75, output
@@ -95,59 +95,54 @@ def test_a_stop_saves_and_says_so_and_the_verb_resume_goes_on(uninterrupted: Pat
 
 
 def test_a_second_stop_ends_at_once_and_leaves_the_checkpoints(tmp_path: Path) -> None:
-    process = start(*RUN, "trainer.train_iters=100000", cwd=tmp_path)
+    process = Launched(*RUN, "trainer.train_iters=100000", cwd=tmp_path)
     run = tmp_path / "runs/run"
     wait_for(lambda: (run / f"checkpoints/step_{INTERVAL:08d}/manifest.json").exists() or process.poll() is not None)
-    ranks = ranks_of(process)
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGTERM)
+    ranks = process.ranks()
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGTERM)
     output = _end(process, ranks)
     assert process.returncode in (75, 130), output
     assert list((run / "checkpoints").glob("step_*/manifest.json"))
 
 
 def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
-    process = start(*RUN, "trainer.train_iters=100000", cwd=tmp_path)
+    process = Launched(*RUN, "trainer.train_iters=100000", cwd=tmp_path)
     wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 2 or process.poll() is not None)
-    ranks = ranks_of(process)
-    process.kill()
-    process.communicate(timeout=10)
+    ranks = process.ranks()
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(10)
     _, alive = psutil.wait_procs(ranks, timeout=5)
     assert not alive
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(uninterrupted: Path, tmp_path: Path) -> None:
     words = [w for w in RUN if not w.startswith("checkpoint.save_interval")] + ["checkpoint.save_interval=1000"]
-    process = start(*words, cwd=tmp_path)
+    process = Launched(*words, cwd=tmp_path)
     run = tmp_path / "runs/run"
     wait_for(lambda: len(metrics(run)) > 3 or process.poll() is not None)
-    ranks_of(process)[1].send_signal(signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.ranks()[1].send_signal(signal.SIGKILL)
+    process.wait(30)
     done = mtrain(*words, "checkpoint.resume=latest", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert _losses(run) == _losses(uninterrupted)
 
 
 def test_a_rank_that_raises_is_named_with_its_error_although_its_peer_dies_too(tmp_path: Path) -> None:
-    code = (
-        "import sys; import mtrain.train.step as step; real = step.train_step\n"
-        "import os\n"
-        "def faulty(parts, *, stop_requested):\n"
-        "    if parts.state.step == 3 and parts.world.rank == 1: raise ValueError('seeded fault')\n"
-        "    return real(parts, stop_requested=stop_requested)\n"
-    )
-    plugin = tmp_path / "faulty.py"
-    plugin.write_text(
-        "from mtrain import mcore\nfrom mtrain.devices import registry\nmcore.install(registry.get('cpu'))\n"
-        + code
-        + "import mtrain.train.trainer as trainer\ntrainer.train_step = faulty\n"
-        "from mtrain.cli.main import main\nraise SystemExit(main(sys.argv[1:]))\n"
-    )
-    words = [sys.executable, str(plugin), *RUN]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment())
-    assert done.returncode == 5
-    assert re.search(r"rank 1 failed first: ValueError: seeded fault", done.stderr), done.stderr
-    assert "Traceback" not in done.stderr
+    def with_a_fault() -> None:
+        from mtrain.train import step, trainer
+
+        def faulty(parts: Any, *, stop_requested: Any) -> Any:
+            if parts.state.step == 3 and parts.world.rank == 1:
+                raise ValueError("seeded fault")
+            return step.train_step(parts, stop_requested=stop_requested)
+
+        trainer.train_step = faulty  # type: ignore[assignment]
+
+    run = Launched(*RUN, cwd=tmp_path, patch=with_a_fault)
+    assert run.wait() == 5
+    assert re.search(r"rank 1 failed first: ValueError: seeded fault", run.said), run.said
+    assert "Traceback" not in run.said
     record = json.loads((tmp_path / "runs/run/errors/rank_00001.json").read_text())
     assert "seeded fault" in record["traceback"]
 
@@ -157,12 +152,10 @@ def test_a_checkpoint_that_does_not_fit_is_said_and_the_one_before_stays(tmp_pat
     assert mtrain(*words, cwd=tmp_path).returncode == 0
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))  # noqa: E731
     more = ["resume", "runs/run", "trainer.train_iters=12", "checkpoint.accept_changes=true"]
-    done = subprocess.run(
-        command(*more), capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment(), preexec_fn=limit
-    )
-    assert done.returncode == 5, done.stdout + done.stderr
-    assert "cannot be written" in done.stderr
-    assert "Traceback" not in done.stderr
+    run = Launched(*more, cwd=tmp_path, patch=limit)
+    assert run.wait(60) == 5, run.said
+    assert "cannot be written" in run.said
+    assert "Traceback" not in run.said
     left = sorted(p.name for p in (tmp_path / "runs/run/checkpoints").iterdir())
     assert left == ["step_00000004", "step_00000008"]
     again = mtrain("resume", "runs/run", "trainer.train_iters=12", "checkpoint.accept_changes=true", cwd=tmp_path)

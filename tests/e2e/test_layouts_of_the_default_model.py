@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import metrics, mtrain
+from tests.support.commands import metrics
+from tests.support.launched import mtrain
 
 pytestmark = pytest.mark.e2e
 WORDS = ("trainer.train_iters=20", "trainer.global_batch_size=4", "data.seq_length=64", "checkpoint=off", "data=mock")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import SMALL, environment, latest, metrics, mtrain, start, wait_for
+from tests.support.commands import SMALL, environment, latest, metrics, wait_for
+from tests.support.launched import Launched, mtrain
 
 pytestmark = pytest.mark.e2e
 TINY = (*SMALL, "parallel=single", "checkpoint=off", "log=quiet")
@@ -39,12 +41,11 @@ def test_a_failing_run_stops_no_other_and_its_code_is_the_exit_code(tmp_path: Pa
 
 def test_a_stop_ends_the_run_and_the_sweep_with_what_there_is(tmp_path: Path) -> None:
     words = ["trainer.train_iters=100000", "trainer.seed=1,2", "log.name=s", "log.runs_dir=runs"]
-    sweep = start("-m", *SMALL, "parallel=single", "log=quiet", *words, cwd=tmp_path)
+    sweep = Launched("-m", *SMALL, "parallel=single", "log=quiet", *words, cwd=tmp_path)
     wait_for(lambda: len(metrics(tmp_path / "runs/s-0")) > 3, 90)
-    sweep.send_signal(signal.SIGTERM)
-    out, _ = sweep.communicate(timeout=60)
-    assert sweep.returncode == 75, out
-    assert "1 of 2 runs" in out
+    os.kill(sweep.pid, signal.SIGTERM)
+    assert sweep.wait(60) == 75, sweep.said
+    assert "1 of 2 runs" in sweep.said
     assert not (tmp_path / "runs/s-1").exists()
     assert list((tmp_path / "runs/s-0/checkpoints").glob("step_*")), "the run saved before it ended"
 

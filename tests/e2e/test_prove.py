@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.commands import environment, mtrain
+from tests.support.launched import Launched, mtrain
 
 pytestmark = pytest.mark.e2e
 
@@ -34,56 +33,48 @@ def test_a_layout_is_proven(words: list[str], tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def _wrong_sign(parts: Any) -> None:
+    if parts.world.rank == 1:
+        next(iter(parts.state.chunks[0].parameters())).main_grad.neg_()
+
+
+def _norms_not_summed(parts: Any) -> None:
+    for param in parts.state.chunks[0].parameters():
+        param.sequence_parallel = False
+
+
 FAULTS = {
-    "a gradient with the wrong sign on one rank": (
-        ["parallel=dp2"],
-        "def fault(chunks, *a, **k):\n"
-        "    if parts.world.rank == 1: next(iter(chunks[0].parameters())).main_grad.neg_()\n"
-        "    return real(chunks, *a, **k)\n",
-        "gradient",
-    ),
-    "norms of sequence-parallel ranks that are not summed": (
-        ["parallel=tp2sp"],
-        "def fault(chunks, *a, **k):\n"
-        "    for p in chunks[0].parameters(): p.sequence_parallel = False\n"
-        "    return real(chunks, *a, **k)\n",
-        "gradient",
-    ),
+    "a gradient with the wrong sign on one rank": (["parallel=dp2"], _wrong_sign, "gradient"),
+    "norms of sequence-parallel ranks that are not summed": (["parallel=tp2sp"], _norms_not_summed, "gradient"),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_layout_is_not_proven_and_the_difference_is_named(name: str, tmp_path: Path) -> None:
     words, fault, kind = FAULTS[name]
-    script = tmp_path / "faulty.py"
-    script.write_text(
-        "import sys\n"
-        "from mtrain import mcore\n"
-        "from mtrain.devices import registry\n"
-        "mcore.install(registry.get('cpu'))\n"
-        "from mtrain.train import prove\n"
-        "record = prove.record_gradients\n"
-        "def seeded(parts, folder):\n"
-        "    record(parts, folder)\n"
-        "    config = parts.state.chunks[0].config\n"
-        "    real = config.finalize_model_grads_func\n"
-        + "".join(f"    {line}\n" for line in fault.splitlines())
-        + "    config.finalize_model_grads_func = fault\n"
-        "prove.record_gradients = seeded\n"
-        "from mtrain.cli.main import main\n"
-        "raise SystemExit(main(sys.argv[1:]))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, str(script), "prove", *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-        env=environment(),
-    )
-    assert done.returncode == 5, done.stdout + done.stderr
-    assert any(line.startswith(kind) and "<- differs" in line for line in done.stdout.splitlines()), done.stdout
-    assert "NOT equal" in done.stdout
+
+    def seed_fault() -> None:
+        from mtrain.train import prove
+
+        record = prove.record_gradients
+
+        def seeded(parts: Any, folder: Path) -> None:
+            record(parts, folder)
+            config = parts.state.chunks[0].config
+            real = config.finalize_model_grads_func
+
+            def faulty(*arguments: Any, **named: Any) -> Any:
+                fault(parts)
+                return real(*arguments, **named)
+
+            config.finalize_model_grads_func = faulty
+
+        prove.record_gradients = seeded
+
+    done = Launched("prove", *words, cwd=tmp_path, patch=seed_fault)
+    assert done.wait() == 5, done.said
+    assert any(line.startswith(kind) and "<- differs" in line for line in done.said.splitlines()), done.said
+    assert "NOT equal" in done.said
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import SMALL, command, environment, metrics, mtrain, ranks_of, start, wait_for
+from tests.support import commands
+from tests.support.commands import SMALL, command, environment, metrics, wait_for
+from tests.support.launched import Launched, mtrain
 
 pytestmark = pytest.mark.e2e
 WORDS = [w for w in SMALL if not w.startswith(("data=", "model.vocab"))]
@@ -48,7 +50,7 @@ def text_words(home: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def trained(home: Path) -> Path:
     """A finished run."""
-    done = mtrain(*text_words(home), "log.name=run", cwd=home)
+    done = commands.mtrain(*text_words(home), "log.name=run", cwd=home)
     assert done.returncode == 0, done.stderr
     for said in ("unigram entropy", "final validation loss", "saved", "sample from step_00000012"):
         assert said in done.stdout
@@ -153,11 +155,10 @@ def test_a_reader_that_goes_away_stops_no_training(tmp_path: Path) -> None:
 
 
 def test_a_stop_that_reaches_one_rank_only_stops_the_run_and_says_so(tmp_path: Path) -> None:
-    process = start(*SMALL, "trainer.train_iters=100000", "log.name=run", cwd=tmp_path)
+    process = Launched(*SMALL, "trainer.train_iters=100000", "log.name=run", cwd=tmp_path)
     wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 3 or process.poll() is not None)
-    ranks_of(process)[1].send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 75, output
+    process.ranks()[1].send_signal(signal.SIGTERM)
+    assert process.wait(30) == 75, process.said
     assert list((tmp_path / "runs/run/checkpoints").glob("step_*/manifest.json"))
 
 

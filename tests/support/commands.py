@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 ROOT = Path(__file__).resolve().parents[2]
 
 SMALL = (
@@ -50,24 +48,6 @@ def mtrain(*argv: str, cwd: Path, timeout_s: float = 120) -> subprocess.Complete
     return subprocess.run(
         command(*argv), capture_output=True, text=True, timeout=timeout_s, env=environment(), cwd=cwd
     )
-
-
-def start(*argv: str, cwd: Path) -> subprocess.Popen[str]:
-    """Start a command in a process group of its own."""
-    return subprocess.Popen(
-        command(*argv),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-        cwd=cwd,
-        start_new_session=True,
-    )
-
-
-def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The rank processes of a launcher, by rank: they are forked in order."""
-    return sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

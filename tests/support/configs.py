@@ -31,12 +31,17 @@ TINY: dict[str, Any] = {
 MOE = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 352}
 
 
+SECONDS: list[float] = []
+"""Of a core, by each judgement `within_a_second`."""
+
+
 @contextmanager
 def within_a_second() -> Iterator[None]:
     """What a judgement may cost at most: a second of a core."""
     begun = time.process_time()
     yield
-    assert time.process_time() - begun <= 1.0, f"{time.process_time() - begun:.2f} CPU s"
+    SECONDS.append(time.process_time() - begun)
+    assert SECONDS[-1] <= 1.0, f"{SECONDS[-1]:.2f} CPU s"
 
 
 def tiny(**changes: Any) -> RunConfig:

@@ -25,7 +25,7 @@ from mtrain.cli.setup import load
 from mtrain.config.dump import run_yaml
 from mtrain.config.paths import conf_dir, recipes_dir
 from mtrain.errors import ConfigError, Problem
-from tests.support.configs import LAPTOP, tiny, within_a_second
+from tests.support.configs import LAPTOP, SECONDS, tiny, within_a_second
 from tests.support.hostile import hostile
 from tests.support.mutators import mutated
 
@@ -202,6 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         (Path(home) / "r.yaml").unlink()
         through_the_command(args.commands, args.seed, Path(home))
         print(f"{args.commands} through the whole command; {time.monotonic() - began:.0f} s in all")
+        print(f"the slowest judgement took {max(SECONDS):.2f} s of a core")
     return 0
 
 

@@ -1,7 +1,7 @@
 """Command lines whose Triton kernels run in the interpreter: a program, `python -m tests.support.interpreted`.
 
 Triton decides whether to interpret when it is imported, so this is a process of its own. It reads JSON, names and the
-words of each command line, and prints the losses of every step of each.
+words of each command line, and prints losses and gradient norms of every step of each.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def losses(runs: dict[str, list[str]], timeout_s: float = 200) -> dict[str, list[float]]:
-    """The loss of every step of every run, named as `runs` names them; each is the words behind `mtrain`.
+def trained(runs: dict[str, list[str]], timeout_s: float = 200) -> dict[str, list[float]]:
+    """Losses of all steps, then gradient norms, of every run by its name; a run is the words behind `mtrain`.
 
     Raises `AssertionError` with what a run printed if it did not end well.
     """
@@ -54,7 +54,8 @@ def _main() -> None:
             code = launched.wait(100)
             assert code == 0, f"{name} ended with {code}:\n{launched.output.read_text()}"
             metrics = next(folder.glob("*/metrics.jsonl")).read_text().splitlines()
-            found[name] = [row["loss"] for row in map(json.loads, metrics) if "loss" in row]
+            steps = [row for row in map(json.loads, metrics) if "loss" in row]
+            found[name] = [row[key] for key in ("loss", "grad_norm") for row in steps]
     print(json.dumps(found))
 
 

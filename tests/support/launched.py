@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,7 +29,10 @@ def free_port() -> int:
 
 
 class Launched:
-    """A process that runs `mtrain ARGV` in the folder `cwd`, after `patch`; what it prints goes to a file."""
+    """A process that runs `mtrain ARGV` in the folder `cwd`, after `patch`; what it prints goes to a file there.
+
+    It is the command as a shell starts it, without the seconds of imports: those are made once, in this process.
+    """
 
     def __init__(
         self,
@@ -35,10 +40,16 @@ class Launched:
         cwd: Path,
         environment: dict[str, str] | None = None,
         patch: Callable[[], None] | None = None,
+        apart: Path | None = None,
     ) -> None:
-        self.output = cwd / f"output-{len(list(cwd.glob('output-*')))}.txt"
+        """With `apart`, output and errors are two files, in that folder."""
+        _import_engine()
+        self.output = (apart or cwd) / f"output-{len(list((apart or cwd).glob('output-*')))}.txt"
+        self.errors = self.output.with_suffix(".err") if apart else self.output
         self.output.touch()
+        self.errors.touch()
         self.began = time.monotonic()
+        self.returncode: int | None = None
         parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
@@ -61,10 +72,9 @@ class Launched:
         for name in LAUNCHER:
             os.environ.pop(name, None)
         os.environ.update({"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment})
-        fd = os.open(self.output, os.O_WRONLY | os.O_APPEND)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
-        sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1) for fd in (1, 2))
+        for number, path in ((1, self.output), (2, self.errors)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
 
     @property
     def said(self) -> str:
@@ -75,14 +85,21 @@ class Launched:
         """The rank processes that it forked, by rank; none before all are there or after they have ended."""
         return sorted(psutil.Process(self.pid).children(), key=lambda child: child.pid)
 
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.seconds = time.monotonic() - self.began
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
     def wait(self, timeout_s: float = 120) -> int:
         """Its exit code, once it has ended."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.seconds = time.monotonic() - self.began
-                return os.waitstatus_to_exitcode(status)
+            if (code := self.poll()) is not None:
+                return code
             time.sleep(0.02)
         self.kill()
         raise AssertionError(f"still running after {timeout_s:g} s:\n{self.said}")
@@ -93,6 +110,25 @@ class Launched:
             os.killpg(self.pid, signal.SIGKILL)
         with suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
+
+
+def mtrain(*argv: str, cwd: Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """`commands.mtrain` without its imports: run a command to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Launched(*argv, cwd=cwd, apart=Path(folder))
+        code = run.wait(timeout_s)
+        return subprocess.CompletedProcess(list(argv), code, run.said, run.errors.read_text())
+
+
+def _import_engine() -> None:
+    """Import what a run imports, once; one thread, for a pool of threads does not survive a fork."""
+    import torch
+
+    from mtrain import mcore as adapter
+    from mtrain.devices import registry
+
+    torch.set_num_threads(1)
+    adapter.install(registry.get("cpu"))
 
 
 def as_rank(rank: int, size: int, port: int, **more: str) -> dict[str, str]:

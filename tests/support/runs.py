@@ -15,6 +15,7 @@ from mtrain.config.parallel import ParallelConfig
 from mtrain.config.precision import PrecisionConfig
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
+from tests.support.forked import run_ranks
 
 TINY: dict[str, Any] = {
     "num_layers": 4,
@@ -92,13 +93,35 @@ def train_steps(
         if gradients_to is not None:
             record_gradients(parts, gradients_to)
         results = []
-        for made in range(1, steps + 1):
-            results.append(train_step(parts, stop_requested=False))
+        for made in range(steps + 1):
+            if made:
+                results.append(train_step(parts, stop_requested=False))
             if save_to is not None and made == save_after:
                 ckpt_state.save(save_to, run, world, parts.state, {})
         if save_to is not None:
             ckpt_state.save(save_to, run, world, parts.state, {})
         return [(r.loss, r.grad_norm) for r in results]
+
+
+class Uninterrupted:
+    """Runs that are saved after `first` of `steps` steps and at their end; each is trained once for several tests."""
+
+    def __init__(self, home: Path, first: int, steps: int) -> None:
+        self.home, self.first, self.steps = home, first, steps
+        self._known: dict[str, tuple[list[tuple[float, float]], Path, Path]] = {}
+
+    def __call__(self, name: str, run: RunConfig) -> tuple[list[tuple[float, float]], Path, Path]:
+        """Loss and norm of each step, the checkpoint after `first` of them, and the last one."""
+        if name not in self._known:
+            folder = self.home / str(len(self._known))
+
+            def job() -> list[tuple[float, float]]:
+                return train_steps(run, self.steps, save_to=folder, save_after=self.first)
+
+            values = run_ranks(run.parallel.ranks or 1, job)
+            assert all(v == values[0] for v in values), "ranks report different numbers"
+            self._known[name] = values[0], folder / f"step_{self.first:08d}", folder / f"step_{self.steps:08d}"
+        return self._known[name]
 
 
 def _flip(parts: Any) -> None:
