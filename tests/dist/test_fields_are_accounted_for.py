@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.config import core_fields, unfed
+from mtrain.config import core_fields, unmapped
 from mtrain.config.fields_page import fed
 
 
@@ -27,14 +27,14 @@ def declared() -> dict[str, set[str]]:
     latent = fields(api.MLATransformerConfig) - fields(api.TransformerConfig)
     spread = fields(api.TorchFullyShardedDataParallelConfig) - fields(api.DistributedDataParallelConfig)
     return {
-        unfed.TRANSFORMER: fields(api.TransformerConfig),
-        unfed.LATENT: latent,
-        unfed.GPT: arguments(api.GPTModel),
-        unfed.DDP: fields(api.DistributedDataParallelConfig),
-        unfed.FSDP2: spread,
-        unfed.OPTIMIZER: fields(api.OptimizerConfig),
-        unfed.SCHEDULER: arguments(api.OptimizerParamScheduler),
-        unfed.DATA: fields(GPTDatasetConfig),
+        unmapped.TRANSFORMER: fields(api.TransformerConfig),
+        unmapped.LATENT: latent,
+        unmapped.GPT: arguments(api.GPTModel),
+        unmapped.DDP: fields(api.DistributedDataParallelConfig),
+        unmapped.FSDP2: spread,
+        unmapped.OPTIMIZER: fields(api.OptimizerConfig),
+        unmapped.SCHEDULER: arguments(api.OptimizerParamScheduler),
+        unmapped.DATA: fields(GPTDatasetConfig),
     }
 
 
@@ -42,12 +42,12 @@ def tabled() -> Iterator[str]:
     """Every field that a table sets."""
     latent = (core_fields.MLA_FIELDS, core_fields.YARN_FIELDS)
     for owner, tables in (
-        (unfed.TRANSFORMER, (core_fields.FIELDS, core_fields.MOE_FIELDS)),
-        (unfed.LATENT, latent),
-        (unfed.GPT, (core_fields.GPT_FIELDS,)),
-        (unfed.DDP, (core_fields.DDP_FIELDS, core_fields.FSDP_FIELDS)),
-        (unfed.OPTIMIZER, (core_fields.OPTIMIZER_FIELDS,)),
-        (unfed.SCHEDULER, (core_fields.SCHEDULE_FIELDS,)),
+        (unmapped.TRANSFORMER, (core_fields.FIELDS, core_fields.MOE_FIELDS)),
+        (unmapped.LATENT, latent),
+        (unmapped.GPT, (core_fields.GPT_FIELDS,)),
+        (unmapped.DDP, (core_fields.DDP_FIELDS, core_fields.FSDP_FIELDS)),
+        (unmapped.OPTIMIZER, (core_fields.OPTIMIZER_FIELDS,)),
+        (unmapped.SCHEDULER, (core_fields.SCHEDULE_FIELDS,)),
     ):
         yield from {f"{owner}.{name}" for table in tables for name in table}
 
@@ -56,23 +56,23 @@ def fed_fields() -> set[str]:
     return {field for fields in fed().values() for field in fields}
 
 
-@pytest.mark.parametrize("owner", unfed.OWNERS)
+@pytest.mark.parametrize("owner", unmapped.OWNERS)
 def test_every_field_is_fed_by_a_key_or_says_why_not_once(owner: str) -> None:
     with_key = {f for f in fed_fields() if f.startswith(f"{owner}.")}
-    reasons = {f for f in unfed.UNFED.keys() | unfed.FIXED_IN_TABLES.keys() if f.startswith(f"{owner}.")}
+    reasons = {f for f in unmapped.UNMAPPED.keys() | unmapped.FIXED_IN_TABLES.keys() if f.startswith(f"{owner}.")}
     there = {f"{owner}.{name}" for name in declared()[owner]}
-    assert not with_key & reasons, "a key feeds it now: take it out of config/unfed.py"
-    assert not there - with_key - reasons, "new in megatron-core, or in no table: give it a key or a reason in unfed.py"
+    assert not with_key & reasons, "a key feeds it now: take it out of config/unmapped.py"
+    assert not there - with_key - reasons, "new in megatron-core, or in no table: give it a key or a reason in unmapped.py"
     assert not with_key | reasons > there, "megatron-core has no such field"
 
 
 def test_what_a_table_sets_without_a_key_says_why() -> None:
-    set_anyway = set(tabled()) - fed_fields() - {f"{unfed.LATENT}.multi_latent_attention"}
-    assert set_anyway == set(unfed.FIXED_IN_TABLES)
-    assert not unfed.UNFED.keys() & set(tabled()), "a table sets it: its reason stands in FIXED_IN_TABLES"
+    set_anyway = set(tabled()) - fed_fields() - {f"{unmapped.LATENT}.multi_latent_attention"}
+    assert set_anyway == set(unmapped.FIXED_IN_TABLES)
+    assert not unmapped.UNMAPPED.keys() & set(tabled()), "a table sets it: its reason stands in FIXED_IN_TABLES"
 
 
 def test_a_reason_is_given_once() -> None:
-    names = [f"{unfed.TRANSFORMER}.{n}" for _, _, names in unfed._TRANSFORMER for n in names.split()]
-    names += [f"{owner}.{n}" for owner, _, _, names in unfed._OTHERS for n in names.split()]
+    names = [f"{unmapped.TRANSFORMER}.{n}" for _, _, names in unmapped._TRANSFORMER for n in names.split()]
+    names += [f"{owner}.{n}" for owner, _, _, names in unmapped._OTHERS for n in names.split()]
     assert len(names) == len(set(names))

@@ -48,7 +48,7 @@ LAYOUTS = {
     "pp2vpp2tp2": "parallel=tp2pp2vpp2",
     "pp2ep2": f"{MIXTRAL} parallel=pp2ep2",
     "tp2pp2ep2 of a small DeepSeek-V3": f"{DEEPSEEK} parallel=tp2pp2ep2etp1sp",
-    "cp2 all-to-all of latent attention": f"{DEEPSEEK} parallel=cp2 parallel.cp_comm_type=a2a",
+    "cp2 all-to-all of MLA": f"{DEEPSEEK} parallel=cp2 parallel.cp_comm_type=a2a",
     "multi-token prediction in a stage of its own": "parallel=pp4 model.num_layers=5 model.mtp_num_layers=1 "
     "parallel.pipeline_layout=Ett|ttt|m|L",
     "two predictions, tied": "parallel=pp2 model.mtp_num_layers=2 model.tie_word_embeddings=true",
@@ -142,20 +142,20 @@ def _norm_gradients_of_sequence_parallel_ranks_not_summed() -> None:
 
 
 def _stage_off_by_one() -> None:
-    from megatron.core.transformer import transformer_layer as room
+    from megatron.core.transformer import transformer_layer as module
 
     from mtrain.mcore import api
 
-    real = room.get_transformer_layer_offset
+    real = module.get_transformer_layer_offset
     late = api.parallel_state.get_pipeline_model_parallel_rank
-    room.get_transformer_layer_offset = lambda *args, **kwargs: real(*args, **kwargs) + (late() == 1)
+    module.get_transformer_layer_offset = lambda *args, **kwargs: real(*args, **kwargs) + (late() == 1)
 
 
 def _positions_shifted_under_context_parallelism() -> None:
-    from megatron.core.models.common.embeddings import rotary_pos_embedding as room
+    from megatron.core.models.common.embeddings import rotary_pos_embedding as module
 
-    real = room.get_pos_emb_on_this_cp_rank
-    room.get_pos_emb_on_this_cp_rank = lambda emb, dim, group, *a: real(emb, dim, group, *a).roll(1, dim)
+    real = module.get_pos_emb_on_this_cp_rank
+    module.get_pos_emb_on_this_cp_rank = lambda emb, dim, group, *a: real(emb, dim, group, *a).roll(1, dim)
 
 
 def _shared_expert_counted_twice() -> None:

@@ -132,7 +132,7 @@ INTERPRETED = {
     "tp2": ("parallel=tp2",),
     "tp2 sequence parallel": ("parallel=tp2sp",),
     "experts": (*MIXTRAL, "parallel=tp2ep2etp1sp"),
-    "latent attention, experts by groups, a prediction more, cp2": (*DEEPSEEK, "parallel=cp2"),
+    "MLA, experts by groups, a prediction more, cp2": (*DEEPSEEK, "parallel=cp2"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Our Adam behind megatron-core's optimizers: it resumes by construction, and state in few bits trains as fp32 does."""
+"""Our Adam behind megatron-core's optimizers: it resumes by construction, and state in low precision trains as fp32 does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps
 
 STEPS = 200
-FEW_BITS = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "store_param_remainders": True}
+LOW_PRECISION = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "store_param_remainders": True}
 SMALLEST = {
     "model": {
         "num_layers": 2,
@@ -42,8 +42,8 @@ def fp32_main_weights() -> list[float]:
 
 
 @pytest.mark.parametrize("layout", [{"ranks": 2}, {"ranks": 2, "tp": 2}], ids=["dp2", "tp2"])
-def test_few_bits_train_as_fp32_main_weights_do(layout: dict[str, int], fp32_main_weights: list[float]) -> None:
-    losses = _losses(STEPS, **SMALLEST, **layout, optim=FEW_BITS)
+def test_low_precision_trains_as_fp32_main_weights_do(layout: dict[str, int], fp32_main_weights: list[float]) -> None:
+    losses = _losses(STEPS, **SMALLEST, **layout, optim=LOW_PRECISION)
     errors = [abs(a - b) / b for a, b in zip(losses, fp32_main_weights, strict=True)]
     assert fp32_main_weights[-1] < 0.75 * fp32_main_weights[0], "nothing was learnt, so nothing is compared"
     assert max(errors) < 1e-3, max(errors)
@@ -63,7 +63,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_layout_trains_as_one_rank_does(name: str, dtype: str) -> None:
     keys = dict(LAYOUTS[name])
-    few = {"dtype": "bf16", "distributed_optimizer": True, "optim": FEW_BITS} if dtype == "bf16" else {}
+    few = {"dtype": "bf16", "distributed_optimizer": True, "optim": LOW_PRECISION} if dtype == "bf16" else {}
     model = {"model": keys.pop("model")} if "model" in keys else {}
     one = tiny_run(kernel="reference", **model, **few)
     many = tiny_run(kernel="reference", **{**keys, **model, **few})
@@ -75,7 +75,7 @@ def test_a_layout_trains_as_one_rank_does(name: str, dtype: str) -> None:
         assert norm == pytest.approx(wanted_norm, rel=tolerance)
 
 
-@pytest.mark.parametrize("optim", [{}, FEW_BITS], ids=["fp32", "few bits"])
+@pytest.mark.parametrize("optim", [{}, LOW_PRECISION], ids=["fp32", "low precision"])
 def test_megatron_cores_own_state_resumes_bitwise(optim: dict[str, Any]) -> None:
     """No step tensor is there to be shared, so what goes wrong with torch's Adam cannot."""
     run = tiny_run(dtype="bf16", distributed_optimizer=True, optim=optim, kernel="reference")

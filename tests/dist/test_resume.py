@@ -22,7 +22,7 @@ BIASED = MoEConfig(
 )
 
 KEPT = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-FEW_BITS = {"dtype": "bf16", "distributed_optimizer": True, "optim": {**KEPT, "store_param_remainders": True}}
+LOW_PRECISION = {"dtype": "bf16", "distributed_optimizer": True, "optim": {**KEPT, "store_param_remainders": True}}
 NO_MAIN = {"dtype": "bf16", "distributed_optimizer": True, "optim": {**KEPT, "main_params_dtype": "bf16"}}
 EIGHT = {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}
 EXPERTS = {"moe": MoEConfig(num_experts=4, ffn_hidden_size=64)}
@@ -52,17 +52,17 @@ CASES: dict[str, dict[str, Any]] = {
     "tp2 own adam": {"ranks": 2, "tp": 2, "kernel": "reference"},
     "dp2 own adam, distributed optimizer": {"ranks": 2, "kernel": "reference", "distributed_optimizer": True},
     "ep2 own adam": {"ranks": 2, "ep": 2, "kernel": "reference", "model": EXPERTS},
-    "dp2 few bits": {"ranks": 2, **FEW_BITS},
-    "tp2dp2 few bits overlapped": {
+    "dp2 low precision": {"ranks": 2, **LOW_PRECISION},
+    "tp2dp2 low precision overlapped": {
         "ranks": 4,
         "tp": 2,
         "overlap_grad_reduce": True,
         "overlap_param_gather": True,
-        **FEW_BITS,
+        **LOW_PRECISION,
     },
-    "dp4 few bits, two replicas": {"ranks": 4, "hsdp_replicas": 2, **FEW_BITS},
-    "pp2dp2 few bits": {"ranks": 4, "pp": 2, **FEW_BITS},
-    "ep2 few bits": {"ranks": 2, "ep": 2, "model": EXPERTS, **FEW_BITS},
+    "dp4 low precision, two replicas": {"ranks": 4, "hsdp_replicas": 2, **LOW_PRECISION},
+    "pp2dp2 low precision": {"ranks": 4, "pp": 2, **LOW_PRECISION},
+    "ep2 low precision": {"ranks": 2, "ep": 2, "model": EXPERTS, **LOW_PRECISION},
     "dp2 no main weights": {"ranks": 2, **NO_MAIN},
     "dp2 moments in eight bits": {"ranks": 2, "distributed_optimizer": True, "optim": EIGHT},
     "pp2 bf16 moments beside main weights": {"ranks": 2, "pp": 2, "dtype": "bf16", "optim": KEPT},
@@ -133,8 +133,8 @@ def test_a_run_resumes_in_another_layout(saved: str, resumed: str, whole: Uninte
     ("saved", "resumed"),
     [
         ("tp2dp2 distributed optimizer overlapped", "tp2pp2"),
-        ("tp2dp2 few bits overlapped", "pp2dp2 few bits"),
-        ("pp2dp2 few bits", "dp2 few bits"),
+        ("tp2dp2 low precision overlapped", "pp2dp2 low precision"),
+        ("pp2dp2 low precision", "dp2 low precision"),
     ],
 )
 def test_resharding_changes_no_bit_of_weights_or_moments(
@@ -161,7 +161,7 @@ def test_generators_of_another_layout_differ_by_rank_and_by_step(tmp_path: Path)
 
 def test_main_weights_are_saved_whole_however_they_are_kept(tmp_path: Path) -> None:
     whole = tiny_run(dtype="bf16", distributed_optimizer=True)
-    parts = tiny_run(**FEW_BITS)
+    parts = tiny_run(**LOW_PRECISION)
     run_ranks(1, _steps, parts, FIRST, tmp_path / "parts", None)
     checkpoint = tmp_path / "parts" / f"step_{FIRST:08d}"
     run_ranks(1, _steps, whole, 0, tmp_path / "whole", checkpoint)

@@ -52,7 +52,7 @@ LATENT: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
     "n_shared_experts": 2,
-    # transformers has no balancing loss for this family; nor does it train further predictions
+    # transformers has no balancing loss for this family; nor does it train MTP layers
     "aux_loss_alpha": 0.0,
 }
 MOE: dict[str, Any] = {**SIZES, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.05}

@@ -43,10 +43,10 @@ POLICY: dict[str, str] = {
     "MT138": "a later size of the ramp does not divide: the one step that is tried does not come so far",
     "MT407": "the process that tries may have an interpreter of Triton on; the machine that is judged has none",
     "MT141": "the cut into stages is written twice, and only one can be meant",
-    "MT207": "latent attention turns its heads by rope whatever the key says",
+    "MT207": "MLA turns its heads by rope whatever the key says",
     "MT163": "gradients are there in time or not, as it happens: some steps end without numbers",
     "MT171": "more layers than a stage has: whoever wrote it counts layers otherwise than the pipeline does",
-    "MT463": "few bits would be kept of some weights and 32 of others, and nobody said of which",
+    "MT463": "low precision would be kept of some weights and 32 of others, and nobody said of which",
     "MT203": "an odd number of channels that rotate: megatron-core turns one more than was written, or none at all",
     "MT204": "positions that the model was not made for: it trains, and what it learns there is not what was meant",
 }

@@ -26,7 +26,7 @@ from tests.support.forked import RankFailed, run_ranks
 from tests.support.runs import tiny_run, train_steps
 
 FINE = "fine"
-FEW_BITS = {"store_param_remainders": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+LOW_PRECISION = {"store_param_remainders": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 MEGATRON = {"fsdp": "megatron", "fsdp_sharding": "optim_grads_params"}
 
 
@@ -279,7 +279,7 @@ CASES: dict[str, Case] = {
     ),
     "optimizer-step-counters": Case(_resume, "weights differ three steps after"),
     "optimizer-te-version": Case(
-        lambda: _trains_as_without(FEW_BITS, dtype="bf16", distributed_optimizer=True),
+        lambda: _trains_as_without(LOW_PRECISION, dtype="bf16", distributed_optimizer=True),
         "TypeError: '>=' not supported between instances of 'NoneType'",
     ),
     "checkpoint-without-fp8": Case(

@@ -41,12 +41,12 @@ def tiny_run(
     kernel: str | None = None,
     **parallel: Any,
 ) -> RunConfig:
-    """A resolved run of a tiny Llama on made-up tokens; keyword arguments are keys of `parallel`.
+    """A resolved run of a tiny Llama on synthetic tokens; keyword arguments are keys of `parallel`.
 
     `kernel` is `kernels.optimizer`.
     """
     degrees, optimizer = ParallelConfig(**{"ranks": 1, **parallel}), OptimConfig(**{**SCHEDULE, **(optim or {})})
-    own = optimizer.in_few_bits or optimizer.name == "muon"
+    own = optimizer.in_low_precision or optimizer.name == "muon"
     batch = {"train_iters": 20, "global_batch_size": 8, "micro_batch_size": 2, "eval_iters": 0}
     run = RunConfig(
         model=ModelConfig(**{**TINY, **(model or {})}),

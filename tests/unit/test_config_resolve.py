@@ -121,7 +121,7 @@ def test_more_processes_than_cores_is_a_warning() -> None:
         ({"kernels__optimizer": "torch"}, "torch", "torch", "torch"),
     ],
 )
-def test_the_optimizer_is_ours_on_a_gpu_and_where_state_has_few_bits(
+def test_the_optimizer_is_ours_on_a_gpu_and_where_state_has_low_precision(
     keys: dict[str, Any], laptop: str, gpu: str, without_triton: str
 ) -> None:
     run = tiny(**keys)

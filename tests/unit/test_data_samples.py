@@ -199,7 +199,7 @@ def test_a_global_batch_that_cannot_be_cut_evenly_is_refused_with_one_that_can(d
     assert "2 * 3 = 6" in problem.rule
 
 
-def test_made_up_tokens_depend_on_seed_and_number_alone_and_can_be_learnt() -> None:
+def test_synthetic_tokens_depend_on_seed_and_number_alone_and_can_be_learnt() -> None:
     a, b = MockSamples(32, 7, 5000), MockSamples(32, 7, 5000)
     assert (a.batch([3, 99, 10**12]) == b.batch([3, 99, 10**12])).all()
     assert (a.batch([99])[0] == b.batch([1, 99])[1]).all()
@@ -214,7 +214,7 @@ def test_made_up_tokens_depend_on_seed_and_number_alone_and_can_be_learnt() -> N
     assert entropy_nats(pairs) - unigram < 1.1 < unigram - 3
 
 
-def test_made_up_tokens_stay_inside_a_small_vocabulary() -> None:
+def test_synthetic_tokens_stay_inside_a_small_vocabulary() -> None:
     assert MockSamples(32, 7, 10).batch(range(50)).max() < 10
 
 

@@ -47,7 +47,7 @@ def test_the_distributed_optimizer_keeps_moments_once() -> None:
     assert count.state_bytes(whole) - count.state_bytes(spread) == 3 * 8 * count.parameters(LLAMA3_8B)
 
 
-def test_few_bits_are_ten_bytes_a_parameter() -> None:
+def test_low_precision_state_is_ten_bytes_a_parameter() -> None:
     optim = OptimConfig(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", store_param_remainders=True)
     precision = PrecisionConfig(dtype="bf16", grad_reduce_in_fp32=False)
     run = RunConfig(model=LLAMA3_8B, parallel=ParallelConfig(ranks=1), optim=optim, precision=precision)

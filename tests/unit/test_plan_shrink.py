@@ -159,7 +159,7 @@ def test_every_optimizer_shrinks_to_what_can_be_compared(words: list[str], dtype
     small = shrink(full, steps=3, dtype=dtype)
     assert [p for p in check(small) if p.severity == "error"] == []
     assert [p for p in check(alone(small)) if p.severity == "error"] == []
-    assert small.optim.in_few_bits == (full.optim.in_few_bits and dtype == "bf16")
+    assert small.optim.in_low_precision == (full.optim.in_low_precision and dtype == "bf16")
     assert small.optim.muon.ns_dtype == (dtype if full.optim.name == "muon" else None)
 
 

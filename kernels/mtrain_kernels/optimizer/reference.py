@@ -1,4 +1,4 @@
-"""Definition of AdamW on tensors kept in few bits, of the gradient norm, and of Muon's orthogonalisation."""
+"""Definition of AdamW on tensors kept in low precision, of the gradient norm, and of Muon's orthogonalisation."""
 
 from __future__ import annotations
 

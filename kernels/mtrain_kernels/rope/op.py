@@ -159,7 +159,7 @@ def _launch(model: Model) -> None:
 
 
 def _keys(model: Model) -> int:
-    """Latent attention turns a part that is split off each query, and one key for all heads."""
+    """MLA turns a part that is split off each query, and one key for all heads."""
     return model.kv_heads if model.rope_dim == model.head_dim else 1
 
 

@@ -1,1 +1,1 @@
-"""Floor 8: from a configuration to this rank's model, optimizer and schedule."""
+"""Layer 8: from a configuration to this rank's model, optimizer and schedule."""

@@ -1,1 +1,1 @@
-"""Floor 11: the command line, one file per verb."""
+"""Layer 11: the command line, one file per verb."""

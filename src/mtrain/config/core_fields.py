@@ -180,7 +180,7 @@ MLA_FIELDS: dict[str, Callable[[RunConfig, Any], Any]] = {
     "rotary_base": lambda r, m: r.model.rotary_base,
     "rotary_percent": lambda r, m: r.model.rotary_percent,
 }
-"""And with latent attention, whose class is MLATransformerConfig: of the run and its `model.mla`."""
+"""And with MLA, whose class is MLATransformerConfig: of the run and its `model.mla`."""
 
 YARN_FIELDS: dict[str, Callable[[RunConfig, Any], Any]] = {
     "rotary_scaling_factor": lambda r, m: m.rotary_scaling_factor,
@@ -361,7 +361,7 @@ class _Watched:
 def feeds(run: RunConfig) -> dict[str, list[str]]:
     """Key -> the fields of megatron-core whose value it has a part in, as `TransformerConfig.hidden_size`.
 
-    Fields of experts and of latent attention are there only where the model has them.
+    Fields of experts and of MLA are there only where the model has them.
     """
     out: dict[str, list[str]] = {}
 

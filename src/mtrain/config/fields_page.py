@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config import core_fields, unfed
+from mtrain.config import core_fields, unmapped
 from mtrain.config.core_fields import feeds
 from mtrain.config.describe import default_of, example_section, groups, meaning, type_of
 from mtrain.config.keys import schema_keys
@@ -20,7 +20,7 @@ Then every field of megatron-core's configurations that no key feeds, and why.
 
 
 def fed() -> dict[str, list[str]]:
-    """Key -> the fields it feeds, for a model with experts and for one with latent attention together."""
+    """Key -> the fields it feeds, for a model with experts and for one with MLA together."""
     experts = MoEConfig(num_experts=2, ffn_hidden_size=64)
     plain = ModelConfig.model_validate({**example_section(ModelConfig), "moe": experts})
     out: dict[str, list[str]] = {}
@@ -33,11 +33,11 @@ def fed() -> dict[str, list[str]]:
 
 
 def _owned(field: str) -> str:
-    """The field under the class that declares it: latent attention's has all fields of the other, and more."""
+    """The field under the class that declares it: MLA's has all fields of the other, and more."""
     owner, _, name = field.partition(".")
     own = set(core_fields.MLA_FIELDS) | set(core_fields.YARN_FIELDS)
-    inherited = owner == unfed.LATENT and (name not in own or name == "multi_latent_attention")
-    return f"{unfed.TRANSFORMER}.{name}" if inherited else field
+    inherited = owner == unmapped.LATENT and (name not in own or name == "multi_latent_attention")
+    return f"{unmapped.TRANSFORMER}.{name}" if inherited else field
 
 
 def page() -> str:
@@ -64,7 +64,7 @@ def _fields() -> Iterator[str]:
     yield "## Fields without a key\n"
     yield "| field | why | |"
     yield "|---|---|---|"
-    rows = {name: ("fixed", text) for name, text in unfed.FIXED_IN_TABLES.items()} | unfed.UNFED
-    for name in sorted(rows, key=lambda n: (unfed.OWNERS.index(n.partition(".")[0]), rows[n], n)):
+    rows = {name: ("fixed", text) for name, text in unmapped.FIXED_IN_TABLES.items()} | unmapped.UNMAPPED
+    for name in sorted(rows, key=lambda n: (unmapped.OWNERS.index(n.partition(".")[0]), rows[n], n)):
         why, text = rows[name]
         yield f"| `{name}` | {why} | {text} |"

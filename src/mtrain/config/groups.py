@@ -25,7 +25,7 @@ class DataConfig(Section):
     """`data`: what is read, and how it becomes samples."""
 
     kind: Literal["text", "indexed", "mock"] = "text"
-    """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; mock: made-up tokens."""
+    """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; mock: synthetic tokens."""
     path: str | None = None
     """text: a file or folder, null: the Python standard library of this machine; indexed: prefix of .bin and .idx."""
     blend: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(default=None, strict=False)
@@ -142,7 +142,7 @@ class OptimConfig(Section):
         return self.store_param_remainders or self.main_params_dtype != "fp32"
 
     @property
-    def in_few_bits(self) -> bool:
+    def in_low_precision(self) -> bool:
         """Whether any state of Adam is kept in fewer than 32 bits: ours alone does that."""
         return self.holds_main_weights or self.exp_avg_dtype != "fp32" or self.exp_avg_sq_dtype != "fp32"
 
@@ -232,7 +232,7 @@ class KernelsConfig(Section):
     never hold all logits; megatron: megatron-core's own, from all logits; null: kernels.default."""
     optimizer: Literal["auto", "torch", "reference", "triton", "te"] | None = None
     """The update of adamw, and muon's of what is no matrix. torch: torch.optim; reference and triton: all tensors in
-    one call, for muon, and with state in few bits; null: kernels.default where it can do it."""
+    one call, for muon, and with state in low precision; null: kernels.default where it can do it."""
     cpu_matmul: Literal["auto", "blas", "onednn"] | None = None
     """fp32 products on a CPU: by the BLAS of torch, mostly MKL, or by oneDNN; null, auto: what is measured to be
     faster, once per machine, the same on all ranks."""

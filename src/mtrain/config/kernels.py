@@ -145,10 +145,10 @@ def adam_obstacle(word: str, run: RunConfig) -> str | None:
         if o.name == "muon":
             return f"{word} has no muon for matrices that are cut over ranks"
         few = "keeps 32 bits of each moment and main weight, and fewer are asked for"
-        return f"{word} {few}" if o.in_few_bits else None
+        return f"{word} {few}" if o.in_low_precision else None
     if o.name == "sgd":
         return f"{word} updates adamw and muon, and the optimizer is sgd, which is torch's"
-    if o.in_few_bits or o.name == "muon" or (run.parallel.fsdp == "none" and not o.cpu_offload):
+    if o.in_low_precision or o.name == "muon" or (run.parallel.fsdp == "none" and not o.cpu_offload):
         return None
     what = "copies in host memory" if o.cpu_offload else f"what parallel.fsdp={run.parallel.fsdp} spreads"
     return f"{word} updates plain tensors of the device, not {what}"

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from mtrain.config.intended import as_key
 from mtrain.config.run import GROUPS, RunConfig
-from mtrain.config.unfed import UNFED
+from mtrain.config.unmapped import UNMAPPED
 
 FOREIGN = {
     "tensor_model_parallel_size": "parallel.tp",
@@ -240,9 +240,9 @@ def suggest(path: str) -> tuple[list[str], str]:
     if last in FOREIGN:
         return [FOREIGN[last]], f"{last} is called {FOREIGN[last]} here{OTHERWISE.get(last, '')}"
     keys = list(schema_keys())
-    field = next((name for name in UNFED if name.partition(".")[2] == last), None)
+    field = next((name for name in UNMAPPED if name.partition(".")[2] == last), None)
     if field is not None:
-        why, text = UNFED[field]
+        why, text = UNMAPPED[field]
         return [], f"megatron-core's {field} has no key, it is {why}: {text}"
     same_word = [key for key in keys if key.rpartition(".")[2] == last and not key.startswith("recipe.")]
     if same_word:

@@ -95,7 +95,7 @@ class MoEConfig(Section):
 
 
 class MLAConfig(Section):
-    """`model.mla`: multi-head latent attention (DeepSeek-V2)."""
+    """`model.mla`: multi-head latent attention (MLA) (DeepSeek-V2)."""
 
     q_lora_rank: Width | None = None
     """Rank of the query's low-rank projection; null: a full projection."""
@@ -144,7 +144,7 @@ class ModelConfig(Section):
     """Token ids; the embedding is padded up to a multiple of 128."""
     mask_padded_vocab: bool = True
     """Ids that only pad the embedding have no probability: losses are over `vocab_size` ids, in training, evaluation
-    and further predictions. false: over all rows of the embedding, as in Megatron-LM."""
+    and MTP layers. false: over all rows of the embedding, as in Megatron-LM."""
     max_position_embeddings: PositiveInt
     """Longest sequence that the positions are made for."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
@@ -211,7 +211,7 @@ class ModelConfig(Section):
     moe: MoEConfig | None = None
     """Mixture of experts; null: dense."""
     mla: MLAConfig | None = None
-    """Multi-head latent attention; null: standard attention."""
+    """Multi-head latent attention (MLA); null: standard attention."""
 
     @property
     def gated(self) -> bool:

@@ -44,7 +44,7 @@ class Splits:
     document_ends: tuple[int, ...]
     """Tokens after which another document begins; none known: empty."""
     dataset: IndexedDataset | None = field(repr=False)
-    """The one corpus; None for made-up tokens and a blend."""
+    """The one corpus; None for synthetic tokens and a blend."""
 
     @property
     def tokenizer(self) -> Path | None:

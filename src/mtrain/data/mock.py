@@ -1,4 +1,4 @@
-"""Made-up tokens that can be learnt: walks through a random graph, a function of seed and sample number."""
+"""Synthetic tokens that can be learnt: walks through a random graph, a function of seed and sample number."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ import numpy as np
 from mtrain import strict_json, units
 from mtrain.config.groups import DataConfig
 from mtrain.config.written import TAG, TAG_FILE
-from mtrain.data import cache as room
+from mtrain.data import cache as corpora
 from mtrain.data.cache import FILES
 from mtrain.data.corpus import TextCorpus, near_paths, open_corpus
 from mtrain.data.indexed import IndexedDataset, IndexedWriter, token_dtype, with_suffix
@@ -42,7 +42,7 @@ class Corpus:
     """A corpus that is ready to be read."""
 
     prefix: Path | None
-    """Prefix of the `.bin/.idx`; None for made-up tokens."""
+    """Prefix of the `.bin/.idx`; None for synthetic tokens."""
     tokenizer: Path | None
     """A `tokenizer.json`; None: no text can be generated."""
     meta: dict[str, Any]
@@ -190,16 +190,16 @@ def _made(data: DataConfig, text: TextCorpus, folder: Path, contents: str, note:
     with _writing(cache):
         (cache / "seen").mkdir(parents=True, exist_ok=True)
         (cache / TAG_FILE).write_text(TAG)
-        with room.locked(cache / f"{folder.name}.lock"):
+        with corpora.locked(cache / f"{folder.name}.lock"):
             corpus = _open(folder)
             if corpus is None:
                 if folder.exists():
                     note(f"{folder}: damaged or not complete; it is built again")
                 corpus, built = _build(data, text, folder, contents), True
     if built:
-        room.use(folder)
+        corpora.use(folder)
         with contextlib.suppress(OSError):
-            for gone in room.make_room(cache):
+            for gone in corpora.make_room(cache):
                 note(f"{gone}: not used for a long time; removed to make room")
     return corpus
 
@@ -235,7 +235,7 @@ def _open(folder: Path) -> Corpus | None:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not complete or not room.use(folder):
+    if not complete or not corpora.use(folder):
         return None
     return Corpus(folder / "tokens", folder / "tokenizer.json", meta)
 

@@ -1,1 +1,1 @@
-"""Floor 2: which rank does what. Pure Python, no torch."""
+"""Layer 2: which rank does what. Pure Python, no torch."""

@@ -23,7 +23,7 @@ def embedding_stages(run: RunConfig) -> list[int]:
     """
     p = run.parallel
     predicting = p.pp - 1
-    if p.pipeline_layout is not None:  # elsewhere further predictions are in the last stage
+    if p.pipeline_layout is not None:  # elsewhere MTP layers are in the last stage
         predicting = next((i % p.pp for i, stage in enumerate(stages(run)) if stage.mtp), predicting)
     last = {p.pp - 1} if run.model.tie_word_embeddings or predicting == p.pp - 1 else set()
     return sorted({0, predicting} | last)

@@ -236,7 +236,7 @@ def _mla(config: Any, provider: Provider) -> Any:
 def _qk_norm(config: Any, provider: Provider) -> type:
     if config.qk_l2_norm:
         if config.multi_latent_attention:
-            raise ValueError("qk_l2_norm is not defined for multi-latent attention")
+            raise ValueError("qk_l2_norm is not defined for MLA")
         return L2Norm
     return provider.layer_norm(_is_rms(config), for_qk=True) if config.qk_layernorm else IdentityOp
 

@@ -55,7 +55,7 @@ class LanguageModel(GPTModel):
     """A GPT that gives the sum of its losses where there are labels: a scalar, each token's loss times `loss_mask`.
 
     `loss` says who makes them: `megatron` from all logits at once, any other word is the choice of
-    `mtrain_kernels.linear_cross_entropy`. Losses of further predictions (MTP) are added to the gradient as
+    `mtrain_kernels.linear_cross_entropy`. Losses of MTP layers are added to the gradient as
     megatron-core does it, weighted by the mask of their own tokens. Every loss is over the first `loss_vocab_size`
     ids; logits that are asked for without labels have all of the padded vocabulary.
     """
@@ -105,7 +105,7 @@ class LanguageModel(GPTModel):
         return super().compute_language_model_loss(labels, logits)  # type: ignore[no-any-return]
 
     def _further_hidden(self, hidden_states: Tensor, context: dict[str, Any]) -> Tensor:
-        """The hidden states of the stack and, behind them, those of each further prediction."""
+        """The hidden states of the stack and, behind them, those of each MTP layer."""
         names = (
             *("input_ids", "position_ids", "attention_mask", "inference_params", "rotary_pos_emb", "rotary_pos_cos"),
             *("rotary_pos_sin", "packed_seq_params", "sequence_len_offset"),

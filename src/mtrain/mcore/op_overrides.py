@@ -45,7 +45,7 @@ def rotary(
 ) -> Tensor:
     """Rotates the first r elements of the heads `t` [s, b, n, d] by the angles `freqs` [s, 1, 1, r].
 
-    Latent attention's pairs are neighbours. megatron-core moves them apart on the way, in queries and in keys; here
+    MLA's pairs are neighbours. megatron-core moves them apart on the way, in queries and in keys; here
     they stay where they are: scores are sums over the elements, in another order.
     """
     angles = freqs.reshape(freqs.shape[0], -1)

@@ -119,7 +119,7 @@ def mtp_tied_output() -> None:
 
 
 def mtp_without_labels() -> None:
-    """Leave further predictions out where there are no labels."""
+    """Leave MTP layers out where there are no labels."""
     cls = _core("models.gpt.gpt_model").GPTModel
     original = cls._postprocess
 

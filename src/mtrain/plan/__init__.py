@@ -1,1 +1,1 @@
-"""Floor 3: what a run will cost, computed without torch."""
+"""Layer 3: what a run will cost, computed without torch."""

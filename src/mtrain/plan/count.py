@@ -109,7 +109,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
         weights -= table
     if model.position_embedding_type == "learned_absolute":
         weights -= model.max_position_embeddings * model.hidden_size
-    # every further prediction multiplies with the output layer once more
+    # every MTP layer multiplies with the output layer once more
     weights += (model.mtp_num_layers or 0) * table
     if model.mla:
         widths = 2 * model.mla.qk_head_dim + 2 * model.mla.qk_pos_emb_head_dim + 2 * model.mla.v_head_dim
@@ -142,9 +142,9 @@ def state_bytes(run: RunConfig) -> int:
     """Bytes of weights, gradients and optimizer state over all ranks, replicas counted; a lower bound of the memory.
 
     fp32: 4 weights + 4 gradients + 8 moments; bf16 and fp16: 2 + 4 (2 if reduced in that format) + 4 main weights
-    + 8, and less where the optimizer keeps them in few bits. The distributed optimizer keeps main weights and moments
-    once instead of once per data-parallel rank, FSDP all of it; experts have as many copies as the expert grid has
-    data-parallel ranks.
+    + 8, and less where the optimizer keeps them in low precision. The distributed optimizer keeps main weights and
+    moments once instead of once per data-parallel rank, FSDP all of it; experts have as many copies as the expert
+    grid has data-parallel ranks.
     """
     p = run.parallel
     assert p.ranks is not None

@@ -22,7 +22,7 @@ MACHINE = Machine(cpu_cores=1, memory_bytes=0)
 
 
 def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 16) -> RunConfig:
-    """`run` with the same layout, on made-up tokens on a CPU.
+    """`run` with the same layout, on synthetic tokens on a CPU.
 
     Of its data-parallel ranks the fewest stay that the layout allows, and a second one where all fit in `max_ranks`.
     A layout that needs more has its degrees halved, the largest first, until it fits.

@@ -51,7 +51,7 @@ def _groups(a: Arguments, d: Draft) -> Draft:
     groups = a.as_(flag, whole)
     if a.has("--group-query-attention") and d["model.mla"] is None:
         return {key: groups if groups is not None else 1}
-    why = "latent attention has no groups" if d["model.mla"] else "read only with --group-query-attention"
+    why = "MLA has no groups" if d["model.mla"] else "read only with --group-query-attention"
     a.refuse(flag, "no effect", why)
     if d["model.mla"]:
         a.refuse("--group-query-attention", "no effect", why)
@@ -66,7 +66,7 @@ def _groups_words(d: Values) -> list[str]:
 def _head(a: Arguments, d: Draft) -> Draft:
     width = a.as_("--kv-channels", whole)
     if d["model.mla"] is not None:
-        a.refuse("--kv-channels", "no effect", "latent attention has widths of its own")
+        a.refuse("--kv-channels", "no effect", "MLA has widths of its own")
         return {"model.kv_channels": None}
     return {"model.kv_channels": width}
 
@@ -133,7 +133,7 @@ def _latent_words(d: Values) -> list[str]:
 def _rope_type(a: Arguments, d: Draft) -> Draft:
     kind = a.word("--rope-type")
     if d["model.mla"] is None:
-        a.refuse("--rope-type", "no effect" if kind == "rope" else "not supported", "is read by latent attention")
+        a.refuse("--rope-type", "no effect" if kind == "rope" else "not supported", "is read by MLA")
         return {}
     return {"model.mla.rope_type": kind if kind in choices_of("model.mla.rope_type") else "yarn"}
 
@@ -271,9 +271,7 @@ MODEL: tuple[Entry, ...] = (
     off("--disable-bias-linear", "model.add_bias_linear"),
     on("--add-qkv-bias", "model.add_qkv_bias"),
     on("--qk-layernorm", "model.qk_layernorm"),
-    switch(
-        "--qk-l2-norm", "model.qk_l2_norm", lambda d: d["model.mla"] is None, "latent attention has its own norms"
-    ),
+    switch("--qk-l2-norm", "model.qk_l2_norm", lambda d: d["model.mla"] is None, "MLA has its own norms"),
     on("--apply-layernorm-1p", "model.layernorm_zero_centered_gamma"),
     Entry(("--glu-linear-offset",), ("model.glu_linear_offset",), _offset, _offset_words),
     beside("--activation-func-clamp-value", "model.activation_func_clamp_value", _gated, None, "bounds gated units"),

@@ -56,7 +56,7 @@ AWARE = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "--exp-avg-sq-dty
 
 
 def _aware(a: Arguments, d: Draft) -> Draft:
-    """State in few bits; there, what holds main weights of bf16 weights always keeps their remainders."""
+    """State in low precision; there, what holds main weights of bf16 weights always keeps their remainders."""
     out: Draft = {**dict.fromkeys(KEPT, "fp32"), REMAINDERS: False, MAIN: "fp32"}
     aware = a.has(AWARE[0])
     if not aware or d["optim.name"] != "adamw" or d["optim.cpu_offload"]:

@@ -1,4 +1,4 @@
-"""Megatron-LM's flags for number formats: of weights, gradients and the loss scale, and of products in few bits."""
+"""Megatron-LM's flags for number formats: weights, gradients, the loss scale, and products in low precision."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def gpt_oss_experts(f: ConfigFile) -> None:
 
 
 def _latent(f: ConfigFile) -> None:
-    """Latent attention and the shape of the experts of both DeepSeek families."""
+    """MLA and the shape of the experts of both DeepSeek families."""
     width = f.get("moe_intermediate_size")
     _experts(f, "n_routed_experts", "moe_intermediate_size")
     f.out |= {
@@ -135,11 +135,11 @@ def _latent(f: ConfigFile) -> None:
         report = f.family.absent["aux_loss_alpha"]
         f.notes.append(f"aux_loss_alpha is not said; model.moe.aux_loss_coeff is {report}, of the model's report")
     heads = f.get("num_attention_heads")
-    f.must("num_key_value_heads", (heads,), "changes the numbers: latent attention has no groups")
+    f.must("num_key_value_heads", (heads,), "changes the numbers: MLA has no groups")
     f.must("moe_layer_freq", (1,), "changes the numbers: every layer behind the dense ones has experts")
-    f.must("attention_bias", (False,), "changes the numbers: latent attention has no biases here")
+    f.must("attention_bias", (False,), "changes the numbers: MLA has no biases here")
     f.must("mlp_bias", (False,), "changes the numbers: biases in all linear layers or in none")
-    text = "changes the numbers: the norms of latent attention keep 1e-06 there, and have the model's here"
+    text = "changes the numbers: the norms of MLA keep 1e-06 there, and have the model's here"
     f.must("rms_norm_eps", (1e-6,), text)
 
 
@@ -184,7 +184,7 @@ def deepseek_v3_experts(f: ConfigFile) -> None:
     if f.get("num_experts_per_tok") == 1:
         text = "changes the numbers: the score of one chosen expert is 1 there, and what the router says here"
         f.refuse("num_experts_per_tok", "not supported", text)
-    f.must("rope_interleave", (True,), "changes the numbers: rotary pairs of latent attention are neighbours here")
+    f.must("rope_interleave", (True,), "changes the numbers: rotary pairs of MLA are neighbours here")
 
 
 def gpt2_block(f: ConfigFile) -> None:

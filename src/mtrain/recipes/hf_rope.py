@@ -73,7 +73,7 @@ def _rotary(f: ConfigFile, base_key: str, share_key: str, whole: float | None) -
     elif kind == "yarn" and latent:
         _yarn(f, name, inner)
     elif kind != "default":
-        which = "latent attention has yarn" if latent else "there are linear and llama3, and yarn in latent attention"
+        which = "MLA has yarn" if latent else "there are linear and llama3, and yarn in MLA"
         f.refuse(name, "not supported", f"changes the numbers: rotary positions of kind {kind}; {which}")
 
 

@@ -1,1 +1,1 @@
-"""Floor 9: where the parts meet and a run happens."""
+"""Layer 9: where the parts meet and a run happens."""

@@ -28,8 +28,8 @@ class Sampler:
 
     @property
     def multiple(self) -> int:
-        """What the length of a sequence must be a multiple of: sequence parallelism cuts it, and products in few bits
-        take it in blocks.
+        """What a sequence's length must be a multiple of: sequence parallelism splits it, low-precision products take
+        it in blocks.
         """
         recipe = self.run.precision.quantized
         cut = self.grid.tp if self.run.parallel.sequence_parallel else 1

@@ -31,7 +31,7 @@ from mtrain.config.run import RunConfig
 from mtrain.config.watch import watched
 from mtrain.errors import Problem
 
-_ROOMS = (
+_MODULES = (
     layout,
     pipeline,
     sharding,
@@ -46,7 +46,7 @@ _ROOMS = (
     storage,
     inert,
 )
-RULES: tuple[Rule, ...] = tuple(rule for room in _ROOMS for rule in room.RULES)
+RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 ON_DISK: frozenset[Rule] = frozenset((*corpus.ON_DISK, *storage.ON_DISK, *layout.ON_DISK))
 """Rules that look at files. Every other one is a pure function of the configuration."""
 

@@ -20,7 +20,7 @@ from mtrain.config.token_files import TokenFiles, TokenizerFacts, split_document
 from mtrain.errors import CorruptData
 from mtrain.units import MIB
 
-MADE_UP: Change = {
+SYNTHETIC: Change = {
     "data.kind": "mock",
     "data.path": None,
     "data.blend": None,
@@ -134,15 +134,15 @@ def _corpus(run: RunConfig, text: str, renamed: Callable[[str], Change]) -> Iter
         if rule is not None:
             names = [n for n in near_files(path) if n.endswith(suffix)]
             near = tuple(renamed(n[: -len(suffix)]) for n in names)
-            yield Finding("MT306", "data.path", f"{path.name}: {rule}", (*near, MADE_UP))
+            yield Finding("MT306", "data.path", f"{path.name}: {rule}", (*near, SYNTHETIC))
             return
     try:
         with closing(TokenFiles(base)) as corpus:
             yield from _tokens_suffice(run, corpus)
     except CorruptData as error:
-        yield Finding("MT611", "data.path", str(error), (MADE_UP,), hint=_AGAIN)
+        yield Finding("MT611", "data.path", str(error), (SYNTHETIC,), hint=_AGAIN)
     except OSError as error:
-        yield Finding("MT306", "data.path", f"{error.filename} cannot be read: {error.strerror}", (MADE_UP,))
+        yield Finding("MT306", "data.path", f"{error.filename} cannot be read: {error.strerror}", (SYNTHETIC,))
 
 
 def _tokens_suffice(run: RunConfig, corpus: TokenFiles) -> Iterator[Finding]:
@@ -165,13 +165,13 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles) -> Iterator[Finding]:
             if name == "validation":
                 fixes.append({"trainer.eval_iters": 0, "trainer.eval_interval": None})
             fixes.append({"data.split": [0.9, 0.1, 0.0]})
-            yield Finding("MT605", "data.seq_length", rule, (*fixes, MADE_UP))
+            yield Finding("MT605", "data.seq_length", rule, (*fixes, SYNTHETIC))
             return
         span = corpus.ids(start, min(held, CHECKED_TOKENS))
         if span is not None and (span[0] < 0 or span[1] >= vocab):
             rule = f"{corpus.bin}: token ids from {span[0]} to {span[1]}; the vocabulary has ids 0 to {vocab - 1}"
             larger: tuple[Change, ...] = ({"model.vocab_size": span[1] + 1},) if span[0] >= 0 else ()
-            yield Finding("MT612", "data.path", rule, (*larger, MADE_UP), hint=_AGAIN)
+            yield Finding("MT612", "data.path", rule, (*larger, SYNTHETIC), hint=_AGAIN)
             return
 
 

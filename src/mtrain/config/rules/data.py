@@ -113,7 +113,7 @@ def packed_samples(run: RunConfig) -> Iterator[Finding]:
         aux: Change = {"model.moe.router_load_balancing_type": "aux_loss"}
         yield Finding("MT315", "data.packed", rule, (aux, off))
     if m.mtp_num_layers and run.parallel.recompute.granularity == "full":
-        rule = "megatron-core cannot compute layers of further predictions again for packed samples"
+        rule = "megatron-core cannot compute MTP layers again for packed samples"
         keep: Change = {
             "parallel.recompute.granularity": "none",
             "parallel.recompute.method": None,

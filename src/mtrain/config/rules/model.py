@@ -78,40 +78,40 @@ def rotary_keys_need_rope(run: RunConfig) -> Iterator[Finding]:
         rule = f"scales rotary positions, and position_embedding_type is {m.position_embedding_type}"
         yield Finding("MT205", "model.rope_scaling_factor", rule, (off, {"model.position_embedding_type": "rope"}))
     elif m.mla is not None:
-        rule = "reaches nothing: latent attention makes its own rotary positions, without this scaling"
+        rule = "reaches nothing: MLA makes its own rotary positions, without this scaling"
         yield Finding("MT206", "model.rope_scaling_factor", rule, (off,))
 
 
 def latent_attention(run: RunConfig) -> Iterator[Finding]:
-    """Latent attention has its own widths and its own positions."""
+    """MLA has its own widths and its own positions."""
     m = run.model
     if m.mla is None:
         return
     if m.position_embedding_type != "rope":
-        rule = f"latent attention carries its positions in rope, not in {m.position_embedding_type}"
+        rule = f"MLA carries its positions in rope, not in {m.position_embedding_type}"
         yield Finding("MT207", "model.position_embedding_type", rule, ({"model.position_embedding_type": "rope"},))
     if m.num_query_groups not in (None, m.num_attention_heads):
-        rule = "reaches nothing: latent attention has no key/value heads to group"
+        rule = "reaches nothing: MLA has no key/value heads to group"
         yield Finding("MT208", "model.num_query_groups", rule, ({"model.num_query_groups": None},))
     if m.kv_channels is not None:
-        rule = "reaches nothing: the widths of latent attention are those of model.mla"
+        rule = "reaches nothing: the widths of MLA are those of model.mla"
         yield Finding("MT209", "model.kv_channels", rule, ({"model.kv_channels": None},))
     if m.add_qkv_bias:
-        rule = "reaches nothing: the projections of latent attention have no biases"
+        rule = "reaches nothing: the projections of MLA have no biases"
         yield Finding("MT210", "model.add_qkv_bias", rule, ({"model.add_qkv_bias": False},))
     if m.rotary_interleaved:
-        rule = "latent attention rotates the halves of a head; megatron-core refuses to pair neighbours there"
+        rule = "MLA rotates the halves of a head; megatron-core refuses to pair neighbours there"
         yield Finding("MT218", "model.rotary_interleaved", rule, ({"model.rotary_interleaved": False},))
 
 
 def one_norm_of_queries_and_keys(run: RunConfig) -> Iterator[Finding]:
-    """Queries and keys have one norm, and latent attention has its own."""
+    """Queries and keys have one norm, and MLA has its own."""
     m = run.model
     if not m.qk_l2_norm:
         return
     off: Change = {"model.qk_l2_norm": False}
     if m.mla is not None:
-        yield Finding("MT212", "model.qk_l2_norm", "is not defined for latent attention", (off,))
+        yield Finding("MT212", "model.qk_l2_norm", "is not defined for MLA", (off,))
     elif m.qk_layernorm:
         rule = "queries and keys have one norm: model.qk_layernorm is true too, and would reach nothing"
         yield Finding("MT212", "model.qk_l2_norm", rule, (off, {"model.qk_layernorm": False}))

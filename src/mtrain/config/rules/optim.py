@@ -100,7 +100,7 @@ def kernel_can_update(run: RunConfig) -> Iterator[Finding]:
     why = adam_obstacle(kernel, run) if kernel in ("reference", "triton") else None
     if why is not None:
         yield Finding("MT461", "kernels.optimizer", why, (auto, {"kernels.optimizer": "torch"}))
-    elif kernel in ("torch", "te") and o.in_few_bits:
+    elif kernel in ("torch", "te") and o.in_low_precision:
         what = next(key for key, value in FULL.items() if _value(run, key) != value)
         rule = f"{kernel} keeps 32 bits of each moment and main weight, and {what} is {_value(run, what)}"
         yield Finding("MT462", "kernels.optimizer", rule, (auto, {**auto, **FULL}))
@@ -109,10 +109,10 @@ def kernel_can_update(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT462", "kernels.optimizer", rule, (auto,))
 
 
-def few_bits_have_their_place(run: RunConfig) -> Iterator[Finding]:
-    """State in few bits is kept of plain tensors, and main weights only where the distributed optimizer has them."""
+def low_precision_has_its_place(run: RunConfig) -> Iterator[Finding]:
+    """Low-precision state is kept of plain tensors, and main weights where the distributed optimizer has them."""
     o, p = run.optim, run.parallel
-    if not o.in_few_bits:
+    if not o.in_low_precision:
         return
     set_keys = [key for key, value in FULL.items() if _value(run, key) != value]
     back: Change = {key: FULL[key] for key in set_keys}
@@ -124,7 +124,7 @@ def few_bits_have_their_place(run: RunConfig) -> Iterator[Finding]:
         what = f"parallel.fsdp={p.fsdp} spreads" if p.fsdp != "none" else "optim.cpu_offload moves to host memory"
         zero: Change = {"parallel.fsdp": "none", "parallel.fsdp_sharding": None, "parallel.hsdp_replicas": 1}
         zero = {**zero, "parallel.distributed_optimizer": True, "optim.cpu_offload": 0.0}
-        rule = f"few bits are kept of whole weights or of the distributed optimizer's shards, not of what {what}"
+        rule = f"low-precision state is of whole weights or of the distributed optimizer's shards, not of what {what}"
         yield Finding("MT463", set_keys[0], rule, (zero, back))
     key = "optim.store_param_remainders" if o.store_param_remainders else "optim.main_params_dtype"
     needed: Change = {"precision.dtype": "bf16", "parallel.distributed_optimizer": True}
@@ -153,7 +153,7 @@ def _listed(run: RunConfig, keys: Change) -> str:
 RULES = (
     muon_has_whole_matrices,
     kernel_can_update,
-    few_bits_have_their_place,
+    low_precision_has_its_place,
     rates_are_ordered,
     warmup_ends_before_decay,
     wsd_has_its_decay,

@@ -41,7 +41,7 @@ def _key(run: RunConfig) -> str:
     return "precision.fp8" if run.precision.fp8 is not None else "precision.fp4"
 
 
-def one_format_of_few_bits(run: RunConfig) -> Iterator[Finding]:
+def one_low_precision_format(run: RunConfig) -> Iterator[Finding]:
     """A product is in 8 bits or in 4, and what is beside it in bf16."""
     p = run.precision
     if p.fp8 is not None and p.fp4 is not None:
@@ -53,7 +53,7 @@ def one_format_of_few_bits(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT441", "precision.dtype", rule, ({"precision.dtype": "bf16"}, _off(run)))
 
 
-def few_bits_need_transformer_engine(run: RunConfig) -> Iterator[Finding]:
+def low_precision_needs_transformer_engine(run: RunConfig) -> Iterator[Finding]:
     """Only TransformerEngine's layers read the recipe; others would go on in bf16 without a word."""
     p, k = run.precision, run.kernels
     layers = ("linear", "experts") if run.model.moe is not None else ("linear",)
@@ -82,7 +82,7 @@ def generation_has_the_recipe(run: RunConfig) -> Iterator[Finding]:
 
 
 def _widths(run: RunConfig) -> Iterator[tuple[str, str, int, int]]:
-    """Key, words, width and over how many ranks it is cut, of every matrix that is multiplied in few bits."""
+    """Key, words, width and over how many ranks it is cut, of every matrix that is multiplied in low precision."""
     m, p = run.model, run.parallel
     yield "model.hidden_size", "the hidden size", m.hidden_size, 1
     if m.moe is None or m.moe.first_dense_layers:
@@ -170,8 +170,8 @@ def delayed_scales(run: RunConfig) -> Iterator[Finding]:
 
 RULES = (
     *rule_for_each(key_reaches_something, QUANTIZED),
-    one_format_of_few_bits,
-    few_bits_need_transformer_engine,
+    one_low_precision_format,
+    low_precision_needs_transformer_engine,
     generation_has_the_recipe,
     widths_fill_the_tensor_cores,
     layers_in_bf16,

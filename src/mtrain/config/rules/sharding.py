@@ -74,7 +74,7 @@ def dynamic_context(run: RunConfig) -> Iterator[Finding]:
     if dp < 2 or dp & (dp - 1):
         yield refuse(f"groups of ranks are powers of two, and dp is {dp}")
     if m.moe is not None or m.mla is not None or m.mtp_num_layers is not None:
-        rule = "ranks run different numbers of documents: no experts, latent attention or further predictions"
+        rule = "ranks run different numbers of documents: no experts, MLA or MTP layers"
         yield refuse(rule)
     if p.overlap_grad_reduce or p.fsdp != "none":
         rule = "ranks run different numbers of documents: gradients cannot be reduced while the backward runs"

@@ -1,4 +1,4 @@
-"""The laws of the house: each failure message is the sentence that explains the law."""
+"""The laws of the architecture: each failure message is the sentence that explains the law."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src/mtrain"
 KERNELS = ROOT / "kernels/mtrain_kernels"
 
-FLOORS = {
+LAYERS = {
     "errors": 0,
     "units": 0,
     "strict_json": 0,
@@ -49,7 +49,7 @@ TOP_LEVEL = {
     *("launch.py", "pyproject.toml", "constraints.txt", "Makefile"),
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
 }
-WITHOUT_TORCH = [room for room, floor in FLOORS.items() if floor <= 3]
+WITHOUT_TORCH = [package for package, layer in LAYERS.items() if layer <= 3]
 
 
 def modules() -> list[Path]:
@@ -67,7 +67,7 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
                 yield from ((f"mtrain.{name.name}", node.lineno) for name in node.names)
 
 
-def room_of(module: str) -> str | None:
+def package_of(module: str) -> str | None:
     parts = module.split(".")
     return parts[1] if parts[0] == "mtrain" and len(parts) > 1 else None
 
@@ -78,18 +78,18 @@ def test_imports_go_strictly_downward(path: Path) -> None:
     if here == "__init__":
         return
     for module, line in imports(path):
-        room = room_of(module)
-        if room is None or room == here or room == "__version__":
+        package = package_of(module)
+        if package is None or package == here or package == "__version__":
             continue
-        assert room in FLOORS, f"{path}:{line}: {room} has no floor; give it one in this test and in the README"
-        assert FLOORS[room] < FLOORS[here], (
-            f"{path}:{line}: {here} (floor {FLOORS[here]}) imports {module} (floor {FLOORS[room]}). "
-            "Imports go downward, and rooms of one floor do not know each other."
+        assert package in LAYERS, f"{path}:{line}: {package} has no layer; give it one in this test and in the README"
+        assert LAYERS[package] < LAYERS[here], (
+            f"{path}:{line}: {here} (layer {LAYERS[here]}) imports {module} (layer {LAYERS[package]}). "
+            "Imports go downward, and packages of one layer do not know each other."
         )
 
 
 @pytest.mark.parametrize("library", ONLY_IN)
-def test_a_library_stays_in_its_room(library: str) -> None:
+def test_a_library_stays_in_its_package(library: str) -> None:
     for path in modules():
         where = str(path.relative_to(SOURCE))
         for module, line in imports(path):
@@ -98,13 +98,13 @@ def test_a_library_stays_in_its_room(library: str) -> None:
                 assert allowed, f"{path}:{line}: {library} is imported only in {', '.join(ONLY_IN[library])}"
 
 
-def test_torch_is_unknown_below_floor_four() -> None:
+def test_torch_is_unknown_below_layer_four() -> None:
     for path in modules():
-        room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-        if room in WITHOUT_TORCH:
+        package = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if package in WITHOUT_TORCH:
             for module, line in imports(path):
                 assert module.split(".")[0] not in ("torch", "numpy"), (
-                    f"{path}:{line}: floors 0 to 3 judge within a second, so they know no torch"
+                    f"{path}:{line}: layers 0 to 3 validate within a second, so they know no torch"
                 )
 
 
@@ -175,10 +175,10 @@ def test_contributing_promises_no_time() -> None:
     assert not found, "how long something takes is a machine's: benchmarks/results has it with the machine's name"
 
 
-def test_no_room_is_named_after_nothing() -> None:
+def test_no_package_is_named_after_nothing() -> None:
     for path in modules():
         assert not {"utils", "helpers", "common", "manager"} & set(path.with_suffix("").parts), (
-            f"{path}: a name says what is in the room"
+            f"{path}: a name says what is in the package"
         )
 
 

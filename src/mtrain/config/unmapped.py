@@ -237,7 +237,7 @@ FIXED_IN_TABLES = {
 }
 """Fields that the tables set whatever the keys say, and why."""
 
-UNFED: dict[str, tuple[Why, str]] = {
+UNMAPPED: dict[str, tuple[Why, str]] = {
     f"{owner}.{name}": (why, text)
     for owner, why, text, names in (*((TRANSFORMER, *group) for group in _TRANSFORMER), *_OTHERS)
     for name in names.split()
