@@ -17,7 +17,7 @@ MAX_PROBLEMS = 50
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a configuration, complete enough to be mended without reading code."""
+    """One thing that is wrong with a configuration, complete enough to be corrected without reading code."""
 
     code: str
     """Stable code such as `MT101`."""
@@ -124,8 +124,8 @@ class ConfigError(MtrainError):
             problems = [Problem("MT001", "", None, problems, "")]
         self.problems = tuple(problems)
         if len(self.problems) > MAX_PROBLEMS:
-            rule = f"there are more than {MAX_PROBLEMS} problems, and the rest is not judged"
-            self.problems = (*self.problems[:MAX_PROBLEMS], Problem("MT005", "", None, rule, "mend these first"))
+            rule = f"there are more than {MAX_PROBLEMS} problems, and the rest is not validated"
+            self.problems = (*self.problems[:MAX_PROBLEMS], Problem("MT005", "", None, rule, "correct these first"))
         super().__init__(*(line for p in self.problems for line in p.render().split("\n")))
 
 

@@ -12,17 +12,17 @@ from tests.support.commands import ROOT, mtrain
 
 README = (ROOT / "README.md").read_text()
 CONSOLES = re.findall(r"```console\n\$ python launch.py ?(.*)\n([^`]*)```", README)
-JUDGED = [(words, shown) for words, shown in CONSOLES if words.startswith("check")]
+VALIDATED = [(words, shown) for words, shown in CONSOLES if words.startswith("check")]
 
 
-@pytest.mark.parametrize(("words", "shown"), JUDGED, ids=[w for w, _ in JUDGED])
+@pytest.mark.parametrize(("words", "shown"), VALIDATED, ids=[w for w, _ in VALIDATED])
 def test_what_the_readme_shows_is_what_is_printed(words: str, shown: str) -> None:
     done = mtrain(*shlex.split(words), cwd=ROOT)
     assert shown.strip() == (done.stdout + done.stderr).strip(), "paste what the command prints into the README"
 
 
 def test_the_readme_shows_a_run_a_judgement_and_errors() -> None:
-    assert len(JUDGED) >= 2
+    assert len(VALIDATED) >= 2
     assert any(words == "" and "final validation loss" in shown for words, shown in CONSOLES)
 
 

@@ -1,4 +1,4 @@
-"""Every shared recipe: judged as a stranger's would be, valid for its hardware, and a short delta."""
+"""Every shared recipe: validated as a stranger's would be, valid for its hardware, and a short delta."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from mtrain.config.codes import codes
-from tests.support.oracle import POLICY, REACHES_NOTHING, Judged, cases, judged
+from tests.support.oracle import POLICY, UNUSED_KEY, Validated, cases, validated
 from tests.support.oracle_cases import Drawn, keys
 
 SECONDS = 45.0
@@ -15,31 +15,31 @@ SEED = 5
 
 
 def test_a_sample_of_configurations_trains_where_check_says_so_and_nowhere_else() -> None:
-    began, found = time.monotonic(), list[Judged]()
+    began, found = time.monotonic(), list[Validated]()
     for drawn in cases(60, SEED):
         if time.monotonic() - began > SECONDS and len(found) >= 12:
             break
-        found.append(judged(drawn))
-    wrong = [case for case in found if case.verdict.startswith("too")]
-    assert not wrong, "\n".join(f"{c.verdict} {c.codes} {c.drawn.words}: {c.fault}" for c in wrong)
+        found.append(validated(drawn))
+    wrong = [case for case in found if case.report.startswith("too")]
+    assert not wrong, "\n".join(f"{c.report} {c.codes} {c.drawn.words}: {c.fault}" for c in wrong)
     assert {bool(case.codes) for case in found} == {True, False}, "the sample is all of one kind"
 
 
 def test_a_verdict_is_a_comparison_of_what_was_said_with_what_happened() -> None:
     drawn = next(cases(1, SEED))
-    verdicts = {
+    reports = {
         ((), ""): "agreed",
         (("MT101",), "RuntimeError"): "agreed",
         (("MT150",), ""): "policy",
         (("MT101",), ""): "too strict",
         ((), "RuntimeError"): "too lax",
     }
-    assert {key: Judged(drawn, *key).verdict for key in verdicts} == verdicts
+    assert {key: Validated(drawn, *key).report for key in reports} == reports
 
 
 def test_the_codes_of_the_policy_exist_and_each_has_a_reason() -> None:
     assert POLICY.keys() <= codes().keys()
-    assert all(len(reason) > 20 for reason in (*POLICY.values(), REACHES_NOTHING))
+    assert all(len(reason) > 20 for reason in (*POLICY.values(), UNUSED_KEY))
 
 
 def test_every_key_that_a_step_depends_on_is_drawn() -> None:
@@ -62,4 +62,4 @@ def test_what_does_not_train_is_seen(fault: str) -> None:
     raw = drawn.raw.model_copy(
         update={k: getattr(drawn.raw, k).model_copy(update=v) for k, v in change.items()}
     )
-    assert judged(Drawn(raw)).fault
+    assert validated(Drawn(raw)).fault

@@ -60,7 +60,7 @@ def recipe(number: int, text: str, line: int, code: str, path: str, *says: str) 
     return Row(number, ("recipe={file}",), code, path, says, text=text, line=line)
 
 
-def judged(words: Sequence[str]) -> list[Problem]:
+def validated(words: Sequence[str]) -> list[Problem]:
     """What `check` says of a command line on a small machine without GPUs."""
     with within_a_second():
         try:

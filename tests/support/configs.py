@@ -32,12 +32,12 @@ MOE = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 352}
 
 
 SECONDS: list[float] = []
-"""Of a core, by each judgement `within_a_second`."""
+"""Of a core, by each validation `within_a_second`."""
 
 
 @contextmanager
 def within_a_second() -> Iterator[None]:
-    """What a judgement may cost at most: a second of a core."""
+    """What a validation may cost at most: a second of a core."""
     begun = time.process_time()
     yield
     SECONDS.append(time.process_time() - begun)
@@ -49,14 +49,14 @@ def tiny(**changes: Any) -> RunConfig:
     return apply(RunConfig.model_validate(TINY), {k.replace("__", "."): v for k, v in changes.items()})
 
 
-def judge(raw: RunConfig, machine: Machine = LAPTOP) -> list[Problem]:
+def validate(raw: RunConfig, machine: Machine = LAPTOP) -> list[Problem]:
     """What the rules say of `raw` on `machine`."""
     return check(resolve(raw, machine), raw=raw, resolve=lambda run: resolve(run, machine))
 
 
 def errors(raw: RunConfig, machine: Machine = LAPTOP) -> list[Problem]:
     """The errors only."""
-    return [problem for problem in judge(raw, machine) if problem.severity == "error"]
+    return [problem for problem in validate(raw, machine) if problem.severity == "error"]
 
 
 def first_fix(problem: Problem) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Seeded nonsense and malice against `check`: a configuration or problems come out, and nothing else happens.
 
-`python -m tests.support.fuzz` judges 10,000 mutated recipes and 500 hostile inputs, with an audit hook that notices
+`python -m tests.support.fuzz` validates 10,000 mutated recipes and 500 hostile inputs; an audit hook notices
 every file that is written, socket, process, foreign import and code object; and a sample through the command.
 """
 
@@ -43,7 +43,7 @@ KNOWN = ("mtrain", "hydra", "omegaconf", "antlr4", "pydantic", "yaml", "_yaml", 
 
 @dataclass
 class Canary:
-    """What happened that must not; armed only while something is judged."""
+    """What happened that must not; armed only while something is validated."""
 
     armed: bool = False
     fired: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ CANARY = Canary()
 sys.addaudithook(CANARY)
 
 
-def judged(words: Sequence[str]) -> list[Problem]:
+def validated(words: Sequence[str]) -> list[Problem]:
     """What `check` says of a command line, warnings left out.
 
     Raises:
@@ -128,13 +128,13 @@ def texts() -> list[str]:
 
 
 def mutations(count: int, seed: int, file: Path) -> Counter[str]:
-    """Judges `count` mutated recipes; how often each code came."""
+    """Validates `count` mutated recipes; how often each code came."""
     rng, originals, codes = random.Random(seed), texts(), Counter[str]()
     for index in range(count):
         data = mutated(rng.choice(originals), rng)
         file.write_bytes(data)
         try:
-            found = judged([f"{rng.choice(('recipe', 'recipe', 'run'))}={file}"])
+            found = validated([f"{rng.choice(('recipe', 'recipe', 'run'))}={file}"])
         except BaseException as error:
             raise AssertionError(f"seed {seed}, mutation {index}: {error!r}\n{data[:2000]!r}") from error
         codes.update({problem.code for problem in found} or {"accepted"})
@@ -142,13 +142,13 @@ def mutations(count: int, seed: int, file: Path) -> Counter[str]:
 
 
 def attacks(count: int, seed: int, file: Path) -> Counter[str]:
-    """Judges `count` hostile inputs; those that are more than data must be refused."""
+    """Validates `count` hostile inputs; those that are more than data must be refused."""
     codes = Counter[str]()
     for attack in hostile(count, seed):
         file.write_bytes(attack.data)
         words = [word.replace("{file}", str(file)) for word in attack.words]
         try:
-            found = judged(words)
+            found = validated(words)
             assert found or not attack.must_fail, "was accepted"
         except BaseException as error:
             raise AssertionError(f"seed {seed}: {words} {attack.data[:2000]!r}: {error!r}") from error
@@ -170,7 +170,7 @@ def through_the_command(count: int, seed: int, folder: Path) -> None:
 
 
 def warm() -> None:
-    """Import what judging imports late, so that the canary hears of no import that is ours."""
+    """Import what validating imports late, so that the canary hears of no import that is ours."""
     os.environ[SECRET[0]] = SECRET[1]
     for words in (
         ["optim.lr=[1]", "model.hiden_size=[a,{b: c}]", "cluster.device=tpu"],
@@ -184,7 +184,7 @@ def warm() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Judge all of it and say what came out."""
+    """Validate all of it and say what came out."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipes", type=int, default=10_000)
     parser.add_argument("--hostile", type=int, default=500)
@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         (Path(home) / "r.yaml").unlink()
         through_the_command(args.commands, args.seed, Path(home))
         print(f"{args.commands} through the whole command; {time.monotonic() - began:.0f} s in all")
-        print(f"the slowest judgement took {max(SECONDS):.2f} s of a core")
+        print(f"the slowest validation took {max(SECONDS):.2f} s of a core")
     return 0
 
 

@@ -31,17 +31,15 @@ SKIPPED = 40
 """Steps that fp16 may skip: each halves the loss scale, which begins at 1e8 at most."""
 ERROR = re.compile(r"[\w.]+(Error|Exception|Input|Environment|rank)\b")
 """How the line of a traceback begins that names the error."""
-REACHES_NOTHING = "a key that is set and reaches nothing: somebody believes that it does something"
+UNUSED_KEY = "a key that is set and has no effect: somebody believes that it does something"
 POLICY: dict[str, str] = {
-    **dict.fromkeys(
-        ("MT118", "MT121", "MT150", "MT162", "MT205", "MT206", "MT208", "MT209", "MT210"), REACHES_NOTHING
-    ),
-    **dict.fromkeys(("MT225", "MT405", "MT406", "MT441", "MT442", "MT464", "MT465"), REACHES_NOTHING),
-    **dict.fromkeys(("MT221", "MT232", "MT423"), REACHES_NOTHING),
+    **dict.fromkeys(("MT118", "MT121", "MT150", "MT162", "MT205", "MT206", "MT208", "MT209", "MT210"), UNUSED_KEY),
+    **dict.fromkeys(("MT225", "MT405", "MT406", "MT441", "MT442", "MT464", "MT465"), UNUSED_KEY),
+    **dict.fromkeys(("MT221", "MT232", "MT423"), UNUSED_KEY),
     "MT136": "two ramps are written, and only one can be meant",
     "MT137": "a ramp that never reaches its batch: the one step that is tried does not come so far",
     "MT138": "a later size of the ramp does not divide: the one step that is tried does not come so far",
-    "MT407": "the process that tries may have an interpreter of Triton on; the machine that is judged has none",
+    "MT407": "the process that tries may have an interpreter of Triton on; the machine that is validated has none",
     "MT141": "the cut into stages is written twice, and only one can be meant",
     "MT207": "MLA turns its heads by rope whatever the key says",
     "MT163": "gradients are there in time or not, as it happens: some steps end without numbers",
@@ -54,7 +52,7 @@ POLICY: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Judged:
+class Validated:
     """One case: what was said of it, and what it did."""
 
     drawn: Drawn
@@ -64,7 +62,7 @@ class Judged:
     """The last line of what the first failing rank said; empty where a step was made."""
 
     @property
-    def verdict(self) -> str:
+    def report(self) -> str:
         """agreed, policy, too strict (refused and trains) or too lax (passed and does not)."""
         if bool(self.codes) == bool(self.fault):
             return "agreed"
@@ -73,11 +71,11 @@ class Judged:
         return "too lax"
 
 
-def judged(drawn: Drawn, timeout_s: float = 60.0) -> Judged:
+def validated(drawn: Drawn, timeout_s: float = 60.0) -> Validated:
     """Asks `check` and tries; needs the adapter installed in this process."""
     run = resolve(apply(drawn.raw, {"trainer.join_timeout_s": timeout_s}), LAPTOP)
     found = [*errors(drawn.raw), *kernels.problems(run, LAPTOP, {})]
-    return Judged(drawn, tuple(dict.fromkeys(problem.code for problem in found)), attempt(run, timeout_s))
+    return Validated(drawn, tuple(dict.fromkeys(problem.code for problem in found)), attempt(run, timeout_s))
 
 
 def attempt(run: RunConfig, timeout_s: float = 60.0) -> str:
@@ -137,7 +135,7 @@ def install() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Judge and print every disagreement; the exit code is 1 where there is one."""
+    """Validate and print every disagreement; the exit code is 1 where there is one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
@@ -149,12 +147,12 @@ def main(argv: list[str] | None = None) -> int:
     for index, drawn in enumerate(cases(args.cases, args.seed)):
         if index < args.first:
             continue
-        case = judged(drawn)
-        found[case.verdict] += 1
+        case = validated(drawn)
+        found[case.report] += 1
         found["accepted" if not case.codes else "refused"] += 1
         reasons.update(case.codes)
-        if args.all or case.verdict.startswith("too"):
-            print(f"[{index}] {case.verdict} {','.join(case.codes)} {drawn.words}\n    {case.fault}", flush=True)
+        if args.all or case.report.startswith("too"):
+            print(f"[{index}] {case.report} {','.join(case.codes)} {drawn.words}\n    {case.fault}", flush=True)
     seconds = time.monotonic() - began
     print(f"seed {args.seed}: {dict(found)} in {seconds:.0f} s; codes: {dict(reasons.most_common())}")
     return 1 if found["too strict"] + found["too lax"] else 0

@@ -222,7 +222,7 @@ def _repaired(raw: RunConfig) -> RunConfig | None:
 
 
 def _quiet(raw: RunConfig) -> RunConfig:
-    """`raw` with every key that reaches nothing switched off."""
+    """`raw` with every key without effect switched off."""
     for key in CONDITIONAL:
         if key.value(raw) != key.off and not key.active(raw):
             raw = _with(raw, key.path, key.off)

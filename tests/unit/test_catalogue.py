@@ -12,7 +12,7 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.errors import Problem
-from tests.support.catalogue import ROWS, Row, judged
+from tests.support.catalogue import ROWS, Row, validated
 from tests.support.catalogue_more import HARMLESS, MORE
 from tests.unit.test_catalogue_before_ranks import BEFORE_RANKS
 
@@ -24,7 +24,7 @@ CUT = ("delete", "write", "keep one", "leave it out", "indent", "- override")
 
 
 def fixed(words: list[str], problem: Problem, file: Path) -> list[str]:
-    """The command line with the first fix of a problem applied; a line of a file that no setting can mend is cut."""
+    """The command line with the first fix of a problem applied; a line that no setting can correct is cut."""
     first = problem.fix.split(" or ")[0]
     if problem.code in REPLACED and not problem.source.startswith(str(file)):
         key = problem.path or re.split(r"[=: ]", problem.rule)[0]
@@ -32,7 +32,7 @@ def fixed(words: list[str], problem: Problem, file: Path) -> list[str]:
     added = [] if first.startswith(CUT) else shlex.split(first)
     for key in (word.partition("=")[0] for word in added):  # a setting takes the place of those that say it
         words = [word for word in words if not _says(word.partition("=")[0], key)]
-    again = {(p.code, p.path, p.source) for p in judged([*words, *added])}
+    again = {(p.code, p.path, p.source) for p in validated([*words, *added])}
     if (problem.code, problem.path, problem.source) in again and file.stat().st_size:
         lines = file.read_bytes().split(b"\n")
         number = int(problem.source.rpartition(":")[2])
@@ -52,7 +52,7 @@ def test_a_bad_input_is_named_with_numbers_and_mended_by_its_first_fix(row: Row,
     file = tmp_path / "mine.yaml"
     file.write_bytes(row.text.encode("utf-8", "surrogateescape"))
     words = [word.replace("{file}", str(file)) for word in row.words]
-    problems = judged(words)
+    problems = validated(words)
     found = [p for p in problems if (p.code, p.path) == (row.code, row.path)]
     assert found, problems
     problem = found[0]
@@ -64,14 +64,14 @@ def test_a_bad_input_is_named_with_numbers_and_mended_by_its_first_fix(row: Row,
         if not problems:
             break
         words = fixed(words, problems[0], file)
-        problems = judged(words)
+        problems = validated(words)
     assert problems == []
 
 
 @pytest.mark.parametrize("row", [row for row in (*ROWS, *HARMLESS) if not row.code], ids=lambda row: row.name)
 def test_what_works_here_is_not_refused(row: Row, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(row.text)
-    assert judged([word.replace("{file}", str(tmp_path / "mine.yaml")) for word in row.words]) == []
+    assert validated([word.replace("{file}", str(tmp_path / "mine.yaml")) for word in row.words]) == []
 
 
 def test_a_vocabulary_that_does_not_divide_is_padded_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,14 +81,14 @@ def test_a_vocabulary_that_does_not_divide_is_padded_and_that_is_said(capsys: py
 
 def test_a_value_that_a_terminal_would_obey_is_shown_and_not_sent(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text('log:\n  name: "a\\e[31mb\\a"\n')
-    (problem,) = judged([f"recipe={tmp_path / 'mine.yaml'}"])
+    (problem,) = validated([f"recipe={tmp_path / 'mine.yaml'}"])
     assert "a\\x1b[31mb\\x07" in problem.render()
     assert "\x1b" not in problem.render()
 
 
 def test_a_recipe_with_a_misspelt_key_is_judged_on_the_rest(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("parallel:\n  tp: 3\noptim:\n  learning_rate: 1e-3\n  lr: fast\n")
-    found = {(p.code, p.path): p.source.rpartition(":")[2] for p in judged([f"recipe={tmp_path / 'mine.yaml'}"])}
+    found = {(p.code, p.path): p.source.rpartition(":")[2] for p in validated([f"recipe={tmp_path / 'mine.yaml'}"])}
     expected = {("MT012", "optim.learning_rate"): "4", ("MT013", "optim.lr"): "5", ("MT101", "parallel.tp"): "2"}
     assert expected.items() <= found.items()
 
@@ -100,8 +100,8 @@ def test_every_number_of_the_catalogue_is_tested_and_as_many_kinds_of_our_own() 
 
 def test_no_judgement_of_the_catalogue_imports_torch() -> None:
     code = (
-        "import sys\nfrom tests.support.catalogue import ROWS, judged\n"
-        "for row in ROWS: judged(list(row.words))\n"
+        "import sys\nfrom tests.support.catalogue import ROWS, validated\n"
+        "for row in ROWS: validated(list(row.words))\n"
         "print([m for m in ('torch', 'megatron', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)

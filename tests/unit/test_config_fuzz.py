@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.config.keys import schema_keys
-from tests.support.fuzz import CANARY, attacks, judged, mutations, warm
+from tests.support.fuzz import CANARY, attacks, mutations, validated, warm
 from tests.support.hostile import kinds
 
 KEYS = [*schema_keys(), "model", "parallel", "recipe", "run", "hydra", "model.moe", "foo.bar", "model.moe.x.y"]
@@ -78,4 +78,4 @@ def test_nonsense_on_the_command_line_is_judged() -> None:
     warm()
     for _ in range(250):
         signs = ("=", "=", "=", "", "==", "@a=", "/b=", ":")
-        judged([f"{rng.choice(KEYS)}{rng.choice(signs)}{rng.choice(VALUES)}" for _ in range(rng.randint(1, 3))])
+        validated([f"{rng.choice(KEYS)}{rng.choice(signs)}{rng.choice(VALUES)}" for _ in range(rng.randint(1, 3))])

@@ -1,4 +1,4 @@
-"""Recipes from strangers: data, judged before anything uses them."""
+"""Recipes from strangers: data, validated before anything uses them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtrain.config.paths import recipes_dir
 from mtrain.errors import ConfigError, Problem
 
 
-def judged(tmp_path: Path, text: str) -> list[Problem]:
+def validated(tmp_path: Path, text: str) -> list[Problem]:
     file = tmp_path / "r.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -61,7 +61,7 @@ def judged(tmp_path: Path, text: str) -> list[Problem]:
 def test_a_recipe_that_is_more_than_data_is_refused_with_key_and_line(
     tmp_path: Path, text: str, code: str, path: str
 ) -> None:
-    found = judged(tmp_path, text)
+    found = validated(tmp_path, text)
     match = [p for p in found if (p.code, p.path) == (code, path)]
     assert match, found
     assert f"{tmp_path}/r.yaml:" in match[0].source
@@ -69,7 +69,7 @@ def test_a_recipe_that_is_more_than_data_is_refused_with_key_and_line(
 
 def test_the_environment_never_leaks_into_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MTRAIN_CANARY", "s3cr3t-canary")
-    found = judged(tmp_path, "data: {path: '${oc.env:MTRAIN_CANARY}'}\nlog: {name: '${env:MTRAIN_CANARY}'}\n")
+    found = validated(tmp_path, "data: {path: '${oc.env:MTRAIN_CANARY}'}\nlog: {name: '${env:MTRAIN_CANARY}'}\n")
     assert "s3cr3t-canary" not in "".join(p.render() for p in found)
 
 
@@ -102,7 +102,7 @@ def test_no_hostile_recipe_opens_a_process_or_a_socket(tmp_path: Path) -> None:
 
 
 def test_a_chosen_group_twice_names_both_lines(tmp_path: Path) -> None:
-    found = judged(tmp_path, "defaults:\n  - override /model: llama_tiny\n  - override /model: llama3_8b\n")
+    found = validated(tmp_path, "defaults:\n  - override /model: llama_tiny\n  - override /model: llama3_8b\n")
     assert found[0].code == "MT004"
     assert found[0].source.endswith("r.yaml:3")
     assert "r.yaml:2" in found[0].rule
@@ -146,7 +146,7 @@ WHOLE = {
 def test_a_part_of_a_model_lists_what_it_lacks_and_both_ways_out(tmp_path: Path, stated: dict[str, object]) -> None:
     file = tmp_path / "r.yaml"
     file.write_text(json.dumps({"trainer": {"seed": 1}, "model": stated}))
-    (problem,) = (p for p in judged(tmp_path, file.read_text()) if p.code == "MT018")
+    (problem,) = (p for p in validated(tmp_path, file.read_text()) if p.code == "MT018")
     missing = [key for key in WHOLE if key not in stated]
     assert f"lacks {', '.join(missing)};" in problem.rule
     assert "override /model: llama_tiny" in problem.rule
@@ -168,5 +168,5 @@ def test_a_whole_model_of_its_own_inherits_nothing(tmp_path: Path) -> None:
 
 
 def test_a_refused_key_of_a_whole_model_is_judged_with_the_rest(tmp_path: Path) -> None:
-    found = judged(tmp_path, json.dumps({"model": {**WHOLE, "hidden_size": "wide"}, "parallel": {"tpp": 2}}))
+    found = validated(tmp_path, json.dumps({"model": {**WHOLE, "hidden_size": "wide"}, "parallel": {"tpp": 2}}))
     assert {(p.code, p.path) for p in found} == {("MT013", "model.hidden_size"), ("MT012", "parallel.tpp")}

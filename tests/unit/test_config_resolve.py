@@ -98,7 +98,7 @@ def test_a_launcher_decides_the_ranks_where_nobody_else_did() -> None:
     assert resolve(tiny(parallel__tp=2), LAPTOP, world_size=4).parallel.ranks == 4
     asked = tiny(parallel__tp=2, parallel__ranks=2)
     got = resolve(asked, LAPTOP, world_size=4)
-    assert got.parallel.ranks == 2, "check, never mend"
+    assert got.parallel.ranks == 2, "check, never correct"
     (problem,) = machine_problems(asked, got, LAPTOP, 4, "command line")
     assert (problem.code, problem.fix, problem.severity) == ("MT110", "parallel.ranks=4", "error")
 
@@ -351,7 +351,7 @@ def _errors_on(words: str, machine: Machine) -> set[tuple[str, str]]:
     "choice", ["kernels=auto", "kernels=te", "kernels=triton", "kernels.linear=te", "kernels.attention=te"]
 )
 def test_a_machine_without_the_devices_refuses_nothing_that_the_cluster_runs(choice: str, use: str) -> None:
-    """A key that the machine of the cluster resolves is not judged before; one that is named is judged everywhere."""
+    """A key that the cluster's machine resolves is not validated before; one that is named is, everywhere."""
     there, elsewhere = _errors_on(f"{choice} {use}", THERE), _errors_on(f"{choice} {use}", ELSEWHERE)
     assert elsewhere <= there
     if choice == "kernels=te":

@@ -1,4 +1,4 @@
-"""State that no device of a cluster holds is said before anything starts; so is what a device is judged by."""
+"""State that no device of a cluster holds is said before anything starts; so is what a device is validated by."""
 
 from __future__ import annotations
 

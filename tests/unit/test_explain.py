@@ -14,7 +14,7 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.config.base import Effect
-from mtrain.config.codes import FAMILIES, WORDS, codes, judging, places
+from mtrain.config.codes import FAMILIES, WORDS, codes, places, validating
 from mtrain.config.describe import EFFECTS, default_of, keys_of, section_of, type_of
 from mtrain.config.keys import choices_of, schema_keys
 from mtrain.config.run import GROUPS
@@ -61,9 +61,9 @@ def test_the_table_of_codes_names_none_that_is_never_raised() -> None:
 
 
 def test_a_code_of_a_rule_is_of_one_rule() -> None:
-    """Whoever has read what a code means meets no other rule under it; MT150 is every key that reaches nothing."""
+    """Whoever has read what a code means meets no other rule under it; MT150 is every key without effect."""
     rules = {code: {p.function for p in places(code) if "rules/" in p.file} for code in codes()}
-    shared = {"MT150": "a key that reaches nothing", "MT306": "one rule in two functions"}
+    shared = {"MT150": "a key without effect", "MT306": "one rule in two functions"}
     shared["MT605"] = "a corpus that is too small, of text or of tokens"
     assert {code: found for code, found in rules.items() if len(found) > 1 and code not in shared} == {}
 
@@ -124,7 +124,7 @@ def test_a_key_names_the_field_the_flag_and_the_rules(explain: Explain) -> None:
     facts = explain("parallel.tp")
     assert "TransformerConfig.tensor_model_parallel_size" in facts["feeds"]
     assert facts["flags"] == ["--tensor-model-parallel-size"]
-    assert {"MT101", "MT102"} <= set(facts["judged_by"]) == set(judging("parallel.tp"))
+    assert {"MT101", "MT102"} <= set(facts["validated_by"]) == set(validating("parallel.tp"))
     assert explain("model.mla.mscale")["feeds"] == ["MLATransformerConfig.mscale"]
     assert explain("parallel.recompute.method")["needs"] == "parallel.recompute.granularity=full"
 

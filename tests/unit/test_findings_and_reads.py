@@ -15,7 +15,7 @@ from mtrain.config.rules import ON_DISK, RULES, Answers, findings, findings_and_
 from mtrain.config.run import RunConfig
 from mtrain.config.watch import watched
 from mtrain.errors import ConfigError
-from tests.support.catalogue import ROWS, judged
+from tests.support.catalogue import ROWS, validated
 from tests.support.configs import LAPTOP
 
 
@@ -50,7 +50,7 @@ RUNS = [run for row in ROWS if not row.text and (run := composed(row.words)) is 
     ],
 )
 def test_what_a_refused_key_decides_is_left_out_and_the_rest_is_said(words: str, codes: set[str]) -> None:
-    assert {p.code for p in judged(words.split()) if p.severity == "error"} == codes
+    assert {p.code for p in validated(words.split()) if p.severity == "error"} == codes
 
 
 def test_a_rule_finds_the_same_when_its_reading_is_watched() -> None:
@@ -95,7 +95,7 @@ def test_trials_of_fixes_do_not_walk_a_folder_again(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "scandir", counted)
     words = [f"data.path={tmp_path}", "parallel=tp3pp3", "model.num_query_groups=3"]
-    assert "MT305" in {p.code for p in judged(words)}
+    assert "MT305" in {p.code for p in validated(words)}
     assert walks.count(str(tmp_path)) <= 3  # once for the rule, once to tell whether it is empty
 
 
@@ -108,7 +108,7 @@ def test_a_walk_through_a_folder_of_any_size_ends_soon(tmp_path: Path, files: in
         (tmp_path / f"deep/{number}.dat").touch()
     begun = time.process_time()
     found = {
-        p.code: p.severity for p in judged([f"data.path={tmp_path}", "data.suffixes=[.zzzz]", "parallel=tp3pp3"])
+        p.code: p.severity for p in validated([f"data.path={tmp_path}", "data.suffixes=[.zzzz]", "parallel=tp3pp3"])
     }
     assert time.process_time() - begun < 1.0
     assert (found.get("MT321"), found.get("MT305")) == (("warning", None) if files else (None, "error"))

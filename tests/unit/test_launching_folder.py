@@ -89,7 +89,7 @@ def test_a_checkpoint_whose_run_file_was_altered_is_damaged_and_no_other_model(o
 
 def test_of_two_starts_at_once_with_one_name_one_is_refused() -> None:
     run = run_of(log__name="a")
-    early = folder.plan(run)  # judged while the name was free
+    early = folder.plan(run)  # validated while the name was free
     made("a")
     with pytest.raises(ConfigError, match="exists already"), folder.opened(run, early, []):
         pass

@@ -1,4 +1,4 @@
-"""`check --all`: a sample of the table, judged as `check` judges one configuration."""
+"""`check --all`: a sample of the table, validated as `check` validates one configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from mtrain.cli.combinations import AXES, MEMORY, judged, part_of
+from mtrain.cli.combinations import AXES, MEMORY, part_of, validated
 from mtrain.cli.main import main
 from mtrain.cli.matrix import shipped
 from mtrain.config.compose import compose
@@ -24,9 +24,9 @@ RECIPES = [file.relative_to(recipes_dir()).with_suffix("").as_posix() for file i
 
 
 def sample(**axes: list[str]) -> dict[tuple[str, ...], tuple[bool, str]]:
-    """Verdicts of a small table by choice."""
+    """Reports of a small table by choice."""
     wanted = {axis: axes[axis] for axis in AXES}
-    found = judged(wanted, compose(["data=mock"]).run, LAPTOP)
+    found = validated(wanted, compose(["data=mock"]).run, LAPTOP)
     return {(v.model, v.parallel, v.precision, v.cluster): (v.ok, v.code) for v in found}
 
 
@@ -54,8 +54,8 @@ def test_every_shared_recipe_is_a_combination_that_can_launch(name: str) -> None
     assert not problems
     axes = {axis: [recipe.choices.get(axis, "llama_tiny" if axis == "model" else "fp32")] for axis in AXES}
     axes["parallel"] = [name]
-    (verdict,) = sample(**axes).values()
-    assert verdict == (True, "")
+    (report,) = sample(**axes).values()
+    assert report == (True, "")
 
 
 def test_the_axes_are_what_ships() -> None:
@@ -76,7 +76,7 @@ def test_a_verdict_is_the_one_of_all_rules_together() -> None:
     wanted = {axis: random.sample(axes[axis], 6) for axis in AXES}
     wanted["model"][:2], wanted["parallel"][:2] = ["llama3_8b", "llama_tiny"], ["dp", "single"]
     good = 0
-    for v in judged(wanted, base, LAPTOP):
+    for v in validated(wanted, base, LAPTOP):
         chosen = {axis: part_of(axis, getattr(v, axis)) for axis in AXES}
         seq = min(base.data.seq_length, chosen["model"].max_position_embeddings)
         raw = base.model_copy(update={**chosen, "data": base.data.model_copy(update={"seq_length": seq})})

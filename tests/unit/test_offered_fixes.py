@@ -137,7 +137,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
 
 
-def judged(*argv: str) -> list[Problem]:
+def validated(*argv: str) -> list[Problem]:
     try:
         call = parse(["check", *argv])
         load(call.arguments, LAPTOP, {})
@@ -152,26 +152,26 @@ def is_setting(fix: str) -> bool:
 
 @pytest.mark.parametrize(("argument", "fix"), COMMANDS.items())
 def test_what_is_offered_for_an_argument_is_what_was_meant_and_passes(argument: str, fix: str) -> None:
-    (problem,) = judged(argument)
+    (problem,) = validated(argument)
     assert problem.fix == fix
     for one in fix.split(" or ") if is_setting(fix.split(" or ")[0]) else ():
-        assert judged(*shlex.split(one)) == [], one
+        assert validated(*shlex.split(one)) == [], one
 
 
 @pytest.mark.parametrize(("text", "fix"), FILES.items())
 def test_what_is_offered_for_a_file_is_what_was_meant_and_passes(tmp_path: Path, text: str, fix: str) -> None:
     (tmp_path / "r.yaml").write_text(text)
-    problems = judged("recipe=r.yaml")
+    problems = validated("recipe=r.yaml")
     assert problems[0].fix == fix
     if is_setting(fix):
-        assert judged(*shlex.split(fix)) == []
-        after = judged("recipe=r.yaml", *shlex.split(fix))
+        assert validated(*shlex.split(fix)) == []
+        after = validated("recipe=r.yaml", *shlex.split(fix))
         first = (problems[0].code, problems[0].path)
         assert first not in [(p.code, p.path) for p in after if p.code != "MT012"]
     elif fix.startswith("write `"):
         group, keys = text.partition(":")[0], re.findall("`([a-z_]+: [^`]+)`", fix)
         (tmp_path / "r.yaml").write_text(f"{group}: {{{', '.join(keys)}}}\n")
-        assert judged("recipe=r.yaml") == []
+        assert validated("recipe=r.yaml") == []
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ BROKEN = [
 @pytest.mark.parametrize("text", [*TORN, *BROKEN])
 def test_no_message_of_a_parser_reaches_a_user(tmp_path: Path, text: str) -> None:
     (tmp_path / "r.yaml").write_text(text)
-    found = judged(text) if text in TORN else judged("recipe=r.yaml")
+    found = validated(text) if text in TORN else validated("recipe=r.yaml")
     assert found
     shown = "\n".join(p.rule for p in found)
     assert not THEIRS.search(shown), shown
@@ -232,6 +232,6 @@ def test_a_group_file_that_names_another_in_vain_is_told_in_our_words(
     for module in ("paths", "compose"):
         monkeypatch.setattr(f"mtrain.config.{module}.conf_dir", lambda: tmp_path / "conf")
     (tmp_path / "conf/optim/mine.yaml").write_text("defaults: [nowhere]\nlr: 1e-3\n")
-    (problem,) = judged("optim=mine")
+    (problem,) = validated("optim=mine")
     assert "optim/nowhere is named, and is not there" in problem.rule
     assert not THEIRS.search(problem.rule)

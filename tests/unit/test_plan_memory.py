@@ -8,14 +8,14 @@ from mtrain.cli.setup import load
 from mtrain.config.resolve import Machine
 from mtrain.errors import ConfigError, Problem
 from mtrain.plan.memory import activation_bytes
-from tests.support.catalogue import judged
+from tests.support.catalogue import validated
 from tests.support.configs import LAPTOP
 
 LONG = "data=mock model.max_position_embeddings={0} data.seq_length={0}"
 
 
 def errors(words: str) -> list[Problem]:
-    return [p for p in judged(words.split()) if p.severity == "error"]
+    return [p for p in validated(words.split()) if p.severity == "error"]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_sample_is_judged_by_the_machine_that_is_named() -> None:
 
 
 def test_a_model_for_other_machines_stays_a_warning_and_its_samples_are_not_blamed() -> None:
-    found = judged(
+    found = validated(
         ["model=llama31_405b", "parallel=tp8pp8sp", "parallel.layers_per_stage=null", "model.num_layers=128"]
     )
     assert {p.code for p in found if p.severity == "error"} == set()

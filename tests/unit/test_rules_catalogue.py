@@ -11,7 +11,7 @@ import pytest
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import apply
 from mtrain.data.indexed import IndexedWriter, token_dtype
-from tests.support.configs import LAPTOP, MOE, errors, first_fix, judge, tiny
+from tests.support.configs import LAPTOP, MOE, errors, first_fix, tiny, validate
 
 MLA: dict[str, Any] = {"kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
 DEEPSEEK = {**MOE, "num_experts": 8, "router_topk": 4, "router_score_function": "sigmoid"}
@@ -474,7 +474,7 @@ def test_fp16_loss_scales_are_ordered() -> None:
     ],
 )
 def test_what_is_only_unusual_is_a_warning_and_blocks_nothing(code: str, change: dict[str, Any]) -> None:
-    found = judge(apply(tiny(), change))
+    found = validate(apply(tiny(), change))
     assert [(p.code, p.severity) for p in found] == [(code, "warning")]
     assert found[0].fix
 
@@ -549,7 +549,7 @@ def test_indexed_data_needs_both_files_by_their_prefix(tmp_path: Path) -> None:
 def test_a_run_folder_that_is_taken_is_a_warning_with_a_free_name(tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     raw = tiny(log__runs_dir=str(tmp_path), log__name="first")
-    (problem,) = judge(raw)
+    (problem,) = validate(raw)
     assert (problem.code, problem.severity) == ("MT434", "warning")
     assert problem.fix.startswith("log.name=first-2")
 
@@ -557,5 +557,5 @@ def test_a_run_folder_that_is_taken_is_a_warning_with_a_free_name(tmp_path: Path
 def test_rules_change_nothing() -> None:
     raw = tiny(parallel__tp=3)
     before = raw.to_dict()
-    judge(raw, LAPTOP)
+    validate(raw, LAPTOP)
     assert raw.to_dict() == before

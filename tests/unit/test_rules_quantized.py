@@ -12,7 +12,7 @@ from mtrain.config.resolve import resolve
 from mtrain.config.rules import apply
 from mtrain.errors import ConfigError
 from mtrain.plan.shrink import shrink
-from tests.support.configs import LAPTOP, MOE, errors, first_fix, judge, tiny
+from tests.support.configs import LAPTOP, MOE, errors, first_fix, tiny, validate
 
 H100: dict[str, Any] = {"cluster.device": "cuda", "cluster.devices_per_node": 1, "cluster.sm": 90}
 B200 = {**H100, "cluster.sm": 100}
@@ -120,7 +120,7 @@ def test_what_a_recipe_lacks_is_said_with_a_fix_that_works(code: str, words: str
     ids=lambda v: str(v)[-60:],
 )
 def test_what_a_recipe_has_is_no_problem(change: dict[str, Any]) -> None:
-    assert judge(apply(tiny(), change)) == []
+    assert validate(apply(tiny(), change)) == []
 
 
 @pytest.mark.parametrize("choice", ["fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8", "nvfp4"])
@@ -174,6 +174,6 @@ def test_a_rehearsal_on_a_cpu_multiplies_in_full() -> None:
 
 
 def test_scales_that_no_checkpoint_has_are_a_warning() -> None:
-    (problem,) = judge(apply(tiny(), {**DELAYED, "checkpoint.save_final": True}))
+    (problem,) = validate(apply(tiny(), {**DELAYED, "checkpoint.save_final": True}))
     assert (problem.code, problem.severity) == ("MT448", "warning")
-    assert judge(apply(tiny(), {**DELAYED, "checkpoint.save_final": True, **first_fix(problem)})) == []
+    assert validate(apply(tiny(), {**DELAYED, "checkpoint.save_final": True, **first_fix(problem)})) == []

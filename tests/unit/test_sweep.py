@@ -1,4 +1,4 @@
-"""`-m`: Hydra's grammar of several values, against Hydra's own sweeper; bounded; judged one by one."""
+"""`-m`: Hydra's grammar of several values, against Hydra's own sweeper; bounded; validated one by one."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ READ_INDEXES = 64 * MIB
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Judges the configuration that `argv` describes and prints the verdict; the exit code.
+    """Validates the configuration that `argv` describes and prints the report; the exit code.
 
     Raises:
         ConfigError: there are errors, or what is to be gone on from is of another model or corpus.
@@ -37,7 +37,7 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
         if chosen.checkpoint is not None:
             _fits(loaded.run, chosen.checkpoint)
     if as_json:
-        say_page(strict_json.dumps(verdict(loaded.warnings, loaded.run.digest()), indent=2))
+        say_page(strict_json.dumps(report(loaded.warnings, loaded.run.digest()), indent=2))
     else:
         say_page(summary(loaded))
     return 0
@@ -69,7 +69,7 @@ def _fits(run: RunConfig, checkpoint: Path) -> None:
         same_data(saved, {"fingerprint": here["data"], "tokenizer_sha256": here.get("tokenizer")})
 
 
-def verdict(problems: Sequence[Problem], digest: str | None) -> dict[str, object]:
+def report(problems: Sequence[Problem], digest: str | None) -> dict[str, object]:
     """What a machine reads: `ok`, every problem, and the digest of a configuration that passed."""
     keys = ("code", "path", "value", "source", "rule", "fix", "severity")
     rows = [{key: getattr(problem, key) for key in keys} for problem in problems]
@@ -80,7 +80,7 @@ def verdict(problems: Sequence[Problem], digest: str | None) -> dict[str, object
 
 
 def _device(run: RunConfig) -> str:
-    """What is known of a device that a run is judged, or measured, by."""
+    """What is known of a device that a run is validated, or measured, by."""
     c, form = run.cluster, run.precision.multiplies_in
     words = [f"sm_{c.sm}"]
     words += [f"{c.device_memory_gib:g} GiB"] if c.device_memory_gib is not None else []

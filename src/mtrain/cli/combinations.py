@@ -31,7 +31,7 @@ FINE: Reason = ("", "")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Report:
     """One combination."""
 
     model: str
@@ -43,10 +43,10 @@ class Verdict:
     rule: str = ""
 
 
-def judged(axes: Mapping[str, Sequence[str]], base: RunConfig, machine: Machine) -> Iterator[Verdict]:
-    """The verdict of each combination, with the smallest batch that its layout can take.
+def validated(axes: Mapping[str, Sequence[str]], base: RunConfig, machine: Machine) -> Iterator[Report]:
+    """The report of each combination, with the smallest batch that its layout can take.
 
-    What a model and a layout make of a number of machines is the same for every device and format: it is judged once.
+    What a model and a layout make of a number of machines is the same for every device and format: that is done once.
     """
     parts: dict[tuple[str, str], Any] = {(axis, name): part_of(axis, name) for axis in AXES for name in axes[axis]}
     formats = {name: _formats(base, parts["precision", name], machine) for name in axes["precision"]}
@@ -63,7 +63,7 @@ def judged(axes: Mapping[str, Sequence[str]], base: RunConfig, machine: Machine)
                     ranks[layout, shape] = resolve(raw, machine).parallel.ranks or 1
                 shaped[shape] = _Shaped(_smallest_batch(raw, ranks[layout, shape], machine))
             code, rule = shaped[shape].reason(formats[precision], cluster, machine)
-            yield Verdict(model, layout, precision, name, not code, code, rule)
+            yield Report(model, layout, precision, name, not code, code, rule)
 
 
 def part_of(axis: str, name: str) -> Any:

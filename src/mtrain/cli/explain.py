@@ -94,12 +94,12 @@ def _code(code: str) -> dict[str, Any]:
         rule = f"there is no such code; codes: {', '.join(near)}"
         raise ConfigError([Problem("MT010", "", None, rule, f"explain {near[0]}", "command line")])
     found = places(code)
-    words, mend = WORDS.get(code, ("", ""))
+    words, remedy = WORDS.get(code, ("", ""))
     keys = list(dict.fromkeys(place.key for place in found if place.key))
-    others = list(dict.fromkeys(key for place in found for key in place.mends if key not in keys))
-    if not mend:
+    others = list(dict.fromkeys(key for place in found for key in place.fixes if key not in keys))
+    if not remedy:
         named = ", ".join([*keys, *others][:8])
-        mend = f"change {named or 'the key that it names'}; `{program()} check` shows values that were tried"
+        remedy = f"change {named or 'the key that it names'}; `{program()} check` shows values that were tried"
     return {
         "code": code,
         "about": family(code),
@@ -107,7 +107,7 @@ def _code(code: str) -> dict[str, Any]:
         "severity": found[0].severity if found else "error",
         "keys": keys,
         "says": list(dict.fromkeys(rule for place in found for rule in place.rules)),
-        "do": mend,
+        "do": remedy,
         "raised_in": sorted({place.file for place in found}),
     }
 
@@ -119,7 +119,7 @@ def _section(path: str) -> dict[str, Any]:
 
 def _key(path: str, composed: Composed) -> dict[str, Any]:
     """Everything about a key in a configuration."""
-    from mtrain.config.codes import judging
+    from mtrain.config.codes import validating
 
     field = field_of(path)
     assert field is not None
@@ -142,7 +142,7 @@ def _key(path: str, composed: Composed) -> dict[str, Any]:
         "needs": next((key.needs for key in CONDITIONAL if key.path == path), ""),
         "feeds": _fed(path, resolved),
         "flags": list(flags_of().get(path, ())),
-        "judged_by": judging(path),
+        "validated_by": validating(path),
     }
     return facts
 

@@ -15,7 +15,7 @@ from mtrain.errors import MAX_PROBLEMS, ConfigError, MtrainError, Problem, say_p
 
 VERBS = {
     "train": "train (the verb when none is given)",
-    "check": "judge a configuration in under a second, without starting anything",
+    "check": "validate a configuration in under a second, without starting anything",
     "show": "print the resolved configuration and who set each key",
     "prove": "train the layout and one rank from the same start, shrunk to this machine, and compare",
     "rehearse": "run the layout on this machine, shrunk: train, save, resume, export, compare",
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             _traceback()
         if "--json" in arguments and isinstance(error, ConfigError):
-            say_page(_json_verdict(error))
+            say_page(_json_report(error))
         else:
             _say(message(error))
         return error.exit_code
@@ -187,10 +187,10 @@ def _worker_verb(verb: str) -> Callable[..., int]:
     return run
 
 
-def _json_verdict(error: ConfigError) -> str:
-    from mtrain.cli.check import verdict
+def _json_report(error: ConfigError) -> str:
+    from mtrain.cli.check import report
 
-    return strict_json.dumps(verdict(error.problems, None), indent=2)
+    return strict_json.dumps(report(error.problems, None), indent=2)
 
 
 def message(error: MtrainError) -> str:
@@ -253,14 +253,14 @@ def _without_unknown_flags(words: Sequence[str]) -> tuple[list[Problem], list[st
 def _setting_of(flag: str, value: str) -> str:
     """What a flag of another system is called here, with its value; empty where nothing is known."""
     from mtrain.config.keys import suggest
-    from mtrain.config.near import NOTHING, meant
+    from mtrain.config.near import NOTHING, suggestions
     from mtrain.config.source import parse_value
 
     near, why = suggest(flag) if flag.startswith("--") else ([], "")
     if not (near or why) or difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.8):
         return ""
     with suppress(ValueError):
-        found = " or ".join(meant(flag, parse_value(value) if value else True))
+        found = " or ".join(suggestions(flag, parse_value(value) if value else True))
         return "" if found == NOTHING else found
     return ""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from mtrain import strict_json
-from mtrain.cli.combinations import AXES, Verdict, judged
+from mtrain.cli.combinations import AXES, Report, validated
 from mtrain.config.compose import compose
 from mtrain.config.load import load
 from mtrain.config.paths import choices_of_group, recipes_dir
@@ -18,7 +18,7 @@ from mtrain.errors import ConfigError, Problem, say_page
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Judges every combination and prints a table; 0, whatever the verdicts.
+    """Validates every combination and prints a table; 0, whatever the reports.
 
     Choices in `argv`, also several of a group as in `model=glob(llama3*)`, narrow the table; other overrides hold for
     every combination.
@@ -27,8 +27,8 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
         ConfigError: a choice does not exist, or an override is refused.
     """
     axes, base = _asked(argv)
-    verdicts = list(judged(axes, base, Machine.here()))
-    say_page(strict_json.dumps([asdict(v) for v in verdicts], indent=1) if as_json else _table(verdicts, axes))
+    reports = list(validated(axes, base, Machine.here()))
+    say_page(strict_json.dumps([asdict(v) for v in reports], indent=1) if as_json else _table(reports, axes))
     return 0
 
 
@@ -63,36 +63,36 @@ def _asked(argv: Sequence[str]) -> tuple[dict[str, list[str]], RunConfig]:
     return axes, compose(["data=mock", *rest]).run
 
 
-def _table(verdicts: Sequence[Verdict], axes: dict[str, list[str]]) -> str:
+def _table(reports: Sequence[Report], axes: dict[str, list[str]]) -> str:
     """A row for each model and layout, a column for each cluster; a cell has the formats that work, or the reason."""
-    cells: dict[tuple[str, str, str], list[Verdict]] = {}
-    for v in verdicts:
+    cells: dict[tuple[str, str, str], list[Report]] = {}
+    for v in reports:
         cells.setdefault((v.model, v.parallel, v.cluster), []).append(v)
     rows = [("model", "layout", *axes["cluster"])]
     for model, layout in itertools.product(axes["model"], axes["parallel"]):
         rows.append((model, layout, *(_cell(cells[model, layout, cluster]) for cluster in axes["cluster"])))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    examples: dict[str, Verdict] = {}
-    for v in verdicts:
+    examples: dict[str, Report] = {}
+    for v in reports:
         if not v.ok:
             examples.setdefault(v.code, v)
     lines += ["", *(_example(code, examples[code]) for code in sorted(examples))]
-    good = sum(v.ok for v in verdicts)
+    good = sum(v.ok for v in reports)
     formats = ", ".join(axes["precision"])
-    return "\n".join([*lines, f"{good} of {len(verdicts)} combinations can launch (ok: with {formats})"])
+    return "\n".join([*lines, f"{good} of {len(reports)} combinations can launch (ok: with {formats})"])
 
 
-def _cell(verdicts: Sequence[Verdict]) -> str:
-    good = [v.precision for v in verdicts if v.ok]
-    if len(good) == len(verdicts):
+def _cell(reports: Sequence[Report]) -> str:
+    good = [v.precision for v in reports if v.ok]
+    if len(good) == len(reports):
         return "ok"
     if not good:
-        return verdicts[0].code
-    bad = [v.precision for v in verdicts if not v.ok]
+        return reports[0].code
+    bad = [v.precision for v in reports if not v.ok]
     words = "+".join(good), "ok but " + "+".join(bad)
     return min(words, key=len)
 
 
-def _example(code: str, v: Verdict) -> str:
+def _example(code: str, v: Report) -> str:
     return f"{code:<6} such as {v.model} {v.parallel} {v.precision} {v.cluster}: {v.rule}"

@@ -1,4 +1,4 @@
-"""`-m`: one run, or one judgement, for each combination of the values that a command line gives for a key."""
+"""`-m`: one run, or one validation, for each combination of the values that a command line gives for a key."""
 
 from __future__ import annotations
 
@@ -76,17 +76,17 @@ def train(argv: Sequence[str], *, debug: bool, as_json: bool = False) -> int:
 
 
 def check(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Judges every combination without running any; the worst exit code."""
-    from mtrain.cli.check import verdict
+    """Validates every combination without running any; the worst exit code."""
+    from mtrain.cli.check import report
     from mtrain.cli.setup import load
 
     out: list[dict[str, Any]] = []
     for job in jobs(argv):
         try:
             loaded = load(job.argv, to_run=False)
-            facts = {**verdict(loaded.warnings, loaded.run.digest()), "code": 0}
+            facts = {**report(loaded.warnings, loaded.run.digest()), "code": 0}
         except ConfigError as error:
-            facts = {**verdict(error.problems, None), "code": error.exit_code}
+            facts = {**report(error.problems, None), "code": error.exit_code}
         out.append({"differs": job.differs, **facts})
     if as_json:
         say_page(strict_json.dumps(out, indent=2))

@@ -51,7 +51,7 @@ class Page:
 PAGES: dict[str, Page] = {
     "train": Page(
         f"[train] {OVERRIDES} [FLAGS]",
-        "Trains: judges the configuration, prepares the data, starts the ranks, and leaves a folder under runs/.\n"
+        "Trains: validates the configuration, prepares the data, starts the ranks, and leaves a folder under runs/.\n"
         "It is the verb when none is given. Under torchrun it is one rank of the run.",
         SETTINGS,
         (MANY, ("--json", "with -m: the table as JSON")),
@@ -63,7 +63,7 @@ PAGES: dict[str, Page] = {
     ),
     "check": Page(
         f"check {OVERRIDES} [FLAGS]",
-        "Judges a configuration in under a second, without starting anything: every problem at once,\n"
+        "Validates a configuration in under a second, without starting anything: every problem at once,\n"
         "each with a fix. Exit code 0 or 2.",
         SETTINGS,
         (JSON, MANY, ("--all", "every model in every layout, precision and cluster that ships")),

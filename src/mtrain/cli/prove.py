@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 STEPS = 4
 MAX_RANKS = 16
-UNJUDGED = float("inf")
+UNCOMPARED = float("inf")
 TOLERANCES = {
     "fp32": {"loss": 1e-5, "gradient norm": 1e-5, "gradient": 1e-4, "weight": 1e-3},
     "bf16": {"loss": 2e-3, "gradient norm": 2e-2, "gradient": 5e-2, "weight": 5e-2},
     # Half a bit decides which expert a token visits: single gradients of experts are then of other tokens.
-    "bf16 with experts": {"loss": 5e-3, "gradient norm": 5e-2, "gradient": UNJUDGED, "weight": UNJUDGED},
+    "bf16 with experts": {"loss": 5e-3, "gradient norm": 5e-2, "gradient": UNCOMPARED, "weight": UNCOMPARED},
 }
 FAULT = 5
 """The exit code of a layout that is not equal: a training fault."""
@@ -101,10 +101,10 @@ def table(rows: Sequence[Row]) -> str:
     """Largest relative errors, where they are, and what they may be."""
     lines = [f"{'':<14} {'largest relative error':<24} {'tolerance':<10} where"]
     for row in rows:
-        verdict = "bitwise equal" if row.error == 0 else f"{row.error:.1e}"
-        bound = "not judged" if row.tolerance == UNJUDGED else f"{row.tolerance:.0e}"
+        report = "bitwise equal" if row.error == 0 else f"{row.error:.1e}"
+        bound = "not compared" if row.tolerance == UNCOMPARED else f"{row.tolerance:.0e}"
         mark = "" if row.equal else "  <- differs"
-        lines.append(f"{row.what:<14} {verdict:<24} {bound:<10} {row.where if row.error else ''}{mark}")
+        lines.append(f"{row.what:<14} {report:<24} {bound:<10} {row.where if row.error else ''}{mark}")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The way from a command line to a judged configuration, shared by every verb."""
+"""The way from a command line to a validated configuration, shared by every verb."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from mtrain.config import kernels
 from mtrain.config.compose import Composed, Rejected, compose
-from mtrain.config.mend import mended
 from mtrain.config.resolve import HERE, Machine, machine_problems, resolve, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
+from mtrain.config.suggest import with_fixes
 from mtrain.config.watch import read_from, touches, watched
 from mtrain.errors import ConfigError, CorruptInput, Problem
 
@@ -35,7 +35,7 @@ def load(
     *,
     to_run: bool = True,
 ) -> Loaded:
-    """Composes, resolves and judges; warnings are kept in `.warnings`.
+    """Composes, resolves and validates; warnings are kept in `.warnings`.
 
     A configuration that is `to_run` has to run on this machine. One that is only looked at may be meant for another:
     a device or an input that is not here is then a warning, unless the configuration says that it runs here.
@@ -52,12 +52,12 @@ def load(
     except Rejected as error:
         found = list(error.problems)
         if error.partial is not None:
-            found = mended(found, error.partial.run, lambda r: resolve(r, machine, world_size))
+            found = with_fixes(found, error.partial.run, lambda r: resolve(r, machine, world_size))
         raise ConfigError([*found, *also_wrong(error, machine, world_size)]) from None
     raw = composed.run
     run = resolve(raw, machine, world_size)
     origins = resolved_origins(composed, run)
-    problems = judge(composed, run, origins, machine, world_size, to_run=to_run)
+    problems = validate(composed, run, origins, machine, world_size, to_run=to_run)
     problems += memory_problems(run, machine, origins)
     errors = {problem.code for problem in problems if problem.severity == "error"}
     if errors:
@@ -65,7 +65,7 @@ def load(
     return Loaded(run, origins, composed.choices, tuple(problems), composed.history, composed.files, raw)
 
 
-def judge(
+def validate(
     composed: Composed,
     run: RunConfig,
     origins: Mapping[str, str],

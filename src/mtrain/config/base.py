@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Effect(StrEnum):
-    """What changing a key changes. Used to judge a resume and to compare two recipes."""
+    """What changing a key changes. Used to validate a resume and to compare two recipes."""
 
     NUMBERS = "numbers"
     """The weights that come out."""

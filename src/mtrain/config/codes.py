@@ -157,7 +157,7 @@ def places(code: str) -> list[Place]:
     return [p for file in codes().get(code, ()) for p in raised_in(file, file.relative_to(_ROOT).as_posix(), code)]
 
 
-def judging(key: str) -> list[str]:
+def validating(key: str) -> list[str]:
     """Codes of the rules whose problem is about `key`."""
     rules = _ROOT / "config/rules"
     texts = {file: file.read_text(encoding="utf-8") for file in sorted(rules.glob("*.py"))}

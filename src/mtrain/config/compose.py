@@ -58,7 +58,7 @@ class Setting:
 
 
 class Rejected(ConfigError):
-    """What the schema refused; `partial` is the rest where it makes sense alone, to be judged as well."""
+    """What the schema refused; `partial` is the rest where it makes sense alone, to be validated as well."""
 
     def __init__(self, problems: Sequence[Problem], partial: Composed | None) -> None:
         super().__init__(problems)
@@ -154,7 +154,7 @@ class _Composition:
         own = recipe is not None and "model" not in chosen and self._is_whole_model(recipe)
         known = self._groups(chosen, sources, base, without=("model",) if own else ())
         beneath = [copy.deepcopy(self.tree.values)]
-        if own:  # what a refused key of it is judged with for the time being
+        if own:  # what a refused key of it is validated with for the time being
             beneath[0]["model"] = dict(self._document(f"model/{default_choices(self.conf)[0]['model']}").values)
         if recipe is not None:
             self.tree.merge(recipe.values, recipe.document.where)
@@ -377,7 +377,7 @@ def _at(values: Mapping[str, Any], path: str) -> Any:
 
 
 def _distinct(problems: Sequence[Problem]) -> list[Problem]:
-    """`problems` without repetitions; a refused reference is not judged by its type as well."""
+    """`problems` without repetitions; a refused reference is not validated by its type as well."""
     seen: dict[tuple[str, str, str, str], Problem] = {}
     refused_at: set[str] = set()
     for problem in problems:

@@ -316,4 +316,4 @@ CONDITIONAL = (
         }.items()
     ),
 )
-"""All of them; `resolve` fills their defaults in, and a rule refuses one that is set and reaches nothing."""
+"""All of them; `resolve` fills their defaults in, and a rule refuses one that is set and has no effect."""

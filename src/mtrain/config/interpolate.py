@@ -12,7 +12,7 @@ from mtrain.errors import MAX_PROBLEMS, Problem
 MAX_REFERENCES, MAX_UNFOLDED = 100, 1 << 20
 """References behind one value, and characters and items that all references of a configuration stand for."""
 BY_HAND = "write the value itself, or delete the line"
-"""What mends a reference in a file: it is refused there, whatever lies over it."""
+"""What corrects a reference in a file: it is refused there, whatever lies over it."""
 
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*\Z")

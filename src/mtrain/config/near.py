@@ -66,7 +66,7 @@ def taken(path: str, value: Any) -> list[Any]:
     return []
 
 
-def meant(path: str, value: Any) -> list[str]:
+def suggestions(path: str, value: Any) -> list[str]:
     """Overrides that an unknown key at `path` may have stood for, best first; each key takes its value.
 
     Where no near key takes the value, the nearest one at its default; where none is near, to leave the key out.

@@ -22,7 +22,7 @@ from mtrain.config.near import (
     choice_fix,
     default_choices,
     layouts_near,
-    meant,
+    suggestions,
     taken,
 )
 from mtrain.config.paths import choices_of_group, conf_dir
@@ -174,7 +174,7 @@ def _meant(key: str, text: str) -> str:
     if as_key(key) in GROUPS:
         return _some_choice(as_key(key), text)
     try:
-        return " or ".join(meant(key, parse_value(text)))
+        return " or ".join(suggestions(key, parse_value(text)))
     except ValueError:
         return NOTHING
 

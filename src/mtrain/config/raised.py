@@ -31,7 +31,7 @@ class Place:
     """The key that the problem is about; empty where it is about no single one."""
     rules: tuple[str, ...]
     """What the problem says, with `{name}` for what is filled in."""
-    mends: tuple[str, ...]
+    fixes: tuple[str, ...]
     """Other keys that the function speaks of: what it looks at, and what it proposes to change."""
     severity: str
 
@@ -92,10 +92,10 @@ def _place(function: _Function, functions: tuple[_Function, ...], shown: str, co
         rules = [rule for f, call in asking for rule in f.rules_of(call)]
     beside = [v for part in _together(function, code) for v in part if _is_key(v)]
     about = next((v for call in direct for v in _values(call) if _is_key(v)), "") or next(iter(beside), "")
-    mends = sorted(v for v in function.strings if _is_key(v) and v != about)
+    fixes = sorted(v for v in function.strings if _is_key(v) and v != about)
     severity = "warning" if any("warning" in _values(call) for call in calls) else "error"
     unique = tuple(dict.fromkeys(rules))[:MAX_RULES]
-    return Place(shown, function.node.name, function.words, about, unique, tuple(mends), severity)
+    return Place(shown, function.node.name, function.words, about, unique, tuple(fixes), severity)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Recipes: one YAML file of choices and values that somebody else wrote. It is data and is judged before use."""
+"""Recipes: one YAML file of choices and values that somebody else wrote. It is data and is validated before use."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def find_recipe(name: str) -> Path:
 
 
 def read_recipe(name: str) -> tuple[Recipe | None, list[Problem]]:
-    """Reads and judges a recipe; None where not even its YAML can be read."""
+    """Reads and validates a recipe; None where not even its YAML can be read."""
     try:
         path = find_recipe(name)
         document = filled(load(path))

@@ -196,7 +196,7 @@ _OTHERS: tuple[tuple[str, Why, str, str], ...] = (
     (
         SCHEDULER,
         "fixed",
-        "a resumed run takes its schedule from its own configuration, which is judged against the checkpoint's",
+        "a resumed run takes its schedule from its own configuration, which is validated against the checkpoint's",
         "use_checkpoint_opt_param_scheduler override_opt_param_scheduler",
     ),
     (

@@ -1,4 +1,4 @@
-"""pydantic's verdict in words: every error with key, value, origin, the rule in numbers and a fix."""
+"""pydantic's report in words: every error with key, value, origin, the rule in numbers and a fix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mtrain.config.dump import override, spell
 from mtrain.config.intended import as_key
 from mtrain.config.interpolate import leaves
 from mtrain.config.keys import MERGE, choices_of, field_of, schema_keys, section_in, suggest
-from mtrain.config.near import accepts, as_shipped, at_default, meant, near_choice, taken
+from mtrain.config.near import accepts, as_shipped, at_default, near_choice, suggestions, taken
 from mtrain.config.paths import choices_of_group
 from mtrain.config.run import GROUPS, RunConfig
 from mtrain.errors import MAX_PROBLEMS, Problem
@@ -131,7 +131,7 @@ def unknown_key(path: str, value: Any, where: Where) -> Problem:
         section = dict.fromkeys(k.split(".")[1] for k in schema_keys() if k.startswith(f"{top}."))
         why = f"keys of {top}: {', '.join(section)}" if top in GROUPS else f"groups: {', '.join(GROUPS)}"
     rule = "there is no such key" + (f"; {why}" if why else "")
-    return Problem("MT012", path, value, rule, " or ".join(meant(path, value)), where(path))
+    return Problem("MT012", path, value, rule, " or ".join(suggestions(path, value)), where(path))
 
 
 def wrong_kind(path: str, value: Any, where: Where) -> Problem:

@@ -87,7 +87,7 @@ def plan(run: RunConfig) -> Plan:
     refuse_links(found)
     new = checkpoint is not None and checkpoint.parent.parent != found
     try:
-        changes = _judge(run, found, checkpoint)
+        changes = _validate(run, found, checkpoint)
     except ConfigError:
         if checkpoint is not None:  # what is refused may not be what was written
             ckpt_folder.read_manifest(checkpoint, verify=False)
@@ -316,7 +316,7 @@ def _nothing(given: str, what: str) -> ConfigError:
     return ConfigError([Problem("MT502", "checkpoint.resume", given, what, "checkpoint.resume=null for a new run")])
 
 
-def _judge(run: RunConfig, folder: Path, checkpoint: Path | None) -> tuple[str, ...]:
+def _validate(run: RunConfig, folder: Path, checkpoint: Path | None) -> tuple[str, ...]:
     """Refuse what cannot be continued; return the other differences as `key: old -> new`."""
     source = (checkpoint or folder) / RUN_FILE
     if not source.is_file():

@@ -86,7 +86,7 @@ def _lines(run: RunConfig, grid: RankGrid, machine: Machine, shortages: list[str
         *(f"  - {s}" for s in shortages),
         f"this machine: {machine.cpu_cores} cores, {units.bytes_(machine.memory_bytes)}, {_gpus(machine)} GPUs",
         "what works here:",
-        f"  {program()} check {words}   (judge this configuration without running it)",
+        f"  {program()} check {words}   (validate this configuration without running it)",
         f"  {program()} show {words}   (see every value and who set it)",
         *([f"  {program()} rehearse {words}   (run this layout here, shrunk)"] if grid.model_ranks <= 16 else []),
         f"  {program()}   (train a small model on this machine)",

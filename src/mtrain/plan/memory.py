@@ -31,7 +31,7 @@ def memory_problems(run: RunConfig, machine: Machine, origins: Mapping[str, str]
     """What does not fit the devices that a resolved run names, or this machine where it runs on a CPU."""
     if parameters(run.model) > MOST_PARAMETERS:
         rule = (
-            f"{count(parameters(run.model))} parameters, and {count(MOST_PARAMETERS)} are the most that are judged: "
+            f"{count(parameters(run.model))} parameters, and {count(MOST_PARAMETERS)} are the most that are planned: "
             "no machine holds their state"
         )
         key = "model.hidden_size"

@@ -38,7 +38,7 @@ def import_(argv: Sequence[str]) -> int:
     extra = [word for word in options.words if "=" in word]
     found = _read(files, extra, options.rest)
     raw = found.run
-    run, problems = _judged(raw, found.open)
+    run, problems = _validated(raw, found.open)
     sources = ", ".join(Path(name).name for name in files) or "a command line"
     text = recipe_text(left_open(delta(raw), found.open), _about(run, sources, problems))
     out = options.values.get("--output")
@@ -79,12 +79,12 @@ def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | Non
 
 def _about(run: RunConfig, sources: str, problems: Sequence[Problem]) -> dict[str, str]:
     broken = ", ".join(dict.fromkeys(p.code for p in problems if p.severity == "error"))
-    verdict = f"does not pass here: {broken}" if broken else "composes and passes every rule; not trained"
+    report = f"does not pass here: {broken}" if broken else "composes and passes every rule; not trained"
     words = describe(run, f"imported from {sources} by mtrain recipe import")
-    return {**words, "verified": verdict}
+    return {**words, "verified": report}
 
 
-def _judged(raw: RunConfig, left: Sequence[str]) -> tuple[RunConfig, list[Problem]]:
+def _validated(raw: RunConfig, left: Sequence[str]) -> tuple[RunConfig, list[Problem]]:
     """The resolved configuration and its problems; of keys `left` to fill in that alone is said."""
     machine, world_size = Machine.here(), world_size_of()
     made_from: dict[str, frozenset[str]] = {}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mtrain.cli.options import needed, read_options
-from mtrain.cli.setup import also_wrong, judge, resolved_origins
+from mtrain.cli.setup import also_wrong, resolved_origins, validate
 from mtrain.config.compose import Composed, Rejected, compose
 from mtrain.config.overrides import read_overrides
 from mtrain.config.paths import program
@@ -39,7 +39,7 @@ def new(argv: Sequence[str]) -> int:
 
 
 def for_elsewhere(words: Sequence[str]) -> tuple[Composed, RunConfig]:
-    """A configuration and what it is resolved to, judged but for files that another machine may have.
+    """A configuration and what it is resolved to, validated but for files that another machine may have.
 
     Raises:
         ConfigError: it breaks a rule that holds on every machine.
@@ -50,7 +50,7 @@ def for_elsewhere(words: Sequence[str]) -> tuple[Composed, RunConfig]:
     except Rejected as error:
         raise ConfigError([*error.problems, *also_wrong(error, machine, world_size)]) from None
     run = resolve(composed.run, machine, world_size)
-    problems = judge(composed, run, resolved_origins(composed, run), machine, world_size)
+    problems = validate(composed, run, resolved_origins(composed, run), machine, world_size)
     here = [p for p in problems if p.code in NOT_HERE]
     wrong = [p for p in problems if p not in here and p.severity == "error"]
     if wrong:

@@ -16,7 +16,6 @@ from mtrain.config.rules import (
     corpus,
     data,
     experts,
-    inert,
     layout,
     model,
     optim,
@@ -25,6 +24,7 @@ from mtrain.config.rules import (
     quantized,
     sharding,
     storage,
+    unused,
 )
 from mtrain.config.rules.finding import Change, Finding, Rule
 from mtrain.config.run import RunConfig
@@ -44,7 +44,7 @@ _MODULES = (
     quantized,
     optim,
     storage,
-    inert,
+    unused,
 )
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 ON_DISK: frozenset[Rule] = frozenset((*corpus.ON_DISK, *storage.ON_DISK, *layout.ON_DISK))

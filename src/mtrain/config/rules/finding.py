@@ -22,22 +22,24 @@ class Finding:
     path: str
     rule: str
     fixes: tuple[Change, ...] = ()
-    """Changes that may mend it, the least surprising first."""
+    """Changes that may correct it, the least surprising first."""
     severity: Severity = "error"
     hint: str = ""
-    """What to say where no change of keys can mend it: a path that does not exist."""
+    """What to say where no change of keys can correct it: a path that does not exist."""
     lacks: Literal["", "device", "input"] = ""
     """What is not there yet, though nothing is wrong: a device that auto did not find, an input that has to be named.
-    A run is refused for it; `check`, which judges for wherever the run will be, warns."""
+    A run is refused for it; `check`, which validates for wherever the run will be, warns."""
 
 
 Rule = Callable[[RunConfig], Iterator[Finding]]
 Item = TypeVar("Item")
 
 
-def rule_for_each(judge: Callable[[Item, RunConfig], Iterator[Finding]], items: Iterable[Item]) -> tuple[Rule, ...]:
+def rule_for_each(
+    validate: Callable[[Item, RunConfig], Iterator[Finding]], items: Iterable[Item]
+) -> tuple[Rule, ...]:
     """A rule for each of `items`: what is found of one has not read the keys of the others."""
-    return tuple(partial(judge, item) for item in items)
+    return tuple(partial(validate, item) for item in items)
 
 
 def dp_of(run: RunConfig) -> int:

@@ -78,7 +78,7 @@ def rotary_keys_need_rope(run: RunConfig) -> Iterator[Finding]:
         rule = f"scales rotary positions, and position_embedding_type is {m.position_embedding_type}"
         yield Finding("MT205", "model.rope_scaling_factor", rule, (off, {"model.position_embedding_type": "rope"}))
     elif m.mla is not None:
-        rule = "reaches nothing: MLA makes its own rotary positions, without this scaling"
+        rule = "has no effect: MLA makes its own rotary positions, without this scaling"
         yield Finding("MT206", "model.rope_scaling_factor", rule, (off,))
 
 
@@ -91,13 +91,13 @@ def latent_attention(run: RunConfig) -> Iterator[Finding]:
         rule = f"MLA carries its positions in rope, not in {m.position_embedding_type}"
         yield Finding("MT207", "model.position_embedding_type", rule, ({"model.position_embedding_type": "rope"},))
     if m.num_query_groups not in (None, m.num_attention_heads):
-        rule = "reaches nothing: MLA has no key/value heads to group"
+        rule = "has no effect: MLA has no key/value heads to group"
         yield Finding("MT208", "model.num_query_groups", rule, ({"model.num_query_groups": None},))
     if m.kv_channels is not None:
-        rule = "reaches nothing: the widths of MLA are those of model.mla"
+        rule = "has no effect: the widths of MLA are those of model.mla"
         yield Finding("MT209", "model.kv_channels", rule, ({"model.kv_channels": None},))
     if m.add_qkv_bias:
-        rule = "reaches nothing: the projections of MLA have no biases"
+        rule = "has no effect: the projections of MLA have no biases"
         yield Finding("MT210", "model.add_qkv_bias", rule, ({"model.add_qkv_bias": False},))
     if m.rotary_interleaved:
         rule = "MLA rotates the halves of a head; megatron-core refuses to pair neighbours there"

@@ -39,7 +39,7 @@ def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
     warmup = o.warmup_iters or 0
     if o.schedule != "wsd":
         if o.wsd_decay_iters is not None:
-            rule = f"reaches nothing: the schedule is {o.schedule}"
+            rule = f"has no effect: the schedule is {o.schedule}"
             yield Finding("MT423", "optim.wsd_decay_iters", rule, ({"optim.wsd_decay_iters": None},))
         return
     tenth: Change = {"optim.wsd_decay_iters": max(1, decay // 10)}
@@ -118,7 +118,7 @@ def low_precision_has_its_place(run: RunConfig) -> Iterator[Finding]:
     back: Change = {key: FULL[key] for key in set_keys}
     if o.name != "adamw":
         for key in set_keys:
-            yield Finding("MT150", key, "reaches nothing without optim.name=adamw", ({key: FULL[key]},))
+            yield Finding("MT150", key, "has no effect without optim.name=adamw", ({key: FULL[key]},))
         return
     if p.fsdp != "none" or o.cpu_offload:
         what = f"parallel.fsdp={p.fsdp} spreads" if p.fsdp != "none" else "optim.cpu_offload moves to host memory"

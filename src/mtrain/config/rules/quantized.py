@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mtrain.config.conditional import QUANTIZED
 from mtrain.config.precision import PrecisionConfig
 from mtrain.config.rules.finding import Change, Finding, multiples, rule_for_each
-from mtrain.config.rules.inert import key_reaches_something
+from mtrain.config.rules.unused import key_has_an_effect
 from mtrain.config.run import RunConfig
 
 # Where TransformerEngine runs a recipe: the first generation, and the first later one without it.
@@ -169,7 +169,7 @@ def delayed_scales(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    *rule_for_each(key_reaches_something, QUANTIZED),
+    *rule_for_each(key_has_an_effect, QUANTIZED),
     one_low_precision_format,
     low_precision_needs_transformer_engine,
     generation_has_the_recipe,

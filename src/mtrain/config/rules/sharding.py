@@ -131,7 +131,7 @@ def replicas_divide(run: RunConfig) -> Iterator[Finding]:
         return
     one: Change = {"parallel.hsdp_replicas": 1}
     if p.fsdp == "none" and not p.distributed_optimizer:
-        rule = "reaches nothing without parallel.fsdp or parallel.distributed_optimizer: every rank has a whole copy"
+        rule = "has no effect without parallel.fsdp or parallel.distributed_optimizer: every rank has a whole copy"
         yield Finding("MT150", "parallel.hsdp_replicas", rule, (one, {"parallel.distributed_optimizer": True}))
     ranks = dp_of(run) * p.cp
     experts = ranks * p.tp // (p.ep * (p.etp or p.tp))  # ranks that hold the same experts

@@ -23,7 +23,7 @@ PROPOSED = ("MT013", "MT014", "MT007")
 """Codes whose fix is a value of ours, which must not even be unusual; others repeat the value that was written."""
 
 
-def mended(
+def with_fixes(
     problems: Sequence[Problem], partial: RunConfig, resolve: Callable[[RunConfig], RunConfig]
 ) -> list[Problem]:
     """`problems` with fixes that break no rule; `partial` is the configuration with each refused key as it would be
@@ -52,7 +52,7 @@ class _Trial:
     def best(self, fix: str, path: str, *, unusual: bool, meant: bool) -> str:
         """Those alternatives of a fix that work; where the first does not, the value that its key held before.
 
-        What was `meant` stays where the rest is broken already: it may fit once that is mended; else it comes with
+        What was `meant` stays where the rest is broken already: it may fit once that is corrected; else it comes with
         the change of another key that lets it fit, where there is one.
         """
         if not fix and path in self.held:

@@ -1,4 +1,4 @@
-"""A key that is set but reaches nothing is an error: somebody believes that it does something."""
+"""A key that is set but has no effect is an error: somebody believes that it does something."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mtrain.config.run import RunConfig
 _OTHERS = tuple(key for key in CONDITIONAL if key not in QUANTIZED)
 
 
-def key_reaches_something(key: Conditional, run: RunConfig) -> Iterator[Finding]:
-    """A key that needs another one finds it; those of number formats are judged beside their recipes."""
+def key_has_an_effect(key: Conditional, run: RunConfig) -> Iterator[Finding]:
+    """A key that needs another one finds it; those of number formats are validated beside their recipes."""
     if key.value(run) != key.off and not key.active(run):
         off: Change = {key.path: key.off}
-        yield Finding("MT150", key.path, f"reaches nothing without {key.needs}", (off,))
+        yield Finding("MT150", key.path, f"has no effect without {key.needs}", (off,))
 
 
-RULES = rule_for_each(key_reaches_something, _OTHERS)
+RULES = rule_for_each(key_has_an_effect, _OTHERS)
