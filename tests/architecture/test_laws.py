@@ -153,6 +153,21 @@ def test_what_a_run_writes_is_json_by_its_standard() -> None:
                 )
 
 
+def test_an_error_is_given_its_lines_one_by_one() -> None:
+    """A line break inside one of them is shown as what it is, since it may come from a file's name."""
+    kinds = {"MtrainError", "BadEnvironment", "CorruptData", "TrainingError", "Preempted"}
+    for path in modules():
+        for call in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)):
+            if isinstance(call.func, ast.Name) and call.func.id in kinds:
+                texts = [n.value for a in call.args for n in ast.walk(a) if isinstance(n, ast.Constant)]
+                split = any(
+                    isinstance(n, ast.Attribute) and n.attr == "split" for a in call.args for n in ast.walk(a)
+                )
+                assert split or not any("\n" in str(t) for t in texts), (
+                    f"{path}:{call.lineno}: an argument for each line"
+                )
+
+
 def test_files_and_functions_stay_readable() -> None:
     for path in modules():
         tree = ast.parse(path.read_text())

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mtrain.config.paths import conf_dir, near_files, recipes_dir
+from mtrain.config.paths import conf_dir, names_near, recipes_dir
 from mtrain.errors import ConfigError, Problem
 
 MAX_BYTES = 1 << 20
@@ -147,7 +147,7 @@ def _not_regular(path: Path, source: str, kind: str) -> Problem:
 
 def files_near(path: Path) -> list[str]:
     """Regular files beside a path, of names like its own."""
-    return [name for name in near_files(path) if os.path.isfile(name) and name != str(path)]
+    return [name for name in names_near(path) if os.path.isfile(name) and name != str(path)]
 
 
 def _refuse_foreign(path: Path, source: str, endings: Sequence[str]) -> None:

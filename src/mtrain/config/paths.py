@@ -55,7 +55,7 @@ def user_path(text: str) -> Path:
     return Path(os.path.expanduser(text))
 
 
-def near_files(path: Path, limit: int = 3) -> list[str]:
+def names_near(path: Path, limit: int = 3) -> list[str]:
     """Names beside a missing `path` that look like it, best first."""
     import difflib
 

@@ -26,9 +26,9 @@ def is_worker() -> bool:
     if lacking and "RANK" in here and here.get("WORLD_SIZE", "1") != "1":
         said, names = " ".join(f"{name}={value}" for name, value in here.items()), " and ".join(lacking)
         raise BadEnvironment(
-            f"{said} is set for one of several processes, which do not find each other without {names}\n"
+            f"{said} is set for one of several processes, which do not find each other without {names}",
             f"  fix: start them with torchrun, which sets {', '.join(VARIABLES)}; or, for a run that starts its own "
-            "ranks, unset RANK WORLD_SIZE"
+            "ranks, unset RANK WORLD_SIZE",
         )
     return not lacking
 

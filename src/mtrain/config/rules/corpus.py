@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mtrain.config.files import PIECE, SKIPPED_FOLDERS, Bound, files_below, no_text, unreadable
 from mtrain.config.groups import DataConfig
-from mtrain.config.paths import near_files, user_path
+from mtrain.config.paths import names_near, user_path
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.run import RunConfig
 from mtrain.config.token_files import TokenFiles, TokenizerFacts, split_documents, tokenizer_facts
@@ -42,7 +42,7 @@ def text_is_there(run: RunConfig) -> Iterator[Finding]:
     path = user_path(d.path) if d.path is not None else Path(sysconfig.get_path("stdlib"))
     rule = "is empty, and a file or a folder is needed" if d.path == "" else unreadable(path)
     if rule is not None:
-        near: tuple[Change, ...] = tuple({"data.path": name} for name in near_files(path))
+        near: tuple[Change, ...] = tuple({"data.path": name} for name in names_near(path))
         yield Finding("MT305", "data.path", rule, (*near, {"data.path": None}))
         return
     splits = 2 if run.trainer.eval_iters else 1
@@ -132,7 +132,7 @@ def _corpus(run: RunConfig, text: str, renamed: Callable[[str], Change]) -> Iter
         if rule is None and path.stat().st_size == 0:
             rule = "the file is empty"
         if rule is not None:
-            names = [n for n in near_files(path) if n.endswith(suffix)]
+            names = [n for n in names_near(path) if n.endswith(suffix)]
             near = tuple(renamed(n[: -len(suffix)]) for n in names)
             yield Finding("MT306", "data.path", f"{path.name}: {rule}", (*near, SYNTHETIC))
             return
@@ -187,7 +187,7 @@ def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
         inside = path / "tokenizer.json"
         fixes: tuple[Change, ...] = ({"data.tokenizer": str(inside)},) if os.path.isfile(inside) else ()
     else:
-        fixes = tuple({"data.tokenizer": name} for name in near_files(path))
+        fixes = tuple({"data.tokenizer": name} for name in names_near(path))
     off: Change = {"data.tokenizer": None}
     without = (off, {**off, "trainer.sample_tokens": 0})
     if rule is not None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mtrain.config.files import unreadable, unwritable
-from mtrain.config.paths import MANIFEST, RUN_FILE, near_files, user_path
+from mtrain.config.paths import MANIFEST, RUN_FILE, names_near, user_path
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.run import RunConfig
 
@@ -51,7 +51,7 @@ def resume_point_exists(run: RunConfig) -> Iterator[Finding]:
     else:
         rule = unreadable(path) or "is a file, and a run folder is needed"
     if rule:
-        names = [n for n in near_files(path) if os.path.isfile(Path(n, RUN_FILE))]
+        names = [n for n in names_near(path) if os.path.isfile(Path(n, RUN_FILE))]
         near: tuple[Change, ...] = tuple({"checkpoint.resume": n} for n in names)
         yield Finding("MT433", "checkpoint.resume", rule, (*near, {"checkpoint.resume": None}))
 
