@@ -16,10 +16,10 @@ from mtrain.config.keys import field_of, schema_keys
 from mtrain.config.run import GROUPS, RunConfig
 
 EFFECTS = {
-    Effect.NUMBERS: "the weights that come out",
-    Effect.SHAPE: "what the weights are: no checkpoint of another value can go on",
-    Effect.LAYOUT: "how the work is cut or how fast it is, and no number but its last digits",
-    Effect.OPERATION: "no weight: names, places, output",
+    Effect.ARCHITECTURE: "architecture: what the weights are; no checkpoint of another value can go on",
+    Effect.NUMERICS: "numerics: the weights that come out",
+    Effect.PARALLELISM: "parallelism: how the work is sharded or how fast it is, and no number but its last digits",
+    Effect.RUNTIME: "runtime: no weight; names, places, output",
 }
 """Effect -> what changing a key changes, in words."""
 

@@ -9,6 +9,9 @@ from pydantic import Field
 from mtrain.config.base import (
     MOST,
     NAME,
+    Effect,
+    Flag,
+    Key,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -26,36 +29,47 @@ class DataConfig(Section):
 
     kind: Literal["text", "indexed", "mock"] = "text"
     """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; mock: synthetic tokens."""
-    path: str | None = None
+    path: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="data_path data_prefix blend")] = None
     """text: a file or folder, null: the Python standard library of this machine; indexed: prefix of .bin and .idx."""
-    blend: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(default=None, strict=False)
+    blend: Annotated[
+        Annotated[tuple[str, ...], Field(min_length=1)] | None,
+        Key(when="data.kind=indexed", effect=Effect.RUNTIME, aka="train_data_path"),
+    ] = Field(default=None, strict=False)
     """indexed, in place of path: prefixes of several corpora that are read side by side; null: path alone."""
-    blend_weights: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None = Field(
-        default=None, strict=False
-    )
+    blend_weights: Annotated[
+        Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None, Key(when="data.blend")
+    ] = Field(default=None, strict=False)
     """blend: shares of the samples that each corpus gives, in any unit; null: by their tokens."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="tokenizer_model")] = None
     """indexed: path of a tokenizer.json; null: no text can be generated."""
     tokenizer_vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = 4096
     """text: size of the BPE vocabulary to train."""
     suffixes: tuple[str, ...] = Field(default=(".py", ".txt", ".rst", ".md"), strict=False)
     """text: file name endings that are read from a folder."""
-    limit_mib: Annotated[float, Field(gt=0, le=MOST)] | None = None
+    limit_mib: Annotated[Annotated[float, Field(gt=0, le=MOST)] | None, Key(unit="MiB")] = None
     """text: read at most this much text, of one file its beginning; null: all."""
-    seq_length: Annotated[int, Field(ge=2, le=MOST)] = 256
+    seq_length: Annotated[
+        int,
+        Field(ge=2, le=MOST),
+        Key(
+            flag=Flag("--seq-length", absent=None, always=True, also=("--encoder-seq-length",)),
+            aka="sequence_length max_seq_len",
+            unit="tokens",
+        ),
+    ] = 256
     """Tokens per sample. The one place where the sequence length is written."""
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = Field(
         default=(0.96, 0.03, 0.01), strict=False
     )
     """Shares of train, validation and test; they are normalised to one."""
-    eod_mask_loss: bool = False
+    eod_mask_loss: Annotated[bool, Key(flag="--eod-mask-loss")] = False
     """No loss on the prediction that follows an end-of-document token."""
     packed: bool = False
     """A sample's documents do not see each other and each starts at position 0 (packed sequences, THD)."""
-    packed_multiple: PositiveInt | None = None
+    packed_multiple: Annotated[PositiveInt | None, Key(when="data.packed=true")] = None
     """packed: documents are padded to a multiple of this many tokens; what no longer fits in the sample is left out.
     null: 2 * cp under context parallelism, else 1."""
-    cache_dir: str = "~/.cache/mtrain"
+    cache_dir: Annotated[str, Key(effect=Effect.RUNTIME)] = "~/.cache/mtrain"
     """Where tokenized text is kept. When a corpus is added, those go that no run used for 90 days, and, of more than
     100 GiB in all, those that were used longest ago; never one that a run reads or has used in the last day."""
 
@@ -63,22 +77,38 @@ class DataConfig(Section):
 class MuonConfig(Section):
     """`optim.muon`: momentum whose matrices are orthogonalised (Jordan et al. 2024); the rest is updated by adamw."""
 
-    momentum: Beta | None = None
+    momentum: Annotated[
+        Beta | None, Key(feeds="muon_momentum", null=0.95, flag=Flag("--muon-momentum", absent=0.9))
+    ] = None
     """Decay of the average of gradients; null: 0.95."""
-    use_nesterov: bool | None = None
+    use_nesterov: Annotated[bool | None, Key(feeds="muon_use_nesterov", null=True, flag="--muon-use-nesterov")] = None
     """The newest gradient counts once more; null: true."""
-    num_ns_steps: Annotated[int, Field(ge=1, le=100)] | None = None
+    num_ns_steps: Annotated[
+        Annotated[int, Field(ge=1, le=100)] | None,
+        Key(feeds="muon_num_ns_steps", null=5, flag=Flag("--muon-num-ns-steps", absent=5)),
+    ] = None
     """Newton-Schulz steps that bring singular values near 1; null: 5."""
     ns_dtype: Literal["fp32", "bf16"] | None = None
     """Format that those steps multiply in; null: fp32 for fp32 weights, else bf16."""
-    scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] | None = None
+    scale_mode: Annotated[
+        Literal["spectral", "shape_scaling", "unit_rms_norm"] | None,
+        Key(feeds="muon_scale_mode", null="spectral", flag=Flag("--muon-scale-mode", absent="spectral")),
+    ] = None
     """What an orthogonal matrix of r rows and c columns is multiplied by. spectral: sqrt(max(r, c)); shape_scaling:
     sqrt(max(1, r / c)); unit_rms_norm: sqrt(r / c); null: spectral."""
-    extra_scale_factor: PositiveFloat | None = None
+    extra_scale_factor: Annotated[
+        PositiveFloat | None,
+        Key(feeds="muon_extra_scale_factor", null=0.2, flag=Flag("--muon-extra-scale-factor", absent=1.0)),
+    ] = None
     """And by this; null: 0.2, with which spectral steps are about as large as those of adamw (Liu et al. 2025)."""
-    split_qkv: bool | None = None
+    split_qkv: Annotated[
+        bool | None, Key(feeds="muon_split_qkv", null=True, flag=Flag("--muon-no-split-qkv", off=True))
+    ] = None
     """Queries, keys and values are matrices of their own; null: true."""
-    tp_mode: Literal["duplicated", "blockwise"] | None = None
+    tp_mode: Annotated[
+        Literal["duplicated", "blockwise"] | None,
+        Key(feeds="muon_tp_mode", null="duplicated", flag=Flag("--muon-tp-mode", absent="blockwise")),
+    ] = None
     """A matrix that is cut over tensor-parallel ranks. duplicated: each gathers and orthogonalises it whole;
     blockwise: each its own block, which is another update for each tp; null: duplicated."""
     adamw_lr: PositiveFloat | None = None
@@ -88,52 +118,98 @@ class MuonConfig(Section):
 class OptimConfig(Section):
     """`optim`: the optimizer and its learning-rate schedule."""
 
-    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    name: Annotated[Literal["adamw", "sgd", "muon"], Key(effect=Effect.ARCHITECTURE, aka="optimizer")] = "adamw"
     """Update rule."""
-    lr: PositiveFloat = 1e-3
+    lr: Annotated[
+        PositiveFloat,
+        Key(feeds="optimizer.lr scheduler.max_lr", flag=Flag("--lr", absent=None, always=True), aka="learning_rate"),
+    ] = 1e-3
     """Largest learning rate."""
-    min_lr: NonNegativeFloat | None = None
+    min_lr: Annotated[
+        NonNegativeFloat | None, Key(feeds="optimizer.min_lr scheduler.min_lr", flag=Flag("--min-lr", absent=0.0))
+    ] = None
     """Learning rate at the end of the decay; null: a tenth of `lr`."""
-    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
+    schedule: Annotated[
+        Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"], Key(aka="lr_decay_style lr_scheduler_type")
+    ] = "cosine"
     """Shape of the decay after the warmup."""
-    warmup_iters: NonNegativeInt | None = None
+    warmup_iters: Annotated[
+        NonNegativeInt | None,
+        Key(feeds="scheduler.lr_warmup_steps", aka="lr_warmup_iters warmup_steps", unit="steps"),
+    ] = None
     """Steps of linear warmup from zero; null: a twentieth of the steps up to the end of the decay."""
-    decay_iters: PositiveInt | None = None
+    decay_iters: Annotated[PositiveInt | None, Key(aka="lr_decay_iters", unit="steps")] = None
     """Step at which the decay ends; null: trainer.train_iters."""
-    wsd_decay_iters: PositiveInt | None = None
+    wsd_decay_iters: Annotated[
+        PositiveInt | None, Key(feeds="scheduler.wsd_decay_steps", aka="lr_wsd_decay_iters", unit="steps")
+    ] = None
     """wsd: steps of the final decay."""
-    wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    wsd_decay_style: Annotated[
+        Literal["linear", "cosine", "exponential", "minus_sqrt"],
+        Key(
+            feeds="scheduler.lr_wsd_decay_style",
+            when="optim.schedule=wsd",
+            flag=Flag("--lr-wsd-decay-style", absent="exponential"),
+        ),
+    ] = "linear"
     """wsd: shape of the final decay."""
     schedule_counts: Literal["updates", "past_updates", "steps"] = "updates"
     """What the schedule counts. updates: those that were made, without those that fp16 skipped, and this one;
     past_updates: those made before this one, as in Megatron-LM, where the first rate of a warmup is 0; steps: all,
     those whose update was skipped too."""
-    weight_decay: NonNegativeFloat = 0.1
+    weight_decay: Annotated[
+        NonNegativeFloat,
+        Key(
+            feeds="optimizer.weight_decay scheduler.start_wd scheduler.end_wd",
+            flag=Flag("--weight-decay", absent=0.01),
+            aka="start_weight_decay end_weight_decay",
+        ),
+    ] = 0.1
     """Decoupled weight decay; not applied to biases and norms."""
-    beta1: Beta = 0.9
+    beta1: Annotated[
+        Beta, Key(feeds="optimizer.adam_beta1", when="optim.name=adamw|muon", flag=Flag("--adam-beta1", absent=0.9))
+    ] = 0.9
     """adamw, muon: decay of the first moment."""
-    beta2: Beta = 0.95
+    beta2: Annotated[
+        Beta, Key(feeds="optimizer.adam_beta2", when="optim.name=adamw|muon", flag=Flag("--adam-beta2", absent=0.999))
+    ] = 0.95
     """adamw, muon: decay of the second moment."""
-    eps: PositiveFloat = 1e-8
+    eps: Annotated[
+        PositiveFloat,
+        Key(
+            feeds="optimizer.adam_eps",
+            when="optim.name=adamw|muon",
+            flag=Flag("--adam-eps", absent=1e-08),
+            aka="adam_epsilon",
+        ),
+    ] = 1e-8
     """adamw, muon: added to the root of the second moment."""
-    exp_avg_dtype: Moment = "fp32"
+    exp_avg_dtype: Annotated[Moment, Key(feeds="optimizer.exp_avg_dtype")] = "fp32"
     """adamw: how the first moment is kept. fp8: eight bits (e4m3), with a scale for 128 of them; so coarse that small
     changes are lost and a loss falls more slowly."""
-    exp_avg_sq_dtype: Moment = "fp32"
+    exp_avg_sq_dtype: Annotated[Moment, Key(feeds="optimizer.exp_avg_sq_dtype")] = "fp32"
     """adamw: how the second moment is kept. fp8: eight bits of its root, with a scale for 128 of them."""
-    main_params_dtype: Literal["fp32", "bf16"] = "fp32"
+    main_params_dtype: Annotated[
+        Literal["fp32", "bf16"], Key(feeds="optimizer.main_params_dtype", effect=Effect.ARCHITECTURE)
+    ] = "fp32"
     """adamw, bf16 weights: the format that updates add up in. bf16: weights have no main
     weights beside them and are rounded up or down by chance, right on average; layouts then draw other numbers."""
-    store_param_remainders: bool = False
+    store_param_remainders: Annotated[
+        bool, Key(feeds="optimizer.store_param_remainders", effect=Effect.PARALLELISM)
+    ] = False
     """adamw, bf16 weights: of each fp32 main weight only the 16 bits are kept that the weight has not. Numbers stay
     the same, in two bytes a parameter less."""
-    momentum: Beta = 0.9
+    momentum: Annotated[
+        Beta, Key(feeds="optimizer.sgd_momentum", when="optim.name=sgd", flag=Flag("--sgd-momentum", absent=0.9))
+    ] = 0.9
     """sgd: momentum."""
-    muon: MuonConfig = Field(default_factory=MuonConfig)
+    muon: Annotated[MuonConfig, Key(when="optim.name=muon")] = Field(default_factory=MuonConfig)
     """muon: what it does beside adamw's keys."""
-    clip_grad: PositiveFloat | None = 1.0
+    clip_grad: Annotated[PositiveFloat | None, Key(aka="max_grad_norm grad_clip")] = 1.0
     """Largest global gradient norm; null: no clipping."""
-    cpu_offload: Annotated[float, Field(ge=0, le=1)] = 0.0
+    cpu_offload: Annotated[
+        float, Field(ge=0, le=1), Key(feeds="optimizer.optimizer_offload_fraction", effect=Effect.PARALLELISM)
+    ] = 0.0
     """Share of the parameters whose optimizer state lives in host memory and is updated there."""
 
     @property
@@ -150,9 +226,9 @@ class OptimConfig(Section):
 class TrainerConfig(Section):
     """`trainer`: how long, how large a batch, how often to look."""
 
-    train_iters: PositiveInt = 100
+    train_iters: Annotated[PositiveInt, Key(aka="max_steps train_steps exit_interval", unit="steps")] = 100
     """Optimizer steps."""
-    global_batch_size: PositiveInt | None = None
+    global_batch_size: Annotated[PositiveInt | None, Key(unit="samples")] = None
     """Samples per optimizer step, over all ranks; with a ramp, of the steps after it. null: 8, or the next number of
     which every data-parallel rank has whole micro-batches."""
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(default=None, strict=False)
@@ -163,33 +239,51 @@ class TrainerConfig(Section):
     )
     """[[size, tokens], ...]: steps take `size` samples until `tokens` tokens are read, then that of the next pair;
     global_batch_size after the last."""
-    micro_batch_size: PositiveInt | None = None
+    micro_batch_size: Annotated[
+        PositiveInt | None, Key(effect=Effect.PARALLELISM, aka="per_device_train_batch_size", unit="samples")
+    ] = None
     """Samples per forward and backward on one rank; null: the largest of 8, 4, 2, 1 that cuts the batch evenly and
     leaves a micro-batch for every pipeline stage."""
-    eval_interval: PositiveInt | None = None
+    eval_interval: Annotated[
+        PositiveInt | None,
+        Key(
+            effect=Effect.RUNTIME,
+            flag=Flag("--eval-interval", absent=1000, none=(0,)),
+            aka="eval_steps",
+            unit="steps",
+        ),
+    ] = None
     """Steps between evaluations during the run; null: only at the end."""
-    eval_iters: NonNegativeInt = 4
+    eval_iters: Annotated[
+        NonNegativeInt, Key(effect=Effect.RUNTIME, flag=Flag("--eval-iters", absent=100), unit="global batches")
+    ] = 4
     """Global batches of the validation split per evaluation; 0: never evaluate."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**63), Key(flag=Flag("--seed", absent=1234))] = 1234
     """Seed of weights and sample order, which do not depend on the layout, and of dropout: stages, data- and
     context-parallel ranks draw other masks, tensor-parallel ranks the same ones of what each of them holds whole."""
-    deterministic: bool = False
+    deterministic: Annotated[
+        bool, Key(feeds="deterministic_mode", effect=Effect.PARALLELISM, flag="--deterministic-mode")
+    ] = False
     """Only algorithms that give the same bits every time, where a GPU has faster ones; an operation without any is an
     error. On a CPU every run is so."""
-    sample_tokens: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
+    sample_tokens: Annotated[
+        Annotated[int, Field(ge=0, le=1 << 20)] | None, Key(effect=Effect.RUNTIME, unit="tokens")
+    ] = None
     """Tokens of generated text at the end of the run; null: 64 where there is a tokenizer and no context parallelism,
     else 0."""
-    sample_prompt: str = "def "
+    sample_prompt: Annotated[str, Key(effect=Effect.RUNTIME)] = "def "
     """Where the generated text starts."""
-    profile_step: PositiveInt | None = None
+    profile_step: Annotated[PositiveInt | None, Key(effect=Effect.RUNTIME)] = None
     """Write a torch.profiler trace of this step to the run folder; null: none."""
-    join_timeout_s: Seconds = 5.0
+    join_timeout_s: Annotated[Seconds, Key(effect=Effect.RUNTIME, unit="seconds")] = 5.0
     """Seconds that a rank which is ready to start waits for those that nobody has heard of; then they are named. One
     that was heard of and still imports has twelve times as long. A thousand machines start further apart: 60."""
-    soft_timeout_s: Seconds = 120.0
+    soft_timeout_s: Annotated[Seconds, Key(effect=Effect.RUNTIME, unit="seconds")] = 120.0
     """Seconds without progress of any rank after which each writes its stacks and the one that is behind is named.
     The first step may compile for minutes; to be named does no harm."""
-    timeout_s: Seconds = 600.0
+    timeout_s: Annotated[Seconds, Key(effect=Effect.RUNTIME, aka="distributed_timeout_minutes", unit="seconds")] = (
+        600.0
+    )
     """Seconds without progress of any rank after which the run is ended."""
 
     @property
@@ -213,10 +307,10 @@ class KernelsConfig(Section):
     """RMSNorm and LayerNorm; null: kernels.default."""
     rope: Literal["auto", "reference", "triton"] | None = None
     """Rotary position embedding; null: kernels.default."""
-    attention: Literal["auto", "reference", "torch", "te"] | None = None
+    attention: Annotated[Literal["auto", "reference", "torch", "te"] | None, Key(aka="attention_backend")] = None
     """Core attention; torch: the fastest of FlashAttention-3 and torch's kernels that takes a call, with windows and
     packed documents but no mask where it can; null: kernels.default."""
-    linear: Literal["auto", "reference", "te"] | None = None
+    linear: Annotated[Literal["auto", "reference", "te"] | None, Key(aka="transformer_impl")] = None
     """Row- and column-parallel linear layers; null: kernels.default."""
     activation: Literal["auto", "reference", "triton"] | None = None
     """Gated and squared activations of MLPs and experts; null: kernels.default."""
@@ -233,23 +327,23 @@ class KernelsConfig(Section):
     optimizer: Literal["auto", "torch", "reference", "triton", "te"] | None = None
     """The update of adamw, and muon's of what is no matrix. torch: torch.optim; reference and triton: all tensors in
     one call, for muon, and with state in low precision; null: kernels.default where it can do it."""
-    cpu_matmul: Literal["auto", "blas", "onednn"] | None = None
+    cpu_matmul: Annotated[Literal["auto", "blas", "onednn"] | None, Key(when="cluster.device=cpu")] = None
     """fp32 products on a CPU: by the BLAS of torch, mostly MKL, or by oneDNN; null, auto: what is measured to be
     faster, once per machine, the same on all ranks."""
-    gradient_accumulation_fusion: bool = False
+    gradient_accumulation_fusion: Annotated[bool, Key(feeds="gradient_accumulation_fusion")] = False
     """Weight gradients are added up inside the GEMM that makes them; needs linear=te on a GPU."""
 
 
 class CheckpointConfig(Section):
     """`checkpoint`: when state is saved, and where a run goes on from."""
 
-    save_interval: PositiveInt | None = None
+    save_interval: Annotated[PositiveInt | None, Key(aka="save_steps", unit="steps")] = None
     """Steps between checkpoints; null: only at the end."""
     save_final: bool = True
     """Save after the last step."""
     keep: PositiveInt | None = 2
     """How many of the newest checkpoints stay; null: all."""
-    resume: str | None = None
+    resume: Annotated[str | None, Key(aka="load")] = None
     """null: a new run; `latest`: the newest run of this configuration; else a run folder or a checkpoint folder."""
     accept_changes: bool = False
     """Go on although keys that change the numbers differ from those of the checkpoint."""
@@ -262,7 +356,9 @@ class LogConfig(Section):
     """Folder of run folders."""
     name: Annotated[str, Field(pattern=NAME, max_length=200)] | None = None
     """Name of the run folder; null: made from the date, the model and the layout."""
-    interval: PositiveInt = 10
+    interval: Annotated[
+        PositiveInt, Key(flag=Flag("--log-interval", absent=100), aka="logging_steps", unit="steps")
+    ] = 10
     """Steps between progress lines; the metrics file has every step."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """live: a line that is redrawn; plain: a line per interval; auto: live on a terminal."""

@@ -6,8 +6,9 @@ from typing import Any
 
 from mtrain.config.batches import NO_RAMP
 from mtrain.config.batches import stages as batch_stages
+from mtrain.config.experts import MoEConfig
 from mtrain.config.groups import DataConfig
-from mtrain.config.model import ModelConfig, MoEConfig
+from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig, RecomputeConfig
 from mtrain.config.resolve import Machine, resolve, smallest_world
 from mtrain.config.run import RunConfig

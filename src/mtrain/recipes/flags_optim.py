@@ -5,7 +5,7 @@ from __future__ import annotations
 from mtrain.config.batches import samples_of, steps_within
 from mtrain.config.keys import choices_of
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
-from mtrain.recipes.flags import always, default_of, off, on, one, spelled
+from mtrain.recipes.flags import always, one, spelled
 from mtrain.recipes.flags_training import RAMP, plan_of, steps
 
 STYLES = {"inverse-square-root": "inverse_sqrt", "WSD": "wsd"}
@@ -93,46 +93,8 @@ def _offload_words(d: Values) -> list[str]:
     return words if share == 1.0 else [*words, "--optimizer-offload-fraction", spelled(share)]
 
 
-def _only(entry: Entry, key: str, *values: str) -> Entry:
-    """A flag that Megatron-LM reads only where `key` has one of some values."""
-
-    def read(a: Arguments, d: Draft) -> Draft:
-        if d[key] in values:
-            return entry.read(a, d)
-        for flag in entry.flags:
-            a.has(flag)
-            a.refuse(flag, "no effect", f"is not read where {key} is {d[key]}")
-        return {name: default_of(name) for name in entry.keys}
-
-    return Entry(entry.flags, entry.keys, read, lambda d: entry.write(d) if d[key] in values else [])
-
-
-MUON = tuple(
-    _only(entry, "optim.name", "muon")
-    for entry in (
-        one("--muon-momentum", "optim.muon.momentum", 0.9),
-        on("--muon-use-nesterov", "optim.muon.use_nesterov"),
-        off("--muon-no-split-qkv", "optim.muon.split_qkv"),
-        one("--muon-scale-mode", "optim.muon.scale_mode", "spectral"),
-        one("--muon-num-ns-steps", "optim.muon.num_ns_steps", 5),
-        one("--muon-tp-mode", "optim.muon.tp_mode", "blockwise"),
-        one("--muon-extra-scale-factor", "optim.muon.extra_scale_factor", 1.0),
-    )
-)
-ADAM = tuple(
-    _only(one(flag, key, absent), "optim.name", "adamw", "muon")
-    for flag, key, absent in (
-        ("--adam-beta1", "optim.beta1", 0.9),
-        ("--adam-beta2", "optim.beta2", 0.999),
-        ("--adam-eps", "optim.eps", 1e-8),
-    )
-)
-
 OPTIM: tuple[Entry, ...] = (
     one("--optimizer", "optim.name", "adamw", words={"adam": "adamw"}),
-    *MUON,
-    one("--lr", "optim.lr", always=True),
-    one("--min-lr", "optim.min_lr", 0.0),
     one("--lr-decay-style", "optim.schedule", "linear", words=STYLES),
     steps("--lr-decay-iters", "--lr-decay-samples", "optim.decay_iters"),
     Entry(
@@ -142,11 +104,7 @@ OPTIM: tuple[Entry, ...] = (
         _warmup_words,
     ),
     steps("--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "optim.wsd_decay_iters", at_the_end=True),
-    _only(one("--lr-wsd-decay-style", "optim.wsd_decay_style", "exponential"), "optim.schedule", "wsd"),
     always("optim.schedule_counts", "past_updates"),
-    one("--weight-decay", "optim.weight_decay", 0.01),
-    *ADAM,
-    _only(one("--sgd-momentum", "optim.momentum", 0.9), "optim.name", "sgd"),
     Entry(("--clip-grad",), ("optim.clip_grad",), _clip, _clip_words),
     Entry(
         ("--optimizer-cpu-offload", "--optimizer-offload-fraction"),
