@@ -53,7 +53,7 @@ def test_every_field_that_is_named_exists_in_megatron_core() -> None:
     from mtrain.mcore import api
 
     known = {f.name for f in dataclasses.fields(api.MLATransformerConfig)}
-    for table in (core_fields.FIELDS, core_fields.MOE_FIELDS, core_fields.MLA_FIELDS, core_fields.YARN_FIELDS):
+    for table in (core_fields.FIELDS, core_fields.MOE_FIELDS, core_fields.MLA_FIELDS):
         assert table.keys() <= known
     for owner, (kind, table) in owners().items():
         assert table.keys() <= inspect.signature(kind).parameters.keys(), owner

@@ -1,4 +1,8 @@
-"""The base of every schema, and what a schema says of a key beside its type and its text."""
+"""The base of every schema, and what a schema says of a key beside its type and its text.
+
+Modules of schemas do without `from __future__ import annotations`: pydantic would evaluate the text of every
+annotation in every start.
+"""
 
 from __future__ import annotations
 

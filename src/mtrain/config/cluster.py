@@ -1,7 +1,5 @@
 """`cluster`: the machines a run is for, as facts."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

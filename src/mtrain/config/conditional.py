@@ -12,6 +12,7 @@ from typing import Any
 from mtrain.config.condition import condition
 from mtrain.config.kernels import OPERATIONS
 from mtrain.config.keys import key_of, schema_keys, when_of
+from mtrain.config.precision import LOW_PRECISION
 from mtrain.config.run import RunConfig
 
 
@@ -124,6 +125,5 @@ CONDITIONAL = tuple(_conditionals())
 """All of them, in the order of the schema; `resolve` fills their defaults in, and a rule refuses one that is set and
 has no effect."""
 _BY_PATH = {key.path: key for key in CONDITIONAL}
-_FORMATS = ("precision.fp8_", "precision.fp4_", "precision.tp_only_amax_red", "precision.num_layers_at_")
-QUANTIZED = tuple(key for key in CONDITIONAL if key.path.startswith(_FORMATS))
+QUANTIZED = tuple(key for key in CONDITIONAL if key.path.removeprefix("precision.").startswith(LOW_PRECISION))
 """Those of products in low precision."""

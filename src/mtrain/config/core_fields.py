@@ -166,6 +166,7 @@ FSDP_FIELDS: dict[str, Get] = {
 OPTIMIZER_FIELDS: dict[str, Get] = {
     **_fed("optimizer."),
     "optimizer": lambda r: "sgd" if r.optim.name == "sgd" else "adam",  # muon is built as an Adam
+    "min_lr": lambda r: r.optim.min_lr or 0.0,
     # Without clipping the norm is still wanted for the log: no norm exceeds infinity.
     "clip_grad": lambda r: r.optim.clip_grad if r.optim.clip_grad is not None else float("inf"),
     "bf16": lambda r: r.precision.dtype == "bf16",
@@ -212,6 +213,8 @@ def _decay(run: RunConfig) -> int:
 SCHEDULE_FIELDS: dict[str, Get] = {
     **_fed("scheduler."),
     "init_lr": lambda r: 0.0,
+    "min_lr": lambda r: r.optim.min_lr or 0.0,
+    "lr_warmup_steps": lambda r: r.optim.warmup_iters or 0,
     "lr_decay_steps": _decay,
     "lr_decay_style": lambda r: SCHEDULES[r.optim.schedule],
     "wd_incr_steps": _decay,

@@ -12,7 +12,7 @@ from pydantic_core import PydanticUndefined
 from mtrain.config.base import Effect
 from mtrain.config.docs import documented
 from mtrain.config.dump import spell
-from mtrain.config.keys import field_of, schema_keys
+from mtrain.config.keys import field_of, key_of, schema_keys
 from mtrain.config.run import GROUPS, RunConfig
 
 EFFECTS = {
@@ -34,7 +34,8 @@ def type_of(path: str) -> str:
         return ""
     null, words = _split(field.annotation)
     bounds = [*_bounds(field.metadata), *_bounds(_annotated(field.annotation))]
-    return ", ".join([words, *dict.fromkeys(bounds)]) + (", or null" if null else "")
+    unit = f" ({unit})" if (unit := key_of(path).unit) else ""
+    return ", ".join([words + unit, *dict.fromkeys(bounds)]) + (", or null" if null else "")
 
 
 def default_of(path: str) -> str:

@@ -1,7 +1,5 @@
 """`model.moe`: a mixture of experts. Keys carry megatron-core's names without `moe_`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """The smaller groups: data, optim, trainer, kernels, checkpoint, log."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -125,9 +123,7 @@ class OptimConfig(Section):
         Key(feeds="optimizer.lr scheduler.max_lr", flag=Flag("--lr", absent=None, always=True), aka="learning_rate"),
     ] = 1e-3
     """Largest learning rate."""
-    min_lr: Annotated[
-        NonNegativeFloat | None, Key(feeds="optimizer.min_lr scheduler.min_lr", flag=Flag("--min-lr", absent=0.0))
-    ] = None
+    min_lr: Annotated[NonNegativeFloat | None, Key(flag=Flag("--min-lr", absent=0.0))] = None
     """Learning rate at the end of the decay; null: a tenth of `lr`."""
     schedule: Annotated[
         Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"], Key(aka="lr_decay_style lr_scheduler_type")
@@ -135,7 +131,7 @@ class OptimConfig(Section):
     """Shape of the decay after the warmup."""
     warmup_iters: Annotated[
         NonNegativeInt | None,
-        Key(feeds="scheduler.lr_warmup_steps", aka="lr_warmup_iters warmup_steps", unit="steps"),
+        Key(aka="lr_warmup_iters lr_warmup_steps warmup_steps", unit="steps"),
     ] = None
     """Steps of linear warmup from zero; null: a twentieth of the steps up to the end of the decay."""
     decay_iters: Annotated[PositiveInt | None, Key(aka="lr_decay_iters", unit="steps")] = None

@@ -1,7 +1,5 @@
 """`model.mla`: multi-head latent attention. Keys carry megatron-core's names."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """`model`: the shape of the network. Keys carry megatron-core's names."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """`parallel`: how the model and the batch are cut over ranks. The data-parallel size is derived, never written."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

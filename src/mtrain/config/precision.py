@@ -1,7 +1,5 @@
 """`precision`: number formats of weights, activations and matrix products."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -10,6 +8,8 @@ from mtrain.config.base import Effect, Flag, Key, NonNegativeInt, PositiveInt, S
 
 LossScale = Annotated[float, Field(gt=0, le=2.0**127)]
 """A positive number that fp32 holds."""
+LOW_PRECISION = ("fp8", "fp4", "tp_only_amax_red", "num_layers_at_")
+"""How the keys of products in low precision begin."""
 
 
 class PrecisionConfig(Section):
@@ -53,6 +53,12 @@ class PrecisionConfig(Section):
         ),
     ] = 1.0
     """Smallest loss scale (fp16 only)."""
+    loss_scale_hysteresis: Annotated[
+        int,
+        Field(ge=1, le=1000),
+        Key(feeds="optimizer.hysteresis", when="precision.dtype=fp16", flag=Flag("--hysteresis", absent=2)),
+    ] = 2
+    """Skipped updates with which the loss scale begins to fall; it rises after a window without any (fp16 only)."""
     max_skipped_updates: Annotated[
         PositiveInt, Key(when="precision.dtype=fp16", effect=Effect.RUNTIME, unit="updates")
     ] = 20
@@ -147,8 +153,7 @@ class PrecisionConfig(Section):
             return "fp8"
         return self.dtype if self.fp4 is None else "fp4"
 
-    def unquantized(self, dtype: str) -> PrecisionConfig:
+    def unquantized(self, dtype: str) -> "PrecisionConfig":
         """The same with every product in `dtype`: where there is no TransformerEngine."""
-        scales = ("initial_loss_scale", "loss_scale_window", "min_loss_scale", "max_skipped_updates")
-        kept = ("grad_reduce_in_fp32", *scales)
-        return PrecisionConfig.model_validate({"dtype": dtype, **{key: getattr(self, key) for key in kept}})
+        kept = {key: value for key, value in self if not key.startswith(LOW_PRECISION)}
+        return PrecisionConfig.model_validate({**kept, "dtype": dtype})
