@@ -14,8 +14,11 @@ from typing import Any, get_origin
 
 from mtrain.config.choices import is_path, unknown_choice
 from mtrain.config.files import read_text
+from mtrain.config.hydra_source import NotComposed, composed
 from mtrain.config.interpolate import leaves, refused, resolve_references
 from mtrain.config.keys import field_of, section_in
+from mtrain.config.layers import entries_of, layer
+from mtrain.config.library import CONFIG, RECIPE, RECIPE_FILE, RUN, Library
 from mtrain.config.load import Document, filled, load
 from mtrain.config.locked import edited
 from mtrain.config.model import ModelConfig
@@ -70,8 +73,6 @@ class _Composition:
     """One composition; collects problems as far as it can go."""
 
     def __init__(self, overrides: Overrides) -> None:
-        from mtrain.config.library import Library  # which imports Hydra
-
         self.overrides = overrides
         self.problems = list(overrides.problems)
         self.library = Library()
@@ -90,8 +91,8 @@ class _Composition:
         self._choose(recipe)
         own = recipe is not None and "model" not in self.chosen and self._is_whole_model(recipe)
         primary, words = self._bases(recipe, base, own)
-        beneath = self._layers(primary, words)
-        origins = Origins(layer for layers in beneath for layer in layers)
+        beneath = self._layers(primary, words, recipe is not None)
+        origins = Origins(one for layers in beneath for one in layers)
         words += self._settings(origins)
         values = self._composed(primary, words)
         refused_values = self._note_settings(origins, values)
@@ -105,7 +106,7 @@ class _Composition:
             found = _distinct(self.problems)
             paths = [p.path for p in (found if run is None else strayed)]
             if own:  # what a refused key of it is validated with for the time being
-                beneath[0].append(self._layer(f"model/{self.usual['model']}", "model"))
+                beneath[0].append(layer(self.library, f"model/{self.usual['model']}", "model", self._chooser))
             rest = run if run and not strayed else self._without(values, origins, paths, beneath)
             raise Rejected(found, self._result(rest, origins) if rest is not None else None)
         return self._result(run, origins)
@@ -180,8 +181,6 @@ class _Composition:
 
     def _bases(self, recipe: Recipe | None, base: Document | None, own: bool) -> tuple[str, list[str]]:
         """The name of what Hydra begins with, and the arguments for it that choose."""
-        from mtrain.config.library import CONFIG, RECIPE, RUN
-
         deleted = [group for group in self.overrides.deleted if group in GROUPS]
         added = [f"+{group}={choice}" for group, choice in self.overrides.added.items()]
         if base is not None:
@@ -198,73 +197,36 @@ class _Composition:
                 {f"override /{g}": c} for g, c in recipe.choices.items() if g in self.chosen and g in self.defaults
             ]
             values = {**recipe.values, "defaults": chosen}
-            self.library.give(f"{RECIPE}/{RECIPE}", recipe.document, values, "_global_")
+            self.library.give(RECIPE_FILE, recipe.document, values, "_global_")
             words.append(f"+{RECIPE}={RECIPE}")
         self.shown = {**self.defaults, **self.shown}
         return CONFIG, words + added
 
-    def _layers(self, primary: str, words: list[str]) -> list[list[Layer]]:
-        """The layers beneath the command line: those of files of choices or of a run file, and those of a recipe."""
-        from mtrain.config.hydra_source import NotComposed, defaults_list
-        from mtrain.config.library import CONFIG, RECIPE
-
-        mine = f"{RECIPE}/{RECIPE}"
-        usual = {**self.defaults, **self.chosen} if primary == CONFIG else self.chosen
-        entries = [(primary, ""), *((f"{group}/{choice}", group) for group, choice in usual.items())]
-        entries += [(mine, "")] if f"+{RECIPE}={RECIPE}" in words else []
-        self._read([name for name, _ in entries if name != primary or primary == CONFIG])
-        if not all(self._is_plain(name) for name, _ in entries) or self.overrides.added:
-            try:
-                entries, known = defaults_list(self.library, primary, words)
-            except NotComposed as error:
-                raise _not_composed(error, self.problems) from None
-            except ConfigError as error:
-                raise ConfigError([*self.problems, *error.problems]) from None
-            self.shown |= {
-                group: choice for group, choice in known.items() if group in GROUPS and group not in self.chosen
-            }
-        files = [self._layer(name, package) for name, package in entries if name != mine]
-        return [files, [self._layer(name, package) for name, package in entries if name == mine]]
-
-    def _read(self, names: Sequence[str]) -> None:
-        """Reads the files of choices; all that is wrong with any of them at once.
+    def _layers(self, primary: str, words: list[str], recipe: bool) -> list[list[Layer]]:
+        """The layers beneath the command line: those of files of choices or of a run file, and those of a recipe.
 
         Raises:
-            ConfigError: one cannot be read as data.
+            ConfigError: a file cannot be read as data, or the files do not compose.
         """
-        problems: list[Problem] = []
-        for name in names:
-            try:
-                if self.library.layout(name) is None:
-                    self.library.document(name)
-            except ConfigError as error:
-                problems += error.problems
-        if problems:
-            raise ConfigError([*self.problems, *problems])
+        usual = {**self.defaults, **self.chosen} if primary == CONFIG else self.chosen
+        entries = [(primary, ""), *((f"{group}/{choice}", group) for group, choice in usual.items())]
+        entries += [(RECIPE_FILE, "")] if recipe else []
+        try:
+            entries, known = entries_of(self.library, entries, words)
+        except NotComposed as error:
+            raise _not_composed(error, self.problems) from None
+        except ConfigError as error:
+            raise ConfigError([*self.problems, *error.problems]) from None
+        self.shown |= {g: c for g, c in known.items() if g in GROUPS and g not in self.chosen}
+        layers = [(name, layer(self.library, name, package, self._chooser)) for name, package in entries]
+        return [
+            [found for name, found in layers if (name == RECIPE_FILE) is of_recipe] for of_recipe in (False, True)
+        ]
 
-    def _is_plain(self, name: str) -> bool:
-        """Whether a file says values of its group and no more, so that Hydra's list of files is known."""
-        from mtrain.config.library import CONFIG, RECIPE, RUN, package_of
-
-        if name == CONFIG:
-            document = self.library.document(name)
-            groups = [group for entry in document.values["defaults"] if isinstance(entry, dict) for group in entry]
-            return {*document.values} == {"defaults"} and {*groups} <= {*GROUPS}
-        if name in (RUN, f"{RECIPE}/{RECIPE}") or self.library.layout(name) is not None:
-            return True
-        document = self.library.document(name)
-        return "defaults" not in document.values and package_of(document) is None
-
-    def _layer(self, name: str, package: str) -> Layer:
-        """What a file, or a layout, says at the key that it fills."""
-        layout = self.library.layout(name)
-        if layout is not None:
-            source = self.sources.get("parallel") or self.default_sources.get("parallel", name)
-            return Layer(_nested(package, layout), lambda _: source)
-        document = self.library.document(name)
-        values = self.library.values(name)
-        cut = len(package) + 1 if package else 0
-        return Layer(_nested(package, values), lambda key: document.where(key[cut:]))
+    @property
+    def _chooser(self) -> str:
+        """Who chose the layout."""
+        return self.sources.get("parallel") or self.default_sources.get("parallel", COMMAND_LINE)
 
     def _settings(self, origins: Origins) -> list[str]:
         """The arguments that set, add and delete keys, in Hydra's grammar: those that Hydra takes."""
@@ -289,8 +251,6 @@ class _Composition:
         return words
 
     def _composed(self, primary: str, words: Sequence[str]) -> dict[str, Any]:
-        from mtrain.config.hydra_source import NotComposed, composed
-
         try:
             values = composed(self.library, primary, words)
         except NotComposed as error:
@@ -337,7 +297,7 @@ class _Composition:
                 node = _at(tried, parent)
                 if isinstance(node, dict):
                     node.pop(last, None)
-                    found = [at for layer in layers if (at := _at(layer.values, path)) is not None]
+                    found = [at for one in layers if (at := _at(one.values, path)) is not None]
                     if found:
                         node[last] = copy.deepcopy(found[-1])
             run = validate(tried, origins.where)[0]
@@ -350,14 +310,6 @@ def _not_composed(error: Exception, before: Sequence[Problem]) -> ConfigError:
     rule = f"the group files do not compose: {error}"
     fix = "write entries of defaults as `- NAME` of a file in the same folder, and `_self_` where its own keys come"
     return ConfigError([*before, Problem("MT011", "", None, rule, fix, "conf")])
-
-
-def _nested(package: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` at a dotted key."""
-    out = dict(values)
-    for name in reversed(package.split(".") if package else []):
-        out = {name: out}
-    return out
 
 
 def _is_under_a_value(path: str) -> bool:

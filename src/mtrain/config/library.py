@@ -22,6 +22,7 @@ from mtrain.errors import ConfigError, Problem
 
 CONFIG, RECIPE, RUN = "config", "recipe", "run"
 """The names of the primary configuration, of the group that a recipe is the one choice of, and of a run file."""
+RECIPE_FILE = f"{RECIPE}/{RECIPE}"
 GIVEN = "given"
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)\s*\Z")
 _HIDDEN = "\ue000{}\ue001"
