@@ -344,7 +344,7 @@ def imported(name: str) -> Imported:
 def test_a_script_means_what_its_flags_mean(name: str) -> None:
     run = resolve(imported(name).run, CLUSTER if name == "llama3_70b" else LAPTOP)
     values = transformer_values(run)
-    assert {field: values.get(field) for field in TRANSFORMER[name]} == TRANSFORMER[name]
+    assert {field: values.get(field, "not there") for field in TRANSFORMER[name]} == TRANSFORMER[name]
     flat = run.flat()
     assert {key: flat.get(key, "not there") for key in OTHER[name]} == OTHER[name]
 

@@ -15,13 +15,15 @@ from operator import attrgetter
 from typing import Any
 
 from mtrain.config.experts import MoEConfig
-from mtrain.config.keys import key_of, schema_keys
+from mtrain.config.keys import key_of, schema_keys, when_of
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import stages, uneven
 from mtrain.config.watch import watched
 
 Get = Callable[[RunConfig], Any]
 Table = Mapping[str, Get]
+LEFT_OUT = object()
+"""Stands for no value: megatron-core's default stays."""
 _OWNERS = {"model.moe.": "moe.", "model.mla.": "mla.", "optim.muon.": "muon."}
 """Sections whose keys feed fields that are only there with them."""
 
@@ -39,12 +41,12 @@ def _fed(owner: str = "") -> dict[str, Get]:
 
 
 def _reader(path: str) -> Get:
-    """The value of a key; a list where the schema has a tuple."""
-    read = attrgetter(path)
+    """The value of a key; a list where the schema has a tuple, nothing where a key without effect is null."""
+    read, null = attrgetter(path), LEFT_OUT if when_of(path) else None
 
     def get(run: RunConfig) -> Any:
         value = read(run)
-        return list(value) if isinstance(value, tuple) else value
+        return null if value is None else list(value) if isinstance(value, tuple) else value
 
     return get
 
@@ -134,6 +136,7 @@ MLA_FIELDS: dict[str, Get] = {
 GPT_FIELDS: dict[str, Get] = {
     **_fed("gpt."),
     "vocab_size": lambda r: r.model.padded_vocab_size,
+    "rope_scaling_factor": lambda r: r.model.rope_scaling_factor or 8.0,
     "rope_scaling": lambda r: r.model.rope_scaling_factor is not None,
 }
 """Of GPTModel."""
@@ -225,7 +228,7 @@ SCHEDULE_FIELDS: dict[str, Get] = {
 
 def values(table: Table, run: RunConfig) -> dict[str, Any]:
     """What a table makes of a resolved configuration; fields that keep megatron-core's default left out."""
-    return {name: value for name, get in table.items() if (value := get(run)) is not None}
+    return {name: value for name, get in table.items() if (value := get(run)) is not LEFT_OUT}
 
 
 def transformer_values(run: RunConfig) -> dict[str, Any]:

@@ -153,9 +153,7 @@ class ModelConfig(Section):
         bool, Key(feeds="rotary_interleaved", when="model.position_embedding_type=rope", flag="--rotary-interleaved")
     ] = False
     """Rotary pairs are neighbours (GPT-J) instead of halves of the head."""
-    rope_scaling_factor: Annotated[PositiveFloat | None, Key(feeds="gpt.rope_scaling_factor", hf="rope_scaling")] = (
-        None
-    )
+    rope_scaling_factor: Annotated[PositiveFloat | None, Key(hf="rope_scaling")] = None
     """Llama-3.1 frequency scaling (low 1, high 4, original 8192); null: off."""
     rotary_seq_len_interpolation_factor: Annotated[
         PositiveFloat | None,
