@@ -61,7 +61,7 @@ class Optimizer:
     """Fields of megatron-core's OptimizerConfig that it sets beside those of every optimizer."""
     groups: Callable[[Run], tuple[ParamGroup, ...]] = lambda run: ()
     cannot: Mapping[Feature, str] = field(default_factory=dict)
-    """What it cannot be combined with, and why, as a clause."""
+    """What it cannot be combined with, and why: the clause after a sentence that says so."""
     usual_lr: tuple[float, float] | None = None
     """Between which rates it is mostly used; None: nothing is said of a rate."""
     megatron_name: str | None = None

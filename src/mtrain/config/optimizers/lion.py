@@ -28,8 +28,8 @@ OPTIMIZER = Optimizer(
     obstacle=only(("reference",), "lion"),
     keys=frozenset({"beta1", "beta2"}),
     cannot={
-        "megatron_fsdp": "megatron shards the state of adamw, and the optimizer is lion",
-        "cpu_offload": "what is updated in host memory is updated by adamw or sgd, and the optimizer is lion",
+        "megatron_fsdp": "it knows the two moments of adamw",
+        "cpu_offload": "megatron-core updates with adamw or sgd there",
     },
     usual_lr=(1e-6, 1e-3),
 )

@@ -106,10 +106,10 @@ OPTIMIZER = Optimizer(
     fields=FIELDS,
     groups=_groups,
     cannot={
-        "distributed_optimizer": "muon orthogonalises whole matrices, and the distributed optimizer cuts them up",
-        "megatron_fsdp": "megatron shards the state of adamw, and the optimizer is muon",
-        "fsdp2": "muon orthogonalises whole matrices, and fsdp2 leaves some rows of each to a rank",
-        "cpu_offload": "muon is not updated in host memory, whose processor would take long for its matrix products",
+        "distributed_optimizer": "it orthogonalises whole matrices, and those are cut up",
+        "megatron_fsdp": "it knows the two moments of adamw",
+        "fsdp2": "it orthogonalises whole matrices, and fsdp2 leaves some rows of each to a rank",
+        "cpu_offload": "the processor would take long for its matrix products",
     },
     megatron_name="muon",
     flags=(

@@ -12,8 +12,8 @@ OPTIMIZER = Optimizer(
     keys=frozenset({"momentum"}),
     core_name="sgd",
     cannot={
-        "distributed_optimizer": "the distributed optimizer keeps what adam does, not sgd",
-        "megatron_fsdp": "megatron shards the state of adamw, and the optimizer is sgd",
+        "distributed_optimizer": "megatron-core knows it with adam alone",
+        "megatron_fsdp": "it knows the two moments of adamw",
     },
     megatron_name="sgd",
 )

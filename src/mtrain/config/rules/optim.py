@@ -53,39 +53,43 @@ def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT425", "optim.wsd_decay_iters", rule, (rest, tenth))
 
 
-_CANNOT: dict[Feature, tuple[str, str, Change]] = {
-    "distributed_optimizer": (
-        "MT426",
-        "parallel.distributed_optimizer",
-        {"parallel.distributed_optimizer": False, "parallel.overlap_param_gather": False},
-    ),
-    "megatron_fsdp": (
-        "MT165",
-        "parallel.fsdp",
-        {"parallel.fsdp": "none", "parallel.fsdp_sharding": None, "parallel.hsdp_replicas": 1},
-    ),
-    "fsdp2": ("MT467", "parallel.fsdp", {"parallel.fsdp": "none", "parallel.hsdp_replicas": 1}),
-    "cpu_offload": ("MT467", "optim.cpu_offload", {"optim.cpu_offload": 0.0}),
-}
-"""Code, key and the change that turns it off, of what not every optimizer can be combined with."""
+def optimizer_can_be_distributed(run: RunConfig) -> Iterator[Finding]:
+    """The distributed optimizer cuts parameters anywhere, and not every update rule can be cut."""
+    why = _why_not(run, "distributed_optimizer")
+    if run.parallel.distributed_optimizer and why is not None:
+        off: Change = {"parallel.distributed_optimizer": False}
+        both: Change = {**off, "parallel.overlap_param_gather": False}
+        other = _another(run.optim.name, "distributed_optimizer")
+        yield Finding("MT426", "parallel.distributed_optimizer", why, (off, both, other))
 
 
-def optimizer_goes_with_what_is_beside_it(run: RunConfig) -> Iterator[Finding]:
-    """An optimizer says in its specification what it cannot be combined with, and why."""
+def megatron_fsdp_shards_the_state(run: RunConfig) -> Iterator[Finding]:
+    """megatron-core's FSDP shards the state of some optimizers only."""
+    why = _why_not(run, "megatron_fsdp")
+    if run.parallel.fsdp == "megatron" and why is not None:
+        none: Change = {"parallel.fsdp_sharding": None}
+        torch_fsdp: Change = {"parallel.fsdp": "fsdp2", **none}
+        plain: Change = {"parallel.fsdp": "none", **none, "parallel.hsdp_replicas": 1}
+        yield Finding("MT165", "parallel.fsdp", why, (_another(run.optim.name, "megatron_fsdp"), torch_fsdp, plain))
+
+
+def optimizer_has_what_it_needs(run: RunConfig) -> Iterator[Finding]:
+    """Some optimizers need whole matrices, and some the device."""
     o, p = run.optim, run.parallel
-    used: dict[Feature, bool] = {
-        "distributed_optimizer": p.distributed_optimizer,
-        "megatron_fsdp": p.fsdp == "megatron",
-        "fsdp2": p.fsdp == "fsdp2",
-        "cpu_offload": o.cpu_offload > 0,
-    }
-    for feature, why in OPTIMIZERS[o.name].cannot.items():
-        if used[feature]:
-            code, key, off = _CANNOT[feature]
-            fixes = [{key: off[key]}, off, _another(o.name, feature)]
-            if feature == "megatron_fsdp":
-                fixes.insert(0, {"parallel.fsdp": "fsdp2", "parallel.fsdp_sharding": None})
-            yield Finding(code, key, why, tuple(fixes))
+    why = _why_not(run, "fsdp2")
+    if p.fsdp == "fsdp2" and why is not None:
+        plain: Change = {"parallel.fsdp": "none", "parallel.hsdp_replicas": 1}
+        yield Finding("MT467", "parallel.fsdp", why, (plain, _another(o.name, "fsdp2")))
+    why = _why_not(run, "cpu_offload")
+    if o.cpu_offload and why is not None:
+        yield Finding(
+            "MT467", "optim.cpu_offload", why, ({"optim.cpu_offload": 0.0}, _another(o.name, "cpu_offload"))
+        )
+
+
+def _why_not(run: RunConfig, feature: Feature) -> str | None:
+    """Why the optimizer of a run cannot be combined with something, by its specification, or None."""
+    return OPTIMIZERS[run.optim.name].cannot.get(feature)
 
 
 def _another(name: str, feature: Feature) -> Change:
@@ -181,6 +185,8 @@ RULES = (
     rates_are_ordered,
     warmup_ends_before_decay,
     wsd_has_its_decay,
-    optimizer_goes_with_what_is_beside_it,
+    optimizer_can_be_distributed,
+    megatron_fsdp_shards_the_state,
+    optimizer_has_what_it_needs,
     rate_is_plausible,
 )
