@@ -60,7 +60,8 @@ def optimizer_can_be_distributed(run: RunConfig) -> Iterator[Finding]:
         off: Change = {"parallel.distributed_optimizer": False}
         both: Change = {**off, "parallel.overlap_param_gather": False}
         other = _another(run.optim.name, "distributed_optimizer")
-        yield Finding("MT426", "parallel.distributed_optimizer", why, (off, both, other))
+        rule = f"the distributed optimizer does not take {run.optim.name}: {why}"
+        yield Finding("MT426", "parallel.distributed_optimizer", rule, (off, both, other))
 
 
 def megatron_fsdp_shards_the_state(run: RunConfig) -> Iterator[Finding]:
@@ -70,7 +71,8 @@ def megatron_fsdp_shards_the_state(run: RunConfig) -> Iterator[Finding]:
         none: Change = {"parallel.fsdp_sharding": None}
         torch_fsdp: Change = {"parallel.fsdp": "fsdp2", **none}
         plain: Change = {"parallel.fsdp": "none", **none, "parallel.hsdp_replicas": 1}
-        yield Finding("MT165", "parallel.fsdp", why, (_another(run.optim.name, "megatron_fsdp"), torch_fsdp, plain))
+        rule = f"megatron's FSDP does not shard the state of {run.optim.name}: {why}"
+        yield Finding("MT165", "parallel.fsdp", rule, (_another(run.optim.name, "megatron_fsdp"), torch_fsdp, plain))
 
 
 def optimizer_has_what_it_needs(run: RunConfig) -> Iterator[Finding]:
@@ -79,12 +81,13 @@ def optimizer_has_what_it_needs(run: RunConfig) -> Iterator[Finding]:
     why = _why_not(run, "fsdp2")
     if p.fsdp == "fsdp2" and why is not None:
         plain: Change = {"parallel.fsdp": "none", "parallel.hsdp_replicas": 1}
-        yield Finding("MT467", "parallel.fsdp", why, (plain, _another(o.name, "fsdp2")))
+        rule = f"fsdp2 does not go with {o.name}: {why}"
+        yield Finding("MT467", "parallel.fsdp", rule, (plain, _another(o.name, "fsdp2")))
     why = _why_not(run, "cpu_offload")
     if o.cpu_offload and why is not None:
-        yield Finding(
-            "MT467", "optim.cpu_offload", why, ({"optim.cpu_offload": 0.0}, _another(o.name, "cpu_offload"))
-        )
+        on_device: Change = {"optim.cpu_offload": 0.0}
+        rule = f"{o.name} is not updated in host memory: {why}"
+        yield Finding("MT467", "optim.cpu_offload", rule, (on_device, _another(o.name, "cpu_offload")))
 
 
 def _why_not(run: RunConfig, feature: Feature) -> str | None:
