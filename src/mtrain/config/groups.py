@@ -87,9 +87,9 @@ class _OptimKeys(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay; not applied to biases and norms."""
     beta1: Beta = 0.9
-    """adamw, muon: decay of the first moment."""
+    """adamw, muon: decay of the first moment; lion: its share in an update, of which the gradient has the rest."""
     beta2: Beta = 0.95
-    """adamw, muon: decay of the second moment."""
+    """adamw, muon: decay of the second moment; lion: of the first."""
     eps: PositiveFloat = 1e-8
     """adamw, muon: added to the root of the second moment."""
     exp_avg_dtype: MomentFormat = "fp32"
@@ -222,8 +222,8 @@ class KernelsConfig(Section):
     """Output layer and cross entropy; reference and triton make both at once, for a part of the tokens at a time, and
     never hold all logits; megatron: megatron-core's own, from all logits; null: kernels.default."""
     optimizer: Literal["auto", "torch", "reference", "triton", "te"] | None = None
-    """The update of adamw, and muon's of what is no matrix. torch: torch.optim; reference and triton: all tensors in
-    one call, for muon, and with state in low precision; null: kernels.default where it can do it."""
+    """Who updates. torch: torch.optim; reference and triton: ours, for
+    optimizers that torch has not and for state in low precision; null: kernels.default where it can do it."""
     cpu_matmul: Literal["auto", "blas", "onednn"] | None = None
     """fp32 products on a CPU: by the BLAS of torch, mostly MKL, or by oneDNN; null, auto: what is measured to be
     faster, once per machine, the same on all ranks."""
