@@ -49,6 +49,12 @@ TOP_LEVEL = {
     *("launch.py", "pyproject.toml", "constraints.txt", "Makefile"),
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
 }
+SPECIFICATIONS = "config/optimizers/"
+"""Modules of layer 1 whose functions build what they describe: those import torch and layers below `build`."""
+BUILDERS = LAYERS["mcore"] + 1
+DEVICE_WORDS = {"cuda", "cpu"}
+KNOWS_DEVICES = ("devices/", "config/devices.py", "mcore/hook.py")
+"""Devices themselves, their facts, and the hook that rewrites the word in megatron-core's source."""
 WITHOUT_TORCH = [package for package, layer in LAYERS.items() if layer <= 3]
 
 
@@ -67,6 +73,14 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
                 yield from ((f"mtrain.{name.name}", node.lineno) for name in node.names)
 
 
+def inside_functions(path: Path) -> set[int]:
+    """The lines of a specification that run when it builds, and not when it is imported; of other files none."""
+    if not str(path.relative_to(SOURCE)).startswith(SPECIFICATIONS):
+        return set()
+    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    return {line for node in functions for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+
+
 def package_of(module: str) -> str | None:
     parts = module.split(".")
     return parts[1] if parts[0] == "mtrain" and len(parts) > 1 else None
@@ -82,7 +96,8 @@ def test_imports_go_strictly_downward(path: Path) -> None:
         if package is None or package == here or package == "__version__":
             continue
         assert package in LAYERS, f"{path}:{line}: {package} has no layer; give it one in this test and in the README"
-        assert LAYERS[package] < LAYERS[here], (
+        layer = BUILDERS if line in inside_functions(path) else LAYERS[here]
+        assert LAYERS[package] < layer, (
             f"{path}:{line}: {here} (layer {LAYERS[here]}) imports {module} (layer {LAYERS[package]}). "
             "Imports go downward, and packages of one layer do not know each other."
         )
@@ -103,7 +118,7 @@ def test_torch_is_unknown_below_layer_four() -> None:
         package = path.relative_to(SOURCE).parts[0].removesuffix(".py")
         if package in WITHOUT_TORCH:
             for module, line in imports(path):
-                assert module.split(".")[0] not in ("torch", "numpy"), (
+                assert module.split(".")[0] not in ("torch", "numpy") or line in inside_functions(path), (
                     f"{path}:{line}: layers 0 to 3 validate within a second, so they know no torch"
                 )
 
@@ -116,6 +131,71 @@ def test_torch_cuda_is_named_in_one_file() -> None:
             named = isinstance(node, ast.Attribute) and node.attr == "cuda" and isinstance(node.value, ast.Name)
             assert not (named and node.value.id == "torch"), (  # type: ignore[attr-defined]
                 f"{path}:{node.lineno}: torch.cuda is named only in devices/cuda.py; ask the device instead"
+            )
+
+
+def words_compared(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Constants that decide something: sides of a comparison, patterns of a match, keys of a table, prefixes."""
+    for node in ast.walk(tree):
+        parts: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            parts = [node.left, *node.comparators]
+        elif isinstance(node, ast.match_case):
+            parts = [node.pattern]
+        elif isinstance(node, ast.Dict):
+            parts = [key for key in node.keys if key is not None]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            parts = list(node.args) if node.func.attr in ("startswith", "endswith", "get", "__eq__") else []
+        for inner in (inner for part in parts for inner in ast.walk(part)):
+            if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+                yield inner.value, inner.lineno
+
+
+def test_a_device_is_asked_for_its_facts_and_not_compared_by_name() -> None:
+    for path in modules():
+        if str(path.relative_to(SOURCE)).startswith(KNOWS_DEVICES):
+            continue
+        for word, line in words_compared(ast.parse(path.read_text())):
+            assert word not in DEVICE_WORDS, (
+                f"{path}:{line}: {word!r} decides something: a fact of config/devices.py has a name, so that a new "
+                "device states it and nothing else changes"
+            )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x == 'cuda'", "x in ('cpu', y)", "{'cuda': 1}[x]", "match x:\n case 'cpu': pass", "x.startswith('cuda')"],
+)
+def test_a_comparison_by_name_is_seen(text: str) -> None:
+    assert DEVICE_WORDS & {word for word, _ in words_compared(ast.parse(text))}
+
+
+def test_every_field_of_a_device_is_read() -> None:
+    import dataclasses
+
+    from mtrain.config.devices import DeviceFacts
+    from mtrain.devices.base import Device
+
+    read = {
+        node.attr
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    for kind in (Device, DeviceFacts):
+        unread = {field.name for field in dataclasses.fields(kind)} - read
+        assert not unread, f"{kind.__name__}: nobody reads {sorted(unread)}; a plug-in would fill it in for nothing"
+
+
+def test_an_optimizer_is_known_by_its_own_module() -> None:
+    from mtrain.config.optimizers import OPTIMIZERS
+
+    for path in modules():
+        if str(path.relative_to(SOURCE)).startswith(SPECIFICATIONS):
+            continue
+        for word, line in words_compared(ast.parse(path.read_text())):
+            assert word not in OPTIMIZERS, (
+                f"{path}:{line}: {word!r} decides something: its specification in {SPECIFICATIONS} says what differs"
             )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
+from mtrain.config.devices import facts_of
 from mtrain.config.load import read_run_file
 from mtrain.config.paths import RUN_FILE
 from mtrain.config.run import RunConfig
@@ -71,7 +72,7 @@ def processor() -> str:
 
 
 def _applies(run: RunConfig) -> bool:
-    return run.cluster.device == "cpu" and run.precision.dtype == "fp32"
+    return facts_of(run.cluster.device).on_host and run.precision.dtype == "fp32"
 
 
 def _here(run: RunConfig) -> str:

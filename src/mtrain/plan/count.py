@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from mtrain.config.formats import bytes_of, is_half
 from mtrain.config.model import ModelConfig
+from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.run import RunConfig
 
 
@@ -148,8 +150,9 @@ def state_bytes(run: RunConfig) -> int:
     """
     p = run.parallel
     assert p.ranks is not None
-    half = run.precision.dtype != "fp32"
-    per_weight = (2 if half else 4) + (4 if not half or run.precision.grad_reduce_in_fp32 else 2)
+    dtype = run.precision.dtype
+    half = is_half(dtype)
+    per_weight = bytes_of(dtype) + bytes_of("fp32" if run.precision.grad_reduce_in_fp32 else dtype)
     per_state = (_main_weight_bytes(run) if half else 0) + _moment_bytes(run)
     experts = expert_parameters(run.model)
     total = 0
@@ -163,9 +166,6 @@ def state_bytes(run: RunConfig) -> int:
     return total
 
 
-BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
-
-
 def _main_weight_bytes(run: RunConfig) -> int:
     """Of a main weight beside its weight of 16 bits."""
     if run.optim.main_params_dtype != "fp32":
@@ -175,5 +175,4 @@ def _main_weight_bytes(run: RunConfig) -> int:
 
 def _moment_bytes(run: RunConfig) -> int:
     """Of the moments of a parameter; without the scale that 128 of those in eight bits share."""
-    o = run.optim
-    return BYTES[o.exp_avg_dtype] + BYTES[o.exp_avg_sq_dtype] if o.name == "adamw" else 4
+    return sum(map(bytes_of, OPTIMIZERS[run.optim.name].states(run).values()))

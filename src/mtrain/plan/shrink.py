@@ -6,8 +6,10 @@ from typing import Any
 
 from mtrain.config.batches import NO_RAMP
 from mtrain.config.batches import stages as batch_stages
+from mtrain.config.devices import CPU
 from mtrain.config.groups import DataConfig
 from mtrain.config.model import ModelConfig, MoEConfig
+from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.parallel import ParallelConfig, RecomputeConfig
 from mtrain.config.resolve import Machine, resolve, smallest_world
 from mtrain.config.run import RunConfig
@@ -71,7 +73,7 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
         "kernels": run.kernels.model_copy(update=_on_a_cpu(run)),
         "checkpoint": run.checkpoint.model_copy(update={"save_interval": None, "resume": None}),
         "cluster": run.cluster.model_copy(
-            update={"name": "rehearsal", "device": "cpu", "nodes": 1, "devices_per_node": None, "peak_tflops": {}}
+            update={"name": "rehearsal", "device": CPU.name, "nodes": 1, "devices_per_node": None, "peak_tflops": {}}
         ),
     }
     return resolve(RunConfig.model_validate(run.model_copy(update=values).model_dump()), MACHINE)
@@ -154,8 +156,14 @@ def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
     if dtype != "fp32":
         return {}
     full = {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32", "main_params_dtype": "fp32"}
-    muon = run.optim.muon.model_copy(update={"ns_dtype": None})
-    return {**full, "store_param_remainders": False, "muon": muon}
+    sections = {
+        name: getattr(run.optim, name).model_copy(
+            update={key: None for key in spec.section.model_fields if key.endswith("_dtype")}
+        )
+        for name, spec in OPTIMIZERS.items()
+        if spec.section is not None
+    }
+    return {**full, "store_param_remainders": False, **sections}
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from mtrain.config.formats import FORMATS
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.run import RunConfig
 
-FP16_MAX = 65504
+FP16_MAX = int(FORMATS["fp16"].largest)
 
 
 def heads_divide_hidden(run: RunConfig) -> Iterator[Finding]:

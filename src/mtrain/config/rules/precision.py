@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtrain.config.devices import facts_of, with_cuda_kernels
 from mtrain.config.kernels import KEYS, torch_experts_obstacle
 from mtrain.config.rules.finding import Change, Finding, rule_for_each
 from mtrain.config.run import RunConfig
@@ -20,11 +21,11 @@ def loss_scale_range(run: RunConfig) -> Iterator[Finding]:
 
 def kernel_runs_on_the_device(key: str, run: RunConfig) -> Iterator[Finding]:
     """A named implementation that cannot run is an error; only `auto` may choose."""
-    device = run.cluster.device
-    if getattr(run.kernels, key) != "te" or device == "cuda" or (key != "default" and run.kernels.default == "te"):
+    device, named = facts_of(run.cluster.device), getattr(run.kernels, key)
+    if named != "te" or device.cuda_kernels or (key != "default" and run.kernels.default == "te"):
         return
     fixes: tuple[Change, ...] = ({f"kernels.{key}": "auto"}, {f"kernels.{key}": "reference"})
-    rule = f"TransformerEngine runs on cuda, and the device is {device}"
+    rule = f"TransformerEngine runs on {with_cuda_kernels()}, and the device is {device.name}"
     yield Finding("MT403", f"kernels.{key}", rule, fixes, lacks="device")
 
 

@@ -107,9 +107,6 @@ def fully_sharded(run: RunConfig) -> Iterator[Finding]:
             f"over the ranks of dense weights, and ep {p.ep}, etp {p.etp or p.tp} keep other experts there"
         )
         yield Finding("MT164", "parallel.fsdp", rule, ({"parallel.hsdp_replicas": 1}, torch_fsdp, plain))
-    if run.optim.name != "adamw":
-        rule = f"megatron shards the state of adamw, and the optimizer is {run.optim.name}"
-        yield Finding("MT165", "parallel.fsdp", rule, ({"optim.name": "adamw"}, torch_fsdp, plain))
 
 
 def shared_experts_stay_on_a_stage(run: RunConfig) -> Iterator[Finding]:
