@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from mtrain.cli.verbs import FLAGS, VERBS
 from mtrain.config.paths import choices_of_group, conf_dir, recipes_dir
 from mtrain.errors import say
 
@@ -36,8 +37,6 @@ def candidates(line: str) -> list[str]:
 
 
 def _offered(before: list[str], current: str) -> Iterable[str]:
-    from mtrain.cli.main import FLAGS, VERBS
-
     verb = next((word for word in before if not word.startswith("-")), "")
     if current.startswith("-"):
         from mtrain.cli.pages import PAGES, flags_of

@@ -128,6 +128,8 @@ class ModelConfig(Section):
 
     name: Annotated[str, Field(pattern=NAME, max_length=100)] = "custom"
     """Name used in run folders and reports."""
+    family: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = "gpt"
+    """Who counts, shrinks and builds it: gpt, a decoder-only transformer, or a family that a plug-in adds."""
     num_layers: Width
     """Transformer layers."""
     hidden_size: Width
