@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from mtrain.devices.base import Device
 from mtrain.errors import BadEnvironment
 from mtrain.mcore.installed import NotInstalled, installed
+from mtrain.mcore.installed import require_installed as require_installed
 
 VERSION = "0.16.1"
 """The one version of megatron-core that the adaptations and patches were checked against."""

@@ -16,6 +16,7 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> LanguageModel:
     """The layers of one virtual pipeline stage of this rank, with embedding and loss where they belong to it."""
     ps = mcore.parallel_state
     provider = backend.provider(run.kernels)
+    assert run.kernels.loss is not None, "a resolved run says who makes its loss"
     override_operations(run.kernels, run.model.moe.group_score_topk if run.model.moe else None)
     return LanguageModel(
         loss=run.kernels.loss,
