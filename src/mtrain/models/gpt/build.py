@@ -21,6 +21,7 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> LanguageModel:
     return LanguageModel(
         loss=run.kernels.loss,
         loss_vocab_size=run.model.loss_vocab_size,
+        soft_cap=run.model.final_logit_softcapping,
         config=config,
         transformer_layer_spec=backend.layer_spec(config, provider, vp_stage=stage),
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
