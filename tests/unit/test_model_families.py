@@ -75,10 +75,11 @@ def test_building_asks_the_family_of_a_plug_in() -> None:
     run = tiny_run(model={"family": "toy"}, ranks=2, pp=2, vpp=2)
 
     def job() -> list[Any]:
-        from mtrain.build.model import blank_model
         from mtrain.world.fake_world import fake_world
 
         with pytest.MonkeyPatch.context() as patch, fake_world(run, 0) as world:
+            from mtrain.build.model import blank_model
+
             _plug_in(patch, f"{__name__}:toy")
             return blank_model(run, world)
 
