@@ -40,8 +40,8 @@ LAYERS = {
 BUILDS = re.compile(r"mtrain\.models\.\w+\.build\b")
 """Modules that build a family of models are of the layer of `build`; the rest of a family is known to `plan`."""
 ONLY_IN = {
-    "hydra": ("config/compose.py", "config/source.py"),
-    "omegaconf": ("config/compose.py", "config/source.py"),
+    "hydra": ("config/hydra_source.py", "config/grammar.py"),
+    "omegaconf": ("config/hydra_source.py",),
     "pydantic": ("config/",),
     "megatron": ("mcore/",),
     "transformer_engine": ("mcore/",),

@@ -11,7 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from mtrain import strict_json
-from mtrain.cli.verbs import FLAGS, HELP, OWN_WORDS, SHORT, VERBS
+from mtrain.cli.verbs import CONFIG_DIR, FLAGS, HELP, OWN_WORDS, SHORT, VERBS
+from mtrain.config.paths import config_dirs
 from mtrain.errors import MAX_PROBLEMS, ConfigError, MtrainError, Problem, message, say_page
 
 
@@ -34,8 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     debug = "--debug" in arguments
     try:
-        call = parse(arguments)
-        return dispatch(call)
+        named, arguments = _config_dirs(arguments)
+        with config_dirs(named):
+            return dispatch(parse(arguments))
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
@@ -56,6 +58,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         first = (str(error).strip().splitlines() or [""])[0]
         _say(f"unexpected {type(error).__name__}: {first}\nuse --debug for the traceback")
         return 1
+
+
+def _config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The folders of `--config-dir DIR`, which may be given several times, and the other arguments.
+
+    Raises:
+        ConfigError: a folder is missing.
+    """
+    named, rest, queue = list[str](), list[str](), list(arguments)
+    while queue:
+        word = queue.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag != CONFIG_DIR:
+            rest.append(word)
+        elif equals or queue:
+            named.append(value if equals else queue.pop(0))
+        else:
+            rule = f"{CONFIG_DIR}: needs a folder"
+            raise ConfigError([Problem("MT010", "", None, rule, f"{CONFIG_DIR} DIR", "command line")])
+    return named, rest
 
 
 def _open_closed_streams() -> None:
@@ -210,9 +232,9 @@ def _without_unknown_flags(words: Sequence[str]) -> tuple[list[Problem], list[st
 
 def _setting_of(flag: str, value: str) -> str:
     """What a flag of another system is called here, with its value; empty where nothing is known."""
+    from mtrain.config.grammar import parse_value
     from mtrain.config.keys import suggest
     from mtrain.config.near import NOTHING, suggestions
-    from mtrain.config.source import parse_value
 
     near, why = suggest(flag) if flag.startswith("--") else ([], "")
     if not (near or why) or difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.8):

@@ -21,10 +21,12 @@ FLAGS = {
     "--json": "print JSON for a machine, where the page of a verb has it",
     "--resolved": "show: print the bare file that run=FILE reads",
     "--all": "check: every model in every layout, precision and cluster that ships",
+    "--config-dir": "a folder of your own choices, as DIR/model/mine.yaml and DIR/recipes/mine.yaml; or MTRAIN_CONF",
     "--multirun": "train, check: one run for each of KEY=A,B or KEY=range(1,4); -m for short",
     "--debug": "print the traceback of an error",
     "--help": "print this page",
     "--version": "print the version",
 }
+CONFIG_DIR = "--config-dir"
 SHORT = {"-h": "--help", "-m": "--multirun"}
 HELP = ("--help", "-h")
