@@ -102,6 +102,11 @@ def test_imports_go_strictly_downward(path: Path) -> None:
         )
 
 
+def test_of_a_family_only_its_build_is_above_plan() -> None:
+    assert layer_of("mtrain.models.gpt.build.chunk") == layer_of("mtrain.build.model") > LAYERS["mcore"]
+    assert layer_of("mtrain.models.gpt.count") == layer_of("mtrain.models.registry.builder") < LAYERS["plan"]
+
+
 def uses(name: str, text: str, known: Mapping[str, str]) -> set[str]:
     """The modules that one imports, where it is loaded or later inside of a function.
 
