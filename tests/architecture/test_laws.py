@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ LAYERS = {
     "config": 1,
     "layout": 2,
     "recipes": 2,
+    "models": 2,
     "plan": 3,
     "devices": 4,
     "mcore": 5,
@@ -35,6 +37,8 @@ LAYERS = {
     "launching": 10,
     "cli": 11,
 }
+BUILDS = re.compile(r"mtrain\.models\.\w+\.build\b")
+"""Modules that build a family of models are of the layer of `build`; the rest of a family is known to `plan`."""
 ONLY_IN = {
     "hydra": ("config/hydra_source.py", "config/grammar.py"),
     "omegaconf": ("config/hydra_source.py",),
@@ -55,7 +59,6 @@ BUILDERS = LAYERS["mcore"] + 1
 DEVICE_WORDS = {"cuda", "cpu"}
 KNOWS_DEVICES = ("devices/", "config/devices.py", "mcore/hook.py")
 """Devices themselves, their facts, and the hook that rewrites the word in megatron-core's source."""
-WITHOUT_TORCH = [package for package, layer in LAYERS.items() if layer <= 3]
 
 
 def modules() -> list[Path]:
@@ -69,8 +72,12 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
             yield from ((name.name, node.lineno) for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module, node.lineno
-            if node.module == "mtrain":
-                yield from ((f"mtrain.{name.name}", node.lineno) for name in node.names)
+            yield from ((f"{node.module}.{name.name}", node.lineno) for name in node.names)
+
+
+def name_of(path: Path) -> str:
+    """`mtrain.config.load` of its file; a package has the name of its folder."""
+    return ".".join(("mtrain", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
 
 
 def inside_functions(path: Path) -> set[int]:
@@ -86,21 +93,79 @@ def package_of(module: str) -> str | None:
     return parts[1] if parts[0] == "mtrain" and len(parts) > 1 else None
 
 
+def layer_of(module: str) -> int:
+    """The layer of a module, or of a name in one; -1: of `mtrain` itself."""
+    package = package_of(module)
+    if package is None or package == "__version__":
+        return -1
+    return LAYERS["build"] if BUILDS.match(module) else LAYERS[package]
+
+
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SOURCE)))
 def test_imports_go_strictly_downward(path: Path) -> None:
-    here = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-    if here == "__init__":
-        return
+    here, package = layer_of(name_of(path)), package_of(name_of(path))
     for module, line in imports(path):
-        package = package_of(module)
-        if package is None or package == here or package == "__version__":
+        if module.partition(".")[0] != "mtrain":
             continue
-        assert package in LAYERS, f"{path}:{line}: {package} has no layer; give it one in this test and in the README"
-        layer = BUILDERS if line in inside_functions(path) else LAYERS[here]
-        assert LAYERS[package] < layer, (
-            f"{path}:{line}: {here} (layer {LAYERS[here]}) imports {module} (layer {LAYERS[package]}). "
+        known = package_of(module) in {None, "__version__", *LAYERS}
+        assert known, f"{path}:{line}: {module} has no layer; give its package one in this test and in the README"
+        there = layer_of(module)
+        below = BUILDERS if line in inside_functions(path) else here
+        assert there < below or (there == here and package_of(module) == package), (
+            f"{path}:{line}: {package} (layer {here}) imports {module} (layer {there}). "
             "Imports go downward, and packages of one layer do not know each other."
         )
+
+
+def test_of_a_family_only_its_build_is_above_plan() -> None:
+    assert layer_of("mtrain.models.gpt.build.chunk") == layer_of("mtrain.build.model") > LAYERS["mcore"]
+    assert layer_of("mtrain.models.gpt.count") == layer_of("mtrain.models.registry.builder") < LAYERS["plan"]
+
+
+def uses(name: str, text: str, known: Mapping[str, str]) -> set[str]:
+    """The modules that one imports, where it is loaded or later inside of a function.
+
+    That `a.b.c` loads the packages `a` and `a.b` first is left out: there is no way around it.
+    """
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inner & known.keys() if inner & known.keys() else {str(node.module)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            found |= {a.value for a in node.args if isinstance(a, ast.Constant)}
+    return (found & known.keys()) - {name}
+
+
+def circle(texts: Mapping[str, str]) -> list[str]:
+    """Modules of which each imports the next and the last the first, by the text of all modules; empty: none do."""
+    try:
+        TopologicalSorter({name: uses(name, text, texts) for name, text in texts.items()}).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_module_imports_what_imports_it() -> None:
+    found = circle({name_of(path): path.read_text() for path in modules()})
+    assert not found, (
+        f"{' <- '.join(found)}: modules that need each other are one; move what both need below them, or hand it "
+        "over as an argument. An import inside of a function counts as well"
+    )
+
+
+def test_a_circle_is_found_where_one_import_is_inside_of_a_function() -> None:
+    texts = {
+        "m.a": "from m.b import x",
+        "m.b": "import m.c",
+        "m.c": "def f():\n    from m import a",
+        "m.d": "import m.a",
+    }
+    assert set(circle(texts)) == {"m.a", "m.b", "m.c"}
+    assert circle(texts | {"m.c": ""}) == []
+    assert circle(texts | {"m.c": "import importlib\nimportlib.import_module('m.a')"})
 
 
 @pytest.mark.parametrize("library", ONLY_IN)
@@ -115,8 +180,7 @@ def test_a_library_stays_in_its_package(library: str) -> None:
 
 def test_torch_is_unknown_below_layer_four() -> None:
     for path in modules():
-        package = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-        if package in WITHOUT_TORCH:
+        if layer_of(name_of(path)) <= 3:
             for module, line in imports(path):
                 assert module.split(".")[0] not in ("torch", "numpy") or line in inside_functions(path), (
                     f"{path}:{line}: layers 0 to 3 validate within a second, so they know no torch"

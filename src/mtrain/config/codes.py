@@ -67,6 +67,8 @@ WORDS: dict[str, tuple[str, str]] = {
         "The state of the model alone is larger than this machine's memory.",
         "Name the machines it is meant for, as in cluster=h100x64, or take a smaller model.",
     ),
+    "MT245": ("No installed plug-in provides the family of the model.", "Choose gpt, or install its plug-in."),
+    "MT246": ("The family of the model has keys of its own, and none is set.", "Set them, or choose another family."),
     "MT407": (
         "A kernel is named that this machine cannot run.",
         "Name the reference or auto, or install what is missing; only auto chooses.",

@@ -11,9 +11,9 @@ from typing import Any
 
 from mtrain import strict_json
 from mtrain.config.devices import facts_of
-from mtrain.config.load import read_run_file
 from mtrain.config.paths import RUN_FILE
 from mtrain.config.run import RunConfig
+from mtrain.config.run_file import read_run_file
 from mtrain.errors import MtrainError
 from mtrain.launching.preflight import threads_per_rank
 

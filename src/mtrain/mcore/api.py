@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from mtrain.mcore import require_installed
+from mtrain.mcore.installed import require_installed
 
 require_installed()  # nothing of megatron may be imported before this line
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mtrain.mcore import require_installed
+from mtrain.mcore.installed import require_installed
 
 require_installed()  # nothing of megatron may be imported before this line
 

@@ -107,7 +107,7 @@ def joined(run: RunConfig) -> Iterator[World]:
     world = _join(run, RankEnv.here(), device)
     from mtrain.world import guard
 
-    guard.check_groups(world)
+    guard.check_groups(world.rank, world.grid, world.embedding_stages)
     yield world
     dist.barrier()
     from mtrain.mcore import api as mcore
