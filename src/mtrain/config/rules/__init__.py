@@ -26,7 +26,8 @@ from mtrain.config.rules import (
     storage,
     unused,
 )
-from mtrain.config.rules.finding import Change, Finding, Rule
+from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.rules.rule import Rule
 from mtrain.config.run import RunConfig
 from mtrain.config.watch import watched
 from mtrain.errors import Problem
@@ -47,8 +48,6 @@ _MODULES = (
     unused,
 )
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
-ON_DISK: frozenset[Rule] = frozenset((*corpus.ON_DISK, *storage.ON_DISK, *layout.ON_DISK))
-"""Rules that look at files. Every other one is a pure function of the configuration."""
 
 MAX_TRIES = 400
 DISK_SECONDS = 0.4
@@ -62,22 +61,20 @@ class Answers:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Rule, list[tuple[dict[str, Any], list[tuple[Finding, frozenset[str]]]]]] = {}
+        self._known: dict[Rule, dict[tuple[Any, ...], list[tuple[Finding, frozenset[str]]]]] = {}
         self._left = DISK_SECONDS
 
     def of(self, rule: Rule, run: RunConfig) -> list[tuple[Finding, frozenset[str]]]:
         """Findings of a rule with the keys that it had read until each of them."""
-        known = self._known.setdefault(rule, [])
-        for values, said in known:
-            if all(value_at(run, key) == value for key, value in values.items()):
-                return said
-        if known and self._left <= 0:
-            return []
-        begun, reads = time.monotonic(), set[str]()
-        said = list(_said(rule, run, reads))
-        self._left -= time.monotonic() - begun
-        known.append(({key: value_at(run, key) for key in reads if not key.endswith(".")}, said))
-        return said
+        known = self._known.setdefault(rule, {})
+        values = tuple(value_at(run, key) for key in rule.reads)
+        if values not in known:
+            if known and self._left <= 0:
+                return []
+            begun = time.monotonic()
+            known[values] = list(_said(rule, run))
+            self._left -= time.monotonic() - begun
+        return known[values]
 
 
 def check(
@@ -115,16 +112,17 @@ def findings(run: RunConfig, answers: Answers | None = None) -> Iterator[Finding
     """What every rule has to say about a resolved run; `answers` are those of a run that differs in a few keys."""
     answers = answers or Answers()
     for rule in RULES:
-        yield from (found for found, _ in answers.of(rule, run)) if rule in ON_DISK else rule(run)
+        yield from (found for found, _ in answers.of(rule, run)) if rule.disk else rule(run)
 
 
 def findings_and_reads(run: RunConfig, answers: Answers) -> Iterator[tuple[Finding, frozenset[str]]]:
     """The same, each with the keys that its rule had read until then."""
     for rule in RULES:
-        yield from answers.of(rule, run) if rule in ON_DISK else _said(rule, run, set())
+        yield from answers.of(rule, run) if rule.disk else _said(rule, run)
 
 
-def _said(rule: Rule, run: RunConfig, reads: set[str]) -> Iterator[tuple[Finding, frozenset[str]]]:
+def _said(rule: Rule, run: RunConfig) -> Iterator[tuple[Finding, frozenset[str]]]:
+    reads = set[str]()
     for found in rule(watched(run, reads)):
         yield found, frozenset(reads)
 

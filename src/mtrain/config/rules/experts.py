@@ -6,8 +6,11 @@ import math
 from collections.abc import Iterator
 
 from mtrain.config.resolve import smallest_world
-from mtrain.config.rules.finding import Change, Finding, divisors, dp_of, listed, multiples, nearest
+from mtrain.config.rules.finding import DP, Change, Finding, divisors, dp_of, listed, multiples, nearest
+from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
+
+_GROUPED = "model=mixtral_tiny model.moe.num_experts=8 model.moe.router_topk=4"
 
 
 def _ep_fixes(run: RunConfig, legal: list[int]) -> tuple[Change, ...]:
@@ -17,6 +20,11 @@ def _ep_fixes(run: RunConfig, legal: list[int]) -> tuple[Change, ...]:
     return tuple(fixes)
 
 
+@rule(
+    Code("MT120", "ep spreads experts, and a dense model has none.", example="parallel=ep2"),
+    Code("MT121", "etp splits experts, and a dense model has none.", example="parallel=single parallel.etp=2"),
+    reads="model.moe parallel.ep parallel.etp parallel.tp",
+)
 def expert_axes_need_experts(run: RunConfig) -> Iterator[Finding]:
     """Axes of experts mean nothing in a dense model."""
     p = run.parallel
@@ -30,6 +38,15 @@ def expert_axes_need_experts(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT121", "parallel.etp", rule, ({"parallel.etp": None},))
 
 
+@rule(
+    Code(
+        "MT122",
+        "Every ep rank holds as many experts.",
+        example="model=mixtral_tiny model.moe.num_experts=3 parallel=ep2",
+    ),
+    Code("MT123", "Every etp rank holds as much of each expert.", example="model=mixtral_tiny parallel=tp3"),
+    reads="model.moe.ffn_hidden_size model.moe.num_experts parallel.ep parallel.etp parallel.tp",
+)
 def experts_divide(run: RunConfig) -> Iterator[Finding]:
     """Every ep rank holds as many experts, every etp rank as much of each."""
     moe, p = run.model.moe, run.parallel
@@ -49,6 +66,10 @@ def experts_divide(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT123", "model.moe.ffn_hidden_size", rule, ({"parallel.etp": 1}, *wide))
 
 
+@rule(
+    Code("MT124", example="model=mixtral_tiny parallel=ep2 parallel.ranks=3"),
+    reads=f"{DP} parallel.etp parallel.ep model.moe.num_experts parallel.hsdp_replicas",
+)
 def expert_grid_is_whole(run: RunConfig) -> Iterator[Finding]:
     """A stage's ranks hold whole expert grids."""
     p = run.parallel
@@ -66,6 +87,10 @@ def expert_grid_is_whole(run: RunConfig) -> Iterator[Finding]:
     yield Finding("MT124", "parallel.ep", rule, (*_ep_fixes(run, legal), *etp_fixes, *more))
 
 
+@rule(
+    Code("MT125", example="model=mixtral_tiny parallel=tp2 parallel.sequence_parallel=false"),
+    reads="model.moe parallel.tp parallel.sequence_parallel",
+)
 def experts_with_tp_need_sequence_parallel(run: RunConfig) -> Iterator[Finding]:
     """megatron-core's MoE layer refuses to train with tp and without sequence parallelism."""
     p = run.parallel
@@ -79,6 +104,10 @@ def experts_with_tp_need_sequence_parallel(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT125", "parallel.sequence_parallel", rule, fixes)
 
 
+@rule(
+    Code("MT220", example="model=mixtral_tiny model.moe.num_experts=1"),
+    reads="model.moe.router_topk model.moe.num_experts",
+)
 def router_numbers(run: RunConfig) -> Iterator[Finding]:
     """A token can visit as many experts as it is told to."""
     moe = run.model.moe
@@ -93,6 +122,10 @@ def router_numbers(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT220", "model.moe.router_topk", rule, fixes)
 
 
+@rule(
+    Code("MT221", example="model=mixtral_tiny model.moe.first_dense_layers=4"),
+    reads="model.num_layers model.moe.first_dense_layers",
+)
 def some_layers_have_experts(run: RunConfig) -> Iterator[Finding]:
     """The dense layers are fewer than all."""
     moe, layers = run.model.moe, run.model.num_layers
@@ -102,6 +135,28 @@ def some_layers_have_experts(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT221", "model.moe.first_dense_layers", rule, (*less, {"model.moe": None}))
 
 
+@rule(
+    Code(
+        "MT222",
+        "The score of an expert that is chosen alone has a gradient.",
+        example="model=mixtral_tiny model.moe.router_topk=1",
+    ),
+    Code(
+        "MT223",
+        "The balancing bias works on sigmoid scores.",
+        example="model=mixtral_tiny model.moe.router_enable_expert_bias=true",
+    ),
+    Code(
+        "MT224",
+        "Sinkhorn balances without a loss.",
+        example="model=mixtral_tiny model.moe.router_load_balancing_type=sinkhorn",
+    ),
+    reads=(
+        "model.moe.router_enable_expert_bias model.moe.router_load_balancing_type "
+        "model.moe.router_score_function model.moe.router_topk model.moe.aux_loss_coeff "
+        "model.moe.router_pre_softmax"
+    ),
+)
 def router_scores(run: RunConfig) -> Iterator[Finding]:
     """Scores have a gradient, and balancing works on those that are chosen."""
     moe = run.model.moe
@@ -122,6 +177,29 @@ def router_scores(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT224", "model.moe.aux_loss_coeff", rule, ({"model.moe.aux_loss_coeff": 0.0},))
 
 
+@rule(
+    Code(
+        "MT225",
+        "Group-limited routing has a number of groups and a number of chosen ones.",
+        example=f"{_GROUPED} model.moe.router_num_groups=2",
+    ),
+    Code(
+        "MT226",
+        "Groups of experts are equal.",
+        example=f"{_GROUPED} model.moe.router_num_groups=3 model.moe.router_group_topk=2",
+    ),
+    Code(
+        "MT227",
+        "A token cannot choose more groups than there are.",
+        example=f"{_GROUPED} model.moe.router_num_groups=2 model.moe.router_group_topk=3",
+    ),
+    Code(
+        "MT228",
+        "The chosen groups hold as many experts as a token visits, and each is visited.",
+        example=f"{_GROUPED} model.moe.router_num_groups=8 model.moe.router_group_topk=2",
+    ),
+    reads="model.moe.router_group_topk model.moe.router_num_groups model.moe.router_topk model.moe.num_experts",
+)
 def group_limited_routing(run: RunConfig) -> Iterator[Finding]:
     """Group-limited routing (DeepSeek-V3): experts in equal groups, and enough of them in the chosen groups."""
     moe = run.model.moe
@@ -155,6 +233,20 @@ PUBLISHED_GROUP_SCORES = {"deepseek_v2": 1, "deepseek_v3": 2}
 """Model -> how many of its best scores a group is worth in the report on it."""
 
 
+@rule(
+    Code(
+        "MT242",
+        "A group of experts is worth no more scores than it has experts.",
+        example=f"{_GROUPED} model.moe.router_num_groups=4 model.moe.router_group_topk=2 "
+        "model.moe.router_group_score_topk=3",
+    ),
+    Code(
+        "MT243",
+        "A published model's groups are worth the scores of its report.",
+        example=f"{_GROUPED} model.moe.router_num_groups=4 model.moe.router_group_topk=2 model.name=deepseek_v2",
+    ),
+    reads="model.moe.router_num_groups model.moe.num_experts model.moe.router_group_score_topk model.name",
+)
 def group_scores(run: RunConfig) -> Iterator[Finding]:
     """A group of experts has as many scores as it is worth, and a published model the ones of its report."""
     moe, key = run.model.moe, "model.moe.router_group_score_topk"
@@ -173,6 +265,19 @@ def group_scores(run: RunConfig) -> Iterator[Finding]:
             yield Finding("MT243", key, rule, ({key: published}, {"model.name": "custom"}))
 
 
+@rule(
+    Code(
+        "MT229",
+        "megatron-core adds an expert's bias once per etp rank, so it allows one.",
+        example="model=mixtral_tiny parallel=tp2sp model.add_bias_linear=true",
+    ),
+    Code(
+        "MT240",
+        "megatron-core's shared experts have no biases.",
+        example="model=mixtral_tiny model.moe.shared_expert_intermediate_size=64 model.add_bias_linear=true",
+    ),
+    reads="model.add_bias_linear model.moe.shared_expert_intermediate_size parallel.etp parallel.tp",
+)
 def biases_in_experts(run: RunConfig) -> Iterator[Finding]:
     """megatron-core adds an expert's bias once per etp rank, so it allows one."""
     p = run.parallel
@@ -186,6 +291,23 @@ def biases_in_experts(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT240", "model.add_bias_linear", rule, ({"model.add_bias_linear": False}, shared))
 
 
+@rule(
+    Code(
+        "MT230",
+        "Capacity works with a dispatcher that drops tokens, and not with sinkhorn.",
+        example="model=mixtral_tiny model.moe.expert_capacity_factor=1.0 model.moe.token_dispatcher_type=allgather",
+    ),
+    Code(
+        "MT231",
+        "Capacity is counted on each rank: other tokens are dropped than on one.",
+        severity="warning",
+        example="model=mixtral_tiny parallel=tp2sp model.moe.expert_capacity_factor=1.0",
+    ),
+    reads=(
+        "model.moe.expert_capacity_factor model.moe.router_load_balancing_type "
+        "model.moe.token_dispatcher_type parallel.cp parallel.sequence_parallel parallel.tp"
+    ),
+)
 def capacity(run: RunConfig) -> Iterator[Finding]:
     """Experts of limited capacity: which balancing allows it, and what it makes of a layout."""
     moe, p = run.model.moe, run.parallel
@@ -208,9 +330,27 @@ def capacity(run: RunConfig) -> Iterator[Finding]:
             f"capacity is counted over the tokens of one rank: with tp {p.tp} * cp {p.cp} other tokens are dropped "
             "than on one rank"
         )
-        yield Finding("MT231", "model.moe.expert_capacity_factor", rule, (dropless,), "warning")
+        yield Finding("MT231", "model.moe.expert_capacity_factor", rule, (dropless,))
 
 
+@rule(
+    Code(
+        "MT232",
+        "Sinkhorn chooses by itself, without groups and bias.",
+        example="model=mixtral_tiny model.moe.router_load_balancing_type=sinkhorn "
+        "model.moe.router_enable_expert_bias=true",
+    ),
+    Code(
+        "MT233",
+        "Sinkhorn balances the tokens that a rank has.",
+        severity="warning",
+        example="model=mixtral_tiny parallel=tp2sp model.moe.router_load_balancing_type=sinkhorn",
+    ),
+    reads=(
+        "model.moe.router_load_balancing_type model.moe.router_num_groups parallel.cp "
+        "parallel.sequence_parallel model.moe.router_enable_expert_bias parallel.tp"
+    ),
+)
 def sinkhorn_sees_one_rank(run: RunConfig) -> Iterator[Finding]:
     """Sinkhorn normalises over the tokens that a rank has."""
     moe, p = run.model.moe, run.parallel
@@ -228,9 +368,27 @@ def sinkhorn_sees_one_rank(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT232", "model.moe.router_load_balancing_type", rule, (off, aux))
     if p.sequence_parallel or p.cp > 1:
         rule = f"balances the tokens of one rank: with tp {p.tp} * cp {p.cp} it chooses otherwise than on one rank"
-        yield Finding("MT233", "model.moe.router_load_balancing_type", rule, (aux,), "warning")
+        yield Finding("MT233", "model.moe.router_load_balancing_type", rule, (aux,))
 
 
+@rule(
+    Code(
+        "MT234",
+        "Shared experts overlap with the all-to-all dispatcher only.",
+        example="model=mixtral_tiny model.moe.shared_expert_intermediate_size=64 "
+        "model.moe.shared_expert_overlap=true model.moe.token_dispatcher_type=allgather",
+    ),
+    Code(
+        "MT244",
+        "Overlapped shared experts add no offset to the gate and clamp nothing.",
+        example="model=mixtral_tiny model.activation_func_clamp_value=7.0 "
+        "model.moe.shared_expert_intermediate_size=64 model.moe.shared_expert_overlap=true",
+    ),
+    reads=(
+        "model.moe.shared_expert_overlap model.glu_linear_offset model.moe.token_dispatcher_type "
+        "model.activation_func_clamp_value"
+    ),
+)
 def overlapped_shared_experts(run: RunConfig) -> Iterator[Finding]:
     """Only the all-to-all dispatcher leaves time for the shared experts, and their gates are then plain ones."""
     moe, m, key = run.model.moe, run.model, "model.moe.shared_expert_overlap"
@@ -245,6 +403,28 @@ def overlapped_shared_experts(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT244", key, rule, (off,))
 
 
+@rule(
+    Code(
+        "MT235",
+        "The flex dispatcher runs on GPUs.",
+        example="model=mixtral_tiny parallel=ep2 model.moe.token_dispatcher_type=flex",
+    ),
+    Code(
+        "MT236",
+        "The flex dispatcher sends tokens between ranks.",
+        example="model=mixtral_tiny parallel=single model.moe.token_dispatcher_type=flex",
+    ),
+    Code(
+        "MT237",
+        "DeepEP pads no expert to its capacity.",
+        example="model=mixtral_tiny model.moe.token_dispatcher_type=flex model.moe.expert_capacity_factor=1.0 "
+        "model.moe.pad_expert_input_to_capacity=true parallel.ep=2",
+    ),
+    reads=(
+        "model.moe.token_dispatcher_type cluster.device model.moe.flex_dispatcher_backend "
+        "model.moe.pad_expert_input_to_capacity parallel.ep parallel.etp parallel.tp"
+    ),
+)
 def flex_dispatcher(run: RunConfig) -> Iterator[Finding]:
     """Kernels that send tokens themselves run on GPUs, between ranks, and know capacity in one of two."""
     moe, p = run.model.moe, run.parallel
@@ -264,6 +444,14 @@ def flex_dispatcher(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT237", "model.moe.pad_expert_input_to_capacity", rule, (off, alltoall))
 
 
+@rule(
+    Code(
+        "MT238",
+        example="model=mixtral_tiny precision=fp8_tensorwise cluster=h100x8 "
+        "model.moe.token_dispatcher_type=allgather model.moe.router_padding_for_quantization=true",
+    ),
+    reads="model.moe.router_padding_for_quantization model.moe.token_dispatcher_type",
+)
 def padding_router(run: RunConfig) -> Iterator[Finding]:
     """The allgather dispatcher has no place for a router's padding."""
     moe = run.model.moe
@@ -273,13 +461,17 @@ def padding_router(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT238", "model.moe.router_padding_for_quantization", rule, (_ALLTOALL, off))
 
 
+@rule(
+    Code("MT239", severity="warning", example="model=mixtral_tiny model.moe.router_force_load_balancing=true"),
+    reads="model.moe.router_force_load_balancing",
+)
 def benchmarks_only(run: RunConfig) -> Iterator[Finding]:
     """Random routing measures speed and trains no model."""
     moe = run.model.moe
     if moe is not None and moe.router_force_load_balancing:
         rule = "tokens go to random experts: for measuring speed, not for a model"
         off: Change = {"model.moe.router_force_load_balancing": False}
-        yield Finding("MT239", "model.moe.router_force_load_balancing", rule, (off,), "warning")
+        yield Finding("MT239", "model.moe.router_force_load_balancing", rule, (off,))
 
 
 _ALLTOALL: Change = {"model.moe.token_dispatcher_type": "alltoall"}

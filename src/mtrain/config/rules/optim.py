@@ -8,9 +8,12 @@ from mtrain.config.groups import MuonConfig
 from mtrain.config.kernels import adam_obstacle
 from mtrain.config.resolve import tenth
 from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.rules.rule import Code, rule
+from mtrain.config.rules.unused import UNUSED
 from mtrain.config.run import RunConfig
 
 
+@rule(Code("MT421", example="optim.min_lr=0.1"), reads="optim.lr optim.min_lr")
 def rates_are_ordered(run: RunConfig) -> Iterator[Finding]:
     """The schedule falls from lr to min_lr."""
     o = run.optim
@@ -20,6 +23,10 @@ def rates_are_ordered(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT421", "optim.min_lr", rule, fixes)
 
 
+@rule(
+    Code("MT422", example="optim.warmup_iters=100"),
+    reads="optim.decay_iters optim.warmup_iters trainer.train_iters",
+)
 def warmup_ends_before_decay(run: RunConfig) -> Iterator[Finding]:
     """The warmup is over before the decay is."""
     o = run.optim
@@ -32,6 +39,16 @@ def warmup_ends_before_decay(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT422", "optim.warmup_iters", rule, tuple(fixes))
 
 
+@rule(
+    Code("MT423", "Only warmup-stable-decay has a final decay.", example="optim.wsd_decay_iters=5"),
+    Code("MT424", "Warmup-stable-decay needs to know how long its final decay is.", example="optim.schedule=wsd"),
+    Code(
+        "MT425",
+        "The final decay fits between the warmup and the end.",
+        example="optim.schedule=wsd optim.wsd_decay_iters=200",
+    ),
+    reads="optim.decay_iters optim.schedule optim.warmup_iters optim.wsd_decay_iters trainer.train_iters",
+)
 def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
     """Warmup-stable-decay needs to know how long the decay is; nothing else reads that."""
     o = run.optim
@@ -46,12 +63,16 @@ def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
     if o.wsd_decay_iters is None:
         yield Finding("MT424", "optim.wsd_decay_iters", "schedule wsd needs the steps of its final decay", (tenth,))
     elif o.wsd_decay_iters > decay - warmup > 0:
-        room = f"between the end of the warmup at {warmup} and step {decay}"
-        rule = f"{o.wsd_decay_iters} steps of final decay do not fit {room}"
+        between = f"between the end of the warmup at {warmup} and step {decay}"
+        rule = f"{o.wsd_decay_iters} steps of final decay do not fit {between}"
         rest: Change = {"optim.wsd_decay_iters": decay - warmup}
         yield Finding("MT425", "optim.wsd_decay_iters", rule, (rest, tenth))
 
 
+@rule(
+    Code("MT426", example="optim=sgd parallel.distributed_optimizer=true"),
+    reads="parallel.distributed_optimizer optim.name",
+)
 def optimizer_can_be_distributed(run: RunConfig) -> Iterator[Finding]:
     """megatron-core's distributed optimizer knows Adam only."""
     if run.parallel.distributed_optimizer and run.optim.name != "adamw":
@@ -61,6 +82,10 @@ def optimizer_can_be_distributed(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT426", "parallel.distributed_optimizer", rule, (off, both, {"optim.name": "adamw"}))
 
 
+@rule(
+    Code("MT467", example="optim=muon optim.cpu_offload=0.5"),
+    reads="optim.name optim.cpu_offload parallel.fsdp",
+)
 def muon_has_whole_matrices(run: RunConfig) -> Iterator[Finding]:
     """Orthogonalising needs all rows and columns of a matrix, on the device."""
     o, p = run.optim, run.parallel
@@ -74,13 +99,14 @@ def muon_has_whole_matrices(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT467", "optim.cpu_offload", rule, ({"optim.cpu_offload": 0.0}, adamw))
 
 
+@rule(Code("MT427", severity="warning", example="optim.lr=3"), reads="optim.name optim.lr")
 def rate_is_plausible(run: RunConfig) -> Iterator[Finding]:
     """A rate of whole numbers is usually one whose exponent was lost."""
     o = run.optim
     if o.name == "adamw" and o.lr > 0.1:
         rule = f"a learning rate of {o.lr:g} is unusual for adamw: 1e-5 to 1e-2 is common"
         fixes: tuple[Change, ...] = ({"optim.lr": 1e-3}, {"optim.lr": 1e-3, "optim.min_lr": 0.0})
-        yield Finding("MT427", "optim.lr", rule, fixes, "warning")
+        yield Finding("MT427", "optim.lr", rule, fixes)
 
 
 REMAINDERS: Change = {"optim.main_params_dtype": "fp32", "optim.store_param_remainders": True}
@@ -91,8 +117,23 @@ FULL: Change = {
     "optim.store_param_remainders": False,
 }
 """State of Adam in 32 bits each."""
+STATE = " ".join(FULL)
 
 
+@rule(
+    Code(
+        "MT461",
+        "An implementation of Adam is named that does not update what this run trains.",
+        help="Leave kernels.optimizer to auto, which takes one that does.",
+        example="optim=sgd kernels.optimizer=reference",
+    ),
+    Code(
+        "MT462",
+        "torch and TransformerEngine keep 32 bits of each moment, and know no muon.",
+        example="optim=muon kernels.optimizer=torch",
+    ),
+    reads=f"kernels.optimizer optim.name {STATE} optim.cpu_offload parallel.fsdp",
+)
 def kernel_can_update(run: RunConfig) -> Iterator[Finding]:
     """Ours is AdamW on plain tensors of the device; the others keep 32 bits of everything."""
     o, kernel = run.optim, run.kernels.optimizer
@@ -109,6 +150,35 @@ def kernel_can_update(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT462", "kernels.optimizer", rule, (auto,))
 
 
+@rule(
+    UNUSED,
+    Code(
+        "MT463",
+        "Low-precision state is of plain tensors on the device.",
+        example="optim.exp_avg_dtype=fp8 optim.cpu_offload=0.5",
+    ),
+    Code(
+        "MT464",
+        "Main weights are what the distributed optimizer keeps of bf16 ones.",
+        example="optim.store_param_remainders=true",
+    ),
+    Code(
+        "MT465",
+        "Remainders are what is left of fp32 main weights.",
+        example="precision=bf16 parallel.distributed_optimizer=true optim.main_params_dtype=bf16 "
+        "optim.store_param_remainders=true",
+    ),
+    Code(
+        "MT466",
+        "Stages that share the embedding keep the same copy of it.",
+        example="precision=bf16 parallel=pp2 parallel.distributed_optimizer=true optim.main_params_dtype=bf16 "
+        "model.tie_word_embeddings=true",
+    ),
+    reads=(
+        f"{STATE} optim.name parallel.distributed_optimizer parallel.fsdp precision.dtype optim.cpu_offload "
+        "parallel.pp model.tie_word_embeddings"
+    ),
+)
 def low_precision_has_its_place(run: RunConfig) -> Iterator[Finding]:
     """Low-precision state is kept of plain tensors, and main weights where the distributed optimizer has them."""
     o, p = run.optim, run.parallel
