@@ -109,7 +109,7 @@ def _code(code: str) -> dict[str, Any]:
         "code": code,
         "about": family(code),
         "means": known.summary,
-        "severity": known.severity,
+        "severity": next((p.severity for p in found), known.severity),
         "keys": keys,
         "example": known.example,
         "says": list(dict.fromkeys(f"{p.path}: {p.rule}".removeprefix(": ") for p in found)) or [known.says],

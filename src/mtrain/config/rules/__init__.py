@@ -83,19 +83,19 @@ def check(
     *,
     raw: RunConfig | None = None,
     resolve: Callable[[RunConfig], RunConfig] = lambda run: run,
-    unsaid: Callable[[AbstractSet[str]], bool] = lambda reads: False,
+    hidden: Callable[[AbstractSet[str]], bool] = lambda reads: False,
     to_run: bool = True,
 ) -> list[Problem]:
     """Every broken rule of a resolved run, errors before warnings.
 
     A fix is shown only after it was tried: applied to `raw` (the run before it was resolved, what a user edits)
-    and resolved again, it removes its problem and brings no new one. Left out is what is `unsaid`, which is given the
+    and resolved again, it removes its problem and brings no new one. Left out is what is `hidden`, which is given the
     keys that the rule read. Where the configuration is not `to_run` here, what it lacks is a warning.
     """
     raw, answers = raw if raw is not None else run, Answers()
     found = list(findings_and_reads(run, answers))
     trial = _Trial(raw, resolve, (finding for finding, _ in found), answers)
-    said = [_softened(finding, raw, to_run=to_run) for finding, reads in found if not unsaid(reads)]
+    said = [_softened(finding, raw, to_run=to_run) for finding, reads in found if not hidden(reads)]
     problems = [_problem(finding, run, origins or {}, trial) for finding in said]
     return sorted(problems, key=lambda p: p.severity)
 

@@ -33,6 +33,18 @@ MAX_READ = 100
 CHECKED_TOKENS = 1 << 20
 """Tokens at the beginning of a corpus whose ids are looked at: a hundredth of a second."""
 _AGAIN = "write it again, or data.path=another"
+TOO_FEW = Code(
+    "MT605",
+    "A split has too few tokens for one sample.",
+    "Shorten data.seq_length, or give the split more.",
+    example="data.limit_mib=0.0001",
+)
+NO_END = Code(
+    "MT608",
+    "No end-of-document token is known to tell documents apart.",
+    "Turn data.eod_mask_loss and data.packed off, or name a tokenizer.",
+    example="data=indexed data.path=/nowhere/corpus data.eod_mask_loss=true",
+)
 
 
 @rule(
@@ -47,12 +59,7 @@ _AGAIN = "write it again, or data.path=another"
         "No text was found among the files that were looked at; training looks at all of them.",
         severity="warning",
     ),
-    Code(
-        "MT605",
-        "A split has too few tokens for one sample.",
-        help="Shorten data.seq_length, or give the split more.",
-        example="data.limit_mib=0.0001",
-    ),
+    TOO_FEW,
     reads="data.kind data.path data.limit_mib data.seq_length data.suffixes trainer.eval_iters",
     disk=True,
 )
@@ -129,12 +136,7 @@ def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, i
         help="Name the prefix of both files.",
         example="data=indexed data.path=/nowhere/corpus",
     ),
-    Code(
-        "MT605",
-        "A split has too few tokens for one sample.",
-        help="Shorten data.seq_length, or give the split more.",
-        example="data.limit_mib=0.0001",
-    ),
+    TOO_FEW,
     Code(
         "MT611",
         "The .bin and .idx do not add up, or are none.",
@@ -232,12 +234,7 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles) -> Iterator[Finding]:
     ),
     Code("MT613", "A file is no tokenizer.json.", help="Name one that Hugging Face's tokenizers wrote."),
     Code("MT607", "The tokenizer has more ids than the model has rows.", help="Enlarge model.vocab_size."),
-    Code(
-        "MT608",
-        "No end-of-document token is known to tell documents apart.",
-        help="Turn data.eod_mask_loss and data.packed off, or name a tokenizer.",
-        example="data=indexed data.path=/nowhere/corpus data.eod_mask_loss=true",
-    ),
+    NO_END,
     reads="data.tokenizer data.kind data.eod_mask_loss data.packed model.vocab_size",
     disk=True,
 )
@@ -281,12 +278,7 @@ def _tokenizer_fits(run: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
 
 
 @rule(
-    Code(
-        "MT608",
-        "No end-of-document token is known to tell documents apart.",
-        help="Turn data.eod_mask_loss and data.packed off, or name a tokenizer.",
-        example="data=indexed data.path=/nowhere/corpus data.eod_mask_loss=true",
-    ),
+    NO_END,
     reads="data.kind data.tokenizer data.eod_mask_loss data.packed",
 )
 def end_of_document_is_known(run: RunConfig) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
     """A key that the chosen kind does not read is an error, not ignored."""
     d = run.data
     if d.kind == "indexed" and d.path is not None and d.blend is not None:
-        rule = "data.blend names the corpora that are read, and data.path would reach nothing"
+        rule = "data.blend names the corpora that are read, and data.path would have no effect"
         yield Finding(
             "MT316", "data.path", rule, ({"data.path": None}, {"data.blend": None, "data.blend_weights": None})
         )

@@ -358,7 +358,7 @@ def sinkhorn_sees_one_rank(run: RunConfig) -> Iterator[Finding]:
         return
     aux: Change = {"model.moe.router_load_balancing_type": "aux_loss"}
     if moe.router_num_groups is not None or moe.router_enable_expert_bias:
-        rule = "sinkhorn chooses by itself: group-limited routing and the balancing bias reach nothing"
+        rule = "sinkhorn chooses by itself: group-limited routing and the balancing bias have no effect"
         off: Change = {
             "model.moe.router_num_groups": None,
             "model.moe.router_group_topk": None,

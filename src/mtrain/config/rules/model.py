@@ -169,7 +169,7 @@ def one_norm_of_queries_and_keys(run: RunConfig) -> Iterator[Finding]:
     if m.mla is not None:
         yield Finding("MT212", "model.qk_l2_norm", "is not defined for MLA", (off,))
     elif m.qk_layernorm:
-        rule = "queries and keys have one norm: model.qk_layernorm is true too, and would reach nothing"
+        rule = "queries and keys have one norm: model.qk_layernorm is true too, and would have no effect"
         yield Finding("MT212", "model.qk_l2_norm", rule, (off, {"model.qk_layernorm": False}))
 
 

@@ -146,7 +146,7 @@ def kernel_can_update(run: RunConfig) -> Iterator[Finding]:
         rule = f"{kernel} keeps 32 bits of each moment and main weight, and {what} is {_value(run, what)}"
         yield Finding("MT462", "kernels.optimizer", rule, (auto, {**auto, **FULL}))
     elif kernel in ("torch", "te") and o.name == "muon":
-        rule = f"{kernel} has no muon as it is meant here: matrices that are cut over ranks, the rest by adamw"
+        rule = f"{kernel} has no muon for matrices that are sharded over ranks, with adamw for the rest"
         yield Finding("MT462", "kernels.optimizer", rule, (auto,))
 
 
