@@ -9,6 +9,8 @@ from mtrain.config.rules.finding import DP, Change, Finding, divisors, dp_of, li
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
 
+MOST_TOKENS = 1 << 27
+"""Tokens of a step beyond which its batch was probably counted in tokens: DeepSeek-V3's largest has 63 million."""
 LINEAR, LISTED = "trainer.rampup_batch_size", "trainer.batch_size_schedule"
 
 
@@ -40,6 +42,27 @@ def batch_divides(run: RunConfig) -> Iterator[Finding]:
     if t.rampup_batch_size is not None or t.batch_size_schedule is not None:
         fixes += [{**fix, LINEAR: None, LISTED: None} for fix in fixes[-2:]]
     yield Finding("MT130", "trainer.global_batch_size", rule, tuple(fixes))
+
+
+@rule(
+    Code(
+        "MT133",
+        help="Divide the batch by data.seq_length, if it is one in tokens.",
+        severity="warning",
+        example="trainer.global_batch_size=4194304",
+    ),
+    reads=f"trainer.global_batch_size data.seq_length trainer.micro_batch_size parallel.vpp {DP}",
+)
+def batch_is_counted_in_samples(run: RunConfig) -> Iterator[Finding]:
+    """A global batch is a number of samples; one that was written in tokens is thousands of times too large."""
+    t, seq = run.trainer, run.data.seq_length
+    if t.batch * seq > MOST_TOKENS:
+        group = t.micro * dp_of(run) * (run.parallel.pp if run.parallel.vpp > 1 else 1)
+        rule = (
+            f"{t.batch} samples of {seq} tokens are {t.batch * seq:.3g} tokens a step; published runs take 63 million"
+        )
+        fixes: tuple[Change, ...] = tuple({"trainer.global_batch_size": n} for n in multiples(t.batch // seq, group))
+        yield Finding("MT133", "trainer.global_batch_size", f"{rule} at most", fixes)
 
 
 @rule(
@@ -217,6 +240,7 @@ def ramp_ends_within_the_run(run: RunConfig) -> Iterator[Finding]:
 RULES = (
     timeouts_are_ordered,
     batch_divides,
+    batch_is_counted_in_samples,
     micro_batches_fill_the_pipeline,
     groups_of_micro_batches,
     profile_within_run,
