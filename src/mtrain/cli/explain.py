@@ -105,6 +105,7 @@ def _code(code: str) -> dict[str, Any]:
     keys = list(dict.fromkeys(key for rule in rules for key in rule.reads if section_of(key) is None))
     change = f"change {' or '.join(keys[:4])}; `{program()} check` shows values that were tried"
     found = _raised(known)
+    says = [f"{p.path}: {p.rule}".removeprefix(": ") for p in found] or [known.says]
     return {
         "code": code,
         "about": family(code),
@@ -112,7 +113,7 @@ def _code(code: str) -> dict[str, Any]:
         "severity": next((p.severity for p in found), known.severity),
         "keys": keys,
         "example": known.example,
-        "says": list(dict.fromkeys(f"{p.path}: {p.rule}".removeprefix(": ") for p in found)) or [known.says],
+        "says": [text for text in dict.fromkeys(says) if text],
         "fix": next((p.fix for p in found), ""),
         "do": known.help or change,
         "raised_in": sorted({rule.file for rule in rules}),
@@ -220,7 +221,7 @@ def _page(facts: Mapping[str, Any]) -> str:
     head = next(iter(facts.values()))
     lines = [head if "about" not in facts else f"{head} ({facts['about']})"]
     for name, value in list(facts.items())[1:]:
-        if name == "about" or value in ("", [], [""]):
+        if name == "about" or value in ("", []):
             continue
         if name == "chain":
             rows = [f"{row['source']}: {row['value']}" for row in value] if len(value) > 1 else []
