@@ -9,9 +9,12 @@ from mtrain.config.optimizer import Feature
 from mtrain.config.optimizers import OPTIMIZERS, readers
 from mtrain.config.resolve import tenth
 from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.rules.rule import Code, rule
+from mtrain.config.rules.unused import UNUSED
 from mtrain.config.run import RunConfig
 
 
+@rule(Code("MT421", example="optim.min_lr=0.1"), reads="optim.lr optim.min_lr")
 def rates_are_ordered(run: RunConfig) -> Iterator[Finding]:
     """The schedule falls from lr to min_lr."""
     o = run.optim
@@ -21,6 +24,10 @@ def rates_are_ordered(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT421", "optim.min_lr", rule, fixes)
 
 
+@rule(
+    Code("MT422", example="optim.warmup_iters=100"),
+    reads="optim.decay_iters optim.warmup_iters trainer.train_iters",
+)
 def warmup_ends_before_decay(run: RunConfig) -> Iterator[Finding]:
     """The warmup is over before the decay is."""
     o = run.optim
@@ -33,6 +40,16 @@ def warmup_ends_before_decay(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT422", "optim.warmup_iters", rule, tuple(fixes))
 
 
+@rule(
+    Code("MT423", "Only warmup-stable-decay has a final decay.", example="optim.wsd_decay_iters=5"),
+    Code("MT424", "Warmup-stable-decay needs to know how long its final decay is.", example="optim.schedule=wsd"),
+    Code(
+        "MT425",
+        "The final decay fits between the warmup and the end.",
+        example="optim.schedule=wsd optim.wsd_decay_iters=200",
+    ),
+    reads="optim.decay_iters optim.schedule optim.warmup_iters optim.wsd_decay_iters trainer.train_iters",
+)
 def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
     """Warmup-stable-decay needs to know how long the decay is; nothing else reads that."""
     o = run.optim
@@ -47,12 +64,16 @@ def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
     if o.wsd_decay_iters is None:
         yield Finding("MT424", "optim.wsd_decay_iters", "schedule wsd needs the steps of its final decay", (tenth,))
     elif o.wsd_decay_iters > decay - warmup > 0:
-        room = f"between the end of the warmup at {warmup} and step {decay}"
-        rule = f"{o.wsd_decay_iters} steps of final decay do not fit {room}"
+        between = f"between the end of the warmup at {warmup} and step {decay}"
+        rule = f"{o.wsd_decay_iters} steps of final decay do not fit {between}"
         rest: Change = {"optim.wsd_decay_iters": decay - warmup}
         yield Finding("MT425", "optim.wsd_decay_iters", rule, (rest, tenth))
 
 
+@rule(
+    Code("MT426", example="optim=sgd parallel.distributed_optimizer=true"),
+    reads="parallel.distributed_optimizer optim.name",
+)
 def optimizer_can_be_distributed(run: RunConfig) -> Iterator[Finding]:
     """The distributed optimizer cuts parameters anywhere, and not every update rule can be cut."""
     why = _why_not(run, "distributed_optimizer")
@@ -64,6 +85,10 @@ def optimizer_can_be_distributed(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT426", "parallel.distributed_optimizer", rule, (off, both, other))
 
 
+@rule(
+    Code("MT165", example="optim=sgd parallel=dp2 parallel.fsdp=megatron"),
+    reads="parallel.fsdp optim.name",
+)
 def megatron_fsdp_shards_the_state(run: RunConfig) -> Iterator[Finding]:
     """megatron-core's FSDP shards the state of some optimizers only."""
     why = _why_not(run, "megatron_fsdp")
@@ -75,6 +100,10 @@ def megatron_fsdp_shards_the_state(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT165", "parallel.fsdp", rule, (_another(run.optim.name, "megatron_fsdp"), torch_fsdp, plain))
 
 
+@rule(
+    Code("MT467", example="optim=muon optim.cpu_offload=0.5"),
+    reads="optim.name optim.cpu_offload parallel.fsdp",
+)
 def optimizer_has_what_it_needs(run: RunConfig) -> Iterator[Finding]:
     """Some optimizers need whole matrices, and some the device."""
     o, p = run.optim, run.parallel
@@ -103,6 +132,7 @@ def _another(name: str, feature: Feature) -> Change:
     return {"optim.name": instead, **{f"optim.{name}.{key}": None for key in keys}}
 
 
+@rule(Code("MT427", severity="warning", example="optim.lr=3"), reads="optim.name optim.lr")
 def rate_is_plausible(run: RunConfig) -> Iterator[Finding]:
     """A rate of whole numbers is usually one whose exponent was lost."""
     o, usual = run.optim, OPTIMIZERS[run.optim.name].usual_lr
@@ -110,7 +140,7 @@ def rate_is_plausible(run: RunConfig) -> Iterator[Finding]:
         low, high = (f"{rate:.0e}".replace("e-0", "e-") for rate in usual)
         rule = f"a learning rate of {o.lr:g} is unusual for {o.name}: {low} to {high} is common"
         fixes: tuple[Change, ...] = ({"optim.lr": 1e-3}, {"optim.lr": 1e-3, "optim.min_lr": 0.0})
-        yield Finding("MT427", "optim.lr", rule, fixes, "warning")
+        yield Finding("MT427", "optim.lr", rule, fixes)
 
 
 REMAINDERS: Change = {"optim.main_params_dtype": "fp32", "optim.store_param_remainders": True}
@@ -121,8 +151,23 @@ FULL: Change = {
     "optim.store_param_remainders": False,
 }
 """State of Adam in 32 bits each."""
+STATE = " ".join(FULL)
 
 
+@rule(
+    Code(
+        "MT461",
+        "An implementation of Adam is named that does not update what this run trains.",
+        help="Leave kernels.optimizer to auto, which takes one that does.",
+        example="optim=sgd kernels.optimizer=reference",
+    ),
+    Code(
+        "MT462",
+        "torch and TransformerEngine keep 32 bits of each moment, and know no muon.",
+        example="optim=muon kernels.optimizer=torch",
+    ),
+    reads=f"kernels.optimizer optim.name {STATE} optim.cpu_offload parallel.fsdp",
+)
 def kernel_can_update(run: RunConfig) -> Iterator[Finding]:
     """The implementation that is named updates this optimizer, with the state that it is to keep."""
     kernel = run.kernels.optimizer
@@ -145,6 +190,35 @@ def _low_precision(run: RunConfig) -> bool:
     return run.optim.in_low_precision and run.optim.name in readers("exp_avg_dtype")
 
 
+@rule(
+    UNUSED,
+    Code(
+        "MT463",
+        "Low-precision state is of plain tensors on the device.",
+        example="optim.exp_avg_dtype=fp8 optim.cpu_offload=0.5",
+    ),
+    Code(
+        "MT464",
+        "Main weights are what the distributed optimizer keeps of bf16 ones.",
+        example="optim.store_param_remainders=true",
+    ),
+    Code(
+        "MT465",
+        "Remainders are what is left of fp32 main weights.",
+        example="precision=bf16 parallel.distributed_optimizer=true optim.main_params_dtype=bf16 "
+        "optim.store_param_remainders=true",
+    ),
+    Code(
+        "MT466",
+        "Stages that share the embedding keep the same copy of it.",
+        example="precision=bf16 parallel=pp2 parallel.distributed_optimizer=true optim.main_params_dtype=bf16 "
+        "model.tie_word_embeddings=true",
+    ),
+    reads=(
+        f"{STATE} optim.name parallel.distributed_optimizer parallel.fsdp precision.dtype optim.cpu_offload "
+        "parallel.pp model.tie_word_embeddings"
+    ),
+)
 def low_precision_has_its_place(run: RunConfig) -> Iterator[Finding]:
     """Low-precision state is kept of plain tensors, and main weights where the distributed optimizer has them."""
     o, p = run.optim, run.parallel
