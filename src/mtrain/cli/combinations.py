@@ -10,6 +10,7 @@ from typing import Any
 from mtrain.config.batches import NO_RAMP
 from mtrain.config.cluster import ClusterConfig
 from mtrain.config.compose import compose
+from mtrain.config.devices import facts_of
 from mtrain.config.precision import PrecisionConfig
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import RULES
@@ -126,7 +127,7 @@ class _Shaped:
 
     def _memory(self, state: int, cluster: ClusterConfig, machine: Machine) -> Reason:
         need, here, where = state / (self.run.parallel.ranks or 1), (cluster.device_memory_gib or 0) * GIB, "a device"
-        if self.run.cluster.device == "cpu":
+        if facts_of(self.run.cluster.device).on_host:
             need, here, where = state, machine.memory_bytes, "the machine"
         if not here or need <= here:
             return FINE

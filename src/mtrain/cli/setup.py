@@ -43,6 +43,7 @@ def load(
     Raises:
         ConfigError: with every problem of the schema or, where the schema is satisfied, of the rules.
     """
+    from mtrain.models import registry as families
     from mtrain.plan.memory import memory_problems
 
     machine = machine or Machine.here()
@@ -58,7 +59,7 @@ def load(
     run = resolve(raw, machine, world_size)
     origins = resolved_origins(composed, run)
     problems = validate(composed, run, origins, machine, world_size, to_run=to_run)
-    problems += memory_problems(run, machine, origins)
+    problems += families.problems(run.model, origins) or memory_problems(run, machine, origins)
     errors = {problem.code for problem in problems if problem.severity == "error"}
     if errors:
         raise (CorruptInput if errors <= DAMAGE else ConfigError)(sorted(problems, key=lambda p: p.severity))

@@ -144,6 +144,18 @@ OTHERS = (
         example="model=llama3_70b",
     ),
     Code(
+        "MT245",
+        "No installed plug-in provides the family of the model.",
+        "Choose gpt, or install its plug-in.",
+        example="model.family=nope",
+    ),
+    Code(
+        "MT246",
+        "The family of the model has keys of its own, and none is set.",
+        "Set them, or choose another family.",
+        says="model.hybrid: the family hybrid is described there",
+    ),
+    Code(
         "MT407",
         "A kernel is named that this machine cannot run.",
         "Name the reference or auto, or install what is missing; only auto chooses.",

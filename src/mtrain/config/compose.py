@@ -18,7 +18,7 @@ from mtrain.config.hydra_source import NotComposed, composed
 from mtrain.config.interpolate import leaves, refused, resolve_references
 from mtrain.config.keys import field_of, section_in
 from mtrain.config.layers import entries_of, layer
-from mtrain.config.library import CONFIG, RECIPE, RECIPE_FILE, RUN, Library
+from mtrain.config.library import CONFIG, RECIPE, RECIPE_FILE, RUN, Library, restored
 from mtrain.config.load import Document, filled, load
 from mtrain.config.locked import edited
 from mtrain.config.model import ModelConfig
@@ -93,8 +93,8 @@ class _Composition:
         primary, words = self._bases(recipe, base, own)
         beneath = self._layers(primary, words, recipe is not None)
         origins = Origins(one for layers in beneath for one in layers)
-        words += self._settings(origins)
-        values = self._composed(primary, words)
+        words += self._deletions(origins)
+        values = self._composed(primary, words, self._settings(origins))
         refused_values = self._note_settings(origins, values)
         self.problems += self.library.problems + refused_values
         self.problems += resolve_references(values, origins.where)
@@ -136,8 +136,13 @@ class _Composition:
         except ConfigError as error:
             self.problems += error.problems
             return None
-        self.problems += reserved_keys(document.values, document)
-        self.problems += refused(document.values, document.where)
+        values = {key: value for key, value in document.values.items() if key != "defaults"}
+        if "defaults" in document.values:
+            rule = "a run file is complete and stands on no other file; what names choices is a recipe"
+            said, fix = document.values["defaults"], f"recipe={self.overrides.run}"
+            self.problems.append(Problem("MT017", "defaults", said, rule, fix, document.where("defaults")))
+        self.problems += reserved_keys(values, document)
+        self.problems += refused(values, document.where)
         return document
 
     def _choose(self, recipe: Recipe | None) -> None:
@@ -184,7 +189,7 @@ class _Composition:
         deleted = [group for group in self.overrides.deleted if group in GROUPS]
         added = [f"+{group}={choice}" for group, choice in self.overrides.added.items()]
         if base is not None:
-            gone = {*deleted, *self.chosen}
+            gone = {*deleted, *self.chosen, "defaults"}
             self.library.give(RUN, base, {k: v for k, v in base.values.items() if k not in gone})
             return RUN, [f"+{group}={choice}" for group, choice in self.chosen.items()] + added
         words = [f"{group}={choice}" for group, choice in self.chosen.items() if self.sources[group] == COMMAND_LINE]
@@ -228,11 +233,10 @@ class _Composition:
         """Who chose the layout."""
         return self.sources.get("parallel") or self.default_sources.get("parallel", COMMAND_LINE)
 
-    def _settings(self, origins: Origins) -> list[str]:
-        """The arguments that set, add and delete keys, in Hydra's grammar: those that Hydra takes."""
-        o = self.overrides
+    def _deletions(self, origins: Origins) -> list[str]:
+        """The arguments that take a key away, in Hydra's grammar, of those that are there."""
         words: list[str] = []
-        for key, argument in o.deleted.items():
+        for key, argument in self.overrides.deleted.items():
             if key in GROUPS:
                 continue
             if origins.has(key):
@@ -241,23 +245,26 @@ class _Composition:
             else:
                 rule = f"{argument}: no file says {key}, so there is nothing to take away"
                 self.problems.append(Problem("MT010", "", None, rule, "leave it out", COMMAND_LINE))
+        return words
+
+    def _settings(self, origins: Origins) -> dict[str, Any]:
+        """Dotted key -> value, of those settings of the command line that can be laid over the rest."""
+        o = self.overrides
         for key, argument in o.new.items():
             if origins.has(key):
                 rule = f"{argument}: {key} is set already, at {origins.where(key)}; without the + it is replaced"
                 self.problems.append(Problem("MT010", "", None, rule, argument.lstrip("+"), COMMAND_LINE))
-        for key, argument in o.arguments.items():
-            if not any(refused(o.values[key], str, key)) and not _is_under_a_value(key):
-                words.append(f"++{argument.lstrip('+')}")
-        return words
+        fine = {key: value for key, value in o.values.items() if not any(refused(value, str, key))}
+        return {key: value for key, value in fine.items() if not _is_under_a_value(key)}
 
-    def _composed(self, primary: str, words: Sequence[str]) -> dict[str, Any]:
+    def _composed(self, primary: str, words: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            values = composed(self.library, primary, words)
+            values = composed(self.library, primary, words, settings)
         except NotComposed as error:
             raise _not_composed(error, self.problems) from None
         except ConfigError as error:  # a file that another one names
             raise ConfigError([*self.problems, *error.problems]) from None
-        return {key: self.library.restored(value) for key, value in values.items()}
+        return {key: restored(value) for key, value in values.items()}
 
     def _note_settings(self, origins: Origins, values: dict[str, Any]) -> list[Problem]:
         """Notes what the command line set; the problems of what Hydra was not given, which is put in its place."""

@@ -7,7 +7,8 @@ same process goes on as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 VERSION_BASE = "1.3"
@@ -58,7 +59,13 @@ class Library(Protocol):
     def is_group(self, name: str) -> bool:
         """Whether there is a group of this name."""
 
+    def said(self) -> Hashable:
+        """The texts of all that was read."""
 
+
+MOST_MADE = 64
+_made: dict[tuple[str, tuple[str, ...], Hashable], DictConfig] = {}
+"""What was composed in this process, by what it was made from: a sweep or a list of recipes asks again and again."""
 _composing: ContextVar[tuple[Library, str] | None] = ContextVar("composing", default=None)
 """The library that Hydra looks at, and the name of its primary configuration."""
 
@@ -112,20 +119,30 @@ Plugins.instance().register(_Source)
 Plugins.instance().register(_SearchPath)
 
 
-def composed(library: Library, primary: str, arguments: Sequence[str]) -> dict[str, Any]:
+def composed(library: Library, primary: str, arguments: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The values that Hydra composes: plain mappings, lists and scalars, references as they are written.
 
     Args:
         library: what there is to compose.
         primary: the name of the configuration with the defaults list.
-        arguments: a command line in Hydra's grammar.
+        arguments: a command line in Hydra's grammar, of choices and of keys that are taken away.
+        settings: dotted key -> value, laid over that as Hydra does for `++key=value`.
 
     Raises:
         NotComposed: Hydra refuses.
     """
-    with _hydra(library, primary):
-        values = OmegaConf.to_container(compose(primary, list(arguments)), resolve=False)
-    return {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
+    key = (primary, tuple(arguments), library.said())
+    if key not in _made:
+        if len(_made) >= MOST_MADE:
+            _made.clear()
+        with _hydra(library, primary):
+            _made[key] = compose(primary, list(arguments))
+        OmegaConf.set_struct(_made[key], False)
+    config = copy.deepcopy(_made[key]) if settings else _made[key]
+    for path, value in settings.items():
+        OmegaConf.update(config, path, value, merge=True, force_add=True)
+    values = OmegaConf.to_container(config, resolve=False)
+    return {str(name): value for name, value in values.items()} if isinstance(values, dict) else {}
 
 
 def defaults_list(

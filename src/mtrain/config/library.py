@@ -6,8 +6,9 @@ Hydra sees it.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ CONFIG, RECIPE, RUN = "config", "recipe", "run"
 RECIPE_FILE = f"{RECIPE}/{RECIPE}"
 GIVEN = "given"
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)\s*\Z")
-_HIDDEN = "\ue000{}\ue001"
-"""Stands, while Hydra composes, for a list, which is replaced as a whole, and for a text with a refused reference."""
+_BEGIN, _DOLLAR = "\ue000", "\ue001"
 
 
 class Library:
@@ -40,7 +40,6 @@ class Library:
         self.problems: list[Problem] = []
         self._given: dict[str, tuple[Mapping[str, Any], str | None]] = {}
         self._paths: dict[str, Path] = {}
-        self._hidden: dict[str, Any] = {}
 
     def give(self, name: str, document: Document, values: Mapping[str, Any], package: str | None = None) -> None:
         """Adds a file under a name of its own: a recipe or a run file, and what of it is composed."""
@@ -84,7 +83,7 @@ class Library:
         else:
             document = self.document(name)
             values, package = document.values, package_of(document)
-        shown = {key: self._shown(inner) for key, inner in values.items() if _is_data(key) and key != "defaults"}
+        shown = {key: _hidden(inner) for key, inner in values.items() if _is_data(key) and key != "defaults"}
         return Part({**shown, "defaults": values["defaults"]} if "defaults" in values else shown, package)
 
     def document(self, name: str) -> Document:
@@ -106,23 +105,31 @@ class Library:
         values = self._given[name][0] if name in self._given else self.document(name).values
         return {key: value for key, value in values.items() if key != "defaults"}
 
-    def restored(self, value: Any) -> Any:
-        """A composed value with the texts that were hidden from Hydra."""
-        if isinstance(value, dict):
-            return {key: self.restored(inner) for key, inner in value.items()}
-        return self._hidden.get(value, value) if isinstance(value, str) else value
+    def said(self) -> Hashable:
+        """The names and texts of all that was read, which with the arguments decide what is composed."""
+        given = {name: repr(values) for name, (values, _) in self._given.items()}
+        return tuple(sorted((name, document.text, given.get(name)) for name, document in self.documents.items()))
 
     def _file(self, name: str) -> Path | None:
         return self._paths.get(name) or paths.find_config(name)
 
-    def _shown(self, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: self._shown(inner) for key, inner in value.items() if _is_data(key)}
-        if isinstance(value, list) or (isinstance(value, str) and "${" in value and any(refused(value, str))):
-            mark = _HIDDEN.format(len(self._hidden))
-            self._hidden[mark] = value
-            return mark
-        return value
+
+def _hidden(value: Any) -> Any:
+    """A value as Hydra is given it: lists, which it replaces as a whole, and refused references as one text."""
+    if isinstance(value, dict):
+        return {key: _hidden(inner) for key, inner in value.items() if _is_data(key)}
+    if isinstance(value, list) or (isinstance(value, str) and "${" in value and any(refused(value, str))):
+        return f"{_BEGIN}{json.dumps(value).replace('$', _DOLLAR)}"
+    return value
+
+
+def restored(value: Any) -> Any:
+    """A composed value as it was before it was hidden from Hydra."""
+    if isinstance(value, dict):
+        return {key: restored(inner) for key, inner in value.items()}
+    if isinstance(value, str) and value.startswith(_BEGIN):
+        return json.loads(value.removeprefix(_BEGIN).replace(_DOLLAR, "$"))
+    return value
 
 
 def package_of(document: Document) -> str | None:

@@ -32,8 +32,6 @@ class Overrides:
     """group -> choice."""
     values: dict[str, Any] = field(default_factory=dict)
     """Dotted key -> value."""
-    arguments: dict[str, str] = field(default_factory=dict)
-    """Dotted key -> the argument that gave its value."""
     added: dict[str, str] = field(default_factory=dict)
     """`+group=choice` of a group that is the user's own: group -> choice."""
     new: dict[str, str] = field(default_factory=dict)
@@ -126,10 +124,8 @@ def _read(argument: str, out: Overrides) -> Problem | None:
     if "." not in key and is_group(key):
         return _own_group(sign, key, text, out)
     problem = _read_value(key, text, out)
-    if problem is None:
-        out.arguments[key] = argument
-        if sign == "+":
-            out.new[key] = argument
+    if problem is None and sign == "+":
+        out.new[key] = argument
     return problem
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from mtrain.config.devices import facts_of, with_cuda_kernels
 from mtrain.config.resolve import smallest_world
 from mtrain.config.rules.finding import DP, Change, Finding, divisors, dp_of, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
@@ -204,8 +205,9 @@ def flex_dispatcher(run: RunConfig) -> Iterator[Finding]:
         return
     alltoall: Change = {**ALLTOALL, "model.moe.flex_dispatcher_backend": None}
     package = {"hybridep": "HybridEP"}.get(moe.flex_dispatcher_backend or "", "DeepEP")
-    if run.cluster.device != "cuda":
-        rule = f"the flex dispatcher is {package}'s kernels on cuda, and the device is {run.cluster.device}"
+    if not facts_of(run.cluster.device).cuda_kernels:
+        where = f"on {with_cuda_kernels()}, and the device is {run.cluster.device}"
+        rule = f"the flex dispatcher is {package}'s kernels {where}"
         yield Finding("MT235", "model.moe.token_dispatcher_type", rule, (alltoall,))
     if p.ep * (p.etp or p.tp) == 1:
         rule = "the flex dispatcher sends tokens between ranks, and ep 1 * etp 1 keeps them"

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from mtrain.config.base import MOST_RANKS
+from mtrain.config.devices import AUTO, CPU, SHIPPED, facts_of, names
 from mtrain.config.resolve import smallest_world
 from mtrain.config.rules.finding import DP, Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.pipeline import single
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
-
-SHIPPED_DEVICES = ("auto", "cpu", "cuda")
 
 
 def _tp_fixes(run: RunConfig, number: int) -> tuple[Change, ...]:
@@ -170,7 +169,7 @@ def _grid_fixes(run: RunConfig, step: int) -> tuple[Change, ...]:
 def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
     """A cluster is used whole."""
     c, p = run.cluster, run.parallel
-    if c.devices_per_node is None and c.device == "cpu":
+    if c.devices_per_node is None and facts_of(c.device).on_host:
         if (p.ranks or 0) % c.nodes:
             rule = f"{p.ranks} processes cannot be spread evenly over {c.nodes} machines"
             yield Finding("MT114", "parallel.ranks", rule, ({"cluster.nodes": 1},))
@@ -178,8 +177,8 @@ def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
     if c.devices_per_node is None:
         rule = f"no {c.device} device is here and cluster.devices_per_node is not set"
         fixes: tuple[Change, ...] = ({"cluster.devices_per_node": -(-(p.ranks or 1) // c.nodes)},)
-        if c.device == "cuda":
-            fixes = ({"cluster.device": "cpu"}, *fixes)
+        if facts_of(c.device).counted:
+            fixes = ({"cluster.device": CPU.name}, *fixes)
         yield Finding("MT113", "cluster.device", rule, fixes)
         return
     devices = c.nodes * c.devices_per_node
@@ -263,15 +262,13 @@ def gather_needs_distributed_optimizer(run: RunConfig) -> Iterator[Finding]:
 def device_is_known(run: RunConfig) -> Iterator[Finding]:
     """The device ships with mtrain, or an installed plug-in provides it."""
     device = run.cluster.device
-    if device in SHIPPED_DEVICES:
+    if device == AUTO or device in SHIPPED:
         return
-    from importlib.metadata import entry_points
-
-    known = [*SHIPPED_DEVICES, *sorted(point.name for point in entry_points(group="mtrain.devices"))]
+    known = [AUTO, *names()]
     if device not in known:
         near = get_close_matches(device, known, n=1)
         rule = f"there is no such device here; devices: {', '.join(known)} (a plug-in adds one)"
-        changes: list[Change] = [{"cluster.device": name} for name in dict.fromkeys([*near, "auto", "cpu"])]
+        changes: list[Change] = [{"cluster.device": name} for name in dict.fromkeys([*near, AUTO, CPU.name])]
         yield Finding("MT119", "cluster.device", rule, tuple(changes))
 
 

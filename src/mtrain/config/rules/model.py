@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from mtrain.config.formats import FORMATS
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
 
-FP16_MAX = 65504
+FP16_MAX = int(FORMATS["fp16"].largest)
 
 
 @rule(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtrain.config.devices import facts_of, with_cuda_kernels
 from mtrain.config.kernels import KEYS, torch_experts_obstacle
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, Rule, rule
@@ -35,12 +36,12 @@ def kernel_runs_on_the_device(key: str) -> Rule:
 
     @rule(NAMED, reads=f"kernels.{key} kernels.default cluster.device")
     def named_kernel_runs(run: RunConfig) -> Iterator[Finding]:
-        device = run.cluster.device
-        named = getattr(run.kernels, key) == "te" and (key == "default" or run.kernels.default != "te")
-        if named and device != "cuda":
-            fixes: tuple[Change, ...] = ({f"kernels.{key}": "auto"}, {f"kernels.{key}": "reference"})
-            rule = f"TransformerEngine runs on cuda, and the device is {device}"
-            yield Finding("MT403", f"kernels.{key}", rule, fixes, lacks="device")
+        device, named = facts_of(run.cluster.device), getattr(run.kernels, key)
+        if named != "te" or device.cuda_kernels or (key != "default" and run.kernels.default == "te"):
+            return
+        fixes: tuple[Change, ...] = ({f"kernels.{key}": "auto"}, {f"kernels.{key}": "reference"})
+        rule = f"TransformerEngine runs on {with_cuda_kernels()}, and the device is {device.name}"
+        yield Finding("MT403", f"kernels.{key}", rule, fixes, lacks="device")
 
     return named_kernel_runs
 

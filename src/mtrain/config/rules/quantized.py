@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain.config.conditional import QUANTIZED
+from mtrain.config.devices import facts_of, with_cuda_kernels
 from mtrain.config.precision import PrecisionConfig
 from mtrain.config.rules.finding import Change, Finding, multiples
 from mtrain.config.rules.rule import Code, rule
@@ -86,17 +87,19 @@ def low_precision_needs_transformer_engine(run: RunConfig) -> Iterator[Finding]:
     others = [f"kernels.{name} is {word}" for name, word in words.items() if word not in ("te", "auto")]
     if p.quantized is None or not others:
         return
-    device, what = run.cluster.device, "8" if p.fp8 is not None else "4"
-    rule = f"products in {what} bits are TransformerEngine's, on cuda; the device is {device}, {', '.join(others)}"
+    device, what = facts_of(run.cluster.device), "8" if p.fp8 is not None else "4"
+    where = f"on {with_cuda_kernels()}; the device is {device.name}, {', '.join(others)}"
+    rule = f"products in {what} bits are TransformerEngine's, {where}"
     te: Change = {f"kernels.{name}": "te" for name in used}
-    yield Finding("MT442", _key(run), rule, (te, _off(run)), hint=PLAIN, lacks="" if device == "cuda" else "device")
+    fixes = (te, _off(run))
+    yield Finding("MT442", _key(run), rule, fixes, hint=PLAIN, lacks="" if device.cuda_kernels else "device")
 
 
 @rule(Code("MT443", example="precision=nvfp4 cluster=h100x8"), reads=f"cluster.sm {FORMATS} cluster.device")
 def generation_has_the_recipe(run: RunConfig) -> Iterator[Finding]:
     """Tensor cores learnt 8 bits with sm_89, blocks of them with sm_90 and sm_100, 4 bits with sm_100."""
     recipe, sm = run.precision.quantized, run.cluster.sm
-    if recipe is None or sm is None or run.cluster.device != "cuda":
+    if recipe is None or sm is None or not facts_of(run.cluster.device).cuda_kernels:
         return
     first, end = GENERATIONS[recipe]
     if first <= sm < end:

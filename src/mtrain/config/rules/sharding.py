@@ -138,12 +138,9 @@ def dynamic_context(run: RunConfig) -> Iterator[Finding]:
         "megatron's FSDP knows no replicas of experts.",
         example="model=mixtral_tiny parallel=ep2 parallel.fsdp=megatron parallel.hsdp_replicas=2",
     ),
-    Code(
-        "MT165", "megatron's FSDP shards the state of adamw.", example="parallel=dp2 parallel.fsdp=megatron optim=sgd"
-    ),
     reads=(
         "parallel.fsdp parallel.distributed_optimizer parallel.overlap_grad_reduce "
-        "parallel.overlap_param_gather optim.name parallel.hsdp_replicas parallel.ep parallel.etp parallel.tp"
+        "parallel.overlap_param_gather parallel.hsdp_replicas parallel.ep parallel.etp parallel.tp"
     ),
 )
 def fully_sharded(run: RunConfig) -> Iterator[Finding]:
@@ -167,9 +164,6 @@ def fully_sharded(run: RunConfig) -> Iterator[Finding]:
             f"over the ranks of dense weights, and ep {p.ep}, etp {p.etp or p.tp} keep other experts there"
         )
         yield Finding("MT164", "parallel.fsdp", rule, ({"parallel.hsdp_replicas": 1}, torch_fsdp, plain))
-    if run.optim.name != "adamw":
-        rule = f"megatron shards the state of adamw, and the optimizer is {run.optim.name}"
-        yield Finding("MT165", "parallel.fsdp", rule, ({"optim.name": "adamw"}, torch_fsdp, plain))
 
 
 @rule(
