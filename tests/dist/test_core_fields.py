@@ -27,7 +27,11 @@ def owners() -> dict[str, tuple[Any, dict[str, Any]]]:
             core_fields.DDP_FIELDS | core_fields.FSDP_FIELDS,
         ),
         "TorchFullyShardedDataParallelConfig": (api.TorchFullyShardedDataParallelConfig, core_fields.WRAP_FIELDS),
-        "OptimizerConfig": (api.OptimizerConfig, core_fields.OPTIMIZER_FIELDS | core_fields.MUON_FIELDS),
+        "OptimizerConfig": (
+            api.OptimizerConfig,
+            core_fields.OPTIMIZER_FIELDS
+            | {k: v for table in core_fields.OWN_FIELDS.values() for k, v in table.items()},
+        ),
         "OptimizerParamScheduler": (api.OptimizerParamScheduler, core_fields.SCHEDULE_FIELDS),
     }
 

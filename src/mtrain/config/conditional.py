@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtrain.config.condition import condition
+from mtrain.config.devices import facts_of
 from mtrain.config.kernels import OPERATIONS
 from mtrain.config.keys import key_of, schema_keys, when_of
+from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.precision import LOW_PRECISION
 from mtrain.config.run import RunConfig
 
@@ -84,6 +86,7 @@ _COMPUTED: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         lambda r: r.precision.quantized is not None,
         "a precision.fp8 or precision.fp4",
     ),
+    "kernels.cpu_matmul": (lambda r: facts_of(r.cluster.device).on_host, "cluster.device=cpu"),
     **{f"kernels.{op.name}": (op.applies, op.needs) for op in OPERATIONS if op.needs},
 }
 """Conditions that are more than words: the check, and how a user writes it."""
@@ -95,8 +98,7 @@ _DEFAULTS: dict[str, Callable[[RunConfig], Any]] = {
     ),
     "data.packed_multiple": chunks_of_a_document,
     "parallel.microbatch_group_size_per_vp_stage": lambda r: r.parallel.pp,
-    "optim.muon.ns_dtype": lambda r: "fp32" if r.precision.dtype == "fp32" else "bf16",
-    "optim.muon.adamw_lr": lambda r: r.optim.lr,
+    **{f"optim.{name}.{key}": get for name, spec in OPTIMIZERS.items() for key, get in spec.defaults.items()},
     "model.moe.router_group_score_topk": lambda r: r.model.moe.group_score_topk if r.model.moe else None,
 }
 """What null means where that follows from other keys."""

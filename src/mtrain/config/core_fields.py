@@ -16,6 +16,7 @@ from typing import Any
 
 from mtrain.config.experts import MoEConfig
 from mtrain.config.keys import key_of, schema_keys, when_of
+from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import stages, uneven
 from mtrain.config.watch import watched
@@ -24,7 +25,7 @@ Get = Callable[[RunConfig], Any]
 Table = Mapping[str, Get]
 LEFT_OUT = object()
 """Stands for no value: megatron-core's default stays."""
-_OWNERS = {"model.moe.": "moe.", "model.mla.": "mla.", "optim.muon.": "muon."}
+_OWNERS = {"model.moe.": "moe.", "model.mla.": "mla.", **{f"optim.{name}.": f"{name}." for name in OPTIMIZERS}}
 """Sections whose keys feed fields that are only there with them."""
 
 
@@ -168,7 +169,7 @@ FSDP_FIELDS: dict[str, Get] = {
 
 OPTIMIZER_FIELDS: dict[str, Get] = {
     **_fed("optimizer."),
-    "optimizer": lambda r: "sgd" if r.optim.name == "sgd" else "adam",  # muon is built as an Adam
+    "optimizer": lambda r: OPTIMIZERS[r.optim.name].core_name,
     "min_lr": lambda r: r.optim.min_lr or 0.0,
     # Without clipping the norm is still wanted for the log: no norm exceeds infinity.
     "clip_grad": lambda r: r.optim.clip_grad if r.optim.clip_grad is not None else float("inf"),
@@ -184,20 +185,10 @@ OPTIMIZER_FIELDS: dict[str, Get] = {
 }
 """Of OptimizerConfig; dtypes are words."""
 
-MUON_FIELDS = _fed("muon.")
-"""Of OptimizerConfig where the optimizer is muon; those of our Muon have no `muon_` before them."""
-
-ADAM_FIELDS: dict[str, Get] = {
-    "exp_avg_dtype": lambda r: r.optim.exp_avg_dtype,
-    "exp_avg_sq_dtype": lambda r: r.optim.exp_avg_sq_dtype,
-    "master_weights": lambda r: r.optim.store_param_remainders,
-    "store_param_remainders": lambda r: r.optim.store_param_remainders,
-    "stochastic_rounding": lambda r: r.optim.main_params_dtype != "fp32",
-    "use_decoupled_grad": lambda r: r.optim.holds_main_weights,
-    "seed": lambda r: r.trainer.seed,
-    "choice": lambda r: r.kernels.optimizer,
+OWN_FIELDS: dict[str, dict[str, Get]] = {
+    name: _fed(f"{name}.") for name, spec in OPTIMIZERS.items() if spec.section is not None
 }
-"""Of `mtrain_kernels`' FusedAdam, beside what megatron-core passes to any Adam."""
+"""Optimizer -> those of OptimizerConfig that its own keys feed."""
 
 SCHEDULES = {
     "constant": "constant",
@@ -255,7 +246,7 @@ def feeds(run: RunConfig) -> dict[str, list[str]]:
         ("DistributedDataParallelConfig", DDP_FIELDS),
         ("DistributedDataParallelConfig", FSDP_FIELDS),
         ("OptimizerConfig", OPTIMIZER_FIELDS),
-        ("OptimizerConfig", MUON_FIELDS),
+        *(("OptimizerConfig", table) for table in OWN_FIELDS.values()),
         ("OptimizerParamScheduler", SCHEDULE_FIELDS),
         (config, MOE_FIELDS if run.model.moe is not None else {}),
         (config, MLA_FIELDS if run.model.mla is not None else {}),

@@ -1,12 +1,13 @@
 """The smaller groups: data, optim, trainer, kernels, checkpoint, log."""
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from mtrain.config.base import (
     MOST,
     NAME,
+    Beta,
     Effect,
     Flag,
     Key,
@@ -16,10 +17,10 @@ from mtrain.config.base import (
     PositiveInt,
     Section,
 )
+from mtrain.config.formats import MainFormat, MomentFormat
+from mtrain.config.optimizers import OPTIMIZERS, read_by
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(gt=0, le=10**8)]
-Moment = Literal["fp32", "bf16", "fp8"]
 
 
 class DataConfig(Section):
@@ -27,7 +28,7 @@ class DataConfig(Section):
 
     kind: Literal["text", "indexed", "mock"] = "text"
     """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; mock: synthetic tokens."""
-    path: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="data_path data_prefix blend")] = None
+    path: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="data_path data_prefix")] = None
     """text: a file or folder, null: the Python standard library of this machine; indexed: prefix of .bin and .idx."""
     blend: Annotated[
         Annotated[tuple[str, ...], Field(min_length=1)] | None,
@@ -72,51 +73,10 @@ class DataConfig(Section):
     100 GiB in all, those that were used longest ago; never one that a run reads or has used in the last day."""
 
 
-class MuonConfig(Section):
-    """`optim.muon`: momentum whose matrices are orthogonalised (Jordan et al. 2024); the rest is updated by adamw."""
-
-    momentum: Annotated[
-        Beta | None, Key(feeds="muon_momentum", null=0.95, flag=Flag("--muon-momentum", absent=0.9))
-    ] = None
-    """Decay of the average of gradients; null: 0.95."""
-    use_nesterov: Annotated[bool | None, Key(feeds="muon_use_nesterov", null=True, flag="--muon-use-nesterov")] = None
-    """The newest gradient counts once more; null: true."""
-    num_ns_steps: Annotated[
-        Annotated[int, Field(ge=1, le=100)] | None,
-        Key(feeds="muon_num_ns_steps", null=5, flag=Flag("--muon-num-ns-steps", absent=5)),
-    ] = None
-    """Newton-Schulz steps that bring singular values near 1; null: 5."""
-    ns_dtype: Literal["fp32", "bf16"] | None = None
-    """Format that those steps multiply in; null: fp32 for fp32 weights, else bf16."""
-    scale_mode: Annotated[
-        Literal["spectral", "shape_scaling", "unit_rms_norm"] | None,
-        Key(feeds="muon_scale_mode", null="spectral", flag=Flag("--muon-scale-mode", absent="spectral")),
-    ] = None
-    """What an orthogonal matrix of r rows and c columns is multiplied by. spectral: sqrt(max(r, c)); shape_scaling:
-    sqrt(max(1, r / c)); unit_rms_norm: sqrt(r / c); null: spectral."""
-    extra_scale_factor: Annotated[
-        PositiveFloat | None,
-        Key(feeds="muon_extra_scale_factor", null=0.2, flag=Flag("--muon-extra-scale-factor", absent=1.0)),
-    ] = None
-    """And by this; null: 0.2, with which spectral steps are about as large as those of adamw (Liu et al. 2025)."""
-    split_qkv: Annotated[
-        bool | None, Key(feeds="muon_split_qkv", null=True, flag=Flag("--muon-no-split-qkv", off=True))
-    ] = None
-    """Queries, keys and values are matrices of their own; null: true."""
-    tp_mode: Annotated[
-        Literal["duplicated", "blockwise"] | None,
-        Key(feeds="muon_tp_mode", null="duplicated", flag=Flag("--muon-tp-mode", absent="blockwise")),
-    ] = None
-    """A matrix that is cut over tensor-parallel ranks. duplicated: each gathers and orthogonalises it whole;
-    blockwise: each its own block, which is another update for each tp; null: duplicated."""
-    adamw_lr: PositiveFloat | None = None
-    """Largest learning rate of what is no matrix, and of embedding and output layer; null: optim.lr."""
-
-
-class OptimConfig(Section):
+class _OptimKeys(Section):
     """`optim`: the optimizer and its learning-rate schedule."""
 
-    name: Annotated[Literal["adamw", "sgd", "muon"], Key(effect=Effect.ARCHITECTURE, aka="optimizer")] = "adamw"
+    name: Annotated[str, Key(effect=Effect.ARCHITECTURE, aka="optimizer")] = "adamw"
     """Update rule."""
     lr: Annotated[
         PositiveFloat,
@@ -130,8 +90,7 @@ class OptimConfig(Section):
     ] = "cosine"
     """Shape of the decay after the warmup."""
     warmup_iters: Annotated[
-        NonNegativeInt | None,
-        Key(aka="lr_warmup_iters lr_warmup_steps warmup_steps", unit="steps"),
+        NonNegativeInt | None, Key(aka="lr_warmup_iters lr_warmup_steps warmup_steps", unit="steps")
     ] = None
     """Steps of linear warmup from zero; null: a twentieth of the steps up to the end of the decay."""
     decay_iters: Annotated[PositiveInt | None, Key(aka="lr_decay_iters", unit="steps")] = None
@@ -163,44 +122,49 @@ class OptimConfig(Section):
     ] = 0.1
     """Decoupled weight decay; not applied to biases and norms."""
     beta1: Annotated[
-        Beta, Key(feeds="optimizer.adam_beta1", when="optim.name=adamw|muon", flag=Flag("--adam-beta1", absent=0.9))
+        Beta, Key(feeds="optimizer.adam_beta1", when=read_by("beta1"), flag=Flag("--adam-beta1", absent=0.9))
     ] = 0.9
-    """adamw, muon: decay of the first moment."""
+    """adamw, muon: decay of the first moment; lion: its share in an update, of which the gradient has the rest."""
     beta2: Annotated[
-        Beta, Key(feeds="optimizer.adam_beta2", when="optim.name=adamw|muon", flag=Flag("--adam-beta2", absent=0.999))
+        Beta, Key(feeds="optimizer.adam_beta2", when=read_by("beta2"), flag=Flag("--adam-beta2", absent=0.999))
     ] = 0.95
-    """adamw, muon: decay of the second moment."""
+    """adamw, muon: decay of the second moment; lion: of the first."""
     eps: Annotated[
         PositiveFloat,
         Key(
-            feeds="optimizer.adam_eps",
-            when="optim.name=adamw|muon",
-            flag=Flag("--adam-eps", absent=1e-08),
-            aka="adam_epsilon",
+            feeds="optimizer.adam_eps", when=read_by("eps"), flag=Flag("--adam-eps", absent=1e-08), aka="adam_epsilon"
         ),
     ] = 1e-8
     """adamw, muon: added to the root of the second moment."""
-    exp_avg_dtype: Annotated[Moment, Key(feeds="optimizer.exp_avg_dtype")] = "fp32"
+    exp_avg_dtype: Annotated[MomentFormat, Key(feeds="optimizer.exp_avg_dtype", when=read_by("exp_avg_dtype"))] = (
+        "fp32"
+    )
     """adamw: how the first moment is kept. fp8: eight bits (e4m3), with a scale for 128 of them; so coarse that small
     changes are lost and a loss falls more slowly."""
-    exp_avg_sq_dtype: Annotated[Moment, Key(feeds="optimizer.exp_avg_sq_dtype")] = "fp32"
+    exp_avg_sq_dtype: Annotated[
+        MomentFormat, Key(feeds="optimizer.exp_avg_sq_dtype", when=read_by("exp_avg_sq_dtype"))
+    ] = "fp32"
     """adamw: how the second moment is kept. fp8: eight bits of its root, with a scale for 128 of them."""
     main_params_dtype: Annotated[
-        Literal["fp32", "bf16"], Key(feeds="optimizer.main_params_dtype", effect=Effect.ARCHITECTURE)
+        MainFormat,
+        Key(feeds="optimizer.main_params_dtype", when=read_by("main_params_dtype"), effect=Effect.ARCHITECTURE),
     ] = "fp32"
     """adamw, bf16 weights: the format that updates add up in. bf16: weights have no main
     weights beside them and are rounded up or down by chance, right on average; layouts then draw other numbers."""
     store_param_remainders: Annotated[
-        bool, Key(feeds="optimizer.store_param_remainders", effect=Effect.PARALLELISM)
+        bool,
+        Key(
+            feeds="optimizer.store_param_remainders",
+            when=read_by("store_param_remainders"),
+            effect=Effect.PARALLELISM,
+        ),
     ] = False
     """adamw, bf16 weights: of each fp32 main weight only the 16 bits are kept that the weight has not. Numbers stay
     the same, in two bytes a parameter less."""
     momentum: Annotated[
-        Beta, Key(feeds="optimizer.sgd_momentum", when="optim.name=sgd", flag=Flag("--sgd-momentum", absent=0.9))
+        Beta, Key(feeds="optimizer.sgd_momentum", when=read_by("momentum"), flag=Flag("--sgd-momentum", absent=0.9))
     ] = 0.9
     """sgd: momentum."""
-    muon: Annotated[MuonConfig, Key(when="optim.name=muon")] = Field(default_factory=MuonConfig)
-    """muon: what it does beside adamw's keys."""
     clip_grad: Annotated[PositiveFloat | None, Key(aka="max_grad_norm grad_clip")] = 1.0
     """Largest global gradient norm; null: no clipping."""
     cpu_offload: Annotated[
@@ -217,6 +181,24 @@ class OptimConfig(Section):
     def in_low_precision(self) -> bool:
         """Whether any state of Adam is kept in fewer than 32 bits: ours alone does that."""
         return self.holds_main_weights or self.exp_avg_dtype != "fp32" or self.exp_avg_sq_dtype != "fp32"
+
+
+def _optim_config() -> type[_OptimKeys]:
+    """`_OptimKeys`, with the names of the optimizers there are and a section for each that has one."""
+    fields: dict[str, Any] = {"name": (Literal[tuple(OPTIMIZERS)], "adamw")}
+    for name, optimizer in OPTIMIZERS.items():
+        if optimizer.section is not None:
+            field: Any = Field(default_factory=optimizer.section, description=optimizer.section_doc)
+            field.metadata.append(Key(when=f"optim.name={name}"))
+            fields[name] = (optimizer.section, field)
+    made = create_model("OptimConfig", __base__=_OptimKeys, __doc__=_OptimKeys.__doc__, __module__=__name__, **fields)
+    return cast(type[_OptimKeys], made)
+
+
+if TYPE_CHECKING:
+    OptimConfig = _OptimKeys
+else:
+    OptimConfig = _optim_config()
 
 
 class TrainerConfig(Section):
@@ -321,9 +303,9 @@ class KernelsConfig(Section):
     """Output layer and cross entropy; reference and triton make both at once, for a part of the tokens at a time, and
     never hold all logits; megatron: megatron-core's own, from all logits; null: kernels.default."""
     optimizer: Literal["auto", "torch", "reference", "triton", "te"] | None = None
-    """The update of adamw, and muon's of what is no matrix. torch: torch.optim; reference and triton: all tensors in
-    one call, for muon, and with state in low precision; null: kernels.default where it can do it."""
-    cpu_matmul: Annotated[Literal["auto", "blas", "onednn"] | None, Key(when="cluster.device=cpu")] = None
+    """Who updates. torch: torch.optim; reference and triton: ours, for
+    optimizers that torch has not and for state in low precision; null: kernels.default where it can do it."""
+    cpu_matmul: Literal["auto", "blas", "onednn"] | None = None
     """fp32 products on a CPU: by the BLAS of torch, mostly MKL, or by oneDNN; null, auto: what is measured to be
     faster, once per machine, the same on all ranks."""
     gradient_accumulation_fusion: Annotated[bool, Key(feeds="gradient_accumulation_fusion")] = False

@@ -30,6 +30,8 @@ class ModelConfig(Section):
 
     name: Annotated[str, Field(pattern=NAME, max_length=100), Key(effect=Effect.RUNTIME)] = "custom"
     """Name used in run folders and reports."""
+    family: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = "gpt"
+    """Who counts, shrinks and builds it: gpt, a decoder-only transformer, or a family that a plug-in adds."""
     num_layers: Annotated[
         Width,
         Key(
@@ -204,6 +206,10 @@ class ModelConfig(Section):
         ),
     ] = None
     """mtp_num_layers: weight of their mean loss; null: 0.1."""
+    final_logit_softcapping: Annotated[
+        PositiveFloat | None, Key(effect=Effect.NUMERICS, hf="final_logit_softcapping")
+    ] = None
+    """Bound of the logits, in every loss and in generation: x becomes c tanh(x / c) (30 in Gemma 2); null: none."""
     tie_word_embeddings: Annotated[
         bool,
         Key(

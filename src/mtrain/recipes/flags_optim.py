@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mtrain.config.batches import samples_of, steps_within
 from mtrain.config.keys import choices_of
+from mtrain.config.optimizers import OPTIMIZERS, readers
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.flags import always, one, spelled
 from mtrain.recipes.flags_training import RAMP, plan_of, steps
@@ -59,7 +60,7 @@ def _aware(a: Arguments, d: Draft) -> Draft:
     """State in low precision; there, what holds main weights of bf16 weights always keeps their remainders."""
     out: Draft = {**dict.fromkeys(KEPT, "fp32"), REMAINDERS: False, MAIN: "fp32"}
     aware = a.has(AWARE[0])
-    if not aware or d["optim.name"] != "adamw" or d["optim.cpu_offload"]:
+    if not aware or d["optim.name"] not in readers("exp_avg_dtype") or d["optim.cpu_offload"]:
         return out  # Megatron-LM wants the flag beside offloading, too
     for flag, key in zip(AWARE[1:], KEPT, strict=True):
         word = a.word(flag) or "fp32"
@@ -93,8 +94,26 @@ def _offload_words(d: Values) -> list[str]:
     return words if share == 1.0 else [*words, "--optimizer-offload-fraction", spelled(share)]
 
 
+WORDS = {spec.megatron_name: name for name, spec in OPTIMIZERS.items() if spec.megatron_name is not None}
+"""Megatron-LM's word for an optimizer -> ours."""
+
+
+def _name(a: Arguments, d: Draft) -> Draft:
+    word = a.word("--optimizer") or "adam"
+    if word not in WORDS:
+        a.refuse("--optimizer", "not supported", f"Megatron-LM's are {', '.join(WORDS)}")
+    return {"optim.name": WORDS.get(word, WORDS["adam"])}
+
+
+def _name_words(d: Values) -> list[str]:
+    word = OPTIMIZERS[d["optim.name"]].megatron_name
+    return [] if word is None or word == "adam" else ["--optimizer", word]
+
+
 OPTIM: tuple[Entry, ...] = (
-    one("--optimizer", "optim.name", "adamw", words={"adam": "adamw"}),
+    Entry(("--optimizer",), ("optim.name",), _name, _name_words),
+    one("--lr", "optim.lr", always=True),
+    one("--min-lr", "optim.min_lr", 0.0),
     one("--lr-decay-style", "optim.schedule", "linear", words=STYLES),
     steps("--lr-decay-iters", "--lr-decay-samples", "optim.decay_iters"),
     Entry(
@@ -105,6 +124,7 @@ OPTIM: tuple[Entry, ...] = (
     ),
     steps("--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "optim.wsd_decay_iters", at_the_end=True),
     always("optim.schedule_counts", "past_updates"),
+    one("--weight-decay", "optim.weight_decay", 0.01),
     Entry(("--clip-grad",), ("optim.clip_grad",), _clip, _clip_words),
     Entry(
         ("--optimizer-cpu-offload", "--optimizer-offload-fraction"),
