@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"  # must be said before torch is imported; threads cost more than these tensors
 import torch
 
 if not torch.cuda.is_available():

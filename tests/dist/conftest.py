@@ -7,14 +7,10 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def _install_adapter() -> None:
-    """Install the adapter once per test process, which computes with one thread: a pool does not survive a fork."""
-    import torch
+    """Import everything once per test process."""
+    from tests.support.engine import import_engine
 
-    torch.set_num_threads(1)
-    from mtrain import mcore
-    from mtrain.devices import registry
-
-    mcore.install(registry.get("cpu"))
+    import_engine()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
