@@ -1,10 +1,9 @@
-"""Which cases of a table `make test` runs: as few as have every feature of the table; `make test-all` runs the others."""
+"""Which cases of a table `make test` runs: as few as have every feature of it. `make test-all` runs the others."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -28,30 +27,17 @@ def cover(features: Sequence[Features], costs: Sequence[float]) -> list[int]:
 
 def some(
     table: Mapping[str, Any] | Iterable[str],
-    always: Iterable[str] | None = None,
-    fields: Callable[[Any], Features] | None = None,
+    always: Iterable[str] = (),
+    features: Callable[[Any], Features] | None = None,
 ) -> list[Any]:
-    """The names of a table as parameters; those outside `always`, or outside a cover of its features, are `full`."""
-    names = list(table)
-    if always is None:
-        assert isinstance(table, Mapping)
-        rows = [(fields or words)(value) for value in table.values()]
-        kept = {names[i] for i in cover(rows, [cost(row) for row in rows])}
-    else:
-        kept = set(always)
+    """The names of a table as parameters: `full` outside of `always` and, given `features`, of their cover."""
+    names, kept = list(table), set(always)
     assert kept <= set(names), f"no such cases: {sorted(kept - set(names))}"
+    if features is not None:
+        assert isinstance(table, Mapping)
+        rows = [features(value) for value in table.values()]
+        kept |= {names[i] for i in cover(rows, [cost(row) for row in rows])}
     return [pytest.param(name, id=name, marks=() if name in kept else pytest.mark.full) for name in names]
-
-
-def pairwise(*axes: Iterable[Any], ids: Callable[[Any], str] = str) -> list[Any]:
-    """The product of axes as parameters; those that are not needed for each pair of values to be there once are `full`."""
-    cases = list(product(*(list(axis) for axis in axes)))
-    pairs = [frozenset(combinations(((i, ids(value)) for i, value in enumerate(case)), 2)) for case in cases]
-    kept = set(cover(pairs, [1.0] * len(cases)))
-    return [
-        pytest.param(*case, id="-".join(map(ids, case)), marks=() if i in kept else pytest.mark.full)
-        for i, case in enumerate(cases)
-    ]
 
 
 def words(text: str) -> Features:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 
 def import_engine(without: Iterable[str] = ()) -> None:
-    """Install the adapter and import all that a rank needs; one thread, for a pool of threads does not survive a fork.
+    """Install the adapter without the patches named, and import all that a rank needs.
 
-    Patches named in `without` are left out.
+    This process has one thread from then on: a pool of threads does not survive a fork.
     """
     import torch
 

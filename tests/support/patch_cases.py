@@ -1,7 +1,7 @@
 """Shows each defect of megatron-core that `mtrain.mcore.patches` lists.
 
-Run as a module it prints, as JSON, what every case that is named gave without its patch. It imports megatron.core once and forks
-from there, before any patch is applied, a process for each case, which leaves out one patch and forks the ranks.
+Run as a module it prints, as JSON, what each case that is named gave without its patch. It imports megatron.core once
+and forks from there, before any patch is applied, a process for each case, which leaves out one patch.
 """
 
 from __future__ import annotations

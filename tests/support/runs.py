@@ -103,6 +103,19 @@ def train_steps(
         return [(r.loss, r.grad_norm) for r in results]
 
 
+_TRAINED: dict[tuple[str, int], list[tuple[float, float]]] = {}
+
+
+def trained(run: RunConfig, steps: int) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step of `run` on ranks of its own; trained once for all tests of a process."""
+    key = run.model_dump_json(), steps
+    if key not in _TRAINED:
+        values = run_ranks(run.parallel.ranks or 1, train_steps, run, steps)
+        assert all(v == values[0] for v in values), "ranks report different numbers"
+        _TRAINED[key] = values[0]
+    return _TRAINED[key]
+
+
 class Uninterrupted:
     """Runs that are saved after `first` of `steps` steps and at their end; each is trained once for several tests."""
 
