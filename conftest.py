@@ -20,8 +20,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for same in cases.values():
         marker = same[0].get_closest_marker("covering")
         assert marker is not None
-        strength = marker.args[0] if marker.args else 2
-        rows = [frozenset(combinations(sorted(item.callspec.indices.items()), strength)) for item in same]
+        values = [[(name, repr(value)) for name, value in item.callspec.params.items()] for item in same]
+        strength = min(marker.args[0] if marker.args else 2, len(values[0]))
+        rows = [frozenset(combinations(row, strength)) for row in values]
         kept = set(cover(rows, [1.0] * len(rows)))
         for index, item in enumerate(same):
             if index not in kept:
