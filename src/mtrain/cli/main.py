@@ -11,36 +11,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from mtrain import strict_json
-from mtrain.errors import MAX_PROBLEMS, ConfigError, MtrainError, Problem, say_page
-
-VERBS = {
-    "train": "train (the verb when none is given)",
-    "check": "validate a configuration in under a second, without starting anything",
-    "show": "print the resolved configuration and who set each key",
-    "prove": "train the layout and one rank from the same start, shrunk to this machine, and compare",
-    "rehearse": "run the layout on this machine, shrunk: train, save, resume, export, compare",
-    "resume": "go on with a run: resume RUN_FOLDER [overrides]",
-    "export": "write the weights of a checkpoint as whole tensors: export RUN_FOLDER OUT_FOLDER",
-    "generate": "write text with a trained model: generate RUN_FOLDER",
-    "recipe": "list, show, new, diff, lock, verify, import, export: recipe --help",
-    "choices": "the choices of a group, each a file: choices model",
-    "schema": "JSON Schema for editors: schema [run|recipe|GROUP] [-o DIR]; schema fields: all keys, what each feeds",
-    "completion": "a script that completes verbs, choices and keys: completion bash|zsh|fish",
-    "explain": "what a key means, who set it and what it reaches; or a code: explain parallel.tp, explain MT101",
-}
-OWN_WORDS = ("recipe", "explain", "schema", "choices", "completion", "__complete")
-"""Verbs that read their arguments themselves."""
-FLAGS = {
-    "--json": "print JSON for a machine, where the page of a verb has it",
-    "--resolved": "show: print the bare file that run=FILE reads",
-    "--all": "check: every model in every layout, precision and cluster that ships",
-    "--multirun": "train, check: one run for each of KEY=A,B or KEY=range(1,4); -m for short",
-    "--debug": "print the traceback of an error",
-    "--help": "print this page",
-    "--version": "print the version",
-}
-SHORT = {"-h": "--help", "-m": "--multirun"}
-HELP = ("--help", "-h")
+from mtrain.cli.verbs import CONFIG_DIR, FLAGS, HELP, OWN_WORDS, SHORT, VERBS
+from mtrain.config.paths import config_dirs
+from mtrain.errors import MAX_PROBLEMS, ConfigError, MtrainError, Problem, message, say_page
 
 
 @dataclass
@@ -62,8 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     debug = "--debug" in arguments
     try:
-        call = parse(arguments)
-        return dispatch(call)
+        named, arguments = _config_dirs(arguments)
+        with config_dirs(named):
+            return dispatch(parse(arguments))
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
@@ -84,6 +58,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         first = (str(error).strip().splitlines() or [""])[0]
         _say(f"unexpected {type(error).__name__}: {first}\nuse --debug for the traceback")
         return 1
+
+
+def _config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The folders of `--config-dir DIR`, which may be given several times, and the other arguments.
+
+    Raises:
+        ConfigError: a folder is missing.
+    """
+    named, rest, queue = list[str](), list[str](), list(arguments)
+    while queue:
+        word = queue.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag != CONFIG_DIR:
+            rest.append(word)
+        elif equals or queue:
+            named.append(value if equals else queue.pop(0))
+        else:
+            rule = f"{CONFIG_DIR}: needs a folder"
+            raise ConfigError([Problem("MT010", "", None, rule, f"{CONFIG_DIR} DIR", "command line")])
+    return named, rest
 
 
 def _open_closed_streams() -> None:
@@ -177,7 +171,7 @@ def _many(call: Call, as_json: bool) -> int:
     if call.verb != "train":
         rule = f"-m: train and check take several values; {call.verb} takes one run"
         raise ConfigError([Problem("MT010", "", None, rule, f"{call.verb}, without -m", "command line")])
-    return multirun.train(call.arguments, debug="--debug" in call.flags, as_json=as_json)
+    return multirun.train(call.arguments, main, debug="--debug" in call.flags, as_json=as_json)
 
 
 def _worker_verb(verb: str) -> Callable[..., int]:
@@ -191,20 +185,6 @@ def _json_report(error: ConfigError) -> str:
     from mtrain.cli.check import report
 
     return strict_json.dumps(report(error.problems, None), indent=2)
-
-
-def message(error: MtrainError) -> str:
-    """An error as it is printed: every problem, and how many there are."""
-    if not isinstance(error, ConfigError):
-        return str(error)
-    problems = error.problems
-    lines = [problem.render() for problem in problems]
-    errors = sum(problem.severity == "error" for problem in problems)
-    warnings = len(problems) - errors
-    tail = f"{errors} problem{'s' if errors != 1 else ''}"
-    if warnings:
-        tail += f", {warnings} warning{'s' if warnings != 1 else ''}"
-    return "\n".join([*lines, tail])
 
 
 def help_page() -> str:
@@ -252,9 +232,9 @@ def _without_unknown_flags(words: Sequence[str]) -> tuple[list[Problem], list[st
 
 def _setting_of(flag: str, value: str) -> str:
     """What a flag of another system is called here, with its value; empty where nothing is known."""
+    from mtrain.config.grammar import parse_value
     from mtrain.config.keys import suggest
     from mtrain.config.near import NOTHING, suggestions
-    from mtrain.config.source import parse_value
 
     near, why = suggest(flag) if flag.startswith("--") else ([], "")
     if not (near or why) or difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.8):

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mtrain.config.base import NonNegativeInt, PositiveInt, Section
+from mtrain.config.formats import ProductFormat, WeightFormat
 
 LossScale = Annotated[float, Field(gt=0, le=2.0**127)]
 """A positive number that fp32 holds."""
@@ -15,7 +16,7 @@ LossScale = Annotated[float, Field(gt=0, le=2.0**127)]
 class PrecisionConfig(Section):
     """`precision`: number formats."""
 
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    dtype: WeightFormat = "fp32"
     """Format of weights and activations; with bf16 and fp16 the optimizer keeps fp32 main weights."""
     grad_reduce_in_fp32: bool = True
     """Gradients are accumulated and reduced in fp32."""
@@ -68,7 +69,7 @@ class PrecisionConfig(Section):
         return (self.fp4_recipe or "nvfp4") if self.fp4 is not None else None
 
     @property
-    def multiplies_in(self) -> Literal["fp32", "bf16", "fp16", "fp8", "fp4"]:
+    def multiplies_in(self) -> ProductFormat:
         """The format whose peak arithmetic of a device bounds the linear layers."""
         if self.fp8 is not None:
             return "fp8"

@@ -14,6 +14,7 @@ from typing import Any
 from mtrain.config import hardware
 from mtrain.config.batches import stages
 from mtrain.config.conditional import CONDITIONAL, Conditional
+from mtrain.config.devices import AUTO, CPU, CUDA, facts_of
 from mtrain.config.kernels import OPERATIONS, Operation, stands_for
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.run import RunConfig
@@ -102,10 +103,11 @@ def resolve(
 
 
 def _device(run: RunConfig, machine: Machine, world_size: int | None) -> dict[str, Any]:
-    if run.cluster.device != "auto":
+    if run.cluster.device != AUTO:
         return {}
     needed = run.parallel.ranks or world_size or smallest_world(run.parallel)
-    return {"cluster.device": "cuda" if machine.gpus * run.cluster.nodes >= needed else "cpu"}
+    enough = machine.gpus * run.cluster.nodes >= needed
+    return {"cluster.device": CUDA.name if enough else CPU.name}
 
 
 def _kernel(op: Operation, machine: Machine, run: RunConfig) -> dict[str, Any]:
@@ -192,7 +194,7 @@ def smallest_world(parallel: ParallelConfig) -> int:
 def _ranks(run: RunConfig, machine: Machine, world_size: int | None) -> dict[str, Any]:
     cluster, asked = run.cluster, run.parallel.ranks
     ranks, per_node = asked or world_size, cluster.devices_per_node
-    here = machine.gpus if cluster.device == "cuda" else 0
+    here = machine.gpus if facts_of(cluster.device).counted else 0
     if per_node is None and here:
         per_node = here if ranks is None else min(here, -(-ranks // cluster.nodes))
     filled: dict[str, Any] = {}
@@ -211,7 +213,7 @@ def machine_problems(
     if world_size is not None and asked is not None and asked != world_size:
         rule = f"the launcher started {world_size} processes (WORLD_SIZE), the configuration asks for {asked}"
         yield Problem("MT110", "parallel.ranks", asked, rule, f"parallel.ranks={world_size}", source)
-    if resolved.cluster.device == "cpu" and got is not None and got > 4 * machine.cpu_cores:
+    if facts_of(resolved.cluster.device).on_host and got is not None and got > 4 * machine.cpu_cores:
         rule = f"{got} processes on {machine.cpu_cores} CPU cores will be slow, and may not fit in memory"
         if got > MAX_CPU_RANKS:
             rule = f"{got} processes, and on a CPU at most {MAX_CPU_RANKS} are started: a run here is refused"

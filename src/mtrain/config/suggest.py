@@ -10,13 +10,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from mtrain.config.dump import override
+from mtrain.config.grammar import parse_value
 from mtrain.config.keys import field_of
 from mtrain.config.layout_string import parse_layout
 from mtrain.config.load import load
-from mtrain.config.paths import choices_of_group, conf_dir
+from mtrain.config.paths import find_config
 from mtrain.config.rules import Answers, apply, findings
 from mtrain.config.run import RunConfig
-from mtrain.config.source import parse_value
 from mtrain.errors import Problem
 
 PROPOSED = ("MT013", "MT014", "MT007")
@@ -34,7 +34,7 @@ def with_fixes(
     """
     trial = _Trial(partial, resolve)
     return [
-        replace(p, fix=trial.best(p.fix, p.path, unusual=p.code not in PROPOSED, meant=p.code in ("MT012", "MT013")))
+        replace(p, fix=trial.best(p.fix, p.path, unusual=p.code not in PROPOSED, keep=p.code in ("MT012", "MT013")))
         if p.code not in ("MT003", "MT004", "MT018")
         else p
         for p in problems
@@ -49,11 +49,11 @@ class _Trial:
         self.held, self.answers = partial.flat(), Answers()
         self.before = self._said(partial, unusual=False)
 
-    def best(self, fix: str, path: str, *, unusual: bool, meant: bool) -> str:
+    def best(self, fix: str, path: str, *, unusual: bool, keep: bool) -> str:
         """Those alternatives of a fix that work; where the first does not, the value that its key held before.
 
-        What was `meant` stays where the rest is broken already: it may fit once that is corrected; else it comes with
-        the change of another key that lets it fit, where there is one.
+        What is to `keep` stays where the rest is broken already, for it may fit once that is corrected; else it comes
+        with the change of another key that lets it fit, where there is one.
         """
         if not fix and path in self.held:
             fix = override(path, self.held[path])
@@ -62,12 +62,12 @@ class _Trial:
         if len(known) < len(changes):  # words, or several keys at once
             return fix
         good = [change for change in known if self._fits(*change, unusual=unusual)]
-        if known[0] not in good and meant and self.before:
+        if known[0] not in good and keep and self.before:
             return fix
-        if known[0] not in good and meant and (together := self._with_another(*known[0])):
+        if known[0] not in good and keep and (together := self._with_another(*known[0])):
             return together
         of_layouts = bool(good) and isinstance(known[0][1], Layout)
-        if known[0] not in good and not of_layouts:  # another key that takes the value is not what was meant
+        if known[0] not in good and not of_layouts:  # another key that takes the value is no suggestion for this one
             key = known[0][0]
             works = key in self.held and self._fits(key, self.held[key], unusual=True)
             good = [(key, self.held[key])] if works else known
@@ -117,8 +117,8 @@ def _layout(word: str) -> dict[str, Any]:
     Raises:
         ValueError: it is neither.
     """
-    named = word in choices_of_group("parallel")
-    return load(conf_dir() / f"parallel/{word}.yaml").values if named else parse_layout(word)
+    file = find_config(f"parallel/{word}")
+    return load(file).values if file is not None else parse_layout(word)
 
 
 def _spelled(key: str, value: Any) -> str:
