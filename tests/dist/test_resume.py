@@ -112,13 +112,13 @@ def test_saving_changes_nothing_of_the_run(name: str, whole: Uninterrupted) -> N
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
-        ("tp2", "pp2"),
-        ("tp2pp2", "dp2 distributed optimizer"),
-        ("dp2 distributed optimizer", "tp2"),
-        ("dp2 distributed optimizer", "one rank"),
+        pytest.param("tp2", "pp2", marks=pytest.mark.full),
+        pytest.param("tp2pp2", "dp2 distributed optimizer", marks=pytest.mark.full),
+        pytest.param("dp2 distributed optimizer", "tp2", marks=pytest.mark.full),
+        pytest.param("dp2 distributed optimizer", "one rank", marks=pytest.mark.full),
         ("tp2dp2 distributed optimizer overlapped", "tp2pp2"),
-        ("dp2 own adam, distributed optimizer", "tp2"),
-        ("tp2pp2", "dp2 own adam, distributed optimizer"),
+        pytest.param("dp2 own adam, distributed optimizer", "tp2", marks=pytest.mark.full),
+        ("pp2", "dp2 own adam, distributed optimizer"),
     ],
 )
 def test_a_run_resumes_in_another_layout(saved: str, resumed: str, whole: Uninterrupted) -> None:
@@ -133,9 +133,9 @@ def test_a_run_resumes_in_another_layout(saved: str, resumed: str, whole: Uninte
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
-        ("tp2dp2 distributed optimizer overlapped", "tp2pp2"),
+        pytest.param("tp2dp2 distributed optimizer overlapped", "tp2pp2", marks=pytest.mark.full),
         ("tp2dp2 low precision overlapped", "pp2dp2 low precision"),
-        ("pp2dp2 low precision", "dp2 low precision"),
+        pytest.param("pp2dp2 low precision", "dp2 low precision", marks=pytest.mark.full),
     ],
 )
 def test_resharding_changes_no_bit_of_weights_or_moments(
