@@ -147,13 +147,13 @@ OTHERS = (
         "MT245",
         "No installed plug-in provides the family of the model.",
         "Choose gpt, or install its plug-in.",
-        example="model.family=nothing",
+        example="model.family=nope",
     ),
     Code(
         "MT246",
         "The family of the model has keys of its own, and none is set.",
         "Set them, or choose another family.",
-        says="the family NAME has keys of its own, and none is set",
+        says="model.hybrid: the family hybrid is described there",
     ),
     Code(
         "MT407",

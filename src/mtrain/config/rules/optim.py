@@ -10,7 +10,6 @@ from mtrain.config.optimizers import OPTIMIZERS, readers
 from mtrain.config.resolve import tenth
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.rules.unused import UNUSED
 from mtrain.config.run import RunConfig
 
 
@@ -86,7 +85,7 @@ def optimizer_can_be_distributed(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(
-    Code("MT165", example="optim=sgd parallel=dp2 parallel.fsdp=megatron"),
+    Code("MT165", example="parallel=dp2 parallel.fsdp=megatron optim=sgd"),
     reads="parallel.fsdp optim.name",
 )
 def megatron_fsdp_shards_the_state(run: RunConfig) -> Iterator[Finding]:
@@ -191,7 +190,6 @@ def _low_precision(run: RunConfig) -> bool:
 
 
 @rule(
-    UNUSED,
     Code(
         "MT463",
         "Low-precision state is of plain tensors on the device.",
