@@ -85,8 +85,8 @@ def _groups_of_muon(run: RunConfig) -> dict[Any, dict[str, Any]]:
         where("matrix", lambda p, name: is_matrix(p, name) and not is_qkv(name)): {"matrix": "whole"},
         where("qkv", lambda p, name: is_matrix(p, name) and is_qkv(name)): {"matrix": "qkv"},
     }
-    if o.muon.adamw_lr not in (None, o.lr):
-        share = (o.min_lr or 0.0) / o.lr
+    if o.muon.adamw_lr not in (None, o.rate):
+        share = (o.min_lr or 0.0) / o.rate
         rates = {"max_lr": o.muon.adamw_lr, "min_lr": share * o.muon.adamw_lr}
         groups[where("no matrix", lambda p, name: not is_matrix(p, name))] = rates
     return groups

@@ -102,8 +102,8 @@ def summary(loaded: Loaded) -> str:
         shown.append(f"etp {p.etp}")
     flags = [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(p, name)]
     micro = t.batch // (t.micro * dp)
-    tokens, sizes = t.batch * run.data.seq_length, counted(stages(run), t.train_iters)
-    total = sum(number * size for number, size in sizes) * run.data.seq_length
+    tokens, sizes = t.batch * run.data.length, counted(stages(run), t.train_iters)
+    total = sum(number * size for number, size in sizes) * run.data.length
     grown = ", ".join(f"{number} steps of {size}" for number, size in sizes[:4])
     ramp = [("ramp", grown + (f", ... {sizes[-1][0]} of {sizes[-1][1]}" if len(sizes) > 4 else ""))]
     lines = [
@@ -114,7 +114,7 @@ def summary(loaded: Loaded) -> str:
         *(ramp if len(stages(run)) > 1 else ()),
         ("tokens", f"{count(tokens)} per step, {count(total)} in {t.train_iters} steps"),
         ("kernels", kernels.summary(run)),
-        ("data", f"{run.data.kind}, samples of {run.data.seq_length} tokens"),
+        ("data", f"{run.data.kind}, samples of {run.data.length} tokens"),
         ("digest", run.digest()),
     ]
     if run.cluster.sm is not None:

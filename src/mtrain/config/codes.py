@@ -92,6 +92,10 @@ WORDS: dict[str, tuple[str, str]] = {
         "The model is larger than the memory of any machine.",
         "Look for a digit too many in model.hidden_size, model.num_layers, model.vocab_size and the experts.",
     ),
+    "MT322": (
+        "Nobody named data, and the model is too large for the text that every machine has: tokens are synthetic.",
+        "Name your own: data=text data.path=FOLDER, or data=indexed data.path=PREFIX; data=mock says that it is meant.",
+    ),
     "MT501": ("A run folder is taken.", "Go on with it, or give the new run another name."),
     "MT502": ("There is no run or checkpoint to go on from.", "Name one that exists, or begin a new run."),
     "MT503": ("A checkpoint is of another model.", "Take the model of the checkpoint, or begin a new run."),

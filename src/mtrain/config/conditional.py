@@ -133,7 +133,7 @@ MUON: dict[str, Callable[[RunConfig], Any]] = {
     "extra_scale_factor": lambda r: 0.2,
     "split_qkv": lambda r: True,
     "tp_mode": lambda r: "duplicated",
-    "adamw_lr": lambda r: r.optim.lr,
+    "adamw_lr": lambda r: r.optim.rate,
 }
 """What null means for muon."""
 
@@ -172,7 +172,7 @@ CONDITIONAL = (
         "parallel.max_seqlen_per_dp_cp_rank",
         lambda r: r.parallel.hybrid_context_parallel,
         "parallel.hybrid_context_parallel=true",
-        lambda r: max(1, r.data.seq_length // max(1, (r.parallel.ranks or 1) // r.parallel.model_ranks)),
+        lambda r: max(1, r.data.length // max(1, (r.parallel.ranks or 1) // r.parallel.model_ranks)),
     ),
     Conditional(
         "parallel.fsdp_sharding",

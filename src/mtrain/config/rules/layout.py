@@ -140,7 +140,7 @@ def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
 
 def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
     """Sequence parallelism cuts over tp what is between the tensor-parallel regions."""
-    p, seq = run.parallel, run.data.seq_length
+    p, seq = run.parallel, run.data.length
     if not p.sequence_parallel:
         return
     if p.tp == 1:
@@ -161,7 +161,7 @@ def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
 
 def context_parallel(run: RunConfig) -> Iterator[Finding]:
     """Each cp rank holds two chunks of the sequence, one from each end, for causal balance."""
-    p, seq = run.parallel, run.data.seq_length
+    p, seq = run.parallel, run.data.length
     if p.cp > 1 and seq % (2 * p.cp):
         step = math.lcm(2 * p.cp, p.tp * p.cp if p.sequence_parallel else 1)
         near = multiples(seq, step)

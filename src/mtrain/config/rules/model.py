@@ -56,7 +56,7 @@ def rotary_width_is_even(run: RunConfig) -> Iterator[Finding]:
 
 def sequence_fits_positions(run: RunConfig) -> Iterator[Finding]:
     """No sample is longer than the positions are made for."""
-    m, seq = run.model, run.data.seq_length
+    m, seq = run.model, run.data.length
     if m.position_embedding_type != "none" and seq > m.max_position_embeddings:
         rule = (
             f"samples of {seq} tokens, and positions for {m.max_position_embeddings} (model.max_position_embeddings)"

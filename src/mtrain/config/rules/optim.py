@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mtrain.config.groups import MuonConfig
 from mtrain.config.kernels import adam_obstacle
-from mtrain.config.resolve import tenth
+from mtrain.config.defaults import tenth
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.run import RunConfig
 
@@ -14,9 +14,9 @@ from mtrain.config.run import RunConfig
 def rates_are_ordered(run: RunConfig) -> Iterator[Finding]:
     """The schedule falls from lr to min_lr."""
     o = run.optim
-    if (o.min_lr or 0.0) > o.lr:
-        rule = f"min_lr {o.min_lr:g} is above lr {o.lr:g}"
-        fixes: tuple[Change, ...] = ({"optim.min_lr": tenth(o.lr)}, {"optim.min_lr": 0.0})
+    if (o.min_lr or 0.0) > o.rate:
+        rule = f"min_lr {o.min_lr:g} is above lr {o.rate:g}"
+        fixes: tuple[Change, ...] = ({"optim.min_lr": tenth(o.rate)}, {"optim.min_lr": 0.0})
         yield Finding("MT421", "optim.min_lr", rule, fixes)
 
 
@@ -77,8 +77,8 @@ def muon_has_whole_matrices(run: RunConfig) -> Iterator[Finding]:
 def rate_is_plausible(run: RunConfig) -> Iterator[Finding]:
     """A rate of whole numbers is usually one whose exponent was lost."""
     o = run.optim
-    if o.name == "adamw" and o.lr > 0.1:
-        rule = f"a learning rate of {o.lr:g} is unusual for adamw: 1e-5 to 1e-2 is common"
+    if o.name == "adamw" and o.rate > 0.1:
+        rule = f"a learning rate of {o.rate:g} is unusual for adamw: 1e-5 to 1e-2 is common"
         fixes: tuple[Change, ...] = ({"optim.lr": 1e-3}, {"optim.lr": 1e-3, "optim.min_lr": 0.0})
         yield Finding("MT427", "optim.lr", rule, fixes, "warning")
 

@@ -124,10 +124,10 @@ def widths_fill_the_tensor_cores(run: RunConfig) -> Iterator[Finding]:
                 fixes = (*({key: n} for n in multiples(width, ranks * step)), *fixes)
             yield Finding("MT444", key, rule, fixes, hint=PLAIN)
     cut = p.cp * (p.tp if p.sequence_parallel else 1)
-    tokens = run.data.seq_length * run.trainer.micro
+    tokens = run.data.length * run.trainer.micro
     if tokens % (cut * step):
         rule = f"micro-batches of {tokens} tokens over {cut} rank(s): {recipe} takes multiples of {step} on each"
-        more: tuple[Change, ...] = tuple({"data.seq_length": n} for n in multiples(run.data.seq_length, cut * step))
+        more: tuple[Change, ...] = tuple({"data.seq_length": n} for n in multiples(run.data.length, cut * step))
         yield Finding("MT445", "data.seq_length", rule, (*more, _off(run)), hint=PLAIN)
 
 

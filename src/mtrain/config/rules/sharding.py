@@ -80,9 +80,9 @@ def dynamic_context(run: RunConfig) -> Iterator[Finding]:
         rule = "ranks run different numbers of documents: gradients cannot be reduced while the backward runs"
         keys: Change = {"parallel.overlap_grad_reduce": False, "parallel.overlap_param_gather": False}
         yield refuse(rule, keys, {**keys, "parallel.fsdp": "none", "parallel.fsdp_sharding": None})
-    if (p.max_seqlen_per_dp_cp_rank or 1) * dp < d.seq_length:
-        rule = f"{dp} ranks of {p.max_seqlen_per_dp_cp_rank} tokens cannot take a document of {d.seq_length}"
-        more: Change = {"parallel.max_seqlen_per_dp_cp_rank": -(-d.seq_length // dp)}
+    if (p.max_seqlen_per_dp_cp_rank or 1) * dp < d.length:
+        rule = f"{dp} ranks of {p.max_seqlen_per_dp_cp_rank} tokens cannot take a document of {d.length}"
+        more: Change = {"parallel.max_seqlen_per_dp_cp_rank": -(-d.length // dp)}
         yield Finding("MT170", "parallel.max_seqlen_per_dp_cp_rank", rule, (more, off))
 
 
