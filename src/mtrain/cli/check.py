@@ -72,11 +72,18 @@ def _fits(run: RunConfig, checkpoint: Path) -> None:
 def report(problems: Sequence[Problem], digest: str | None) -> dict[str, object]:
     """What a machine reads: `ok`, every problem, and the digest of a configuration that passed."""
     keys = ("code", "path", "value", "source", "rule", "fix", "severity")
-    rows = [{key: getattr(problem, key) for key in keys} for problem in problems]
-    for row in rows:
-        if isinstance(row["value"], float) and not math.isfinite(row["value"]):
-            row["value"] = str(row["value"])
+    rows: list[dict[str, object]] = []
+    for problem in problems:
+        row = {key: getattr(problem, key) for key in keys}
+        rows.append({**row, "value": _finite(problem.value)})
+        related = [{"path": key.path, "value": _finite(key.value), "source": key.source} for key in problem.related]
+        rows[-1]["related"] = related
     return {"ok": digest is not None, "problems": rows, "digest": digest}
+
+
+def _finite(value: object) -> object:
+    """A value that strict JSON has."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _device(run: RunConfig) -> str:

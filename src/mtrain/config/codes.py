@@ -94,7 +94,7 @@ WORDS: dict[str, tuple[str, str]] = {
     ),
     "MT322": (
         "Nobody named data, and the model is too large for the text that every machine has: tokens are synthetic.",
-        "Name your own: data=text data.path=FOLDER, or data=indexed data.path=PREFIX; data=mock says that it is meant.",
+        "Name your own: data=text data.path=FOLDER, or data=indexed data.path=PREFIX; else say data=mock.",
     ),
     "MT501": ("A run folder is taken.", "Go on with it, or give the new run another name."),
     "MT502": ("There is no run or checkpoint to go on from.", "Name one that exists, or begin a new run."),

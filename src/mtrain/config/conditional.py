@@ -118,7 +118,7 @@ _BESIDE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = 
         lambda r: r.model.position_embedding_type == "rope",
         "model.position_embedding_type=rope",
     ),
-    (("optim.beta1", "optim.beta2", "optim.eps"), lambda r: r.optim.name != "sgd", "an optimizer with two moments"),
+    (("optim.beta1", "optim.beta2", "optim.eps"), lambda r: r.optim.name != "sgd", "optim.name=adamw or muon"),
     (("optim.momentum",), lambda r: r.optim.name == "sgd", "optim.name=sgd"),
     (("optim.wsd_decay_style",), lambda r: r.optim.schedule == "wsd", "optim.schedule=wsd"),
 )
@@ -207,12 +207,12 @@ CONDITIONAL = (
     ),
     Conditional(
         "parallel.ddp_bucket_size",
-        lambda r: r.parallel.overlap_grad_reduce and r.parallel.fsdp == "none",
+        lambda r: bool(r.parallel.overlap_grad_reduce) and r.parallel.fsdp == "none",
         "parallel.overlap_grad_reduce=true",
     ),
     Conditional(
         "parallel.ddp_pad_buckets_for_high_nccl_busbw",
-        lambda r: r.parallel.distributed_optimizer,
+        lambda r: bool(r.parallel.distributed_optimizer),
         "parallel.distributed_optimizer=true",
         off=False,
     ),

@@ -59,7 +59,9 @@ def data_kind(run: RunConfig) -> Filled:
                 return {"data.kind": (kind, f"data.{key}, which {kind} data has")}
     small = vocabulary <= 2 * d.tokenizer_vocab_size
     kind = "text" if small and on_a_cpu(run) else "mock"
-    return {"data.kind": (kind, f"{run.model.name}: vocab_size {vocabulary}, and cluster.device {run.cluster.device}")}
+    return {
+        "data.kind": (kind, f"{run.model.name}: vocab_size {vocabulary}, and cluster.device {run.cluster.device}")
+    }
 
 
 def number_format(run: RunConfig) -> Filled:
@@ -71,7 +73,12 @@ def number_format(run: RunConfig) -> Filled:
         return {"precision.dtype": ("bf16", f"the {p.quantized} recipe, which is one of models in bf16")}
     if c.sm is not None:
         has = c.sm >= FIRST_WITH_BF16
-        return {"precision.dtype": ("bf16" if has else "fp32", f"cluster {c.name}: {'bf16' if has else 'no bf16'} on sm_{c.sm}")}
+        return {
+            "precision.dtype": (
+                "bf16" if has else "fp32",
+                f"cluster {c.name}: {'bf16' if has else 'no bf16'} on sm_{c.sm}",
+            )
+        }
     if "bf16" in c.peak_tflops:
         return {"precision.dtype": ("bf16", f"cluster {c.name}: bf16 in cluster.peak_tflops")}
     if c.device == "cuda":
@@ -103,7 +110,9 @@ def sequence_parallel(run: RunConfig) -> Filled:
         on, why = False, "parallel.recompute.distribute_saved_activations true"
     else:
         on = run.data.length % cut == 0
-        why = f"tp {p.tp}" if on else f"data.seq_length {run.data.length}, which tp {p.tp} * cp {p.cp} does not divide"
+        why = (
+            f"tp {p.tp}" if on else f"data.seq_length {run.data.length}, which tp {p.tp} * cp {p.cp} does not divide"
+        )
     return {"parallel.sequence_parallel": (on, why)}
 
 
@@ -153,7 +162,8 @@ def learning_rate(run: RunConfig) -> Filled:
 
 def schedule(run: RunConfig) -> Filled:
     """A twentieth of the steps to warm up, a tenth of the rate at the end."""
-    o, filled = run.optim, {}
+    o = run.optim
+    filled: dict[str, tuple[Any, str]] = {}
     if o.warmup_iters is None:
         key = "trainer.train_iters" if o.decay_iters is None else "optim.decay_iters"
         steps = o.decay_iters or run.trainer.train_iters

@@ -25,8 +25,8 @@ class DataConfig(Section):
     """`data`: what is read, and how it becomes samples."""
 
     kind: Literal["text", "indexed", "mock"] | None = None
-    """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; mock: synthetic tokens. null:
-    the kind that reads the other keys that are set; else text for small vocabularies on a CPU, and mock."""
+    """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; mock: synthetic tokens.
+    null: the kind that reads the other keys that are set; else text for small vocabularies on a CPU, and mock."""
     path: str | None = None
     """text: a file or folder, null: the Python standard library of this machine; indexed: prefix of .bin and .idx."""
     blend: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(default=None, strict=False)
@@ -165,9 +165,9 @@ class TrainerConfig(Section):
     train_iters: PositiveInt = 100
     """Optimizer steps."""
     global_batch_size: PositiveInt | None = None
-    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it. null: those of as many tokens as
-    model.published says, else as the GPT-3 of the nearest size took; 8 on a CPU; rounded up so that every data-parallel
-    rank has whole micro-batches."""
+    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it. null: as many tokens as
+    model.published says, else as the GPT-3 of the nearest size took; 8 samples on a CPU; rounded up so that every
+    data-parallel rank has whole micro-batches."""
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(default=None, strict=False)
     """[first, increment, samples]: steps begin with `first` samples and grow by `increment`, evenly over so many
     samples, up to global_batch_size. What counts steps, such as the schedule of the learning rate, counts on."""

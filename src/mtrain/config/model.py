@@ -124,7 +124,7 @@ class MLAConfig(Section):
 
 
 class PublishedConfig(Section):
-    """`model.published`: how the model was trained. What `optim.lr` and `trainer.global_batch_size` are by default."""
+    """`model.published`: how the model was trained, for `optim.lr` and `trainer.global_batch_size` that are null."""
 
     lr: PositiveFloat | None = None
     """Largest learning rate; null: not published."""

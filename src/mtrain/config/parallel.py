@@ -75,11 +75,11 @@ class ParallelConfig(Section):
     overlap_p2p_comm_warmup_flush: bool = False
     """vpp: what stages send each other overlaps with work also while the pipeline fills and drains."""
     overlap_grad_reduce: bool | None = None
-    """Gradients are reduced while the backward still runs; null: true on GPUs with data or context parallelism, without
-    fsdp and hybrid_context_parallel."""
+    """Gradients are reduced while the backward still runs; null: true on GPUs with data or context parallelism,
+    without fsdp and hybrid_context_parallel."""
     overlap_param_gather: bool | None = None
-    """Weights are gathered while the forward already runs; needs `distributed_optimizer`. null: true on GPUs with both
-    of the keys above."""
+    """Weights are gathered while the forward already runs; needs `distributed_optimizer`; null: true on GPUs where
+    that and overlap_grad_reduce are."""
     ddp_bucket_size: PositiveInt | None = None
     """overlap_grad_reduce: gradients, counted in elements, that are reduced in one call; null: the larger of 40
     million and a million per data-parallel rank."""

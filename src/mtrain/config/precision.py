@@ -16,8 +16,8 @@ class PrecisionConfig(Section):
     """`precision`: number formats."""
 
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Format of weights and activations; with bf16 and fp16 the optimizer keeps fp32 main weights. null: bf16 on a GPU
-    that has it, or beside fp8 and fp4; else fp32."""
+    """Format of weights and activations; with bf16 and fp16 the optimizer keeps fp32 main weights. null: bf16 on a
+    GPU that has it, or beside fp8 and fp4; else fp32."""
     grad_reduce_in_fp32: bool = True
     """Gradients are accumulated and reduced in fp32."""
     initial_loss_scale: LossScale = 65536.0

@@ -163,7 +163,7 @@ def group_scores(run: RunConfig) -> Iterator[Finding]:
     size, best = moe.num_experts // moe.router_num_groups, moe.group_score_topk or 1
     if best > size:
         rule = f"a group has {size} experts, and its score is the sum of {best}"
-        yield Finding("MT242", key, rule, ({key: size}, {key: None}))
+        yield Finding("MT242", key, rule, ({key: size}, {key: None}), also=("model.moe.router_num_groups",))
     for name, published in PUBLISHED_GROUP_SCORES.items():
         if run.model.name.startswith(name) and best != published:
             rule = f"a group of {name} is worth the sum of its {published} best scores, and here of {best}"
@@ -183,7 +183,13 @@ def biases_in_experts(run: RunConfig) -> Iterator[Finding]:
     if run.model.moe is not None and run.model.add_bias_linear and run.model.moe.shared_expert_intermediate_size:
         rule = "megatron-core's shared experts have no biases, and add_bias_linear gives one to every linear layer"
         shared: Change = {"model.moe.shared_expert_intermediate_size": None, "model.moe.shared_expert_overlap": False}
-        yield Finding("MT240", "model.add_bias_linear", rule, ({"model.add_bias_linear": False}, shared))
+        yield Finding(
+            "MT240",
+            "model.add_bias_linear",
+            rule,
+            ({"model.add_bias_linear": False}, shared),
+            also=("model.moe.shared_expert_intermediate_size",),
+        )
 
 
 def capacity(run: RunConfig) -> Iterator[Finding]:
@@ -225,7 +231,13 @@ def sinkhorn_sees_one_rank(run: RunConfig) -> Iterator[Finding]:
             "model.moe.router_enable_expert_bias": False,
             "model.moe.router_bias_update_rate": None,
         }
-        yield Finding("MT232", "model.moe.router_load_balancing_type", rule, (off, aux))
+        yield Finding(
+            "MT232",
+            "model.moe.router_load_balancing_type",
+            rule,
+            (off, aux),
+            also=("model.moe.router_num_groups", "model.moe.router_enable_expert_bias"),
+        )
     if p.sequence_parallel or p.cp > 1:
         rule = f"balances the tokens of one rank: with tp {p.tp} * cp {p.cp} it chooses otherwise than on one rank"
         yield Finding("MT233", "model.moe.router_load_balancing_type", rule, (aux,), "warning")
@@ -261,7 +273,13 @@ def flex_dispatcher(run: RunConfig) -> Iterator[Finding]:
     if moe.pad_expert_input_to_capacity and moe.flex_dispatcher_backend != "hybridep":
         rule = "DeepEP's dispatcher pads no expert to its capacity"
         off: Change = {"model.moe.pad_expert_input_to_capacity": False}
-        yield Finding("MT237", "model.moe.pad_expert_input_to_capacity", rule, (off, alltoall))
+        yield Finding(
+            "MT237",
+            "model.moe.pad_expert_input_to_capacity",
+            rule,
+            (off, alltoall),
+            also=("model.moe.token_dispatcher_type", "model.moe.flex_dispatcher_backend"),
+        )
 
 
 def padding_router(run: RunConfig) -> Iterator[Finding]:

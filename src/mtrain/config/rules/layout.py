@@ -135,7 +135,9 @@ def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
         if p.ranks is not None and p.ranks % c.devices_per_node == 0:
             own.append({"cluster.nodes": p.ranks // c.devices_per_node})
         own.append({"cluster.nodes": 1, "cluster.devices_per_node": p.ranks})
-        yield Finding("MT114", "parallel.ranks", rule, (*own, *_grid_fixes(run, p.model_ranks)))
+        yield Finding(
+            "MT114", "parallel.ranks", rule, (*own, *_grid_fixes(run, p.model_ranks)), also=("cluster.nodes",)
+        )
 
 
 def sequence_parallel(run: RunConfig) -> Iterator[Finding]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtrain.config.defaults import tenth
 from mtrain.config.groups import MuonConfig
 from mtrain.config.kernels import adam_obstacle
-from mtrain.config.defaults import tenth
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.run import RunConfig
 
@@ -99,7 +99,13 @@ def kernel_can_update(run: RunConfig) -> Iterator[Finding]:
     auto: Change = {"kernels.optimizer": "auto"}
     why = adam_obstacle(kernel, run) if kernel in ("reference", "triton") else None
     if why is not None:
-        yield Finding("MT461", "kernels.optimizer", why, (auto, {"kernels.optimizer": "torch"}))
+        yield Finding(
+            "MT461",
+            "kernels.optimizer",
+            why,
+            (auto, {"kernels.optimizer": "torch"}),
+            also=("optim.name", "optim.cpu_offload"),
+        )
     elif kernel in ("torch", "te") and o.in_low_precision:
         what = next(key for key, value in FULL.items() if _value(run, key) != value)
         rule = f"{kernel} keeps 32 bits of each moment and main weight, and {what} is {_value(run, what)}"
@@ -138,7 +144,13 @@ def low_precision_has_its_place(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT465", "optim.store_param_remainders", rule, (off, {"optim.main_params_dtype": "fp32"}))
     elif o.main_params_dtype != "fp32" and p.pp > 1 and run.model.tie_word_embeddings:
         rule = f"the first and the last of {p.pp} stages would round their copies of the tied embedding differently"
-        yield Finding("MT466", "optim.main_params_dtype", rule, (REMAINDERS, {"optim.main_params_dtype": "fp32"}))
+        yield Finding(
+            "MT466",
+            "optim.main_params_dtype",
+            rule,
+            (REMAINDERS, {"optim.main_params_dtype": "fp32"}),
+            also=("model.tie_word_embeddings",),
+        )
 
 
 def _value(run: RunConfig, path: str) -> object:

@@ -121,7 +121,13 @@ def shared_experts_stay_on_a_stage(run: RunConfig) -> Iterator[Finding]:
         rule = f"megatron's FSDP misses gradients of a stage that has shared experts, and parallel.pp is {p.pp}"
         optim: Change = {"parallel.fsdp_sharding": "optim"}
         other: Change = {"parallel.fsdp": "fsdp2", "parallel.fsdp_sharding": None}
-        yield Finding("MT163", "parallel.fsdp", rule, (optim, other, {"parallel.pp": 1}))
+        yield Finding(
+            "MT163",
+            "parallel.fsdp",
+            rule,
+            (optim, other, {"parallel.pp": 1}),
+            also=("model.moe.shared_expert_intermediate_size",),
+        )
 
 
 def replicas_divide(run: RunConfig) -> Iterator[Finding]:
