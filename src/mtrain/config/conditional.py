@@ -110,7 +110,7 @@ _BESIDE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = 
             "precision.min_loss_scale",
             "precision.max_skipped_updates",
         ),
-        lambda r: r.precision.dtype == "fp16",
+        lambda r: r.precision.format == "fp16",
         "precision.dtype=fp16",
     ),
     (
@@ -128,7 +128,7 @@ MUON: dict[str, Callable[[RunConfig], Any]] = {
     "momentum": lambda r: 0.95,
     "use_nesterov": lambda r: True,
     "num_ns_steps": lambda r: 5,
-    "ns_dtype": lambda r: "fp32" if r.precision.dtype == "fp32" else "bf16",
+    "ns_dtype": lambda r: "fp32" if r.precision.format == "fp32" else "bf16",
     "scale_mode": lambda r: "spectral",
     "extra_scale_factor": lambda r: 0.2,
     "split_qkv": lambda r: True,

@@ -19,6 +19,8 @@ Step = Callable[[RunConfig], Filled]
 
 CPU_BATCH, CPU_LENGTH = 8, 256
 """Samples of a step and tokens of a sample that a CPU trains in a second."""
+SMALL_TOKENIZER = 4096
+"""Token ids that the text which every machine has is enough for."""
 LONGEST = 8192
 """Tokens of a sample where the model could take more; longer ones are for a later phase of a training."""
 FIRST_WITH_BF16 = 80
@@ -49,15 +51,13 @@ GPT3 = (
 
 
 def data_kind(run: RunConfig) -> Filled:
-    """The kind that reads the keys which are set; where none is, text that a small vocabulary fits, or synthetic."""
+    """Text where some is named, or where what every machine has fits a small vocabulary; else synthetic tokens."""
     d, vocabulary = run.data, run.model.vocab_size
     if d.kind is not None:
         return {}
-    for kind, keys in (("indexed", ("blend", "blend_weights", "tokenizer")), ("text", ("path", "limit_mib"))):
-        for key in keys:
-            if getattr(d, key) is not None:
-                return {"data.kind": (kind, f"data.{key}, which {kind} data has")}
-    small = vocabulary <= 2 * d.tokenizer_vocab_size
+    if d.path is not None or d.limit_mib is not None:
+        return {"data.kind": ("text", "data.path" if d.path is not None else "data.limit_mib")}
+    small = vocabulary <= 2 * max(d.tokenizer_vocab_size, SMALL_TOKENIZER)
     kind = "text" if small and on_a_cpu(run) else "mock"
     return {
         "data.kind": (kind, f"{run.model.name}: vocab_size {vocabulary}, and cluster.device {run.cluster.device}")
@@ -154,8 +154,8 @@ def learning_rate(run: RunConfig) -> Filled:
     if run.optim.lr is not None:
         return {}
     known = run.model.published
-    if known is not None and known.lr is not None:
-        return {"optim.lr": (known.lr, f"{run.model.name}: {known.source}")}
+    if known is not None and known.peak_lr is not None:
+        return {"optim.lr": (known.peak_lr, f"{run.model.name}: {known.source}")}
     near = nearest_gpt3(run.model)
     return {"optim.lr": (near.lr, f"{GPT3_TABLE}: its {near.name} model")}
 

@@ -26,7 +26,7 @@ class DataConfig(Section):
 
     kind: Literal["text", "indexed", "mock"] | None = None
     """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; mock: synthetic tokens.
-    null: the kind that reads the other keys that are set; else text for small vocabularies on a CPU, and mock."""
+    null: text where data.path or data.limit_mib is set, or for small vocabularies on a CPU; else mock."""
     path: str | None = None
     """text: a file or folder, null: the Python standard library of this machine; indexed: prefix of .bin and .idx."""
     blend: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(default=None, strict=False)

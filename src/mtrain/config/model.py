@@ -126,7 +126,7 @@ class MLAConfig(Section):
 class PublishedConfig(Section):
     """`model.published`: how the model was trained, for `optim.lr` and `trainer.global_batch_size` that are null."""
 
-    lr: PositiveFloat | None = None
+    peak_lr: PositiveFloat | None = None
     """Largest learning rate; null: not published."""
     batch_tokens: PositiveInt | None = None
     """Tokens per optimizer step; null: not published."""

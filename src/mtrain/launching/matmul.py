@@ -71,7 +71,7 @@ def processor() -> str:
 
 
 def _applies(run: RunConfig) -> bool:
-    return run.cluster.device == "cpu" and run.precision.dtype == "fp32"
+    return run.cluster.device == "cpu" and run.precision.format == "fp32"
 
 
 def _here(run: RunConfig) -> str:

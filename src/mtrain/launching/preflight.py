@@ -73,7 +73,7 @@ def _disk_shortages(run: RunConfig) -> list[str]:
         free = shutil.disk_usage(place).free
     except (OSError, StopIteration):
         return []  # whether the folder can be written is asked when it is made
-    needed = parameters(run.model) * (4 if run.precision.dtype == "fp32" else 2)
+    needed = parameters(run.model) * (4 if run.precision.format == "fp32" else 2)
     if needed <= free:
         return []
     return [f"needs more than {units.bytes_(needed)} of disk for a checkpoint; free at {place}: {units.bytes_(free)}"]

@@ -148,7 +148,7 @@ def state_bytes(run: RunConfig) -> int:
     """
     p = run.parallel
     assert p.ranks is not None
-    half = run.precision.dtype != "fp32"
+    half = run.precision.format != "fp32"
     per_weight = (2 if half else 4) + (4 if not half or run.precision.grad_reduce_in_fp32 else 2)
     per_state = (_main_weight_bytes(run) if half else 0) + _moment_bytes(run)
     experts = expert_parameters(run.model)

@@ -56,7 +56,7 @@ def activation_bytes(run: RunConfig) -> int:
     MLP while it is computed; with megatron-core's loss the logits, in fp32.
     """
     m, p = run.model, run.parallel
-    size = 4 if run.precision.dtype == "fp32" else 2
+    size = 4 if run.precision.format == "fp32" else 2
     dp = max(1, (p.ranks or 1) // p.model_ranks)
     tokens = run.trainer.micro * run.data.length // (dp if p.hybrid_context_parallel else p.cp)
     cut = p.tp if p.sequence_parallel or p.recompute.distribute_saved_activations else 1
