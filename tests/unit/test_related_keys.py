@@ -81,3 +81,10 @@ def test_a_long_value_of_a_related_key_is_cut_and_a_hostile_one_shown() -> None:
     assert len(text) < 400
     assert text.count("\n") == 1
     assert value_at(RUNS[0], "no.such.key") is None
+
+
+def test_a_rank_hands_a_problem_on_with_its_related_keys() -> None:
+    from mtrain.launching.worker import describe, revive
+
+    error = ConfigError([problem("model.num_layers=81 parallel=pp4", "MT107")])
+    assert str(revive(json.loads(json.dumps(describe(error))))) == str(error)
