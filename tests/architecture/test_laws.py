@@ -36,8 +36,8 @@ LAYERS = {
     "cli": 11,
 }
 ONLY_IN = {
-    "hydra": ("config/compose.py", "config/source.py"),
-    "omegaconf": ("config/compose.py", "config/source.py"),
+    "hydra": ("config/hydra_source.py", "config/grammar.py"),
+    "omegaconf": ("config/hydra_source.py",),
     "pydantic": ("config/",),
     "megatron": ("mcore/",),
     "transformer_engine": ("mcore/",),

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from mtrain.config.grammar import parse_value
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import apply, check
 from mtrain.config.run import RunConfig
-from mtrain.config.source import parse_value
 from mtrain.errors import Problem
 
 LAPTOP = Machine(cpu_cores=2, memory_bytes=8 << 30)

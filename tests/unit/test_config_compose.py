@@ -165,7 +165,6 @@ def test_nested_defaults_of_a_group_file_compose_with_their_own_lines(
     shutil.copytree(paths.conf_dir(), conf)
     (conf / "model/wide.yaml").write_text("defaults:\n  - llama_tiny\n  - _self_\n\nhidden_size: 512\n")
     monkeypatch.setattr(paths, "conf_dir", lambda: conf)
-    monkeypatch.setattr("mtrain.config.compose.conf_dir", lambda: conf)
     composed = compose(["model=wide"])
     assert (composed.run.model.hidden_size, composed.run.model.num_layers) == (512, 4)
     assert composed.origins["model.hidden_size"] == "conf/model/wide.yaml:5"
@@ -179,7 +178,6 @@ def test_a_broken_group_file_is_a_problem_with_its_line(tmp_path: Path, monkeypa
     shutil.copytree(paths.conf_dir(), conf)
     (conf / "optim/adamw.yaml").write_text("lr: 1\nlr: 2\n")
     monkeypatch.setattr(paths, "conf_dir", lambda: conf)
-    monkeypatch.setattr("mtrain.config.compose.conf_dir", lambda: conf)
     problem = only()
     assert (problem.code, problem.source) == ("MT004", "conf/optim/adamw.yaml:2")
 
@@ -211,10 +209,12 @@ def test_every_problem_is_reported_at_once() -> None:
 @pytest.mark.parametrize(
     ("argument", "word"),
     [
-        ("+model.num_layers=2", "added"),
-        ("++model.num_layers=2", "added"),
-        ("~model", "deleted"),
-        ("~model.num_layers", "deleted"),
+        ("+model.num_layers=2", "without the + it is replaced"),
+        ("+model=llama_tiny", "without the + it is replaced"),
+        ("++model=llama_tiny", "without the ++ it is replaced"),
+        ("~model.moe.num_experts", "nothing to take away"),
+        ("~hydra.run.dir", "no such key"),
+        ("+++optim.lr=1", "begins with"),
         ("hydra.run.dir=/tmp/x", "Hydra"),
         ("hydra/launcher=basic", "Hydra"),
         ("hydra.searchpath=[/tmp]", "Hydra"),
@@ -223,11 +223,10 @@ def test_every_problem_is_reported_at_once() -> None:
         ("optim.lr=1e-3,1e-4", "sweep"),
         ("optim.lr=range(1,4)", "sweep"),
         ("optim.lr=choice(1,4)", "sweep"),
-        ("model=../../etc/passwd", "path"),
-        ("model=/etc/passwd", "path"),
+        ("model=/etc/passwd", "ends in .yaml"),
         ("model=.hidden", "path"),
         ("model={a:1}", "choice"),
-        ("model/llama=x", "groups inside groups"),
+        ("model/llama=x", "part of the choice's name"),
         ("model@optim=llama_tiny", "packages"),
         ("model.num_layers", "key=value"),
         ("trainer.sample_prompt=a=(b", "read"),
@@ -235,7 +234,7 @@ def test_every_problem_is_reported_at_once() -> None:
         ("--tensor-model-parallel-size=2", "parallel.tp"),
     ],
 )
-def test_forms_of_hydra_that_change_the_schema_or_the_search_path_are_refused(argument: str, word: str) -> None:
+def test_forms_of_hydra_that_have_no_meaning_here_are_refused(argument: str, word: str) -> None:
     problem = only(argument)
     assert problem.code == "MT010"
     assert word in problem.rule
@@ -370,11 +369,11 @@ def _mapping(group: str, lines: Sequence[str]) -> str:
 @pytest.mark.parametrize(
     "text",
     [
-        "\n".join(f"k{i}: 1" for i in range(4900)),
-        _mapping("trainer", [f"train_iter{i}: 1" for i in range(4900)]),
-        "cluster: {peak_tflops: {" + ", ".join(f"f{i}: 1" for i in range(4000)) + "}}",
+        "\n".join(f"k{i}: 1" for i in range(1900)),
+        _mapping("trainer", [f"train_iter{i}: 1" for i in range(1900)]),
+        "cluster: {peak_tflops: {" + ", ".join(f"f{i}: 1" for i in range(1900)) + "}}",
         "data: {suffixes: [" + "1, " * 9900 + "]}",
-        _mapping("trainer", [f"k{i}: ${{trainer.k{i + 1}}}" for i in range(4900)]),
+        _mapping("trainer", [f"k{i}: ${{trainer.k{i + 1}}}" for i in range(1900)]),
         f"log: {{name: '{'a' * 500_000}'}}\n"
         + _mapping("trainer", [f"k{i}: '{'${log.name}' * 30}'" for i in range(1200)]),
     ],

@@ -45,8 +45,7 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(paths.conf_dir(), folder)
     for chooser in ("default", "recipe", "command"):
         _files(folder / "optim", chooser)
-    for where in ("mtrain.config.paths.conf_dir", "mtrain.config.compose.conf_dir"):
-        monkeypatch.setattr(where, lambda: folder)
+    monkeypatch.setattr(paths, "conf_dir", lambda: folder)
     return folder
 
 

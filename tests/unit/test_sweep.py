@@ -41,9 +41,9 @@ def test_several_values_make_the_runs_that_hydra_makes(argv: list[str]) -> None:
 
 
 def _values(words: list[str]) -> list[tuple[str, object]]:
-    from mtrain.config.source import hydra_value
+    from mtrain.config.grammar import parse_value
 
-    return [(word.partition("=")[0], hydra_value(word.partition("=")[2])) for word in words]
+    return [(word.partition("=")[0], parse_value(word.partition("=")[2])) for word in words]
 
 
 def test_groups_and_recipes_are_swept_as_well() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mtrain import strict_json
 from mtrain.cli.options import read_options
 from mtrain.config.near import near_choice
-from mtrain.config.paths import choices_of_group, conf_dir
+from mtrain.config.paths import choices_of_group, find_config
 from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem, say, say_page
 
@@ -38,7 +38,8 @@ def run(argv: list[str], *, debug: bool) -> int:
 def about(group: str, choice: str) -> str:
     """What the comment at the head of a choice's file says, in one line."""
     out = []
-    for line in (conf_dir() / group / f"{choice}.yaml").read_text(encoding="utf-8").splitlines():
+    file = find_config(f"{group}/{choice}")
+    for line in file.read_text(encoding="utf-8").splitlines() if file is not None else ():
         if not line.startswith("#"):
             break
         out.append(line.lstrip("# "))

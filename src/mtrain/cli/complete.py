@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
-from mtrain.config.paths import choices_of_group, conf_dir, recipes_dir
+from mtrain.config.paths import choices_of_group, config_dirs, group_names, recipe_names
 from mtrain.errors import say
 
 NAMED = ("show", "diff", "lock", "export")
@@ -32,12 +33,15 @@ def candidates(line: str) -> list[str]:
     if line[-1:].isspace() or not words:
         words.append("")
     *before, current = words
-    return sorted(dict.fromkeys(word for word in _offered(before, current) if word.startswith(current)))
+    dirs = [after for flag, after in pairwise(before) if flag == "--config-dir"]
+    with config_dirs(dirs):
+        return sorted(dict.fromkeys(word for word in _offered(before, current) if word.startswith(current)))
 
 
 def _offered(before: list[str], current: str) -> Iterable[str]:
     from mtrain.cli.main import FLAGS, VERBS
 
+    before = [word for flag, word in zip(["", *before], before, strict=False) if "--config-dir" not in (flag, word)]
     verb = next((word for word in before if not word.startswith("-")), "")
     if current.startswith("-"):
         from mtrain.cli.pages import PAGES, flags_of
@@ -89,7 +93,7 @@ def _explained(current: str) -> Iterable[str]:
         from mtrain.config.codes import codes
 
         return [code if current[0] == "M" else code.lower() for code in codes()]
-    groups = [folder.name for folder in conf_dir().iterdir() if folder.is_dir()]
+    groups = group_names()
     if "." not in current:
         return [*groups, *(f"{group}." for group in groups)]
     return [key.removesuffix("=") for key in _keys()]
@@ -98,7 +102,7 @@ def _explained(current: str) -> Iterable[str]:
 def _overrides(current: str) -> list[str]:
     """Settings: a group with its choices, a key with its words."""
     key, equals, begun = current.partition("=")
-    groups = [folder.name for folder in conf_dir().iterdir() if folder.is_dir()]
+    groups = group_names()
     if equals:
         return [f"{key}={value}" for value in _values(key, groups, begun)]
     if "." in current:
@@ -132,7 +136,7 @@ def _values(key: str, groups: list[str], value: str) -> list[str]:
 
 
 def _recipes() -> list[str]:
-    return [file.relative_to(recipes_dir()).with_suffix("").as_posix() for file in recipes_dir().rglob("*.yaml")]
+    return recipe_names()
 
 
 def _runs() -> list[str]:

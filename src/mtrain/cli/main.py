@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from mtrain import strict_json
+from mtrain.config.paths import config_dirs
 from mtrain.errors import MAX_PROBLEMS, ConfigError, MtrainError, Problem, say_page
 
 VERBS = {
@@ -34,11 +35,13 @@ FLAGS = {
     "--json": "print JSON for a machine, where the page of a verb has it",
     "--resolved": "show: print the bare file that run=FILE reads",
     "--all": "check: every model in every layout, precision and cluster that ships",
+    "--config-dir": "a folder of your own choices, as DIR/model/mine.yaml and DIR/recipes/mine.yaml; or MTRAIN_CONF",
     "--multirun": "train, check: one run for each of KEY=A,B or KEY=range(1,4); -m for short",
     "--debug": "print the traceback of an error",
     "--help": "print this page",
     "--version": "print the version",
 }
+CONFIG_DIR = "--config-dir"
 SHORT = {"-h": "--help", "-m": "--multirun"}
 HELP = ("--help", "-h")
 
@@ -62,8 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     debug = "--debug" in arguments
     try:
-        call = parse(arguments)
-        return dispatch(call)
+        named, arguments = _config_dirs(arguments)
+        with config_dirs(named):
+            return dispatch(parse(arguments))
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
@@ -84,6 +88,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         first = (str(error).strip().splitlines() or [""])[0]
         _say(f"unexpected {type(error).__name__}: {first}\nuse --debug for the traceback")
         return 1
+
+
+def _config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The folders of `--config-dir DIR`, which may be given several times, and the other arguments.
+
+    Raises:
+        ConfigError: a folder is missing.
+    """
+    named, rest, queue = list[str](), list[str](), list(arguments)
+    while queue:
+        word = queue.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag != CONFIG_DIR:
+            rest.append(word)
+        elif equals or queue:
+            named.append(value if equals else queue.pop(0))
+        else:
+            rule = f"{CONFIG_DIR}: needs a folder"
+            raise ConfigError([Problem("MT010", "", None, rule, f"{CONFIG_DIR} DIR", "command line")])
+    return named, rest
 
 
 def _open_closed_streams() -> None:
@@ -252,9 +276,9 @@ def _without_unknown_flags(words: Sequence[str]) -> tuple[list[Problem], list[st
 
 def _setting_of(flag: str, value: str) -> str:
     """What a flag of another system is called here, with its value; empty where nothing is known."""
+    from mtrain.config.grammar import parse_value
     from mtrain.config.keys import suggest
     from mtrain.config.near import NOTHING, suggestions
-    from mtrain.config.source import parse_value
 
     near, why = suggest(flag) if flag.startswith("--") else ([], "")
     if not (near or why) or difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.8):

@@ -10,7 +10,8 @@ from mtrain import strict_json
 from mtrain.cli.combinations import AXES, Report, validated
 from mtrain.config.compose import compose
 from mtrain.config.load import load
-from mtrain.config.paths import choices_of_group, recipes_dir
+from mtrain.config.paths import choices_of_group, recipe_names
+from mtrain.config.recipe import find_recipe
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.config.sweep import jobs
@@ -41,11 +42,11 @@ def shipped() -> dict[str, list[str]]:
     axes = {axis: choices_of_group(axis) for axis in AXES}
     axes["cluster"] = _distinct(axes["cluster"])
     axes["precision"].remove("auto")
-    for file in sorted(recipes_dir().rglob("*.yaml")):
-        words = load(file)
+    for name in recipe_names():
+        words = load(find_recipe(name))
         named = any(str(e.get("override /parallel")) in axes["parallel"] for e in words.values.get("defaults", []))
         if not named or "parallel" in words.values:
-            axes["parallel"].append(file.relative_to(recipes_dir()).with_suffix("").as_posix())
+            axes["parallel"].append(name)
     return axes
 
 

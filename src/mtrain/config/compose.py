@@ -1,33 +1,37 @@
 """argv -> one validated configuration, with who set each key.
 
-Precedence, lowest first: schema default, group file, recipe (or the run file, which is complete), command line.
+Precedence, lowest first: schema default, group file, recipe (or the run file, which is complete), command line. Hydra
+composes. Here everything is read before Hydra sees it, all that is wrong is collected, and origins are found.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
+from mtrain.config.choices import is_path, unknown_choice
 from mtrain.config.files import read_text
+from mtrain.config.hydra_source import NotComposed, composed
 from mtrain.config.interpolate import leaves, refused, resolve_references
-from mtrain.config.keys import schema_keys
-from mtrain.config.layout_string import looks_like_layout, nearest_layout, parse_layout
+from mtrain.config.keys import field_of, section_in
+from mtrain.config.layers import entries_of, layer
+from mtrain.config.library import CONFIG, RECIPE, RECIPE_FILE, RUN, Library, restored
 from mtrain.config.load import Document, filled, load
 from mtrain.config.locked import edited
 from mtrain.config.model import ModelConfig
-from mtrain.config.near import choice_fix, default_choices, layouts_near
-from mtrain.config.overrides import COMMAND_LINE, Overrides, read_overrides
-from mtrain.config.paths import choices_of_group, conf_dir
+from mtrain.config.near import default_choices
+from mtrain.config.origins import COMMAND_LINE, Layer, Origins, Setting
+from mtrain.config.overrides import Overrides, read_overrides
+from mtrain.config.paths import user_path
 from mtrain.config.recipe import Recipe, read_recipe, reserved_keys
 from mtrain.config.run import GROUPS, RunConfig
-from mtrain.config.validate import unknown_key, validate, whole, wrong_kind
+from mtrain.config.validate import unknown_key, validate, whole
 from mtrain.config.written import KEYS, strays
 from mtrain.errors import ConfigError, Problem
 
-DEFAULT = "default"
 ARCHITECTURE = tuple(name for name, field in ModelConfig.model_fields.items() if field.is_required())
 """What a model cannot be without: its keys that have no default of their own."""
 
@@ -48,15 +52,6 @@ class Composed:
     """Every file that it was composed from, by the name that problems show."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A key or a section that something set."""
-
-    path: str
-    value: Any
-    source: str
-
-
 class Rejected(ConfigError):
     """What the schema refused; `partial` is the rest where it makes sense alone, to be validated as well."""
 
@@ -74,137 +69,51 @@ def compose(argv: Sequence[str]) -> Composed:
     return _Composition(read_overrides(argv)).finish()
 
 
-@dataclass
-class _Tree:
-    """Values with the origin of every leaf."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    history: list[Setting] = field(default_factory=list)
-
-    def merge(self, values: Mapping[str, Any], where: Callable[[str], str], prefix: str = "") -> None:
-        """Lays `values` (nested) over what is there; `where` gives the origin of a dotted key."""
-        parent = self.section(prefix)
-        for key, value in values.items():
-            path = f"{prefix}.{key}" if prefix else key
-            if isinstance(value, dict) and value and isinstance(parent.get(key), dict):
-                self.merge(value, where, path)
-            else:
-                self.replace(path, value, where)
-
-    def replace(self, path: str, value: Any, where: Callable[[str], str]) -> None:
-        """Sets the key at `path`, with everything under it.
-
-        Raises:
-            KeyError: a part of the path is no mapping.
-        """
-        parent, _, last = path.rpartition(".")
-        section = self.section(parent)
-        if last in section:  # only then something beneath it was set
-            for known in [k for k in self.origins if k == path or k.startswith(f"{path}.")]:
-                del self.origins[known]
-        section[last] = value
-        for leaf, inner in leaves(value, path):
-            self.origins[leaf] = where(leaf)
-            self.history.append(Setting(leaf, inner, self.origins[leaf]))
-
-    def section(self, path: str) -> dict[str, Any]:
-        node = self.values
-        for part in path.split(".") if path else ():
-            inner = node.get(part)
-            if inner is None:
-                inner = node[part] = {}
-            if not isinstance(inner, dict):
-                raise KeyError(path)
-            node = inner
-        return node
-
-    def where(self, path: str) -> str:
-        """Who set the key at `path`; for one that nobody set, who set its neighbours."""
-        if path in self.origins:
-            return self.origins[path]
-        prefix = path
-        while prefix:
-            inside = [source for key, source in self.origins.items() if key.startswith(f"{prefix}.")]
-            if inside:
-                return inside[0].rpartition(":")[0] if ":" in inside[0] and prefix != path else inside[0]
-            prefix = prefix.rpartition(".")[0]
-            if prefix in self.origins:
-                return self.origins[prefix]
-        return DEFAULT
-
-
 class _Composition:
     """One composition; collects problems as far as it can go."""
 
     def __init__(self, overrides: Overrides) -> None:
         self.overrides = overrides
         self.problems = list(overrides.problems)
-        self.conf = conf_dir()
-        self.documents: dict[str, Document] = {}
-        self.files: dict[str, Path] = {}
-        self.layouts: dict[str, dict[str, Any]] = {}
-        self.default_sources: dict[str, str] = {}
-        self.tree = _Tree()
+        self.library = Library()
+        self.usual, self.default_sources = default_choices()
+        self.defaults = dict(self.usual)
+        """group -> the choice of `config.yaml`, but for groups that are taken away."""
+        self.chosen: dict[str, str] = {}
+        """group -> the choice of the recipe or the command line, as Hydra calls it."""
+        self.sources: dict[str, str] = {}
+        """group -> who chose."""
+        self.shown: dict[str, str] = {}
+        """group -> choice, as it was written."""
 
     def finish(self) -> Composed:
-        recipe = self._recipe()
-        base = self._run_file()
-        chosen, sources = self._choices(recipe)
-        own = recipe is not None and "model" not in chosen and self._is_whole_model(recipe)
-        known = self._groups(chosen, sources, base, without=("model",) if own else ())
-        beneath = [copy.deepcopy(self.tree.values)]
-        if own:  # what a refused key of it is validated with for the time being
-            beneath[0]["model"] = dict(self._document(f"model/{default_choices(self.conf)[0]['model']}").values)
-        if recipe is not None:
-            self.tree.merge(recipe.values, recipe.document.where)
-        beneath.append(copy.deepcopy(self.tree.values))
-        self._values()
-        self.problems += resolve_references(self.tree.values, self.tree.where)
-        run, problems = validate(self.tree.values, self.tree.where)
+        recipe, base = self._recipe(), self._run_file()
+        self._choose(recipe)
+        own = recipe is not None and "model" not in self.chosen and self._is_whole_model(recipe)
+        primary, words = self._bases(recipe, base, own)
+        beneath = self._layers(primary, words, recipe is not None)
+        origins = Origins(one for layers in beneath for one in layers)
+        words += self._deletions(origins)
+        values = self._composed(primary, words, self._settings(origins))
+        refused_values = self._note_settings(origins, values)
+        self.problems += self.library.problems + refused_values
+        self.problems += resolve_references(values, origins.where)
+        run, problems = validate(values, origins.where)
         self.problems += problems
-        strayed: list[Problem] = []
-        if run is not None:
-            files = {document.source for document in (recipe and recipe.document, base) if document}
-            said = {key: self._origin(key) for key in KEYS if self._origin(key).rpartition(":")[0] in files}
-            strayed = strays(run, said, Path(self.overrides.run) if self.overrides.run else None)
-            self.problems += strayed
-        choices = chosen if base is not None else known
+        strayed = self._strayed(run, origins, recipe, base)
+        self.problems += strayed
         if run is None or self.problems:
             found = _distinct(self.problems)
             paths = [p.path for p in (found if run is None else strayed)]
-            rest = run if run and not strayed else self._without(paths, *beneath) or self._without(paths)
-            raise Rejected(found, self._composed(rest, choices) if rest is not None else None)
-        return self._composed(run, choices)
+            if own:  # what a refused key of it is validated with for the time being
+                beneath[0].append(layer(self.library, f"model/{self.usual['model']}", "model", self._chooser))
+            rest = run if run and not strayed else self._without(values, origins, paths, beneath)
+            raise Rejected(found, self._result(rest, origins) if rest is not None else None)
+        return self._result(run, origins)
 
-    def _composed(self, run: RunConfig, choices: dict[str, str]) -> Composed:
-        origins = {key: self._origin(key) for key in run.flat()}
-        return Composed(run, origins, choices, history=tuple(self.tree.history), files=dict(self.files))
-
-    def _without(
-        self, paths: Sequence[str], files: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
-    ) -> RunConfig | None:
-        """The configuration with each refused key as it was beneath the one that set it, or at its default.
-
-        `files` are the values of the group files, `recipe` those with the recipe's.
-        """
-        values = copy.deepcopy(self.tree.values)
-        for path in map(whole, filter(None, paths)):
-            parent, _, last = path.rpartition(".")
-            under = recipe if self.tree.where(path) == COMMAND_LINE else files
-            node, before = _at(values, parent), _at(under or {}, parent)
-            if isinstance(node, dict):
-                node.pop(last, None)
-                if isinstance(before, dict) and last in before:
-                    node[last] = copy.deepcopy(before[last])
-        return validate(values, self.tree.where)[0]
-
-    def _origin(self, key: str) -> str:
-        while key:
-            if key in self.tree.origins:
-                return self.tree.origins[key]
-            key = key.rpartition(".")[0]
-        return DEFAULT
+    def _result(self, run: RunConfig, origins: Origins) -> Composed:
+        known = {key: origins.of(key) for key in run.flat()}
+        return Composed(run, known, self.shown, history=tuple(origins.history), files=dict(self.library.files))
 
     def _recipe(self) -> Recipe | None:
         if self.overrides.recipe is None or self.overrides.run is not None:
@@ -212,7 +121,7 @@ class _Composition:
         recipe, problems = read_recipe(self.overrides.recipe)
         self.problems += problems
         if recipe is not None:
-            self.files[recipe.document.source] = recipe.path
+            self.library.files[recipe.document.source] = recipe.path
         return recipe
 
     def _run_file(self) -> Document | None:
@@ -221,7 +130,7 @@ class _Composition:
         try:
             path = Path(self.overrides.run)
             document = filled(load(path))
-            self.files[document.source] = path
+            self.library.files[document.source] = path
             changed = edited(read_text(path, document.source), document.source)
             self.problems += [changed] if changed is not None else []
         except ConfigError as error:
@@ -231,36 +140,24 @@ class _Composition:
         self.problems += refused(document.values, document.where)
         return document
 
-    def _choices(self, recipe: Recipe | None) -> tuple[dict[str, str], dict[str, str]]:
-        """group -> choice and group -> who chose, of those choices that exist."""
-        chosen: dict[str, str] = {}
-        sources: dict[str, str] = {}
+    def _choose(self, recipe: Recipe | None) -> None:
+        """Notes the choices of the recipe and, over them, of the command line; those that exist."""
         layers = [(recipe.choices, recipe.choice_lines)] if recipe is not None else []
         for choices, lines in [*layers, (self.overrides.choices, {})]:
             for group, choice in choices.items():
                 source = lines.get(group, COMMAND_LINE)
-                problem = self._unknown(group, choice, source)
-                if problem is None:
-                    chosen[group], sources[group] = choice, source
-                else:
+                if is_path(choice):
+                    self.chosen[group] = self.library.give_path(group, user_path(choice))
+                elif (problem := unknown_choice(group, choice, source)) is not None:
                     self.problems.append(problem)
-        return chosen, sources
-
-    def _unknown(self, group: str, choice: str, source: str) -> Problem | None:
-        choices = choices_of_group(group)
-        if choice in choices:
-            return None
-        if group == "parallel":
-            try:
-                self.layouts[choice] = parse_layout(choice)
-                return None
-            except ValueError as error:
-                if looks_like_layout(choice):
-                    return Problem("MT016", group, choice, str(error), _layout_fix(choice), source)
-        fix = choice_fix(group, choice, default_choices(self.conf)[0][group])
-        also = ", or a layout such as tp4pp4" if group == "parallel" else ""
-        rule = f"there is no such choice; choices: {', '.join(choices)}{also}"
-        return Problem("MT011", group, choice, rule, fix, source)
+                    continue
+                else:
+                    self.chosen[group] = choice
+                self.shown[group], self.sources[group] = choice, source
+        for group, choice in list(self.overrides.added.items()):
+            if (problem := unknown_choice(group, choice, COMMAND_LINE)) is not None:
+                self.problems.append(problem)
+                del self.overrides.added[group]
 
     def _is_whole_model(self, recipe: Recipe) -> bool:
         """Whether a recipe that names no model describes one of its own, which then stands on no other.
@@ -273,7 +170,7 @@ class _Composition:
         said = {*stated, *(key.split(".")[1] for key in self.overrides.values if key.startswith("model."))}
         missing = [name for name in ARCHITECTURE if name not in said]
         if missing:
-            default = default_choices(self.conf)[0]["model"]
+            default = self.usual["model"]
             rule = (
                 f"a model of its own that lacks {', '.join(missing)}; a recipe states them all, or names the model "
                 f"that it changes: `defaults: [override /model: {default}]`"
@@ -282,90 +179,159 @@ class _Composition:
             self.problems.append(Problem("MT018", "model", stated, rule, f"model={default}", source))
         return not missing
 
-    def _groups(
-        self, chosen: dict[str, str], sources: dict[str, str], base: Document | None, without: Sequence[str] = ()
-    ) -> dict[str, str]:
-        """Fills the tree from the run file and the group files; returns group -> choice.
-
-        `without` are groups whose default choice is left out.
-        """
+    def _bases(self, recipe: Recipe | None, base: Document | None, own: bool) -> tuple[str, list[str]]:
+        """The name of what Hydra begins with, and the arguments for it that choose."""
+        deleted = [group for group in self.overrides.deleted if group in GROUPS]
+        added = [f"+{group}={choice}" for group, choice in self.overrides.added.items()]
         if base is not None:
-            self.tree.merge(base.values, base.where)
-        if base is not None and not chosen:
-            return {}
-        files, known = self._files(chosen)
-        for group in chosen if base is not None else ():
-            self.tree.replace(group, {}, lambda _: COMMAND_LINE)
-            del self.tree.origins[group]
-        for path, package in files:
-            group = path.partition("/")[0]
-            if group not in GROUPS or group in without or (base is not None and group not in chosen):
-                continue
-            layout = self.layouts.get(path.partition("/")[2]) if group == "parallel" else None
-            if layout is not None:
-                source = sources.get(group) or self.default_sources.get(group, DEFAULT)
-                self.tree.merge(layout, lambda _, s=source: s, package)  # type: ignore[misc]
-            else:
-                self._merge_file(path, package)
-        return {group: choice for group, choice in known.items() if group not in without}
+            gone = {*deleted, *self.chosen}
+            self.library.give(RUN, base, {k: v for k, v in base.values.items() if k not in gone})
+            return RUN, [f"+{group}={choice}" for group, choice in self.chosen.items()] + added
+        words = [f"{group}={choice}" for group, choice in self.chosen.items() if self.sources[group] == COMMAND_LINE]
+        for group in [*deleted, *(["model"] if own and "model" not in deleted else [])]:
+            if group in self.defaults:
+                words.append(f"~{group}")
+                del self.defaults[group]
+        if recipe is not None:
+            chosen = [
+                {f"override /{g}": c} for g, c in recipe.choices.items() if g in self.chosen and g in self.defaults
+            ]
+            values = {**recipe.values, "defaults": chosen}
+            self.library.give(RECIPE_FILE, recipe.document, values, "_global_")
+            words.append(f"+{RECIPE}={RECIPE}")
+        self.shown = {**self.defaults, **self.shown}
+        return CONFIG, words + added
 
-    def _files(self, chosen: Mapping[str, str]) -> tuple[list[tuple[str, str]], dict[str, str]]:
-        """The group files in order of rising precedence with the key each fills, and group -> choice.
+    def _layers(self, primary: str, words: list[str], recipe: bool) -> list[list[Layer]]:
+        """The layers beneath the command line: those of files of choices or of a run file, and those of a recipe.
 
-        Reads them with our own reader first: its problems name the line. Where a file has a defaults list of
-        its own, Hydra follows it.
+        Raises:
+            ConfigError: a file cannot be read as data, or the files do not compose.
         """
-        choices, self.default_sources = default_choices(self.conf)
-        self.files["conf/config.yaml"] = self.conf / "config.yaml"
-        parallel = choices.get("parallel", "")
-        if parallel not in choices_of_group("parallel"):
-            self.layouts[parallel] = parse_layout(parallel)
+        usual = {**self.defaults, **self.chosen} if primary == CONFIG else self.chosen
+        entries = [(primary, ""), *((f"{group}/{choice}", group) for group, choice in usual.items())]
+        entries += [(RECIPE_FILE, "")] if recipe else []
+        try:
+            entries, known = entries_of(self.library, entries, words)
+        except NotComposed as error:
+            raise _not_composed(error, self.problems) from None
+        except ConfigError as error:
+            raise ConfigError([*self.problems, *error.problems]) from None
+        self.shown |= {g: c for g, c in known.items() if g in GROUPS and g not in self.chosen}
+        layers = [(name, layer(self.library, name, package, self._chooser)) for name, package in entries]
+        return [
+            [found for name, found in layers if (name == RECIPE_FILE) is of_recipe] for of_recipe in (False, True)
+        ]
+
+    @property
+    def _chooser(self) -> str:
+        """Who chose the layout."""
+        return self.sources.get("parallel") or self.default_sources.get("parallel", COMMAND_LINE)
+
+    def _deletions(self, origins: Origins) -> list[str]:
+        """The arguments that take a key away, in Hydra's grammar, of those that are there."""
+        words: list[str] = []
+        for key, argument in self.overrides.deleted.items():
+            if key in GROUPS:
+                continue
+            if origins.has(key):
+                words.append(argument)
+                origins.drop(key)
+            else:
+                rule = f"{argument}: no file says {key}, so there is nothing to take away"
+                self.problems.append(Problem("MT010", "", None, rule, "leave it out", COMMAND_LINE))
+        return words
+
+    def _settings(self, origins: Origins) -> dict[str, Any]:
+        """Dotted key -> value, of those settings of the command line that can be laid over the rest."""
+        o = self.overrides
+        for key, argument in o.new.items():
+            if origins.has(key):
+                rule = f"{argument}: {key} is set already, at {origins.where(key)}; without the + it is replaced"
+                self.problems.append(Problem("MT010", "", None, rule, argument.lstrip("+"), COMMAND_LINE))
+        fine = {key: value for key, value in o.values.items() if not any(refused(value, str, key))}
+        return {key: value for key, value in fine.items() if not _is_under_a_value(key)}
+
+    def _composed(self, primary: str, words: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            values = composed(self.library, primary, words, settings)
+        except NotComposed as error:
+            raise _not_composed(error, self.problems) from None
+        except ConfigError as error:  # a file that another one names
+            raise ConfigError([*self.problems, *error.problems]) from None
+        return {key: restored(value) for key, value in values.items()}
+
+    def _note_settings(self, origins: Origins, values: dict[str, Any]) -> list[Problem]:
+        """Notes what the command line set; the problems of what Hydra was not given, which is put in its place."""
         problems: list[Problem] = []
-        for group, choice in {**choices, **chosen}.items():
-            if group != "parallel" or choice not in self.layouts:
-                try:
-                    self._document(f"{group}/{choice}")
-                except ConfigError as error:
-                    problems += error.problems
-        if problems:
-            raise ConfigError([*self.problems, *problems])
-        known = {**choices, **chosen}
-        if any(d.packaged or "defaults" in d.values for d in self.documents.values()):
-            from mtrain.config.source import defaults_list
-
-            return defaults_list(self.conf, chosen, self.layouts)
-        return [(f"{group}/{choice}", group) for group, choice in known.items()], known
-
-    def _document(self, path: str) -> Document:
-        if path not in self.documents:
-            file = self.conf / f"{path}.yaml"
-            self.documents[path] = load(file)
-            self.files[self.documents[path].source] = file
-        return self.documents[path]
-
-    def _merge_file(self, path: str, package: str) -> None:
-        document = self._document(path)
-        cut = len(package) + 1 if package else 0
-        values = {key: value for key, value in document.values.items() if key != "defaults"}
-        self.problems += reserved_keys(values, document)
-        self.problems += refused(values, lambda key: document.where(key[cut:]), package)
-        self.tree.merge(values, lambda key: document.where(key[cut:]), package)
-
-    def _values(self) -> None:
         for path, value in self.overrides.values.items():
-            self.problems += refused(value, lambda _: COMMAND_LINE, path)
-            try:
-                if isinstance(value, dict) and value:
-                    self.tree.merge(value, lambda _: COMMAND_LINE, path)
-                else:
-                    self.tree.replace(path, value, lambda _: COMMAND_LINE)
-            except KeyError:
-                make = wrong_kind if path in schema_keys() else unknown_key
-                self.problems.append(make(path, value, lambda _: COMMAND_LINE))
+            wrong = list(refused(value, lambda _: COMMAND_LINE, path))
+            if _is_under_a_value(path):
+                problems += [*wrong, unknown_key(path, value, lambda _: COMMAND_LINE)]
+                continue
+            if wrong:
+                problems += wrong
+                _put(values, path, value)
+            for leaf, inner in leaves(value, path):
+                origins.put(leaf, inner, COMMAND_LINE)
+        return problems
+
+    def _strayed(
+        self, run: RunConfig | None, origins: Origins, recipe: Recipe | None, base: Document | None
+    ) -> list[Problem]:
+        """Places beyond the working folder that only a file names."""
+        if run is None:
+            return []
+        files = {document.source for document in (recipe and recipe.document, base) if document}
+        said = {key: origins.of(key) for key in KEYS if origins.of(key).rpartition(":")[0] in files}
+        return strays(run, said, Path(self.overrides.run) if self.overrides.run else None)
+
+    def _without(
+        self, values: Mapping[str, Any], origins: Origins, paths: Sequence[str], beneath: Sequence[Sequence[Layer]]
+    ) -> RunConfig | None:
+        """The configuration with each refused key as it was beneath the one that set it, or at its default."""
+        files, recipe = beneath
+        for under in ((files, [*files, *recipe]), ((), ())):
+            tried = copy.deepcopy(dict(values))
+            for path in map(whole, filter(None, paths)):
+                layers = under[1] if origins.where(path) == COMMAND_LINE else under[0]
+                parent, _, last = path.rpartition(".")
+                node = _at(tried, parent)
+                if isinstance(node, dict):
+                    node.pop(last, None)
+                    found = [at for one in layers if (at := _at(one.values, path)) is not None]
+                    if found:
+                        node[last] = copy.deepcopy(found[-1])
+            run = validate(tried, origins.where)[0]
+            if run is not None:
+                return run
+        return None
 
 
-def _layout_fix(choice: str) -> str:
-    return " or ".join(f"parallel={word}" for word in layouts_near(choice)) or nearest_layout(choice)
+def _not_composed(error: Exception, before: Sequence[Problem]) -> ConfigError:
+    rule = f"the group files do not compose: {error}"
+    fix = "write entries of defaults as `- NAME` of a file in the same folder, and `_self_` where its own keys come"
+    return ConfigError([*before, Problem("MT011", "", None, rule, fix, "conf")])
+
+
+def _is_under_a_value(path: str) -> bool:
+    """Whether a dotted key goes on behind one that holds a plain value, as in `model.num_layers.x`."""
+    names = path.split(".")
+    above = [field_of(".".join(names[:i])) for i in range(1, len(names))]
+    return any(
+        f is not None and section_in(f.annotation) is None and get_origin(f.annotation) is not dict for f in above
+    )
+
+
+def _put(values: dict[str, Any], path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    node = values
+    for name in parents:
+        inner = node.get(name)
+        if not isinstance(inner, dict):
+            inner = node[name] = {}
+        node = inner
+    node[last] = value
 
 
 def _at(values: Mapping[str, Any], path: str) -> Any:

@@ -6,7 +6,6 @@ Numbers and booleans follow YAML 1.2: `1e-5` is a float, `no` and `on` are strin
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +19,10 @@ from mtrain.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from mtrain.config.run import RunConfig
 
-MAX_DEPTH, MAX_NODES, MAX_DIGITS = 32, 10_000, 400
+MAX_DEPTH, MAX_NODES, MAX_KEYS, MAX_DIGITS = 32, 10_000, 2_000, 400
 
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+"""Reads text as it stands: the type of a scalar is ours to say."""
 _INT = re.compile(r"[-+]?[0-9]+\Z")
 _BASE = re.compile(r"0o[0-7]+\Z|0x[0-9a-fA-F]+\Z")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
@@ -52,8 +52,7 @@ class Document:
     """Line of every key by its dotted path; items of a list by their index (`defaults.0`)."""
     source: str
     """The file's name as problems show it."""
-    packaged: bool = False
-    """Whether a comment of the file tells Hydra where its values go (`@package`)."""
+    text: str = ""
     repeated: list[str] = field(default_factory=list)
     """Keys that are written twice, where that is taken."""
 
@@ -137,18 +136,63 @@ def parse(text: str, source: str, *, foreign: bool = False) -> Document:
         ConfigError: with one problem, which names the line.
     """
     refuse_hidden(text, source)
-    reader = _Reader(source, foreign)
     try:
-        values = reader.read(yaml.parse(text, Loader=_LOADER))
+        bounded(text, source)
+        root = yaml.compose(text, Loader=_LOADER)
     except yaml.YAMLError as error:
         raise ConfigError([_syntax(error, text, source)]) from None
-    return Document(values, reader.lines, source, "@package" in text, reader.repeated)
+    reader = _Reader(source, foreign)
+    values = reader.value(root, "", 0) if root is not None else None
+    if not isinstance(values or {}, dict):
+        rule = "the top level must be a mapping of keys"
+        raise ConfigError([Problem("MT003", "", None, rule, "write `key: value`", source)])
+    return Document(values or {}, reader.lines, source, text, reader.repeated)
+
+
+def bounded(text: str, source: str) -> None:
+    """Looks at YAML before any of it is built: how deep it is nested, how much it is, and that it has no tags.
+
+    Raises:
+        ConfigError: it is nested too deep, too much, more than one document, or has a tag.
+        yaml.YAMLError: it is not YAML.
+    """
+    depth = nodes = documents = 0
+    for event in yaml.parse(text, Loader=_LOADER):
+        documents += isinstance(event, yaml.DocumentStartEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        nodes += isinstance(event, yaml.NodeEvent)
+        tag = getattr(event, "tag", None)
+        line = f"{source}:{event.start_mark.line + 1 if event.start_mark else 1}"
+        if tag is not None:
+            short = tag.replace("tag:yaml.org,2002:", "!!")
+            rule = f"the tag {short} is refused: a configuration is data"
+            raise ConfigError([Problem("MT006", "", None, rule, "delete the tag", line)])
+        if documents > 1:
+            rule = "a second document begins; one file is one document"
+            raise ConfigError([Problem("MT003", "", None, rule, "delete it", line)])
+        if depth > MAX_DEPTH:
+            raise ConfigError([_too_deep(line)])
+        if nodes > MAX_NODES:
+            raise ConfigError([_too_many(line)])
+
+
+def _too_deep(line: str) -> Problem:
+    return Problem("MT005", "", None, f"nested deeper than {MAX_DEPTH} levels", "delete it", line)
+
+
+def _too_many(line: str) -> Problem:
+    rule = f"more than {MAX_NODES} values with every alias expanded"
+    return Problem("MT005", "", None, rule, "delete it", line)
 
 
 def _syntax(error: yaml.YAMLError, text: str, source: str) -> Problem:
     mark = getattr(error, "problem_mark", None)
     position = getattr(error, "position", None)
     said = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
+    alias = re.match(r"found undefined alias '?([^']*)'?", said)
+    if alias and mark is not None:
+        rule = f"the alias *{alias.group(1)} stands for nothing"
+        return Problem("MT003", "", None, rule, "delete it", f"{source}:{mark.line + 1}")
     if mark is None and isinstance(position, int):
         line = text.encode()[:position].count(b"\n") + 1
     elif mark is None:
@@ -190,173 +234,74 @@ def _explained(said: str, excerpt: str) -> str:
     return next((text for words, text in _EXPLAINED.items() if words in said), "the text has no meaning here")
 
 
-@dataclass
-class _Anchor:
-    value: Any
-    nodes: int
-    depth: int
-
-
-@dataclass
-class _Open:
-    """A collection that is being read."""
-
-    value: dict[str, Any] | list[Any]
-    path: str
-    anchor: str | None
-    nodes_before: int
-    key: str | None = None
-    key_lines: dict[str, int] = field(default_factory=dict)
-    inner_depth: int = 0
-
-
 class _Reader:
-    """Turns parser events into plain values, counting nodes and depth with every alias expanded."""
+    """Turns nodes into plain values, counting them and their depth with every alias expanded."""
 
     def __init__(self, source: str, foreign: bool) -> None:
-        self.source = source
-        self.foreign = foreign
+        self.source, self.foreign = source, foreign
         self.repeated: list[str] = []
         self.lines: dict[str, int] = {}
-        self.anchors: dict[str, _Anchor] = {}
-        self.stack: list[_Open] = []
-        self.nodes = 0
-        self.root: Any = None
-        self.documents = 0
+        self.nodes = self.keys = 0
 
-    def refuse(self, code: str, rule: str, event: Any, path: str = "", fix: str = "delete it") -> ConfigError:
-        line = event.start_mark.line + 1
-        return ConfigError([Problem(code, path, None, rule, fix, f"{self.source}:{line}")])
+    def value(self, node: yaml.Node, path: str, depth: int) -> Any:
+        """The value of a node at a dotted path.
 
-    def read(self, events: Iterator[Any]) -> dict[str, Any]:
-        for event in events:
-            if isinstance(event, yaml.DocumentStartEvent):
-                self.documents += 1
-                if self.documents > 1:
-                    raise self.refuse("MT003", "a second document begins; one file is one document", event)
-            elif isinstance(event, yaml.ScalarEvent):
-                self.scalar(event)
-            elif isinstance(event, yaml.AliasEvent):
-                self.alias(event)
-            elif isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
-                self.open(event)
-            elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
-                self.close(event)
-        if self.root is None:
-            return {}
-        if not isinstance(self.root, dict):
-            raise ConfigError(
-                [
-                    Problem(
-                        "MT003",
-                        "",
-                        None,
-                        "the top level must be a mapping of keys",
-                        "write `key: value`",
-                        self.source,
-                    )
-                ]
-            )
-        return self.root
-
-    def check(self, event: Any, nodes: int, depth: int) -> None:
-        tag = getattr(event, "tag", None)
-        if tag is not None:
-            short = tag.replace("tag:yaml.org,2002:", "!!")
-            raise self.refuse(
-                "MT006", f"the tag {short} is refused: a configuration is data", event, fix="delete the tag"
-            )
-        self.nodes += nodes
+        Raises:
+            ConfigError: it is too much, or a mapping has a key that is none.
+        """
+        self.nodes += 1
         if self.nodes > MAX_NODES:
-            raise self.refuse("MT005", f"more than {MAX_NODES} values with every alias expanded", event)
-        if len(self.stack) + depth > MAX_DEPTH:
-            raise self.refuse("MT005", f"nested deeper than {MAX_DEPTH} levels", event)
+            raise ConfigError([_too_many(self.at(node))])
+        if depth > MAX_DEPTH or (depth == MAX_DEPTH and not isinstance(node, yaml.ScalarNode)):
+            raise ConfigError([_too_deep(self.at(node))])
+        if isinstance(node, yaml.ScalarNode):
+            return node.value if node.style else scalar(node.value)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.item(inner, f"{path}.{i}" if path else str(i), depth) for i, inner in enumerate(node.value)]
+        out: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        for key, inner in node.value:
+            name = self.key(key, path, out, lines)
+            out[name] = self.value(inner, f"{path}.{name}" if path else name, depth + 1)
+        return out
 
-    def scalar(self, event: Any) -> None:
-        self.check(event, 1, 0)
-        value = scalar(event.value) if event.implicit[0] and not event.style else event.value
-        if self.awaits_key():
-            self.key(event, value)
-        else:
-            self.put(value, event)
-            if event.anchor:
-                self.anchors[event.anchor] = _Anchor(value, 1, 0)
+    def item(self, node: yaml.Node, path: str, depth: int) -> Any:
+        """An item of a list."""
+        self.lines[path] = node.start_mark.line + 1
+        return self.value(node, path, depth + 1)
 
-    def alias(self, event: Any) -> None:
-        anchor = self.anchors.get(event.anchor)
-        if anchor is None:
-            raise self.refuse("MT003", f"the alias *{event.anchor} stands for nothing", event)
-        self.check(event, anchor.nodes, anchor.depth)
-        if self.awaits_key():
-            raise self.refuse("MT003", "an alias cannot be a key", event)
-        self.put(_copy(anchor.value), event)
-
-    def open(self, event: Any) -> None:
-        self.check(event, 1, 1)
-        if self.awaits_key():
-            raise self.refuse("MT003", "a key must be a plain word", event)
-        value: dict[str, Any] | list[Any] = {} if isinstance(event, yaml.MappingStartEvent) else []
-        path = self.path_of_next()
-        self.put(value, event)
-        self.stack.append(_Open(value, path, event.anchor, self.nodes))
-
-    def close(self, event: Any) -> None:
-        done = self.stack.pop()
-        depth = done.inner_depth + 1
-        if self.stack:
-            self.stack[-1].inner_depth = max(self.stack[-1].inner_depth, depth)
-        if done.anchor:
-            self.anchors[done.anchor] = _Anchor(done.value, self.nodes - done.nodes_before + 1, depth)
-
-    def awaits_key(self) -> bool:
-        return bool(self.stack) and isinstance(self.stack[-1].value, dict) and self.stack[-1].key is None
-
-    def key(self, event: Any, value: Any) -> None:
-        top = self.stack[-1]
-        line = event.start_mark.line + 1
-        name = event.value
-        path = f"{top.path}.{name}" if top.path else name
-        if not isinstance(value, str) or not name:
-            rule = f"the key {name!r} is no word; a key is text"
-            comma = isinstance(value, int) and bool(top.value)  # {train_iters: 1,000}
+    def key(self, node: yaml.Node, section: str, before: dict[str, Any], lines: dict[str, int]) -> str:
+        """The name of a key, noted with its line; `before` are the keys of its mapping so far, `lines` theirs."""
+        name, line = node.value, node.start_mark.line + 1
+        self.nodes += 1
+        if not isinstance(node, yaml.ScalarNode):
+            raise self.refuse("a key must be a plain word", node)
+        meant = name if node.style else scalar(name)
+        if not isinstance(meant, str) or not name:
+            rule = f"the key {meant!r} is no word; a key is text"
+            comma = isinstance(meant, int) and bool(before)  # {train_iters: 1,000}
             fix = "write numbers without commas" if comma else "delete it"
-            raise self.refuse("MT003", f"{rule}, and a number has no commas" if comma else rule, event, fix=fix)
-        if name in top.key_lines and self.foreign:
+            raise self.refuse(f"{rule}, and a number has no commas" if comma else rule, node, fix=fix)
+        path = f"{section}.{name}" if section else name
+        if name in lines and self.foreign:
             self.repeated.append(path)
-        elif name in top.key_lines:
-            first = top.key_lines[name]
-            rule = f"written twice in one mapping, at lines {first} and {line}"
-            raise self.refuse("MT004", rule, event, path, "keep one of them")
+        elif name in lines:
+            rule = f"written twice in one mapping, at lines {lines[name]} and {line}"
+            raise self.refuse(rule, node, path, "keep one of them", "MT004")
         if "." in name and not self.foreign:
-            rule = "dots do not nest in a file"
             fix = f"write `{name.replace('.', ': {')}: ...{'}' * name.count('.')}`"
-            raise self.refuse("MT003", rule, event, path, fix)
-        top.key_lines[name] = line
-        top.key = name
-        self.lines[path] = line
+            raise self.refuse("dots do not nest in a file", node, path, fix)
+        self.keys += 1
+        if self.keys > MAX_KEYS and not self.foreign:
+            raise self.refuse(f"more than {MAX_KEYS} keys with every alias expanded", node, code="MT005")
+        lines[name] = self.lines[path] = line
+        return str(name)
 
-    def path_of_next(self) -> str:
-        if not self.stack:
-            return ""
-        top = self.stack[-1]
-        name = str(len(top.value)) if isinstance(top.value, list) else top.key
-        return f"{top.path}.{name}" if top.path else str(name)
+    def at(self, node: yaml.Node) -> str:
+        """`file:line` of a node."""
+        return f"{self.source}:{node.start_mark.line + 1}"
 
-    def put(self, value: Any, event: Any) -> None:
-        if not self.stack:
-            self.root = value
-            return
-        top = self.stack[-1]
-        if isinstance(top.value, list):
-            self.lines[self.path_of_next()] = event.start_mark.line + 1
-            top.value.append(value)
-        else:
-            assert top.key is not None
-            top.value[top.key] = value
-            top.key = None
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _copy(v) for k, v in value.items()}
-    return [_copy(v) for v in value] if isinstance(value, list) else value
+    def refuse(
+        self, rule: str, node: yaml.Node, path: str = "", fix: str = "delete it", code: str = "MT003"
+    ) -> ConfigError:
+        return ConfigError([Problem(code, path, None, rule, fix, self.at(node))])

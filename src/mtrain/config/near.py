@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel
@@ -17,7 +16,7 @@ from mtrain.config.intended import NULL, as_key, plain, readings
 from mtrain.config.keys import field_of, suggest
 from mtrain.config.layout_string import parse_layout
 from mtrain.config.load import load
-from mtrain.config.paths import choices_of_group, conf_dir, recipes_dir
+from mtrain.config.paths import choices_of_group, conf_dir, find_config, recipe_names
 from mtrain.config.run import GROUPS
 
 NOTHING = "leave it out"
@@ -105,8 +104,9 @@ def at_default(path: str) -> str:
 def as_shipped(path: str) -> str:
     """The override that sets a key to the value of its group's default choice; empty where that says nothing."""
     group, _, key = path.partition(".")
-    choice = default_choices(conf_dir())[0].get(group, "")
-    values = load(conf_dir() / group / f"{choice}.yaml").values if choice in choices_of_group(group) else {}
+    choice = default_choices()[0].get(group, "")
+    file = find_config(f"{group}/{choice}")
+    values = load(file).values if file is not None else {}
     return override(path, values[key]) if key in values else ""
 
 
@@ -151,7 +151,7 @@ def bare_word(word: str) -> list[str]:
     path = as_key(key)
     if value and (field_of(path) is not None or path in GROUPS):
         return [f"{path}={value.strip()}"]
-    names = [p.relative_to(recipes_dir()).with_suffix("").as_posix() for p in recipes_dir().rglob("*.yaml")]
+    names = recipe_names()
     recipe = word.removesuffix(".yaml")
     if recipe in names or (word.endswith((".yaml", ".yml")) and os.path.isfile(word)):
         return [f"recipe={recipe if recipe in names else word}"]
@@ -168,13 +168,13 @@ def bare_word(word: str) -> list[str]:
     return [f"{every[name]}={name}" for name in close] or [f"recipe={name}" for name in recipes]
 
 
-def default_choices(conf: Path) -> tuple[dict[str, str], dict[str, str]]:
+def default_choices() -> tuple[dict[str, str], dict[str, str]]:
     """group -> the choice of `config.yaml`, and group -> the line that makes it."""
-    config = load(conf / "config.yaml")
+    config = load(find_config("config") or conf_dir() / "config.yaml")
     choices: dict[str, str] = {}
     sources: dict[str, str] = {}
     for index, entry in enumerate(config.values.get("defaults", [])):
-        if isinstance(entry, dict):
+        if isinstance(entry, dict) and None not in entry.values():
             choices |= {str(group): str(choice) for group, choice in entry.items()}
             sources |= dict.fromkeys(map(str, entry), config.where(f"defaults.{index}"))
     return choices, sources

@@ -1,40 +1,27 @@
-"""The command line as data: choices, values, and which recipe or run file they stand on."""
+"""The command line as data: choices, values, and which recipe or run file they stand on. The grammar is Hydra's."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from mtrain.config.choices import check_choice, some_choice
 from mtrain.config.dump import override
 from mtrain.config.intended import as_key, plain
 from mtrain.config.interpolate import leaves
 from mtrain.config.keys import field_of, suggest
-from mtrain.config.load import load
-from mtrain.config.near import (
-    NOTHING,
-    accepts,
-    at_default,
-    bare_word,
-    choice_fix,
-    default_choices,
-    layouts_near,
-    suggestions,
-    taken,
-)
-from mtrain.config.paths import choices_of_group, conf_dir
+from mtrain.config.near import NOTHING, accepts, at_default, bare_word, default_choices, suggestions, taken
+from mtrain.config.origins import COMMAND_LINE
+from mtrain.config.paths import is_group
 from mtrain.config.run import GROUPS
-from mtrain.errors import MAX_PROBLEMS, MAX_SHOWN, ConfigError, Problem
+from mtrain.errors import MAX_PROBLEMS, MAX_SHOWN, Problem
 
-COMMAND_LINE = "command line"
 MAX_ARGUMENT, MAX_COMMAND = 4096, 1 << 14
 """Characters of an argument, and of all of them."""
 
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*\Z")
-CHOICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
 
 @dataclass
@@ -45,6 +32,12 @@ class Overrides:
     """group -> choice."""
     values: dict[str, Any] = field(default_factory=dict)
     """Dotted key -> value."""
+    added: dict[str, str] = field(default_factory=dict)
+    """`+group=choice` of a group that is the user's own: group -> choice."""
+    new: dict[str, str] = field(default_factory=dict)
+    """`+key=value`, which sets a key that nothing else sets: key -> the argument."""
+    deleted: dict[str, str] = field(default_factory=dict)
+    """`~key` or `~group`, which takes away what the files say: key or group -> the argument."""
     recipe: str | None = None
     run: str | None = None
     problems: list[Problem] = field(default_factory=list)
@@ -76,7 +69,8 @@ def read_overrides(argv: Sequence[str]) -> Overrides:
 def _note(argument: str, out: Overrides) -> Problem | None:
     """Remembers what an argument that was read sets; the problem where another one sets it as well."""
     key, _, text = argument.partition("=")
-    chosen = key in (*GROUPS, "recipe", "run")
+    key = key.lstrip("+~")
+    chosen = key in (*GROUPS, *out.added, "recipe", "run")
     paths = [f"{key}=" if chosen else key]  # a choice and a key inside it are two things
     if key in out.values:
         paths = [path for path, _ in leaves(out.values[key], key)]
@@ -106,36 +100,81 @@ def _read(argument: str, out: Overrides) -> Problem | None:
     if len(argument) > MAX_ARGUMENT:
         rule = f"an argument of {len(argument)} characters, more than the limit of {MAX_ARGUMENT}: {argument[:40]}..."
         return _bad("", None, rule, "put it into a recipe")
+    if any(0xD800 <= ord(c) <= 0xDFFF or c == "\0" for c in argument):
+        return _bad("", None, f"{argument.encode('ascii', 'replace').decode()}: is not UTF-8 text", NOTHING)
     key, equals, text = argument.partition("=")
-    if argument.startswith(("+", "~")):
-        word = "deleted" if argument.startswith("~") else "added"
-        bare = key.lstrip("+~")
-        near = [bare] if field_of(bare) else suggest(bare)[0]
-        fix = f"{near[0]}={text}" if near and equals else NOTHING
-        return _bad("", None, f"{argument}: keys are fixed by the schema; none can be {word}", fix)
+    sign = re.match(r"[+~]*", argument).group()  # type: ignore[union-attr]
+    key = key.removeprefix(sign)
+    if sign not in ("", "+", "++", "~"):
+        return _bad("", None, f"{argument}: a setting begins with +, ++, ~ or its key", f"{key}={text}")
+    if sign == "~" and key:
+        return _delete(argument, key, out)
     if not equals:
         return _no_equals(argument)
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return _bad(key, text, "Hydra itself is not configurable here: it only composes", NOTHING)
-    if any(0xD800 <= ord(c) <= 0xDFFF or c == "\0" for c in argument):
-        return _bad("", None, f"{argument.encode('ascii', 'replace').decode()}: is not UTF-8 text", NOTHING)
     if key in ("recipe", "run"):
         if not text:
             return _bad(key, text, "needs a name or a path", f"{key}=PATH")
         return _read_base(key, text, out)
     if key in GROUPS:
-        problem = check_choice(key, text, COMMAND_LINE)
-        if problem is None:
-            out.choices[key] = text
-        return problem
+        return _choose(sign, key, text, out)
     if not _KEY.match(key):
         return _odd_key(key, text)
-    return _read_value(key, text, out)
+    if "." not in key and is_group(key):
+        return _own_group(sign, key, text, out)
+    problem = _read_value(key, text, out)
+    if problem is None and sign == "+":
+        out.new[key] = argument
+    return problem
+
+
+def _choose(sign: str, group: str, text: str, out: Overrides) -> Problem | None:
+    """Reads `group=choice`; one that is chosen already is not added once more."""
+    if sign:
+        rule = f"{sign}{group}={text}: every run has one choice of {group} already; without the {sign} it is replaced"
+        return _bad(group, text, rule, some_choice(group, text))
+    text = _unquoted(text)
+    problem = check_choice(group, text, COMMAND_LINE)
+    if problem is None:
+        out.choices[group] = text
+    return problem
+
+
+def _own_group(sign: str, group: str, text: str, out: Overrides) -> Problem | None:
+    """Reads a choice of a group that only a user's folder has: `+group=choice` as in Hydra."""
+    problem = check_choice(group, text, COMMAND_LINE)
+    if problem is not None:
+        return problem
+    if sign == "+" or (not sign and group in default_choices()[0]):
+        (out.added if sign else out.choices)[group] = text
+        return None
+    rule = f"{sign}{group}={text}: nothing chooses from {group} so far; a choice of it is added with one +"
+    return _bad("", None, rule, f"+{group}={text}")
+
+
+def _delete(argument: str, key: str, out: Overrides) -> Problem | None:
+    """Reads `~key` or `~group`: what files say of it is taken away, and the schema's default holds."""
+    if key in GROUPS or (_KEY.match(key) and not key.startswith("hydra")):
+        out.deleted[key] = argument
+        return None
+    near = suggest(key)[0]
+    return _bad("", None, f"{argument}: there is no such key to take away", f"~{near[0]}" if near else NOTHING)
+
+
+def _unquoted(text: str) -> str:
+    """A text, or what is inside its quotes where it has some."""
+    from mtrain.config.grammar import parse_value
+
+    try:
+        return str(parse_value(text)) if text[:1] in ("'", '"') else text
+    except ValueError:
+        return text
 
 
 def _read_base(key: str, text: str, out: Overrides) -> Problem | None:
     """Reads `recipe=` or `run=`: the text as it stands, or what is inside its quotes."""
-    from mtrain.config.source import parse_value
+    from mtrain.config.grammar import parse_value
 
     if text[0] in "'\"":
         try:
@@ -159,9 +198,13 @@ def _odd_key(key: str, text: str) -> Problem:
         why = suggest(key)[1]
         return _bad("", None, f"{key}: settings have no dashes; {why or 'write key=value'}", _meant(key, text))
     if "/" in key or "@" in key or ":" in key:
+        group, _, name = key.partition("/")
+        if group in GROUPS and "@" not in key and ":" not in key:
+            rule = f"{key}: a folder inside a group is part of the choice's name"
+            return _bad("", None, rule, f"{group}={name}/{text}")
         dotted = re.sub(r"[/@:].*", "", key) if "@" in key else key.replace("/", ".").replace(":", ".")
         fix = f"{dotted}={text}" if field_of(dotted) is not None else _meant(dotted, text)
-        return _bad("", None, f"{key}: there are no groups inside groups, and no packages", fix)
+        return _bad("", None, f"{key}: a key is words joined by dots; there are no packages", fix)
     odd = next((c for c in key if c != plain(c)), None)
     what = f"; {odd} is U+{ord(odd):04X}, which only looks like {plain(odd)}" if odd is not None else ""
     return _bad("", None, f"{key!r}: a key is words joined by dots{what}", _meant(key, text))
@@ -169,66 +212,18 @@ def _odd_key(key: str, text: str) -> Problem:
 
 def _meant(key: str, text: str) -> str:
     """The override that a misspelt key with a value as text may have stood for."""
-    from mtrain.config.source import parse_value
+    from mtrain.config.grammar import parse_value
 
     if as_key(key) in GROUPS:
-        return _some_choice(as_key(key), text)
+        return some_choice(as_key(key), text)
     try:
         return " or ".join(suggestions(key, parse_value(text)))
     except ValueError:
         return NOTHING
 
 
-def check_choice(group: str, text: str, source: str) -> Problem | None:
-    """The problem of `group=text` when `text` cannot even be a choice's name."""
-    value: object = text
-    if CHOICE.match(text):
-        return None
-    if text.startswith("{"):
-        rule = "a group takes a choice; its keys are set one by one"
-        return Problem("MT010", group, value, rule, _one_by_one(group, text) or NOTHING, source)
-    first = text.strip("[] ").split(",")[0].strip().removesuffix(".yaml").removesuffix(".yml")
-    fix = _some_choice(group, re.split(r"[/\\]", first)[-1])
-    if text.startswith("["):
-        rule = "two choices of one group would be merged silently; choose one"
-    elif "," in text:
-        rule = "a comma makes a sweep: -m trains or checks one run for each; without it, choose one"
-    elif "/" in text or "\\" in text or text.startswith("."):
-        rule = f"a choice is a file name under conf/{group}, not a path; a file of your own is a recipe: recipe=PATH"
-        fix = f"recipe={text}" if source == COMMAND_LINE and _is_recipe(text) else fix
-    else:
-        rule = "needs the name of a choice"
-    return Problem("MT010", group, value, rule, fix, source)
-
-
-def _some_choice(group: str, text: str) -> str:
-    """The first choice that a text may have meant, as an override."""
-    if text in choices_of_group(group) or layouts_near(text) == [text]:
-        return f"{group}={text}"
-    return choice_fix(group, text, default_choices(conf_dir())[0][group]).split(" or ")[0]
-
-
-def _is_recipe(text: str) -> bool:
-    """Whether a file is there that has the parts of a recipe."""
-    try:
-        return os.path.isfile(text) and {*load(Path(text)).values} <= {*GROUPS, "defaults", "recipe"}
-    except ConfigError:
-        return False
-
-
-def _one_by_one(group: str, text: str) -> str:
-    """The keys of a mapping in place of a choice as overrides; empty where one of them is none."""
-    from mtrain.config.source import parse_value
-
-    try:
-        found = list(leaves(parse_value(text), group))
-    except ValueError:
-        return ""
-    return " ".join(override(*pair) for pair in found) if all(accepts(*pair) for pair in found) else ""
-
-
 def _read_value(key: str, text: str, out: Overrides) -> Problem | None:
-    from mtrain.config.source import Sweep, parse_value
+    from mtrain.config.grammar import Sweep, parse_value
 
     try:
         out.values[key] = parse_value(text)

@@ -1,12 +1,17 @@
-"""Where the choices and the shared recipes lie."""
+"""Where the choices and the recipes lie: the shipped ones, and folders of a user that lie over them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import islice
 from pathlib import Path
 
+from mtrain.errors import ConfigError, Problem
+
+VARIABLE, ENTRY_POINTS, RECIPES = "MTRAIN_CONF", "mtrain.conf", "recipes"
 RUN_FILE, MANIFEST = "run.yaml", "manifest.json"
 """What a run folder and a checkpoint folder have."""
 MAX_NAMES = 2000
@@ -37,9 +42,121 @@ def recipes_dir() -> Path:
     return _folder("recipes")
 
 
+def folders() -> list[Path]:
+    """Every folder of choices, first the one that counts most.
+
+    Those of `--config-dir` and of the environment variable `MTRAIN_CONF` (several are parted as in `PATH`), those
+    that installed packages name by the entry point `mtrain.conf`, and the shipped one. Of two files for one choice
+    the first counts.
+    """
+    named = [Path(os.path.expanduser(text)) for text in os.environ.get(VARIABLE, "").split(os.pathsep) if text]
+    return [*named, *_of_packages(), conf_dir()]
+
+
+@cache
+def _of_packages() -> tuple[Path, ...]:
+    """Folders that installed packages name: the entry point `mine = "my_package.conf"` is `conf/` in my_package.
+
+    No package is imported for it.
+    """
+    from importlib.metadata import entry_points
+    from importlib.util import find_spec
+
+    found = []
+    for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
+        top, *rest = entry.value.split(".")
+        spec = find_spec(top)
+        found += [Path(place, *rest) for place in (spec.submodule_search_locations or () if spec else ())]
+    return tuple(found)
+
+
+@contextmanager
+def config_dirs(named: Sequence[str]) -> Iterator[None]:
+    """Folders of choices that lie over all others, also in processes that are started meanwhile.
+
+    Raises:
+        ConfigError: one is no folder.
+    """
+    before = os.environ.get(VARIABLE)
+    wanted = [os.path.abspath(os.path.expanduser(text)) for text in named]
+    if wanted:
+        os.environ[VARIABLE] = os.pathsep.join([*wanted, *([before] if before else [])])
+    try:
+        check_folders()
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(VARIABLE, None)
+        else:
+            os.environ[VARIABLE] = before
+
+
+def check_folders() -> None:
+    """Looks at the folders of choices that somebody named.
+
+    Raises:
+        ConfigError: one is not there, or is no folder.
+    """
+    missing = [folder for folder in folders() if not folder.is_dir()]
+    if missing:
+        said = "the folder of choices that --config-dir, MTRAIN_CONF or an entry point mtrain.conf names"
+        fix = "name a folder with a folder for each group, such as DIR/model/mine.yaml"
+        what = [(f, "is no folder" if f.exists() else "is not there") for f in missing]
+        raise ConfigError([Problem("MT002", "", None, f"{said} {why}", fix, str(f)) for f, why in what])
+
+
+def find_config(name: str) -> Path | None:
+    """The file of a choice, `model/llama3_8b` or `model/mine/small`, or of `config`; None where there is none."""
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        return None
+    return next((file for folder in folders() if (file := folder / f"{name}.yaml").is_file()), None)
+
+
+def is_group(name: str) -> bool:
+    """Whether there is a folder of choices of this name."""
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        return False
+    return name != RECIPES and any((folder / name).is_dir() for folder in folders())
+
+
+def group_names() -> list[str]:
+    """Every group that has a folder, a user's own included."""
+    named = {place.name for folder in folders() for place in folder.iterdir() if place.is_dir()}
+    return sorted(name for name in named if name != RECIPES and not name.startswith((".", "_")))
+
+
 def choices_of_group(group: str) -> list[str]:
-    """The choices of a group that have a file."""
-    return sorted(path.name.removesuffix(".yaml") for path in (conf_dir() / group).glob("*.yaml"))
+    """The choices of a group that have a file; one in a folder of the group is called `folder/name`."""
+    return _names_below([folder / group for folder in folders()])
+
+
+def recipe_names() -> list[str]:
+    """The recipes that are called by a name: those of `recipes/` in a user's folder, and the shared ones."""
+    return _names_below(_recipe_folders())
+
+
+def find_recipe_file(name: str) -> Path | None:
+    """The file of a recipe that is called by a name; None where there is none."""
+    for folder in _recipe_folders():
+        file = folder / f"{name.removesuffix('.yaml')}.yaml"
+        if os.path.isfile(file) and os.path.realpath(file).startswith(os.path.realpath(folder) + os.sep):
+            return file
+    return None
+
+
+def _recipe_folders() -> list[Path]:
+    return [*(folder / RECIPES for folder in folders()[:-1]), recipes_dir()]
+
+
+def _names_below(roots: list[Path]) -> list[str]:
+    return sorted(
+        {
+            file.relative_to(root).with_suffix("").as_posix()
+            for root in roots
+            for file in root.rglob("*.yaml")
+            if not any(part.startswith(".") for part in file.relative_to(root).parts)
+        }
+    )
 
 
 def display(path: Path) -> str:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mtrain.config.choices import check_choice
 from mtrain.config.files import files_near
 from mtrain.config.interpolate import refused
 from mtrain.config.load import Document, filled, load
 from mtrain.config.near import near_choice
-from mtrain.config.overrides import check_choice
-from mtrain.config.paths import recipes_dir
+from mtrain.config.paths import find_recipe_file, recipe_names
 from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
@@ -38,14 +38,13 @@ def find_recipe(name: str) -> Path:
     Raises:
         ConfigError: there is none; with the names near it.
     """
-    shared = recipes_dir() / f"{name.removesuffix('.yaml')}.yaml"
-    inside = os.path.realpath(shared).startswith(os.path.realpath(recipes_dir()) + os.sep)
-    for path in (Path(name), Path(f"{name}.yaml"), *([shared] if inside else [])):
+    shared = find_recipe_file(name)
+    for path in (Path(name), Path(f"{name}.yaml"), *([shared] if shared is not None else [])):
         if os.path.isfile(path):
             return path
     if os.path.lexists(name):
         load(Path(name))  # says what it is
-    names = [p.relative_to(recipes_dir()).with_suffix("").as_posix() for p in recipes_dir().rglob("*.yaml")]
+    names = recipe_names()
     near = [f"recipe={n}" for n in near_choice(name, names)] or [f"recipe={p}" for p in files_near(Path(name))]
     rule = f"there is neither such a file nor such a shared recipe; shared ones: {', '.join(sorted(names)) or 'none'}"
     fix = " or ".join(near) or "leave it out"

@@ -10,13 +10,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from mtrain.config.dump import override
+from mtrain.config.grammar import parse_value
 from mtrain.config.keys import field_of
 from mtrain.config.layout_string import parse_layout
 from mtrain.config.load import load
-from mtrain.config.paths import choices_of_group, conf_dir
+from mtrain.config.paths import find_config
 from mtrain.config.rules import Answers, apply, findings
 from mtrain.config.run import RunConfig
-from mtrain.config.source import parse_value
 from mtrain.errors import Problem
 
 PROPOSED = ("MT013", "MT014", "MT007")
@@ -117,8 +117,8 @@ def _layout(word: str) -> dict[str, Any]:
     Raises:
         ValueError: it is neither.
     """
-    named = word in choices_of_group("parallel")
-    return load(conf_dir() / f"parallel/{word}.yaml").values if named else parse_layout(word)
+    file = find_config(f"parallel/{word}")
+    return load(file).values if file is not None else parse_layout(word)
 
 
 def _spelled(key: str, value: Any) -> str:

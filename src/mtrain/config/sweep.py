@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtrain.config.keys import choices_of
-from mtrain.config.overrides import COMMAND_LINE, shortened
-from mtrain.config.paths import choices_of_group, recipes_dir
+from mtrain.config.origins import COMMAND_LINE
+from mtrain.config.overrides import shortened
+from mtrain.config.paths import choices_of_group, is_group, recipe_names
 from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
@@ -68,7 +69,7 @@ def jobs(argv: Sequence[str]) -> list[Job]:
 
 
 def _values(key: str, text: str) -> list[str]:
-    from mtrain.config.source import sweep_values
+    from mtrain.config.grammar import sweep_values
 
     found = sweep_values(text, _names(key), MAX_RUNS)
     if found is None:
@@ -81,5 +82,6 @@ def _values(key: str, text: str) -> list[str]:
 def _names(key: str) -> list[str]:
     """What a key can be called: the files of a group, the shared recipes, the words of a key."""
     if key == "recipe":
-        return sorted(p.relative_to(recipes_dir()).with_suffix("").as_posix() for p in recipes_dir().rglob("*.yaml"))
-    return choices_of_group(key) if key in GROUPS else list(choices_of(key))
+        return recipe_names()
+    key = key.lstrip("+")
+    return choices_of_group(key) if key in GROUPS or is_group(key) else list(choices_of(key))

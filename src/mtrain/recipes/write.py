@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from mtrain.config.base import Section
@@ -12,8 +13,9 @@ from mtrain.config.compose import compose
 from mtrain.config.dump import spell
 from mtrain.config.layout_string import parse_layout
 from mtrain.config.load import load, scalar
+from mtrain.config.near import default_choices
 from mtrain.config.parallel import ParallelConfig
-from mtrain.config.paths import choices_of_group, conf_dir
+from mtrain.config.paths import choices_of_group, find_config
 from mtrain.config.run import GROUPS, RunConfig
 from mtrain.config.validate import OPEN
 
@@ -45,7 +47,7 @@ def delta(run: RunConfig, chosen: Mapping[str, str] | None = None) -> Delta:
         run: a configuration; what is null in it is left to be resolved where it runs.
         chosen: choices that are to be kept.
     """
-    out, usual = Delta(), default_choices()
+    out, usual = Delta(), default_choices()[0]
     for group in GROUPS:
         target = getattr(run, group)
         best: tuple[int, int, str, dict[str, Any]] | None = None
@@ -98,25 +100,20 @@ def recipe_text(found: Delta, about: Mapping[str, str], *, short: bool = False) 
     return "\n".join([*head, *(f"# {remark}" for remark in found.remarks), *body]) + "\n"
 
 
-@cache
-def default_choices() -> dict[str, str]:
-    """group -> the choice that holds when nothing is said."""
-    entries = load(conf_dir() / "config.yaml").values["defaults"]
-    return {
-        str(group): str(choice) for entry in entries if isinstance(entry, dict) for group, choice in entry.items()
-    }
-
-
-@cache
 def section(group: str, choice: str) -> Section:
     """What a choice alone makes of its group."""
+    return _section(group, choice, find_config(f"{group}/{choice}"))
+
+
+@cache
+def _section(group: str, choice: str, file: Path | None) -> Section:
     kind: Any = RunConfig.model_fields[group].annotation
     found: Section
-    if choice not in choices_of_group(group):
+    if file is None:
         found = kind.model_validate(parse_layout(choice))
         return found
-    document = load(conf_dir() / group / f"{choice}.yaml")
-    if document.packaged or "defaults" in document.values or "${" in str(document.values):
+    document = load(file)
+    if "@package" in document.text or "defaults" in document.values or "${" in str(document.values):
         found = getattr(compose([f"{group}={choice}"]).run, group)
     else:
         found = kind.model_validate(document.values)

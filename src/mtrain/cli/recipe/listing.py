@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from mtrain import strict_json
 from mtrain.cli import show as show_verb
@@ -11,7 +10,7 @@ from mtrain.cli.options import needed, read_options
 from mtrain.config.compose import compose
 from mtrain.config.files import read_text
 from mtrain.config.load import load, parse
-from mtrain.config.paths import display, recipes_dir
+from mtrain.config.paths import display, recipe_names
 from mtrain.config.recipe import find_recipe
 from mtrain.config.resolve import Machine, resolve
 from mtrain.errors import say, say_page
@@ -24,7 +23,7 @@ WORDS = ("title", "purpose", "hardware", "source", "verified")
 def list_(argv: Sequence[str]) -> int:
     """Prints every shared recipe in a line: name, layout, title; as JSON all that it says of itself."""
     options = read_options(argv)
-    cards = [_card(file) for file in sorted(recipes_dir().rglob("*.yaml"))]
+    cards = [_card(name) for name in recipe_names()]
     if options.as_json:
         say_page(strict_json.dumps(cards, indent=2))
         return 0
@@ -34,9 +33,8 @@ def list_(argv: Sequence[str]) -> int:
     return 0
 
 
-def _card(file: Path) -> dict[str, str]:
-    name = file.relative_to(recipes_dir()).with_suffix("").as_posix()
-    block = load(file).values.get("recipe", {})
+def _card(name: str) -> dict[str, str]:
+    block = load(find_recipe(name)).values.get("recipe", {})
     run = resolve(compose([f"recipe={name}"]).run, Machine.here())
     grid = RankGrid.of(run)
     words = {key: str(block.get(key, "")) for key in WORDS}

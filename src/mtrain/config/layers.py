@@ -1,0 +1,79 @@
+"""The files that a configuration is composed of, in Hydra's order, each as a layer of values with their origins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mtrain.config.hydra_source import defaults_list
+from mtrain.config.library import CONFIG, RECIPE_FILE, RUN, Library, package_of
+from mtrain.config.origins import Layer
+from mtrain.config.run import GROUPS
+from mtrain.errors import ConfigError, Problem
+
+Entries = list[tuple[str, str]]
+"""Names of configurations, each with the dotted key that it fills."""
+
+
+def entries_of(library: Library, usual: Entries, arguments: Sequence[str]) -> tuple[Entries, dict[str, str]]:
+    """What is composed, of rising precedence, and group -> choice as far as files have changed it.
+
+    Args:
+        library: what there is.
+        usual: what is composed where no file has a defaults list, or a place for its values, of its own; the first
+            is the primary configuration.
+        arguments: those that choose, for Hydra.
+
+    Raises:
+        ConfigError: with all that is wrong with any of the files.
+        NotComposed: Hydra refuses.
+    """
+    primary = usual[0][0]
+    problems: list[Problem] = []
+    for name, _ in usual:
+        try:
+            if library.layout(name) is None:
+                library.document(name)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    if all(_is_plain(library, name) for name, _ in usual) and not _added(arguments):
+        return usual, {}
+    return defaults_list(library, primary, arguments)
+
+
+def _added(arguments: Sequence[str]) -> list[str]:
+    """Choices of groups that only a user's folder has."""
+    added = [word[1:].partition("=")[0] for word in arguments if word.startswith("+")]
+    return [group for group in added if group not in (*GROUPS, RECIPE_FILE.partition("/")[0])]
+
+
+def _is_plain(library: Library, name: str) -> bool:
+    """Whether a file says values of its group and no more, so that the list of files is known without Hydra."""
+    if name in (RUN, RECIPE_FILE) or library.layout(name) is not None:
+        return True
+    document = library.document(name)
+    if name == CONFIG:
+        entries = document.values.get("defaults", [])
+        groups = {group for entry in entries if isinstance(entry, dict) for group in entry}
+        return {*document.values} == {"defaults"} and groups <= {*GROUPS}
+    return "defaults" not in document.values and package_of(document) is None
+
+
+def layer(library: Library, name: str, package: str, chooser: str) -> Layer:
+    """What a file says at the key that it fills; what a layout says is said by its `chooser`."""
+    layout = library.layout(name)
+    if layout is not None:
+        return Layer(_nested(package, layout), lambda _: chooser)
+    document = library.document(name)
+    cut = len(package) + 1 if package else 0
+    return Layer(_nested(package, library.values(name)), lambda key: document.where(key[cut:]))
+
+
+def _nested(package: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` at a dotted key."""
+    out = dict(values)
+    for name in reversed(package.split(".") if package else []):
+        out = {name: out}
+    return out

@@ -1,0 +1,166 @@
+"""What Hydra composes from: the files of choices, layouts in a word, and the recipe or run file of a command line.
+
+Every file is read here, within bounds, and what in it could make a loader do more than compose is taken out before
+Hydra sees it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mtrain.config import paths
+from mtrain.config.hydra_source import Part
+from mtrain.config.interpolate import refused
+from mtrain.config.layout_string import parse_layout
+from mtrain.config.load import Document, load
+from mtrain.config.recipe import reserved_keys
+from mtrain.config.run import GROUPS
+from mtrain.errors import ConfigError, Problem
+
+CONFIG, RECIPE, RUN = "config", "recipe", "run"
+"""The names of the primary configuration, of the group that a recipe is the one choice of, and of a run file."""
+RECIPE_FILE = f"{RECIPE}/{RECIPE}"
+GIVEN = "given"
+_PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)\s*\Z")
+_BEGIN, _DOLLAR = "\ue000", "\ue001"
+
+
+class Library:
+    """The configurations of one composition."""
+
+    def __init__(self) -> None:
+        self.documents: dict[str, Document] = {}
+        """Files that were read, by the names that Hydra has for them."""
+        self.files: dict[str, Path] = {}
+        """The same, by the names that problems show."""
+        self.problems: list[Problem] = []
+        self._given: dict[str, tuple[Mapping[str, Any], str | None]] = {}
+        self._paths: dict[str, Path] = {}
+
+    def give(self, name: str, document: Document, values: Mapping[str, Any], package: str | None = None) -> None:
+        """Adds a file under a name of its own: a recipe or a run file, and what of it is composed."""
+        self.documents[name] = document
+        self._given[name] = values, package
+
+    def give_path(self, group: str, path: Path) -> str:
+        """Adds a choice of a group that is the file at a path; the name that Hydra has for it."""
+        choice = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', path.stem)}.{GIVEN}"
+        self._paths[f"{group}/{choice}"] = path
+        return choice
+
+    def has(self, name: str) -> bool:
+        """Whether there is a configuration of this name."""
+        return name in self._given or self._file(name) is not None or self.layout(name) is not None
+
+    def is_group(self, name: str) -> bool:
+        """Whether there is a group of this name."""
+        return name in (*GROUPS, RECIPE) or (not name.startswith("hydra") and paths.is_group(name))
+
+    def layout(self, name: str) -> dict[str, Any] | None:
+        """What `parallel/tp4pp4` stands for, where there is no file of that name."""
+        group, _, word = name.partition("/")
+        if group != "parallel" or self._file(name) is not None:
+            return None
+        try:
+            return parse_layout(word)
+        except ValueError:
+            return None
+
+    def part(self, name: str) -> Part | None:
+        """What Hydra is given for a name; a problem for everything in the file that it must not see.
+
+        Raises:
+            ConfigError: the file cannot be read as data.
+        """
+        if (layout := self.layout(name)) is not None:
+            return Part(layout)
+        if name in self._given:
+            values, package = self._given[name]
+        else:
+            document = self.document(name)
+            values, package = document.values, package_of(document)
+        shown = {key: _hidden(inner) for key, inner in values.items() if _is_data(key) and key != "defaults"}
+        return Part({**shown, "defaults": values["defaults"]} if "defaults" in values else shown, package)
+
+    def document(self, name: str) -> Document:
+        """The file of a configuration.
+
+        Raises:
+            ConfigError: there is none, or it cannot be read as data.
+        """
+        if name not in self.documents:
+            file = self._file(name)
+            assert file is not None, name
+            document = self.documents[name] = load(file)
+            self.files[document.source] = file
+            self.problems += _refusals(document, name.partition("/")[0] if "/" in name else "")
+        return self.documents[name]
+
+    def values(self, name: str) -> Mapping[str, Any]:
+        """What a file says, as it is written, but for its defaults list."""
+        values = self._given[name][0] if name in self._given else self.document(name).values
+        return {key: value for key, value in values.items() if key != "defaults"}
+
+    def said(self) -> Hashable:
+        """The names and texts of all that was read, which with the arguments decide what is composed."""
+        given = {name: repr(values) for name, (values, _) in self._given.items()}
+        return tuple(sorted((name, document.text, given.get(name)) for name, document in self.documents.items()))
+
+    def _file(self, name: str) -> Path | None:
+        return self._paths.get(name) or paths.find_config(name)
+
+
+def _hidden(value: Any) -> Any:
+    """A value as Hydra is given it: lists, which it replaces as a whole, and refused references as one text."""
+    if isinstance(value, dict):
+        return {key: _hidden(inner) for key, inner in value.items() if _is_data(key)}
+    if isinstance(value, list) or (isinstance(value, str) and "${" in value and any(refused(value, str))):
+        return f"{_BEGIN}{json.dumps(value).replace('$', _DOLLAR)}"
+    return value
+
+
+def restored(value: Any) -> Any:
+    """A composed value as it was before it was hidden from Hydra."""
+    if isinstance(value, dict):
+        return {key: restored(inner) for key, inner in value.items()}
+    if isinstance(value, str) and value.startswith(_BEGIN):
+        return json.loads(value.removeprefix(_BEGIN).replace(_DOLLAR, "$"))
+    return value
+
+
+def package_of(document: Document) -> str | None:
+    """Where the comment at the head of a file says that its values go, as `# @package _global_`."""
+    for line in document.text.splitlines():
+        if line.strip() and not line.lstrip().startswith("#"):
+            return None
+        if found := _PACKAGE.match(line):
+            return found.group(1)
+    return None
+
+
+def _is_data(key: str) -> bool:
+    return not key.startswith("_") and key != "hydra"
+
+
+def _refusals(document: Document, group: str) -> list[Problem]:
+    """What is wrong with a file of choices before it is composed with others."""
+    values = {key: value for key, value in document.values.items() if key != "defaults"}
+    cut = len(group) + 1 if group else 0
+    found = [*reserved_keys(values, document), *refused(values, lambda key: document.where(key[cut:]), group)]
+    defaults = document.values.get("defaults", [])
+    for index, entry in enumerate(defaults if isinstance(defaults, list) else []):
+        words = [str(word) for pair in entry.items() for word in pair] if isinstance(entry, dict) else [str(entry)]
+        if any("hydra" in re.split(r"[/@: ]", word) or "${" in word for word in words):
+            rule = "an entry of defaults names a file of choices: neither a part of Hydra nor a reference"
+            found.append(Problem("MT006", "defaults", entry, rule, "delete it", document.where(f"defaults.{index}")))
+    package = package_of(document)
+    if package is not None and package.split(".")[0] == "hydra":
+        rule = "the package is refused: a configuration is data and configures no loader"
+        found.append(Problem("MT006", "", None, rule, "delete the line with @package", document.source))
+    if any(problem.code == "MT006" and problem.path == "defaults" for problem in found) or (found and package):
+        raise ConfigError(found)
+    return found

@@ -1,0 +1,151 @@
+"""Random command lines compose to what Hydra alone makes of the same files, and every value names who set it."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from mtrain.config.compose import Rejected, compose
+from mtrain.config.layout_string import parse_layout
+from mtrain.config.paths import choices_of_group, conf_dir, recipe_names, recipes_dir
+from mtrain.config.run import GROUPS
+
+CASES = int(os.environ.get("HYDRA_CASES", "40"))
+LAYOUTS = ("tp2", "tp4pp4", "tp2dp2", "tp2ep4", "tp8pp12cp2vpp4ep8", "tp4sp")
+VALUES = {
+    "optim.lr": ("1e-3", "3e-4", "0.5"),
+    "optim.weight_decay": ("0.2", "1"),
+    "trainer.train_iters": ("7", "1_000"),
+    "trainer.seed": ("0", "12"),
+    "model.num_layers": ("8", "6"),
+    "model.tie_word_embeddings": ("true", "False"),
+    "model.name": ("mine", "'a b'", '"1"'),
+    "data.split": ("[1,1,1]", "[0.5, 0.25, 0.25]"),
+    "data.path": ("null", "a/b.txt", "'c,d'"),
+    "checkpoint.save_interval": ("null", "5"),
+    "log.runs_dir": ("runs/mine",),
+    "model.moe": ("{num_experts: 4, ffn_hidden_size: 64}",),
+    "model.moe.router_topk": ("2",),
+}
+"""Keys with values in the grammar of a command line. Not all of these configurations make sense; all compose."""
+
+
+def lines(seed: int) -> list[str]:
+    """A random command line."""
+    rng = random.Random(seed)
+    words = [f"{group}={rng.choice(choices_of_group(group))}" for group in GROUPS if rng.random() < 0.35]
+    if rng.random() < 0.4:
+        words = [word for word in words if not word.startswith("parallel=")] + [f"parallel={rng.choice(LAYOUTS)}"]
+    keys = rng.sample(sorted(VALUES), rng.randint(0, 6))
+    if "model.moe" in keys and "model.moe.router_topk" in keys:  # said twice
+        keys.remove("model.moe")
+    signs = ("", "", "++")
+    words += [f"{rng.choice(signs)}{key}={rng.choice(VALUES[key])}" for key in keys]
+    if rng.random() < 0.4:
+        words.append(f"recipe={rng.choice(recipe_names())}")
+    rng.shuffle(words)
+    return words
+
+
+@contextmanager
+def _stored(words: Sequence[str]) -> Iterator[list[str]]:
+    """The words for Hydra alone: layouts and the recipe are configurations of its store, and new keys are added."""
+    store, out = ConfigStore.instance(), []
+    texts = [word.partition("=")[2] for word in words if word.startswith("parallel=")]
+    recipe = next((word.partition("=")[2] for word in words if word.startswith("recipe=")), None)
+    known = yaml.safe_load((conf_dir() / "config.yaml").read_text())["defaults"]
+    texts += [entry["parallel"] for entry in known if isinstance(entry, dict) and "parallel" in entry]
+    if recipe is not None:
+        said = OmegaConf.load(recipes_dir() / f"{recipe}.yaml")
+        texts += [str(v) for entry in said.get("defaults", []) for k, v in entry.items() if k.endswith("/parallel")]
+        store.store(group="recipe", name="this", node=said, package="_global_")
+        out.append("+recipe=this")
+    for text in texts:
+        if text not in choices_of_group("parallel"):
+            store.store(group="parallel", name=text, node=parse_layout(text))
+    for word in words:
+        key = word.lstrip("+").partition("=")[0]
+        if key != "recipe":
+            out.append(word.lstrip("+") if key in GROUPS else f"++{word.lstrip('+')}")
+    yield out
+
+
+def by_hydra_alone(words: Sequence[str]) -> dict[str, Any]:
+    """What `hydra.compose` makes of `conf/` and a command line."""
+    with _stored(words) as arguments, initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        found = OmegaConf.to_container(hydra_compose("config", arguments), resolve=True)
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}
+
+
+def composed_by_us(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The values that are handed to the schema."""
+    handed: list[dict[str, Any]] = []
+    from mtrain.config import compose as module
+
+    validate = module.validate
+
+    def noted(values: dict[str, Any], where: Any) -> Any:
+        handed.append(dict(values))
+        return validate(values, where)
+
+    monkeypatch.setattr(module, "validate", noted)
+    with suppress(module.Rejected):
+        compose(words)
+    return handed[0]
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_a_command_line_composes_as_hydra_alone_composes_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = lines(seed)
+    ours = composed_by_us(words, monkeypatch)
+    assert ours == by_hydra_alone(words), words
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_the_origin_of_every_value_says_it(seed: int) -> None:
+    """What the command line says is the command line's; else the named line of the named file has the value."""
+    words = [
+        word for word in lines(seed) if not word.lstrip("+").startswith(("model.moe", "model.name", "data.split"))
+    ]
+
+    try:
+        composed = compose(words)
+    except Rejected as error:
+        if error.partial is None:
+            return
+        composed = error.partial
+    said = {word.lstrip("+").partition("=")[0] for word in words}
+    for key, origin in composed.origins.items():
+        if key in said:
+            assert origin == "command line", (key, words)
+            continue
+        file, _, number = origin.rpartition(":")
+        if not number.isdigit():
+            assert origin in ("default", "command line"), (key, origin)
+            assert origin == "default" or key.startswith("parallel."), (key, origin, words)
+            continue
+        root = conf_dir().parent if file.startswith("conf/") else recipes_dir().parent
+        line = (root / file).read_text().splitlines()[int(number) - 1]
+        last = key.rpartition(".")[2]
+        assert re.search(rf"\b{last}:", line) or "parallel:" in line, (key, origin, line)
+
+
+def test_another_application_of_hydra_in_this_process_goes_on_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("x: 1\n")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        assert hydra_compose("config").x == 1
+        compose(["model=llama3_8b"])
+        assert hydra_compose("config", ["x=2"]).x == 2

@@ -1,0 +1,191 @@
+"""A folder of choices outside of the repository: it adds and shadows choices, and is named in three ways."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from mtrain.cli.complete import candidates
+from mtrain.cli.main import main
+from mtrain.config import paths
+from mtrain.config.compose import compose
+from mtrain.config.paths import VARIABLE, config_dirs
+from mtrain.errors import ConfigError
+
+FILES = {
+    "model/small.yaml": "# Two layers\ndefaults:\n  - llama_tiny\n  - _self_\nname: small\nnum_layers: 2\n",
+    "model/mine/deep.yaml": "defaults:\n  - /model/llama_tiny@_here_\n  - _self_\nname: deep\nnum_layers: 6\n",
+    "cluster/box.yaml": "name: box\ndevice: cpu\n",
+    "optim/adamw.yaml": "name: adamw\nlr: 0.025\n",
+    "recipes/go.yaml": "defaults: [{override /model: small}, {override /cluster: box}]\ntrainer: {train_iters: 3}\n",
+    "recipes/team/deep.yaml": "defaults:\n  - override /model: mine/deep\ntrainer: {train_iters: 4}\n",
+    "experiment/fast.yaml": "# @package _global_\ndefaults:\n  - override /model: small\ntrainer: {train_iters: 5}\n",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        file = tmp_path / "mine" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return tmp_path / "mine"
+
+
+@pytest.fixture
+def named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(VARIABLE, str(folder))
+    return folder
+
+
+def test_choices_of_a_folder_are_added_with_their_own_lines(named: Path) -> None:
+    composed = compose(["model=small", "cluster=box"])
+    assert (composed.run.model.num_layers, composed.run.model.hidden_size) == (2, 256)
+    assert composed.origins["model.num_layers"] == f"{named}/model/small.yaml:6"
+    assert composed.origins["model.hidden_size"].startswith("conf/model/llama_tiny.yaml:")
+    assert composed.run.cluster.name == "box"
+
+
+def test_a_choice_of_a_folder_shadows_the_shipped_one(named: Path) -> None:
+    composed = compose([])
+    assert composed.run.optim.lr == 0.025
+    assert composed.origins["optim.lr"] == f"{named}/optim/adamw.yaml:2"
+
+
+def test_a_choice_may_lie_in_a_folder_of_its_group(named: Path) -> None:
+    composed = compose(["model=mine/deep"])
+    assert (composed.run.model.name, composed.run.model.num_layers) == ("deep", 6)
+    assert composed.choices["model"] == "mine/deep"
+
+
+def test_a_recipe_of_a_folder_is_called_by_its_name(named: Path) -> None:
+    assert compose(["recipe=go"]).run.trainer.train_iters == 3
+    assert compose(["recipe=team/deep"]).run.model.name == "deep"
+
+
+def test_a_group_of_a_folder_is_added_as_in_hydra(named: Path) -> None:
+    composed = compose(["+experiment=fast", "optim.lr=0.5"])
+    assert (composed.run.model.name, composed.run.trainer.train_iters) == ("small", 5)
+    assert composed.origins["trainer.train_iters"] == f"{named}/experiment/fast.yaml:4"
+    assert composed.choices["model"] == "small"
+    with pytest.raises(ConfigError, match=r"\+experiment=fast"):
+        compose(["experiment=fast"])
+
+
+def test_the_first_folder_counts_most(named: Path, tmp_path: Path) -> None:
+    (tmp_path / "over/model").mkdir(parents=True)
+    (tmp_path / "over/model/small.yaml").write_text("defaults: [llama_tiny, _self_]\nname: over\n")
+    with config_dirs([str(tmp_path / "over")]):
+        assert compose(["model=small"]).run.model.name == "over"
+        assert compose(["model=mine/deep"]).run.model.name == "deep"
+    assert compose(["model=small"]).run.model.name == "small"
+
+
+def test_the_flag_stands_anywhere_and_holds_for_one_command(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for words in (["--config-dir", str(folder), "check"], ["check", f"--config-dir={folder}"]):
+        assert main([*words, "model=small", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["ok"]
+    assert main(["check", "model=small"]) == 2
+    assert "there is no such choice" in capsys.readouterr().err
+
+
+def test_a_sweep_and_a_list_know_the_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "-m", "--config-dir", str(folder), "model=small,mine/deep", "recipe=go"]) == 0
+    assert "2 of 2 pass" in capsys.readouterr().out
+    assert main(["choices", "model", "--config-dir", str(folder)]) == 0
+    assert "small" in capsys.readouterr().out
+    assert main(["recipe", "list", "--config-dir", str(folder)]) == 0
+    assert "team/deep" in capsys.readouterr().out
+    assert "model=small" in candidates(f"mtrain --config-dir {shlex.quote(str(folder))} check model=sm")
+
+
+def test_a_package_that_is_installed_names_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "their_package"
+    for name, text in FILES.items():
+        file = package / "conf" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    info = tmp_path / "their_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[mtrain.conf]\ntheirs = their_package.conf\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    paths._of_packages.cache_clear()
+    try:
+        assert compose(["model=small"]).run.model.name == "small"
+        assert compose(["recipe=go"]).run.cluster.name == "box"
+    finally:
+        paths._of_packages.cache_clear()
+
+
+@pytest.mark.parametrize("text", ["model={path}", "model='{path}'"])
+def test_a_choice_may_be_the_path_of_a_file(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "my model.yaml" if "'" in text else tmp_path / "my.yaml"
+    file.write_text("defaults: [llama_tiny, _self_]\nname: my\nnum_layers: 2\n")
+    composed = compose([text.format(path=file), "optim.lr=0.5"])
+    assert (composed.run.model.name, composed.run.model.num_layers) == ("my", 2)
+    assert composed.origins["model.num_layers"] == f"{file}:3"
+    assert composed.choices["model"] == str(file)
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "said"),
+    [
+        ("model=./nothing.yaml", "MT011", "no such file"),
+        ("model={folder}/recipes/go.yaml", "MT010", "is a recipe"),
+        ("optim={folder}/cluster/box.yaml", "MT012", "there is no such key"),
+    ],
+)
+def test_a_path_that_is_no_choice_of_the_group_is_refused(folder: Path, word: str, code: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose([word.format(folder=folder)])
+    assert code in {p.code for p in caught.value.problems}
+    assert any(said in p.rule for p in caught.value.problems)
+
+
+def test_a_recipe_names_no_path(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("defaults: [{override /model: ./my.yaml}]\n")
+    with pytest.raises(ConfigError, match="a recipe is one file"):
+        compose([f"recipe={tmp_path / 'r.yaml'}"])
+
+
+def test_what_is_taken_away_is_at_its_default_again() -> None:
+    composed = compose(["~optim.lr", "model=llama_tiny"])
+    assert composed.run.optim.lr == type(composed.run.optim).model_fields["lr"].default
+    assert composed.origins["optim.lr"] == "default"
+    assert compose(["~checkpoint"]).run.checkpoint == type(composed.run.checkpoint)()
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("defaults: [bad, _self_]\n", "MT011", "leads back to its own file"),
+        ("defaults: [nothing, _self_]\n", "MT011", "model/nothing"),
+        ("defaults: [{/hydra/launcher: basic}]\n", "MT006", "neither a part of Hydra"),
+        ("defaults: [{/data: '${oc.env:HOME}'}]\n", "MT006", "nor a reference"),
+        ("# @package hydra\nrun: 1\n", "MT006", "configures no loader"),
+        ("hydra: {run: 1}\n", "MT006", "configures no loader"),
+        ("_target_: os.system\n", "MT006", "configures no loader"),
+        ("name: ${oc.env:HOME}\n", "MT007", "resolvers never run"),
+        ("name: !!python/name:os.system\n", "MT006", "the tag"),
+        ("name: 1\nname: 2\n", "MT004", "written twice"),
+    ],
+)
+def test_a_file_of_a_folder_is_data_and_says_so_with_its_line(named: Path, text: str, code: str, said: str) -> None:
+    (named / "model/bad.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        compose(["model=bad"])
+    assert any(p.code == code and said in p.rule for p in caught.value.problems), caught.value.problems
+
+
+def test_a_folder_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--config-dir", "/nothing/here"]) == 2
+    assert "/nothing/here" in capsys.readouterr().err
