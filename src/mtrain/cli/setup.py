@@ -8,8 +8,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from mtrain.config import kernels
-from mtrain.config.compose import DEFAULT, Composed, Rejected, compose
+from mtrain.config.compose import Composed, Rejected, compose
 from mtrain.config.defaults import synthetic_tokens
+from mtrain.config.origins import DEFAULT
 from mtrain.config.resolve import Machine, machine_problems, resolve, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
