@@ -176,3 +176,17 @@ class Preempted(MtrainError):
     """Stopped on request after a committed checkpoint; the run can be resumed."""
 
     exit_code = 75
+
+
+def message(error: MtrainError) -> str:
+    """An error as it is printed: every problem, and how many there are."""
+    if not isinstance(error, ConfigError):
+        return str(error)
+    problems = error.problems
+    lines = [problem.render() for problem in problems]
+    errors = sum(problem.severity == "error" for problem in problems)
+    warnings = len(problems) - errors
+    tail = f"{errors} problem{'s' if errors != 1 else ''}"
+    if warnings:
+        tail += f", {warnings} warning{'s' if warnings != 1 else ''}"
+    return "\n".join([*lines, tail])

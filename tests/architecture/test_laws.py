@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ LAYERS = {
     "config": 1,
     "layout": 2,
     "recipes": 2,
+    "models": 2,
     "plan": 3,
     "devices": 4,
     "mcore": 5,
@@ -35,6 +37,8 @@ LAYERS = {
     "launching": 10,
     "cli": 11,
 }
+BUILDS = re.compile(r"mtrain\.models\.\w+\.build\b")
+"""Modules that build a family of models are of the layer of `build`; the rest of a family is known to `plan`."""
 ONLY_IN = {
     "hydra": ("config/hydra_source.py", "config/grammar.py"),
     "omegaconf": ("config/hydra_source.py",),
@@ -49,7 +53,12 @@ TOP_LEVEL = {
     *("launch.py", "pyproject.toml", "constraints.txt", "Makefile"),
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
 }
-WITHOUT_TORCH = [package for package, layer in LAYERS.items() if layer <= 3]
+SPECIFICATIONS = "config/optimizers/"
+"""Modules of layer 1 whose functions build what they describe: those import torch and layers below `build`."""
+BUILDERS = LAYERS["mcore"] + 1
+DEVICE_WORDS = {"cuda", "cpu"}
+KNOWS_DEVICES = ("devices/", "config/devices.py", "mcore/hook.py")
+"""Devices themselves, their facts, and the hook that rewrites the word in megatron-core's source."""
 
 
 def modules() -> list[Path]:
@@ -63,8 +72,20 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
             yield from ((name.name, node.lineno) for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module, node.lineno
-            if node.module == "mtrain":
-                yield from ((f"mtrain.{name.name}", node.lineno) for name in node.names)
+            yield from ((f"{node.module}.{name.name}", node.lineno) for name in node.names)
+
+
+def name_of(path: Path) -> str:
+    """`mtrain.config.load` of its file; a package has the name of its folder."""
+    return ".".join(("mtrain", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def inside_functions(path: Path) -> set[int]:
+    """The lines of a specification that run when it builds, and not when it is imported; of other files none."""
+    if not str(path.relative_to(SOURCE)).startswith(SPECIFICATIONS):
+        return set()
+    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    return {line for node in functions for line in range(node.lineno, (node.end_lineno or 0) + 1)}
 
 
 def package_of(module: str) -> str | None:
@@ -72,20 +93,79 @@ def package_of(module: str) -> str | None:
     return parts[1] if parts[0] == "mtrain" and len(parts) > 1 else None
 
 
+def layer_of(module: str) -> int:
+    """The layer of a module, or of a name in one; -1: of `mtrain` itself."""
+    package = package_of(module)
+    if package is None or package == "__version__":
+        return -1
+    return LAYERS["build"] if BUILDS.match(module) else LAYERS[package]
+
+
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SOURCE)))
 def test_imports_go_strictly_downward(path: Path) -> None:
-    here = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-    if here == "__init__":
-        return
+    here, package = layer_of(name_of(path)), package_of(name_of(path))
     for module, line in imports(path):
-        package = package_of(module)
-        if package is None or package == here or package == "__version__":
+        if module.partition(".")[0] != "mtrain":
             continue
-        assert package in LAYERS, f"{path}:{line}: {package} has no layer; give it one in this test and in the README"
-        assert LAYERS[package] < LAYERS[here], (
-            f"{path}:{line}: {here} (layer {LAYERS[here]}) imports {module} (layer {LAYERS[package]}). "
+        known = package_of(module) in {None, "__version__", *LAYERS}
+        assert known, f"{path}:{line}: {module} has no layer; give its package one in this test and in the README"
+        there = layer_of(module)
+        below = BUILDERS if line in inside_functions(path) else here
+        assert there < below or (there == here and package_of(module) == package), (
+            f"{path}:{line}: {package} (layer {here}) imports {module} (layer {there}). "
             "Imports go downward, and packages of one layer do not know each other."
         )
+
+
+def test_of_a_family_only_its_build_is_above_plan() -> None:
+    assert layer_of("mtrain.models.gpt.build.chunk") == layer_of("mtrain.build.model") > LAYERS["mcore"]
+    assert layer_of("mtrain.models.gpt.count") == layer_of("mtrain.models.registry.builder") < LAYERS["plan"]
+
+
+def uses(name: str, text: str, known: Mapping[str, str]) -> set[str]:
+    """The modules that one imports, where it is loaded or later inside of a function.
+
+    That `a.b.c` loads the packages `a` and `a.b` first is left out: there is no way around it.
+    """
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inner & known.keys() if inner & known.keys() else {str(node.module)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            found |= {a.value for a in node.args if isinstance(a, ast.Constant)}
+    return (found & known.keys()) - {name}
+
+
+def circle(texts: Mapping[str, str]) -> list[str]:
+    """Modules of which each imports the next and the last the first, by the text of all modules; empty: none do."""
+    try:
+        TopologicalSorter({name: uses(name, text, texts) for name, text in texts.items()}).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_module_imports_what_imports_it() -> None:
+    found = circle({name_of(path): path.read_text() for path in modules()})
+    assert not found, (
+        f"{' <- '.join(found)}: modules that need each other are one; move what both need below them, or hand it "
+        "over as an argument. An import inside of a function counts as well"
+    )
+
+
+def test_a_circle_is_found_where_one_import_is_inside_of_a_function() -> None:
+    texts = {
+        "m.a": "from m.b import x",
+        "m.b": "import m.c",
+        "m.c": "def f():\n    from m import a",
+        "m.d": "import m.a",
+    }
+    assert set(circle(texts)) == {"m.a", "m.b", "m.c"}
+    assert circle(texts | {"m.c": ""}) == []
+    assert circle(texts | {"m.c": "import importlib\nimportlib.import_module('m.a')"})
 
 
 @pytest.mark.parametrize("library", ONLY_IN)
@@ -100,10 +180,9 @@ def test_a_library_stays_in_its_package(library: str) -> None:
 
 def test_torch_is_unknown_below_layer_four() -> None:
     for path in modules():
-        package = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-        if package in WITHOUT_TORCH:
+        if layer_of(name_of(path)) <= 3:
             for module, line in imports(path):
-                assert module.split(".")[0] not in ("torch", "numpy"), (
+                assert module.split(".")[0] not in ("torch", "numpy") or line in inside_functions(path), (
                     f"{path}:{line}: layers 0 to 3 validate within a second, so they know no torch"
                 )
 
@@ -116,6 +195,71 @@ def test_torch_cuda_is_named_in_one_file() -> None:
             named = isinstance(node, ast.Attribute) and node.attr == "cuda" and isinstance(node.value, ast.Name)
             assert not (named and node.value.id == "torch"), (  # type: ignore[attr-defined]
                 f"{path}:{node.lineno}: torch.cuda is named only in devices/cuda.py; ask the device instead"
+            )
+
+
+def words_compared(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Constants that decide something: sides of a comparison, patterns of a match, keys of a table, prefixes."""
+    for node in ast.walk(tree):
+        parts: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            parts = [node.left, *node.comparators]
+        elif isinstance(node, ast.match_case):
+            parts = [node.pattern]
+        elif isinstance(node, ast.Dict):
+            parts = [key for key in node.keys if key is not None]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            parts = list(node.args) if node.func.attr in ("startswith", "endswith", "get", "__eq__") else []
+        for inner in (inner for part in parts for inner in ast.walk(part)):
+            if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+                yield inner.value, inner.lineno
+
+
+def test_a_device_is_asked_for_its_facts_and_not_compared_by_name() -> None:
+    for path in modules():
+        if str(path.relative_to(SOURCE)).startswith(KNOWS_DEVICES):
+            continue
+        for word, line in words_compared(ast.parse(path.read_text())):
+            assert word not in DEVICE_WORDS, (
+                f"{path}:{line}: {word!r} decides something: a fact of config/devices.py has a name, so that a new "
+                "device states it and nothing else changes"
+            )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x == 'cuda'", "x in ('cpu', y)", "{'cuda': 1}[x]", "match x:\n case 'cpu': pass", "x.startswith('cuda')"],
+)
+def test_a_comparison_by_name_is_seen(text: str) -> None:
+    assert DEVICE_WORDS & {word for word, _ in words_compared(ast.parse(text))}
+
+
+def test_every_field_of_a_device_is_read() -> None:
+    import dataclasses
+
+    from mtrain.config.devices import DeviceFacts
+    from mtrain.devices.base import Device
+
+    read = {
+        node.attr
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    for kind in (Device, DeviceFacts):
+        unread = {field.name for field in dataclasses.fields(kind)} - read
+        assert not unread, f"{kind.__name__}: nobody reads {sorted(unread)}; a plug-in would fill it in for nothing"
+
+
+def test_an_optimizer_is_known_by_its_own_module() -> None:
+    from mtrain.config.optimizers import OPTIMIZERS
+
+    for path in modules():
+        if str(path.relative_to(SOURCE)).startswith(SPECIFICATIONS):
+            continue
+        for word, line in words_compared(ast.parse(path.read_text())):
+            assert word not in OPTIMIZERS, (
+                f"{path}:{line}: {word!r} decides something: its specification in {SPECIFICATIONS} says what differs"
             )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from mtrain.config import core_fields
 from mtrain.config.compose import compose
+from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve import resolve
 from tests.support.configs import LAPTOP
 
@@ -27,7 +28,10 @@ def owners() -> dict[str, tuple[Any, dict[str, Any]]]:
             core_fields.DDP_FIELDS | core_fields.FSDP_FIELDS,
         ),
         "TorchFullyShardedDataParallelConfig": (api.TorchFullyShardedDataParallelConfig, core_fields.WRAP_FIELDS),
-        "OptimizerConfig": (api.OptimizerConfig, core_fields.OPTIMIZER_FIELDS | core_fields.MUON_FIELDS),
+        "OptimizerConfig": (
+            api.OptimizerConfig,
+            {**core_fields.OPTIMIZER_FIELDS, **{k: v for spec in OPTIMIZERS.values() for k, v in spec.fields.items()}},
+        ),
         "OptimizerParamScheduler": (api.OptimizerParamScheduler, core_fields.SCHEDULE_FIELDS),
     }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mtrain.config.load import read_run_file
+from mtrain.config.run_file import read_run_file
 from mtrain.config.run import RunConfig
 from mtrain.world.rank_env import End
 from tests.support.commands import SMALL, metrics, wait_for

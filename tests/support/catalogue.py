@@ -277,7 +277,7 @@ ROWS: tuple[Row, ...] = (
     recipe(89, "optim: {eps: 1e-8}\n\ttrainer: 1\n", 2, "MT003", "", "<TAB>trainer"),
     recipe(89, "optim:\n    lr: 1e-3\n  eps: 1e-8\n", 3, "MT003", "", "eps"),
     bad(90, "model.hiden_size=1", "MT012", "model.hiden_size", "no such key"),
-    bad(90, "+model.hidden_size=512", "MT010", "", "none can be added"),
+    bad(90, "+model.hidden_size=512", "MT010", "", "is set already"),
     bad(91, "optim.lr=1e-3,2e-3", "MT010", "optim.lr", "sweep"),
     Row(91, ("trainer.sample_prompt=it's a, b",), "MT010", "trainer.sample_prompt", ("cannot be read",)),
     bad(92, "optim.lr=${optim.lr}", "MT007", "optim.lr", "optim.lr -> optim.lr"),

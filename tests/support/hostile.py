@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from mtrain.config.keys import schema_keys
 from mtrain.config.run import GROUPS
 
 TARGETS = (
@@ -221,7 +220,8 @@ def _on_command_lines() -> Iterator[Attack]:
         yield Attack((word,))
     yield from (Attack((f"{group}={{_target_: os.system}}",)) for group in GROUPS)
     yield from (Attack((f"hydra.{key}=x",)) for key in ("run.dir", "searchpath", "launcher", "callbacks.x._target_"))
-    yield from (Attack((f"{sign}{key}=1",)) for sign in ("+", "++", "~") for key in list(schema_keys())[:8])
+    yield from (Attack((f"{sign}{group}=1",)) for sign in ("+", "++", "+++", "+~") for group in GROUPS)
+    yield from (Attack((f"{sign}hydra.{key}=1",)) for sign in ("+", "++", "~") for key in ("run.dir", "searchpath"))
 
 
 def _nested(section: str, line: str) -> str:

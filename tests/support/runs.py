@@ -9,8 +9,9 @@ import torch
 
 from mtrain.config.cluster import ClusterConfig
 from mtrain.config.groups import DataConfig, KernelsConfig, OptimConfig, TrainerConfig
-from mtrain.config.kernels import OPERATIONS
+from mtrain.config.kernels import OPERATIONS, update_obstacle
 from mtrain.config.model import ModelConfig
+from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.precision import PrecisionConfig
 from mtrain.config.resolve import Machine, resolve
@@ -46,7 +47,6 @@ def tiny_run(
     `kernel` is `kernels.optimizer`.
     """
     degrees, optimizer = ParallelConfig(**{"ranks": 1, **parallel}), OptimConfig(**{**SCHEDULE, **(optim or {})})
-    own = optimizer.in_low_precision or optimizer.name == "muon"
     batch = {"train_iters": 20, "global_batch_size": 8, "micro_batch_size": 2, "eval_iters": 0}
     run = RunConfig(
         model=ModelConfig(**{**TINY, **(model or {})}),
@@ -55,10 +55,13 @@ def tiny_run(
         data=DataConfig(kind="mock", seq_length=32),
         optim=optimizer,
         cluster=ClusterConfig(device="cpu", devices_per_node=degrees.ranks),
-        kernels=KernelsConfig(**PLAIN, optimizer=kernel or ("reference" if own else "torch")),
+        kernels=KernelsConfig(**PLAIN, optimizer=kernel or "torch"),
         trainer=TrainerConfig(**{**batch, **(trainer or {})}),
     )
-    return resolve(run, Machine(cpu_cores=1, memory_bytes=0)) if optimizer.name == "muon" else run
+    if kernel is None and update_obstacle("torch", run) is not None:
+        run = run.model_copy(update={"kernels": run.kernels.model_copy(update={"optimizer": "reference"})})
+    section = OPTIMIZERS[optimizer.name].section
+    return run if section is None else resolve(run, Machine(cpu_cores=1, memory_bytes=0))
 
 
 def train_steps(

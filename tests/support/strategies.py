@@ -15,6 +15,7 @@ from mtrain.config.run import RunConfig
 
 SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "parallel.pipeline_layout": st.sampled_from([None, "Et|tL", "Et*3|(tt|)*2tL", "Ettt|ttt|t|tmL"]),
+    "model.family": st.just("gpt"),
     "cluster.device": st.sampled_from(["cpu", "cuda", "auto"]),
 }
 LIMITS = ("ge", "gt", "le", "lt", "pattern")

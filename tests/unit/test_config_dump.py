@@ -12,8 +12,9 @@ from hypothesis import example, given, settings
 from mtrain.config.compose import compose
 from mtrain.config.dump import override, run_yaml
 from mtrain.config.grammar import parse_value
-from mtrain.config.load import parse, read_run_file
+from mtrain.config.load import parse
 from mtrain.config.resolve import resolve
+from mtrain.config.run_file import read_run_file
 from tests.support.configs import LAPTOP, MOE, tiny
 
 # `${` is the one thing a string of a configuration cannot hold: it is a reference or it is refused.

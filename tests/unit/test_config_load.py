@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mtrain.config.files import MAX_BYTES
-from mtrain.config.load import MAX_NODES, load, parse, read_run_file
+from mtrain.config.load import MAX_NODES, load, parse
+from mtrain.config.run_file import read_run_file
 from mtrain.errors import ConfigError, Problem
 
 

@@ -10,6 +10,8 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
+from mtrain.config import devices
+from mtrain.config.hardware import memory_bytes
 from mtrain.devices import cpu_namespace, registry
 from mtrain.errors import BadEnvironment, ConfigError
 
@@ -19,7 +21,7 @@ def test_the_cpu_is_always_available_and_measures_this_process() -> None:
     assert cpu.available() is None
     assert cpu.device(3) == torch.device("cpu")
     memory = cpu.memory_stats()
-    assert 10**7 < memory["allocated_bytes"] <= memory["peak_bytes"] < cpu.total_memory()
+    assert 10**7 < memory["allocated_bytes"] <= memory["peak_bytes"] < memory_bytes()
     assert cpu.adapts_megatron
 
 
@@ -50,8 +52,9 @@ def test_a_missing_gpu_is_an_error_with_its_reason_and_auto_takes_the_cpu() -> N
 
 
 def _plug_in(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    entry = EntryPoint("toy", value, registry.GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == registry.GROUP else [])
+    entry = EntryPoint("toy", value, devices.GROUP)
+    for module in (registry, devices):
+        monkeypatch.setattr(module, "entry_points", lambda group: [entry] if group == devices.GROUP else [])
 
 
 toy = dataclasses.replace(registry.get("cpu"), name="toy", available=lambda: "no toy is plugged in")
@@ -60,7 +63,7 @@ no_device = object()
 
 def test_a_plug_in_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     _plug_in(monkeypatch, f"{__name__}:toy")
-    assert registry.names() == ("cpu", "cuda", "toy")
+    assert devices.names() == ["cpu", "cuda", "toy"]
     with pytest.raises(BadEnvironment, match=r"toy.*no toy is plugged in"):
         registry.get("toy")
 

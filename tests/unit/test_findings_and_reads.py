@@ -11,7 +11,7 @@ import pytest
 from mtrain.cli.setup import load
 from mtrain.config.compose import compose
 from mtrain.config.resolve import resolve
-from mtrain.config.rules import ON_DISK, RULES, Answers, findings, findings_and_reads, value_at
+from mtrain.config.rules import RULES, Answers, findings, findings_and_reads, value_at
 from mtrain.config.run import RunConfig
 from mtrain.config.watch import watched
 from mtrain.errors import ConfigError
@@ -72,14 +72,14 @@ def test_what_a_rule_reads_are_keys() -> None:
 
 def test_only_rules_that_say_so_look_at_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def touched(*args: object, **kwargs: object) -> None:
-        raise AssertionError(f"a rule that is not in ON_DISK looked at the disk: {args}")
+        raise AssertionError(f"a rule that is not of the disk looked at the disk: {args}")
 
     for name in ("stat", "lstat", "access", "scandir", "listdir", "open", "readlink", "statvfs"):
         monkeypatch.setattr(os, name, touched)
     monkeypatch.setattr("builtins.open", touched)
     for run in RUNS:
         for rule in RULES:
-            if rule not in ON_DISK:
+            if not rule.disk:
                 list(rule(run))
 
 

@@ -29,7 +29,6 @@ COMMANDS = {
     "parallel={tp: 2}": "parallel.tp=2",
     "model=null": "model=llama_tiny",
     "model=": "model=llama_tiny",
-    "model=./my.yaml": "model=llama_tiny",
     "model=./mine.yaml": "recipe=./mine.yaml",
     "model=conf/model/llama_tiny.yaml": "model=llama_tiny",
     "model=LLAMA_TINY": "model=llama_tiny",

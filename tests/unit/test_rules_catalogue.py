@@ -462,6 +462,7 @@ def test_fp16_loss_scales_are_ordered() -> None:
     ("code", "change"),
     [
         ("MT132", {"parallel.pp": 4, "trainer.global_batch_size": 8}),
+        ("MT133", {"trainer.global_batch_size": 1 << 20}),
         ("MT139", {"trainer.batch_size_schedule": [[8, 10**6]]}),
         ("MT139", {"trainer.rampup_batch_size": [4, 4, 10**6]}),
         ("MT211", {"model.init_method_std": 0.5}),
@@ -559,3 +560,9 @@ def test_rules_change_nothing() -> None:
     before = raw.to_dict()
     validate(raw, LAPTOP)
     assert raw.to_dict() == before
+
+
+def test_a_batch_in_tokens_is_suggested_in_samples() -> None:
+    (problem,) = validate(tiny(trainer__global_batch_size=1 << 20))
+    assert problem.fix == "trainer.global_batch_size=4096"
+    assert validate(tiny(trainer__global_batch_size=1 << 19)) == []

@@ -9,16 +9,14 @@ import torch
 
 from mtrain.build import weights
 from mtrain.build.transformer import transformer_config
-from mtrain.config.core_fields import DDP_FIELDS, FSDP_FIELDS, GPT_FIELDS, WRAP_FIELDS, values
+from mtrain.config.core_fields import DDP_FIELDS, FSDP_FIELDS, WRAP_FIELDS, values
 from mtrain.config.run import RunConfig
 from mtrain.mcore import api as mcore
-from mtrain.mcore import backend
 from mtrain.mcore.fsdp2 import FullySharded
-from mtrain.mcore.language_model import LanguageModel
 from mtrain.mcore.local_params import unwrap
 from mtrain.mcore.megatron_fsdp import FullyShardedBuffers, communication_elements
-from mtrain.mcore.op_overrides import override_operations
 from mtrain.mcore.shard_specs import shard_specs_of
+from mtrain.models.registry import builder, family_of
 from mtrain.world.init import World
 
 
@@ -69,25 +67,8 @@ def blank_model(run: RunConfig, world: World) -> list[Any]:
 
 def _chunks(run: RunConfig, config: Any) -> list[Any]:
     stages = range(run.parallel.vpp) if run.parallel.vpp > 1 else [None]
-    return [_chunk(run, config, stage) for stage in stages]
-
-
-def _chunk(run: RunConfig, config: Any, stage: int | None) -> Any:
-    ps = mcore.parallel_state
-    provider = backend.provider(run.kernels)
-    override_operations(run.kernels, run.model.moe.group_score_topk if run.model.moe else None)
-    return LanguageModel(
-        loss=run.kernels.loss,
-        loss_vocab_size=run.model.loss_vocab_size,
-        config=config,
-        transformer_layer_spec=backend.layer_spec(config, provider, vp_stage=stage),
-        pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-        post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        parallel_output=True,
-        mtp_block_spec=backend.mtp_spec(config, provider, vp_stage=stage),
-        vp_stage=stage,
-        **values(GPT_FIELDS, run),
-    )
+    build = builder(family_of(run.model))
+    return [build(run, config, stage) for stage in stages]
 
 
 def _wrap(run: RunConfig, config: Any, chunk: Any, *, first: bool) -> Any:

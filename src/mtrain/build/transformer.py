@@ -12,9 +12,8 @@ from mtrain.build.weights import Normal
 from mtrain.config.core_fields import transformer_values
 from mtrain.config.run import RunConfig
 from mtrain.devices.base import Device
+from mtrain.devices.dtypes import torch_dtype
 from mtrain.mcore import api as mcore
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
@@ -37,8 +36,8 @@ MADE: dict[str, Callable[[Any], Any]] = {
     "init_method": Normal,
     "embedding_init_method": Normal,
     "output_layer_init_method": Normal,
-    "params_dtype": DTYPES.__getitem__,
-    "pipeline_dtype": DTYPES.__getitem__,
+    "params_dtype": torch_dtype,
+    "pipeline_dtype": torch_dtype,
 }
 """Fields that the tables name by a word or a number, and what makes the object of it."""
 

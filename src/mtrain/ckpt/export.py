@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from mtrain.ckpt import folder
 from mtrain.ckpt.store import Checkpoint
-from mtrain.config.load import read_run_file
+from mtrain.config.run_file import read_run_file
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30

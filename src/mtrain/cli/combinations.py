@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from mtrain.config.batches import NO_RAMP
 from mtrain.config.cluster import ClusterConfig
 from mtrain.config.compose import compose
+from mtrain.config.devices import facts_of
 from mtrain.config.precision import PrecisionConfig
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import RULES
-from mtrain.config.rules.finding import Rule, dp_of
+from mtrain.config.rules.finding import dp_of
 from mtrain.config.run import RunConfig
 from mtrain.plan.count import state_bytes
 from mtrain.recipes.write import section
@@ -93,20 +92,17 @@ def _smallest_batch(raw: RunConfig, ranks: int, machine: Machine) -> RunConfig:
     return resolve(raw.model_copy(update={"trainer": trainer, "data": data}), machine)
 
 
-@cache
-def _of_formats(rule: Rule) -> bool:
-    """Whether the file of a rule speaks of number formats or of a generation of devices."""
-    text = inspect.getsource(inspect.getmodule(getattr(rule, "func", rule)) or rule)
-    return ".precision" in text or "cluster.sm" in text
+FORMAT = ("precision", "cluster.sm")
+"""What a combination has of a number format and of a generation of devices."""
+_OF_FORMATS = {of: [rule for rule in RULES if rule.reads_any(*FORMAT) is of] for of in (False, True)}
 
 
 def _first(run: RunConfig, *, of_formats: bool) -> Reason:
     """The first error that the rules of formats, or all others, have."""
-    for rule in RULES:
-        if _of_formats(rule) is of_formats:
-            for finding in rule(run):
-                if finding.severity == "error":
-                    return finding.code, f"{finding.path}: {finding.rule}"
+    for rule in _OF_FORMATS[of_formats]:
+        for finding in rule(run):
+            if finding.severity == "error":
+                return finding.code, f"{finding.path}: {finding.rule}"
     return FINE
 
 
@@ -137,7 +133,7 @@ class _Shaped:
 
     def _memory(self, state: int, cluster: ClusterConfig, machine: Machine) -> Reason:
         need, here, where = state / (self.run.parallel.ranks or 1), (cluster.device_memory_gib or 0) * GIB, "a device"
-        if self.run.cluster.device == "cpu":
+        if facts_of(self.run.cluster.device).on_host:
             need, here, where = state, machine.memory_bytes, "the machine"
         if not here or need <= here:
             return FINE

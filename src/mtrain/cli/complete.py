@@ -8,6 +8,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
+from mtrain.cli.verbs import FLAGS, VERBS
 from mtrain.config.paths import choices_of_group, config_dirs, group_names, recipe_names
 from mtrain.errors import say
 
@@ -39,8 +40,6 @@ def candidates(line: str) -> list[str]:
 
 
 def _offered(before: list[str], current: str) -> Iterable[str]:
-    from mtrain.cli.main import FLAGS, VERBS
-
     before = [word for flag, word in zip(["", *before], before, strict=False) if "--config-dir" not in (flag, word)]
     verb = next((word for word in before if not word.startswith("-")), "")
     if current.startswith("-"):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtrain import strict_json
 from mtrain.cli.options import read_options
@@ -32,10 +33,17 @@ from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.table import flags_of
 
+if TYPE_CHECKING:
+    from mtrain.config.rules.rule import Code
+
 USAGE = "explain parallel.tp [overrides], explain MT101, explain model"
 _CODE = re.compile(r"[Mm][Tt][0-9]+\Z")
 DEFAULT = "default"
 ABSENT = "(not there: its section is null)"
+SMALL = Machine(cpu_cores=2, memory_bytes=8 << 30)
+"""What examples run on."""
+MAX_KEYS = 12
+"""Keys that a page shows of one code."""
 
 
 def run(argv: list[str], *, debug: bool) -> int:
@@ -87,29 +95,42 @@ def _contents_page(found: Mapping[str, Any]) -> str:
 
 def _code(code: str) -> dict[str, Any]:
     """What a code means, when it is raised, and what to do."""
-    from mtrain.config.codes import WORDS, codes, family, places
+    from mtrain.config.codes import codes, family, rules_of
 
     if code not in codes():
         near = sorted(codes(), key=lambda known: (abs(int(known[2:]) - int(code[2:8])), known))[:8]
         rule = f"there is no such code; codes: {', '.join(near)}"
         raise ConfigError([Problem("MT010", "", None, rule, f"explain {near[0]}", "command line")])
-    found = places(code)
-    words, remedy = WORDS.get(code, ("", ""))
-    keys = list(dict.fromkeys(place.key for place in found if place.key))
-    others = list(dict.fromkeys(key for place in found for key in place.fixes if key not in keys))
-    if not remedy:
-        named = ", ".join([*keys, *others][:8])
-        remedy = f"change {named or 'the key that it names'}; `{program()} check` shows values that were tried"
+    known, rules = codes()[code], rules_of(code)
+    keys = list(dict.fromkeys(key for rule in rules for key in rule.reads if section_of(key) is None))
+    change = f"change {' or '.join(keys[:4])}; `{program()} check` shows values that were tried"
+    found = _raised(known)
+    says = [f"{p.path}: {p.rule}".removeprefix(": ") for p in found] or [known.says]
     return {
         "code": code,
         "about": family(code),
-        "means": words or next((place.words for place in found if place.words), ""),
-        "severity": found[0].severity if found else "error",
+        "means": known.summary,
+        "severity": next((p.severity for p in found), known.severity),
         "keys": keys,
-        "says": list(dict.fromkeys(rule for place in found for rule in place.rules)),
-        "do": remedy,
-        "raised_in": sorted({place.file for place in found}),
+        "example": known.example,
+        "says": [text for text in dict.fromkeys(says) if text],
+        "fix": next((p.fix for p in found), ""),
+        "do": known.help or change,
+        "raised_in": sorted({rule.file for rule in rules}),
     }
+
+
+def _raised(code: Code) -> list[Problem]:
+    """What the example of a code raises under it, on a machine that is the same everywhere."""
+    from mtrain.cli.setup import load
+
+    if not code.example:
+        return []
+    try:
+        found = load(shlex.split(code.example), SMALL, {}).warnings
+    except ConfigError as error:
+        found = error.problems
+    return [problem for problem in found if problem.code == code.code]
 
 
 def _section(path: str) -> dict[str, Any]:
@@ -206,6 +227,8 @@ def _page(facts: Mapping[str, Any]) -> str:
             rows = [f"{row['source']}: {row['value']}" for row in value] if len(value) > 1 else []
         elif name in ("says", "flags"):
             rows = list(value)
+        elif name == "keys" and len(value) > MAX_KEYS:
+            rows = [f"{', '.join(value[:MAX_KEYS])} and {len(value) - MAX_KEYS} more"]
         else:
             rows = [", ".join(value) if isinstance(value, list) else value]
         for index, row in enumerate(rows):

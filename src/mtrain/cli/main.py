@@ -11,39 +11,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from mtrain import strict_json
+from mtrain.cli.verbs import CONFIG_DIR, FLAGS, HELP, OWN_WORDS, SHORT, VERBS
 from mtrain.config.paths import config_dirs
-from mtrain.errors import MAX_PROBLEMS, ConfigError, MtrainError, Problem, say_page
-
-VERBS = {
-    "train": "train (the verb when none is given)",
-    "check": "validate a configuration in under a second, without starting anything",
-    "show": "print the resolved configuration and who set each key",
-    "prove": "train the layout and one rank from the same start, shrunk to this machine, and compare",
-    "rehearse": "run the layout on this machine, shrunk: train, save, resume, export, compare",
-    "resume": "go on with a run: resume RUN_FOLDER [overrides]",
-    "export": "write the weights of a checkpoint as whole tensors: export RUN_FOLDER OUT_FOLDER",
-    "generate": "write text with a trained model: generate RUN_FOLDER",
-    "recipe": "list, show, new, diff, lock, verify, import, export: recipe --help",
-    "choices": "the choices of a group, each a file: choices model",
-    "schema": "JSON Schema for editors: schema [run|recipe|GROUP] [-o DIR]; schema fields: all keys, what each feeds",
-    "completion": "a script that completes verbs, choices and keys: completion bash|zsh|fish",
-    "explain": "what a key means, who set it and what it reaches; or a code: explain parallel.tp, explain MT101",
-}
-OWN_WORDS = ("recipe", "explain", "schema", "choices", "completion", "__complete")
-"""Verbs that read their arguments themselves."""
-FLAGS = {
-    "--json": "print JSON for a machine, where the page of a verb has it",
-    "--resolved": "show: print the bare file that run=FILE reads",
-    "--all": "check: every model in every layout, precision and cluster that ships",
-    "--config-dir": "a folder of your own choices, as DIR/model/mine.yaml and DIR/recipes/mine.yaml; or MTRAIN_CONF",
-    "--multirun": "train, check: one run for each of KEY=A,B or KEY=range(1,4); -m for short",
-    "--debug": "print the traceback of an error",
-    "--help": "print this page",
-    "--version": "print the version",
-}
-CONFIG_DIR = "--config-dir"
-SHORT = {"-h": "--help", "-m": "--multirun"}
-HELP = ("--help", "-h")
+from mtrain.errors import MAX_PROBLEMS, ConfigError, MtrainError, Problem, message, say_page
 
 
 @dataclass
@@ -201,7 +171,7 @@ def _many(call: Call, as_json: bool) -> int:
     if call.verb != "train":
         rule = f"-m: train and check take several values; {call.verb} takes one run"
         raise ConfigError([Problem("MT010", "", None, rule, f"{call.verb}, without -m", "command line")])
-    return multirun.train(call.arguments, debug="--debug" in call.flags, as_json=as_json)
+    return multirun.train(call.arguments, main, debug="--debug" in call.flags, as_json=as_json)
 
 
 def _worker_verb(verb: str) -> Callable[..., int]:
@@ -215,20 +185,6 @@ def _json_report(error: ConfigError) -> str:
     from mtrain.cli.check import report
 
     return strict_json.dumps(report(error.problems, None), indent=2)
-
-
-def message(error: MtrainError) -> str:
-    """An error as it is printed: every problem, and how many there are."""
-    if not isinstance(error, ConfigError):
-        return str(error)
-    problems = error.problems
-    lines = [problem.render() for problem in problems]
-    errors = sum(problem.severity == "error" for problem in problems)
-    warnings = len(problems) - errors
-    tail = f"{errors} problem{'s' if errors != 1 else ''}"
-    if warnings:
-        tail += f", {warnings} warning{'s' if warnings != 1 else ''}"
-    return "\n".join([*lines, tail])
 
 
 def help_page() -> str:

@@ -8,7 +8,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ ORDER = (0, 75, 2, 3, 4, 5)
 """Exit codes from good to bad; every other one is worse."""
 COMMAND = "import sys; from mtrain.cli.main import main; sys.exit(main(sys.argv[1:]))"
 METRICS = "metrics.jsonl"
+Main = Callable[[Sequence[str]], int]
 
 
 @dataclass
@@ -41,10 +42,11 @@ class Row:
     tokens_per_s: float | None = None
 
 
-def train(argv: Sequence[str], *, debug: bool, as_json: bool = False) -> int:
+def train(argv: Sequence[str], main: Main, *, debug: bool, as_json: bool = False) -> int:
     """Trains every combination, one after the other, and prints a table; the worst exit code.
 
-    A run that fails does not keep the others from running; an interrupt does, after the run that it interrupted.
+    `main` runs one command line. A run that fails does not keep the others from running; an interrupt does, after the
+    run that it interrupted.
 
     Raises:
         ConfigError: the sweep cannot be read, or this is a rank of another launcher.
@@ -53,7 +55,7 @@ def train(argv: Sequence[str], *, debug: bool, as_json: bool = False) -> int:
         raise ConfigError("a sweep starts its own runs: leave torchrun out, or start each run with it")
     wanted = jobs(argv)
     names = _names(wanted)
-    sweep, rows = _Sweep(), list[Row]()
+    sweep, rows = _Sweep(main), list[Row]()
     file: Path | None = None
     for index, (job, name) in enumerate(zip(wanted, names, strict=True)):
         if sweep.stopped:
@@ -112,7 +114,8 @@ class _Sweep:
     torch and megatron-core, whose import costs seconds of a core, are imported here, once, and runs are forked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, main: Main) -> None:
+        self._main = main
         self.stopped = 0
         self.child = 0
         self.device: str | None = None
@@ -141,7 +144,7 @@ class _Sweep:
         parent = os.getpid()
         self.child = os.fork()
         if self.child == 0:
-            _command(argv, parent, fresh)
+            _command(self._main, argv, parent, fresh)
         while True:
             try:
                 _, status = os.waitpid(self.child, 0)
@@ -153,9 +156,8 @@ class _Sweep:
         return 128 - code if code < 0 else code
 
 
-def _command(argv: Sequence[str], parent: int, fresh: bool) -> NoReturn:
+def _command(main: Main, argv: Sequence[str], parent: int, fresh: bool) -> NoReturn:
     """A command in a forked process, as if it had been started by itself."""
-    from mtrain.cli.main import main
     from mtrain.launching.local import die_with
     from mtrain.launching.worker import leave
 

@@ -45,6 +45,7 @@ def load(
     Raises:
         ConfigError: with every problem of the schema or, where the schema is satisfied, of the rules.
     """
+    from mtrain.models import registry as families
     from mtrain.plan.memory import memory_problems
 
     machine = machine or Machine.here()
@@ -60,7 +61,7 @@ def load(
     run = resolve(raw, machine, world_size, why=why)
     origins = resolved_origins(composed, run, why)
     problems = validate(composed, run, origins, machine, world_size, to_run=to_run)
-    problems += memory_problems(run, machine, origins)
+    problems += families.problems(run.model, origins) or memory_problems(run, machine, origins)
     errors = {problem.code for problem in problems if problem.severity == "error"}
     if errors:
         raise (CorruptInput if errors <= DAMAGE else ConfigError)(sorted(problems, key=lambda p: p.severity))
@@ -99,16 +100,16 @@ def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> lis
     origins = resolved_origins(error.partial, run, why)
     refused = [p.path for p in error.problems if p.path]
 
-    def unsaid(reads: AbstractSet[str]) -> bool:
+    def hidden(reads: AbstractSet[str]) -> bool:
         return touches(read_from(reads, made_from), refused)
 
-    found = check(run, origins, raw=raw, resolve=lambda r: resolve(r, machine, world_size), unsaid=unsaid)
+    found = check(run, origins, raw=raw, resolve=lambda r: resolve(r, machine, world_size), hidden=hidden)
     for key in kernels.KEYS:
         reads: set[str] = set()
-        found += [p for p in kernels.problems(watched(run, reads), machine, origins, [key]) if not unsaid(reads)]
+        found += [p for p in kernels.problems(watched(run, reads), machine, origins, [key]) if not hidden(reads)]
     reads = set()
     seen = watched(raw, reads), watched(run, reads)
-    found += [p for p in machine_problems(*seen, machine, world_size, origins["parallel.ranks"]) if not unsaid(reads)]
+    found += [p for p in machine_problems(*seen, machine, world_size, origins["parallel.ranks"]) if not hidden(reads)]
     return [p for p in found if p.severity == "error"]
 
 

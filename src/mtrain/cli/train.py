@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import traceback
 
-from mtrain.cli.main import message
 from mtrain.cli.setup import load
 from mtrain.config.compose import Composed
-from mtrain.errors import MtrainError, say_page, warn
+from mtrain.errors import MtrainError, message, say_page, warn
 from mtrain.launching import torchrun
 from mtrain.launching.worker import leave
 

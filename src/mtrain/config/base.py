@@ -49,4 +49,6 @@ Width = Annotated[int, Field(ge=1, le=1 << 27)]
 """Channels, heads, layers, experts or rows of a table: no weight matrix has a larger side."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+"""Share of an average that each step leaves of it."""
 Probability = Annotated[float, Field(ge=0, lt=1)]

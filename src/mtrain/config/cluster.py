@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
 from mtrain.config.base import Degree, PositiveFloat, PositiveInt, Section
-
-Format = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
+from mtrain.config.formats import Format
 
 
 class ClusterConfig(Section):

@@ -136,8 +136,13 @@ class _Composition:
         except ConfigError as error:
             self.problems += error.problems
             return None
-        self.problems += reserved_keys(document.values, document)
-        self.problems += refused(document.values, document.where)
+        values = {key: value for key, value in document.values.items() if key != "defaults"}
+        if "defaults" in document.values:
+            rule = "a run file is complete and stands on no other file; what names choices is a recipe"
+            said, fix = document.values["defaults"], f"recipe={self.overrides.run}"
+            self.problems.append(Problem("MT017", "defaults", said, rule, fix, document.where("defaults")))
+        self.problems += reserved_keys(values, document)
+        self.problems += refused(values, document.where)
         return document
 
     def _choose(self, recipe: Recipe | None) -> None:
@@ -184,7 +189,7 @@ class _Composition:
         deleted = [group for group in self.overrides.deleted if group in GROUPS]
         added = [f"+{group}={choice}" for group, choice in self.overrides.added.items()]
         if base is not None:
-            gone = {*deleted, *self.chosen}
+            gone = {*deleted, *self.chosen, "defaults"}
             self.library.give(RUN, base, {k: v for k, v in base.values.items() if k not in gone})
             return RUN, [f"+{group}={choice}" for group, choice in self.chosen.items()] + added
         words = [f"{group}={choice}" for group, choice in self.chosen.items() if self.sources[group] == COMMAND_LINE]

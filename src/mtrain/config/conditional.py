@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from mtrain.config.devices import facts_of
 from mtrain.config.kernels import OPERATIONS
 from mtrain.config.keys import field_of
+from mtrain.config.optimizers import OPTIMIZERS, readers
 from mtrain.config.run import RunConfig
 
 
@@ -118,24 +121,27 @@ _BESIDE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = 
         lambda r: r.model.position_embedding_type == "rope",
         "model.position_embedding_type=rope",
     ),
-    (("optim.beta1", "optim.beta2", "optim.eps"), lambda r: r.optim.name != "sgd", "optim.name=adamw or muon"),
-    (("optim.momentum",), lambda r: r.optim.name == "sgd", "optim.name=sgd"),
     (("optim.wsd_decay_style",), lambda r: r.optim.schedule == "wsd", "optim.schedule=wsd"),
 )
 """Keys that have a value of their own by default, and what must be beside them for another one to reach anything."""
 
-MUON: dict[str, Callable[[RunConfig], Any]] = {
-    "momentum": lambda r: 0.95,
-    "use_nesterov": lambda r: True,
-    "num_ns_steps": lambda r: 5,
-    "ns_dtype": lambda r: "fp32" if r.precision.format == "fp32" else "bf16",
-    "scale_mode": lambda r: "spectral",
-    "extra_scale_factor": lambda r: 0.2,
-    "split_qkv": lambda r: True,
-    "tp_mode": lambda r: "duplicated",
-    "adamw_lr": lambda r: r.optim.rate,
-}
-"""What null means for muon."""
+
+def _of_optimizers() -> Iterator[Conditional]:
+    """Sections of optimizers, and keys of `optim` that not all of them read."""
+    for name, spec in OPTIMIZERS.items():
+        for key in spec.section.model_fields if spec.section is not None else ():
+            default = spec.defaults.get(key, lambda run: None)
+            yield Conditional(f"optim.{name}.{key}", partial(_optimized_by, (name,)), f"optim.name={name}", default)
+    for key in sorted({key for spec in OPTIMIZERS.values() for key in spec.keys}):
+        field = field_of(f"optim.{key}")
+        assert field is not None, key
+        needs = f"optim.name={' or '.join(readers(key))}"
+        yield Conditional(f"optim.{key}", partial(_optimized_by, readers(key)), needs, off=field.default)
+
+
+def _optimized_by(names: tuple[str, ...], run: RunConfig) -> bool:
+    return run.optim.name in names
+
 
 CONDITIONAL = (
     *QUANTIZED,
@@ -249,10 +255,7 @@ CONDITIONAL = (
         "model.moe.token_dispatcher_type=flex",
         lambda r: "deepep",
     ),
-    *(
-        Conditional(f"optim.muon.{key}", lambda r: r.optim.name == "muon", "optim.name=muon", default)
-        for key, default in MUON.items()
-    ),
+    *_of_optimizers(),
     Conditional("model.window_attn_skip_freq", lambda r: r.model.window_size is not None, "a model.window_size"),
     Conditional(
         "model.mtp_loss_scaling_factor",
@@ -292,7 +295,7 @@ CONDITIONAL = (
         lambda r: False,
         off=False,
     ),
-    Conditional("kernels.cpu_matmul", lambda r: r.cluster.device == "cpu", "cluster.device=cpu"),
+    Conditional("kernels.cpu_matmul", lambda r: facts_of(r.cluster.device).on_host, "cluster.device=cpu"),
     *(Conditional(f"kernels.{op.name}", op.applies, op.needs) for op in OPERATIONS if op.needs),
     *(
         Conditional(path, active, needs, off=field_of(path).default)  # type: ignore[union-attr]

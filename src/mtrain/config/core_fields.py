@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mtrain.config.base import Section
+from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import stages, uneven
 
@@ -237,7 +238,7 @@ FSDP_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
 """Of DistributedDataParallelConfig where megatron-core's FSDP spreads the weights."""
 
 OPTIMIZER_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
-    "optimizer": lambda r: "sgd" if r.optim.name == "sgd" else "adam",  # muon is built as an Adam
+    "optimizer": lambda r: OPTIMIZERS[r.optim.name].core_name,
     "lr": lambda r: r.optim.lr,
     "min_lr": lambda r: r.optim.min_lr or 0.0,
     "weight_decay": lambda r: r.optim.weight_decay,
@@ -268,29 +269,6 @@ OPTIMIZER_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     ),
 }
 """Of OptimizerConfig; dtypes are words."""
-
-MUON_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
-    "muon_momentum": lambda r: r.optim.muon.momentum,
-    "muon_use_nesterov": lambda r: r.optim.muon.use_nesterov,
-    "muon_num_ns_steps": lambda r: r.optim.muon.num_ns_steps,
-    "muon_scale_mode": lambda r: r.optim.muon.scale_mode,
-    "muon_extra_scale_factor": lambda r: r.optim.muon.extra_scale_factor,
-    "muon_split_qkv": lambda r: r.optim.muon.split_qkv,
-    "muon_tp_mode": lambda r: r.optim.muon.tp_mode,
-}
-"""Of OptimizerConfig where the optimizer is muon; those of our Muon have no `muon_` before them."""
-
-ADAM_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
-    "exp_avg_dtype": lambda r: r.optim.exp_avg_dtype,
-    "exp_avg_sq_dtype": lambda r: r.optim.exp_avg_sq_dtype,
-    "master_weights": lambda r: r.optim.store_param_remainders,
-    "store_param_remainders": lambda r: r.optim.store_param_remainders,
-    "stochastic_rounding": lambda r: r.optim.main_params_dtype != "fp32",
-    "use_decoupled_grad": lambda r: r.optim.holds_main_weights,
-    "seed": lambda r: r.trainer.seed,
-    "choice": lambda r: r.kernels.optimizer,
-}
-"""Of `mtrain_kernels`' FusedAdam, beside what megatron-core passes to any Adam."""
 
 SCHEDULES = {
     "constant": "constant",
@@ -379,7 +357,7 @@ def feeds(run: RunConfig) -> dict[str, list[str]]:
         ("DistributedDataParallelConfig", DDP_FIELDS),
         ("DistributedDataParallelConfig", FSDP_FIELDS),
         ("OptimizerConfig", OPTIMIZER_FIELDS),
-        ("OptimizerConfig", MUON_FIELDS),
+        *(("OptimizerConfig", optimizer.fields) for optimizer in OPTIMIZERS.values()),
         ("OptimizerParamScheduler", SCHEDULE_FIELDS),
     ):
         for name, get in table.items():

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from mtrain.config.batches import stages
+from mtrain.config.devices import facts_of
 from mtrain.config.model import ModelConfig
+from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem
 
@@ -81,8 +83,8 @@ def number_format(run: RunConfig) -> Filled:
         }
     if "bf16" in c.peak_tflops:
         return {"precision.dtype": ("bf16", f"cluster {c.name}: bf16 in cluster.peak_tflops")}
-    if c.device == "cuda":
-        return {"precision.dtype": ("bf16", "cluster.device cuda, whose cluster.sm is not known")}
+    if facts_of(c.device).cuda_kernels:
+        return {"precision.dtype": ("bf16", f"cluster.device {c.device}, whose cluster.sm is not known")}
     return {"precision.dtype": ("fp32", f"cluster.device {c.device}")}
 
 
@@ -121,7 +123,7 @@ def distributed_optimizer(run: RunConfig) -> Filled:
     if run.parallel.distributed_optimizer is not None:
         return {}
     on, why = _replicated(run)
-    if on and run.optim.name != "adamw":
+    if on and "distributed_optimizer" in OPTIMIZERS[run.optim.name].cannot:
         on, why = False, f"optim.name {run.optim.name}"
     return {"parallel.distributed_optimizer": (on, why)}
 
@@ -233,7 +235,7 @@ def synthetic_tokens(raw: RunConfig, run: RunConfig, source: str) -> Iterator[Pr
 
 def on_a_cpu(run: RunConfig) -> bool:
     """Whether the run, whose device is resolved, is one of processes without accelerators."""
-    return run.cluster.device == "cpu"
+    return facts_of(run.cluster.device).on_host
 
 
 def nearest_gpt3(model: ModelConfig) -> Trained:

@@ -25,9 +25,10 @@ def documented() -> type[RunConfig]:
     """The schema, with the text under each field as its `description`."""
     sections = list(dict.fromkeys(_sections(RunConfig)))
     for section in sections:
-        words = _words(section.__module__).get(section.__name__, {})
+        of_module = _words(section.__module__)
+        words = {name: text for base in section.__mro__ for name, text in of_module.get(base.__name__, {}).items()}
         for name, field in section.model_fields.items():
-            field.description = words.get(name)
+            field.description = words.get(name, field.description)
     for section in sections:  # inner ones first: the outer ones contain what they were built to
         section.model_rebuild(force=True)
     return RunConfig

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from mtrain.config.base import (
     MOST,
     NAME,
+    Beta,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
 )
+from mtrain.config.formats import MainFormat, MomentFormat
+from mtrain.config.optimizers import OPTIMIZERS
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(gt=0, le=10**8)]
-Moment = Literal["fp32", "bf16", "fp8"]
 
 
 class DataConfig(Section):
@@ -67,35 +68,10 @@ class DataConfig(Section):
         return self.seq_length or 256
 
 
-class MuonConfig(Section):
-    """`optim.muon`: momentum whose matrices are orthogonalised (Jordan et al. 2024); the rest is updated by adamw."""
-
-    momentum: Beta | None = None
-    """Decay of the average of gradients; null: 0.95."""
-    use_nesterov: bool | None = None
-    """The newest gradient counts once more; null: true."""
-    num_ns_steps: Annotated[int, Field(ge=1, le=100)] | None = None
-    """Newton-Schulz steps that bring singular values near 1; null: 5."""
-    ns_dtype: Literal["fp32", "bf16"] | None = None
-    """Format that those steps multiply in; null: fp32 for fp32 weights, else bf16."""
-    scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] | None = None
-    """What an orthogonal matrix of r rows and c columns is multiplied by. spectral: sqrt(max(r, c)); shape_scaling:
-    sqrt(max(1, r / c)); unit_rms_norm: sqrt(r / c); null: spectral."""
-    extra_scale_factor: PositiveFloat | None = None
-    """And by this; null: 0.2, with which spectral steps are about as large as those of adamw (Liu et al. 2025)."""
-    split_qkv: bool | None = None
-    """Queries, keys and values are matrices of their own; null: true."""
-    tp_mode: Literal["duplicated", "blockwise"] | None = None
-    """A matrix that is cut over tensor-parallel ranks. duplicated: each gathers and orthogonalises it whole;
-    blockwise: each its own block, which is another update for each tp; null: duplicated."""
-    adamw_lr: PositiveFloat | None = None
-    """Largest learning rate of what is no matrix, and of embedding and output layer; null: optim.lr."""
-
-
-class OptimConfig(Section):
+class _OptimKeys(Section):
     """`optim`: the optimizer and its learning-rate schedule."""
 
-    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    name: str = "adamw"
     """Update rule."""
     lr: PositiveFloat | None = None
     """Largest learning rate; null: that of model.published, else that of the GPT-3 of the nearest size."""
@@ -118,17 +94,17 @@ class OptimConfig(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay; not applied to biases and norms."""
     beta1: Beta = 0.9
-    """adamw, muon: decay of the first moment."""
+    """adamw, muon: decay of the first moment; lion: its share in an update, of which the gradient has the rest."""
     beta2: Beta = 0.95
-    """adamw, muon: decay of the second moment."""
+    """adamw, muon: decay of the second moment; lion: of the first."""
     eps: PositiveFloat = 1e-8
     """adamw, muon: added to the root of the second moment."""
-    exp_avg_dtype: Moment = "fp32"
+    exp_avg_dtype: MomentFormat = "fp32"
     """adamw: how the first moment is kept. fp8: eight bits (e4m3), with a scale for 128 of them; so coarse that small
     changes are lost and a loss falls more slowly."""
-    exp_avg_sq_dtype: Moment = "fp32"
+    exp_avg_sq_dtype: MomentFormat = "fp32"
     """adamw: how the second moment is kept. fp8: eight bits of its root, with a scale for 128 of them."""
-    main_params_dtype: Literal["fp32", "bf16"] = "fp32"
+    main_params_dtype: MainFormat = "fp32"
     """adamw, bf16 weights: the format that updates add up in. bf16: weights have no main
     weights beside them and are rounded up or down by chance, right on average; layouts then draw other numbers."""
     store_param_remainders: bool = False
@@ -136,8 +112,6 @@ class OptimConfig(Section):
     the same, in two bytes a parameter less."""
     momentum: Beta = 0.9
     """sgd: momentum."""
-    muon: MuonConfig = Field(default_factory=MuonConfig)
-    """muon: what it does beside adamw's keys."""
     clip_grad: PositiveFloat | None = 1.0
     """Largest global gradient norm; null: no clipping."""
     cpu_offload: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -157,6 +131,23 @@ class OptimConfig(Section):
     def in_low_precision(self) -> bool:
         """Whether any state of Adam is kept in fewer than 32 bits: ours alone does that."""
         return self.holds_main_weights or self.exp_avg_dtype != "fp32" or self.exp_avg_sq_dtype != "fp32"
+
+
+def _optim_config() -> type[_OptimKeys]:
+    """`_OptimKeys`, with the names of the optimizers there are and a section for each that has one."""
+    fields: dict[str, Any] = {"name": (Literal[tuple(OPTIMIZERS)], "adamw")}
+    for name, optimizer in OPTIMIZERS.items():
+        if optimizer.section is not None:
+            field = Field(default_factory=optimizer.section, description=optimizer.section_doc)
+            fields[name] = (optimizer.section, field)
+    made = create_model("OptimConfig", __base__=_OptimKeys, __doc__=_OptimKeys.__doc__, __module__=__name__, **fields)
+    return cast(type[_OptimKeys], made)
+
+
+if TYPE_CHECKING:
+    OptimConfig = _OptimKeys
+else:
+    OptimConfig = _optim_config()
 
 
 class TrainerConfig(Section):
@@ -244,8 +235,8 @@ class KernelsConfig(Section):
     """Output layer and cross entropy; reference and triton make both at once, for a part of the tokens at a time, and
     never hold all logits; megatron: megatron-core's own, from all logits; null: kernels.default."""
     optimizer: Literal["auto", "torch", "reference", "triton", "te"] | None = None
-    """The update of adamw, and muon's of what is no matrix. torch: torch.optim; reference and triton: all tensors in
-    one call, for muon, and with state in low precision; null: kernels.default where it can do it."""
+    """Who updates. torch: torch.optim; reference and triton: ours, for
+    optimizers that torch has not and for state in low precision; null: kernels.default where it can do it."""
     cpu_matmul: Literal["auto", "blas", "onednn"] | None = None
     """fp32 products on a CPU: by the BLAS of torch, mostly MKL, or by oneDNN; null, auto: what is measured to be
     faster, once per machine, the same on all ranks."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from mtrain.config.devices import facts_of, with_cuda_kernels
+from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem
 
@@ -79,9 +81,9 @@ def stands_for(op: Operation, run: RunConfig, machine: Facts) -> str | None:
     word, default, device = getattr(run.kernels, op.name), run.kernels.default, run.cluster.device
     if word not in (None, "auto") or not op.applies(run):
         return None
-    if word is None and default in op.order and (op.name != "optimizer" or not adam_obstacle(default, run)):
+    if word is None and default in op.order and (op.name != "optimizer" or not update_obstacle(default, run)):
         return default
-    return _auto(op, run, device, machine)[0] if device == "cpu" or machine.gpus else None
+    return _auto(op, run, device, machine)[0] if facts_of(device).on_host or machine.gpus else None
 
 
 def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
@@ -123,35 +125,25 @@ def _auto(op: Operation, run: RunConfig, device: str, machine: Facts) -> tuple[s
 
 def obstacle(op: str, word: str, run: RunConfig, device: str, machine: Facts) -> str | None:
     """Why an implementation cannot run, or None."""
+    facts = facts_of(device)
     if word == "te":
-        if device != "cuda":
-            return f"TransformerEngine runs on cuda, and the device is {device}"
+        if not facts.cuda_kernels:
+            return f"TransformerEngine runs on {with_cuda_kernels()}, and the device is {device}"
         if machine.gpus and not machine.transformer_engine:
             return "TransformerEngine is not installed"
     if word == "triton":
-        if not machine.triton and (device == "cpu" or machine.gpus):
+        if not machine.triton and (facts.on_host or machine.gpus):
             return "Triton is not installed"
-        if device == "cpu" and not machine.triton_interpreted:
+        if facts.on_host and not machine.triton_interpreted:
             return "Triton runs on a GPU, and on a CPU only in its interpreter, with TRITON_INTERPRET=1"
     if op == "optimizer":
-        return adam_obstacle(word, run)
+        return update_obstacle(word, run)
     return torch_experts_obstacle(run) if (op, word) == ("experts", "torch") else None
 
 
-def adam_obstacle(word: str, run: RunConfig) -> str | None:
-    """Why an implementation does not update what this run trains; ours: AdamW and Muon on plain tensors."""
-    o = run.optim
-    if word in ("torch", "te"):
-        if o.name == "muon":
-            return f"{word} has no muon for matrices that are cut over ranks"
-        few = "keeps 32 bits of each moment and main weight, and fewer are asked for"
-        return f"{word} {few}" if o.in_low_precision else None
-    if o.name == "sgd":
-        return f"{word} updates adamw and muon, and the optimizer is sgd, which is torch's"
-    if o.in_low_precision or o.name == "muon" or (run.parallel.fsdp == "none" and not o.cpu_offload):
-        return None
-    what = "copies in host memory" if o.cpu_offload else f"what parallel.fsdp={run.parallel.fsdp} spreads"
-    return f"{word} updates plain tensors of the device, not {what}"
+def update_obstacle(word: str, run: RunConfig) -> str | None:
+    """Why an implementation does not update what this run trains, or None."""
+    return OPTIMIZERS[run.optim.name].obstacle(word, run)
 
 
 def torch_experts_obstacle(run: RunConfig) -> str | None:
@@ -168,13 +160,15 @@ def torch_experts_obstacle(run: RunConfig) -> str | None:
 
 def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -> str | None:
     """Why `auto` passes an implementation over that could run, or None."""
-    if device == "cpu" and word == "triton" and machine.triton_interpreted:
+    facts = facts_of(device)
+    if facts.on_host and word == "triton" and machine.triton_interpreted:
         return "Triton's interpreter is for tests: it takes a millisecond for what a GPU does in a microsecond"
     if op == "optimizer" and word == "torch":
         return None
-    if device == "cpu" and word == "torch":
+    if facts.on_host and word == "torch":
         return "the reference calls the same kernels of torch on a CPU" if op == "attention" else "measured on no CPU"
-    if device not in ("cpu", "cuda") and word in ("triton", "torch"):
+    served = {"triton": facts.triton, "torch": facts.torch_kernels}.get(word, True)
+    if not facts.on_host and not served:
         return f"nobody has said that it serves {device}"
     if op == "activation" and word == "triton" and run.kernels.linear == "te":
         return "megatron-core's fused activations go with TransformerEngine's layers"
@@ -195,7 +189,7 @@ def problems(
 
 def _problem(run: RunConfig, machine: Facts, origins: Mapping[str, str], key: str) -> Iterator[Problem]:
     word, device = getattr(run.kernels, key), run.cluster.device
-    if word not in ("triton", "te") or (word == "te" and device != "cuda"):
+    if word not in ("triton", "te") or (word == "te" and not facts_of(device).cuda_kernels):
         return
     if key != "default" and word == run.kernels.default:
         return

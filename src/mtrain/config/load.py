@@ -8,16 +8,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from mtrain.config.files import read_text
 from mtrain.config.paths import display
 from mtrain.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from mtrain.config.run import RunConfig
 
 MAX_DEPTH, MAX_NODES, MAX_KEYS, MAX_DIGITS = 32, 10_000, 2_000, 400
 
@@ -97,21 +94,6 @@ def filled(document: Document) -> Document:
         return document
     fix = "write what differs from the defaults, as in `trainer: {train_iters: 100}`, or name no file"
     raise ConfigError([Problem("MT003", "", None, "the file says nothing", fix, document.source)])
-
-
-def read_run_file(path: Path) -> RunConfig:
-    """The configuration that a resolved file such as `run.yaml` holds.
-
-    Raises:
-        ConfigError: the file cannot be read, or is no complete configuration.
-    """
-    from mtrain.config.validate import validate
-
-    document = load(path)
-    run, problems = validate(document.values, document.where)
-    if run is None:
-        raise ConfigError(problems)
-    return run
 
 
 def refuse_hidden(text: str, source: str, pattern: re.Pattern[str] = HIDDEN) -> None:

@@ -139,6 +139,8 @@ class ModelConfig(Section):
 
     name: Annotated[str, Field(pattern=NAME, max_length=100)] = "custom"
     """Name used in run folders and reports."""
+    family: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = "gpt"
+    """Who counts, shrinks and builds it: gpt, a decoder-only transformer, or a family that a plug-in adds."""
     num_layers: Width
     """Transformer layers."""
     hidden_size: Width
@@ -209,6 +211,8 @@ class ModelConfig(Section):
     """Multi-token prediction (DeepSeek-V3): extra layers that each predict one token further; null: none."""
     mtp_loss_scaling_factor: PositiveFloat | None = None
     """mtp_num_layers: weight of their mean loss; null: 0.1."""
+    final_logit_softcapping: PositiveFloat | None = None
+    """Bound of the logits, in every loss and in generation: x becomes c tanh(x / c) (30 in Gemma 2); null: none."""
     tie_word_embeddings: bool = False
     """The output layer shares the embedding's weights."""
     attention_dropout: Probability = 0.0

@@ -6,12 +6,13 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from mtrain.config.dump import override
+from mtrain.config.formats import FORMATS, WeightFormat
 from mtrain.config.intended import NULL, as_key, plain, readings
 from mtrain.config.keys import field_of, suggest
 from mtrain.config.layout_string import parse_layout
@@ -21,8 +22,11 @@ from mtrain.config.run import GROUPS
 
 NOTHING = "leave it out"
 INSTEAD: dict[str, Callable[[Any], str]] = {
-    "bf16": lambda value: "precision.dtype=bf16" if value is True else NOTHING,
-    "fp16": lambda value: "precision.dtype=fp16" if value is True else NOTHING,
+    **{
+        word: lambda value, word=word: f"precision.dtype={word}" if value is True else NOTHING  # type: ignore[misc]
+        for word, facts in FORMATS.items()
+        if facts.flag is not None
+    },
     "betas": lambda value: f"optim.beta1={value[0]} optim.beta2={value[1]}" if _is_pair(value) else NOTHING,
 }
 """Names that have no key of their own here, and the settings that do what they did."""
@@ -33,7 +37,8 @@ CONVERTED: dict[str, Callable[[Any], Any]] = {
 """Foreign names whose values mean something else under our key, and what."""
 _WORDS = {
     **{"true": True, "false": False, "silu": "swiglu", "relu2": "squared_relu"},
-    **{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "half": "fp16"},
+    **{FORMATS[word].torch: word for word in get_args(WeightFormat)},
+    "half": "fp16",
 }
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mtrain.config.base import NonNegativeInt, PositiveInt, Section
+from mtrain.config.formats import ProductFormat, WeightFormat
 
 LossScale = Annotated[float, Field(gt=0, le=2.0**127)]
 """A positive number that fp32 holds."""
@@ -15,7 +16,7 @@ LossScale = Annotated[float, Field(gt=0, le=2.0**127)]
 class PrecisionConfig(Section):
     """`precision`: number formats."""
 
-    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    dtype: WeightFormat | None = None
     """Format of weights and activations; with bf16 and fp16 the optimizer keeps fp32 main weights. null: bf16 on a
     GPU that has it, or beside fp8 and fp4; else fp32."""
     grad_reduce_in_fp32: bool = True
@@ -62,7 +63,7 @@ class PrecisionConfig(Section):
     """fp8 but for delayed, fp4: last layers of the model that keep `dtype`."""
 
     @property
-    def format(self) -> Literal["fp32", "bf16", "fp16"]:
+    def format(self) -> WeightFormat:
         """Format of weights and activations, once it is resolved."""
         return self.dtype or "fp32"
 
@@ -74,7 +75,7 @@ class PrecisionConfig(Section):
         return (self.fp4_recipe or "nvfp4") if self.fp4 is not None else None
 
     @property
-    def multiplies_in(self) -> Literal["fp32", "bf16", "fp16", "fp8", "fp4"]:
+    def multiplies_in(self) -> ProductFormat:
         """The format whose peak arithmetic of a device bounds the linear layers."""
         if self.fp8 is not None:
             return "fp8"

@@ -14,6 +14,7 @@ from typing import Any
 from mtrain.config import hardware
 from mtrain.config.conditional import CONDITIONAL, Conditional
 from mtrain.config.defaults import STEPS, Filled, Step
+from mtrain.config.devices import AUTO, CPU, CUDA, facts_of
 from mtrain.config.kernels import OPERATIONS, Operation, stands_for
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.run import RunConfig
@@ -100,18 +101,18 @@ def resolve(
 
 
 def _device(run: RunConfig, machine: Machine, world_size: int | None) -> Filled:
-    if run.cluster.device != "auto":
+    if run.cluster.device != AUTO:
         return {}
     needed, here = run.parallel.ranks or world_size or smallest_world(run.parallel), machine.gpus * run.cluster.nodes
     counted = f"{machine.gpus} GPU{'' if machine.gpus == 1 else 's'}" if machine.gpus else "no GPU"
     fewer = f" for {needed} ranks" if 0 < here < needed else ""
-    return {"cluster.device": ("cuda" if here >= needed else "cpu", f"{HERE}: {counted}{fewer}")}
+    return {"cluster.device": (CUDA.name if here >= needed else CPU.name, f"{HERE}: {counted}{fewer}")}
 
 
 def _ranks(run: RunConfig, machine: Machine, world_size: int | None) -> Filled:
     cluster, p = run.cluster, run.parallel
     ranks, per_node = p.ranks or world_size, cluster.devices_per_node
-    here = machine.gpus if cluster.device == "cuda" else 0
+    here = machine.gpus if facts_of(cluster.device).counted else 0
     filled: dict[str, tuple[Any, str]] = {}
     if per_node is None and here:
         per_node = here if ranks is None else min(here, -(-ranks // cluster.nodes))
@@ -167,7 +168,7 @@ def machine_problems(
     if world_size is not None and asked is not None and asked != world_size:
         rule = f"the launcher started {world_size} processes (WORLD_SIZE), the configuration asks for {asked}"
         yield Problem("MT110", "parallel.ranks", asked, rule, f"parallel.ranks={world_size}", source)
-    if resolved.cluster.device == "cpu" and got is not None and got > 4 * machine.cpu_cores:
+    if facts_of(resolved.cluster.device).on_host and got is not None and got > 4 * machine.cpu_cores:
         rule = f"{got} processes on {machine.cpu_cores} CPU cores will be slow, and may not fit in memory"
         if got > MAX_CPU_RANKS:
             rule = f"{got} processes, and on a CPU at most {MAX_CPU_RANKS} are started: a run here is refused"

@@ -65,6 +65,7 @@ _EFFECT_OF_KEY = {
     "model.embedding_init_method_std": Effect.NUMBERS,
     "model.softmax_scale": Effect.NUMBERS,
     "model.mask_padded_vocab": Effect.NUMBERS,
+    "model.final_logit_softcapping": Effect.NUMBERS,
     "model.glu_linear_offset": Effect.NUMBERS,
     "model.activation_func_clamp_value": Effect.NUMBERS,
     "model.rotary_seq_len_interpolation_factor": Effect.NUMBERS,

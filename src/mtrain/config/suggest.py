@@ -34,7 +34,7 @@ def with_fixes(
     """
     trial = _Trial(partial, resolve)
     return [
-        replace(p, fix=trial.best(p.fix, p.path, unusual=p.code not in PROPOSED, meant=p.code in ("MT012", "MT013")))
+        replace(p, fix=trial.best(p.fix, p.path, unusual=p.code not in PROPOSED, keep=p.code in ("MT012", "MT013")))
         if p.code not in ("MT003", "MT004", "MT018")
         else p
         for p in problems
@@ -49,11 +49,11 @@ class _Trial:
         self.held, self.answers = partial.flat(), Answers()
         self.before = self._said(partial, unusual=False)
 
-    def best(self, fix: str, path: str, *, unusual: bool, meant: bool) -> str:
+    def best(self, fix: str, path: str, *, unusual: bool, keep: bool) -> str:
         """Those alternatives of a fix that work; where the first does not, the value that its key held before.
 
-        What was `meant` stays where the rest is broken already: it may fit once that is corrected; else it comes with
-        the change of another key that lets it fit, where there is one.
+        What is to `keep` stays where the rest is broken already, for it may fit once that is corrected; else it comes
+        with the change of another key that lets it fit, where there is one.
         """
         if not fix and path in self.held:
             fix = override(path, self.held[path])
@@ -62,12 +62,12 @@ class _Trial:
         if len(known) < len(changes):  # words, or several keys at once
             return fix
         good = [change for change in known if self._fits(*change, unusual=unusual)]
-        if known[0] not in good and meant and self.before:
+        if known[0] not in good and keep and self.before:
             return fix
-        if known[0] not in good and meant and (together := self._with_another(*known[0])):
+        if known[0] not in good and keep and (together := self._with_another(*known[0])):
             return together
         of_layouts = bool(good) and isinstance(known[0][1], Layout)
-        if known[0] not in good and not of_layouts:  # another key that takes the value is not what was meant
+        if known[0] not in good and not of_layouts:  # another key that takes the value is no suggestion for this one
             key = known[0][0]
             works = key in self.held and self._fits(key, self.held[key], unusual=True)
             good = [(key, self.held[key])] if works else known

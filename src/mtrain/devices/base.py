@@ -15,7 +15,9 @@ class Device:
     """A kind of device: facts and functions.
 
     A third party publishes one under the entry point group `mtrain.devices`; neither mtrain nor megatron-core
-    is edited for it. See `mtrain.devices.cpu` for a complete example.
+    is edited for it. See `mtrain.devices.cpu` for a complete example. Under the same name in the group
+    `mtrain.device_facts` are its `mtrain.config.devices.DeviceFacts`, by which a configuration is validated before
+    torch is there.
     """
 
     name: str
@@ -28,14 +30,10 @@ class Device:
     """Its torch.distributed backend."""
     namespace: Any
     """The module or object that megatron-core sees in place of `torch.cuda`."""
-    dtypes: frozenset[str]
-    """Formats it computes in, of `fp32`, `bf16`, `fp16`."""
     fork_safe: bool
     """Ranks may be forked from a parent that has imported torch."""
     pin_memory: bool
     """Host memory can be pinned for copies to it."""
-    triton: bool
-    """Triton compiles for it."""
 
     available: Callable[[], str | None]
     """None where it can be used, else the reason why not."""
@@ -49,14 +47,17 @@ class Device:
     """Waits for the work that was given to the current device."""
     memory_stats: Callable[[], dict[str, int]]
     """`allocated_bytes` now and `peak_bytes` since the process started, of this process."""
-    total_memory: Callable[[], int]
-    """Bytes of the current device."""
     seed: Callable[[int], None]
     """Seeds its default generator."""
     rng_state: Callable[[], torch.Tensor]
     """State of its default generator, as bytes in host memory."""
     set_rng_state: Callable[[torch.Tensor], None]
     """Restores what `rng_state` returned."""
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether a `torch.device` of it has a number; the CPU's has none that counts."""
+        return self.torch_type != "cpu"
 
     @property
     def adapts_megatron(self) -> bool:

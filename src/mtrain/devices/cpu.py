@@ -8,7 +8,6 @@ import sys
 import psutil
 import torch
 
-from mtrain.config.hardware import memory_bytes
 from mtrain.devices import cpu_namespace
 from mtrain.devices.base import Device
 
@@ -27,17 +26,14 @@ CPU = Device(
     type_prefix="torch.",
     backend="gloo",
     namespace=cpu_namespace,
-    dtypes=frozenset({"fp32", "bf16", "fp16"}),
     fork_safe=True,
     pin_memory=False,
-    triton=False,
     available=lambda: None,
     count=lambda: None,
     device=lambda _: torch.device("cpu"),
     set_index=lambda _: None,
     synchronize=lambda: None,
     memory_stats=_memory_stats,
-    total_memory=memory_bytes,
     seed=cpu_namespace.manual_seed,
     rng_state=torch.get_rng_state,
     set_rng_state=torch.set_rng_state,

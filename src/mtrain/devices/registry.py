@@ -7,18 +7,11 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
+from mtrain.config.devices import AUTO, CPU, CUDA, GROUP, names
 from mtrain.devices.base import Device
 from mtrain.errors import BadEnvironment, ConfigError, Problem
 
-GROUP = "mtrain.devices"
-"""Entry point group of device plug-ins; the entry point's value is a `Device`."""
-
-_SHIPPED = {"cpu": ("mtrain.devices.cpu", "CPU"), "cuda": ("mtrain.devices.cuda", "CUDA")}
-
-
-def names() -> tuple[str, ...]:
-    """Every device name that can be asked for, shipped ones first."""
-    return (*_SHIPPED, *sorted(_plug_ins()))
+_SHIPPED = {CPU.name: ("mtrain.devices.cpu", "CPU"), CUDA.name: ("mtrain.devices.cuda", "CUDA")}
 
 
 def get(name: str) -> Device:
@@ -27,9 +20,9 @@ def get(name: str) -> Device:
     Raises `ConfigError` for a name that nothing provides, `BadEnvironment` for a device that cannot be used here
     or a plug-in that does not load.
     """
-    if name == "auto":
-        cuda = _load("cuda")
-        return cuda if cuda.available() is None else _load("cpu")
+    if name == AUTO:
+        cuda = _load(CUDA.name)
+        return cuda if cuda.available() is None else _load(CPU.name)
     device = _load(name)
     reason = device.available()
     if reason is not None:

@@ -19,10 +19,10 @@ from mtrain.config import kernels
 from mtrain.config.base import Effect
 from mtrain.config.batches import counted, samples_of, stages
 from mtrain.config.dump import override, run_yaml
-from mtrain.config.load import read_run_file
 from mtrain.config.paths import RUN_FILE
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig, effect_of
+from mtrain.config.run_file import read_run_file
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem, show
 from mtrain.launching import matmul
 from mtrain.layout.grid import RankGrid

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
-from mtrain.config.load import read_run_file
+from mtrain.config.devices import facts_of
 from mtrain.config.paths import RUN_FILE
 from mtrain.config.run import RunConfig
+from mtrain.config.run_file import read_run_file
 from mtrain.errors import MtrainError
 from mtrain.launching.preflight import threads_per_rank
 
@@ -71,7 +72,7 @@ def processor() -> str:
 
 
 def _applies(run: RunConfig) -> bool:
-    return run.cluster.device == "cpu" and run.precision.format == "fp32"
+    return facts_of(run.cluster.device).on_host and run.precision.format == "fp32"
 
 
 def _here(run: RunConfig) -> str:

@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Sequence
 
 from mtrain import units
+from mtrain.config.devices import facts_of
+from mtrain.config.formats import bytes_of
 from mtrain.config.hardware import cpu_cores
 from mtrain.config.paths import program, user_path
 from mtrain.config.resolve import MAX_CPU_RANKS, Machine
@@ -38,9 +40,10 @@ def check(
             f"needs {run.cluster.nodes} machines ({run.cluster.name}); this command starts ranks on one: "
             "start it on each machine with torchrun"
         )
-    if run.cluster.device == "cuda" and machine.gpus < here:
+    device = facts_of(run.cluster.device)
+    if device.counted and machine.gpus < here:
         shortages.append(f"needs {here} GPUs on this machine; here: {_gpus(machine)}")
-    if run.cluster.device == "cpu":
+    if device.on_host:
         shortages += _cpu_shortages(run, grid, machine, ranks_here)
     shortages += _disk_shortages(run)
     if shortages:
@@ -73,7 +76,7 @@ def _disk_shortages(run: RunConfig) -> list[str]:
         free = shutil.disk_usage(place).free
     except (OSError, StopIteration):
         return []  # whether the folder can be written is asked when it is made
-    needed = parameters(run.model) * (4 if run.precision.format == "fp32" else 2)
+    needed = parameters(run.model) * bytes_of(run.precision.format)
     if needed <= free:
         return []
     return [f"needs more than {units.bytes_(needed)} of disk for a checkpoint; free at {place}: {units.bytes_(free)}"]

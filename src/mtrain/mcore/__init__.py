@@ -10,11 +10,12 @@ import importlib
 import sys
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from mtrain.devices.base import Device
 from mtrain.errors import BadEnvironment
+from mtrain.mcore.installed import NotInstalled, installed
+from mtrain.mcore.installed import require_installed as require_installed
 
 VERSION = "0.16.1"
 """The one version of megatron-core that the adaptations and patches were checked against."""
@@ -24,10 +25,6 @@ _EXPECTED_WARNINGS = (
     r"Apex is not installed",
     r".*pynvml package is deprecated",
 )
-
-
-class NotInstalled(RuntimeError):
-    """megatron.core was asked for before `install`, or was already loaded in a way that cannot be adapted."""
 
 
 _KNOWN_WARNINGS = (
@@ -41,16 +38,6 @@ _KNOWN_WARNINGS = (
 )
 
 
-@dataclass(slots=True)
-class _State:
-    device: Device | None = None
-    imported: bool = False
-    without: frozenset[str] | None = None
-
-
-_state = _State()
-
-
 def install(device: Device, *, without: Iterable[str] = ()) -> None:
     """Import megatron.core for `device` with every patch but those named in `without` (which is for tests).
 
@@ -59,8 +46,8 @@ def install(device: Device, *, without: Iterable[str] = ()) -> None:
     `RuntimeError` where the adapter is installed for another device or with other patches.
     """
     left_out = frozenset(without)
-    if _state.without is not None:
-        if device is not _state.device or left_out != _state.without:
+    if installed.without is not None:
+        if device is not installed.device or left_out != installed.without:
             raise RuntimeError("the megatron adapter is already installed, for another device or with other patches")
         return
     with warnings.catch_warnings():
@@ -68,7 +55,7 @@ def install(device: Device, *, without: Iterable[str] = ()) -> None:
             warnings.filterwarnings("ignore", message=message)
         import_core(device)
         importlib.import_module("mtrain.mcore.patches").apply_patches(device, left_out)
-        _state.without = left_out
+        installed.without = left_out
         importlib.import_module("mtrain.mcore.api")
     for known, kind in _KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=known, category=kind)
@@ -79,25 +66,15 @@ def import_core(device: Device) -> None:
 
     A process that forks ranks with different patches calls this once. Raises as `install` does.
     """
-    if _state.imported:
-        if device is not _state.device:
+    if installed.imported:
+        if device is not installed.device:
             raise RuntimeError("megatron.core is already imported for another device")
         return
     _require_version()
     if device.adapts_megatron:
         _adapt(device)
     importlib.import_module("megatron.core")
-    _state.device, _state.imported = device, True
-
-
-def require_installed() -> Device:
-    """The device that the adapter was installed for; raises `NotInstalled` where it is not."""
-    if _state.device is None or _state.without is None:
-        raise NotInstalled(
-            "megatron.core cannot be used yet: call mtrain.mcore.install(device) first, before anything imports "
-            "megatron.core or mtrain.mcore.api"
-        )
-    return _state.device
+    installed.device, installed.imported = device, True
 
 
 def rewrites() -> dict[str, dict[str, int]]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from mtrain.mcore import require_installed
+from mtrain.mcore.installed import require_installed
 
 require_installed()  # nothing of megatron may be imported before this line
 
@@ -70,7 +70,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-# Which Adam those optimizers are built of
-from mtrain.mcore.adam import OwnAdamConfig, use_own_adam, use_te_adam, use_torch_adam
 from mtrain.mcore.layers import gelu_tanh
-from mtrain.mcore.muon import ParallelMuon
+
+# Which class those optimizers are built of
+from mtrain.mcore.optimizers import OwnOptimizerConfig, use_own, use_te, use_torch

@@ -38,7 +38,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def _needs_lookup(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
+    return weight.is_cpu and weight.dtype in (torch.bfloat16, torch.float16)
 
 
 class WordEmbedding(VocabParallelEmbedding):

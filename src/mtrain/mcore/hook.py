@@ -112,7 +112,7 @@ class _Rewriter(ast.NodeTransformer):
             if device := _DEVICE_STRING.fullmatch(node.value):
                 self.counts["device string"] += 1
                 index = device[1] or ""
-                node.value = self.device.torch_type + (index if self.device.torch_type != "cpu" else "")
+                node.value = self.device.torch_type + (index if self.device.is_indexed else "")
             elif tensor_type := _TYPE_STRING.fullmatch(node.value):
                 self.counts["type string"] += 1
                 node.value = self.device.type_prefix + tensor_type[1]

@@ -8,6 +8,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
+from mtrain_kernels.cross_entropy.reference import capped, wide
 from mtrain_kernels.linear_cross_entropy.op import linear_cross_entropy
 from torch import Tensor
 
@@ -18,8 +19,10 @@ class OutputLayer(ColumnParallelLinear):
     """The layer that makes logits; given labels, it makes their loss instead, a part of the tokens at a time.
 
     The loss belongs inside of this module: whoever gathers its weight (FSDP, overlapped parameter gather) does so
-    when the module is called, and frees it afterwards.
+    when the module is called, and frees it afterwards. Logits x become c tanh(x / c) where `soft_cap` is c.
     """
+
+    soft_cap: float | None = None
 
     def forward(
         self,
@@ -38,13 +41,17 @@ class OutputLayer(ColumnParallelLinear):
         no part in the losses.
         """
         if labels is None or token_weights is None:
-            return super().forward(input_, weight, runtime_gather_output)
+            logits, bias = super().forward(input_, weight, runtime_gather_output)
+            if self.soft_cap is not None:
+                logits = capped(wide(logits), self.soft_cap).to(logits.dtype)
+            return logits, bias
         return linear_cross_entropy(
             input_.flatten(0, 1),
             self.weight if weight is None else weight,
             labels.t().flatten(),
             token_weights.t().flatten(),
             vocab_size=vocab_size,
+            soft_cap=self.soft_cap,
             group=self.tp_group if self.tp_group.size() > 1 else None,
             sequence_parallel=self.sequence_parallel,
             choice=choice,
@@ -57,16 +64,20 @@ class LanguageModel(GPTModel):
     `loss` says who makes them: `megatron` from all logits at once, any other word is the choice of
     `mtrain_kernels.linear_cross_entropy`. Losses of MTP layers are added to the gradient as
     megatron-core does it, weighted by the mask of their own tokens. Every loss is over the first `loss_vocab_size`
-    ids; logits that are asked for without labels have all of the padded vocabulary.
+    ids; logits that are asked for without labels have all of the padded vocabulary. `soft_cap` bounds logits as
+    `OutputLayer` says.
     """
 
-    def __init__(self, *args: Any, loss: str, loss_vocab_size: int, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, loss: str, loss_vocab_size: int, soft_cap: float | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._loss, self._loss_vocab_size = loss, loss_vocab_size
         if hasattr(self, "embedding"):
             add_in_fp32(self.embedding)
         if self.post_process:
             self.output_layer.__class__ = OutputLayer  # GPTModel makes the layer itself, of the class that it names
+            self.output_layer.soft_cap = soft_cap
 
     def _postprocess(
         self,

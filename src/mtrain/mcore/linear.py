@@ -48,7 +48,7 @@ def _adds_in_place(x: Tensor, weight: Tensor) -> bool:
 
     That is an fp32 layer on a CPU under DistributedDataParallel; its FSDP gathers such buffers when they are read.
     """
-    if x.device.type != "cpu" or not x.dtype == weight.dtype == torch.float32 or not weight.requires_grad:
+    if not x.is_cpu or not x.dtype == weight.dtype == torch.float32 or not weight.requires_grad:
         return False
     if not hasattr(weight, "grad_added_to_main_grad") or hasattr(weight, "__fsdp_param__"):
         return False

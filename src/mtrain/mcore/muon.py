@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from mtrain_kernels.optimizer.muon import Muon
 
-from mtrain.mcore import require_installed
+from mtrain.mcore.installed import require_installed
 
 require_installed()  # nothing of megatron may be imported before this line
 

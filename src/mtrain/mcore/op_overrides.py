@@ -60,7 +60,7 @@ def rotary(
 def rotary_on_cpu(t: Tensor, freqs: Tensor, *args: Any, original: Callable[..., Tensor], **options: Any) -> Tensor:
     """megatron-core's rotation, or the same by `mtrain_kernels.rope.cpu` where that is made for it."""
     plain = not any(args) and not any(value for name, value in options.items() if name != "mscale")
-    if plain and t.device.type == "cpu" and t.dtype == torch.float32:
+    if plain and t.is_cpu and t.dtype == torch.float32:
         return rotary(t, freqs, mscale=options.get("mscale", 1.0), choice="reference")
     return original(t, freqs, *args, **options)
 

@@ -11,6 +11,7 @@ import torch
 from mtrain_kernels.optimizer.fused_adam import MASTER, FusedAdam
 
 from mtrain.mcore import api as mcore
+from mtrain.mcore.elementwise import Elementwise
 from mtrain.mcore.local_params import LocalParam, local, local_params
 
 
@@ -59,13 +60,12 @@ class StateShard:
 
     def allocate(self) -> None:
         """Make zero moments, with a step counter of its own, where the optimizer has none yet."""
-        if isinstance(self.inner, FusedAdam):
+        if isinstance(self.inner, FusedAdam | Elementwise):
             if not self.inner.state[self.updated]:
                 self.inner.initialize_state(self.updated)
             return
         state, group = self.inner.state[self.updated], self.inner.param_groups[0]
-        names = ("exp_avg", "exp_avg_sq") if "betas" in group else ("momentum_buffer",)
-        for name in names:
+        for name in self.inner.state_names:  # type: ignore[attr-defined]
             state.setdefault(name, torch.zeros_like(self.updated))
         if isinstance(self.inner, torch.optim.Adam):
             device = self.updated.device if group.get("fused") else None
@@ -93,6 +93,12 @@ def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
         hybrid = isinstance(leaf.optimizer, mcore.HybridDeviceOptimizer)
         found += leaf.optimizer.sub_optimizers if hybrid else [leaf.optimizer]
     return found
+
+
+def name_states(optimizer: Any, names: tuple[str, ...]) -> None:
+    """Say which state tensors the optimizers keep of a parameter: a checkpoint has them before the first update."""
+    for inner in inner_optimizers(optimizer):
+        inner.state_names = names  # type: ignore[attr-defined]
 
 
 def loss_scale(optimizer: Any) -> tuple[float, bool] | None:

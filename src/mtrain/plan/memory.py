@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtrain.config.batches import stages
+from mtrain.config.devices import facts_of
+from mtrain.config.formats import bytes_of
+from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem, Severity
@@ -36,7 +39,7 @@ def memory_problems(run: RunConfig, machine: Machine, origins: Mapping[str, str]
         )
         key = "model.hidden_size"
         return [Problem("MT149", key, run.model.hidden_size, rule, "model=llama_tiny", origins[key])]
-    if run.cluster.device == "cpu":
+    if facts_of(run.cluster.device).on_host:
         if run.cluster.nodes > 1 or not machine.memory_bytes:
             return []
         return [*_state_here(run, machine, origins), *_sample_and_batch(run, _here(run, machine), origins)]
@@ -56,7 +59,7 @@ def activation_bytes(run: RunConfig) -> int:
     MLP while it is computed; with megatron-core's loss the logits, in fp32.
     """
     m, p = run.model, run.parallel
-    size = 4 if run.precision.format == "fp32" else 2
+    size = bytes_of(run.precision.format)
     dp = max(1, (p.ranks or 1) // p.model_ranks)
     tokens = run.trainer.micro * run.data.length // (dp if p.hybrid_context_parallel else p.cp)
     cut = p.tp if p.sequence_parallel or p.recompute.distribute_saved_activations else 1
@@ -128,7 +131,8 @@ def _sample_and_batch(run: RunConfig, memory: _Memory, origins: Mapping[str, str
     fix = f"{key}={fits}" if fits > 1 else "less of both: trainer.global_batch_size and data.seq_length"
     rule = f"{what} need at least {bytes_(need - memory.state)}{beside}; {memory.name} has {bytes_(memory.holds)}"
     # alone it would fit: then the model is what is too large for this machine, and a run here is refused
-    severity: Severity = "warning" if run.cluster.device == "cpu" and kept + tokens <= memory.holds else "error"
+    here = facts_of(run.cluster.device).on_host
+    severity: Severity = "warning" if here and kept + tokens <= memory.holds else "error"
     return [Problem("MT147", key, value, rule, fix, origins[key], severity)]
 
 
@@ -153,7 +157,8 @@ def _state_of_a_device(run: RunConfig, origins: Mapping[str, str]) -> list[Probl
     if memory is None or run.optim.cpu_offload or state_bytes(run) <= memory * GIB * ranks:
         return []
     spread = run.model_copy(update={"parallel": run.parallel.model_copy(update={"distributed_optimizer": True})})
-    helps = run.optim.name == "adamw" and run.parallel.fsdp == "none" and state_bytes(spread) <= memory * GIB * ranks
+    can = "distributed_optimizer" not in OPTIMIZERS[run.optim.name].cannot and run.parallel.fsdp == "none"
+    helps = can and state_bytes(spread) <= memory * GIB * ranks
     need, here = bytes_(state_bytes(run) / ranks), bytes_(memory * GIB)
     rule = f"weights, gradients and optimizer state need at least {need} a device, and {run.cluster.name} has {here}"
     fix = "parallel.distributed_optimizer=true" if helps else "a cluster of more devices, or a larger tp, pp or ep"

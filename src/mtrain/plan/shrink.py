@@ -6,16 +6,15 @@ from typing import Any
 
 from mtrain.config.batches import NO_RAMP
 from mtrain.config.batches import stages as batch_stages
+from mtrain.config.devices import CPU
 from mtrain.config.groups import DataConfig
-from mtrain.config.model import ModelConfig, MoEConfig
+from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.parallel import ParallelConfig, RecomputeConfig
 from mtrain.config.resolve import Machine, resolve, smallest_world
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import Stage, stages
+from mtrain.models.registry import family_of
 
-HEAD, HIDDEN, FFN, VOCAB = 16, 64, 128, 512
-PADDED = 385
-"""Token ids where the model has padding: an odd number, whose last rows of 512 are padding on whole ranks of tp8."""
 EQUAL_STAGES: dict[str, Any] = {"pipeline_layout": None, "layers_per_stage": None}
 _FORMATS = ("precision.dtype", "precision.fp8", "precision.fp4")
 MACHINE = Machine(cpu_cores=1, memory_bytes=0)
@@ -42,9 +41,9 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
     assert p.ranks is not None
     batch = (p.ranks // p.model_ranks) * p.pp * max(1, 4 // p.pp)
     p = p.model_copy(update={"recompute": _one_layer_groups(p.recompute)})
-    model, p = _model(run.model, p, seq, deep)
+    layers, p = _depth(p, deep)
     values: dict[str, Any] = {
-        "model": model,
+        "model": family_of(run.model).shrink(run.model, p, layers=layers, seq_length=seq),
         "parallel": p,
         "precision": run.precision.unquantized(dtype),
         "data": run.data.model_copy(update=_tokens(run.data, p, seq)),
@@ -71,7 +70,7 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
         "kernels": run.kernels.model_copy(update=_on_a_cpu(run)),
         "checkpoint": run.checkpoint.model_copy(update={"save_interval": None, "resume": None}),
         "cluster": run.cluster.model_copy(
-            update={"name": "rehearsal", "device": "cpu", "nodes": 1, "devices_per_node": None, "peak_tflops": {}}
+            update={"name": "rehearsal", "device": CPU.name, "nodes": 1, "devices_per_node": None, "peak_tflops": {}}
         ),
     }
     return resolve(RunConfig.model_validate(run.model_copy(update=values).model_dump()), MACHINE)
@@ -154,8 +153,14 @@ def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
     if dtype != "fp32":
         return {}
     full = {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32", "main_params_dtype": "fp32"}
-    muon = run.optim.muon.model_copy(update={"ns_dtype": None})
-    return {**full, "store_param_remainders": False, "muon": muon}
+    sections = {
+        name: getattr(run.optim, name).model_copy(
+            update={key: None for key in spec.section.model_fields if key.endswith("_dtype")}
+        )
+        for name, spec in OPTIMIZERS.items()
+        if spec.section is not None
+    }
+    return {**full, "store_param_remainders": False, **sections}
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
@@ -192,63 +197,3 @@ def _depth(p: ParallelConfig, deep: list[Stage]) -> tuple[int, ParallelConfig]:
     if more:
         return 2 * blocks - more, p
     return max(blocks, 2), p
-
-
-def _model(model: ModelConfig, p: ParallelConfig, seq: int, deep: list[Stage]) -> tuple[ModelConfig, ParallelConfig]:
-    layers, p = _depth(p, deep)
-    groups = p.tp if model.query_groups >= p.tp else model.query_groups
-    ratio = min(2, model.num_attention_heads // model.query_groups)
-    heads = groups * ratio
-    if heads % p.tp:
-        heads = groups * p.tp
-    if p.cp_comm_type in ("a2a", "a2a+p2p"):  # as many key/value heads as are exchanged
-        exchange = (p.hierarchical_cp_sizes or (p.cp, 1))[0]
-        groups = heads = p.tp * exchange
-    update: dict[str, Any] = {
-        "num_layers": layers,
-        "hidden_size": HIDDEN * max(1, p.tp // 4),
-        "ffn_hidden_size": FFN * max(1, p.tp // 4),
-        "num_attention_heads": heads,
-        "num_query_groups": groups if model.num_query_groups is not None else None,
-        "kv_channels": HEAD,
-        "vocab_size": VOCAB if model.padded_vocab_size == model.vocab_size else PADDED,
-        "max_position_embeddings": max(seq, 64),
-    }
-    if model.num_query_groups is None:
-        update["num_attention_heads"] = max(groups, 2)
-    if model.window_size is not None:
-        update["window_size"] = min(model.window_size, seq // 4)
-    if model.moe is not None:
-        update["moe"] = _experts(model.moe, p, layers)
-    if model.mla is not None:
-        update["kv_channels"] = model.kv_channels
-        update["num_attention_heads"] = max(groups if p.cp_comm_type in ("a2a", "a2a+p2p") else p.tp, 2)
-        update["mla"] = model.mla.model_copy(
-            update={
-                "q_lora_rank": 32 if model.mla.q_lora_rank else None,
-                "kv_lora_rank": 32,
-                "qk_head_dim": 16,
-                "qk_pos_emb_head_dim": 8,
-                "v_head_dim": 16,
-            }
-        )
-    return model.model_copy(update=update), p
-
-
-def _experts(moe: MoEConfig, p: ParallelConfig, layers: int) -> MoEConfig:
-    groups = 2 if moe.router_num_groups else None
-    experts = p.ep * min(2, moe.num_experts // p.ep)
-    experts = max(experts, 4) if experts % (2 * p.ep) == 0 or p.ep in (1, 2, 4) else experts
-    topk = min(moe.router_topk, 2, experts)
-    return moe.model_copy(
-        update={
-            "num_experts": experts,
-            "router_topk": topk,
-            "ffn_hidden_size": 32 * (p.etp or p.tp),
-            "shared_expert_intermediate_size": 32 * p.tp if moe.shared_expert_intermediate_size else None,
-            "first_dense_layers": min(moe.first_dense_layers, 1 if layers > 1 else 0),
-            "router_num_groups": groups,
-            "router_group_topk": 1 if groups and moe.router_group_topk else None,
-            "router_group_score_topk": min(moe.group_score_topk or 1, experts // groups) if groups else None,
-        }
-    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mtrain.config.batches import samples_of, steps_within
 from mtrain.config.keys import choices_of
+from mtrain.config.optimizer import Flag
+from mtrain.config.optimizers import OPTIMIZERS, readers
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.flags import always, default_of, off, on, one, spelled
 from mtrain.recipes.flags_training import RAMP, plan_of, steps
@@ -59,7 +61,7 @@ def _aware(a: Arguments, d: Draft) -> Draft:
     """State in low precision; there, what holds main weights of bf16 weights always keeps their remainders."""
     out: Draft = {**dict.fromkeys(KEPT, "fp32"), REMAINDERS: False, MAIN: "fp32"}
     aware = a.has(AWARE[0])
-    if not aware or d["optim.name"] != "adamw" or d["optim.cpu_offload"]:
+    if not aware or d["optim.name"] not in readers("exp_avg_dtype") or d["optim.cpu_offload"]:
         return out  # Megatron-LM wants the flag beside offloading, too
     for flag, key in zip(AWARE[1:], KEPT, strict=True):
         word = a.word(flag) or "fp32"
@@ -107,30 +109,44 @@ def _only(entry: Entry, key: str, *values: str) -> Entry:
     return Entry(entry.flags, entry.keys, read, lambda d: entry.write(d) if d[key] in values else [])
 
 
-MUON = tuple(
-    _only(entry, "optim.name", "muon")
-    for entry in (
-        one("--muon-momentum", "optim.muon.momentum", 0.9),
-        on("--muon-use-nesterov", "optim.muon.use_nesterov"),
-        off("--muon-no-split-qkv", "optim.muon.split_qkv"),
-        one("--muon-scale-mode", "optim.muon.scale_mode", "spectral"),
-        one("--muon-num-ns-steps", "optim.muon.num_ns_steps", 5),
-        one("--muon-tp-mode", "optim.muon.tp_mode", "blockwise"),
-        one("--muon-extra-scale-factor", "optim.muon.extra_scale_factor", 1.0),
-    )
-)
-ADAM = tuple(
-    _only(one(flag, key, absent), "optim.name", "adamw", "muon")
+WORDS = {spec.megatron_name: name for name, spec in OPTIMIZERS.items() if spec.megatron_name is not None}
+"""Megatron-LM's word for an optimizer -> ours."""
+
+
+def _name(a: Arguments, d: Draft) -> Draft:
+    word = a.word("--optimizer") or "adam"
+    if word not in WORDS:
+        a.refuse("--optimizer", "not supported", f"Megatron-LM's are {', '.join(WORDS)}")
+    return {"optim.name": WORDS.get(word, WORDS["adam"])}
+
+
+def _name_words(d: Values) -> list[str]:
+    word = OPTIMIZERS[d["optim.name"]].megatron_name
+    return [] if word is None or word == "adam" else ["--optimizer", word]
+
+
+def _own(name: str, flag: Flag) -> Entry:
+    """A flag of an optimizer's section."""
+    key = f"optim.{name}.{flag.key}"
+    if isinstance(flag.absent, bool):
+        return _only((off if flag.absent else on)(flag.name, key), "optim.name", name)
+    return _only(one(flag.name, key, flag.absent), "optim.name", name)
+
+
+OWN = tuple(_own(name, flag) for name, spec in OPTIMIZERS.items() for flag in spec.flags)
+READ_BY_SOME = tuple(
+    _only(one(flag, f"optim.{key}", absent), "optim.name", *readers(key))
     for flag, key, absent in (
-        ("--adam-beta1", "optim.beta1", 0.9),
-        ("--adam-beta2", "optim.beta2", 0.999),
-        ("--adam-eps", "optim.eps", 1e-8),
+        ("--adam-beta1", "beta1", 0.9),
+        ("--adam-beta2", "beta2", 0.999),
+        ("--adam-eps", "eps", 1e-8),
+        ("--sgd-momentum", "momentum", 0.9),
     )
 )
 
 OPTIM: tuple[Entry, ...] = (
-    one("--optimizer", "optim.name", "adamw", words={"adam": "adamw"}),
-    *MUON,
+    Entry(("--optimizer",), ("optim.name",), _name, _name_words),
+    *OWN,
     one("--lr", "optim.lr", always=True),
     one("--min-lr", "optim.min_lr", 0.0),
     one("--lr-decay-style", "optim.schedule", "linear", words=STYLES),
@@ -145,8 +161,7 @@ OPTIM: tuple[Entry, ...] = (
     _only(one("--lr-wsd-decay-style", "optim.wsd_decay_style", "exponential"), "optim.schedule", "wsd"),
     always("optim.schedule_counts", "past_updates"),
     one("--weight-decay", "optim.weight_decay", 0.01),
-    *ADAM,
-    _only(one("--sgd-momentum", "optim.momentum", 0.9), "optim.name", "sgd"),
+    *READ_BY_SOME,
     Entry(("--clip-grad",), ("optim.clip_grad",), _clip, _clip_words),
     Entry(
         ("--optimizer-cpu-offload", "--optimizer-offload-fraction"),

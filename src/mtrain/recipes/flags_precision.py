@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mtrain.config.formats import FORMATS
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.flags import beside, default_of, one, switch
 
@@ -44,12 +45,13 @@ def _some_layers_words(d: Values) -> list[str]:
 
 
 def _dtype(a: Arguments, d: Draft) -> Draft:
-    given = [word for word in ("bf16", "fp16") if a.has(f"--{word}")]
+    given = [word for word, facts in FORMATS.items() if facts.flag is not None and a.has(facts.flag)]
     return {"precision.dtype": given[0] if given else "fp32"}
 
 
 def _dtype_words(d: Values) -> list[str]:
-    return [f"--{d['precision.dtype']}"] if d["precision.dtype"] in ("bf16", "fp16") else []
+    flag = FORMATS[d["precision.dtype"]].flag
+    return [] if flag is None else [flag]
 
 
 def _reduction(a: Arguments, d: Draft) -> Draft:
@@ -96,7 +98,7 @@ def _padding(a: Arguments, d: Draft) -> Draft:
 
 
 PRECISION: tuple[Entry, ...] = (
-    Entry(("--bf16", "--fp16"), ("precision.dtype",), _dtype, _dtype_words),
+    Entry(tuple(facts.flag for facts in FORMATS.values() if facts.flag), ("precision.dtype",), _dtype, _dtype_words),
     Entry(("--calculate-per-token-loss",), (), _per_token, lambda d: ["--calculate-per-token-loss"]),
     Entry(
         ("--moe-router-dtype",),

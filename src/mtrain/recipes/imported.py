@@ -11,6 +11,7 @@ from typing import Any
 
 from mtrain.config.compose import compose
 from mtrain.config.conditional import CONDITIONAL
+from mtrain.config.devices import CPU, CUDA
 from mtrain.config.load import parse
 from mtrain.config.overrides import read_overrides
 from mtrain.config.paths import choices_of_group
@@ -76,7 +77,7 @@ def backend_of(a: Arguments, d: Draft, world: World | None) -> None:
     if world is None and not gloo:
         return
     world = world or World(1, 1)
-    d |= {"cluster.nodes": world.nodes, "cluster.device": "cpu" if gloo else "cuda"}
+    d |= {"cluster.nodes": world.nodes, "cluster.device": CPU.name if gloo else CUDA.name}
     if gloo:
         d["parallel.ranks"] = world.ranks
     else:

@@ -13,6 +13,7 @@ from importlib import metadata
 from typing import Literal
 
 import mtrain
+from mtrain.config.devices import facts_of
 from mtrain.config.dump import run_yaml, spell
 from mtrain.config.locked import HEAD, Lock, content
 from mtrain.config.resolve import Machine
@@ -92,11 +93,12 @@ def mismatches(
         compare("version", "digest", lock.facts["digest"], here)
     for name, here in versions().items():
         compare("version", name, lock.facts["versions"].get(name, NONE), here)
-    if lock.run.cluster.device == "cuda":
+    if facts_of(lock.run.cluster.device).counted:
         needed = min(lock.run.parallel.ranks or 1, lock.run.cluster.devices_per_node or 1)
         had = lock.facts["device"].get("gpus")
         if machine.gpus < needed and (not isinstance(had, int) or machine.gpus < had):
-            compare("device", "cuda", f"{had} GPUs, of which it needs {needed}", f"{machine.gpus} GPUs")
+            wanted = f"{had} GPUs, of which it needs {needed}"
+            compare("device", lock.run.cluster.device, wanted, f"{machine.gpus} GPUs")
     for name, locked in lock.sources.items():
         compare("source", name, locked, sources.get(name, NONE))
     for name in ("data", "tokenizer"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeGuard
 
+from mtrain.config.devices import facts_of
 from mtrain.config.dump import spell
 from mtrain.config.files import SCRIPT_ENDINGS, read_text
 from mtrain.config.load import UNSHOWN, refuse_hidden
@@ -328,7 +329,7 @@ def export_words(run: RunConfig) -> tuple[World, list[list[str]]]:
     """The world of a resolved configuration, and its flags with their values in the order of the table."""
     values = run.flat()
     ranks, nodes = run.parallel.ranks or 1, run.cluster.nodes
-    words = ["--distributed-backend", "gloo"] if run.cluster.device == "cpu" else []
+    words = ["--distributed-backend", "gloo"] if facts_of(run.cluster.device).on_host else []
     for entry in table():
         words += entry.write(values)
     return World(nodes, max(1, ranks // nodes)), list(_grouped(words))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain import mcore as adapter
+from mtrain.config.devices import CPU
 from mtrain.config.run import RunConfig
 from mtrain.devices import cpu_namespace, registry
 from mtrain.layout import stages
@@ -36,7 +37,7 @@ def fake_world(run: RunConfig, rank: int) -> Iterator[World]:
     coords = grid.coords(rank)
     if dist.is_initialized():
         raise RuntimeError("this process is a rank of a real world already")
-    device = registry.get("cpu")
+    device = registry.get(CPU.name)
     adapter.install(device)
     from mtrain.mcore import api as mcore
 

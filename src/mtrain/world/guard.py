@@ -5,28 +5,30 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from mtrain.errors import BadEnvironment
+from mtrain.layout.grid import RankGrid
 from mtrain.mcore import api as mcore
-from mtrain.world.init import World
 
 
-def check_groups(world: World) -> None:
-    """Compare every process group of megatron-core that holds this rank with the grid's.
+def check_groups(rank: int, grid: RankGrid, embedding_stages: list[int]) -> None:
+    """Compare every process group of megatron-core that holds `rank`, this one, with the grid's.
+
+    `embedding_stages` are those of a pipeline that hold word embeddings.
 
     Raises:
         BadEnvironment: names each group that differs, with both lists of ranks.
     """
     wrong = []
-    for name, (group, expected) in _groups(world).items():
+    for name, (group, expected) in _groups(rank, grid, embedding_stages).items():
         ranks = dist.get_process_group_ranks(group)
         if sorted(ranks) != sorted(expected):
             wrong.append(f"{name}: megatron-core has {ranks}, the grid has {expected}")
     if wrong:
-        head = f"rank {world.rank}: process groups differ from the rank grid:"
+        head = f"rank {rank}: process groups differ from the rank grid:"
         raise BadEnvironment(head, *(f"  {line}" for line in wrong))
 
 
-def _groups(world: World) -> dict[str, tuple[dist.ProcessGroup, list[int]]]:
-    ps, grid, rank = mcore.parallel_state, world.grid, world.rank
+def _groups(rank: int, grid: RankGrid, embedding_stages: list[int]) -> dict[str, tuple[dist.ProcessGroup, list[int]]]:
+    ps = mcore.parallel_state
     found = {
         "tp": (ps.get_tensor_model_parallel_group(), ("tp",)),
         "cp": (ps.get_context_parallel_group(), ("cp",)),
@@ -53,7 +55,7 @@ def _groups(world: World) -> dict[str, tuple[dist.ProcessGroup, list[int]]]:
     groups["dp-cp of a copy"] = part, shared[place // size * size :][:size]
     if between is not None:
         groups["between copies"] = between, shared[place % size :: size]
-    embedding = next((g for g in grid.embedding_groups(world.embedding_stages) if rank in g), None)
+    embedding = next((g for g in grid.embedding_groups(embedding_stages) if rank in g), None)
     if embedding is not None:
         groups["embedding"] = (ps.get_embedding_group(), embedding)
     return groups

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain import mcore as adapter
+from mtrain.config.devices import facts_of
 from mtrain.config.hardware import cpu_cores
 from mtrain.config.run import RunConfig
 from mtrain.devices import registry
@@ -106,7 +107,7 @@ def joined(run: RunConfig) -> Iterator[World]:
     world = _join(run, RankEnv.here(), device)
     from mtrain.world import guard
 
-    guard.check_groups(world)
+    guard.check_groups(world.rank, world.grid, world.embedding_stages)
     yield world
     dist.barrier()
     from mtrain.mcore import api as mcore
@@ -136,7 +137,7 @@ def _prepare(run: RunConfig, env: RankEnv) -> Device:
     device = registry.get(run.cluster.device)
     adapter.install(device)
     device.set_index(env.local_rank)
-    if device.torch_type == "cpu":
+    if facts_of(device.name).on_host:
         on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", env.size))
         asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
         threads = int(asked) if asked.isdigit() else cpu_cores() // on_this_machine

@@ -22,12 +22,14 @@ from mtrain.config.rules import (
     pipeline,
     precision,
     quantized,
+    routing,
     sharding,
     storage,
     unused,
 )
-from mtrain.config.rules.finding import Change, Finding, Rule
+from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.related import related, value_at
+from mtrain.config.rules.rule import Rule
 from mtrain.config.run import RunConfig
 from mtrain.config.watch import watched
 from mtrain.errors import Problem, Related
@@ -37,6 +39,7 @@ _MODULES = (
     pipeline,
     sharding,
     experts,
+    routing,
     batch,
     model,
     data,
@@ -48,8 +51,6 @@ _MODULES = (
     unused,
 )
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
-ON_DISK: frozenset[Rule] = frozenset((*corpus.ON_DISK, *storage.ON_DISK, *layout.ON_DISK))
-"""Rules that look at files. Every other one is a pure function of the configuration."""
 
 MAX_TRIES = 400
 DISK_SECONDS = 0.4
@@ -63,22 +64,20 @@ class Answers:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Rule, list[tuple[dict[str, Any], list[tuple[Finding, frozenset[str]]]]]] = {}
+        self._known: dict[Rule, dict[tuple[Any, ...], list[tuple[Finding, frozenset[str]]]]] = {}
         self._left = DISK_SECONDS
 
     def of(self, rule: Rule, run: RunConfig) -> list[tuple[Finding, frozenset[str]]]:
         """Findings of a rule with the keys that it had read until each of them."""
-        known = self._known.setdefault(rule, [])
-        for values, said in known:
-            if all(value_at(run, key) == value for key, value in values.items()):
-                return said
-        if known and self._left <= 0:
-            return []
-        begun, reads = time.monotonic(), set[str]()
-        said = list(_said(rule, run, reads))
-        self._left -= time.monotonic() - begun
-        known.append(({key: value_at(run, key) for key in reads if not key.endswith(".")}, said))
-        return said
+        known = self._known.setdefault(rule, {})
+        values = tuple(value_at(run, key) for key in rule.reads)
+        if values not in known:
+            if known and self._left <= 0:
+                return []
+            begun = time.monotonic()
+            known[values] = list(_said(rule, run))
+            self._left -= time.monotonic() - begun
+        return known[values]
 
 
 def check(
@@ -87,19 +86,19 @@ def check(
     *,
     raw: RunConfig | None = None,
     resolve: Callable[[RunConfig], RunConfig] = lambda run: run,
-    unsaid: Callable[[AbstractSet[str]], bool] = lambda reads: False,
+    hidden: Callable[[AbstractSet[str]], bool] = lambda reads: False,
     to_run: bool = True,
 ) -> list[Problem]:
     """Every broken rule of a resolved run, errors before warnings.
 
     A fix is shown only after it was tried: applied to `raw` (the run before it was resolved, what a user edits)
-    and resolved again, it removes its problem and brings no new one. Left out is what is `unsaid`, which is given the
+    and resolved again, it removes its problem and brings no new one. Left out is what is `hidden`, which is given the
     keys that the rule read. Where the configuration is not `to_run` here, what it lacks is a warning.
     """
     raw, answers = raw if raw is not None else run, Answers()
     found = list(findings_and_reads(run, answers))
     trial = _Trial(raw, resolve, (finding for finding, _ in found), answers)
-    said = [(_softened(finding, raw, to_run=to_run), reads) for finding, reads in found if not unsaid(reads)]
+    said = [(_softened(finding, raw, to_run=to_run), reads) for finding, reads in found if not hidden(reads)]
     problems = [_problem(finding, run, origins or {}, trial, reads) for finding, reads in said]
     return sorted(problems, key=lambda p: p.severity)
 
@@ -116,16 +115,17 @@ def findings(run: RunConfig, answers: Answers | None = None) -> Iterator[Finding
     """What every rule has to say about a resolved run; `answers` are those of a run that differs in a few keys."""
     answers = answers or Answers()
     for rule in RULES:
-        yield from (found for found, _ in answers.of(rule, run)) if rule in ON_DISK else rule(run)
+        yield from (found for found, _ in answers.of(rule, run)) if rule.disk else rule(run)
 
 
 def findings_and_reads(run: RunConfig, answers: Answers) -> Iterator[tuple[Finding, frozenset[str]]]:
     """The same, each with the keys that its rule had read until then."""
     for rule in RULES:
-        yield from answers.of(rule, run) if rule in ON_DISK else _said(rule, run, set())
+        yield from answers.of(rule, run) if rule.disk else _said(rule, run)
 
 
-def _said(rule: Rule, run: RunConfig, reads: set[str]) -> Iterator[tuple[Finding, frozenset[str]]]:
+def _said(rule: Rule, run: RunConfig) -> Iterator[tuple[Finding, frozenset[str]]]:
+    reads = set[str]()
     for found in rule(watched(run, reads)):
         yield found, frozenset(reads)
 

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain.config.batches import MOST_STAGES, counted, stages
-from mtrain.config.rules.finding import Change, Finding, divisors, dp_of, listed, multiples, nearest
+from mtrain.config.rules.finding import DP, Change, Finding, divisors, dp_of, listed, multiples, nearest
+from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
 
+MOST_TOKENS = 1 << 27
+"""Tokens of a step beyond which its batch was probably counted in tokens: DeepSeek-V3's largest has 63 million."""
 LINEAR, LISTED = "trainer.rampup_batch_size", "trainer.batch_size_schedule"
 
 
+@rule(
+    Code("MT130", example="parallel=single trainer.global_batch_size=15 trainer.micro_batch_size=2"),
+    reads=(
+        "trainer.global_batch_size trainer.micro_batch_size parallel.vpp trainer.rampup_batch_size "
+        f"trainer.batch_size_schedule {DP}"
+    ),
+)
 def batch_divides(run: RunConfig) -> Iterator[Finding]:
     """The global batch is a whole number of micro-batches on every data-parallel rank."""
     t, dp = run.trainer, dp_of(run)
@@ -34,6 +44,39 @@ def batch_divides(run: RunConfig) -> Iterator[Finding]:
     yield Finding("MT130", "trainer.global_batch_size", rule, tuple(fixes))
 
 
+@rule(
+    Code(
+        "MT133",
+        help="Divide the batch by data.seq_length, if it is one in tokens.",
+        severity="warning",
+        example="trainer.global_batch_size=4194304",
+    ),
+    reads=f"trainer.global_batch_size data.seq_length trainer.micro_batch_size parallel.vpp {DP}",
+)
+def batch_is_counted_in_samples(run: RunConfig) -> Iterator[Finding]:
+    """A global batch is a number of samples; one that was written in tokens is thousands of times too large."""
+    t, seq = run.trainer, run.data.length
+    if t.batch * seq > MOST_TOKENS:
+        group = t.micro * dp_of(run) * (run.parallel.pp if run.parallel.vpp > 1 else 1)
+        rule = f"{t.batch} samples of {seq} tokens are {t.batch * seq:.3g} tokens a step; DeepSeek-V3 takes 6.3e+07"
+        fixes: tuple[Change, ...] = tuple({"trainer.global_batch_size": n} for n in multiples(t.batch // seq, group))
+        yield Finding("MT133", "trainer.global_batch_size", rule, fixes[:1])
+
+
+@rule(
+    Code(
+        "MT131",
+        "The interleaved schedule takes micro-batches in groups of pp.",
+        example="model.num_layers=8 parallel=pp4vpp2 trainer.global_batch_size=6",
+    ),
+    Code(
+        "MT132",
+        "With fewer micro-batches than stages, stages idle for most of a step.",
+        severity="warning",
+        example="parallel=pp4 trainer.global_batch_size=2",
+    ),
+    reads=f"trainer.global_batch_size trainer.micro_batch_size parallel.pp parallel.vpp {DP}",
+)
 def micro_batches_fill_the_pipeline(run: RunConfig) -> Iterator[Finding]:
     """The interleaved schedule takes micro-batches in groups of pp; the plain one idles with fewer than pp."""
     t, p = run.trainer, run.parallel
@@ -48,9 +91,16 @@ def micro_batches_fill_the_pipeline(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT131", "trainer.global_batch_size", rule, (*fixes, {"parallel.vpp": 1}))
     elif count < p.pp:
         rule = f"{count} micro-batch{'es' if count > 1 else ''} on {p.pp} stages: stages idle for most of a step"
-        yield Finding("MT132", "trainer.global_batch_size", rule, fixes, "warning")
+        yield Finding("MT132", "trainer.global_batch_size", rule, fixes)
 
 
+@rule(
+    Code("MT145", example="parallel=pp2vpp2 parallel.microbatch_group_size_per_vp_stage=8"),
+    reads=(
+        "parallel.microbatch_group_size_per_vp_stage parallel.vpp trainer.micro_batch_size "
+        f"trainer.global_batch_size {DP}"
+    ),
+)
 def groups_of_micro_batches(run: RunConfig) -> Iterator[Finding]:
     """A virtual stage takes at least pp micro-batches in turn, and what is left over is none or as many."""
     t, p = run.trainer, run.parallel
@@ -68,6 +118,7 @@ def groups_of_micro_batches(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT145", "parallel.microbatch_group_size_per_vp_stage", rule, (usual, *more))
 
 
+@rule(Code("MT134", example="trainer.profile_step=1000"), reads="trainer.profile_step trainer.train_iters")
 def profile_within_run(run: RunConfig) -> Iterator[Finding]:
     """The profiled step is one of the run."""
     t = run.trainer
@@ -76,6 +127,7 @@ def profile_within_run(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT134", "trainer.profile_step", rule, ({"trainer.profile_step": t.train_iters},))
 
 
+@rule(Code("MT135", example="trainer.soft_timeout_s=700"), reads="trainer.soft_timeout_s trainer.timeout_s")
 def timeouts_are_ordered(run: RunConfig) -> Iterator[Finding]:
     """A run says where it hangs before it is ended."""
     t = run.trainer
@@ -85,6 +137,19 @@ def timeouts_are_ordered(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT135", "trainer.soft_timeout_s", rule, fixes)
 
 
+@rule(
+    Code(
+        "MT136",
+        "Steps grow by whole increments or as a list says, not by both.",
+        example="trainer.rampup_batch_size=[8,8,100] trainer.batch_size_schedule=[[8,1000]]",
+    ),
+    Code(
+        "MT137",
+        "The batches that a run begins with lead to its global batch in whole increments, or in pairs that rise.",
+        example="trainer.rampup_batch_size=[3,2,100]",
+    ),
+    reads="trainer.rampup_batch_size trainer.batch_size_schedule trainer.global_batch_size",
+)
 def ramp_is_one(run: RunConfig) -> Iterator[Finding]:
     """Steps grow by whole increments, or as a list says, and not by both."""
     t = run.trainer
@@ -114,6 +179,13 @@ def ramp_is_one(run: RunConfig) -> Iterator[Finding]:
             yield Finding("MT137", "trainer.batch_size_schedule", rule, (rising, {LISTED: None}))
 
 
+@rule(
+    Code("MT138", example="parallel=single trainer.rampup_batch_size=[2,2,100] parallel.ranks=4"),
+    reads=(
+        "trainer.rampup_batch_size trainer.batch_size_schedule trainer.global_batch_size "
+        f"trainer.micro_batch_size parallel.vpp data.seq_length {DP}"
+    ),
+)
 def every_size_divides(run: RunConfig) -> Iterator[Finding]:
     """Steps of every size are whole micro-batches on every rank, in groups of pp where the schedule interleaves."""
     t, p, dp = run.trainer, run.parallel, dp_of(run)
@@ -144,6 +216,13 @@ def every_size_divides(run: RunConfig) -> Iterator[Finding]:
     yield Finding("MT138", key, f"{rule}; nearest: {listed(near)}", (*fixes, {key: None}))
 
 
+@rule(
+    Code("MT139", severity="warning", example="trainer.rampup_batch_size=[4,4,1000000]"),
+    reads=(
+        "trainer.rampup_batch_size trainer.batch_size_schedule trainer.train_iters trainer.global_batch_size "
+        "data.seq_length"
+    ),
+)
 def ramp_ends_within_the_run(run: RunConfig) -> Iterator[Finding]:
     """A run that ends on the ramp never makes a step of the size that it names."""
     t, plan = run.trainer, stages(run)
@@ -153,12 +232,13 @@ def ramp_ends_within_the_run(run: RunConfig) -> Iterator[Finding]:
         last, needed = made[-1][1], sum(number for number, _ in counted(plan, plan[-1].first)[:-1]) + 1
         rule = f"the last of {t.train_iters} steps takes {last} samples; those of {plan[-1].size} begin with {needed}"
         fixes: tuple[Change, ...] = ({"trainer.train_iters": needed}, {key: None})
-        yield Finding("MT139", key, rule, fixes, "warning")
+        yield Finding("MT139", key, rule, fixes)
 
 
 RULES = (
     timeouts_are_ordered,
     batch_divides,
+    batch_is_counted_in_samples,
     micro_batches_fill_the_pipeline,
     groups_of_micro_batches,
     profile_within_run,

@@ -15,6 +15,7 @@ from mtrain.config.files import PIECE, SKIPPED_FOLDERS, Bound, files_below, no_t
 from mtrain.config.groups import DataConfig
 from mtrain.config.paths import names_near, user_path
 from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
 from mtrain.config.token_files import TokenFiles, TokenizerFacts, split_documents, tokenizer_facts
 from mtrain.errors import CorruptData
@@ -32,8 +33,36 @@ MAX_READ = 100
 CHECKED_TOKENS = 1 << 20
 """Tokens at the beginning of a corpus whose ids are looked at: a hundredth of a second."""
 _AGAIN = "write it again, or data.path=another"
+TOO_FEW = Code(
+    "MT605",
+    "A split has too few tokens for one sample.",
+    "Shorten data.seq_length, or give the split more.",
+    example="data.limit_mib=0.0001",
+)
+NO_END = Code(
+    "MT608",
+    "No end-of-document token is known to tell documents apart.",
+    "Turn data.eod_mask_loss and data.packed off, or name a tokenizer.",
+    example="data=indexed data.path=/nowhere/corpus data.eod_mask_loss=true",
+)
 
 
+@rule(
+    Code(
+        "MT305",
+        "The file or folder of text exists, can be read, and holds text.",
+        help="Name a file or folder of text; data.suffixes says which files of a folder are read.",
+        example="data.path=/nowhere/text",
+    ),
+    Code(
+        "MT321",
+        "No text was found among the files that were looked at; training looks at all of them.",
+        severity="warning",
+    ),
+    TOO_FEW,
+    reads="data.kind data.path data.limit_mib data.seq_length data.suffixes trainer.eval_iters",
+    disk=True,
+)
 def text_is_there(run: RunConfig) -> Iterator[Finding]:
     """The file or folder of text exists, can be read, and holds text for a sample of each split."""
     d = run.data
@@ -58,7 +87,7 @@ def text_is_there(run: RunConfig) -> Iterator[Finding]:
         if rule is not None:
             endings = ", ".join(d.suffixes)
             rule = f"none of the files that were looked at ends in {endings}; training looks at all of them"
-            yield Finding("MT321", "data.path", rule, ({"data.path": None},), "warning")
+            yield Finding("MT321", "data.path", rule, ({"data.path": None},))
     elif rule is not None:
         yield Finding("MT305", "data.path", rule, ({"data.path": None},))
     elif size + files < need:
@@ -100,6 +129,27 @@ def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, i
     return size, texts, None if texts else f"no file of it holds text; {wrong}"
 
 
+@rule(
+    Code(
+        "MT306",
+        "Both files of every indexed corpus exist and can be read.",
+        help="Name the prefix of both files.",
+        example="data=indexed data.path=/nowhere/corpus",
+    ),
+    TOO_FEW,
+    Code(
+        "MT611",
+        "The .bin and .idx do not add up, or are none.",
+        help="Write them again, or name the prefix of others; an index names dtype, sequences and documents.",
+    ),
+    Code(
+        "MT612",
+        "Token ids are outside the model's vocabulary.",
+        help="Enlarge model.vocab_size, or tokenize the text anew.",
+    ),
+    reads="data.path data.blend data.kind data.seq_length data.split trainer.eval_iters model.vocab_size",
+    disk=True,
+)
 def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
     """Both files of every corpus of indexed data exist, add up, and have tokens for the samples of each split."""
     d = run.data
@@ -175,6 +225,19 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles) -> Iterator[Finding]:
             return
 
 
+@rule(
+    Code(
+        "MT307",
+        "The tokenizer of indexed data exists and can be read.",
+        help="Name a tokenizer.json that exists.",
+        example="data=indexed data.path=/nowhere/corpus data.tokenizer=/nowhere/tokenizer.json",
+    ),
+    Code("MT613", "A file is no tokenizer.json.", help="Name one that Hugging Face's tokenizers wrote."),
+    Code("MT607", "The tokenizer has more ids than the model has rows.", help="Enlarge model.vocab_size."),
+    NO_END,
+    reads="data.tokenizer data.kind data.eod_mask_loss data.packed model.vocab_size",
+    disk=True,
+)
 def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
     """The tokenizer of indexed data exists, is one, and has no more ids than the model."""
     d = run.data
@@ -214,6 +277,10 @@ def _tokenizer_fits(run: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
         yield from _end_is_unknown(run, "the tokenizer has no end-of-document token of a name in use")
 
 
+@rule(
+    NO_END,
+    reads="data.kind data.tokenizer data.eod_mask_loss data.packed",
+)
 def end_of_document_is_known(run: RunConfig) -> Iterator[Finding]:
     """Documents of indexed data are told apart by a token that only the tokenizer knows."""
     if run.data.kind == "indexed" and run.data.tokenizer is None:
@@ -230,5 +297,3 @@ def _end_is_unknown(run: RunConfig, rule: str) -> Iterator[Finding]:
 
 
 RULES = (text_is_there, tokens_are_there, tokenizer_is_there, end_of_document_is_known)
-ON_DISK = (text_is_there, tokens_are_there, tokenizer_is_there)
-"""Those that look at files."""

@@ -5,15 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain.config.conditional import chunks_of_a_document
-from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.rules.finding import DP, Change, Finding
+from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
 
 
+@rule(
+    Code(
+        "MT316",
+        "Indexed data is read from one path or from a blend, not from both.",
+        example="data=indexed data.path=a data.blend=[a,b]",
+    ),
+    Code("MT301", "Indexed data needs the prefix of its .bin and .idx.", example="data=indexed"),
+    Code("MT302", "Synthetic data reads no path.", example="data=mock data.path=x"),
+    Code("MT303", "Only data of kind text can be limited in size.", example="data=mock data.limit_mib=1"),
+    Code("MT304", "Only indexed data has a tokenizer of the user's.", example="data.tokenizer=x"),
+    reads="data.kind data.tokenizer data.limit_mib data.path data.blend",
+)
 def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
     """A key that the chosen kind does not read is an error, not ignored."""
     d = run.data
     if d.kind == "indexed" and d.path is not None and d.blend is not None:
-        rule = "data.blend names the corpora that are read, and data.path would reach nothing"
+        rule = "data.blend names the corpora that are read, and data.path would have no effect"
         yield Finding(
             "MT316", "data.path", rule, ({"data.path": None}, {"data.blend": None, "data.blend_weights": None})
         )
@@ -31,6 +44,15 @@ def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT304", "data.tokenizer", f"kind {d.kind} {made}", ({"data.tokenizer": None},))
 
 
+@rule(
+    Code("MT317", "Every corpus of a blend is named once.", example="data=indexed data.blend=[a,a]"),
+    Code(
+        "MT318",
+        "Every corpus of a blend has a share of its own, and no share is next to nothing.",
+        example="data=indexed data.blend=[a,b] data.blend_weights=[1]",
+    ),
+    reads="data.kind data.blend data.blend_weights",
+)
 def shares_of_a_blend(run: RunConfig) -> Iterator[Finding]:
     """Every corpus of a blend is named once, with a share of its own."""
     d = run.data
@@ -49,6 +71,11 @@ def shares_of_a_blend(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT318", "data.blend_weights", rule, ({"data.blend_weights": None},))
 
 
+@rule(
+    Code("MT308", "There is something to train on.", example="data.split=[0,0,0]"),
+    Code("MT309", "There is something to validate on where evaluation is asked for.", example="data.split=[1,0,0]"),
+    reads="data.split trainer.eval_iters",
+)
 def split_is_usable(run: RunConfig) -> Iterator[Finding]:
     """There is something to train on, and to validate on where evaluation is asked for."""
     train, validation, _ = run.data.split
@@ -64,6 +91,13 @@ def split_is_usable(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT309", "data.split", rule, fixes)
 
 
+@rule(
+    Code("MT310", "Every token id has a row in the embedding.", example="data.tokenizer_vocab_size=5000"),
+    Code(
+        "MT311", "Most rows of the embedding are used.", severity="warning", example="data.tokenizer_vocab_size=400"
+    ),
+    reads="data.kind data.tokenizer_vocab_size model.vocab_size",
+)
 def vocabulary_fits(run: RunConfig) -> Iterator[Finding]:
     """Every token id has a row in the embedding; few rows are never used."""
     d, vocab = run.data, run.model.vocab_size
@@ -78,9 +112,16 @@ def vocabulary_fits(run: RunConfig) -> Iterator[Finding]:
         unused = 100 * (vocab - size) // vocab
         rule = f"{size} token ids for model.vocab_size {vocab}: {unused}% of the embedding is never used"
         larger: Change = {"data.tokenizer_vocab_size": vocab}
-        yield Finding("MT311", "data.tokenizer_vocab_size", rule, (larger,), "warning")
+        yield Finding("MT311", "data.tokenizer_vocab_size", rule, (larger,))
 
 
+@rule(
+    Code("MT312", "Generated text needs a tokenizer.", example="data=mock trainer.sample_tokens=8"),
+    Code(
+        "MT313", "Text is generated with whole sequences on a rank.", example="parallel=cp2 trainer.sample_tokens=8"
+    ),
+    reads="trainer.sample_tokens data.kind parallel.cp data.tokenizer",
+)
 def sample_needs_text(run: RunConfig) -> Iterator[Finding]:
     """Generated text needs a tokenizer, and the whole sequence on a rank."""
     t, d = run.trainer, run.data
@@ -95,6 +136,28 @@ def sample_needs_text(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT313", "trainer.sample_tokens", rule, (none, {"parallel.cp": 1}))
 
 
+@rule(
+    Code(
+        "MT314",
+        "The length of a packed document is a multiple of its chunks, and divides a sample.",
+        example="parallel=cp2 data.packed=true data.packed_multiple=3",
+    ),
+    Code(
+        "MT315",
+        "A balancing loss of each sample is not defined for packed samples.",
+        example="model=mixtral_tiny data.packed=true model.moe.router_load_balancing_type=seq_aux_loss",
+    ),
+    Code(
+        "MT319",
+        "megatron-core cannot compute MTP layers again for packed samples.",
+        example="data.packed=true model.mtp_num_layers=1 parallel.recompute.granularity=full",
+    ),
+    reads=(
+        f"data.packed data.packed_multiple data.seq_length model.mtp_num_layers {DP} "
+        "parallel.hybrid_context_parallel parallel.sequence_parallel model.moe.router_load_balancing_type "
+        "parallel.recompute.granularity"
+    ),
+)
 def packed_samples(run: RunConfig) -> Iterator[Finding]:
     """Documents that are cut and padded one by one, and what can be said of them."""
     d, _p, m = run.data, run.parallel, run.model

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from mtrain.config.run import RunConfig
 from mtrain.errors import Severity
@@ -24,6 +23,7 @@ class Finding:
     fixes: tuple[Change, ...] = ()
     """Changes that may correct it, the least surprising first."""
     severity: Severity = "error"
+    """A finding whose code is one of a warning is a warning, whatever stands here."""
     hint: str = ""
     """What to say where no change of keys can correct it: a path that does not exist."""
     also: tuple[str, ...] = ()
@@ -33,15 +33,8 @@ class Finding:
     A run is refused for it; `check`, which validates for wherever the run will be, warns."""
 
 
-Rule = Callable[[RunConfig], Iterator[Finding]]
-Item = TypeVar("Item")
-
-
-def rule_for_each(
-    validate: Callable[[Item, RunConfig], Iterator[Finding]], items: Iterable[Item]
-) -> tuple[Rule, ...]:
-    """A rule for each of `items`: what is found of one has not read the keys of the others."""
-    return tuple(partial(validate, item) for item in items)
+DP = "parallel.ranks parallel.tp parallel.pp parallel.cp"
+"""Keys that `dp_of` reads."""
 
 
 def dp_of(run: RunConfig) -> int:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from mtrain.config.base import MOST_RANKS
+from mtrain.config.devices import AUTO, CPU, SHIPPED, facts_of, names
 from mtrain.config.resolve import smallest_world
-from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
+from mtrain.config.rules.finding import DP, Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.pipeline import single
+from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
-
-SHIPPED_DEVICES = ("auto", "cpu", "cuda")
 
 
 def _tp_fixes(run: RunConfig, number: int) -> tuple[Change, ...]:
@@ -31,6 +31,10 @@ def _tp_fixes(run: RunConfig, number: int) -> tuple[Change, ...]:
     return tuple(out)
 
 
+@rule(
+    Code("MT101", example="parallel=tp3"),
+    reads="parallel.tp model.num_attention_heads parallel.ranks parallel.sequence_parallel",
+)
 def tp_divides_heads(run: RunConfig) -> Iterator[Finding]:
     """Every tp rank holds whole heads."""
     heads, tp = run.model.num_attention_heads, run.parallel.tp
@@ -39,6 +43,13 @@ def tp_divides_heads(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT101", "parallel.tp", rule, _tp_fixes(run, heads))
 
 
+@rule(
+    Code("MT102", example="parallel=tp3"),
+    reads=(
+        "model.num_query_groups parallel.tp model.mla model.num_attention_heads parallel.ranks "
+        "parallel.sequence_parallel"
+    ),
+)
 def tp_fits_query_groups(run: RunConfig) -> Iterator[Finding]:
     """Key/value heads are cut over tp, or copied to it."""
     m, tp = run.model, run.parallel.tp
@@ -49,6 +60,13 @@ def tp_fits_query_groups(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT102", "parallel.tp", rule, _tp_fixes(run, legal))
 
 
+@rule(
+    Code("MT103", example="parallel=tp2 model.ffn_hidden_size=703"),
+    reads=(
+        "model.ffn_hidden_size parallel.tp model.moe.first_dense_layers model.num_attention_heads "
+        "parallel.ranks parallel.sequence_parallel"
+    ),
+)
 def tp_divides_mlps(run: RunConfig) -> Iterator[Finding]:
     """Every dense MLP that tp cuts has a width that divides."""
     m = run.model
@@ -56,6 +74,13 @@ def tp_divides_mlps(run: RunConfig) -> Iterator[Finding]:
         yield from _width(run, "MT103", "model.ffn_hidden_size", m.ffn_hidden_size)
 
 
+@rule(
+    Code("MT104", example="model=mixtral_tiny model.moe.shared_expert_intermediate_size=33 parallel=tp2"),
+    reads=(
+        "model.moe.shared_expert_intermediate_size parallel.tp model.num_attention_heads parallel.ranks "
+        "parallel.sequence_parallel"
+    ),
+)
 def tp_divides_shared_experts(run: RunConfig) -> Iterator[Finding]:
     """Shared experts, which tp cuts as it cuts MLPs, have a width that divides."""
     m = run.model
@@ -64,6 +89,10 @@ def tp_divides_shared_experts(run: RunConfig) -> Iterator[Finding]:
         yield from _width(run, "MT104", "model.moe.shared_expert_intermediate_size", width)
 
 
+@rule(
+    Code("MT105", example="parallel=tp3"),
+    reads="model.vocab_size parallel.tp model.num_attention_heads parallel.ranks parallel.sequence_parallel",
+)
 def tp_divides_the_vocabulary(run: RunConfig) -> Iterator[Finding]:
     """Every tp rank holds as many rows of the embedding."""
     m, tp = run.model, run.parallel.tp
@@ -86,6 +115,16 @@ def _width(run: RunConfig, code: str, key: str, width: int) -> Iterator[Finding]
         )
 
 
+@rule(
+    Code("MT173", "More ranks than mtrain plans for.", example="cluster=h100x8 cluster.nodes=1000000"),
+    Code(
+        "MT112", "All ranks are used: they are a multiple of tp * pp * cp.", example="parallel=tp2 parallel.ranks=3"
+    ),
+    reads=(
+        f"{DP} model.num_attention_heads model.num_layers parallel.ep parallel.etp parallel.hsdp_replicas "
+        "parallel.sequence_parallel parallel.vpp"
+    ),
+)
 def ranks_fill_the_grid(run: RunConfig) -> Iterator[Finding]:
     """All ranks are used, each once."""
     p = run.parallel
@@ -113,10 +152,24 @@ def _grid_fixes(run: RunConfig, step: int) -> tuple[Change, ...]:
     return (*fixes[:12], {**single(), "parallel.ranks": p.ranks}, single())
 
 
+@rule(
+    Code("MT114", "The ranks do not fill the machines of the cluster.", example="cluster.nodes=2 parallel.ranks=3"),
+    Code(
+        "MT113",
+        "A device is named that this machine does not have, and nothing says how many a machine has.",
+        help="Name the machines: cluster.devices_per_node=8, or a cluster such as cluster=h100x8.",
+        example="cluster.device=cuda",
+    ),
+    reads=(
+        "parallel.ranks cluster.nodes cluster.devices_per_node cluster.device model.num_attention_heads "
+        "model.num_layers parallel.ep parallel.etp parallel.hsdp_replicas parallel.sequence_parallel "
+        f"parallel.vpp {DP}"
+    ),
+)
 def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
     """A cluster is used whole."""
     c, p = run.cluster, run.parallel
-    if c.devices_per_node is None and c.device == "cpu":
+    if c.devices_per_node is None and facts_of(c.device).on_host:
         if (p.ranks or 0) % c.nodes:
             rule = f"{p.ranks} processes cannot be spread evenly over {c.nodes} machines"
             yield Finding("MT114", "parallel.ranks", rule, ({"cluster.nodes": 1},))
@@ -124,8 +177,8 @@ def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
     if c.devices_per_node is None:
         rule = f"no {c.device} device is here and cluster.devices_per_node is not set"
         fixes: tuple[Change, ...] = ({"cluster.devices_per_node": -(-(p.ranks or 1) // c.nodes)},)
-        if c.device == "cuda":
-            fixes = ({"cluster.device": "cpu"}, *fixes)
+        if facts_of(c.device).counted:
+            fixes = ({"cluster.device": CPU.name}, *fixes)
         yield Finding("MT113", "cluster.device", rule, fixes)
         return
     devices = c.nodes * c.devices_per_node
@@ -140,6 +193,19 @@ def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
         )
 
 
+@rule(
+    Code(
+        "MT115",
+        "Sequence parallelism splits over the tp ranks, and there is one.",
+        example="parallel=single parallel.sequence_parallel=true",
+    ),
+    Code(
+        "MT116",
+        "Sequence parallelism gives every tp rank as many tokens.",
+        example="parallel=tp2sp data.seq_length=255",
+    ),
+    reads="data.seq_length parallel.sequence_parallel parallel.tp parallel.cp",
+)
 def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
     """Sequence parallelism cuts over tp what is between the tensor-parallel regions."""
     p, seq = run.parallel, run.data.length
@@ -161,6 +227,10 @@ def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT116", "data.seq_length", rule, (*fixes, {"parallel.sequence_parallel": False}))
 
 
+@rule(
+    Code("MT117", example="parallel=cp2 data.seq_length=15"),
+    reads="data.seq_length parallel.cp parallel.sequence_parallel parallel.tp",
+)
 def context_parallel(run: RunConfig) -> Iterator[Finding]:
     """Each cp rank holds two chunks of the sequence, one from each end, for causal balance."""
     p, seq = run.parallel, run.data.length
@@ -174,6 +244,10 @@ def context_parallel(run: RunConfig) -> Iterator[Finding]:
         )
 
 
+@rule(
+    Code("MT118", example="parallel.overlap_param_gather=true"),
+    reads="parallel.overlap_param_gather parallel.distributed_optimizer parallel.overlap_grad_reduce",
+)
 def gather_needs_distributed_optimizer(run: RunConfig) -> Iterator[Finding]:
     """Only the distributed optimizer has weights to gather, and the gather is overlapped with the gradients."""
     p = run.parallel
@@ -186,18 +260,17 @@ def gather_needs_distributed_optimizer(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT118", "parallel.overlap_param_gather", rule, (on, {"parallel.overlap_param_gather": False}))
 
 
+@rule(Code("MT119", example="cluster.device=cdua"), reads="cluster.device", disk=True)
 def device_is_known(run: RunConfig) -> Iterator[Finding]:
     """The device ships with mtrain, or an installed plug-in provides it."""
     device = run.cluster.device
-    if device in SHIPPED_DEVICES:
+    if device == AUTO or device in SHIPPED:
         return
-    from importlib.metadata import entry_points
-
-    known = [*SHIPPED_DEVICES, *sorted(point.name for point in entry_points(group="mtrain.devices"))]
+    known = [AUTO, *names()]
     if device not in known:
         near = get_close_matches(device, known, n=1)
         rule = f"there is no such device here; devices: {', '.join(known)} (a plug-in adds one)"
-        changes: list[Change] = [{"cluster.device": name} for name in dict.fromkeys([*near, "auto", "cpu"])]
+        changes: list[Change] = [{"cluster.device": name} for name in dict.fromkeys([*near, AUTO, CPU.name])]
         yield Finding("MT119", "cluster.device", rule, tuple(changes))
 
 
@@ -214,5 +287,3 @@ RULES = (
     context_parallel,
     gather_needs_distributed_optimizer,
 )
-ON_DISK = (device_is_known,)
-"""Those that look at files."""

@@ -5,12 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from mtrain.config.formats import FORMATS
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
+from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
 
-FP16_MAX = 65504
+FP16_MAX = int(FORMATS["fp16"].largest)
 
 
+@rule(
+    Code("MT201", example="model.hidden_size=250"),
+    reads="model.kv_channels model.mla model.hidden_size model.num_attention_heads",
+)
 def heads_divide_hidden(run: RunConfig) -> Iterator[Finding]:
     """Without an explicit width, a head is hidden_size / num_attention_heads wide."""
     m = run.model
@@ -26,6 +32,10 @@ def heads_divide_hidden(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT201", "model.hidden_size", rule, (*near, {"model.kv_channels": head}))
 
 
+@rule(
+    Code("MT202", example="model.num_query_groups=3"),
+    reads="model.mla model.num_query_groups model.num_attention_heads",
+)
 def groups_divide_heads(run: RunConfig) -> Iterator[Finding]:
     """Each key/value head serves the same number of query heads."""
     m = run.model
@@ -36,6 +46,13 @@ def groups_divide_heads(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT202", "model.num_query_groups", rule, fixes)
 
 
+@rule(
+    Code("MT203", example="model.kv_channels=15"),
+    reads=(
+        "model.position_embedding_type model.rotary_percent model.kv_channels model.hidden_size "
+        "model.num_attention_heads model.mla.qk_pos_emb_head_dim"
+    ),
+)
 def rotary_width_is_even(run: RunConfig) -> Iterator[Finding]:
     """Rotary positions turn pairs of channels."""
     m = run.model
@@ -56,6 +73,10 @@ def rotary_width_is_even(run: RunConfig) -> Iterator[Finding]:
     )
 
 
+@rule(
+    Code("MT204", example="data.seq_length=2048"),
+    reads="data.seq_length model.position_embedding_type model.max_position_embeddings",
+)
 def sequence_fits_positions(run: RunConfig) -> Iterator[Finding]:
     """No sample is longer than the positions are made for."""
     m, seq = run.model, run.data.length
@@ -70,6 +91,19 @@ def sequence_fits_positions(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT204", "data.seq_length", rule, fixes)
 
 
+@rule(
+    Code(
+        "MT205",
+        "Frequency scaling changes rotary positions, and the model has others.",
+        example="model.rope_scaling_factor=8 model.position_embedding_type=none",
+    ),
+    Code(
+        "MT206",
+        "Frequency scaling does not reach MLA, which makes its own rotary positions.",
+        example="model=deepseek_tiny model.rope_scaling_factor=8",
+    ),
+    reads="model.rope_scaling_factor model.position_embedding_type model.mla",
+)
 def rotary_keys_need_rope(run: RunConfig) -> Iterator[Finding]:
     """Frequency scaling changes rotary positions and no others."""
     m = run.model
@@ -84,6 +118,25 @@ def rotary_keys_need_rope(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT206", "model.rope_scaling_factor", rule, (off,))
 
 
+@rule(
+    Code(
+        "MT207",
+        "MLA carries its positions in rope.",
+        example="model=deepseek_tiny model.position_embedding_type=none",
+    ),
+    Code("MT208", "MLA has no key/value heads to group.", example="model=deepseek_tiny model.num_query_groups=1"),
+    Code("MT209", "The widths of MLA are those of model.mla.", example="model=deepseek_tiny model.kv_channels=16"),
+    Code("MT210", "The projections of MLA have no biases.", example="model=deepseek_tiny model.add_qkv_bias=true"),
+    Code(
+        "MT218",
+        "MLA rotates the halves of a head, never neighbours.",
+        example="model=deepseek_tiny model.rotary_interleaved=true",
+    ),
+    reads=(
+        "model.mla model.add_qkv_bias model.kv_channels model.num_attention_heads model.num_query_groups "
+        "model.position_embedding_type model.rotary_interleaved"
+    ),
+)
 def latent_attention(run: RunConfig) -> Iterator[Finding]:
     """MLA has its own widths and its own positions."""
     m = run.model
@@ -106,6 +159,10 @@ def latent_attention(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT218", "model.rotary_interleaved", rule, ({"model.rotary_interleaved": False},))
 
 
+@rule(
+    Code("MT212", example="model.qk_l2_norm=true model.qk_layernorm=true"),
+    reads="model.qk_l2_norm model.mla model.qk_layernorm",
+)
 def one_norm_of_queries_and_keys(run: RunConfig) -> Iterator[Finding]:
     """Queries and keys have one norm, and MLA has its own."""
     m = run.model
@@ -115,10 +172,11 @@ def one_norm_of_queries_and_keys(run: RunConfig) -> Iterator[Finding]:
     if m.mla is not None:
         yield Finding("MT212", "model.qk_l2_norm", "is not defined for MLA", (off,))
     elif m.qk_layernorm:
-        rule = "queries and keys have one norm: model.qk_layernorm is true too, and would reach nothing"
+        rule = "queries and keys have one norm: model.qk_layernorm is true too, and would have no effect"
         yield Finding("MT212", "model.qk_l2_norm", rule, (off, {"model.qk_layernorm": False}))
 
 
+@rule(Code("MT213", example="model.no_rope_freq=3"), reads="model.no_rope_freq model.num_layers")
 def layers_without_rotation_divide(run: RunConfig) -> Iterator[Finding]:
     """Layers without rotary positions come in whole periods."""
     m = run.model
@@ -129,6 +187,10 @@ def layers_without_rotation_divide(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT213", "model.no_rope_freq", rule, (*fixes, {"model.no_rope_freq": None}))
 
 
+@rule(
+    Code("MT241", example="model.no_rope_freq=2 model.mtp_num_layers=1"),
+    reads="model.no_rope_freq model.mtp_num_layers model.num_layers",
+)
 def predictions_know_their_rotation(run: RunConfig) -> Iterator[Finding]:
     """megatron-core's list of layers without rotation ends with the model's own layers."""
     m = run.model
@@ -140,14 +202,22 @@ def predictions_know_their_rotation(run: RunConfig) -> Iterator[Finding]:
     yield Finding("MT241", "model.no_rope_freq", rule, (every, none))
 
 
+@rule(Code("MT211", severity="warning", example="model.init_method_std=20"), reads="model.init_method_std")
 def initial_weights_are_small(run: RunConfig) -> Iterator[Finding]:
     """Large initial weights start with a loss far above that of a uniform guess."""
     std = run.model.init_method_std
     if std > 0.2:
         rule = f"initial weights with a deviation of {std:g} are unusual: 0.002 to 0.05 is common"
-        yield Finding("MT211", "model.init_method_std", rule, ({"model.init_method_std": 0.02},), "warning")
+        yield Finding("MT211", "model.init_method_std", rule, ({"model.init_method_std": 0.02},))
 
 
+@rule(
+    Code("MT217", example="precision=fp16 model.init_method_std=5"),
+    reads=(
+        "precision.dtype model.activation model.ffn_hidden_size model.hidden_size model.init_method_std "
+        "model.num_layers"
+    ),
+)
 def half_precision_holds_the_start(run: RunConfig) -> Iterator[Finding]:
     """fp16 has no number above 65504: initial weights must not make one in an MLP."""
     m = run.model
@@ -165,13 +235,14 @@ def half_precision_holds_the_start(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT217", "model.init_method_std", rule, ({"model.init_method_std": 0.02}, bf16))
 
 
+@rule(Code("MT219", severity="warning", example="model.layernorm_epsilon=0"), reads="model.layernorm_epsilon")
 def norms_divide_by_something(run: RunConfig) -> Iterator[Finding]:
     """Epsilon keeps a norm from dividing by nothing, and is small beside a variance of one."""
     eps = run.model.layernorm_epsilon
     if not 1e-8 <= eps <= 1e-2:
         danger = "divides 0 by 0 where all channels are equal" if eps < 1e-8 else "shrinks what it should scale"
         rule = f"a norm with epsilon {eps:g} {danger}: 1e-6 to 1e-5 is common"
-        yield Finding("MT219", "model.layernorm_epsilon", rule, ({"model.layernorm_epsilon": 1e-5},), "warning")
+        yield Finding("MT219", "model.layernorm_epsilon", rule, ({"model.layernorm_epsilon": 1e-5},))
 
 
 RULES = (

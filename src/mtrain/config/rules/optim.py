@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain.config.defaults import tenth
-from mtrain.config.groups import MuonConfig
-from mtrain.config.kernels import adam_obstacle
+from mtrain.config.kernels import update_obstacle
+from mtrain.config.optimizer import Feature
+from mtrain.config.optimizers import OPTIMIZERS, readers
 from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
 
 
+@rule(Code("MT421", example="optim.min_lr=0.1"), reads="optim.lr optim.min_lr")
 def rates_are_ordered(run: RunConfig) -> Iterator[Finding]:
     """The schedule falls from lr to min_lr."""
     o = run.optim
@@ -20,6 +23,10 @@ def rates_are_ordered(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT421", "optim.min_lr", rule, fixes)
 
 
+@rule(
+    Code("MT422", example="optim.warmup_iters=100"),
+    reads="optim.decay_iters optim.warmup_iters trainer.train_iters",
+)
 def warmup_ends_before_decay(run: RunConfig) -> Iterator[Finding]:
     """The warmup is over before the decay is."""
     o = run.optim
@@ -32,6 +39,16 @@ def warmup_ends_before_decay(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT422", "optim.warmup_iters", rule, tuple(fixes))
 
 
+@rule(
+    Code("MT423", "Only warmup-stable-decay has a final decay.", example="optim.wsd_decay_iters=5"),
+    Code("MT424", "Warmup-stable-decay needs to know how long its final decay is.", example="optim.schedule=wsd"),
+    Code(
+        "MT425",
+        "The final decay fits between the warmup and the end.",
+        example="optim.schedule=wsd optim.wsd_decay_iters=200",
+    ),
+    reads="optim.decay_iters optim.schedule optim.warmup_iters optim.wsd_decay_iters trainer.train_iters",
+)
 def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
     """Warmup-stable-decay needs to know how long the decay is; nothing else reads that."""
     o = run.optim
@@ -46,41 +63,83 @@ def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
     if o.wsd_decay_iters is None:
         yield Finding("MT424", "optim.wsd_decay_iters", "schedule wsd needs the steps of its final decay", (tenth,))
     elif o.wsd_decay_iters > decay - warmup > 0:
-        room = f"between the end of the warmup at {warmup} and step {decay}"
-        rule = f"{o.wsd_decay_iters} steps of final decay do not fit {room}"
+        between = f"between the end of the warmup at {warmup} and step {decay}"
+        rule = f"{o.wsd_decay_iters} steps of final decay do not fit {between}"
         rest: Change = {"optim.wsd_decay_iters": decay - warmup}
         yield Finding("MT425", "optim.wsd_decay_iters", rule, (rest, tenth))
 
 
+@rule(
+    Code("MT426", example="optim=sgd parallel.distributed_optimizer=true"),
+    reads="parallel.distributed_optimizer optim.name",
+)
 def optimizer_can_be_distributed(run: RunConfig) -> Iterator[Finding]:
-    """megatron-core's distributed optimizer knows Adam only."""
-    if run.parallel.distributed_optimizer and run.optim.name != "adamw":
-        rule = f"the distributed optimizer takes adamw, not {run.optim.name}"
+    """The distributed optimizer cuts parameters anywhere, and not every update rule can be cut."""
+    why = _why_not(run, "distributed_optimizer")
+    if run.parallel.distributed_optimizer and why is not None:
         off: Change = {"parallel.distributed_optimizer": False}
         both: Change = {**off, "parallel.overlap_param_gather": False}
-        yield Finding("MT426", "parallel.distributed_optimizer", rule, (off, both, {"optim.name": "adamw"}))
+        other = _another(run.optim.name, "distributed_optimizer")
+        rule = f"the distributed optimizer does not take {run.optim.name}: {why}"
+        yield Finding("MT426", "parallel.distributed_optimizer", rule, (off, both, other))
 
 
-def muon_has_whole_matrices(run: RunConfig) -> Iterator[Finding]:
-    """Orthogonalising needs all rows and columns of a matrix, on the device."""
+@rule(
+    Code("MT165", example="parallel=dp2 parallel.fsdp=megatron optim=sgd"),
+    reads="parallel.fsdp optim.name",
+)
+def megatron_fsdp_shards_the_state(run: RunConfig) -> Iterator[Finding]:
+    """megatron-core's FSDP shards the state of some optimizers only."""
+    why = _why_not(run, "megatron_fsdp")
+    if run.parallel.fsdp == "megatron" and why is not None:
+        none: Change = {"parallel.fsdp_sharding": None}
+        torch_fsdp: Change = {"parallel.fsdp": "fsdp2", **none}
+        plain: Change = {"parallel.fsdp": "none", **none, "parallel.hsdp_replicas": 1}
+        rule = f"megatron's FSDP does not shard the state of {run.optim.name}: {why}"
+        yield Finding("MT165", "parallel.fsdp", rule, (_another(run.optim.name, "megatron_fsdp"), torch_fsdp, plain))
+
+
+@rule(
+    Code("MT467", example="optim=muon optim.cpu_offload=0.5"),
+    reads="optim.name optim.cpu_offload parallel.fsdp",
+)
+def optimizer_has_what_it_needs(run: RunConfig) -> Iterator[Finding]:
+    """Some optimizers need whole matrices, and some the device."""
     o, p = run.optim, run.parallel
-    adamw: Change = {"optim.name": "adamw", **{f"optim.muon.{key}": None for key in MuonConfig.model_fields}}
-    if o.name == "muon" and p.fsdp == "fsdp2":
-        rule = "muon orthogonalises whole matrices, and fsdp2 leaves some rows of each to a rank"
+    why = _why_not(run, "fsdp2")
+    if p.fsdp == "fsdp2" and why is not None:
         plain: Change = {"parallel.fsdp": "none", "parallel.hsdp_replicas": 1}
-        yield Finding("MT467", "parallel.fsdp", rule, (plain, adamw))
-    if o.name == "muon" and o.cpu_offload:
-        rule = "muon is not updated in host memory, whose processor would take long for its matrix products"
-        yield Finding("MT467", "optim.cpu_offload", rule, ({"optim.cpu_offload": 0.0}, adamw))
+        rule = f"fsdp2 does not go with {o.name}: {why}"
+        yield Finding("MT467", "parallel.fsdp", rule, (plain, _another(o.name, "fsdp2")))
+    why = _why_not(run, "cpu_offload")
+    if o.cpu_offload and why is not None:
+        on_device: Change = {"optim.cpu_offload": 0.0}
+        rule = f"{o.name} is not updated in host memory: {why}"
+        yield Finding("MT467", "optim.cpu_offload", rule, (on_device, _another(o.name, "cpu_offload")))
 
 
+def _why_not(run: RunConfig, feature: Feature) -> str | None:
+    """Why the optimizer of a run cannot be combined with something, by its specification, or None."""
+    return OPTIMIZERS[run.optim.name].cannot.get(feature)
+
+
+def _another(name: str, feature: Feature) -> Change:
+    """An optimizer that can be combined with something, and no keys of the one that was there."""
+    instead = next(other for other, spec in OPTIMIZERS.items() if feature not in spec.cannot)
+    section = OPTIMIZERS[name].section
+    keys = section.model_fields if section is not None else ()
+    return {"optim.name": instead, **{f"optim.{name}.{key}": None for key in keys}}
+
+
+@rule(Code("MT427", severity="warning", example="optim.lr=3"), reads="optim.name optim.lr")
 def rate_is_plausible(run: RunConfig) -> Iterator[Finding]:
     """A rate of whole numbers is usually one whose exponent was lost."""
-    o = run.optim
-    if o.name == "adamw" and o.rate > 0.1:
-        rule = f"a learning rate of {o.rate:g} is unusual for adamw: 1e-5 to 1e-2 is common"
+    o, usual = run.optim, OPTIMIZERS[run.optim.name].usual_lr
+    if usual is not None and o.rate > 10 * usual[1]:
+        low, high = (f"{rate:.0e}".replace("e-0", "e-") for rate in usual)
+        rule = f"a learning rate of {o.rate:g} is unusual for {o.name}: {low} to {high} is common"
         fixes: tuple[Change, ...] = ({"optim.lr": 1e-3}, {"optim.lr": 1e-3, "optim.min_lr": 0.0})
-        yield Finding("MT427", "optim.lr", rule, fixes, "warning")
+        yield Finding("MT427", "optim.lr", rule, fixes)
 
 
 REMAINDERS: Change = {"optim.main_params_dtype": "fp32", "optim.store_param_remainders": True}
@@ -91,14 +150,31 @@ FULL: Change = {
     "optim.store_param_remainders": False,
 }
 """State of Adam in 32 bits each."""
+STATE = " ".join(FULL)
 
 
+@rule(
+    Code(
+        "MT461",
+        "An implementation of Adam is named that does not update what this run trains.",
+        help="Leave kernels.optimizer to auto, which takes one that does.",
+        example="optim=sgd kernels.optimizer=reference",
+    ),
+    Code(
+        "MT462",
+        "torch and TransformerEngine keep 32 bits of each moment, and know no muon.",
+        example="optim=muon kernels.optimizer=torch",
+    ),
+    reads=f"kernels.optimizer optim.name {STATE} optim.cpu_offload parallel.fsdp",
+)
 def kernel_can_update(run: RunConfig) -> Iterator[Finding]:
-    """Ours is AdamW on plain tensors of the device; the others keep 32 bits of everything."""
-    o, kernel = run.optim, run.kernels.optimizer
+    """The implementation that is named updates this optimizer, with the state that it is to keep."""
+    kernel = run.kernels.optimizer
+    why = update_obstacle(kernel, run) if kernel not in (None, "auto") else None
+    if why is None:
+        return
     auto: Change = {"kernels.optimizer": "auto"}
-    why = adam_obstacle(kernel, run) if kernel in ("reference", "triton") else None
-    if why is not None:
+    if kernel in ("reference", "triton"):
         yield Finding(
             "MT461",
             "kernels.optimizer",
@@ -106,26 +182,54 @@ def kernel_can_update(run: RunConfig) -> Iterator[Finding]:
             (auto, {"kernels.optimizer": "torch"}),
             also=("optim.name", "optim.cpu_offload"),
         )
-    elif kernel in ("torch", "te") and o.in_low_precision:
+    elif _low_precision(run):
         what = next(key for key, value in FULL.items() if _value(run, key) != value)
         rule = f"{kernel} keeps 32 bits of each moment and main weight, and {what} is {_value(run, what)}"
         yield Finding("MT462", "kernels.optimizer", rule, (auto, {**auto, **FULL}))
-    elif kernel in ("torch", "te") and o.name == "muon":
-        rule = f"{kernel} has no muon as it is meant here: matrices that are cut over ranks, the rest by adamw"
-        yield Finding("MT462", "kernels.optimizer", rule, (auto,))
+    else:
+        yield Finding("MT462", "kernels.optimizer", why, (auto,))
 
 
+def _low_precision(run: RunConfig) -> bool:
+    """Whether state in low precision is asked for, of an optimizer that can keep it."""
+    return run.optim.in_low_precision and run.optim.name in readers("exp_avg_dtype")
+
+
+@rule(
+    Code(
+        "MT463",
+        "Low-precision state is of plain tensors on the device.",
+        example="optim.exp_avg_dtype=fp8 optim.cpu_offload=0.5",
+    ),
+    Code(
+        "MT464",
+        "Main weights are what the distributed optimizer keeps of bf16 ones.",
+        example="optim.store_param_remainders=true",
+    ),
+    Code(
+        "MT465",
+        "Remainders are what is left of fp32 main weights.",
+        example="precision=bf16 parallel.distributed_optimizer=true optim.main_params_dtype=bf16 "
+        "optim.store_param_remainders=true",
+    ),
+    Code(
+        "MT466",
+        "Stages that share the embedding keep the same copy of it.",
+        example="precision=bf16 parallel=pp2 parallel.distributed_optimizer=true optim.main_params_dtype=bf16 "
+        "model.tie_word_embeddings=true",
+    ),
+    reads=(
+        f"{STATE} optim.name parallel.distributed_optimizer parallel.fsdp precision.dtype optim.cpu_offload "
+        "parallel.pp model.tie_word_embeddings"
+    ),
+)
 def low_precision_has_its_place(run: RunConfig) -> Iterator[Finding]:
     """Low-precision state is kept of plain tensors, and main weights where the distributed optimizer has them."""
     o, p = run.optim, run.parallel
-    if not o.in_low_precision:
+    if not _low_precision(run):
         return
     set_keys = [key for key, value in FULL.items() if _value(run, key) != value]
     back: Change = {key: FULL[key] for key in set_keys}
-    if o.name != "adamw":
-        for key in set_keys:
-            yield Finding("MT150", key, "has no effect without optim.name=adamw", ({key: FULL[key]},))
-        return
     if p.fsdp != "none" or o.cpu_offload:
         what = f"parallel.fsdp={p.fsdp} spreads" if p.fsdp != "none" else "optim.cpu_offload moves to host memory"
         zero: Change = {"parallel.fsdp": "none", "parallel.fsdp_sharding": None, "parallel.hsdp_replicas": 1}
@@ -163,12 +267,13 @@ def _listed(run: RunConfig, keys: Change) -> str:
 
 
 RULES = (
-    muon_has_whole_matrices,
     kernel_can_update,
     low_precision_has_its_place,
     rates_are_ordered,
     warmup_ends_before_decay,
     wsd_has_its_decay,
     optimizer_can_be_distributed,
+    megatron_fsdp_shards_the_state,
+    optimizer_has_what_it_needs,
     rate_is_plausible,
 )

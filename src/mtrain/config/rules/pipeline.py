@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
+from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import MAX_STAGES, stages, uneven
 
@@ -14,6 +15,8 @@ EQUAL: Change = {
     "parallel.account_for_embedding_in_pipeline_split": False,
     "parallel.account_for_loss_in_pipeline_split": False,
 }
+SPLIT = " ".join(EQUAL)
+"""Keys that say how layers are split into stages."""
 
 
 def single() -> Change:
@@ -23,6 +26,14 @@ def single() -> Change:
     return {**ones, **off, **EQUAL, "parallel.cp_comm_type": None, "parallel.hierarchical_cp_sizes": None}
 
 
+@rule(
+    Code("MT106", "Every pipeline stage holds a layer.", example="parallel=pp8"),
+    Code("MT107", "Every pipeline stage holds as many layers, where nothing else is said.", example="parallel=pp3"),
+    Code(
+        "MT108", "Every virtual stage holds as many layers, where nothing else is said.", example="parallel=pp2vpp3"
+    ),
+    reads=f"model.num_layers {SPLIT} parallel.pp parallel.vpp",
+)
 def stages_are_whole(run: RunConfig) -> Iterator[Finding]:
     """Where nothing else is said, every pipeline stage and virtual stage holds the same number of layers."""
     layers, p = run.model.num_layers, run.parallel
@@ -56,6 +67,13 @@ def _nearly_equal(layers: int, blocks: int) -> list[int]:
     return [size + (i in larger) for i in range(blocks)]
 
 
+@rule(
+    Code(
+        "MT141",
+        example="parallel=pp2 parallel.layers_per_stage=[2,2] parallel.account_for_loss_in_pipeline_split=true",
+    ),
+    reads=f"{SPLIT}",
+)
 def one_way_to_say_it(run: RunConfig) -> Iterator[Finding]:
     """The cut is written once."""
     said = [k for k, off in EQUAL.items() if getattr(run.parallel, k.rpartition(".")[2]) != off]
@@ -67,6 +85,16 @@ def one_way_to_say_it(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT141", first, rule, (rest, EQUAL))
 
 
+@rule(
+    Code(
+        "MT142",
+        "What the stages are written to hold does not fit the layout or the model.",
+        help="Write as many stages as pp * vpp, with all layers of the model, or leave the split to mtrain.",
+        example="parallel=pp2 parallel.layers_per_stage=[4]",
+    ),
+    Code("MT143", "A written stage holds nothing.", example="parallel=pp4 parallel.pipeline_layout='Ett|tt||L'"),
+    reads=f"{SPLIT} model.num_layers parallel.pp parallel.vpp model.mtp_num_layers",
+)
 def stages_fit(run: RunConfig) -> Iterator[Finding]:
     """Written stages are those of the layout, and hold the layers of the model."""
     p = run.parallel
@@ -91,6 +119,7 @@ def stages_fit(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT143", path, f"stages {listed(bare)} (counted from 0) would hold nothing", tuple(fixes))
 
 
+@rule(Code("MT109", example="parallel=single parallel.vpp=2"), reads="parallel.vpp parallel.pp")
 def vpp_needs_pp(run: RunConfig) -> Iterator[Finding]:
     """Interleaving is a pipeline schedule."""
     p = run.parallel
@@ -100,6 +129,10 @@ def vpp_needs_pp(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT109", "parallel.vpp", rule, fixes)
 
 
+@rule(
+    Code("MT144", example="parallel=pp2 model.mtp_num_layers=1 model.position_embedding_type=learned_absolute"),
+    reads="model.mtp_num_layers parallel.pp model.position_embedding_type",
+)
 def predictions_share_positions(run: RunConfig) -> Iterator[Finding]:
     """megatron-core sums the gradient of word embeddings over stages, not that of position embeddings."""
     m, p = run.model, run.parallel

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtrain.config.devices import facts_of, with_cuda_kernels
 from mtrain.config.kernels import KEYS, torch_experts_obstacle
-from mtrain.config.rules.finding import Change, Finding, rule_for_each
+from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.rules.rule import Code, Rule, rule
 from mtrain.config.run import RunConfig
 
+NAMED = Code(
+    "MT403",
+    "A kernel is named that the device cannot run.",
+    "Take a reference kernel or auto, or train on a GPU; only auto chooses.",
+    example="kernels.attention=te",
+)
 
+
+@rule(
+    Code("MT402", example="precision=fp16 precision.min_loss_scale=4096 precision.initial_loss_scale=1024"),
+    reads="precision.dtype precision.initial_loss_scale precision.min_loss_scale",
+)
 def loss_scale_range(run: RunConfig) -> Iterator[Finding]:
     """The dynamic loss scale starts at or above its floor."""
     p = run.precision
@@ -18,16 +31,38 @@ def loss_scale_range(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT402", "precision.min_loss_scale", rule, fixes)
 
 
-def kernel_runs_on_the_device(key: str, run: RunConfig) -> Iterator[Finding]:
-    """A named implementation that cannot run is an error; only `auto` may choose."""
-    device = run.cluster.device
-    if getattr(run.kernels, key) != "te" or device == "cuda" or (key != "default" and run.kernels.default == "te"):
-        return
-    fixes: tuple[Change, ...] = ({f"kernels.{key}": "auto"}, {f"kernels.{key}": "reference"})
-    rule = f"TransformerEngine runs on cuda, and the device is {device}"
-    yield Finding("MT403", f"kernels.{key}", rule, fixes, lacks="device")
+def kernel_runs_on_the_device(key: str) -> Rule:
+    """The rule that an implementation which is named for an operation can run; only `auto` may choose."""
+
+    @rule(NAMED, reads=f"kernels.{key} kernels.default cluster.device")
+    def named_kernel_runs(run: RunConfig) -> Iterator[Finding]:
+        device, named = facts_of(run.cluster.device), getattr(run.kernels, key)
+        if named != "te" or device.cuda_kernels or (key != "default" and run.kernels.default == "te"):
+            return
+        fixes: tuple[Change, ...] = ({f"kernels.{key}": "auto"}, {f"kernels.{key}": "reference"})
+        rule = f"TransformerEngine runs on {with_cuda_kernels()}, and the device is {device.name}"
+        yield Finding("MT403", f"kernels.{key}", rule, fixes, lacks="device")
+
+    return named_kernel_runs
 
 
+@rule(
+    Code(
+        "MT405",
+        "Sums in fp32 are for gradients that travel in less.",
+        example="parallel.ddp_reduce_scatter_with_fp32_accumulation=true",
+    ),
+    Code(
+        "MT406",
+        "Sums in fp32 need the distributed optimizer, one bucket at a time, without replicas.",
+        example="precision=bf16 precision.grad_reduce_in_fp32=false "
+        "parallel.ddp_reduce_scatter_with_fp32_accumulation=true",
+    ),
+    reads=(
+        "parallel.ddp_reduce_scatter_with_fp32_accumulation parallel.distributed_optimizer precision.dtype "
+        "precision.grad_reduce_in_fp32 parallel.overlap_grad_reduce parallel.hsdp_replicas"
+    ),
+)
 def accumulation_in_fp32(run: RunConfig) -> Iterator[Finding]:
     """Sums in fp32 of gradients that travel in less: for the distributed optimizer, one bucket at a time."""
     p = run.parallel
@@ -49,6 +84,15 @@ def accumulation_in_fp32(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT406", key, rule, (need, off))
 
 
+@rule(
+    Code(
+        "MT408",
+        "torch's grouped product does not take these experts.",
+        help="Leave kernels.experts to auto, or make sizes and format such as the sentence says.",
+        example="model=mixtral_tiny kernels.experts=torch",
+    ),
+    reads="kernels.experts precision.dtype model.hidden_size model.moe.ffn_hidden_size parallel.etp parallel.tp",
+)
 def grouped_products_fit(run: RunConfig) -> Iterator[Finding]:
     """torch's grouped product takes bf16, and rows of a multiple of 16 bytes."""
     why = torch_experts_obstacle(run) if run.kernels.experts == "torch" else None
@@ -59,7 +103,7 @@ def grouped_products_fit(run: RunConfig) -> Iterator[Finding]:
 
 RULES = (
     loss_scale_range,
-    *rule_for_each(kernel_runs_on_the_device, KEYS),
+    *map(kernel_runs_on_the_device, KEYS),
     accumulation_in_fp32,
     grouped_products_fit,
 )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain.config.conditional import QUANTIZED
+from mtrain.config.devices import facts_of, with_cuda_kernels
 from mtrain.config.precision import PrecisionConfig
-from mtrain.config.rules.finding import Change, Finding, multiples, rule_for_each
+from mtrain.config.rules.finding import Change, Finding, multiples
+from mtrain.config.rules.rule import Code, rule
 from mtrain.config.rules.unused import key_has_an_effect
 from mtrain.config.run import RunConfig
 
@@ -21,13 +23,19 @@ GENERATIONS: dict[str, tuple[int, int]] = {
 MULTIPLES = {"mxfp8": 32}
 """Recipe -> what every width must be a multiple of; 16 for the others, whose last block may be partly empty."""
 PLAIN = "precision=bf16"
+_FORMAT = tuple(
+    f"precision.{name}"
+    for name in PrecisionConfig.model_fields
+    if name.startswith(("fp8", "fp4", "tp_only", "num_layers_at"))
+)
+FORMATS = " ".join(_FORMAT)
+"""Keys of a quantized format."""
 
 
 def _off(run: RunConfig) -> Change:
     """Every key of a quantized format at its default."""
-    keys = ("fp8", "fp4", "tp_only", "num_layers_at")
-    fields = {name: info for name, info in PrecisionConfig.model_fields.items() if name.startswith(keys)}
-    return {f"precision.{n}": i.default for n, i in fields.items() if getattr(run.precision, n) != i.default}
+    defaults = {key: PrecisionConfig.model_fields[key.partition(".")[2]].default for key in _FORMAT}
+    return {k: off for k, off in defaults.items() if getattr(run.precision, k.partition(".")[2]) != off}
 
 
 def _tensorwise(run: RunConfig) -> Change:
@@ -41,6 +49,19 @@ def _key(run: RunConfig) -> str:
     return "precision.fp8" if run.precision.fp8 is not None else "precision.fp4"
 
 
+@rule(
+    Code(
+        "MT440",
+        "Linear layers multiply in 8 bits or in 4, not in both.",
+        example="precision.dtype=bf16 precision.fp8=hybrid cluster=h100x8 parallel=single precision.fp4=e2m1",
+    ),
+    Code(
+        "MT441",
+        "What is beside products in low precision is in bf16.",
+        example="precision.fp8=hybrid cluster=h100x8 parallel=single precision.dtype=fp16",
+    ),
+    reads=f"{FORMATS} precision.dtype",
+)
 def one_low_precision_format(run: RunConfig) -> Iterator[Finding]:
     """A product is in 8 bits or in 4, and what is beside it in bf16."""
     p = run.precision
@@ -53,6 +74,10 @@ def one_low_precision_format(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT441", "precision.dtype", rule, ({"precision.dtype": "bf16"}, _off(run)))
 
 
+@rule(
+    Code("MT442", example="precision=fp8_tensorwise"),
+    reads=f"kernels.linear {FORMATS} model.moe kernels.experts cluster.device kernels.default kernels.attention",
+)
 def low_precision_needs_transformer_engine(run: RunConfig) -> Iterator[Finding]:
     """Only TransformerEngine's layers read the recipe; others would go on in bf16 without a word."""
     p, k = run.precision, run.kernels
@@ -62,16 +87,19 @@ def low_precision_needs_transformer_engine(run: RunConfig) -> Iterator[Finding]:
     others = [f"kernels.{name} is {word}" for name, word in words.items() if word not in ("te", "auto")]
     if p.quantized is None or not others:
         return
-    device, what = run.cluster.device, "8" if p.fp8 is not None else "4"
-    rule = f"products in {what} bits are TransformerEngine's, on cuda; the device is {device}, {', '.join(others)}"
+    device, what = facts_of(run.cluster.device), "8" if p.fp8 is not None else "4"
+    where = f"on {with_cuda_kernels()}; the device is {device.name}, {', '.join(others)}"
+    rule = f"products in {what} bits are TransformerEngine's, {where}"
     te: Change = {f"kernels.{name}": "te" for name in used}
-    yield Finding("MT442", _key(run), rule, (te, _off(run)), hint=PLAIN, lacks="" if device == "cuda" else "device")
+    fixes = (te, _off(run))
+    yield Finding("MT442", _key(run), rule, fixes, hint=PLAIN, lacks="" if device.cuda_kernels else "device")
 
 
+@rule(Code("MT443", example="precision=nvfp4 cluster=h100x8"), reads=f"cluster.sm {FORMATS} cluster.device")
 def generation_has_the_recipe(run: RunConfig) -> Iterator[Finding]:
     """Tensor cores learnt 8 bits with sm_89, blocks of them with sm_90 and sm_100, 4 bits with sm_100."""
     recipe, sm = run.precision.quantized, run.cluster.sm
-    if recipe is None or sm is None or run.cluster.device != "cuda":
+    if recipe is None or sm is None or not facts_of(run.cluster.device).cuda_kernels:
         return
     first, end = GENERATIONS[recipe]
     if first <= sm < end:
@@ -110,6 +138,25 @@ def _widths(run: RunConfig) -> Iterator[tuple[str, str, int, int]]:
             yield "model.mla.q_lora_rank", "the latent queries", m.mla.q_lora_rank, 1
 
 
+@rule(
+    Code(
+        "MT444",
+        "Every width that a rank multiplies is a multiple of what the recipe takes.",
+        example="precision=fp8_tensorwise cluster=h100x8 model.ffn_hidden_size=700",
+    ),
+    Code(
+        "MT445",
+        "The tokens of a micro-batch are a multiple of what the recipe takes.",
+        example="precision=fp8_tensorwise cluster=h100x8 data.seq_length=255",
+    ),
+    reads=(
+        f"{FORMATS} data.seq_length model.hidden_size model.num_attention_heads parallel.cp "
+        "parallel.sequence_parallel parallel.tp trainer.micro_batch_size model.ffn_hidden_size "
+        "model.mla.kv_lora_rank model.mla.q_lora_rank model.mla.qk_head_dim model.mla.qk_pos_emb_head_dim "
+        "model.mla.v_head_dim model.kv_channels model.num_query_groups model.moe.ffn_hidden_size "
+        "model.moe.first_dense_layers model.moe.shared_expert_intermediate_size parallel.etp"
+    ),
+)
 def widths_fill_the_tensor_cores(run: RunConfig) -> Iterator[Finding]:
     """Every width that a rank multiplies, and its tokens, are multiples of what the recipe takes."""
     recipe, p = run.precision.quantized, run.parallel
@@ -138,6 +185,16 @@ def widths_fill_the_tensor_cores(run: RunConfig) -> Iterator[Finding]:
         )
 
 
+@rule(
+    Code(
+        "MT446",
+        example="precision=fp8_tensorwise cluster=h100x8 parallel=pp2 precision.num_layers_at_start_in_bf16=3",
+    ),
+    reads=(
+        "model.num_layers parallel.pp precision.fp8 precision.num_layers_at_end_in_bf16 "
+        "precision.num_layers_at_start_in_bf16 precision.fp4 precision.fp8_recipe precision.fp4_recipe"
+    ),
+)
 def layers_in_bf16(run: RunConfig) -> Iterator[Finding]:
     """First and last layers that stay in bf16 lie on the first and the last stage, and leave some others."""
     p, layers, pp = run.precision, run.model.num_layers, run.parallel.pp
@@ -157,6 +214,24 @@ def layers_in_bf16(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT446", "precision.num_layers_at_start_in_bf16", rule, (few, none))
 
 
+@rule(
+    Code(
+        "MT447",
+        "No part is computed again under the scales of a later step.",
+        example="precision=fp8_delayed cluster=h100x8 parallel.recompute.granularity=selective "
+        "parallel.recompute.modules=[layernorm]",
+    ),
+    Code(
+        "MT448",
+        "The scales of delayed 8 bits are in no checkpoint.",
+        severity="warning",
+        example="precision=fp8_delayed cluster=h100x8",
+    ),
+    reads=(
+        f"{FORMATS} checkpoint.save_interval parallel.recompute.granularity parallel.recompute.modules "
+        "checkpoint.save_final"
+    ),
+)
 def delayed_scales(run: RunConfig) -> Iterator[Finding]:
     """Scales of past steps are no weights: parts are not computed twice with them, and no checkpoint has them."""
     p, r = run.precision, run.parallel.recompute
@@ -172,11 +247,11 @@ def delayed_scales(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT447", "parallel.recompute.modules", rule, (drop, other))
     if run.checkpoint.save_interval is not None or run.checkpoint.save_final:
         rule = "the largest values of past steps are in no checkpoint: after a resume they are collected anew"
-        yield Finding("MT448", "precision.fp8_recipe", rule, (other,), "warning")
+        yield Finding("MT448", "precision.fp8_recipe", rule, (other,))
 
 
 RULES = (
-    *rule_for_each(key_has_an_effect, QUANTIZED),
+    *map(key_has_an_effect, QUANTIZED),
     one_low_precision_format,
     low_precision_needs_transformer_engine,
     generation_has_the_recipe,

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.rules.finding import Change, Finding, divisors, dp_of, listed, multiples, nearest
+from mtrain.config.rules.finding import DP, Change, Finding, divisors, dp_of, listed, multiples, nearest
+from mtrain.config.rules.pipeline import SPLIT
+from mtrain.config.rules.rule import Code, rule
+from mtrain.config.rules.unused import UNUSED
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import stages, uneven
 
 NO_CONTEXT: Change = {"parallel.cp": 1, "parallel.cp_comm_type": None, "parallel.hierarchical_cp_sizes": None}
 
 
+@rule(
+    Code(
+        "MT160",
+        "a2a+p2p needs two sizes above 1 whose product is cp.",
+        example="parallel=cp4 parallel.cp_comm_type=a2a+p2p",
+    ),
+    Code(
+        "MT161",
+        "All-to-all context parallelism gives each rank of a group some heads of the whole sequence.",
+        example="parallel=cp4 parallel.cp_comm_type=a2a model.num_query_groups=2",
+    ),
+    reads=(
+        "parallel.cp parallel.cp_comm_type parallel.hierarchical_cp_sizes model.num_attention_heads "
+        "parallel.tp model.mla model.num_query_groups"
+    ),
+)
 def heads_can_be_exchanged(run: RunConfig) -> Iterator[Finding]:
     """All-to-all context parallelism gives each rank of a group some heads of the whole sequence."""
     p, m = run.parallel, run.model
@@ -38,6 +57,10 @@ def heads_can_be_exchanged(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT161", "parallel.cp_comm_type", rule, (gather, NO_CONTEXT))
 
 
+@rule(
+    Code("MT214", example="model=deepseek_tiny model.mla.rope_type=yarn parallel=cp3"),
+    reads="model.mla.rope_type parallel.cp model.mla.original_max_position_embeddings",
+)
 def stretched_positions_are_cut(run: RunConfig) -> Iterator[Finding]:
     """megatron-core cuts the table of yarn's positions over the cp ranks, two chunks for each."""
     p, mla = run.parallel, run.model.mla
@@ -51,6 +74,24 @@ def stretched_positions_are_cut(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT214", "model.mla.original_max_position_embeddings", rule, (NO_CONTEXT, *fixes))
 
 
+@rule(
+    Code(
+        "MT169",
+        "megatron-core's scheduler of documents over ranks cannot be combined with this.",
+        example="parallel=dp2 parallel.hybrid_context_parallel=true",
+    ),
+    Code(
+        "MT170",
+        "The longest document fits on all ranks together.",
+        example="parallel=dp2 parallel.hybrid_context_parallel=true data.packed=true "
+        "parallel.max_seqlen_per_dp_cp_rank=100",
+    ),
+    reads=(
+        f"parallel.hybrid_context_parallel data.packed data.seq_length {DP} parallel.cp_comm_type "
+        "parallel.max_seqlen_per_dp_cp_rank parallel.overlap_grad_reduce parallel.fsdp model.moe model.mla "
+        "model.mtp_num_layers"
+    ),
+)
 def dynamic_context(run: RunConfig) -> Iterator[Finding]:
     """What megatron-core's scheduler of documents over ranks can be combined with."""
     p, m, d = run.parallel, run.model, run.data
@@ -86,6 +127,22 @@ def dynamic_context(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT170", "parallel.max_seqlen_per_dp_cp_rank", rule, (more, off))
 
 
+@rule(
+    Code(
+        "MT162",
+        "FSDP shards and overlaps by itself.",
+        example="parallel=dp2 parallel.fsdp=fsdp2 parallel.distributed_optimizer=true",
+    ),
+    Code(
+        "MT164",
+        "megatron's FSDP knows no replicas of experts.",
+        example="model=mixtral_tiny parallel=ep2 parallel.fsdp=megatron parallel.hsdp_replicas=2",
+    ),
+    reads=(
+        "parallel.fsdp parallel.distributed_optimizer parallel.overlap_grad_reduce "
+        "parallel.overlap_param_gather parallel.hsdp_replicas parallel.ep parallel.etp parallel.tp"
+    ),
+)
 def fully_sharded(run: RunConfig) -> Iterator[Finding]:
     """What each FSDP can be combined with."""
     p = run.parallel
@@ -107,11 +164,15 @@ def fully_sharded(run: RunConfig) -> Iterator[Finding]:
             f"over the ranks of dense weights, and ep {p.ep}, etp {p.etp or p.tp} keep other experts there"
         )
         yield Finding("MT164", "parallel.fsdp", rule, ({"parallel.hsdp_replicas": 1}, torch_fsdp, plain))
-    if run.optim.name != "adamw":
-        rule = f"megatron shards the state of adamw, and the optimizer is {run.optim.name}"
-        yield Finding("MT165", "parallel.fsdp", rule, ({"optim.name": "adamw"}, torch_fsdp, plain))
 
 
+@rule(
+    Code(
+        "MT163",
+        example="model=mixtral_tiny parallel=pp2 parallel.fsdp=megatron model.moe.shared_expert_intermediate_size=64",
+    ),
+    reads="parallel.fsdp parallel.fsdp_sharding parallel.pp model.moe.shared_expert_intermediate_size",
+)
 def shared_experts_stay_on_a_stage(run: RunConfig) -> Iterator[Finding]:
     """A stage with shared experts closes a micro-batch of megatron-core's FSDP before all gradients are there."""
     p, moe = run.parallel, run.model.moe
@@ -130,6 +191,15 @@ def shared_experts_stay_on_a_stage(run: RunConfig) -> Iterator[Finding]:
         )
 
 
+@rule(
+    UNUSED,
+    Code(
+        "MT167",
+        "Groups that each hold one whole sharded copy are equal, and of two ranks at least.",
+        example="parallel=dp4 parallel.fsdp=fsdp2 parallel.hsdp_replicas=3",
+    ),
+    reads=f"parallel.hsdp_replicas {DP} parallel.ep parallel.etp parallel.fsdp parallel.distributed_optimizer",
+)
 def replicas_divide(run: RunConfig) -> Iterator[Finding]:
     """Groups that each hold one whole spread copy are equal."""
     p = run.parallel
@@ -157,6 +227,13 @@ def replicas_divide(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT167", "parallel.hsdp_replicas", rule, fixes)
 
 
+@rule(
+    Code("MT168", example="parallel.recompute.granularity=selective parallel.recompute.modules=[moe]"),
+    reads=(
+        "parallel.recompute.granularity parallel.recompute.modules model.mla model.moe.first_dense_layers "
+        "model.moe.shared_expert_intermediate_size model.moe.shared_expert_overlap"
+    ),
+)
 def recomputed_modules_exist(run: RunConfig) -> Iterator[Finding]:
     """A module that is to be computed again is in the model, and its output is not needed earlier."""
     r, m = run.parallel.recompute, run.model
@@ -187,6 +264,13 @@ def recomputed_modules_exist(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT168", "parallel.recompute.modules", "a module is named twice", (once,))
 
 
+@rule(
+    Code("MT171", example="parallel.recompute.granularity=full parallel.recompute.num_layers=5"),
+    reads=(
+        f"parallel.recompute.granularity {SPLIT} parallel.pp parallel.recompute.num_layers parallel.vpp "
+        "model.num_layers model.mtp_num_layers"
+    ),
+)
 def recomputed_layers_are_in_a_stage(run: RunConfig) -> Iterator[Finding]:
     """No group of layers is larger than what a stage holds."""
     r, p = run.parallel.recompute, run.parallel
@@ -204,6 +288,10 @@ def recomputed_layers_are_in_a_stage(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT171", "parallel.recompute.num_layers", rule, fixes)
 
 
+@rule(
+    Code("MT404", example="kernels.gradient_accumulation_fusion=true"),
+    reads="kernels.gradient_accumulation_fusion kernels.linear parallel.fsdp",
+)
 def fused_accumulation(run: RunConfig) -> Iterator[Finding]:
     """Only TransformerEngine's GEMM adds to the gradient that is there."""
     linear = run.kernels.linear  # null, auto: the machine that runs it decides
@@ -217,6 +305,10 @@ def fused_accumulation(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT404", "kernels.gradient_accumulation_fusion", rule, (off,))
 
 
+@rule(
+    Code("MT428", example="parallel=dp2 parallel.fsdp=fsdp2 optim.cpu_offload=1.0"),
+    reads="optim.cpu_offload parallel.fsdp",
+)
 def offloaded_optimizer(run: RunConfig) -> Iterator[Finding]:
     """Host memory holds the state of weights that a rank keeps whole, or of the distributed optimizer's shards."""
     p = run.parallel

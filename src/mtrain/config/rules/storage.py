@@ -10,14 +10,25 @@ from pathlib import Path
 from mtrain.config.files import unreadable, unwritable
 from mtrain.config.paths import MANIFEST, RUN_FILE, names_near, user_path
 from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
 
 
+@rule(
+    Code("MT431", help="Name a folder that can be written.", example="log.runs_dir=/dev/null"),
+    reads="log.runs_dir",
+    disk=True,
+)
 def runs_can_be_written(run: RunConfig) -> Iterator[Finding]:
     """The folder of runs can be made, or written to."""
     yield from _folder("MT431", "log.runs_dir", run.log.runs_dir, "runs")
 
 
+@rule(
+    Code("MT432", help="Name a folder that can be written.", example="data.cache_dir=/dev/null/cache"),
+    reads="data.cache_dir data.kind",
+    disk=True,
+)
 def cache_can_be_written(run: RunConfig) -> Iterator[Finding]:
     """The cache can be made, or written to; one that holds corpora can be read as well where text is trained on."""
     d = run.data
@@ -36,6 +47,15 @@ def _folder(code: str, key: str, text: str, default: str) -> Iterator[Finding]:
         yield Finding(code, key, rule, ({key: default}, {key: f"{text}_folder"}))
 
 
+@rule(
+    Code(
+        "MT433",
+        help="Name a run or a checkpoint that exists, or begin a new run: checkpoint.resume=null.",
+        example="checkpoint.resume=/nowhere/run",
+    ),
+    reads="checkpoint.resume",
+    disk=True,
+)
 def resume_point_exists(run: RunConfig) -> Iterator[Finding]:
     """A run goes on from `latest`, or from a folder that is a run or a checkpoint."""
     resume = run.checkpoint.resume
@@ -56,6 +76,16 @@ def resume_point_exists(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT433", "checkpoint.resume", rule, (*near, {"checkpoint.resume": None}))
 
 
+@rule(
+    Code(
+        "MT434",
+        help="Give the run another name, or go on with the one that is there.",
+        severity="warning",
+        example="log.runs_dir=/ log.name=dev",
+    ),
+    reads="log.name checkpoint.resume log.runs_dir",
+    disk=True,
+)
 def run_folder_is_free(run: RunConfig) -> Iterator[Finding]:
     """A named run folder that is already there is not written over: the launcher refuses it."""
     if run.log.name is None or run.checkpoint.resume is not None:
@@ -69,18 +99,20 @@ def run_folder_is_free(run: RunConfig) -> Iterator[Finding]:
         )
         rule = f"{folder} is there already, and training would refuse to write over it"
         fixes: tuple[Change, ...] = ({"log.name": free}, {"checkpoint.resume": str(folder)})
-        yield Finding("MT434", "log.name", rule, fixes, "warning")
+        yield Finding("MT434", "log.name", rule, fixes)
 
 
+@rule(
+    Code("MT435", severity="warning", example="checkpoint.save_interval=1000 checkpoint.save_final=false"),
+    reads="checkpoint.save_interval trainer.train_iters checkpoint.save_final",
+)
 def something_is_saved(run: RunConfig) -> Iterator[Finding]:
     """Checkpoints that come after the last step never come."""
     c, steps = run.checkpoint, run.trainer.train_iters
     if c.save_interval is not None and c.save_interval > steps and not c.save_final:
         rule = f"a checkpoint every {c.save_interval} steps, of {steps}, and none at the end: nothing is saved"
         fixes: tuple[Change, ...] = ({"checkpoint.save_final": True}, {"checkpoint.save_interval": steps})
-        yield Finding("MT435", "checkpoint.save_interval", rule, fixes, "warning")
+        yield Finding("MT435", "checkpoint.save_interval", rule, fixes)
 
 
 RULES = (runs_can_be_written, cache_can_be_written, resume_point_exists, run_folder_is_free, something_is_saved)
-ON_DISK = (runs_can_be_written, cache_can_be_written, resume_point_exists, run_folder_is_free)
-"""Those that look at files."""

@@ -1,4 +1,4 @@
-"""Which Adam megatron-core builds its optimizers of: torch's, TransformerEngine's, or ours in `mtrain_kernels`."""
+"""Which class megatron-core builds its optimizers of: torch's, TransformerEngine's, or one of ours."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mtrain_kernels.optimizer.fused_adam import FusedAdam
 
-from mtrain.mcore import require_installed
+from mtrain.mcore.installed import require_installed
 
 require_installed()  # nothing of megatron may be imported before this line
 
@@ -18,8 +17,8 @@ from megatron.core.optimizer import OptimizerConfig, distrib_optimizer  # noqa: 
 
 
 @dataclass
-class OwnAdamConfig(OptimizerConfig):
-    """megatron-core's configuration where ours is the Adam.
+class OwnOptimizerConfig(OptimizerConfig):
+    """megatron-core's configuration where the class is ours.
 
     Its own check asks for TransformerEngine wherever the optimizer holds the main weights, and wants fp32 moments
     elsewhere; ours needs neither.
@@ -29,12 +28,12 @@ class OwnAdamConfig(OptimizerConfig):
         self.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = self.use_precision_aware_optimizer
 
 
-def use_torch_adam() -> None:
+def use_torch() -> None:
     """Let megatron-core build torch's AdamW and SGD, also where TransformerEngine is installed."""
     _use(torch.optim.AdamW, torch.optim.SGD, own_names=False)
 
 
-def use_te_adam() -> None:
+def use_te() -> None:
     """Let megatron-core build TransformerEngine's fused optimizers.
 
     Raises:
@@ -44,21 +43,21 @@ def use_te_adam() -> None:
     _use(te.FusedAdam, te.FusedSGD, own_names=True)
 
 
-def use_own_adam(base: type[FusedAdam] = FusedAdam, **kept: Any) -> None:
-    """Let megatron-core build ours; `kept` are arguments of `base` beside those that any Adam has.
+def use_own(base: type, **kept: Any) -> None:
+    """Let megatron-core build `base` where it says Adam; `kept` are its arguments beside those that any Adam has.
 
-    It has the interface of TransformerEngine's, so megatron-core takes the same way with it: main weights may be
-    the optimizer's, and its state is read and written through methods. Its step count is a number of each parameter
-    group, so no two parameters can share one, and a resume cannot count twice.
+    Ours have the interface of TransformerEngine's Adam, so megatron-core takes the same way with them: main weights
+    may be the optimizer's, and its state is made by `initialize_state`. Their step count is a number of each
+    parameter group, so no two parameters can share one, and a resume cannot count twice.
     """
 
-    class Adam(base):  # type: ignore[misc, valid-type]
+    class Own(base):  # type: ignore[misc, valid-type]
         def __init__(self, params: Any, **passed: Any) -> None:
             # What megatron-core passes of dtypes and main weights is said in `kept` already, and better.
             known = {k: passed[k] for k in ("lr", "weight_decay", "betas", "eps", "adam_w_mode") if k in passed}
             super().__init__(params, **known, **kept)
 
-    _use(Adam, torch.optim.SGD, own_names=True)
+    _use(Own, torch.optim.SGD, own_names=True)
 
 
 def _use(adam: type, sgd: type, *, own_names: bool) -> None:

@@ -1,0 +1,32 @@
+"""The verbs and flags of the command line, and what each does."""
+
+VERBS = {
+    "train": "train (the verb when none is given)",
+    "check": "validate a configuration in under a second, without starting anything",
+    "show": "print the resolved configuration and who set each key",
+    "prove": "train the layout and one rank from the same start, shrunk to this machine, and compare",
+    "rehearse": "run the layout on this machine, shrunk: train, save, resume, export, compare",
+    "resume": "go on with a run: resume RUN_FOLDER [overrides]",
+    "export": "write the weights of a checkpoint as whole tensors: export RUN_FOLDER OUT_FOLDER",
+    "generate": "write text with a trained model: generate RUN_FOLDER",
+    "recipe": "list, show, new, diff, lock, verify, import, export: recipe --help",
+    "choices": "the choices of a group, each a file: choices model",
+    "schema": "JSON Schema for editors: schema [run|recipe|GROUP] [-o DIR]; schema fields: all keys, what each feeds",
+    "completion": "a script that completes verbs, choices and keys: completion bash|zsh|fish",
+    "explain": "what a key means, who set it and what it reaches; or a code: explain parallel.tp, explain MT101",
+}
+OWN_WORDS = ("recipe", "explain", "schema", "choices", "completion", "__complete")
+"""Verbs that read their arguments themselves."""
+FLAGS = {
+    "--json": "print JSON for a machine, where the page of a verb has it",
+    "--resolved": "show: print the bare file that run=FILE reads",
+    "--all": "check: every model in every layout, precision and cluster that ships",
+    "--config-dir": "a folder of your own choices, as DIR/model/mine.yaml and DIR/recipes/mine.yaml; or MTRAIN_CONF",
+    "--multirun": "train, check: one run for each of KEY=A,B or KEY=range(1,4); -m for short",
+    "--debug": "print the traceback of an error",
+    "--help": "print this page",
+    "--version": "print the version",
+}
+CONFIG_DIR = "--config-dir"
+SHORT = {"-h": "--help", "-m": "--multirun"}
+HELP = ("--help", "-h")

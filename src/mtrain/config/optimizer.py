@@ -1,0 +1,79 @@
+"""What mtrain asks of an optimizer: everything outside its own module reads it from here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mtrain.config.base import Section
+
+Run = Any
+"""A RunConfig: its `optim` is made of what is said here, so this module cannot import it."""
+Feature = Literal["distributed_optimizer", "fsdp2", "megatron_fsdp", "cpu_offload"]
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """Parameters that an optimizer updates in a way of their own."""
+
+    name: str
+    contains: Callable[[Any, str], bool]
+    """Whether a parameter, with its name in the model, belongs to it."""
+    settings: Mapping[str, Any]
+    """Keys of the torch optimizer's parameter group."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of Megatron-LM that only some optimizers read."""
+
+    name: str
+    key: str
+    """Key of the optimizer's own section."""
+    absent: Any
+    """What leaving it out means; of a switch, true or false."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """The specification of an optimizer: one module of `mtrain.config.optimizers` holds it as `OPTIMIZER`."""
+
+    name: str
+    states: Callable[[Run], Mapping[str, str]]
+    """State tensors beside a weight and its main weight -> number format. Where parameters have different ones, the
+    smallest."""
+    build: Callable[[Run], tuple[type, dict[str, Any]]] | None
+    """The torch class of `kernels.optimizer` reference and triton, and its arguments beside those that megatron-core
+    passes. What it needs of torch it imports itself. None: there is none, the update is torch's."""
+    obstacle: Callable[[str, Run], str | None]
+    """Why a word of `kernels.optimizer` cannot update it, or None."""
+    keys: frozenset[str] = frozenset()
+    """Those keys of `optim` that it reads and not every optimizer does."""
+    section: type[Section] | None = None
+    """Its own keys: `optim.<name>`."""
+    section_doc: str = ""
+    defaults: Mapping[str, Callable[[Run], Any]] = field(default_factory=dict)
+    """Key of the section -> what null means."""
+    core_name: Literal["adam", "sgd"] = "adam"
+    """What megatron-core builds it as: `adam` is any class of ours, too."""
+    fields: Mapping[str, Callable[[Run], Any]] = field(default_factory=dict)
+    """Fields of megatron-core's OptimizerConfig that it sets beside those of every optimizer."""
+    groups: Callable[[Run], tuple[ParamGroup, ...]] = lambda run: ()
+    cannot: Mapping[Feature, str] = field(default_factory=dict)
+    """What it cannot be combined with, and why: the clause after a sentence that says so."""
+    usual_lr: tuple[float, float] | None = None
+    """Between which rates it is mostly used; None: nothing is said of a rate."""
+    megatron_name: str | None = None
+    """Megatron-LM's word after `--optimizer`; None: it has no such optimizer."""
+    flags: tuple[Flag, ...] = ()
+    """Megatron-LM's flags for the keys of the section."""
+
+
+def only(words: tuple[str, ...], name: str) -> Callable[[str, Run], str | None]:
+    """The obstacle of an optimizer that some words of `kernels.optimizer` can always update, and others never."""
+
+    def obstacle(word: str, run: Run) -> str | None:
+        return None if word in words else f"{word} has no {name}, but {' and '.join(words)} have"
+
+    return obstacle

@@ -1,0 +1,35 @@
+"""Lion (Chen et al. 2023, arXiv 2302.06675): the sign of an interpolated momentum, and a decay apart from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mtrain.config.optimizer import Optimizer, Run, only
+
+
+def update(param: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """w <- (1 - lr decay) w - lr sign(beta1 m + (1 - beta1) g); m <- beta2 m + (1 - beta2) g."""
+    (beta1, beta2), lr, average = group["betas"], group["lr"], state["exp_avg"]
+    param.mul_(1 - lr * group["weight_decay"])
+    param.add_(average.lerp(grad, 1 - beta1).sign_(), alpha=-lr)
+    average.lerp_(grad, 1 - beta2)
+
+
+def _build(run: Run) -> tuple[type, dict[str, Any]]:
+    from mtrain.mcore.elementwise import Elementwise
+
+    return Elementwise, {"update": update, "states": ("exp_avg",)}
+
+
+OPTIMIZER = Optimizer(
+    name="lion",
+    states=lambda r: {"exp_avg": "fp32"},
+    build=_build,
+    obstacle=only(("reference",), "lion"),
+    keys=frozenset({"beta1", "beta2"}),
+    cannot={
+        "megatron_fsdp": "it knows the two moments of adamw",
+        "cpu_offload": "megatron-core updates with adamw or sgd there",
+    },
+    usual_lr=(1e-6, 1e-3),
+)

@@ -1,0 +1,19 @@
+"""Momentum: an update is linear in the gradient, so it is the one to compare layouts with."""
+
+from __future__ import annotations
+
+from mtrain.config.optimizer import Optimizer, only
+
+OPTIMIZER = Optimizer(
+    name="sgd",
+    states=lambda r: {"momentum_buffer": "fp32"},
+    build=None,
+    obstacle=only(("torch", "te"), "sgd"),
+    keys=frozenset({"momentum"}),
+    core_name="sgd",
+    cannot={
+        "distributed_optimizer": "megatron-core knows it with adam alone",
+        "megatron_fsdp": "it knows the two moments of adamw",
+    },
+    megatron_name="sgd",
+)

@@ -1,0 +1,33 @@
+"""What the megatron adapter was installed for in this process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtrain.devices.base import Device
+
+
+class NotInstalled(RuntimeError):
+    """megatron.core was asked for before `install`, or was already loaded in a way that cannot be adapted."""
+
+
+@dataclass(slots=True)
+class Installed:
+    """The device that megatron.core was adapted to, whether it is imported, and the patches that were left out."""
+
+    device: Device | None = None
+    imported: bool = False
+    without: frozenset[str] | None = None
+
+
+installed = Installed()
+
+
+def require_installed() -> Device:
+    """The device that the adapter was installed for; raises `NotInstalled` where it is not."""
+    if installed.device is None or installed.without is None:
+        raise NotInstalled(
+            "megatron.core cannot be used yet: call mtrain.mcore.install(device) first, before anything imports "
+            "megatron.core or mtrain.mcore.api"
+        )
+    return installed.device

@@ -1,0 +1,1 @@
+"""Families of models: how each is counted, shrunk and built."""

@@ -1,0 +1,56 @@
+"""What mtrain asks of a family of models, and nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mtrain.config.model import ModelConfig
+from mtrain.config.parallel import ParallelConfig
+from mtrain.config.run import RunConfig
+
+BuildChunk = Callable[[RunConfig, Any, int | None], Any]
+"""This rank's chunk of a resolved run, from its TransformerConfig and its virtual pipeline stage (None: one chunk).
+
+A module that is called as megatron-core's GPTModel is, and gives the sum of its losses where there are labels.
+"""
+
+
+class Flops(Protocol):
+    """Model FLOPs of one token's forward and backward, without recomputation."""
+
+    def __call__(self, model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
+        """Attention of a token to half the sequence if `causal`, else to all of it."""
+
+
+class Shrink(Protocol):
+    """The same model with so many layers, narrow enough for a laptop."""
+
+    def __call__(self, model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int) -> ModelConfig:
+        """Layout `p` must still split it, and everything that decides which code runs stays as it was."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Family:
+    """A kind of model: facts and functions. Nothing of it imports torch but the module that `builder` names.
+
+    A third party publishes one under the entry point group `mtrain.models`; see `mtrain.models.gpt` for a complete
+    example.
+    """
+
+    name: str
+    """What a user writes as `model.family`."""
+    section: str | None
+    """Section of `model` that holds keys of this family's own, which it cannot do without; None: it has none."""
+    builder: str
+    """Its `BuildChunk`, as `package.module:function`."""
+
+    parameters: Callable[[ModelConfig], int]
+    """Trainable parameters of the model as built, with the padded vocabulary; each shared weight once."""
+    active_parameters: Callable[[ModelConfig], int]
+    """Those that one token visits."""
+    expert_parameters: Callable[[ModelConfig], int]
+    """Those of routed experts, which expert parallelism spreads."""
+    flops_per_token: Flops
+    shrink: Shrink

@@ -1,0 +1,16 @@
+"""Decoder-only transformers: dense or with experts, standard attention or MLA, with or without MTP layers."""
+
+from mtrain.models.base import Family
+from mtrain.models.gpt import count
+from mtrain.models.gpt.shrink import shrink
+
+GPT = Family(
+    name="gpt",
+    section=None,
+    builder="mtrain.models.gpt.build:chunk",
+    parameters=count.parameters,
+    active_parameters=count.active_parameters,
+    expert_parameters=count.expert_parameters,
+    flops_per_token=count.flops_per_token,
+    shrink=shrink,
+)

@@ -1,0 +1,33 @@
+"""This rank's chunk of a decoder-only transformer, with the layers that `kernels` chose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mtrain.config.core_fields import GPT_FIELDS, values
+from mtrain.config.run import RunConfig
+from mtrain.mcore import api as mcore
+from mtrain.mcore import backend
+from mtrain.mcore.language_model import LanguageModel
+from mtrain.mcore.op_overrides import override_operations
+
+
+def chunk(run: RunConfig, config: Any, stage: int | None) -> LanguageModel:
+    """The layers of one virtual pipeline stage of this rank, with embedding and loss where they belong to it."""
+    ps = mcore.parallel_state
+    provider = backend.provider(run.kernels)
+    assert run.kernels.loss is not None, "a resolved run says who makes its loss"
+    override_operations(run.kernels, run.model.moe.group_score_topk if run.model.moe else None)
+    return LanguageModel(
+        loss=run.kernels.loss,
+        loss_vocab_size=run.model.loss_vocab_size,
+        soft_cap=run.model.final_logit_softcapping,
+        config=config,
+        transformer_layer_spec=backend.layer_spec(config, provider, vp_stage=stage),
+        pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        parallel_output=True,
+        mtp_block_spec=backend.mtp_spec(config, provider, vp_stage=stage),
+        vp_stage=stage,
+        **values(GPT_FIELDS, run),
+    )

@@ -1,0 +1,137 @@
+"""Parameters and floating-point operations of a decoder-only transformer, from its configuration alone."""
+
+from __future__ import annotations
+
+from mtrain.config.model import ModelConfig
+
+
+def parameters(model: ModelConfig) -> int:
+    """Trainable parameters of the model as built, with the padded vocabulary; each shared weight once."""
+    embeddings = model.padded_vocab_size * model.hidden_size
+    total = embeddings if model.tie_word_embeddings else 2 * embeddings
+    if model.position_embedding_type == "learned_absolute":
+        total += model.max_position_embeddings * model.hidden_size
+    total += _norm(model, model.hidden_size)
+    total += (model.mtp_num_layers or 0) * prediction_parameters(model)
+    dense = model.num_layers if model.moe is None else min(model.moe.first_dense_layers, model.num_layers)
+    first, last = layer_parameters(model, 0), layer_parameters(model, model.num_layers - 1)
+    return total + dense * first + (model.num_layers - dense) * last
+
+
+def active_parameters(model: ModelConfig) -> int:
+    """Parameters that one token visits: all of them for a dense model, the chosen experts for an MoE."""
+    if model.moe is None:
+        return parameters(model)
+    idle = model.moe.num_experts - model.moe.router_topk
+    layers = model.num_layers - model.moe.first_dense_layers + (model.mtp_num_layers or 0)
+    return parameters(model) - layers * idle * _mlp(model, model.moe.ffn_hidden_size)
+
+
+def layer_parameters(model: ModelConfig, index: int) -> int:
+    """Trainable parameters of layer `index` (counted from 0)."""
+    norms = 2 * _norm(model, model.hidden_size)
+    attention = _mla(model) if model.mla else _attention(model)
+    sinks = model.num_attention_heads if model.softmax_type == "learnable" else 0
+    return norms + attention + sinks + _feed_forward(model, index)
+
+
+def prediction_parameters(model: ModelConfig) -> int:
+    """Trainable parameters of one layer of multi-token prediction: a layer like the last, the projection of hidden
+    state and next embedding in front of it, and three norms.
+    """
+    hidden = model.hidden_size
+    bias = hidden if model.add_bias_linear else 0
+    return layer_parameters(model, model.num_layers - 1) + 2 * hidden * hidden + bias + 3 * _norm(model, hidden)
+
+
+def _norm(model: ModelConfig, width: int) -> int:
+    return width if model.normalization == "RMSNorm" else 2 * width
+
+
+def _attention(model: ModelConfig) -> int:
+    hidden, heads = model.hidden_size, model.num_attention_heads * model.head_dim
+    qkv = heads + 2 * model.query_groups * model.head_dim
+    total = hidden * qkv + heads * hidden
+    if model.add_bias_linear or model.add_qkv_bias:
+        total += qkv
+    if model.add_bias_linear:
+        total += hidden
+    if model.qk_layernorm:
+        total += 2 * _norm(model, model.head_dim)
+    return total
+
+
+def _mla(model: ModelConfig) -> int:
+    mla = model.mla
+    assert mla is not None
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    q_width = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+    if mla.q_lora_rank:
+        total = hidden * mla.q_lora_rank + mla.q_lora_rank * q_width
+        total += _norm(model, mla.q_lora_rank) if model.qk_layernorm else 0
+    else:
+        total = hidden * q_width
+    total += hidden * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
+    total += _norm(model, mla.kv_lora_rank) if model.qk_layernorm else 0
+    total += mla.kv_lora_rank * heads * (mla.qk_head_dim + mla.v_head_dim)
+    return total + heads * mla.v_head_dim * hidden
+
+
+def _mlp(model: ModelConfig, width: int) -> int:
+    up = 2 * width if model.gated else width
+    total = model.hidden_size * (up + width)
+    return total + (up + model.hidden_size if model.add_bias_linear else 0)
+
+
+def _feed_forward(model: ModelConfig, index: int) -> int:
+    moe = model.moe
+    if moe is None or index < moe.first_dense_layers:
+        return _mlp(model, model.ffn_hidden_size)
+    total = moe.num_experts * (model.hidden_size + _mlp(model, moe.ffn_hidden_size))
+    if moe.shared_expert_intermediate_size:
+        total += _mlp(model, moe.shared_expert_intermediate_size)
+        total += model.hidden_size if moe.shared_expert_gate else 0
+    return total
+
+
+def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
+    """Model FLOPs of one token's forward and backward, without recomputation.
+
+    6 per weight that multiplies (2 forward, 4 backward), the embedding's look-up excluded, and 12 per layer,
+    query head width and key for attention, halved when `causal` (published figures use both conventions). Layers
+    with a window count the keys in it under both.
+    Source: Chowdhery et al. 2022 (PaLM), appendix B.
+    """
+    weights = active_parameters(model)
+    table = model.padded_vocab_size * model.hidden_size
+    if not model.tie_word_embeddings:
+        weights -= table
+    if model.position_embedding_type == "learned_absolute":
+        weights -= model.max_position_embeddings * model.hidden_size
+    # every MTP layer multiplies with the output layer once more
+    weights += (model.mtp_num_layers or 0) * table
+    if model.mla:
+        widths = 2 * model.mla.qk_head_dim + 2 * model.mla.qk_pos_emb_head_dim + 2 * model.mla.v_head_dim
+    else:
+        widths = 4 * model.head_dim
+    keys = sum(_keys(model, layer, seq_length, causal=causal) for layer in range(model.num_layers))
+    keys += (model.mtp_num_layers or 0) * _keys(model, 0, seq_length, causal=causal)
+    return 6.0 * weights + 3.0 * model.num_attention_heads * widths * keys
+
+
+def _keys(model: ModelConfig, layer: int, seq_length: int, *, causal: bool) -> float:
+    """Keys that a token of layer `layer` is multiplied with, on average over the sequence."""
+    every, window = model.window_attn_skip_freq, model.window_size
+    whole = seq_length / 2 if causal else float(seq_length)
+    if window is None or (every is not None and (layer + 1) % every == 0) or window >= seq_length:
+        return whole
+    # the first `window` tokens see half a window on average, the others a whole one
+    return window * (1 - window / (2 * seq_length))
+
+
+def expert_parameters(model: ModelConfig) -> int:
+    """Trainable parameters of routed experts: what expert parallelism spreads."""
+    if model.moe is None:
+        return 0
+    layers = model.num_layers - model.moe.first_dense_layers + (model.mtp_num_layers or 0)
+    return layers * model.moe.num_experts * _mlp(model, model.moe.ffn_hidden_size)

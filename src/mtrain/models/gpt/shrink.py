@@ -1,0 +1,76 @@
+"""A decoder-only transformer, small enough for a laptop: narrower, with the layers that it is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mtrain.config.model import ModelConfig, MoEConfig
+from mtrain.config.parallel import ParallelConfig
+
+HEAD, HIDDEN, FFN, VOCAB = 16, 64, 128, 512
+PADDED = 385
+"""Token ids where the model has padding: an odd number, whose last rows of 512 are padding on whole ranks of tp8."""
+
+
+def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int) -> ModelConfig:
+    """`model` with so many layers, for the layout `p` and sequences of `seq_length`.
+
+    Heads and key/value heads become the fewest that keep how they are split, experts at most two per rank. Everything
+    that decides which code runs stays as it was: norm, activation, biases, positions, windows, sinks, tying, routing.
+    """
+    groups = p.tp if model.query_groups >= p.tp else model.query_groups
+    ratio = min(2, model.num_attention_heads // model.query_groups)
+    heads = groups * ratio
+    if heads % p.tp:
+        heads = groups * p.tp
+    if p.cp_comm_type in ("a2a", "a2a+p2p"):  # as many key/value heads as are exchanged
+        exchange = (p.hierarchical_cp_sizes or (p.cp, 1))[0]
+        groups = heads = p.tp * exchange
+    update: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden_size": HIDDEN * max(1, p.tp // 4),
+        "ffn_hidden_size": FFN * max(1, p.tp // 4),
+        "num_attention_heads": heads,
+        "num_query_groups": groups if model.num_query_groups is not None else None,
+        "kv_channels": HEAD,
+        "vocab_size": VOCAB if model.padded_vocab_size == model.vocab_size else PADDED,
+        "max_position_embeddings": max(seq_length, 64),
+    }
+    if model.num_query_groups is None:
+        update["num_attention_heads"] = max(groups, 2)
+    if model.window_size is not None:
+        update["window_size"] = min(model.window_size, seq_length // 4)
+    if model.moe is not None:
+        update["moe"] = _experts(model.moe, p, layers)
+    if model.mla is not None:
+        update["kv_channels"] = model.kv_channels
+        update["num_attention_heads"] = max(groups if p.cp_comm_type in ("a2a", "a2a+p2p") else p.tp, 2)
+        update["mla"] = model.mla.model_copy(
+            update={
+                "q_lora_rank": 32 if model.mla.q_lora_rank else None,
+                "kv_lora_rank": 32,
+                "qk_head_dim": 16,
+                "qk_pos_emb_head_dim": 8,
+                "v_head_dim": 16,
+            }
+        )
+    return model.model_copy(update=update)
+
+
+def _experts(moe: MoEConfig, p: ParallelConfig, layers: int) -> MoEConfig:
+    groups = 2 if moe.router_num_groups else None
+    experts = p.ep * min(2, moe.num_experts // p.ep)
+    experts = max(experts, 4) if experts % (2 * p.ep) == 0 or p.ep in (1, 2, 4) else experts
+    topk = min(moe.router_topk, 2, experts)
+    return moe.model_copy(
+        update={
+            "num_experts": experts,
+            "router_topk": topk,
+            "ffn_hidden_size": 32 * (p.etp or p.tp),
+            "shared_expert_intermediate_size": 32 * p.tp if moe.shared_expert_intermediate_size else None,
+            "first_dense_layers": min(moe.first_dense_layers, 1 if layers > 1 else 0),
+            "router_num_groups": groups,
+            "router_group_topk": 1 if groups and moe.router_group_topk else None,
+            "router_group_score_topk": min(moe.group_score_topk or 1, experts // groups) if groups else None,
+        }
+    )

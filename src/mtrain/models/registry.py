@@ -1,0 +1,77 @@
+"""Finds the family of a model: those that ship, then the plug-ins that are installed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import cast
+
+from mtrain.config.model import ModelConfig
+from mtrain.errors import BadEnvironment, ConfigError, Problem
+from mtrain.models.base import BuildChunk, Family
+from mtrain.models.gpt import GPT
+
+GROUP = "mtrain.models"
+"""Entry point group of families; the entry point's value is a `Family`."""
+
+_SHIPPED = {family.name: family for family in (GPT,)}
+
+
+def names() -> tuple[str, ...]:
+    """Every family that can be asked for, shipped ones first."""
+    return (*_SHIPPED, *sorted(_plug_ins()))
+
+
+def family_of(model: ModelConfig) -> Family:
+    """The family that `model.family` names.
+
+    Raises `ConfigError` for a name that nothing provides, or without the section that the family needs;
+    `BadEnvironment` for a plug-in that does not load.
+    """
+    family = _SHIPPED.get(model.family) or _load(model.family)
+    if family.section is not None and getattr(model, family.section, None) is None:
+        path, rule = f"model.{family.section}", f"the family {family.name} is described there"
+        raise ConfigError([Problem("MT246", path, None, rule, f"{path}={{...}}, or model.family={GPT.name}")])
+    return family
+
+
+def problems(model: ModelConfig, origins: Mapping[str, str]) -> list[Problem]:
+    """Why a model has no family; empty where it has one."""
+    try:
+        family_of(model)
+    except ConfigError as error:
+        return [replace(problem, source=origins.get(problem.path, "")) for problem in error.problems]
+    return []
+
+
+def builder(family: Family) -> BuildChunk:
+    """The function that builds chunks of it; imports torch."""
+    module, _, function = family.builder.partition(":")
+    return cast(BuildChunk, getattr(import_module(module), function))
+
+
+def _plug_ins() -> dict[str, EntryPoint]:
+    return {e.name: e for e in entry_points(group=GROUP) if e.name not in _SHIPPED}
+
+
+def _load(name: str) -> Family:
+    entry = _plug_ins().get(name)
+    if entry is None:
+        raise ConfigError([_unknown(name)])
+    try:
+        family = entry.load()
+    except Exception as error:
+        raise BadEnvironment(f"model family {name!r}: its plug-in {entry.value} does not load: {error}") from error
+    if not isinstance(family, Family):
+        raise BadEnvironment(f"model family {name!r}: its plug-in {entry.value} is no mtrain.models.base.Family")
+    return family
+
+
+def _unknown(name: str) -> Problem:
+    known = names()
+    near = difflib.get_close_matches(name, known, n=1)
+    rule = f"there is no such family here; families: {', '.join(known)} (a plug-in adds one)"
+    return Problem("MT245", "model.family", name, rule, f"model.family={near[0] if near else GPT.name}")

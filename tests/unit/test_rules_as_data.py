@@ -1,0 +1,237 @@
+"""A rule says true things of itself: its codes, the keys it reads, and an example that raises each code."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from pydantic import ValidationError
+
+from mtrain.config.codes import OTHERS, codes, rules_of
+from mtrain.config.compose import compose
+from mtrain.config.resolve import Machine, resolve
+from mtrain.config.rules import RULES, apply
+from mtrain.config.rules.finding import Finding
+from mtrain.config.rules.rule import Code, Rule, rule
+from mtrain.config.run import GROUPS, RunConfig
+from mtrain.config.watch import watched
+from mtrain.data.indexed import IndexedWriter, token_dtype
+from mtrain.errors import ConfigError
+from tests.support.catalogue import ROWS
+from tests.support.catalogue_more import MORE
+from tests.support.configs import LAPTOP, MOE, tiny
+from tests.support.strategies import runs
+from tests.unit import test_rules_catalogue as plain
+from tests.unit import test_rules_quantized as quantized
+
+SOURCE = Path(__file__).resolve().parents[2] / "src/mtrain"
+GPUS = Machine(cpu_cores=8, memory_bytes=1 << 40, gpus=4)
+CHANGES = [*(change for _, change in plain.BROKEN), *plain.FINE, *(change for *_, change in quantized.BROKEN)]
+NO_EXAMPLE = {
+    "MT321": "a folder with more files than are looked at; tested with one",
+    "MT607": "a tokenizer; tested with one",
+    "MT611": "a corpus; tested with one",
+    "MT612": "a corpus; tested with one",
+    "MT613": "a tokenizer; tested with one",
+}
+"""Codes of rules that no command line raises by itself."""
+SOFTER = {"MT432"}
+"""Codes whose rule makes a warning of some findings itself."""
+
+
+def literals(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Codes in a source, and whether each of them is declared there: the first argument of `Code`."""
+    declared = {
+        node.args[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Code"
+    }
+    compared = {inner for node in ast.walk(tree) if isinstance(node, ast.Compare) for inner in ast.walk(node)}
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        for node in (inner for statement in function.body for inner in ast.walk(statement)):
+            if isinstance(node, ast.Constant) and node not in compared and _is_code(node.value):
+                yield node.value, False
+    for node in declared:
+        if isinstance(node, ast.Constant):
+            yield node.value, True
+
+
+def _is_code(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 5 and value.startswith("MT") and value[2:].isdigit()
+
+
+@cache
+def in_source() -> tuple[list[str], set[str]]:
+    """Codes that are declared, each as often as it is, and codes that are raised."""
+    found = [pair for file in SOURCE.rglob("*.py") for pair in literals(ast.parse(file.read_text()))]
+    return [code for code, declared in found if declared], {code for code, declared in found if not declared}
+
+
+def test_every_code_that_is_raised_is_declared_once_and_none_is_declared_that_is_not_raised() -> None:
+    declared, raised = in_source()
+    assert sorted(set(declared)) == sorted(declared)
+    assert set(declared) == raised - {"MT000"} == set(codes())
+
+
+def test_a_code_is_of_the_rules_or_of_the_table() -> None:
+    of_rules = {code.code for rule in RULES for code in rule.codes}
+    assert not of_rules & {code.code for code in OTHERS}
+    for code in of_rules:
+        assert len({id(c) for rule in rules_of(code) for c in rule.codes if c.code == code}) == 1
+
+
+def test_every_rule_that_is_made_is_asked() -> None:
+    """Rules stand in the tuple of their file: one that is forgotten there would never be asked."""
+    import mtrain.config.rules as package
+
+    for module in package._MODULES:
+        made = {value for value in vars(module).values() if isinstance(value, Rule)}
+        assert made <= set(module.RULES), module.__name__
+
+
+def test_every_code_of_a_rule_has_an_example_or_a_reason() -> None:
+    """That an example raises its code is tested with `explain`, which shows it."""
+    assert {code.code for rule in RULES for code in rule.codes if not code.example} == set(NO_EXAMPLE)
+
+
+@pytest.fixture(scope="module")
+def configurations(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
+    """Those of the catalogues, random combinations of what they change, drawn ones, and some with files."""
+    out = [compose(row.words).run for row in (*ROWS, *MORE) if not row.text and _accepted(row.words)]
+    out += [apply(tiny(), change) for change in CHANGES]
+    random_ = random.Random(3)
+    for _ in range(500):
+        several: dict[str, Any] = {}
+        for change in random_.sample(CHANGES, random_.choice([2, 2, 3, 4])):
+            several |= change
+        out += _applied(several)
+    drawn(out)
+    out += _with_files(tmp_path_factory.mktemp("files"))
+    return [resolve(raw, machine) for raw, machine in zip(out, _machines(len(out)), strict=True)]
+
+
+def _machines(count: int) -> Iterator[Machine]:
+    return ((LAPTOP, GPUS)[number % 5 == 4] for number in range(count))
+
+
+def _accepted(words: tuple[str, ...]) -> bool:
+    try:
+        compose(words)
+    except ConfigError:
+        return False
+    return True
+
+
+def _applied(changes: dict[str, Any]) -> list[RunConfig]:
+    try:
+        return [apply(tiny(), changes)]
+    except (ValidationError, KeyError, TypeError):
+        return []
+
+
+def drawn(out: list[RunConfig]) -> None:
+    """Adds random configurations of the schema."""
+
+    @given(run=runs())
+    @settings(
+        max_examples=150,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    def draw(run: RunConfig) -> None:
+        out.append(run)
+
+    draw()
+
+
+def _with_files(home: Path) -> list[RunConfig]:
+    """Runs on a corpus and a tokenizer that are there."""
+    with IndexedWriter(home / "tokens", token_dtype(4096)) as writer:
+        for _ in range(10):
+            writer.add(np.zeros(1000, np.uint16))
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
+    (home / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
+    (home / "runs/mine").mkdir(parents=True)
+    base = {"data.kind": "indexed", "data.path": str(home / "tokens"), "data.seq_length": 64}
+    token = {"data.tokenizer": str(home / "tokenizer.json")}
+    changes: list[dict[str, Any]] = [
+        {},
+        {"data.split": [0.8, 0.2, 0.0]},
+        {"data.seq_length": 1024, "trainer.eval_iters": 4},
+        token,
+        {**token, "data.packed": True, "data.eod_mask_loss": True},
+        {"log.runs_dir": str(home / "runs"), "log.name": "mine"},
+    ]
+    return [apply(tiny(), {**base, **change}) for change in changes]
+
+
+def covered(key: str, reads: tuple[str, ...]) -> bool:
+    """Whether a key that was read is declared: itself, its section, or, where it is a section, a key of it."""
+    key = key.removesuffix(".")
+    return key in GROUPS or any(key == r or key.startswith(f"{r}.") or r.startswith(f"{key}.") for r in reads)
+
+
+def test_a_rule_reads_the_keys_that_it_declares_and_raises_its_codes(configurations: list[RunConfig]) -> None:
+    read: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for run in configurations:
+        for asked in RULES:
+            reads: set[str] = set()
+            severities = {code.code: code.severity for code in asked.codes}
+            for found in asked(watched(run, reads)):
+                assert found.code in severities, asked.name
+                assert found.severity == severities[found.code] or found.code in SOFTER, found
+            undeclared = {key for key in reads if not covered(key, asked.reads)}
+            assert not undeclared, f"{asked.file}: {asked.name} reads {sorted(undeclared)}: declare it in reads="
+            read[asked.file, asked.name] |= {key.removesuffix(".") for key in reads}
+    for asked in RULES:
+        stale = {key for key in asked.reads if not covered(key, tuple(read[asked.file, asked.name]))}
+        assert asked.name == "has_an_effect" or not stale, f"{asked.file}: {asked.name} never reads {sorted(stale)}"
+
+
+def test_a_rule_that_reads_more_than_it_declares_is_seen() -> None:
+    """The checker can fail: an undeclared key, and a section that is looked at as a whole."""
+
+    @rule(Code("MT101", "none"), reads="parallel.tp")
+    def hidden(run: RunConfig) -> Iterator[Finding]:
+        if run.parallel.tp == 1 and run.model.moe is not None and run.model.moe.num_experts:
+            yield Finding("MT101", "parallel.tp", "none")
+
+    reads: set[str] = set()
+    assert list(hidden(watched(resolve(apply(tiny(), {"model.moe": MOE}), LAPTOP), reads)))
+    assert {key for key in reads if not covered(key, hidden.reads)} == {"model.moe.", "model.moe.num_experts"}
+
+
+def test_a_code_of_a_warning_makes_a_warning() -> None:
+    @rule(Code("MT427", "none", severity="warning"), Code("MT421", "none"), reads="optim.lr")
+    def both(run: RunConfig) -> Iterator[Finding]:
+        """Unused."""
+        yield Finding("MT427", "optim.lr", "unusual")
+        yield Finding("MT421", "optim.lr", "wrong")
+
+    assert [found.severity for found in both(tiny())] == ["warning", "error"]
+
+
+def test_without_a_summary_the_first_line_of_the_docstring_is_one() -> None:
+    @rule(Code("MT427"), reads="optim.lr optim.name optim.lr")
+    def named(run: RunConfig) -> Iterator[Finding]:
+        """A rate of whole numbers is usually one whose exponent was lost.
+
+        More.
+        """
+        yield from ()
+
+    assert named.codes[0].summary == "A rate of whole numbers is usually one whose exponent was lost."
+    assert named.reads == ("optim.lr", "optim.name")
+    assert named.reads_any("optim")
+    assert not named.reads_any("optim.beta1", "precision")

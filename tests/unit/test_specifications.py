@@ -1,0 +1,86 @@
+"""Optimizers, number formats and devices are each described once, and what is described is true."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from typing import get_args
+
+import pytest
+import torch
+
+from mtrain.config import devices, formats
+from mtrain.config.compose import compose
+from mtrain.config.groups import OptimConfig
+from mtrain.config.kernels import update_obstacle
+from mtrain.config.keys import choices_of
+from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.paths import choices_of_group
+from mtrain.config.resolve import resolve
+from mtrain.errors import BadEnvironment
+from tests.support.configs import LAPTOP
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_is_a_choice_that_some_implementation_updates(name: str) -> None:
+    assert name in choices_of_group("optim")
+    run = resolve(compose([f"optim={name}"]).run, LAPTOP)
+    assert run.optim.name == name
+    assert update_obstacle(run.kernels.optimizer or "", run) is None
+
+
+def test_the_schema_has_the_optimizers_and_the_keys_that_they_read() -> None:
+    assert choices_of("optim.name") == tuple(OPTIMIZERS)
+    sections = {name for name, spec in OPTIMIZERS.items() if spec.section is not None}
+    keys = set(OptimConfig.model_fields)
+    assert sections < keys
+    assert all(spec.keys <= keys for spec in OPTIMIZERS.values())
+    assert all(
+        spec.section is None or set(spec.defaults) == set(spec.section.model_fields) for spec in OPTIMIZERS.values()
+    )
+
+
+@pytest.mark.parametrize(
+    "word", [w for w, facts in formats.FORMATS.items() if facts.torch.startswith(("float", "bf"))]
+)
+def test_a_format_has_the_size_and_range_of_its_dtype(word: str) -> None:
+    facts = formats.FORMATS[word]
+    dtype = getattr(torch, facts.torch)
+    assert facts.bytes == dtype.itemsize
+    assert facts.largest == pytest.approx(torch.finfo(dtype).max, rel=0 if word != "tf32" else 1e-3)
+
+
+def test_a_word_of_a_format_is_one_of_the_table() -> None:
+    kinds = (formats.WeightFormat, formats.MainFormat, formats.MomentFormat, formats.ProductFormat, formats.Format)
+    assert all(set(get_args(kind)) <= formats.FORMATS.keys() for kind in kinds)
+    assert set(get_args(formats.Format)) == formats.FORMATS.keys()
+
+
+toy = devices.DeviceFacts(name="toy", triton=True)
+no_facts = object()
+
+
+def _plug_in(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    entry = EntryPoint("toy", value, devices.FACTS_GROUP)
+    monkeypatch.setattr(devices, "entry_points", lambda group: [entry] if group == devices.FACTS_GROUP else [])
+    devices._of_plug_in.cache_clear()
+
+
+def test_a_plug_in_states_facts_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    _plug_in(monkeypatch, f"{__name__}:toy")
+    assert devices.facts_of("toy").triton
+    assert devices.facts_of("another") == devices.DeviceFacts(name="another")
+
+
+@pytest.mark.parametrize(("value", "said"), [("nowhere:x", "do not load"), (f"{__name__}:no_facts", "is no mtrain")])
+def test_facts_that_are_none_are_named(value: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _plug_in(monkeypatch, value)
+    with pytest.raises(BadEnvironment, match=said):
+        devices.facts_of("toy")
+
+
+def test_shipped_facts_and_devices_are_the_same() -> None:
+    from mtrain.devices import registry
+
+    assert set(devices.SHIPPED) == set(registry._SHIPPED)
+    assert registry._load("cuda").name == devices.CUDA.name
+    assert (registry._load("cpu").count() is None) == devices.CPU.on_host
