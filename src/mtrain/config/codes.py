@@ -182,6 +182,13 @@ OTHERS = (
         example="model.hidden_size=1000000 model.num_layers=100000",
     ),
     Code(
+        "MT322",
+        "Nobody named data, and the model is too large for the text that every machine has: tokens are synthetic.",
+        "Name your own: data=text data.path=FOLDER, or data=indexed data.path=PREFIX; else say data=mock.",
+        severity="warning",
+        example="model=llama3_8b",
+    ),
+    Code(
         "MT501",
         "A run folder is taken.",
         "Go on with it, or give the new run another name.",

@@ -113,7 +113,7 @@ _BESIDE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = 
             "precision.min_loss_scale",
             "precision.max_skipped_updates",
         ),
-        lambda r: r.precision.dtype == "fp16",
+        lambda r: r.precision.format == "fp16",
         "precision.dtype=fp16",
     ),
     (
@@ -178,7 +178,7 @@ CONDITIONAL = (
         "parallel.max_seqlen_per_dp_cp_rank",
         lambda r: r.parallel.hybrid_context_parallel,
         "parallel.hybrid_context_parallel=true",
-        lambda r: max(1, r.data.seq_length // max(1, (r.parallel.ranks or 1) // r.parallel.model_ranks)),
+        lambda r: max(1, r.data.length // max(1, (r.parallel.ranks or 1) // r.parallel.model_ranks)),
     ),
     Conditional(
         "parallel.fsdp_sharding",
@@ -213,12 +213,12 @@ CONDITIONAL = (
     ),
     Conditional(
         "parallel.ddp_bucket_size",
-        lambda r: r.parallel.overlap_grad_reduce and r.parallel.fsdp == "none",
+        lambda r: bool(r.parallel.overlap_grad_reduce) and r.parallel.fsdp == "none",
         "parallel.overlap_grad_reduce=true",
     ),
     Conditional(
         "parallel.ddp_pad_buckets_for_high_nccl_busbw",
-        lambda r: r.parallel.distributed_optimizer,
+        lambda r: bool(r.parallel.distributed_optimizer),
         "parallel.distributed_optimizer=true",
         off=False,
     ),

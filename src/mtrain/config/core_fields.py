@@ -98,10 +98,10 @@ FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "mtp_num_layers": lambda r: r.model.mtp_num_layers,
     "mtp_loss_scaling_factor": lambda r: r.model.mtp_loss_scaling_factor,
     "gradient_accumulation_fusion": lambda r: r.kernels.gradient_accumulation_fusion,
-    "params_dtype": lambda r: r.precision.dtype,
-    "pipeline_dtype": lambda r: r.precision.dtype,
-    "bf16": lambda r: r.precision.dtype == "bf16",
-    "fp16": lambda r: r.precision.dtype == "fp16",
+    "params_dtype": lambda r: r.precision.format,
+    "pipeline_dtype": lambda r: r.precision.format,
+    "bf16": lambda r: r.precision.format == "bf16",
+    "fp16": lambda r: r.precision.format == "fp16",
     "fp8": lambda r: r.precision.fp8,
     "fp8_recipe": lambda r: r.precision.fp8_recipe or "delayed",
     "fp8_margin": lambda r: r.precision.fp8_margin or 0,
@@ -231,7 +231,7 @@ FSDP_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "use_distributed_optimizer": lambda r: True,
     "data_parallel_sharding_strategy": lambda r: r.parallel.fsdp_sharding,
     # fp32 weights need no second copy as main weights
-    "preserve_fp32_weights": lambda r: r.precision.dtype != "fp32",
+    "preserve_fp32_weights": lambda r: r.precision.format != "fp32",
     # a division fused into the sum is NCCL's alone
     "gradient_reduce_div_fusion": lambda r: False,
 }
@@ -248,9 +248,9 @@ OPTIMIZER_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "sgd_momentum": lambda r: r.optim.momentum,
     # Without clipping the norm is still wanted for the log: no norm exceeds infinity.
     "clip_grad": lambda r: r.optim.clip_grad if r.optim.clip_grad is not None else float("inf"),
-    "bf16": lambda r: r.precision.dtype == "bf16",
-    "fp16": lambda r: r.precision.dtype == "fp16",
-    "params_dtype": lambda r: r.precision.dtype,
+    "bf16": lambda r: r.precision.format == "bf16",
+    "fp16": lambda r: r.precision.format == "fp16",
+    "params_dtype": lambda r: r.precision.format,
     "initial_loss_scale": lambda r: r.precision.initial_loss_scale,
     "min_loss_scale": lambda r: r.precision.min_loss_scale,
     "loss_scale_window": lambda r: r.precision.loss_scale_window,
@@ -265,7 +265,7 @@ OPTIMIZER_FIELDS: dict[str, Callable[[RunConfig], Any]] = {
     "exp_avg_sq_dtype": lambda r: r.optim.exp_avg_sq_dtype,
     # An optimizer that holds the main weights reads gradients as they were reduced, any other an fp32 copy of them.
     "main_grads_dtype": lambda r: (
-        "fp32" if r.precision.grad_reduce_in_fp32 or not r.optim.holds_main_weights else r.precision.dtype
+        "fp32" if r.precision.grad_reduce_in_fp32 or not r.optim.holds_main_weights else r.precision.format
     ),
 }
 """Of OptimizerConfig; dtypes are words."""

@@ -25,8 +25,9 @@ Seconds = Annotated[float, Field(gt=0, le=10**8)]
 class DataConfig(Section):
     """`data`: what is read, and how it becomes samples."""
 
-    kind: Literal["text", "indexed", "mock"] = "text"
-    """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; mock: synthetic tokens."""
+    kind: Literal["text", "indexed", "mock"] | None = None
+    """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; mock: synthetic tokens.
+    null: text where data.path or data.limit_mib is set, or for small vocabularies on a CPU; else mock."""
     path: str | None = None
     """text: a file or folder, null: the Python standard library of this machine; indexed: prefix of .bin and .idx."""
     blend: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(default=None, strict=False)
@@ -43,8 +44,9 @@ class DataConfig(Section):
     """text: file name endings that are read from a folder."""
     limit_mib: Annotated[float, Field(gt=0, le=MOST)] | None = None
     """text: read at most this much text, of one file its beginning; null: all."""
-    seq_length: Annotated[int, Field(ge=2, le=MOST)] = 256
-    """Tokens per sample. The one place where the sequence length is written."""
+    seq_length: Annotated[int, Field(ge=2, le=MOST)] | None = None
+    """Tokens per sample. The one place where the sequence length is written. null: model.max_position_embeddings, at
+    most 8192, and at most 256 on a CPU."""
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = Field(
         default=(0.96, 0.03, 0.01), strict=False
     )
@@ -60,14 +62,19 @@ class DataConfig(Section):
     """Where tokenized text is kept. When a corpus is added, those go that no run used for 90 days, and, of more than
     100 GiB in all, those that were used longest ago; never one that a run reads or has used in the last day."""
 
+    @property
+    def length(self) -> int:
+        """Tokens per sample, once it is resolved."""
+        return self.seq_length or 256
+
 
 class _OptimKeys(Section):
     """`optim`: the optimizer and its learning-rate schedule."""
 
     name: str = "adamw"
     """Update rule."""
-    lr: PositiveFloat = 1e-3
-    """Largest learning rate."""
+    lr: PositiveFloat | None = None
+    """Largest learning rate; null: that of model.published, else that of the GPT-3 of the nearest size."""
     min_lr: NonNegativeFloat | None = None
     """Learning rate at the end of the decay; null: a tenth of `lr`."""
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
@@ -111,6 +118,11 @@ class _OptimKeys(Section):
     """Share of the parameters whose optimizer state lives in host memory and is updated there."""
 
     @property
+    def rate(self) -> float:
+        """Largest learning rate, once it is resolved."""
+        return self.lr or 1e-3
+
+    @property
     def holds_main_weights(self) -> bool:
         """Whether Adam itself keeps what a bf16 weight has not, and megatron-core's optimizer no main weights."""
         return self.store_param_remainders or self.main_params_dtype != "fp32"
@@ -144,8 +156,9 @@ class TrainerConfig(Section):
     train_iters: PositiveInt = 100
     """Optimizer steps."""
     global_batch_size: PositiveInt | None = None
-    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it. null: 8, or the next number of
-    which every data-parallel rank has whole micro-batches."""
+    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it. null: as many tokens as
+    model.published says, else as the GPT-3 of the nearest size took; 8 samples on a CPU; rounded up so that every
+    data-parallel rank has whole micro-batches."""
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(default=None, strict=False)
     """[first, increment, samples]: steps begin with `first` samples and grow by `increment`, evenly over so many
     samples, up to global_batch_size. What counts steps, such as the schedule of the learning rate, counts on."""
@@ -155,8 +168,8 @@ class TrainerConfig(Section):
     """[[size, tokens], ...]: steps take `size` samples until `tokens` tokens are read, then that of the next pair;
     global_batch_size after the last."""
     micro_batch_size: PositiveInt | None = None
-    """Samples per forward and backward on one rank; null: the largest of 8, 4, 2, 1 that cuts the batch evenly and
-    leaves a micro-batch for every pipeline stage."""
+    """Samples per forward and backward on one rank; null: the largest of 8, 4, 2, 1 that cuts the batch evenly,
+    leaves a micro-batch for every pipeline stage and, on GPUs, has at most 8192 tokens."""
     eval_interval: PositiveInt | None = None
     """Steps between evaluations during the run; null: only at the end."""
     eval_iters: NonNegativeInt = 4

@@ -43,8 +43,8 @@ class ParallelConfig(Section):
     etp: Degree | None = None
     """Tensor parallel inside experts; null: as `tp`."""
     sequence_parallel: bool | None = None
-    """Norms and residuals are cut over the tp ranks along the sequence; null: where experts and a tp above 1, which
-    train only so, need it."""
+    """Norms and residuals are cut over the tp ranks along the sequence; null: true where tp is above 1 on GPUs and
+    the sequence divides. On a CPU only with experts, which train with a tp above 1 only so."""
     ranks: Degree | None = None
     """Processes in all; null: every device of the cluster, or the fewest that the degrees need on a CPU."""
     cp_comm_type: Literal["all_gather", "p2p", "a2a", "a2a+p2p"] | None = None
@@ -67,16 +67,19 @@ class ParallelConfig(Section):
     """The embedding counts as a layer: the first stage holds one layer fewer than the others."""
     account_for_loss_in_pipeline_split: bool = False
     """The output layer and loss count as a layer: the last stage holds one layer fewer than the others."""
-    distributed_optimizer: bool = False
-    """Optimizer state and main weights are spread over the data-parallel ranks (ZeRO-1)."""
+    distributed_optimizer: bool | None = None
+    """Optimizer state and main weights are spread over the data-parallel ranks (ZeRO-1); null: true on GPUs with data
+    or context parallelism, for adamw without fsdp."""
     microbatch_group_size_per_vp_stage: PositiveInt | None = None
     """vpp: micro-batches that a virtual stage takes in turn before the next one does; null: pp."""
     overlap_p2p_comm_warmup_flush: bool = False
     """vpp: what stages send each other overlaps with work also while the pipeline fills and drains."""
-    overlap_grad_reduce: bool = False
-    """Gradients are reduced while the backward still runs."""
-    overlap_param_gather: bool = False
-    """Weights are gathered while the forward already runs; needs `distributed_optimizer`."""
+    overlap_grad_reduce: bool | None = None
+    """Gradients are reduced while the backward still runs; null: true on GPUs with data or context parallelism,
+    without fsdp and hybrid_context_parallel."""
+    overlap_param_gather: bool | None = None
+    """Weights are gathered while the forward already runs; needs `distributed_optimizer`; null: true on GPUs where
+    that and overlap_grad_reduce are."""
     ddp_bucket_size: PositiveInt | None = None
     """overlap_grad_reduce: gradients, counted in elements, that are reduced in one call; null: the larger of 40
     million and a million per data-parallel rank."""

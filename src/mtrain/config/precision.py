@@ -16,8 +16,9 @@ LossScale = Annotated[float, Field(gt=0, le=2.0**127)]
 class PrecisionConfig(Section):
     """`precision`: number formats."""
 
-    dtype: WeightFormat = "fp32"
-    """Format of weights and activations; with bf16 and fp16 the optimizer keeps fp32 main weights."""
+    dtype: WeightFormat | None = None
+    """Format of weights and activations; with bf16 and fp16 the optimizer keeps fp32 main weights. null: bf16 on a
+    GPU that has it, or beside fp8 and fp4; else fp32."""
     grad_reduce_in_fp32: bool = True
     """Gradients are accumulated and reduced in fp32."""
     initial_loss_scale: LossScale = 65536.0
@@ -62,6 +63,11 @@ class PrecisionConfig(Section):
     """fp8 but for delayed, fp4: last layers of the model that keep `dtype`."""
 
     @property
+    def format(self) -> WeightFormat:
+        """Format of weights and activations, once it is resolved."""
+        return self.dtype or "fp32"
+
+    @property
     def quantized(self) -> str | None:
         """What linear layers multiply in where that is not `dtype`: the name of a recipe, else None."""
         if self.fp8 is not None:
@@ -73,7 +79,7 @@ class PrecisionConfig(Section):
         """The format whose peak arithmetic of a device bounds the linear layers."""
         if self.fp8 is not None:
             return "fp8"
-        return self.dtype if self.fp4 is None else "fp4"
+        return self.format if self.fp4 is None else "fp4"
 
     def unquantized(self, dtype: str) -> PrecisionConfig:
         """The same with every product in `dtype`: where there is no TransformerEngine."""

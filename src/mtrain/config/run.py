@@ -49,6 +49,10 @@ _EFFECT_OF_GROUP = {
 }
 _EFFECT_OF_KEY = {
     "model.name": Effect.OPERATION,
+    "model.published": Effect.OPERATION,
+    "model.published.peak_lr": Effect.OPERATION,
+    "model.published.batch_tokens": Effect.OPERATION,
+    "model.published.source": Effect.OPERATION,
     "precision.dtype": Effect.SHAPE,
     "precision.max_skipped_updates": Effect.OPERATION,
     "optim.name": Effect.SHAPE,

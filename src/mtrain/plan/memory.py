@@ -59,9 +59,9 @@ def activation_bytes(run: RunConfig) -> int:
     MLP while it is computed; with megatron-core's loss the logits, in fp32.
     """
     m, p = run.model, run.parallel
-    size = bytes_of(run.precision.dtype)
+    size = bytes_of(run.precision.format)
     dp = max(1, (p.ranks or 1) // p.model_ranks)
-    tokens = run.trainer.micro * run.data.seq_length // (dp if p.hybrid_context_parallel else p.cp)
+    tokens = run.trainer.micro * run.data.length // (dp if p.hybrid_context_parallel else p.cp)
     cut = p.tp if p.sequence_parallel or p.recompute.distribute_saved_activations else 1
     layers = 1 if p.recompute.granularity == "full" else max(1, m.num_layers // p.pp)
     kept = layers * (tokens // cut) * m.hidden_size * size
@@ -108,7 +108,7 @@ def _largest(run: RunConfig) -> int:
 
 def _sample_and_batch(run: RunConfig, memory: _Memory, origins: Mapping[str, str]) -> list[Problem]:
     """The error of a micro-batch, or of the tokens of a step, that do not fit."""
-    t, seq = run.trainer, run.data.seq_length
+    t, seq = run.trainer, run.data.length
     kept, tokens = memory.ranks * activation_bytes(run), memory.samples * seq * TOKEN_BYTES
     need = memory.state + kept + tokens
     if need <= memory.holds:

@@ -75,7 +75,7 @@ def run_documents(parts: Parts, batches: Sequence[Batch], *, forward_only: bool)
         data_iterator=iter([([{} for _ in found], groups)]),
         model=parts.state.chunks[0],
         num_microbatches=1,
-        seq_length=run.data.seq_length,
+        seq_length=run.data.length,
         micro_batch_size=1,
         forward_only=forward_only,
     )

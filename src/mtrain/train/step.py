@@ -166,7 +166,7 @@ def run_pipeline(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) 
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(batches),
-        seq_length=run.data.seq_length * (run.trainer.micro if run.data.packed else 1),
+        seq_length=run.data.length * (run.trainer.micro if run.data.packed else 1),
         micro_batch_size=1 if run.data.packed else run.trainer.micro,
         forward_only=forward_only,
     )

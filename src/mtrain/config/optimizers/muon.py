@@ -54,9 +54,9 @@ def _groups(run: Run) -> tuple[ParamGroup, ...]:
         ParamGroup("matrix", lambda p, name: is_matrix(p, name) and not _is_qkv(name), {"matrix": "whole"}),
         ParamGroup("qkv", lambda p, name: is_matrix(p, name) and _is_qkv(name), {"matrix": "qkv"}),
     )
-    if o.muon.adamw_lr in (None, o.lr):
+    if o.muon.adamw_lr in (None, o.rate):
         return groups
-    share = (o.min_lr or 0.0) / o.lr
+    share = (o.min_lr or 0.0) / o.rate
     rates = {"max_lr": o.muon.adamw_lr, "min_lr": share * o.muon.adamw_lr}
     return (*groups, ParamGroup("no matrix", lambda p, name: not is_matrix(p, name), rates))
 
@@ -96,12 +96,12 @@ OPTIMIZER = Optimizer(
         "momentum": lambda r: 0.95,
         "use_nesterov": lambda r: True,
         "num_ns_steps": lambda r: 5,
-        "ns_dtype": lambda r: "fp32" if r.precision.dtype == "fp32" else "bf16",
+        "ns_dtype": lambda r: "fp32" if r.precision.format == "fp32" else "bf16",
         "scale_mode": lambda r: "spectral",
         "extra_scale_factor": lambda r: 0.2,
         "split_qkv": lambda r: True,
         "tp_mode": lambda r: "duplicated",
-        "adamw_lr": lambda r: r.optim.lr,
+        "adamw_lr": lambda r: r.optim.rate,
     },
     fields=FIELDS,
     groups=_groups,

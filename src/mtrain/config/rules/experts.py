@@ -141,7 +141,13 @@ def biases_in_experts(run: RunConfig) -> Iterator[Finding]:
     if run.model.moe is not None and run.model.add_bias_linear and run.model.moe.shared_expert_intermediate_size:
         rule = "megatron-core's shared experts have no biases, and add_bias_linear gives one to every linear layer"
         shared: Change = {"model.moe.shared_expert_intermediate_size": None, "model.moe.shared_expert_overlap": False}
-        yield Finding("MT240", "model.add_bias_linear", rule, ({"model.add_bias_linear": False}, shared))
+        yield Finding(
+            "MT240",
+            "model.add_bias_linear",
+            rule,
+            ({"model.add_bias_linear": False}, shared),
+            also=("model.moe.shared_expert_intermediate_size",),
+        )
 
 
 @rule(
@@ -215,7 +221,13 @@ def flex_dispatcher(run: RunConfig) -> Iterator[Finding]:
     if moe.pad_expert_input_to_capacity and moe.flex_dispatcher_backend != "hybridep":
         rule = "DeepEP's dispatcher pads no expert to its capacity"
         off: Change = {"model.moe.pad_expert_input_to_capacity": False}
-        yield Finding("MT237", "model.moe.pad_expert_input_to_capacity", rule, (off, alltoall))
+        yield Finding(
+            "MT237",
+            "model.moe.pad_expert_input_to_capacity",
+            rule,
+            (off, alltoall),
+            also=("model.moe.token_dispatcher_type", "model.moe.flex_dispatcher_backend"),
+        )
 
 
 RULES = (

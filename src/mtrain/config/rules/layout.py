@@ -188,7 +188,9 @@ def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
         if p.ranks is not None and p.ranks % c.devices_per_node == 0:
             own.append({"cluster.nodes": p.ranks // c.devices_per_node})
         own.append({"cluster.nodes": 1, "cluster.devices_per_node": p.ranks})
-        yield Finding("MT114", "parallel.ranks", rule, (*own, *_grid_fixes(run, p.model_ranks)))
+        yield Finding(
+            "MT114", "parallel.ranks", rule, (*own, *_grid_fixes(run, p.model_ranks)), also=("cluster.nodes",)
+        )
 
 
 @rule(
@@ -206,7 +208,7 @@ def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
 )
 def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
     """Sequence parallelism cuts over tp what is between the tensor-parallel regions."""
-    p, seq = run.parallel, run.data.seq_length
+    p, seq = run.parallel, run.data.length
     if not p.sequence_parallel:
         return
     if p.tp == 1:
@@ -231,7 +233,7 @@ def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
 )
 def context_parallel(run: RunConfig) -> Iterator[Finding]:
     """Each cp rank holds two chunks of the sequence, one from each end, for causal balance."""
-    p, seq = run.parallel, run.data.seq_length
+    p, seq = run.parallel, run.data.length
     if p.cp > 1 and seq % (2 * p.cp):
         step = math.lcm(2 * p.cp, p.tp * p.cp if p.sequence_parallel else 1)
         near = multiples(seq, step)

@@ -143,7 +143,13 @@ def predictions_share_positions(run: RunConfig) -> Iterator[Finding]:
         )
         rope: Change = {"model.position_embedding_type": "rope"}
         none: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_factor": None}
-        yield Finding("MT144", "model.position_embedding_type", rule, (rope, {**none, **EQUAL}, none))
+        yield Finding(
+            "MT144",
+            "model.position_embedding_type",
+            rule,
+            (rope, {**none, **EQUAL}, none),
+            also=("model.mtp_num_layers",),
+        )
 
 
 RULES = (predictions_share_positions, stages_are_whole, one_way_to_say_it, stages_fit, vpp_needs_pp)

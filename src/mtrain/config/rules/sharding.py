@@ -121,9 +121,9 @@ def dynamic_context(run: RunConfig) -> Iterator[Finding]:
         rule = "ranks run different numbers of documents: gradients cannot be reduced while the backward runs"
         keys: Change = {"parallel.overlap_grad_reduce": False, "parallel.overlap_param_gather": False}
         yield refuse(rule, keys, {**keys, "parallel.fsdp": "none", "parallel.fsdp_sharding": None})
-    if (p.max_seqlen_per_dp_cp_rank or 1) * dp < d.seq_length:
-        rule = f"{dp} ranks of {p.max_seqlen_per_dp_cp_rank} tokens cannot take a document of {d.seq_length}"
-        more: Change = {"parallel.max_seqlen_per_dp_cp_rank": -(-d.seq_length // dp)}
+    if (p.max_seqlen_per_dp_cp_rank or 1) * dp < d.length:
+        rule = f"{dp} ranks of {p.max_seqlen_per_dp_cp_rank} tokens cannot take a document of {d.length}"
+        more: Change = {"parallel.max_seqlen_per_dp_cp_rank": -(-d.length // dp)}
         yield Finding("MT170", "parallel.max_seqlen_per_dp_cp_rank", rule, (more, off))
 
 
@@ -182,7 +182,13 @@ def shared_experts_stay_on_a_stage(run: RunConfig) -> Iterator[Finding]:
         rule = f"megatron's FSDP misses gradients of a stage that has shared experts, and parallel.pp is {p.pp}"
         optim: Change = {"parallel.fsdp_sharding": "optim"}
         other: Change = {"parallel.fsdp": "fsdp2", "parallel.fsdp_sharding": None}
-        yield Finding("MT163", "parallel.fsdp", rule, (optim, other, {"parallel.pp": 1}))
+        yield Finding(
+            "MT163",
+            "parallel.fsdp",
+            rule,
+            (optim, other, {"parallel.pp": 1}),
+            also=("model.moe.shared_expert_intermediate_size",),
+        )
 
 
 @rule(
