@@ -51,9 +51,9 @@ class CoreAttention(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self._tp_group = pg_collection.tp
-        cut = config.context_parallel_size > 1
+        sharded = config.context_parallel_size > 1
         self._kind = cp_comm_type or config.cp_comm_type
-        self._context = Context(pg_collection.cp, self._kind) if cut else None
+        self._context = Context(pg_collection.cp, self._kind) if sharded else None
         self._mask_type, self._scale = attn_mask_type, softmax_scale
         self._dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, max(1, layer_number))
@@ -122,7 +122,7 @@ class CoreAttention(MegatronModule):
         return out.squeeze(1) if packed else out
 
     def _context_of(self, packed_seq_params: Any) -> Context | None:
-        """The ranks that this sequence is cut over: those of the run, or, with dynamic parallelism, its own."""
+        """The ranks that this sequence is sharded over: those of the run, or, with dynamic parallelism, its own."""
         group = getattr(packed_seq_params, "cp_group", None)
         return self._context if group is None else Context(group, self._kind)
 
@@ -138,7 +138,7 @@ class CoreAttention(MegatronModule):
     ) -> Tensor:
         """Attention of this rank's part of the sequence to all of it."""
         if hidden is not None:
-            raise NotImplementedError("a padding mask is not cut over context-parallel ranks")
+            raise NotImplementedError("a padding mask is not sharded over context-parallel ranks")
         blocks = context.positions(query.shape[0], cu_seqlens, query.device)
         q_at = blocks[context.block]
         if context.kind == "all_gather":

@@ -225,7 +225,7 @@ def reduce_report(world: World, reports: list[torch.Tensor], stop: bool) -> tupl
 
 
 def to_device(batch: Batch, world: World) -> Batch:
-    """A micro-batch on this rank's device, cut to this rank's part of the sequence under context parallelism."""
+    """A micro-batch on this rank's device, split to this rank's part of the sequence under context parallelism."""
     if world.grid.cp > 1:
         batch = _part_of_context(batch, world)
     return {key: value.to(world.torch_device, non_blocking=True) for key, value in batch.items()}
