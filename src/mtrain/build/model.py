@@ -51,7 +51,7 @@ def _half(config: Any, chunk: Any) -> Any:
 
 
 def _may_defer(run: RunConfig) -> bool:
-    """Whether weights may stay without memory until FSDP shards them; pipeline stages add tied embeddings up before."""
+    """Whether weights may stay without memory until FSDP shards them; stages add tied embeddings up before."""
     tied_stages = run.parallel.pp > 1 and run.model.tie_word_embeddings
     return run.parallel.fsdp != "none" and not tied_stages
 
