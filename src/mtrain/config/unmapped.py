@@ -176,7 +176,7 @@ _OTHERS: tuple[tuple[str, Why, str, str], ...] = (
         "weights are not kept in 8 bits, so the optimizer has nothing to know of it",
         "fp8_recipe reuse_grad_buf_for_mxfp8_param_ag",
     ),
-    (OPTIMIZER, "fixed", "the loss scale of fp16 is dynamic, with a hysteresis of 2", "loss_scale hysteresis"),
+    (OPTIMIZER, "fixed", "the loss scale of fp16 is dynamic", "loss_scale"),
     (OPTIMIZER, "fixed", "AdamW: the decay is apart from the gradient", "decoupled_weight_decay"),
     (OPTIMIZER, "fixed", "the default precision of the orthogonalisation", "muon_fp32_matmul_prec"),
     (
