@@ -63,7 +63,7 @@ def _context_exchange(run: RunConfig) -> str | None:
 
 
 def chunks_of_a_document(run: RunConfig) -> int:
-    """Chunks that a document may be cut into, so that each is whole."""
+    """Chunks that a document may be split into, so that each is whole."""
     p = run.parallel
     if p.hybrid_context_parallel:
         return 2 * max(1, (p.ranks or 1) // p.model_ranks) * (p.tp if p.sequence_parallel else 1)

@@ -165,7 +165,7 @@ FSDP_FIELDS: dict[str, Get] = {
     # a division fused into the sum is NCCL's alone
     "gradient_reduce_div_fusion": lambda r: False,
 }
-"""Of DistributedDataParallelConfig where megatron-core's FSDP spreads the weights."""
+"""Of DistributedDataParallelConfig where megatron-core's FSDP shards the weights."""
 
 OPTIMIZER_FIELDS: dict[str, Get] = {
     **_fed("optimizer."),

@@ -1,4 +1,4 @@
-"""`parallel`: how the model and the batch are sharded over ranks. The data-parallel size is derived, never written."""
+"""`parallel`: how model and batch are sharded over ranks. The data-parallel size is derived, never written."""
 
 from typing import Annotated, Literal
 
@@ -88,8 +88,8 @@ class ParallelConfig(Section):
     ] = Field(default=None, strict=False)
     """a2a+p2p: ranks of an inner group (a2a) and number of such groups (p2p); their product is `cp`."""
     hybrid_context_parallel: Annotated[bool, Key(feeds="hybrid_context_parallel")] = False
-    """Dynamic context parallelism: each packed document of a batch is sharded over as many data-parallel ranks (1, 2, 4,
-    ...) as its length needs, so that documents of very different lengths train together; `cp` stays 1."""
+    """Dynamic context parallelism: each packed document of a batch is sharded over as many data-parallel ranks (1, 2,
+    4, ...) as its length needs, so that documents of very different lengths train together; `cp` stays 1."""
     max_seqlen_per_dp_cp_rank: Annotated[
         PositiveInt | None,
         Key(feeds="max_seqlen_per_dp_cp_rank", when="parallel.hybrid_context_parallel=true", unit="tokens"),
@@ -156,8 +156,8 @@ class ParallelConfig(Section):
     """distributed_optimizer, overlap_grad_reduce, grad_reduce_in_fp32=false: gradients travel in half precision and
     are added up in fp32."""
     fsdp: Literal["none", "fsdp2", "megatron"] = "none"
-    """Weights themselves are sharded over the data-parallel ranks and gathered layer by layer: by torch's FSDP2, or by
-    megatron-core's own FSDP."""
+    """Weights themselves are sharded over the data-parallel ranks and gathered layer by layer: by torch's FSDP2, or
+    by megatron-core's own FSDP."""
     fsdp_sharding: Annotated[
         Literal["optim", "optim_grads", "optim_grads_params"] | None,
         Key(feeds="fsdp.data_parallel_sharding_strategy", when="parallel.fsdp=megatron", null="optim_grads_params"),

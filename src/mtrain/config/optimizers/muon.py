@@ -45,7 +45,7 @@ class MuonConfig(Section):
         Literal["duplicated", "blockwise"] | None,
         Key(feeds="muon_tp_mode", null="duplicated", flag=Flag("--muon-tp-mode", absent="blockwise")),
     ] = None
-    """A matrix that is cut over tensor-parallel ranks. duplicated: each gathers and orthogonalises it whole;
+    """A matrix that is sharded over tensor-parallel ranks. duplicated: each gathers and orthogonalises it whole;
     blockwise: each its own block, which is another update for each tp; null: duplicated."""
     adamw_lr: PositiveFloat | None = None
     """Largest learning rate of what is no matrix, and of embedding and output layer; null: optim.lr."""
@@ -89,7 +89,7 @@ OPTIMIZER = Optimizer(
     name="muon",
     states=lambda r: {"momentum_buffer": "fp32"},
     build=_build,
-    obstacle=only(("reference", "triton"), "muon for matrices that are cut over ranks"),
+    obstacle=only(("reference", "triton"), "muon for matrices that are sharded over ranks"),
     keys=frozenset({"beta1", "beta2", "eps"}),
     section=MuonConfig,
     section_doc="muon: what it does beside adamw's keys.",
@@ -99,7 +99,7 @@ OPTIMIZER = Optimizer(
     },
     groups=_groups,
     cannot={
-        "distributed_optimizer": "it orthogonalises whole matrices, and those are cut up",
+        "distributed_optimizer": "it orthogonalises whole matrices, and those are in parts",
         "megatron_fsdp": "it knows the two moments of adamw",
         "fsdp2": "it orthogonalises whole matrices, and fsdp2 leaves some rows of each to a rank",
         "cpu_offload": "the processor would take long for its matrix products",
