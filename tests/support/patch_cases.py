@@ -31,7 +31,7 @@ from tests.support.runs import tiny_run, train_steps
 
 FINE = "fine"
 LOW_PRECISION = {"store_param_remainders": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-MEGATRON = {"fsdp": "megatron", "fsdp_sharding": "optim_grads_params"}
+MEGATRON: dict[str, Any] = {"fsdp": "megatron", "fsdp_sharding": "optim_grads_params"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Case:
     ranks: int = 1
 
 
-def _train(degrees: dict[str, int] | None = None, spec: Any = None, **over: Any) -> str:
+def _train(degrees: dict[str, Any] | None = None, spec: Any = None, **over: Any) -> str:
     tiny.start_world(**(degrees or {}))
     cfg = tiny.config(tensor_model_parallel_size=(degrees or {}).get("tp", 1), **over)
     tiny.accumulate_gradients(tiny.model(cfg, spec), cfg)
@@ -79,11 +79,12 @@ def _moe_loss_tokens() -> str:
     }
     cfg = tiny.config(tensor_model_parallel_size=2, sequence_parallel=True, calculate_per_token_loss=True, **moe)
     router = tiny.model(cfg, wrap=False).decoder.layers[0].mlp.router
-    loss, activation = torch.ones((), requires_grad=True), torch.zeros(6, 4)
+    loss: Any = torch.ones((), requires_grad=True)
+    activation = torch.zeros(6, 4)
     router.attach_and_log_load_balancing_loss(
         activation, 1.0, loss, "load_balancing_loss", router.tp_cp_group
     ).sum().backward()
-    logits = torch.zeros(6, 4, requires_grad=True)
+    logits: Any = torch.zeros(6, 4, requires_grad=True)
     (router.apply_z_loss(logits) * 0).sum().backward()
     # of logits that are all 0, d(logsumexp^2)/d(logit) is 2 log(4) / 4 for each
     expected = 2 * torch.tensor(4.0).log() / 4
@@ -143,7 +144,7 @@ def _uneven_splits() -> str:
 
     tiny.start_world(tp=2)
     rank, group, sizes = torch.distributed.get_rank(), api.parallel_state.get_tensor_model_parallel_group(), [1, 3]
-    own = torch.full((sizes[rank], 2), float(rank + 1), requires_grad=True)
+    own: Any = torch.full((sizes[rank], 2), float(rank + 1), requires_grad=True)
     gathered = api.gather_from_sequence_parallel_region(own, group=group, output_split_sizes=sizes)
     (gathered * torch.arange(1.0, 5.0)[:, None]).sum().backward()
     expected = torch.tensor([1.0, 2.0, 2.0, 2.0])
@@ -224,9 +225,10 @@ def _recomputed_bias() -> str:
 
 def _trains_as_without(optim: dict[str, Any] | None = None, **parallel: Any) -> str:
     """Whether mtrain's own run with these keys of `parallel` and `optim` has the losses and norms of a plain one."""
-    mcore.install = lambda device: None  # it is installed already, with the patches of this case
+    # it is installed already, with the patches of this case
+    mcore.install = lambda device: None  # type: ignore[assignment,misc]
     dtype, model = parallel.pop("dtype", "fp32"), parallel.pop("model", {})
-    axes = {key: parallel[key] for key in ("ranks", "pp", "tp") if key in parallel}
+    axes: dict[str, Any] = {key: parallel[key] for key in ("ranks", "pp", "tp") if key in parallel}
     runs = [
         tiny_run(model={"num_layers": 2, **model}, dtype=dtype, optim=changes, **keys)
         for keys, changes in ((axes, None), (parallel, optim))

@@ -39,7 +39,7 @@ def tiny_run(
     trainer: dict[str, Any] | None = None,
     dtype: str = "fp32",
     optim: dict[str, Any] | None = None,
-    kernel: str | None = None,
+    kernel: Any = None,
     **parallel: Any,
 ) -> RunConfig:
     """A resolved run of a tiny Llama on synthetic tokens; keyword arguments are keys of `parallel`.

@@ -74,7 +74,7 @@ def _(rows, position, source, weights):
 def _unpermute_backward(d_out: Tensor, rows: Tensor, source: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     from mtrain_kernels.moe_permute import triton
 
-    return triton.spread(d_out, source, weights.shape[1], weights, rows)
+    return triton.spread(d_out, source, weights.shape[1], weights, rows)  # type: ignore[return-value]
 
 
 @_unpermute_backward.register_fake

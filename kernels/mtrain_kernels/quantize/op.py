@@ -198,7 +198,7 @@ def _tensorwise(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if backend == "reference":
         found = reference.quantize_tensorwise(_swiglu(x) if swiglu else x, multiplier, format, transpose)
-        return tuple(map(_bytes, found))
+        return tuple(map(_bytes, found))  # type: ignore[return-value]
     from mtrain_kernels.quantize import triton
 
     return triton.quantize_tensorwise(x, multiplier, format, transpose, swiglu)
@@ -220,7 +220,8 @@ def _blocks(
     x: Tensor, format: str, layout: str, transpose: bool, swiglu: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if backend == "reference":
-        return tuple(map(_bytes, reference.quantize_blocks(_swiglu(x) if swiglu else x, format, layout, transpose)))
+        found = reference.quantize_blocks(_swiglu(x) if swiglu else x, format, layout, transpose)
+        return tuple(map(_bytes, found))  # type: ignore[return-value]
     from mtrain_kernels.quantize import triton
 
     return triton.quantize_blocks(x, format, layout, transpose, swiglu)
@@ -243,7 +244,7 @@ def _(x, format, layout, transpose, swiglu, backend):
 def _dequantize(data: Tensor, scale: Tensor, format: str, layout: str, dtype: torch.dtype, backend: str) -> Tensor:
     if backend == "reference":
         kind = _scale_dtype(layout)
-        return reference.dequantize_blocks(data.view(FORMATS[format].dtype), scale.view(kind), layout, dtype)
+        return reference.dequantize_blocks(data.view(FORMATS[format].dtype), scale.view(kind), layout, dtype)  # type: ignore[arg-type]
     from mtrain_kernels.quantize import triton
 
     return triton.dequantize_blocks(data, scale, format, layout, dtype)
@@ -257,7 +258,7 @@ def _(data, scale, format, layout, dtype, backend):
 @torch.library.custom_op("mtrain::quantize_nvfp4", mutates_args=())
 def _nvfp4(x: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "reference":
-        return tuple(map(_bytes, reference.quantize_nvfp4(x)))
+        return tuple(map(_bytes, reference.quantize_nvfp4(x)))  # type: ignore[return-value]
     from mtrain_kernels.quantize import nvfp4_triton
 
     return nvfp4_triton.quantize_nvfp4(x)

@@ -153,9 +153,9 @@ def _launch(model: Model) -> None:
     table = torch.empty((model.tokens, model.rope_dim // 2), dtype=torch.float32, device="meta")
     positions = torch.empty((1, model.tokens), dtype=torch.int64, device="meta")
     triton.forward(x, None, table, table, positions, True, 0.0, False, False)
-    for options in ((None, False), (positions, True)):
-        triton.forward(x, x[0, 0, 0], table, table, *options, 1e-6, False, False)
-        triton.backward(x, x, x[0, 0, 0], table, table, *options, 1e-6, False)
+    for at, interleaved in ((None, False), (positions, True)):
+        triton.forward(x, x[0, 0, 0], table, table, at, interleaved, 1e-6, False, False)
+        triton.backward(x, x, x[0, 0, 0], table, table, at, interleaved, 1e-6, False)
 
 
 def _keys(model: Model) -> int:

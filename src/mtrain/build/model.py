@@ -61,7 +61,7 @@ def blank_model(run: RunConfig, world: World) -> list[Any]:
     words = {key: "reference" for key, value in run.kernels if not isinstance(value, bool)}
     off = {"gradient_accumulation_fusion": False, "cpu_matmul": None}
     kernels = run.kernels.model_copy(update={**words, **off})
-    run = run.model_copy(update={"kernels": kernels, "precision": run.precision.unquantized(run.precision.dtype)})
+    run = run.model_copy(update={"kernels": kernels, "precision": run.precision.unquantized(run.precision.format)})
     return _chunks(run, transformer_config(run, world.device))
 
 

@@ -86,14 +86,14 @@ def plan(run: RunConfig) -> Plan:
     notes: list[str] = []
     found, checkpoint = _latest(run, notes) if run.checkpoint.resume == "latest" else _named(run, notes)
     refuse_links(found)
-    new = checkpoint is not None and checkpoint.parent.parent != found
+    branches = checkpoint is not None and checkpoint.parent.parent != found
     try:
         changes = _validate(run, found, checkpoint)
     except ConfigError:
         if checkpoint is not None:  # what is refused may not be what was written
             ckpt_folder.read_manifest(checkpoint, verify=False)
         raise
-    return Plan(found, checkpoint, changes, new, tuple(notes))
+    return Plan(found, checkpoint, changes, branches, tuple(notes))
 
 
 @contextmanager

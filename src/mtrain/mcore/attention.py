@@ -145,7 +145,7 @@ class CoreAttention(MegatronModule):
             key, value = context.gathered(key, value, blocks)
             mask = self._mask(q_at, torch.arange(key.shape[0], device=query.device), causal, cu_seqlens)
             return self._attend(query, key, value, mask, False)
-        sink = self.softmax_offset
+        sink: Tensor | None = self.softmax_offset
         if sink is not None:
             sink = sink[context.head_slice(query.shape[2])]
         query, key, value = (context.to_heads(x) for x in (query, key, value))

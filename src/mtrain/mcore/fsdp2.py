@@ -39,7 +39,7 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
             for attribute, value in attributes[name].items():
                 setattr(param, attribute, value)
             dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else param.dtype
-            param.main_grad = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+            param.main_grad = torch.zeros_like(param, dtype=dtype, requires_grad=False)  # type: ignore[attr-defined]
             param.register_post_accumulate_grad_hook(_to_main_grad)
 
     def _shard(self, config: Any, device: torch.device) -> None:

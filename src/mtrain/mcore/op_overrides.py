@@ -81,7 +81,7 @@ def routed(
     group_score_topk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weights [t, e], zero where a token does not go, and where it goes, from `logits` [t, e]."""
-    groups: dict[str, int] = {}
+    groups: dict[str, Any] = {}
     if group_topk:
         assert num_groups is not None
         assert group_score_topk is not None
@@ -179,7 +179,7 @@ def override_operations(kernels: Any, group_score_topk: int | None = None) -> No
     for operation, overrides in OVERRIDES.items():
         choice = getattr(kernels, operation) or "reference"
         for override in overrides:
-            ours = functools.partial(override.ours, choice=choice)
+            ours: Callable[..., Any] = functools.partial(override.ours, choice=choice)
             if override.ours is routed and group_score_topk:
                 ours = functools.partial(ours, group_score_topk=group_score_topk)
             elif choice == "reference":

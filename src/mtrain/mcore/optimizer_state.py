@@ -88,7 +88,7 @@ def leaf_optimizers(optimizer: Any) -> list[Any]:
 
 def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """torch's optimizers, those of an offloading one included."""
-    found = []
+    found: list[torch.optim.Optimizer] = []
     for leaf in leaf_optimizers(optimizer):
         hybrid = isinstance(leaf.optimizer, mcore.HybridDeviceOptimizer)
         found += leaf.optimizer.sub_optimizers if hybrid else [leaf.optimizer]
