@@ -28,10 +28,10 @@ class CoreAttention(MegatronModule):
     """Softmax attention of this rank's heads: [s, b, n, d] queries to [s, b, n * e].
 
     Under context parallelism the layer sees the whole sequence in the way that `cp_comm_type` says; see `Context`.
-    `choice` is that of the attention op; `auto` is the fastest backend that takes a call.
+    `impl` is that of the attention op; `auto` is the fastest backend that takes a call.
     """
 
-    choice = "reference"
+    impl = "reference"
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class CoreAttention(MegatronModule):
             out = self._over_context(context, query, key, value, causal, hidden, cu_seqlens)
             return out.squeeze(1) if packed else out
         square = query.shape[0] == key.shape[0]
-        if self.choice != "reference" and square and hidden is None:
+        if self.impl != "reference" and square and hidden is None:
             longest = None if packed_seq_params is None else packed_seq_params.max_seqlen_q
             limits = {"window": self._window, "cu_seqlens": cu_seqlens}
             limits |= {"max_seqlen": longest} if cu_seqlens is not None else {}
@@ -210,12 +210,12 @@ class CoreAttention(MegatronModule):
         options: dict[str, Any] = {"causal": causal, "mask": mask, "sink": sink}
         options |= {"scale": self._scale, "dropout_p": dropout_p}
         with self._random_state(dropout_p):
-            if self.choice == "reference" and causal and sink is None and not dropout_p and short.fits(q, k, v):
+            if self.impl == "reference" and causal and sink is None and not dropout_p and short.fits(q, k, v):
                 out = short.attention(q, k, v, self._scale)
-            elif self.choice == "reference":
+            elif self.impl == "reference":
                 out = reference.attention(q, k, v, **options)
             else:
-                out = op.attention(q, k, v, **options, **(limits or {}), choice=self.choice)
+                out = op.attention(q, k, v, **options, **(limits or {}), impl=self.impl)
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
     def _random_state(self, dropout_p: float) -> AbstractContextManager[Any]:
