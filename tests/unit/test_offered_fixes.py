@@ -40,7 +40,7 @@ COMMANDS = {
     "precision=BF16": "precision=bf16",
     "optim=AdamW": "optim=adamw",
     "optim={lr: 2e-3}": "optim.lr=0.002",
-    "data=zzz": "data=stdlib",
+    "data=zzz": "data=auto",
     "Optim.LR=1e-3": "optim.lr=0.001",
     "OPTIM.lr=1e-3": "optim.lr=0.001",
     "Optim=muon": "optim=muon",
@@ -93,7 +93,7 @@ COMMANDS = {
     "recipe=dangling.yaml": "leave it out",
     "recipe=pip": "leave it out",
     "data.limit_mib=1e-9": "data.limit_mib=null",
-    "optim.lr=((": "optim.lr=0.001",
+    "optim.lr=((": "optim.lr=null",
     "parallel.recompute={granularity:": "leave it out",
     "trainer.sample_prompt=a)": "'trainer.sample_prompt=\"a)\"'",
     "+optim.lr=1e-3": "optim.lr=0.001",
@@ -228,8 +228,7 @@ def test_a_group_file_that_names_another_in_vain_is_told_in_our_words(
     import shutil
 
     shutil.copytree(paths.conf_dir(), tmp_path / "conf")
-    for module in ("paths", "compose"):
-        monkeypatch.setattr(f"mtrain.config.{module}.conf_dir", lambda: tmp_path / "conf")
+    monkeypatch.setattr(paths, "conf_dir", lambda: tmp_path / "conf")
     (tmp_path / "conf/optim/mine.yaml").write_text("defaults: [nowhere]\nlr: 1e-3\n")
     (problem,) = validated("optim=mine")
     assert "optim/nowhere is named, and is not there" in problem.rule

@@ -97,7 +97,7 @@ MOST_RANKS = 1 << 20
 PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
 Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-"""Over how many ranks something is cut, or how many machines or devices there are."""
+"""Over how many ranks something is sharded, or how many machines or devices there are."""
 Width = Annotated[int, Field(ge=1, le=1 << 27)]
 """Channels, heads, layers, experts or rows of a table: no weight matrix has a larger side."""
 PositiveFloat = Annotated[float, Field(gt=0)]

@@ -12,7 +12,7 @@ from typing import Any
 from mtrain.config.condition import condition
 from mtrain.config.devices import facts_of
 from mtrain.config.kernels import OPERATIONS
-from mtrain.config.keys import key_of, schema_keys, when_of
+from mtrain.config.keys import RESOLVED, key_of, schema_keys, when_of
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.precision import LOW_PRECISION
 from mtrain.config.run import RunConfig
@@ -48,7 +48,7 @@ def _inside(run: RunConfig, path: str, absent: Any = None) -> Any:
 def _meant(run: RunConfig, path: str) -> Any:
     """What a condition sees of a key: what null stands for, and the default of a key that has no effect itself."""
     key = _BY_PATH.get(path)
-    value = _inside(run, path)
+    value = _inside(run, RESOLVED.get(path, path))
     if key is None:
         return value
     if not key.active(run):
@@ -63,7 +63,7 @@ def _context_exchange(run: RunConfig) -> str | None:
 
 
 def chunks_of_a_document(run: RunConfig) -> int:
-    """Chunks that a document may be cut into, so that each is whole."""
+    """Chunks that a document may be split into, so that each is whole."""
     p = run.parallel
     if p.hybrid_context_parallel:
         return 2 * max(1, (p.ranks or 1) // p.model_ranks) * (p.tp if p.sequence_parallel else 1)
@@ -94,7 +94,7 @@ _COMPUTED: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
 _DEFAULTS: dict[str, Callable[[RunConfig], Any]] = {
     "parallel.cp_comm_type": _context_exchange,
     "parallel.max_seqlen_per_dp_cp_rank": lambda r: max(
-        1, r.data.seq_length // max(1, (r.parallel.ranks or 1) // r.parallel.model_ranks)
+        1, r.data.length // max(1, (r.parallel.ranks or 1) // r.parallel.model_ranks)
     ),
     "data.packed_multiple": chunks_of_a_document,
     "parallel.microbatch_group_size_per_vp_stage": lambda r: r.parallel.pp,

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 from mtrain.config.experts import MoEConfig
-from mtrain.config.keys import key_of, schema_keys, when_of
+from mtrain.config.keys import RESOLVED, key_of, schema_keys, when_of
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import stages, uneven
@@ -43,7 +43,7 @@ def _fed(owner: str = "") -> dict[str, Get]:
 
 def _reader(path: str) -> Get:
     """The value of a key; a list where the schema has a tuple, nothing where a key without effect is null."""
-    read, null = attrgetter(path), LEFT_OUT if when_of(path) else None
+    read, null = attrgetter(RESOLVED.get(path, path)), LEFT_OUT if when_of(path) else None
 
     def get(run: RunConfig) -> Any:
         value = read(run)
@@ -89,8 +89,8 @@ FIELDS: dict[str, Get] = {
     "recompute_granularity": lambda r: _unless_none(r.parallel.recompute.granularity),
     # A window of n keys, the token's own included, reaches n - 1 to the left.
     "window_size": lambda r: (r.model.window_size - 1, 0) if r.model.window_size else None,
-    "bf16": lambda r: r.precision.dtype == "bf16",
-    "fp16": lambda r: r.precision.dtype == "fp16",
+    "bf16": lambda r: r.precision.format == "bf16",
+    "fp16": lambda r: r.precision.format == "fp16",
     "first_last_layers_bf16": _some_layers_in_bf16,
     # Interleaving between two stages is silently wrong with batched p2p: both neighbours are the same rank.
     "overlap_p2p_comm": lambda r: r.parallel.vpp > 1,
@@ -161,11 +161,11 @@ FSDP_FIELDS: dict[str, Get] = {
     "use_megatron_fsdp": lambda r: r.parallel.fsdp == "megatron",
     "use_distributed_optimizer": lambda r: True,
     # fp32 weights need no second copy as main weights
-    "preserve_fp32_weights": lambda r: r.precision.dtype != "fp32",
+    "preserve_fp32_weights": lambda r: r.precision.format != "fp32",
     # a division fused into the sum is NCCL's alone
     "gradient_reduce_div_fusion": lambda r: False,
 }
-"""Of DistributedDataParallelConfig where megatron-core's FSDP spreads the weights."""
+"""Of DistributedDataParallelConfig where megatron-core's FSDP shards the weights."""
 
 OPTIMIZER_FIELDS: dict[str, Get] = {
     **_fed("optimizer."),
@@ -173,14 +173,14 @@ OPTIMIZER_FIELDS: dict[str, Get] = {
     "min_lr": lambda r: r.optim.min_lr or 0.0,
     # Without clipping the norm is still wanted for the log: no norm exceeds infinity.
     "clip_grad": lambda r: r.optim.clip_grad if r.optim.clip_grad is not None else float("inf"),
-    "bf16": lambda r: r.precision.dtype == "bf16",
-    "fp16": lambda r: r.precision.dtype == "fp16",
+    "bf16": lambda r: r.precision.format == "bf16",
+    "fp16": lambda r: r.precision.format == "fp16",
     "use_distributed_optimizer": lambda r: r.parallel.distributed_optimizer or r.parallel.fsdp == "megatron",
     "optimizer_cpu_offload": lambda r: r.optim.cpu_offload > 0,
     "use_precision_aware_optimizer": lambda r: r.optim.holds_main_weights,
     # An optimizer that holds the main weights reads gradients as they were reduced, any other an fp32 copy of them.
     "main_grads_dtype": lambda r: (
-        "fp32" if r.precision.grad_reduce_in_fp32 or not r.optim.holds_main_weights else r.precision.dtype
+        "fp32" if r.precision.grad_reduce_in_fp32 or not r.optim.holds_main_weights else r.precision.format
     ),
 }
 """Of OptimizerConfig; dtypes are words."""

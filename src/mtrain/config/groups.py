@@ -26,8 +26,9 @@ Seconds = Annotated[float, Field(gt=0, le=10**8)]
 class DataConfig(Section):
     """`data`: what is read, and how it becomes samples."""
 
-    kind: Literal["text", "indexed", "mock"] = "text"
-    """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; mock: synthetic tokens."""
+    kind: Literal["text", "indexed", "mock"] | None = None
+    """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; mock: synthetic tokens.
+    null: text where data.path or data.limit_mib is set, or for small vocabularies on a CPU; else mock."""
     path: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="data_path data_prefix")] = None
     """text: a file or folder, null: the Python standard library of this machine; indexed: prefix of .bin and .idx."""
     blend: Annotated[
@@ -48,15 +49,15 @@ class DataConfig(Section):
     limit_mib: Annotated[Annotated[float, Field(gt=0, le=MOST)] | None, Key(unit="MiB")] = None
     """text: read at most this much text, of one file its beginning; null: all."""
     seq_length: Annotated[
-        int,
-        Field(ge=2, le=MOST),
+        Annotated[int, Field(ge=2, le=MOST)] | None,
         Key(
             flag=Flag("--seq-length", absent=None, always=True, also=("--encoder-seq-length",)),
             aka="sequence_length max_seq_len",
             unit="tokens",
         ),
-    ] = 256
-    """Tokens per sample. The one place where the sequence length is written."""
+    ] = None
+    """Tokens per sample. The one place where the sequence length is written. null: model.max_position_embeddings, at
+    most 8192, and at most 256 on a CPU."""
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = Field(
         default=(0.96, 0.03, 0.01), strict=False
     )
@@ -72,6 +73,11 @@ class DataConfig(Section):
     """Where tokenized text is kept. When a corpus is added, those go that no run used for 90 days, and, of more than
     100 GiB in all, those that were used longest ago; never one that a run reads or has used in the last day."""
 
+    @property
+    def length(self) -> int:
+        """Tokens per sample, once it is resolved."""
+        return self.seq_length or 256
+
 
 class _OptimKeys(Section):
     """`optim`: the optimizer and its learning-rate schedule."""
@@ -79,10 +85,10 @@ class _OptimKeys(Section):
     name: Annotated[str, Key(effect=Effect.ARCHITECTURE, aka="optimizer")] = "adamw"
     """Update rule."""
     lr: Annotated[
-        PositiveFloat,
+        PositiveFloat | None,
         Key(feeds="optimizer.lr scheduler.max_lr", flag=Flag("--lr", absent=None, always=True), aka="learning_rate"),
-    ] = 1e-3
-    """Largest learning rate."""
+    ] = None
+    """Largest learning rate; null: that of model.published, else that of the GPT-3 of the nearest size."""
     min_lr: Annotated[NonNegativeFloat | None, Key(flag=Flag("--min-lr", absent=0.0))] = None
     """Learning rate at the end of the decay; null: a tenth of `lr`."""
     schedule: Annotated[
@@ -173,6 +179,11 @@ class _OptimKeys(Section):
     """Share of the parameters whose optimizer state lives in host memory and is updated there."""
 
     @property
+    def rate(self) -> float:
+        """Largest learning rate, once it is resolved."""
+        return self.lr or 1e-3
+
+    @property
     def holds_main_weights(self) -> bool:
         """Whether Adam itself keeps what a bf16 weight has not, and megatron-core's optimizer no main weights."""
         return self.store_param_remainders or self.main_params_dtype != "fp32"
@@ -207,8 +218,9 @@ class TrainerConfig(Section):
     train_iters: Annotated[PositiveInt, Key(aka="max_steps train_steps exit_interval", unit="steps")] = 100
     """Optimizer steps."""
     global_batch_size: Annotated[PositiveInt | None, Key(unit="samples")] = None
-    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it. null: 8, or the next number of
-    which every data-parallel rank has whole micro-batches."""
+    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it. null: as many tokens as
+    model.published says, else as the GPT-3 of the nearest size took; 8 samples on a CPU; rounded up so that every
+    data-parallel rank has whole micro-batches."""
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(default=None, strict=False)
     """[first, increment, samples]: steps begin with `first` samples and grow by `increment`, evenly over so many
     samples, up to global_batch_size. What counts steps, such as the schedule of the learning rate, counts on."""
@@ -220,8 +232,8 @@ class TrainerConfig(Section):
     micro_batch_size: Annotated[
         PositiveInt | None, Key(effect=Effect.PARALLELISM, aka="per_device_train_batch_size", unit="samples")
     ] = None
-    """Samples per forward and backward on one rank; null: the largest of 8, 4, 2, 1 that cuts the batch evenly and
-    leaves a micro-batch for every pipeline stage."""
+    """Samples per forward and backward on one rank; null: the largest of 8, 4, 2, 1 that splits the batch evenly,
+    leaves a micro-batch for every pipeline stage and, on GPUs, has at most 8192 tokens."""
     eval_interval: Annotated[
         PositiveInt | None,
         Key(

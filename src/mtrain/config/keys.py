@@ -39,12 +39,14 @@ DERIVED = {
         "what is fused follows from the implementations that `kernels` names",
     ),
     "bias_gelu_fusion": "the form of gelu is model.activation=gelu (exact) or gelu_tanh, and what is fused follows",
-    "fp8_param_gather": "weights are drawn, cut and saved in precision.dtype; only products are in 8 bits",
+    "fp8_param_gather": "weights are drawn, sharded and saved in precision.dtype; only products are in 8 bits",
     "make_vocab_size_divisible_by": "the vocabulary is always padded to a multiple of 128",
 }
 """Names that have no key here, and why."""
 
 
+RESOLVED = {"precision.dtype": "precision.format", "data.seq_length": "data.length", "optim.lr": "optim.rate"}
+"""Keys that are null until they are resolved -> the property that has a value at any time."""
 MERGE = "<<"
 """YAML's key for a mapping that is merged into another one. It is not read."""
 

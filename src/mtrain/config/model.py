@@ -25,6 +25,17 @@ GATED = "model.activation=swiglu|geglu|geglu_tanh|quick_geglu"
 """The condition of keys that only an MLP with a gate reads."""
 
 
+class PublishedConfig(Section):
+    """`model.published`: how the model was trained, for `optim.lr` and `trainer.global_batch_size` that are null."""
+
+    peak_lr: PositiveFloat | None = None
+    """Largest learning rate; null: not published."""
+    batch_tokens: PositiveInt | None = None
+    """Tokens per optimizer step; null: not published."""
+    source: Annotated[str, Field(max_length=200)]
+    """Where that is said."""
+
+
 class ModelConfig(Section):
     """`model`: a decoder-only transformer."""
 
@@ -252,6 +263,8 @@ class ModelConfig(Section):
     """Mixture of experts; null: dense."""
     mla: MLAConfig | None = None
     """Multi-head latent attention (MLA); null: standard attention."""
+    published: Annotated[PublishedConfig | None, Key(effect=Effect.RUNTIME)] = None
+    """How the model was trained; null: unknown."""
 
     @property
     def gated(self) -> bool:

@@ -1,4 +1,4 @@
-"""`parallel`: how the model and the batch are cut over ranks. The data-parallel size is derived, never written."""
+"""`parallel`: how model and batch are sharded over ranks. The data-parallel size is derived, never written."""
 
 from typing import Annotated, Literal
 
@@ -37,7 +37,7 @@ class RecomputeConfig(Section):
             flag="--distribute-saved-activations",
         ),
     ] = False
-    """full, tp without sequence_parallel: the inputs that are kept are cut over the tp ranks."""
+    """full, tp without sequence_parallel: the inputs that are kept are sharded over the tp ranks."""
 
 
 class ParallelConfig(Section):
@@ -51,7 +51,7 @@ class ParallelConfig(Section):
             aka="tensor_parallel tensor_parallel_size",
         ),
     ] = 1
-    """Tensor parallel: each layer's matrices are cut over this many ranks."""
+    """Tensor parallel: each layer's matrices are sharded over this many ranks."""
     pp: Annotated[
         Degree,
         Key(
@@ -66,16 +66,16 @@ class ParallelConfig(Section):
     cp: Annotated[
         Degree, Key(feeds="context_parallel_size", flag="--context-parallel-size", aka="context_parallel")
     ] = 1
-    """Context parallel: the sequence is cut over this many ranks."""
+    """Context parallel: the sequence is sharded over this many ranks."""
     ep: Annotated[
         Degree, Key(feeds="expert_model_parallel_size", flag="--expert-model-parallel-size", aka="expert_parallel")
     ] = 1
-    """Expert parallel: the experts are spread over this many ranks."""
+    """Expert parallel: the experts are sharded over this many ranks."""
     etp: Annotated[Degree | None, Key(flag="--expert-tensor-parallel-size")] = None
     """Tensor parallel inside experts; null: as `tp`."""
     sequence_parallel: Annotated[bool | None, Key(feeds="sequence_parallel")] = None
-    """Norms and residuals are cut over the tp ranks along the sequence; null: where experts and a tp above 1, which
-    train only so, need it."""
+    """Norms and residuals are sharded over the tp ranks along the sequence; null: true where tp is above 1 on GPUs
+    and the sequence divides. On a CPU only with experts, which train with a tp above 1 only so."""
     ranks: Annotated[Degree | None, Key(aka="world_size num_gpus", unit="processes")] = None
     """Processes in all; null: every device of the cluster, or the fewest that the degrees need on a CPU."""
     cp_comm_type: Annotated[Literal["all_gather", "p2p", "a2a", "a2a+p2p"] | None, Key(feeds="cp_comm_type")] = None
@@ -88,8 +88,8 @@ class ParallelConfig(Section):
     ] = Field(default=None, strict=False)
     """a2a+p2p: ranks of an inner group (a2a) and number of such groups (p2p); their product is `cp`."""
     hybrid_context_parallel: Annotated[bool, Key(feeds="hybrid_context_parallel")] = False
-    """Dynamic context parallelism: each packed document of a batch is cut over as many data-parallel ranks (1, 2, 4,
-    ...) as its length needs, so that documents of very different lengths train together; `cp` stays 1."""
+    """Dynamic context parallelism: each packed document of a batch is sharded over as many data-parallel ranks (1, 2,
+    4, ...) as its length needs, so that documents of very different lengths train together; `cp` stays 1."""
     max_seqlen_per_dp_cp_rank: Annotated[
         PositiveInt | None,
         Key(feeds="max_seqlen_per_dp_cp_rank", when="parallel.hybrid_context_parallel=true", unit="tokens"),
@@ -106,8 +106,9 @@ class ParallelConfig(Section):
     """The embedding counts as a layer: the first stage holds one layer fewer than the others."""
     account_for_loss_in_pipeline_split: Annotated[bool, Key(flag="--account-for-loss-in-pipeline-split")] = False
     """The output layer and loss count as a layer: the last stage holds one layer fewer than the others."""
-    distributed_optimizer: Annotated[bool, Key(feeds="ddp.use_distributed_optimizer", aka="zero_stage")] = False
-    """Optimizer state and main weights are spread over the data-parallel ranks (ZeRO-1)."""
+    distributed_optimizer: Annotated[bool | None, Key(feeds="ddp.use_distributed_optimizer", aka="zero_stage")] = None
+    """Optimizer state and main weights are sharded over the data-parallel ranks (ZeRO-1); null: true on GPUs with
+    data or context parallelism, for adamw without fsdp."""
     microbatch_group_size_per_vp_stage: Annotated[
         PositiveInt | None, Key(feeds="microbatch_group_size_per_vp_stage", when="parallel.vpp>1")
     ] = None
@@ -121,12 +122,14 @@ class ParallelConfig(Section):
         ),
     ] = False
     """vpp: what stages send each other overlaps with work also while the pipeline fills and drains."""
-    overlap_grad_reduce: Annotated[bool, Key(feeds="ddp.overlap_grad_reduce")] = False
-    """Gradients are reduced while the backward still runs."""
-    overlap_param_gather: Annotated[bool, Key(feeds="ddp.overlap_param_gather optimizer.overlap_param_gather")] = (
-        False
-    )
-    """Weights are gathered while the forward already runs; needs `distributed_optimizer`."""
+    overlap_grad_reduce: Annotated[bool | None, Key(feeds="ddp.overlap_grad_reduce")] = None
+    """Gradients are reduced while the backward still runs; null: true on GPUs with data or context parallelism,
+    without fsdp and hybrid_context_parallel."""
+    overlap_param_gather: Annotated[
+        bool | None, Key(feeds="ddp.overlap_param_gather optimizer.overlap_param_gather")
+    ] = None
+    """Weights are gathered while the forward already runs; needs `distributed_optimizer`; null: true on GPUs where
+    that and overlap_grad_reduce are."""
     ddp_bucket_size: Annotated[
         PositiveInt | None,
         Key(
@@ -153,17 +156,17 @@ class ParallelConfig(Section):
     """distributed_optimizer, overlap_grad_reduce, grad_reduce_in_fp32=false: gradients travel in half precision and
     are added up in fp32."""
     fsdp: Literal["none", "fsdp2", "megatron"] = "none"
-    """Weights themselves are spread over the data-parallel ranks and gathered layer by layer: by torch's FSDP2, or by
-    megatron-core's own FSDP."""
+    """Weights themselves are sharded over the data-parallel ranks and gathered layer by layer: by torch's FSDP2, or
+    by megatron-core's own FSDP."""
     fsdp_sharding: Annotated[
         Literal["optim", "optim_grads", "optim_grads_params"] | None,
         Key(feeds="fsdp.data_parallel_sharding_strategy", when="parallel.fsdp=megatron", null="optim_grads_params"),
     ] = None
-    """megatron: what is spread (ZeRO-1, 2, 3); null: optim_grads_params. FSDP2 always spreads all three."""
+    """megatron: what is sharded (ZeRO-1, 2, 3); null: optim_grads_params. FSDP2 always shards all three."""
     hsdp_replicas: Annotated[
         Degree, Key(feeds="wrap.num_distributed_optimizer_instances", flag="--num-distributed-optimizer-instances")
     ] = 1
-    """fsdp, distributed_optimizer: groups of data-parallel ranks that each hold one whole spread copy (HSDP);
+    """fsdp, distributed_optimizer: groups of data-parallel ranks that each hold one whole sharded copy (HSDP);
     gradients are reduced inside a group and then between groups."""
     recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
     """Activations computed again in the backward."""

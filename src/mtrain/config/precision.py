@@ -17,10 +17,11 @@ class PrecisionConfig(Section):
     """`precision`: number formats."""
 
     dtype: Annotated[
-        WeightFormat,
+        WeightFormat | None,
         Key(feeds="params_dtype pipeline_dtype optimizer.params_dtype", effect=Effect.ARCHITECTURE, hf="torch_dtype"),
-    ] = "fp32"
-    """Format of weights and activations; with bf16 and fp16 the optimizer keeps fp32 main weights."""
+    ] = None
+    """Format of weights and activations; with bf16 and fp16 the optimizer keeps fp32 main weights. null: bf16 on a
+    GPU that has it, or beside fp8 and fp4; else fp32."""
     grad_reduce_in_fp32: Annotated[
         bool, Key(feeds="wrap.grad_reduce_in_fp32", aka="accumulate_allreduce_grads_in_fp32")
     ] = True
@@ -141,6 +142,11 @@ class PrecisionConfig(Section):
     """fp8 but for delayed, fp4: last layers of the model that keep `dtype`."""
 
     @property
+    def format(self) -> WeightFormat:
+        """Format of weights and activations, once it is resolved."""
+        return self.dtype or "fp32"
+
+    @property
     def quantized(self) -> str | None:
         """What linear layers multiply in where that is not `dtype`: the name of a recipe, else None."""
         if self.fp8 is not None:
@@ -152,7 +158,7 @@ class PrecisionConfig(Section):
         """The format whose peak arithmetic of a device bounds the linear layers."""
         if self.fp8 is not None:
             return "fp8"
-        return self.dtype if self.fp4 is None else "fp4"
+        return self.format if self.fp4 is None else "fp4"
 
     def unquantized(self, dtype: str) -> "PrecisionConfig":
         """The same with every product in `dtype`: where there is no TransformerEngine."""

@@ -86,14 +86,14 @@ def plan(run: RunConfig) -> Plan:
     notes: list[str] = []
     found, checkpoint = _latest(run, notes) if run.checkpoint.resume == "latest" else _named(run, notes)
     refuse_links(found)
-    new = checkpoint is not None and checkpoint.parent.parent != found
+    branches = checkpoint is not None and checkpoint.parent.parent != found
     try:
         changes = _validate(run, found, checkpoint)
     except ConfigError:
         if checkpoint is not None:  # what is refused may not be what was written
             ckpt_folder.read_manifest(checkpoint, verify=False)
         raise
-    return Plan(found, checkpoint, changes, new, tuple(notes))
+    return Plan(found, checkpoint, changes, branches, tuple(notes))
 
 
 @contextmanager
@@ -214,15 +214,15 @@ def _describe(run: RunConfig, chosen: Plan, argv: list[str]) -> None:
 
 
 def _planned(run: RunConfig, chosen: Plan, why: dict[str, str]) -> dict[str, Any]:
-    grid, tokens = RankGrid.of(run), run.trainer.batch * run.data.seq_length
+    grid, tokens = RankGrid.of(run), run.trainer.batch * run.data.length
     return {
         "digest": run.digest(),
         "parameters": parameters(run.model),
         "ranks": grid.world,
         "layout": grid.sizes,
-        "tokens": samples_of(stages(run), run.trainer.train_iters) * run.data.seq_length,
+        "tokens": samples_of(stages(run), run.trainer.train_iters) * run.data.length,
         "steps_and_their_samples": counted(stages(run), run.trainer.train_iters),
-        "model_flops_per_step": flops_per_token(run.model, run.data.seq_length) * tokens,
+        "model_flops_per_step": flops_per_token(run.model, run.data.length) * tokens,
         "state_bytes": state_bytes(run),
         "kernels": {name: {"choice": getattr(run.kernels, name), "reason": text} for name, text in why.items()},
         "resumed_from": str(chosen.checkpoint) if chosen.checkpoint else None,

@@ -1,4 +1,4 @@
-"""Megatron-LM's flags for how the work is cut: axes, stages, sharded states, recomputation."""
+"""Megatron-LM's flags for how the work is sharded: axes, stages, sharded states, recomputation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _stages(a: Arguments, d: Draft) -> Draft:
         sizes = _ends(layers, pp, out["parallel.vpp"], first, last)
         if sizes is None:
             for flag in (FIRST, LAST):
-                a.refuse(flag, "unreadable", f"{layers} layers cannot be cut so over pp {pp}")
+                a.refuse(flag, "unreadable", f"{layers} layers cannot be split so over pp {pp}")
         out["parallel.layers_per_stage"] = sizes
     return out
 
@@ -137,7 +137,7 @@ def _data_parallel(flag: str, key: str) -> Entry:
 
     def read(a: Arguments, d: Draft) -> Draft:
         if a.has(flag) and d["parallel.fsdp"] != "none":
-            a.refuse(flag, "derived here", "FSDP spreads and overlaps by itself")
+            a.refuse(flag, "derived here", "FSDP shards and overlaps by itself")
             return {key: False}
         return plain.read(a, d)
 

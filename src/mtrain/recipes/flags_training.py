@@ -177,7 +177,7 @@ def _batch_words(d: Values) -> list[str]:
     if d["trainer.global_batch_size"] is None:
         return words
     last = str(d["trainer.global_batch_size"])
-    begins = [0, *(stage.first * d["data.seq_length"] for stage in plan_of(d)[1:])]
+    begins = [0, *(stage.first * (d["data.seq_length"] or 1) for stage in plan_of(d)[1:])]
     if listed and all(one < two for one, two in itertools.pairwise(begins)):
         sizes = [*(size for size, _ in listed), last]
         # Megatron-LM takes no --global-batch-size beside it

@@ -81,7 +81,7 @@ _DEEPSEEK = {
     "seq_aux": True,
 }
 _COMPUTED = dict.fromkeys(("head_dim", "qk_head_dim"), "is computed from qk_nope_head_dim and qk_rope_head_dim")
-_LAYOUT = {"ep_size": "says how experts are spread, which is parallel.ep"}
+_LAYOUT = {"ep_size": "says how experts are sharded, which is parallel.ep"}
 _ALIASES = {"num_experts": "num_local_experts"}
 _SUMMARY = (
     "summary_type",

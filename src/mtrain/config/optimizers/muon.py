@@ -45,7 +45,7 @@ class MuonConfig(Section):
         Literal["duplicated", "blockwise"] | None,
         Key(feeds="muon_tp_mode", null="duplicated", flag=Flag("--muon-tp-mode", absent="blockwise")),
     ] = None
-    """A matrix that is cut over tensor-parallel ranks. duplicated: each gathers and orthogonalises it whole;
+    """A matrix that is sharded over tensor-parallel ranks. duplicated: each gathers and orthogonalises it whole;
     blockwise: each its own block, which is another update for each tp; null: duplicated."""
     adamw_lr: PositiveFloat | None = None
     """Largest learning rate of what is no matrix, and of embedding and output layer; null: optim.lr."""
@@ -67,9 +67,9 @@ def _groups(run: Run) -> tuple[ParamGroup, ...]:
         ParamGroup("matrix", lambda p, name: is_matrix(p, name) and not _is_qkv(name), {"matrix": "whole"}),
         ParamGroup("qkv", lambda p, name: is_matrix(p, name) and _is_qkv(name), {"matrix": "qkv"}),
     )
-    if o.muon.adamw_lr in (None, o.lr):
+    if o.muon.adamw_lr in (None, o.rate):
         return groups
-    share = (o.min_lr or 0.0) / o.lr
+    share = (o.min_lr or 0.0) / o.rate
     rates = {"max_lr": o.muon.adamw_lr, "min_lr": share * o.muon.adamw_lr}
     return (*groups, ParamGroup("no matrix", lambda p, name: not is_matrix(p, name), rates))
 
@@ -89,17 +89,17 @@ OPTIMIZER = Optimizer(
     name="muon",
     states=lambda r: {"momentum_buffer": "fp32"},
     build=_build,
-    obstacle=only(("reference", "triton"), "muon for matrices that are cut over ranks"),
+    obstacle=only(("reference", "triton"), "muon for matrices that are sharded over ranks"),
     keys=frozenset({"beta1", "beta2", "eps"}),
     section=MuonConfig,
     section_doc="muon: what it does beside adamw's keys.",
     defaults={
-        "ns_dtype": lambda r: "fp32" if r.precision.dtype == "fp32" else "bf16",
-        "adamw_lr": lambda r: r.optim.lr,
+        "ns_dtype": lambda r: "fp32" if r.precision.format == "fp32" else "bf16",
+        "adamw_lr": lambda r: r.optim.rate,
     },
     groups=_groups,
     cannot={
-        "distributed_optimizer": "it orthogonalises whole matrices, and those are cut up",
+        "distributed_optimizer": "it orthogonalises whole matrices, and those are in parts",
         "megatron_fsdp": "it knows the two moments of adamw",
         "fsdp2": "it orthogonalises whole matrices, and fsdp2 leaves some rows of each to a rank",
         "cpu_offload": "the processor would take long for its matrix products",
