@@ -50,7 +50,8 @@ def _dtype(a: Arguments, d: Draft) -> Draft:
 
 
 def _dtype_words(d: Values) -> list[str]:
-    flag = FORMATS[d["precision.dtype"]].flag
+    word = d["precision.dtype"]
+    flag = FORMATS[word].flag if word is not None else None
     return [] if flag is None else [flag]
 
 
