@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test lint oracle fuzz clean install
+.PHONY: train test test-all full lint oracle fuzz clean install
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -16,8 +16,17 @@ $(STAMP): pyproject.toml constraints.txt
 train: install
 	$(BIN)/python launch.py
 
+# Files in the order of their names: those that start ranks come first, and the two processes end together.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST)
+
+# What `make test` leaves out: whole products, all sizes of the interpreted kernels, the oracle and the fuzz
+test-all: full oracle fuzz
+
+full: install
+	$(PYTEST) -m full
 
 lint: install
 	$(BIN)/ruff check .

@@ -3,3 +3,5 @@
 import os
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Threads that wait for each other cost several times what these small tensors do, the more so beside another worker.
+os.environ["OMP_NUM_THREADS"] = "1"

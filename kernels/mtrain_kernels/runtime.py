@@ -71,7 +71,7 @@ def processors(device: torch.device) -> int:
     return torch.get_device_module(device).get_device_properties(device).multi_processor_count
 
 
-def on_device_of(x: Tensor) -> AbstractContextManager:
+def on_device_of(x: Tensor) -> AbstractContextManager[None]:
     """Makes x's GPU the current one, where Triton launches; does nothing for other tensors."""
     return torch.cuda.device_of(x)
 

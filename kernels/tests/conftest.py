@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"  # must be said before torch is imported; threads cost more than these tensors
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # must be said before Triton is imported
 
 COMPILATION = pytest.StashKey[subprocess.Popen[str]]()
-PACKAGES = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parent
+PACKAGES = HERE.parent
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Compilation starts first and is asked last."""
+    """Compilation is asked for last; of each product of sizes, formats and ways, every pair is tested."""
     items.sort(key=lambda item: item.path.name == "test_aot.py")
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.covering)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Starts the compilation early, unless many workers would each start it."""
-    wanted = any("compilation" in getattr(item, "fixturenames", ()) for item in session.items)
     alone = not hasattr(session.config, "workerinput") and not session.config.option.collectonly
-    if wanted and alone:
-        session.config.stash[COMPILATION] = _compile()
+    if alone and (archs := _wanted(session)):
+        session.config.stash[COMPILATION] = _compile(archs)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -37,14 +45,24 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def compilation(request: pytest.FixtureRequest) -> subprocess.Popen[str]:
-    """The process that compiles every kernel and prints rows and faults as JSON."""
+def compilation(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Rows and faults of every kernel, compiled for the generations that are tested, in a process beside this one."""
     stash = request.config.stash
-    return stash[COMPILATION] if COMPILATION in stash else stash.setdefault(COMPILATION, _compile())
+    process = stash[COMPILATION] if COMPILATION in stash else _compile(_wanted(request.session))
+    out, err = process.communicate()
+    assert out, err
+    said: dict[str, Any] = json.loads(out)
+    return said
 
 
-def _compile() -> subprocess.Popen[str]:
+def _wanted(session: pytest.Session) -> list[str]:
+    """The generations of GPUs that the tests ask for."""
+    asking = (item for item in session.items if "compilation" in getattr(item, "fixturenames", ()))
+    return [str(item.callspec.params["arch"]) for item in asking if isinstance(item, pytest.Function)]
+
+
+def _compile(archs: list[str]) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": f"{PACKAGES}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "mtrain_kernels.aot", "--json", "--processes", "2"]
+    command = [sys.executable, "-m", "mtrain_kernels.aot", "--json", "--processes", "2", "--archs", ",".join(archs)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -50,7 +50,7 @@ ONLY_IN = {
 }
 TOP_LEVEL = {
     *("conf", "recipes", "src", "kernels", "tests", "benchmarks", "docs"),
-    *("launch.py", "pyproject.toml", "constraints.txt", "Makefile"),
+    *("launch.py", "conftest.py", "pyproject.toml", "constraints.txt", "Makefile"),
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
 }
 SPECIFICATIONS = "config/optimizers/"
@@ -327,11 +327,6 @@ def test_the_top_level_holds_what_it_is_known_to_hold() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     top = {name.partition("/")[0] for name in listed.splitlines() if not name.startswith(".")}
     assert top == TOP_LEVEL, "what is new at the top level is named in TOP_LEVEL with a reason to be there"
-
-
-def test_contributing_promises_no_time() -> None:
-    found = re.findall(r"\w+ (?:minutes?|seconds?)\b", (ROOT / "CONTRIBUTING.md").read_text())
-    assert not found, "how long something takes is a machine's: benchmarks/results has it with the machine's name"
 
 
 def test_no_package_is_named_after_nothing() -> None:

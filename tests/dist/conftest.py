@@ -1,20 +1,44 @@
 """Every test here forks ranks from a process that has megatron-core imported."""
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from mtrain.config.run import RunConfig
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _install_adapter() -> None:
-    """Install the adapter once per test process, which computes with one thread: a pool does not survive a fork."""
-    import torch
+    """Import everything once per test process."""
+    from tests.support.engine import import_engine
 
-    torch.set_num_threads(1)
-    from mtrain import mcore
-    from mtrain.devices import registry
+    import_engine()
 
-    mcore.install(registry.get("cpu"))
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_rank_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What `prove` compares with, a run on one rank, is trained once for all layouts of it."""
+    from mtrain.launching import local
+
+    real, unbroken, home = local.observe, local._observe, tmp_path_factory.mktemp("one-rank")
+    known: dict[str, Path] = {}
+
+    def observe(run: RunConfig, folder: Path) -> None:
+        key = run.model_dump_json()
+        if run.parallel.ranks != 1 or local._observe is not unbroken:  # by a test that seeds a fault
+            real(run, folder)
+            return
+        if key not in known:
+            known[key] = home / str(len(known))
+            known[key].mkdir()
+            real(run, known[key])
+        shutil.copytree(known[key], folder, dirs_exist_ok=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "observe", observe)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

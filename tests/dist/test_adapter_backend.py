@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,18 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mtrain.devices import registry
 from mtrain.errors import BadEnvironment
-from mtrain.mcore import install
 from tests.support import tiny
 from tests.support.forked import run_ranks
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _open() -> None:
-    install(registry.get("cpu"))
 
 
 def _train(degrees: dict[str, int], over: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -38,9 +33,15 @@ def _assert_equal(name: str, found: torch.Tensor, expected: torch.Tensor) -> Non
     assert error < 1e-5, f"{name}: relative error {error:.1e}"
 
 
+@cache
+def _alone(over: str) -> tuple[float, dict[str, torch.Tensor]]:
+    (found,) = run_ranks(1, _train, {}, json.loads(over))
+    return found
+
+
 def _compare_whole_parameters(degrees: dict[str, int], over: dict[str, Any], many: dict[str, Any]) -> set[str]:
     """Train on one rank and on two; compare losses and the gradients of parameters that are whole on every rank."""
-    ((loss, expected),) = run_ranks(1, _train, {}, over)
+    loss, expected = _alone(json.dumps(over))
     compared = set()
     for rank_loss, found in run_ranks(2, _train, degrees, over | many):
         assert rank_loss == pytest.approx(loss, rel=1e-6)
@@ -58,7 +59,7 @@ def test_norms_under_tp2_with_sequence_parallelism_have_the_gradients_of_one_ran
     assert {"decoder.final_layernorm.weight", "decoder.layers.0.input_layernorm.weight"} <= compared
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
 def test_mla_under_tp2_has_the_gradients_of_one_rank(sequence_parallel: bool) -> None:
     compared = _compare_whole_parameters({"tp": 2}, tiny.MLA, {"sequence_parallel": sequence_parallel})
     assert "decoder.layers.0.self_attention.linear_kv_down_proj.weight" in compared
@@ -75,7 +76,7 @@ def test_a_named_kernel_that_cannot_run_is_an_error_with_the_reason() -> None:
         backend.provider(SimpleNamespace(**{**vars(tiny.REFERENCE), "linear": "auto"}))
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
 def test_norms_of_queries_and_keys_under_tp2_have_the_gradients_of_one_rank(sequence_parallel: bool) -> None:
     compared = _compare_whole_parameters({"tp": 2}, {"qk_layernorm": True}, {"sequence_parallel": sequence_parallel})
     assert "decoder.layers.0.self_attention.q_layernorm.weight" in compared
@@ -102,7 +103,7 @@ def _stock_mla() -> dict[str, torch.Tensor]:
 
 def test_the_stock_down_projection_of_mla_is_still_wrong_under_tp2() -> None:
     """Why `DuplicatedLinear` is there; if this fails after an upgrade of megatron-core, it may go."""
-    ((_, expected),) = run_ranks(1, _train, {}, tiny.MLA)
+    _, expected = _alone(json.dumps(tiny.MLA))
     name = "decoder.layers.0.self_attention.linear_kv_down_proj.weight"
     whole = torch.cat([gradients[name] for gradients in run_ranks(2, _stock_mla)])
     assert (whole - expected[name]).norm() / expected[name].norm() > 1e-4
@@ -238,11 +239,18 @@ def _attend(cp: int, case: dict[str, Any]) -> list[torch.Tensor]:
     return placed
 
 
+@cache
+def _attended_alone(name: str) -> list[torch.Tensor]:
+    (found,) = run_ranks(1, _attend, 1, ATTENTION_CASES[name])
+    return found
+
+
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", CONTEXT_KINDS)
 @pytest.mark.parametrize("name", ATTENTION_CASES)
 def test_attention_under_context_parallelism_equals_one_rank(name: str, kind: str) -> None:
     case, (cp, context) = ATTENTION_CASES[name], CONTEXT_KINDS[kind]
-    (expected,) = run_ranks(1, _attend, 1, case)
+    expected = _attended_alone(name)
     ranks = run_ranks(cp, _attend, cp, {**case, **context})
     for what, whole, parts in zip(
         ("output", "q", "k", "v", "sink"), expected, zip(*ranks, strict=True), strict=False

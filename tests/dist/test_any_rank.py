@@ -12,6 +12,7 @@ from mtrain.config.paths import recipes_dir
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.layout.grid import RankGrid
+from mtrain.layout.stages import held_stages
 from mtrain.plan.count import parameters
 from tests.support.forked import run_alone
 
@@ -58,6 +59,34 @@ def _first_holders(run: RunConfig) -> list[int]:
     ]
 
 
+def _kinds(run: RunConfig) -> list[tuple[tuple[object, ...], ...]]:
+    """Of each pipeline rank: what its stages hold, equal where two hold as much of the same.
+
+    The final norm is where the last layer is.
+    """
+    last = run.model.num_layers - 1
+    dense = run.model.num_layers if run.model.moe is None else run.model.moe.first_dense_layers
+    return [
+        tuple((sum(i < dense for i in s.layers), len(s.layers), last in s.layers, s.embedding, s.mtp, s.loss) for s in held)
+        for held in held_stages(run)
+    ]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_rank_of_each_kind_of_stage_owns_its_part_of_a_recipes_model(name: str) -> None:
+    """Times the ranks of its kind, that is every parameter once: first of their tensor-parallel group or not."""
+    run = load([f"recipe={name}"], BIG, {}).run
+    grid, stages = RankGrid.of(run), _kinds(run)
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for rank in _first_holders(run):
+        at = grid.coords(rank)
+        place = at["tp"] == 0, at["etp"] == 0, at["dp"] == 0 and at["cp"] == 0, at["edp"] == 0
+        kinds.setdefault((stages[at["pp"]], *place), []).append(rank)
+    sample = run_alone(lambda: _owned(run, [ranks[-1] for ranks in kinds.values()]))
+    assert sum(sample[ranks[-1]] * len(ranks) for ranks in kinds.values()) == parameters(run.model)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_ranks_of_a_recipe_own_every_parameter_once(name: str) -> None:
     run = load([f"recipe={name}"], BIG, {}).run

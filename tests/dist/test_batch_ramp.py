@@ -9,11 +9,13 @@ import pytest
 
 from mtrain.config.batches import linear, size_after
 from tests.support.forked import run_alone, run_ranks
-from tests.support.runs import tiny_run, train_steps, whole_tensors
+from tests.support.runs import tiny_run, train_steps, trained, whole_tensors
 
-STEPS = 9
+STEPS = 7
 RAMP = {"rampup_batch_size": [4, 4, 40], "global_batch_size": 16, "micro_batch_size": 2}
 LISTED = {"batch_size_schedule": [[4, 300], [8, 1200]], "global_batch_size": 16, "micro_batch_size": 1}
+PLANS: dict[str, dict[str, Any]] = {"linear": RAMP, "listed": LISTED}
+LAYOUTS = {"dp2": {"ranks": 2}, "pp2": {"ranks": 2, "pp": 2}, "tp2": {"ranks": 2, "tp": 2}}
 
 
 @pytest.mark.parametrize("ramp", [(4, 4, 40, 16), (1, 1, 7, 12), (3, 5, 1000, 48), (16, 16, 5859375, 1536)])
@@ -36,14 +38,13 @@ def test_steps_have_the_sizes_of_megatron_cores_calculator(ramp: tuple[int, int,
     assert all(theirs == ours for theirs, ours in found)
 
 
-@pytest.mark.parametrize("trainer", [RAMP, LISTED], ids=["linear", "listed"])
-@pytest.mark.parametrize("layout", [{"ranks": 2}, {"ranks": 2, "pp": 2}, {"ranks": 2, "tp": 2}], ids=str)
-def test_a_layout_grows_as_one_rank_does(trainer: dict[str, Any], layout: dict[str, int]) -> None:
-    one, many = tiny_run(trainer=trainer), tiny_run(trainer=trainer, **layout)
-    expected = run_ranks(1, train_steps, one, STEPS)[0]
-    found = run_ranks(2, train_steps, many, STEPS)
-    assert found[0] == found[1]
-    for (loss, norm), (wanted, wanted_norm) in zip(found[0], expected, strict=True):
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_layout_grows_as_one_rank_does(layout: str, plan: str) -> None:
+    runs = (tiny_run(trainer=PLANS[plan], **axes) for axes in ({}, LAYOUTS[layout]))
+    expected, found = (trained(run, STEPS) for run in runs)
+    for (loss, norm), (wanted, wanted_norm) in zip(found, expected, strict=True):
         assert loss == pytest.approx(wanted, rel=1e-5)
         assert norm == pytest.approx(wanted_norm, rel=1e-5)
 

@@ -124,6 +124,7 @@ def losses(run: Any, steps: int, seeds: tuple[int, ...]) -> list[float]:
     return ends
 
 
+@pytest.mark.full  # what is drawn is tested above; this is its effect
 def test_every_layout_learns_with_dropout_what_one_rank_learns_with_it() -> None:
     def trained(rate: float, seeds: tuple[int, ...], **parallel: Any) -> list[float]:
         model = {"hidden_dropout": rate, "attention_dropout": rate, "num_layers": 2}
@@ -139,7 +140,7 @@ def test_every_layout_learns_with_dropout_what_one_rank_learns_with_it() -> None
         assert sharded - without == pytest.approx(effect, rel=0.5), f"{parallel}: {sharded}, alone {alone}"
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
 def test_recomputation_drops_again_what_was_dropped(sequence_parallel: bool) -> None:
     found = []
     for recompute in ({}, {"granularity": "full", "method": "uniform", "num_layers": 1}, {"granularity": "selective"}):

@@ -10,7 +10,7 @@ from mtrain.plan.count import parameters
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
 
-STEPS = 6
+STEPS = 3
 MOE = MoEConfig(num_experts=4, ffn_hidden_size=64, first_dense_layers=1, aux_loss_coeff=0.1, z_loss_coeff=0.01)
 BIASED = MoEConfig(
     num_experts=4,

@@ -173,7 +173,7 @@ def test_a_refused_configuration_of_rank_0_reaches_the_others(start: Callable[..
     assert "optim.lr" in ranks[1].said
 
 
-@pytest.mark.parametrize("twice", [0, 1])
+@pytest.mark.parametrize("twice", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_rank_that_came_twice_is_named_with_both_processes(start: Callable[..., Launched], twice: int) -> None:
     ranks = [start(twice, 3), start(twice, 3), start(1 - twice, 3)]
     assert [rank.wait() for rank in ranks] == [ENVIRONMENT] * 3
@@ -183,7 +183,7 @@ def test_a_rank_that_came_twice_is_named_with_both_processes(start: Callable[...
         assert f"process {ranks[1].pid}" in rank.said
 
 
-@pytest.mark.parametrize("twice", [0, 1])
+@pytest.mark.parametrize("twice", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_rank_that_comes_a_second_time_when_training_has_begun_ends_alone(
     start: Callable[..., Launched], tmp_path: Path, twice: int
 ) -> None:

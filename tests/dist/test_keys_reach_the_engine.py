@@ -15,7 +15,7 @@ from mtrain.config.parallel import RecomputeConfig
 from mtrain.config.run import RunConfig
 from mtrain.plan.count import parameters
 from tests.support.forked import run_alone, run_ranks
-from tests.support.runs import tiny_run, train_steps
+from tests.support.runs import tiny_run, train_steps, trained
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "ffn_hidden_size": 64, "shared_expert_intermediate_size": 64}
 TP2 = {"ranks": 2, "tp": 2}
@@ -40,8 +40,7 @@ SHAPES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 def steps(run: RunConfig) -> list[tuple[float, float]]:
     """Loss and gradient norm of two steps."""
-    values: list[tuple[float, float]] = run_ranks(run.parallel.ranks or 1, train_steps, run, 2)[0]
-    return values
+    return trained(run, 2)
 
 
 def built(run: RunConfig) -> Any:

@@ -77,9 +77,9 @@ def _simple(value: Any, schema: dict[str, Any], path: str) -> Iterator[str]:
     if isinstance(value, str) and "pattern" in schema and not re.search(schema["pattern"], value):
         yield f"{path}: {value!r} does not match {schema['pattern']}"
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        limits = (("minimum", value.__ge__), ("maximum", value.__le__))
-        limits += (("exclusiveMinimum", value.__gt__), ("exclusiveMaximum", value.__lt__))
-        for name, holds in limits:
+        limits: dict[str, Any] = {"minimum": value.__ge__, "maximum": value.__le__}
+        limits |= {"exclusiveMinimum": value.__gt__, "exclusiveMaximum": value.__lt__}
+        for name, holds in limits.items():
             if name in schema and holds(type(value)(schema[name])) is False:
                 yield f"{path}: {value} breaks {name} {schema[name]}"
 

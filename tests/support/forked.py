@@ -63,7 +63,7 @@ def run_alone(fn: Callable[[], Any], timeout_s: float = 120.0) -> Any:
     Raises `RankFailed` as `run_ranks` does.
     """
     receiver, sender = _FORK.Pipe(duplex=False)
-    process = _FORK.Process(target=_answer, args=(sender, fn), daemon=True)
+    process = _FORK.Process(target=_answer, args=(sender, fn))
     try:
         process.start()
         sender.close()
@@ -110,7 +110,7 @@ def _serve(
     args: Any,
 ) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1")
     try:
         dist.init_process_group(
             "gloo",

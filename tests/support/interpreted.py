@@ -37,14 +37,8 @@ def trained(runs: dict[str, list[str]], timeout_s: float = 200) -> dict[str, lis
 
 
 def _main() -> None:
-    import torch
-
-    from mtrain import mcore
-    from mtrain.devices import registry
     from tests.support.launched import Launched
 
-    torch.set_num_threads(1)
-    mcore.install(registry.get("cpu"))
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as home:
         for i, (name, words) in enumerate(json.load(sys.stdin).items()):

@@ -17,6 +17,7 @@ import psutil
 
 from mtrain.launching.local import die_with
 from tests.support.commands import latest
+from tests.support.engine import import_engine
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -43,7 +44,7 @@ class Launched:
         apart: Path | None = None,
     ) -> None:
         """With `apart`, output and errors are two files, in that folder."""
-        _import_engine()
+        import_engine()
         self.output = (apart or cwd) / f"output-{len(list((apart or cwd).glob('output-*')))}.txt"
         self.errors = self.output.with_suffix(".err") if apart else self.output
         self.output.touch()
@@ -118,17 +119,6 @@ def mtrain(*argv: str, cwd: Path, timeout_s: float = 120) -> subprocess.Complete
         run = Launched(*argv, cwd=cwd, apart=Path(folder))
         code = run.wait(timeout_s)
         return subprocess.CompletedProcess(list(argv), code, run.said, run.errors.read_text())
-
-
-def _import_engine() -> None:
-    """Import what a run imports, once; one thread, for a pool of threads does not survive a fork."""
-    import torch
-
-    from mtrain import mcore as adapter
-    from mtrain.devices import registry
-
-    torch.set_num_threads(1)
-    adapter.install(registry.get("cpu"))
 
 
 def as_rank(rank: int, size: int, port: int, **more: str) -> dict[str, str]:

@@ -24,6 +24,7 @@ from mtrain.config.resolve import resolve
 from mtrain.config.rules import apply
 from mtrain.config.run import RunConfig
 from tests.support.configs import LAPTOP, errors
+from tests.support.engine import import_engine
 from tests.support.oracle_cases import Drawn, draw
 
 MEMORY = 12 << 30
@@ -122,18 +123,6 @@ def cases(count: int, seed: int) -> Iterator[Drawn]:
         yield draw(rng, 8 if index % 10 == 9 else 4)
 
 
-def install() -> None:
-    """Import megatron-core and all that a rank needs, before ranks are forked."""
-    import torch
-
-    torch.set_num_threads(1)
-    from mtrain import mcore
-    from mtrain.devices import registry
-
-    mcore.install(registry.get("cpu"))
-    import mtrain.train.assemble  # noqa: F401
-
-
 def main(argv: list[str] | None = None) -> int:
     """Validate and print every disagreement; the exit code is 1 where there is one."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -142,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first case that is tried")
     parser.add_argument("--all", action="store_true", help="print agreements too")
     args = parser.parse_args(argv)
-    install()
+    import_engine()
     began, found, reasons = time.monotonic(), Counter[str](), Counter[str]()
     for index, drawn in enumerate(cases(args.cases, args.seed)):
         if index < args.first:

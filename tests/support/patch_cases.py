@@ -1,7 +1,7 @@
-"""Shows each defect of megatron-core that `mtrain.mcore.patches` lists, without the patch and with it.
+"""Shows each defect of megatron-core that `mtrain.mcore.patches` lists.
 
-Run as a module it prints, as JSON, what every case gave without its patch and with it. It imports megatron.core once
-and forks the ranks of each case from there, before any patch is applied.
+Run as a module it prints, as JSON, what each case that is named gave without its patch. It imports megatron.core once
+and forks from there, before any patch is applied, a process for each case, which leaves out one patch.
 """
 
 from __future__ import annotations
@@ -9,25 +9,29 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from mtrain_kernels.registry import ops
 from torch.utils._pytree import tree_map
 
 from mtrain import mcore
 from mtrain.config.precision import PrecisionConfig
 from mtrain.devices import registry
-from mtrain.mcore import import_core, install
+from mtrain.mcore import import_core
 from tests.support import tiny
-from tests.support.forked import RankFailed, run_ranks
+from tests.support.engine import import_engine
+from tests.support.forked import RankFailed, run_alone, run_ranks
 from tests.support.runs import tiny_run, train_steps
 
 FINE = "fine"
 LOW_PRECISION = {"store_param_remainders": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-MEGATRON = {"fsdp": "megatron", "fsdp_sharding": "optim_grads_params"}
+MEGATRON: dict[str, Any] = {"fsdp": "megatron", "fsdp_sharding": "optim_grads_params"}
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,13 @@ class Case:
     """What shows one defect."""
 
     run: Callable[[], str]
-    """Runs on every rank with the adapter installed; FINE, or what is wrong. May raise."""
+    """Runs on every rank with the adapter installed, with or without its patch; FINE, or what is wrong. May raise."""
     symptom: str
     """Regular expression of what is found without the patch."""
     ranks: int = 1
 
 
-def _train(degrees: dict[str, int] | None = None, spec: Any = None, **over: Any) -> str:
+def _train(degrees: dict[str, Any] | None = None, spec: Any = None, **over: Any) -> str:
     tiny.start_world(**(degrees or {}))
     cfg = tiny.config(tensor_model_parallel_size=(degrees or {}).get("tp", 1), **over)
     tiny.accumulate_gradients(tiny.model(cfg, spec), cfg)
@@ -75,11 +79,12 @@ def _moe_loss_tokens() -> str:
     }
     cfg = tiny.config(tensor_model_parallel_size=2, sequence_parallel=True, calculate_per_token_loss=True, **moe)
     router = tiny.model(cfg, wrap=False).decoder.layers[0].mlp.router
-    loss, activation = torch.ones((), requires_grad=True), torch.zeros(6, 4)
+    loss: Any = torch.ones((), requires_grad=True)
+    activation = torch.zeros(6, 4)
     router.attach_and_log_load_balancing_loss(
         activation, 1.0, loss, "load_balancing_loss", router.tp_cp_group
     ).sum().backward()
-    logits = torch.zeros(6, 4, requires_grad=True)
+    logits: Any = torch.zeros(6, 4, requires_grad=True)
     (router.apply_z_loss(logits) * 0).sum().backward()
     # of logits that are all 0, d(logsumexp^2)/d(logit) is 2 log(4) / 4 for each
     expected = 2 * torch.tensor(4.0).log() / 4
@@ -139,7 +144,7 @@ def _uneven_splits() -> str:
 
     tiny.start_world(tp=2)
     rank, group, sizes = torch.distributed.get_rank(), api.parallel_state.get_tensor_model_parallel_group(), [1, 3]
-    own = torch.full((sizes[rank], 2), float(rank + 1), requires_grad=True)
+    own: Any = torch.full((sizes[rank], 2), float(rank + 1), requires_grad=True)
     gathered = api.gather_from_sequence_parallel_region(own, group=group, output_split_sizes=sizes)
     (gathered * torch.arange(1.0, 5.0)[:, None]).sum().backward()
     expected = torch.tensor([1.0, 2.0, 2.0, 2.0])
@@ -220,9 +225,10 @@ def _recomputed_bias() -> str:
 
 def _trains_as_without(optim: dict[str, Any] | None = None, **parallel: Any) -> str:
     """Whether mtrain's own run with these keys of `parallel` and `optim` has the losses and norms of a plain one."""
-    mcore.install = lambda device: None  # it is open already, with the patches of this case
+    # it is installed already, with the patches of this case
+    mcore.install = lambda device: None  # type: ignore[assignment,misc]
     dtype, model = parallel.pop("dtype", "fp32"), parallel.pop("model", {})
-    axes = {key: parallel[key] for key in ("ranks", "pp", "tp") if key in parallel}
+    axes: dict[str, Any] = {key: parallel[key] for key in ("ranks", "pp", "tp") if key in parallel}
     runs = [
         tiny_run(model={"num_layers": 2, **model}, dtype=dtype, optim=changes, **keys)
         for keys, changes in ((axes, None), (parallel, optim))
@@ -232,7 +238,7 @@ def _trains_as_without(optim: dict[str, Any] | None = None, **parallel: Any) -> 
             r.model_copy(update={"precision": PrecisionConfig(dtype="fp16", initial_loss_scale=16.0)}) for r in runs
         ]
     try:
-        (expected, norm), (loss, found) = (train_steps(run, 3)[-1] for run in runs)
+        (expected, norm), (loss, found) = (train_steps(run, 2)[-1] for run in runs)
     except KeyError:  # whose text would be a whole tensor
         return "KeyError"
     tolerance = 1e-5 if dtype == "fp32" else 1e-2
@@ -316,29 +322,30 @@ CASES: dict[str, Case] = {
 }
 
 
-def _outcome(case: Case, without: tuple[str, ...]) -> str:
-    def on_a_rank() -> str:
-        install(registry.get("cpu"), without=without)
-        return case.run()
-
+def outcome(case: Case) -> str:
+    """What `case` gives on its ranks, forked from this process, which has the adapter installed."""
     try:
-        return next((v for v in run_ranks(case.ranks, on_a_rank, timeout_s=60) if v != FINE), FINE)
+        return next((v for v in run_ranks(case.ranks, case.run, timeout_s=60) if v != FINE), FINE)
     except RankFailed as failure:
         return str(failure).strip().splitlines()[-1]
 
 
+def _without(name: str) -> str:
+    import_engine(without=(name,))
+    return outcome(CASES[name])
+
+
 def main() -> None:
-    """Print {patch: {"without": outcome, "with": outcome}}."""
+    """Print {patch: what its case gives without it} of the patches named in the arguments."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import_core(registry.get("cpu"))
         # imported before the forks to spare each of them the time; binds nothing that a patch replaces
-        for module in ("models.gpt", "distributed", "optimizer", "pipeline_parallel"):
-            importlib.import_module(f"megatron.core.{module}")
-    outcomes = {
-        name: {"without": _outcome(case, (name,)), "with": _outcome(case, ())} for name, case in CASES.items()
-    }
-    print(json.dumps(outcomes))
+        modules = [f"megatron.core.{m}" for m in ("models.gpt", "distributed", "optimizer", "pipeline_parallel")]
+        for module in (*modules, "mtrain.config.load", "mtrain.data", "tokenizers", "safetensors.torch"):
+            importlib.import_module(module)
+        ops()
+    print(json.dumps({name: run_alone(partial(_without, name)) for name in sys.argv[1:]}))
 
 
 if __name__ == "__main__":

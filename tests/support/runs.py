@@ -39,7 +39,7 @@ def tiny_run(
     trainer: dict[str, Any] | None = None,
     dtype: str = "fp32",
     optim: dict[str, Any] | None = None,
-    kernel: str | None = None,
+    kernel: Any = None,
     **parallel: Any,
 ) -> RunConfig:
     """A resolved run of a tiny Llama on synthetic tokens; keyword arguments are keys of `parallel`.
@@ -104,6 +104,19 @@ def train_steps(
         if save_to is not None:
             ckpt_state.save(save_to, run, world, parts.state, {})
         return [(r.loss, r.grad_norm) for r in results]
+
+
+_TRAINED: dict[tuple[str, int], list[tuple[float, float]]] = {}
+
+
+def trained(run: RunConfig, steps: int) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step of `run` on ranks of its own; trained once for all tests of a process."""
+    key = run.model_dump_json(), steps
+    if key not in _TRAINED:
+        values = run_ranks(run.parallel.ranks or 1, train_steps, run, steps)
+        assert all(v == values[0] for v in values), "ranks report different numbers"
+        _TRAINED[key] = values[0]
+    return _TRAINED[key]
 
 
 class Uninterrupted:

@@ -87,7 +87,7 @@ def _plain(annotation: Any, path: str, bounds: dict[str, Any]) -> st.SearchStrat
         return st.integers(low, min(bounds.get("le", low + 300), bounds.get("lt", low + 301) - 1))
     if annotation is float:
         low, high = bounds.get("ge", bounds.get("gt", 0)), bounds.get("le", bounds.get("lt", 1000))
-        open_ends = {"exclude_min": "gt" in bounds, "exclude_max": "lt" in bounds}
+        open_ends: dict[str, Any] = {"exclude_min": "gt" in bounds, "exclude_max": "lt" in bounds}
         return st.floats(low, high, allow_subnormal=False, **open_ends)
     assert annotation is str, f"{path}: {annotation} is not drawn yet; say how"
     return WORDS if "pattern" in bounds or path == "cluster.name" else PATHS

@@ -14,7 +14,7 @@ VOCAB, TOKENS, BATCH = 64, 16, 2
 REFERENCE = SimpleNamespace(
     norm="reference", attention="reference", linear="reference", activation="reference", experts="reference"
 )
-MLA = {
+MLA: dict[str, Any] = {
     "multi_latent_attention": True,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -24,7 +24,7 @@ MLA = {
     "rope_type": "rope",
     "qk_layernorm": True,
 }
-MOE = {
+MOE: dict[str, Any] = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": 16,

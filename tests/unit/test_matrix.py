@@ -88,6 +88,7 @@ def test_a_verdict_is_the_one_of_all_rules_together() -> None:
     assert good > 10
 
 
+@pytest.mark.full
 def test_the_whole_table_takes_seconds_and_explains_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
     start = time.process_time()
     assert main(["check", "--all", "--json"]) == 0

@@ -228,8 +228,7 @@ def test_a_group_file_that_names_another_in_vain_is_told_in_our_words(
     import shutil
 
     shutil.copytree(paths.conf_dir(), tmp_path / "conf")
-    for module in ("paths", "compose"):
-        monkeypatch.setattr(f"mtrain.config.{module}.conf_dir", lambda: tmp_path / "conf")
+    monkeypatch.setattr(paths, "conf_dir", lambda: tmp_path / "conf")
     (tmp_path / "conf/optim/mine.yaml").write_text("defaults: [nowhere]\nlr: 1e-3\n")
     (problem,) = validated("optim=mine")
     assert "optim/nowhere is named, and is not there" in problem.rule

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, given, settings
 
 from mtrain.config.resolve import Machine
@@ -67,9 +68,10 @@ CHANGES = st.fixed_dictionaries(
 )
 
 
-@given(change=CHANGES, machine=st.sampled_from(MACHINES))
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
-def test_first_fixes_lead_to_a_valid_configuration(change: dict[str, Any], machine: Machine) -> None:
+FIXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+
+
+def _fix_all(change: dict[str, Any], machine: Machine) -> None:
     raw = apply(tiny(), change)
     found = errors(raw, machine)
     for _ in range(len(found)):
@@ -83,3 +85,16 @@ def test_first_fixes_lead_to_a_valid_configuration(change: dict[str, Any], machi
         assert {(p.code, p.path) for p in after} < keys, (fixable[0], after)
         found = after
     assert found == []
+
+
+@given(change=CHANGES, machine=st.sampled_from(MACHINES))
+@settings(FIXED, max_examples=80)
+def test_first_fixes_lead_to_a_valid_configuration(change: dict[str, Any], machine: Machine) -> None:
+    _fix_all(change, machine)
+
+
+@pytest.mark.full
+@given(change=CHANGES, machine=st.sampled_from(MACHINES))
+@settings(FIXED, max_examples=400)
+def test_first_fixes_lead_to_a_valid_configuration_often(change: dict[str, Any], machine: Machine) -> None:
+    _fix_all(change, machine)

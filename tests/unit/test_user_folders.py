@@ -168,7 +168,7 @@ def test_what_is_taken_away_is_at_its_default_again() -> None:
     ("text", "code", "said"),
     [
         ("defaults: [bad, _self_]\n", "MT011", "leads back to its own file"),
-        ("defaults: [nothing, _self_]\n", "MT011", "model/nothing"),
+        ("defaults: [nothing, _self_]\n", "MT011", "model/nothing is named, and is not there"),
         ("defaults: [{/hydra/launcher: basic}]\n", "MT006", "neither a part of Hydra"),
         ("defaults: [{/data: '${oc.env:HOME}'}]\n", "MT006", "nor a reference"),
         ("# @package hydra\nrun: 1\n", "MT006", "configures no loader"),

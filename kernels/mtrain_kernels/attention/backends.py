@@ -166,10 +166,10 @@ def seen(call: Call, mask: Tensor | None, cu_seqlens: Tensor | None, device: tor
     if mask is not None or (call.window == (-1, -1) and not call.packed):
         return mask
     q_at, k_at = (torch.arange(n, device=device) for n in (call.queries, call.keys))
-    owners = (None, None)
+    q_owner = k_owner = None
     if cu_seqlens is not None:
-        owners = tuple(torch.searchsorted(cu_seqlens.to(at.dtype), at, right=True) for at in (q_at, k_at))
-    return reference.visible(q_at, k_at, window=call.window, q_segments=owners[0], k_segments=owners[1])
+        q_owner, k_owner = (torch.searchsorted(cu_seqlens.to(at.dtype), at, right=True) for at in (q_at, k_at))
+    return reference.visible(q_at, k_at, window=call.window, q_segments=q_owner, k_segments=k_owner)
 
 
 def by_torch(
@@ -213,7 +213,7 @@ def by_varlen(
     out = varlen_attn(
         q_rows, k_rows, _flat(v, cu_seqlens, longest)[0], q_edges, k_edges, q_longest, k_longest, **options
     )
-    return _unflat(out, q.shape[0])[..., :width]
+    return _unflat(out, q.shape[0])[..., :width]  # type: ignore[arg-type]
 
 
 def by_flash3(
@@ -237,7 +237,7 @@ def by_flash3(
     rows, edges, most = zip(*(_flat(x, cu_seqlens, longest) for x in (q, k, v)), strict=True)
     out = flash_attn_varlen_func(*rows, edges[0], edges[1], max_seqlen_q=most[0], max_seqlen_k=most[1], **options)
     out = out[0] if isinstance(out, tuple) else out
-    return _unflat(out, q.shape[0])[..., :width]
+    return _unflat(out, q.shape[0])[..., :width]  # type: ignore[arg-type]
 
 
 def _flat(x: Tensor, cu_seqlens: Tensor | None, longest: int | None) -> tuple[Tensor, Tensor, int]:

@@ -131,7 +131,7 @@ def _tile(times: int, width: int) -> tuple[int, int]:
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None, silu: bool) -> Tensor:
     """The convolution of `x` [b, d, t] with `weight` [d, w]."""
-    x, weight, bias, segments = (None if v is None else v.contiguous() for v in (x, weight, bias, segments))
+    x, weight, bias, segments = (None if v is None else v.contiguous() for v in (x, weight, bias, segments))  # type: ignore[assignment]
     batch, channels, times = x.shape
     y = torch.empty_like(x)
     if x.numel() == 0:
@@ -162,7 +162,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias, that of the bias in fp32 and also where there is none."""
     d_y = d_y.contiguous()
-    x, weight, bias, segments = (None if v is None else v.contiguous() for v in (x, weight, bias, segments))
+    x, weight, bias, segments = (None if v is None else v.contiguous() for v in (x, weight, bias, segments))  # type: ignore[assignment]
     batch, channels, times = x.shape
     width = weight.shape[1]
     d_x = torch.empty_like(x)

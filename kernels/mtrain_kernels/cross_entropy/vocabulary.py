@@ -15,7 +15,7 @@ class Vocabulary:
     """
 
     def __init__(self, group: str) -> None:
-        self.group = _resolve_process_group(group) if group else None
+        self.group = _resolve_process_group(group) if group else None  # type: ignore[arg-type]
         self.rank = self.group.rank() if self.group is not None else 0
         self.ranks = self.group.size() if self.group is not None else 1
 

@@ -100,7 +100,9 @@ def spread(
     results = None if results is None else results.contiguous()
     count, hidden = source.shape[0], tokens.shape[1]
     rows = tokens.new_empty(count, hidden)
-    d_weights = None if results is None else torch.zeros_like(weights)  # what is dropped has no row
+    d_weights = (
+        None if results is None or weights is None else torch.zeros_like(weights)
+    )  # what is dropped has no row
     if rows.numel() == 0:
         return rows, d_weights
     h = min(power_of_two(hidden), ELEMENTS)

@@ -67,11 +67,11 @@ def adamw_(lists: Lists, streams: Sequence[int], grad_scale: Tensor | None, hype
     p, m, v = read
     g = [x.reshape(-1).float() for x in lists.grads]
     if grad_scale is not None:
-        g = torch._foreach_mul(g, grad_scale)
+        g = list(torch._foreach_mul(g, grad_scale))
     if hyper.weight_decay and hyper.decoupled:
         torch._foreach_mul_(p, 1 - hyper.lr * hyper.weight_decay)
     elif hyper.weight_decay:
-        g = torch._foreach_add(g, p, alpha=hyper.weight_decay)
+        g = list(torch._foreach_add(g, p, alpha=hyper.weight_decay))
     torch._foreach_mul_(m, hyper.beta1)
     torch._foreach_add_(m, g, alpha=1 - hyper.beta1)
     torch._foreach_mul_(v, hyper.beta2)
@@ -90,7 +90,8 @@ def _read(lists: Lists) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         p = [join_master(w.view(-1), r.view(-1)) for w, r in zip(lists.params, lists.masters, strict=True)]
     else:
         p = [x.view(-1).float() for x in (lists.masters or lists.params)]
-    first, second = lists.exp_avg_scales or [None] * count, lists.exp_avg_sq_scales or [None] * count
+    none: list[Tensor | None] = [None] * count
+    first, second = lists.exp_avg_scales or none, lists.exp_avg_sq_scales or none
     m = [load_moment(x.view(-1), s, False) for x, s in zip(lists.exp_avgs, first, strict=True)]
     v = [load_moment(x.view(-1), s, True) for x, s in zip(lists.exp_avg_sqs, second, strict=True)]
     return p, m, v

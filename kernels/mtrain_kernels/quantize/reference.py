@@ -43,7 +43,7 @@ def encode(x: Tensor, format: str) -> Tensor:
     """fp32 `x` rounded to "e4m3" or "e5m2", as a tensor of that dtype; every NaN has the code 0x7F."""
     greatest, dtype = FORMATS[format].greatest, FORMATS[format].dtype
     code = x.clamp(-greatest, greatest).to(dtype).view(torch.uint8)
-    return code.masked_fill(x.isnan(), 0x7F).view(dtype)
+    return code.masked_fill(x.isnan(), 0x7F).view(dtype)  # type: ignore[arg-type]
 
 
 def encode_e2m1(x: Tensor) -> Tensor:

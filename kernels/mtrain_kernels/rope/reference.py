@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,12 @@ def rope(
 
     `q` [..., s, n, d] and `k` [..., s, g, d]; `q_weight` and `k_weight` [d], both or neither. See `rotate`.
     """
-    options = {"positions": positions, "interleaved": interleaved, "eps": eps, "zero_centered": zero_centered}
+    options: dict[str, Any] = {
+        "positions": positions,
+        "interleaved": interleaved,
+        "eps": eps,
+        "zero_centered": zero_centered,
+    }
     return rotate(q, cos, sin, weight=q_weight, **options), rotate(k, cos, sin, weight=k_weight, **options)
 
 

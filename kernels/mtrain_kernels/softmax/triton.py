@@ -235,4 +235,4 @@ def backward(
             T=columns,
             num_warps=8,
         )
-    return d_x, x.new_empty(0) if d_sink is None else d_sink.sum((0, 2)).to(sink.dtype)
+    return d_x, x.new_empty(0) if d_sink is None or sink is None else d_sink.sum((0, 2)).to(sink.dtype)

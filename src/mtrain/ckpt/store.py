@@ -89,7 +89,7 @@ def _write_shard(
     draft: Path, shards: Iterable[TensorShard], extra: dict[str, torch.Tensor], rank: int
 ) -> dict[str, Any]:
     tensors: dict[str, torch.Tensor] = {}
-    pieces = []
+    pieces: list[dict[str, Any]] = []
     name = folder.shard_name(rank)
     for shard in shards:
         if not shard.primary:

@@ -100,7 +100,7 @@ def summary(loaded: Loaded) -> str:
     from mtrain.plan.count import parameters
 
     run = loaded.run
-    p, t, dp, formats = run.parallel, run.trainer, dp_of(run), run.precision.dtype
+    p, t, dp, formats = run.parallel, run.trainer, dp_of(run), str(run.precision.dtype)
     if run.precision.quantized is not None:
         formats += f" with products in {run.precision.multiplies_in} ({run.precision.quantized})"
     axes = {"tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep, "etp": p.etp or p.tp, "dp": dp}

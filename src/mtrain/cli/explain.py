@@ -25,10 +25,10 @@ from mtrain.config.describe import (
     type_of,
 )
 from mtrain.config.dump import spell
-from mtrain.config.keys import field_of, suggest
+from mtrain.config.keys import effect_of, field_of, suggest
 from mtrain.config.paths import program
 from mtrain.config.resolve import Machine, resolve, world_size_of
-from mtrain.config.run import RunConfig, effect_of
+from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.table import flags_of

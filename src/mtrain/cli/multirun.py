@@ -243,7 +243,7 @@ def _table(rows: Sequence[Row], wanted: int) -> str:
     from mtrain.units import count
 
     head = ("name", "what differs", "loss", "validation", "tokens/s", "exit")
-    cells = [head]
+    cells: list[tuple[str, ...]] = [head]
     for row in rows:
         numbers = (f"{value:.4f}" if value is not None else "-" for value in (row.loss, row.validation))
         rate = count(row.tokens_per_s) if row.tokens_per_s is not None else "-"

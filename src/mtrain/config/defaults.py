@@ -100,7 +100,7 @@ def sample_length(run: RunConfig) -> Filled:
 
 
 def sequence_parallel(run: RunConfig) -> Filled:
-    """On where tp cuts layers, on a CPU only of experts, which train with tp only so."""
+    """On where tp shards layers, on a CPU only of experts, which train with tp only so."""
     p, cut = run.parallel, run.parallel.tp * run.parallel.cp
     if p.sequence_parallel is not None:
         return {}
@@ -218,7 +218,7 @@ def batch(run: RunConfig) -> Filled:
 
 
 def micro_batch(run: RunConfig) -> Filled:
-    """The largest that cuts every step evenly and fills the pipeline; on GPUs of few tokens, which memory holds."""
+    """The largest that splits every step evenly and fills the pipeline; on GPUs of few tokens, which memory holds."""
     t, p, dp = run.trainer, run.parallel, _dp(run)
     if t.micro_batch_size is not None:
         return {}

@@ -181,6 +181,10 @@ def _hydra(library: Library, primary: str) -> Iterator[None]:
     except RecursionError:
         raise NotComposed("a defaults list leads back to its own file") from None
     except (HydraException, OmegaConfBaseException, ValueError, AttributeError, AssertionError) as error:
+        lost = getattr(error, "missing_cfg_file", None)
+        if lost:
+            missing = lost[0] if isinstance(lost, (list, tuple)) else lost
+            raise NotComposed(f"in a defaults list, {missing} is named, and is not there") from None
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
         lines = str(cause).strip().splitlines() or [type(error).__name__]
         raise NotComposed(lines[0]) from None

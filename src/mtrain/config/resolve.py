@@ -150,7 +150,7 @@ def _with(node: Any, path: list[str], value: Any) -> Any:
 def smallest_world(parallel: ParallelConfig) -> int:
     """The fewest ranks whose dense grid (tp pp cp) and expert grid (etp ep pp) are both whole.
 
-    With replicas (`hsdp_replicas`) both divide into as many equal parts, and a dense one is spread over two ranks.
+    With replicas (`hsdp_replicas`) both divide into as many equal parts, and a dense one is sharded over two ranks.
     """
     replicas, dense = parallel.hsdp_replicas, parallel.tp * parallel.cp
     expert = (parallel.etp or parallel.tp) * parallel.ep

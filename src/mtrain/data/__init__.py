@@ -121,7 +121,7 @@ def open_splits(
     """
     if corpus.prefix is None:
         mocks = [MockSamples(data.length, seed, vocab_size, name) for name in SHARES]
-        return Splits(corpus, *mocks, eod=None, masked_eod=None, document_ends=DOCUMENT_ENDS, dataset=None)
+        return Splits(corpus, *mocks, eod=None, masked_eod=None, document_ends=DOCUMENT_ENDS, dataset=None)  # type: ignore[misc,arg-type]
     eod = corpus.meta.get("eod")
     problems = []
     held = corpus.meta.get("vocab_size")

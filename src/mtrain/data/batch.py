@@ -119,7 +119,8 @@ def pack(windows: torch.Tensor, packing: Packing) -> MicroBatch:
     """
     length = windows.shape[1] - 1
     ending = torch.isin(windows, torch.tensor(packing.ends))
-    rows, starts = [], []
+    rows: list[torch.Tensor] = []
+    starts: list[int] = []
     for window, ends in zip(windows, ending, strict=True):
         place, begin = _placed(ends[:-1], length, packing.multiple)
         row = torch.zeros((3, length), dtype=torch.int64)

@@ -170,7 +170,7 @@ def write_index(path: Path, lengths: np.ndarray, dtype: np.dtype, document_indic
 
 def _write(file: io.FileIO, data: bytes | np.ndarray) -> None:
     """Write all of `data`; an unbuffered file may take it in parts."""
-    view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+    view = memoryview(data).cast("B") if len(data) else memoryview(b"")  # type: ignore[arg-type]
     while view:
         view = view[file.write(view) :]
 
@@ -197,7 +197,7 @@ class IndexedWriter:
             raise CorruptData(
                 f"{self.prefix}: token ids {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}"
             )
-        data = memoryview(np.ascontiguousarray(tokens, self.dtype)).cast("B")
+        data = memoryview(np.ascontiguousarray(tokens, self.dtype)).cast("B")  # type: ignore[arg-type]
         self._digest.update(data)
         self._file.write(data)
         self._lengths.append(lengths)

@@ -19,9 +19,10 @@ from mtrain.config import kernels
 from mtrain.config.base import Effect
 from mtrain.config.batches import counted, samples_of, stages
 from mtrain.config.dump import override, run_yaml
+from mtrain.config.keys import effect_of
 from mtrain.config.paths import RUN_FILE
 from mtrain.config.resolve import Machine
-from mtrain.config.run import RunConfig, effect_of
+from mtrain.config.run import RunConfig
 from mtrain.config.run_file import read_run_file
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem, show
 from mtrain.launching import matmul
@@ -85,14 +86,14 @@ def plan(run: RunConfig) -> Plan:
     notes: list[str] = []
     found, checkpoint = _latest(run, notes) if run.checkpoint.resume == "latest" else _named(run, notes)
     refuse_links(found)
-    new = checkpoint is not None and checkpoint.parent.parent != found
+    branches = checkpoint is not None and checkpoint.parent.parent != found
     try:
         changes = _validate(run, found, checkpoint)
     except ConfigError:
         if checkpoint is not None:  # what is refused may not be what was written
             ckpt_folder.read_manifest(checkpoint, verify=False)
         raise
-    return Plan(found, checkpoint, changes, new, tuple(notes))
+    return Plan(found, checkpoint, changes, branches, tuple(notes))
 
 
 @contextmanager
@@ -269,7 +270,7 @@ def _latest(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
         what = f"there is no run named {run.log.name} in {root}" if run.log.name else f"there is no run in {root}"
         raise _nothing("latest", what)
     same = [folder for folder, other in runs if not _differences(run, other)]
-    alike = [folder for folder, other in runs if not _differences(run, other, Effect.SHAPE)]
+    alike = [folder for folder, other in runs if not _differences(run, other, Effect.ARCHITECTURE)]
     if not (same or alike or run.log.name):
         raise _nothing("latest", f"no run in {root} has this model; the newest is {runs[0][0]}")
     candidates = same or alike or [runs[0][0]]
@@ -327,11 +328,11 @@ def _validate(run: RunConfig, folder: Path, checkpoint: Path | None) -> tuple[st
     for key, (old, new) in differences.items():
         effect = effect_of(key)
         where = f"{source} has {show(old)}"
-        if effect is Effect.SHAPE:
+        if effect is Effect.ARCHITECTURE:
             problems.append(
                 Problem("MT503", key, new, f"the checkpoint is of another model: {where}", f"{key}={show(old)}")
             )
-        elif effect is Effect.NUMBERS and not run.checkpoint.accept_changes:
+        elif effect is Effect.NUMERICS and not run.checkpoint.accept_changes:
             fix = f"{key}={show(old)}, or checkpoint.accept_changes=true to go on with the new value"
             problems.append(Problem("MT504", key, new, f"changes the numbers of the resumed run: {where}", fix))
     if problems:
@@ -341,7 +342,7 @@ def _validate(run: RunConfig, folder: Path, checkpoint: Path | None) -> tuple[st
 
 def _differences(run: RunConfig, other: RunConfig, *effects: Effect) -> dict[str, tuple[object, object]]:
     """Keys whose values differ, of the given effects (default: those that change the weights that come out)."""
-    wanted = effects or (Effect.SHAPE, Effect.NUMBERS, Effect.LAYOUT)
+    wanted = effects or (Effect.ARCHITECTURE, Effect.NUMERICS, Effect.PARALLELISM)
     mine, theirs = anchored(run).recorded().flat(), anchored(other).recorded().flat()
     keys = [k for k in {**mine, **theirs} if effect_of(k) in wanted]
     return {k: (theirs.get(k), mine.get(k)) for k in keys if theirs.get(k) != mine.get(k)}

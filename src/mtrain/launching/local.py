@@ -158,7 +158,7 @@ def _warm(run: RunConfig) -> None:
 def _with_products(run: RunConfig, checkpoint: Path | None = None) -> RunConfig:
     """`run` with the library of its products. A child measures it, if need be: no tensor work before ranks fork."""
     if not matmul.is_known(run):
-        Forked(lambda: matmul.measured(run) and None).result()
+        Forked(lambda: matmul.measured(run)).result()
     return matmul.chosen(run, checkpoint)
 
 
@@ -216,7 +216,7 @@ def die_with(parent: int) -> None:
 class Forked:
     """A function that runs in a forked process beside this one; its errors are raised here."""
 
-    def __init__(self, work: Callable[[], None]) -> None:
+    def __init__(self, work: Callable[[], object]) -> None:
         self.read_end, write_end = os.pipe()
         parent = os.getpid()
         try:
@@ -256,7 +256,7 @@ class Forked:
             raise BadEnvironment(f"preparing the data ended with {os.waitstatus_to_exitcode(status)}")
 
 
-def _report(work: Callable[[], None], pipe: TextIO) -> int:
+def _report(work: Callable[[], object], pipe: TextIO) -> int:
     try:
         work()
     except KeyboardInterrupt:

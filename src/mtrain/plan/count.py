@@ -20,7 +20,7 @@ def active_parameters(model: ModelConfig) -> int:
 
 
 def expert_parameters(model: ModelConfig) -> int:
-    """Trainable parameters of routed experts: what expert parallelism spreads."""
+    """Trainable parameters of routed experts: what expert parallelism shards."""
     return family_of(model).expert_parameters(model)
 
 

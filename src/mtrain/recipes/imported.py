@@ -18,7 +18,7 @@ from mtrain.config.paths import choices_of_group
 from mtrain.config.run import RunConfig
 from mtrain.config.validate import validate
 from mtrain.errors import ConfigError, Problem
-from mtrain.recipes.arguments import Arguments, Draft, Unplaced
+from mtrain.recipes.arguments import Arguments, Draft, Unplaced, read_all
 from mtrain.recipes.flags_other import FITTING, OTHERS
 from mtrain.recipes.launch import World
 from mtrain.recipes.secrets import HIDDEN, Secrets, names_secret
@@ -45,11 +45,9 @@ class Imported:
 
 
 def read_flags(words: Sequence[str], world: World | None) -> tuple[Arguments, Draft]:
-    """Every entry of the table, read in its order; the keys that say nothing left out."""
+    """Every entry of the table, read as its keys are asked for; the keys that say nothing left out."""
     a = Arguments(words)
-    d: Draft = {"ranks": world.ranks if world else 1}
-    for entry in table():
-        d |= entry.read(a, d)
+    d = read_all(a, table(), {"ranks": world.ranks if world else 1})
     del d["ranks"]
     for part, key, flag in (
         ("moe", "model.moe.num_experts", "--num-experts"),

@@ -23,7 +23,7 @@ Groups = list[list[list[int]]]
 
 @dataclass(frozen=True)
 class Share:
-    """A document, and how many ranks it is cut over."""
+    """A document, and how many ranks it is sharded over."""
 
     document: dict[str, torch.Tensor]
     ranks: int

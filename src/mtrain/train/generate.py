@@ -32,8 +32,8 @@ class Sampler:
         it in blocks.
         """
         recipe = self.run.precision.quantized
-        cut = self.grid.tp if self.run.parallel.sequence_parallel else 1
-        return cut * (MULTIPLES.get(recipe, 16) if recipe is not None else 1)
+        parts = self.grid.tp if self.run.parallel.sequence_parallel else 1
+        return parts * (MULTIPLES.get(recipe, 16) if recipe is not None else 1)
 
     @property
     def context(self) -> int:

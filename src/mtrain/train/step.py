@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -81,8 +81,8 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
     size = size_after(parts.batch_sizes, state.consumed_samples)
     begin_step(state.step + 1)
     with clock.phase("data"):
-        batches = parts.train_data.microbatches(state.consumed_samples, size)
-        batches = [to_device(b, parts.world) for b in batches]
+        read = parts.train_data.microbatches(state.consumed_samples, size)
+        batches = [to_device(cast(Batch, b), parts.world) for b in read]
     with clock.phase("forward_backward"):
         for chunk in state.chunks:
             chunk.zero_grad_buffer()
@@ -142,8 +142,8 @@ def evaluate(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool 
             if stops:
                 break
             begin_phase("evaluation")
-            batches = data.microbatches(i * parts.run.trainer.batch)
-            batches = [to_device(b, parts.world) for b in batches]
+            read = data.microbatches(i * parts.run.trainer.batch)
+            batches = [to_device(cast(Batch, b), parts.world) for b in read]
             reports = run_schedule(parts, batches, forward_only=True)
             loss, tokens, stops = reduce_report(parts.world, reports, until_stop and parts.stop_requested)
             total, count = total + loss * tokens, count + tokens
@@ -225,7 +225,7 @@ def reduce_report(world: World, reports: list[torch.Tensor], stop: bool) -> tupl
 
 
 def to_device(batch: Batch, world: World) -> Batch:
-    """A micro-batch on this rank's device, cut to this rank's part of the sequence under context parallelism."""
+    """A micro-batch on this rank's device, split to this rank's part of the sequence under context parallelism."""
     if world.grid.cp > 1:
         batch = _part_of_context(batch, world)
     return {key: value.to(world.torch_device, non_blocking=True) for key, value in batch.items()}

@@ -114,7 +114,7 @@ class JoinAttempt:
             return dist.distributed_c10d._get_default_store()
         if env.host is None:
             return dist.HashStore()
-        served = {"world_size": env.size, "wait_for_workers": False, "timeout": timedelta(seconds=60)}
+        served: dict[str, Any] = {"world_size": env.size, "wait_for_workers": False, "timeout": timedelta(seconds=60)}
         fd = self._listening() if env.serves else None
         self.serves = fd is not None
         if fd is not None:

@@ -59,7 +59,7 @@ class Member:
     def __init__(self, root: Store, number: int, info: RankInfo, config: Config) -> None:
         self.number, self.store = number, PrefixStore(str(number), root)
         if info.digest and self.store.get("digest").decode() != info.digest:
-            self.store.set(f"config/{info.digest}", zlib.compress(json.dumps(config).encode()))
+            self.store.set(f"config/{info.digest}", zlib.compress(json.dumps(config).encode()))  # type: ignore[arg-type]
         self.place = _add_page(self.store, "infos", info.text())
         self.reported = False
 

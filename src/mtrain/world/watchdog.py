@@ -177,7 +177,7 @@ class Wire:
     def talk(self) -> None:
         """Publish and look until the watch is over, or the store is lost."""
         with suppress(RuntimeError):  # torch's errors of a store; the clock notices the silence
-            store = PrefixStore("watch", self.world.store.clone())
+            store = PrefixStore("watch", self.world.store.clone())  # type: ignore[attr-defined]
             while not self.watchdog.over.wait(self.watchdog.tick_s):
                 self._publish(store)
                 if self.watchdog.idle_s >= self.watchdog.alert_s:

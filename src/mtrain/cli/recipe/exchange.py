@@ -90,10 +90,10 @@ def _validated(raw: RunConfig, left: Sequence[str]) -> tuple[RunConfig, list[Pro
     made_from: dict[str, frozenset[str]] = {}
     run = resolve(raw, machine, world_size, made_from)
 
-    def unsaid(reads: AbstractSet[str]) -> bool:
+    def hidden(reads: AbstractSet[str]) -> bool:
         return touches(read_from(reads, made_from), left)
 
-    problems = check(run, raw=raw, resolve=lambda r: resolve(r, machine, world_size), unsaid=unsaid)
+    problems = check(run, raw=raw, resolve=lambda r: resolve(r, machine, world_size), hidden=hidden)
     return run, [*(unfilled(key, "recipe") for key in left), *problems]
 
 

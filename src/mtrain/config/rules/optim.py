@@ -74,7 +74,7 @@ def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
     reads="parallel.distributed_optimizer optim.name",
 )
 def optimizer_can_be_distributed(run: RunConfig) -> Iterator[Finding]:
-    """The distributed optimizer cuts parameters anywhere, and not every update rule can be cut."""
+    """The distributed optimizer splits parameters anywhere, and not every update rule allows that."""
     why = _why_not(run, "distributed_optimizer")
     if run.parallel.distributed_optimizer and why is not None:
         off: Change = {"parallel.distributed_optimizer": False}
@@ -231,7 +231,7 @@ def low_precision_has_its_place(run: RunConfig) -> Iterator[Finding]:
     set_keys = [key for key, value in FULL.items() if _value(run, key) != value]
     back: Change = {key: FULL[key] for key in set_keys}
     if p.fsdp != "none" or o.cpu_offload:
-        what = f"parallel.fsdp={p.fsdp} spreads" if p.fsdp != "none" else "optim.cpu_offload moves to host memory"
+        what = f"parallel.fsdp={p.fsdp} shards" if p.fsdp != "none" else "optim.cpu_offload moves to host memory"
         zero: Change = {"parallel.fsdp": "none", "parallel.fsdp_sharding": None, "parallel.hsdp_replicas": 1}
         zero = {**zero, "parallel.distributed_optimizer": True, "optim.cpu_offload": 0.0}
         rule = f"low-precision state is of whole weights or of the distributed optimizer's shards, not of what {what}"

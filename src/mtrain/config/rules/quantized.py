@@ -110,7 +110,7 @@ def generation_has_the_recipe(run: RunConfig) -> Iterator[Finding]:
 
 
 def _widths(run: RunConfig) -> Iterator[tuple[str, str, int, int]]:
-    """Key, words, width and over how many ranks it is cut, of every matrix that is multiplied in low precision."""
+    """Key, words, width and over how many ranks it is sharded, of every matrix multiplied in low precision."""
     m, p = run.model, run.parallel
     yield "model.hidden_size", "the hidden size", m.hidden_size, 1
     if m.moe is None or m.moe.first_dense_layers:

@@ -1,0 +1,26 @@
+"""What a process imports before it forks ranks, so that no rank imports it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def import_engine(without: Iterable[str] = ()) -> None:
+    """Install the adapter without the patches named, and import all that a rank needs.
+
+    This process has one thread from then on: a pool of threads does not survive a fork.
+    """
+    import torch
+
+    from mtrain import mcore
+    from mtrain.devices import registry
+
+    torch.set_num_threads(1)
+    mcore.install(registry.get("cpu"), without=without)
+    import mtrain_kernels.registry
+
+    import mtrain.train.assemble
+    import mtrain.train.prove
+    import mtrain.world.guard  # noqa: F401
+
+    mtrain_kernels.registry.ops()
