@@ -50,8 +50,7 @@ def _dtype(a: Arguments, d: Draft) -> Draft:
 
 
 def _dtype_words(d: Values) -> list[str]:
-    word = d["precision.dtype"]
-    flag = FORMATS[word].flag if word is not None else None
+    flag = FORMATS[d["precision.dtype"] or "fp32"].flag
     return [] if flag is None else [flag]
 
 
