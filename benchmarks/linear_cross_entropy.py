@@ -74,7 +74,7 @@ def contenders(dtype: str, tokens: int, hidden: int, vocab: int) -> dict[str, Ca
         return once
 
     out = {
-        "parts": run(lambda: linear_cross_entropy(x, weight, labels, share, choice="reference")[0]),
+        "parts": run(lambda: linear_cross_entropy(x, weight, labels, share, impl="reference")[0]),
         "torch": run(lambda: F.cross_entropy(F.linear(x, weight), labels)),
     }
     if dtype == "bf16":

@@ -86,7 +86,7 @@ class Case:
     """One call of an op that is measured and stands in the table.
 
     `make(model, device, dtype)` returns the keyword arguments, tensors to differentiate with requires_grad set;
-    `call(inputs, choice)` runs the op. `forward` and `backward` give its cost at a model in BF16; `backward` is
+    `call(inputs, impl)` runs the op. `forward` and `backward` give its cost at a model in BF16; `backward` is
     None for an op without gradients. `applies` is False for a model that has no such layer. `rivals` maps a
     library's name to a function that takes the inputs and returns a call of that library without arguments, or
     raises ImportError.
@@ -129,15 +129,15 @@ def ops() -> dict[str, Op]:
 
 
 @torch.compiler.assume_constant_result
-def pick(name: str, choice: str, device: torch.device, obstacle: str | None = None) -> str:
+def pick(name: str, impl: str, device: torch.device, obstacle: str | None = None) -> str:
     """`choose` by an op's name, returning the implementation alone; for use inside ops, also under torch.compile."""
-    return choose(ops()[name], choice, device, obstacle)[0]
+    return choose(ops()[name], impl, device, obstacle)[0]
 
 
-def choose(op: Op, choice: str, device: torch.device, obstacle: str | None = None) -> tuple[str, str]:
-    """The implementation that a `choice` names and the reason, which `auto` logs once.
+def choose(op: Op, impl: str, device: torch.device, obstacle: str | None = None) -> tuple[str, str]:
+    """The implementation that a `impl` names and the reason, which `auto` logs once.
 
-    `choice` is `auto` or the name of an implementation. `obstacle` is why this very input (a dtype, a width) is
+    `impl` is `auto` or the name of an implementation. `obstacle` is why this very input (a dtype, a width) is
     beyond every implementation but the reference. Raises `Unavailable` where the named one cannot run, and
     `ValueError` for a name that nobody has.
     """
@@ -145,17 +145,17 @@ def choose(op: Op, choice: str, device: torch.device, obstacle: str | None = Non
         name: implementation.available(device) or (obstacle if name != "reference" else None)
         for name, implementation in op.implementations.items()
     }
-    if choice == "auto":
+    if impl == "auto":
         chosen = next(name for name, reason in reasons.items() if reason is None)
         refused = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
         reason = "; ".join(refused) or "the first that can run"
         _say_once(f"{op.name} on {device.type}: {chosen} ({reason})")
         return chosen, reason
-    if choice not in reasons:
-        raise ValueError(f"{op.name} has no implementation {choice!r}; choose one of auto, {', '.join(reasons)}")
-    if reasons[choice] is not None:
-        raise Unavailable(f"{op.name}: {choice} cannot run: {reasons[choice]}")
-    return choice, "named"
+    if impl not in reasons:
+        raise ValueError(f"{op.name} has no implementation {impl!r}; choose one of auto, {', '.join(reasons)}")
+    if reasons[impl] is not None:
+        raise Unavailable(f"{op.name}: {impl} cannot run: {reasons[impl]}")
+    return impl, "named"
 
 
 @functools.cache

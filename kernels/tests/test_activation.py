@@ -31,7 +31,7 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, weighted:
 
 def compare(kind: str, found: dict[str, Any], **options: Any) -> None:
     options = {"kind": kind, "limit": 2.0, **options}
-    parity.check(partial(op.activation, choice="triton", **options), partial(reference.activation, **options), found)
+    parity.check(partial(op.activation, impl="triton", **options), partial(reference.activation, **options), found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -118,7 +118,7 @@ def test_torch_accepts_the_registration() -> None:
 
 def test_a_compiled_function_gives_the_same_gradient() -> None:
     def loss(x: Tensor, weight: Tensor) -> Tensor:
-        return op.activation(x, "geglu", weight=weight, choice="triton").square().sum()
+        return op.activation(x, "geglu", weight=weight, impl="triton").square().sum()
 
     leaves = list(inputs((5, 18), weighted=True).values())
     plain = torch.autograd.grad(loss(*leaves), leaves)
@@ -135,4 +135,4 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="one number for each row"):
         op.activation(x, "squared_relu", weight=torch.ones(3, 1))
     with pytest.raises(Unavailable, match="float64 is none of"):
-        op.activation(x.double(), "squared_relu", choice="triton")
+        op.activation(x.double(), "squared_relu", impl="triton")

@@ -1,4 +1,4 @@
-"""The op over attention's backends: each against the definition, the choice against its rules."""
+"""The op over attention's backends: each against the definition, the impl against its rules."""
 
 from __future__ import annotations
 
@@ -79,18 +79,18 @@ def definition(
     return z.softmax(-1)[..., :s] @ v
 
 
-@pytest.mark.parametrize("choice", ["auto", *HERE])
+@pytest.mark.parametrize("impl", ["auto", *HERE])
 @pytest.mark.parametrize("way", WAYS)
-def test_every_backend_that_runs_here_gives_what_the_definition_says(way: str, choice: str) -> None:
+def test_every_backend_that_runs_here_gives_what_the_definition_says(way: str, impl: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         found = inputs(way, dtype)
         try:
-            op.explain(**found, choice=choice)
+            op.explain(**found, impl=impl)
         except Unavailable:
             return
         # Torch's own kernels round more often on the way back than one step of the dtype.
         tolerance = 3e-2 if dtype == torch.bfloat16 else None
-        parity.check(partial(op.attention, choice=choice), definition, found, tolerance=tolerance)
+        parity.check(partial(op.attention, impl=impl), definition, found, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("way", ["full", "packed, window", "sink"])
@@ -112,23 +112,23 @@ def test_the_choice_is_explained() -> None:
     assert "flash" in found.rejected
     assert all(reason for reason in found.rejected.values())
     assert str(found).startswith(f"attention by {found.chosen}: the first that can")
-    assert op.explain(**inputs("full"), choice="reference") == op.Explanation("reference", "named", {})
+    assert op.explain(**inputs("full"), impl="reference") == op.Explanation("reference", "named", {})
     assert op.explain(**inputs("cap")).chosen == "reference"
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("choice", RULES)
-def test_a_named_backend_that_cannot_run_says_why(choice: str, way: str) -> None:
+@pytest.mark.parametrize("impl", RULES)
+def test_a_named_backend_that_cannot_run_says_why(impl: str, way: str) -> None:
     found = inputs(way)
     try:
-        assert op.explain(**found, choice=choice).chosen == choice
+        assert op.explain(**found, impl=impl).chosen == impl
         return
     except Unavailable as error:
         said = str(error)
-    assert choice != "reference"
-    assert len(said) > len(f"attention: {choice} cannot run: ")
-    with pytest.raises(Unavailable, match=choice):
-        op.attention(**found, choice=choice)
+    assert impl != "reference"
+    assert len(said) > len(f"attention: {impl} cannot run: ")
+    with pytest.raises(Unavailable, match=impl):
+        op.attention(**found, impl=impl)
 
 
 def changed(**fields: Any) -> Call:
@@ -222,7 +222,7 @@ def test_flash3_is_called_as_it_wants(way: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(RULES, "flash3", lambda call: iter(()))
     op._decide.cache_clear()
     found = inputs(way, sizes=(16, 8))
-    torch.testing.assert_close(op.attention(**found, choice="flash3"), definition(**found))
+    torch.testing.assert_close(op.attention(**found, impl="flash3"), definition(**found))
     op._decide.cache_clear()
 
 
@@ -250,7 +250,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"q": found["q"].half()}, "one dtype"),
         ({"sink": torch.zeros(3, device=DEVICE)}, "one logit for each head"),
         ({"softcap": -1.0}, "negative"),
-        ({"choice": "flash4"}, "no backend 'flash4'"),
+        ({"impl": "flash4"}, "no backend 'flash4'"),
         ({"v": found["v"][:, :1]}, "do not belong together"),
     ):
         with pytest.raises(ValueError, match=said):

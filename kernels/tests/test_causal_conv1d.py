@@ -34,7 +34,7 @@ def inputs(
 
 
 def compare(found: dict[str, Any]) -> None:
-    parity.check(partial(op.causal_conv1d, choice="triton"), reference.causal_conv1d, found)
+    parity.check(partial(op.causal_conv1d, impl="triton"), reference.causal_conv1d, found)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -138,7 +138,7 @@ def test_torch_accepts_the_registration() -> None:
 
 def test_a_compiled_function_gives_the_same_gradient() -> None:
     def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return op.causal_conv1d(x, weight, bias, choice="triton").square().sum()
+        return op.causal_conv1d(x, weight, bias, impl="triton").square().sum()
 
     found = inputs(packed=False)
     leaves = [found["x"], found["weight"], found["bias"]]
@@ -160,4 +160,4 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match=said):
             op.causal_conv1d(**found | change)
     with pytest.raises(Unavailable, match="width of 9"):
-        op.causal_conv1d(found["x"], torch.zeros(3, 9, device=DEVICE), choice="triton")
+        op.causal_conv1d(found["x"], torch.zeros(3, 9, device=DEVICE), impl="triton")

@@ -32,16 +32,16 @@ def defined(logits: Tensor, labels: Tensor, **terms: Any) -> Tensor:
     return reference.cross_entropy(logits, labels, Terms(logits.shape[-1], **terms))
 
 
-def run(choice: str, **terms: Any) -> Any:
-    return lambda logits, labels: op.cross_entropy(logits, labels, choice=choice, **terms)
+def run(impl: str, **terms: Any) -> Any:
+    return lambda logits, labels: op.cross_entropy(logits, labels, impl=impl, **terms)
 
 
-@pytest.mark.parametrize("choice", ["reference", "triton"])
+@pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("tokens", "vocab"), [(5, 77), (1, 1), (3, 10000), (0, 5)])
-def test_values_and_gradients_are_those_of_the_definition(choice, terms, dtype, tokens, vocab):
-    check(run(choice, **terms), lambda **kw: defined(**kw, **terms), inputs(tokens, vocab, dtype))
+def test_values_and_gradients_are_those_of_the_definition(impl, terms, dtype, tokens, vocab):
+    check(run(impl, **terms), lambda **kw: defined(**kw, **terms), inputs(tokens, vocab, dtype))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
@@ -62,47 +62,47 @@ def test_strides_do_not_matter():
 
 def test_leading_dimensions_are_kept():
     given = inputs(6, 9, torch.float32)
-    folded = op.cross_entropy(given["logits"].view(2, 3, 9), given["labels"].view(2, 3), choice="triton")
+    folded = op.cross_entropy(given["logits"].view(2, 3, 9), given["labels"].view(2, 3), impl="triton")
     torch.testing.assert_close(folded.view(6), defined(**given))
 
 
-@pytest.mark.parametrize("choice", ["reference", "triton"])
-def test_what_is_not_finite_shows_in_its_row_alone(choice):
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_what_is_not_finite_shows_in_its_row_alone(impl):
     given = inputs(6, 40, torch.float32)
     with torch.no_grad():
         given["logits"][0, 3] = torch.nan
         given["logits"][2, 5] = torch.inf
         given["logits"][3, 7] = -torch.inf
         given["logits"][4, :] = -torch.inf
-    check(run(choice), defined, given)
+    check(run(impl), defined, given)
 
 
-@pytest.mark.parametrize("choice", ["reference", "triton"])
-def test_nothing_of_an_ignored_row_shows_not_even_nan(choice):
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_nothing_of_an_ignored_row_shows_not_even_nan(impl):
     given = inputs(6, 40, torch.float32)
     with torch.no_grad():
         given["logits"][1, :] = torch.nan
-    losses = op.cross_entropy(**given, choice=choice)
+    losses = op.cross_entropy(**given, impl=impl)
     losses.sum().backward()
     assert losses[1] == 0
     assert bool((given["logits"].grad[1] == 0).all())
     assert losses.isfinite().all()
 
 
-@pytest.mark.parametrize("choice", ["reference", "triton"])
-def test_a_label_outside_the_vocabulary_makes_its_loss_nan(choice):
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_a_label_outside_the_vocabulary_makes_its_loss_nan(impl):
     given = inputs(3, 10, torch.float32)
     given["labels"] = torch.tensor([10, 2, -1])
-    losses = op.cross_entropy(**given, choice=choice)
+    losses = op.cross_entropy(**given, impl=impl)
     assert losses.isnan().tolist() == [True, False, True]
     losses[1].backward()
     assert given["logits"].grad[1].isfinite().all()
 
 
-@pytest.mark.parametrize("choice", ["reference", "triton"])
-def test_opcheck(choice):
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_opcheck(impl):
     given = inputs(3, 40, torch.float32)
-    torch.library.opcheck(op._cross_entropy, (*given.values(), "", *Terms(40, 0.1, 1e-3, 5.0), choice))
+    torch.library.opcheck(op._cross_entropy, (*given.values(), "", *Terms(40, 0.1, 1e-3, 5.0), impl))
 
 
 @pytest.mark.parametrize(
@@ -125,11 +125,11 @@ def test_a_seeded_bug_is_noticed(old, new):
             check(run("triton", **terms), lambda t=terms, **kw: defined(**kw, **t), inputs(3, 10000, torch.float32))
 
 
-@pytest.mark.parametrize("choice", ["reference", "triton"])
+@pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("vocab", "columns"), [(77, 128), (1, 9)])
-def test_columns_behind_the_vocabulary_have_no_probability_and_no_gradient(choice, terms, dtype, vocab, columns):
+def test_columns_behind_the_vocabulary_have_no_probability_and_no_gradient(impl, terms, dtype, vocab, columns):
     given = inputs(5, columns, dtype)
     given["labels"] %= vocab
     given["labels"][1] = -100
@@ -137,38 +137,38 @@ def test_columns_behind_the_vocabulary_have_no_probability_and_no_gradient(choic
         given["logits"][:, vocab] += 20  # what padding holds is not seen, however large
         given["logits"][2, -1] = torch.inf
     check(
-        run(choice, vocab_size=vocab, **terms),
+        run(impl, vocab_size=vocab, **terms),
         lambda logits, labels: defined(logits[:, :vocab], labels, **terms),
         given,
     )
-    losses = op.cross_entropy(**given, vocab_size=vocab, choice=choice)
+    losses = op.cross_entropy(**given, vocab_size=vocab, impl=impl)
     torch.testing.assert_close(
         losses, F.cross_entropy(given["logits"].float()[:, :vocab], given["labels"], reduction="none")
     )
 
 
-@pytest.mark.parametrize("choice", ["reference", "triton"])
-def test_a_label_in_the_padding_makes_its_loss_nan(choice):
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_a_label_in_the_padding_makes_its_loss_nan(impl):
     given = inputs(3, 10, torch.float32)
     given["labels"] = torch.tensor([7, 2, 9])
-    assert op.cross_entropy(**given, vocab_size=7, choice=choice).isnan().tolist() == [True, False, True]
+    assert op.cross_entropy(**given, vocab_size=7, impl=impl).isnan().tolist() == [True, False, True]
 
 
-def sharded(rank_inputs: dict[str, Tensor], choice: str, terms: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def sharded(rank_inputs: dict[str, Tensor], impl: str, terms: dict[str, Any]) -> tuple[Tensor, Tensor]:
     import torch.distributed as dist
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     logits = rank_inputs["logits"].detach().chunk(ranks, dim=1)[rank].clone().requires_grad_()
-    losses = op.cross_entropy(logits, rank_inputs["labels"], group=dist.group.WORLD, choice=choice, **terms)
+    losses = op.cross_entropy(logits, rank_inputs["labels"], group=dist.group.WORLD, impl=impl, **terms)
     (losses * torch.arange(len(losses))).sum().backward()
     return losses.detach(), logits.grad
 
 
 def sharded_padding(given: dict[str, Tensor], vocabs: list[int]) -> list[tuple[Tensor, Tensor]]:
     return [
-        sharded(given, choice, {"vocab_size": vocab, **terms})
+        sharded(given, impl, {"vocab_size": vocab, **terms})
         for vocab in vocabs
-        for choice in ("reference", "triton")
+        for impl in ("reference", "triton")
         for terms in TERMS.values()
     ]
 
@@ -200,7 +200,7 @@ def test_a_vocabulary_in_two_parts_is_the_whole(terms):
         given["logits"][0, :33] = -torch.inf  # a part without any mass
         given["labels"][0] = 40
     weights = torch.arange(7)
-    losses = op.cross_entropy(**given, choice="reference", **terms)
+    losses = op.cross_entropy(**given, impl="reference", **terms)
     (losses * weights).sum().backward()
     parts = run_ranks(2, sharded, given, "reference", terms)
     for part, _ in parts:
@@ -222,4 +222,4 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="soft_cap"):
         op.cross_entropy(**given, soft_cap=-1.0)
     with pytest.raises(Unavailable, match="float64"):
-        op.cross_entropy(given["logits"].double(), given["labels"], choice="triton")
+        op.cross_entropy(given["logits"].double(), given["labels"], impl="triton")

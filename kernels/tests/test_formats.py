@@ -54,15 +54,15 @@ class Case(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
     roundings: int = 1
     scale: dict[str, float] = {}
-    choices: tuple[str, ...] = ("reference", "triton")
+    impls: tuple[str, ...] = ("reference", "triton")
 
 
 def _of(op: Any, reference: Any, name: str, shapes: dict[str, tuple[int, ...]], **more: Any) -> Case:
     """A case of a function that op and reference have under one name; `options` go to both."""
     options, fixed = more.pop("options", {}), more.pop("fixed", {})
 
-    def call(choice: str, **kw: Any) -> Any:
-        return getattr(op, name)(**kw, **fixed, **options, choice=choice)
+    def call(impl: str, **kw: Any) -> Any:
+        return getattr(op, name)(**kw, **fixed, **options, impl=impl)
 
     return Case(call, lambda **kw: getattr(reference, name)(**kw, **fixed, **options), shapes, **more)
 
@@ -81,9 +81,9 @@ TABLES = {"cos": ANGLES.cos(), "sin": ANGLES.sin()}
 SCAN = {"x": (1, ROWS, 2, 4), "dt": (1, ROWS, 2), "b": (1, ROWS, 1, 4), "c": (1, ROWS, 1, 4), "d": (2,)}
 
 
-def _linear_loss(choice: str, **kw: Tensor) -> Tensor:
+def _linear_loss(impl: str, **kw: Tensor) -> Tensor:
     share = torch.full((ROWS,), 1 / ROWS)
-    return linear_cross_entropy.linear_cross_entropy(**kw, labels=LABELS, token_weights=share, choice=choice)[0]
+    return linear_cross_entropy.linear_cross_entropy(**kw, labels=LABELS, token_weights=share, impl=impl)[0]
 
 
 def _linear_loss_defined(**kw: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ CASES: dict[str, Case] = {
             "activation",
             {"x": X, "weight": X[:1]},
             options={"kind": kind},
-            choices=("reference", "triton") if kind in ("swiglu", "geglu") else ("reference",),
+            impls=("reference", "triton") if kind in ("swiglu", "geglu") else ("reference",),
         )
         for kind in activation_reference.KINDS
     },
@@ -145,7 +145,7 @@ CASES: dict[str, Case] = {
     ),
     **{
         f"moe_router: {name}": Case(
-            lambda choice, logits, kw=kw: router.moe_router(logits, 2, choice=choice, **kw)[0],
+            lambda impl, logits, kw=kw: router.moe_router(logits, 2, impl=impl, **kw)[0],
             lambda logits, kw=kw: router_reference.moe_router(logits, 2, **kw)[0],
             {"logits": (ROWS, 8)},
         )
@@ -161,7 +161,7 @@ CASES: dict[str, Case] = {
         "grouped_gemm",
         {"x": X, "weight": (3, 16, 32)},
         options={"counts": COUNTS},
-        choices=("reference", "triton", "torch"),
+        impls=("reference", "triton", "torch"),
     ),
     # the product is rounded before the bias is added, but for the reference's
     "grouped_gemm: with biases": _of(
@@ -171,7 +171,7 @@ CASES: dict[str, Case] = {
         {"x": X, "weight": (3, 16, 32), "bias": (3, 16)},
         options={"counts": COUNTS},
         roundings=2,
-        choices=("reference", "triton", "torch"),
+        impls=("reference", "triton", "torch"),
     ),
     "causal_conv1d": _of(conv, conv_reference, "causal_conv1d", {"x": (2, 4, ROWS), "weight": (4, 4), "bias": (4,)}),
     "ssd": _of(
@@ -181,13 +181,13 @@ CASES: dict[str, Case] = {
         SCAN,
         fixed={"a": torch.tensor([-0.5, -1.0])},
         options={"dt_softplus": True},
-        choices=("reference",),
+        impls=("reference",),
     ),
     "attention: with a sink": _of(
-        attention, attention_reference, "attention", {**HEADS, "sink": (2,)}, choices=("reference",)
+        attention, attention_reference, "attention", {**HEADS, "sink": (2,)}, impls=("reference",)
     ),
     "attention: with a cap": _of(
-        attention, attention_reference, "attention", HEADS, options={"softcap": 5.0}, choices=("reference",)
+        attention, attention_reference, "attention", HEADS, options={"softcap": 5.0}, impls=("reference",)
     ),
     # fused kernels round probabilities, and the first queries, which see few keys, show it most
     "attention": _of(
@@ -197,17 +197,17 @@ CASES: dict[str, Case] = {
         HEADS,
         options={"causal": True},
         roundings=16,
-        choices=("reference",),
+        impls=("reference",),
     ),
     "attention: short": Case(
-        lambda choice, **kw: short.attention(**kw),
+        lambda impl, **kw: short.attention(**kw),
         lambda **kw: attention_reference.attention(**kw, causal=True),
         HEADS,
         roundings=16,
-        choices=("reference",),
+        impls=("reference",),
     ),
     "cross_entropy": Case(
-        lambda choice, logits: cross_entropy.cross_entropy(logits, LABELS[:96], choice=choice),
+        lambda impl, logits: cross_entropy.cross_entropy(logits, LABELS[:96], impl=impl),
         lambda logits: cross_entropy_reference.cross_entropy(logits, LABELS[:96], Terms(40)),
         {"logits": (96, 40)},  # nothing is added up over rows
     ),
@@ -218,7 +218,7 @@ CASES: dict[str, Case] = {
         {"hidden": (ROWS, 16), "weight": (40, 16)},
         roundings=4,
         scale={"hidden": 0.3, "weight": 0.3},
-        choices=("reference",),
+        impls=("reference",),
     ),
 }
 
@@ -233,21 +233,19 @@ def _inputs(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 CALLS = [
-    (name, choice, dtype)
+    (name, impl, dtype)
     for name, case in CASES.items()
-    for choice in case.choices
-    for dtype in (HALF if choice == "reference" else HALF[:1])  # kernels have one path for both; bf16 is the coarser
+    for impl in case.impls
+    for dtype in (HALF if impl == "reference" else HALF[:1])  # kernels have one path for both; bf16 is the coarser
 ]
 
 
-@pytest.mark.parametrize(("name", "choice", "dtype"), CALLS, ids=str)
-def test_half_precision_is_rounded_at_the_end_and_nowhere_before(name: str, choice: str, dtype: torch.dtype) -> None:
-    if choice == "triton":
+@pytest.mark.parametrize(("name", "impl", "dtype"), CALLS, ids=str)
+def test_half_precision_is_rounded_at_the_end_and_nowhere_before(name: str, impl: str, dtype: torch.dtype) -> None:
+    if impl == "triton":
         pytest.importorskip("triton")
     case = CASES[name]
-    check_format(
-        lambda **kw: case.call(choice, **kw), case.definition, _inputs(case, dtype), roundings=case.roundings
-    )
+    check_format(lambda **kw: case.call(impl, **kw), case.definition, _inputs(case, dtype), roundings=case.roundings)
 
 
 def test_every_op_with_a_definition_in_half_precision_is_here() -> None:

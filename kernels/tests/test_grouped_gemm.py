@@ -29,8 +29,8 @@ def inputs(
     return found | {"counts": torch.tensor(counts, device=DEVICE)}
 
 
-def compare(found: dict[str, Any], choice: str = "triton") -> None:
-    parity.check(partial(op.grouped_gemm, choice=choice), reference.grouped_gemm, found)
+def compare(found: dict[str, Any], impl: str = "triton") -> None:
+    parity.check(partial(op.grouped_gemm, impl=impl), reference.grouped_gemm, found)
 
 
 def test_the_definition_is_that_of_the_grouped_layer_and_zeros_behind_it() -> None:
@@ -79,7 +79,7 @@ def test_what_is_no_number_stays_in_its_row_and_group() -> None:
     found = inputs([3, 0, 4], rest=2)
     with torch.no_grad():
         found["x"][1, 5], found["x"][8, 0] = float("nan"), float("inf")
-    y = op.grouped_gemm(**found, choice="triton")
+    y = op.grouped_gemm(**found, impl="triton")
     assert y.isnan().any(1).tolist() == [False, True, *[False] * 7]
     gradient = torch.autograd.grad(y[2:].sum(), found["weight"])[0]
     assert gradient[2].isfinite().all()
@@ -117,7 +117,7 @@ def test_torch_accepts_the_registration(implementation: str) -> None:
 
 def test_a_compiled_function_gives_the_same_gradient() -> None:
     def loss(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
-        return op.grouped_gemm(x, weight, counts, bias, choice="triton").square().sum()
+        return op.grouped_gemm(x, weight, counts, bias, impl="triton").square().sum()
 
     found = inputs([3, 0, 2])
     leaves = [found[n] for n in ("x", "weight", "bias")]
@@ -128,14 +128,14 @@ def test_a_compiled_function_gives_the_same_gradient() -> None:
 
 def test_the_named_one_runs_or_says_why_not() -> None:
     with pytest.raises(Unavailable, match="bfloat16"):
-        op.grouped_gemm(**inputs([2]), choice="torch")
+        op.grouped_gemm(**inputs([2]), impl="torch")
     with pytest.raises(Unavailable, match="16 bytes"):
-        op.grouped_gemm(**inputs([2], dtype=torch.bfloat16), choice="torch")
+        op.grouped_gemm(**inputs([2], dtype=torch.bfloat16), impl="torch")
     with pytest.raises(ValueError, match="no implementation 'cublas'"):
-        op.grouped_gemm(**inputs([2]), choice="cublas")
+        op.grouped_gemm(**inputs([2]), impl="cublas")
     wide = inputs([2], dtype=torch.float64)
     with pytest.raises(Unavailable, match="float64"):
-        op.grouped_gemm(**wide, choice="triton")
+        op.grouped_gemm(**wide, impl="triton")
     assert op.grouped_gemm(**wide).dtype == torch.float64
 
 
@@ -151,17 +151,17 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match=said):
             op.grouped_gemm(**found | change)
     with pytest.raises(ValueError, match="do not fit"):
-        op.grouped_gemm(**found | {"counts": found["counts"] + 1}, choice="reference")
+        op.grouped_gemm(**found | {"counts": found["counts"] + 1}, impl="reference")
 
 
 @pytest.mark.parametrize(
-    ("choice", "dtype"),
+    ("impl", "dtype"),
     [(c, d) for c in ("reference", "triton") for d in (torch.bfloat16, torch.float16)] + [("torch", torch.bfloat16)],
     ids=str,
 )
-def test_a_bias_adds_the_gradients_of_thousands_of_rows_up_in_fp32(choice, dtype):
+def test_a_bias_adds_the_gradients_of_thousands_of_rows_up_in_fp32(impl, dtype):
     bias = torch.zeros(3, 8, dtype=dtype, requires_grad=True)
     x, weight = torch.zeros(4104, 16, dtype=dtype), torch.zeros(3, 8, 16, dtype=dtype)
-    y = op.grouped_gemm(x, weight, torch.tensor([4096, 0, 3]), bias, choice=choice)  # five rows of nobody
+    y = op.grouped_gemm(x, weight, torch.tensor([4096, 0, 3]), bias, impl=impl)  # five rows of nobody
     (found,) = torch.autograd.grad(y, bias, torch.ones_like(y))
     assert found.tolist() == [[4096.0] * 8, [0.0] * 8, [3.0] * 8]

@@ -33,8 +33,8 @@ def inputs(tokens: int, width: int, vocab: int, dtype: torch.dtype, weighted: bo
     return given
 
 
-def summed(choice: str, **options: Any) -> Any:
-    return lambda **kw: op.linear_cross_entropy(**kw, choice=choice, **options)
+def summed(impl: str, **options: Any) -> Any:
+    return lambda **kw: op.linear_cross_entropy(**kw, impl=impl, **options)
 
 
 def defined(hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, **terms: Any) -> Any:
@@ -49,39 +49,39 @@ def defined_tokens(hidden: Tensor, weight: Tensor, labels: Tensor, **terms: Any)
     return reference.linear_cross_entropy(hidden, weight, labels, ones, Terms(weight.shape[0], **terms))[1]
 
 
-@pytest.mark.parametrize("choice", ["reference", "triton"])
+@pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("tokens", "chunk"), [(7, 3), (1, None), (0, None)])
-def test_values_and_gradients_are_those_of_the_definition(choice, terms, dtype, tokens, chunk):
+def test_values_and_gradients_are_those_of_the_definition(impl, terms, dtype, tokens, chunk):
     # logits in half precision are rounded before the loss, which the definition in fp64 does not do
     tolerance = None if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     given = inputs(tokens, 24, 45, dtype)
-    check(summed(choice, chunk=chunk, **terms), lambda **kw: defined(**kw, **terms), given, tolerance=tolerance)
+    check(summed(impl, chunk=chunk, **terms), lambda **kw: defined(**kw, **terms), given, tolerance=tolerance)
     given.pop("token_weights")
     check(
-        lambda **kw: op.token_cross_entropy(**kw, chunk=chunk, choice=choice, **terms),
+        lambda **kw: op.token_cross_entropy(**kw, chunk=chunk, impl=impl, **terms),
         lambda **kw: defined_tokens(**kw, **terms),
         given,
         tolerance=tolerance,
     )
 
 
-@pytest.mark.parametrize("choice", ["reference", "triton"])
+@pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("vocab", "rows"), [(37, 48), (5, 7)])
-def test_rows_behind_the_vocabulary_take_no_part_and_get_no_gradient(choice, terms, dtype, vocab, rows):
+def test_rows_behind_the_vocabulary_take_no_part_and_get_no_gradient(impl, terms, dtype, vocab, rows):
     tolerance = None if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     given = inputs(6, 24, rows, dtype)
     given["labels"] = given["labels"].where(given["labels"] < vocab, 0)
     with torch.no_grad():
         given["weight"][vocab:] = torch.inf
-    found = summed(choice, chunk=4, vocab_size=vocab, **terms)
+    found = summed(impl, chunk=4, vocab_size=vocab, **terms)
     check(found, lambda weight, **kw: defined(weight=weight[:vocab], **kw, **terms), given, tolerance=tolerance)
     given.pop("token_weights")
     check(
-        lambda **kw: op.token_cross_entropy(**kw, chunk=4, choice=choice, vocab_size=vocab, **terms),
+        lambda **kw: op.token_cross_entropy(**kw, chunk=4, impl=impl, vocab_size=vocab, **terms),
         lambda weight, **kw: defined_tokens(weight=weight[:vocab], **kw, **terms),
         given,
         tolerance=tolerance,
@@ -155,13 +155,13 @@ def test_a_second_backward_is_refused():
         total.backward()
 
 
-@pytest.mark.parametrize("choice", ["reference", "triton"])
-def test_opcheck(choice):
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_opcheck(impl):
     given = inputs(4, 8, 40, torch.float32)
     settings = ("", False, *Terms(40, 0.1, 1e-3, 5.0), 3)
-    torch.library.opcheck(op._linear_cross_entropy, (*given.values(), *settings, True, True, False, choice))
+    torch.library.opcheck(op._linear_cross_entropy, (*given.values(), *settings, True, True, False, impl))
     given.pop("token_weights")
-    torch.library.opcheck(op._token_cross_entropy, (*given.values(), *settings, choice))
+    torch.library.opcheck(op._token_cross_entropy, (*given.values(), *settings, impl))
 
 
 def test_what_is_not_finite_shows():
@@ -259,9 +259,9 @@ def test_a_vocabulary_in_two_parts_is_the_whole(sequence_parallel, tokens):
 
 def sharded_padding(given: dict[str, Tensor], vocabs: list[int]) -> list[Any]:
     return [
-        sharded(given, sequence_parallel, {"vocab_size": vocab, "choice": choice, **TERMS["all"]}, False)
+        sharded(given, sequence_parallel, {"vocab_size": vocab, "impl": impl, **TERMS["all"]}, False)
         for vocab in vocabs
-        for choice in ("reference", "triton")
+        for impl in ("reference", "triton")
         for sequence_parallel in (False, True)
     ]
 
@@ -308,7 +308,7 @@ def peak(loss):
     hidden.grad = weight.grad = None
     return (kib("VmHWM") - before) / 1024
 
-print(peak(lambda: linear_cross_entropy(hidden, weight, labels, share, choice="reference")[0]))
+print(peak(lambda: linear_cross_entropy(hidden, weight, labels, share, impl="reference")[0]))
 print(peak(lambda: F.cross_entropy(F.linear(hidden, weight), labels)))
 """
 
@@ -343,6 +343,6 @@ def test_few_tokens_of_a_small_vocabulary_are_done_in_parts_on_a_cpu_too(tokens,
     monkeypatch.setattr(reference.ReferenceChunks, "__call__", seen)
     hidden, weight = torch.randn(tokens, 8), torch.randn(50, 8)
     labels = torch.zeros(tokens, dtype=torch.int64)
-    op.linear_cross_entropy(hidden, weight, labels, torch.ones(tokens), choice="reference")
+    op.linear_cross_entropy(hidden, weight, labels, torch.ones(tokens), impl="reference")
     assert sum(held) == tokens * 50
     assert max(held) <= (tokens + 1) // 2 * 50

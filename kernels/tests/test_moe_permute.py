@@ -25,7 +25,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def choices(tokens: int, k: int, experts: int) -> Tensor:
+def impls(tokens: int, k: int, experts: int) -> Tensor:
     """Different experts for each token, some of them dropped; expert 1 gets nothing."""
     torch.manual_seed(0)
     chosen = torch.rand(tokens, experts, device=DEVICE)
@@ -52,7 +52,7 @@ def by_hand(
 @pytest.mark.parametrize("way", PLANS)
 @pytest.mark.parametrize(("tokens", "k", "experts"), [(17, 3, 7), (1, 1, 2), (0, 2, 4), (30, 2, 3)])
 def test_a_plan_is_what_the_lists_say(tokens: int, k: int, experts: int, way: str) -> None:
-    indices = choices(tokens, k, experts)
+    indices = impls(tokens, k, experts)
     found = plan(indices, experts, **PLANS[way])
     limits = {name: value for name, value in PLANS[way].items() if name != "rows"}
     source, counts = by_hand(indices, experts, **limits)
@@ -67,7 +67,7 @@ def test_a_plan_is_what_the_lists_say(tokens: int, k: int, experts: int, way: st
 
 def inputs(way: str = "plain", dtype: torch.dtype = torch.float32, sizes: tuple[int, ...] = (17, 3, 7, 37)) -> Any:
     tokens, k, experts, hidden = sizes
-    made = plan(choices(tokens, k, experts), experts, **PLANS[way])
+    made = plan(impls(tokens, k, experts), experts, **PLANS[way])
     x = torch.randn(tokens, hidden, device=DEVICE).to(dtype).requires_grad_()
     rows = torch.randn(made.source.shape[0], hidden, device=DEVICE).to(dtype).requires_grad_()
     weights = torch.rand(tokens, k, device=DEVICE).requires_grad_()
@@ -75,8 +75,8 @@ def inputs(way: str = "plain", dtype: torch.dtype = torch.float32, sizes: tuple[
 
 
 def compare(forth: dict[str, Any], back: dict[str, Any]) -> None:
-    parity.check(partial(op.permute, choice="triton"), reference.permute, forth)
-    parity.check(partial(op.unpermute, choice="triton"), reference.unpermute, back)
+    parity.check(partial(op.permute, impl="triton"), reference.permute, forth)
+    parity.check(partial(op.unpermute, impl="triton"), reference.unpermute, back)
 
 
 @pytest.mark.parametrize("way", PLANS)
@@ -113,8 +113,8 @@ def test_what_is_no_number_stays_with_its_token() -> None:
 def test_a_dropped_copy_adds_nothing_whatever_its_weight() -> None:
     made = plan(torch.tensor([[0, -1]], device=DEVICE), 2)
     weights = torch.tensor([[2.0, float("nan")]], device=DEVICE, requires_grad=True)
-    for choice in ("reference", "triton"):
-        out = op.unpermute(torch.ones(2, 3, device=DEVICE), made, weights, choice=choice)
+    for impl in ("reference", "triton"):
+        out = op.unpermute(torch.ones(2, 3, device=DEVICE), made, weights, impl=impl)
         assert out.tolist() == [[2.0] * 3]
         assert torch.autograd.grad(out.sum(), weights)[0].tolist() == [[3.0, 0.0]]
 
@@ -123,8 +123,8 @@ def test_there_and_back_is_the_identity() -> None:
     x = torch.randn(9, 12, device=DEVICE)
     made = plan(torch.rand(9, 5, device=DEVICE).topk(2).indices, 5, pad_to=16)
     weights = torch.tensor([[0.25, 0.75]], device=DEVICE).expand(9, 2)
-    for choice in ("reference", "triton"):
-        back = op.unpermute(op.permute(x, made, choice=choice), made, weights, choice=choice)
+    for impl in ("reference", "triton"):
+        back = op.unpermute(op.permute(x, made, impl=impl), made, weights, impl=impl)
         torch.testing.assert_close(back, x)
 
 
@@ -160,11 +160,11 @@ def test_torch_accepts_the_registration() -> None:
 def test_a_compiled_function_plans_permutes_and_returns() -> None:
     def loss(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         made = plan(indices, 7, pad_to=4)
-        rows = op.permute(x, made, choice="triton")
-        return op.unpermute(rows.square(), made, weights, choice="triton").sum()
+        rows = op.permute(x, made, impl="triton")
+        return op.unpermute(rows.square(), made, weights, impl="triton").sum()
 
     forth, back = inputs()
-    arguments = (forth["x"], choices(17, 3, 7), back["weights"])
+    arguments = (forth["x"], impls(17, 3, 7), back["weights"])
     plain = torch.autograd.grad(loss(*arguments), [forth["x"], back["weights"]])
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(torch.autograd.grad(compiled(*arguments), [forth["x"], back["weights"]]), plain)
@@ -183,4 +183,4 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="pad_to 0"):
         plan(torch.zeros(2, 2, dtype=torch.int64), 3, pad_to=0)
     with pytest.raises(Unavailable, match="float64"):
-        op.permute(forth["x"].double(), forth["plan"], choice="triton")
+        op.permute(forth["x"].double(), forth["plan"], impl="triton")

@@ -43,7 +43,7 @@ def inputs(tokens: int, experts: int, way: str, dtype: torch.dtype = torch.float
 
 
 def compare(found: dict[str, Any], **options: Any) -> None:
-    parity.check(partial(op.moe_router, choice="triton"), reference.moe_router, found, **options)
+    parity.check(partial(op.moe_router, impl="triton"), reference.moe_router, found, **options)
 
 
 def by_hand(found: dict[str, Any]) -> tuple[list[list[int]], list[list[float]]]:
@@ -111,16 +111,16 @@ def test_strides_do_not_matter() -> None:
         compare(found | {"logits": logits})
 
 
-@pytest.mark.parametrize("choice", ["reference", "triton"])
-def test_equals_go_to_the_lower_index(choice: str) -> None:
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_equals_go_to_the_lower_index(impl: str) -> None:
     same = torch.zeros(4, 12, device=DEVICE)
     same[1, ::2] = -0.0
     same[2, 5] = 1.0
     same[3] = float("-inf")
-    _, indices, counts = op.moe_router(same, 3, score="sigmoid", choice=choice)
+    _, indices, counts = op.moe_router(same, 3, score="sigmoid", impl=impl)
     assert indices.tolist() == [[0, 1, 2], [0, 1, 2], [5, 0, 1], [0, 1, 2]]
     assert counts.tolist() == [4, 4, 3, 0, 0, 1, *[0] * 6]
-    _, indices, _ = op.moe_router(same[:3], 4, score="sigmoid", groups=4, group_topk=2, choice=choice)
+    _, indices, _ = op.moe_router(same[:3], 4, score="sigmoid", groups=4, group_topk=2, impl=impl)
     assert indices.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [5, 0, 1, 2]]
 
 
@@ -134,7 +134,7 @@ def test_what_is_no_number_is_chosen_first_and_shows(way: str) -> None:
         found["logits"][4] = float("-inf")
         found["logits"][5, [3, 11]] = float("nan")
         found["logits"][6] = float("nan")
-    weights, indices, _ = op.moe_router(**found, choice="triton")
+    weights, indices, _ = op.moe_router(**found, impl="triton")
     compare(found, upcast=False)
     if way != "softmax before":  # where a single one turns every score into NaN
         assert indices[1, 0] == 7
@@ -144,9 +144,9 @@ def test_what_is_no_number_is_chosen_first_and_shows(way: str) -> None:
 def test_the_bias_gets_no_gradient_and_changes_no_weight() -> None:
     found = inputs(5, 20, "bias")
     bias = torch.zeros(20, device=DEVICE, requires_grad=True)
-    for choice in ("reference", "triton"):
-        plain = op.moe_router(**found | {"expert_bias": None}, choice=choice)[0]
-        weights = op.moe_router(**found | {"expert_bias": bias}, choice=choice)[0]
+    for impl in ("reference", "triton"):
+        plain = op.moe_router(**found | {"expert_bias": None}, impl=impl)[0]
+        weights = op.moe_router(**found | {"expert_bias": bias}, impl=impl)[0]
         torch.testing.assert_close(weights, plain)
         assert torch.autograd.grad(weights.sum(), bias, allow_unused=True) == (None,)
 
@@ -206,5 +206,5 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="floating"):
         op.moe_router(logits.int(), 2)
     with pytest.raises(Unavailable, match="float64"):
-        op.moe_router(logits.double(), 2, choice="triton")
+        op.moe_router(logits.double(), 2, impl="triton")
     assert op.moe_router(logits.double(), 2)[0].dtype == torch.float64

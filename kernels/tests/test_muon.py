@@ -22,7 +22,7 @@ def moved(matrix: Tensor, kind: str = "whole", gradient: Tensor | None = None, *
     """What one step of rate 1 adds to a matrix."""
     param = nn.Parameter(matrix.clone())
     param.grad = drawn(*matrix.shape, seed=1) if gradient is None else gradient
-    Muon([{"params": [param], "matrix": kind}], 1.0, choice="reference", **{**EXACT, **options}).step()
+    Muon([{"params": [param], "matrix": kind}], 1.0, impl="reference", **{**EXACT, **options}).step()
     return param.detach() - matrix
 
 
@@ -45,7 +45,7 @@ def test_momentum_is_an_average_that_nesterov_mixes_with_the_gradient() -> None:
     for nesterov in (False, True):
         param = nn.Parameter(start.clone())
         group = [{"params": [param], "matrix": "whole"}]
-        muon = Muon(group, 1.0, momentum=0.9, use_nesterov=nesterov, choice="reference", **EXACT)
+        muon = Muon(group, 1.0, momentum=0.9, use_nesterov=nesterov, impl="reference", **EXACT)
         for gradient in (first, second):
             before = param.detach().clone()
             param.grad = gradient
@@ -86,7 +86,7 @@ def test_weight_decay_pulls_by_the_rate_alone() -> None:
 def test_a_factor_of_all_gradients_is_taken_into_the_average() -> None:
     param, gradient = nn.Parameter(torch.zeros(4, 4)), drawn(4, 4)
     param.grad = gradient
-    muon = Muon([{"params": [param], "matrix": "whole"}], choice="reference", **EXACT)
+    muon = Muon([{"params": [param], "matrix": "whole"}], impl="reference", **EXACT)
     muon.step(grad_scale=torch.tensor(0.5))
     torch.testing.assert_close(muon.state[param][MOMENTUM], 0.05 * 0.5 * gradient)
 
@@ -95,7 +95,7 @@ def test_what_is_no_matrix_takes_adamw_and_a_state_comes_back() -> None:
     def trained(cls: type[FusedAdam], steps: int, state: Any = None, at: list[Tensor] | None = None) -> Any:
         params = [nn.Parameter(p.clone()) for p in at or [drawn(6, 4), drawn(7)]]
         groups = [{"params": params[:1], "matrix": "whole" if cls is Muon else ""}, {"params": params[1:]}]
-        optimizer = cls(groups, 0.1, choice="reference")
+        optimizer = cls(groups, 0.1, impl="reference")
         if state is not None:
             optimizer.load_state_dict(copy.deepcopy(state))
         first = 0 if state is None else optimizer.param_groups[0]["step"]

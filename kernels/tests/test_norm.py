@@ -40,7 +40,7 @@ def inputs(
 
 def compare(name: str, found: dict[str, Any], zero_centered: bool = False) -> None:
     options = {"eps": 0.1, "zero_centered": zero_centered}
-    kernel = partial(getattr(op, name), choice="triton", **options)
+    kernel = partial(getattr(op, name), impl="triton", **options)
     parity.check(kernel, partial(getattr(reference, name), **options), found)
 
 
@@ -65,10 +65,10 @@ def test_strides_do_not_matter(name: str) -> None:
 
 def test_strides_of_gradients_do_not_matter() -> None:
     x, weight = leaf(6, 5), leaf(5)
-    for choice in ("triton", "reference"):
-        op.rms_norm(x, weight, 1e-5, choice=choice).T[::2].sum().backward()
+    for impl in ("triton", "reference"):
+        op.rms_norm(x, weight, 1e-5, impl=impl).T[::2].sum().backward()
     x.grad, doubled = None, x.grad
-    op.rms_norm(x, weight, 1e-5, choice="reference").T[::2].sum().backward()
+    op.rms_norm(x, weight, 1e-5, impl="reference").T[::2].sum().backward()
     torch.testing.assert_close(doubled, 2 * x.grad)
 
 
@@ -83,7 +83,7 @@ def test_what_is_no_number_stays_in_its_row(name: str) -> None:
 def test_the_residual_keeps_its_own_dtype() -> None:
     found = inputs("rms_norm_residual", (5, 24), torch.bfloat16) | {"residual": leaf(5, 24)}
     compare("rms_norm_residual", found)
-    normed, total = op.rms_norm_residual(**found, eps=1e-3, choice="triton")
+    normed, total = op.rms_norm_residual(**found, eps=1e-3, impl="triton")
     assert (normed.dtype, total.dtype) == (torch.bfloat16, torch.float32)
 
 
@@ -93,20 +93,20 @@ def test_a_weight_may_be_wider_than_its_input() -> None:
 
 
 @pytest.mark.parametrize("name", ["rms_norm_residual", "layer_norm_residual"])
-@pytest.mark.parametrize("choice", ["reference", "triton"])
-def test_a_residual_in_half_precision_does_not_round_what_is_in_fp32(choice: str, name: str) -> None:
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_a_residual_in_half_precision_does_not_round_what_is_in_fp32(impl: str, name: str) -> None:
     found = inputs(name, (5, 24))
     found["residual"] = found["residual"].detach().bfloat16()
     total = (found["x"].detach() + found["residual"]).bfloat16().float()
     fitting = {n: t.detach() for n, t in found.items() if n in ("weight", "bias")}
     wanted = getattr(reference, name.removesuffix("_residual"))(total, **fitting, eps=0.1)
-    normed, _ = getattr(op, name)(**found, eps=0.1, choice=choice)
+    normed, _ = getattr(op, name)(**found, eps=0.1, impl=impl)
     torch.testing.assert_close(normed, wanted)
 
 
 def test_a_residual_that_alone_is_used_gets_its_gradient() -> None:
     found = inputs("rms_norm_residual", (5, 24))
-    _, total = op.rms_norm_residual(**found, eps=1e-3, choice="triton")
+    _, total = op.rms_norm_residual(**found, eps=1e-3, impl="triton")
     gradients = torch.autograd.grad(total.sum(), list(found.values()), allow_unused=True)
     assert all(torch.equal(g, torch.ones_like(g)) for g in gradients[:2])
     assert gradients[2] is None
@@ -147,7 +147,7 @@ def test_torch_accepts_the_registration(full: bool) -> None:
 
 def test_a_compiled_function_gives_the_same_gradient() -> None:
     def loss(x: Tensor, weight: Tensor) -> Tensor:
-        return op.rms_norm(x, weight, 1e-5, choice="triton").square().sum()
+        return op.rms_norm(x, weight, 1e-5, impl="triton").square().sum()
 
     x, weight = leaf(5, 17), leaf(17)
     plain = torch.autograd.grad(loss(x, weight), [x, weight])
@@ -157,7 +157,7 @@ def test_a_compiled_function_gives_the_same_gradient() -> None:
 
 def test_meta_tensors_get_their_shapes() -> None:
     x, weight = torch.empty(4, 6, device="meta", dtype=torch.bfloat16), torch.empty(6, device="meta")
-    normed, total = op.rms_norm_residual(x, x.float(), weight, 1e-5, choice="triton")
+    normed, total = op.rms_norm_residual(x, x.float(), weight, 1e-5, impl="triton")
     assert (normed.shape, normed.dtype, total.dtype) == (x.shape, torch.bfloat16, torch.float32)
 
 
@@ -169,9 +169,9 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="one shape"):
         op.rms_norm_residual(leaf(2, 4), leaf(4), leaf(4), 1e-5)
     with pytest.raises(Unavailable, match="float64 is none of"):
-        op.rms_norm(leaf(2, 4).double(), leaf(4), 1e-5, choice="triton")
+        op.rms_norm(leaf(2, 4).double(), leaf(4), 1e-5, impl="triton")
     with pytest.raises(Unavailable, match="wider than"):
-        op.rms_norm(leaf(1, 40000), leaf(40000), 1e-5, choice="triton")
+        op.rms_norm(leaf(1, 40000), leaf(40000), 1e-5, impl="triton")
     assert op.rms_norm(leaf(1, 40000), leaf(40000), 1e-5).shape == (1, 40000)
 
 
@@ -183,6 +183,6 @@ def test_the_form_of_a_cpu_is_the_definition(zero_centered: bool, dtype: torch.d
         assert cpu.fits(found["x"], found["weight"])
         options = {"eps": 0.1, "zero_centered": zero_centered}
         definition = partial(reference.rms_norm, **options)
-        parity.check(partial(op.rms_norm, choice="reference", **options), definition, found)
+        parity.check(partial(op.rms_norm, impl="reference", **options), definition, found)
         for _, x in parity.layouts(found["x"]):
-            parity.check(partial(op.rms_norm, choice="reference", **options), definition, found | {"x": x})
+            parity.check(partial(op.rms_norm, impl="reference", **options), definition, found | {"x": x})

@@ -49,9 +49,9 @@ def make(kind: str, sizes: tuple[int, ...] = SIZES, seed: int = 0) -> Lists:
     return Lists(params, grads, *kept, masters, *scales)
 
 
-def step(lists: Lists, hyper: Hyper, choice: str, **options: Any) -> Lists:
+def step(lists: Lists, hyper: Hyper, impl: str, **options: Any) -> Lists:
     lists = copy.deepcopy(lists)
-    op.adamw_(lists, hyper, choice=choice, **options)
+    op.adamw_(lists, hyper, impl=impl, **options)
     return lists
 
 
@@ -91,7 +91,7 @@ def test_a_tensor_of_many_chunks_is_whole(kind, monkeypatch):
     monkeypatch.setattr(triton, "CHUNK", triton.BLOCK)
     lists, hyper = make(kind, (5000, 2 * triton.BLOCK)), HYPER._replace(stochastic=True)
     assert_same(step(lists, hyper, "triton"), step(lists, hyper, "reference"))
-    torch.testing.assert_close(op.grad_norm(lists.grads, choice="triton"), reference.grad_norm(lists.grads))
+    torch.testing.assert_close(op.grad_norm(lists.grads, impl="triton"), reference.grad_norm(lists.grads))
     triton.tables.cache_clear()
 
 
@@ -99,9 +99,9 @@ def test_not_a_number_stays_in_its_element():
     for kind in ("fp32", "remainder", "eight bits"):
         lists = make(kind, (300,))
         lists.grads[0][7] = torch.nan
-        for choice in ("triton", "reference"):
-            found = step(lists, HYPER, choice).params[0]
-            assert found.isnan().nonzero().tolist() == [[7]], (kind, choice)
+        for impl in ("triton", "reference"):
+            found = step(lists, HYPER, impl).params[0]
+            assert found.isnan().nonzero().tolist() == [[7]], (kind, impl)
 
 
 def test_stochastic_rounding_is_the_same_in_both_and_right_on_average():
@@ -162,20 +162,20 @@ def test_an_eight_bit_second_moment_above_zero_stays_above_zero():
     assert ((rounding.load_moment(stored, scale, True) > 0) == (v > 0)).all()
 
 
-@pytest.mark.parametrize("choice", ["reference", "triton"])
-def test_norm_and_clipping_are_those_of_pytorch(choice):
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_norm_and_clipping_are_those_of_pytorch(impl):
     for dtype in (torch.float32, torch.bfloat16):
         grads = [torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (3, 0, 5000)]
         params = [torch.nn.Parameter(torch.zeros_like(g)) for g in grads]
         for p, g in zip(params, grads, strict=True):
             p.grad = g.clone()
         wanted = torch.nn.utils.clip_grad_norm_(params, 2.0)
-        found = op.clip_grad_norm_(grads, 2.0, choice=choice)
+        found = op.clip_grad_norm_(grads, 2.0, impl=impl)
         torch.testing.assert_close(found, wanted.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)
         for p, g in zip(params, grads, strict=True):
             torch.testing.assert_close(g, p.grad)
     assert op.grad_norm([]) == 0
-    assert op.grad_norm([torch.tensor([1.0, torch.nan])], choice=choice).isnan()
+    assert op.grad_norm([torch.tensor([1.0, torch.nan])], impl=impl).isnan()
 
 
 def test_newton_schulz_brings_singular_values_near_one():
@@ -192,13 +192,13 @@ def test_newton_schulz_brings_singular_values_near_one():
     torch.testing.assert_close(op.newton_schulz(g, dtype=torch.float32), near)
 
 
-@pytest.mark.parametrize("choice", ["reference", "triton"])
-def test_opcheck(choice):
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_opcheck(impl):
     lists = make("eight bits", (3, 200))
-    args = (*map(list, lists), [0, 1], torch.tensor(0.5), *HYPER, choice)
+    args = (*map(list, lists), [0, 1], torch.tensor(0.5), *HYPER, impl)
     torch.library.opcheck(op._adamw, args)
-    torch.library.opcheck(op._grad_norm, (lists.grads, choice))
-    torch.library.opcheck(op._scale, (lists.grads, torch.tensor(0.5), choice))
+    torch.library.opcheck(op._grad_norm, (lists.grads, impl))
+    torch.library.opcheck(op._scale, (lists.grads, torch.tensor(0.5), impl))
 
 
 @pytest.mark.parametrize(
@@ -259,12 +259,12 @@ def train(optimizer: Any, params: list[torch.nn.Parameter], steps: range, attrib
         optimizer.step()
 
 
-@pytest.mark.parametrize("choice", ["reference", "triton"])
+@pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("adamw", [True, False])
-def test_fused_adam_is_pytorchs(adamw, choice):
+def test_fused_adam_is_pytorchs(adamw, impl):
     ours, theirs = model(), model()
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    train(FusedAdam(ours, adam_w_mode=adamw, choice=choice, **settings), ours, range(8))
+    train(FusedAdam(ours, adam_w_mode=adamw, impl=impl, **settings), ours, range(8))
     train((torch.optim.AdamW if adamw else torch.optim.Adam)(theirs, **settings), theirs, range(8))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)

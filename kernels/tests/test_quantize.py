@@ -46,8 +46,8 @@ def assert_same_bits(found: Any, wanted: Any) -> None:
 
 def both(function: Any, *args: Any, **options: Any) -> None:
     with poisoned():
-        found = function(*args, choice="triton", **options)
-    assert_same_bits(found, function(*args, choice="reference", **options))
+        found = function(*args, impl="triton", **options)
+    assert_same_bits(found, function(*args, impl="reference", **options))
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_tensorwise_to_the_bit(shape, format, dtype):
 def test_blocks_to_the_bit(shape, layout, format):
     x = numbers(*shape, torch.bfloat16)
     both(op.quantize_blocks, x, format=format, layout=layout, transpose=True)
-    found = op.quantize_blocks(x, format=format, layout=layout, choice="reference")
+    found = op.quantize_blocks(x, format=format, layout=layout, impl="reference")
     dtype = torch.float32 if format == "e4m3" else torch.bfloat16
-    back = [op.dequantize_blocks(*found[:2], layout=layout, dtype=dtype, choice=c) for c in ("triton", "reference")]
+    back = [op.dequantize_blocks(*found[:2], layout=layout, dtype=dtype, impl=c) for c in ("triton", "reference")]
     torch.testing.assert_close(*back, rtol=0, atol=0, equal_nan=True)
 
 
@@ -77,8 +77,8 @@ def test_blocks_to_the_bit(shape, layout, format):
 def test_nvfp4_to_the_bit(shape, dtype):
     x = numbers(*shape, dtype)
     both(op.quantize_nvfp4, x)
-    found = op.quantize_nvfp4(x, choice="reference")
-    back = [op.dequantize_nvfp4(*found, dtype=dtype, choice=choice) for choice in ("triton", "reference")]
+    found = op.quantize_nvfp4(x, impl="reference")
+    back = [op.dequantize_nvfp4(*found, dtype=dtype, impl=impl) for impl in ("triton", "reference")]
     torch.testing.assert_close(*back, rtol=0, atol=0, equal_nan=True)
 
 
@@ -88,9 +88,9 @@ def test_behind_swiglu_it_is_swiglu_then_quantise(options):
     gate, up = x.float().chunk(2, 1)
     y = (F.silu(gate) * up).bfloat16()
     plain = op.quantize_blocks if options else op.quantize_tensorwise
-    wanted = plain(y, transpose=True, choice="reference", **options)
-    assert_same_bits(op.swiglu_quantize(x, transpose=True, choice="reference", **options), wanted)
-    found = op.swiglu_quantize(x, transpose=True, choice="triton", **options)
+    wanted = plain(y, transpose=True, impl="reference", **options)
+    assert_same_bits(op.swiglu_quantize(x, transpose=True, impl="reference", **options), wanted)
+    found = op.swiglu_quantize(x, transpose=True, impl="triton", **options)
     assert_nearly_same(found, wanted)
 
 
@@ -102,9 +102,9 @@ def test_behind_rms_norm_it_is_rms_norm_then_quantise(options, zero_centered):
     weight = (1 - zero_centered) + 0.1 * torch.randn(200, generator=generator).bfloat16()
     y = F.rms_norm(x.float(), (200,), weight.float() + zero_centered, 1e-5).bfloat16()
     plain = op.quantize_blocks if "layout" in options else op.quantize_tensorwise
-    wanted = plain(y, choice="reference", **options)
-    for choice in ("reference", "triton"):
-        found, rstd = op.rms_norm_quantize(x, weight, 1e-5, zero_centered=zero_centered, choice=choice, **options)
+    wanted = plain(y, impl="reference", **options)
+    for impl in ("reference", "triton"):
+        found, rstd = op.rms_norm_quantize(x, weight, 1e-5, zero_centered=zero_centered, impl=impl, **options)
         assert_nearly_same([t for t in found if t.numel()], [t for t in wanted if t.numel()])
         torch.testing.assert_close(rstd, (x.float().square().mean(1) + 1e-5).rsqrt())
 
@@ -123,10 +123,10 @@ def assert_nearly_same(found: Any, wanted: Any) -> None:
 
 def test_strides_do_not_matter():
     x = numbers(9, 130, torch.float32)
-    wanted = op.quantize_blocks(x, choice="reference")
+    wanted = op.quantize_blocks(x, impl="reference")
     for _, other in layouts(x):
-        assert_same_bits(op.quantize_blocks(other, choice="triton"), wanted)
-    assert_same_bits(op.quantize_blocks(x.view(3, 3, 130), choice="triton"), wanted)
+        assert_same_bits(op.quantize_blocks(other, impl="triton"), wanted)
+    assert_same_bits(op.quantize_blocks(x.view(3, 3, 130), impl="triton"), wanted)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -151,7 +151,7 @@ def test_rounding_is_to_the_nearest_of_all_numbers_of_the_format(format):
     assert torch.equal(encode(x), code)
     if dtype is not None:
         one = torch.ones(1)
-        found = op.quantize_tensorwise(x, format=format, multiplier=one, choice="triton").data
+        found = op.quantize_tensorwise(x, format=format, multiplier=one, impl="triton").data
         assert torch.equal(found.view(torch.uint8)[0], code)
 
 
@@ -168,7 +168,7 @@ def test_delayed_scaling_takes_the_greatest_of_the_window():
     history = torch.tensor([1.0, 4.0, 2.0])
     assert reference.delayed_multiplier(history, "e4m3").item() == 112
     assert reference.delayed_multiplier(history, "e4m3", margin=1).item() == 56
-    found = op.quantize_tensorwise(torch.tensor([[8.0, -3.0]]), multiplier=torch.tensor([112.0]), choice="triton")
+    found = op.quantize_tensorwise(torch.tensor([[8.0, -3.0]]), multiplier=torch.tensor([112.0]), impl="triton")
     assert found.data.float().tolist() == [[448.0, -320.0]]  # 336 is a tie
     assert reference.push_amax_(history, found.amax).tolist() == [8.0, 1.0, 4.0]
 
@@ -177,10 +177,10 @@ def test_delayed_scaling_takes_the_greatest_of_the_window():
 def test_what_comes_back_is_near(scale):
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(5)) * scale
     for layout in LAYOUTS:
-        q = op.quantize_blocks(x, layout=layout, choice="reference")
-        back = op.dequantize_blocks(q.data, q.scale, layout=layout, dtype=torch.float32, choice="reference")
+        q = op.quantize_blocks(x, layout=layout, impl="reference")
+        back = op.dequantize_blocks(q.data, q.scale, layout=layout, dtype=torch.float32, impl="reference")
         assert (back - x).double().norm() / x.double().norm() < 0.03
-    back = op.dequantize_nvfp4(*op.quantize_nvfp4(x, choice="reference"), dtype=torch.float32, choice="reference")
+    back = op.dequantize_nvfp4(*op.quantize_nvfp4(x, impl="reference"), dtype=torch.float32, impl="reference")
     assert (back - x).double().norm() / x.double().norm() < 0.11
 
 
@@ -258,8 +258,8 @@ def test_a_seeded_bug_is_noticed(module, old, new, noticed_by):
 def test_powers_of_two_to_the_bit_where_they_turn(value):
     x = torch.full((2, 32), value)
     both(op.quantize_blocks, x, layout="mx")
-    found = op.quantize_blocks(x, layout="mx", choice="reference")
-    back = [op.dequantize_blocks(*found[:2], layout="mx", dtype=x.dtype, choice=c) for c in ("triton", "reference")]
+    found = op.quantize_blocks(x, layout="mx", impl="reference")
+    back = [op.dequantize_blocks(*found[:2], layout="mx", dtype=x.dtype, impl=c) for c in ("triton", "reference")]
     torch.testing.assert_close(*back, rtol=0, atol=0)
 
 

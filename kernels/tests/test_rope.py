@@ -38,7 +38,7 @@ def inputs(
 
 def compare(found: dict[str, Any], **options: Any) -> None:
     options["eps"] = 0.1
-    parity.check(partial(op.rotate, choice="triton", **options), partial(reference.rotate, **options), found)
+    parity.check(partial(op.rotate, impl="triton", **options), partial(reference.rotate, **options), found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -69,7 +69,7 @@ def test_queries_and_keys_are_turned_alike() -> None:
     q, k = found["x"], torch.randn(9, 2, 16, device=DEVICE)
     weights = {"q_weight": torch.rand(16, device=DEVICE), "k_weight": torch.rand(16, device=DEVICE)}
     turned = [
-        f(q, k, found["cos"], found["sin"], **weights) for f in (partial(op.rope, choice="triton"), reference.rope)
+        f(q, k, found["cos"], found["sin"], **weights) for f in (partial(op.rope, impl="triton"), reference.rope)
     ]
     torch.testing.assert_close(*turned)
 
@@ -83,7 +83,7 @@ def test_strides_do_not_matter(interleaved: bool, norm: bool) -> None:
 
 def test_sequence_first_tensors_keep_their_layout() -> None:
     x = torch.randn(6, 2, 3, 8, device=DEVICE).transpose(0, 1)
-    assert op.rotate(x, **tables(6, 8), choice="triton").stride() == x.stride()
+    assert op.rotate(x, **tables(6, 8), impl="triton").stride() == x.stride()
 
 
 def test_one_row_of_positions_serves_the_batch() -> None:
@@ -106,7 +106,7 @@ def test_what_is_no_number_stays_in_its_head() -> None:
 
 def test_a_position_outside_of_the_table_gives_no_number() -> None:
     found = inputs((3, 2), 6, 4) | {"positions": torch.tensor([1, 50, -1], device=DEVICE)}
-    y = op.rotate(**found, choice="triton")
+    y = op.rotate(**found, impl="triton")
     assert y[0].isfinite().all()
     assert y[1:, :, :4].isnan().all()
     assert y[1:, :, 4:].isfinite().all()
@@ -149,7 +149,7 @@ def test_a_compiled_function_gives_the_same_gradient() -> None:
     found = inputs((5, 3), 10, 6, norm=True)
 
     def loss(x: Tensor, weight: Tensor) -> Tensor:
-        return op.rotate(x, found["cos"], found["sin"], weight=weight, choice="triton").square().mul(weight).sum()
+        return op.rotate(x, found["cos"], found["sin"], weight=weight, impl="triton").square().mul(weight).sum()
 
     leaves = [found["x"], found["weight"]]
     plain = torch.autograd.grad(loss(*leaves), leaves)
@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="get no gradient"):
         op.rotate(x, torch.ones(4, 4, requires_grad=True), torch.ones(4, 4))
     with pytest.raises(Unavailable, match="wider than"):
-        op.rotate(torch.ones(1, 1, 2000), **tables(1, 8), choice="triton")
+        op.rotate(torch.ones(1, 1, 2000), **tables(1, 8), impl="triton")
 
 
 def on_cpu(found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -183,8 +183,8 @@ def test_the_form_of_a_cpu_is_the_definition() -> None:
     for shape, width in (((1, 1), 2), ((7, 3), 10), ((2, 5, 4), 16), ((0, 4), 8)):
         found = on_cpu(inputs(shape, width, width))
         assert cpu.fits(found["x"], found["cos"])
-        parity.check(partial(op.rotate, choice="reference"), reference.rotate, found)
+        parity.check(partial(op.rotate, impl="reference"), reference.rotate, found)
         for _, x in parity.layouts(found["x"]):
-            parity.check(partial(op.rotate, choice="reference"), reference.rotate, found | {"x": x})
+            parity.check(partial(op.rotate, impl="reference"), reference.rotate, found | {"x": x})
     narrow = on_cpu(inputs((7, 3), 10, 6))
     assert not cpu.fits(narrow["x"], narrow["cos"])

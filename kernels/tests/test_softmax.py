@@ -37,7 +37,7 @@ def inputs(way: str, shape: tuple[int, ...] = (2, 3, 5, 5), dtype: torch.dtype =
 
 
 def compare(found: dict[str, Any]) -> None:
-    parity.check(partial(op.softmax, choice="triton"), reference.softmax, found)
+    parity.check(partial(op.softmax, impl="triton"), reference.softmax, found)
 
 
 def test_the_definition_is_torchs_softmax_with_one_key_more() -> None:
@@ -85,13 +85,13 @@ def test_strides_and_shapes_of_masks_do_not_matter() -> None:
         compare(found | {"mask": mask.to(DEVICE)})
 
 
-@pytest.mark.parametrize("choice", ["reference", "triton"])
-def test_a_query_that_sees_nothing_gets_zeros(choice: str) -> None:
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_a_query_that_sees_nothing_gets_zeros(impl: str) -> None:
     x = torch.randn(1, 1, 3, 4, device=DEVICE)
     x[0, 0, 2] = float("-inf")
     mask = torch.tensor([[True], [False], [True]], device=DEVICE)
     x.requires_grad_()
-    y = op.softmax(x, mask=mask, choice=choice)
+    y = op.softmax(x, mask=mask, impl=impl)
     assert y[0, 0, 1:].count_nonzero() == 0
     torch.testing.assert_close(y[0, 0, 0].sum(), torch.ones((), device=DEVICE))
     assert torch.autograd.grad(y.square().sum(), x)[0].isfinite().all()
@@ -106,7 +106,7 @@ def test_what_is_no_number_or_enormous_stays_in_its_row() -> None:
             float("-inf"),
         )
         found["x"][0, 1, 4], found["x"][0, 1, 5] = 1e30, -1e30
-    parity.check(partial(op.softmax, choice="triton"), reference.softmax, found, upcast=False)
+    parity.check(partial(op.softmax, impl="triton"), reference.softmax, found, upcast=False)
     compare(inputs("sink") | {"sink": torch.tensor([1e4, -1e4, float("-inf")], device=DEVICE).requires_grad_()})
 
 
@@ -151,7 +151,7 @@ def test_torch_accepts_the_registration() -> None:
 
 def test_a_compiled_function_gives_the_same_gradient() -> None:
     def loss(x: Tensor, sink: Tensor) -> Tensor:
-        return op.softmax(x, sink=sink, causal=True, choice="triton").square().sum()
+        return op.softmax(x, sink=sink, causal=True, impl="triton").square().sum()
 
     found = inputs("sink")
     leaves = [found["x"], found["sink"]]
@@ -172,4 +172,4 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match=said):
             op.softmax(**arguments)
     with pytest.raises(Unavailable, match="float64"):
-        op.softmax(x.double(), choice="triton")
+        op.softmax(x.double(), impl="triton")

@@ -147,17 +147,17 @@ def test_a_library_is_called_as_it_wants(library: str, way: str, monkeypatch: py
     monkeypatch.setitem(sys.modules, "mamba_ssm.ops.triton.ssd_combined", module)
     monkeypatch.setitem(sys.modules, "fla.ops.simple_gla", module)
     monkeypatch.setattr(op, "_library_obstacle", lambda module, device: None)
-    monkeypatch.setattr(op, "_pick", lambda choice, *rest: choice)
+    monkeypatch.setattr(op, "_pick", lambda impl, *rest: impl)
     wanted = reference.ssd_sequential(**found)
-    torch.testing.assert_close(op.ssd(**found, choice=library), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(op.ssd(**found, impl=library), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_the_named_one_runs_or_says_why_not() -> None:
     found = inputs("all of it", dtype=torch.float32)
     with pytest.raises(Unavailable, match=r"mamba_ssm (is not installed|does not say|runs on CUDA)"):
-        op.ssd(**found, choice="mamba_ssm")
+        op.ssd(**found, impl="mamba_ssm")
     with pytest.raises(Unavailable, match="fla"):
-        op.ssd(**found, choice="fla")
+        op.ssd(**found, impl="fla")
     assert op._call_obstacle("mamba_ssm", found["x"], 48, None, None) == "a chunk of 48 is no power of two"
     assert "edges" in (op._call_obstacle("fla", found["x"], 64, None, found["segments"]) or "")
 

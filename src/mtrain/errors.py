@@ -16,6 +16,21 @@ MAX_PROBLEMS = 50
 
 
 @dataclass(frozen=True, slots=True)
+class Related:
+    """Another key that a broken rule is about."""
+
+    path: str
+    value: object
+    source: str
+    """Who set it."""
+
+    def render(self) -> str:
+        """The key as `parallel.pp = 4 (command line)`."""
+        text = show(self.value)
+        return f"{self.path} = {text if len(text) <= MAX_SHOWN else f'{text[:MAX_SHOWN]}...'} ({self.source})"
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """One thing that is wrong with a configuration, complete enough to be corrected without reading code."""
 
@@ -32,6 +47,8 @@ class Problem:
     source: str = ""
     """Who set the key: `conf/model/llama3_8b.yaml:7`, `command line`, `default`."""
     severity: Severity = "error"
+    related: tuple[Related, ...] = ()
+    """The other keys of the rule."""
 
     def render(self) -> str:
         """The problem as up to three lines of plain text."""
@@ -43,6 +60,8 @@ class Problem:
             shown = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
             head += f"{self.path}: " if unread else f"{self.path} = {shown}: "
         lines = [head + self.rule]
+        if self.related:
+            lines.append(f"  with {', '.join(key.render() for key in self.related)}")
         if self.fix:
             lines.append(f"  fix: {self.fix}")
         return "\n".join(visible(line) for line in lines)

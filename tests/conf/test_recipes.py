@@ -46,7 +46,9 @@ def test_the_70b_recipe_is_the_published_one() -> None:
 
 
 def test_the_laptop_recipe_is_the_default_run() -> None:
-    recipe, default = compose(["recipe=llama/tiny_cpu", "cluster=local"]).run, compose([]).run
+    recipe, default = (
+        resolve(compose(words).run, LAPTOP) for words in (["recipe=llama/tiny_cpu", "cluster=local"], [])
+    )
     assert recipe.digest() == default.digest()
 
 

@@ -40,10 +40,9 @@ def declared() -> dict[str, set[str]]:
 
 def tabled() -> Iterator[str]:
     """Every field that a table sets."""
-    latent = (core_fields.MLA_FIELDS, core_fields.YARN_FIELDS)
     for owner, tables in (
         (unmapped.TRANSFORMER, (core_fields.FIELDS, core_fields.MOE_FIELDS)),
-        (unmapped.LATENT, latent),
+        (unmapped.LATENT, (core_fields.MLA_FIELDS,)),
         (unmapped.GPT, (core_fields.GPT_FIELDS,)),
         (unmapped.DDP, (core_fields.DDP_FIELDS, core_fields.FSDP_FIELDS)),
         (unmapped.OPTIMIZER, (core_fields.OPTIMIZER_FIELDS,)),

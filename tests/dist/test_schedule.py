@@ -74,7 +74,9 @@ def half(steps: int, counts: str = "updates", **precision: Any) -> RunConfig:
     return run.model_copy(update={"precision": PrecisionConfig(dtype="fp16", **precision)})
 
 
-def fitted(run: RunConfig, checkpoint: Path | None = None, folder: Path | None = None) -> tuple[list[tuple[bool, float]], str]:
+def fitted(
+    run: RunConfig, checkpoint: Path | None = None, folder: Path | None = None
+) -> tuple[list[tuple[bool, float]], str]:
     """Whether each update was made and at which rate, and the fault that ended the run; metrics go to `folder`."""
     from mtrain.ckpt import state as ckpt_state
     from mtrain.ckpt.store import Checkpoint
@@ -141,13 +143,27 @@ def test_metrics_of_updates_that_were_skipped_are_json_also_after_a_resume(tmp_p
     run = half(3, initial_loss_scale=2.0**40)
     file = tmp_path / "metrics.jsonl"
     run_ranks(1, lambda: train_steps(run, 1, save_to=tmp_path))
-    file.write_text('{"step": 1, "loss": 5.0, "grad_norm": NaN, "tokens_per_s": Infinity}\n')  # as it was once written
+    file.write_text(
+        '{"step": 1, "loss": 5.0, "grad_norm": NaN, "tokens_per_s": Infinity}\n'
+    )  # as it was once written
     run_ranks(1, fitted, run, tmp_path / "step_00000001", tmp_path)
     lines = [strictly(line) for line in file.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert [line["grad_norm"] for line in lines] == [None, None, None]
     assert [line.get("loss_scale") for line in lines[1:]] == [2.0**40, 2.0**39]
     assert lines[2]["skipped"] is True
+
+
+@pytest.mark.parametrize(
+    ("hysteresis", "scales"), [(1, [40, 39, 38, 37]), (2, [40, 40, 39, 38]), (3, [40, 40, 40, 39])]
+)
+def test_the_loss_scale_falls_with_as_many_skipped_updates_as_asked(
+    hysteresis: int, scales: list[int], tmp_path: Path
+) -> None:
+    run = half(4, initial_loss_scale=2.0**40, loss_scale_hysteresis=hysteresis)
+    run_ranks(1, fitted, run, None, tmp_path)
+    lines = [strictly(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss_scale"] for line in lines] == [2.0**scale for scale in scales]
 
 
 def test_a_short_run_that_updated_nothing_is_a_fault() -> None:

@@ -157,7 +157,9 @@ def test_auto_takes_the_first_that_can_run() -> None:
     plain = _words(resolve(tiny(model__moe=MOE, precision__dtype="bf16"), TRITON))
     assert (plain["norm"], plain["attention"], plain["linear"]) == ("triton", "torch", "reference")
     assert (plain["experts"], plain["activation"], plain["moe_permute"]) == ("torch", "triton", "triton")
-    assert _words(resolve(tiny(model__moe=MOE), TRITON))["experts"] == "triton", "torch's product takes bf16 only"
+    assert _words(resolve(tiny(model__moe=MOE, precision__dtype="fp32"), TRITON))["experts"] == "triton", (
+        "torch's product takes bf16 only"
+    )
 
 
 def test_a_default_is_taken_by_operations_that_have_it_and_a_named_choice_stays() -> None:

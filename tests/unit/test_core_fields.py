@@ -6,7 +6,8 @@ import pytest
 
 from mtrain.config.core_fields import feeds, transformer_values
 from mtrain.config.keys import schema_keys
-from tests.support.configs import MOE, tiny
+from mtrain.config.resolve import resolve
+from tests.support.configs import LAPTOP, MOE, tiny
 
 MLA = {"kv_lora_rank": 32, "rope_type": "yarn"}
 
@@ -51,6 +52,10 @@ def test_only_keys_of_the_schema_are_found() -> None:
 
 
 def test_stretched_positions_are_handed_on_only_where_they_are_asked_for() -> None:
-    plain = tiny(model__mla={"kv_lora_rank": 32}, model__num_query_groups=None)
-    assert "mscale" not in transformer_values(plain)
-    assert "mscale" in transformer_values(tiny(model__mla=MLA, model__num_query_groups=None))
+    plain, yarn = (
+        transformer_values(resolve(tiny(model__mla=mla, model__num_query_groups=None), LAPTOP))
+        for mla in ({"kv_lora_rank": 32}, MLA)
+    )
+    assert "mscale" not in plain
+    assert plain["q_lora_rank"] is None, "null is a value here, where megatron-core's default is 512"
+    assert yarn["mscale"] == 1.0

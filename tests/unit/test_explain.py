@@ -88,19 +88,24 @@ def test_every_key_can_be_explained(key: str, explain: Explain) -> None:
 
 def test_a_value_comes_with_everyone_who_set_it_in_order(explain: Explain) -> None:
     facts = explain("optim.lr", "recipe=llama3/70b_h100x64", "optim.lr=1e-4")
-    assert [row["value"] for row in facts["chain"]] == ["0.001", "0.006", "0.0003", "0.0001"]
+    assert [row["value"] for row in facts["chain"]] == ["null", "0.0003", "0.0001"]
     assert [re.sub(r":\d+", "", row["source"]) for row in facts["chain"]] == [
         "default",
-        "conf/optim/adamw.yaml",
         "recipes/llama3/70b_h100x64.yaml",
         "command line",
     ]
     assert (facts["value"], facts["set_by"]) == ("0.0001", "command line")
+    facts = explain("optim.weight_decay", "recipe=llama3/70b_h100x64")
+    assert [row["source"].partition(":")[0] for row in facts["chain"]] == [
+        "default",
+        "conf/optim/adamw.yaml",
+        "recipes/llama3/70b_h100x64.yaml",
+    ]
 
 
 def test_what_is_resolved_is_the_last_link(explain: Explain) -> None:
     facts = explain("parallel.ranks", "parallel=tp2pp2", "cluster=cpu")
-    assert (facts["value"], facts["set_by"]) == ("4", "resolved on this machine")
+    assert (facts["value"], facts["set_by"]) == ("4", "resolved from tp 2 pp 2: the fewest ranks")
 
 
 def test_a_section_that_was_taken_away_takes_its_keys(explain: Explain) -> None:
@@ -138,9 +143,9 @@ def test_a_group_lists_its_keys(group: str, explain: Explain) -> None:
         ("model.num_layers", "a whole number, at least 1, at most 134217728"),
         ("optim.min_lr", "a number, at least 0, or null"),
         ("model.init_method_std", "a number, more than 0, at most 20"),
-        ("precision.dtype", "one of fp32, bf16, fp16"),
+        ("precision.dtype", "one of fp32, bf16, fp16, or null"),
         ("parallel.sequence_parallel", "true or false, or null"),
-        ("parallel.distributed_optimizer", "true or false"),
+        ("parallel.distributed_optimizer", "true or false, or null"),
         ("data.split", "a list of 3 values, each a number"),
         ("parallel.layers_per_stage", "a list of any number of values, each a whole number, or null"),
         ("data.path", "text, or null"),
@@ -154,7 +159,7 @@ def test_types_are_told_in_words(key: str, words: str) -> None:
 def test_defaults_are_told_as_yaml() -> None:
     assert default_of("model.num_layers") == "(required)"
     assert default_of("optim.min_lr") == "null"
-    assert default_of("parallel.distributed_optimizer") == "false"
+    assert default_of("parallel.distributed_optimizer") == "null"
     assert default_of("data.suffixes") == "[.py, .txt, .rst, .md]"
     assert set(EFFECTS) == set(Effect)
 

@@ -181,7 +181,7 @@ def test_a_key_that_changes_the_numbers_needs_a_word_and_is_recorded() -> None:
     accepted = run_of(
         log__name="a", checkpoint__resume="latest", optim__lr=0.5, optim__min_lr=0.1, checkpoint__accept_changes=True
     )
-    assert "optim.lr: 0.001 -> 0.5" in folder.plan(accepted).changes
+    assert "optim.lr: 0.0006 -> 0.5" in folder.plan(accepted).changes
 
 
 def test_another_layout_goes_on_without_a_word() -> None:

@@ -63,7 +63,7 @@ def _expected(chosen: tuple[str, str], recipe: Path | None, command: bool) -> tu
     if recipe is not None:
         return VALUES["recipe value"], f"{recipe}:5"
     if kind == "plain":
-        return 1e-3, "default"
+        return None, "default"
     file, line = LINES[kind]
     value = VALUES[chooser] - (VALUES["base"] if kind == "nested" else 0)
     return pytest.approx(value), f"conf/optim/{file}_{chooser}.yaml:{line}"  # type: ignore[return-value]
@@ -120,7 +120,7 @@ def test_explain_shows_all_that_a_value_overrode(
     assert main(["explain", "--json", "optim.lr", f"recipe={recipe}", "optim.lr=0.6"]) == 0
     chain = json.loads(capsys.readouterr().out)["chain"]
     assert [(row["value"], row["source"]) for row in chain] == [
-        ("0.001", "default"),
+        ("null", "default"),
         ("0.11", "conf/optim/base_recipe.yaml:5"),
         ("0.12", "conf/optim/both_recipe.yaml:6"),
         ("0.5", f"{recipe}:5"),

@@ -12,7 +12,7 @@ from mtrain.config import devices, formats
 from mtrain.config.compose import compose
 from mtrain.config.groups import OptimConfig
 from mtrain.config.kernels import update_obstacle
-from mtrain.config.keys import choices_of
+from mtrain.config.keys import choices_of, key_of, schema_keys, when_of
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.paths import choices_of_group
 from mtrain.config.resolve import resolve
@@ -34,9 +34,13 @@ def test_the_schema_has_the_optimizers_and_the_keys_that_they_read() -> None:
     keys = set(OptimConfig.model_fields)
     assert sections < keys
     assert all(spec.keys <= keys for spec in OPTIMIZERS.values())
-    assert all(
-        spec.section is None or set(spec.defaults) == set(spec.section.model_fields) for spec in OPTIMIZERS.values()
-    )
+    for name in sections:
+        of_section = {path for path in schema_keys() if path.startswith(f"optim.{name}.")}
+        said = {path for path in of_section if key_of(path).null is not None}
+        computed = {f"optim.{name}.{key}" for key in OPTIMIZERS[name].defaults}
+        assert said | computed == of_section, "null means something for each"
+        assert not said & computed
+        assert all(when_of(path) == f"optim.name={name}" for path in of_section)
 
 
 @pytest.mark.parametrize(

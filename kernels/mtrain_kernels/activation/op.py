@@ -20,13 +20,13 @@ def activation(
     weight: Tensor | None = None,
     alpha: float = 1.702,
     limit: float = 7.0,
-    choice: str = "auto",
+    impl: str = "auto",
 ) -> Tensor:
     """The activation `kind` of `x` [..., f'], times `weight` [...] where given: [..., f] in x's dtype.
 
     `kind` is `swiglu`, `geglu`, `geglu_tanh`, `swiglu_clamped` (gate and up are the halves of the last axis,
     f' = 2f; the last one knows `alpha` and `limit`) or `squared_relu` (f' = f); `reference.activation` has the
-    formulas. x and weight in fp32, fp16 or bf16 each, both get gradients. `choice` is `reference`, `triton` or
+    formulas. x and weight in fp32, fp16 or bf16 each, both get gradients. `impl` is `reference`, `triton` or
     `auto`. Raises `ValueError` where kind or shapes do not fit, `Unavailable` where the named implementation cannot
     run.
     """
@@ -35,7 +35,7 @@ def activation(
         raise ValueError(f"x is on {x.device}, its weight on {weight.device}")
     wrong = {str(t.dtype) for t in (x, weight) if t is not None and t.dtype not in DTYPES}
     obstacle = f"{', '.join(sorted(wrong))} is none of fp32, fp16 and bf16" if wrong else None
-    if pick("activation", choice, x.device, obstacle) == "reference":
+    if pick("activation", impl, x.device, obstacle) == "reference":
         return reference.activation(x, kind, weight=weight, alpha=alpha, limit=limit)
     return _activation(x, weight, kind, alpha, limit)
 
@@ -112,7 +112,7 @@ def _case(name: str, kind: str, experts: bool = False) -> Case:
     return Case(
         name,
         make,
-        lambda inputs, choice: activation(**inputs, choice=choice),
+        lambda inputs, impl: activation(**inputs, impl=impl),
         forward=moves(halves + 1),
         backward=moves(2 * halves + 1),
         applies=(lambda model: model.experts > 0) if experts else (lambda model: True),

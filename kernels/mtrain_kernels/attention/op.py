@@ -1,4 +1,4 @@
-"""Softmax attention over the kernels of others: contract, choice with its reasons, registration."""
+"""Softmax attention over the kernels of others: contract, impl with its reasons, registration."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def attention(
     dropout_p: float = 0.0,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-    choice: str = "auto",
+    impl: str = "auto",
 ) -> Tensor:
-    """`softmax(scale * q k^T) v` over the keys that each query sees, by the backend that `choice` names or `auto`.
+    """`softmax(scale * q k^T) v` over the keys that each query sees, by the backend that `impl` names or `auto`.
 
     `q` [b, n, s, d], `k` [b, g, t, d], `v` [b, g, t, e] with n a multiple of g, `sink` [n], `softcap`, `scale` and
     `mask` as in `reference.attention`; the result is [b, n, s, e]. `window` (left, right) hides keys more than left
@@ -60,7 +60,7 @@ def attention(
     the first of flash3, cudnn, flash, efficient, math and reference that can; `explain` says which and why.
     """
     call = _call(q, k, v, causal, window, mask, sink, softcap, dropout_p, cu_seqlens)
-    name = _backend(tuple(call), choice, _torch_refusals(q, k, v, call))
+    name = _backend(tuple(call), impl, _torch_refusals(q, k, v, call))
     if name == "flash3":
         return backends.by_flash3(q, k, v, call, cu_seqlens, max_seqlen, scale)
     if name == "flash" and call.device == "cuda" and not call.dense:
@@ -85,14 +85,14 @@ def explain(
     dropout_p: float = 0.0,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-    choice: str = "auto",
+    impl: str = "auto",
 ) -> Explanation:
     """Which backend `attention` takes for the same arguments, and the reason for each one it passes over.
 
     Raises what `attention` would raise.
     """
     call = _call(q, k, v, causal, window, mask, sink, softcap, dropout_p, cu_seqlens)
-    return _decide(call, choice, _torch_refusals(q, k, v, call))
+    return _decide(call, impl, _torch_refusals(q, k, v, call))
 
 
 def _call(
@@ -149,23 +149,23 @@ def _torch_refusals(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[tuple[
 
 
 @torch.compiler.assume_constant_result
-def _backend(call: tuple[Any, ...], choice: str, refusals: tuple[tuple[str, str], ...]) -> str:
-    return _decide(Call(*call), choice, refusals).chosen
+def _backend(call: tuple[Any, ...], impl: str, refusals: tuple[tuple[str, str], ...]) -> str:
+    return _decide(Call(*call), impl, refusals).chosen
 
 
 @functools.lru_cache(maxsize=1024)
-def _decide(call: Call, choice: str, refusals: tuple[tuple[str, str], ...] = ()) -> Explanation:
+def _decide(call: Call, impl: str, refusals: tuple[tuple[str, str], ...] = ()) -> Explanation:
     """The backend for a call, the same for the same call; said once in the log for each kind of call."""
-    if choice not in (*RULES, "auto"):
-        raise ValueError(f"attention has no backend {choice!r}; choose one of auto, {', '.join(RULES)}")
+    if impl not in (*RULES, "auto"):
+        raise ValueError(f"attention has no backend {impl!r}; choose one of auto, {', '.join(RULES)}")
     against = {name: list(rules(call)) for name, rules in RULES.items()}
     for name, reason in refusals:
         against[name].append(reason)
     reasons = {name: "; ".join(found) for name, found in against.items()}
-    if choice != "auto":
-        if reasons[choice]:
-            raise Unavailable(f"attention: {choice} cannot run: {reasons[choice]}")
-        return Explanation(choice, "named", {})
+    if impl != "auto":
+        if reasons[impl]:
+            raise Unavailable(f"attention: {impl} cannot run: {reasons[impl]}")
+        return Explanation(impl, "named", {})
     chosen = next(name for name, reason in reasons.items() if not reason)
     before = list(reasons)[: list(reasons).index(chosen)]
     why = "the first that can, of " + ", ".join(reasons)
@@ -213,7 +213,7 @@ OPS = (
             Case(
                 "attention",
                 _make,
-                lambda inputs, choice: attention(**inputs, choice=choice),
+                lambda inputs, impl: attention(**inputs, impl=impl),
                 forward=_cost(2, 1),
                 backward=_cost(5, 2),
             ),

@@ -21,16 +21,16 @@ def causal_conv1d(
     *,
     activation: str = "silu",
     segments: Tensor | None = None,
-    choice: str = "auto",
+    impl: str = "auto",
 ) -> Tensor:
     """`act(bias + sum_j weight[:, w-1-j] x[..., t-j])`: each channel over its own last w times.
 
     Arguments and result are those of `reference.causal_conv1d`: `x` [b, d, t], `weight` [d, w], `bias` [d], each in
-    fp32, fp16 or bf16, `segments` [b, t] integers. `choice` is `reference`, `triton` or `auto`. Raises `ValueError`
+    fp32, fp16 or bf16, `segments` [b, t] integers. `impl` is `reference`, `triton` or `auto`. Raises `ValueError`
     where shapes or names do not fit, `Unavailable` where the named implementation cannot run.
     """
     reference.require_conv(x, weight, bias, activation, segments)
-    if pick("causal_conv1d", choice, x.device, _obstacle(x, weight, bias)) == "reference":
+    if pick("causal_conv1d", impl, x.device, _obstacle(x, weight, bias)) == "reference":
         return reference.causal_conv1d(x, weight, bias, activation=activation, segments=segments)
     return _conv(x, weight, bias, segments, activation == "silu")
 
@@ -123,7 +123,7 @@ OPS = (
             Case(
                 "causal_conv1d",
                 _make,
-                lambda inputs, choice: causal_conv1d(**inputs, choice=choice),
+                lambda inputs, impl: causal_conv1d(**inputs, impl=impl),
                 forward=_moves(2),
                 backward=_moves(3),
                 rivals={"causal_conv1d": _library},

@@ -26,7 +26,7 @@ def cross_entropy(
     soft_cap: float | None = None,
     ignore_index: int = -100,
     group: dist.ProcessGroup | None = None,
-    choice: str = "auto",
+    impl: str = "auto",
 ) -> Tensor:
     """The loss of each token, with the vocabulary on one rank or in equal parts over the ranks of `group`.
 
@@ -44,7 +44,7 @@ def cross_entropy(
     )
     _require(logits, labels)
     reference.valid_terms(terms, columns)
-    backend = pick("cross_entropy", choice, logits.device, obstacle(logits))
+    backend = pick("cross_entropy", impl, logits.device, obstacle(logits))
     rows = logits.reshape(labels.numel(), logits.shape[-1])
     losses, _ = _cross_entropy(rows, labels.reshape(-1), name_of(group), *terms, backend)
     return losses.view(labels.shape)
@@ -190,7 +190,7 @@ OPS = (
             Case(
                 "cross_entropy",
                 _make,
-                lambda inputs, choice: cross_entropy(**inputs, choice=choice),
+                lambda inputs, impl: cross_entropy(**inputs, impl=impl),
                 forward=lambda model: Cost(bytes=2 * model.tokens * model.vocab),
                 backward=lambda model: Cost(bytes=4 * model.tokens * model.vocab),
                 rivals={"torch": _torch, "liger": _liger},

@@ -1,4 +1,4 @@
-"""The grouped product of rows and their groups' weights: contract, gradients, registration, choice."""
+"""The grouped product of rows and their groups' weights: contract, gradients, registration, impl."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ MEASURED: dict[str, str] = {}
 
 
 def grouped_gemm(
-    x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, *, choice: str = "auto"
+    x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, *, impl: str = "auto"
 ) -> Tensor:
     """`y_r = W_g x_r + b_g` for the group g of row r; groups are neighbours, and `counts` says how long each is.
 
     `x` [r, k], `weight` [g, n, k], `bias` [g, n] of one dtype (fp32, fp16 or bf16; products are summed in fp32),
     `counts` [g] integers on the same device, which the host never waits for. The result is [r, n] in x's dtype;
-    rows behind the last group's give zeros and get gradient zero. `choice` is `reference`, `triton`, `torch` (its
+    rows behind the last group's give zeros and get gradient zero. `impl` is `reference`, `triton`, `torch` (its
     grouped product: bf16, rows of a multiple of 16 bytes) or `auto`: on a GPU what was measured to be faster there,
     elsewhere as for every op. Raises `ValueError` where shapes do not fit, `Unavailable` where the named one cannot
     run.
     """
     reference.require_grouped(x, weight, counts, bias)
-    name = _pick(choice, x.device, _triton_obstacle(x), _torch_obstacle(x, weight))
+    name = _pick(impl, x.device, _triton_obstacle(x), _torch_obstacle(x, weight))
     if name == "reference":
         return reference.grouped_gemm(x, weight, counts, bias)
     ends = counts.cumsum(0).to(torch.int32)
@@ -41,9 +41,9 @@ def grouped_gemm(
 
 
 @torch.compiler.assume_constant_result
-def _pick(choice: str, device: torch.device, triton: str | None, library: str | None) -> str:
+def _pick(impl: str, device: torch.device, triton: str | None, library: str | None) -> str:
     """The implementation to take; `triton` and `library` say why it or torch's cannot take this input."""
-    if choice == "auto" and device.type == "cuda":
+    if impl == "auto" and device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
         favourite = MEASURED.get(gpu, "torch")
         if (library if favourite == "torch" else triton) is None:
@@ -51,7 +51,7 @@ def _pick(choice: str, device: torch.device, triton: str | None, library: str | 
                 "grouped_gemm on %s: %s (%s)", gpu, favourite, "measured" if gpu in MEASURED else "not measured"
             )
             return favourite
-    return choose(OPS[0], choice, device, library if choice == "torch" else triton)[0]
+    return choose(OPS[0], impl, device, library if impl == "torch" else triton)[0]
 
 
 def _triton_obstacle(x: Tensor) -> str | None:
@@ -200,11 +200,11 @@ OPS = (
             Case(
                 "grouped_gemm",
                 _make,
-                lambda inputs, choice: grouped_gemm(**inputs, choice=choice),
+                lambda inputs, impl: grouped_gemm(**inputs, impl=impl),
                 forward=_cost(1),
                 backward=_cost(2),
                 applies=lambda m: m.experts > 0,
-                rivals={"torch._grouped_mm": lambda inputs: lambda: grouped_gemm(**inputs, choice="torch")},
+                rivals={"torch._grouped_mm": lambda inputs: lambda: grouped_gemm(**inputs, impl="torch")},
             ),
         ),
         launch=_launch,

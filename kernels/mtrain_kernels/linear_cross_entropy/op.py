@@ -33,7 +33,7 @@ def linear_cross_entropy(
     group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     chunk: int | None = None,
-    choice: str = "auto",
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`(sum_i token_weights_i loss_i, losses)` of the logits `hidden weight^T`, which are never held whole.
 
@@ -60,7 +60,7 @@ def linear_cross_entropy(
     valid_terms(terms, columns)
     if token_weights.shape != labels.shape or token_weights.device != hidden.device:
         raise ValueError(f"token_weights {tuple(token_weights.shape)} must be one for each label, on {hidden.device}")
-    backend = pick("linear_cross_entropy", choice, hidden.device, obstacle(hidden, weight))
+    backend = pick("linear_cross_entropy", impl, hidden.device, obstacle(hidden, weight))
     accumulated = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     grad = torch.is_grad_enabled()
     total, losses, *_ = _linear_cross_entropy(
@@ -93,7 +93,7 @@ def token_cross_entropy(
     group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     chunk: int | None = None,
-    choice: str = "auto",
+    impl: str = "auto",
 ) -> Tensor:
     """The loss of each token [t] in fp32, differentiable with any gradient per token; see `linear_cross_entropy`.
 
@@ -105,7 +105,7 @@ def token_cross_entropy(
     )
     _require(hidden, weight, labels, size_of(group) if sequence_parallel else 1)
     valid_terms(terms, columns)
-    backend = pick("linear_cross_entropy", choice, hidden.device, obstacle(hidden, weight))
+    backend = pick("linear_cross_entropy", impl, hidden.device, obstacle(hidden, weight))
     return _token_cross_entropy(
         hidden,
         weight,
@@ -350,7 +350,7 @@ OPS = (
             Case(
                 "linear_cross_entropy",
                 _make,
-                lambda inputs, choice: linear_cross_entropy(**inputs, choice=choice)[0],
+                lambda inputs, impl: linear_cross_entropy(**inputs, impl=impl)[0],
                 forward=_cost,
                 backward=lambda model: Cost(bytes=4 * model.hidden * (model.vocab + model.tokens)),
                 rivals={"torch": _torch, "liger": _liger},

@@ -16,27 +16,27 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 __all__ = ["OPS", "Plan", "permute", "plan", "unpermute"]
 
 
-def permute(x: Tensor, plan: Plan, *, choice: str = "auto") -> Tensor:
+def permute(x: Tensor, plan: Plan, *, impl: str = "auto") -> Tensor:
     """The rows [r, h] of tokens `x` [t, h] in the order of `plan`; rows that hold no copy are zero.
 
-    x is fp32, fp16 or bf16, and so is the result; the gradient sums a token's copies in fp32. `choice` is
+    x is fp32, fp16 or bf16, and so is the result; the gradient sums a token's copies in fp32. `impl` is
     `reference`, `triton` or `auto`. Raises `ValueError` where x and plan do not belong together, `Unavailable`
     where the named implementation cannot run.
     """
     reference.require_permute(x, plan.position)
-    if pick("moe_permute", choice, x.device, _obstacle(x)) == "reference":
+    if pick("moe_permute", impl, x.device, _obstacle(x)) == "reference":
         return reference.permute(x, plan)
     return _permute(x, plan.position, plan.source)
 
 
-def unpermute(rows: Tensor, plan: Plan, weights: Tensor | None = None, *, choice: str = "auto") -> Tensor:
+def unpermute(rows: Tensor, plan: Plan, weights: Tensor | None = None, *, impl: str = "auto") -> Tensor:
     """Tokens [t, h] from `rows` [r, h]: the sum in fp32 of a token's copies, each times its weight.
 
     The result has the dtype of the rows; `weights` [t, k] may have another and get their gradient in it. Dropped
     copies add nothing and get none. The rest is as in `permute`.
     """
     reference.require_unpermute(rows, plan.position, plan.source, weights)
-    if pick("moe_permute", choice, rows.device, _obstacle(rows, weights)) == "reference":
+    if pick("moe_permute", impl, rows.device, _obstacle(rows, weights)) == "reference":
         return reference.unpermute(rows, plan, weights)
     return _unpermute(rows, plan.position, plan.source, weights)
 
@@ -150,7 +150,7 @@ OPS = (
             Case(
                 "moe_permute",
                 _make_permute,
-                lambda inputs, choice: permute(**inputs, choice=choice),
+                lambda inputs, impl: permute(**inputs, impl=impl),
                 forward=_moves(1, 1),
                 backward=_moves(1, 1),
                 applies=lambda m: m.experts > 0,
@@ -158,7 +158,7 @@ OPS = (
             Case(
                 "moe_unpermute",
                 _make_unpermute,
-                lambda inputs, choice: unpermute(**inputs, choice=choice),
+                lambda inputs, impl: unpermute(**inputs, impl=impl),
                 forward=_moves(1, 1),
                 backward=_moves(1, 2),
                 applies=lambda m: m.experts > 0,

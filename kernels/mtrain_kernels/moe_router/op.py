@@ -26,17 +26,17 @@ def moe_router(
     groups: int = 1,
     group_topk: int = 1,
     group_members: int = 2,
-    choice: str = "auto",
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The `topk` experts of every token, best first, their weights, and how many tokens each expert got.
 
     Arguments and results are those of `reference.moe_router`: `logits` [t, e] in fp32, fp16 or bf16, weights
-    [t, topk] in their dtype, indices [t, topk] and counts [e] in int64. `choice` is `reference`, `triton` or
+    [t, topk] in their dtype, indices [t, topk] and counts [e] in int64. `impl` is `reference`, `triton` or
     `auto`. Raises `ValueError` where sizes or names do not fit, `Unavailable` where the named implementation
     cannot run. Sources: arXiv:1701.06538; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """
     reference.require_router(logits, topk, score, expert_bias, groups, group_topk, group_members)
-    if pick("moe_router", choice, logits.device, _obstacle(logits, expert_bias)) == "reference":
+    if pick("moe_router", impl, logits.device, _obstacle(logits, expert_bias)) == "reference":
         return reference.moe_router(
             logits,
             topk,
@@ -151,7 +151,7 @@ OPS = (
             Case(
                 "moe_router",
                 _make,
-                lambda inputs, choice: moe_router(**inputs, choice=choice),
+                lambda inputs, impl: moe_router(**inputs, impl=impl),
                 forward=lambda m: Cost(bytes=m.tokens * (4 * m.experts + 12 * m.top_k)),
                 backward=lambda m: Cost(bytes=m.tokens * (8 * m.experts + 12 * m.top_k)),
                 applies=lambda m: m.experts > 0,

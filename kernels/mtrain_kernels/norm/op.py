@@ -14,22 +14,22 @@ WIDEST = 32768  # a row lives in the registers of one program
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False, choice: str = "auto") -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False, impl: str = "auto") -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * w` over the last axis, with `w = weight`, or `1 + weight` if zero-centered.
 
-    `x` [..., h], `weight` [h], in fp32, fp16 or bf16 each; the result has x's shape and dtype. `choice` is
+    `x` [..., h], `weight` [h], in fp32, fp16 or bf16 each; the result has x's shape and dtype. `impl` is
     `reference`, `triton` or `auto`. Raises `ValueError` where shapes do not fit, `Unavailable` where the named
     implementation cannot run. Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
     _require(x, weight, None, None)
-    if pick("norm", choice, x.device, _obstacle(x, weight)) == "reference":
+    if pick("norm", impl, x.device, _obstacle(x, weight)) == "reference":
         form = cpu if cpu.fits(x, weight) and not torch.compiler.is_compiling() else reference
         return form.rms_norm(x, weight, eps, zero_centered=zero_centered)
     return _norm(x, None, weight, None, eps, zero_centered, False)[0]
 
 
 def rms_norm_residual(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False, choice: str = "auto"
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False, impl: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """The new residual `x + residual`, and its `rms_norm`, as (normed, new residual).
 
@@ -37,7 +37,7 @@ def rms_norm_residual(
     before it is normalised. The rest is as in `rms_norm`.
     """
     _require(x, weight, None, residual)
-    if pick("norm", choice, x.device, _obstacle(x, residual, weight)) == "reference":
+    if pick("norm", impl, x.device, _obstacle(x, residual, weight)) == "reference":
         return reference.rms_norm_residual(x, residual, weight, eps, zero_centered=zero_centered)
     return _norm(x, residual, weight, None, eps, zero_centered, False)[:2]
 
@@ -49,7 +49,7 @@ def layer_norm(
     eps: float,
     *,
     zero_centered: bool = False,
-    choice: str = "auto",
+    impl: str = "auto",
 ) -> Tensor:
     """`(x - mean(x)) / sqrt(var(x) + eps) * w + bias` over the last axis, with `w` as in `rms_norm`.
 
@@ -57,7 +57,7 @@ def layer_norm(
     `rms_norm`. Source: Ba et al. 2016, arXiv:1607.06450.
     """
     _require(x, weight, bias, None)
-    if pick("norm", choice, x.device, _obstacle(x, weight, bias)) == "reference":
+    if pick("norm", impl, x.device, _obstacle(x, weight, bias)) == "reference":
         return reference.layer_norm(x, weight, bias, eps, zero_centered=zero_centered)
     return _norm(x, None, weight, bias, eps, zero_centered, True)[0]
 
@@ -70,11 +70,11 @@ def layer_norm_residual(
     eps: float,
     *,
     zero_centered: bool = False,
-    choice: str = "auto",
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The new residual `x + residual`, and its `layer_norm`, as (normed, new residual); see `rms_norm_residual`."""
     _require(x, weight, bias, residual)
-    if pick("norm", choice, x.device, _obstacle(x, residual, weight, bias)) == "reference":
+    if pick("norm", impl, x.device, _obstacle(x, residual, weight, bias)) == "reference":
         return reference.layer_norm_residual(x, residual, weight, bias, eps, zero_centered=zero_centered)
     return _norm(x, residual, weight, bias, eps, zero_centered, True)[:2]
 
@@ -233,7 +233,7 @@ OPS = (
             Case(
                 "rms_norm",
                 _make(False, False),
-                lambda inputs, choice: rms_norm(**inputs, choice=choice),
+                lambda inputs, impl: rms_norm(**inputs, impl=impl),
                 forward=_moves(2),
                 backward=_moves(3),
                 rivals={"liger": _liger, "transformer_engine": _transformer_engine},
@@ -241,7 +241,7 @@ OPS = (
             Case(
                 "rms_norm_residual",
                 _make(True, False),
-                lambda inputs, choice: rms_norm_residual(**inputs, choice=choice),
+                lambda inputs, impl: rms_norm_residual(**inputs, impl=impl),
                 forward=_moves(4),
                 backward=_moves(4),
                 rivals={"liger": _liger},
@@ -249,7 +249,7 @@ OPS = (
             Case(
                 "layer_norm",
                 _make(False, True),
-                lambda inputs, choice: layer_norm(**inputs, choice=choice),
+                lambda inputs, impl: layer_norm(**inputs, impl=impl),
                 forward=_moves(2),
                 backward=_moves(3),
                 rivals={"transformer_engine": _transformer_engine},

@@ -46,7 +46,7 @@ class FusedAdam(torch.optim.Optimizer):
         store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
         seed: int = 0,
-        choice: str = "auto",
+        impl: str = "auto",
     ) -> None:
         if amsgrad or master_weight_dtype != torch.float32:
             raise ValueError(
@@ -61,7 +61,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.moment_dtypes = dict(zip(MOMENT_NAMES, (exp_avg_dtype, exp_avg_sq_dtype), strict=True))
         self.master_weights, self.store_param_remainders = master_weights, store_param_remainders
         self.use_decoupled_grad, self.adam_w_mode = use_decoupled_grad, adam_w_mode
-        self.stochastic_rounding, self.seed, self.choice = stochastic_rounding, seed, choice
+        self.stochastic_rounding, self.seed, self.impl = stochastic_rounding, seed, impl
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {**defaults, "weight_decay": weight_decay, "step": 0})
@@ -137,7 +137,7 @@ class FusedAdam(torch.optim.Optimizer):
         for bucket in buckets.values():
             streams, params, grads = zip(*bucket, strict=True)
             lists = self._lists(params, grads)
-            adamw_(lists, self._hyper(group), streams=streams, grad_scale=grad_scale, choice=self.choice)
+            adamw_(lists, self._hyper(group), streams=streams, grad_scale=grad_scale, impl=self.impl)
 
     def _gradient(self, param: Tensor) -> Tensor | None:
         return getattr(param, "decoupled_grad" if self.use_decoupled_grad else "grad", None)

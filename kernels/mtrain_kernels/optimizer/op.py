@@ -18,7 +18,7 @@ MOMENTS = (torch.float32, torch.bfloat16, torch.uint8)
 
 
 def adamw_(
-    lists: Lists, hyper: Hyper, *, streams: Sequence[int] = (), grad_scale: Tensor | None = None, choice: str = "auto"
+    lists: Lists, hyper: Hyper, *, streams: Sequence[int] = (), grad_scale: Tensor | None = None, impl: str = "auto"
 ) -> None:
     """One step of AdamW on every tensor of `lists`, in place and in one launch; see `reference.adamw_`.
 
@@ -30,31 +30,31 @@ def adamw_(
         return
     _require(lists, hyper, grad_scale)
     streams = list(streams or range(len(lists.params)))
-    backend = pick("optimizer", choice, lists.params[0].device)
+    backend = pick("optimizer", impl, lists.params[0].device)
     _adamw(*map(list, lists), streams, grad_scale, *hyper, backend)
 
 
-def grad_norm(grads: Sequence[Tensor], *, choice: str = "auto") -> Tensor:
+def grad_norm(grads: Sequence[Tensor], *, impl: str = "auto") -> Tensor:
     """The Euclidean norm of all elements of all contiguous tensors, a scalar in fp32 on their device; 0 for none."""
     grads = [g.detach() for g in grads]
     if not grads:
         return torch.zeros(())
-    norms = [_grad_norm(same, pick("optimizer", choice, same[0].device)) for same in _by_dtype(grads)]
+    norms = [_grad_norm(same, pick("optimizer", impl, same[0].device)) for same in _by_dtype(grads)]
     return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
 
 def clip_grad_norm_(
-    grads: Sequence[Tensor], max_norm: float, *, norm: Tensor | None = None, choice: str = "auto"
+    grads: Sequence[Tensor], max_norm: float, *, norm: Tensor | None = None, impl: str = "auto"
 ) -> Tensor:
     """Scales all contiguous tensors in place so that their norm is at most `max_norm`; returns the norm from before.
 
     `norm` is theirs unless given, as where it is reduced over ranks. Nothing waits for the device. To save a pass,
     hand `reference.clip_factor(norm, max_norm)` to `adamw_` as `grad_scale` instead.
     """
-    norm = grad_norm(grads, choice=choice) if norm is None else norm
+    norm = grad_norm(grads, impl=impl) if norm is None else norm
     factor = clip_factor(norm, max_norm)
     for same in _by_dtype([g.detach() for g in grads]):
-        _scale(same, factor, pick("optimizer", choice, same[0].device))
+        _scale(same, factor, pick("optimizer", impl, same[0].device))
     return norm
 
 
@@ -240,7 +240,7 @@ def _case(kind: str) -> Case:
     return Case(
         f"adamw_{kind}",
         lambda model, device, dtype: {"lists": tensors(model, kind, device)},
-        lambda inputs, choice: adamw_(inputs["lists"], HYPER, choice=choice),
+        lambda inputs, impl: adamw_(inputs["lists"], HYPER, impl=impl),
         forward=cost,
     )
 

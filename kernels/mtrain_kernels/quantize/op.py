@@ -37,7 +37,7 @@ def quantize_tensorwise(
     multiplier: Tensor | None = None,
     transpose: bool = False,
     swiglu: bool = False,
-    choice: str = "auto",
+    impl: str = "auto",
 ) -> Quantized:
     """FP8 with one scale for the tensor: current scaling, or delayed scaling with the `multiplier` [1] fp32 given.
 
@@ -49,7 +49,7 @@ def quantize_tensorwise(
     rows = _rows(x, format, swiglu)
     if multiplier is not None and (multiplier.shape != (1,) or multiplier.dtype != torch.float32):
         raise ValueError(f"multiplier must be [1] in fp32, not {tuple(multiplier.shape)} {multiplier.dtype}")
-    backend = pick("quantize", choice, x.device)
+    backend = pick("quantize", impl, x.device)
     data, scale, transposed, amax = _tensorwise(rows, multiplier, format, transpose, swiglu, backend)
     dtype = FORMATS[format].dtype
     again = scale.clone() if transpose else scale.new_empty(0)
@@ -63,7 +63,7 @@ def quantize_blocks(
     layout: str = "1x128",
     transpose: bool = False,
     swiglu: bool = False,
-    choice: str = "auto",
+    impl: str = "auto",
 ) -> Quantized:
     """FP8 with a scale for each block: `layout` "1x128", "128x128", each with "_power_of_two", or "mx" (MXFP8).
 
@@ -72,7 +72,7 @@ def quantize_blocks(
     """
     rows = _rows(x, format, swiglu)
     _require_layout(layout)
-    backend = pick("quantize", choice, x.device)
+    backend = pick("quantize", impl, x.device)
     data, scale, transposed, transposed_scale = _blocks(rows, format, layout, transpose, swiglu, backend)
     dtype, kind = FORMATS[format].dtype, _scale_dtype(layout)
     return Quantized(
@@ -81,7 +81,7 @@ def quantize_blocks(
 
 
 def dequantize_blocks(
-    data: Tensor, scale: Tensor, *, layout: str, dtype: torch.dtype = torch.bfloat16, choice: str = "auto"
+    data: Tensor, scale: Tensor, *, layout: str, dtype: torch.dtype = torch.bfloat16, impl: str = "auto"
 ) -> Tensor:
     """`scale data` [m, n] in `dtype` from what `quantize_blocks` gave; `ValueError` where shapes do not fit."""
     _require_layout(layout)
@@ -90,11 +90,11 @@ def dequantize_blocks(
     format = next((name for name, f in FORMATS.items() if f.dtype == data.dtype), None)
     if scale.shape != wanted or scale.dtype != _scale_dtype(layout) or format is None or dtype not in DTYPES:
         raise ValueError(f"{layout}: scale {tuple(scale.shape)} of {tuple(data.shape)} {data.dtype} to {dtype}")
-    backend = pick("quantize", choice, data.device)
+    backend = pick("quantize", impl, data.device)
     return _dequantize(_bytes(data), _bytes(scale), format, layout, dtype, backend)
 
 
-def quantize_nvfp4(x: Tensor, *, choice: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
+def quantize_nvfp4(x: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
     """NVFP4: codes [m, n / 2] uint8 (even columns in low halves), scales of blocks [m, ceil(n / 16)] e4m3, scale [1].
 
     `x` [..., n] in fp32, fp16 or bf16, taken as [m, n], n even. Raises `ValueError` where it does not fit. A block
@@ -103,12 +103,12 @@ def quantize_nvfp4(x: Tensor, *, choice: str = "auto") -> tuple[Tensor, Tensor, 
     rows = _rows(x, "e4m3", False)
     if rows.shape[1] % 2:
         raise ValueError(f"NVFP4 holds two numbers a byte: {rows.shape[1]} columns are odd")
-    packed, block_scale, scale = _nvfp4(rows, pick("quantize", choice, x.device))
+    packed, block_scale, scale = _nvfp4(rows, pick("quantize", impl, x.device))
     return packed, block_scale.view(torch.float8_e4m3fn), scale
 
 
 def dequantize_nvfp4(
-    packed: Tensor, block_scale: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.bfloat16, choice: str = "auto"
+    packed: Tensor, block_scale: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.bfloat16, impl: str = "auto"
 ) -> Tensor:
     """The numbers [m, n] in `dtype` from what `quantize_nvfp4` gave; raises `ValueError` where shapes do not fit."""
     fits = packed.ndim == 2 and block_scale.shape == (packed.shape[0], ceil_div(2 * packed.shape[1], 16))
@@ -116,7 +116,7 @@ def dequantize_nvfp4(
         raise ValueError(
             f"scales {tuple(block_scale.shape)}, {tuple(scale.shape)} of {tuple(packed.shape)} to {dtype}"
         )
-    backend = pick("quantize", choice, packed.device)
+    backend = pick("quantize", impl, packed.device)
     return _nvfp4_dequantize(packed.contiguous(), _bytes(block_scale), scale, dtype, backend)
 
 
@@ -134,7 +134,7 @@ def rms_norm_quantize(
     format: str = "e4m3",
     layout: str = "1x128",
     multiplier: Tensor | None = None,
-    choice: str = "auto",
+    impl: str = "auto",
 ) -> tuple[Quantized, Tensor]:
     """`rms_norm(x, weight, eps)`, rounded to x's dtype and quantised, and 1 / root mean square of each row [m] fp32.
 
@@ -148,7 +148,7 @@ def rms_norm_quantize(
         raise ValueError(f"weight {tuple(weight.shape)}, layout {layout} and x {tuple(x.shape)} do not fit")
     if multiplier is not None and (multiplier.shape != (1,) or multiplier.dtype != torch.float32):
         raise ValueError(f"multiplier must be [1] in fp32, not {tuple(multiplier.shape)} {multiplier.dtype}")
-    backend = pick("quantize", choice, x.device)
+    backend = pick("quantize", impl, x.device)
     data, scale, rstd, amax = _rms_norm(
         rows, weight.contiguous(), eps, zero_centered, multiplier, format, layout, backend
     )
@@ -351,15 +351,15 @@ OPS = (
     Op(
         "quantize",
         cases=(
-            _case("tensorwise", lambda i, c: quantize_tensorwise(**i, transpose=True, choice=c), 4, reads_twice=True),
-            _case("1x128", lambda i, c: quantize_blocks(**i, transpose=True, choice=c), 4 + 8 / 128),
-            _case("128x128", lambda i, c: quantize_blocks(**i, layout="128x128", transpose=True, choice=c), 4),
-            _case("mxfp8", lambda i, c: quantize_blocks(**i, layout="mx", transpose=True, choice=c), 4 + 2 / 32),
-            _case("nvfp4", lambda i, c: quantize_nvfp4(**i, choice=c), 2.5 + 1 / 16, reads_twice=True),
-            _case("swiglu_1x128", lambda i, c: swiglu_quantize(**i, layout="1x128", choice=c), 2.5 + 2 / 128),
+            _case("tensorwise", lambda i, c: quantize_tensorwise(**i, transpose=True, impl=c), 4, reads_twice=True),
+            _case("1x128", lambda i, c: quantize_blocks(**i, transpose=True, impl=c), 4 + 8 / 128),
+            _case("128x128", lambda i, c: quantize_blocks(**i, layout="128x128", transpose=True, impl=c), 4),
+            _case("mxfp8", lambda i, c: quantize_blocks(**i, layout="mx", transpose=True, impl=c), 4 + 2 / 32),
+            _case("nvfp4", lambda i, c: quantize_nvfp4(**i, impl=c), 2.5 + 1 / 16, reads_twice=True),
+            _case("swiglu_1x128", lambda i, c: swiglu_quantize(**i, layout="1x128", impl=c), 2.5 + 2 / 128),
             _case(
                 "rms_norm_1x128",
-                lambda i, c: rms_norm_quantize(**i, weight=i["x"][0], eps=1e-5, choice=c),
+                lambda i, c: rms_norm_quantize(**i, weight=i["x"][0], eps=1e-5, impl=c),
                 3 + 4 / 128,
             ),
         ),

@@ -26,14 +26,14 @@ def rope(
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
     zero_centered: bool = False,
-    choice: str = "auto",
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`rotate` on queries and on keys, each head RMS-normalised before where there are weights.
 
     `q` [..., s, n, d] and `k` [..., s, g, d]; `q_weight` and `k_weight` [d], both or neither. See `rotate`.
     """
     options: dict[str, Any] = {"positions": positions, "interleaved": interleaved, "eps": eps}
-    options |= {"zero_centered": zero_centered, "choice": choice}
+    options |= {"zero_centered": zero_centered, "impl": impl}
     return rotate(q, cos, sin, weight=q_weight, **options), rotate(k, cos, sin, weight=k_weight, **options)
 
 
@@ -47,14 +47,14 @@ def rotate(
     weight: Tensor | None = None,
     eps: float = 1e-6,
     zero_centered: bool = False,
-    choice: str = "auto",
+    impl: str = "auto",
 ) -> Tensor:
     """Turns pair i of the first r elements of each head by the angle of table entry i of the token's position.
 
     `x` [s, n, d] or [b, s, n, d] in any strides, which a dense x hands to the result; `cos` and `sin` [p, r/2];
     `positions` int [s] or [b, s]; `weight` [d] normalises each head first; all as in `reference.rotate`, in fp32,
     fp16 or bf16 each. x and weight get gradients, the tables do not. A position outside of the table is an error of
-    the reference and gives no number under triton. `choice` is `reference`, `triton` or `auto`. Raises `ValueError`
+    the reference and gives no number under triton. `impl` is `reference`, `triton` or `auto`. Raises `ValueError`
     where shapes do not fit or a table wants a gradient, `Unavailable` where the named implementation cannot run.
     """
     reference.require(x, cos, sin, positions, weight)
@@ -63,7 +63,7 @@ def rotate(
     for other in (cos, sin, positions, weight):
         if other is not None and other.device != x.device:
             raise ValueError(f"x is on {x.device}, but a table, the positions or the weight on {other.device}")
-    if pick("rope", choice, x.device, _obstacle(x, cos, sin, weight)) == "reference":
+    if pick("rope", impl, x.device, _obstacle(x, cos, sin, weight)) == "reference":
         plain = positions is None and weight is None and not interleaved and not torch.compiler.is_compiling()
         if plain and cpu.fits(x, cos):
             return cpu.rotate(x, cos, sin)
@@ -192,7 +192,7 @@ def _case(name: str, norm: bool) -> Case:
     return Case(
         name,
         make,
-        lambda inputs, choice: rope(**inputs, choice=choice),
+        lambda inputs, impl: rope(**inputs, impl=impl),
         forward=moves(2),
         backward=moves(3 if norm else 2),
         applies=lambda model: not norm or model.rope_dim == model.head_dim,

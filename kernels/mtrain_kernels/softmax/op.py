@@ -20,16 +20,16 @@ def softmax(
     causal: bool = False,
     mask: Tensor | None = None,
     sink: Tensor | None = None,
-    choice: str = "auto",
+    impl: str = "auto",
 ) -> Tensor:
     """`exp(scale x) / (exp(sink) + sum exp(scale x))` over the last axis, among the keys that each query sees.
 
     Arguments and result are those of `reference.softmax`: `x` [b, n, s, t] in fp32, fp16 or bf16, `mask` boolean and
-    broadcastable to it, `sink` [n]; sums are kept in fp32. `choice` is `reference`, `triton` or `auto`. Raises
+    broadcastable to it, `sink` [n]; sums are kept in fp32. `impl` is `reference`, `triton` or `auto`. Raises
     `ValueError` where the shapes do not fit, `Unavailable` where the named implementation cannot run.
     """
     reference.require_softmax(x, mask, sink)
-    if pick("softmax", choice, x.device, _obstacle(x, sink)) == "reference":
+    if pick("softmax", impl, x.device, _obstacle(x, sink)) == "reference":
         return reference.softmax(x, scale=scale, causal=causal, mask=mask, sink=sink)
     return _softmax(x, mask, sink, float(scale), causal)[0]
 
@@ -127,7 +127,7 @@ OPS = (
             Case(
                 "softmax",
                 _make,
-                lambda inputs, choice: softmax(**inputs, choice=choice),
+                lambda inputs, impl: softmax(**inputs, impl=impl),
                 forward=_moves(0.5, 1),
                 backward=_moves(1, 1),
             ),

@@ -29,19 +29,19 @@ def ssd(
     state: Tensor | None = None,
     segments: Tensor | None = None,
     chunk: int = 256,
-    choice: str = "auto",
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The scan `S_i = exp(dt_i a) S_(i-1) + dt_i x_i b_i^T`, `y_i = S_i c_i + d x_i`, and the last state.
 
     Arguments and results are those of `reference.ssd`: `x` [n, t, h, p], `dt` [n, t, h], `a` [h], `b` and `c`
     [n, t, g, s], `d` [h] or [h, p], `dt_bias` [h], `state` [n, h, p, s], `segments` [n, t]; y has x's shape and
-    dtype, the state is fp32. Computed by chunks of `chunk` times. `choice` is `mamba_ssm` or `fla` (libraries, on
+    dtype, the state is fp32. Computed by chunks of `chunk` times. `impl` is `mamba_ssm` or `fla` (libraries, on
     CUDA), `reference` or `auto`. Raises `ValueError` where the shapes do not fit, `Unavailable` where the named one
     cannot run.
     """
     reference.require_ssd(x, dt, a, b, c, d, dt_bias, state, segments)
     against = tuple(_call_obstacle(name, x, chunk, state, segments) for name in ("mamba_ssm", "fla"))
-    name = _pick(choice, x.device, *against)
+    name = _pick(impl, x.device, *against)
     options: dict[str, Any] = {"d": d, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "state": state}
     if name == "mamba_ssm":
         return by_mamba_ssm(x, dt, a, b, c, segments=segments, chunk=chunk, **options)
@@ -51,14 +51,14 @@ def ssd(
 
 
 @torch.compiler.assume_constant_result
-def _pick(choice: str, device: torch.device, mamba_ssm: str | None, fla: str | None) -> str:
+def _pick(impl: str, device: torch.device, mamba_ssm: str | None, fla: str | None) -> str:
     """The implementation to take; the obstacles are those that this very call puts in the way of a library."""
-    if choice == "auto":
+    if impl == "auto":
         for name, obstacle in (("mamba_ssm", mamba_ssm), ("fla", fla)):
             if obstacle is None and OPS[0].implementations[name].available(device) is None:
                 return choose(OPS[0], name, device)[0]
-        return choose(OPS[0], choice, device, "the libraries do not take this call")[0]
-    return choose(OPS[0], choice, device, {"mamba_ssm": mamba_ssm, "fla": fla}.get(choice))[0]
+        return choose(OPS[0], impl, device, "the libraries do not take this call")[0]
+    return choose(OPS[0], impl, device, {"mamba_ssm": mamba_ssm, "fla": fla}.get(impl))[0]
 
 
 def _call_obstacle(name: str, x: Tensor, chunk: int, state: Tensor | None, segments: Tensor | None) -> str | None:
@@ -188,7 +188,7 @@ OPS = (
             Case(
                 "ssd",
                 _make,
-                lambda inputs, choice: ssd(**inputs, choice=choice),
+                lambda inputs, impl: ssd(**inputs, impl=impl),
                 forward=_cost(1, 2),
                 backward=_cost(2, 4),
             ),

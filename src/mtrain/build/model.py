@@ -24,7 +24,7 @@ def build_model(run: RunConfig, world: World, *, wrap: bool = True) -> list[Any]
     """This rank's chunks of the model: one per virtual pipeline stage, with weights from `trainer.seed`.
 
     With `wrap`, each is inside megatron-core's DistributedDataParallel or what `parallel.fsdp` names; without, it can
-    only run forward. Weights that FSDP spreads have no memory before that: a rank never holds all of them.
+    only run forward. Weights that FSDP shards have no memory before that: a rank never holds all of them.
     """
     config = transformer_config(run, world.device)
     with weights.deferred() if wrap and _may_defer(run) else nullcontext():
@@ -51,7 +51,7 @@ def _half(config: Any, chunk: Any) -> Any:
 
 
 def _may_defer(run: RunConfig) -> bool:
-    """Whether weights may stay without memory until they are cut; pipeline stages add tied embeddings up before."""
+    """Whether weights may stay without memory until FSDP shards them; stages add tied embeddings up before."""
     tied_stages = run.parallel.pp > 1 and run.model.tie_word_embeddings
     return run.parallel.fsdp != "none" and not tied_stages
 
@@ -61,7 +61,7 @@ def blank_model(run: RunConfig, world: World) -> list[Any]:
     words = {key: "reference" for key, value in run.kernels if not isinstance(value, bool)}
     off = {"gradient_accumulation_fusion": False, "cpu_matmul": None}
     kernels = run.kernels.model_copy(update={**words, **off})
-    run = run.model_copy(update={"kernels": kernels, "precision": run.precision.unquantized(run.precision.dtype)})
+    run = run.model_copy(update={"kernels": kernels, "precision": run.precision.unquantized(run.precision.format)})
     return _chunks(run, transformer_config(run, world.device))
 
 

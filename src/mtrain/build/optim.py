@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mtrain.config.core_fields import OPTIMIZER_FIELDS, SCHEDULE_FIELDS, values
+from mtrain.config.core_fields import OPTIMIZER_FIELDS, OWN_FIELDS, SCHEDULE_FIELDS, values
 from mtrain.config.devices import facts_of
 from mtrain.config.optimizer import ParamGroup
 from mtrain.config.optimizers import OPTIMIZERS
@@ -40,7 +40,7 @@ def optimizer_config(run: RunConfig) -> Any:
         ValueError: kernels.optimizer is not resolved.
     """
     spec, word = OPTIMIZERS[run.optim.name], run.kernels.optimizer
-    fields = {**_made(values(OPTIMIZER_FIELDS, run)), **values(spec.fields, run)}
+    fields = {**_made(values(OPTIMIZER_FIELDS, run)), **values(OWN_FIELDS.get(spec.name, {}), run)}
     if word in ("reference", "triton") and spec.build is not None:
         kind, arguments = spec.build(run)
         mcore.use_own(kind, **arguments)

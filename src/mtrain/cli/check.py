@@ -72,11 +72,18 @@ def _fits(run: RunConfig, checkpoint: Path) -> None:
 def report(problems: Sequence[Problem], digest: str | None) -> dict[str, object]:
     """What a machine reads: `ok`, every problem, and the digest of a configuration that passed."""
     keys = ("code", "path", "value", "source", "rule", "fix", "severity")
-    rows = [{key: getattr(problem, key) for key in keys} for problem in problems]
-    for row in rows:
-        if isinstance(row["value"], float) and not math.isfinite(row["value"]):
-            row["value"] = str(row["value"])
+    rows: list[dict[str, object]] = []
+    for problem in problems:
+        row = {key: getattr(problem, key) for key in keys}
+        rows.append({**row, "value": _finite(problem.value)})
+        related = [{"path": key.path, "value": _finite(key.value), "source": key.source} for key in problem.related]
+        rows[-1]["related"] = related
     return {"ok": digest is not None, "problems": rows, "digest": digest}
+
+
+def _finite(value: object) -> object:
+    """A value that strict JSON has."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _device(run: RunConfig) -> str:
@@ -102,8 +109,8 @@ def summary(loaded: Loaded) -> str:
         shown.append(f"etp {p.etp}")
     flags = [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(p, name)]
     micro = t.batch // (t.micro * dp)
-    tokens, sizes = t.batch * run.data.seq_length, counted(stages(run), t.train_iters)
-    total = sum(number * size for number, size in sizes) * run.data.seq_length
+    tokens, sizes = t.batch * run.data.length, counted(stages(run), t.train_iters)
+    total = sum(number * size for number, size in sizes) * run.data.length
     grown = ", ".join(f"{number} steps of {size}" for number, size in sizes[:4])
     ramp = [("ramp", grown + (f", ... {sizes[-1][0]} of {sizes[-1][1]}" if len(sizes) > 4 else ""))]
     lines = [
@@ -114,7 +121,7 @@ def summary(loaded: Loaded) -> str:
         *(ramp if len(stages(run)) > 1 else ()),
         ("tokens", f"{count(tokens)} per step, {count(total)} in {t.train_iters} steps"),
         ("kernels", kernels.summary(run)),
-        ("data", f"{run.data.kind}, samples of {run.data.seq_length} tokens"),
+        ("data", f"{run.data.kind}, samples of {run.data.length} tokens"),
         ("digest", run.digest()),
     ]
     if run.cluster.sm is not None:

@@ -48,7 +48,10 @@ def validated(axes: Mapping[str, Sequence[str]], base: RunConfig, machine: Machi
     What a model and a layout make of a number of machines is the same for every device and format: that is done once.
     """
     parts: dict[tuple[str, str], Any] = {(axis, name): part_of(axis, name) for axis in AXES for name in axes[axis]}
-    formats = {name: _formats(base, parts["precision", name], machine) for name in axes["precision"]}
+    formats = {
+        pair: _formats(base, parts["precision", pair[0]], parts["cluster", pair[1]], machine)
+        for pair in itertools.product(axes["precision"], axes["cluster"])
+    }
     ranks: dict[Any, int] = {}
     for model, layout in itertools.product(axes["model"], axes["parallel"]):
         shaped: dict[Any, _Shaped] = {}
@@ -61,7 +64,7 @@ def validated(axes: Mapping[str, Sequence[str]], base: RunConfig, machine: Machi
                 if (layout, shape) not in ranks:
                     ranks[layout, shape] = resolve(raw, machine).parallel.ranks or 1
                 shaped[shape] = _Shaped(_smallest_batch(raw, ranks[layout, shape], machine))
-            code, rule = shaped[shape].reason(formats[precision], cluster, machine)
+            code, rule = shaped[shape].reason(formats[precision, name], cluster, machine)
             yield Report(model, layout, precision, name, not code, code, rule)
 
 
@@ -72,8 +75,10 @@ def part_of(axis: str, name: str) -> Any:
     return section(axis, name)
 
 
-def _formats(base: RunConfig, precision: PrecisionConfig, machine: Machine) -> PrecisionConfig:
-    return resolve(base.model_copy(update={"precision": precision}), machine).precision
+def _formats(
+    base: RunConfig, precision: PrecisionConfig, cluster: ClusterConfig, machine: Machine
+) -> PrecisionConfig:
+    return resolve(base.model_copy(update={"precision": precision, "cluster": cluster}), machine).precision
 
 
 def _smallest_batch(raw: RunConfig, ranks: int, machine: Machine) -> RunConfig:
@@ -81,8 +86,9 @@ def _smallest_batch(raw: RunConfig, ranks: int, machine: Machine) -> RunConfig:
     whole = raw.parallel.model_copy(update={"ranks": ranks})
     batch = dp_of(raw.model_copy(update={"parallel": whole})) * raw.parallel.pp
     trainer = raw.trainer.model_copy(update={"global_batch_size": batch, "micro_batch_size": 1, **NO_RAMP})
-    longest = min(raw.data.seq_length, raw.model.max_position_embeddings)
-    data = raw.data.model_copy(update={"seq_length": longest})
+    said, data = raw.data.seq_length, raw.data
+    if said is not None:
+        data = data.model_copy(update={"seq_length": min(said, raw.model.max_position_embeddings)})
     return resolve(raw.model_copy(update={"trainer": trainer, "data": data}), machine)
 
 

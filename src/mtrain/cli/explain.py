@@ -25,10 +25,10 @@ from mtrain.config.describe import (
     type_of,
 )
 from mtrain.config.dump import spell
-from mtrain.config.keys import field_of, suggest
+from mtrain.config.keys import effect_of, field_of, suggest
 from mtrain.config.paths import program
-from mtrain.config.resolve import HERE, Machine, resolve, world_size_of
-from mtrain.config.run import RunConfig, effect_of
+from mtrain.config.resolve import Machine, resolve, world_size_of
+from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.table import flags_of
@@ -153,8 +153,9 @@ def _key(path: str, composed: Composed) -> dict[str, Any]:
     if path.startswith("recipe."):
         return facts
     machine = Machine.here()
-    resolved = resolve(composed.run, machine, world_size_of())
-    chain = _chain(path, composed, resolved)
+    why: dict[str, str] = {}
+    resolved = resolve(composed.run, machine, world_size_of(), why=why)
+    chain = _chain(path, composed, resolved, why)
     facts |= {
         "value": _inside(resolved.to_dict(), path),
         "set_by": chain[-1]["source"],
@@ -175,7 +176,7 @@ def _fed(path: str, run: RunConfig) -> list[str]:
     return []
 
 
-def _chain(path: str, composed: Composed, resolved: RunConfig) -> list[dict[str, Any]]:
+def _chain(path: str, composed: Composed, resolved: RunConfig, why: Mapping[str, str]) -> list[dict[str, Any]]:
     """Who set a key, from the lowest to the one that holds."""
     out = [{"source": DEFAULT, "value": default_of(path)}]
     for setting in composed.history:
@@ -187,9 +188,8 @@ def _chain(path: str, composed: Composed, resolved: RunConfig) -> list[dict[str,
             out.append(
                 {"source": setting.source, "value": f"{setting.path[len(path) + 1 :]}: {spell(setting.value)}"}
             )
-    before, after = (_inside(run.to_dict(), path) for run in (composed.run, resolved))
-    if before != after:
-        out.append({"source": HERE, "value": after})
+    if path in why:
+        out.append({"source": why[path], "value": _inside(resolved.to_dict(), path)})
     return out
 
 

@@ -16,6 +16,7 @@ from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.config.sweep import jobs
 from mtrain.errors import ConfigError, Problem, say_page
+from mtrain.recipes.write import section
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
@@ -34,17 +35,26 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
 
 
 def shipped() -> dict[str, list[str]]:
-    """What there is of each axis.
+    """What there is of each axis, without a cluster that another one is, and the format that is one of the others.
 
     Layouts are the files, and those that a shared recipe writes itself, under the recipe's name.
     """
     axes = {axis: choices_of_group(axis) for axis in AXES}
+    axes["cluster"] = _distinct(axes["cluster"])
+    axes["precision"].remove("auto")
     for name in recipe_names():
         words = load(find_recipe(name))
         named = any(str(e.get("override /parallel")) in axes["parallel"] for e in words.values.get("defaults", []))
         if not named or "parallel" in words.values:
             axes["parallel"].append(name)
     return axes
+
+
+def _distinct(clusters: Sequence[str]) -> list[str]:
+    """Clusters that differ in more than their names: of several that do not, the first."""
+    facts = {name: section("cluster", name).model_dump_json(exclude={"name"}) for name in clusters}
+    first = {said: name for name, said in reversed(facts.items())}
+    return [name for name in clusters if first[facts[name]] == name]
 
 
 def _asked(argv: Sequence[str]) -> tuple[dict[str, list[str]], RunConfig]:

@@ -92,7 +92,7 @@ def compared(small: RunConfig) -> list[Row]:
             local.observe(part, homes[name])
         from mtrain.train.prove import compare
 
-        dtype = small.precision.dtype
+        dtype = small.precision.format
         kind = f"{dtype} with experts" if dtype == "bf16" and small.model.moe is not None else dtype
         return compare(homes["one"], homes["many"], small.trainer.train_iters, TOLERANCES[kind])
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 
 from mtrain.config import kernels
 from mtrain.config.compose import Composed, Rejected, compose
-from mtrain.config.resolve import HERE, Machine, machine_problems, resolve, world_size_of
+from mtrain.config.defaults import synthetic_tokens
+from mtrain.config.origins import DEFAULT
+from mtrain.config.resolve import Machine, machine_problems, resolve, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
 from mtrain.config.suggest import with_fixes
@@ -55,9 +57,9 @@ def load(
         if error.partial is not None:
             found = with_fixes(found, error.partial.run, lambda r: resolve(r, machine, world_size))
         raise ConfigError([*found, *also_wrong(error, machine, world_size)]) from None
-    raw = composed.run
-    run = resolve(raw, machine, world_size)
-    origins = resolved_origins(composed, run)
+    raw, why = composed.run, dict[str, str]()
+    run = resolve(raw, machine, world_size, why=why)
+    origins = resolved_origins(composed, run, why)
     problems = validate(composed, run, origins, machine, world_size, to_run=to_run)
     problems += families.problems(run.model, origins) or memory_problems(run, machine, origins)
     errors = {problem.code for problem in problems if problem.severity == "error"}
@@ -80,6 +82,7 @@ def validate(
     problems = check(run, origins, raw=raw, resolve=lambda r: resolve(r, machine, world_size), to_run=to_run)
     elsewhere = not to_run and raw.cluster.device == "auto"
     problems += (replace(p, severity="warning") if elsewhere else p for p in kernels.problems(run, machine, origins))
+    problems += synthetic_tokens(raw, run, origins["data.kind"])
     return problems + list(machine_problems(composed.run, run, machine, world_size, origins["parallel.ranks"]))
 
 
@@ -92,9 +95,9 @@ def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> lis
     if error.partial is None:
         return []
     made_from: dict[str, frozenset[str]] = {}
-    raw = error.partial.run
-    run = resolve(raw, machine, world_size, made_from)
-    origins = resolved_origins(error.partial, run)
+    raw, why = error.partial.run, dict[str, str]()
+    run = resolve(raw, machine, world_size, made_from, why)
+    origins = resolved_origins(error.partial, run, why)
     refused = [p.path for p in error.problems if p.path]
 
     def hidden(reads: AbstractSet[str]) -> bool:
@@ -110,10 +113,6 @@ def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> lis
     return [p for p in found if p.severity == "error"]
 
 
-def resolved_origins(composed: Composed, run: RunConfig) -> dict[str, str]:
-    """Origins of `composed`, with the keys that resolving filled in marked as such."""
-    before, after = composed.run.flat(), run.flat()
-    return {
-        key: composed.origins.get(key, HERE) if before.get(key) == value and key in before else HERE
-        for key, value in after.items()
-    }
+def resolved_origins(composed: Composed, run: RunConfig, why: Mapping[str, str]) -> dict[str, str]:
+    """Origins of `composed`; of the keys that resolving filled in the reasons that it gave."""
+    return {key: why.get(key) or composed.origins.get(key, DEFAULT) for key in run.flat()}

@@ -32,7 +32,7 @@ def stages(run: RunConfig) -> tuple[Stage, ...]:
     listed, begin = [], 0
     for size, tokens in t.batch_size_schedule or ():
         listed.append(Stage(begin, size))
-        begin = -(-tokens // run.data.seq_length)
+        begin = -(-tokens // run.data.length)
     return (*listed, Stage(begin, t.batch))
 
 

@@ -1,12 +1,10 @@
 """`cluster`: the machines a run is for, as facts."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field
 
-from mtrain.config.base import Degree, PositiveFloat, PositiveInt, Section
+from mtrain.config.base import Degree, Key, PositiveFloat, PositiveInt, Section
 from mtrain.config.formats import Format
 
 
@@ -18,26 +16,26 @@ class ClusterConfig(Section):
     device: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = "auto"
     """cpu, cuda, or a device that an installed plug-in provides; auto: cuda where there are GPUs enough for the
     layout, else cpu."""
-    nodes: Degree = 1
+    nodes: Annotated[Degree, Key(aka="num_nodes nnodes")] = 1
     """Machines."""
-    devices_per_node: Degree | None = None
+    devices_per_node: Annotated[Degree | None, Key(aka="gpus_per_node nproc_per_node")] = None
     """Accelerators per machine; null: those of this machine, and on a CPU as many processes as the layout needs."""
-    sm: Annotated[int, Field(ge=10, le=199)] | None = None
+    sm: Annotated[Annotated[int, Field(ge=10, le=199)] | None, Key(aka="compute_capability")] = None
     """Generation of an NVIDIA device: its compute capability without the dot, 80 for A100, 90 for H100, 100 for B200;
     null: unknown."""
-    device_memory_gib: PositiveFloat | None = None
+    device_memory_gib: Annotated[PositiveFloat | None, Key(unit="GiB")] = None
     """Memory of one device; null: unknown."""
-    memory_gbps: PositiveFloat | None = None
+    memory_gbps: Annotated[PositiveFloat | None, Key(unit="GB/s")] = None
     """Bandwidth of that memory in GB/s; null: unknown."""
-    peak_tflops: dict[Format, PositiveFloat] = {}
+    peak_tflops: Annotated[dict[Format, PositiveFloat], Key(unit="TFLOP/s")] = {}
     """Dense peak of one device in TFLOP/s by format; empty: no MFU is shown."""
-    fast_link_gbps: PositiveFloat | None = None
+    fast_link_gbps: Annotated[PositiveFloat | None, Key(unit="GB/s")] = None
     """Bandwidth of a device to those of its fast domain (NVLink, or PCIe where there is none) in GB/s and one
     direction; null: unknown."""
     fast_link_devices: PositiveInt | None = None
     """Devices that the fast links join: a machine, or a rack of them; null: unknown."""
-    network_gbitps: PositiveFloat | None = None
+    network_gbitps: Annotated[PositiveFloat | None, Key(unit="Gbit/s")] = None
     """Bandwidth of one device's share of the network between fast domains in Gbit/s and one direction; null:
     unknown."""
-    host_link_gbps: PositiveFloat | None = None
+    host_link_gbps: Annotated[PositiveFloat | None, Key(unit="GB/s")] = None
     """Bandwidth of one device to host memory in GB/s and one direction; null: unknown."""

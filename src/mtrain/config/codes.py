@@ -172,7 +172,7 @@ OTHERS = (
         "MT147",
         "The activations of one sample, or the tokens of one step, are more than the memory of the device that is "
         "named, or of this machine where none is. What is counted is the least that any kernel needs.",
-        "Shorten data.seq_length, take a smaller batch, spread it (cp, dp), or name a larger machine.",
+        "Shorten data.seq_length, take a smaller batch, shard it (cp, dp), or name a larger machine.",
         example="data.seq_length=1000000 model.max_position_embeddings=1000000",
     ),
     Code(
@@ -180,6 +180,13 @@ OTHERS = (
         "The model is larger than the memory of any machine.",
         "Look for a digit too many in model.hidden_size, model.num_layers, model.vocab_size and the experts.",
         example="model.hidden_size=1000000 model.num_layers=100000",
+    ),
+    Code(
+        "MT322",
+        "Nobody named data, and the model is too large for the text that every machine has: tokens are synthetic.",
+        "Name your own: data=text data.path=FOLDER, or data=indexed data.path=PREFIX; else say data=mock.",
+        severity="warning",
+        example="model=llama3_8b",
     ),
     Code(
         "MT501",
@@ -219,7 +226,7 @@ OTHERS = (
     ),
     Code(
         "MT508",
-        "The layout cuts sequences into more parts than the model has positions.",
+        "The layout splits sequences into more parts than the model has positions.",
         "Generate in a smaller layout: parallel=single.",
         says="sequences of this layout are multiples of 16 tokens, and 8 have a position",
     ),
@@ -244,7 +251,7 @@ OTHERS = (
     Code("MT604", "The shares of the split are all zero.", "Give train a share.", says="all shares are zero"),
     Code(
         "MT606",
-        "The global batch cannot be cut into the micro-batches of all ranks.",
+        "The global batch cannot be split into the micro-batches of all ranks.",
         "Take a multiple of them.",
         says="must be a multiple of micro_batch_size * dp = 4 * 2 = 8",
     ),

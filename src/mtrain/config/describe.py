@@ -12,14 +12,14 @@ from pydantic_core import PydanticUndefined
 from mtrain.config.base import Effect
 from mtrain.config.docs import documented
 from mtrain.config.dump import spell
-from mtrain.config.keys import field_of, schema_keys
+from mtrain.config.keys import field_of, key_of, schema_keys
 from mtrain.config.run import GROUPS, RunConfig
 
 EFFECTS = {
-    Effect.NUMBERS: "the weights that come out",
-    Effect.SHAPE: "what the weights are: no checkpoint of another value can go on",
-    Effect.LAYOUT: "how the work is cut or how fast it is, and no number but its last digits",
-    Effect.OPERATION: "no weight: names, places, output",
+    Effect.ARCHITECTURE: "architecture: what the weights are; no checkpoint of another value can go on",
+    Effect.NUMERICS: "numerics: the weights that come out",
+    Effect.PARALLELISM: "parallelism: how the work is sharded or how fast it is, and no number but its last digits",
+    Effect.RUNTIME: "runtime: no weight; names, places, output",
 }
 """Effect -> what changing a key changes, in words."""
 
@@ -34,7 +34,8 @@ def type_of(path: str) -> str:
         return ""
     null, words = _split(field.annotation)
     bounds = [*_bounds(field.metadata), *_bounds(_annotated(field.annotation))]
-    return ", ".join([words, *dict.fromkeys(bounds)]) + (", or null" if null else "")
+    unit = f" ({unit})" if (unit := key_of(path).unit) else ""
+    return ", ".join([words + unit, *dict.fromkeys(bounds)]) + (", or null" if null else "")
 
 
 def default_of(path: str) -> str:

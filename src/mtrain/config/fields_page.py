@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from mtrain.config import core_fields, unmapped
 from mtrain.config.core_fields import feeds
 from mtrain.config.describe import default_of, example_section, groups, meaning, type_of
+from mtrain.config.experts import MoEConfig
 from mtrain.config.keys import schema_keys
-from mtrain.config.model import MLAConfig, ModelConfig, MoEConfig
+from mtrain.config.mla import MLAConfig
+from mtrain.config.model import ModelConfig
 from mtrain.config.run import RunConfig
 
 HEAD = """# Keys and fields
@@ -35,8 +37,7 @@ def fed() -> dict[str, list[str]]:
 def _owned(field: str) -> str:
     """The field under the class that declares it: MLA's has all fields of the other, and more."""
     owner, _, name = field.partition(".")
-    own = set(core_fields.MLA_FIELDS) | set(core_fields.YARN_FIELDS)
-    inherited = owner == unmapped.LATENT and (name not in own or name == "multi_latent_attention")
+    inherited = owner == unmapped.LATENT and (name not in core_fields.MLA_FIELDS or name == "multi_latent_attention")
     return f"{unmapped.TRANSFORMER}.{name}" if inherited else field
 
 

@@ -1,7 +1,5 @@
 """The smaller groups: data, optim, trainer, kernels, checkpoint, log."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import Field, create_model
@@ -10,6 +8,9 @@ from mtrain.config.base import (
     MOST,
     NAME,
     Beta,
+    Effect,
+    Flag,
+    Key,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -17,7 +18,7 @@ from mtrain.config.base import (
     Section,
 )
 from mtrain.config.formats import MainFormat, MomentFormat
-from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.optimizers import OPTIMIZERS, read_by
 
 Seconds = Annotated[float, Field(gt=0, le=10**8)]
 
@@ -25,90 +26,162 @@ Seconds = Annotated[float, Field(gt=0, le=10**8)]
 class DataConfig(Section):
     """`data`: what is read, and how it becomes samples."""
 
-    kind: Literal["text", "indexed", "mock"] = "text"
-    """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; mock: synthetic tokens."""
-    path: str | None = None
+    kind: Literal["text", "indexed", "mock"] | None = None
+    """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; mock: synthetic tokens.
+    null: text where data.path or data.limit_mib is set, or for small vocabularies on a CPU; else mock."""
+    path: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="data_path data_prefix")] = None
     """text: a file or folder, null: the Python standard library of this machine; indexed: prefix of .bin and .idx."""
-    blend: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(default=None, strict=False)
+    blend: Annotated[
+        Annotated[tuple[str, ...], Field(min_length=1)] | None,
+        Key(when="data.kind=indexed", effect=Effect.RUNTIME, aka="train_data_path"),
+    ] = Field(default=None, strict=False)
     """indexed, in place of path: prefixes of several corpora that are read side by side; null: path alone."""
-    blend_weights: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None = Field(
-        default=None, strict=False
-    )
+    blend_weights: Annotated[
+        Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None, Key(when="data.blend")
+    ] = Field(default=None, strict=False)
     """blend: shares of the samples that each corpus gives, in any unit; null: by their tokens."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="tokenizer_model")] = None
     """indexed: path of a tokenizer.json; null: no text can be generated."""
     tokenizer_vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = 4096
     """text: size of the BPE vocabulary to train."""
     suffixes: tuple[str, ...] = Field(default=(".py", ".txt", ".rst", ".md"), strict=False)
     """text: file name endings that are read from a folder."""
-    limit_mib: Annotated[float, Field(gt=0, le=MOST)] | None = None
+    limit_mib: Annotated[Annotated[float, Field(gt=0, le=MOST)] | None, Key(unit="MiB")] = None
     """text: read at most this much text, of one file its beginning; null: all."""
-    seq_length: Annotated[int, Field(ge=2, le=MOST)] = 256
-    """Tokens per sample. The one place where the sequence length is written."""
+    seq_length: Annotated[
+        Annotated[int, Field(ge=2, le=MOST)] | None,
+        Key(
+            flag=Flag("--seq-length", absent=None, always=True, also=("--encoder-seq-length",)),
+            aka="sequence_length max_seq_len",
+            unit="tokens",
+        ),
+    ] = None
+    """Tokens per sample. The one place where the sequence length is written. null: model.max_position_embeddings, at
+    most 8192, and at most 256 on a CPU."""
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = Field(
         default=(0.96, 0.03, 0.01), strict=False
     )
     """Shares of train, validation and test; they are normalised to one."""
-    eod_mask_loss: bool = False
+    eod_mask_loss: Annotated[bool, Key(flag="--eod-mask-loss")] = False
     """No loss on the prediction that follows an end-of-document token."""
     packed: bool = False
     """A sample's documents do not see each other and each starts at position 0 (packed sequences, THD)."""
-    packed_multiple: PositiveInt | None = None
+    packed_multiple: Annotated[PositiveInt | None, Key(when="data.packed=true")] = None
     """packed: documents are padded to a multiple of this many tokens; what no longer fits in the sample is left out.
     null: 2 * cp under context parallelism, else 1."""
-    cache_dir: str = "~/.cache/mtrain"
+    cache_dir: Annotated[str, Key(effect=Effect.RUNTIME)] = "~/.cache/mtrain"
     """Where tokenized text is kept. When a corpus is added, those go that no run used for 90 days, and, of more than
     100 GiB in all, those that were used longest ago; never one that a run reads or has used in the last day."""
+
+    @property
+    def length(self) -> int:
+        """Tokens per sample, once it is resolved."""
+        return self.seq_length or 256
 
 
 class _OptimKeys(Section):
     """`optim`: the optimizer and its learning-rate schedule."""
 
-    name: str = "adamw"
+    name: Annotated[str, Key(effect=Effect.ARCHITECTURE, aka="optimizer")] = "adamw"
     """Update rule."""
-    lr: PositiveFloat = 1e-3
-    """Largest learning rate."""
-    min_lr: NonNegativeFloat | None = None
+    lr: Annotated[
+        PositiveFloat | None,
+        Key(feeds="optimizer.lr scheduler.max_lr", flag=Flag("--lr", absent=None, always=True), aka="learning_rate"),
+    ] = None
+    """Largest learning rate; null: that of model.published, else that of the GPT-3 of the nearest size."""
+    min_lr: Annotated[NonNegativeFloat | None, Key(flag=Flag("--min-lr", absent=0.0))] = None
     """Learning rate at the end of the decay; null: a tenth of `lr`."""
-    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
+    schedule: Annotated[
+        Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"], Key(aka="lr_decay_style lr_scheduler_type")
+    ] = "cosine"
     """Shape of the decay after the warmup."""
-    warmup_iters: NonNegativeInt | None = None
+    warmup_iters: Annotated[
+        NonNegativeInt | None, Key(aka="lr_warmup_iters lr_warmup_steps warmup_steps", unit="steps")
+    ] = None
     """Steps of linear warmup from zero; null: a twentieth of the steps up to the end of the decay."""
-    decay_iters: PositiveInt | None = None
+    decay_iters: Annotated[PositiveInt | None, Key(aka="lr_decay_iters", unit="steps")] = None
     """Step at which the decay ends; null: trainer.train_iters."""
-    wsd_decay_iters: PositiveInt | None = None
+    wsd_decay_iters: Annotated[
+        PositiveInt | None, Key(feeds="scheduler.wsd_decay_steps", aka="lr_wsd_decay_iters", unit="steps")
+    ] = None
     """wsd: steps of the final decay."""
-    wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    wsd_decay_style: Annotated[
+        Literal["linear", "cosine", "exponential", "minus_sqrt"],
+        Key(
+            feeds="scheduler.lr_wsd_decay_style",
+            when="optim.schedule=wsd",
+            flag=Flag("--lr-wsd-decay-style", absent="exponential"),
+        ),
+    ] = "linear"
     """wsd: shape of the final decay."""
     schedule_counts: Literal["updates", "past_updates", "steps"] = "updates"
     """What the schedule counts. updates: those that were made, without those that fp16 skipped, and this one;
     past_updates: those made before this one, as in Megatron-LM, where the first rate of a warmup is 0; steps: all,
     those whose update was skipped too."""
-    weight_decay: NonNegativeFloat = 0.1
+    weight_decay: Annotated[
+        NonNegativeFloat,
+        Key(
+            feeds="optimizer.weight_decay scheduler.start_wd scheduler.end_wd",
+            flag=Flag("--weight-decay", absent=0.01),
+            aka="start_weight_decay end_weight_decay",
+        ),
+    ] = 0.1
     """Decoupled weight decay; not applied to biases and norms."""
-    beta1: Beta = 0.9
+    beta1: Annotated[
+        Beta, Key(feeds="optimizer.adam_beta1", when=read_by("beta1"), flag=Flag("--adam-beta1", absent=0.9))
+    ] = 0.9
     """adamw, muon: decay of the first moment; lion: its share in an update, of which the gradient has the rest."""
-    beta2: Beta = 0.95
+    beta2: Annotated[
+        Beta, Key(feeds="optimizer.adam_beta2", when=read_by("beta2"), flag=Flag("--adam-beta2", absent=0.999))
+    ] = 0.95
     """adamw, muon: decay of the second moment; lion: of the first."""
-    eps: PositiveFloat = 1e-8
+    eps: Annotated[
+        PositiveFloat,
+        Key(
+            feeds="optimizer.adam_eps", when=read_by("eps"), flag=Flag("--adam-eps", absent=1e-08), aka="adam_epsilon"
+        ),
+    ] = 1e-8
     """adamw, muon: added to the root of the second moment."""
-    exp_avg_dtype: MomentFormat = "fp32"
+    exp_avg_dtype: Annotated[MomentFormat, Key(feeds="optimizer.exp_avg_dtype", when=read_by("exp_avg_dtype"))] = (
+        "fp32"
+    )
     """adamw: how the first moment is kept. fp8: eight bits (e4m3), with a scale for 128 of them; so coarse that small
     changes are lost and a loss falls more slowly."""
-    exp_avg_sq_dtype: MomentFormat = "fp32"
+    exp_avg_sq_dtype: Annotated[
+        MomentFormat, Key(feeds="optimizer.exp_avg_sq_dtype", when=read_by("exp_avg_sq_dtype"))
+    ] = "fp32"
     """adamw: how the second moment is kept. fp8: eight bits of its root, with a scale for 128 of them."""
-    main_params_dtype: MainFormat = "fp32"
+    main_params_dtype: Annotated[
+        MainFormat,
+        Key(feeds="optimizer.main_params_dtype", when=read_by("main_params_dtype"), effect=Effect.ARCHITECTURE),
+    ] = "fp32"
     """adamw, bf16 weights: the format that updates add up in. bf16: weights have no main
     weights beside them and are rounded up or down by chance, right on average; layouts then draw other numbers."""
-    store_param_remainders: bool = False
+    store_param_remainders: Annotated[
+        bool,
+        Key(
+            feeds="optimizer.store_param_remainders",
+            when=read_by("store_param_remainders"),
+            effect=Effect.PARALLELISM,
+        ),
+    ] = False
     """adamw, bf16 weights: of each fp32 main weight only the 16 bits are kept that the weight has not. Numbers stay
     the same, in two bytes a parameter less."""
-    momentum: Beta = 0.9
+    momentum: Annotated[
+        Beta, Key(feeds="optimizer.sgd_momentum", when=read_by("momentum"), flag=Flag("--sgd-momentum", absent=0.9))
+    ] = 0.9
     """sgd: momentum."""
-    clip_grad: PositiveFloat | None = 1.0
+    clip_grad: Annotated[PositiveFloat | None, Key(aka="max_grad_norm grad_clip")] = 1.0
     """Largest global gradient norm; null: no clipping."""
-    cpu_offload: Annotated[float, Field(ge=0, le=1)] = 0.0
+    cpu_offload: Annotated[
+        float, Field(ge=0, le=1), Key(feeds="optimizer.optimizer_offload_fraction", effect=Effect.PARALLELISM)
+    ] = 0.0
     """Share of the parameters whose optimizer state lives in host memory and is updated there."""
+
+    @property
+    def rate(self) -> float:
+        """Largest learning rate, once it is resolved."""
+        return self.lr or 1e-3
 
     @property
     def holds_main_weights(self) -> bool:
@@ -126,7 +199,8 @@ def _optim_config() -> type[_OptimKeys]:
     fields: dict[str, Any] = {"name": (Literal[tuple(OPTIMIZERS)], "adamw")}
     for name, optimizer in OPTIMIZERS.items():
         if optimizer.section is not None:
-            field = Field(default_factory=optimizer.section, description=optimizer.section_doc)
+            field: Any = Field(default_factory=optimizer.section, description=optimizer.section_doc)
+            field.metadata.append(Key(when=f"optim.name={name}"))
             fields[name] = (optimizer.section, field)
     made = create_model("OptimConfig", __base__=_OptimKeys, __doc__=_OptimKeys.__doc__, __module__=__name__, **fields)
     return cast(type[_OptimKeys], made)
@@ -141,11 +215,12 @@ else:
 class TrainerConfig(Section):
     """`trainer`: how long, how large a batch, how often to look."""
 
-    train_iters: PositiveInt = 100
+    train_iters: Annotated[PositiveInt, Key(aka="max_steps train_steps exit_interval", unit="steps")] = 100
     """Optimizer steps."""
-    global_batch_size: PositiveInt | None = None
-    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it. null: 8, or the next number of
-    which every data-parallel rank has whole micro-batches."""
+    global_batch_size: Annotated[PositiveInt | None, Key(unit="samples")] = None
+    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it. null: as many tokens as
+    model.published says, else as the GPT-3 of the nearest size took; 8 samples on a CPU; rounded up so that every
+    data-parallel rank has whole micro-batches."""
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(default=None, strict=False)
     """[first, increment, samples]: steps begin with `first` samples and grow by `increment`, evenly over so many
     samples, up to global_batch_size. What counts steps, such as the schedule of the learning rate, counts on."""
@@ -154,33 +229,51 @@ class TrainerConfig(Section):
     )
     """[[size, tokens], ...]: steps take `size` samples until `tokens` tokens are read, then that of the next pair;
     global_batch_size after the last."""
-    micro_batch_size: PositiveInt | None = None
-    """Samples per forward and backward on one rank; null: the largest of 8, 4, 2, 1 that cuts the batch evenly and
-    leaves a micro-batch for every pipeline stage."""
-    eval_interval: PositiveInt | None = None
+    micro_batch_size: Annotated[
+        PositiveInt | None, Key(effect=Effect.PARALLELISM, aka="per_device_train_batch_size", unit="samples")
+    ] = None
+    """Samples per forward and backward on one rank; null: the largest of 8, 4, 2, 1 that splits the batch evenly,
+    leaves a micro-batch for every pipeline stage and, on GPUs, has at most 8192 tokens."""
+    eval_interval: Annotated[
+        PositiveInt | None,
+        Key(
+            effect=Effect.RUNTIME,
+            flag=Flag("--eval-interval", absent=1000, none=(0,)),
+            aka="eval_steps",
+            unit="steps",
+        ),
+    ] = None
     """Steps between evaluations during the run; null: only at the end."""
-    eval_iters: NonNegativeInt = 4
+    eval_iters: Annotated[
+        NonNegativeInt, Key(effect=Effect.RUNTIME, flag=Flag("--eval-iters", absent=100), unit="global batches")
+    ] = 4
     """Global batches of the validation split per evaluation; 0: never evaluate."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**63), Key(flag=Flag("--seed", absent=1234))] = 1234
     """Seed of weights and sample order, which do not depend on the layout, and of dropout: stages, data- and
     context-parallel ranks draw other masks, tensor-parallel ranks the same ones of what each of them holds whole."""
-    deterministic: bool = False
+    deterministic: Annotated[
+        bool, Key(feeds="deterministic_mode", effect=Effect.PARALLELISM, flag="--deterministic-mode")
+    ] = False
     """Only algorithms that give the same bits every time, where a GPU has faster ones; an operation without any is an
     error. On a CPU every run is so."""
-    sample_tokens: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
+    sample_tokens: Annotated[
+        Annotated[int, Field(ge=0, le=1 << 20)] | None, Key(effect=Effect.RUNTIME, unit="tokens")
+    ] = None
     """Tokens of generated text at the end of the run; null: 64 where there is a tokenizer and no context parallelism,
     else 0."""
-    sample_prompt: str = "def "
+    sample_prompt: Annotated[str, Key(effect=Effect.RUNTIME)] = "def "
     """Where the generated text starts."""
-    profile_step: PositiveInt | None = None
+    profile_step: Annotated[PositiveInt | None, Key(effect=Effect.RUNTIME)] = None
     """Write a torch.profiler trace of this step to the run folder; null: none."""
-    join_timeout_s: Seconds = 5.0
+    join_timeout_s: Annotated[Seconds, Key(effect=Effect.RUNTIME, unit="seconds")] = 5.0
     """Seconds that a rank which is ready to start waits for those that nobody has heard of; then they are named. One
     that was heard of and still imports has twelve times as long. A thousand machines start further apart: 60."""
-    soft_timeout_s: Seconds = 120.0
+    soft_timeout_s: Annotated[Seconds, Key(effect=Effect.RUNTIME, unit="seconds")] = 120.0
     """Seconds without progress of any rank after which each writes its stacks and the one that is behind is named.
     The first step may compile for minutes; to be named does no harm."""
-    timeout_s: Seconds = 600.0
+    timeout_s: Annotated[Seconds, Key(effect=Effect.RUNTIME, aka="distributed_timeout_minutes", unit="seconds")] = (
+        600.0
+    )
     """Seconds without progress of any rank after which the run is ended."""
 
     @property
@@ -204,10 +297,10 @@ class KernelsConfig(Section):
     """RMSNorm and LayerNorm; null: kernels.default."""
     rope: Literal["auto", "reference", "triton"] | None = None
     """Rotary position embedding; null: kernels.default."""
-    attention: Literal["auto", "reference", "torch", "te"] | None = None
+    attention: Annotated[Literal["auto", "reference", "torch", "te"] | None, Key(aka="attention_backend")] = None
     """Core attention; torch: the fastest of FlashAttention-3 and torch's kernels that takes a call, with windows and
     packed documents but no mask where it can; null: kernels.default."""
-    linear: Literal["auto", "reference", "te"] | None = None
+    linear: Annotated[Literal["auto", "reference", "te"] | None, Key(aka="transformer_impl")] = None
     """Row- and column-parallel linear layers; null: kernels.default."""
     activation: Literal["auto", "reference", "triton"] | None = None
     """Gated and squared activations of MLPs and experts; null: kernels.default."""
@@ -227,20 +320,20 @@ class KernelsConfig(Section):
     cpu_matmul: Literal["auto", "blas", "onednn"] | None = None
     """fp32 products on a CPU: by the BLAS of torch, mostly MKL, or by oneDNN; null, auto: what is measured to be
     faster, once per machine, the same on all ranks."""
-    gradient_accumulation_fusion: bool = False
+    gradient_accumulation_fusion: Annotated[bool, Key(feeds="gradient_accumulation_fusion")] = False
     """Weight gradients are added up inside the GEMM that makes them; needs linear=te on a GPU."""
 
 
 class CheckpointConfig(Section):
     """`checkpoint`: when state is saved, and where a run goes on from."""
 
-    save_interval: PositiveInt | None = None
+    save_interval: Annotated[PositiveInt | None, Key(aka="save_steps", unit="steps")] = None
     """Steps between checkpoints; null: only at the end."""
     save_final: bool = True
     """Save after the last step."""
     keep: PositiveInt | None = 2
     """How many of the newest checkpoints stay; null: all."""
-    resume: str | None = None
+    resume: Annotated[str | None, Key(aka="load")] = None
     """null: a new run; `latest`: the newest run of this configuration; else a run folder or a checkpoint folder."""
     accept_changes: bool = False
     """Go on although keys that change the numbers differ from those of the checkpoint."""
@@ -253,7 +346,9 @@ class LogConfig(Section):
     """Folder of run folders."""
     name: Annotated[str, Field(pattern=NAME, max_length=200)] | None = None
     """Name of the run folder; null: made from the date, the model and the layout."""
-    interval: PositiveInt = 10
+    interval: Annotated[
+        PositiveInt, Key(flag=Flag("--log-interval", absent=100), aka="logging_steps", unit="steps")
+    ] = 10
     """Steps between progress lines; the metrics file has every step."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """live: a line that is redrawn; plain: a line per interval; auto: live on a terminal."""

@@ -96,9 +96,9 @@ def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
         word = getattr(run.kernels, op.name)
         if word is None:
             continue
-        choice, against = _auto(op, run, run.cluster.device, machine)
+        impl, against = _auto(op, run, run.cluster.device, machine)
         refused = "; ".join(f"no {name}: {why}" for name, why in against.items())
-        out[op.name] = (refused or "the first that can run") if word == choice else "named"
+        out[op.name] = (refused or "the first that can run") if word == impl else "named"
     return out
 
 

@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 from mtrain.config.dump import override
 from mtrain.config.formats import FORMATS, WeightFormat
 from mtrain.config.intended import NULL, as_key, plain, readings
-from mtrain.config.keys import field_of, suggest
+from mtrain.config.keys import field_of, opposites, suggest
 from mtrain.config.layout_string import parse_layout
 from mtrain.config.load import load
 from mtrain.config.paths import choices_of_group, conf_dir, find_config, recipe_names
@@ -31,7 +31,6 @@ INSTEAD: dict[str, Callable[[Any], str]] = {
 }
 """Names that have no key of their own here, and the settings that do what they did."""
 CONVERTED: dict[str, Callable[[Any], Any]] = {
-    "untie_embeddings_and_output_weights": lambda value: not value,
     "distributed_timeout_minutes": lambda value: 60.0 * value,
 }
 """Foreign names whose values mean something else under our key, and what."""
@@ -87,6 +86,7 @@ def suggestions(path: str, value: Any) -> list[str]:
     known = _WORDS.get(str(value).lower(), value)
     with suppress(TypeError):
         known = CONVERTED.get(last, lambda v: v)(known)
+        known = not known if last in opposites() and isinstance(known, bool) else known
     fitting = [override(key, known) for key in near if accepts(key, known)]
     fitting = fitting or [
         override(key, reading) for key in near for reading in taken(key, known)[:1] if not isinstance(reading, str)

@@ -24,17 +24,6 @@ class ParamGroup:
     """Keys of the torch optimizer's parameter group."""
 
 
-@dataclass(frozen=True)
-class Flag:
-    """A flag of Megatron-LM that only some optimizers read."""
-
-    name: str
-    key: str
-    """Key of the optimizer's own section."""
-    absent: Any
-    """What leaving it out means; of a switch, true or false."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """The specification of an optimizer: one module of `mtrain.config.optimizers` holds it as `OPTIMIZER`."""
@@ -51,14 +40,13 @@ class Optimizer:
     keys: frozenset[str] = frozenset()
     """Those keys of `optim` that it reads and not every optimizer does."""
     section: type[Section] | None = None
-    """Its own keys: `optim.<name>`."""
+    """Its own keys: `optim.<name>`. Their `Key` says what null means, their flags, and which fields of
+    megatron-core's OptimizerConfig they feed."""
     section_doc: str = ""
     defaults: Mapping[str, Callable[[Run], Any]] = field(default_factory=dict)
-    """Key of the section -> what null means."""
+    """Key of the section -> what null means, where that follows from other keys."""
     core_name: Literal["adam", "sgd"] = "adam"
     """What megatron-core builds it as: `adam` is any class of ours, too."""
-    fields: Mapping[str, Callable[[Run], Any]] = field(default_factory=dict)
-    """Fields of megatron-core's OptimizerConfig that it sets beside those of every optimizer."""
     groups: Callable[[Run], tuple[ParamGroup, ...]] = lambda run: ()
     cannot: Mapping[Feature, str] = field(default_factory=dict)
     """What it cannot be combined with, and why: the clause after a sentence that says so."""
@@ -66,8 +54,6 @@ class Optimizer:
     """Between which rates it is mostly used; None: nothing is said of a rate."""
     megatron_name: str | None = None
     """Megatron-LM's word after `--optimizer`; None: it has no such optimizer."""
-    flags: tuple[Flag, ...] = ()
-    """Megatron-LM's flags for the keys of the section."""
 
 
 def only(words: tuple[str, ...], name: str) -> Callable[[str, Run], str | None]:

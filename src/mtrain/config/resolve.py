@@ -1,10 +1,10 @@
-"""The one place where `auto` and null become values: device, ranks, kernels, micro-batch, warmup, sample."""
+"""The one place where `auto` and null become values: device, ranks and kernels here, the rest in `defaults`."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config import hardware
-from mtrain.config.batches import stages
 from mtrain.config.conditional import CONDITIONAL, Conditional
+from mtrain.config.defaults import STEPS, Filled, Step
 from mtrain.config.devices import AUTO, CPU, CUDA, facts_of
 from mtrain.config.kernels import OPERATIONS, Operation, stands_for
 from mtrain.config.parallel import ParallelConfig
@@ -21,11 +21,10 @@ from mtrain.config.run import RunConfig
 from mtrain.config.watch import watched
 from mtrain.errors import Problem
 
-HERE = "resolved on this machine"
+HERE = "on this machine"
+"""Begins the reason of what only the machine decides."""
 MAX_CPU_RANKS = 64
 """Processes that are started on a machine without GPUs."""
-USUAL_BATCH = 8
-"""Samples of a step where nobody said how many."""
 
 
 @dataclass(frozen=True)
@@ -73,50 +72,73 @@ def resolve(
     machine: Machine,
     world_size: int | None = None,
     made_from: dict[str, frozenset[str]] | None = None,
+    why: dict[str, str] | None = None,
 ) -> RunConfig:
-    """The configuration with every `auto` and null of the machine's side filled in.
+    """The configuration with every `auto` and null that model, layout or machine decide filled in.
 
     Never changes a key that has a value; resolving twice changes nothing. On a CPU devices_per_node stays null: a
     layout has as many processes as it needs, and so has a run that goes on with another layout. `world_size` is
-    what a launcher started; it decides `parallel.ranks` where that is null. `made_from`, where it is given, gets for
-    each key that is filled in the keys that were looked at for it.
+    what a launcher started; it decides `parallel.ranks` where that is null. For each key that is filled in,
+    `made_from`, where it is given, gets the keys that were looked at for it, and `why` the reason in words.
     """
-    steps: list[Callable[[RunConfig], Mapping[str, Any]]] = [
+    steps: tuple[Step, ...] = (
         lambda r: _device(r, machine, world_size),
         lambda r: _ranks(r, machine, world_size),
+        *STEPS,
         *(partial(_kernel, op, machine) for op in OPERATIONS),
-        _schedule,
-        _sample,
-        _sequence_parallel,
-        _batch,
-        _micro_batch,
         *(partial(_conditional, key) for key in CONDITIONAL),
-    ]
+    )
     for step in steps:
         reads: set[str] = set()
         filled = step(run if made_from is None else watched(run, reads))
-        for path, value in filled.items():
+        for path, (value, reason) in filled.items():
             run = _with(run, path.split("."), value)
             if made_from is not None:
                 made_from[path] = frozenset(reads - {path})
+            if why is not None:
+                why[path] = f"resolved {'' if reason.startswith(HERE) else 'from '}{reason}"
     return run
 
 
-def _device(run: RunConfig, machine: Machine, world_size: int | None) -> dict[str, Any]:
+def _device(run: RunConfig, machine: Machine, world_size: int | None) -> Filled:
     if run.cluster.device != AUTO:
         return {}
-    needed = run.parallel.ranks or world_size or smallest_world(run.parallel)
-    enough = machine.gpus * run.cluster.nodes >= needed
-    return {"cluster.device": CUDA.name if enough else CPU.name}
+    needed, here = run.parallel.ranks or world_size or smallest_world(run.parallel), machine.gpus * run.cluster.nodes
+    counted = f"{machine.gpus} GPU{'' if machine.gpus == 1 else 's'}" if machine.gpus else "no GPU"
+    fewer = f" for {needed} ranks" if 0 < here < needed else ""
+    return {"cluster.device": (CUDA.name if here >= needed else CPU.name, f"{HERE}: {counted}{fewer}")}
 
 
-def _kernel(op: Operation, machine: Machine, run: RunConfig) -> dict[str, Any]:
-    word = stands_for(op, run, machine)
-    return {} if word is None else {f"kernels.{op.name}": word}
+def _ranks(run: RunConfig, machine: Machine, world_size: int | None) -> Filled:
+    cluster, p = run.cluster, run.parallel
+    ranks, per_node = p.ranks or world_size, cluster.devices_per_node
+    here = machine.gpus if facts_of(cluster.device).counted else 0
+    filled: dict[str, tuple[Any, str]] = {}
+    if per_node is None and here:
+        per_node = here if ranks is None else min(here, -(-ranks // cluster.nodes))
+        filled["cluster.devices_per_node"] = (per_node, f"{HERE}: {here} GPU{'' if here == 1 else 's'}")
+    if p.ranks is None and world_size:
+        filled["parallel.ranks"] = (world_size, "WORLD_SIZE of the launcher")
+    elif p.ranks is None and per_node:
+        why = f"cluster {cluster.name}: nodes {cluster.nodes} * devices_per_node {per_node}"
+        filled["parallel.ranks"] = (cluster.nodes * per_node, why)
+    elif p.ranks is None:
+        degrees = " ".join(f"{axis} {n}" for axis in ("tp", "pp", "cp", "ep") if (n := getattr(p, axis)) > 1)
+        filled["parallel.ranks"] = (smallest_world(p), f"{degrees or 'tp 1 pp 1'}: the fewest ranks")
+    return filled
 
 
-def _conditional(key: Conditional, run: RunConfig) -> dict[str, Any]:
-    return {key.path: key.default(run)} if key.value(run) is None and key.active(run) else {}
+def _kernel(op: Operation, machine: Machine, run: RunConfig) -> Filled:
+    word, default = stands_for(op, run, machine), run.kernels.default
+    why = f"kernels.default {default}" if word == default else f"{HERE}: kernels.default {default}"
+    return {} if word is None else {f"kernels.{op.name}": (word, why)}
+
+
+def _conditional(key: Conditional, run: RunConfig) -> Filled:
+    if key.value(run) is not None or not key.active(run):
+        return {}
+    value = key.default(run)
+    return {} if value is None else {key.path: (value, key.needs)}
 
 
 def _with(node: Any, path: list[str], value: Any) -> Any:
@@ -125,63 +147,10 @@ def _with(node: Any, path: list[str], value: Any) -> Any:
     return node.model_copy(update={path[0]: inner})
 
 
-def _schedule(run: RunConfig) -> dict[str, Any]:
-    o = run.optim
-    filled: dict[str, Any] = {}
-    if o.warmup_iters is None:
-        filled["optim.warmup_iters"] = (o.decay_iters or run.trainer.train_iters) // 20
-    if o.min_lr is None:
-        filled["optim.min_lr"] = tenth(o.lr)
-    return filled
-
-
-def tenth(rate: float) -> float:
-    """A tenth of a learning rate, as one would write it."""
-    return float(f"{rate / 10:.6g}")
-
-
-def _sample(run: RunConfig) -> dict[str, Any]:
-    if run.trainer.sample_tokens is not None:
-        return {}
-    tokenizer = run.data.kind == "text" or (run.data.kind == "indexed" and run.data.tokenizer is not None)
-    return {"trainer.sample_tokens": 64 if tokenizer and run.parallel.cp == 1 else 0}
-
-
-def _sequence_parallel(run: RunConfig) -> dict[str, Any]:
-    p = run.parallel
-    return (
-        {}
-        if p.sequence_parallel is not None
-        else {"parallel.sequence_parallel": p.tp > 1 and run.model.moe is not None}
-    )
-
-
-def _batch(run: RunConfig) -> dict[str, Any]:
-    """As the micro-batch that nobody set is chosen for the batch, one that somebody set is a part of it."""
-    t, p = run.trainer, run.parallel
-    if t.global_batch_size is not None:
-        return {}
-    step = t.micro * max(1, (p.ranks or 1) // p.model_ranks) * (p.pp if p.vpp > 1 else 1)
-    return {"trainer.global_batch_size": -(-USUAL_BATCH // step) * step}
-
-
-def _micro_batch(run: RunConfig) -> dict[str, Any]:
-    t, p = run.trainer, run.parallel
-    if t.micro_batch_size is not None:
-        return {}
-    dp = max(1, (p.ranks or 1) // p.model_ranks)
-    shares = [size // dp for _, size in stages(run)]  # of a data-parallel rank in a step
-    even = [size for size in (8, 4, 2, 1) if all(share and share % size == 0 for share in shares)]
-    if p.vpp > 1:
-        even = [size for size in even if all(share // size % p.pp == 0 for share in shares)] or even
-    filling = [size for size in even if min(shares) // size >= p.pp]
-    return {"trainer.micro_batch_size": filling[0] if filling else (even or [1])[-1]}
-
-
 def smallest_world(parallel: ParallelConfig) -> int:
     """The fewest ranks whose dense grid (tp pp cp) and expert grid (etp ep pp) are both whole.
 
-    With replicas (`hsdp_replicas`) both divide into as many equal parts, and a dense one is spread over two ranks.
+    With replicas (`hsdp_replicas`) both divide into as many equal parts, and a dense one is sharded over two ranks.
     """
     replicas, dense = parallel.hsdp_replicas, parallel.tp * parallel.cp
     expert = (parallel.etp or parallel.tp) * parallel.ep
@@ -189,20 +158,6 @@ def smallest_world(parallel: ParallelConfig) -> int:
         copies = math.lcm(parallel.cp, replicas)
         dense, expert = parallel.tp * copies * (2 if copies == replicas else 1), expert * replicas
     return parallel.pp * math.lcm(dense, expert)
-
-
-def _ranks(run: RunConfig, machine: Machine, world_size: int | None) -> dict[str, Any]:
-    cluster, asked = run.cluster, run.parallel.ranks
-    ranks, per_node = asked or world_size, cluster.devices_per_node
-    here = machine.gpus if facts_of(cluster.device).counted else 0
-    if per_node is None and here:
-        per_node = here if ranks is None else min(here, -(-ranks // cluster.nodes))
-    filled: dict[str, Any] = {}
-    if asked is None:
-        filled["parallel.ranks"] = ranks or (cluster.nodes * per_node if per_node else smallest_world(run.parallel))
-    if cluster.devices_per_node is None and per_node is not None:
-        filled["cluster.devices_per_node"] = per_node
-    return filled
 
 
 def machine_problems(

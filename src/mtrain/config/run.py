@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from mtrain.config.base import Effect, Section
+from mtrain.config.base import Effect, Key, Section
 from mtrain.config.cluster import ClusterConfig
 from mtrain.config.groups import (
     CheckpointConfig,
@@ -35,73 +35,6 @@ GROUPS = (
     "cluster",
 )
 
-_EFFECT_OF_GROUP = {
-    "model": Effect.SHAPE,
-    "precision": Effect.NUMBERS,
-    "data": Effect.NUMBERS,
-    "optim": Effect.NUMBERS,
-    "trainer": Effect.NUMBERS,
-    "parallel": Effect.LAYOUT,
-    "kernels": Effect.LAYOUT,
-    "checkpoint": Effect.OPERATION,
-    "log": Effect.OPERATION,
-    "cluster": Effect.OPERATION,
-}
-_EFFECT_OF_KEY = {
-    "model.name": Effect.OPERATION,
-    "precision.dtype": Effect.SHAPE,
-    "precision.max_skipped_updates": Effect.OPERATION,
-    "optim.name": Effect.SHAPE,
-    "data.path": Effect.OPERATION,
-    "data.blend": Effect.OPERATION,
-    "data.tokenizer": Effect.OPERATION,
-    "model.attention_dropout": Effect.NUMBERS,
-    "model.hidden_dropout": Effect.NUMBERS,
-    "model.init_method_std": Effect.NUMBERS,
-    "model.embedding_init_method_std": Effect.NUMBERS,
-    "model.softmax_scale": Effect.NUMBERS,
-    "model.mask_padded_vocab": Effect.NUMBERS,
-    "model.final_logit_softcapping": Effect.NUMBERS,
-    "model.glu_linear_offset": Effect.NUMBERS,
-    "model.activation_func_clamp_value": Effect.NUMBERS,
-    "model.rotary_seq_len_interpolation_factor": Effect.NUMBERS,
-    "model.moe.input_jitter_eps": Effect.NUMBERS,
-    "model.moe.router_force_load_balancing": Effect.NUMBERS,
-    "model.moe.router_padding_for_quantization": Effect.NUMBERS,
-    "model.moe.flex_dispatcher_backend": Effect.LAYOUT,
-    "parallel.ddp_reduce_scatter_with_fp32_accumulation": Effect.NUMBERS,
-    "model.moe.aux_loss_coeff": Effect.NUMBERS,
-    "model.moe.z_loss_coeff": Effect.NUMBERS,
-    "model.moe.token_dispatcher_type": Effect.LAYOUT,
-    "data.cache_dir": Effect.OPERATION,
-    "trainer.micro_batch_size": Effect.LAYOUT,
-    "trainer.eval_interval": Effect.OPERATION,
-    "trainer.eval_iters": Effect.OPERATION,
-    "trainer.sample_tokens": Effect.OPERATION,
-    "trainer.sample_prompt": Effect.OPERATION,
-    "trainer.deterministic": Effect.LAYOUT,
-    "trainer.profile_step": Effect.OPERATION,
-    "trainer.timeout_s": Effect.OPERATION,
-    "trainer.soft_timeout_s": Effect.OPERATION,
-    "trainer.join_timeout_s": Effect.OPERATION,
-    "optim.cpu_offload": Effect.LAYOUT,
-    "optim.main_params_dtype": Effect.SHAPE,
-    "optim.store_param_remainders": Effect.LAYOUT,
-    "model.window_size": Effect.NUMBERS,
-    "model.window_attn_skip_freq": Effect.NUMBERS,
-    "model.mtp_loss_scaling_factor": Effect.NUMBERS,
-    "model.moe.router_bias_update_rate": Effect.NUMBERS,
-    "model.moe.expert_capacity_factor": Effect.NUMBERS,
-    "model.moe.pad_expert_input_to_capacity": Effect.LAYOUT,
-    "model.moe.token_drop_policy": Effect.NUMBERS,
-    "model.moe.shared_expert_overlap": Effect.LAYOUT,
-}
-
-
-def effect_of(path: str) -> Effect:
-    """What changing the key at dotted `path` changes."""
-    return _EFFECT_OF_KEY.get(path) or _EFFECT_OF_GROUP[path.split(".", 1)[0]]
-
 
 class RecipeConfig(Section):
     """`recipe`: what a recipe file says of itself. No key of it changes a run."""
@@ -121,16 +54,16 @@ class RecipeConfig(Section):
 class RunConfig(Section):
     """Everything that decides a run. The file `run.yaml` in a run folder is exactly this."""
 
-    model: ModelConfig
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
-    data: DataConfig = Field(default_factory=DataConfig)
-    optim: OptimConfig = Field(default_factory=OptimConfig)
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    kernels: KernelsConfig = Field(default_factory=KernelsConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    log: LogConfig = Field(default_factory=LogConfig)
-    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    model: Annotated[ModelConfig, Key(effect=Effect.ARCHITECTURE)]
+    parallel: Annotated[ParallelConfig, Key(effect=Effect.PARALLELISM)] = Field(default_factory=ParallelConfig)
+    precision: Annotated[PrecisionConfig, Key(effect=Effect.NUMERICS)] = Field(default_factory=PrecisionConfig)
+    data: Annotated[DataConfig, Key(effect=Effect.NUMERICS)] = Field(default_factory=DataConfig)
+    optim: Annotated[OptimConfig, Key(effect=Effect.NUMERICS)] = Field(default_factory=OptimConfig)
+    trainer: Annotated[TrainerConfig, Key(effect=Effect.NUMERICS)] = Field(default_factory=TrainerConfig)
+    kernels: Annotated[KernelsConfig, Key(effect=Effect.PARALLELISM)] = Field(default_factory=KernelsConfig)
+    checkpoint: Annotated[CheckpointConfig, Key(effect=Effect.RUNTIME)] = Field(default_factory=CheckpointConfig)
+    log: Annotated[LogConfig, Key(effect=Effect.RUNTIME)] = Field(default_factory=LogConfig)
+    cluster: Annotated[ClusterConfig, Key(effect=Effect.RUNTIME)] = Field(default_factory=ClusterConfig)
     recipe: RecipeConfig = Field(default_factory=RecipeConfig)
 
     def to_dict(self) -> dict[str, Any]:

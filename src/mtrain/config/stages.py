@@ -85,7 +85,7 @@ def _unrolled(text: str) -> str:
 
 
 def uneven(run: RunConfig) -> bool:
-    """Whether a key says how the stages are cut; else they are equal."""
+    """Whether a key says how layers are split into stages; else they are equal."""
     p = run.parallel
     accounted = p.account_for_embedding_in_pipeline_split or p.account_for_loss_in_pipeline_split
     return p.pipeline_layout is not None or p.layers_per_stage is not None or accounted
@@ -100,7 +100,7 @@ def stages(run: RunConfig) -> list[Stage]:
     p, model = run.parallel, run.model
     blocks = p.pp * p.vpp
     if blocks > MAX_STAGES:
-        raise ValueError(f"pp {p.pp} * vpp {p.vpp} = {blocks} stages; at most {MAX_STAGES} can be cut unequally")
+        raise ValueError(f"pp {p.pp} * vpp {p.vpp} = {blocks} stages; at most {MAX_STAGES} can be unequal")
     if p.pipeline_layout is not None:
         return _as_asked(run, parse_pipeline_layout(p.pipeline_layout), blocks)
     if p.layers_per_stage is not None:

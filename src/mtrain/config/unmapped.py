@@ -19,7 +19,7 @@ _TRANSFORMER: tuple[tuple[Why, str, str], ...] = (
     ),
     (
         "derived",
-        "every cut of layers becomes one list of stages, pipeline_model_parallel_layout",
+        "every split of layers becomes one list of stages, pipeline_model_parallel_layout",
         """num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split mtp_standalone""",
     ),
@@ -63,7 +63,7 @@ _TRANSFORMER: tuple[tuple[Why, str, str], ...] = (
     ),
     (
         "not offered",
-        "weights are drawn, cut, compared and saved as plain tensors, not as quantized ones",
+        "weights are drawn, sharded, compared and saved as plain tensors, not as quantized ones",
         "fp8_param fp4_param activation_func_fp8_input_store",
     ),
     (
@@ -126,12 +126,12 @@ _OTHERS: tuple[tuple[str, Why, str, str], ...] = (
         "config transformer_layer_spec mtp_block_spec pre_process post_process vp_stage",
     ),
     (GPT, "fixed", "megatron-core's groups are checked against the grid and used as they are", "pg_collection"),
-    (GPT, "fixed", "logits stay cut over the tp ranks until the loss, which is in fp32", "parallel_output"),
+    (GPT, "fixed", "logits stay sharded over the tp ranks until the loss, which is in fp32", "parallel_output"),
     (GPT, "not offered", "the loss is in fp32", "fp16_lm_cross_entropy"),
     (
         GPT,
         "fixed",
-        "embeddings are cut along the sequence where sequence parallelism is",
+        "embeddings are sharded along the sequence where sequence parallelism is",
         "scatter_embedding_sequence_parallel",
     ),
     (
@@ -176,7 +176,7 @@ _OTHERS: tuple[tuple[str, Why, str, str], ...] = (
         "weights are not kept in 8 bits, so the optimizer has nothing to know of it",
         "fp8_recipe reuse_grad_buf_for_mxfp8_param_ag",
     ),
-    (OPTIMIZER, "fixed", "the loss scale of fp16 is dynamic, with a hysteresis of 2", "loss_scale hysteresis"),
+    (OPTIMIZER, "fixed", "the loss scale of fp16 is dynamic", "loss_scale"),
     (OPTIMIZER, "fixed", "AdamW: the decay is apart from the gradient", "decoupled_weight_decay"),
     (OPTIMIZER, "fixed", "the default precision of the orthogonalisation", "muon_fp32_matmul_prec"),
     (

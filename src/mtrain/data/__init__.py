@@ -120,7 +120,7 @@ def open_splits(
     Raises ConfigError for a vocabulary or a split that does not fit, CorruptData for files that do not add up.
     """
     if corpus.prefix is None:
-        mocks = [MockSamples(data.seq_length, seed, vocab_size, name) for name in SHARES]
+        mocks = [MockSamples(data.length, seed, vocab_size, name) for name in SHARES]
         return Splits(corpus, *mocks, eod=None, masked_eod=None, document_ends=DOCUMENT_ENDS, dataset=None)  # type: ignore[misc,arg-type]
     eod = corpus.meta.get("eod")
     problems = []
@@ -161,7 +161,7 @@ def _opened(
         order = seed if name == "train" else 0
         try:
             parts = [
-                Samples(dataset, cut[i], data.seq_length, order, True, vocab_size, name)
+                Samples(dataset, cut[i], data.length, order, True, vocab_size, name)
                 for dataset, cut in zip(datasets, cuts, strict=True)
             ]
             out[name] = parts[0] if data.blend is None else Blend(parts, shares, order, name)

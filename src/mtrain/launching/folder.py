@@ -19,9 +19,10 @@ from mtrain.config import kernels
 from mtrain.config.base import Effect
 from mtrain.config.batches import counted, samples_of, stages
 from mtrain.config.dump import override, run_yaml
+from mtrain.config.keys import effect_of
 from mtrain.config.paths import RUN_FILE
 from mtrain.config.resolve import Machine
-from mtrain.config.run import RunConfig, effect_of
+from mtrain.config.run import RunConfig
 from mtrain.config.run_file import read_run_file
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem, show
 from mtrain.launching import matmul
@@ -213,15 +214,15 @@ def _describe(run: RunConfig, chosen: Plan, argv: list[str]) -> None:
 
 
 def _planned(run: RunConfig, chosen: Plan, why: dict[str, str]) -> dict[str, Any]:
-    grid, tokens = RankGrid.of(run), run.trainer.batch * run.data.seq_length
+    grid, tokens = RankGrid.of(run), run.trainer.batch * run.data.length
     return {
         "digest": run.digest(),
         "parameters": parameters(run.model),
         "ranks": grid.world,
         "layout": grid.sizes,
-        "tokens": samples_of(stages(run), run.trainer.train_iters) * run.data.seq_length,
+        "tokens": samples_of(stages(run), run.trainer.train_iters) * run.data.length,
         "steps_and_their_samples": counted(stages(run), run.trainer.train_iters),
-        "model_flops_per_step": flops_per_token(run.model, run.data.seq_length) * tokens,
+        "model_flops_per_step": flops_per_token(run.model, run.data.length) * tokens,
         "state_bytes": state_bytes(run),
         "kernels": {name: {"choice": getattr(run.kernels, name), "reason": text} for name, text in why.items()},
         "resumed_from": str(chosen.checkpoint) if chosen.checkpoint else None,
@@ -269,7 +270,7 @@ def _latest(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
         what = f"there is no run named {run.log.name} in {root}" if run.log.name else f"there is no run in {root}"
         raise _nothing("latest", what)
     same = [folder for folder, other in runs if not _differences(run, other)]
-    alike = [folder for folder, other in runs if not _differences(run, other, Effect.SHAPE)]
+    alike = [folder for folder, other in runs if not _differences(run, other, Effect.ARCHITECTURE)]
     if not (same or alike or run.log.name):
         raise _nothing("latest", f"no run in {root} has this model; the newest is {runs[0][0]}")
     candidates = same or alike or [runs[0][0]]
@@ -327,11 +328,11 @@ def _validate(run: RunConfig, folder: Path, checkpoint: Path | None) -> tuple[st
     for key, (old, new) in differences.items():
         effect = effect_of(key)
         where = f"{source} has {show(old)}"
-        if effect is Effect.SHAPE:
+        if effect is Effect.ARCHITECTURE:
             problems.append(
                 Problem("MT503", key, new, f"the checkpoint is of another model: {where}", f"{key}={show(old)}")
             )
-        elif effect is Effect.NUMBERS and not run.checkpoint.accept_changes:
+        elif effect is Effect.NUMERICS and not run.checkpoint.accept_changes:
             fix = f"{key}={show(old)}, or checkpoint.accept_changes=true to go on with the new value"
             problems.append(Problem("MT504", key, new, f"changes the numbers of the resumed run: {where}", fix))
     if problems:
@@ -341,7 +342,7 @@ def _validate(run: RunConfig, folder: Path, checkpoint: Path | None) -> tuple[st
 
 def _differences(run: RunConfig, other: RunConfig, *effects: Effect) -> dict[str, tuple[object, object]]:
     """Keys whose values differ, of the given effects (default: those that change the weights that come out)."""
-    wanted = effects or (Effect.SHAPE, Effect.NUMBERS, Effect.LAYOUT)
+    wanted = effects or (Effect.ARCHITECTURE, Effect.NUMERICS, Effect.PARALLELISM)
     mine, theirs = anchored(run).recorded().flat(), anchored(other).recorded().flat()
     keys = [k for k in {**mine, **theirs} if effect_of(k) in wanted]
     return {k: (theirs.get(k), mine.get(k)) for k in keys if theirs.get(k) != mine.get(k)}

@@ -72,7 +72,7 @@ def processor() -> str:
 
 
 def _applies(run: RunConfig) -> bool:
-    return facts_of(run.cluster.device).on_host and run.precision.dtype == "fp32"
+    return facts_of(run.cluster.device).on_host and run.precision.format == "fp32"
 
 
 def _here(run: RunConfig) -> str:

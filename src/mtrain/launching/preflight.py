@@ -76,7 +76,7 @@ def _disk_shortages(run: RunConfig) -> list[str]:
         free = shutil.disk_usage(place).free
     except (OSError, StopIteration):
         return []  # whether the folder can be written is asked when it is made
-    needed = parameters(run.model) * bytes_of(run.precision.dtype)
+    needed = parameters(run.model) * bytes_of(run.precision.format)
     if needed <= free:
         return []
     return [f"needs more than {units.bytes_(needed)} of disk for a checkpoint; free at {place}: {units.bytes_(free)}"]

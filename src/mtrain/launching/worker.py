@@ -21,6 +21,7 @@ from mtrain.errors import (
     MtrainError,
     Preempted,
     Problem,
+    Related,
     TrainingError,
     say_page,
     show,
@@ -113,7 +114,10 @@ def describe(error: BaseException) -> dict[str, Any]:
 def revive(body: dict[str, Any], prefix: str = "") -> MtrainError:
     """The error that `describe` described; one that mtrain did not raise on purpose is a training fault."""
     if body["kind"] == "ConfigError":
-        return ConfigError([Problem(**p) for p in body["problems"]])
+        related = ([Related(**key) for key in p["related"]] for p in body["problems"])
+        return ConfigError(
+            [Problem(**{**p, "related": tuple(keys)}) for p, keys in zip(body["problems"], related, strict=True)]
+        )
     kinds = {error.exit_code: error for error in (BadEnvironment, CorruptData, TrainingError)}
     return kinds.get(body["exit_code"], TrainingError)(*f"{prefix}{body['message']}".split("\n"))
 

@@ -10,7 +10,7 @@ def stage_layers(run: RunConfig) -> list[list[range]]:
     """Layers of each pipeline rank: one range per virtual stage, `out[pp_rank][vpp_index]`.
 
     Raises:
-        ValueError: the layers cannot be cut as the configuration says.
+        ValueError: the layers cannot be split as the configuration says.
     """
     return [[stage.layers for stage in held] for held in held_stages(run)]
 

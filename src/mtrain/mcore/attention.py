@@ -28,10 +28,10 @@ class CoreAttention(MegatronModule):
     """Softmax attention of this rank's heads: [s, b, n, d] queries to [s, b, n * e].
 
     Under context parallelism the layer sees the whole sequence in the way that `cp_comm_type` says; see `Context`.
-    `choice` is that of the attention op; `auto` is the fastest backend that takes a call.
+    `impl` is that of the attention op; `auto` is the fastest backend that takes a call.
     """
 
-    choice = "reference"
+    impl = "reference"
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class CoreAttention(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self._tp_group = pg_collection.tp
-        cut = config.context_parallel_size > 1
+        sharded = config.context_parallel_size > 1
         self._kind = cp_comm_type or config.cp_comm_type
-        self._context = Context(pg_collection.cp, self._kind) if cut else None
+        self._context = Context(pg_collection.cp, self._kind) if sharded else None
         self._mask_type, self._scale = attn_mask_type, softmax_scale
         self._dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, max(1, layer_number))
@@ -102,7 +102,7 @@ class CoreAttention(MegatronModule):
             out = self._over_context(context, query, key, value, causal, hidden, cu_seqlens)
             return out.squeeze(1) if packed else out
         square = query.shape[0] == key.shape[0]
-        if self.choice != "reference" and square and hidden is None:
+        if self.impl != "reference" and square and hidden is None:
             longest = None if packed_seq_params is None else packed_seq_params.max_seqlen_q
             limits = {"window": self._window, "cu_seqlens": cu_seqlens}
             limits |= {"max_seqlen": longest} if cu_seqlens is not None else {}
@@ -122,7 +122,7 @@ class CoreAttention(MegatronModule):
         return out.squeeze(1) if packed else out
 
     def _context_of(self, packed_seq_params: Any) -> Context | None:
-        """The ranks that this sequence is cut over: those of the run, or, with dynamic parallelism, its own."""
+        """The ranks that this sequence is sharded over: those of the run, or, with dynamic parallelism, its own."""
         group = getattr(packed_seq_params, "cp_group", None)
         return self._context if group is None else Context(group, self._kind)
 
@@ -138,7 +138,7 @@ class CoreAttention(MegatronModule):
     ) -> Tensor:
         """Attention of this rank's part of the sequence to all of it."""
         if hidden is not None:
-            raise NotImplementedError("a padding mask is not cut over context-parallel ranks")
+            raise NotImplementedError("a padding mask is not sharded over context-parallel ranks")
         blocks = context.positions(query.shape[0], cu_seqlens, query.device)
         q_at = blocks[context.block]
         if context.kind == "all_gather":
@@ -210,12 +210,12 @@ class CoreAttention(MegatronModule):
         options: dict[str, Any] = {"causal": causal, "mask": mask, "sink": sink}
         options |= {"scale": self._scale, "dropout_p": dropout_p}
         with self._random_state(dropout_p):
-            if self.choice == "reference" and causal and sink is None and not dropout_p and short.fits(q, k, v):
+            if self.impl == "reference" and causal and sink is None and not dropout_p and short.fits(q, k, v):
                 out = short.attention(q, k, v, self._scale)
-            elif self.choice == "reference":
+            elif self.impl == "reference":
                 out = reference.attention(q, k, v, **options)
             else:
-                out = op.attention(q, k, v, **options, **(limits or {}), choice=self.choice)
+                out = op.attention(q, k, v, **options, **(limits or {}), impl=self.impl)
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
     def _random_state(self, dropout_p: float) -> AbstractContextManager[Any]:

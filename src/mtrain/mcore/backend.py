@@ -43,8 +43,8 @@ class Provider(BackendSpecProvider):
     @property
     def all_te(self) -> bool:
         """Whether TransformerEngine implements every layer, so that its fused ones can stand for several."""
-        layers = [choice for operation, choice in self.kernels.items() if operation != "activation"]
-        return {"te"} == {choice for choice in layers if choice} and self.kernels["activation"] != "triton"
+        layers = [impl for operation, impl in self.kernels.items() if operation != "activation"]
+        return {"te"} == {impl for impl in layers if impl} and self.kernels["activation"] != "triton"
 
     def _uses_te(self, operation: str) -> bool:
         return self.kernels[operation] == "te"
@@ -79,8 +79,8 @@ class Provider(BackendSpecProvider):
         """Softmax attention of this rank's heads."""
         if self._uses_te("attention"):
             return self._te.core_attention()  # type: ignore[no-any-return]
-        choice = self.kernels["attention"]
-        return chosen(CoreAttention, BACKENDS.get(choice, choice))
+        impl = self.kernels["attention"]
+        return chosen(CoreAttention, BACKENDS.get(impl, impl))
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, Any]:
         """Experts in one grouped call, or one after another; the legacy grouped MLP is never used."""
@@ -100,19 +100,19 @@ class Provider(BackendSpecProvider):
 
 
 def provider(kernels: Any) -> Provider:
-    """The provider for resolved choices; operations that the model does not have may be None.
+    """The provider for resolved implementations; operations that the model does not have may be None.
 
     Raises `BadEnvironment` where `te` is named but TransformerEngine does not import, `ValueError` for a word that
-    is no choice.
+    is no implementation.
     """
-    choices = {operation: getattr(kernels, operation, None) for operation in _WORDS}
-    for operation, choice in choices.items():
-        if choice not in _WORDS[operation]:
+    impls = {operation: getattr(kernels, operation, None) for operation in _WORDS}
+    for operation, impl in impls.items():
+        if impl not in _WORDS[operation]:
             raise ValueError(
-                f"kernels.{operation} = {choice!r} is none of {', '.join(filter(None, _WORDS[operation]))}"
+                f"kernels.{operation} = {impl!r} is none of {', '.join(filter(None, _WORDS[operation]))}"
             )
-    named = [f"kernels.{operation}" for operation, choice in choices.items() if choice == "te"]
-    return Provider(choices, _transformer_engine(named) if named else None)
+    named = [f"kernels.{operation}" for operation, impl in impls.items() if impl == "te"]
+    return Provider(impls, _transformer_engine(named) if named else None)
 
 
 _WORDS: dict[str, tuple[str | None, ...]] = {

@@ -1,4 +1,4 @@
-"""How attention sees a sequence that is cut over ranks: rings, exchanges of sequence for heads, and both."""
+"""How attention sees a sequence that is sharded over ranks: rings, exchanges of sequence for heads, and both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Context:
 
     `inner` ranks exchange the sequence for heads (all-to-all); `outer` ranks pass keys and values around a ring. With
     `all_gather` every rank gathers all keys and values instead. A rank holds chunks r and 2c-1-r of the 2c chunks of
-    every sequence, the layout that megatron-core cuts batches and rotary embeddings to.
+    every sequence, the layout that megatron-core splits batches and rotary embeddings into.
     """
 
     def __init__(self, group: Any, kind: str | None) -> None:
@@ -113,9 +113,9 @@ def context_positions(
 ) -> Tensor:
     """Positions [ranks, tokens / ranks] that each context-parallel rank holds, in its order.
 
-    Every sequence (all `tokens`, or each between two entries of `cu_seqlens`) is cut into 2 * ranks chunks of which
+    Every sequence (all `tokens`, or each between two entries of `cu_seqlens`) is split into 2 * ranks chunks of which
     rank r holds r and 2 * ranks - 1 - r, so that each has as much causal work as the others.
-    Raises `ValueError` where a sequence cannot be cut so, or the sequences do not make up `tokens`.
+    Raises `ValueError` where a sequence cannot be split so, or the sequences do not make up `tokens`.
     """
     bounds = [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
     if bounds[-1] != tokens:
@@ -123,7 +123,7 @@ def context_positions(
     held: list[list[Tensor]] = [[] for _ in range(ranks)]
     for start, stop in pairwise(bounds):
         if (stop - start) % (2 * ranks):
-            raise ValueError(f"a sequence of {stop - start} tokens is not cut into {2 * ranks} equal chunks")
+            raise ValueError(f"a sequence of {stop - start} tokens is not split into {2 * ranks} equal chunks")
         chunks = torch.arange(start, stop, device=device).view(2 * ranks, -1)
         for rank in range(ranks):
             held[rank] += [chunks[rank], chunks[2 * ranks - 1 - rank]]

@@ -14,7 +14,7 @@ from mtrain.mcore import api as mcore
 
 
 class FullySharded(mcore.TorchFullyShardedDataParallel):
-    """A chunk whose weights, gradients and optimizer state are spread over data-parallel ranks, layer by layer.
+    """A chunk whose weights, gradients and optimizer state are sharded over data-parallel ranks, layer by layer.
 
     megatron-core's own constructor is not run, because it can do none of these:
 
@@ -25,7 +25,7 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
       FSDP2 alone adds them up in the dtype of the weights.
     - Replicas (HSDP) are a mesh of two dimensions, and experts that other ranks hold have a mesh of their own.
     - A tied embedding is not freed before the output layer has used it.
-    - Weights may still be without memory (on torch's meta device); they get it once they are cut, so a rank never
+    - Weights may still be without memory (on torch's meta device); they get it once they are sharded, so a rank never
       holds more than its own part.
     """
 

@@ -33,7 +33,7 @@ class OutputLayer(ColumnParallelLinear):
         labels: Tensor | None = None,
         token_weights: Tensor | None = None,
         vocab_size: int | None = None,
-        choice: str = "reference",
+        impl: str = "reference",
     ) -> Any:
         """Logits as megatron-core makes them; with `labels` and `token_weights` [b, s], the sum of weighted losses.
 
@@ -54,14 +54,14 @@ class OutputLayer(ColumnParallelLinear):
             soft_cap=self.soft_cap,
             group=self.tp_group if self.tp_group.size() > 1 else None,
             sequence_parallel=self.sequence_parallel,
-            choice=choice,
+            impl=impl,
         )[0]
 
 
 class LanguageModel(GPTModel):
     """A GPT that gives the sum of its losses where there are labels: a scalar, each token's loss times `loss_mask`.
 
-    `loss` says who makes them: `megatron` from all logits at once, any other word is the choice of
+    `loss` says who makes them: `megatron` from all logits at once, any other word is the impl of
     `mtrain_kernels.linear_cross_entropy`. Losses of MTP layers are added to the gradient as
     megatron-core does it, weighted by the mask of their own tokens. Every loss is over the first `loss_vocab_size`
     ids; logits that are asked for without labels have all of the padded vocabulary. `soft_cap` bounds logits as
@@ -131,4 +131,4 @@ class LanguageModel(GPTModel):
     def _sum_of_losses(self, hidden: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         given = {"labels": labels, "token_weights": mask, "vocab_size": self._loss_vocab_size}
-        return self.output_layer(hidden, weight, **given, choice=self._loss)  # type: ignore[no-any-return]
+        return self.output_layer(hidden, weight, **given, impl=self._loss)  # type: ignore[no-any-return]

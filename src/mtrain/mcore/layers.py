@@ -29,11 +29,9 @@ Init = Callable[[Tensor], Any]
 
 
 @functools.cache
-def chosen(layer: type, choice: str) -> type:
-    """The layer computed by the implementation of its op that `choice` names: a class that specs can name."""
-    return type(
-        layer.__name__, (layer,), {"choice": choice, "__doc__": layer.__doc__, "__module__": layer.__module__}
-    )
+def chosen(layer: type, impl: str) -> type:
+    """The layer computed by the implementation of its op that `impl` names: a class that specs can name."""
+    return type(layer.__name__, (layer,), {"impl": impl, "__doc__": layer.__doc__, "__module__": layer.__module__})
 
 
 class Norm(nn.Module):
@@ -43,7 +41,7 @@ class Norm(nn.Module):
     for the all-reduce of their gradients in megatron-core's `finalize_model_grads`.
     """
 
-    choice = "reference"
+    impl = "reference"
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -72,8 +70,8 @@ class Norm(nn.Module):
         # another order than where the norm is computed again: recomputation changes no bit.
         x = x.view_as(x)
         if self._rms:
-            return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, choice=self.choice)
-        options: dict[str, Any] = {"zero_centered": self.zero_centered, "choice": self.choice}
+            return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, impl=self.impl)
+        options: dict[str, Any] = {"zero_centered": self.zero_centered, "impl": self.impl}
         return layer_norm(x, self.weight, self.bias, self.eps, **options)
 
 
@@ -85,7 +83,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 class Activation(MegatronModule):
     """The activation between the two layers of an MLP or an expert, gated or not: one pass over its input."""
 
-    choice = "triton"
+    impl = "triton"
     _GATED = ((F.silu, "swiglu"), (F.gelu, "geglu"), (gelu_tanh, "geglu_tanh"))
 
     def __init__(self, config: Any) -> None:
@@ -94,7 +92,7 @@ class Activation(MegatronModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [..., 2f] to [..., f] where it is gated, else [..., f] to [..., f]."""
-        return activation(x, self.kind, choice=self.choice)
+        return activation(x, self.kind, impl=self.impl)
 
 
 class DuplicatedLinear(nn.Module):
@@ -154,7 +152,7 @@ class _GroupedLinear(nn.Module):
     """
 
     partition_dim: int
-    choice = "reference"
+    impl = "reference"
 
     def __init__(
         self,
@@ -215,12 +213,12 @@ class _GroupedLinear(nn.Module):
     def forward(self, x: Tensor, rows: Sequence[int]) -> tuple[Tensor, list[Tensor] | None]:
         """`x` [sum(rows), input] to [sum(rows), output]; the biases too, where the caller adds them."""
         biases = self._each("bias") if self._adds_bias else None
-        if self.choice == "reference":
+        if self.impl == "reference":
             y = grouped_linear(x, self._each("weight"), rows, biases)
         else:  # one kernel reads all weights, so they are copied behind each other
             counts = torch.as_tensor(rows, dtype=torch.int32, device=x.device)
             stacked = None if biases is None else torch.stack(biases)
-            y = grouped_gemm(x, torch.stack(self._each("weight")), counts, stacked, choice=self.choice)
+            y = grouped_gemm(x, torch.stack(self._each("weight")), counts, stacked, impl=self.impl)
         return y, self._each("bias") if self._returns_bias else None
 
     def backward_dw(self) -> None:

@@ -28,7 +28,7 @@ class LocalParam:
     """The local memory of its weights, 1-D."""
     start: int = 0
     """Which element of the parameter that memory starts at."""
-    spread: bool = False
+    sharded: bool = False
     """Each data-parallel rank (of a replica) keeps another part of the weights."""
 
 
@@ -62,7 +62,7 @@ def _in_parameter(name: str, param: torch.nn.Parameter, specs: list[ShardSpec]) 
     rows, dim = param.shape[0], param.device_mesh.ndim - 1
     chunk_rows = -(-rows // param.device_mesh.size(dim))
     first = min(rows, chunk_rows * param.device_mesh.get_local_rank(dim))
-    return LocalParam(name, param, param, specs, weight, first * (param.numel() // rows), spread=True)
+    return LocalParam(name, param, param, specs, weight, first * (param.numel() // rows), sharded=True)
 
 
 def _in_buffers(buffers: Any, specs: dict[str, list[ShardSpec]]) -> Iterator[LocalParam]:
@@ -73,5 +73,5 @@ def _in_buffers(buffers: Any, specs: dict[str, list[ShardSpec]]) -> Iterator[Loc
         item = weights.param_idx[param.orig_param]
         start, _ = weights.locate_item_in_global_item(item)
         own = name.removeprefix("module.")
-        memory, spread = weights.get_item(item), weights.is_data_distributed
-        yield LocalParam(own, param, param.orig_param, specs[own], memory, start, spread)
+        memory, sharded = weights.get_item(item), weights.is_data_distributed
+        yield LocalParam(own, param, param.orig_param, specs[own], memory, start, sharded)

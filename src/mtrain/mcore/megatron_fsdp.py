@@ -11,10 +11,10 @@ from mtrain.mcore import api as mcore
 
 
 class FullyShardedBuffers(mcore.MegatronFSDP):
-    """A chunk whose optimizer state, gradients and weights (or the first of these) are cut out of flat buffers.
+    """A chunk whose optimizer state, gradients and weights (or the first of these) are parts of flat buffers.
 
-    Parameters without memory (on torch's meta device) get it when their group is cut, a layer at a time, so a rank
-    holds its own part and one layer at most.
+    Parameters without memory (on torch's meta device) get it when their group is sharded, a layer at a time, so a
+    rank holds its own part and one layer at most.
     """
 
     def __init__(self, config: Any, ddp_config: Any, module: torch.nn.Module, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Muon on weights that are cut over tensor-parallel ranks."""
+"""Muon on weights that are sharded over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.core import parallel_state  # noqa: E402
 
 
 class ParallelMuon(Muon):
-    """Muon that gathers a matrix from the ranks that it is cut over, so that it is orthogonalised whole on each.
+    """Muon that gathers a matrix from the ranks that it is sharded over, so that it is orthogonalised whole on each.
 
     With `tp_mode` blockwise every rank orthogonalises its own block and talks to nobody: another update than that
     of the whole matrix, and another one for each degree of tensor parallelism.
@@ -28,7 +28,7 @@ class ParallelMuon(Muon):
 
     def assembled(self, param: torch.Tensor, group: dict[str, Any], matrix: torch.Tensor) -> torch.Tensor:
         """The whole matrix from all ranks."""
-        ranks, dim = self._cut(param, group)
+        ranks, dim = self._pieces(param, group)
         if ranks is None:
             return matrix
         parts = [torch.empty_like(matrix) for _ in range(ranks.size())]
@@ -37,11 +37,11 @@ class ParallelMuon(Muon):
 
     def own_part(self, param: torch.Tensor, group: dict[str, Any], matrix: torch.Tensor) -> torch.Tensor:
         """This rank's rows or columns."""
-        ranks, dim = self._cut(param, group)
+        ranks, dim = self._pieces(param, group)
         return matrix if ranks is None else matrix.chunk(ranks.size(), dim)[ranks.rank()]
 
-    def _cut(self, param: torch.Tensor, group: dict[str, Any]) -> tuple[Any, int]:
-        """Between which ranks a weight is cut, and along which dimension; None where it is whole, or taken so."""
+    def _pieces(self, param: torch.Tensor, group: dict[str, Any]) -> tuple[Any, int]:
+        """Between which ranks a weight is sharded, and along which dimension; None where it is whole, or taken so."""
         expert = group["is_expert_parallel"]
         ps = parallel_state
         ranks = ps.get_expert_tensor_parallel_group() if expert else ps.get_tensor_model_parallel_group()

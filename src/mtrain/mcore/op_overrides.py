@@ -31,7 +31,7 @@ class Override(NamedTuple):
     name: str
     original: Callable[..., Any]
     ours: Callable[..., Any]
-    """Takes `choice=` first of all; the other arguments and the results are those of the original."""
+    """Takes `impl=` first of all; the other arguments and the results are those of the original."""
 
 
 def rotary(
@@ -41,7 +41,7 @@ def rotary(
     multi_latent_attention: bool = False,
     mscale: float = 1.0,
     *,
-    choice: str,
+    impl: str,
 ) -> Tensor:
     """Rotates the first r elements of the heads `t` [s, b, n, d] by the angles `freqs` [s, 1, 1, r].
 
@@ -51,9 +51,7 @@ def rotary(
     angles = freqs.reshape(freqs.shape[0], -1)
     angles = angles[:, ::2] if rotary_interleaved else angles[:, : angles.shape[1] // 2]
     cos, sin = angles.cos() * mscale, angles.sin() * mscale
-    turned = rotate(
-        t.transpose(0, 1), cos, sin, interleaved=rotary_interleaved or multi_latent_attention, choice=choice
-    )
+    turned = rotate(t.transpose(0, 1), cos, sin, interleaved=rotary_interleaved or multi_latent_attention, impl=impl)
     return turned.transpose(0, 1)
 
 
@@ -61,7 +59,7 @@ def rotary_on_cpu(t: Tensor, freqs: Tensor, *args: Any, original: Callable[..., 
     """megatron-core's rotation, or the same by `mtrain_kernels.rope.cpu` where that is made for it."""
     plain = not any(args) and not any(value for name, value in options.items() if name != "mscale")
     if plain and t.is_cpu and t.dtype == torch.float32:
-        return rotary(t, freqs, mscale=options.get("mscale", 1.0), choice="reference")
+        return rotary(t, freqs, mscale=options.get("mscale", 1.0), impl="reference")
     return original(t, freqs, *args, **options)
 
 
@@ -77,7 +75,7 @@ def routed(
     fused: bool = False,
     router_replay: Any = None,
     *,
-    choice: str,
+    impl: str,
     group_score_topk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weights [t, e], zero where a token does not go, and where it goes, from `logits` [t, e]."""
@@ -93,7 +91,7 @@ def routed(
         pre_softmax=use_pre_softmax,
         scale=scaling_factor or 1.0,
         expert_bias=expert_bias if score_function == "sigmoid" else None,
-        choice=choice,
+        impl=impl,
         **groups,
     )
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
@@ -108,12 +106,12 @@ def permuted(
     fused: bool = False,
     drop_and_pad: bool = False,
     *,
-    choice: str,
+    impl: str,
 ) -> tuple[Tensor, Tensor | None, Plan]:
     """Copies [r, h] of `tokens` [t, h] sorted by expert, their weights [r], and the plan that leads back."""
     plan = plan_of(routing_map)
     weights = None if probs is None else probs.T.contiguous().masked_select(routing_map.bool().T)
-    return permute_rows(tokens, plan, choice=choice), weights, plan
+    return permute_rows(tokens, plan, impl=impl), weights, plan
 
 
 def unpermuted(
@@ -125,11 +123,11 @@ def unpermuted(
     fused: bool = False,
     drop_and_pad: bool = False,
     *,
-    choice: str,
+    impl: str,
 ) -> Tensor:
     """Tokens [t, h] from their copies: the sum of each token's, in fp32; weights were applied by the experts."""
     assert probs is None, "the weights of experts are applied before their outputs are added up"
-    return unpermute_rows(permuted_tokens, sorted_indices, choice=choice)
+    return unpermute_rows(permuted_tokens, sorted_indices, impl=impl)
 
 
 def plan_of(routing_map: Tensor) -> Plan:
@@ -177,12 +175,12 @@ def override_operations(kernels: Any, group_score_topk: int | None = None) -> No
         except ValueError as error:
             raise BadEnvironment(f"kernels.cpu_matmul = {kernels.cpu_matmul}: {error}") from None
     for operation, overrides in OVERRIDES.items():
-        choice = getattr(kernels, operation) or "reference"
+        impl = getattr(kernels, operation) or "reference"
         for override in overrides:
-            ours: Callable[..., Any] = functools.partial(override.ours, choice=choice)
+            ours: Callable[..., Any] = functools.partial(override.ours, impl=impl)
             if override.ours is routed and group_score_topk:
                 ours = functools.partial(ours, group_score_topk=group_score_topk)
-            elif choice == "reference":
+            elif impl == "reference":
                 ours = (
                     functools.partial(rotary_on_cpu, original=override.original)
                     if override.ours is rotary

@@ -23,7 +23,7 @@ class StateShard:
     main: torch.Tensor
     """The weights that are updated, as megatron-core's optimizer knows them."""
     start: int
-    spread: bool
+    sharded: bool
     """Each data-parallel rank (of a replica) owns another range."""
     inner: torch.optim.Optimizer
     """torch's optimizer that updates them."""
@@ -121,8 +121,8 @@ def state_shards(chunks: list[Any], optimizer: Any) -> Iterator[StateShard]:
         inner = {p: (sub, p) for sub in _subs(leaf) for group in sub.param_groups for p in group["params"]}
         if isinstance(leaf.optimizer, mcore.HybridDeviceOptimizer):
             inner = {leaf.optimizer.inner_param_to_orig_param[p]: found for p, found in inner.items()}
-        for param, main, start, spread in _ranges(leaf, own):
-            yield StateShard(own[param], main, start, spread, *inner[main])
+        for param, main, start, sharded in _ranges(leaf, own):
+            yield StateShard(own[param], main, start, sharded, *inner[main])
 
 
 def refresh_copies(optimizer: Any) -> None:
@@ -182,4 +182,4 @@ def _ranges(
             for params, mains in zip(leaf.float16_groups, leaf.fp32_from_float16_groups, strict=True):
                 pairs += zip(params, mains, strict=True)
         for param, main in pairs:
-            yield param, main, own[param].start, own[param].spread
+            yield param, main, own[param].start, own[param].sharded

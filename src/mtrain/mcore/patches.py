@@ -95,7 +95,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "expert-gradients",
         "tensor_parallel/layers.py:842",
-        "Without expert parallelism, experts count as dense weights. If those are cut otherwise (etp is not "
+        "Without expert parallelism, experts count as dense weights. If those are sharded otherwise (etp is not "
         "tp) their gradients are summed over the wrong ranks: silently half of a gradient with tp 2 and etp 1.",
         "everywhere",
         patching.expert_gradients,
@@ -104,7 +104,7 @@ PATCHES: tuple[Patch, ...] = (
         "mtp-tied-output",
         "models/gpt/gpt_model.py:248",
         "Where a stage predicts several tokens with tied embeddings, the output layer has a weight of its own beside "
-        "the embedding that it uses: AssertionError when the state is cut into shards.",
+        "the embedding that it uses: AssertionError when the state is split into shards.",
         "everywhere",
         patching.mtp_tied_output,
     ),
@@ -125,7 +125,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "uneven-splits",
         "tensor_parallel/mappings.py:150",
-        "Experts cut over tensor-parallel ranks gather tokens in pieces of different sizes, which gloo refuses: "
+        "Experts sharded over tensor-parallel ranks gather tokens in pieces of different sizes, which gloo refuses: "
         "RuntimeError. Pieces are padded to the longest; a reduce-scatter of such pieces becomes an all-reduce.",
         "off CUDA",
         patching.uneven_splits,
@@ -224,7 +224,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "fsdp-optim-replicas",
         "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:2906",
-        "With only optimizer state spread (optim), gradients are reduced within a replica and never between them: "
+        "With only optimizer state sharded (optim), gradients are reduced within a replica and never between them: "
         "each silently trains on samples of its own.",
         "everywhere",
         patching_shards.fsdp_optim_replicas,

@@ -90,7 +90,7 @@ def moe_loss_tokens() -> None:
 
 
 def expert_gradients() -> None:
-    """Mark experts that are cut otherwise than dense weights as what they are."""
+    """Mark experts that are sharded otherwise than dense weights as what they are."""
     cls = _core("transformer.moe.moe_layer").MoELayer
     original = cls.__init__
 

@@ -72,7 +72,7 @@ def norm_groups() -> None:
             return None
         group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
         ranks = torch.distributed.get_process_group_ranks
-        assert known is None or ranks(known) == ranks(group), "gradients of one norm are spread over different ranks"
+        assert known is None or ranks(known) == ranks(group), "gradients of one norm are sharded over different ranks"
         return group
 
     _core("optimizer.clip_grads").get_data_parallel_group_if_dtensor = group_of

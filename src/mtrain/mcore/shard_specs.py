@@ -1,6 +1,6 @@
 """Where each parameter lies in the whole model, as megatron-core's sharded state dict says it of an unwrapped model.
 
-The answer is kept on the model: once its parameters are spread over data-parallel ranks, nobody can say it any more.
+The answer is kept on the model: once its parameters are sharded over data-parallel ranks, nobody can say it any more.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class ShardSpec:
         """Elements of the part."""
         return prod(self.shape)
 
-    def primary(self, *, spread: bool = False) -> bool:
-        """Whether this rank is the one that saves the part; with `spread`, each data-parallel rank saves its part."""
-        return not any(self.replica[:-1] if spread else self.replica)
+    def primary(self, *, sharded: bool = False) -> bool:
+        """Whether this rank is the one that saves the part; with `sharded`, each rank of dp saves its own."""
+        return not any(self.replica[:-1] if sharded else self.replica)
 
 
 def shard_specs_of(model: Any) -> dict[str, list[ShardSpec]]:
@@ -95,7 +95,7 @@ def _pieces(entry: Any) -> list[Any]:
 def _spec(piece: Any, start: int) -> ShardSpec:
     data = piece.data
     if not data.is_contiguous():
-        raise RuntimeError(f"{piece.key} is not contiguous in its parameter and cannot be cut")
+        raise RuntimeError(f"{piece.key} is not contiguous in its parameter and cannot be split")
     lead = len(piece.global_shape) - data.ndim
     replica = piece.replica_id
     return ShardSpec(

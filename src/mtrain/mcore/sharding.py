@@ -80,12 +80,12 @@ def model_shards(chunks: list[Any], *, trainable: bool = False) -> list[TensorSh
     shards = []
     for chunk in chunks:
         for own in local_params(chunk):
-            shards += _cut(own.specs, own.weight, own.start, spread=own.spread, param=own.made)
+            shards += _pieces(own.specs, own.weight, own.start, sharded=own.sharded, param=own.made)
         if not trainable:
             model = unwrap(chunk)
             specs = shard_specs_of(model)
             for name, buffer in model.named_buffers():
-                shards += _cut(specs.get(name, []), buffer.detach().view(-1), 0, spread=False)
+                shards += _pieces(specs.get(name, []), buffer.detach().view(-1), 0, sharded=False)
     return shards
 
 
@@ -116,7 +116,7 @@ def optimizer_shards_to_fill(chunks: list[Any], optimizer: Any) -> Iterator[Tens
 
 
 def _state(state: StateShard, name: str, tensor: torch.Tensor) -> list[TensorShard]:
-    return _cut(state.local_param.specs, tensor, state.start, spread=state.spread, name=name)
+    return _pieces(state.local_param.specs, tensor, state.start, sharded=state.sharded, name=name)
 
 
 def gradient_shards(chunks: list[Any], optimizer: Any) -> list[TensorShard]:
@@ -126,7 +126,7 @@ def gradient_shards(chunks: list[Any], optimizer: Any) -> list[TensorShard]:
     """
     shards = []
     for state in state_shards(chunks, optimizer):
-        shards += _cut(state.local_param.specs, state.gradient(), state.start, spread=state.spread)
+        shards += _pieces(state.local_param.specs, state.gradient(), state.start, sharded=state.sharded)
     return shards
 
 
@@ -143,12 +143,12 @@ def _copy_index() -> int:
     return group.rank() if group is not None else 0
 
 
-def _cut(
+def _pieces(
     specs: list[ShardSpec],
     values: torch.Tensor,
     start: int,
     *,
-    spread: bool,
+    sharded: bool,
     name: str = "",
     param: torch.nn.Parameter | None = None,
 ) -> list[TensorShard]:
@@ -169,7 +169,7 @@ def _cut(
                 shape=spec.shape,
                 tensor=here.view(spec.shape[spec.lead :]) if whole else here,
                 flat=None if whole else (lo - spec.first, hi - spec.first),
-                primary=spec.primary(spread=spread) and not (spread and _copy_index()),
+                primary=spec.primary(sharded=sharded) and not (sharded and _copy_index()),
                 param=param,
                 lead=spec.lead,
             )

@@ -51,6 +51,6 @@ class Family:
     active_parameters: Callable[[ModelConfig], int]
     """Those that one token visits."""
     expert_parameters: Callable[[ModelConfig], int]
-    """Those of routed experts, which expert parallelism spreads."""
+    """Those of routed experts, which expert parallelism shards."""
     flops_per_token: Flops
     shrink: Shrink

@@ -20,7 +20,7 @@ def active_parameters(model: ModelConfig) -> int:
 
 
 def expert_parameters(model: ModelConfig) -> int:
-    """Trainable parameters of routed experts: what expert parallelism spreads."""
+    """Trainable parameters of routed experts: what expert parallelism shards."""
     return family_of(model).expert_parameters(model)
 
 
@@ -42,7 +42,7 @@ def state_bytes(run: RunConfig) -> int:
     """
     p = run.parallel
     assert p.ranks is not None
-    dtype = run.precision.dtype
+    dtype = run.precision.format
     half = is_half(dtype)
     per_weight = bytes_of(dtype) + bytes_of("fp32" if run.precision.grad_reduce_in_fp32 else dtype)
     per_state = (_main_weight_bytes(run) if half else 0) + _moment_bytes(run)

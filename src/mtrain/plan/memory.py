@@ -59,12 +59,12 @@ def activation_bytes(run: RunConfig) -> int:
     MLP while it is computed; with megatron-core's loss the logits, in fp32.
     """
     m, p = run.model, run.parallel
-    size = bytes_of(run.precision.dtype)
+    size = bytes_of(run.precision.format)
     dp = max(1, (p.ranks or 1) // p.model_ranks)
-    tokens = run.trainer.micro * run.data.seq_length // (dp if p.hybrid_context_parallel else p.cp)
-    cut = p.tp if p.sequence_parallel or p.recompute.distribute_saved_activations else 1
+    tokens = run.trainer.micro * run.data.length // (dp if p.hybrid_context_parallel else p.cp)
+    parts = p.tp if p.sequence_parallel or p.recompute.distribute_saved_activations else 1
     layers = 1 if p.recompute.granularity == "full" else max(1, m.num_layers // p.pp)
-    kept = layers * (tokens // cut) * m.hidden_size * size
+    kept = layers * (tokens // parts) * m.hidden_size * size
     inside = tokens * m.ffn_hidden_size // p.tp * size if m.moe is None else 0
     logits = tokens * m.padded_vocab_size // p.tp * 4 if run.kernels.loss == "megatron" else 0
     return kept + inside + logits
@@ -108,7 +108,7 @@ def _largest(run: RunConfig) -> int:
 
 def _sample_and_batch(run: RunConfig, memory: _Memory, origins: Mapping[str, str]) -> list[Problem]:
     """The error of a micro-batch, or of the tokens of a step, that do not fit."""
-    t, seq = run.trainer, run.data.seq_length
+    t, seq = run.trainer, run.data.length
     kept, tokens = memory.ranks * activation_bytes(run), memory.samples * seq * TOKEN_BYTES
     need = memory.state + kept + tokens
     if need <= memory.holds:
@@ -156,9 +156,9 @@ def _state_of_a_device(run: RunConfig, origins: Mapping[str, str]) -> list[Probl
     memory, ranks = run.cluster.device_memory_gib, run.parallel.ranks or 1
     if memory is None or run.optim.cpu_offload or state_bytes(run) <= memory * GIB * ranks:
         return []
-    spread = run.model_copy(update={"parallel": run.parallel.model_copy(update={"distributed_optimizer": True})})
+    sharded = run.model_copy(update={"parallel": run.parallel.model_copy(update={"distributed_optimizer": True})})
     can = "distributed_optimizer" not in OPTIMIZERS[run.optim.name].cannot and run.parallel.fsdp == "none"
-    helps = can and state_bytes(spread) <= memory * GIB * ranks
+    helps = can and state_bytes(sharded) <= memory * GIB * ranks
     need, here = bytes_(state_bytes(run) / ranks), bytes_(memory * GIB)
     rule = f"weights, gradients and optimizer state need at least {need} a device, and {run.cluster.name} has {here}"
     fix = "parallel.distributed_optimizer=true" if helps else "a cluster of more devices, or a larger tp, pp or ep"

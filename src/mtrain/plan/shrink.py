@@ -26,7 +26,7 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
     Of its data-parallel ranks the fewest stay that the layout allows, and a second one where all fit in `max_ranks`.
     A layout that needs more has its degrees halved, the largest first, until it fits.
 
-    Layers become one or two per (virtual) stage, heads and key/value heads the fewest that keep how they are cut,
+    Layers become one or two per (virtual) stage, heads and key/value heads the fewest that keep how they are sharded,
     experts at most two per rank. Everything that decides which code runs stays as it was: norm, activation, biases,
     positions, windows, sinks, tying, routing, recomputation, optimizer, schedule. Products in 8 or 4 bits do not: no
     CPU has them.
@@ -98,7 +98,7 @@ def _fitting(p: ParallelConfig, data_parallel: int, max_ranks: int) -> ParallelC
 
 
 def _fewest(p: ParallelConfig) -> int:
-    """The fewest ranks of the grid, in which every replica of a spread copy has two of them at least."""
+    """The fewest ranks of the grid, in which every replica of a sharded copy has two of them at least."""
     world = smallest_world(p)
     while p.hsdp_replicas > 1 and (world // (p.tp * p.pp)) % (2 * p.hsdp_replicas):
         world += smallest_world(p)
@@ -184,7 +184,7 @@ def _final_decay(run: RunConfig) -> dict[str, Any]:
 
 
 def _depth(p: ParallelConfig, deep: list[Stage]) -> tuple[int, ParallelConfig]:
-    """Layers of the small model, and the layout that says how they are cut."""
+    """Layers of the small model, and the layout that says how they are sharded."""
     blocks, smallest = p.pp * p.vpp, min((len(s.layers) for s in deep if s.layers), default=0)
     sizes = [min(len(s.layers), 1 + (len(s.layers) > smallest)) for s in deep]
     if p.pipeline_layout is not None:

@@ -121,3 +121,46 @@ class Entry:
     """The keys' values; a key that is left out keeps what it is without the flag here."""
     write: Callable[[Values], Sequence[str]]
     """The words of the command line; none where absence says the same."""
+
+
+class _Reading(dict[str, Any]):
+    """Keys as they are read: whoever asks for a key has its entry read first, so that their order does not matter."""
+
+    def __init__(self, a: Arguments, entries: Iterable[Entry], known: Draft) -> None:
+        super().__init__(known)
+        self._arguments = a
+        self._waiting = {key: entry for entry in entries for key in entry.keys}
+
+    def ask(self, key: str) -> None:
+        """Reads the entry of a key; while it is read, its own keys are not there yet."""
+        entry = self._waiting.get(key)
+        if entry is not None:
+            self.read(entry)
+
+    def read(self, entry: Entry) -> None:
+        for key in entry.keys:
+            self._waiting.pop(key, None)
+        self.update(entry.read(self._arguments, self))
+
+    def __getitem__(self, key: str) -> Any:
+        self.ask(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.ask(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.ask(str(key))
+        return super().__contains__(key)
+
+
+def read_all(a: Arguments, entries: Sequence[Entry], known: Draft) -> Draft:
+    """What the flags say by all `entries`, beside keys that are known before."""
+    d = _Reading(a, entries, known)
+    for entry in entries:
+        for key in entry.keys:
+            d.ask(key)
+        if not entry.keys:
+            d.read(entry)
+    return dict(d)

@@ -9,19 +9,13 @@ from typing import Any
 
 from mtrain.config.base import Effect
 from mtrain.config.compose import compose
+from mtrain.config.keys import effect_of
 from mtrain.config.load import load
 from mtrain.config.recipe import find_recipe
-from mtrain.config.run import GROUPS, RunConfig, effect_of
+from mtrain.config.run import GROUPS, RunConfig
 from mtrain.errors import ConfigError, Problem
 
 RUN_FILE = "run.yaml"
-KINDS = {
-    Effect.SHAPE: "shape",
-    Effect.NUMBERS: "numbers",
-    Effect.LAYOUT: "layout or speed",
-    Effect.OPERATION: "cosmetic",
-}
-"""Effect -> the word for a difference of that kind, in the order in which they are shown."""
 ABSENT = "(not there)"
 """Stands for a key of a section that is null on one side."""
 
@@ -33,7 +27,7 @@ class Difference:
     key: str
     left: Any
     right: Any
-    kind: str
+    kind: Effect
 
 
 def overrides_of(words: Sequence[str]) -> list[str]:
@@ -80,11 +74,11 @@ def differences(left: RunConfig, right: RunConfig) -> list[Difference]:
     mine, theirs = left.recorded().flat(), right.recorded().flat()
     keys = [key for key in {**mine, **theirs} if mine.get(key, ABSENT) != theirs.get(key, ABSENT)]
     found = [
-        Difference(key, mine.get(key, ABSENT), theirs.get(key, ABSENT), KINDS[effect_of(key)])
+        Difference(key, mine.get(key, ABSENT), theirs.get(key, ABSENT), effect_of(key))
         for key in keys
         if not _beside_its_section(key, mine, theirs)
     ]
-    order = list(KINDS.values())
+    order = list(Effect)
     return sorted(found, key=lambda d: order.index(d.kind))
 
 

@@ -7,7 +7,9 @@ from typing import Any, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
-from mtrain.config.keys import choices_of, field_of
+from mtrain.config.base import SCHEMA_DEFAULT, Flag
+from mtrain.config.condition import Condition, condition
+from mtrain.config.keys import choices_of, field_of, when_of
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 
 Absent = Callable[[Values], Any]
@@ -23,6 +25,11 @@ def default_of(key: str) -> Any:
 
 def kind_of(key: str) -> type:
     """int, float or str: what a flag's word becomes for a key."""
+    return next((kind for kind in (float, int) if kind in types_of(key)), str)
+
+
+def types_of(key: str) -> set[Any]:
+    """The types that a key's value may have."""
     field = field_of(key)
     assert field is not None, key
     kinds: set[Any] = set()
@@ -32,7 +39,7 @@ def kind_of(key: str) -> type:
         kinds.add(annotation)
         if get_origin(annotation) not in (tuple, list, dict):
             queue += get_args(annotation)
-    return next((kind for kind in (float, int) if kind in kinds), str)
+    return kinds
 
 
 def spelled(value: Any) -> str:
@@ -48,7 +55,6 @@ def one(
     absent: Any = None,
     *,
     words: Mapping[str, str] | None = None,
-    near: Mapping[str, str] | None = None,
     none: tuple[Any, ...] = (),
     always: bool = False,
     also: Sequence[str] = (),
@@ -56,8 +62,8 @@ def one(
     """A flag with one value.
 
     `absent` is what leaving it out means: a value, or a function of the keys before it. `words` are the flag's own
-    words for ours, `near` the nearest of ours to a word that is not there, `none` the values that stand for null,
-    `also` other spellings of the flag. With `always` it is written even where leaving it out says the same.
+    words for ours, `none` the values that stand for null, `also` other spellings of the flag. With `always`
+    it is written even where leaving it out says the same.
     """
     means: Absent = absent if callable(absent) else lambda d: absent
     kind = kind_of(key)
@@ -72,9 +78,7 @@ def one(
             value = theirs.get(value, value) if kind is str else value
             if choices and value not in choices:
                 a.refuse(name, "not supported", f"{key} is one of {', '.join(choices)}")
-                if near is None or value not in near:
-                    continue
-                value = near[value]
+                continue
             return {key: None if value in none else value}
         value = means(d)
         return {} if value is None and always else {key: value}
@@ -94,11 +98,6 @@ def one(
 def on(flag: str, key: str) -> Entry:
     """A switch that makes a key true."""
     return _switch(flag, key, True)
-
-
-def off(flag: str, key: str) -> Entry:
-    """A switch that makes a key false."""
-    return _switch(flag, key, False)
 
 
 def _switch(flag: str, key: str, value: bool) -> Entry:
@@ -137,6 +136,33 @@ def switch(flag: str, key: str, active: Callable[[Values], bool], why: str, *, v
         return {key: not value}
 
     return Entry((flag,), (key,), read, plain.write)
+
+
+def of_schema(key: str, flag: Flag) -> Entry:
+    """The entry of a key whose schema names its flag; read only where the key has an effect."""
+    absent = default_of(key) if flag.absent is SCHEMA_DEFAULT else flag.absent
+    if bool in types_of(key):
+        plain = _switch(flag.name, key, not flag.off)
+    else:
+        field = field_of(key)
+        always = flag.always or (field is not None and field.is_required())
+        plain = one(flag.name, key, absent, none=flag.none, always=always, also=flag.also)
+    return _where(condition(when_of(key)), plain) if when_of(key) else plain
+
+
+def _where(needed: Condition, plain: Entry) -> Entry:
+    """An entry of one key that is read and written only where a condition on other keys holds."""
+    (key,) = plain.keys
+
+    def read(a: Arguments, d: Draft) -> Draft:
+        if needed.holds(d.get):
+            return plain.read(a, d)
+        for flag in plain.flags:
+            a.has(flag)
+            a.refuse(flag, "no effect", f"says nothing without {needed}")
+        return {key: default_of(key)}
+
+    return Entry(plain.flags, plain.keys, read, lambda d: plain.write(d) if key in d and needed.holds(d.get) else [])
 
 
 def numbers(flag: str, key: str) -> Entry:

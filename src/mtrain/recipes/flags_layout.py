@@ -1,4 +1,4 @@
-"""Megatron-LM's flags for how the work is cut: axes, stages, sharded states, recomputation."""
+"""Megatron-LM's flags for how the work is sharded: axes, stages, sharded states, recomputation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from mtrain.config.keys import choices_of
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
-from mtrain.recipes.flags import beside, numbers, on, one, switch
+from mtrain.recipes.flags import beside, numbers, on, switch
 
 LAYOUT, FIRST, LAST = (
     "--pipeline-model-parallel-layout",
@@ -52,7 +52,7 @@ def _stages(a: Arguments, d: Draft) -> Draft:
         sizes = _ends(layers, pp, out["parallel.vpp"], first, last)
         if sizes is None:
             for flag in (FIRST, LAST):
-                a.refuse(flag, "unreadable", f"{layers} layers cannot be cut so over pp {pp}")
+                a.refuse(flag, "unreadable", f"{layers} layers cannot be split so over pp {pp}")
         out["parallel.layers_per_stage"] = sizes
     return out
 
@@ -137,7 +137,7 @@ def _data_parallel(flag: str, key: str) -> Entry:
 
     def read(a: Arguments, d: Draft) -> Draft:
         if a.has(flag) and d["parallel.fsdp"] != "none":
-            a.refuse(flag, "derived here", "FSDP spreads and overlaps by itself")
+            a.refuse(flag, "derived here", "FSDP shards and overlaps by itself")
             return {key: False}
         return plain.read(a, d)
 
@@ -207,11 +207,6 @@ def _keeps_whole_inputs(d: Values) -> bool:
 
 
 AXES: tuple[Entry, ...] = (
-    one("--tensor-model-parallel-size", "parallel.tp", 1, always=True),
-    one("--pipeline-model-parallel-size", "parallel.pp", 1, always=True),
-    one("--context-parallel-size", "parallel.cp", 1),
-    one("--expert-model-parallel-size", "parallel.ep", 1),
-    one("--expert-tensor-parallel-size", "parallel.etp"),
     Entry(
         ("--sequence-parallel",),
         ("parallel.sequence_parallel",),
@@ -229,8 +224,6 @@ CUTS: tuple[Entry, ...] = (
         _stages,
         _stages_words,
     ),
-    on("--account-for-embedding-in-pipeline-split", "parallel.account_for_embedding_in_pipeline_split"),
-    on("--account-for-loss-in-pipeline-split", "parallel.account_for_loss_in_pipeline_split"),
     Entry(
         ("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp", STRATEGY),
         ("parallel.fsdp", "parallel.fsdp_sharding"),
@@ -240,14 +233,6 @@ CUTS: tuple[Entry, ...] = (
     _data_parallel("--use-distributed-optimizer", "parallel.distributed_optimizer"),
     _data_parallel("--overlap-grad-reduce", "parallel.overlap_grad_reduce"),
     _data_parallel("--overlap-param-gather", "parallel.overlap_param_gather"),
-    one("--num-distributed-optimizer-instances", "parallel.hsdp_replicas", 1),
-    beside("--ddp-bucket-size", "parallel.ddp_bucket_size", _buckets, None, "read only with --overlap-grad-reduce"),
-    switch(
-        "--ddp-pad-buckets-for-high-nccl-busbw",
-        "parallel.ddp_pad_buckets_for_high_nccl_busbw",
-        lambda d: d["parallel.distributed_optimizer"],
-        "read only with --use-distributed-optimizer",
-    ),
     switch(
         "--ddp-reduce-scatter-with-fp32-accumulation",
         "parallel.ddp_reduce_scatter_with_fp32_accumulation",
@@ -259,12 +244,6 @@ CUTS: tuple[Entry, ...] = (
         "parallel.microbatch_group_size_per_vp_stage",
         _turns,
         lambda d: d["parallel.pp"],
-        "read only with virtual stages",
-    ),
-    switch(
-        "--overlap-p2p-communication-warmup-flush",
-        "parallel.overlap_p2p_comm_warmup_flush",
-        _turns,
         "read only with virtual stages",
     ),
     Entry(
@@ -279,11 +258,5 @@ CUTS: tuple[Entry, ...] = (
         tuple(f"parallel.recompute.{name}" for name in ("granularity", "modules", "method", "num_layers")),
         _recompute,
         _recompute_words,
-    ),
-    switch(
-        "--distribute-saved-activations",
-        "parallel.recompute.distribute_saved_activations",
-        _keeps_whole_inputs,
-        "read only with full recomputation under tensor parallelism alone",
     ),
 )

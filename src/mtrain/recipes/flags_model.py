@@ -10,7 +10,7 @@ from typing import Any
 from mtrain.config.keys import choices_of
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.arithmetic import pattern_of
-from mtrain.recipes.flags import beside, off, on, one, spelled, switch
+from mtrain.recipes.flags import one, spelled, switch
 
 ACTIVATIONS = {"--swiglu": "swiglu", "--squared-relu": "squared_relu", "--quick-geglu": "quick_geglu"}
 NEAREST = {"quick_geglu": "geglu"}
@@ -215,8 +215,7 @@ def _offset_words(d: Values) -> list[str]:
 
 def _turned(d: Values) -> bool:
     """Whether queries and keys of plain attention are turned by their positions."""
-    latent = d.get("model.mla") is not None or "model.mla.kv_lora_rank" in d
-    return d["model.position_embedding_type"] == "rope" and not latent
+    return d["model.position_embedding_type"] == "rope" and d.get("model.mla", {}) is None
 
 
 def _unturned(a: Arguments, d: Draft) -> Draft:
@@ -254,8 +253,6 @@ def _flex_words(d: Values) -> list[str]:
 
 MODEL: tuple[Entry, ...] = (
     Entry(("--multi-latent-attention",), ("model.mla",), _latent, _latent_words),
-    one("--num-layers", "model.num_layers", always=True, also=("--encoder-num-layers",)),
-    one("--hidden-size", "model.hidden_size", always=True),
     Entry(
         (*ACTIVATIONS, "--no-bias-gelu-fusion", "--openai-gelu"),
         ("model.activation",),
@@ -263,114 +260,43 @@ MODEL: tuple[Entry, ...] = (
         _activation_words,
     ),
     one("--ffn-hidden-size", "model.ffn_hidden_size", _ffn, always=True),
-    one("--num-attention-heads", "model.num_attention_heads", always=True),
     Entry(("--group-query-attention", "--num-query-groups"), ("model.num_query_groups",), _groups, _groups_words),
     Entry(("--kv-channels",), ("model.kv_channels",), _head, _head_words),
-    one("--normalization", "model.normalization", "LayerNorm"),
-    one("--norm-epsilon", "model.layernorm_epsilon", 1e-5, also=("--layernorm-epsilon",)),
-    off("--disable-bias-linear", "model.add_bias_linear"),
-    on("--add-qkv-bias", "model.add_qkv_bias"),
-    on("--qk-layernorm", "model.qk_layernorm"),
     switch("--qk-l2-norm", "model.qk_l2_norm", lambda d: d["model.mla"] is None, "MLA has its own norms"),
-    on("--apply-layernorm-1p", "model.layernorm_zero_centered_gamma"),
     Entry(("--glu-linear-offset",), ("model.glu_linear_offset",), _offset, _offset_words),
-    beside("--activation-func-clamp-value", "model.activation_func_clamp_value", _gated, None, "bounds gated units"),
     Entry(
         ("--position-embedding-type", "--use-rotary-position-embeddings", "--no-position-embedding"),
         ("model.position_embedding_type",),
         _positions,
         _positions_words,
     ),
-    one("--rotary-base", "model.rotary_base", 10000.0),
-    one("--rotary-percent", "model.rotary_percent", 1.0),
-    on("--rotary-interleaved", "model.rotary_interleaved"),
     Entry(("--use-rope-scaling", "--rope-scaling-factor"), ("model.rope_scaling_factor",), _scaling, _scaling_words),
-    beside(
-        "--rotary-seq-len-interpolation-factor",
-        "model.rotary_seq_len_interpolation_factor",
-        _turned,
-        None,
-        "stretches rotary positions of plain attention",
-    ),
     Entry(("--no-rope-freq",), ("model.no_rope_freq",), _unturned, _unturned_words),
     Entry(("--window-size",), ("model.window_size",), _window, _window_words),
-    one("--window-attn-skip-freq", "model.window_attn_skip_freq"),
-    one("--softmax-type", "model.softmax_type", "vanilla"),
-    one("--mtp-num-layers", "model.mtp_num_layers", none=(0,)),
-    one(
-        "--mtp-loss-scaling-factor",
-        "model.mtp_loss_scaling_factor",
-        lambda d: 0.1 if d.get("model.mtp_num_layers") else None,
-    ),
-    off("--untie-embeddings-and-output-weights", "model.tie_word_embeddings"),
-    one("--attention-dropout", "model.attention_dropout", 0.1),
-    one("--hidden-dropout", "model.hidden_dropout", 0.1),
-    one("--init-method-std", "model.init_method_std", 0.02),
-    one("--embedding-init-method-std", "model.embedding_init_method_std"),
 )
 
 EXPERTS: tuple[Entry, ...] = (
-    one("--num-experts", "model.moe.num_experts", none=(0,)),
-    one("--moe-router-topk", "model.moe.router_topk", 2),
     one(
         "--moe-ffn-hidden-size",
         "model.moe.ffn_hidden_size",
         lambda d: d.get("model.ffn_hidden_size"),
         always=True,
     ),
-    one("--moe-shared-expert-intermediate-size", "model.moe.shared_expert_intermediate_size", none=(0,)),
     Entry(
         ("--moe-layer-freq",),
         ("model.moe.first_dense_layers",),
         _layers_with_experts,
         _layers_with_experts_words,
     ),
-    one("--moe-router-score-function", "model.moe.router_score_function", "softmax"),
-    on("--moe-router-pre-softmax", "model.moe.router_pre_softmax"),
     _single("--moe-router-load-balancing-type", "model.moe.router_load_balancing_type", "aux_loss"),
     _single("--moe-aux-loss-coeff", "model.moe.aux_loss_coeff", 0.0),
-    one("--moe-z-loss-coeff", "model.moe.z_loss_coeff"),
-    on("--moe-router-enable-expert-bias", "model.moe.router_enable_expert_bias"),
-    one("--moe-router-bias-update-rate", "model.moe.router_bias_update_rate", _balancing_rate),
-    one("--moe-router-num-groups", "model.moe.router_num_groups"),
-    one("--moe-router-group-topk", "model.moe.router_group_topk"),
     Entry((), ("model.moe.router_group_score_topk",), _group_score, lambda d: []),
-    one("--moe-router-topk-scaling-factor", "model.moe.router_topk_scaling_factor"),
-    one("--moe-token-dispatcher-type", "model.moe.token_dispatcher_type", "allgather"),
     Entry(
         ("--moe-flex-dispatcher-backend", "--moe-enable-deepep"),
         ("model.moe.flex_dispatcher_backend",),
         _flex,
         _flex_words,
     ),
-    one("--moe-input-jitter-eps", "model.moe.input_jitter_eps"),
-    on("--moe-router-force-load-balancing", "model.moe.router_force_load_balancing"),
-    switch(
-        "--moe-apply-probs-on-input",
-        "model.moe.apply_probs_on_input",
-        lambda d: d.get("model.moe.router_topk") == 1,
-        "read only with --moe-router-topk 1",
-    ),
-    switch(
-        "--moe-shared-expert-gate",
-        "model.moe.shared_expert_gate",
-        lambda d: bool(d.get("model.moe.shared_expert_intermediate_size")),
-        "there are no shared experts",
-    ),
-    one("--moe-expert-capacity-factor", "model.moe.expert_capacity_factor"),
-    on("--moe-pad-expert-input-to-capacity", "model.moe.pad_expert_input_to_capacity"),
-    one("--moe-token-drop-policy", "model.moe.token_drop_policy", _drop_policy),
-    on("--moe-shared-expert-overlap", "model.moe.shared_expert_overlap"),
 )
 
-LATENT: tuple[Entry, ...] = (
-    one("--q-lora-rank", "model.mla.q_lora_rank"),
-    one("--kv-lora-rank", "model.mla.kv_lora_rank", 32),
-    one("--qk-head-dim", "model.mla.qk_head_dim", 128),
-    one("--qk-pos-emb-head-dim", "model.mla.qk_pos_emb_head_dim", 64),
-    one("--v-head-dim", "model.mla.v_head_dim", 128),
-    Entry(("--rope-type",), ("model.mla.rope_type",), _rope_type, _rope_type_words),
-    one("--rotary-scaling-factor", "model.mla.rotary_scaling_factor", _stretched(1.0)),
-    one("--mscale", "model.mla.mscale", _stretched(1.0)),
-    one("--mscale-all-dim", "model.mla.mscale_all_dim", _stretched(0.0)),
-)
+LATENT: tuple[Entry, ...] = (Entry(("--rope-type",), ("model.mla.rope_type",), _rope_type, _rope_type_words),)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from mtrain.config.batches import samples_of, steps_within
 from mtrain.config.keys import choices_of
-from mtrain.config.optimizer import Flag
 from mtrain.config.optimizers import OPTIMIZERS, readers
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
-from mtrain.recipes.flags import always, default_of, off, on, one, spelled
+from mtrain.recipes.flags import always, one, spelled
 from mtrain.recipes.flags_training import RAMP, plan_of, steps
 
 STYLES = {"inverse-square-root": "inverse_sqrt", "WSD": "wsd"}
@@ -95,20 +94,6 @@ def _offload_words(d: Values) -> list[str]:
     return words if share == 1.0 else [*words, "--optimizer-offload-fraction", spelled(share)]
 
 
-def _only(entry: Entry, key: str, *values: str) -> Entry:
-    """A flag that Megatron-LM reads only where `key` has one of some values."""
-
-    def read(a: Arguments, d: Draft) -> Draft:
-        if d[key] in values:
-            return entry.read(a, d)
-        for flag in entry.flags:
-            a.has(flag)
-            a.refuse(flag, "no effect", f"is not read where {key} is {d[key]}")
-        return {name: default_of(name) for name in entry.keys}
-
-    return Entry(entry.flags, entry.keys, read, lambda d: entry.write(d) if d[key] in values else [])
-
-
 WORDS = {spec.megatron_name: name for name, spec in OPTIMIZERS.items() if spec.megatron_name is not None}
 """Megatron-LM's word for an optimizer -> ours."""
 
@@ -125,28 +110,8 @@ def _name_words(d: Values) -> list[str]:
     return [] if word is None or word == "adam" else ["--optimizer", word]
 
 
-def _own(name: str, flag: Flag) -> Entry:
-    """A flag of an optimizer's section."""
-    key = f"optim.{name}.{flag.key}"
-    if isinstance(flag.absent, bool):
-        return _only((off if flag.absent else on)(flag.name, key), "optim.name", name)
-    return _only(one(flag.name, key, flag.absent), "optim.name", name)
-
-
-OWN = tuple(_own(name, flag) for name, spec in OPTIMIZERS.items() for flag in spec.flags)
-READ_BY_SOME = tuple(
-    _only(one(flag, f"optim.{key}", absent), "optim.name", *readers(key))
-    for flag, key, absent in (
-        ("--adam-beta1", "beta1", 0.9),
-        ("--adam-beta2", "beta2", 0.999),
-        ("--adam-eps", "eps", 1e-8),
-        ("--sgd-momentum", "momentum", 0.9),
-    )
-)
-
 OPTIM: tuple[Entry, ...] = (
     Entry(("--optimizer",), ("optim.name",), _name, _name_words),
-    *OWN,
     one("--lr", "optim.lr", always=True),
     one("--min-lr", "optim.min_lr", 0.0),
     one("--lr-decay-style", "optim.schedule", "linear", words=STYLES),
@@ -158,10 +123,8 @@ OPTIM: tuple[Entry, ...] = (
         _warmup_words,
     ),
     steps("--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "optim.wsd_decay_iters", at_the_end=True),
-    _only(one("--lr-wsd-decay-style", "optim.wsd_decay_style", "exponential"), "optim.schedule", "wsd"),
     always("optim.schedule_counts", "past_updates"),
     one("--weight-decay", "optim.weight_decay", 0.01),
-    *READ_BY_SOME,
     Entry(("--clip-grad",), ("optim.clip_grad",), _clip, _clip_words),
     Entry(
         ("--optimizer-cpu-offload", "--optimizer-offload-fraction"),

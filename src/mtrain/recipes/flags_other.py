@@ -165,7 +165,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         """
         --iterations-to-skip
         --init-method-xavier-uniform --data-parallel-random-init --lr-warmup-init --decoupled-lr
-        --decoupled-min-lr --start-weight-decay --end-weight-decay --hysteresis --train-data-path --valid-data-path
+        --decoupled-min-lr --start-weight-decay --end-weight-decay --train-data-path --valid-data-path
         --weight-decay-incr-style --dataloader-type --fim-data --fim-rate --fim-spm-rate --eval-global-batch-size
         --test-data-path --data-args-path --per-split-data-args-path --full-validation --sample-rate
         --sft
@@ -194,7 +194,6 @@ OTHERS: dict[str, tuple[Why, str]] = {flag: (why, text) for why, text, flags in 
 FITTING: dict[str, dict[str, str]] = {
     "--dataloader-type": {"single": "every sample is read once, in a seeded order", "cyclic": "samples are shuffled"},
     "--weight-decay-incr-style": {"constant": "the weight decay is constant"},
-    "--hysteresis": {"2": "the loss scale has a hysteresis of 2"},
     "--lr-warmup-init": {"0": "the warmup starts at 0", "0.0": "the warmup starts at 0"},
 }
 """Flag -> the values that say what is so here in any case."""

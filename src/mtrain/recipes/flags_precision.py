@@ -6,7 +6,7 @@ from typing import Any
 
 from mtrain.config.formats import FORMATS
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
-from mtrain.recipes.flags import beside, default_of, one, switch
+from mtrain.recipes.flags import default_of
 
 SOME, START, END = "--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16"
 FIRST, LAST = "precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16"
@@ -112,30 +112,6 @@ PRECISION: tuple[Entry, ...] = (
         _reduction,
         _reduction_words,
     ),
-    *(
-        one(flag, key, _fp16(key, megatron))
-        for flag, key, megatron in (
-            ("--initial-loss-scale", "precision.initial_loss_scale", 2.0**32),
-            ("--min-loss-scale", "precision.min_loss_scale", 1.0),
-            ("--loss-scale-window", "precision.loss_scale_window", 1000),
-        )
-    ),
-    one("--fp8-format", "precision.fp8"),
-    beside("--fp8-recipe", "precision.fp8_recipe", _eight, "delayed", NEEDS_FORMAT),
-    *(
-        beside(flag, key, _delayed, megatron, NEEDS_DELAYED)
-        for flag, key, megatron in (
-            ("--fp8-margin", "precision.fp8_margin", 0),
-            ("--fp8-amax-history-len", "precision.fp8_amax_history_len", 1),
-            ("--fp8-amax-compute-algo", "precision.fp8_amax_compute_algo", "most_recent"),
-        )
-    ),
-    switch("--no-fp8-wgrad", "precision.fp8_wgrad", _delayed, NEEDS_DELAYED, value=False),
-    switch("--tp-only-amax-red", "precision.tp_only_amax_red", _delayed, NEEDS_DELAYED),
-    switch("--fp8-dot-product-attention", "precision.fp8_dot_product_attention", _attends, NEEDS_DELAYED),
-    switch("--fp8-multi-head-attention", "precision.fp8_multi_head_attention", _delayed, NEEDS_DELAYED),
-    one("--fp4-format", "precision.fp4"),
-    beside("--fp4-recipe", "precision.fp4_recipe", lambda d: d["precision.fp4"] is not None, "nvfp4", NEEDS_FORMAT),
     Entry((SOME, START, END), (FIRST, LAST), _some_layers, _some_layers_words),
     Entry(PADDING, (PADS,), _padding, lambda d: [PADDING[0]] if d.get(PADS) else []),
 )

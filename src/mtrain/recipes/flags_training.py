@@ -9,7 +9,7 @@ from mtrain.config.batches import Stage, linear, samples_of, steps_within
 from mtrain.config.model import VOCAB_MULTIPLE
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
-from mtrain.recipes.flags import always, default_of, on, one, spelled
+from mtrain.recipes.flags import always, default_of, one, spelled
 from mtrain.recipes.vocabularies import ids_of
 
 
@@ -177,7 +177,7 @@ def _batch_words(d: Values) -> list[str]:
     if d["trainer.global_batch_size"] is None:
         return words
     last = str(d["trainer.global_batch_size"])
-    begins = [0, *(stage.first * d["data.seq_length"] for stage in plan_of(d)[1:])]
+    begins = [0, *(stage.first * (d["data.seq_length"] or 1) for stage in plan_of(d)[1:])]
     if listed and all(one < two for one, two in itertools.pairwise(begins)):
         sizes = [*(size for size, _ in listed), last]
         # Megatron-LM takes no --global-batch-size beside it
@@ -293,14 +293,12 @@ DATA: tuple[Entry, ...] = (
         _source_words,
     ),
     Entry(("--split",), ("data.split",), _split, lambda d: ["--split", ",".join(map(spelled, d["data.split"]))]),
-    one("--seq-length", "data.seq_length", always=True, also=("--encoder-seq-length",)),
     one(
         "--max-position-embeddings",
         "model.max_position_embeddings",
         lambda d: d.get("data.seq_length"),
         always=True,
     ),
-    on("--eod-mask-loss", "data.eod_mask_loss"),
     Entry(
         (
             "--tokenizer-type",
@@ -324,10 +322,6 @@ TRAINER: tuple[Entry, ...] = (
         _batch_words,
     ),
     steps("--train-iters", "--train-samples", "trainer.train_iters", needed=True),
-    one("--eval-interval", "trainer.eval_interval", 1000, none=(0,)),
-    one("--eval-iters", "trainer.eval_iters", 100),
-    one("--seed", "trainer.seed", 1234),
-    on("--deterministic-mode", "trainer.deterministic"),
     always("trainer.sample_tokens", 0),
     Entry(PROFILE, ("trainer.profile_step",), _profile, _profile_words),
     Entry(
@@ -347,5 +341,4 @@ REST: tuple[Entry, ...] = (
         _saving_words,
     ),
     always("checkpoint.keep", None),
-    one("--log-interval", "log.interval", 100),
 )

@@ -13,7 +13,7 @@ from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft
 from mtrain.recipes.hf_families import FAMILIES
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json
-from mtrain.recipes.imported import Imported, build, name_of
+from mtrain.recipes.imported import Imported, as_published, build, name_of
 
 
 def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
@@ -37,7 +37,7 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
         raise ConfigError([Problem("MT703", "", None, rule, "", source)]) from None
     d["model.name"] = name_of(path.resolve().parent if path.stem == "config" else path)
     f.finish()
-    return Imported(build(d, Arguments(()), extra, source), f.unplaced, f.notes)
+    return Imported(as_published(build(d, Arguments(()), extra, source)), f.unplaced, f.notes)
 
 
 def _read(f: ConfigFile, family: Family) -> Draft:

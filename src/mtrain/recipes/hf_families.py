@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mtrain.config.keys import key_of
 from mtrain.recipes.hf_keys import Family
 from mtrain.recipes.hf_readers import (
     deepseek_v2_experts,
@@ -28,24 +29,25 @@ from mtrain.recipes.hf_rope import (
     upper_layers_slide,
 )
 
-COMMON = {
-    "num_hidden_layers": "model.num_layers",
-    "hidden_size": "model.hidden_size",
-    "intermediate_size": "model.ffn_hidden_size",
-    "num_attention_heads": "model.num_attention_heads",
-    "vocab_size": "model.vocab_size",
-    "max_position_embeddings": "model.max_position_embeddings",
-    "tie_word_embeddings": "model.tie_word_embeddings",
-    "initializer_range": "model.init_method_std",
-    "attention_dropout": "model.attention_dropout",
-}
-LLAMA = {
-    **COMMON,
-    "num_key_value_heads": "model.num_query_groups",
-    "head_dim": "model.kv_channels",
-    "rms_norm_eps": "model.layernorm_epsilon",
-}
-LATENT = {**COMMON, "rms_norm_eps": "model.layernorm_epsilon"}
+
+def _named(*names: str) -> dict[str, str]:
+    """Keys of `model` under the names that their schema says Llama's `config.json` has for them."""
+    return {key_of(f"model.{name}").hf.split()[0]: f"model.{name}" for name in names}
+
+
+COMMON = _named(
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "init_method_std",
+    "attention_dropout",
+)
+LLAMA = COMMON | _named("num_query_groups", "kv_channels", "layernorm_epsilon")
+LATENT = COMMON | _named("layernorm_epsilon")
 GATED = {
     "model.normalization": "RMSNorm",
     "model.position_embedding_type": "rope",
@@ -79,7 +81,7 @@ _DEEPSEEK = {
     "seq_aux": True,
 }
 _COMPUTED = dict.fromkeys(("head_dim", "qk_head_dim"), "is computed from qk_nope_head_dim and qk_rope_head_dim")
-_LAYOUT = {"ep_size": "says how experts are spread, which is parallel.ep"}
+_LAYOUT = {"ep_size": "says how experts are sharded, which is parallel.ep"}
 _ALIASES = {"num_experts": "num_local_experts"}
 _SUMMARY = (
     "summary_type",

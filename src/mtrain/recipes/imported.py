@@ -18,7 +18,7 @@ from mtrain.config.paths import choices_of_group
 from mtrain.config.run import RunConfig
 from mtrain.config.validate import validate
 from mtrain.errors import ConfigError, Problem
-from mtrain.recipes.arguments import Arguments, Draft, Unplaced
+from mtrain.recipes.arguments import Arguments, Draft, Unplaced, read_all
 from mtrain.recipes.flags_other import FITTING, OTHERS
 from mtrain.recipes.launch import World
 from mtrain.recipes.secrets import HIDDEN, Secrets, names_secret
@@ -45,11 +45,9 @@ class Imported:
 
 
 def read_flags(words: Sequence[str], world: World | None) -> tuple[Arguments, Draft]:
-    """Every entry of the table, read in its order; the keys that say nothing left out."""
+    """Every entry of the table, read as its keys are asked for; the keys that say nothing left out."""
     a = Arguments(words)
-    d: Draft = {"ranks": world.ranks if world else 1}
-    for entry in table():
-        d |= entry.read(a, d)
+    d = read_all(a, table(), {"ranks": world.ranks if world else 1})
     del d["ranks"]
     for part, key, flag in (
         ("moe", "model.moe.num_experts", "--num-experts"),
@@ -132,7 +130,7 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 def _beneath(d: Draft, choices: Mapping[str, str]) -> dict[str, Any]:
     """What the keys without a flag are: the schema's defaults for model and layout, else those of the choices."""
-    picked = {"data": d.get("data.kind", "mock"), "precision": d.get("precision.dtype", "fp32"), **choices}
+    picked = {"data": d.get("data.kind", "mock"), "precision": d.get("precision.dtype", "auto"), **choices}
     words = [f"{group}={choice}" for group, choice in picked.items()]
     values = compose(words).run.to_dict()
     for group in ("model", "parallel"):
@@ -227,6 +225,17 @@ def name_of(path: Path) -> str:
     """A model's name made of a file's."""
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "_", path.stem).strip("_.-")
     return stem or "imported"
+
+
+def as_published(run: RunConfig) -> RunConfig:
+    """The run with what is known of the training of its model, where that ships under some name."""
+    for choice in choices_of_group("model"):
+        known: Any = section("model", choice)
+        here = {key: getattr(run.model, key) for key in ("name", "published", "kv_channels")}
+        if known.head_dim == run.model.head_dim and known.model_copy(update=here) == run.model:
+            model = run.model.model_copy(update={"published": known.published})
+            return run.model_copy(update={"model": model})
+    return run
 
 
 def same_shape(d: Draft) -> str | None:

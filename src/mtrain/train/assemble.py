@@ -144,9 +144,9 @@ def configure_schedule_hooks(run: RunConfig, chunks: list[Any], optimizer: Any) 
     config = chunks[0].config
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = mcore.finalize_model_grads
-    # megatron-core's FSDP learns from it which micro-batch is the last; without spread gradients it must not
-    spread = run.parallel.fsdp == "megatron" and run.parallel.fsdp_sharding != "optim"
-    if run.parallel.overlap_grad_reduce or spread:
+    # megatron-core's FSDP learns from it which micro-batch is the last; without sharded gradients it must not
+    sharded = run.parallel.fsdp == "megatron" and run.parallel.fsdp_sharding != "optim"
+    if run.parallel.overlap_grad_reduce or sharded:
         config.no_sync_func = [c.no_sync for c in chunks] if len(chunks) > 1 else chunks[0].no_sync
         if len(chunks) > 1:
             config.grad_sync_func = [c.start_grad_sync for c in chunks]

@@ -23,7 +23,7 @@ Groups = list[list[list[int]]]
 
 @dataclass(frozen=True)
 class Share:
-    """A document, and how many ranks it is cut over."""
+    """A document, and how many ranks it is sharded over."""
 
     document: dict[str, torch.Tensor]
     ranks: int
@@ -75,7 +75,7 @@ def run_documents(parts: Parts, batches: Sequence[Batch], *, forward_only: bool)
         data_iterator=iter([([{} for _ in found], groups)]),
         model=parts.state.chunks[0],
         num_microbatches=1,
-        seq_length=run.data.seq_length,
+        seq_length=run.data.length,
         micro_batch_size=1,
         forward_only=forward_only,
     )

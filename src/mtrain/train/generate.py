@@ -32,8 +32,8 @@ class Sampler:
         it in blocks.
         """
         recipe = self.run.precision.quantized
-        cut = self.grid.tp if self.run.parallel.sequence_parallel else 1
-        return cut * (MULTIPLES.get(recipe, 16) if recipe is not None else 1)
+        parts = self.grid.tp if self.run.parallel.sequence_parallel else 1
+        return parts * (MULTIPLES.get(recipe, 16) if recipe is not None else 1)
 
     @property
     def context(self) -> int:
@@ -44,7 +44,7 @@ class Sampler:
         """
         model = self.run.model
         if model.position_embedding_type != "learned_absolute":
-            return self.run.data.seq_length
+            return self.run.data.length
         positions = model.max_position_embeddings
         whole = positions // self.multiple * self.multiple
         if not whole:
@@ -52,7 +52,7 @@ class Sampler:
                 f"sequences of this layout are multiples of {self.multiple} tokens, and {positions} have a position"
             )
             raise ConfigError([Problem("MT508", "model.max_position_embeddings", positions, rule, "parallel=single")])
-        return min(self.run.data.seq_length, whole)
+        return min(self.run.data.length, whole)
 
     @property
     def grid(self) -> RankGrid:

@@ -116,7 +116,7 @@ def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
     """A step as a record of the metrics file."""
     run, world = parts.run, parts.world
     seconds = result.seconds
-    flops = {c: flops_per_token(run.model, run.data.seq_length, causal=c) * result.tokens for c in (True, False)}
+    flops = {c: flops_per_token(run.model, run.data.length, causal=c) * result.tokens for c in (True, False)}
     rate = flops[True] / seconds["step"] / world.size
     record: dict[str, Any] = {
         "step": result.step,

@@ -166,7 +166,7 @@ def run_pipeline(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) 
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(batches),
-        seq_length=run.data.seq_length * (run.trainer.micro if run.data.packed else 1),
+        seq_length=run.data.length * (run.trainer.micro if run.data.packed else 1),
         micro_batch_size=1 if run.data.packed else run.trainer.micro,
         forward_only=forward_only,
     )
@@ -225,7 +225,7 @@ def reduce_report(world: World, reports: list[torch.Tensor], stop: bool) -> tupl
 
 
 def to_device(batch: Batch, world: World) -> Batch:
-    """A micro-batch on this rank's device, cut to this rank's part of the sequence under context parallelism."""
+    """A micro-batch on this rank's device, split to this rank's part of the sequence under context parallelism."""
     if world.grid.cp > 1:
         batch = _part_of_context(batch, world)
     return {key: value.to(world.torch_device, non_blocking=True) for key, value in batch.items()}

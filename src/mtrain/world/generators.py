@@ -19,7 +19,7 @@ def seed_generators(seed: int, coords: Mapping[str, int], step: int = 0) -> None
     Ranks that hold other layers or read other tokens draw other numbers from everything: pipeline stages, data- and
     context-parallel ranks, and so the ranks of experts. Tensor-parallel ranks draw the same from the generators of
     Python, NumPy and torch, for tensors that each of them holds whole, and others from the streams of megatron-core's
-    tracker that it forks for tensors that are cut (`model-parallel-rng`: heads, and with sequence parallelism rows).
+    tracker that it forks for sharded tensors (`model-parallel-rng`: heads, and with sequence parallelism rows).
 
     Weights and the order of samples depend on none of these. Megatron-LM adds 100 to the seed for a stage and, with
     --data-parallel-random-init, 10 for a data-parallel rank, so that rank 10 of stage 0 draws what rank 0 of stage 1

@@ -47,7 +47,7 @@ def _groups(rank: int, grid: RankGrid, embedding_stages: list[int]) -> dict[str,
         "edp": (ps.get_expert_data_parallel_group(), ("edp",)),
     }
     groups = {name: (group, grid.group_of(rank, *axes)) for name, (group, axes) in found.items()}
-    # a copy of what is spread is on consecutive ranks of those that share weights
+    # a copy of what is sharded is on consecutive ranks of those that share weights
     shared = sorted(grid.group_of(rank, "dp", "cp"))
     part = ps.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
     between = ps.get_inter_distributed_optimizer_instance_group(check_initialized=False)

@@ -49,8 +49,9 @@ def for_elsewhere(words: Sequence[str]) -> tuple[Composed, RunConfig]:
         composed = compose(words)
     except Rejected as error:
         raise ConfigError([*error.problems, *also_wrong(error, machine, world_size)]) from None
-    run = resolve(composed.run, machine, world_size)
-    problems = validate(composed, run, resolved_origins(composed, run), machine, world_size)
+    why: dict[str, str] = {}
+    run = resolve(composed.run, machine, world_size, why=why)
+    problems = validate(composed, run, resolved_origins(composed, run, why), machine, world_size)
     here = [p for p in problems if p.code in NOT_HERE]
     wrong = [p for p in problems if p not in here and p.severity == "error"]
     if wrong:

@@ -13,6 +13,11 @@ OPTIMIZERS: dict[str, Optimizer] = {
 """By name, which is that of the module, in the order of the alphabet."""
 
 
+def read_by(key: str) -> str:
+    """The condition of a key of `optim` that not all optimizers read."""
+    return f"optim.name={'|'.join(readers(key))}"
+
+
 def readers(key: str) -> tuple[str, ...]:
     """The optimizers that read a key of `optim` which not all of them do."""
     return tuple(name for name, spec in OPTIMIZERS.items() if key in spec.keys)

@@ -38,7 +38,7 @@ def _obstacle(word: str, run: Run) -> str | None:
         return f"{word} {few}" if o.in_low_precision else None
     if o.in_low_precision or (p.fsdp == "none" and not o.cpu_offload):
         return None
-    what = "copies in host memory" if o.cpu_offload else f"what parallel.fsdp={p.fsdp} spreads"
+    what = "copies in host memory" if o.cpu_offload else f"what parallel.fsdp={p.fsdp} shards"
     return f"{word} updates plain tensors of the device, not {what}"
 
 

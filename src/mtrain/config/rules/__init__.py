@@ -28,10 +28,11 @@ from mtrain.config.rules import (
     unused,
 )
 from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.rules.related import related, value_at
 from mtrain.config.rules.rule import Rule
 from mtrain.config.run import RunConfig
 from mtrain.config.watch import watched
-from mtrain.errors import Problem
+from mtrain.errors import Problem, Related
 
 _MODULES = (
     layout,
@@ -97,8 +98,8 @@ def check(
     raw, answers = raw if raw is not None else run, Answers()
     found = list(findings_and_reads(run, answers))
     trial = _Trial(raw, resolve, (finding for finding, _ in found), answers)
-    said = [_softened(finding, raw, to_run=to_run) for finding, reads in found if not hidden(reads)]
-    problems = [_problem(finding, run, origins or {}, trial) for finding in said]
+    said = [(_softened(finding, raw, to_run=to_run), reads) for finding, reads in found if not hidden(reads)]
+    problems = [_problem(finding, run, origins or {}, trial, reads) for finding, reads in said]
     return sorted(problems, key=lambda p: p.severity)
 
 
@@ -127,14 +128,6 @@ def _said(rule: Rule, run: RunConfig) -> Iterator[tuple[Finding, frozenset[str]]
     reads = set[str]()
     for found in rule(watched(run, reads)):
         yield found, frozenset(reads)
-
-
-def value_at(run: RunConfig, path: str) -> Any:
-    """The value of a dotted key; None where its section is null."""
-    node: Any = run
-    for name in path.split("."):
-        node = getattr(node, name, None)
-    return node
 
 
 def apply(run: RunConfig, change: Change) -> RunConfig:
@@ -208,7 +201,9 @@ class _Trial:
         return good
 
 
-def _problem(finding: Finding, run: RunConfig, origins: Mapping[str, str], trial: _Trial) -> Problem:
+def _problem(
+    finding: Finding, run: RunConfig, origins: Mapping[str, str], trial: _Trial, reads: AbstractSet[str]
+) -> Problem:
     held = trial.raw.flat()
     fixes = []
     for change in trial.choose(finding):
@@ -216,12 +211,11 @@ def _problem(finding: Finding, run: RunConfig, origins: Mapping[str, str], trial
         fixes.append(" ".join(override(key, value) for key, value in (new or change).items()))
     if finding.hint:
         fixes.append(finding.hint)
-    value = value_at(run, finding.path)
-    if isinstance(value, tuple):
-        value = list(value)
-    source = origins.get(finding.path, "")
+    value, source = _plain(value_at(run, finding.path)), origins.get(finding.path, "")
     fix = " or ".join(dict.fromkeys(fixes))
-    return Problem(finding.code, finding.path, value, finding.rule, fix, source, finding.severity)
+    others = related(finding, run, reads, origins)
+    also = tuple(Related(key, _plain(value_at(run, key)), origins.get(key, "")) for key in others)
+    return Problem(finding.code, finding.path, value, finding.rule, fix, source, finding.severity, also)
 
 
 def _plain(value: Any) -> Any:

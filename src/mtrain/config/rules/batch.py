@@ -55,7 +55,7 @@ def batch_divides(run: RunConfig) -> Iterator[Finding]:
 )
 def batch_is_counted_in_samples(run: RunConfig) -> Iterator[Finding]:
     """A global batch is a number of samples; one that was written in tokens is thousands of times too large."""
-    t, seq = run.trainer, run.data.seq_length
+    t, seq = run.trainer, run.data.length
     if t.batch * seq > MOST_TOKENS:
         group = t.micro * dp_of(run) * (run.parallel.pp if run.parallel.vpp > 1 else 1)
         rule = f"{t.batch} samples of {seq} tokens are {t.batch * seq:.3g} tokens a step; DeepSeek-V3 takes 6.3e+07"

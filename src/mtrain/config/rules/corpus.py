@@ -75,7 +75,7 @@ def text_is_there(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT305", "data.path", rule, (*near, {"data.path": None}))
         return
     splits = 2 if run.trainer.eval_iters else 1
-    need = splits * (d.seq_length + 1)
+    need = splits * (d.length + 1)
     limit = need if d.limit_mib is None else max(1, int(d.limit_mib * MIB))
     bound = Bound()
     try:
@@ -197,7 +197,7 @@ def _corpus(run: RunConfig, text: str, renamed: Callable[[str], Change]) -> Iter
 
 def _tokens_suffice(run: RunConfig, corpus: TokenFiles) -> Iterator[Finding]:
     """Each split that is used has tokens for a sample, and the first ones are ids of the model."""
-    d, need, vocab = run.data, run.data.seq_length + 1, run.model.vocab_size
+    d, need, vocab = run.data, run.data.length + 1, run.model.vocab_size
     if sum(d.split) <= 0:
         return
     parts = split_documents(corpus, d.split)

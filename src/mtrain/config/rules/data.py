@@ -166,11 +166,11 @@ def packed_samples(run: RunConfig) -> Iterator[Finding]:
     off: Change = {"data.packed": False, "data.packed_multiple": None}
     step = chunks_of_a_document(run)
     size = d.packed_multiple or 1
-    if size % step or d.seq_length % size:
-        near = [n for n in (step, 2 * step, 4 * step) if d.seq_length % n == 0]
-        rule = f"{size} must be a multiple of the {step} chunks of a document and divide samples of {d.seq_length}"
+    if size % step or d.length % size:
+        near = [n for n in (step, 2 * step, 4 * step) if d.length % n == 0]
+        rule = f"{size} must be a multiple of the {step} chunks of a document and divide samples of {d.length}"
         fixes: tuple[Change, ...] = tuple({"data.packed_multiple": n} for n in near)
-        yield Finding("MT314", "data.packed_multiple", rule, (*fixes, off))
+        yield Finding("MT314", "data.packed_multiple", rule, (*fixes, off), also=("parallel.cp", "parallel.tp"))
     if m.moe is not None and m.moe.router_load_balancing_type == "seq_aux_loss":
         rule = "seq_aux_loss balances each sample, and a packed micro-batch is one long sample"
         aux: Change = {"model.moe.router_load_balancing_type": "aux_loss"}
@@ -183,7 +183,13 @@ def packed_samples(run: RunConfig) -> Iterator[Finding]:
             "parallel.recompute.num_layers": None,
         }
         none: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_factor": None}
-        yield Finding("MT319", "data.packed", rule, (keep, none, off))
+        yield Finding(
+            "MT319",
+            "data.packed",
+            rule,
+            (keep, none, off),
+            also=("model.mtp_num_layers", "parallel.recompute.granularity"),
+        )
 
 
 RULES = (

@@ -1,4 +1,4 @@
-"""Mixture of experts: how experts are spread over ranks, and what sends tokens to them."""
+"""Mixture of experts: how experts are sharded over ranks, and what sends tokens to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _ep_fixes(run: RunConfig, legal: list[int]) -> tuple[Change, ...]:
 
 
 @rule(
-    Code("MT120", "ep spreads experts, and a dense model has none.", example="parallel=ep2"),
+    Code("MT120", "ep shards experts, and a dense model has none.", example="parallel=ep2"),
     Code("MT121", "etp splits experts, and a dense model has none.", example="parallel=single parallel.etp=2"),
     reads="model.moe parallel.ep parallel.etp parallel.tp",
 )
@@ -32,10 +32,10 @@ def expert_axes_need_experts(run: RunConfig) -> Iterator[Finding]:
     if run.model.moe is not None:
         return
     if p.ep > 1:
-        rule = f"ep {p.ep} spreads experts, and model.moe is null: the model is dense"
+        rule = f"ep {p.ep} shards experts, and model.moe is null: the model is dense"
         yield Finding("MT120", "parallel.ep", rule, ({"parallel.ep": 1}, {"parallel.ep": 1, "parallel.ranks": None}))
     if p.etp is not None and p.etp != p.tp:
-        rule = f"etp {p.etp} cuts experts, and model.moe is null: the model is dense"
+        rule = f"etp {p.etp} shards experts, and model.moe is null: the model is dense"
         yield Finding("MT121", "parallel.etp", rule, ({"parallel.etp": None},))
 
 
@@ -141,7 +141,13 @@ def biases_in_experts(run: RunConfig) -> Iterator[Finding]:
     if run.model.moe is not None and run.model.add_bias_linear and run.model.moe.shared_expert_intermediate_size:
         rule = "megatron-core's shared experts have no biases, and add_bias_linear gives one to every linear layer"
         shared: Change = {"model.moe.shared_expert_intermediate_size": None, "model.moe.shared_expert_overlap": False}
-        yield Finding("MT240", "model.add_bias_linear", rule, ({"model.add_bias_linear": False}, shared))
+        yield Finding(
+            "MT240",
+            "model.add_bias_linear",
+            rule,
+            ({"model.add_bias_linear": False}, shared),
+            also=("model.moe.shared_expert_intermediate_size",),
+        )
 
 
 @rule(
@@ -215,7 +221,13 @@ def flex_dispatcher(run: RunConfig) -> Iterator[Finding]:
     if moe.pad_expert_input_to_capacity and moe.flex_dispatcher_backend != "hybridep":
         rule = "DeepEP's dispatcher pads no expert to its capacity"
         off: Change = {"model.moe.pad_expert_input_to_capacity": False}
-        yield Finding("MT237", "model.moe.pad_expert_input_to_capacity", rule, (off, alltoall))
+        yield Finding(
+            "MT237",
+            "model.moe.pad_expert_input_to_capacity",
+            rule,
+            (off, alltoall),
+            also=("model.moe.token_dispatcher_type", "model.moe.flex_dispatcher_backend"),
+        )
 
 
 RULES = (

@@ -26,6 +26,8 @@ class Finding:
     """A finding whose code is one of a warning is a warning, whatever stands here."""
     hint: str = ""
     """What to say where no change of keys can correct it: a path that does not exist."""
+    also: tuple[str, ...] = ()
+    """Other keys that the rule is about, where its text does not name them."""
     lacks: Literal["", "device", "input"] = ""
     """What is not there yet, though nothing is wrong: a device that auto did not find, an input that has to be named.
     A run is refused for it; `check`, which validates for wherever the run will be, warns."""

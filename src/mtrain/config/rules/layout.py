@@ -51,7 +51,7 @@ def tp_divides_heads(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def tp_fits_query_groups(run: RunConfig) -> Iterator[Finding]:
-    """Key/value heads are cut over tp, or copied to it."""
+    """Key/value heads are sharded over tp, or copied to it."""
     m, tp = run.model, run.parallel.tp
     groups = m.query_groups
     if m.mla is None and groups % tp and tp % groups:
@@ -68,7 +68,7 @@ def tp_fits_query_groups(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def tp_divides_mlps(run: RunConfig) -> Iterator[Finding]:
-    """Every dense MLP that tp cuts has a width that divides."""
+    """Every dense MLP that tp shards has a width that divides."""
     m = run.model
     if m.moe is None or m.moe.first_dense_layers:
         yield from _width(run, "MT103", "model.ffn_hidden_size", m.ffn_hidden_size)
@@ -82,7 +82,7 @@ def tp_divides_mlps(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def tp_divides_shared_experts(run: RunConfig) -> Iterator[Finding]:
-    """Shared experts, which tp cuts as it cuts MLPs, have a width that divides."""
+    """Shared experts, which tp shards as it does MLPs, have a width that divides."""
     m = run.model
     if m.moe is not None and m.moe.shared_expert_intermediate_size:
         width = m.moe.shared_expert_intermediate_size
@@ -171,7 +171,7 @@ def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
     c, p = run.cluster, run.parallel
     if c.devices_per_node is None and facts_of(c.device).on_host:
         if (p.ranks or 0) % c.nodes:
-            rule = f"{p.ranks} processes cannot be spread evenly over {c.nodes} machines"
+            rule = f"{p.ranks} processes do not divide evenly over {c.nodes} machines"
             yield Finding("MT114", "parallel.ranks", rule, ({"cluster.nodes": 1},))
         return
     if c.devices_per_node is None:
@@ -188,7 +188,9 @@ def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
         if p.ranks is not None and p.ranks % c.devices_per_node == 0:
             own.append({"cluster.nodes": p.ranks // c.devices_per_node})
         own.append({"cluster.nodes": 1, "cluster.devices_per_node": p.ranks})
-        yield Finding("MT114", "parallel.ranks", rule, (*own, *_grid_fixes(run, p.model_ranks)))
+        yield Finding(
+            "MT114", "parallel.ranks", rule, (*own, *_grid_fixes(run, p.model_ranks)), also=("cluster.nodes",)
+        )
 
 
 @rule(
@@ -205,15 +207,15 @@ def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
     reads="data.seq_length parallel.sequence_parallel parallel.tp parallel.cp",
 )
 def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
-    """Sequence parallelism cuts over tp what is between the tensor-parallel regions."""
-    p, seq = run.parallel, run.data.seq_length
+    """Sequence parallelism shards over tp what is between the tensor-parallel regions."""
+    p, seq = run.parallel, run.data.length
     if not p.sequence_parallel:
         return
     if p.tp == 1:
         yield Finding(
             "MT115",
             "parallel.sequence_parallel",
-            "sequence parallel cuts over the tp ranks, and tp is 1",
+            "sequence parallel shards over the tp ranks, and tp is 1",
             ({"parallel.sequence_parallel": False}, {"parallel.tp": 2}),
         )
     elif seq % (p.tp * p.cp):
@@ -231,7 +233,7 @@ def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
 )
 def context_parallel(run: RunConfig) -> Iterator[Finding]:
     """Each cp rank holds two chunks of the sequence, one from each end, for causal balance."""
-    p, seq = run.parallel, run.data.seq_length
+    p, seq = run.parallel, run.data.length
     if p.cp > 1 and seq % (2 * p.cp):
         step = math.lcm(2 * p.cp, p.tp * p.cp if p.sequence_parallel else 1)
         near = multiples(seq, step)

@@ -68,7 +68,9 @@ def rotary_width_is_even(run: RunConfig) -> Iterator[Finding]:
     fixes = (all_of_it, {"model.rotary_percent": 0.5}, even, {**even, **all_of_it})
     blamed = key if m.mla is not None and m.rotary_percent == 1 else "model.rotary_percent"
     rule = f"{width} channels of a head rotate, and they rotate in pairs: an even number, at least 2"
-    yield Finding("MT203", blamed, rule, fixes)
+    yield Finding(
+        "MT203", blamed, rule, fixes, also=("model.kv_channels", "model.hidden_size", "model.num_attention_heads")
+    )
 
 
 @rule(
@@ -77,7 +79,7 @@ def rotary_width_is_even(run: RunConfig) -> Iterator[Finding]:
 )
 def sequence_fits_positions(run: RunConfig) -> Iterator[Finding]:
     """No sample is longer than the positions are made for."""
-    m, seq = run.model, run.data.seq_length
+    m, seq = run.model, run.data.length
     if m.position_embedding_type != "none" and seq > m.max_position_embeddings:
         rule = (
             f"samples of {seq} tokens, and positions for {m.max_position_embeddings} (model.max_position_embeddings)"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtrain.config.defaults import tenth
 from mtrain.config.kernels import update_obstacle
 from mtrain.config.optimizer import Feature
 from mtrain.config.optimizers import OPTIMIZERS, readers
-from mtrain.config.resolve import tenth
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
@@ -17,9 +17,9 @@ from mtrain.config.run import RunConfig
 def rates_are_ordered(run: RunConfig) -> Iterator[Finding]:
     """The schedule falls from lr to min_lr."""
     o = run.optim
-    if (o.min_lr or 0.0) > o.lr:
-        rule = f"min_lr {o.min_lr:g} is above lr {o.lr:g}"
-        fixes: tuple[Change, ...] = ({"optim.min_lr": tenth(o.lr)}, {"optim.min_lr": 0.0})
+    if (o.min_lr or 0.0) > o.rate:
+        rule = f"min_lr {o.min_lr:g} is above lr {o.rate:g}"
+        fixes: tuple[Change, ...] = ({"optim.min_lr": tenth(o.rate)}, {"optim.min_lr": 0.0})
         yield Finding("MT421", "optim.min_lr", rule, fixes)
 
 
@@ -74,7 +74,7 @@ def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
     reads="parallel.distributed_optimizer optim.name",
 )
 def optimizer_can_be_distributed(run: RunConfig) -> Iterator[Finding]:
-    """The distributed optimizer cuts parameters anywhere, and not every update rule can be cut."""
+    """The distributed optimizer splits parameters anywhere, and not every update rule allows that."""
     why = _why_not(run, "distributed_optimizer")
     if run.parallel.distributed_optimizer and why is not None:
         off: Change = {"parallel.distributed_optimizer": False}
@@ -135,9 +135,9 @@ def _another(name: str, feature: Feature) -> Change:
 def rate_is_plausible(run: RunConfig) -> Iterator[Finding]:
     """A rate of whole numbers is usually one whose exponent was lost."""
     o, usual = run.optim, OPTIMIZERS[run.optim.name].usual_lr
-    if usual is not None and o.lr > 10 * usual[1]:
+    if usual is not None and o.rate > 10 * usual[1]:
         low, high = (f"{rate:.0e}".replace("e-0", "e-") for rate in usual)
-        rule = f"a learning rate of {o.lr:g} is unusual for {o.name}: {low} to {high} is common"
+        rule = f"a learning rate of {o.rate:g} is unusual for {o.name}: {low} to {high} is common"
         fixes: tuple[Change, ...] = ({"optim.lr": 1e-3}, {"optim.lr": 1e-3, "optim.min_lr": 0.0})
         yield Finding("MT427", "optim.lr", rule, fixes)
 
@@ -175,7 +175,13 @@ def kernel_can_update(run: RunConfig) -> Iterator[Finding]:
         return
     auto: Change = {"kernels.optimizer": "auto"}
     if kernel in ("reference", "triton"):
-        yield Finding("MT461", "kernels.optimizer", why, (auto, {"kernels.optimizer": "torch"}))
+        yield Finding(
+            "MT461",
+            "kernels.optimizer",
+            why,
+            (auto, {"kernels.optimizer": "torch"}),
+            also=("optim.name", "optim.cpu_offload"),
+        )
     elif _low_precision(run):
         what = next(key for key, value in FULL.items() if _value(run, key) != value)
         rule = f"{kernel} keeps 32 bits of each moment and main weight, and {what} is {_value(run, what)}"
@@ -225,7 +231,7 @@ def low_precision_has_its_place(run: RunConfig) -> Iterator[Finding]:
     set_keys = [key for key, value in FULL.items() if _value(run, key) != value]
     back: Change = {key: FULL[key] for key in set_keys}
     if p.fsdp != "none" or o.cpu_offload:
-        what = f"parallel.fsdp={p.fsdp} spreads" if p.fsdp != "none" else "optim.cpu_offload moves to host memory"
+        what = f"parallel.fsdp={p.fsdp} shards" if p.fsdp != "none" else "optim.cpu_offload moves to host memory"
         zero: Change = {"parallel.fsdp": "none", "parallel.fsdp_sharding": None, "parallel.hsdp_replicas": 1}
         zero = {**zero, "parallel.distributed_optimizer": True, "optim.cpu_offload": 0.0}
         rule = f"low-precision state is of whole weights or of the distributed optimizer's shards, not of what {what}"
@@ -242,7 +248,13 @@ def low_precision_has_its_place(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT465", "optim.store_param_remainders", rule, (off, {"optim.main_params_dtype": "fp32"}))
     elif o.main_params_dtype != "fp32" and p.pp > 1 and run.model.tie_word_embeddings:
         rule = f"the first and the last of {p.pp} stages would round their copies of the tied embedding differently"
-        yield Finding("MT466", "optim.main_params_dtype", rule, (REMAINDERS, {"optim.main_params_dtype": "fp32"}))
+        yield Finding(
+            "MT466",
+            "optim.main_params_dtype",
+            rule,
+            (REMAINDERS, {"optim.main_params_dtype": "fp32"}),
+            also=("model.tie_word_embeddings",),
+        )
 
 
 def _value(run: RunConfig, path: str) -> object:

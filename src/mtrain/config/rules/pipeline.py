@@ -75,13 +75,13 @@ def _nearly_equal(layers: int, blocks: int) -> list[int]:
     reads=f"{SPLIT}",
 )
 def one_way_to_say_it(run: RunConfig) -> Iterator[Finding]:
-    """The cut is written once."""
+    """The split into stages is written once."""
     said = [k for k, off in EQUAL.items() if getattr(run.parallel, k.rpartition(".")[2]) != off]
     kinds = {"account" if "account" in k else k for k in said}
     if len(kinds) > 1:
         first = said[0]
         rest: Change = {k: EQUAL[k] for k in said[1:]}
-        rule = f"the cut into stages is said more than once: {' and '.join(said)}"
+        rule = f"the split into stages is said more than once: {' and '.join(said)}"
         yield Finding("MT141", first, rule, (rest, EQUAL))
 
 
@@ -143,7 +143,13 @@ def predictions_share_positions(run: RunConfig) -> Iterator[Finding]:
         )
         rope: Change = {"model.position_embedding_type": "rope"}
         none: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_factor": None}
-        yield Finding("MT144", "model.position_embedding_type", rule, (rope, {**none, **EQUAL}, none))
+        yield Finding(
+            "MT144",
+            "model.position_embedding_type",
+            rule,
+            (rope, {**none, **EQUAL}, none),
+            also=("model.mtp_num_layers",),
+        )
 
 
 RULES = (predictions_share_positions, stages_are_whole, one_way_to_say_it, stages_fit, vpp_needs_pp)

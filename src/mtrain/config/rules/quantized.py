@@ -106,11 +106,11 @@ def generation_has_the_recipe(run: RunConfig) -> Iterator[Finding]:
         return
     until = f" and below sm_{end}" if end < 999 else ""
     rule = f"the {recipe} recipe needs sm_{first} or newer{until}, and the devices are sm_{sm}"
-    yield Finding("MT443", _key(run), rule, (_tensorwise(run), _off(run)), hint=PLAIN)
+    yield Finding("MT443", _key(run), rule, (_tensorwise(run), _off(run)), hint=PLAIN, also=("cluster.sm",))
 
 
 def _widths(run: RunConfig) -> Iterator[tuple[str, str, int, int]]:
-    """Key, words, width and over how many ranks it is cut, of every matrix that is multiplied in low precision."""
+    """Key, words, width and over how many ranks it is sharded, of every matrix multiplied in low precision."""
     m, p = run.model, run.parallel
     yield "model.hidden_size", "the hidden size", m.hidden_size, 1
     if m.moe is None or m.moe.first_dense_layers:
@@ -169,13 +169,20 @@ def widths_fill_the_tensor_cores(run: RunConfig) -> Iterator[Finding]:
             fixes: tuple[Change, ...] = (_off(run),)
             if key in ("model.hidden_size", "model.ffn_hidden_size") or key.startswith("model.moe."):
                 fixes = (*({key: n} for n in multiples(width, ranks * step)), *fixes)
-            yield Finding("MT444", key, rule, fixes, hint=PLAIN)
+            yield Finding("MT444", key, rule, fixes, hint=PLAIN, also=("parallel.tp",))
     cut = p.cp * (p.tp if p.sequence_parallel else 1)
-    tokens = run.data.seq_length * run.trainer.micro
+    tokens = run.data.length * run.trainer.micro
     if tokens % (cut * step):
         rule = f"micro-batches of {tokens} tokens over {cut} rank(s): {recipe} takes multiples of {step} on each"
-        more: tuple[Change, ...] = tuple({"data.seq_length": n} for n in multiples(run.data.seq_length, cut * step))
-        yield Finding("MT445", "data.seq_length", rule, (*more, _off(run)), hint=PLAIN)
+        more: tuple[Change, ...] = tuple({"data.seq_length": n} for n in multiples(run.data.length, cut * step))
+        yield Finding(
+            "MT445",
+            "data.seq_length",
+            rule,
+            (*more, _off(run)),
+            hint=PLAIN,
+            also=("parallel.tp", "parallel.cp", "trainer.micro_batch_size"),
+        )
 
 
 @rule(

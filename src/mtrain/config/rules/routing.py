@@ -150,7 +150,7 @@ def group_scores(run: RunConfig) -> Iterator[Finding]:
     size, best = moe.num_experts // moe.router_num_groups, moe.group_score_topk or 1
     if best > size:
         rule = f"a group has {size} experts, and its score is the sum of {best}"
-        yield Finding("MT242", key, rule, ({key: size}, {key: None}))
+        yield Finding("MT242", key, rule, ({key: size}, {key: None}), also=("model.moe.router_num_groups",))
     for name, published in PUBLISHED_GROUP_SCORES.items():
         if run.model.name.startswith(name) and best != published:
             rule = f"a group of {name} is worth the sum of its {published} best scores, and here of {best}"
@@ -234,7 +234,13 @@ def sinkhorn_sees_one_rank(run: RunConfig) -> Iterator[Finding]:
             "model.moe.router_enable_expert_bias": False,
             "model.moe.router_bias_update_rate": None,
         }
-        yield Finding("MT232", "model.moe.router_load_balancing_type", rule, (off, aux))
+        yield Finding(
+            "MT232",
+            "model.moe.router_load_balancing_type",
+            rule,
+            (off, aux),
+            also=("model.moe.router_num_groups", "model.moe.router_enable_expert_bias"),
+        )
     if p.sequence_parallel or p.cp > 1:
         rule = f"balances the tokens of one rank: with tp {p.tp} * cp {p.cp} it chooses otherwise than on one rank"
         yield Finding("MT233", "model.moe.router_load_balancing_type", rule, (aux,))

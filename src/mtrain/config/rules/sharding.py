@@ -1,4 +1,4 @@
-"""What else is cut or computed again: context, weights (FSDP), replicas, activations."""
+"""What else is sharded or computed again: context, weights (FSDP), replicas, activations."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def heads_can_be_exchanged(run: RunConfig) -> Iterator[Finding]:
     reads="model.mla.rope_type parallel.cp model.mla.original_max_position_embeddings",
 )
 def stretched_positions_are_cut(run: RunConfig) -> Iterator[Finding]:
-    """megatron-core cuts the table of yarn's positions over the cp ranks, two chunks for each."""
+    """megatron-core splits the table of yarn's positions over the cp ranks, two chunks for each."""
     p, mla = run.parallel, run.model.mla
     if mla is None or mla.rope_type != "yarn" or p.cp == 1 or mla.original_max_position_embeddings is None:
         return
@@ -104,9 +104,9 @@ def dynamic_context(run: RunConfig) -> Iterator[Finding]:
         return Finding("MT169", "parallel.hybrid_context_parallel", rule, (*fixes, off))
 
     if not d.packed:
-        yield refuse("cuts the documents of packed samples, and data.packed is false", {"data.packed": True})
+        yield refuse("splits the documents of packed samples, and data.packed is false", {"data.packed": True})
     if p.cp > 1 or p.pp > 1:
-        rule = f"documents are cut over data-parallel ranks, with cp 1 and pp 1; here cp {p.cp}, pp {p.pp}"
+        rule = f"documents are sharded over data-parallel ranks, with cp 1 and pp 1; here cp {p.cp}, pp {p.pp}"
         flat: Change = {"parallel.cp": 1, "parallel.pp": 1, "parallel.vpp": 1, "parallel.cp_comm_type": None}
         yield refuse(rule, flat)
     if p.cp_comm_type in ("a2a", "a2a+p2p"):
@@ -121,9 +121,9 @@ def dynamic_context(run: RunConfig) -> Iterator[Finding]:
         rule = "ranks run different numbers of documents: gradients cannot be reduced while the backward runs"
         keys: Change = {"parallel.overlap_grad_reduce": False, "parallel.overlap_param_gather": False}
         yield refuse(rule, keys, {**keys, "parallel.fsdp": "none", "parallel.fsdp_sharding": None})
-    if (p.max_seqlen_per_dp_cp_rank or 1) * dp < d.seq_length:
-        rule = f"{dp} ranks of {p.max_seqlen_per_dp_cp_rank} tokens cannot take a document of {d.seq_length}"
-        more: Change = {"parallel.max_seqlen_per_dp_cp_rank": -(-d.seq_length // dp)}
+    if (p.max_seqlen_per_dp_cp_rank or 1) * dp < d.length:
+        rule = f"{dp} ranks of {p.max_seqlen_per_dp_cp_rank} tokens cannot take a document of {d.length}"
+        more: Change = {"parallel.max_seqlen_per_dp_cp_rank": -(-d.length // dp)}
         yield Finding("MT170", "parallel.max_seqlen_per_dp_cp_rank", rule, (more, off))
 
 
@@ -152,7 +152,7 @@ def fully_sharded(run: RunConfig) -> Iterator[Finding]:
     if p.distributed_optimizer or p.overlap_grad_reduce or p.overlap_param_gather:
         keys = ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
         set_keys = [k for k in keys if getattr(p, k)]
-        rule = f"spreads and overlaps by itself; {' and '.join(set_keys)} must be false"
+        rule = f"shards and overlaps by itself; {' and '.join(set_keys)} must be false"
         off: Change = {f"parallel.{k}": False for k in set_keys}
         yield Finding("MT162", "parallel.fsdp", rule, (off, plain))
     if p.fsdp != "megatron":
@@ -182,7 +182,13 @@ def shared_experts_stay_on_a_stage(run: RunConfig) -> Iterator[Finding]:
         rule = f"megatron's FSDP misses gradients of a stage that has shared experts, and parallel.pp is {p.pp}"
         optim: Change = {"parallel.fsdp_sharding": "optim"}
         other: Change = {"parallel.fsdp": "fsdp2", "parallel.fsdp_sharding": None}
-        yield Finding("MT163", "parallel.fsdp", rule, (optim, other, {"parallel.pp": 1}))
+        yield Finding(
+            "MT163",
+            "parallel.fsdp",
+            rule,
+            (optim, other, {"parallel.pp": 1}),
+            also=("model.moe.shared_expert_intermediate_size",),
+        )
 
 
 @rule(
@@ -195,7 +201,7 @@ def shared_experts_stay_on_a_stage(run: RunConfig) -> Iterator[Finding]:
     reads=f"parallel.hsdp_replicas {DP} parallel.ep parallel.etp parallel.fsdp parallel.distributed_optimizer",
 )
 def replicas_divide(run: RunConfig) -> Iterator[Finding]:
-    """Groups that each hold one whole spread copy are equal."""
+    """Groups that each hold one whole sharded copy are equal."""
     p = run.parallel
     if p.hsdp_replicas == 1:
         return
@@ -209,8 +215,8 @@ def replicas_divide(run: RunConfig) -> Iterator[Finding]:
     fixes: tuple[Change, ...] = (*({"parallel.hsdp_replicas": n} for n in nearest(p.hsdp_replicas, legal)), one)
     if ranks % p.hsdp_replicas or ranks == p.hsdp_replicas:
         rule = (
-            f"{p.hsdp_replicas} copies over {ranks} ranks (dp {dp_of(run)} * cp {p.cp}), and a copy is spread over 2 "
-            f"at least; legal: {listed(legal)}"
+            f"{p.hsdp_replicas} copies over {ranks} ranks (dp {dp_of(run)} * cp {p.cp}), and a copy is sharded over "
+            f"2 at least; legal: {listed(legal)}"
         )
         yield Finding("MT167", "parallel.hsdp_replicas", rule, fixes)
     elif experts % p.hsdp_replicas:
@@ -307,7 +313,7 @@ def offloaded_optimizer(run: RunConfig) -> Iterator[Finding]:
     """Host memory holds the state of weights that a rank keeps whole, or of the distributed optimizer's shards."""
     p = run.parallel
     if run.optim.cpu_offload and p.fsdp != "none":
-        rule = f"copies to host memory are of plain tensors, and parallel.fsdp={p.fsdp} leaves parts of spread ones"
+        rule = f"copies to host memory are of plain tensors, and parallel.fsdp={p.fsdp} leaves parts of sharded ones"
         plain: Change = {"parallel.fsdp": "none", "parallel.fsdp_sharding": None}
         zero: Change = {**plain, "parallel.distributed_optimizer": True}
         yield Finding("MT428", "optim.cpu_offload", rule, ({"optim.cpu_offload": 0.0}, zero, plain))

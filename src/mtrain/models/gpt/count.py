@@ -130,7 +130,7 @@ def _keys(model: ModelConfig, layer: int, seq_length: int, *, causal: bool) -> f
 
 
 def expert_parameters(model: ModelConfig) -> int:
-    """Trainable parameters of routed experts: what expert parallelism spreads."""
+    """Trainable parameters of routed experts: what expert parallelism shards."""
     if model.moe is None:
         return 0
     layers = model.num_layers - model.moe.first_dense_layers + (model.mtp_num_layers or 0)

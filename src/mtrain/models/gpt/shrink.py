@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.model import ModelConfig, MoEConfig
+from mtrain.config.experts import MoEConfig
+from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
 
 HEAD, HIDDEN, FFN, VOCAB = 16, 64, 128, 512

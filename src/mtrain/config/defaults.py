@@ -1,0 +1,286 @@
+"""What null stands for where model, device or layout decide it, each with the reason that `show` prints.
+
+Every function looks at the configuration alone, and fills in nothing that has a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from mtrain.config.batches import stages
+from mtrain.config.devices import facts_of
+from mtrain.config.model import ModelConfig
+from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.run import RunConfig
+from mtrain.errors import Problem
+
+Filled = Mapping[str, tuple[Any, str]]
+"""Dotted key -> its value, and the reason as it stands behind `resolved from`."""
+Step = Callable[[RunConfig], Filled]
+
+CPU_BATCH, CPU_LENGTH = 8, 256
+"""Samples of a step and tokens of a sample that a CPU trains in a second."""
+SMALL_TOKENIZER = 4096
+"""Token ids that the text which every machine has is enough for."""
+LONGEST = 8192
+"""Tokens of a sample where the model could take more; longer ones are for a later phase of a training."""
+FIRST_WITH_BF16 = 80
+"""Generation of the first NVIDIA device that has bf16 (A100)."""
+
+
+class Trained(NamedTuple):
+    """A model of table 2.1 of the GPT-3 paper."""
+
+    name: str
+    parameters: float
+    lr: float
+    batch_tokens: int
+
+
+GPT3_TABLE = "GPT-3 table 2.1 (arXiv 2005.14165)"
+GPT3 = (
+    Trained("125M", 125e6, 6e-4, 256 * 2048),
+    Trained("350M", 350e6, 3e-4, 256 * 2048),
+    Trained("760M", 760e6, 2.5e-4, 256 * 2048),
+    Trained("1.3B", 1.3e9, 2e-4, 512 * 2048),
+    Trained("2.7B", 2.7e9, 1.6e-4, 512 * 2048),
+    Trained("6.7B", 6.7e9, 1.2e-4, 1024 * 2048),
+    Trained("13B", 13e9, 1e-4, 1024 * 2048),
+    Trained("175B", 175e9, 0.6e-4, 1536 * 2048),
+)
+"""Rate and batch by size; its batches of 0.5M to 3.2M tokens as whole samples of 2,048."""
+
+
+def data_kind(run: RunConfig) -> Filled:
+    """Text where some is named, or where what every machine has fits a small vocabulary; else synthetic tokens."""
+    d, vocabulary = run.data, run.model.vocab_size
+    if d.kind is not None:
+        return {}
+    if d.path is not None or d.limit_mib is not None:
+        return {"data.kind": ("text", "data.path" if d.path is not None else "data.limit_mib")}
+    small = vocabulary <= 2 * max(d.tokenizer_vocab_size, SMALL_TOKENIZER)
+    kind = "text" if small and on_a_cpu(run) else "mock"
+    return {
+        "data.kind": (kind, f"{run.model.name}: vocab_size {vocabulary}, and cluster.device {run.cluster.device}")
+    }
+
+
+def number_format(run: RunConfig) -> Filled:
+    """bf16 on a device that has it, of NVIDIA's since sm_80; one of an unknown generation is taken to have it."""
+    p, c = run.precision, run.cluster
+    if p.dtype is not None:
+        return {}
+    if p.quantized is not None:
+        return {"precision.dtype": ("bf16", f"the {p.quantized} recipe, which is one of models in bf16")}
+    if c.sm is not None:
+        has = c.sm >= FIRST_WITH_BF16
+        return {
+            "precision.dtype": (
+                "bf16" if has else "fp32",
+                f"cluster {c.name}: {'bf16' if has else 'no bf16'} on sm_{c.sm}",
+            )
+        }
+    if "bf16" in c.peak_tflops:
+        return {"precision.dtype": ("bf16", f"cluster {c.name}: bf16 in cluster.peak_tflops")}
+    if facts_of(c.device).cuda_kernels:
+        return {"precision.dtype": ("bf16", f"cluster.device {c.device}, whose cluster.sm is not known")}
+    return {"precision.dtype": ("fp32", f"cluster.device {c.device}")}
+
+
+def sample_length(run: RunConfig) -> Filled:
+    """The model's positions, at most 8,192 of them; on a CPU at most 256."""
+    if run.data.seq_length is not None:
+        return {}
+    most, positions = CPU_LENGTH if on_a_cpu(run) else LONGEST, run.model.max_position_embeddings
+    why = f"{run.model.name}: max_position_embeddings {positions}"
+    if positions > most:
+        why += f", at most {most}" + (" on a CPU" if on_a_cpu(run) else "")
+    return {"data.seq_length": (min(most, positions), why)}
+
+
+def sequence_parallel(run: RunConfig) -> Filled:
+    """On where tp shards layers, on a CPU only of experts, which train with tp only so."""
+    p, cut = run.parallel, run.parallel.tp * run.parallel.cp
+    if p.sequence_parallel is not None:
+        return {}
+    if p.tp == 1 or run.model.moe is not None:
+        on, why = p.tp > 1, f"tp {p.tp}" + (" and experts" if p.tp > 1 else "")
+    elif on_a_cpu(run):
+        on, why = False, "cluster.device cpu"
+    elif p.recompute.distribute_saved_activations:
+        on, why = False, "parallel.recompute.distribute_saved_activations true"
+    else:
+        on = run.data.length % cut == 0
+        why = (
+            f"tp {p.tp}" if on else f"data.seq_length {run.data.length}, which tp {p.tp} * cp {p.cp} does not divide"
+        )
+    return {"parallel.sequence_parallel": (on, why)}
+
+
+def distributed_optimizer(run: RunConfig) -> Filled:
+    """On where ranks hold the same weights on GPUs."""
+    if run.parallel.distributed_optimizer is not None:
+        return {}
+    on, why = _replicated(run)
+    if on and "distributed_optimizer" in OPTIMIZERS[run.optim.name].cannot:
+        on, why = False, f"optim.name {run.optim.name}"
+    return {"parallel.distributed_optimizer": (on, why)}
+
+
+def overlap_grad_reduce(run: RunConfig) -> Filled:
+    """On where ranks hold the same weights on GPUs, and all reduce at the same time."""
+    p = run.parallel
+    if p.overlap_grad_reduce is not None:
+        return {}
+    on, why = _replicated(run)
+    if on and p.hybrid_context_parallel:
+        on, why = False, "parallel.hybrid_context_parallel true"
+    return {"parallel.overlap_grad_reduce": (on, why)}
+
+
+def overlap_param_gather(run: RunConfig) -> Filled:
+    """On where there is something to gather, and gradients are overlapped too."""
+    p = run.parallel
+    if p.overlap_param_gather is not None:
+        return {}
+    on, why = _replicated(run)
+    for key in ("distributed_optimizer", "overlap_grad_reduce"):
+        if on and not getattr(p, key):
+            on, why = False, f"parallel.{key} false"
+    return {"parallel.overlap_param_gather": (on, why)}
+
+
+def learning_rate(run: RunConfig) -> Filled:
+    """That of the model's own training, or of the GPT-3 of the nearest size."""
+    if run.optim.lr is not None:
+        return {}
+    known = run.model.published
+    if known is not None and known.peak_lr is not None:
+        return {"optim.lr": (known.peak_lr, f"{run.model.name}: {known.source}")}
+    near = nearest_gpt3(run.model)
+    return {"optim.lr": (near.lr, f"{GPT3_TABLE}: its {near.name} model")}
+
+
+def schedule(run: RunConfig) -> Filled:
+    """A twentieth of the steps to warm up, a tenth of the rate at the end."""
+    o = run.optim
+    filled: dict[str, tuple[Any, str]] = {}
+    if o.warmup_iters is None:
+        key = "trainer.train_iters" if o.decay_iters is None else "optim.decay_iters"
+        steps = o.decay_iters or run.trainer.train_iters
+        filled["optim.warmup_iters"] = (steps // 20, f"{key} {steps}: a twentieth")
+    if o.min_lr is None:
+        filled["optim.min_lr"] = (tenth(o.rate), f"optim.lr {o.rate:g}: a tenth")
+    return filled
+
+
+def tenth(rate: float) -> float:
+    """A tenth of a learning rate, as one would write it."""
+    return float(f"{rate / 10:.6g}")
+
+
+def sample_tokens(run: RunConfig) -> Filled:
+    """Text is generated where there is a tokenizer, and whole sequences on a rank."""
+    if run.trainer.sample_tokens is not None:
+        return {}
+    d, cp = run.data, run.parallel.cp
+    tokenizer = d.kind == "text" or (d.kind == "indexed" and d.tokenizer is not None)
+    why = f"parallel.cp {cp}" if tokenizer and cp > 1 else f"data.kind {d.kind}"
+    return {"trainer.sample_tokens": (64 if tokenizer and cp == 1 else 0, why)}
+
+
+def batch(run: RunConfig) -> Filled:
+    """As the micro-batch that nobody set is chosen for the batch, one that somebody set is a part of it."""
+    t, p, known = run.trainer, run.parallel, run.model.published
+    if t.global_batch_size is not None:
+        return {}
+    if on_a_cpu(run):
+        samples, why = CPU_BATCH, "cluster.device cpu"
+    elif known is not None and known.batch_tokens is not None:
+        samples, why = -(-known.batch_tokens // run.data.length), f"{run.model.name}: {known.source}"
+        why = f"{known.batch_tokens} tokens of {why}"
+    else:
+        near = nearest_gpt3(run.model)
+        samples = -(-near.batch_tokens // run.data.length)
+        why = f"{near.batch_tokens} tokens of {GPT3_TABLE}: its {near.name} model"
+    step = t.micro * _dp(run) * (p.pp if p.vpp > 1 else 1)
+    whole = -(-samples // step) * step
+    return {"trainer.global_batch_size": (whole, why + (f", in multiples of {step}" if whole > samples else ""))}
+
+
+def micro_batch(run: RunConfig) -> Filled:
+    """The largest that splits every step evenly and fills the pipeline; on GPUs of few tokens, which memory holds."""
+    t, p, dp = run.trainer, run.parallel, _dp(run)
+    if t.micro_batch_size is not None:
+        return {}
+    sizes = [n for n in (8, 4, 2, 1) if n == 1 or on_a_cpu(run) or n * run.data.length <= LONGEST]
+    shares = [size // dp for _, size in stages(run)]  # of a data-parallel rank in a step
+    even = [size for size in sizes if all(share and share % size == 0 for share in shares)]
+    if p.vpp > 1:
+        even = [size for size in even if all(share // size % p.pp == 0 for share in shares)] or even
+    filling = [size for size in even if min(shares) // size >= p.pp]
+    size = filling[0] if filling else (even or [1])[-1]
+    why = f"{t.batch} samples on dp {dp}, pp {p.pp}"
+    return {"trainer.micro_batch_size": (size, why if on_a_cpu(run) else f"{why}, of {run.data.length} tokens")}
+
+
+def synthetic_tokens(raw: RunConfig, run: RunConfig, source: str) -> Iterator[Problem]:
+    """A warning where a resolved run trains on synthetic tokens and nobody asked for them."""
+    if raw.data.kind is None and run.data.kind == "mock":
+        rule = "the tokens are synthetic, and what is learnt from them is worth nothing: name data of your own"
+        fix = "data=text data.path=FOLDER or data=indexed data.path=PREFIX, or data=mock where they are meant"
+        yield Problem("MT322", "data.kind", "mock", rule, fix, source, "warning")
+
+
+def on_a_cpu(run: RunConfig) -> bool:
+    """Whether the run, whose device is resolved, is one of processes without accelerators."""
+    return facts_of(run.cluster.device).on_host
+
+
+def nearest_gpt3(model: ModelConfig) -> Trained:
+    """The GPT-3 whose size is the nearest by its ratio to the parameters that a token visits."""
+    size = _active_parameters(model)
+    return min(GPT3, key=lambda row: max(row.parameters / size, size / row.parameters))
+
+
+def _active_parameters(model: ModelConfig) -> int:
+    """Weights of the matrices that a token visits: as many as a row of a table needs."""
+    m = model
+    width = m.ffn_hidden_size
+    if m.moe is not None:
+        width = m.moe.router_topk * m.moe.ffn_hidden_size + (m.moe.shared_expert_intermediate_size or 0)
+    attention = 2 * m.head_dim * (m.num_attention_heads + m.query_groups)
+    layer = m.hidden_size * (attention + (3 if m.gated else 2) * width)
+    return m.num_layers * layer + m.vocab_size * m.hidden_size * (1 if m.tie_word_embeddings else 2)
+
+
+def _replicated(run: RunConfig) -> tuple[bool, str]:
+    """Whether ranks on GPUs hold the same weights, so that work on them is shared; and why, or why not."""
+    p, dp = run.parallel, _dp(run)
+    if on_a_cpu(run):
+        return False, "cluster.device cpu"
+    if p.fsdp != "none":
+        return False, f"parallel.fsdp {p.fsdp}, which does so by itself"
+    return dp * p.cp > 1, f"dp {dp}" + (f" * cp {p.cp}" if p.cp > 1 else "")
+
+
+def _dp(run: RunConfig) -> int:
+    return max(1, (run.parallel.ranks or 1) // run.parallel.model_ranks)
+
+
+STEPS: tuple[Step, ...] = (
+    data_kind,
+    number_format,
+    sample_length,
+    sequence_parallel,
+    distributed_optimizer,
+    overlap_grad_reduce,
+    overlap_param_gather,
+    learning_rate,
+    schedule,
+    sample_tokens,
+    batch,
+    micro_batch,
+)
+"""In this order: later ones look at what earlier ones fill in."""

@@ -1,0 +1,74 @@
+"""The keys that a broken rule relates: of those that it read, the ones that its text speaks of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from mtrain.config.rules.finding import Finding
+from mtrain.config.run import RunConfig
+
+_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+_STANDS_FOR = {
+    "dp": "parallel.ranks",
+    "processes": "parallel.ranks",
+    "stage": "parallel.pp",
+    "stages": "parallel.pp",
+    "virtual": "parallel.vpp",
+    "machines": "cluster.nodes",
+    "devices": "cluster.devices_per_node",
+    "steps": "trainer.train_iters",
+    "experts": "model.moe.num_experts",
+    "MLA": "model.mla.kv_lora_rank",
+}
+"""Word of a text -> the key that it speaks of, where the rule has looked at that key or at its section."""
+DISTINCT = 100
+"""A number from here on in a text is that of the key which has it."""
+
+
+def value_at(run: RunConfig, path: str) -> Any:
+    """The value of a dotted key; None where its section is null."""
+    node: Any = run
+    for name in path.split("."):
+        node = getattr(node, name, None)
+    return node
+
+
+def related(finding: Finding, run: RunConfig, reads: AbstractSet[str], origins: Mapping[str, str]) -> list[str]:
+    """The keys beside that of a finding that it is about, in the order of the schema.
+
+    Those are what the finding names itself and, of the keys that the rule had read, each that its text speaks of and
+    each that a fix changes alone.
+    """
+    words = {word.rstrip(".") for word in _WORD.findall(finding.rule)}
+    meant = {key for word, key in _STANDS_FOR.items() if word in words}
+    looked_at = reads | {key for key in meant if f"{key.rpartition('.')[0]}." in reads and key.startswith("model.")}
+    changed = {key for change in finding.fixes if len(change) == 1 for key in change}
+    values = {key: value_at(run, key) for key in {*looked_at, *finding.also} if not key.endswith(".")}
+    found = {
+        key
+        for key, value in values.items()
+        if key in words
+        or (value is not None and (key in changed or key in meant))
+        or (value and key in finding.also)
+        or _spoken_of(key, value, words, finding.rule, is_set=origins.get(key) != "default")
+    }
+    return [key for key in run.flat() if key in found and key != finding.path]
+
+
+def _spoken_of(key: str, value: Any, words: AbstractSet[str], text: str, *, is_set: bool) -> bool:
+    """Whether a text has the name of a key or its value: a word that is set, a number with a part of the name."""
+    name = key.rpartition(".")[2]
+    if value is None:
+        return False
+    if name in words or name.replace("_", " ") in text:
+        return True
+    if isinstance(value, (bool, tuple, dict)):
+        return False
+    if isinstance(value, str):
+        return is_set and value in words
+    parts = [part for part in name.split("_") if len(part) > 2]
+    near = value >= DISTINCT or any(word.startswith(part) for part in parts for word in words)
+    return near and not words.isdisjoint({str(value), f"{value:g}"})

@@ -1,0 +1,90 @@
+"""A rule that relates several keys names each of them, with its value and who set it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mtrain.cli.main import main
+from mtrain.cli.setup import load
+from mtrain.config.rules import Answers, findings_and_reads, value_at
+from mtrain.config.rules.related import related
+from mtrain.errors import ConfigError, Problem, Related
+from tests.support.configs import LAPTOP
+from tests.unit.test_findings_and_reads import RUNS
+
+
+def problem(words: str, code: str) -> Problem:
+    try:
+        found = load(words.split(), LAPTOP, {}, to_run=False).warnings
+    except ConfigError as error:
+        found = error.problems
+    return next(p for p in found if p.code == code)
+
+
+def test_layers_and_stages_are_both_named_with_who_set_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "model.num_layers=81", "parallel=pp4"]) == 2
+    text = capsys.readouterr().err
+    assert "command line: parallel.pp = 4: 81 layers do not divide over 4 stages" in text
+    assert "\n  with model.num_layers = 81 (command line)\n" in text
+    assert main(["check", "model.num_layers=81", "parallel=pp4", "--json"]) == 2
+    (row,) = json.loads(capsys.readouterr().out)["problems"]
+    assert row["related"] == [{"path": "model.num_layers", "value": 81, "source": "command line"}]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "keys"),
+    [
+        ("parallel=tp3", "MT101", {"model.num_attention_heads": "conf/model/llama_tiny.yaml"}),
+        ("parallel=tp2cp2 data.seq_length=255", "MT117", {"parallel.cp": "command line"}),
+        ("data.seq_length=4096", "MT204", {"model.max_position_embeddings": "conf/model/llama_tiny.yaml"}),
+        (
+            "trainer.global_batch_size=15 trainer.micro_batch_size=4",
+            "MT130",
+            {"trainer.micro_batch_size": "command line", "parallel.ranks": "resolved from tp 2"},
+        ),
+        ("optim.min_lr=1.0", "MT421", {"optim.lr": "resolved from llama_tiny"}),
+        ("parallel=ep2", "MT120", {"model.moe": "default"}),
+        (
+            "model=mixtral_tiny parallel.etp=1 parallel.ep=3 parallel=single",
+            "MT122",
+            {"model.moe.num_experts": "conf"},
+        ),
+        ("optim.momentum=0.5", "MT150", {"optim.name": "conf/optim/adamw.yaml"}),
+        ("data=mock trainer.sample_tokens=8", "MT312", {"data.kind": "conf/data/mock.yaml"}),
+        ("model=deepseek_tiny model.kv_channels=32", "MT209", {"model.mla.kv_lora_rank": "conf/model"}),
+    ],
+)
+def test_the_other_keys_of_a_rule_stand_below_it(words: str, code: str, keys: dict[str, str]) -> None:
+    found = {key.path: key for key in problem(words, code).related}
+    assert keys.keys() <= found.keys()
+    for key, source in keys.items():
+        assert found[key].source.startswith(source)
+
+
+def test_a_related_key_is_one_that_the_rule_looked_at_and_never_the_one_it_is_about() -> None:
+    seen = 0
+    for run in RUNS:
+        for finding, reads in findings_and_reads(run, Answers()):
+            keys = related(finding, run, reads, {})
+            assert finding.path not in keys
+            sections = {read for read in reads if read.endswith(".")}
+            assert all(k in {*reads, *finding.also} or any(k.startswith(s) for s in sections) for k in keys)
+            seen += len(keys)
+    assert seen > 30
+
+
+def test_a_long_value_of_a_related_key_is_cut_and_a_hostile_one_shown() -> None:
+    key = Related("data.blend", ["x" * 500], "a\nb")
+    text = Problem("MT000", "data.path", None, "rule", "", related=(key,)).render()
+    assert len(text) < 400
+    assert text.count("\n") == 1
+    assert value_at(RUNS[0], "no.such.key") is None
+
+
+def test_a_rank_hands_a_problem_on_with_its_related_keys() -> None:
+    from mtrain.launching.worker import describe, revive
+
+    error = ConfigError([problem("model.num_layers=81 parallel=pp4", "MT107")])
+    assert str(revive(json.loads(json.dumps(describe(error))))) == str(error)

@@ -1,0 +1,119 @@
+"""What the schema says of keys in their annotations: one declaration, of which the tables are made."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from mtrain.config.compose import compose
+from mtrain.config.condition import condition
+from mtrain.config.conditional import CONDITIONAL
+from mtrain.config.core_fields import feeds
+from mtrain.config.fields_page import fed
+from mtrain.config.keys import choices_of, field_of, flag_of, foreign, key_of, keys, schema_keys, when_of
+from mtrain.config.model import GATED
+from mtrain.config.near import accepts
+from mtrain.config.resolve import resolve
+from mtrain.config.rules import apply
+from mtrain.recipes.arguments import Arguments, read_all
+from mtrain.recipes.flags_other import OTHERS
+from mtrain.recipes.megatron import export_script, import_texts
+from mtrain.recipes.table import table
+from tests.support.configs import LAPTOP, tiny
+
+SCRIPT = """
+--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --swiglu
+--multi-latent-attention --kv-lora-rank 8 --rope-type yarn --mscale 2 --num-experts 4 --moe-router-topk 1
+--moe-apply-probs-on-input --mtp-num-layers 1 --bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-margin 3
+--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1
+--micro-batch-size 1 --global-batch-size 8 --train-samples 800 --rampup-batch-size 4 4 80 --lr 0.001 --optimizer sgd
+--use-distributed-optimizer --overlap-grad-reduce --sequence-parallel --vocab-size 500 --mock-data
+"""
+
+
+@pytest.mark.parametrize("path", [path for path in keys() if key_of(path).when])
+def test_a_condition_names_keys_and_values_that_exist(path: str) -> None:
+    for term in condition(key_of(path).when).terms:
+        field = field_of(term.key)
+        assert field is not None
+        words = [word for word in term.words if word not in ("null", "true", "false") and not word.isdigit()]
+        assert not choices_of(term.key) or set(words) <= set(choices_of(term.key))
+
+
+@pytest.mark.parametrize("path", [path for path in schema_keys() if key_of(path).null is not None])
+def test_what_null_stands_for_is_a_value_that_the_key_takes(path: str) -> None:
+    assert when_of(path), "null stands for a value where the key has an effect: say when"
+    assert accepts(path, key_of(path).null)
+    assert accepts(path, None)
+
+
+@pytest.mark.parametrize("path", [path for path in schema_keys() if key_of(path).feeds])
+def test_a_declared_field_gets_the_value(path: str) -> None:
+    names = {name.rpartition(".")[2] for name in key_of(path).feeds.split()}
+    assert names <= {field.partition(".")[2] for field in fed()[path]}
+
+
+def test_a_flag_is_declared_once() -> None:
+    flags = [flag for entry in table() for flag in entry.flags]
+    assert len(flags) == len(set(flags))
+    assert not OTHERS.keys() & set(flags), "it has a key now: take it out of recipes/flags_other.py"
+    assert all(flag.startswith("--") for flag in flags)
+
+
+def test_the_order_in_which_flags_are_read_does_not_matter() -> None:
+    there, back = (read_all(Arguments(SCRIPT.split()), entries, {"ranks": 8}) for entries in (table(), table()[::-1]))
+    assert there == back
+    assert there["precision.fp8_margin"] == 3
+    assert there["model.moe.apply_probs_on_input"] is True
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "holds"),
+    [
+        ("parallel.vpp>1", 2, True),
+        ("parallel.vpp>1", 1, False),
+        ("parallel.vpp>1", None, False),
+        ("model.window_size", 4, True),
+        ("model.window_size", None, False),
+        ("optim.name=adamw|muon", "muon", True),
+        ("optim.name=adamw|muon", "sgd", False),
+        ("data.packed=true", True, True),
+        ("parallel.sequence_parallel=false", None, True),
+        ("model.mla=null", None, True),
+    ],
+)
+def test_a_condition_is_checked_by_its_text(text: str, value: object, holds: bool) -> None:
+    assert condition(text).holds({text.split("=")[0].split(">")[0]: value}.get) is holds
+
+
+def test_a_condition_reads_as_a_user_writes_it() -> None:
+    text = "parallel.vpp>1 and optim.name=adamw|muon|sgd and model.window_size"
+    assert str(condition(text)) == "a parallel.vpp above 1 and optim.name=adamw, muon or sgd and a model.window_size"
+    with pytest.raises(ValueError, match="no condition"):
+        condition("parallel.vpp < 2")
+
+
+def test_a_key_waits_for_one_that_has_an_effect_itself() -> None:
+    margin = next(key for key in CONDITIONAL if key.path == "precision.fp8_margin")
+    delayed = tiny(precision__fp8_recipe="delayed")
+    assert not margin.active(delayed), "without fp8 the recipe says nothing"
+    assert margin.active(apply(delayed, {"precision.fp8": "hybrid"}))
+
+
+def test_the_condition_of_gated_units_names_every_activation_with_a_gate() -> None:
+    field = field_of("model.activation")
+    assert field is not None
+    assert set(GATED.partition("=")[2].split("|")) == {word for word in get_args(field.annotation) if "glu" in word}
+
+
+def test_a_key_of_the_schema_alone_is_everywhere() -> None:
+    key = "precision.loss_scale_hysteresis"
+    assert "OptimizerConfig.hysteresis" in feeds(tiny())[key]
+    assert foreign()["hysteresis"] == key
+    assert (flag := flag_of(key)) is not None
+    assert flag.name == "--hysteresis"
+    run = resolve(compose(["precision=fp16", "data=mock", f"{key}=5"]).run, LAPTOP)
+    text = export_script(run)
+    assert "--hysteresis 5" in text
+    assert import_texts([(text, "export")], "x").run.precision.loss_scale_hysteresis == 5
