@@ -56,7 +56,7 @@ def test_a_judgement_takes_well_under_a_second_and_a_tenth_of_importing_the_engi
     assert spec.loader is not None
     bench = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bench)
-    result = bench.measured(["deepseek/v3_h100x1024"], rounds=2)
+    result = bench.measured(["deepseek/v3_h100x1024"], rounds=1)
     assert result["ratio"]["cpu"] >= 10, result
     assert max(result["check_cpu_s"].values()) < 0.6, result
 

@@ -96,7 +96,17 @@ SIZES: dict[str, tuple[Any, ...]] = {
 LEFT_ALONE = (
     *("log.", "checkpoint.", "cluster.", "recipe.", "trainer.eval", "trainer.sample", "trainer.profile_step"),
     *("trainer.seed", "trainer.join_timeout_s", "trainer.soft_timeout_s", "trainer.timeout_s"),
-    *("model.name", "data.kind", "data.path", "data.tokenizer", "data.suffixes", "data.limit_mib", "data.cache_dir"),
+    *(
+        "model.name",
+        "model.family",
+        "model.published",
+        "data.kind",
+        "data.path",
+        "data.tokenizer",
+        "data.suffixes",
+        "data.limit_mib",
+        "data.cache_dir",
+    ),
     *("data.split", "data.blend"),
 )
 """What no step depends on, or what must stay as it is for a step to be made here."""
