@@ -14,7 +14,10 @@ BASE = ["data=mock", "trainer.global_batch_size=64", "trainer.sample_tokens=0"]
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
-        ("model=llama3_8b parallel=single cluster=h100x8 precision=bf16", "parallel.distributed_optimizer=true"),
+        (
+            "model=llama3_8b parallel=single cluster=h100x8 precision=bf16 parallel.distributed_optimizer=false",
+            "parallel.distributed_optimizer=true",
+        ),
         ("model=llama3_70b parallel=tp8 cluster=h100x8 precision=bf16", "a cluster of more devices"),
         ("model=llama3_8b parallel=dp cluster=h100x8 precision=bf16", ""),
         ("model=llama3_70b parallel=tp8 cluster=h100x8 precision=bf16 optim.cpu_offload=1.0", ""),

@@ -96,7 +96,7 @@ COMMANDS = {
     "optim.lr=((": "optim.lr=null",
     "parallel.recompute={granularity:": "leave it out",
     "trainer.sample_prompt=a)": "'trainer.sample_prompt=\"a)\"'",
-    "+optim.lr=1e-3": "optim.lr=0.001",
+    "+optim.beta1=0.8": "optim.beta1=0.8",
 }
 """Argument -> what is offered for it."""
 FILES = {

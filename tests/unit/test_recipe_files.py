@@ -312,7 +312,7 @@ def test_a_lock_knows_every_file_that_it_was_made_from(
     (tmp_path / "my.yaml").write_text("defaults: [override /optim: mine]\nlog: {interval: 3}\n")
     assert run("recipe", "lock", "my.yaml", "-o", "t.yaml")[0] == 0
     assert run("recipe", "verify", "t.yaml")[0] == 0
-    names = ("my.yaml", "conf/optim/mine.yaml", "conf/optim/adamw.yaml", "conf/data/stdlib.yaml", "conf/config.yaml")
+    names = ("my.yaml", "conf/optim/mine.yaml", "conf/optim/adamw.yaml", "conf/data/auto.yaml", "conf/config.yaml")
     for name in names:
         file = tmp_path / name
         text = file.read_text()

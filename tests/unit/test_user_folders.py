@@ -158,9 +158,9 @@ def test_a_recipe_names_no_path(tmp_path: Path) -> None:
 
 
 def test_what_is_taken_away_is_at_its_default_again() -> None:
-    composed = compose(["~optim.lr", "model=llama_tiny"])
-    assert composed.run.optim.lr == type(composed.run.optim).model_fields["lr"].default
-    assert composed.origins["optim.lr"] == "default"
+    composed = compose(["~optim.eps", "~optim.lr", "model=llama_tiny"])
+    assert composed.run.optim.eps == type(composed.run.optim).model_fields["eps"].default
+    assert composed.origins["optim.eps"] == composed.origins["optim.lr"] == "default"
     assert compose(["~checkpoint"]).run.checkpoint == type(composed.run.checkpoint)()
 
 

@@ -64,7 +64,7 @@ OTHERS = (
         "MT010",
         "An argument is neither a verb, a flag nor key=value.",
         "See --help, or take the spelling that is shown.",
-        example="+optim.lr=0.01",
+        example="+optim.beta1=0.8",
     ),
     Code(
         "MT011", "A group has no such choice.", "Take one of the choices that are listed.", example="model=lama_tiny"

@@ -240,7 +240,7 @@ class _Composition:
             if key in GROUPS:
                 continue
             if origins.has(key):
-                words.append(argument)
+                words += [] if origins.is_null(key) else [argument]  # to Hydra a null is not there
                 origins.drop(key)
             else:
                 rule = f"{argument}: no file says {key}, so there is nothing to take away"
@@ -251,7 +251,7 @@ class _Composition:
         """Dotted key -> value, of those settings of the command line that can be laid over the rest."""
         o = self.overrides
         for key, argument in o.new.items():
-            if origins.has(key):
+            if origins.has(key) and not origins.is_null(key):
                 rule = f"{argument}: {key} is set already, at {origins.where(key)}; without the + it is replaced"
                 self.problems.append(Problem("MT010", "", None, rule, argument.lstrip("+"), COMMAND_LINE))
         fine = {key: value for key, value in o.values.items() if not any(refused(value, str, key))}

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mtrain.config.choices import CHOICE
 from mtrain.config.hydra_source import defaults_list
 from mtrain.config.library import CONFIG, RECIPE_FILE, RUN, Library, package_of
+from mtrain.config.load import MAX_DEPTH
 from mtrain.config.origins import Layer
 from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem
@@ -38,9 +40,15 @@ def entries_of(library: Library, usual: Entries, arguments: Sequence[str]) -> tu
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    if all(_is_plain(library, name) for name, _ in usual) and not _added(arguments):
-        return usual, {}
-    return defaults_list(library, primary, arguments)
+    try:
+        plain = [entry for name, package in usual for entry in _expanded(library, name, package)]
+    except _NotPlain:
+        return defaults_list(library, primary, arguments)
+    return (plain, {}) if not _added(arguments) else defaults_list(library, primary, arguments)
+
+
+class _NotPlain(Exception):
+    """A file has a defaults list that only Hydra reads."""
 
 
 def _added(arguments: Sequence[str]) -> list[str]:
@@ -49,16 +57,36 @@ def _added(arguments: Sequence[str]) -> list[str]:
     return [group for group in added if group not in (*GROUPS, RECIPE_FILE.partition("/")[0])]
 
 
-def _is_plain(library: Library, name: str) -> bool:
-    """Whether a file says values of its group and no more, so that the list of files is known without Hydra."""
+def _expanded(library: Library, name: str, package: str, depth: int = 0) -> Entries:
+    """A file with those of its own folder that its defaults list names, which is all that most files have.
+
+    Hydra makes the same list; to ask it takes as long as to compose once more.
+
+    Raises:
+        _NotPlain: there is more in the list, or another place for the values.
+        ConfigError: a file cannot be read as data.
+    """
     if name in (RUN, RECIPE_FILE) or library.layout(name) is not None:
-        return True
+        return [(name, package)]
     document = library.document(name)
+    entries = document.values.get("defaults", ["_self_"])
     if name == CONFIG:
-        entries = document.values.get("defaults", [])
         groups = {group for entry in entries if isinstance(entry, dict) for group in entry}
-        return {*document.values} == {"defaults"} and groups <= {*GROUPS}
-    return "defaults" not in document.values and package_of(document) is None
+        if {*document.values} != {"defaults"} or not groups <= {*GROUPS}:
+            raise _NotPlain
+        return [(name, package)]
+    words = isinstance(entries, list) and all(isinstance(entry, str) for entry in entries)
+    words = words and all(entry == "_self_" or CHOICE.match(entry) for entry in entries)
+    if not words or entries.count("_self_") != 1 or package_of(document) is not None or depth > MAX_DEPTH:
+        raise _NotPlain
+    folder = name.rpartition("/")[0]
+    out: Entries = []
+    for entry in entries:
+        below = f"{folder}/{entry}"
+        if entry != "_self_" and not library.has(below):
+            raise _NotPlain
+        out += [(name, package)] if entry == "_self_" else _expanded(library, below, package, depth + 1)
+    return out
 
 
 def layer(library: Library, name: str, package: str, chooser: str) -> Layer:

@@ -67,6 +67,11 @@ class Origins:
         """Whether anything set the key at `path`, or one beneath it."""
         return self._found(path)[1]
 
+    def is_null(self, path: str) -> bool:
+        """Whether the key at `path` was last set to null."""
+        last = next((setting for setting in reversed(self.history) if setting.path == path), None)
+        return last is not None and last.value is None
+
     def of(self, path: str) -> str:
         """Who set the key at `path`, or the section that it is in as a whole; else `default`."""
         found, _ = self._found(path)
