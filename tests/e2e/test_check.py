@@ -83,7 +83,7 @@ def test_json_is_for_machines_in_both_verdicts() -> None:
     done = mtrain("check", "--json", "parallel=tp3", "model.hiden_size=2")
     bad = json.loads(done.stdout)
     assert (done.returncode, done.stderr, bad["ok"]) == (2, "", False)
-    assert set(bad["problems"][0]) == {"code", "path", "value", "source", "rule", "fix", "severity"}
+    assert set(bad["problems"][0]) == {"code", "path", "value", "source", "rule", "fix", "severity", "related"}
     assert bad["problems"][0]["path"] == "model.hiden_size"
 
 
@@ -114,7 +114,7 @@ def test_show_names_who_set_each_key() -> None:
     layers = next(row for row in out.splitlines() if "num_layers: 80" in row)
     assert "# conf/model/llama3_70b.yaml:" in layers
     assert rows["seed"].endswith("# default")
-    assert rows["ranks"].endswith("# resolved on this machine")
+    assert rows["ranks"].endswith("# resolved from cluster h100x64: nodes 8 * devices_per_node 8")
 
 
 def test_help_and_version_need_no_configuration() -> None:

@@ -9,10 +9,10 @@ import pytest
 from mtrain.cli.setup import Loaded, load
 from mtrain.config.compose import compose
 from mtrain.config.defaults import nearest_gpt3
-from mtrain.config.load import read_run_file
 from mtrain.config.paths import choices_of_group
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
+from mtrain.config.run_file import read_run_file
 from mtrain.plan.count import active_parameters
 from tests.support.configs import LAPTOP, tiny
 
@@ -164,6 +164,11 @@ def test_rate_and_batch_of_a_model_are_those_of_the_gpt3_of_its_size(name: str) 
     model = compose([f"model={name}"]).run.model
     size, near = active_parameters(model), nearest_gpt3(model)
     assert 0.25 < near.parameters / size < 4 or near.name in ("125M", "175B")
+
+
+def test_lion_takes_a_tenth_of_the_rate_of_adamw() -> None:
+    value, why = at(loaded("optim=lion"), "optim.lr")
+    assert (value, why.rpartition(", ")[2]) == (6e-4, "times 0.1 for lion")
 
 
 def test_micro_batches_on_gpus_have_at_most_8192_tokens() -> None:

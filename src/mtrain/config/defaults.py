@@ -155,11 +155,14 @@ def learning_rate(run: RunConfig) -> Filled:
     """That of the model's own training, or of the GPT-3 of the nearest size."""
     if run.optim.lr is not None:
         return {}
-    known = run.model.published
+    known, near = run.model.published, nearest_gpt3(run.model)
+    rate, why = near.lr, f"{GPT3_TABLE}: its {near.name} model"
     if known is not None and known.peak_lr is not None:
-        return {"optim.lr": (known.peak_lr, f"{run.model.name}: {known.source}")}
-    near = nearest_gpt3(run.model)
-    return {"optim.lr": (near.lr, f"{GPT3_TABLE}: its {near.name} model")}
+        rate, why = known.peak_lr, f"{run.model.name}: {known.source}"
+    share = OPTIMIZERS[run.optim.name].of_adamw_lr
+    if share != 1:
+        rate, why = as_written(share * rate), f"{why}, times {share:g} for {run.optim.name}"
+    return {"optim.lr": (rate, why)}
 
 
 def schedule(run: RunConfig) -> Filled:
@@ -177,7 +180,12 @@ def schedule(run: RunConfig) -> Filled:
 
 def tenth(rate: float) -> float:
     """A tenth of a learning rate, as one would write it."""
-    return float(f"{rate / 10:.6g}")
+    return as_written(rate / 10)
+
+
+def as_written(rate: float) -> float:
+    """A rate without the last digits that computing it made."""
+    return float(f"{rate:.6g}")
 
 
 def sample_tokens(run: RunConfig) -> Filled:

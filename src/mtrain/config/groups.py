@@ -196,7 +196,7 @@ class _OptimKeys(Section):
 
 def _optim_config() -> type[_OptimKeys]:
     """`_OptimKeys`, with the names of the optimizers there are and a section for each that has one."""
-    fields: dict[str, Any] = {"name": (Literal[tuple(OPTIMIZERS)], "adamw")}
+    fields: dict[str, Any] = {"name": (Literal[tuple(OPTIMIZERS)], _OptimKeys.model_fields["name"])}
     for name, optimizer in OPTIMIZERS.items():
         if optimizer.section is not None:
             field: Any = Field(default_factory=optimizer.section, description=optimizer.section_doc)

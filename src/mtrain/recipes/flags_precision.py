@@ -50,7 +50,7 @@ def _dtype(a: Arguments, d: Draft) -> Draft:
 
 
 def _dtype_words(d: Values) -> list[str]:
-    flag = FORMATS[d["precision.dtype"]].flag
+    flag = FORMATS[d["precision.dtype"] or "fp32"].flag
     return [] if flag is None else [flag]
 
 

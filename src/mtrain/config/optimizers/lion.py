@@ -31,5 +31,6 @@ OPTIMIZER = Optimizer(
         "megatron_fsdp": "it knows the two moments of adamw",
         "cpu_offload": "megatron-core updates with adamw or sgd there",
     },
+    of_adamw_lr=0.1,
     usual_lr=(1e-6, 1e-3),
 )
