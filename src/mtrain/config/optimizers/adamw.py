@@ -20,7 +20,7 @@ def arguments(run: Run) -> dict[str, Any]:
         "stochastic_rounding": o.main_params_dtype != "fp32",
         "use_decoupled_grad": o.holds_main_weights,
         "seed": run.trainer.seed,
-        "choice": run.kernels.optimizer,
+        "impl": run.kernels.optimizer,
     }
 
 
