@@ -23,7 +23,8 @@ test: install
 	$(PYTEST)
 
 # What `make test` leaves out: whole products, all sizes of the interpreted kernels, the oracle and the fuzz
-test-all: full oracle fuzz
+test-all: full
+	$(MAKE) -j 2 oracle fuzz
 
 full: install
 	$(PYTEST) -m full

@@ -31,7 +31,7 @@ HAS_VARLEN = _has_windows()
 
 
 class Call(NamedTuple):
-    """What a call of attention asks for, without its data; rules judge this alone.
+    """What a call of attention asks for, without its data; rules look at this alone.
 
     `capability` is that of the GPU, (0, 0) elsewhere. `window` is (left, right), negative for no limit, with
     causality written into it. `packed` says that sequences lie one behind the other in one row of the batch.

@@ -137,13 +137,13 @@ def _torch_refusals(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[tuple[
     causal, grouped = call.window[1] == 0, call.heads != call.kv_heads
     params = torch.backends.cuda.SDPAParams(q, k, v, None, call.dropout_p, causal, grouped)
     found = []
-    for name, verdict in (
+    for name, takes in (
         ("cudnn", torch.backends.cuda.can_use_cudnn_attention),
         ("flash", torch.backends.cuda.can_use_flash_attention),
     ):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            if v.shape[-1] == q.shape[-1] and not verdict(params, True):
+            if v.shape[-1] == q.shape[-1] and not takes(params, True):
                 found.append((name, "torch says: " + ("; ".join(str(w.message) for w in said) or "no")))
     return tuple(found)
 
