@@ -285,7 +285,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("ops", nargs="*", help="all unless named")
     parser.add_argument("--shapes", default="llama3_8b", help=f"models, by comma: {', '.join(MODELS)}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16", impls=["bfloat16", "float16", "float32"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--tiny", action="store_true", help="the tiny model, to try the program and not the device")
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument(
