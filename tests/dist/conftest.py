@@ -17,13 +17,22 @@ def _install_adapter() -> None:
     import_engine()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_rank_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What `prove` compares with, a run on one rank, is trained once for all layouts of it."""
+@pytest.fixture(scope="session")
+def _one_rank_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
+    """Where runs on one rank are kept, and those that are there, by their configuration."""
+    return tmp_path_factory.mktemp("one-rank"), {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank_once(_one_rank_runs: tuple[Path, dict[str, Path]]) -> Iterator[None]:
+    """What `prove` compares with, a run on one rank, is trained once for all layouts of it.
+
+    Only in the tests beside this file: others that the same process runs fork commands, which would not share it.
+    """
     from mtrain.launching import local
 
-    real, unbroken, home = local.observe, local._observe, tmp_path_factory.mktemp("one-rank")
-    known: dict[str, Path] = {}
+    real, unbroken = local.observe, local._observe
+    home, known = _one_rank_runs
 
     def observe(run: RunConfig, folder: Path) -> None:
         key = run.model_dump_json()
