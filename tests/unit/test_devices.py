@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
-from mtrain.config import devices
+from mtrain.config import devices, plug_ins
 from mtrain.config.hardware import memory_bytes
 from mtrain.devices import cpu_namespace, registry
 from mtrain.errors import BadEnvironment, ConfigError
@@ -53,8 +53,7 @@ def test_a_missing_gpu_is_an_error_with_its_reason_and_auto_takes_the_cpu() -> N
 
 def _plug_in(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     entry = EntryPoint("toy", value, devices.GROUP)
-    for module in (registry, devices):
-        monkeypatch.setattr(module, "entry_points", lambda group: [entry] if group == devices.GROUP else [])
+    monkeypatch.setattr(plug_ins, "entry_points", lambda group: [entry] if group == devices.GROUP else [])
 
 
 toy = dataclasses.replace(registry.get("cpu"), name="toy", available=lambda: "no toy is plugged in")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mtrain.cli.setup import load
+from mtrain.config import plug_ins
 from mtrain.config.model import ModelConfig
 from mtrain.errors import BadEnvironment, ConfigError
 from mtrain.models import registry
@@ -40,7 +41,7 @@ def toy_chunk(run: Any, config: Any, stage: int | None) -> tuple[str, int, int |
 
 def _plug_in(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     entry = EntryPoint("toy", value, registry.GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == registry.GROUP else [])
+    monkeypatch.setattr(plug_ins, "entry_points", lambda group: [entry] if group == registry.GROUP else [])
 
 
 def _toy_model(**more: Any) -> ModelConfig:

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from mtrain.config import devices, formats
+from mtrain.config import devices, formats, plug_ins
 from mtrain.config.compose import compose
 from mtrain.config.groups import OptimConfig
 from mtrain.config.kernels import update_obstacle
@@ -65,7 +65,7 @@ no_facts = object()
 
 def _plug_in(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     entry = EntryPoint("toy", value, devices.FACTS_GROUP)
-    monkeypatch.setattr(devices, "entry_points", lambda group: [entry] if group == devices.FACTS_GROUP else [])
+    monkeypatch.setattr(plug_ins, "entry_points", lambda group: [entry] if group == devices.FACTS_GROUP else [])
     devices._of_plug_in.cache_clear()
 
 
@@ -75,7 +75,9 @@ def test_a_plug_in_states_facts_by_an_entry_point(monkeypatch: pytest.MonkeyPatc
     assert devices.facts_of("another") == devices.DeviceFacts(name="another")
 
 
-@pytest.mark.parametrize(("value", "said"), [("nowhere:x", "do not load"), (f"{__name__}:no_facts", "is no mtrain")])
+@pytest.mark.parametrize(
+    ("value", "said"), [("nowhere:x", "does not load"), (f"{__name__}:no_facts", "is no mtrain")]
+)
 def test_facts_that_are_none_are_named(value: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _plug_in(monkeypatch, value)
     with pytest.raises(BadEnvironment, match=said):

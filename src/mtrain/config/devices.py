@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 
-from mtrain.errors import BadEnvironment
+from mtrain.config import plug_ins
 
 GROUP = "mtrain.devices"
 """Entry points of device plug-ins (`mtrain.devices.base.Device`)."""
@@ -50,21 +49,13 @@ def facts_of(name: str) -> DeviceFacts:
 
 @cache
 def _of_plug_in(name: str) -> DeviceFacts:
-    for entry in entry_points(group=FACTS_GROUP):
-        if entry.name == name:
-            try:
-                facts = entry.load()
-            except Exception as error:
-                raise BadEnvironment(f"device {name!r}: its facts {entry.value} do not load: {error}") from error
-            if not isinstance(facts, DeviceFacts):
-                raise BadEnvironment(f"device {name!r}: {entry.value} is no mtrain.config.devices.DeviceFacts")
-            return facts
-    return DeviceFacts(name=name)
+    entry = plug_ins.found(FACTS_GROUP).get(name)
+    return DeviceFacts(name=name) if entry is None else plug_ins.load(entry, f"facts of device {name!r}", DeviceFacts)
 
 
 def names() -> list[str]:
     """Every device that can be named: those that ship, then those of plug-ins."""
-    return [*SHIPPED, *sorted({entry.name for entry in entry_points(group=GROUP)} - SHIPPED.keys())]
+    return [*SHIPPED, *sorted(plug_ins.found(GROUP).keys() - SHIPPED.keys())]
 
 
 def with_cuda_kernels() -> str:

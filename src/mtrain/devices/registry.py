@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
+from mtrain.config import plug_ins
 from mtrain.config.devices import AUTO, CPU, CUDA, GROUP, names
 from mtrain.devices.base import Device
 from mtrain.errors import BadEnvironment, ConfigError, Problem
@@ -30,24 +30,14 @@ def get(name: str) -> Device:
     return device
 
 
-def _plug_ins() -> dict[str, EntryPoint]:
-    return {e.name: e for e in entry_points(group=GROUP) if e.name not in _SHIPPED}
-
-
 def _load(name: str) -> Device:
     if name in _SHIPPED:
         module, attribute = _SHIPPED[name]
         return cast(Device, getattr(import_module(module), attribute))
-    entry = _plug_ins().get(name)
+    entry = plug_ins.found(GROUP).get(name)
     if entry is None:
         raise ConfigError([_unknown(name)])
-    try:
-        device = entry.load()
-    except Exception as error:
-        raise BadEnvironment(f"device {name!r}: its plug-in {entry.value} does not load: {error}") from error
-    if not isinstance(device, Device):
-        raise BadEnvironment(f"device {name!r}: its plug-in {entry.value} is no mtrain.devices.base.Device")
-    return device
+    return plug_ins.load(entry, f"device {name!r}", Device)
 
 
 def _unknown(name: str) -> Problem:

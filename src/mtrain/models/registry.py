@@ -6,11 +6,11 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
+from mtrain.config import plug_ins
 from mtrain.config.model import ModelConfig
-from mtrain.errors import BadEnvironment, ConfigError, Problem
+from mtrain.errors import ConfigError, Problem
 from mtrain.models.base import BuildChunk, Family
 from mtrain.models.gpt import GPT
 
@@ -22,7 +22,7 @@ _SHIPPED = {family.name: family for family in (GPT,)}
 
 def names() -> tuple[str, ...]:
     """Every family that can be asked for, shipped ones first."""
-    return (*_SHIPPED, *sorted(_plug_ins()))
+    return (*_SHIPPED, *sorted(plug_ins.found(GROUP).keys() - _SHIPPED.keys()))
 
 
 def family_of(model: ModelConfig) -> Family:
@@ -53,21 +53,11 @@ def builder(family: Family) -> BuildChunk:
     return cast(BuildChunk, getattr(import_module(module), function))
 
 
-def _plug_ins() -> dict[str, EntryPoint]:
-    return {e.name: e for e in entry_points(group=GROUP) if e.name not in _SHIPPED}
-
-
 def _load(name: str) -> Family:
-    entry = _plug_ins().get(name)
+    entry = plug_ins.found(GROUP).get(name)
     if entry is None:
         raise ConfigError([_unknown(name)])
-    try:
-        family = entry.load()
-    except Exception as error:
-        raise BadEnvironment(f"model family {name!r}: its plug-in {entry.value} does not load: {error}") from error
-    if not isinstance(family, Family):
-        raise BadEnvironment(f"model family {name!r}: its plug-in {entry.value} is no mtrain.models.base.Family")
-    return family
+    return plug_ins.load(entry, f"model family {name!r}", Family)
 
 
 def _unknown(name: str) -> Problem:
