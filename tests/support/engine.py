@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 
 
@@ -24,3 +25,5 @@ def import_engine(without: Iterable[str] = ()) -> None:
     import mtrain.world.guard  # noqa: F401
 
     mtrain_kernels.registry.ops()
+    gc.collect()
+    gc.freeze()  # no forked process looks through it for garbage, which would copy it

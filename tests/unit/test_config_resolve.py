@@ -99,13 +99,13 @@ def test_a_launcher_decides_the_ranks_where_nobody_else_did() -> None:
     asked = tiny(parallel__tp=2, parallel__ranks=2)
     got = resolve(asked, LAPTOP, world_size=4)
     assert got.parallel.ranks == 2, "check, never correct"
-    (problem,) = machine_problems(asked, got, LAPTOP, 4, "command line")
+    (problem,) = machine_problems(asked, got, LAPTOP, 4, {})
     assert (problem.code, problem.fix, problem.severity) == ("MT110", "parallel.ranks=4", "error")
 
 
 def test_more_processes_than_cores_is_a_warning() -> None:
     raw = tiny(parallel__ranks=64)
-    (problem,) = machine_problems(raw, resolve(raw, LAPTOP), LAPTOP, None, "x")
+    (problem,) = machine_problems(raw, resolve(raw, LAPTOP), LAPTOP, None, {})
     assert problem.severity == "warning"
 
 

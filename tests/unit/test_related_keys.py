@@ -54,6 +54,15 @@ def test_layers_and_stages_are_both_named_with_who_set_them(capsys: pytest.Captu
         ("optim.momentum=0.5", "MT150", {"optim.name": "conf/optim/adamw.yaml"}),
         ("data=mock trainer.sample_tokens=8", "MT312", {"data.kind": "conf/data/mock.yaml"}),
         ("model=deepseek_tiny model.kv_channels=32", "MT209", {"model.mla.kv_lora_rank": "conf/model"}),
+        ("parallel=tp2 parallel.ranks=64 trainer.global_batch_size=64", "MT111", {"parallel.tp": "command line"}),
+        ("model=llama3_70b parallel=tp2", "MT140", {"parallel.ranks": "resolved from tp 2"}),
+        ("model=llama3_70b cluster=h100x8 parallel=single", "MT146", {"model.name": "conf/model/llama3_70b.yaml"}),
+        (
+            "data.seq_length=1000000 model.max_position_embeddings=1000000",
+            "MT147",
+            {"trainer.micro_batch_size": "resolved"},
+        ),
+        ("kernels.rope=triton", "MT407", {"cluster.device": "resolved on this machine"}),
     ],
 )
 def test_the_other_keys_of_a_rule_stand_below_it(words: str, code: str, keys: dict[str, str]) -> None:

@@ -83,7 +83,7 @@ def validate(
     elsewhere = not to_run and raw.cluster.device == "auto"
     problems += (replace(p, severity="warning") if elsewhere else p for p in kernels.problems(run, machine, origins))
     problems += synthetic_tokens(raw, run, origins["data.kind"])
-    return problems + list(machine_problems(composed.run, run, machine, world_size, origins["parallel.ranks"]))
+    return problems + list(machine_problems(composed.run, run, machine, world_size, origins))
 
 
 def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> list[Problem]:
@@ -109,7 +109,7 @@ def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> lis
         found += [p for p in kernels.problems(watched(run, reads), machine, origins, [key]) if not hidden(reads)]
     reads = set()
     seen = watched(raw, reads), watched(run, reads)
-    found += [p for p in machine_problems(*seen, machine, world_size, origins["parallel.ranks"]) if not hidden(reads)]
+    found += [p for p in machine_problems(*seen, machine, world_size, origins) if not hidden(reads)]
     return [p for p in found if p.severity == "error"]
 
 

@@ -8,7 +8,9 @@ from typing import Protocol
 
 from mtrain.config.devices import facts_of, with_cuda_kernels
 from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.problem import problem_of
 from mtrain.config.run import RunConfig
+from mtrain.config.watch import watched
 from mtrain.errors import Problem
 
 
@@ -193,7 +195,8 @@ def _problem(run: RunConfig, machine: Facts, origins: Mapping[str, str], key: st
         return
     if key != "default" and word == run.kernels.default:
         return
-    why = obstacle("norm" if key == "default" else key, word, run, device, machine)
+    reads: set[str] = set()
+    why = obstacle("norm" if key == "default" else key, word, watched(run, reads), device, machine)
     if why is not None:
         path = f"kernels.{key}"
         fix = f"{path}=reference"
@@ -201,4 +204,5 @@ def _problem(run: RunConfig, machine: Facts, origins: Mapping[str, str], key: st
             fix += " or TRITON_INTERPRET=1 in the environment (slow, for tests)"
         elif word == "triton":
             fix += " or pip install 'mtrain[triton]'"
-        yield Problem("MT407", path, word, why, fix, origins.get(path, ""))
+        related = ["cluster.device", *sorted(read for read in reads if read in why and read != "cluster.device")]
+        yield problem_of(run, origins, "MT407", path, why, fix, related=related)

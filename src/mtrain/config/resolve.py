@@ -17,6 +17,7 @@ from mtrain.config.defaults import STEPS, Filled, Step
 from mtrain.config.devices import AUTO, CPU, CUDA, facts_of
 from mtrain.config.kernels import OPERATIONS, Operation, stands_for
 from mtrain.config.parallel import ParallelConfig
+from mtrain.config.problem import problem_of
 from mtrain.config.run import RunConfig
 from mtrain.config.watch import watched
 from mtrain.errors import Problem
@@ -161,15 +162,25 @@ def smallest_world(parallel: ParallelConfig) -> int:
 
 
 def machine_problems(
-    run: RunConfig, resolved: RunConfig, machine: Machine, world_size: int | None, source: str
+    run: RunConfig, resolved: RunConfig, machine: Machine, world_size: int | None, origins: Mapping[str, str]
 ) -> Iterator[Problem]:
     """What is wrong between a configuration and the processes or cores that are here."""
     asked, got = run.parallel.ranks, resolved.parallel.ranks
     if world_size is not None and asked is not None and asked != world_size:
         rule = f"the launcher started {world_size} processes (WORLD_SIZE), the configuration asks for {asked}"
-        yield Problem("MT110", "parallel.ranks", asked, rule, f"parallel.ranks={world_size}", source)
+        yield problem_of(run, origins, "MT110", "parallel.ranks", rule, f"parallel.ranks={world_size}")
     if facts_of(resolved.cluster.device).on_host and got is not None and got > 4 * machine.cpu_cores:
         rule = f"{got} processes on {machine.cpu_cores} CPU cores will be slow, and may not fit in memory"
         if got > MAX_CPU_RANKS:
             rule = f"{got} processes, and on a CPU at most {MAX_CPU_RANKS} are started: a run here is refused"
-        yield Problem("MT111", "parallel.ranks", got, rule, "parallel=single", source, "warning")
+        related = [f"parallel.{axis}" for axis in ("tp", "pp", "cp", "ep") if getattr(resolved.parallel, axis) > 1]
+        yield problem_of(
+            resolved,
+            origins,
+            "MT111",
+            "parallel.ranks",
+            rule,
+            "parallel=single",
+            severity="warning",
+            related=[*related, "cluster.device"],
+        )

@@ -174,11 +174,8 @@ def _run_ranks(run: RunConfig, home: Path, job: Job, advice: str = "") -> None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((HOST, 0))
         listener.listen(2048)
-        gc.freeze()
-        try:
-            supervisor.start(lambda rank: _fork(rank, ranks, listener, job, errors), ranks)
-        finally:
-            gc.unfreeze()
+        gc.freeze()  # no rank looks through it for garbage, which would copy it
+        supervisor.start(lambda rank: _fork(rank, ranks, listener, job, errors), ranks)
     supervisor.wait()
 
 

@@ -14,6 +14,7 @@ from mtrain.config.batches import stages
 from mtrain.config.devices import facts_of
 from mtrain.config.formats import bytes_of
 from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.problem import problem_of
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem, Severity
@@ -37,8 +38,8 @@ def memory_problems(run: RunConfig, machine: Machine, origins: Mapping[str, str]
             f"{count(parameters(run.model))} parameters, and {count(MOST_PARAMETERS)} are the most that are planned: "
             "no machine holds their state"
         )
-        key = "model.hidden_size"
-        return [Problem("MT149", key, run.model.hidden_size, rule, "model=llama_tiny", origins[key])]
+        sizes = ("model.num_layers", "model.vocab_size", *_of_experts(run, "model.moe.num_experts"))
+        return [problem_of(run, origins, "MT149", "model.hidden_size", rule, "model=llama_tiny", related=sizes)]
     if facts_of(run.cluster.device).on_host:
         if run.cluster.nodes > 1 or not machine.memory_bytes:
             return []
@@ -116,24 +117,26 @@ def _sample_and_batch(run: RunConfig, memory: _Memory, origins: Mapping[str, str
     left = max(1, memory.holds - memory.state)
     beside = f" beside {bytes_(memory.state)} for weights, gradients and optimizer state" if memory.state else ""
     if tokens > kept:
-        key, value, what = "trainer.global_batch_size", t.batch, f"{memory.samples} samples of {seq} tokens"
+        key, what = "trainer.global_batch_size", f"{memory.samples} samples of {seq} tokens"
         fits = t.batch * max(0, left - kept) // tokens
     else:
-        key, value, what = (
-            "data.seq_length",
-            seq,
-            f"activations of {t.micro} sample{'s' * (t.micro > 1)} of {seq} tokens",
-        )
+        key, what = "data.seq_length", f"activations of {t.micro} sample{'s' * (t.micro > 1)} of {seq} tokens"
         fits = seq * left // (kept + tokens)
         if t.micro > 1 and kept // t.micro + tokens <= left:
-            key, value, fits = "trainer.micro_batch_size", t.micro, t.micro * (left - tokens) // kept
+            key, fits = "trainer.micro_batch_size", t.micro * (left - tokens) // kept
     fits = 1 << (fits.bit_length() - 1) if fits else 0
     fix = f"{key}={fits}" if fits > 1 else "less of both: trainer.global_batch_size and data.seq_length"
     rule = f"{what} need at least {bytes_(need - memory.state)}{beside}; {memory.name} has {bytes_(memory.holds)}"
     # alone it would fit: then the model is what is too large for this machine, and a run here is refused
     here = facts_of(run.cluster.device).on_host
     severity: Severity = "warning" if here and kept + tokens <= memory.holds else "error"
-    return [Problem("MT147", key, value, rule, fix, origins[key], severity)]
+    step = ("data.seq_length", "trainer.global_batch_size", "trainer.micro_batch_size")
+    related = [*(k for k in step if k != key), "parallel.cp", "parallel.ranks"]
+    return [problem_of(run, origins, "MT147", key, rule, fix, severity=severity, related=related)]
+
+
+def _of_experts(run: RunConfig, key: str) -> tuple[str, ...]:
+    return (key,) if run.model.moe is not None else ()
 
 
 def _state_here(run: RunConfig, machine: Machine, origins: Mapping[str, str]) -> list[Problem]:
@@ -146,8 +149,9 @@ def _state_here(run: RunConfig, machine: Machine, origins: Mapping[str, str]) ->
         f"this machine has {bytes_(machine.memory_bytes)}; the machines that it is meant for have a name, as in "
         "cluster=h100x64"
     )
+    related = ("cluster.device", "cluster.nodes", "parallel.ranks")
     return [
-        Problem("MT140", "model.name", run.model.name, rule, "model=llama_tiny", origins["model.name"], "warning")
+        problem_of(run, origins, "MT140", "model.name", rule, "model=llama_tiny", severity="warning", related=related)
     ]
 
 
@@ -162,5 +166,7 @@ def _state_of_a_device(run: RunConfig, origins: Mapping[str, str]) -> list[Probl
     need, here = bytes_(state_bytes(run) / ranks), bytes_(memory * GIB)
     rule = f"weights, gradients and optimizer state need at least {need} a device, and {run.cluster.name} has {here}"
     fix = "parallel.distributed_optimizer=true" if helps else "a cluster of more devices, or a larger tp, pp or ep"
+    sharded_by = [f"parallel.{key}" for key in ("ranks", "tp", "pp", "distributed_optimizer")]
+    related = ("model.name", *sharded_by, *_of_experts(run, "parallel.ep"))
     key = "cluster.device_memory_gib"
-    return [Problem("MT146", key, memory, rule, fix, origins[key], "warning")]
+    return [problem_of(run, origins, "MT146", key, rule, fix, severity="warning", related=related)]

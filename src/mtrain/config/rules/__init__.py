@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mtrain.config.dump import override
+from mtrain.config.problem import plain, problem_of, value_at
 from mtrain.config.rules import (
     batch,
     corpus,
@@ -28,11 +29,11 @@ from mtrain.config.rules import (
     unused,
 )
 from mtrain.config.rules.finding import Change, Finding
-from mtrain.config.rules.related import related, value_at
+from mtrain.config.rules.related import related
 from mtrain.config.rules.rule import Rule
 from mtrain.config.run import RunConfig
 from mtrain.config.watch import watched
-from mtrain.errors import Problem, Related
+from mtrain.errors import Problem
 
 _MODULES = (
     layout,
@@ -207,16 +208,17 @@ def _problem(
     held = trial.raw.flat()
     fixes = []
     for change in trial.choose(finding):
-        new = {key: value for key, value in change.items() if key not in held or _plain(value) != held[key]}
+        new = {key: value for key, value in change.items() if key not in held or plain(value) != held[key]}
         fixes.append(" ".join(override(key, value) for key, value in (new or change).items()))
     if finding.hint:
         fixes.append(finding.hint)
-    value, source = _plain(value_at(run, finding.path)), origins.get(finding.path, "")
-    fix = " or ".join(dict.fromkeys(fixes))
-    others = related(finding, run, reads, origins)
-    also = tuple(Related(key, _plain(value_at(run, key)), origins.get(key, "")) for key in others)
-    return Problem(finding.code, finding.path, value, finding.rule, fix, source, finding.severity, also)
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    return problem_of(
+        run,
+        origins,
+        finding.code,
+        finding.path,
+        finding.rule,
+        " or ".join(dict.fromkeys(fixes)),
+        severity=finding.severity,
+        related=related(finding, run, reads, origins),
+    )

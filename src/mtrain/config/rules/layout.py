@@ -23,11 +23,10 @@ def _tp_fixes(run: RunConfig, number: int) -> tuple[Change, ...]:
         change: dict[str, object] = {"parallel.tp": tp}
         out.append(change)
         if tp == 1 and p.sequence_parallel:
-            out.append({**change, "parallel.sequence_parallel": False})
+            change = {**change, "parallel.sequence_parallel": None}
+            out.append(change)
         if p.ranks is not None:
-            out.append(
-                {**change, "parallel.sequence_parallel": p.sequence_parallel and tp > 1, "parallel.ranks": None}
-            )
+            out.append({**change, "parallel.ranks": None})
     return tuple(out)
 
 
@@ -146,8 +145,9 @@ def _grid_fixes(run: RunConfig, step: int) -> tuple[Change, ...]:
             for cp in sorted({p.cp, 1}, reverse=True):
                 if (p.ranks or 0) % (tp * pp * cp) == 0:
                     change: dict[str, object] = {"parallel.tp": tp, "parallel.pp": pp, "parallel.cp": cp}
-                    change["parallel.sequence_parallel"] = p.sequence_parallel and tp > 1
                     change["parallel.vpp"] = p.vpp if pp > 1 else 1
+                    if tp == 1 and p.sequence_parallel:
+                        change["parallel.sequence_parallel"] = None
                     fixes.append(change)
     return (*fixes[:12], {**single(), "parallel.ranks": p.ranks}, single())
 

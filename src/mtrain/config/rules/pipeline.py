@@ -22,7 +22,7 @@ SPLIT = " ".join(EQUAL)
 def single() -> Change:
     """One rank: the change that removes every axis."""
     ones: dict[str, object] = {f"parallel.{axis}": 1 for axis in ("tp", "pp", "vpp", "cp", "ep", "hsdp_replicas")}
-    off = {"parallel.etp": None, "parallel.sequence_parallel": False, "parallel.ranks": None}
+    off = {"parallel.etp": None, "parallel.sequence_parallel": None, "parallel.ranks": None}
     return {**ones, **off, **EQUAL, "parallel.cp_comm_type": None, "parallel.hierarchical_cp_sizes": None}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from mtrain.config.problem import value_at
 from mtrain.config.rules.finding import Finding
 from mtrain.config.run import RunConfig
 
@@ -26,14 +27,6 @@ _STANDS_FOR = {
 """Word of a text -> the key that it speaks of, where the rule has looked at that key or at its section."""
 DISTINCT = 100
 """A number from here on in a text is that of the key which has it."""
-
-
-def value_at(run: RunConfig, path: str) -> Any:
-    """The value of a dotted key; None where its section is null."""
-    node: Any = run
-    for name in path.split("."):
-        node = getattr(node, name, None)
-    return node
 
 
 def related(finding: Finding, run: RunConfig, reads: AbstractSet[str], origins: Mapping[str, str]) -> list[str]:

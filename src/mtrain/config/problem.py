@@ -1,0 +1,38 @@
+"""A problem of a run, with the values of its keys and who set them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mtrain.config.run import RunConfig
+from mtrain.errors import Problem, Related, Severity
+
+
+def value_at(run: RunConfig, path: str) -> Any:
+    """The value of a dotted key; None where its section is null."""
+    node: Any = run
+    for name in path.split("."):
+        node = getattr(node, name, None)
+    return node
+
+
+def problem_of(
+    run: RunConfig,
+    origins: Mapping[str, str],
+    code: str,
+    path: str,
+    rule: str,
+    fix: str,
+    *,
+    severity: Severity = "error",
+    related: Iterable[str] = (),
+) -> Problem:
+    """The problem `code` of the key `path`; `related` are the other keys that its rule is about."""
+    others = tuple(Related(key, plain(value_at(run, key)), origins.get(key, "")) for key in related)
+    return Problem(code, path, plain(value_at(run, path)), rule, fix, origins.get(path, ""), severity, others)
+
+
+def plain(value: Any) -> Any:
+    """A value as YAML has it."""
+    return list(value) if isinstance(value, tuple) else value
