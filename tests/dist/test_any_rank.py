@@ -14,10 +14,21 @@ from mtrain.config.run import RunConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.layout.stages import held_stages
 from mtrain.plan.count import parameters
+from tests.support.covering import some
 from tests.support.forked import run_alone
 
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
 RECIPES = sorted(file.relative_to(recipes_dir()).with_suffix("").as_posix() for file in recipes_dir().rglob("*.yaml"))
+ALWAYS = (
+    "deepseek/v2_lite_h100x8",
+    "deepseek/v3_h100x1024",
+    "gpt3/175b_h100x128",
+    "llama31/405b_h100x1024",
+    "mixtral/8x7b_h100x64",
+    "mixtral/8x22b_h100x256",
+    "qwen3/30b_a3b_h100x16",
+)
+"""Every axis, experts with and without tensor parallelism of their own, MLA, MTP and stages of unlike sizes."""
 LARGE = [
     "model=llama31_405b",
     "parallel=tp8pp16cp2sp",
@@ -72,7 +83,7 @@ def _kinds(run: RunConfig) -> list[tuple[tuple[object, ...], ...]]:
     ]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", some(RECIPES, ALWAYS))
 def test_a_rank_of_each_kind_of_stage_owns_its_part_of_a_recipes_model(name: str) -> None:
     """Times the ranks of its kind, that is every parameter once: first of their tensor-parallel group or not."""
     run = load([f"recipe={name}"], BIG, {}).run

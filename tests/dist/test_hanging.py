@@ -124,6 +124,7 @@ def test_a_stopped_rank_is_named_by_the_others(tmp_path: Path, started: list[Lau
         assert stacks(homes[stopped], 1 - stopped)
 
 
+@pytest.mark.full
 def test_a_rank_that_holds_pythons_lock_leaves_its_stacks_too(tmp_path: Path, started: list[Launched]) -> None:
     hold = lambda: ctypes.PyDLL(None).sleep(1000)  # noqa: E731
     run = Launched(*RUN, "parallel=tp2", "trainer.timeout_s=4", cwd=tmp_path, patch=holding(1, 6, hold))
@@ -187,6 +188,7 @@ def test_a_stall_that_passes_is_said_once_and_the_run_ends_well(tmp_path: Path, 
     assert run.said.count("warning: no progress") == 1
 
 
+@pytest.mark.full
 def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path: Path, started: list[Launched]) -> None:
     run = Launched(*RUN, "parallel=tp2", "log.progress=none", cwd=tmp_path)
     started.append(run)

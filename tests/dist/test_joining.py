@@ -95,6 +95,7 @@ def test_rank_0_may_be_the_absent_one(start: Callable[..., Launched]) -> None:
     assert rank.seconds < 2 + SLACK_S
 
 
+@pytest.mark.full
 def test_rank_0_may_be_absent_from_a_store_of_the_launchers(tmp_path: Path) -> None:
     import torch.distributed as dist
 
@@ -261,6 +262,7 @@ def test_something_else_on_the_port_is_said(start: Callable[..., Launched], tmp_
     assert "Address already in use" in rank.said
 
 
+@pytest.mark.full
 def test_a_rank_of_the_local_launcher_that_does_not_come_is_named_and_ended(tmp_path: Path) -> None:
     def stop_rank_1() -> None:
         from mtrain.launching import local

@@ -78,6 +78,10 @@ LAYOUTS = {
 }
 
 
+STEPS = 2
+"""The first gradient is compared, and the weights that the second step makes of the first one's."""
+
+
 def _compared(words: str) -> list[Any]:
     """Rows of every number format that the configuration is proven in."""
     argv = words.split()
@@ -85,7 +89,7 @@ def _compared(words: str) -> list[Any]:
     return [
         row
         for dtype in prove.formats(full)
-        for row in prove.compared(prove.shrunk(full, argv, prove.STEPS, dtype))
+        for row in prove.compared(prove.shrunk(full, argv, STEPS, dtype))
     ]
 
 

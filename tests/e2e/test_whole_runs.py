@@ -144,6 +144,7 @@ def test_a_damaged_checkpoint_ends_4_and_names_the_file(trained: Path, tmp_path:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_a_reader_that_goes_away_stops_no_training(tmp_path: Path) -> None:
     words = [*command(*SMALL, "trainer.train_iters=6", "log.name=run")]
     first = subprocess.Popen(words, stdout=subprocess.PIPE, cwd=tmp_path, env=environment(), text=True)

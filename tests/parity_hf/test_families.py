@@ -12,6 +12,7 @@ from tests.parity_hf.compare import Case, Result, compare, half_precision_errors
 from tests.parity_hf.drawn import FAMILIES, draw
 from tests.parity_hf.families import CASES, REFUSED
 from tests.parity_hf.weights import TABLES
+from tests.support.covering import some
 from tests.support.forked import run_ranks
 
 TOLERANCES = {
@@ -40,12 +41,30 @@ def assert_agrees(result: Result) -> None:
     assert ours == expected
 
 
-@pytest.mark.parametrize("name", CASES)
+ALWAYS = (
+    "llama 3.2, tied",
+    "llama with heads wider than the model, and biases",
+    "mistral beyond its window",
+    "mixtral",
+    "qwen2 with a window in every layer but each second",
+    "qwen3, tied",
+    "qwen2 moe",
+    "qwen3 moe behind a dense layer",
+    "gpt oss beyond its window",
+    "deepseek v2",
+    "deepseek v3",
+    "gpt2 with exact gelu, untied, narrow",
+    "gpt neox",
+)
+"""Each family with what is most its own."""
+
+
+@pytest.mark.parametrize("name", some(CASES, ALWAYS))
 def test_a_family_computes_what_transformers_computes(name: str) -> None:
     assert_agrees(run_ranks(1, compare, CASES[name])[0])
 
 
-@pytest.mark.parametrize("seed", range(DRAWN))
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=pytest.mark.full if s else ()) for s in range(DRAWN)])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_random_configuration_agrees_or_the_import_names_the_key(kind: str, seed: int) -> None:
     case = draw(kind, seed)

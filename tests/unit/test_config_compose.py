@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shlex
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from mtrain.config.compose import compose
 from mtrain.config.dump import run_yaml
 from mtrain.config.keys import field_of, foreign, schema_keys
 from mtrain.errors import MAX_PROBLEMS, ConfigError, Problem
+from tests.support.configs import within_a_second
 
 
 def problems(*argv: str) -> list[Problem]:
@@ -384,10 +384,8 @@ def _mapping(group: str, lines: Sequence[str]) -> str:
 )
 def test_a_file_of_thousands_of_problems_is_judged_in_a_second_and_told_in_part(tmp_path: Path, text: str) -> None:
     (tmp_path / "r.yaml").write_text(text)
-    begun = time.process_time()
-    with pytest.raises(ConfigError) as caught:
+    with within_a_second(), pytest.raises(ConfigError) as caught:
         load([f"recipe={tmp_path / 'r.yaml'}"])
-    assert time.process_time() - begun < 1.0
     assert len(caught.value.problems) == MAX_PROBLEMS + 1
     assert caught.value.problems[-1].code == "MT005"
 
@@ -403,10 +401,8 @@ def test_a_file_of_thousands_of_problems_is_judged_in_a_second_and_told_in_part(
     ids=["keys", "words", "nesting", "length"],
 )
 def test_a_command_line_of_any_size_is_judged_in_a_second(argv: list[str]) -> None:
-    begun = time.process_time()
-    with pytest.raises(ConfigError):
+    with within_a_second(), pytest.raises(ConfigError):
         load(argv)
-    assert time.process_time() - begun < 1.0
 
 
 def test_a_recipe_and_a_run_file_exclude_each_other(recipe: Path, run_file: Path) -> None:
