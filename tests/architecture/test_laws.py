@@ -37,8 +37,9 @@ LAYERS = {
     "launching": 10,
     "cli": 11,
 }
-BUILDS = re.compile(r"mtrain\.models\.\w+\.build\b")
-"""Modules that build a family of models are of the layer of `build`; the rest of a family is known to `plan`."""
+BUILDS = re.compile(r"mtrain\.models\.(\w+\.(build|hf)|table)\b")
+"""Modules that build a family of models, or rearrange its weights, are of the layer of `build`; the rest of a family is
+known to `plan`."""
 ONLY_IN = {
     "hydra": ("config/hydra_source.py", "config/grammar.py"),
     "omegaconf": ("config/hydra_source.py",),

@@ -18,10 +18,11 @@ from mtrain.config.compose import compose
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import check
 from mtrain.errors import ConfigError
+from mtrain.models.gpt.hf import TABLES
+from mtrain.models.table import to_ours, to_theirs
 from mtrain.recipes.hf import import_config
 from mtrain.recipes.write import delta, recipe_text
 from tests.parity_hf import theirs
-from tests.parity_hf.weights import TABLES, to_ours, to_theirs
 
 BATCH, PROMPT, NEW_TOKENS, STEPS = 2, 8, 24, 2
 COMMON = (

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from mtrain.models.gpt.hf import TABLES
 from tests.parity_hf import theirs
 from tests.parity_hf.compare import Case, Result, compare, half_precision_errors, imported
 from tests.parity_hf.drawn import FAMILIES, draw
 from tests.parity_hf.families import CASES, REFUSED
-from tests.parity_hf.weights import TABLES
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 

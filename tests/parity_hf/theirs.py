@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.parity_hf.weights import TABLES
+from mtrain.models.gpt.hf import TABLES
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": None}
 

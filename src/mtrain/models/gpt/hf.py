@@ -1,0 +1,156 @@
+"""Hugging Face's names of the weights of decoder-only transformers, by `model_type`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mtrain.models.table import (
+    EXPERTS,
+    GATE_UP,
+    PAIRS,
+    QKV,
+    SAME,
+    THIRDS,
+    TRANSPOSED,
+    VOCABULARY,
+    Entry,
+    Operation,
+    Table,
+    chain,
+)
+
+_ATTENTION, _THEIR_ATTENTION = "decoder.layers.{i}.self_attention.", "model.layers.{i}.self_attn."
+_MLP, _THEIR_MLP = "decoder.layers.{i}.mlp.", "model.layers.{i}.mlp."
+
+_ENDS = (
+    Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VOCABULARY),
+    Entry("decoder.final_layernorm.weight", ("model.norm.weight",)),
+    Entry("output_layer.weight", ("lm_head.weight",), VOCABULARY),
+)
+_NORMS = (
+    Entry("decoder.layers.{i}.input_layernorm.weight", ("model.layers.{i}.input_layernorm.weight",)),
+    Entry("decoder.layers.{i}.pre_mlp_layernorm.weight", ("model.layers.{i}.post_attention_layernorm.weight",)),
+)
+
+
+def _gated(ours: str, theirs: str, kind: str) -> tuple[Entry, ...]:
+    gate, up = (f"{theirs}{name}_proj.{kind}" for name in ("gate", "up"))
+    return (
+        Entry(f"{ours}linear_fc1.{kind}", (gate, up), GATE_UP),
+        Entry(f"{ours}linear_fc2.{kind}", (f"{theirs}down_proj.{kind}",)),
+    )
+
+
+def _grouped_query(kind: str) -> tuple[Entry, ...]:
+    qkv = tuple(f"{_THEIR_ATTENTION}{name}_proj.{kind}" for name in "qkv")
+    return (
+        Entry(f"{_ATTENTION}linear_qkv.{kind}", qkv, QKV),
+        Entry(f"{_ATTENTION}linear_proj.{kind}", (f"{_THEIR_ATTENTION}o_proj.{kind}",)),
+    )
+
+
+_QK_NORMS = tuple(Entry(f"{_ATTENTION}{x}_layernorm.weight", (f"{_THEIR_ATTENTION}{x}_norm.weight",)) for x in "qk")
+_EXPERTS = (
+    Entry(f"{_MLP}router.weight", (f"{_THEIR_MLP}gate.weight",)),
+    Entry(f"{_MLP}router.expert_bias", (f"{_THEIR_MLP}gate.e_score_correction_bias",)),
+    Entry(f"{_MLP}experts.linear_fc1.weight{{e}}", (f"{_THEIR_MLP}experts.gate_up_proj",), EXPERTS),
+    Entry(f"{_MLP}experts.linear_fc2.weight{{e}}", (f"{_THEIR_MLP}experts.down_proj",), EXPERTS),
+    *_gated(f"{_MLP}shared_experts.", f"{_THEIR_MLP}shared_experts.", "weight"),
+)
+_GATED_SHARED = (
+    *_EXPERTS[:-2],
+    *_gated(f"{_MLP}shared_experts.", f"{_THEIR_MLP}shared_expert.", "weight"),
+    Entry(f"{_MLP}shared_experts.gate_weight", (f"{_THEIR_MLP}shared_expert_gate.weight",)),
+)
+_BIASED_EXPERTS = (
+    Entry(f"{_MLP}router.weight", (f"{_THEIR_MLP}router.weight",)),
+    Entry(f"{_MLP}router.bias", (f"{_THEIR_MLP}router.bias",)),
+    *(
+        Entry(f"{_MLP}experts.{ours}{{e}}", (f"{_THEIR_MLP}experts.{theirs}",), operation)
+        for ours, theirs, operation in (
+            ("linear_fc1.weight", "gate_up_proj", chain(PAIRS, TRANSPOSED, EXPERTS)),
+            ("linear_fc1.bias", "gate_up_proj_bias", chain(PAIRS, EXPERTS)),
+            ("linear_fc2.weight", "down_proj", chain(TRANSPOSED, EXPERTS)),
+            ("linear_fc2.bias", "down_proj_bias", EXPERTS),
+        )
+    ),
+)
+_LATENT = tuple(
+    Entry(f"{_ATTENTION}{ours}.weight", (f"{_THEIR_ATTENTION}{theirs}.weight",))
+    for ours, theirs in (
+        ("linear_q_proj", "q_proj"),
+        ("linear_q_down_proj", "q_a_proj"),
+        ("q_layernorm", "q_a_layernorm"),
+        ("linear_q_up_proj", "q_b_proj"),
+        ("linear_kv_down_proj", "kv_a_proj_with_mqa"),
+        ("kv_layernorm", "kv_a_layernorm"),
+        ("linear_kv_up_proj", "kv_b_proj"),
+        ("linear_proj", "o_proj"),
+    )
+)
+
+LLAMA = Table(
+    _ENDS,
+    (*_NORMS, *_grouped_query("weight"), *_grouped_query("bias"), *_QK_NORMS),
+    dense=(*_gated(_MLP, _THEIR_MLP, "weight"), *_gated(_MLP, _THEIR_MLP, "bias")),
+    experts=_EXPERTS,
+)
+QWEN2_MOE = replace(LLAMA, experts=_GATED_SHARED)
+GPT_OSS = Table(
+    _ENDS,
+    (
+        *_NORMS,
+        *_grouped_query("weight"),
+        *_grouped_query("bias"),
+        Entry(f"{_ATTENTION}core_attention.softmax_offset", (f"{_THEIR_ATTENTION}sinks",)),
+    ),
+    experts=_BIASED_EXPERTS,
+)
+DEEPSEEK = Table(_ENDS, (*_NORMS, *_LATENT), dense=_gated(_MLP, _THEIR_MLP, "weight"), experts=_EXPERTS)
+
+
+def _with_bias(ours: str, theirs: str, weight: Operation = SAME, bias: Operation = SAME) -> tuple[Entry, Entry]:
+    return Entry(f"{ours}.weight", (f"{theirs}.weight",), weight), Entry(f"{ours}.bias", (f"{theirs}.bias",), bias)
+
+
+GPT2 = Table(
+    (
+        Entry("embedding.word_embeddings.weight", ("transformer.wte.weight",), VOCABULARY),
+        Entry("embedding.position_embeddings.weight", ("transformer.wpe.weight",)),
+        *_with_bias("decoder.final_layernorm", "transformer.ln_f"),
+        Entry("output_layer.weight", ("lm_head.weight",), VOCABULARY),
+    ),
+    (
+        *_with_bias("decoder.layers.{i}.input_layernorm", "transformer.h.{i}.ln_1"),
+        *_with_bias(f"{_ATTENTION}linear_qkv", "transformer.h.{i}.attn.c_attn", chain(TRANSPOSED, THIRDS), THIRDS),
+        *_with_bias(f"{_ATTENTION}linear_proj", "transformer.h.{i}.attn.c_proj", TRANSPOSED),
+        *_with_bias("decoder.layers.{i}.pre_mlp_layernorm", "transformer.h.{i}.ln_2"),
+        *_with_bias(f"{_MLP}linear_fc1", "transformer.h.{i}.mlp.c_fc", TRANSPOSED),
+        *_with_bias(f"{_MLP}linear_fc2", "transformer.h.{i}.mlp.c_proj", TRANSPOSED),
+    ),
+)
+NEOX = Table(
+    (
+        Entry("embedding.word_embeddings.weight", ("gpt_neox.embed_in.weight",), VOCABULARY),
+        *_with_bias("decoder.final_layernorm", "gpt_neox.final_layer_norm"),
+        Entry("output_layer.weight", ("lm_head.weight",), VOCABULARY),
+    ),
+    (
+        *_with_bias("decoder.layers.{i}.input_layernorm", "gpt_neox.layers.{i}.input_layernorm"),
+        *_with_bias(f"{_ATTENTION}linear_qkv", "gpt_neox.layers.{i}.attention.query_key_value"),
+        *_with_bias(f"{_ATTENTION}linear_proj", "gpt_neox.layers.{i}.attention.dense"),
+        *_with_bias("decoder.layers.{i}.pre_mlp_layernorm", "gpt_neox.layers.{i}.post_attention_layernorm"),
+        *_with_bias(f"{_MLP}linear_fc1", "gpt_neox.layers.{i}.mlp.dense_h_to_4h"),
+        *_with_bias(f"{_MLP}linear_fc2", "gpt_neox.layers.{i}.mlp.dense_4h_to_h"),
+    ),
+)
+
+TABLES: dict[str, Table] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"), LLAMA),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), DEEPSEEK),
+    "qwen2_moe": QWEN2_MOE,
+    "gpt_oss": GPT_OSS,
+    "gpt2": GPT2,
+    "gpt_neox": NEOX,
+}
+"""`model_type` -> table."""

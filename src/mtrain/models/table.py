@@ -1,0 +1,181 @@
+"""Which tensor of Hugging Face's models is which of ours: one table of a family for both directions.
+
+Every operation is a rearrangement, so weights, gradients and moments go through it alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tensors = Mapping[str, Tensor]
+Rearrange = Callable[[list[Tensor], Any], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """How the tensors of one entry lie on either side; both functions also take the `model` section."""
+
+    name: str
+    to_ours: Rearrange
+    to_theirs: Rearrange
+
+
+def _same(tensors: list[Tensor], model: Any) -> list[Tensor]:
+    return tensors
+
+
+def _transposed(tensors: list[Tensor], model: Any) -> list[Tensor]:
+    return [t.mT.contiguous() for t in tensors]
+
+
+def _padded(tensors: list[Tensor], model: Any) -> list[Tensor]:
+    rows = model.padded_vocab_size - model.vocab_size
+    return [torch.cat([t, t.new_zeros(rows, *t.shape[1:])]) for t in tensors]
+
+
+def _unpadded(tensors: list[Tensor], model: Any) -> list[Tensor]:
+    return [t[: model.vocab_size] for t in tensors]
+
+
+def _joined_qkv(tensors: list[Tensor], model: Any) -> list[Tensor]:
+    groups, rest = model.query_groups, tensors[0].shape[1:]
+    return [torch.cat([t.reshape(groups, -1, model.head_dim, *rest) for t in tensors], 1).reshape(-1, *rest)]
+
+
+def _split_qkv(tensors: list[Tensor], model: Any) -> list[Tensor]:
+    (fused,), rest = tensors, tensors[0].shape[1:]
+    each = model.num_attention_heads // model.query_groups
+    parts = fused.reshape(model.query_groups, each + 2, model.head_dim, *rest).split([each, 1, 1], 1)
+    return [part.reshape(-1, *rest) for part in parts]
+
+
+def _joined_thirds(tensors: list[Tensor], model: Any) -> list[Tensor]:
+    return _joined_qkv(list(tensors[0].chunk(3)), model)
+
+
+def _split_thirds(tensors: list[Tensor], model: Any) -> list[Tensor]:
+    return [torch.cat(_split_qkv(tensors, model))]
+
+
+def _concatenated(tensors: list[Tensor], model: Any) -> list[Tensor]:
+    return [torch.cat(tensors)]
+
+
+def _halves(tensors: list[Tensor], model: Any) -> list[Tensor]:
+    return list(tensors[0].chunk(2))
+
+
+def _stacked(tensors: list[Tensor], model: Any) -> list[Tensor]:
+    return [torch.stack(tensors)]
+
+
+def _unstacked(tensors: list[Tensor], model: Any) -> list[Tensor]:
+    return list(tensors[0].unbind())
+
+
+def _neighbours_as_halves(tensors: list[Tensor], model: Any) -> list[Tensor]:
+    """Last axis: pairs of a gate and what it gates as all gates, then all of the others."""
+    return [torch.cat([t[..., 0::2], t[..., 1::2]], -1) for t in tensors]
+
+
+def _halves_as_neighbours(tensors: list[Tensor], model: Any) -> list[Tensor]:
+    return [torch.stack(t.chunk(2, -1), -1).flatten(-2) for t in tensors]
+
+
+def chain(*operations: Operation) -> Operation:
+    """Several operations as one: inward in this order, outward in the other."""
+
+    def inward(tensors: list[Tensor], model: Any) -> list[Tensor]:
+        for operation in operations:
+            tensors = operation.to_ours(tensors, model)
+        return tensors
+
+    def outward(tensors: list[Tensor], model: Any) -> list[Tensor]:
+        for operation in reversed(operations):
+            tensors = operation.to_theirs(tensors, model)
+        return tensors
+
+    return Operation(", ".join(operation.name for operation in operations), inward, outward)
+
+
+SAME = Operation("same", _same, _same)
+TRANSPOSED = Operation("transposed", _transposed, _transposed)
+VOCABULARY = Operation("padded vocabulary", _padded, _unpadded)
+"""Ours has rows up to a multiple of 128."""
+QKV = Operation("joined by query group", _joined_qkv, _split_qkv)
+"""Theirs are queries, keys and values; ours holds, of each query group, its queries, its key and its value."""
+THIRDS = Operation("thirds joined by query group", _joined_thirds, _split_thirds)
+"""Theirs is all queries, then all keys, then all values, in one tensor."""
+GATE_UP = Operation("gate over up", _concatenated, _halves)
+EXPERTS = Operation("one of each expert", _unstacked, _stacked)
+"""Theirs is one tensor of all experts; ours one for each."""
+PAIRS = Operation("pairs as halves", _neighbours_as_halves, _halves_as_neighbours)
+"""Theirs has gates and what they gate side by side in the last axis."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Tensors that hold the same; `{i}` counts layers, `{e}` experts, where there are several of ours."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    operation: Operation = SAME
+
+
+@dataclass(frozen=True)
+class Table:
+    """The entries of a family: once, of each layer, and of each layer of one kind."""
+
+    once: tuple[Entry, ...]
+    layer: tuple[Entry, ...]
+    dense: tuple[Entry, ...] = ()
+    experts: tuple[Entry, ...] = ()
+
+    def entries(self, model: Any) -> Iterator[tuple[list[str], list[str], Operation]]:
+        """Names of ours, names of theirs and the operation, of a model's every layer."""
+        for entry in self.once:
+            yield [entry.ours], list(entry.theirs), entry.operation
+        sparse_from = model.num_layers if model.moe is None else model.moe.first_dense_layers
+        count = model.moe.num_experts if model.moe else 0
+        for i in range(model.num_layers):
+            for entry in self.layer + (self.experts if i >= sparse_from else self.dense):
+                ours = entry.ours.replace("{i}", str(i))
+                each = [ours.replace("{e}", str(e)) for e in range(count)] if "{e}" in ours else [ours]
+                yield each, [name.replace("{i}", str(i)) for name in entry.theirs], entry.operation
+
+
+def to_ours(table: Table, model: Any, theirs: Tensors) -> dict[str, Tensor]:
+    """Their tensors as ours; an entry of which they have nothing is left out.
+
+    Raises:
+        KeyError: they have some tensors of an entry only.
+        ValueError: a tensor of theirs has no entry, or more than one.
+    """
+    return _mapped(table, model, theirs, True)
+
+
+def to_theirs(table: Table, model: Any, ours: Tensors) -> dict[str, Tensor]:
+    """Our tensors as theirs, with the errors of `to_ours`."""
+    return _mapped(table, model, ours, False)
+
+
+def _mapped(table: Table, model: Any, given: Tensors, inward: bool) -> dict[str, Tensor]:
+    out: dict[str, Tensor] = {}
+    used: list[str] = []
+    for ours, theirs, operation in table.entries(model):
+        source, target = (theirs, ours) if inward else (ours, theirs)
+        if not any(name in given for name in source):
+            continue
+        used += source
+        made = (operation.to_ours if inward else operation.to_theirs)([given[name] for name in source], model)
+        if set(target) & out.keys():
+            raise ValueError(f"{target} are made twice")
+        out |= dict(zip(target, made, strict=True))
+    if sorted(used) != sorted(given):
+        raise ValueError(f"no entry, or more than one: {sorted(set(given) ^ set(used)) or used}")
+    return out
