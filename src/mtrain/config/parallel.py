@@ -175,3 +175,8 @@ class ParallelConfig(Section):
     def model_ranks(self) -> int:
         """Ranks that hold one copy of the model: tp * pp * cp."""
         return self.tp * self.pp * self.cp
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size of a resolved run, at least 1 so that rules can go on where the layout is broken."""
+        return max(1, (self.ranks or 1) // self.model_ranks)
