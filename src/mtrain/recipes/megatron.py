@@ -34,6 +34,7 @@ from mtrain.recipes.imported import (
     without_secrets,
 )
 from mtrain.recipes.launch import World, directives, world_of
+from mtrain.recipes.notes import sourced, too_few, undecided, unsaid
 from mtrain.recipes.programs import known_gpt, other_than_gpt
 from mtrain.recipes.secrets import Secrets
 from mtrain.recipes.shell import Command, Script, read_script
@@ -76,7 +77,7 @@ def import_texts(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[st
     script = read_script(*texts)
     secrets = Secrets({**script.variables, **_given_as_flags(script)})
     found = _training_command(script, source)
-    notes = [*found.notes, *_sourced(script), *_undecided(script, found.doubtful)]
+    notes = [*found.notes, *sourced(script), *undecided(script, found.doubtful)]
     world = world_of(found.launcher, directives(whole))
     if world is None and found.launcher:
         notes.append("how many processes it starts is not said: cluster.nodes and cluster.devices_per_node are unset")
@@ -111,8 +112,8 @@ def import_words(
         run = _padding(build(d, a, extra, source, said), said, notes)
     except ConfigError as error:
         raise ConfigError([_with_place(problem, notes) for problem in error.problems]) from None
-    notes += _unsaid(d | said, run, extra)
-    notes += _too_few(run)
+    notes += unsaid(d | said, run, extra, left)
+    notes += too_few(run)
     shown_notes = [secrets.hide(shown(n)) for n in dict.fromkeys(notes)]
     return Imported(run, blacked_out(leftovers(a), secrets), shown_notes, left)
 
@@ -130,50 +131,6 @@ def _with_place(problem: Problem, notes: Sequence[str]) -> Problem:
     test = rest.partition(" is not known")[0]
     rule = f"{problem.rule[: missing.end(1)]}, which is set under a condition that is not known: {test} ({where})"
     return replace(problem, rule=rule)
-
-
-def _sourced(script: Script) -> list[str]:
-    return [
-        f"{c.where}: {c.words[1] or 'a file'} is not read; give it before this file if it sets what is missing"
-        for c in script.commands
-        if c.words[0] in ("source", ".") and len(c.words) > 1
-    ]
-
-
-def _undecided(script: Script, used: Mapping[str, str]) -> list[str]:
-    """Notes on conditions that only running the script could tell: both branches, and what each would add.
-
-    `used` are the variables behind the command that such a condition sets, with `file:line`.
-    """
-    out = []
-    for item in script.undecided:
-        parts = []
-        for branch in item.branches:
-            names = [f"${name}" for name in dict.fromkeys(branch.names) if name in used]
-            what = ", ".join([*dict.fromkeys(branch.flags), *names]) or "nothing that is used"
-            parts.append(f"{branch.label} (line {branch.where.rpartition(':')[2]}) sets {what}")
-        if any(branch.flags or used.keys() & set(branch.names) for branch in item.branches):
-            test = shown(item.test)[:80]
-            out.append(f"{item.where}: {test} is not known: {'; '.join(parts)}; all of it is left out")
-    listed = {name for item in script.undecided for branch in item.branches for name in branch.names}
-    rest = sorted(used.keys() - listed)
-    return out + [f"{used[v]}: ${v} is also set under a condition" for v in rest]
-
-
-def _too_few(run: RunConfig) -> list[str]:
-    """A note where the script starts fewer processes than its layout has."""
-    p, per_node = run.parallel, run.cluster.devices_per_node
-    ranks = p.ranks or (run.cluster.nodes * per_node if per_node else None)
-    etp = p.etp or p.tp
-    needed, axes = max(
-        (p.model_ranks, f"tp {p.tp} x cp {p.cp} x pp {p.pp}"),
-        (p.ep * etp * p.pp, f"ep {p.ep} x etp {etp} x pp {p.pp}"),
-        key=lambda pair: pair[0],
-    )
-    if ranks is None or ranks >= needed:
-        return []
-    nodes = f": say cluster.nodes={-(-needed // per_node)}" if per_node else ""
-    return [f"the script starts {ranks} processes, and its layout has at least {axes} = {needed}{nodes}"]
 
 
 def _given_as_flags(script: Script) -> dict[str, list[str]]:
@@ -315,14 +272,6 @@ def _padding(run: RunConfig, said: Draft, notes: list[str]) -> RunConfig:
     if not m.mask_padded_vocab:
         notes.append(f"{m.padding_in_words}, as in Megatron-LM; {key}=true masks it")
     return run
-
-
-def _unsaid(d: Draft, run: RunConfig, extra: Sequence[str]) -> list[str]:
-    """Notes on what Megatron-LM insists on being told and was not."""
-    keys = ("trainer.train_iters", "optim.lr", "data.seq_length", "trainer.global_batch_size")
-    values = run.flat()
-    missing = [key for key in keys if key not in d and not any(word.startswith(f"{key}=") for word in extra)]
-    return [f"{key} is not said; it is {spell(values[key])}" for key in missing]
 
 
 def export_words(run: RunConfig) -> tuple[World, list[list[str]]]:
