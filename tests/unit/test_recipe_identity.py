@@ -127,6 +127,13 @@ def test_an_export_says_where_its_losses_are_not_megatrons(masked: bool) -> None
     assert "softmax" not in export_script(resolved(words[2])), "4096 ids need no padding"
 
 
+def test_an_export_says_where_its_optimizer_is_not_megatrons() -> None:
+    text = export_script(resolved("optim=lion"))
+    assert "# Megatron-LM has no lion: this command trains adam" in text
+    assert back(text).optim.name == "lion"
+    assert not any("Megatron-LM has no" in export_script(resolved(f"optim={name}")) for name in ("adamw", "muon"))
+
+
 def test_dynamic_context_parallelism_has_flags_of_its_own() -> None:
     words = ("parallel=dp2", "parallel.hybrid_context_parallel=true", "data.packed=true")
     text = export_script(resolved(*words, "parallel.max_seqlen_per_dp_cp_rank=200"))

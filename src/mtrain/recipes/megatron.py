@@ -14,6 +14,7 @@ from mtrain.config.dump import spell
 from mtrain.config.files import SCRIPT_ENDINGS, read_text
 from mtrain.config.load import UNSHOWN, refuse_hidden
 from mtrain.config.model import VOCAB_MULTIPLE
+from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.paths import program
 from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, Problem
@@ -307,6 +308,9 @@ def export_script(run: RunConfig) -> str:
     left = leftover_keys(run, text)
     if run.model.padding_in_words and run.model.mask_padded_vocab:
         text += f"# {run.model.padding_in_words} here; Megatron-LM has it in the softmax: its losses are others.\n"
+    name = run.optim.name
+    if OPTIMIZERS[name].megatron_name is None:
+        text += f"# Megatron-LM has no {name}: this command trains adam with the settings of {name}.\n"
     if left:
         text += f"# What has no flag; `{program()} recipe import` reads these lines.\n"
         text += "".join(f"{MARK}{word}\n" for word in left)
