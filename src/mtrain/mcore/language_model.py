@@ -61,7 +61,7 @@ class OutputLayer(ColumnParallelLinear):
 class LanguageModel(GPTModel):
     """A GPT that gives the sum of its losses where there are labels: a scalar, each token's loss times `loss_mask`.
 
-    `loss` says who makes them: `megatron` from all logits at once, any other word is the impl of
+    `loss` says who makes them: `megatron` from all logits at once, any other word is the `impl` of
     `mtrain_kernels.linear_cross_entropy`. Losses of MTP layers are added to the gradient as
     megatron-core does it, weighted by the mask of their own tokens. Every loss is over the first `loss_vocab_size`
     ids; logits that are asked for without labels have all of the padded vocabulary. `soft_cap` bounds logits as

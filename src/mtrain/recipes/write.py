@@ -138,7 +138,7 @@ def _layouts(p: ParallelConfig, with_ranks: bool) -> list[str]:
     if with_ranks:
         if p.ranks is None or p.ranks % p.model_ranks:
             return []
-        word += f"dp{p.ranks // p.model_ranks}"
+        word += f"dp{p.dp}"
     word += "sp" if p.sequence_parallel else ""
     try:
         parse_layout(word)
