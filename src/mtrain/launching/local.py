@@ -95,6 +95,13 @@ def generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperatu
         _run_ranks(run, Path(scratch), lambda ending: _generate(run, source, prompt, tokens, temperature, ending))
 
 
+def logits(run: RunConfig, checkpoint: Path, ids: list[int], out: Path) -> None:
+    """Leave in `out` what `train.assemble.logits` computes of `run`, which is of one rank."""
+    _warm(run)
+    with tempfile.TemporaryDirectory(prefix="mtrain-") as scratch:
+        _run_ranks(run, Path(scratch), lambda ending: _logits(run, checkpoint, ids, out, ending))
+
+
 def _prepare(run: RunConfig, chosen: folder.Plan) -> None:
     """Tokenize where that is needed, and find what is wrong with the data before any rank exists."""
     from mtrain.data import open_splits, prepare, same_data
@@ -126,6 +133,13 @@ def _generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperat
     from mtrain.train.assemble import generate_text
 
     generate_text(run, source.checkpoint, source.tokenizer, prompt, tokens, temperature)
+
+
+def _logits(run: RunConfig, checkpoint: Path, ids: list[int], out: Path, ending: End) -> None:
+    enter(run, ending)
+    from mtrain.train import assemble
+
+    assemble.logits(run, checkpoint, ids, out)
 
 
 def import_for(run: RunConfig) -> None:

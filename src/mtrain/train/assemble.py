@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from mtrain import units
 from mtrain.build.model import build_model
@@ -168,6 +171,23 @@ def generate_text(
         text = sample(Sampler(run, world, chunks), Tokenizer(tokenizer), prompt, tokens, temperature)
         if world.is_rank0:
             say_page(text)
+
+
+def logits(run: RunConfig, checkpoint: Path, ids: Sequence[int], out: Path) -> None:
+    """Save the logits of a checkpoint's model after each of `ids`, fp32 [tokens, vocabulary], as a file of numpy.
+
+    On one rank alone.
+
+    Raises:
+        CorruptData: the checkpoint is not what was written.
+    """
+    with joined(run) as world:
+        (chunk,) = build_model(run, world, wrap=False)
+        ckpt_state.load_model(Checkpoint.open(checkpoint, verify=False), [chunk])
+        chunk.eval()
+        with torch.no_grad():
+            found = chunk(torch.tensor([ids]), torch.arange(len(ids)).unsqueeze(0), None)
+        np.save(out, found[0, :, : run.model.vocab_size].float().numpy())
 
 
 def sample(sampler: Sampler, tokenizer: Tokenizer, prompt: str, tokens: int, temperature: float) -> str:
