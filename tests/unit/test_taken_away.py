@@ -37,6 +37,24 @@ def test_verbs_that_take_the_name_of_a_recipe_take_keys_away(words: list[str]) -
     assert main(words) == 0
 
 
+@pytest.mark.parametrize("key", ["trainer.train_iters", "log.runs_dir"])
+def test_a_value_that_is_left_to_others_is_asked_for(key: str) -> None:
+    group, _, name = key.partition(".")
+    Path("r.yaml").write_text(f"{group}:\n  {name}: ???\n")
+    (problem,) = refusals("recipe=r.yaml")
+    assert (problem.code, problem.path, problem.source) == ("MT015", key, "r.yaml:2")
+    composed = compose(["recipe=r.yaml", problem.fix])
+    assert composed.origins[key] == "command line"
+
+
+@pytest.mark.parametrize("begin", ["\\ue000", "\\ue000[1]", "\\0"])
+def test_text_begins_as_it_likes(begin: str) -> None:
+    Path("r.yaml").write_text(f'log: {{name: "{begin}oops"}}\n')
+    (problem,) = refusals("recipe=r.yaml")
+    assert (problem.code, problem.path) == ("MT014", "log.name")
+    assert str(problem.value).endswith("oops")
+
+
 def test_a_recipe_writes_out_what_the_file_of_a_choice_says() -> None:
     Path("ok.yaml").write_text("defaults: [llama_tiny, _self_]\nname: my\nnum_layers: 2\n")
     assert main(["recipe", "new", "n.yaml", "model=./ok.yaml"]) == 0

@@ -19,6 +19,7 @@ from mtrain.config.layout_string import parse_layout
 from mtrain.config.load import Document, load
 from mtrain.config.recipe import reserved_keys
 from mtrain.config.run import GROUPS
+from mtrain.config.validate import MISSING
 from mtrain.errors import ConfigError, Problem
 
 CONFIG, RECIPE, RUN = "config", "recipe", "run"
@@ -26,7 +27,8 @@ CONFIG, RECIPE, RUN = "config", "recipe", "run"
 RECIPE_FILE = f"{RECIPE}/{RECIPE}"
 GIVEN = "given"
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)\s*\Z")
-_BEGIN, _DOLLAR = "\ue000", "\ue001"
+_BEGIN, _DOLLAR = "\0", "\ue001"
+"""What hidden text begins with, which no argument of a command line has, and what stands for a $ in it."""
 
 
 class Library:
@@ -115,12 +117,17 @@ class Library:
 
 
 def _hidden(value: Any) -> Any:
-    """A value as Hydra is given it: lists, which it replaces as a whole, and refused references as one text."""
+    """A value as Hydra is given it: lists, which it replaces as a whole, and text that it would read as one text."""
     if isinstance(value, dict):
         return {key: _hidden(inner) for key, inner in value.items() if _is_data(key)}
-    if isinstance(value, list) or (isinstance(value, str) and "${" in value and any(refused(value, str))):
+    if isinstance(value, list) or (isinstance(value, str) and _is_read(value)):
         return f"{_BEGIN}{json.dumps(value).replace('$', _DOLLAR)}"
     return value
+
+
+def _is_read(text: str) -> bool:
+    """Whether a text means something to Hydra, or to `restored`."""
+    return text == MISSING or text.startswith(_BEGIN) or ("${" in text and any(refused(text, str)))
 
 
 def restored(value: Any) -> Any:
