@@ -86,7 +86,11 @@ class Library:
             document = self.document(name)
             values, package = document.values, package_of(document)
         shown = {key: _hidden(inner) for key, inner in values.items() if _is_data(key) and key != "defaults"}
-        return Part({**shown, "defaults": values["defaults"]} if "defaults" in values else shown, package)
+        if name == CONFIG:
+            shown["defaults"] = _with_every_group(values.get("defaults", []))
+        elif "defaults" in values:
+            shown["defaults"] = values["defaults"]
+        return Part(shown, package)
 
     def document(self, name: str) -> Document:
         """The file of a configuration.
@@ -107,6 +111,10 @@ class Library:
         values = self._given[name][0] if name in self._given else self.document(name).values
         return {key: value for key, value in values.items() if key != "defaults"}
 
+    def sources(self) -> set[str]:
+        """The files that a command line names by their paths, as problems show them."""
+        return {self.documents[name].source for name in (*self._given, *self._paths) if name in self.documents}
+
     def said(self) -> Hashable:
         """The names and texts of all that was read, which with the arguments decide what is composed."""
         given = {name: repr(values) for name, (values, _) in self._given.items()}
@@ -114,6 +122,14 @@ class Library:
 
     def _file(self, name: str) -> Path | None:
         return self._paths.get(name) or paths.find_config(name)
+
+
+def _with_every_group(defaults: list[Any]) -> list[Any]:
+    """The defaults of `config.yaml`, with groups that it leaves out as groups without a choice: one can be made."""
+    if any(isinstance(entry, str) and entry != "_self_" for entry in defaults):
+        return defaults  # another file may choose
+    named = {group for entry in defaults if isinstance(entry, dict) for group in entry}
+    return [*({group: None} for group in GROUPS if group not in named), *defaults]
 
 
 def _hidden(value: Any) -> Any:

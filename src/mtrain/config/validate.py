@@ -16,7 +16,7 @@ from mtrain.config.dump import override, spell
 from mtrain.config.intended import as_key
 from mtrain.config.interpolate import leaves
 from mtrain.config.keys import MERGE, choices_of, field_of, schema_keys, section_in, suggest
-from mtrain.config.near import accepts, as_shipped, at_default, near_choice, suggestions, taken
+from mtrain.config.near import accepts, as_shipped, at_default, choice_fix, near_choice, suggestions, taken
 from mtrain.config.paths import choices_of_group
 from mtrain.config.run import GROUPS, RunConfig
 from mtrain.errors import MAX_PROBLEMS, Problem
@@ -233,6 +233,8 @@ def unfilled(path: str, source: str) -> Problem:
 
 def _required(path: str, values: Mapping[str, Any]) -> str:
     """A value for a key that must have one: that of another key of its name, or its whole section off."""
+    if path in GROUPS:
+        return choice_fix(path, "")
     section, _, last = path.rpartition(".")
     same = [values[key] for key in schema_keys() if key.endswith(f".{last}") and key != path and key in values]
     fixes = [override(path, value) for value in same if accepts(path, value)]
