@@ -59,9 +59,7 @@ def _offered(before: list[str], current: str) -> Iterable[str]:
     if verb == "completion":
         return SHELLS
     if verb == "choices":
-        from mtrain.config.run import GROUPS
-
-        return GROUPS
+        return group_names()
     if verb in ("resume", "generate", "export") and len(before) == 1:
         return [*_runs(), *_checkpoints()]
     if verb == "export":

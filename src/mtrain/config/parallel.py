@@ -115,7 +115,7 @@ class ParallelConfig(Section):
     """The output layer and loss count as a layer: the last stage holds one layer fewer than the others."""
     distributed_optimizer: Annotated[bool | None, Key(feeds="ddp.use_distributed_optimizer", aka="zero_stage")] = None
     """Optimizer state and main weights are sharded over the data-parallel ranks (ZeRO-1); null: true on GPUs with
-    data or context parallelism, for adamw without fsdp."""
+    data or context parallelism, for optimizers that can, without fsdp."""
     microbatch_group_size_per_vp_stage: Annotated[
         PositiveInt | None, Key(feeds="microbatch_group_size_per_vp_stage", when="parallel.vpp>1")
     ] = None
