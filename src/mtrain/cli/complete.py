@@ -62,7 +62,9 @@ def _offered(before: list[str], current: str) -> Iterable[str]:
         return group_names()
     if verb in ("resume", "generate", "export") and len(before) == 1:
         return [*_runs(), *_checkpoints()]
-    if verb == "export":
+    if verb == "convert" and not before[1:]:
+        return ("import", "export", "inspect", "verify")
+    if verb in ("export", "convert"):
         return []
     return [*(_own_words(verb) if verb == "generate" else ()), *_overrides(current)]
 

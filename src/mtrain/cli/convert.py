@@ -14,29 +14,27 @@ from mtrain.ckpt.folder import sync
 from mtrain.cli.export import newest
 from mtrain.cli.resume import quoted, target_of
 from mtrain.cli.setup import load
-from mtrain.config.devices import CPU
 from mtrain.config.dump import run_yaml
-from mtrain.config.paths import RUN_FILE, program
+from mtrain.config.paths import CHECKPOINTS, RUN_FILE, program
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
 from mtrain.config.run_file import read_run_file
-from mtrain.errors import ConfigError, MtrainError, Problem, say
-from mtrain.launching.folder import CHECKPOINTS
+from mtrain.errors import ConfigError, CorruptData, MtrainError, Problem, say
 from mtrain.plan.count import parameters
 from mtrain.recipes.hf import import_config, read_json
-from mtrain.recipes.hf_write import config_json, differing, same_model
+from mtrain.recipes.hf_write import config_json, same_model
 from mtrain.units import bytes_, count
 
 USAGE = f"{program()} convert import HF_DIR RUN | export RUN HF_DIR | inspect PATH | verify A B"
-KEPT = "hf"
-"""Folder of a run with the files that came beside imported weights."""
 TOKENS = 64
+MOST_APART = 1e-3
+"""Largest difference of logits, as a share of the largest: rounding is a thousandth of it."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def run(argv: list[str], *, debug: bool, as_json: bool = False) -> int:
+def run(argv: list[str], *, as_json: bool) -> int:
     """Runs a subverb; returns the exit code."""
     subverbs: dict[str, Callable[[list[str]], int]] = {
         "import": import_,
@@ -53,23 +51,15 @@ def run(argv: list[str], *, debug: bool, as_json: bool = False) -> int:
 def import_(argv: list[str]) -> int:
     """`import HF_DIR RUN [overrides]`: a run folder whose checkpoint of step 0 has the weights."""
     source, out, extra = _two_paths(argv, "import HF_DIR RUN [overrides]")
-    from mtrain.convert.folder import COMPANIONS, CONFIG, open_folder
-
-    folder = open_folder(source)
-    kind, run = _run_of(folder.config, extra)
-    _adapt()
     from mtrain.convert import certificate
-    from mtrain.convert.into import import_weights
-    from mtrain.convert.read import Reader
+    from mtrain.convert.folder import CONFIG, open_folder
+    from mtrain.convert.hugging_face import take
 
+    open_folder(source)  # what is not there is said before anything is made
+    run = _run_of(source / CONFIG, extra)
     with _drafted(out, "importing") as draft:
         (draft / RUN_FILE).write_text(run_yaml(run))
-        reader = Reader(folder)
-        checkpoint, record = import_weights(reader, _tables(kind), run, draft / CHECKPOINTS)
-        (draft / KEPT).mkdir()
-        for name in (CONFIG, *COMPANIONS):
-            _keep(source / name, draft / KEPT / name)
-        _keep(source / "tokenizer.json", draft / "tokenizer.json")
+        kind, checkpoint, record, folder = take(run, source, draft)
         found = _logits(run, checkpoint, source)
         certificate.write(draft, "import", kind, record, found)
     size = f"{len(record.source)} tensors, {bytes_(folder.nbytes)}"
@@ -90,7 +80,9 @@ def export(argv: list[str]) -> int:
         fix = " or ".join(f"dtype={word}" for word in DTYPES)
         raise ConfigError([Problem("MT003", "dtype", options["dtype"], "no such format", fix, "command line")])
     out, path = _new(Path(paths[0]).expanduser()), newest(target)
-    _adapt()
+    from mtrain.convert.hugging_face import adapt, tables
+
+    adapt()
     import torch
 
     from mtrain.ckpt.store import Checkpoint
@@ -101,11 +93,12 @@ def export(argv: list[str]) -> int:
     dtype = getattr(torch, DTYPES[options["dtype"]]) if "dtype" in options else None
     checkpoint = Checkpoint.open(path, verify=False)
     kind, body = _config_of(run, home, options.get("model_type"))
-    weights = Weights(checkpoint, run, _tables(kind)[0], dtype)
+    weights = Weights(checkpoint, run, tables(kind)[0], dtype)
     with _drafted(out, "exporting") as draft:
         record = export_weights(weights, draft)
         stored = str(weights.made()[0].dtype).removeprefix("torch.")
-        _write_companions(draft, home, {**body, "torch_dtype": stored})
+        said = "dtype" if "dtype" in body else "torch_dtype"
+        _write_companions(draft, home, {**body, said: stored})
         found = _logits(run, path, draft) if dtype in (None, torch.float32) else {"left_out": "another format"}
         certificate.write(draft, "export", kind, record, found)
     size = sum(file.stat().st_size for file in out.iterdir())
@@ -134,7 +127,9 @@ def inspect(argv: list[str], *, as_json: bool) -> int:
 def verify(argv: list[str], *, as_json: bool) -> int:
     """`verify A B`: whether two folders or checkpoints hold the same weights; exit code 4 where they do not."""
     paths = _paths(argv, 2, "verify A B")
-    _adapt()
+    from mtrain.convert.hugging_face import adapt
+
+    adapt()
     from mtrain.convert.compare import compare
 
     rows, only = compare(*(_weights_at(path) for path in paths))
@@ -152,26 +147,27 @@ def verify(argv: list[str], *, as_json: bool) -> int:
     return 4 if apart or only else 0
 
 
-def _run_of(config: Path, extra: list[str]) -> tuple[str, RunConfig]:
-    """The kind of a `config.json`, and the resolved run that it is with overrides.
+def _run_of(config: Path, extra: list[str]) -> RunConfig:
+    """The resolved run that a `config.json` is with overrides.
 
     Raises:
-        ConfigError: the model would compute something else than transformers', key by key; or a rule is broken.
+        ConfigError: see `configuration`; or a rule is broken.
     """
-    imported = import_config(config, extra)
-    wrong = differing(imported)
-    if wrong:
-        raise ConfigError([Problem("MT703", "", None, text, "", str(config)) for text in wrong])
+    from mtrain.convert.hugging_face import configuration
+
+    _, imported = configuration(config, extra)
     machine = Machine.here()
     resolved = resolve(imported.run, machine)
     errors = [p for p in check(resolved, raw=imported.run, to_run=False) if p.severity == "error"]
     if errors:
         raise ConfigError(errors)
-    return str(read_json(config, str(config))["model_type"]), resolved
+    return resolved
 
 
 def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[str, Any]]:
     """What an export's `config.json` says: what came with the weights, where the model is still the same."""
+    from mtrain.convert.hugging_face import KEPT
+
     kept = home / KEPT / "config.json"
     if kept.is_file() and kind is None:
         body = read_json(kept, str(kept))
@@ -194,15 +190,16 @@ def _end_of_document(home: Path) -> int | None:
 
 def _write_companions(draft: Path, home: Path, body: dict[str, Any]) -> None:
     from mtrain.convert.folder import COMPANIONS, CONFIG, GENERATION
+    from mtrain.convert.hugging_face import KEPT, keep
 
     (draft / CONFIG).write_text(strict_json.dumps(body, indent=2) + "\n")
     for name in COMPANIONS:
-        _keep(home / KEPT / name, draft / name)
+        keep(home / KEPT / name, draft / name)
     if not (draft / GENERATION).exists():
         ids = {key: body[key] for key in IDS if body.get(key) is not None}
         (draft / GENERATION).write_text(strict_json.dumps(ids, indent=2) + "\n")
     if not (draft / "tokenizer.json").exists():
-        _keep(home / "tokenizer.json", draft / "tokenizer.json")
+        keep(home / "tokenizer.json", draft / "tokenizer.json")
         if (draft / "tokenizer.json").exists():
             said = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
             (draft / "tokenizer_config.json").write_text(strict_json.dumps(said, indent=2) + "\n")
@@ -227,14 +224,20 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
     words = ["parallel=single", "precision=fp32", "cluster.device=cpu", "kernels=reference", "data.seq_length=null"]
     with tempfile.TemporaryDirectory(prefix="mtrain-") as scratch:
         (Path(scratch) / RUN_FILE).write_text(run_yaml(_plain(run, words)))
-        ours, other = Path(scratch) / "ours.npy", Path(scratch) / "theirs.npy"
+        ours, other = Path(scratch) / "ours", Path(scratch) / "theirs"
         local.logits(_plain(run, words), checkpoint, ids, ours)
         try:
             local.Forked(lambda: theirs.save_logits(folder, ids, other)).result()
         except MtrainError as error:
             return {"left_out": f"transformers did not load the folder: {str(error)[:200]}"}
-        a, b = np.load(ours), np.load(other)
-    return {"tokens": tokens, "largest_error": float(np.abs(a - b).max()), "largest_logit": float(np.abs(b).max())}
+        a, b = np.fromfile(ours, np.float32), np.fromfile(other, np.float32)
+    apart, largest = float(np.abs(a - b).max()), float(np.abs(b).max())
+    if not apart <= MOST_APART * largest:
+        raise CorruptData(
+            f"our logits are {apart:.3g} from those of transformers, whose largest is {largest:.3g}: the weights do "
+            "not mean the same on both sides, and nothing was written"
+        )
+    return {"tokens": tokens, "largest_error": apart, "largest_logit": largest}
 
 
 def _plain(run: RunConfig, words: list[str]) -> RunConfig:
@@ -254,16 +257,11 @@ def _said(found: dict[str, Any]) -> str:
     return f"; logits within {found['largest_error']:.1e} of transformers' on {found['tokens']} tokens"
 
 
-def _tables(kind: str) -> Any:
-    from mtrain.models.gpt.hf_files import files
-
-    return files(kind)
-
-
 def _weights_at(path: Path) -> Any:
     from mtrain.ckpt.store import Checkpoint
     from mtrain.convert.compare import OfCheckpoint
     from mtrain.convert.folder import is_folder, open_folder
+    from mtrain.convert.hugging_face import tables
     from mtrain.convert.out import Weights
     from mtrain.convert.read import Reader
 
@@ -272,21 +270,7 @@ def _weights_at(path: Path) -> Any:
     checkpoint, run = newest(path), read_run_file(path / RUN_FILE)
     home = checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint
     kind, _ = _config_of(run, home, None)
-    return OfCheckpoint(Weights(Checkpoint.open(checkpoint, verify=False), run, _tables(kind)[0]))
-
-
-def _adapt() -> None:
-    from mtrain import mcore as adapter
-    from mtrain.devices import registry
-
-    adapter.install(registry.get(CPU.name))
-
-
-def _keep(source: Path, to: Path) -> None:
-    from mtrain.convert.folder import MAX_COMPANION_BYTES
-
-    if source.is_file() and source.stat().st_size <= MAX_COMPANION_BYTES:
-        shutil.copyfile(source, to)
+    return OfCheckpoint(Weights(Checkpoint.open(checkpoint, verify=False), run, tables(kind)[0]))
 
 
 def _paths(argv: list[str], many: int, usage: str) -> list[Path]:

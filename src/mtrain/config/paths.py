@@ -13,7 +13,7 @@ from pathlib import Path
 from mtrain.errors import ConfigError, Problem
 
 VARIABLE, ENTRY_POINTS, RECIPES = "MTRAIN_CONF", "mtrain.conf", "recipes"
-RUN_FILE, MANIFEST = "run.yaml", "manifest.json"
+RUN_FILE, MANIFEST, CHECKPOINTS = "run.yaml", "manifest.json", "checkpoints"
 """What a run folder and a checkpoint folder have."""
 CHOICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*\Z")
 """The name of a choice or of a group."""

@@ -136,7 +136,7 @@ def _write(
 
 
 def _metadata(hashed: dict[str, str]) -> dict[str, str]:
-    return {hashes.ENTRY_HASHES: json.dumps(hashed, sort_keys=True)}
+    return {hashes.ENTRY_HASHES: json.dumps(hashed, sort_keys=True, allow_nan=False)}
 
 
 def _note(tensors: dict[str, Any], piece: _Piece, file: str) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 
 from mtrain.config.experts import MoEConfig
 from mtrain.config.model import ModelConfig
+from mtrain.config.paths import choices_of_group
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.hf import import_config
 from mtrain.recipes.hf_families import FAMILIES
 from mtrain.recipes.hf_keys import Json
 from mtrain.recipes.hf_readers import GATED_WORDS, UNGATED_WORDS
 from mtrain.recipes.imported import Imported
+from mtrain.recipes.write import section
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -34,7 +36,7 @@ ARCHITECTURES = {
 """`model_type` -> the class of transformers that loads the folder, in the order in which one is looked for."""
 TRAINING = frozenset(
     (
-        *("name", "published", "mask_padded_vocab", "attention_dropout", "hidden_dropout", "init_method_std"),
+        *("name", "mask_padded_vocab", "attention_dropout", "hidden_dropout", "init_method_std"),
         *("embedding_init_method_std", "mtp_num_layers", "mtp_loss_scaling_factor", "moe.aux_loss_coeff"),
         *("moe.z_loss_coeff", "moe.router_load_balancing_type", "moe.router_bias_update_rate"),
         *("moe.router_padding_for_quantization", "moe.input_jitter_eps", "moe.token_dispatcher_type"),
@@ -60,7 +62,17 @@ def same_model(a: ModelConfig, b: ModelConfig) -> list[str]:
     left, right = _flat(a.model_dump(mode="json")), _flat(b.model_dump(mode="json"))
     left["kv_channels"], right["kv_channels"] = a.head_dim, b.head_dim
     left["num_query_groups"], right["num_query_groups"] = a.query_groups, b.query_groups
-    return sorted(k for k in left.keys() | right.keys() if k not in TRAINING and left.get(k) != right.get(k))
+    keys = {k for k in left.keys() | right.keys() if k not in TRAINING and not k.startswith("published.")}
+    return sorted(k for k in keys if left.get(k) != right.get(k))
+
+
+def shipped(model: ModelConfig) -> str | None:
+    """The choice of `model` that computes the same."""
+    for name in choices_of_group("model"):
+        known: Any = section("model", name)
+        if not same_model(known, model):
+            return name
+    return None
 
 
 def config_json(model: ModelConfig, dtype: str, kind: str | None = None, tokens: Mapping[str, Any] = {}) -> Json:

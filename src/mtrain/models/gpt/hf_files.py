@@ -32,9 +32,9 @@ def _apart(table: Table) -> Table:
     """Experts one by one, gate and up projection too."""
 
     def entry(fused: Entry) -> Entry:
-        if fused.operation is not EXPERTS:
+        name = fused.theirs[0]
+        if fused.operation is not EXPERTS or not name.endswith(("gate_up_proj", "down_proj")):
             return fused
-        (name,) = fused.theirs
         one = name.replace("experts.", "experts.{e}.")
         if name.endswith("gate_up_proj"):
             pair = tuple(one.replace("gate_up_proj", f"{half}_proj.weight") for half in ("gate", "up"))
