@@ -18,7 +18,8 @@ GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "bos_toke
 def import_models() -> None:
     """Import the families' modules, which transformers otherwise leaves until they are asked for."""
     for kind in TABLES:
-        importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+        module = kind.removesuffix("_text")  # Gemma 3's has the model of images too
+        importlib.import_module(f"transformers.models.{module}.modeling_{module}")
 
 
 def configuration(kind: str, values: dict[str, Any]) -> Any:
@@ -34,6 +35,8 @@ def model(config: Any, seed: int) -> Any:
 
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     made = AutoModelForCausalLM.from_config(config, **plain).float().train()
+    made.get_input_embeddings().padding_idx = None  # that id has a gradient too: nothing here is padding
+    kept_from_1 = config.model_type.startswith("gemma")  # a norm's weight is its distance from 1
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in tensors(made).items():
@@ -42,7 +45,8 @@ def model(config: Any, seed: int) -> Any:
                 transposed = config.model_type == "gpt2" or (config.model_type == "gpt_oss" and tensor.ndim > 2)
                 tensor.copy_(noise / tensor.shape[-2 if transposed else -1] ** 0.5)
             else:
-                tensor.copy_(0.2 * noise + (1.0 if "norm" in name or "ln_" in name else 0.0) * ("bias" not in name))
+                scale = ("norm" in name or "ln_" in name) and "bias" not in name and not kept_from_1
+                tensor.copy_(0.2 * noise + float(scale))
     return made
 
 

@@ -45,8 +45,25 @@ def llama_biases(f: ConfigFile) -> None:
 
 
 def no_attention_bias(f: ConfigFile) -> None:
-    """Qwen3 has no biases."""
+    """Qwen3, OLMo 2 and Gemma have no biases."""
     f.must("attention_bias", (False,), "changes the numbers: biases in query, key and value alone, or everywhere")
+
+
+def gemma_attention(f: ConfigFile) -> None:
+    """Scores of Gemma 2 and 3, divided by the root of a number of their own, and the activation by its name there."""
+    _activation(f, "hidden_activation", GATED_WORDS)
+    divisor = f.get("query_pre_attn_scalar")
+    f.out["model.softmax_scale"] = None if divisor == f.get("head_dim") else float(divisor) ** -0.5
+    f.must("use_bidirectional_attention", (False,), "changes the numbers: a token sees those before it")
+    f.must(
+        "sliding_window_size", (f.get("sliding_window"),), "changes the numbers: sliding_window says another width"
+    )
+    no_attention_bias(f)
+
+
+def no_cap_of_scores(f: ConfigFile) -> None:
+    """Gemma 3, whose class in transformers has the key of Gemma 2 and does nothing with it."""
+    f.idle(("attn_logit_softcapping",), "scores of this family are not capped")
 
 
 def _experts(f: ConfigFile, count: str, width: str) -> int:

@@ -95,6 +95,19 @@ LLAMA = Table(
     dense=(*_gated(_MLP, _THEIR_MLP, "weight"), *_gated(_MLP, _THEIR_MLP, "bias")),
     experts=_EXPERTS,
 )
+_NORMS_BEHIND = tuple(
+    Entry(f"decoder.layers.{{i}}.{ours}_layernorm.weight", (f"model.layers.{{i}}.{theirs}_layernorm.weight",))
+    for ours, theirs in (("post_self_attn", "post_attention"), ("post_mlp", "post_feedforward"))
+)
+OLMO2 = replace(LLAMA, layer=(*_NORMS_BEHIND, *_grouped_query("weight"), *_QK_NORMS))
+GEMMA = replace(
+    OLMO2,
+    layer=(
+        _NORMS[0],
+        Entry("decoder.layers.{i}.pre_mlp_layernorm.weight", ("model.layers.{i}.pre_feedforward_layernorm.weight",)),
+        *OLMO2.layer,
+    ),
+)
 QWEN2_MOE = replace(LLAMA, experts=_GATED_SHARED)
 GPT_OSS = Table(
     _ENDS,
@@ -148,6 +161,8 @@ NEOX = Table(
 TABLES: dict[str, Table] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"), LLAMA),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), DEEPSEEK),
+    **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
+    "olmo2": OLMO2,
     "qwen2_moe": QWEN2_MOE,
     "gpt_oss": GPT_OSS,
     "gpt2": GPT2,
