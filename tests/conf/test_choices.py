@@ -63,6 +63,7 @@ PUBLISHED = {
     "gemma3_4b": 3.880,
     "gemma3_12b": 11.766,
     "gemma3_27b": 27.009,
+    "minimax_m2": 228.7,
     "olmo2_7b": 7.299,
     "olmo2_13b": 13.716,
 }

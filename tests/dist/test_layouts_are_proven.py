@@ -78,6 +78,9 @@ LAYOUTS = {
     "norms behind, over all heads tp2pp2": f"{OLMO} parallel=tp2pp2sp",
     "norms over all heads, fewer key/value heads than tp": f"{OLMO} parallel=tp4 model.num_query_groups=2 "
     "model.layernorm_zero_centered_gamma=true",
+    "a small MiniMax-M2 tp2ep2": f"{MIXTRAL} parallel=tp2ep2etp1sp model.qk_layernorm=true "
+    "model.qk_layernorm_across_heads=true model.rotary_percent=0.5 model.moe.router_score_function=sigmoid "
+    "model.moe.router_enable_expert_bias=true model.moe.router_load_balancing_type=none model.moe.aux_loss_coeff=0",
     "packed dp2": "parallel=dp2 data.packed=true",
     "packed cp2 ring": "parallel=cp2 data.packed=true parallel.cp_comm_type=p2p model.mtp_num_layers=1",
     "packed tp2cp2 all-to-all": "parallel=tp2cp2sp data.packed=true parallel.cp_comm_type=a2a",

@@ -205,6 +205,19 @@ def _gpt_oss(r: Random) -> Values:
     }
 
 
+def _minimax(r: Random) -> Values:
+    values = {**_llama(r), "head_dim": r.choice([8, 16, 24]), "num_local_experts": r.choice([4, 5])}
+    values |= {
+        "num_experts_per_tok": _rarely(r, r.randint(2, 3), 1),
+        "router_jitter_noise": _rarely(r, 0.0, 0.01),
+        "rope_parameters": _rotary(r, partial=True),
+    }
+    if r.random() < 0.4:
+        values["rope_parameters"].pop("partial_rotary_factor")
+        values["rotary_dim"] = values["head_dim"] // 2
+    return values
+
+
 def _latent(r: Random) -> Values:
     values = _sizes(r)
     layers, heads = values["num_hidden_layers"], values["num_attention_heads"]
@@ -289,6 +302,7 @@ FAMILIES: dict[str, Callable[[Random], Values]] = {
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "olmo2": _olmo2,
+    "minimax_m2": _minimax,
     "gpt_oss": _gpt_oss,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,

@@ -80,6 +80,7 @@ QWEN2_MOE["shared_expert_intermediate_size"] = 40
 GPT_OSS: dict[str, Any] = {**MOE, "num_local_experts": 4, "head_dim": 24, "rope_parameters": ROPE}
 V3: dict[str, Any] = {**LATENT, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
 V2: dict[str, Any] = {**LATENT, "norm_topk_prob": False}
+MINIMAX: dict[str, Any] = {**SIZES, "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 2}
 GPT2: dict[str, Any] = {
     "vocab_size": VOCAB,
     "n_positions": 64,
@@ -176,6 +177,10 @@ CASES: dict[str, Case] = {
     "deepseek v3 without yarn and query rank": Case(
         "deepseek_v3", {**V3, "q_lora_rank": None, "first_k_dense_replace": 0, "n_shared_experts": 1}
     ),
+    "minimax m2": Case("minimax_m2", {**MINIMAX, "rotary_dim": 12}),
+    "minimax m2 whose heads turn whole, without groups": Case(
+        "minimax_m2", {**MINIMAX, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    ),
     "gpt2": Case("gpt2", GPT2),
     "gpt2 with scores as they are": Case("gpt2", {**GPT2, "scale_attn_weights": False}),
     "gpt2 with exact gelu, untied, narrow": Case(
@@ -237,6 +242,8 @@ REFUSED: dict[str, tuple[Case, str]] = {
         "layer_types",
     ),
     "olmo 2 with biases": (Case("olmo2", {**SIZES, "attention_bias": True}), "attention_bias"),
+    "minimax m2 with one expert": (Case("minimax_m2", {**MINIMAX, "num_experts_per_tok": 1}), "num_experts_per_tok"),
+    "minimax m2 with noise": (Case("minimax_m2", {**MINIMAX, "router_jitter_noise": 0.1}), "router_jitter_noise"),
     "gpt oss with yarn": (Case("gpt_oss", {**GPT_OSS, "rope_parameters": None}), "rope_parameters"),
     "gpt2 with scores by the layer": (
         Case("gpt2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),

@@ -55,6 +55,7 @@ ALWAYS = (
     "qwen2 moe",
     "qwen3 moe behind a dense layer",
     "gpt oss beyond its window",
+    "minimax m2",
     "deepseek v2",
     "deepseek v3",
     "gpt2 with exact gelu, untied, narrow",

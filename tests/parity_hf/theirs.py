@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ def optimizer(made: Any, o: Any) -> Callable[[float], float]:
 
 
 class Biases:
-    """The biases that balance the routers of DeepSeek-V3: transformers holds them, and leaves moving them to others.
+    """The biases that balance the routers of DeepSeek-V3 and MiniMax-M2: transformers holds them, and moves none.
 
     After each step that of an expert with less than the mean load goes up by `rate`, that of one with more goes down.
     """
@@ -121,11 +122,12 @@ class Biases:
         self.rate = rate
         self.routers = [m for m in made.modules() if hasattr(m, "e_score_correction_bias")]
         self.loads: dict[Any, Tensor] = {}
-        for router in self.routers:
-            router.register_forward_hook(self._count)
+        for router in self.routers:  # MiniMax-M2's are beside the part that chooses
+            getattr(router, "gate", router).register_forward_hook(functools.partial(self._count, router))
 
-    def _count(self, router: Any, _: Any, output: tuple[Tensor, ...]) -> None:
-        self.loads[router] = torch.bincount(output[2].flatten(), minlength=router.num_experts).float()
+    def _count(self, router: Any, _: Any, __: Any, output: tuple[Tensor, ...]) -> None:
+        experts = router.e_score_correction_bias.numel()
+        self.loads[router] = torch.bincount(output[2].flatten(), minlength=experts).float()
 
     def move(self) -> None:
         """Move them by the loads of the last forward pass."""

@@ -215,6 +215,10 @@ def test_another_name_of_a_key_is_the_key(kind: str, tmp_path: Path) -> None:
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ("gemma3_text", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters"),
         ("olmo2", {"attention_bias": True}, "attention_bias"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list"),
+        ("minimax_m2", {"use_mtp": True}, "use_mtp"),
+        ("minimax_m2", {"rotary_dim": 64, "partial_rotary_factor": 1.0}, "rotary_dim"),
     ],
 )
 def test_what_is_not_computed_here_is_named(kind: str, change: dict[str, Any], flag: str, tmp_path: Path) -> None:
@@ -245,6 +249,8 @@ def test_what_is_not_computed_here_is_named(kind: str, change: dict[str, Any], f
         ("gemma2", {"attn_logit_softcapping": None}, {"attn_logit_softcapping": None, "window_attn_skip_freq": 2}),
         ("gemma3_text", {"sliding_window_pattern": 3}, {"window_attn_skip_freq": 3, "rotary_base_local": 1e4}),
         ("gemma3_text", {"sliding_window_pattern": 1}, {"window_size": None, "rotary_base_local": None}),
+        ("minimax_m2", {"rotary_dim": 32}, {"rotary_percent": 0.25, "rotary_base": 5e6, "moe.num_experts": 256}),
+        ("minimax_m2", {"rope_theta": 7.0}, {"rotary_percent": 1.0, "moe.router_load_balancing_type": "none"}),
         ("olmo2", {"rms_norm_eps": 1e-6}, {"norm_placement": "post", "qk_layernorm_across_heads": True}),
         ("mistral", {"sliding_window": 9}, {"window_size": 9, "window_attn_skip_freq": None}),
         ("mistral", {"sliding_window": None}, {"window_size": None}),

@@ -38,6 +38,16 @@ def partly_rotary(f: ConfigFile) -> None:
     _rotary(f, "rotary_emb_base", "rotary_pct", None)
 
 
+def first_channels_rotary(f: ConfigFile) -> None:
+    """The same for MiniMax-M2, which turns a part of each head and may say how wide it is."""
+    width, head = f.get("rotary_dim"), f.get("head_dim")
+    if width is not None and f.given.get("partial_rotary_factor") is None:
+        f.values["partial_rotary_factor"] = width / head
+    _rotary(f, "rope_theta", "partial_rotary_factor", None)
+    if width is not None and f.out["model.rotary_percent"] != width / head:
+        f.refuse("rotary_dim", "no effect", "partial_rotary_factor says another width")
+
+
 def two_bases(f: ConfigFile) -> None:
     """Base and scaling of layers that see all keys, and the base of those with a window, read before (Gemma 3)."""
     said: Json = f.values.get("rope_parameters") or {}

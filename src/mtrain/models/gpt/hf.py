@@ -57,6 +57,11 @@ _EXPERTS = (
     Entry(f"{_MLP}experts.linear_fc2.weight{{e}}", (f"{_THEIR_MLP}experts.down_proj",), EXPERTS),
     *_gated(f"{_MLP}shared_experts.", f"{_THEIR_MLP}shared_experts.", "weight"),
 )
+_BIAS_BESIDE = (
+    _EXPERTS[0],
+    Entry(f"{_MLP}router.expert_bias", (f"{_THEIR_MLP}e_score_correction_bias",)),
+    *_EXPERTS[2:4],
+)
 _GATED_SHARED = (
     *_EXPERTS[:-2],
     *_gated(f"{_MLP}shared_experts.", f"{_THEIR_MLP}shared_expert.", "weight"),
@@ -108,6 +113,7 @@ GEMMA = replace(
         *OLMO2.layer,
     ),
 )
+MINIMAX_M2 = replace(LLAMA, dense=(), experts=_BIAS_BESIDE)
 QWEN2_MOE = replace(LLAMA, experts=_GATED_SHARED)
 GPT_OSS = Table(
     _ENDS,
@@ -163,6 +169,7 @@ TABLES: dict[str, Table] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), DEEPSEEK),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
     "olmo2": OLMO2,
+    "minimax_m2": MINIMAX_M2,
     "qwen2_moe": QWEN2_MOE,
     "gpt_oss": GPT_OSS,
     "gpt2": GPT2,
