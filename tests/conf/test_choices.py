@@ -58,6 +58,14 @@ PUBLISHED = {
     "qwen3_32b": 32.762,
     "qwen3_30b_a3b": 30.532,
     "qwen3_235b_a22b": 235.094,
+    "gemma2_9b": 9.242,
+    "gemma3_1b": 1.000,
+    "gemma3_4b": 3.880,
+    "gemma3_12b": 11.766,
+    "gemma3_27b": 27.009,
+    "minimax_m2": 228.7,
+    "olmo2_7b": 7.299,
+    "olmo2_13b": 13.716,
 }
 
 
@@ -112,7 +120,9 @@ def test_a_model_is_called_as_its_file(model: str) -> None:
 
 
 def test_every_model_has_a_published_count_or_is_ours() -> None:
-    assert set(choices_of_group("model")) - set(PUBLISHED) == {"llama_tiny", "mixtral_tiny", "deepseek_tiny"}
+    assert set(choices_of_group("model")) - set(PUBLISHED) == {
+        f"{family}_tiny" for family in ("llama", "mixtral", "deepseek", "gemma")
+    }
 
 
 @pytest.mark.parametrize(("model", "billions"), PUBLISHED.items())
