@@ -37,6 +37,14 @@ YARN = {
     "mscale": 0.707,
     "mscale_all_dim": 0.707,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "short_factor": [1.0, 1.0, 1.1, 1.2, 1.3, 1.5, 1.8, 2.0],
+    "long_factor": [1.0, 1.1, 1.5, 2.0, 3.0, 6.0, 12.0, 30.0],
+    "original_max_position_embeddings": 16,
+}
 LATENT: dict[str, Any] = {
     **SIZES,
     "num_key_value_heads": 4,
@@ -59,7 +67,6 @@ MOE: dict[str, Any] = {**SIZES, "num_experts_per_tok": 2, "router_aux_loss_coef"
 QWEN_MOE: dict[str, Any] = {**MOE, "num_experts": 6, "moe_intermediate_size": 32, "head_dim": 24}
 QWEN2_MOE: dict[str, Any] = {**MOE, "num_experts": 6, "moe_intermediate_size": 32}
 QWEN2_MOE["shared_expert_intermediate_size"] = 40
-# its published models have yarn beside grouped queries, which ours has not: positions as they are, then
 GPT_OSS: dict[str, Any] = {**MOE, "num_local_experts": 4, "head_dim": 24, "rope_parameters": ROPE}
 V3: dict[str, Any] = {**LATENT, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
 V2: dict[str, Any] = {**LATENT, "norm_topk_prob": False}
@@ -98,6 +105,35 @@ CASES: dict[str, Case] = {
     "llama with linear positions": Case(
         "llama", {**SIZES, "rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}}
     ),
+    "llama with dynamic positions beyond its length": Case(
+        "llama",
+        {**SIZES, "max_position_embeddings": 32, "rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 2.0}},
+    ),
+    "llama 3.1 of another length and other frequencies": Case(
+        "llama",
+        {
+            **SIZES,
+            "rope_parameters": {
+                **{**LLAMA3, "rope_theta": 100.0},
+                "low_freq_factor": 2.0,
+                "high_freq_factor": 3.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "llama with yarn": Case("llama", {**SIZES, "rope_parameters": {k: v for k, v in YARN.items() if "ms" not in k}}),
+    "llama with yarn and two temperatures, not truncated": Case(
+        "llama", {**SIZES, "rope_parameters": {**YARN, "mscale": 1.0, "beta_fast": 4.0, "truncate": False}}
+    ),
+    "llama with yarn and an attention factor": Case(
+        "llama",
+        {**SIZES, "rope_parameters": {**{k: v for k, v in YARN.items() if "ms" not in k}, "attention_factor": 1.5}},
+    ),
+    "llama with longrope, long": Case("llama", {**SIZES, "rope_parameters": LONGROPE}),
+    "llama with longrope, short": Case(
+        "llama",
+        {**SIZES, "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 48, "attention_factor": 1.2}},
+    ),
     "mistral": Case("mistral", {**SIZES, "sliding_window": None, "head_dim": 32}),
     "mistral beyond its window": Case("mistral", {**SIZES, "sliding_window": 7}),
     "mixtral of one layer, with transformers' own sum of losses": Case(
@@ -117,6 +153,7 @@ CASES: dict[str, Case] = {
     "qwen3, tied": Case("qwen3", {**SIZES, "head_dim": 16, "tie_word_embeddings": True}),
     "qwen2 moe": Case("qwen2_moe", {**QWEN2_MOE, "norm_topk_prob": False}),
     "gpt oss beyond its window": Case("gpt_oss", {**GPT_OSS, "sliding_window": 6, "swiglu_limit": 1.0}),
+    "gpt oss with its own yarn": Case("gpt_oss", {**GPT_OSS, "rope_parameters": None}),
     "qwen3 moe": Case("qwen3_moe", {**QWEN_MOE, "norm_topk_prob": True}),
     "qwen3 moe behind a dense layer": Case("qwen3_moe", {**QWEN_MOE, "num_hidden_layers": 3, "mlp_only_layers": [0]}),
     "qwen3 moe with unnormalised probabilities": Case("qwen3_moe", {**QWEN_MOE, "norm_topk_prob": False}),
@@ -152,11 +189,10 @@ CASES: dict[str, Case] = {
 REFUSED: dict[str, tuple[Case, str]] = {
     "llama with biases in attention only": (Case("llama", {**SIZES, "attention_bias": True}), "attention_bias"),
     "llama with biases in the MLP only": (Case("llama", {**SIZES, "mlp_bias": True}), "mlp_bias"),
-    "llama 3.1 with another low frequency": (
-        Case("llama", {**SIZES, "rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}),
+    "llama with half of each head turning": (
+        Case("llama", {**SIZES, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),
         "rope_parameters",
     ),
-    "llama with yarn": (Case("llama", {**SIZES, "rope_parameters": YARN}), "rope_parameters"),
     "llama with a gate of relu": (Case("llama", {**SIZES, "hidden_act": "relu"}), "hidden_act"),
     "qwen2 with windows from its second layer": (
         Case("qwen2", {**SIZES, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
@@ -176,7 +212,6 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case("deepseek_v3", {**V3, "rope_parameters": {**YARN, "attention_factor": 0.5}}),
         "rope_parameters",
     ),
-    "gpt oss with yarn": (Case("gpt_oss", {**GPT_OSS, "rope_parameters": None}), "rope_parameters"),
     "gpt2 with scores by the layer": (
         Case("gpt2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
         "scale_attn_by_inverse_layer_idx",

@@ -231,8 +231,8 @@ def test_gpt_neox_with_a_parallel_residual_is_said_to_be_another_network(tmp_pat
 @pytest.mark.parametrize(
     ("change", "flag"),
     [
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling"),
-        ({"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 2.0}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "longrope", "long_factor": [2.0]}}, "rope_scaling"),
         ({"hidden_act": "relu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
         ({"auto_map": {"AutoModel": "modeling.Evil"}}, "auto_map"),

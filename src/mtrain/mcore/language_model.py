@@ -13,6 +13,7 @@ from mtrain_kernels.linear_cross_entropy.op import linear_cross_entropy
 from torch import Tensor
 
 from mtrain.mcore.embedding import add_in_fp32
+from mtrain.mcore.rotary import Frequencies, ScaledRotary
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -65,11 +66,17 @@ class LanguageModel(GPTModel):
     `mtrain_kernels.linear_cross_entropy`. Losses of MTP layers are added to the gradient as
     megatron-core does it, weighted by the mask of their own tokens. Every loss is over the first `loss_vocab_size`
     ids; logits that are asked for without labels have all of the padded vocabulary. `soft_cap` bounds logits as
-    `OutputLayer` says.
+    `OutputLayer` says. `frequencies` are those of the rotary positions where megatron-core's are not.
     """
 
     def __init__(
-        self, *args: Any, loss: str, loss_vocab_size: int, soft_cap: float | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        loss: str,
+        loss_vocab_size: int,
+        soft_cap: float | None = None,
+        frequencies: Frequencies | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._loss, self._loss_vocab_size = loss, loss_vocab_size
@@ -78,6 +85,9 @@ class LanguageModel(GPTModel):
         if self.post_process:
             self.output_layer.__class__ = OutputLayer  # GPTModel makes the layer itself, of the class that it names
             self.output_layer.soft_cap = soft_cap
+        if frequencies is not None:
+            self.rotary_pos_emb.__class__ = ScaledRotary
+            self.rotary_pos_emb.frequencies = frequencies
 
     def _postprocess(
         self,

@@ -23,8 +23,8 @@ from mtrain.recipes.hf_rope import (
     all_or_none_slide,
     every_layer_slides,
     every_other_layer_slides,
+    neox_rotary,
     odd_layers_slide,
-    partly_rotary,
     rotary,
     upper_layers_slide,
 )
@@ -177,7 +177,14 @@ FAMILIES: dict[str, Family] = {
             "swiglu_alpha": 1.702,
             "swiglu_limit": 7.0,
             "rope_theta": 150000.0,
-            "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
         },
         (every_other_layer_slides, rotary, gpt_oss_experts),
         {**_ALIASES, "experts_per_token": "num_experts_per_tok"},
@@ -260,6 +267,6 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 2048,
             "rotary_pct": 0.25,
         },
-        (partly_rotary, neox_block),
+        (neox_rotary, neox_block),
     ),
 }

@@ -10,6 +10,7 @@ from mtrain.mcore import api as mcore
 from mtrain.mcore import backend
 from mtrain.mcore.language_model import LanguageModel
 from mtrain.mcore.op_overrides import override_operations
+from mtrain.mcore.rotary import frequencies, multiply_turns
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> LanguageModel:
@@ -18,10 +19,14 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> LanguageModel:
     provider = backend.provider(run.kernels)
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
     override_operations(run.kernels, run.model.moe.group_score_topk if run.model.moe else None)
+    if scaling := run.model.rope_scaling:
+        before = scaling.original_max_position_embeddings or run.model.max_position_embeddings
+        multiply_turns(config, scaling.attention(before))
     return LanguageModel(
         loss=run.kernels.loss,
         loss_vocab_size=run.model.loss_vocab_size,
         soft_cap=run.model.final_logit_softcapping,
+        frequencies=frequencies(run.model),
         config=config,
         transformer_layer_spec=backend.layer_spec(config, provider, vp_stage=stage),
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),

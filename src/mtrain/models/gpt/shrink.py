@@ -7,6 +7,7 @@ from typing import Any
 from mtrain.config.experts import MoEConfig
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
+from mtrain.config.rope import RopeScalingConfig
 
 HEAD, HIDDEN, FFN, VOCAB = 16, 64, 128, 512
 PADDED = 385
@@ -41,6 +42,8 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
         update["num_attention_heads"] = max(groups, 2)
     if model.window_size is not None:
         update["window_size"] = min(model.window_size, seq_length // 4)
+    if model.rope_scaling is not None:
+        update["rope_scaling"] = _scaling(model.rope_scaling, int(HEAD * model.rotary_percent) // 2)
     if model.moe is not None:
         update["moe"] = _experts(model.moe, p, layers)
     if model.mla is not None:
@@ -56,6 +59,11 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
             }
         )
     return model.model_copy(update=update)
+
+
+def _scaling(scaling: RopeScalingConfig, turns: int) -> RopeScalingConfig:
+    short, long = scaling.short_factor, scaling.long_factor
+    return scaling.model_copy(update={"short_factor": short and short[:turns], "long_factor": long and long[:turns]})
 
 
 def _experts(moe: MoEConfig, p: ParallelConfig, layers: int) -> MoEConfig:
