@@ -65,6 +65,8 @@ LAYOUTS = {
     "model.moe.router_load_balancing_type=seq_aux_loss",
     "window and sinks": "parallel=tp2cp2sp model.window_size=8 model.window_attn_skip_freq=2 "
     "model.softmax_type=learnable parallel.cp_comm_type=p2p",
+    "attention and MLP side by side": "model=pythia_tiny parallel=tp2pp2sp",
+    "yarn under cp": "parallel=tp2cp2 model.rope_scaling={rope_type:yarn,factor:8.0,original_max_position_embeddings:64}",
     "packed dp2": "parallel=dp2 data.packed=true",
     "packed cp2 ring": "parallel=cp2 data.packed=true parallel.cp_comm_type=p2p model.mtp_num_layers=1",
     "packed tp2cp2 all-to-all": "parallel=tp2cp2sp data.packed=true parallel.cp_comm_type=a2a",
@@ -106,6 +108,10 @@ RECOMPUTED = {
     "MLPs with biases": ("model=gpt_1.7b parallel=pp2", "granularity=selective parallel.recompute.modules=[mlp]"),
     "experts": (f"{MIXTRAL} parallel=ep2", "granularity=selective parallel.recompute.modules=[moe]"),
     "expert activations": (f"{MIXTRAL} parallel=ep2", "granularity=selective parallel.recompute.modules=[moe_act,layernorm]"),
+    "norms and MLPs side by side": (
+        "model=pythia_tiny parallel=tp2sp",
+        "granularity=selective parallel.recompute.modules=[layernorm,mlp]",
+    ),
     "latent projections": (
         f"{DEEPSEEK} parallel=tp2sp",
         "granularity=selective parallel.recompute.modules=[mla_up_proj,shared_experts]",

@@ -234,6 +234,41 @@ def _deepseek_v2(r: Random) -> Values:
     return values
 
 
+def _phi3(r: Random) -> Values:
+    values = {**_windowed(r), "pad_token_id": None, "resid_pdrop": _rarely(r, 0.0, 0.1)}
+    values.pop("head_dim", None)
+    width = _head(values)
+    rope = {"rope_theta": r.choice([500.0, 10000.0]), "partial_rotary_factor": r.choice([0.5, 1.0])}
+    if r.random() < 0.5:
+        return {**values, "rope_parameters": {**ROPE, **rope}}
+    longrope = _longrope(r, rope, int(width * rope["partial_rotary_factor"]) // 2)
+    values["original_max_position_embeddings"] = longrope["original_max_position_embeddings"]
+    return {**values, "rope_parameters": longrope}
+
+
+def _glm4_moe(r: Random) -> Values:
+    values = {**_llama(r), "head_dim": r.choice([8, 16])}
+    groups, members = r.choice([1, 2, 4]), r.choice([2, 3])
+    chosen = r.randint(1, groups)
+    return {
+        **values,
+        "rope_parameters": _rotary(r, width=values["head_dim"], partial=True),
+        "attention_bias": r.random() < 0.7,
+        "use_qk_norm": r.random() < 0.5,
+        "first_k_dense_replace": r.randint(0, values["num_hidden_layers"] - 1),
+        "n_routed_experts": groups * members,
+        "n_shared_experts": r.randint(1, 2),
+        "moe_intermediate_size": r.choice([24, 33]),
+        "n_group": groups,
+        "topk_group": chosen,
+        "num_experts_per_tok": _rarely(r, r.randint(max(2, chosen), chosen * members), 1),
+        "routed_scaling_factor": r.choice([1.0, 2.5]),
+        "norm_topk_prob": _rarely(r, True, False),
+        "num_nextn_predict_layers": 0,
+        "aux_loss_alpha": 0.0,
+    }
+
+
 def _gpt2(r: Random) -> Values:
     s = _sizes(r)
     names = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
@@ -260,7 +295,7 @@ def _gpt_neox(r: Random) -> Values:
         "rope_parameters": _rotary(r, width=_head(sizes), partial=True),
         "hidden_act": _rarely(r, r.choice(["gelu", "gelu_new"]), "relu", "gelu_fast"),
         "layer_norm_eps": r.choice([1e-5, 1e-2]),
-        "use_parallel_residual": _rarely(r, False, True),
+        "use_parallel_residual": r.random() < 0.6,
         "attention_bias": _rarely(r, True, False),
     }
 
@@ -276,6 +311,8 @@ FAMILIES: dict[str, Callable[[Random], Values]] = {
     "gpt_oss": _gpt_oss,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "phi3": _phi3,
+    "glm4_moe": _glm4_moe,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
 }

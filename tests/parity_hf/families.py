@@ -70,6 +70,22 @@ QWEN2_MOE["shared_expert_intermediate_size"] = 40
 GPT_OSS: dict[str, Any] = {**MOE, "num_local_experts": 4, "head_dim": 24, "rope_parameters": ROPE}
 V3: dict[str, Any] = {**LATENT, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
 V2: dict[str, Any] = {**LATENT, "norm_topk_prob": False}
+PHI3: dict[str, Any] = {**SIZES, "pad_token_id": None}
+GLM4: dict[str, Any] = {
+    **MOE,
+    "num_hidden_layers": 3,
+    "head_dim": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    # transformers has no balancing loss for this family; nor does it train MTP layers
+    "aux_loss_alpha": 0.0,
+    "num_nextn_predict_layers": 0,
+    "attention_bias": True,
+}
+del GLM4["router_aux_loss_coef"]
 GPT2: dict[str, Any] = {
     "vocab_size": VOCAB,
     "n_positions": 64,
@@ -175,12 +191,43 @@ CASES: dict[str, Case] = {
     "deepseek v3 without yarn and query rank": Case(
         "deepseek_v3", {**V3, "q_lora_rank": None, "first_k_dense_replace": 0, "n_shared_experts": 1}
     ),
+    "phi 3 beyond its window": Case("phi3", {**PHI3, "sliding_window": 7, "num_key_value_heads": 4}),
+    "phi 3 with longrope": Case(
+        "phi3", {**PHI3, "original_max_position_embeddings": 16, "rope_parameters": LONGROPE}
+    ),
+    "phi 4 mini, tied": Case(
+        "phi3",
+        {
+            **PHI3,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                **{key: value for key, value in LONGROPE.items() if key != "factor"},
+                "short_factor": [1.0, 1.0, 1.1, 1.2, 1.3, 1.5],
+                "long_factor": [1.0, 1.1, 1.5, 2.0, 3.0, 30.0],
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
+    "glm 4.5 air": Case("glm4_moe", GLM4),
+    "glm 4.5 with norms and groups": Case(
+        "glm4_moe", {**GLM4, "use_qk_norm": True, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
+    ),
     "gpt2": Case("gpt2", GPT2),
     "gpt2 with scores as they are": Case("gpt2", {**GPT2, "scale_attn_weights": False}),
     "gpt2 with exact gelu, untied, narrow": Case(
         "gpt2", {**GPT2, "activation_function": "gelu", "tie_word_embeddings": False, "n_inner": 80}
     ),
     "gpt neox": Case("gpt_neox", {**NEOX, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}}),
+    "pythia": Case(
+        "gpt_neox",
+        {
+            **NEOX,
+            "use_parallel_residual": True,
+            "num_hidden_layers": 3,
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
+        },
+    ),
     "gpt neox with tanh": Case(
         "gpt_neox", {**NEOX, "hidden_act": "gelu_new", "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}
     ),
@@ -212,14 +259,13 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case("deepseek_v3", {**V3, "rope_parameters": {**YARN, "attention_factor": 0.5}}),
         "rope_parameters",
     ),
+    "phi 3 with dropout of residuals": (Case("phi3", {**PHI3, "resid_pdrop": 0.1}), "resid_pdrop"),
+    "glm 4.5 with unnormalised scores": (Case("glm4_moe", {**GLM4, "norm_topk_prob": False}), "norm_topk_prob"),
     "gpt2 with scores by the layer": (
         Case("gpt2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
         "scale_attn_by_inverse_layer_idx",
     ),
     "gpt2 with relu": (Case("gpt2", {**GPT2, "activation_function": "relu"}), "activation_function"),
-    "gpt neox with a parallel residual": (
-        Case("gpt_neox", {**NEOX, "use_parallel_residual": True}),
-        "use_parallel_residual",
-    ),
+    "gpt neox without biases in attention": (Case("gpt_neox", {**NEOX, "attention_bias": False}), "attention_bias"),
 }
 """Models that ours cannot be, and the key that the import must name."""

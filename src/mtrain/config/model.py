@@ -122,6 +122,8 @@ class ModelConfig(Section):
         ),
     ] = None
     """Gated activations: bound of both halves before the gate (7 in GPT-OSS); null: none."""
+    parallel_residual: Annotated[bool, Key(hf="use_parallel_residual")] = False
+    """Attention and MLP of a layer read the same input, each behind its norm, and are added together (GPT-NeoX)."""
     add_bias_linear: Annotated[bool, Key(feeds="add_bias_linear", flag=Flag("--disable-bias-linear", off=True))] = (
         False
     )

@@ -10,12 +10,14 @@ from mtrain.recipes.hf_readers import (
     deepseek_v2_experts,
     deepseek_v3_experts,
     gate,
+    glm4_experts,
     gpt2_block,
     gpt_oss_experts,
     llama_biases,
     mixtral_experts,
     neox_block,
     no_attention_bias,
+    phi3_block,
     qwen2_experts,
     qwen_experts,
 )
@@ -25,6 +27,8 @@ from mtrain.recipes.hf_rope import (
     every_other_layer_slides,
     neox_rotary,
     odd_layers_slide,
+    partly_rotary,
+    phi3_rotary,
     rotary,
     upper_layers_slide,
 )
@@ -83,6 +87,14 @@ _DEEPSEEK = {
 _COMPUTED = dict.fromkeys(("head_dim", "qk_head_dim"), "is computed from qk_nope_head_dim and qk_rope_head_dim")
 _LAYOUT = {"ep_size": "says how experts are sharded, which is parallel.ep"}
 _ALIASES = {"num_experts": "num_local_experts"}
+_UNREAD_BY_PHI3 = (
+    "embd_pdrop",
+    "attention_bias",
+    "mlp_bias",
+    "lm_head_bias",
+    "full_attn_mod",
+    "interpolate_factor",
+)
 _SUMMARY = (
     "summary_type",
     "summary_use_proj",
@@ -228,6 +240,44 @@ FAMILIES: dict[str, Family] = {
         (gate, deepseek_v3_experts, rotary),
         {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
         {**_COMPUTED, **_LAYOUT},
+    ),
+    "glm4_moe": Family(
+        LLAMA,
+        GATED,
+        {
+            **_OLD,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": False,
+            "use_qk_norm": False,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.0,
+            "num_nextn_predict_layers": 1,
+            "seq_aux": True,
+            "aux_loss_alpha": 0.0001,
+        },
+        (gate, partly_rotary, glm4_experts),
+        {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    ),
+    "phi3": Family(
+        LLAMA,
+        GATED,
+        {
+            **_OLD,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "resid_pdrop": 0.0,
+        },
+        (gate, every_layer_slides, phi3_rotary, phi3_block),
+        {},
+        dict.fromkeys(_UNREAD_BY_PHI3, "is read by no layer of this family"),
     ),
     "gpt2": Family(
         _GPT2,
