@@ -66,6 +66,9 @@ LAYOUTS = {
     "window and sinks": "parallel=tp2cp2sp model.window_size=8 model.window_attn_skip_freq=2 "
     "model.softmax_type=learnable parallel.cp_comm_type=p2p",
     "attention and MLP side by side": "model=pythia_tiny parallel=tp2pp2sp",
+    "tp2ep2 of a small GPT-OSS": "model=gpt_oss_tiny parallel=tp2ep2etp1sp",
+    "tp2cp2 of a small Phi-4-mini": "model=phi3_tiny parallel=tp2cp2",
+    "tp2pp2ep2 of a small GLM-4.5": "model=glm45_tiny parallel=tp2pp2ep2etp1sp",
     "yarn under cp": "parallel=tp2cp2 model.rope_scaling={rope_type:yarn,factor:8.0,original_max_position_embeddings:64}",
     "packed dp2": "parallel=dp2 data.packed=true",
     "packed cp2 ring": "parallel=cp2 data.packed=true parallel.cp_comm_type=p2p model.mtp_num_layers=1",

@@ -87,7 +87,8 @@ def _feed_forward(model: ModelConfig, index: int) -> int:
     moe = model.moe
     if moe is None or index < moe.first_dense_layers:
         return _mlp(model, model.ffn_hidden_size)
-    total = moe.num_experts * (model.hidden_size + _mlp(model, moe.ffn_hidden_size))
+    router = model.hidden_size + (1 if model.add_bias_linear else 0)
+    total = moe.num_experts * (router + _mlp(model, moe.ffn_hidden_size))
     if moe.shared_expert_intermediate_size:
         total += _mlp(model, moe.shared_expert_intermediate_size)
         total += model.hidden_size if moe.shared_expert_gate else 0
