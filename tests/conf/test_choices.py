@@ -66,7 +66,38 @@ PUBLISHED = {
     "minimax_m2": 228.7,
     "olmo2_7b": 7.299,
     "olmo2_13b": 13.716,
+    "gpt2": 0.124440,
+    "gpt2_medium": 0.354823,
+    "gpt2_large": 0.774030,
+    "gpt2_xl": 1.557611,
+    "pythia_70m": 0.070427,
+    "pythia_160m": 0.162323,
+    "pythia_410m": 0.405334,
+    "pythia_1b": 1.011782,
+    "pythia_1.4b": 1.414648,
+    "pythia_2.8b": 2.775209,
+    "pythia_6.9b": 6.857302,
+    "pythia_12b": 11.846072,
+    "llama33_70b": 70.554,
+    "mistral_7b": 7.241732,
+    "mistral_nemo_12b": 12.247782,
+    "qwen25_1.5b": 1.543714,
+    "qwen25_3b": 3.085939,
+    "qwen25_14b": 14.770034,
+    "qwen25_32b": 32.763876,
+    "phi3_mini": 3.821080,
+    "phi4_mini": 3.836022,
+    "glm45_air": 106.852,
+    "gpt_oss_20b": 20.914757,
+    "gpt_oss_120b": 116.829157,
+    "deepseek_v31": 671.03,
+    "kimi_k2": 1026.408,
 }
+# What the default layout, tp 2, refuses: 25 heads, and biases of experts that are split.
+UNFIT_FOR_TP2 = {"gpt2_xl": ["parallel=single"]}
+UNFIT_FOR_TP2 |= {name: ["parallel.etp=1"] for name in ("gpt_oss_tiny", "gpt_oss_20b", "gpt_oss_120b")}
+TABULATED = {name for name in PUBLISHED if name.startswith("gpt_") and "oss" not in name}
+OURS = {name for name in choices_of_group("model") if name.endswith("_tiny")}
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids="/".join)
@@ -81,9 +112,10 @@ def test_every_choice_composes_and_sets_nothing_but_its_group(group: str, choice
 def test_every_choice_passes_check_alone_with_the_defaults_of_the_rest(group: str, choice: str) -> None:
     """What a machine or a user still has to bring is a warning; a run is refused for it, and for nothing else."""
     lacking = {"MT301", "MT403", "MT407", "MT442"}
-    warned = {p.code for p in checked([f"{group}={choice}"], LAPTOP, {}, to_run=False).warnings}
+    words = [f"{group}={choice}", *UNFIT_FOR_TP2.get(choice, ())]
+    warned = {p.code for p in checked(words, LAPTOP, {}, to_run=False).warnings}
     try:
-        checked([f"{group}={choice}"], LAPTOP, {})
+        checked(words, LAPTOP, {})
         refused = set()
     except ConfigError as error:
         refused = {p.code for p in error.problems if p.severity == "error"}
@@ -120,9 +152,7 @@ def test_a_model_is_called_as_its_file(model: str) -> None:
 
 
 def test_every_model_has_a_published_count_or_is_ours() -> None:
-    assert set(choices_of_group("model")) - set(PUBLISHED) == {
-        f"{family}_tiny" for family in ("llama", "mixtral", "deepseek", "gemma")
-    }
+    assert set(choices_of_group("model")) - set(PUBLISHED) == OURS
 
 
 @pytest.mark.parametrize(("model", "billions"), PUBLISHED.items())
@@ -131,10 +161,10 @@ def test_a_model_has_the_published_number_of_parameters(model: str, billions: fl
     tables = 1 if m.tie_word_embeddings else 2
     padding = tables * (m.padded_vocab_size - m.vocab_size) * m.hidden_size
     # The scaling tables count 12 L h^2 + 2 V h: no positions, and no biases and norms (below 0.2%).
-    if m.position_embedding_type == "learned_absolute":
+    if m.position_embedding_type == "learned_absolute" and model in TABULATED:
         padding += m.max_position_embeddings * m.hidden_size
     padding += (m.mtp_num_layers or 0) * prediction_parameters(m)
-    tolerance = 2e-3 if model.startswith("gpt_") else 1e-3
+    tolerance = 2e-3 if model in TABULATED else 1e-5 if len(f"{billions}") > 7 else 1e-3
     assert (parameters(m) - padding) / 1e9 == pytest.approx(billions, rel=tolerance)
 
 

@@ -27,6 +27,9 @@ ALWAYS = (
     "mixtral/8x7b_h100x64",
     "mixtral/8x22b_h100x256",
     "qwen3/30b_a3b_h100x16",
+    "gpt_oss/20b_h100x16",
+    "glm/45_air_h100x128",
+    "pythia/12b_h100x64",
 )
 """Every axis, experts with and without tensor parallelism of their own, MLA, MTP and stages of unlike sizes."""
 LARGE = [

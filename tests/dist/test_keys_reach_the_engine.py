@@ -28,6 +28,7 @@ FULL = {"granularity": "full", "method": "uniform", "num_layers": 1}
 # key -> its value, its layout, and the fields of megatron-core that hold it
 SHAPES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "embedding_init_method_std": (0.5, TP2, {"embedding_init_method_std": 0.5}),
+    "parallel_residual": (True, SP2, {"parallel_residual": True}),
     "softmax_scale": (1.0, TP2, {"softmax_scale": 1.0}),
     "no_rope_freq": (2, PP2, {"no_rope_freq": [0, 1, 0, 1]}),
     "qk_l2_norm": (True, SP2, {"qk_l2_norm": True}),

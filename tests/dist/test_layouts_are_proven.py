@@ -81,6 +81,11 @@ LAYOUTS = {
     "a small MiniMax-M2 tp2ep2": f"{MIXTRAL} parallel=tp2ep2etp1sp model.qk_layernorm=true "
     "model.qk_layernorm_across_heads=true model.rotary_percent=0.5 model.moe.router_score_function=sigmoid "
     "model.moe.router_enable_expert_bias=true model.moe.router_load_balancing_type=none model.moe.aux_loss_coeff=0",
+    "attention and MLP side by side": "model=pythia_tiny parallel=tp2pp2sp",
+    "tp2ep2 of a small GPT-OSS": "model=gpt_oss_tiny parallel=tp2ep2etp1sp",
+    "tp2cp2 of a small Phi-4-mini": "model=phi3_tiny parallel=tp2cp2",
+    "tp2pp2ep2 of a small GLM-4.5": "model=glm45_tiny parallel=tp2pp2ep2etp1sp",
+    "yarn under cp": "parallel=tp2cp2 model.rope_scaling={rope_type:yarn,factor:8.0,original_max_position_embeddings:64}",
     "packed dp2": "parallel=dp2 data.packed=true",
     "packed cp2 ring": "parallel=cp2 data.packed=true parallel.cp_comm_type=p2p model.mtp_num_layers=1",
     "packed tp2cp2 all-to-all": "parallel=tp2cp2sp data.packed=true parallel.cp_comm_type=a2a",
@@ -127,6 +132,10 @@ RECOMPUTED = {
     "MLPs with biases": ("model=gpt_1.7b parallel=pp2", "granularity=selective parallel.recompute.modules=[mlp]"),
     "experts": (f"{MIXTRAL} parallel=ep2", "granularity=selective parallel.recompute.modules=[moe]"),
     "expert activations": (f"{MIXTRAL} parallel=ep2", "granularity=selective parallel.recompute.modules=[moe_act,layernorm]"),
+    "norms and MLPs side by side": (
+        "model=pythia_tiny parallel=tp2sp",
+        "granularity=selective parallel.recompute.modules=[layernorm,mlp]",
+    ),
     "latent projections": (
         f"{DEEPSEEK} parallel=tp2sp",
         "granularity=selective parallel.recompute.modules=[mla_up_proj,shared_experts]",

@@ -36,17 +36,20 @@ def _rarely(r: Random, usual: Any, *others: Any) -> Any:
     return usual if r.random() < 0.92 else r.choice(others)
 
 
-def _rotary(r: Random, *, partial: bool = False) -> Values:
+def _rotary(r: Random, *, width: int, partial: bool = False) -> Values:
+    """Rotary positions of any kind, of heads of `width` channels."""
     base = {"rope_theta": r.choice([500.0, 10000.0, 1e6])}
     if partial:
         base["partial_rotary_factor"] = r.choice([0.25, 0.5, 1.0])
-    kind = r.choice(["default"] * 5 + ["llama3"] * 4 + ["yarn", "linear"])
+    kind = r.choice(["default"] * 4 + ["llama3", "yarn", "longrope"] * 2 + ["linear", "dynamic"])
     if kind == "default":
         return {**ROPE, **base}
-    if kind == "linear":
-        return {**base, "rope_type": "linear", "factor": r.choice([2.0, 4.0])}
+    if kind in ("linear", "dynamic"):
+        return {**base, "rope_type": kind, "factor": r.choice([2.0, 4.0])}
+    if kind == "longrope":
+        return _longrope(r, base, int(width * base.get("partial_rotary_factor", 1.0)) // 2)
     if kind == "llama3":
-        shape = _rarely(r, (1.0, 4.0, 8192), (1.0, 8.0, 8192), (1.0, 4.0, 32))
+        shape = r.choice([(1.0, 4.0, 8192), (1.0, 8.0, 8192), (1.0, 4.0, 32), (2.0, 3.0, 16)])
         names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         return {
             **base,
@@ -55,6 +58,17 @@ def _rotary(r: Random, *, partial: bool = False) -> Values:
             **dict(zip(names, shape, strict=True)),
         }
     return _yarn(r, base)
+
+
+def _longrope(r: Random, base: Values, pairs: int) -> Values:
+    longrope = {**base, "rope_type": "longrope", "original_max_position_embeddings": r.choice([16, 40, 64])}
+    for key in ("short_factor", "long_factor"):
+        longrope[key] = sorted(round(r.uniform(1.0, 20.0), 2) for _ in range(pairs))
+    if r.random() < 0.5:
+        longrope["factor"] = r.choice([1.0, 4.0])
+    if r.random() < 0.3:
+        longrope["attention_factor"] = r.choice([0.5, 1.2])
+    return longrope
 
 
 def _yarn(r: Random, base: Values) -> Values:
@@ -81,12 +95,16 @@ def _llama(r: Random) -> Values:
     values |= {
         "num_key_value_heads": r.choice([n for n in range(1, heads + 1) if heads % n == 0]),
         "rms_norm_eps": r.choice([1e-6, 1e-5, 1e-2]),
-        "rope_parameters": _rotary(r),
         "hidden_act": _rarely(r, "silu", "gelu", "gelu_pytorch_tanh", "relu", "swish"),
     }
     if r.random() < 0.4:
         values["head_dim"] = r.choice([8, 16, 20])
-    return values
+    return {**values, "rope_parameters": _rotary(r, width=_head(values))}
+
+
+def _head(values: Values) -> int:
+    width: int = values.get("head_dim", values["hidden_size"] // values["num_attention_heads"])
+    return width
 
 
 def _biased(r: Random) -> Values:
@@ -116,7 +134,8 @@ def _some_windows(r: Random) -> Values:
 
 
 def _qwen3(r: Random) -> Values:
-    return {"attention_bias": _rarely(r, False, True), "head_dim": 16, **_some_windows(r)}
+    values = {**_some_windows(r), "attention_bias": _rarely(r, False, True)}
+    return values if "head_dim" in values else {**values, "head_dim": 16, "rope_parameters": _rotary(r, width=16)}
 
 
 def _gemma(r: Random) -> Values:
@@ -184,7 +203,7 @@ def _qwen2_moe(r: Random) -> Values:
     }
     for key in ("attention_bias", "head_dim"):
         del values[key]
-    return values
+    return {**values, "rope_parameters": _rotary(r, width=_head(values))}
 
 
 def _gpt_oss(r: Random) -> Values:
@@ -196,7 +215,7 @@ def _gpt_oss(r: Random) -> Values:
     return {
         **values,
         "head_dim": 16,
-        "rope_parameters": {**ROPE, "rope_theta": r.choice([500.0, 150000.0])},
+        "rope_parameters": r.choice([None, _rotary(r, width=16)]),
         "router_aux_loss_coef": r.choice([0.0, 0.001, 0.5]),
         "sliding_window": r.choice([5, 9]),
         "swiglu_limit": r.choice([3.0, 7.0]),
@@ -261,6 +280,41 @@ def _deepseek_v2(r: Random) -> Values:
     return values
 
 
+def _phi3(r: Random) -> Values:
+    values = {**_windowed(r), "pad_token_id": None, "resid_pdrop": _rarely(r, 0.0, 0.1)}
+    values.pop("head_dim", None)
+    width = _head(values)
+    rope = {"rope_theta": r.choice([500.0, 10000.0]), "partial_rotary_factor": r.choice([0.5, 1.0])}
+    if r.random() < 0.5:
+        return {**values, "rope_parameters": {**ROPE, **rope}}
+    longrope = _longrope(r, rope, int(width * rope["partial_rotary_factor"]) // 2)
+    values["original_max_position_embeddings"] = longrope["original_max_position_embeddings"]
+    return {**values, "rope_parameters": longrope}
+
+
+def _glm4_moe(r: Random) -> Values:
+    values = {**_llama(r), "head_dim": r.choice([8, 16])}
+    groups, members = r.choice([1, 2, 4]), r.choice([2, 3])
+    chosen = r.randint(1, groups)
+    return {
+        **values,
+        "rope_parameters": _rotary(r, width=values["head_dim"], partial=True),
+        "attention_bias": r.random() < 0.7,
+        "use_qk_norm": r.random() < 0.5,
+        "first_k_dense_replace": r.randint(0, values["num_hidden_layers"] - 1),
+        "n_routed_experts": groups * members,
+        "n_shared_experts": r.randint(1, 2),
+        "moe_intermediate_size": r.choice([24, 33]),
+        "n_group": groups,
+        "topk_group": chosen,
+        "num_experts_per_tok": _rarely(r, r.randint(max(2, chosen), chosen * members), 1),
+        "routed_scaling_factor": r.choice([1.0, 2.5]),
+        "norm_topk_prob": _rarely(r, True, False),
+        "num_nextn_predict_layers": 0,
+        "aux_loss_alpha": 0.0,
+    }
+
+
 def _gpt2(r: Random) -> Values:
     s = _sizes(r)
     names = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
@@ -281,12 +335,13 @@ def _gpt2(r: Random) -> Values:
 
 
 def _gpt_neox(r: Random) -> Values:
+    sizes = _sizes(r)
     return {
-        **_sizes(r),
-        "rope_parameters": _rotary(r, partial=True),
+        **sizes,
+        "rope_parameters": _rotary(r, width=_head(sizes), partial=True),
         "hidden_act": _rarely(r, r.choice(["gelu", "gelu_new"]), "relu", "gelu_fast"),
         "layer_norm_eps": r.choice([1e-5, 1e-2]),
-        "use_parallel_residual": _rarely(r, False, True),
+        "use_parallel_residual": r.random() < 0.6,
         "attention_bias": _rarely(r, True, False),
     }
 
@@ -306,6 +361,8 @@ FAMILIES: dict[str, Callable[[Random], Values]] = {
     "gpt_oss": _gpt_oss,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "phi3": _phi3,
+    "glm4_moe": _glm4_moe,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
 }

@@ -37,6 +37,14 @@ YARN = {
     "mscale": 0.707,
     "mscale_all_dim": 0.707,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "short_factor": [1.0, 1.0, 1.1, 1.2, 1.3, 1.5, 1.8, 2.0],
+    "long_factor": [1.0, 1.1, 1.5, 2.0, 3.0, 6.0, 12.0, 30.0],
+    "original_max_position_embeddings": 16,
+}
 LATENT: dict[str, Any] = {
     **SIZES,
     "num_key_value_heads": 4,
@@ -76,11 +84,26 @@ MOE: dict[str, Any] = {**SIZES, "num_experts_per_tok": 2, "router_aux_loss_coef"
 QWEN_MOE: dict[str, Any] = {**MOE, "num_experts": 6, "moe_intermediate_size": 32, "head_dim": 24}
 QWEN2_MOE: dict[str, Any] = {**MOE, "num_experts": 6, "moe_intermediate_size": 32}
 QWEN2_MOE["shared_expert_intermediate_size"] = 40
-# its published models have yarn beside grouped queries, which ours has not: positions as they are, then
 GPT_OSS: dict[str, Any] = {**MOE, "num_local_experts": 4, "head_dim": 24, "rope_parameters": ROPE}
 V3: dict[str, Any] = {**LATENT, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
 V2: dict[str, Any] = {**LATENT, "norm_topk_prob": False}
 MINIMAX: dict[str, Any] = {**SIZES, "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 2}
+PHI3: dict[str, Any] = {**SIZES, "pad_token_id": None}
+GLM4: dict[str, Any] = {
+    **MOE,
+    "num_hidden_layers": 3,
+    "head_dim": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    # transformers has no balancing loss for this family; nor does it train MTP layers
+    "aux_loss_alpha": 0.0,
+    "num_nextn_predict_layers": 0,
+    "attention_bias": True,
+}
+del GLM4["router_aux_loss_coef"]
 GPT2: dict[str, Any] = {
     "vocab_size": VOCAB,
     "n_positions": 64,
@@ -115,6 +138,35 @@ CASES: dict[str, Case] = {
     "llama with a gate of gelu": Case("llama", {**SIZES, "hidden_act": "gelu_pytorch_tanh"}),
     "llama with linear positions": Case(
         "llama", {**SIZES, "rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}}
+    ),
+    "llama with dynamic positions beyond its length": Case(
+        "llama",
+        {**SIZES, "max_position_embeddings": 32, "rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 2.0}},
+    ),
+    "llama 3.1 of another length and other frequencies": Case(
+        "llama",
+        {
+            **SIZES,
+            "rope_parameters": {
+                **{**LLAMA3, "rope_theta": 100.0},
+                "low_freq_factor": 2.0,
+                "high_freq_factor": 3.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "llama with yarn": Case("llama", {**SIZES, "rope_parameters": {k: v for k, v in YARN.items() if "ms" not in k}}),
+    "llama with yarn and two temperatures, not truncated": Case(
+        "llama", {**SIZES, "rope_parameters": {**YARN, "mscale": 1.0, "beta_fast": 4.0, "truncate": False}}
+    ),
+    "llama with yarn and an attention factor": Case(
+        "llama",
+        {**SIZES, "rope_parameters": {**{k: v for k, v in YARN.items() if "ms" not in k}, "attention_factor": 1.5}},
+    ),
+    "llama with longrope, long": Case("llama", {**SIZES, "rope_parameters": LONGROPE}),
+    "llama with longrope, short": Case(
+        "llama",
+        {**SIZES, "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 48, "attention_factor": 1.2}},
     ),
     "mistral": Case("mistral", {**SIZES, "sliding_window": None, "head_dim": 32}),
     "mistral beyond its window": Case("mistral", {**SIZES, "sliding_window": 7}),
@@ -156,6 +208,7 @@ CASES: dict[str, Case] = {
     ),
     "qwen2 moe": Case("qwen2_moe", {**QWEN2_MOE, "norm_topk_prob": False}),
     "gpt oss beyond its window": Case("gpt_oss", {**GPT_OSS, "sliding_window": 6, "swiglu_limit": 1.0}),
+    "gpt oss with its own yarn": Case("gpt_oss", {**GPT_OSS, "rope_parameters": None}),
     "qwen3 moe": Case("qwen3_moe", {**QWEN_MOE, "norm_topk_prob": True}),
     "qwen3 moe behind a dense layer": Case("qwen3_moe", {**QWEN_MOE, "num_hidden_layers": 3, "mlp_only_layers": [0]}),
     "qwen3 moe with unnormalised probabilities": Case("qwen3_moe", {**QWEN_MOE, "norm_topk_prob": False}),
@@ -181,12 +234,43 @@ CASES: dict[str, Case] = {
     "minimax m2 whose heads turn whole, without groups": Case(
         "minimax_m2", {**MINIMAX, "num_key_value_heads": 4, "tie_word_embeddings": True}
     ),
+    "phi 3 beyond its window": Case("phi3", {**PHI3, "sliding_window": 7, "num_key_value_heads": 4}),
+    "phi 3 with longrope": Case(
+        "phi3", {**PHI3, "original_max_position_embeddings": 16, "rope_parameters": LONGROPE}
+    ),
+    "phi 4 mini, tied": Case(
+        "phi3",
+        {
+            **PHI3,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                **{key: value for key, value in LONGROPE.items() if key != "factor"},
+                "short_factor": [1.0, 1.0, 1.1, 1.2, 1.3, 1.5],
+                "long_factor": [1.0, 1.1, 1.5, 2.0, 3.0, 30.0],
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
+    "glm 4.5 air": Case("glm4_moe", GLM4),
+    "glm 4.5 with norms and groups": Case(
+        "glm4_moe", {**GLM4, "use_qk_norm": True, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
+    ),
     "gpt2": Case("gpt2", GPT2),
     "gpt2 with scores as they are": Case("gpt2", {**GPT2, "scale_attn_weights": False}),
     "gpt2 with exact gelu, untied, narrow": Case(
         "gpt2", {**GPT2, "activation_function": "gelu", "tie_word_embeddings": False, "n_inner": 80}
     ),
     "gpt neox": Case("gpt_neox", {**NEOX, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}}),
+    "pythia": Case(
+        "gpt_neox",
+        {
+            **NEOX,
+            "use_parallel_residual": True,
+            "num_hidden_layers": 3,
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
+        },
+    ),
     "gpt neox with tanh": Case(
         "gpt_neox", {**NEOX, "hidden_act": "gelu_new", "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}
     ),
@@ -195,11 +279,10 @@ CASES: dict[str, Case] = {
 REFUSED: dict[str, tuple[Case, str]] = {
     "llama with biases in attention only": (Case("llama", {**SIZES, "attention_bias": True}), "attention_bias"),
     "llama with biases in the MLP only": (Case("llama", {**SIZES, "mlp_bias": True}), "mlp_bias"),
-    "llama 3.1 with another low frequency": (
-        Case("llama", {**SIZES, "rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}),
+    "llama with half of each head turning": (
+        Case("llama", {**SIZES, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),
         "rope_parameters",
     ),
-    "llama with yarn": (Case("llama", {**SIZES, "rope_parameters": YARN}), "rope_parameters"),
     "llama with a gate of relu": (Case("llama", {**SIZES, "hidden_act": "relu"}), "hidden_act"),
     "qwen2 with windows from its second layer": (
         Case("qwen2", {**SIZES, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
@@ -244,15 +327,13 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "olmo 2 with biases": (Case("olmo2", {**SIZES, "attention_bias": True}), "attention_bias"),
     "minimax m2 with one expert": (Case("minimax_m2", {**MINIMAX, "num_experts_per_tok": 1}), "num_experts_per_tok"),
     "minimax m2 with noise": (Case("minimax_m2", {**MINIMAX, "router_jitter_noise": 0.1}), "router_jitter_noise"),
-    "gpt oss with yarn": (Case("gpt_oss", {**GPT_OSS, "rope_parameters": None}), "rope_parameters"),
+    "phi 3 with dropout of residuals": (Case("phi3", {**PHI3, "resid_pdrop": 0.1}), "resid_pdrop"),
+    "glm 4.5 with unnormalised scores": (Case("glm4_moe", {**GLM4, "norm_topk_prob": False}), "norm_topk_prob"),
     "gpt2 with scores by the layer": (
         Case("gpt2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
         "scale_attn_by_inverse_layer_idx",
     ),
     "gpt2 with relu": (Case("gpt2", {**GPT2, "activation_function": "relu"}), "activation_function"),
-    "gpt neox with a parallel residual": (
-        Case("gpt_neox", {**NEOX, "use_parallel_residual": True}),
-        "use_parallel_residual",
-    ),
+    "gpt neox without biases in attention": (Case("gpt_neox", {**NEOX, "attention_bias": False}), "attention_bias"),
 }
 """Models that ours cannot be, and the key that the import must name."""

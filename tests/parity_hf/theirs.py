@@ -14,6 +14,8 @@ from torch import Tensor
 from mtrain.models.gpt.hf import TABLES
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": None}
+# keys of a cache keep the rotary frequencies of the length that they were made for, in dynamic scaling and longrope
+GREEDY["use_cache"] = False
 
 
 def import_models() -> None:

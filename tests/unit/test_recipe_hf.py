@@ -319,7 +319,7 @@ def test_gpt2_names_the_form_of_its_gelu(theirs: str | None, ours: str | None, t
     assert ours in (None, m.activation)
 
 
-def test_gpt_neox_with_a_parallel_residual_is_said_to_be_another_network(tmp_path: Path) -> None:
+def test_pythia_has_its_parallel_residual(tmp_path: Path) -> None:
     values = {
         "model_type": "gpt_neox",
         "hidden_size": 512,
@@ -336,14 +336,15 @@ def test_gpt_neox_with_a_parallel_residual_is_said_to_be_another_network(tmp_pat
     }
     found = import_config(write(tmp_path, values))
     assert found.run.model.rotary_percent == 0.25
-    assert [u.flag for u in found.unplaced] == ["use_parallel_residual"]
+    assert found.run.model.parallel_residual
+    assert not found.unplaced
 
 
 @pytest.mark.parametrize(
     ("change", "flag"),
     [
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling"),
-        ({"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 2.0}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "longrope", "long_factor": [2.0]}}, "rope_scaling"),
         ({"hidden_act": "relu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
         ({"auto_map": {"AutoModel": "modeling.Evil"}}, "auto_map"),

@@ -192,7 +192,9 @@ def test_another_name_of_a_key_is_the_key(kind: str, tmp_path: Path) -> None:
     ("kind", "change", "flag"),
     [
         ("llama", {"num_hidden_layer": 2}, "num_hidden_layer"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters"),
+        ("llama", {"rope_parameters": {"rope_type": "proportional", "factor": 4.0}}, "rope_parameters"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 2.0}}, "rope_parameters"),
+        ("llama", {"original_max_position_embeddings": 64}, "original_max_position_embeddings"),
         ("llama", {"rope_parameters": {"rope_type": "default", "factr": 4.0}}, "rope_parameters"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("llama", {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta"),
@@ -208,7 +210,6 @@ def test_another_name_of_a_key_is_the_key(kind: str, tmp_path: Path) -> None:
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
         ("gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
-        ("gpt_oss", {}, "rope_parameters"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma2", {"sliding_window_size": 7}, "sliding_window_size"),
         ("gemma2", {"attention_bias": True}, "attention_bias"),
@@ -219,6 +220,7 @@ def test_another_name_of_a_key_is_the_key(kind: str, tmp_path: Path) -> None:
         ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list"),
         ("minimax_m2", {"use_mtp": True}, "use_mtp"),
         ("minimax_m2", {"rotary_dim": 64, "partial_rotary_factor": 1.0}, "rotary_dim"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha"),
     ],
 )
 def test_what_is_not_computed_here_is_named(kind: str, change: dict[str, Any], flag: str, tmp_path: Path) -> None:
@@ -289,6 +291,16 @@ def test_what_is_not_computed_here_is_named(kind: str, change: dict[str, Any], f
                 "mla.rotary_scaling_factor": 4.0,
                 "mla.mscale_all_dim": 0.0,
             },
+        ),
+        (
+            "gpt_oss",
+            {},
+            {"rope_scaling.rope_type": "yarn", "rope_scaling.factor": 32.0, "rope_scaling.truncate": False},
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "yarn", "beta_fast": 0}, "original_max_position_embeddings": 16},
+            {"rope_scaling.factor": 128.0, "rope_scaling.beta_fast": None, "rope_scaling.attention_factor": None},
         ),
     ],
 )

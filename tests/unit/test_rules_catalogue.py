@@ -14,6 +14,7 @@ from mtrain.data.indexed import IndexedWriter, token_dtype
 from tests.support.configs import LAPTOP, MOE, errors, first_fix, tiny, validate
 
 MLA: dict[str, Any] = {"kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0}
 DEEPSEEK = {**MOE, "num_experts": 8, "router_topk": 4, "router_score_function": "sigmoid"}
 INTERLEAVED: dict[str, Any] = {"parallel.pp": 2, "parallel.vpp": 2}
 ZERO_BF16: dict[str, Any] = {"precision.dtype": "bf16", "parallel.distributed_optimizer": True}
@@ -220,6 +221,18 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT204", {"data.seq_length": 2048, "model.position_embedding_type": "learned_absolute"}),
     ("MT205", {"model.rope_scaling_factor": 8.0, "model.position_embedding_type": "none"}),
     ("MT206", {"model.rope_scaling_factor": 8.0, "model.mla": MLA, "model.num_query_groups": None}),
+    ("MT205", {"model.rope_scaling": YARN, "model.position_embedding_type": "none"}),
+    ("MT206", {"model.rope_scaling": YARN, "model.mla": MLA, "model.num_query_groups": None}),
+    ("MT260", {"model.rope_scaling": YARN, "model.rotary_seq_len_interpolation_factor": 2.0}),
+    ("MT261", {"model.rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 1.0}}),
+    ("MT262", {"model.rope_scaling": {"rope_type": "longrope", "factor": 8.0, "short_factor": [1.0]}}),
+    ("MT263", {"model.rope_scaling": {"rope_type": "dynamic", "factor": 8.0}, "model.kv_channels": 2}),
+    ("MT264", {"model.rope_scaling": {**YARN, "mscale_all_dim": 1.0}}),
+    ("MT264", {"model.rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.0}}),
+    (
+        "MT265",
+        {"model.rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "data.packed": True, "data.seq_length": 2048},
+    ),
     ("MT207", {"model.mla": MLA, "model.position_embedding_type": "none", "model.num_query_groups": None}),
     ("MT208", {"model.mla": MLA}),
     ("MT209", {"model.mla": MLA, "model.kv_channels": 16, "model.num_query_groups": None}),

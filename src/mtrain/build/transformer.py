@@ -60,4 +60,5 @@ def transformer_config(run: RunConfig, device: Device) -> Any:
     config = kind(**values)
     # megatron-core then asks a layer for the activation, and wrongly believes that it can only be TransformerEngine's
     config.use_te_activation_func = run.kernels.activation == "triton"
+    config.parallel_residual = run.model.parallel_residual
     return config

@@ -97,6 +97,7 @@ _DEFAULTS: dict[str, Callable[[RunConfig], Any]] = {
     "data.packed_multiple": chunks_of_a_document,
     "parallel.microbatch_group_size_per_vp_stage": lambda r: r.parallel.pp,
     **{f"optim.{name}.{key}": get for name, spec in OPTIMIZERS.items() for key, get in spec.defaults.items()},
+    "model.rope_scaling.original_max_position_embeddings": lambda r: r.model.max_position_embeddings,
     "model.moe.router_group_score_topk": lambda r: r.model.moe.group_score_topk if r.model.moe else None,
 }
 """What null means where that follows from other keys."""

@@ -19,6 +19,7 @@ from mtrain.config.base import (
 )
 from mtrain.config.experts import MoEConfig
 from mtrain.config.mla import MLAConfig
+from mtrain.config.rope import RopeScalingConfig
 
 VOCAB_MULTIPLE = 128
 GATED = "model.activation=swiglu|geglu|geglu_tanh|quick_geglu"
@@ -124,6 +125,8 @@ class ModelConfig(Section):
         ),
     ] = None
     """Gated activations: bound of both halves before the gate (7 in GPT-OSS); null: none."""
+    parallel_residual: Annotated[bool, Key(hf="use_parallel_residual")] = False
+    """Attention and MLP of a layer read the same input, each behind its norm, and are added together (GPT-NeoX)."""
     add_bias_linear: Annotated[bool, Key(feeds="add_bias_linear", flag=Flag("--disable-bias-linear", off=True))] = (
         False
     )
@@ -187,8 +190,8 @@ class ModelConfig(Section):
         bool, Key(feeds="rotary_interleaved", when="model.position_embedding_type=rope", flag="--rotary-interleaved")
     ] = False
     """Rotary pairs are neighbours (GPT-J) instead of halves of the head."""
-    rope_scaling_factor: Annotated[PositiveFloat | None, Key(hf="rope_scaling")] = None
-    """Llama-3.1 frequency scaling (low 1, high 4, original 8192); null: off."""
+    rope_scaling_factor: PositiveFloat | None = None
+    """Llama-3.1 frequency scaling (low 1, high 4, original 8192), as rope_scaling of llama3; null: off."""
     rotary_seq_len_interpolation_factor: Annotated[
         PositiveFloat | None,
         Key(
@@ -198,7 +201,9 @@ class ModelConfig(Section):
             flag="--rotary-seq-len-interpolation-factor",
         ),
     ] = None
-    """Rotary positions are divided by this (Chen et al. 2023); null: by 1."""
+    """Rotary positions are divided by this, also called linear scaling (Chen et al. 2023); null: by 1."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Rotary frequencies for longer sequences: yarn, longrope and others; null: as they are."""
     no_rope_freq: Annotated[
         Annotated[int, Field(ge=2, le=MOST)] | None,
         Key(feeds="no_rope_freq", when="model.position_embedding_type=rope and model.mla=null"),
@@ -298,6 +303,11 @@ class ModelConfig(Section):
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that rotate, outside MLA."""
+        return int(self.head_dim * self.rotary_percent)
 
     @property
     def query_groups(self) -> int:

@@ -36,6 +36,7 @@ from mtrain.mcore.layers import (
     chosen,
 )
 from mtrain.mcore.linear import ColumnLinear, RowLinear
+from mtrain.mcore.parallel_residual import ParallelResidualLayer
 
 BACKENDS = {"torch": "auto"}  # of the attention op: the fastest that takes a call
 
@@ -188,6 +189,13 @@ def mtp_spec(config: Any, provider: Provider, *, vp_stage: int | None = None, pp
 
 def one_layer_spec(config: Any, provider: Provider, *, moe: bool) -> Any:
     """One transformer layer; `moe` tells whether its MLP is a mixture of experts."""
+    spec = _one_after_the_other(config, provider, moe)
+    if getattr(config, "parallel_residual", False):
+        spec.module = ParallelResidualLayer
+    return spec
+
+
+def _one_after_the_other(config: Any, provider: Provider, moe: bool) -> Any:
     experts = config.num_moe_experts if moe else None
     if provider.all_te:
         return api.get_gpt_layer_with_transformer_engine_spec(

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu, _initialize_affine_weight_gpu
+from megatron.core.tensor_parallel.layers import (
+    _initialize_affine_weight_cpu,
+    _initialize_affine_weight_gpu,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -236,6 +240,8 @@ class _GroupedLinear(nn.Module):
             self.register_parameter(f"weight{i}", nn.Parameter(torch.empty(shape, dtype=config.params_dtype)))
             if bias:
                 parameter = nn.Parameter(torch.zeros(shape[0], dtype=config.params_dtype))
+                # no two ranks that add up a gradient norm of experts hold the same one, whatever their tp rank
+                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
                 self.register_parameter(f"bias{i}", parameter)
         if not self.weight0.is_meta:
             self.reset_parameters()

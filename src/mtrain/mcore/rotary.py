@@ -1,12 +1,113 @@
-"""Rotary positions of models whose layers with a window have a base of their own."""
+"""Rotary positions: frequencies for longer sequences, in fp32 as transformers computes them, and two bases."""
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer import attention
 from torch import Tensor, nn
+
+from mtrain.config.model import ModelConfig
+from mtrain.config.rope import RopeScalingConfig
+
+Frequencies = Callable[[int], Tensor]
+"""Radians per token [rotary_dim / 2] of sequences of a length, on the CPU."""
+
+
+def frequencies(model: ModelConfig) -> Frequencies | None:
+    """The frequencies of `model.rope_scaling`, of which a resolved run knows every key; None: without scaling."""
+    if model.rope_scaling is None:
+        return None
+    return functools.partial(_KINDS[model.rope_scaling.rope_type], model, model.rope_scaling)
+
+
+def _periods(model: ModelConfig, base: float | Tensor) -> Tensor:
+    """Tokens per radian without scaling."""
+    return base ** (torch.arange(0, model.rotary_dim, 2, dtype=torch.float32) / model.rotary_dim)
+
+
+def _dynamic(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tensor:
+    """A larger base beyond the length of the model (bloc97 and emozilla 2023)."""
+    whole, factor, width = model.max_position_embeddings, scaling.factor, model.rotary_dim
+    longer = torch.tensor(max(length, whole))
+    return 1.0 / _periods(
+        model, model.rotary_base * (factor * longer / whole - (factor - 1)) ** (width / (width - 2))
+    )
+
+
+def _llama3(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tensor:
+    """Slow frequencies are divided, fast ones stay, those in between are mixed of both (Llama 3.1)."""
+    low, high, before = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
+    assert low is not None
+    assert high is not None
+    assert before is not None
+    usual = 1.0 / _periods(model, model.rotary_base)
+    turns = before / (2 * math.pi / usual)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * usual / scaling.factor + kept * usual
+
+
+def _yarn(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tensor:
+    """A ramp over the channels between frequencies that stay and those that are divided (Peng et al. 2023)."""
+    fast, slow, before = scaling.beta_fast, scaling.beta_slow, scaling.original_max_position_embeddings
+    assert fast is not None
+    assert slow is not None
+    assert before is not None
+    width, scale = model.rotary_dim, 2 * math.log(model.rotary_base)
+    first, last = (width * math.log(before / (turns * 2 * math.pi)) / scale for turns in (fast, slow))
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    if first == last:
+        last += 0.001
+    divided = ((torch.arange(width // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    periods = _periods(model, model.rotary_base)
+    return divided / (scaling.factor * periods) + (1 - divided) / periods
+
+
+def _longrope(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tensor:
+    """A factor of each frequency, others in long sequences than in short ones (Ding et al. 2024)."""
+    assert scaling.original_max_position_embeddings is not None
+    factors = scaling.long_factor if length > scaling.original_max_position_embeddings else scaling.short_factor
+    return 1.0 / (torch.tensor(factors) * _periods(model, model.rotary_base))
+
+
+_KINDS: dict[str, Callable[[ModelConfig, RopeScalingConfig, int], Tensor]] = {
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+
+
+class ScaledRotary(RotaryEmbedding):
+    """megatron-core's rotary embedding with frequencies of ours, which may depend on the length of the sequences."""
+
+    frequencies: Frequencies
+
+    def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Angles [tokens, rotary_dim / 2] of the tokens from `offset` on."""
+        device = self.inv_freq.device
+        turns = self.frequencies(max_seq_len + offset).to(device)
+        return torch.outer(torch.arange(offset, offset + max_seq_len, device=device, dtype=torch.float32), turns)
+
+
+def _attention_factor(config: Any) -> float:
+    return getattr(config, "rotary_attention_factor", 1.0)
+
+
+def multiply_turns(config: Any, factor: float) -> None:
+    """Let attention of this configuration multiply cosines and sines with `factor`.
+
+    megatron-core asks a function for it that knows the fields of its own yarn alone; it is replaced.
+    """
+    config.rotary_attention_factor = factor
+    attention._yarn_get_concentration_factor_from_config = _attention_factor
 
 
 class TwoBases(nn.Module):

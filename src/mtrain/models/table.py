@@ -58,11 +58,12 @@ def _split_qkv(tensors: list[Tensor], model: Any) -> list[Tensor]:
     return [part.reshape(-1, *rest) for part in parts]
 
 
-def _joined_thirds(tensors: list[Tensor], model: Any) -> list[Tensor]:
-    return _joined_qkv(list(tensors[0].chunk(3)), model)
+def _joined_rows(tensors: list[Tensor], model: Any) -> list[Tensor]:
+    heads = (model.num_attention_heads, model.query_groups, model.query_groups)
+    return _joined_qkv(list(tensors[0].split([count * model.head_dim for count in heads])), model)
 
 
-def _split_thirds(tensors: list[Tensor], model: Any) -> list[Tensor]:
+def _split_rows(tensors: list[Tensor], model: Any) -> list[Tensor]:
     return [torch.cat(_split_qkv(tensors, model))]
 
 
@@ -113,7 +114,7 @@ VOCABULARY = Operation("padded vocabulary", _padded, _unpadded)
 """Ours has rows up to a multiple of 128."""
 QKV = Operation("joined by query group", _joined_qkv, _split_qkv)
 """Theirs are queries, keys and values; ours holds, of each query group, its queries, its key and its value."""
-THIRDS = Operation("thirds joined by query group", _joined_thirds, _split_thirds)
+QKV_ROWS = Operation("rows joined by query group", _joined_rows, _split_rows)
 """Theirs is all queries, then all keys, then all values, in one tensor."""
 GATE_UP = Operation("gate over up", _concatenated, _halves)
 EXPERTS = Operation("one of each expert", _unstacked, _stacked)

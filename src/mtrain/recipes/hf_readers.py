@@ -156,17 +156,11 @@ def gpt_oss_experts(f: ConfigFile) -> None:
     _balancing(f, _experts(f, "num_local_experts", "intermediate_size"))
 
 
-def _latent(f: ConfigFile) -> None:
-    """MLA and the shape of the experts of both DeepSeek families."""
+def _experts_behind_dense_layers(f: ConfigFile) -> None:
+    """The shape of the experts of DeepSeek and of those that followed: shared ones, and dense layers before them."""
     width = f.get("moe_intermediate_size")
     _experts(f, "n_routed_experts", "moe_intermediate_size")
     f.out |= {
-        "model.num_query_groups": None,
-        "model.mla.q_lora_rank": f.get("q_lora_rank"),
-        "model.mla.kv_lora_rank": f.get("kv_lora_rank"),
-        "model.mla.qk_head_dim": f.get("qk_nope_head_dim"),
-        "model.mla.qk_pos_emb_head_dim": f.get("qk_rope_head_dim"),
-        "model.mla.v_head_dim": f.get("v_head_dim"),
         "model.moe.shared_expert_intermediate_size": (f.get("n_shared_experts", 0) * width) or None,
         "model.moe.first_dense_layers": f.get("first_k_dense_replace"),
         "model.moe.router_topk_scaling_factor": float(f.get("routed_scaling_factor")),
@@ -176,9 +170,22 @@ def _latent(f: ConfigFile) -> None:
     if "aux_loss_alpha" not in f.given:
         report = f.family.absent["aux_loss_alpha"]
         f.notes.append(f"aux_loss_alpha is not said; model.moe.aux_loss_coeff is {report}, of the model's report")
+    f.must("moe_layer_freq", (1,), "changes the numbers: every layer behind the dense ones has experts")
+
+
+def _latent(f: ConfigFile) -> None:
+    """MLA and the shape of the experts of both DeepSeek families."""
+    _experts_behind_dense_layers(f)
+    f.out |= {
+        "model.num_query_groups": None,
+        "model.mla.q_lora_rank": f.get("q_lora_rank"),
+        "model.mla.kv_lora_rank": f.get("kv_lora_rank"),
+        "model.mla.qk_head_dim": f.get("qk_nope_head_dim"),
+        "model.mla.qk_pos_emb_head_dim": f.get("qk_rope_head_dim"),
+        "model.mla.v_head_dim": f.get("v_head_dim"),
+    }
     heads = f.get("num_attention_heads")
     f.must("num_key_value_heads", (heads,), "changes the numbers: MLA has no groups")
-    f.must("moe_layer_freq", (1,), "changes the numbers: every layer behind the dense ones has experts")
     f.must("attention_bias", (False,), "changes the numbers: MLA has no biases here")
     f.must("mlp_bias", (False,), "changes the numbers: biases in all linear layers or in none")
     text = "changes the numbers: the norms of MLA keep 1e-06 there, and have the model's here"
@@ -217,19 +224,37 @@ def deepseek_v2_experts(f: ConfigFile) -> None:
         f.idle(("n_group", "topk_group"), "is read only with topk_method group_limited_greedy")
 
 
-def deepseek_v3_experts(f: ConfigFile) -> None:
-    """Scores are a sigmoid, chosen with a bias; a group is worth its two best."""
-    _latent(f)
+def _balanced_by_bias(f: ConfigFile) -> None:
+    """Scores are a sigmoid, chosen with a bias; a group is worth its two best. MTP layers follow the model's own."""
     _groups(f, 2)
     f.out |= {
         "model.moe.router_score_function": "sigmoid",
         "model.moe.router_enable_expert_bias": True,
         "model.mtp_num_layers": f.get("num_nextn_predict_layers", 0) or None,
     }
-    f.must("scoring_func", ("sigmoid",), "changes the numbers: scores of this family are a sigmoid")
-    f.must("topk_method", ("noaux_tc",), "changes the numbers: experts of this family are chosen with a bias")
     f.must("norm_topk_prob", (True,), "changes the numbers: chosen scores of this family are normalised")
     _more_than_one_expert(f)
+
+
+def glm4_experts(f: ConfigFile) -> None:
+    """GLM-4.5: the experts of DeepSeek-V3 behind attention with groups, biases and, in some sizes, norms."""
+    _experts_behind_dense_layers(f)
+    _balanced_by_bias(f)
+    f.out |= {"model.add_qkv_bias": f.get("attention_bias"), "model.qk_layernorm": f.get("use_qk_norm")}
+
+
+def phi3_block(f: ConfigFile) -> None:
+    """Phi-3, whose residuals alone would have dropout."""
+    text = "changes the numbers: model.hidden_dropout is that of the embeddings too, which have none there"
+    f.must("resid_pdrop", (0,), text)
+
+
+def deepseek_v3_experts(f: ConfigFile) -> None:
+    """MLA, and experts that a bias balances."""
+    _latent(f)
+    _balanced_by_bias(f)
+    f.must("scoring_func", ("sigmoid",), "changes the numbers: scores of this family are a sigmoid")
+    f.must("topk_method", ("noaux_tc",), "changes the numbers: experts of this family are chosen with a bias")
     f.must("rope_interleave", (True,), "changes the numbers: rotary pairs of MLA are neighbours here")
 
 
@@ -247,9 +272,8 @@ def gpt2_block(f: ConfigFile) -> None:
 
 
 def neox_block(f: ConfigFile) -> None:
-    """GPT-NeoX, where attention and MLP stand one behind the other."""
+    """GPT-NeoX, where attention and MLP stand side by side or one behind the other."""
     _activation(f, "hidden_act", UNGATED_WORDS)
-    text = "changes the numbers: attention and MLP stand one behind the other here"
-    f.must("use_parallel_residual", (False,), text)
+    f.out["model.parallel_residual"] = f.get("use_parallel_residual")
     f.out["model.hidden_dropout"] = float(f.get("hidden_dropout"))
     f.must("attention_bias", (True,), "changes the numbers: biases in all linear layers or in none")

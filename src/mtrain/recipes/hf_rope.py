@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from mtrain.recipes.hf_keys import ConfigFile, Json
 
@@ -11,13 +13,16 @@ _BASE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 READ_BY: dict[str, frozenset[str]] = {
     "default": _BASE,
     "linear": _BASE | {"factor"},
+    "dynamic": _BASE | {"factor"},
     "llama3": _BASE | {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": _BASE
     | {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
     | {"mscale", "mscale_all_dim", "truncate"},
+    "longrope": _BASE
+    | {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
 }
 """Kind of rotary positions -> the keys that it reads."""
-KNOWN = frozenset().union(*READ_BY.values(), {"short_factor", "long_factor"})
+KNOWN = frozenset().union(*READ_BY.values())
 LAYER_TYPES = ("full_attention", "sliding_attention")
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -28,7 +33,17 @@ def rotary(f: ConfigFile) -> None:
 
 
 def partly_rotary(f: ConfigFile) -> None:
-    """The same for GPT-NeoX, which turns a part of each head and has names of its own."""
+    """The same of a part of each head (GLM-4.5)."""
+    _rotary(f, "rope_theta", "partial_rotary_factor", None)
+
+
+def phi3_rotary(f: ConfigFile) -> None:
+    """The same for Phi-3, whose first files have two other words for longrope."""
+    _rotary(f, "rope_theta", "partial_rotary_factor", None, {"su": "longrope", "yarn": "longrope"})
+
+
+def neox_rotary(f: ConfigFile) -> None:
+    """The same for GPT-NeoX, which has names of its own."""
     for theirs, alias in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")):
         if f.given.get(theirs) is None and f.given.get(alias) is not None:
             f.values[theirs] = f.given[alias]
@@ -67,8 +82,10 @@ def two_bases(f: ConfigFile) -> None:
     f.out["model.rotary_base_local"] = float(base) if f.out.get("model.window_size") else None
 
 
-def _rotary(f: ConfigFile, base_key: str, share_key: str, whole: float | None) -> None:
-    """`whole` is the only share that is computed, None: any."""
+def _rotary(
+    f: ConfigFile, base_key: str, share_key: str, whole: float | None, words: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """`whole` is the only share that is computed, None: any; `words` are those for kinds that have another one."""
     name, inner = _parameters(f)
     for outer, key in ((base_key, "rope_theta"), (share_key, "partial_rotary_factor")):
         f.read.add(outer)
@@ -84,26 +101,78 @@ def _rotary(f: ConfigFile, base_key: str, share_key: str, whole: float | None) -
             f.inside(name, "partial_rotary_factor", "not supported", text, share)
         else:
             f.refuse(share_key, "not supported", text)
-    kind = inner.get("rope_type", inner.get("type", "default"))
+    kind = str(inner.get("rope_type", inner.get("type", "default")))
+    kind = words.get(kind, kind)
+    _length_before(f, kind, inner)
     latent = "model.mla.kv_lora_rank" in f.out
     for key, value in inner.items():
         if key not in KNOWN:
             f.unknown(key, set(KNOWN), name)
         elif kind in READ_BY and key not in READ_BY[kind]:
             f.inside(name, key, "no effect", f"is not read for rope_type {kind}", value)
-    if inner.get("type", kind) != kind:
+    if "rope_type" in inner and inner.get("type", inner["rope_type"]) != inner["rope_type"]:
         f.inside(name, "type", "no effect", "rope_type stands beside it and is read first", inner["type"])
-    if kind in ("linear", "llama3") and not latent and "factor" not in inner:
-        f.refuse(name, "unreadable", f"changes the numbers: {kind} without a factor; it is left out")
-    elif kind == "linear" and not latent:
-        f.out["model.rotary_seq_len_interpolation_factor"] = float(inner["factor"])
-    elif kind == "llama3" and not latent:
-        _llama3(f, name, inner)
-    elif kind == "yarn" and latent:
+    if latent and kind == "yarn":
         _yarn(f, name, inner)
+    elif latent and kind != "default":
+        f.refuse(name, "not supported", f"changes the numbers: rotary positions of kind {kind}; MLA has yarn")
+    elif kind not in READ_BY:
+        others = ", ".join(READ_BY)
+        f.refuse(name, "not supported", f"changes the numbers: rotary positions of kind {kind}; there are {others}")
     elif kind != "default":
-        which = "MLA has yarn" if latent else "there are linear and llama3, and yarn in MLA"
-        f.refuse(name, "not supported", f"changes the numbers: rotary positions of kind {kind}; {which}")
+        _scaling(f, kind, name, inner)
+
+
+def _scaling(f: ConfigFile, kind: str, name: str, inner: Json) -> None:
+    """`model.rope_scaling`, or one of the keys that say linear scaling and Llama 3.1's."""
+    before = inner.get("original_max_position_embeddings", f.get("max_position_embeddings"))
+    factor: Any = inner.get("factor")
+    if factor is None and kind in ("yarn", "longrope"):
+        factor = f.get("max_position_embeddings") / before
+    needed = {"llama3": ["low_freq_factor", "high_freq_factor"], "longrope": ["short_factor", "long_factor"]}
+    missing = ["a factor"] * (factor is None) + [key for key in needed.get(kind, ()) if key not in inner]
+    if missing:
+        text = f"changes the numbers: {kind} without {' and '.join(missing)}; it is left out"
+        f.refuse(name, "unreadable", text)
+    elif kind == "linear":
+        f.out["model.rotary_seq_len_interpolation_factor"] = float(factor)
+    elif kind == "llama3" and {**inner, "original_max_position_embeddings": before}.items() >= LLAMA3.items():
+        f.out["model.rope_scaling_factor"] = float(factor)
+    else:
+        out = _read_by(f, kind, name, inner) | {"rope_type": kind, "factor": float(factor)}
+        if kind != "dynamic" and before != f.get("max_position_embeddings"):
+            out["original_max_position_embeddings"] = before
+        f.out |= {f"model.rope_scaling.{key}": value for key, value in out.items()}
+
+
+def _read_by(f: ConfigFile, kind: str, name: str, inner: Json) -> Json:
+    """The numbers that a kind of scaling reads of a file, beside factor and length."""
+    own = READ_BY[kind] - _BASE - {"factor", "original_max_position_embeddings"}
+    out = {key: inner[key] for key in sorted(own & inner.keys())}
+    for key in ("beta_fast", "beta_slow"):
+        if key in out and not out[key]:
+            del out[key]  # transformers takes 0 for nothing said
+    pair = [key for key in ("mscale", "mscale_all_dim") if key in out]
+    if out.get("attention_factor") is not None or not all(out.get(key) for key in ("mscale", "mscale_all_dim")):
+        for key in pair:
+            text = "is read beside the other of mscale and mscale_all_dim alone, without attention_factor"
+            f.inside(name, key, "no effect", text, out.pop(key))
+    return {key: _floats(value) for key, value in out.items()}
+
+
+def _floats(value: Any) -> Any:
+    if isinstance(value, list):
+        return [float(each) for each in value]
+    return value if isinstance(value, bool) else float(value)
+
+
+def _length_before(f: ConfigFile, kind: str, inner: Json) -> None:
+    """Puts the length that stands outside of the rotary parameters into them: it is read first (Phi-3)."""
+    outer = "original_max_position_embeddings"
+    if outer not in READ_BY.get(kind, ()):
+        f.idle((outer,), f"is not read for rope_type {kind}")
+    elif f.get(outer) is not None:
+        inner[outer] = f.get(outer)
 
 
 def _parameters(f: ConfigFile) -> tuple[str, Json]:
@@ -122,13 +191,6 @@ def _parameters(f: ConfigFile) -> tuple[str, Json]:
             f.refuse(name, "not supported", "changes the numbers: all layers turn by the same angles here")
         inner = {**inner, **next(iter(layers.values()))}
     return name, {key: value for key, value in inner.items() if value is not None}
-
-
-def _llama3(f: ConfigFile, name: str, inner: Json) -> None:
-    f.out["model.rope_scaling_factor"] = float(inner["factor"])
-    for key, built_in in LLAMA3.items():
-        if inner.get(key, built_in) != built_in:
-            f.inside(name, key, "not supported", f"changes the numbers: it is {built_in} here", inner[key])
 
 
 def _yarn(f: ConfigFile, name: str, inner: Json) -> None:

@@ -75,12 +75,16 @@ def rotary_width_is_even(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT204", example="data.seq_length=2048"),
-    reads="data.seq_length model.position_embedding_type model.max_position_embeddings",
+    reads=(
+        "data.seq_length model.position_embedding_type model.max_position_embeddings model.rope_scaling.rope_type"
+    ),
 )
 def sequence_fits_positions(run: RunConfig) -> Iterator[Finding]:
-    """No sample is longer than the positions are made for."""
+    """No sample is longer than the positions are made for, which dynamic ones are for any."""
     m, seq = run.model, run.data.length
-    if m.position_embedding_type != "none" and seq > m.max_position_embeddings:
+    if m.position_embedding_type == "none" or seq <= m.max_position_embeddings:
+        return
+    if m.rope_scaling is None or m.rope_scaling.rope_type != "dynamic":
         rule = (
             f"samples of {seq} tokens, and positions for {m.max_position_embeddings} (model.max_position_embeddings)"
         )
@@ -89,33 +93,6 @@ def sequence_fits_positions(run: RunConfig) -> Iterator[Finding]:
             {"model.max_position_embeddings": seq},
         )
         yield Finding("MT204", "data.seq_length", rule, fixes)
-
-
-@rule(
-    Code(
-        "MT205",
-        "Frequency scaling changes rotary positions, and the model has others.",
-        example="model.rope_scaling_factor=8 model.position_embedding_type=none",
-    ),
-    Code(
-        "MT206",
-        "Frequency scaling does not reach MLA, which makes its own rotary positions.",
-        example="model=deepseek_tiny model.rope_scaling_factor=8",
-    ),
-    reads="model.rope_scaling_factor model.position_embedding_type model.mla",
-)
-def rotary_keys_need_rope(run: RunConfig) -> Iterator[Finding]:
-    """Frequency scaling changes rotary positions and no others."""
-    m = run.model
-    if m.rope_scaling_factor is None:
-        return
-    off: Change = {"model.rope_scaling_factor": None}
-    if m.position_embedding_type != "rope":
-        rule = f"scales rotary positions, and position_embedding_type is {m.position_embedding_type}"
-        yield Finding("MT205", "model.rope_scaling_factor", rule, (off, {"model.position_embedding_type": "rope"}))
-    elif m.mla is not None:
-        rule = "has no effect: MLA makes its own rotary positions, without this scaling"
-        yield Finding("MT206", "model.rope_scaling_factor", rule, (off,))
 
 
 @rule(
@@ -252,7 +229,6 @@ RULES = (
     groups_divide_heads,
     rotary_width_is_even,
     sequence_fits_positions,
-    rotary_keys_need_rope,
     latent_attention,
     one_norm_of_queries_and_keys,
     layers_without_rotation_divide,

@@ -11,6 +11,7 @@ from mtrain.mcore import api as mcore
 from mtrain.mcore import backend
 from mtrain.mcore.language_model import LanguageModel
 from mtrain.mcore.op_overrides import override_operations
+from mtrain.mcore.rotary import frequencies, multiply_turns
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> LanguageModel:
@@ -20,10 +21,15 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> LanguageModel:
     provider = backend.provider(run.kernels, parts)
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
     override_operations(run.kernels, m.moe.group_score_topk if m.moe else None)
+    if scaling := m.rope_scaling:
+        multiply_turns(
+            config, scaling.attention(scaling.original_max_position_embeddings or m.max_position_embeddings)
+        )
     return LanguageModel(
         loss=run.kernels.loss,
         loss_vocab_size=m.loss_vocab_size,
         soft_cap=m.final_logit_softcapping,
+        frequencies=frequencies(m),
         embedding_scale=m.hidden_size**0.5 if m.scale_embedding else None,
         rotary_base_local=m.rotary_base_local,
         config=config,

@@ -9,8 +9,8 @@ from mtrain.models.table import (
     GATE_UP,
     PAIRS,
     QKV,
+    QKV_ROWS,
     SAME,
-    THIRDS,
     TRANSPOSED,
     VOCABULARY,
     Entry,
@@ -114,6 +114,16 @@ GEMMA = replace(
     ),
 )
 MINIMAX_M2 = replace(LLAMA, dense=(), experts=_BIAS_BESIDE)
+PHI3 = Table(
+    _ENDS,
+    (
+        *_NORMS,
+        Entry(f"{_ATTENTION}linear_qkv.weight", (f"{_THEIR_ATTENTION}qkv_proj.weight",), QKV_ROWS),
+        Entry(f"{_ATTENTION}linear_proj.weight", (f"{_THEIR_ATTENTION}o_proj.weight",)),
+        Entry(f"{_MLP}linear_fc1.weight", (f"{_THEIR_MLP}gate_up_proj.weight",)),
+        Entry(f"{_MLP}linear_fc2.weight", (f"{_THEIR_MLP}down_proj.weight",)),
+    ),
+)
 QWEN2_MOE = replace(LLAMA, experts=_GATED_SHARED)
 GPT_OSS = Table(
     _ENDS,
@@ -141,7 +151,9 @@ GPT2 = Table(
     ),
     (
         *_with_bias("decoder.layers.{i}.input_layernorm", "transformer.h.{i}.ln_1"),
-        *_with_bias(f"{_ATTENTION}linear_qkv", "transformer.h.{i}.attn.c_attn", chain(TRANSPOSED, THIRDS), THIRDS),
+        *_with_bias(
+            f"{_ATTENTION}linear_qkv", "transformer.h.{i}.attn.c_attn", chain(TRANSPOSED, QKV_ROWS), QKV_ROWS
+        ),
         *_with_bias(f"{_ATTENTION}linear_proj", "transformer.h.{i}.attn.c_proj", TRANSPOSED),
         *_with_bias("decoder.layers.{i}.pre_mlp_layernorm", "transformer.h.{i}.ln_2"),
         *_with_bias(f"{_MLP}linear_fc1", "transformer.h.{i}.mlp.c_fc", TRANSPOSED),
@@ -165,11 +177,12 @@ NEOX = Table(
 )
 
 TABLES: dict[str, Table] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"), LLAMA),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe"), LLAMA),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), DEEPSEEK),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
     "olmo2": OLMO2,
     "minimax_m2": MINIMAX_M2,
+    "phi3": PHI3,
     "qwen2_moe": QWEN2_MOE,
     "gpt_oss": GPT_OSS,
     "gpt2": GPT2,

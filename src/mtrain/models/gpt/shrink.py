@@ -7,6 +7,7 @@ from typing import Any
 from mtrain.config.experts import MoEConfig
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
+from mtrain.config.rope import RopeScalingConfig
 
 HEAD, HIDDEN, FFN, VOCAB = 16, 64, 128, 512
 PADDED = 385
@@ -43,6 +44,8 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
         update["window_size"] = min(model.window_size, seq_length // 4)
     if model.window_attn_skip_freq is not None:  # some layer keeps its window, and where there are two, one has none
         update["window_attn_skip_freq"] = min(model.window_attn_skip_freq, max(2, layers))
+    if model.rope_scaling is not None:
+        update["rope_scaling"] = _scaling(model.rope_scaling, int(HEAD * model.rotary_percent) // 2)
     if model.moe is not None:
         update["moe"] = _experts(model.moe, p, layers)
     if model.mla is not None:
@@ -58,6 +61,11 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
             }
         )
     return model.model_copy(update=update)
+
+
+def _scaling(scaling: RopeScalingConfig, turns: int) -> RopeScalingConfig:
+    short, long = scaling.short_factor, scaling.long_factor
+    return scaling.model_copy(update={"short_factor": short and short[:turns], "long_factor": long and long[:turns]})
 
 
 def _experts(moe: MoEConfig, p: ParallelConfig, layers: int) -> MoEConfig:

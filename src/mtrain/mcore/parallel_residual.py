@@ -1,0 +1,24 @@
+"""Layers whose attention and MLP read the same input: x + attention(norm(x)) + mlp(norm(x))."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+
+class ParallelResidualLayer(TransformerLayer):
+    """megatron-core's layer with attention and MLP side by side, each behind a norm of its own (GPT-NeoX)."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        """`hidden_states` [s, b, h], or [s / tp, b, h] under sequence parallelism, to the same shape; no context."""
+        kwargs.pop("dynamic_inference_decode_only", None)
+        attended, context = self._forward_attention(hidden_states, *args, **kwargs)
+        given = kwargs.get("inference_context"), kwargs.get("padding_mask")
+        return self._forward_mlp(hidden_states, *given)(attended), context
+
+    def _forward_post_mlp(self, mlp_output_with_bias: Any, residual: Tensor) -> Any:
+        """What adds the MLP's output to a residual: that is the one behind attention, not the input of this MLP."""
+        return functools.partial(super()._forward_post_mlp, mlp_output_with_bias)
