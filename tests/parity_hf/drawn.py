@@ -144,9 +144,11 @@ def _gemma(r: Random) -> Values:
     layers = values["num_hidden_layers"]
     if r.random() < 0.3:
         values["layer_types"] = [r.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    width = r.choice([8, 16, 20])
     return {
         **values,
-        "head_dim": r.choice([8, 16, 20]),
+        "head_dim": width,
+        "rope_parameters": _rotary(r, width=width),
         "query_pre_attn_scalar": r.choice([8, 16, 100]),
         "sliding_window": r.choice([5, 9, 64]),
         "final_logit_softcapping": r.choice([None, 2.0, 30.0]),
@@ -160,7 +162,7 @@ def _gemma2(r: Random) -> Values:
 
 def _gemma3(r: Random) -> Values:
     values = _gemma(r)
-    local = _rarely(r, {**ROPE, "rope_theta": r.choice([500.0, 10000.0])}, _rotary(r))
+    local = _rarely(r, {**ROPE, "rope_theta": r.choice([500.0, 10000.0])}, _rotary(r, width=values["head_dim"]))
     values["rope_parameters"] = {"sliding_attention": local, "full_attention": values["rope_parameters"]}
     if "layer_types" not in values:
         values["sliding_window_pattern"] = r.choice([2, 3, 6])
@@ -229,10 +231,10 @@ def _minimax(r: Random) -> Values:
     values |= {
         "num_experts_per_tok": _rarely(r, r.randint(2, 3), 1),
         "router_jitter_noise": _rarely(r, 0.0, 0.01),
-        "rope_parameters": _rotary(r, partial=True),
+        "rope_parameters": _rotary(r, width=values["head_dim"], partial=True),
     }
     if r.random() < 0.4:
-        values["rope_parameters"].pop("partial_rotary_factor")
+        values["rope_parameters"] = {**ROPE}
         values["rotary_dim"] = values["head_dim"] // 2
     return values
 
