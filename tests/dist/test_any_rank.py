@@ -22,6 +22,7 @@ RECIPES = sorted(file.relative_to(recipes_dir()).with_suffix("").as_posix() for 
 ALWAYS = (
     "deepseek/v2_lite_h100x8",
     "deepseek/v3_h100x1024",
+    "gemma3/27b_h100x32",
     "gpt3/175b_h100x128",
     "llama31/405b_h100x1024",
     "mixtral/8x7b_h100x64",

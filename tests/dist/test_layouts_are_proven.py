@@ -180,6 +180,17 @@ def _norm_gradients_of_sequence_parallel_ranks_not_summed() -> None:
     _replace("megatron.core.distributed.finalize_model_grads", name, lambda *args, **kwargs: None)
 
 
+def _squares_of_other_ranks_left_out() -> None:
+    _replace("mtrain.mcore.layers", "reduce_from_tensor_model_parallel_region", lambda x, group: x)
+
+
+def _windows_counted_from_each_stage() -> None:
+    from mtrain.mcore import api, decoder_layer
+
+    real, stage = decoder_layer.is_layer_window_attention, api.parallel_state.get_pipeline_model_parallel_rank
+    decoder_layer.is_layer_window_attention = lambda size, skip, number: real(size, skip, number - stage())
+
+
 def _stage_off_by_one() -> None:
     from megatron.core.transformer import transformer_layer as module
 
@@ -232,6 +243,8 @@ FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
         "parallel=tp2sp",
         _norm_gradients_of_sequence_parallel_ranks_not_summed,
     ),
+    "norms over the heads of one rank": (f"{OLMO} parallel=tp2", _squares_of_other_ranks_left_out),
+    "rotary bases of other layers on a later stage": (f"{GEMMA} parallel=pp2", _windows_counted_from_each_stage),
     "a stage that is off by one layer": (
         "parallel=pp2 model.window_size=8 model.window_attn_skip_freq=2",
         _stage_off_by_one,
