@@ -28,6 +28,12 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
@@ -151,7 +157,16 @@ def _rope(m: ModelConfig) -> Json:
         out["rope_scaling"] = {"rope_type": "llama3", "factor": m.rope_scaling_factor, **low_high}
     elif m.rotary_seq_len_interpolation_factor is not None:
         out["rope_scaling"] = {"rope_type": "linear", "factor": m.rotary_seq_len_interpolation_factor}
+    elif m.rope_scaling is not None:
+        said = {key: value for key, value in m.rope_scaling.model_dump(mode="json").items() if value is not None}
+        if m.rope_scaling.rope_type == "llama3":
+            said = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **said}
+        out["rope_scaling"] = said
     return out
+
+
+def _partly(m: ModelConfig) -> Json:
+    return {**_rope(m), "partial_rotary_factor": m.rotary_percent}
 
 
 def _layer_types(m: ModelConfig) -> Json:
@@ -239,20 +254,10 @@ def _gpt_oss(m: ModelConfig) -> Json:
     }
 
 
-def _latent(m: ModelConfig) -> Json:
-    if m.moe is None or m.mla is None:
-        raise ValueError("there is no MLA with experts")
-    mla, moe = m.mla, m.moe
-    out = {
-        **_gate(m),
-        "rope_theta": m.rotary_base,
-        "rope_scaling": None,
-        "num_key_value_heads": m.num_attention_heads,
-        "q_lora_rank": mla.q_lora_rank,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_nope_head_dim": mla.qk_head_dim,
-        "qk_rope_head_dim": mla.qk_pos_emb_head_dim,
-        "v_head_dim": mla.v_head_dim,
+def _behind_dense_layers(m: ModelConfig) -> Json:
+    """The experts of DeepSeek-V2, V3 and GLM-4.5."""
+    moe = _experts(m)
+    return {
         "n_routed_experts": moe.num_experts,
         "num_experts_per_tok": moe.router_topk,
         "moe_intermediate_size": moe.ffn_hidden_size,
@@ -261,6 +266,24 @@ def _latent(m: ModelConfig) -> Json:
         "routed_scaling_factor": moe.router_topk_scaling_factor or 1.0,
         "aux_loss_alpha": moe.aux_loss_coeff,
         "seq_aux": moe.router_load_balancing_type == "seq_aux_loss",
+    }
+
+
+def _latent(m: ModelConfig) -> Json:
+    mla, moe = m.mla, _experts(m)
+    if mla is None:
+        raise ValueError("there is no MLA")
+    out = {
+        **_gate(m),
+        **_behind_dense_layers(m),
+        "rope_theta": m.rotary_base,
+        "rope_scaling": None,
+        "num_key_value_heads": m.num_attention_heads,
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_nope_head_dim": mla.qk_head_dim,
+        "qk_rope_head_dim": mla.qk_pos_emb_head_dim,
+        "v_head_dim": mla.v_head_dim,
         "n_group": moe.router_num_groups or 1,
         "topk_group": moe.router_group_topk or 1,
         "attention_bias": False,
@@ -284,6 +307,59 @@ def _deepseek_v3(m: ModelConfig) -> Json:
     return {**_latent(m), **words, "num_nextn_predict_layers": m.mtp_num_layers or 0}
 
 
+def _glm4_moe(m: ModelConfig) -> Json:
+    moe = _experts(m)
+    return {
+        **_gate(m),
+        **_partly(m),
+        **_behind_dense_layers(m),
+        "attention_bias": m.add_qkv_bias,
+        "use_qk_norm": m.qk_layernorm,
+        "n_group": moe.router_num_groups or 1,
+        "topk_group": moe.router_group_topk or 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": m.mtp_num_layers or 0,
+    }
+
+
+def _minimax_m2(m: ModelConfig) -> Json:
+    moe = _experts(m)
+    sizes = {"num_local_experts": moe.num_experts, "num_experts_per_tok": moe.router_topk}
+    return {**_gate(m), **_partly(m), **sizes, "intermediate_size": moe.ffn_hidden_size}
+
+
+def _phi3(m: ModelConfig) -> Json:
+    before = m.rope_scaling.original_max_position_embeddings if m.rope_scaling else None
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    length = before or m.max_position_embeddings
+    return {**_gate(m), **_partly(m), **_everywhere(m), **drops, "original_max_position_embeddings": length}
+
+
+def _olmo2(m: ModelConfig) -> Json:
+    return {**_gate(m), **_rope(m), "attention_bias": False}
+
+
+def _gemma(m: ModelConfig) -> Json:
+    scale = m.softmax_scale
+    divisor = m.head_dim if scale is None else float(f"{scale**-2:.12g}")
+    return {
+        "hidden_activation": _word(m, GATED_WORDS),
+        "query_pre_attn_scalar": int(divisor) if divisor == int(divisor) else divisor,
+        "sliding_window": m.window_size or 4096,
+        "layer_types": _layer_types(m)["layer_types"],
+        "attention_bias": False,
+        "final_logit_softcapping": m.final_logit_softcapping,
+    }
+
+
+def _gemma2(m: ModelConfig) -> Json:
+    return {**_gemma(m), **_rope(m), "attn_logit_softcapping": m.attn_logit_softcapping}
+
+
+def _gemma3(m: ModelConfig) -> Json:
+    return {**_gemma(m), **_rope(m), "rope_local_base_freq": m.rotary_base_local or 10000.0}
+
+
 def _gpt2(m: ModelConfig) -> Json:
     drops = {"attn_pdrop": m.attention_dropout, "resid_pdrop": m.hidden_dropout, "embd_pdrop": m.hidden_dropout}
     word = {"activation_function": _word(m, UNGATED_WORDS), "scale_attn_weights": m.softmax_scale is None}
@@ -301,7 +377,7 @@ def _gpt_neox(m: ModelConfig) -> Json:
         **turned,
         **drops,
         "hidden_act": _word(m, UNGATED_WORDS),
-        "use_parallel_residual": False,
+        "use_parallel_residual": m.parallel_residual,
         "attention_bias": True,
     }
 
@@ -317,6 +393,12 @@ WRITERS: dict[str, Extra] = {
     "gpt_oss": _gpt_oss,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "glm4_moe": _glm4_moe,
+    "minimax_m2": _minimax_m2,
+    "phi3": _phi3,
+    "olmo2": _olmo2,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
 }

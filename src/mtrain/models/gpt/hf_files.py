@@ -74,7 +74,7 @@ def _with_mtp(table: Table) -> Table:
 def files(kind: str) -> tuple[Table, ...]:
     """The tables that a file of a `model_type` may follow; the first is the one that is written."""
     table = replace(TABLES[kind], copies=TIED, ignored=COMPUTED)
-    if kind == "mixtral":
+    if kind in ("mixtral", "minimax_m2"):
         return _renamed(_apart(table), _of_mixtral), table
     if kind == "gpt_neox":
         tied = (Copy("embed_out.weight", "gpt_neox.embed_in.weight"),)
@@ -83,8 +83,7 @@ def files(kind: str) -> tuple[Table, ...]:
         table = replace(table, copies=(Copy("lm_head.weight", "transformer.wte.weight"),))
         bare = _renamed(table, lambda name: name.removeprefix("transformer."))
         return table, replace(bare, copies=(Copy("lm_head.weight", "wte.weight"),))
-    if kind == "deepseek_v3":
-        table = _with_mtp(_apart(table))
-        return (table,)
+    if kind in ("deepseek_v3", "glm4_moe"):
+        return (_with_mtp(_apart(table)),)
     apart = _apart(table)
     return (table,) if apart == table else (apart, table)
