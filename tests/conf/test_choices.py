@@ -84,10 +84,13 @@ PUBLISHED = {
     "gpt_oss_120b": 116.829157,
     "deepseek_v31": 671.03,
     "kimi_k2": 1026.408,
+    "moonlight_16b_a3b": 15.960112,
 }
 # What the default layout, tp 2, refuses: 25 heads, and biases of experts that are split.
-UNFIT_FOR_TP2 = {"gpt2_xl": ["parallel=single"]}
-UNFIT_FOR_TP2 |= dict.fromkeys(("gpt_oss_tiny", "gpt_oss_20b", "gpt_oss_120b"), ["parallel.etp=1"])
+UNFIT_FOR_TP2 = {
+    "gpt2_xl": ["parallel=single"],
+    **{name: ["parallel.etp=1"] for name in ("gpt_oss_tiny", "gpt_oss_20b", "gpt_oss_120b")},
+}
 TABULATED = {name for name in PUBLISHED if name.startswith("gpt_") and "oss" not in name}
 OURS = {name for name in choices_of_group("model") if name.endswith("_tiny")}
 

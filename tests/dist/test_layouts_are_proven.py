@@ -50,6 +50,7 @@ LAYOUTS = {
     "pp2vpp2tp2": "parallel=tp2pp2vpp2",
     "pp2ep2": f"{MIXTRAL} parallel=pp2ep2",
     "tp2pp2ep2 of a small DeepSeek-V3": f"{DEEPSEEK} parallel=tp2pp2ep2etp1sp",
+    "tp2 of latent norms with their epsilon": f"{DEEPSEEK} parallel=tp2sp model.mla.layernorm_epsilon=1e-2",
     "cp2 all-to-all of MLA": f"{DEEPSEEK} parallel=cp2 parallel.cp_comm_type=a2a",
     "multi-token prediction in a stage of its own": "parallel=pp4 model.num_layers=5 model.mtp_num_layers=1 "
     "parallel.pipeline_layout=Ett|ttt|m|L",

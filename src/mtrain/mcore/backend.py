@@ -27,7 +27,15 @@ from megatron.core.transformer.transformer_layer import (
 from mtrain.errors import BadEnvironment
 from mtrain.mcore import api
 from mtrain.mcore.attention import CoreAttention
-from mtrain.mcore.layers import Activation, ColumnGroupedLinear, DuplicatedLinear, Norm, RowGroupedLinear, chosen
+from mtrain.mcore.layers import (
+    Activation,
+    ColumnGroupedLinear,
+    DuplicatedLinear,
+    Norm,
+    RowGroupedLinear,
+    chosen,
+    with_epsilon,
+)
 from mtrain.mcore.linear import ColumnLinear, RowLinear
 from mtrain.mcore.parallel_residual import ParallelResidualLayer
 
@@ -223,7 +231,9 @@ def _self_attention(config: Any, provider: Provider) -> Any:
 
 
 def _mla(config: Any, provider: Provider) -> Any:
-    norm = _qk_norm(config, provider)
+    norm, epsilon = _qk_norm(config, provider), getattr(config, "latent_layernorm_epsilon", None)
+    if epsilon is not None and config.qk_layernorm:
+        norm = with_epsilon(norm, epsilon)
     return api.ModuleSpec(
         module=MLASelfAttention,
         params={"attn_mask_type": api.AttnMaskType.causal},

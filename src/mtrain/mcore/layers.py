@@ -79,6 +79,18 @@ class Norm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps, **options)
 
 
+@functools.cache
+def with_epsilon(norm: type[Norm], epsilon: float) -> type[Norm]:
+    """The norm with an epsilon of its own, whatever megatron-core asks for: a class that specs can name."""
+
+    class Own(norm):  # type: ignore[misc,valid-type]
+        def __init__(self, config: Any, hidden_size: int, eps: float, **more: Any) -> None:
+            super().__init__(config, hidden_size, epsilon, **more)
+
+    Own.__name__, Own.__doc__ = norm.__name__, norm.__doc__
+    return Own
+
+
 def gelu_tanh(x: Tensor) -> Tensor:
     """The tanh approximation of gelu, elementwise (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
     return F.gelu(x, approximate="tanh")
