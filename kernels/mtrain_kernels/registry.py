@@ -135,7 +135,7 @@ def pick(name: str, impl: str, device: torch.device, obstacle: str | None = None
 
 
 def choose(op: Op, impl: str, device: torch.device, obstacle: str | None = None) -> tuple[str, str]:
-    """The implementation that a `impl` names and the reason, which `auto` logs once.
+    """The implementation that `impl` names and the reason, which `auto` logs once.
 
     `impl` is `auto` or the name of an implementation. `obstacle` is why this very input (a dtype, a width) is
     beyond every implementation but the reference. Raises `Unavailable` where the named one cannot run, and

@@ -1,4 +1,4 @@
-"""The op over attention's backends: each against the definition, the impl against its rules."""
+"""The op over attention's backends: each against the definition, the choice against its rules."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from mtrain_kernels.attention.partial import merge, partial_attention
 from mtrain_kernels.attention.reference import attention, visible
 from torch import Tensor
 
@@ -126,3 +127,23 @@ def test_strides_and_an_empty_batch_do_not_matter() -> None:
 def test_shapes_that_do_not_fit_are_refused(shapes: Any, arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         attention(*(torch.zeros(s) for s in shapes), **arguments)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+@pytest.mark.parametrize("scale", [None, 0.9])
+def test_attention_to_parts_of_the_keys_merges_to_attention_to_all(softcap: float, scale: float | None) -> None:
+    whole, parts = _inputs((2, 4, 2, 9, 9, 8, 5), torch.float64), _inputs((2, 4, 2, 9, 9, 8, 5), torch.float64)
+    seen = visible(torch.arange(9), torch.arange(9), causal=True)
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    expected = attention(*whole, mask=seen, **options)
+    q, k, v = parts
+    first, second = (
+        partial_attention(q, k[:, :, at], v[:, :, at], mask=seen[:, at], **options)
+        for at in (slice(0, 4), slice(4, 9))
+    )
+    out, _ = merge(*first, *second)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    for loss in (expected.square().sum(), out.square().sum()):
+        loss.backward()
+    for a, b in zip(whole, parts, strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-5)

@@ -22,12 +22,12 @@ class Related:
     path: str
     value: object
     source: str
-    """Who set it."""
+    """Who set it; empty where that is not known."""
 
     def render(self) -> str:
         """The key as `parallel.pp = 4 (command line)`."""
-        text = show(self.value)
-        return f"{self.path} = {text if len(text) <= MAX_SHOWN else f'{text[:MAX_SHOWN]}...'} ({self.source})"
+        text, source = show(self.value), f" ({self.source})" if self.source else ""
+        return f"{self.path} = {text if len(text) <= MAX_SHOWN else f'{text[:MAX_SHOWN]}...'}{source}"
 
 
 @dataclass(frozen=True, slots=True)

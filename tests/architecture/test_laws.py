@@ -33,13 +33,13 @@ LAYERS = {
     "data": 7,
     "build": 8,
     "ckpt": 8,
-    "train": 9,
-    "launching": 10,
-    "cli": 11,
+    "convert": 9,
+    "train": 10,
+    "launching": 11,
+    "cli": 12,
 }
-BUILDS = re.compile(r"mtrain\.models\.(\w+\.(build|hf)|table)\b")
-"""Modules that build a family of models, or rearrange its weights, are of the layer of `build`; the rest of a family is
-known to `plan`."""
+BUILDS = re.compile(r"mtrain\.models\.(\w+\.(build|hf|hf_files)|table)\b")
+"""Modules that build a family, or rearrange its weights, are of the layer of `build`; `plan` knows the rest of it."""
 ONLY_IN = {
     "hydra": ("config/hydra_source.py", "config/grammar.py"),
     "omegaconf": ("config/hydra_source.py",),

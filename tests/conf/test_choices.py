@@ -58,6 +58,14 @@ PUBLISHED = {
     "qwen3_32b": 32.762,
     "qwen3_30b_a3b": 30.532,
     "qwen3_235b_a22b": 235.094,
+    "gemma2_9b": 9.242,
+    "gemma3_1b": 1.000,
+    "gemma3_4b": 3.880,
+    "gemma3_12b": 11.766,
+    "gemma3_27b": 27.009,
+    "minimax_m2": 228.7,
+    "olmo2_7b": 7.299,
+    "olmo2_13b": 13.716,
     "gpt2": 0.124440,
     "gpt2_medium": 0.354823,
     "gpt2_large": 0.774030,
@@ -87,10 +95,8 @@ PUBLISHED = {
     "moonlight_16b_a3b": 15.960112,
 }
 # What the default layout, tp 2, refuses: 25 heads, and biases of experts that are split.
-UNFIT_FOR_TP2 = {
-    "gpt2_xl": ["parallel=single"],
-    **{name: ["parallel.etp=1"] for name in ("gpt_oss_tiny", "gpt_oss_20b", "gpt_oss_120b")},
-}
+UNFIT_FOR_TP2 = {"gpt2_xl": ["parallel=single"]}
+UNFIT_FOR_TP2 |= {name: ["parallel.etp=1"] for name in ("gpt_oss_tiny", "gpt_oss_20b", "gpt_oss_120b")}
 TABULATED = {name for name in PUBLISHED if name.startswith("gpt_") and "oss" not in name}
 OURS = {name for name in choices_of_group("model") if name.endswith("_tiny")}
 

@@ -37,6 +37,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"qk_layernorm": True, "kv_channels": 16, "tie_word_embeddings": True},
         {"ranks": 4, "tp": 2, "pp": 2},
     ),
+    "gemma 3 tied tp2pp2": (
+        {
+            **{"qk_layernorm": True, "kv_channels": 16, "tie_word_embeddings": True, "activation": "geglu_tanh"},
+            **{"norm_placement": "pre_and_post", "layernorm_zero_centered_gamma": True, "scale_embedding": True},
+            **{"window_size": 8, "window_attn_skip_freq": 2, "rotary_base_local": 100.0},
+            "attn_logit_softcapping": 1.0,
+        },
+        {"ranks": 4, "tp": 2, "pp": 2, "sequence_parallel": True},
+    ),
+    "olmo 2 tp4 with fewer keys": (
+        {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_across_heads": True},
+        {"ranks": 4, "tp": 4},
+    ),
     "moe ep2": ({"moe": MOE}, {"ranks": 2, "ep": 2}),
     "moe tp2ep2 with whole experts": (
         {"moe": MOE},

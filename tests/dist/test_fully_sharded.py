@@ -35,6 +35,12 @@ LAYOUTS = {
     "fsdp2 tp2ep2 etp1": f"{MIXTRAL} parallel=tp2ep2etp1spdp2 {FSDP2}",
     "fsdp2 sgd": f"parallel=dp2 {FSDP2} optim=sgd",
     "fsdp2 recomputation": f"parallel=dp2 {FSDP2} parallel.recompute.granularity=full",
+    "fsdp2 gemma tp2": f"model=gemma_tiny parallel=tp2dp2sp {FSDP2}",
+    "fsdp2 norms over all heads tp2": f"parallel=tp2dp2 {FSDP2} model.qk_layernorm=true "
+    "model.qk_layernorm_across_heads=true model.norm_placement=post",
+    "megatron gemma": f"model=gemma_tiny parallel=dp2 {MEGATRON}",
+    "megatron norms over all heads tp2": f"parallel=tp2dp2 {MEGATRON} model.qk_layernorm=true "
+    "model.qk_layernorm_across_heads=true model.norm_placement=post",
     "fsdp2 bf16": f"parallel=tp2dp2sp {FSDP2} precision=bf16",
     "megatron": f"parallel=dp2 {MEGATRON}",
     "megatron biases": f"parallel=tp2dp2sp {MEGATRON} model.add_bias_linear=true model.normalization=LayerNorm "

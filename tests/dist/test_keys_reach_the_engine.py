@@ -36,6 +36,14 @@ SHAPES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "activation": ("quick_geglu", TP2, {"gated_linear_unit": True}),
     "glu_linear_offset": (1.0, TP2, {"glu_linear_offset": 1.0}),
     "activation_func_clamp_value": (0.01, TP2, {"activation_func_clamp_value": 0.01}),
+    "norm_placement": ("post", SP2, {}),
+    "scale_embedding": (True, SP2, {}),
+}
+# key -> its value, what it needs to reach a number, and its layout
+BESIDE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "attn_logit_softcapping": (0.5, {"init_method_std": 0.2}, SP2),
+    "qk_layernorm_across_heads": (True, {"qk_layernorm": True}, TP2),
+    "rotary_base_local": (10.0, {"window_size": 8, "window_attn_skip_freq": 2}, PP2),
 }
 
 
@@ -80,6 +88,14 @@ def test_a_key_of_the_model_moves_the_numbers_alike_in_every_layout(key: str, pl
     found = steps(alone)
     assert not same(found[:1], plain[:1]), f"model.{key} reaches no number"
     assert same(steps(cut), found)
+
+
+@pytest.mark.parametrize("key", BESIDE)
+def test_a_key_moves_the_numbers_beside_what_it_needs(key: str) -> None:
+    value, needs, layout = BESIDE[key]
+    found = steps(tiny_run(model={**needs, key: value}))
+    assert not same(found[:1], steps(tiny_run(model=needs))[:1]), f"model.{key} reaches no number"
+    assert same(steps(tiny_run(model={**needs, key: value}, **layout)), found)
 
 
 def test_a_norm_kept_as_its_distance_from_one_starts_at_zero_and_computes_the_same(

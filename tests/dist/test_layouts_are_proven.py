@@ -19,6 +19,9 @@ from tests.support.runs import whole_tensors
 
 DEEPSEEK = "model=deepseek_tiny"
 MIXTRAL = "model=mixtral_tiny"
+GEMMA = "model=gemma_tiny"
+CAPS = "model.attn_logit_softcapping=0.5 model.final_logit_softcapping=2"
+OLMO = "model.norm_placement=post model.qk_layernorm=true model.qk_layernorm_across_heads=true"
 LAYOUTS = {
     "tp2": "parallel=tp2",
     "tp2 sequence parallel": "parallel=tp2sp",
@@ -66,7 +69,22 @@ LAYOUTS = {
     "model.moe.router_load_balancing_type=seq_aux_loss",
     "window and sinks": "parallel=tp2cp2sp model.window_size=8 model.window_attn_skip_freq=2 "
     "model.softmax_type=learnable parallel.cp_comm_type=p2p",
+    "Gemma 3 tp2": f"{GEMMA} parallel=tp2sp",
+    "Gemma 3 pp2vpp3": f"{GEMMA} parallel=pp2vpp3",
+    "Gemma 3 with caps, tp2cp2 ring": f"{GEMMA} {CAPS} parallel=tp2cp2sp parallel.cp_comm_type=p2p",
+    "Gemma 3 with caps, cp2 all-to-all, packed": f"{GEMMA} {CAPS} parallel=cp2 parallel.cp_comm_type=a2a data.packed=true",
+    "Gemma 3 and a prediction pp2": f"{GEMMA} {CAPS} parallel=pp2 model.mtp_num_layers=1",
+    "Gemma 3 bf16": f"{GEMMA} {CAPS} parallel=tp2sp precision=bf16",
+    "norms behind, over all heads tp2": f"{OLMO} parallel=tp2",
+    "norms behind, over all heads tp2pp2": f"{OLMO} parallel=tp2pp2sp",
+    "norms over all heads, fewer key/value heads than tp": f"{OLMO} parallel=tp4 model.num_query_groups=2 "
+    "model.layernorm_zero_centered_gamma=true",
+    "a small MiniMax-M2 tp2ep2": f"{MIXTRAL} parallel=tp2ep2etp1sp model.qk_layernorm=true "
+    "model.qk_layernorm_across_heads=true model.rotary_percent=0.5 model.moe.router_score_function=sigmoid "
+    "model.moe.router_enable_expert_bias=true model.moe.router_load_balancing_type=none model.moe.aux_loss_coeff=0",
     "attention and MLP side by side": "model=pythia_tiny parallel=tp2pp2sp",
+    "attention and MLP side by side, between norms, with a base for windows": "model=pythia_tiny parallel=tp2sp "
+    "model.norm_placement=pre_and_post model.window_size=8 model.window_attn_skip_freq=2 model.rotary_base_local=100.0",
     "tp2ep2 of a small GPT-OSS": "model=gpt_oss_tiny parallel=tp2ep2etp1sp",
     "tp2cp2 of a small Phi-4-mini": "model=phi3_tiny parallel=tp2cp2",
     "tp2pp2ep2 of a small GLM-4.5": "model=glm45_tiny parallel=tp2pp2ep2etp1sp",
@@ -109,6 +127,11 @@ RECOMPUTED = {
     "full, uniform": ("", "granularity=full"),
     "full, block": ("parallel=pp2", "granularity=full parallel.recompute.method=block"),
     "attention, norms and MLPs": ("parallel=tp2sp", "granularity=selective parallel.recompute.modules=[core_attn,layernorm,mlp]"),
+    "Gemma's attention, norms and MLPs": (
+        f"{GEMMA} {CAPS} parallel=tp2sp",
+        "granularity=selective parallel.recompute.modules=[core_attn,layernorm,mlp]",
+    ),
+    "Gemma, full": (f"{GEMMA} {CAPS}", "granularity=full"),
     "MLPs with biases": ("model=gpt_1.7b parallel=pp2", "granularity=selective parallel.recompute.modules=[mlp]"),
     "experts": (f"{MIXTRAL} parallel=ep2", "granularity=selective parallel.recompute.modules=[moe]"),
     "expert activations": (f"{MIXTRAL} parallel=ep2", "granularity=selective parallel.recompute.modules=[moe_act,layernorm]"),

@@ -14,6 +14,7 @@ from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
 
 STEPS, BETA1, BETA2, DECAY = 4, 0.9, 0.99, 0.1
+FSDP = {"ranks": 2, "fsdp": "megatron", "fsdp_sharding": "optim_grads_params"}
 LION = {"name": "lion", "lr": 1e-3, "beta1": BETA1, "beta2": BETA2, "weight_decay": DECAY}
 
 
@@ -59,8 +60,8 @@ def test_an_update_is_that_of_the_paper() -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [{"ranks": 2}, {"ranks": 2, "distributed_optimizer": True}, {"ranks": 2, "fsdp": "fsdp2"}],
-    ids=["dp2", "dp2 distributed optimizer", "dp2 fsdp2"],
+    [{"ranks": 2}, {"ranks": 2, "distributed_optimizer": True}, {"ranks": 2, "fsdp": "fsdp2"}, FSDP],
+    ids=["dp2", "dp2 distributed optimizer", "dp2 fsdp2", "dp2 megatron's fsdp"],
 )
 def test_two_ranks_train_as_one_does(layout: dict[str, Any]) -> None:
     expected, found = run_ranks(1, train_steps, _run(), 8)[0], run_ranks(2, train_steps, _run(**layout), 8)
@@ -70,9 +71,13 @@ def test_two_ranks_train_as_one_does(layout: dict[str, Any]) -> None:
         assert norm == pytest.approx(wanted_norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_resume_changes_no_bit_and_another_layout_goes_on(dtype: str, tmp_path: Path) -> None:
-    run, other = _run(ranks=2, dtype=dtype, distributed_optimizer=True), _run(ranks=2, tp=2, dtype=dtype)
+@pytest.mark.parametrize(
+    ("dtype", "layout"), [("fp32", FSDP), ("bf16", {"ranks": 2, "distributed_optimizer": True})], ids=["fsdp", "bf16"]
+)
+def test_a_resume_changes_no_bit_and_another_layout_goes_on(
+    dtype: str, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    run, other = _run(dtype=dtype, **layout), _run(ranks=2, tp=2, dtype=dtype)
     whole = run_ranks(2, lambda: train_steps(run, 4, save_to=tmp_path / "whole", save_after=2))[0]
     point = tmp_path / "whole/step_00000002"
     rest = run_ranks(2, lambda: train_steps(run, 2, save_to=tmp_path / "rest", load_from=point))[0]

@@ -122,6 +122,9 @@ def older(values: dict[str, Any]) -> dict[str, Any]:
         return values
     out = dict(values)
     rope = dict(out.pop("rope_parameters", None) or {})
+    if out["model_type"] == "gemma3_text":
+        out["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = dict(rope["full_attention"])
     names = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
     if out["model_type"] == "gpt_neox":
         names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}

@@ -138,6 +138,39 @@ def _qwen3(r: Random) -> Values:
     return values if "head_dim" in values else {**values, "head_dim": 16, "rope_parameters": _rotary(r, width=16)}
 
 
+def _gemma(r: Random) -> Values:
+    values = _llama(r)
+    values["hidden_activation"] = values.pop("hidden_act")
+    layers = values["num_hidden_layers"]
+    if r.random() < 0.3:
+        values["layer_types"] = [r.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    return {
+        **values,
+        "head_dim": r.choice([8, 16, 20]),
+        "query_pre_attn_scalar": r.choice([8, 16, 100]),
+        "sliding_window": r.choice([5, 9, 64]),
+        "final_logit_softcapping": r.choice([None, 2.0, 30.0]),
+        "attention_bias": _rarely(r, False, True),
+    }
+
+
+def _gemma2(r: Random) -> Values:
+    return {**_gemma(r), "attn_logit_softcapping": r.choice([None, 1.0, 50.0])}
+
+
+def _gemma3(r: Random) -> Values:
+    values = _gemma(r)
+    local = _rarely(r, {**ROPE, "rope_theta": r.choice([500.0, 10000.0])}, _rotary(r))
+    values["rope_parameters"] = {"sliding_attention": local, "full_attention": values["rope_parameters"]}
+    if "layer_types" not in values:
+        values["sliding_window_pattern"] = r.choice([2, 3, 6])
+    return values
+
+
+def _olmo2(r: Random) -> Values:
+    return {**_llama(r), "attention_bias": _rarely(r, False, True)}
+
+
 def _mixtral(r: Random) -> Values:
     experts = r.choice([4, 5])
     values = {**_windowed(r), "num_local_experts": experts, "num_experts_per_tok": r.randint(1, 3)}
@@ -189,6 +222,19 @@ def _gpt_oss(r: Random) -> Values:
         "swiglu_alpha": _rarely(r, 1.702, 1.0),
         "attention_bias": _rarely(r, True, False),
     }
+
+
+def _minimax(r: Random) -> Values:
+    values = {**_llama(r), "head_dim": r.choice([8, 16, 24]), "num_local_experts": r.choice([4, 5])}
+    values |= {
+        "num_experts_per_tok": _rarely(r, r.randint(2, 3), 1),
+        "router_jitter_noise": _rarely(r, 0.0, 0.01),
+        "rope_parameters": _rotary(r, partial=True),
+    }
+    if r.random() < 0.4:
+        values["rope_parameters"].pop("partial_rotary_factor")
+        values["rotary_dim"] = values["head_dim"] // 2
+    return values
 
 
 def _latent(r: Random) -> Values:
@@ -308,6 +354,10 @@ FAMILIES: dict[str, Callable[[Random], Values]] = {
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "qwen2_moe": _qwen2_moe,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "olmo2": _olmo2,
+    "minimax_m2": _minimax,
     "gpt_oss": _gpt_oss,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,

@@ -63,6 +63,23 @@ LATENT: dict[str, Any] = {
     # transformers has no balancing loss for this family; nor does it train MTP layers
     "aux_loss_alpha": 0.0,
 }
+GEMMA: dict[str, Any] = {
+    **SIZES,
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 7,
+    "final_logit_softcapping": 1.5,
+}
+GEMMA3: dict[str, Any] = {
+    **GEMMA,
+    "final_logit_softcapping": None,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "sliding_attention": {**ROPE, "rope_theta": 500.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    },
+}
 MOE: dict[str, Any] = {**SIZES, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.05}
 QWEN_MOE: dict[str, Any] = {**MOE, "num_experts": 6, "moe_intermediate_size": 32, "head_dim": 24}
 QWEN2_MOE: dict[str, Any] = {**MOE, "num_experts": 6, "moe_intermediate_size": 32}
@@ -70,6 +87,7 @@ QWEN2_MOE["shared_expert_intermediate_size"] = 40
 GPT_OSS: dict[str, Any] = {**MOE, "num_local_experts": 4, "head_dim": 24, "rope_parameters": ROPE}
 V3: dict[str, Any] = {**LATENT, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
 V2: dict[str, Any] = {**LATENT, "norm_topk_prob": False}
+MINIMAX: dict[str, Any] = {**SIZES, "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 2}
 PHI3: dict[str, Any] = {**SIZES, "pad_token_id": None}
 GLM4: dict[str, Any] = {
     **MOE,
@@ -167,6 +185,27 @@ CASES: dict[str, Case] = {
     ),
     "qwen3": Case("qwen3", {**SIZES, "head_dim": 24}),
     "qwen3, tied": Case("qwen3", {**SIZES, "head_dim": 16, "tie_word_embeddings": True}),
+    "gemma 2": Case("gemma2", {**GEMMA, "attn_logit_softcapping": 1.0}),
+    "gemma 2 without caps and windows, untied": Case(
+        "gemma2",
+        {
+            **{
+                **GEMMA,
+                "attn_logit_softcapping": None,
+                "final_logit_softcapping": None,
+                "tie_word_embeddings": False,
+            },
+            "layer_types": ["full_attention"] * 4,
+        },
+    ),
+    "gemma 3": Case("gemma3_text", GEMMA3),
+    "gemma 3 with a window in all of its layers, bounded": Case(
+        "gemma3_text", {**GEMMA, "num_hidden_layers": 2, "query_pre_attn_scalar": 24}
+    ),
+    "olmo 2": Case("olmo2", {**SIZES, "num_key_value_heads": 4}),
+    "olmo 2 with grouped queries, tied": Case(
+        "olmo2", {**SIZES, "tie_word_embeddings": True, "rope_parameters": {**ROPE, "rope_theta": 500000.0}}
+    ),
     "qwen2 moe": Case("qwen2_moe", {**QWEN2_MOE, "norm_topk_prob": False}),
     "gpt oss beyond its window": Case("gpt_oss", {**GPT_OSS, "sliding_window": 6, "swiglu_limit": 1.0}),
     "gpt oss with its own yarn": Case("gpt_oss", {**GPT_OSS, "rope_parameters": None}),
@@ -194,6 +233,10 @@ CASES: dict[str, Case] = {
     "deepseek v2 with another epsilon than its latent norms": Case("deepseek_v2", {**V2, "rms_norm_eps": 1e-2}),
     "deepseek v3 without yarn and query rank": Case(
         "deepseek_v3", {**V3, "q_lora_rank": None, "first_k_dense_replace": 0, "n_shared_experts": 1}
+    ),
+    "minimax m2": Case("minimax_m2", {**MINIMAX, "rotary_dim": 12}),
+    "minimax m2 whose heads turn whole, without groups": Case(
+        "minimax_m2", {**MINIMAX, "num_key_value_heads": 4, "tie_word_embeddings": True}
     ),
     "phi 3 beyond its window": Case("phi3", {**PHI3, "sliding_window": 7, "num_key_value_heads": 4}),
     "phi 3 with longrope": Case(
@@ -259,6 +302,31 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case("deepseek_v3", {**V3, "rope_parameters": {**YARN, "attention_factor": 0.5}}),
         "rope_parameters",
     ),
+    "gemma 2 with biases in attention": (Case("gemma2", {**GEMMA, "attention_bias": True}), "attention_bias"),
+    "gemma 2 that looks ahead": (
+        Case("gemma2", {**GEMMA, "use_bidirectional_attention": True}),
+        "use_bidirectional_attention",
+    ),
+    "gemma 3 with scaled positions in its windows": (
+        Case(
+            "gemma3_text",
+            {
+                **GEMMA3,
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+                    "full_attention": ROPE,
+                },
+            },
+        ),
+        "rope_parameters",
+    ),
+    "gemma 3 whose first layer alone slides": (
+        Case("gemma3_text", {**GEMMA3, "layer_types": ["sliding_attention", *["full_attention"] * 3]}),
+        "layer_types",
+    ),
+    "olmo 2 with biases": (Case("olmo2", {**SIZES, "attention_bias": True}), "attention_bias"),
+    "minimax m2 with one expert": (Case("minimax_m2", {**MINIMAX, "num_experts_per_tok": 1}), "num_experts_per_tok"),
+    "minimax m2 with noise": (Case("minimax_m2", {**MINIMAX, "router_jitter_noise": 0.1}), "router_jitter_noise"),
     "phi 3 with dropout of residuals": (Case("phi3", {**PHI3, "resid_pdrop": 0.1}), "resid_pdrop"),
     "glm 4.5 with unnormalised scores": (Case("glm4_moe", {**GLM4, "norm_topk_prob": False}), "norm_topk_prob"),
     "gpt2 with scores by the layer": (

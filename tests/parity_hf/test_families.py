@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from mtrain.models.gpt.count import parameters
 from mtrain.models.gpt.hf import TABLES
 from tests.parity_hf import theirs
 from tests.parity_hf.compare import Case, Result, compare, half_precision_errors, imported
@@ -48,9 +49,13 @@ ALWAYS = (
     "mixtral",
     "qwen2 with a window in every layer but each second",
     "qwen3, tied",
+    "gemma 2",
+    "gemma 3",
+    "olmo 2 with grouped queries, tied",
     "qwen2 moe",
     "qwen3 moe behind a dense layer",
     "gpt oss beyond its window",
+    "minimax m2",
     "deepseek v2",
     "deepseek v3",
     "gpt2 with exact gelu, untied, narrow",
@@ -62,6 +67,14 @@ ALWAYS = (
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
 def test_a_family_computes_what_transformers_computes(name: str) -> None:
     assert_agrees(run_ranks(1, compare, CASES[name])[0])
+
+
+@pytest.mark.parametrize("name", some(CASES, ALWAYS))
+def test_the_plan_counts_the_parameters_of_transformers(name: str) -> None:
+    config = theirs.configuration(CASES[name].kind, CASES[name].values)
+    m = imported(CASES[name], config.to_dict())[0].model
+    padding = (m.padded_vocab_size - m.vocab_size) * m.hidden_size * (1 if m.tie_word_embeddings else 2)
+    assert parameters(m) - padding == sum(p.numel() for p in theirs.model(config, 0).parameters())
 
 
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=pytest.mark.full if s else ()) for s in range(DRAWN)])
@@ -93,7 +106,7 @@ def test_a_key_that_a_file_leaves_out_has_the_default_of_transformers(kind: str)
     assert (run, refused) == imported(Case(kind, {}), values)
 
 
-@pytest.mark.parametrize("name", ["llama 3.1", "qwen3, tied", "gpt2"])
+@pytest.mark.parametrize("name", ["llama 3.1", "qwen3, tied", "gpt2", "gemma 2", "gemma 3"])
 def test_bf16_is_as_near_to_fp32_as_transformers_bf16(name: str) -> None:
     ours, others = run_ranks(1, half_precision_errors, CASES[name])[0]
     assert ours.keys() == others.keys()

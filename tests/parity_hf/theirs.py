@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ GREEDY["use_cache"] = False
 def import_models() -> None:
     """Import the families' modules, which transformers otherwise leaves until they are asked for."""
     for kind in TABLES:
-        importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+        module = kind.removesuffix("_text")  # Gemma 3's has the model of images too
+        importlib.import_module(f"transformers.models.{module}.modeling_{module}")
 
 
 def configuration(kind: str, values: dict[str, Any]) -> Any:
@@ -36,6 +38,8 @@ def model(config: Any, seed: int) -> Any:
 
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     made = AutoModelForCausalLM.from_config(config, **plain).float().train()
+    made.get_input_embeddings().padding_idx = None  # that id has a gradient too: nothing here is padding
+    kept_from_1 = config.model_type.startswith("gemma")  # a norm's weight is its distance from 1
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in tensors(made).items():
@@ -44,7 +48,8 @@ def model(config: Any, seed: int) -> Any:
                 transposed = config.model_type == "gpt2" or (config.model_type == "gpt_oss" and tensor.ndim > 2)
                 tensor.copy_(noise / tensor.shape[-2 if transposed else -1] ** 0.5)
             else:
-                tensor.copy_(0.2 * noise + (1.0 if "norm" in name or "ln_" in name else 0.0) * ("bias" not in name))
+                scale = ("norm" in name or "ln_" in name) and "bias" not in name and not kept_from_1
+                tensor.copy_(0.2 * noise + float(scale))
     return made
 
 
@@ -110,7 +115,7 @@ def optimizer(made: Any, o: Any) -> Callable[[float], float]:
 
 
 class Biases:
-    """The biases that balance the routers of DeepSeek-V3: transformers holds them, and leaves moving them to others.
+    """The biases that balance the routers of DeepSeek-V3 and MiniMax-M2: transformers holds them, and moves none.
 
     After each step that of an expert with less than the mean load goes up by `rate`, that of one with more goes down.
     """
@@ -119,11 +124,12 @@ class Biases:
         self.rate = rate
         self.routers = [m for m in made.modules() if hasattr(m, "e_score_correction_bias")]
         self.loads: dict[Any, Tensor] = {}
-        for router in self.routers:
-            router.register_forward_hook(self._count)
+        for router in self.routers:  # MiniMax-M2's are beside the part that chooses
+            getattr(router, "gate", router).register_forward_hook(functools.partial(self._count, router))
 
-    def _count(self, router: Any, _: Any, output: tuple[Tensor, ...]) -> None:
-        self.loads[router] = torch.bincount(output[2].flatten(), minlength=router.num_experts).float()
+    def _count(self, router: Any, _: Any, __: Any, output: tuple[Tensor, ...]) -> None:
+        experts = router.e_score_correction_bias.numel()
+        self.loads[router] = torch.bincount(output[2].flatten(), minlength=experts).float()
 
     def move(self) -> None:
         """Move them by the loads of the last forward pass."""

@@ -77,6 +77,8 @@ def test_an_example_is_read_as_it_is_written(verb: tuple[str, ...], words: str) 
         options = read_options(arguments[1:], ("--megatron", "--resolved"), {"-o": "--output"})
         compose([word for word in options.words if "=" in word])
         assert options.flags | options.values.keys() <= {*flags_of("recipe", arguments), "--output"}
+    elif call.verb == "convert":
+        assert arguments[0] in ("import", "export", "inspect", "verify")
     elif call.verb == "explain":
         assert field_of(arguments[0]) is not None or arguments[0].startswith("MT")
     else:

@@ -16,7 +16,6 @@ from mtrain.config.paths import choices_of_group, recipes_dir
 from mtrain.config.recipe import read_recipe
 from mtrain.config.resolve import resolve
 from mtrain.config.rules import findings
-from mtrain.config.rules.finding import dp_of
 from mtrain.recipes.write import section
 from tests.support.configs import LAPTOP
 
@@ -79,7 +78,7 @@ def test_a_verdict_is_the_one_of_all_rules_together() -> None:
     for v in validated(wanted, base, LAPTOP):
         chosen = {axis: part_of(axis, getattr(v, axis)) for axis in AXES}
         raw = base.model_copy(update=chosen)
-        batch = dp_of(resolve(raw, LAPTOP)) * raw.parallel.pp
+        batch = resolve(raw, LAPTOP).parallel.dp * raw.parallel.pp
         trainer = raw.trainer.model_copy(update={"global_batch_size": batch, "micro_batch_size": 1})
         found = findings(resolve(raw.model_copy(update={"trainer": trainer}), LAPTOP))
         codes = {f.code for f in found if f.severity == "error"}

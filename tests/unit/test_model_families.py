@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -39,9 +40,17 @@ def toy_chunk(run: Any, config: Any, stage: int | None) -> tuple[str, int, int |
     return "toy", config.num_layers, stage
 
 
-def _plug_in(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    entry = EntryPoint("toy", value, registry.GROUP)
-    monkeypatch.setattr(plug_ins, "entry_points", lambda group: [entry] if group == registry.GROUP else [])
+def _plug_in(monkeypatch: pytest.MonkeyPatch, value: str) -> list[str]:
+    """Installs a family; returns the groups whose entry points are looked for from then on."""
+    entry, looked = EntryPoint("toy", value, registry.GROUP), list[str]()
+
+    def entry_points(group: str) -> list[EntryPoint]:
+        looked.append(group)
+        return [entry] if group == registry.GROUP else []
+
+    monkeypatch.setattr(plug_ins, "entry_points", entry_points)
+    monkeypatch.setattr(registry, "_load", functools.cache(registry._load.__wrapped__))
+    return looked
 
 
 def _toy_model(**more: Any) -> ModelConfig:
@@ -70,6 +79,14 @@ def test_planning_asks_the_family_of_a_plug_in(monkeypatch: pytest.MonkeyPatch) 
     assert count.flops_per_token(run.model, 8) == 42.0
     layers = shrink(tiny_run(), steps=2).model.num_layers
     assert shrink(run, steps=2).model.num_layers == layers + 1
+
+
+def test_a_plug_in_is_looked_for_once_and_not_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = _plug_in(monkeypatch, f"{__name__}:toy")
+    run = tiny_run(model={"family": "toy"})
+    for _ in range(3):
+        count.flops_per_token(run.model, 8)
+    assert looked == [registry.GROUP]
 
 
 def test_building_asks_the_family_of_a_plug_in() -> None:

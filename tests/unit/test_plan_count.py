@@ -7,7 +7,7 @@ from mtrain.config.model import ModelConfig, MoEConfig
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.precision import PrecisionConfig
 from mtrain.config.run import RunConfig
-from mtrain.layout.stages import stage_layers
+from mtrain.layout.stages import held_stages
 from mtrain.plan import count
 
 LLAMA3_8B = ModelConfig(
@@ -74,4 +74,5 @@ def test_interleaved_stages_take_turns() -> None:
     run = RunConfig(
         model=LLAMA3_8B.model_copy(update={"num_layers": 8}), parallel=ParallelConfig(pp=2, vpp=2), data=DataConfig()
     )
-    assert stage_layers(run) == [[range(0, 2), range(4, 6)], [range(2, 4), range(6, 8)]]
+    held = [[stage.layers for stage in stages] for stages in held_stages(run)]
+    assert held == [[range(0, 2), range(4, 6)], [range(2, 4), range(6, 8)]]

@@ -10,7 +10,7 @@ import pytest
 from mtrain.cli.setup import load
 from mtrain.config.batches import counted
 from mtrain.config.batches import stages as batch_stages
-from mtrain.config.paths import choices_of_group
+from mtrain.config.paths import choices_of_group, recipe_names
 from mtrain.config.resolve import Machine
 from mtrain.config.rules import check
 from mtrain.config.stages import stages
@@ -106,6 +106,12 @@ ASKED = {
     ],
     "packed": ["parallel=cp2", "data.packed=true", "data.packed_multiple=16"],
     "window": ["parallel=tp2", "model.window_size=100", "model.window_attn_skip_freq=2"],
+    "groups of micro-batches": [
+        "parallel=pp4vpp2",
+        "model.num_layers=8",
+        "trainer.micro_batch_size=1",
+        "parallel.microbatch_group_size_per_vp_stage=16",
+    ],
     "replicas": ["parallel=dp4", "parallel.distributed_optimizer=true", "parallel.hsdp_replicas=2"],
 }
 
@@ -122,6 +128,31 @@ def test_what_was_asked_for_stays_asked_for(name: str) -> None:
     if full.parallel.pipeline_layout or full.parallel.layers_per_stage:
         sizes = [[len(s.layers) for s in stages(run)] for run in (full, small)]
         assert [n > min(sizes[0]) for n in sizes[0]] == [n > min(sizes[1]) for n in sizes[1]], "which stage is larger"
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_every_recipe_shrinks_to_a_valid_run(recipe: str) -> None:
+    full = load([f"recipe={recipe}"], BIG, {}).run
+    small = shrink(full, steps=3)
+    assert [p for p in check(small) if p.severity == "error"] == []
+    assert [p for p in check(alone(small)) if p.severity == "error"] == []
+    groups = [run.parallel.microbatch_group_size_per_vp_stage == run.parallel.pp for run in (full, small)]
+    assert groups == [full.parallel.vpp > 1, small.parallel.vpp > 1], "as many micro-batches in turn as stages"
+
+
+@pytest.mark.parametrize(
+    ("words", "group"),
+    [
+        (["parallel=pp8vpp2", "model.num_layers=16"], 4),
+        (["parallel=pp8vpp2", "model.num_layers=16", "parallel.microbatch_group_size_per_vp_stage=16"], 8),
+        (["parallel=tp2pp2vpp2", "model.num_layers=8", "parallel.microbatch_group_size_per_vp_stage=4"], None),
+    ],
+)
+def test_groups_of_micro_batches_follow_a_pipeline_that_is_halved(words: list[str], group: int | None) -> None:
+    full = load([*words, *LONG], BIG, {}).run
+    small = shrink(full, steps=3, max_ranks=full.parallel.model_ranks // 2 if group else 1)
+    assert [p for p in check(small) if p.severity == "error"] == []
+    assert small.parallel.microbatch_group_size_per_vp_stage == group
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_no_key_of_rotary_positions_is_dropped_in_silence(kind: str, rope: dict[
 
 
 @pytest.mark.parametrize("rope", ROPE, ids=lambda r: r["rope_type"])
-@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "gpt2"])
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in ("gpt2", "gemma3_text")])
 def test_transformers_4_and_5_say_the_same(kind: str, rope: dict[str, Any], tmp_path: Path) -> None:
     old = {k: v for k, v in defaults(kind).items() if k != "rope_parameters"}
     theta = {"rope_theta": 5000.0}
@@ -146,6 +146,23 @@ def test_transformers_4_and_5_say_the_same(kind: str, rope: dict[str, Any], tmp_
     assert read(tmp_path, {**old, "rope_parameters": layers}).run == found.run
     layers["full_attention"] = {**rope, "rope_theta": 7000.0}
     assert "rope_parameters" in flags(read(tmp_path, {**old, "rope_parameters": layers}))
+
+
+@pytest.mark.parametrize("rope", ROPE, ids=lambda r: r["rope_type"])
+def test_transformers_4_and_5_say_the_same_of_two_bases(rope: dict[str, Any], tmp_path: Path) -> None:
+    old = {k: v for k, v in defaults("gemma3_text").items() if k != "rope_parameters"}
+    local, others = {"rope_type": "default", "rope_theta": 700.0}, {**rope, "rope_theta": 5000.0}
+    five = read(tmp_path, {**old, "rope_parameters": {"sliding_attention": local, "full_attention": others}})
+    scaling = {("type" if k == "rope_type" else k): v for k, v in rope.items() if k != "rope_theta"}
+    four = {**old, "rope_theta": 5000.0, "rope_local_base_freq": 700.0, "rope_scaling": scaling}
+    assert read(tmp_path, four).run == five.run
+    assert (five.run.model.rotary_base, five.run.model.rotary_base_local) == (5000.0, 700.0)
+    for odd in (
+        {"rope_parameters": {**rope, "rope_theta": 5000.0}},
+        {"rope_parameters": {"sliding_attention": {**local, "factor": 2.0}, "full_attention": others}},
+        {"rope_parameters": {"full_attention": others}, "rope_scaling": scaling},
+    ):
+        assert "rope_parameters" in flags(read(tmp_path, {**old, **odd}))
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -192,6 +209,16 @@ def test_another_name_of_a_key_is_the_key(kind: str, tmp_path: Path) -> None:
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
         ("gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma2", {"sliding_window_size": 7}, "sliding_window_size"),
+        ("gemma2", {"attention_bias": True}, "attention_bias"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters"),
+        ("olmo2", {"attention_bias": True}, "attention_bias"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list"),
+        ("minimax_m2", {"use_mtp": True}, "use_mtp"),
+        ("minimax_m2", {"rotary_dim": 64, "partial_rotary_factor": 1.0}, "rotary_dim"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha"),
     ],
 )
@@ -214,6 +241,18 @@ def test_what_is_not_computed_here_is_named(kind: str, change: dict[str, Any], f
         ("mixtral", {"rope_parameters": {"rope_theta": 7.0}}, {"rotary_base": 7.0}),
         ("mixtral", {"rope_parameters": {"rope_type": "default"}}, {"rotary_base": 1e6}),
         ("gpt_neox", {"rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 0.5}}, {"rotary_percent": 0.5}),
+        (
+            "gemma2",
+            {"hidden_activation": "gelu"},
+            {"activation": "geglu", "softmax_scale": None, "window_size": 4096},
+        ),
+        ("gemma2", {"query_pre_attn_scalar": 64}, {"softmax_scale": 0.125, "attn_logit_softcapping": 50.0}),
+        ("gemma2", {"attn_logit_softcapping": None}, {"attn_logit_softcapping": None, "window_attn_skip_freq": 2}),
+        ("gemma3_text", {"sliding_window_pattern": 3}, {"window_attn_skip_freq": 3, "rotary_base_local": 1e4}),
+        ("gemma3_text", {"sliding_window_pattern": 1}, {"window_size": None, "rotary_base_local": None}),
+        ("minimax_m2", {"rotary_dim": 32}, {"rotary_percent": 0.25, "rotary_base": 5e6, "moe.num_experts": 256}),
+        ("minimax_m2", {"rope_theta": 7.0}, {"rotary_percent": 1.0, "moe.router_load_balancing_type": "none"}),
+        ("olmo2", {"rms_norm_eps": 1e-6}, {"norm_placement": "post", "qk_layernorm_across_heads": True}),
         ("mistral", {"sliding_window": 9}, {"window_size": 9, "window_attn_skip_freq": None}),
         ("mistral", {"sliding_window": None}, {"window_size": None}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, {"window_size": 9}),

@@ -127,6 +127,21 @@ def test_an_export_says_where_its_losses_are_not_megatrons(masked: bool) -> None
     assert "softmax" not in export_script(resolved(words[2])), "4096 ids need no padding"
 
 
+def test_an_export_says_where_its_optimizer_is_not_megatrons() -> None:
+    text = export_script(resolved("optim=lion"))
+    assert "# Megatron-LM has no lion: this command trains adam" in text
+    assert back(text).optim.name == "lion"
+    assert not any("Megatron-LM has no" in export_script(resolved(f"optim={name}")) for name in ("adamw", "muon"))
+
+
+def test_dynamic_context_parallelism_has_flags_of_its_own() -> None:
+    words = ("parallel=dp2", "parallel.hybrid_context_parallel=true", "data.packed=true")
+    text = export_script(resolved(*words, "parallel.max_seqlen_per_dp_cp_rank=200"))
+    assert "--hybrid-context-parallel" in text
+    assert "--max-seqlen-per-dp-cp-rank 200" in text
+    assert not any(key.startswith("parallel.") for key in marked(text))
+
+
 def _with_ranks(run: RunConfig, wanted: RunConfig) -> RunConfig:
     """Ranks that follow from the machines are left null by the import."""
     per_node = run.cluster.devices_per_node

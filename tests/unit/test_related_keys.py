@@ -33,6 +33,11 @@ def test_layers_and_stages_are_both_named_with_who_set_them(capsys: pytest.Captu
     assert row["related"] == [{"path": "model.num_layers", "value": 81, "source": "command line"}]
 
 
+def test_what_nobody_is_known_to_have_set_has_no_empty_parentheses() -> None:
+    assert Related("parallel.pp", 4, "").render() == "parallel.pp = 4"
+    assert Related("parallel.pp", 4, "command line").render() == "parallel.pp = 4 (command line)"
+
+
 @pytest.mark.parametrize(
     ("words", "code", "keys"),
     [

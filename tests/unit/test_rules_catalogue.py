@@ -233,9 +233,9 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         "MT265",
         {"model.rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "data.packed": True, "data.seq_length": 2048},
     ),
-    ("MT266", {"model.mla": {**MLA, "layernorm_epsilon": 1e-2}, "model.num_query_groups": None}),
+    ("MT267", {"model.mla": {**MLA, "layernorm_epsilon": 1e-2}, "model.num_query_groups": None}),
     (
-        "MT266",
+        "MT267",
         {
             "model.mla": {**MLA, "layernorm_epsilon": 1e-2},
             "model.num_query_groups": None,

@@ -61,6 +61,11 @@ def test_a_flag_is_declared_once() -> None:
     assert all(flag.startswith("--") for flag in flags)
 
 
+def test_no_flag_without_a_key_has_the_name_of_one() -> None:
+    names = {f"--{path.rpartition('.')[2].replace('_', '-')}" for path in keys()}
+    assert not OTHERS.keys() & names, "name the flag in the schema: Key(flag=...)"
+
+
 def test_the_order_in_which_flags_are_read_does_not_matter() -> None:
     there, back = (read_all(Arguments(SCRIPT.split()), entries, {"ranks": 8}) for entries in (table(), table()[::-1]))
     assert there == back

@@ -1,4 +1,4 @@
-"""Softmax attention over the kernels of others: contract, impl with its reasons, registration."""
+"""Softmax attention over the kernels of others: contract, choice with its reasons, registration."""
 
 from __future__ import annotations
 

@@ -11,19 +11,29 @@ HIDDEN = -1e30
 
 
 def partial_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, scale: float | None = None, dropout_p: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over these keys alone, and the logarithm of the softmax's denominator.
 
     `q` [b, n, s, d], `k` [b, g, t, d], `v` [b, g, t, e] with n a multiple of g; `mask` [s, t] is True where a query
-    sees a key. Returns the output [b, n, s, e] and the log-sum-exp [b, n, s], both fp32; a query that sees none of
-    the keys gets zeros and a log-sum-exp of about `HIDDEN`. Source: Liu et al. 2023, arXiv:2310.01889 (ring
+    sees a key; `scale` and `softcap` are as in `reference.attention`. Returns the output [b, n, s, e] and the
+    log-sum-exp [b, n, s], both fp32; a query that sees none of the keys gets zeros and a log-sum-exp of about
+    `HIDDEN`. Source: Liu et al. 2023, arXiv:2310.01889 (ring
     attention); Milakov and Gimelshein 2018, arXiv:1805.02867 (the softmax in parts).
     """
     repeat = q.shape[1] // k.shape[1]
     if repeat > 1:
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     logits = torch.matmul(q.float(), k.float().transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap > 0:
+        logits = softcap * (logits / softcap).tanh()
     logits = logits.masked_fill(~mask, float("-inf"))
     top = logits.amax(-1, keepdim=True).detach().clamp_min(HIDDEN)
     weights = (logits - top).exp()

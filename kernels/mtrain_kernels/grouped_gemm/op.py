@@ -1,4 +1,4 @@
-"""The grouped product of rows and their groups' weights: contract, gradients, registration, impl."""
+"""The grouped product of rows and their groups' weights: contract, gradients, registration, choice."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def moe_router(
 
     `logits` [t, e]. The scores are the sigmoid of the logits, their softmax over all experts (`pre_softmax`), or
     the logits themselves, of which the chosen ones then go through a softmax. Experts are chosen by score plus
-    `expert_bias` [e]; the bias touches the impl alone. With `groups` > 1 the experts form that many equal runs,
+    `expert_bias` [e]; the bias touches the choice alone. With `groups` > 1 the experts form that many equal runs,
     each worth the sum of its `group_members` best, and only experts of the `group_topk` best groups are chosen.
     Weights are the chosen scores, divided by their sum if `normalize` (None: for a sigmoid of several experts),
     times `scale`.

@@ -1,4 +1,4 @@
-"""Kernels of the router: all experts of a few tokens at once; impl, weights and counts in one pass."""
+"""Kernels of the router: all experts of a few tokens at once; choice, weights and counts in one pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _key(value, live):
 
 @triton.jit
 def _scores(x, live, SCORE: tl.constexpr):
-    """The scores of logits [tokens, places], which for a softmax behind the impl are the logits."""
+    """The scores of logits [tokens, places], which for a softmax behind the choice are the logits."""
     if SCORE == "sigmoid":
         return tl.sigmoid(x)
     if SCORE == "pre_softmax":

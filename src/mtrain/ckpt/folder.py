@@ -73,6 +73,11 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder holds a committed checkpoint."""
+    return (path / MANIFEST).is_file()
+
+
 def folders(root: Path) -> list[Path]:
     """Folders with the name of a checkpoint, by step; some may lack their manifest."""
     if not root.is_dir():

@@ -86,6 +86,9 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
         CorruptData: a tensor is missing or has another shape.
     """
     begin_phase("load")
+    if checkpoint.state.get("weights_only"):
+        load_weights(checkpoint, state)
+        return True
     load_model(checkpoint, state.chunks)
     checkpoint.load(sharding.optimizer_shards_to_fill(state.chunks, state.optimizer))
     sharding.refresh(state.chunks, state.optimizer)
@@ -107,6 +110,12 @@ def load_model(checkpoint: store.Checkpoint, chunks: list[Any]) -> None:
     """Put only the weights back."""
     checkpoint.load(sharding.model_shards(chunks))
     sharding.refresh(chunks)
+
+
+def load_weights(checkpoint: store.Checkpoint, state: TrainState) -> None:
+    """Put only the weights back, where an optimizer has made copies of others."""
+    checkpoint.load(sharding.model_shards(state.chunks))
+    sharding.refresh(state.chunks, state.optimizer)
 
 
 def rng_tensors(world: World) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -184,17 +185,20 @@ class Checkpoint:
         """What the trainer wrote beside the tensors."""
         return dict(self.manifest["state"])
 
+    @cached_property
+    def _reader(self) -> _Reader:
+        return _Reader(self)
+
     def load(self, shards: Iterable[TensorShard]) -> None:
         """Fill every shard's memory from the pieces that meet it.
 
         Raises:
             CorruptData: a tensor that is missing, of another shape, not covered by its pieces, or not as written.
         """
-        reader = _Reader(self)
         with torch.no_grad():
             for shard in shards:
                 tick()
-                reader.fill(shard)
+                self._reader.fill(shard)
 
     def whole(self, key: str) -> torch.Tensor:
         """One tensor put together from all of its pieces.
@@ -210,7 +214,7 @@ class Checkpoint:
 
     def rank_tensors(self, rank: int) -> dict[str, torch.Tensor]:
         """The tensors that `rank` alone saved, empty if it saved none."""
-        name, reader = folder.shard_name(rank), _Reader(self)
+        name, reader = folder.shard_name(rank), self._reader
         if name not in self.manifest["files"]:
             return {}
         entries = [entry for entry in reader.file(name).keys() if entry.startswith("rank/")]  # noqa: SIM118

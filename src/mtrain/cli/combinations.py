@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mtrain.config.batches import NO_RAMP
+from mtrain.config.choices import unknown_choice
 from mtrain.config.cluster import ClusterConfig
 from mtrain.config.compose import compose
 from mtrain.config.devices import facts_of
+from mtrain.config.origins import COMMAND_LINE
+from mtrain.config.paths import recipe_names
 from mtrain.config.precision import PrecisionConfig
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import RULES
@@ -69,8 +72,8 @@ def validated(axes: Mapping[str, Sequence[str]], base: RunConfig, machine: Machi
 
 
 def part_of(axis: str, name: str) -> Any:
-    """The section of a choice; a layout with a slash in its name is the one of that recipe."""
-    if axis == "parallel" and "/" in name:
+    """The section of a choice; what is no layout but the name of a recipe is the layout of that recipe."""
+    if axis == "parallel" and name in recipe_names() and unknown_choice(axis, name, COMMAND_LINE) is not None:
         return compose([f"recipe={name}"]).run.parallel
     return section(axis, name)
 

@@ -59,12 +59,12 @@ def _offered(before: list[str], current: str) -> Iterable[str]:
     if verb == "completion":
         return SHELLS
     if verb == "choices":
-        from mtrain.config.run import GROUPS
-
-        return GROUPS
+        return group_names()
     if verb in ("resume", "generate", "export") and len(before) == 1:
         return [*_runs(), *_checkpoints()]
-    if verb == "export":
+    if verb == "convert" and not before[1:]:
+        return ("import", "export", "inspect", "verify")
+    if verb in ("export", "convert"):
         return []
     return [*(_own_words(verb) if verb == "generate" else ()), *_overrides(current)]
 

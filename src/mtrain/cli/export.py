@@ -6,9 +6,8 @@ from pathlib import Path
 
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.resume import target_of
-from mtrain.config.paths import program
+from mtrain.config.paths import CHECKPOINTS, program
 from mtrain.errors import ConfigError, Problem, say
-from mtrain.launching.folder import CHECKPOINTS
 from mtrain.units import bytes_, count
 
 USAGE = f"{program()} export runs/<name> OUT_FOLDER"

@@ -7,9 +7,8 @@ from pathlib import Path
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.resume import beneath, relaid, run_file, target_of
 from mtrain.cli.setup import load
-from mtrain.config.paths import program
+from mtrain.config.paths import CHECKPOINTS, program
 from mtrain.errors import ConfigError, Problem
-from mtrain.launching import folder as run_folder
 from mtrain.launching import local, preflight
 
 USAGE = f"{program()} generate runs/<name> [prompt=TEXT] [tokens=N] [temperature=T] [overrides]"
@@ -49,11 +48,11 @@ def run(argv: list[str], *, debug: bool) -> int:
 
 def _source(target: Path) -> local.Source:
     """The checkpoint of a run or checkpoint folder, and the tokenizer that the run kept."""
-    if target.parent.name == run_folder.CHECKPOINTS:
+    if target.parent.name == CHECKPOINTS:
         home, checkpoint = target.parent.parent, target
     else:
         home = target
-        saved = ckpt_folder.committed(home / run_folder.CHECKPOINTS)
+        saved = ckpt_folder.committed(home / CHECKPOINTS)
         if not saved:
             raise ConfigError([Problem("MT502", "", None, f"{target} has no checkpoint yet", USAGE)])
         checkpoint = saved[-1]

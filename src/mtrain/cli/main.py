@@ -141,6 +141,10 @@ def dispatch(call: Call) -> int:
         from mtrain.cli import show
 
         return show.run(call.arguments, bare="--resolved" in call.flags, as_json=as_json)
+    if call.verb == "convert":
+        from mtrain.cli import convert
+
+        return convert.run(call.arguments, as_json=as_json)
     return _worker_verb(call.verb)(call.arguments, debug="--debug" in call.flags)
 
 

@@ -9,9 +9,8 @@ from dataclasses import asdict
 from mtrain import strict_json
 from mtrain.cli.combinations import AXES, Report, validated
 from mtrain.config.compose import compose
-from mtrain.config.load import load
 from mtrain.config.paths import choices_of_group, recipe_names
-from mtrain.config.recipe import find_recipe
+from mtrain.config.recipe import read_recipe
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.config.sweep import jobs
@@ -38,14 +37,18 @@ def shipped() -> dict[str, list[str]]:
     """What there is of each axis, without a cluster that another one is, and the format that is one of the others.
 
     Layouts are the files, and those that a shared recipe writes itself, under the recipe's name.
+
+    Raises:
+        ConfigError: a recipe cannot be read.
     """
     axes = {axis: choices_of_group(axis) for axis in AXES}
     axes["cluster"] = _distinct(axes["cluster"])
     axes["precision"].remove("auto")
     for name in recipe_names():
-        words = load(find_recipe(name))
-        named = any(str(e.get("override /parallel")) in axes["parallel"] for e in words.values.get("defaults", []))
-        if not named or "parallel" in words.values:
+        recipe, problems = read_recipe(name)
+        if recipe is None:
+            raise ConfigError(problems)
+        if recipe.choices.get("parallel") not in axes["parallel"] or "parallel" in recipe.values:
             axes["parallel"].append(name)
     return axes
 
@@ -65,9 +68,7 @@ def _asked(argv: Sequence[str]) -> tuple[dict[str, list[str]], RunConfig]:
         if group not in AXES:
             rest.append(argument)
             continue
-        axes[group] = [job.argv[0].partition("=")[2] for job in jobs([argument])]
-        for name in axes[group]:
-            compose([f"{group}={name}"])  # a name that is none is refused here
+        axes[group] = [compose(job.argv).choices[group] for job in jobs([argument])]  # a name that is none is refused
     if any(word.startswith(("recipe=", "run=")) for word in rest):
         rule = "--all takes the choices that ship, one by one; a recipe or a run file is one choice of all"
         raise ConfigError([Problem("MT010", "", None, rule, "check, without --all", "command line")])

@@ -6,9 +6,8 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mtrain.config.origins import COMMAND_LINE
 from mtrain.errors import ConfigError, Problem
-
-COMMAND_LINE = "command line"
 
 
 @dataclass

@@ -115,6 +115,26 @@ PAGES: dict[str, Page] = {
         (),
         (("export runs/NAME weights", "its newest checkpoint"),),
     ),
+    "convert": Page(
+        "convert import HF_DIR RUN [KEY=VALUE ...] | export RUN HF_DIR | inspect PATH | verify A B",
+        "Takes weights from a Hugging Face folder and gives them back, tensor by tensor. Each conversion leaves a\n"
+        "conversion.json: every tensor of both sides once, what was done with it, hashes, and how far our logits\n"
+        "are from those of transformers, where it is installed.",
+        (
+            ("import HF_DIR RUN", "a new run folder with the weights in a checkpoint of step 0"),
+            ("KEY=VALUE", "import: what the run is to have beside the model, as in parallel=tp2 data=text"),
+            ("export RUN HF_DIR", "a new folder that transformers loads"),
+            ("dtype=FORMAT", "export: fp32, bf16 or fp16 (as the checkpoint has them)"),
+            ("model_type=TYPE", "export: the type of its config.json (the first that computes the same)"),
+            ("inspect PATH", "names, shapes, formats and totals of a folder, a checkpoint or a file"),
+            ("verify A B", "whether two of them hold the same weights; exit code 4 where not"),
+        ),
+        (("--json", "inspect, verify: print JSON for a machine"),),
+        (
+            ("convert import Qwen3-0.6B runs/qwen3", "then: generate runs/qwen3, resume runs/qwen3"),
+            ("convert export runs/NAME exported", "its newest checkpoint"),
+        ),
+    ),
     "generate": Page(
         "generate RUN [prompt=TEXT] [tokens=N] [temperature=T] [KEY=VALUE ...]",
         "Prints text that a trained model goes on with.",

@@ -94,7 +94,10 @@ def compared(small: RunConfig) -> list[Row]:
 
         dtype = small.precision.format
         kind = f"{dtype} with experts" if dtype == "bf16" and small.model.moe is not None else dtype
-        return compare(homes["one"], homes["many"], small.trainer.train_iters, TOLERANCES[kind])
+        centered = small.model.layernorm_zero_centered_gamma
+        return compare(
+            homes["one"], homes["many"], small.trainer.train_iters, TOLERANCES[kind], zero_centered=centered
+        )
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.prove import FAULT, shrunk
 from mtrain.cli.setup import load
+from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.run import RunConfig
 from mtrain.errors import say
 from mtrain.launching import local
-from mtrain.launching.folder import CHECKPOINTS
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import parameters
 from mtrain.plan.shrink import differences

@@ -8,6 +8,7 @@ VERBS = {
     "rehearse": "run the layout on this machine, shrunk: train, save, resume, export, compare",
     "resume": "go on with a run: resume RUN_FOLDER [overrides]",
     "export": "write the weights of a checkpoint as whole tensors: export RUN_FOLDER OUT_FOLDER",
+    "convert": "weights of Hugging Face folders in and out: convert import|export|inspect|verify",
     "generate": "write text with a trained model: generate RUN_FOLDER",
     "recipe": "list, show, new, diff, lock, verify, import, export: recipe --help",
     "choices": "the choices of a group, each a file: choices model",

@@ -56,8 +56,9 @@ class Key:
     """
 
     feeds: str = ""
-    """The fields of megatron-core that get its value as it is, by spaces: of TransformerConfig, or of `gpt.`, `ddp.`,
-    `optimizer.`, `scheduler.`. Where a key with `when` is null, megatron-core's default stays."""
+    """The fields of megatron-core that get its value as it is, by spaces: of TransformerConfig, or of `gpt.`, `mla.`,
+    `ddp.`, `wrap.`, `fsdp.`, `optimizer.`, `scheduler.`. Where a key with `when` is null, megatron-core's default
+    stays."""
     when: str = ""
     """What must hold for the key to have an effect, as `parallel.vpp>1 and parallel.fsdp=none`; see `condition`."""
     null: Any = None

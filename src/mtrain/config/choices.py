@@ -10,13 +10,12 @@ from mtrain.config.dump import override
 from mtrain.config.interpolate import leaves
 from mtrain.config.layout_string import looks_like_layout, nearest_layout, parse_layout
 from mtrain.config.load import load
-from mtrain.config.near import NOTHING, accepts, choice_fix, default_choices, layouts_near
+from mtrain.config.near import NOTHING, accepts, choice_fix, chooses, layouts_near
 from mtrain.config.origins import COMMAND_LINE
-from mtrain.config.paths import choices_of_group, find_config, user_path
+from mtrain.config.paths import CHOICE, choices_of_group, find_config, user_path
 from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
-CHOICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*\Z")
 _PATH = re.compile(r"(\.{0,2}|~)/|.*\.ya?ml\Z")
 """A text that names a file and no choice: it begins as a path does, or ends as a file of YAML."""
 
@@ -57,10 +56,11 @@ def _path_problem(group: str, text: str, source: str) -> Problem | None:
         return Problem("MT010", group, text, rule, f"delete it, and say {group}={text} on the command line", source)
     path = user_path(text)
     if not os.path.isfile(path):
-        near = choice_fix(group, name, default_choices()[0].get(group, "")).split(" or ")[0]
+        near = choice_fix(group, name).split(" or ")[0]
         return Problem("MT011", group, text, "there is no such file", near, source)
     if not text.endswith((".yaml", ".yml")):
-        return Problem("MT010", group, text, "the file of a choice ends in .yaml", f"{group}={text}.yaml", source)
+        rule = "the file of a choice ends in .yaml"
+        return Problem("MT010", group, text, rule, chooses(group, f"{text}.yaml"), source)
     if _is_recipe(text):
         rule = f"is a recipe, and no choice of {group}: it has groups, and not the keys of one"
         return Problem("MT010", group, text, rule, f"recipe={text}", source)
@@ -78,9 +78,9 @@ def unknown_choice(group: str, choice: str, source: str) -> Problem | None:
         except ValueError as error:
             if looks_like_layout(choice):
                 return Problem("MT016", group, choice, str(error), _layout_fix(choice), source)
-    fix = choice_fix(group, choice, default_choices()[0].get(group, ""))
+    fix = choice_fix(group, choice)
     also = ", or a layout such as tp4pp4" if group == "parallel" else ""
-    rule = f"there is no such choice; choices: {', '.join(choices_of_group(group))}{also}"
+    rule = f"there is no such choice; choices: {', '.join(choices_of_group(group)) or 'none'}{also}"
     return Problem("MT011", group, choice, rule, fix, source)
 
 
@@ -91,8 +91,8 @@ def _layout_fix(choice: str) -> str:
 def some_choice(group: str, text: str) -> str:
     """The first choice that a text may have meant, as an override."""
     if text in choices_of_group(group) or layouts_near(text) == [text]:
-        return f"{group}={text}"
-    return choice_fix(group, text, default_choices()[0].get(group, "")).split(" or ")[0]
+        return chooses(group, text)
+    return choice_fix(group, text).split(" or ")[0]
 
 
 def _is_recipe(text: str) -> bool:

@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from mtrain.config.choices import is_path, unknown_choice
+from mtrain.config.dump import spell
 from mtrain.config.files import read_text
 from mtrain.config.hydra_source import NotComposed, composed
-from mtrain.config.interpolate import leaves, refused, resolve_references
+from mtrain.config.interpolate import drop, leaves, put, refused, resolve_references
 from mtrain.config.keys import field_of, section_in
 from mtrain.config.layers import entries_of, layer
 from mtrain.config.library import CONFIG, RECIPE, RECIPE_FILE, RUN, Library, restored
 from mtrain.config.load import Document, filled, load
 from mtrain.config.locked import edited
 from mtrain.config.model import ModelConfig
-from mtrain.config.near import default_choices
+from mtrain.config.near import default_choices, usual_choice
 from mtrain.config.origins import COMMAND_LINE, Layer, Origins, Setting
 from mtrain.config.overrides import Overrides, read_overrides
 from mtrain.config.paths import user_path
@@ -64,7 +65,8 @@ def compose(argv: Sequence[str]) -> Composed:
     """Composes group files, a recipe or run file, and overrides.
 
     Raises:
-        Rejected: with every problem that was found.
+        Rejected: with every problem that the schema found.
+        ConfigError: with every problem of files that do not even compose.
     """
     return _Composition(read_overrides(argv)).finish()
 
@@ -81,6 +83,8 @@ class _Composition:
         """group -> the choice of `config.yaml`, but for groups that are taken away."""
         self.chosen: dict[str, str] = {}
         """group -> the choice of the recipe or the command line, as Hydra calls it."""
+        self.added: dict[str, str] = {}
+        """The same of groups of a user that `config.yaml` does not choose from."""
         self.sources: dict[str, str] = {}
         """group -> who chose."""
         self.shown: dict[str, str] = {}
@@ -91,23 +95,25 @@ class _Composition:
         self._choose(recipe)
         own = recipe is not None and "model" not in self.chosen and self._is_whole_model(recipe)
         primary, words = self._bases(recipe, base, own)
-        beneath = self._layers(primary, words, recipe is not None)
-        origins = Origins(one for layers in beneath for one in layers)
-        words += self._deletions(origins)
+        layers, of_files = self._layers(primary, words, recipe is not None)
+        origins = Origins(layers)
+        gone = self._deletions(origins)
         values = self._composed(primary, words, self._settings(origins))
+        for key in gone:
+            drop(values, key)
         refused_values = self._note_settings(origins, values)
         self.problems += self.library.problems + refused_values
         self.problems += resolve_references(values, origins.where)
         run, problems = validate(values, origins.where)
         self.problems += problems
-        strayed = self._strayed(run, origins, recipe, base)
+        strayed = self._strayed(run, origins)
         self.problems += strayed
         if run is None or self.problems:
             found = _distinct(self.problems)
             paths = [p.path for p in (found if run is None else strayed)]
             if own:  # what a refused key of it is validated with for the time being
-                beneath[0].append(layer(self.library, f"model/{self.usual['model']}", "model", self._chooser))
-            rest = run if run and not strayed else self._without(values, origins, paths, beneath)
+                of_files = [layer(self.library, f"model/{usual_choice('model')}", "model", self._chooser), *of_files]
+            rest = run if run and not strayed else self._without(values, origins, paths, of_files, layers)
             raise Rejected(found, self._result(rest, origins) if rest is not None else None)
         return self._result(run, origins)
 
@@ -128,7 +134,7 @@ class _Composition:
         if self.overrides.run is None:
             return None
         try:
-            path = Path(self.overrides.run)
+            path = user_path(self.overrides.run)
             document = filled(load(path))
             self.library.files[document.source] = path
             changed = edited(read_text(path, document.source), document.source)
@@ -151,18 +157,22 @@ class _Composition:
         for choices, lines in [*layers, (self.overrides.choices, {})]:
             for group, choice in choices.items():
                 source = lines.get(group, COMMAND_LINE)
-                if is_path(choice):
-                    self.chosen[group] = self.library.give_path(group, user_path(choice))
-                elif (problem := unknown_choice(group, choice, source)) is not None:
-                    self.problems.append(problem)
-                    continue
-                else:
-                    self.chosen[group] = choice
-                self.shown[group], self.sources[group] = choice, source
-        for group, choice in list(self.overrides.added.items()):
-            if (problem := unknown_choice(group, choice, COMMAND_LINE)) is not None:
-                self.problems.append(problem)
-                del self.overrides.added[group]
+                if (name := self._named(group, choice, source)) is not None:
+                    self.chosen[group], self.shown[group], self.sources[group] = name, choice, source
+        for group, choice in self.overrides.added.items():
+            if (name := self._named(group, choice, COMMAND_LINE)) is not None:
+                self.added[group] = name
+
+    def _named(self, group: str, choice: str, source: str) -> str | None:
+        """A choice as Hydra calls it; None, and a problem, where it is none."""
+        if is_path(choice):
+            return self.library.give_path(group, user_path(choice))
+        problem = unknown_choice(group, choice, source)
+        self.problems += [problem] if problem is not None else []
+        return choice if problem is None else None
+
+    def _is_group(self, key: str) -> bool:
+        return key in GROUPS or key in self.usual
 
     def _is_whole_model(self, recipe: Recipe) -> bool:
         """Whether a recipe that names no model describes one of its own, which then stands on no other.
@@ -175,7 +185,7 @@ class _Composition:
         said = {*stated, *(key.split(".")[1] for key in self.overrides.values if key.startswith("model."))}
         missing = [name for name in ARCHITECTURE if name not in said]
         if missing:
-            default = self.usual["model"]
+            default = usual_choice("model")
             rule = (
                 f"a model of its own that lacks {', '.join(missing)}; a recipe states them all, or names the model "
                 f"that it changes: `defaults: [override /model: {default}]`"
@@ -186,34 +196,50 @@ class _Composition:
 
     def _bases(self, recipe: Recipe | None, base: Document | None, own: bool) -> tuple[str, list[str]]:
         """The name of what Hydra begins with, and the arguments for it that choose."""
-        deleted = [group for group in self.overrides.deleted if group in GROUPS]
-        added = [f"+{group}={choice}" for group, choice in self.overrides.added.items()]
+        deleted = self._deleted_groups()
+        added = [_argument("+", *choice) for choice in self.added.items()]
         if base is not None:
             gone = {*deleted, *self.chosen, "defaults"}
             self.library.give(RUN, base, {k: v for k, v in base.values.items() if k not in gone})
-            return RUN, [f"+{group}={choice}" for group, choice in self.chosen.items()] + added
-        words = [f"{group}={choice}" for group, choice in self.chosen.items() if self.sources[group] == COMMAND_LINE]
-        for group in [*deleted, *(["model"] if own and "model" not in deleted else [])]:
-            if group in self.defaults:
+            return RUN, [_argument("+", *choice) for choice in self.chosen.items()] + added
+        words = [_argument("", *choice) for choice in self.chosen.items() if self.sources[choice[0]] == COMMAND_LINE]
+        for group in [*deleted, *(["model"] if own else [])]:
+            if self.defaults.pop(group, None) is not None:
                 words.append(f"~{group}")
-                del self.defaults[group]
         if recipe is not None:
-            chosen = [
-                {f"override /{g}": c} for g, c in recipe.choices.items() if g in self.chosen and g in self.defaults
-            ]
+            chosen = [{f"override /{g}": c} for g, c in recipe.choices.items() if self.chosen.get(g) == c]
             values = {**recipe.values, "defaults": chosen}
             self.library.give(RECIPE_FILE, recipe.document, values, "_global_")
             words.append(f"+{RECIPE}={RECIPE}")
         self.shown = {**self.defaults, **self.shown}
         return CONFIG, words + added
 
-    def _layers(self, primary: str, words: list[str], recipe: bool) -> list[list[Layer]]:
-        """The layers beneath the command line: those of files of choices or of a run file, and those of a recipe.
+    def _deleted_groups(self) -> list[str]:
+        """The groups that the command line takes away, and with them what a recipe chooses from them."""
+        deleted: list[str] = []
+        for group, argument in self.overrides.deleted.items():
+            if not self._is_group(group):
+                continue
+            choice = self.shown.get(group) or ("" if self.overrides.run else self.usual.get(group, ""))
+            if self.overrides.only.get(group, choice) != choice:
+                rule = f"{argument}: the choice of {group} is {choice or 'none'}"
+                self.problems.append(Problem("MT010", "", None, rule, f"~{group}", COMMAND_LINE))
+                continue
+            deleted.append(group)
+            for chosen in (self.chosen, self.shown, self.sources):
+                chosen.pop(group, None)
+        return deleted
+
+    def _layers(self, primary: str, words: list[str], recipe: bool) -> tuple[list[Layer], list[Layer]]:
+        """The layers beneath the command line, of rising precedence, and those of them that no recipe is.
 
         Raises:
             ConfigError: a file cannot be read as data, or the files do not compose.
         """
         usual = {**self.defaults, **self.chosen} if primary == CONFIG else self.chosen
+        wrong = [unknown_choice(g, c, self.default_sources[g]) for g, c in usual.items() if g not in self.chosen]
+        if found := [problem for problem in wrong if problem is not None]:
+            raise ConfigError([*self.problems, *found])
         entries = [(primary, ""), *((f"{group}/{choice}", group) for group, choice in usual.items())]
         entries += [(RECIPE_FILE, "")] if recipe else []
         try:
@@ -223,10 +249,9 @@ class _Composition:
         except ConfigError as error:
             raise ConfigError([*self.problems, *error.problems]) from None
         self.shown |= {g: c for g, c in known.items() if g in GROUPS and g not in self.chosen}
-        layers = [(name, layer(self.library, name, package, self._chooser)) for name, package in entries]
-        return [
-            [found for name, found in layers if (name == RECIPE_FILE) is of_recipe] for of_recipe in (False, True)
-        ]
+        layers = [layer(self.library, name, package, self._chooser) for name, package in entries]
+        of_files = [one for (name, _), one in zip(entries, layers, strict=True) if name != RECIPE_FILE]
+        return layers, of_files
 
     @property
     def _chooser(self) -> str:
@@ -234,18 +259,23 @@ class _Composition:
         return self.sources.get("parallel") or self.default_sources.get("parallel", COMMAND_LINE)
 
     def _deletions(self, origins: Origins) -> list[str]:
-        """The arguments that take a key away, in Hydra's grammar, of those that are there."""
-        words: list[str] = []
+        """The keys that the command line takes away, of those that are there."""
+        gone: list[str] = []
         for key, argument in self.overrides.deleted.items():
-            if key in GROUPS:
+            if self._is_group(key):
                 continue
-            if origins.has(key):
-                words += [] if origins.is_null(key) else [argument]  # to Hydra a null is not there
-                origins.drop(key)
+            last = origins.last(key)
+            if not origins.has(key):
+                rule, fix = f"{argument}: no file says {key}, so there is nothing to take away", "leave it out"
+            elif key in self.overrides.only and (last is None or last.value != self.overrides.only[key]):
+                said = spell(last.value) if last is not None else "a mapping"
+                rule, fix = f"{argument}: {key} is {said}, at {origins.where(key)}", f"~{key}"
             else:
-                rule = f"{argument}: no file says {key}, so there is nothing to take away"
-                self.problems.append(Problem("MT010", "", None, rule, "leave it out", COMMAND_LINE))
-        return words
+                origins.drop(key)
+                gone.append(key)
+                continue
+            self.problems.append(Problem("MT010", "", None, rule, fix, COMMAND_LINE))
+        return gone
 
     def _settings(self, origins: Origins) -> dict[str, Any]:
         """Dotted key -> value, of those settings of the command line that can be laid over the rest."""
@@ -276,35 +306,37 @@ class _Composition:
                 continue
             if wrong:
                 problems += wrong
-                _put(values, path, value)
+                put(values, path, value)
             for leaf, inner in leaves(value, path):
                 origins.put(leaf, inner, COMMAND_LINE)
         return problems
 
-    def _strayed(
-        self, run: RunConfig | None, origins: Origins, recipe: Recipe | None, base: Document | None
-    ) -> list[Problem]:
+    def _strayed(self, run: RunConfig | None, origins: Origins) -> list[Problem]:
         """Places beyond the working folder that only a file names."""
         if run is None:
             return []
-        files = {document.source for document in (recipe and recipe.document, base) if document}
+        files = self.library.sources()
         said = {key: origins.of(key) for key in KEYS if origins.of(key).rpartition(":")[0] in files}
-        return strays(run, said, Path(self.overrides.run) if self.overrides.run else None)
+        return strays(run, said, user_path(self.overrides.run) if self.overrides.run else None)
 
     def _without(
-        self, values: Mapping[str, Any], origins: Origins, paths: Sequence[str], beneath: Sequence[Sequence[Layer]]
+        self,
+        values: Mapping[str, Any],
+        origins: Origins,
+        paths: Sequence[str],
+        of_files: Sequence[Layer],
+        layers: Sequence[Layer],
     ) -> RunConfig | None:
         """The configuration with each refused key as it was beneath the one that set it, or at its default."""
-        files, recipe = beneath
-        for under in ((files, [*files, *recipe]), ((), ())):
+        for under in ((of_files, layers), ((), ())):
             tried = copy.deepcopy(dict(values))
             for path in map(whole, filter(None, paths)):
-                layers = under[1] if origins.where(path) == COMMAND_LINE else under[0]
+                below = under[1] if origins.where(path) == COMMAND_LINE else under[0]
                 parent, _, last = path.rpartition(".")
                 node = _at(tried, parent)
                 if isinstance(node, dict):
                     node.pop(last, None)
-                    found = [at for one in layers if (at := _at(one.values, path)) is not None]
+                    found = [at for one in below if (at := _at(one.values, path)) is not None]
                     if found:
                         node[last] = copy.deepcopy(found[-1])
             run = validate(tried, origins.where)[0]
@@ -315,8 +347,16 @@ class _Composition:
 
 def _not_composed(error: Exception, before: Sequence[Problem]) -> ConfigError:
     rule = f"the group files do not compose: {error}"
-    fix = "write entries of defaults as `- NAME` of a file in the same folder, and `_self_` where its own keys come"
+    fix = (
+        "write entries of defaults as `- NAME` of a file of the same group, as `- FOLDER/NAME@_here_` of one in a "
+        "folder of it, and `_self_` where its own keys come"
+    )
     return ConfigError([*before, Problem("MT011", "", None, rule, fix, "conf")])
+
+
+def _argument(sign: str, group: str, choice: str) -> str:
+    """A choice in Hydra's grammar, in quotes: `1.10` and `null` are names as well."""
+    return f"{sign}{group}='{choice}'"
 
 
 def _is_under_a_value(path: str) -> bool:
@@ -326,17 +366,6 @@ def _is_under_a_value(path: str) -> bool:
     return any(
         f is not None and section_in(f.annotation) is None and get_origin(f.annotation) is not dict for f in above
     )
-
-
-def _put(values: dict[str, Any], path: str, value: Any) -> None:
-    *parents, last = path.split(".")
-    node = values
-    for name in parents:
-        inner = node.get(name)
-        if not isinstance(inner, dict):
-            inner = node[name] = {}
-        node = inner
-    node[last] = value
 
 
 def _at(values: Mapping[str, Any], path: str) -> Any:

@@ -66,7 +66,7 @@ def chunks_of_a_document(run: RunConfig) -> int:
     """Chunks that a document may be split into, so that each is whole."""
     p = run.parallel
     if p.hybrid_context_parallel:
-        return 2 * max(1, (p.ranks or 1) // p.model_ranks) * (p.tp if p.sequence_parallel else 1)
+        return 2 * p.dp * (p.tp if p.sequence_parallel else 1)
     return 2 * p.cp if p.cp > 1 else 1
 
 
@@ -93,9 +93,7 @@ _COMPUTED: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
 
 _DEFAULTS: dict[str, Callable[[RunConfig], Any]] = {
     "parallel.cp_comm_type": _context_exchange,
-    "parallel.max_seqlen_per_dp_cp_rank": lambda r: max(
-        1, r.data.length // max(1, (r.parallel.ranks or 1) // r.parallel.model_ranks)
-    ),
+    "parallel.max_seqlen_per_dp_cp_rank": lambda r: max(1, r.data.length // r.parallel.dp),
     "data.packed_multiple": chunks_of_a_document,
     "parallel.microbatch_group_size_per_vp_stage": lambda r: r.parallel.pp,
     **{f"optim.{name}.{key}": get for name, spec in OPTIMIZERS.items() for key, get in spec.defaults.items()},

@@ -212,14 +212,14 @@ def batch(run: RunConfig) -> Filled:
         near = nearest_gpt3(run.model)
         samples = -(-near.batch_tokens // run.data.length)
         why = f"{near.batch_tokens} tokens of {GPT3_TABLE}: its {near.name} model"
-    step = t.micro * _dp(run) * (p.pp if p.vpp > 1 else 1)
+    step = t.micro * p.dp * (p.pp if p.vpp > 1 else 1)
     whole = -(-samples // step) * step
     return {"trainer.global_batch_size": (whole, why + (f", in multiples of {step}" if whole > samples else ""))}
 
 
 def micro_batch(run: RunConfig) -> Filled:
     """The largest that splits every step evenly and fills the pipeline; on GPUs of few tokens, which memory holds."""
-    t, p, dp = run.trainer, run.parallel, _dp(run)
+    t, p, dp = run.trainer, run.parallel, run.parallel.dp
     if t.micro_batch_size is not None:
         return {}
     sizes = [n for n in (8, 4, 2, 1) if n == 1 or on_a_cpu(run) or n * run.data.length <= LONGEST]
@@ -265,16 +265,12 @@ def _active_parameters(model: ModelConfig) -> int:
 
 def _replicated(run: RunConfig) -> tuple[bool, str]:
     """Whether ranks on GPUs hold the same weights, so that work on them is shared; and why, or why not."""
-    p, dp = run.parallel, _dp(run)
+    p = run.parallel
     if on_a_cpu(run):
         return False, "cluster.device cpu"
     if p.fsdp != "none":
         return False, f"parallel.fsdp {p.fsdp}, which does so by itself"
-    return dp * p.cp > 1, f"dp {dp}" + (f" * cp {p.cp}" if p.cp > 1 else "")
-
-
-def _dp(run: RunConfig) -> int:
-    return max(1, (run.parallel.ranks or 1) // run.parallel.model_ranks)
+    return p.dp * p.cp > 1, f"dp {p.dp}" + (f" * cp {p.cp}" if p.cp > 1 else "")
 
 
 STEPS: tuple[Step, ...] = (

@@ -335,6 +335,9 @@ class CheckpointConfig(Section):
     """How many of the newest checkpoints stay; null: all."""
     resume: Annotated[str | None, Key(aka="load")] = None
     """null: a new run; `latest`: the newest run of this configuration; else a run folder or a checkpoint folder."""
+    init_from: Annotated[str | None, Key(effect=Effect.NUMERICS, aka="pretrained finetune")] = None
+    """Weights that a new run begins with: a run or checkpoint folder, or a Hugging Face folder; null: drawn from
+    trainer.seed. Optimizer, schedule and data begin at step 0; a resumed run has weights of its own."""
     accept_changes: bool = False
     """Go on although keys that change the numbers differ from those of the checkpoint."""
 

@@ -88,7 +88,7 @@ class _Source(ConfigSource):
         if config_path == primary:
             defaults = values.get("defaults", [])
             itself = [] if "_self_" in defaults else ["_self_"]
-            values["defaults"] = [*itself, *defaults, *({f"override hydra/{group}": None} for group in UNUSED)]
+            values["defaults"] = [*defaults, *itself, *({f"override hydra/{group}": None} for group in UNUSED)]
         return ConfigResult(self.provider, self.path, OmegaConf.create(values), {"package": part.package})
 
     def is_group(self, config_path: str) -> bool:
@@ -159,7 +159,7 @@ def defaults_list(
         loader = GlobalHydra.instance().config_loader()
         found = loader.compute_defaults_list(primary, list(arguments), RunMode.RUN)
     entries = [(entry.config_path, entry.package or "") for entry in found.defaults if entry.config_path]
-    known = {str(group): str(choice) for group, choice in found.overrides.known_choices.items()}
+    known = {str(group): str(choice) for group, choice in found.overrides.known_choices.items() if choice}
     return [(name, package) for name, package in entries if not name.startswith("hydra/")], known
 
 

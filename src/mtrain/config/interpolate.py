@@ -15,7 +15,8 @@ BY_HAND = "write the value itself, or delete the line"
 """What corrects a reference in a file: it is refused there, whatever lies over it."""
 
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
-_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*\Z")
+KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*\Z")
+"""A dotted key."""
 
 
 def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -34,7 +35,7 @@ def refused(values: Any, where: Callable[[str], str], prefix: str = "") -> Itera
             if "${" not in text:
                 continue
             bodies = _REFERENCE.findall(text)
-            if "${" in _REFERENCE.sub("", text) or not all(_KEY.match(body) for body in bodies):
+            if "${" in _REFERENCE.sub("", text) or not all(KEY.match(body) for body in bodies):
                 rule = "only a reference to another key is allowed, as in ${trainer.train_iters}; resolvers never run"
                 fix = at_default(path) if where(path) == "command line" else ""
                 yield Problem("MT007", path, value, rule, fix or BY_HAND, where(path))
@@ -51,7 +52,7 @@ def resolve_references(values: dict[str, Any], where: Callable[[str], str]) -> l
         if len(problems) > MAX_PROBLEMS:
             break
         try:
-            _put(values, path, follower.begin(path, value))
+            put(values, path, follower.begin(path, value))
         except ValueError as error:
             problems.append(Problem("MT007", path, value, str(error), at_default(path) or BY_HAND, where(path)))
     return problems
@@ -106,8 +107,21 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _put(values: dict[str, Any], path: str, value: Any) -> None:
+def put(values: dict[str, Any], path: str, value: Any) -> None:
+    """Sets a dotted key of nested mappings; what is no mapping above it makes way for one."""
     *parents, last = path.split(".")
     for name in parents:
+        if not isinstance(values.get(name), dict):
+            values[name] = {}
         values = values[name]
     values[last] = value
+
+
+def drop(values: dict[str, Any], path: str) -> None:
+    """Takes a dotted key of nested mappings away, where it is there."""
+    *parents, last = path.split(".")
+    node: Any = values
+    for name in parents:
+        node = node.get(name) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        node.pop(last, None)

@@ -83,7 +83,7 @@ def stands_for(op: Operation, run: RunConfig, machine: Facts) -> str | None:
     word, default, device = getattr(run.kernels, op.name), run.kernels.default, run.cluster.device
     if word not in (None, "auto") or not op.applies(run):
         return None
-    if word is None and default in op.order and (op.name != "optimizer" or not update_obstacle(default, run)):
+    if word is None and default in op.order and not lacks(op.name, default, run):
         return default
     return _auto(op, run, device, machine)[0] if facts_of(device).on_host or machine.gpus else None
 
@@ -138,9 +138,16 @@ def obstacle(op: str, word: str, run: RunConfig, device: str, machine: Facts) ->
             return "Triton is not installed"
         if facts.on_host and not machine.triton_interpreted:
             return "Triton runs on a GPU, and on a CPU only in its interpreter, with TRITON_INTERPRET=1"
+    return lacks(op, word, run) or (torch_experts_obstacle(run) if (op, word) == ("experts", "torch") else None)
+
+
+def lacks(op: str, word: str, run: RunConfig) -> str | None:
+    """Why an implementation has not what this run asks of an operation, on any device, or None."""
     if op == "optimizer":
         return update_obstacle(word, run)
-    return torch_experts_obstacle(run) if (op, word) == ("experts", "torch") else None
+    if (op, word) == ("attention", "te") and run.model.attn_logit_softcapping is not None:
+        return "TransformerEngine's attention knows no model.attn_logit_softcapping"
+    return None
 
 
 def update_obstacle(word: str, run: RunConfig) -> str | None:

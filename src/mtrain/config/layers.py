@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mtrain.config.choices import CHOICE
 from mtrain.config.hydra_source import defaults_list
 from mtrain.config.library import CONFIG, RECIPE_FILE, RUN, Library, package_of
 from mtrain.config.load import MAX_DEPTH
 from mtrain.config.origins import Layer
+from mtrain.config.paths import CHOICE
 from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
@@ -58,7 +58,7 @@ def _added(arguments: Sequence[str]) -> list[str]:
 
 
 def _expanded(library: Library, name: str, package: str, depth: int = 0) -> Entries:
-    """A file with those of its own folder that its defaults list names, which is all that most files have.
+    """A file with those of its group that its defaults list names, which is all that most files have.
 
     Hydra makes the same list; to ask it takes as long as to compose once more.
 
@@ -71,18 +71,20 @@ def _expanded(library: Library, name: str, package: str, depth: int = 0) -> Entr
     document = library.document(name)
     entries = document.values.get("defaults", ["_self_"])
     if name == CONFIG:
-        groups = {group for entry in entries if isinstance(entry, dict) for group in entry}
-        if {*document.values} != {"defaults"} or not groups <= {*GROUPS}:
+        named = {word for entry in entries for word in (entry if isinstance(entry, dict) else [entry])}
+        if {*document.values} != {"defaults"} or not named <= {*GROUPS, "_self_"}:
             raise _NotPlain
         return [(name, package)]
     words = isinstance(entries, list) and all(isinstance(entry, str) for entry in entries)
     words = words and all(entry == "_self_" or CHOICE.match(entry) for entry in entries)
     if not words or entries.count("_self_") != 1 or package_of(document) is not None or depth > MAX_DEPTH:
         raise _NotPlain
-    folder = name.rpartition("/")[0]
+    group, _, choice = name.partition("/")
+    if any("/" in word for word in (choice, *entries)):
+        raise _NotPlain
     out: Entries = []
     for entry in entries:
-        below = f"{folder}/{entry}"
+        below = f"{group}/{entry}"
         if entry != "_self_" and not library.has(below):
             raise _NotPlain
         out += [(name, package)] if entry == "_self_" else _expanded(library, below, package, depth + 1)

@@ -19,6 +19,7 @@ from mtrain.config.layout_string import parse_layout
 from mtrain.config.load import Document, load
 from mtrain.config.recipe import reserved_keys
 from mtrain.config.run import GROUPS
+from mtrain.config.validate import MISSING
 from mtrain.errors import ConfigError, Problem
 
 CONFIG, RECIPE, RUN = "config", "recipe", "run"
@@ -26,7 +27,8 @@ CONFIG, RECIPE, RUN = "config", "recipe", "run"
 RECIPE_FILE = f"{RECIPE}/{RECIPE}"
 GIVEN = "given"
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)\s*\Z")
-_BEGIN, _DOLLAR = "\ue000", "\ue001"
+_BEGIN, _DOLLAR = "\0", "\ue001"
+"""What hidden text begins with, which no argument of a command line has, and what stands for a $ in it."""
 
 
 class Library:
@@ -84,7 +86,11 @@ class Library:
             document = self.document(name)
             values, package = document.values, package_of(document)
         shown = {key: _hidden(inner) for key, inner in values.items() if _is_data(key) and key != "defaults"}
-        return Part({**shown, "defaults": values["defaults"]} if "defaults" in values else shown, package)
+        if name == CONFIG:
+            shown["defaults"] = _with_every_group(values.get("defaults", []))
+        elif "defaults" in values:
+            shown["defaults"] = values["defaults"]
+        return Part(shown, package)
 
     def document(self, name: str) -> Document:
         """The file of a configuration.
@@ -105,6 +111,10 @@ class Library:
         values = self._given[name][0] if name in self._given else self.document(name).values
         return {key: value for key, value in values.items() if key != "defaults"}
 
+    def sources(self) -> set[str]:
+        """The files that a command line names by their paths, as problems show them."""
+        return {self.documents[name].source for name in (*self._given, *self._paths) if name in self.documents}
+
     def said(self) -> Hashable:
         """The names and texts of all that was read, which with the arguments decide what is composed."""
         given = {name: repr(values) for name, (values, _) in self._given.items()}
@@ -114,13 +124,26 @@ class Library:
         return self._paths.get(name) or paths.find_config(name)
 
 
+def _with_every_group(defaults: list[Any]) -> list[Any]:
+    """The defaults of `config.yaml`, with groups that it leaves out as groups without a choice: one can be made."""
+    if any(isinstance(entry, str) and entry != "_self_" for entry in defaults):
+        return defaults  # another file may choose
+    named = {group for entry in defaults if isinstance(entry, dict) for group in entry}
+    return [*({group: None} for group in GROUPS if group not in named), *defaults]
+
+
 def _hidden(value: Any) -> Any:
-    """A value as Hydra is given it: lists, which it replaces as a whole, and refused references as one text."""
+    """A value as Hydra is given it: lists, which it replaces as a whole, and text that it would read as one text."""
     if isinstance(value, dict):
         return {key: _hidden(inner) for key, inner in value.items() if _is_data(key)}
-    if isinstance(value, list) or (isinstance(value, str) and "${" in value and any(refused(value, str))):
+    if isinstance(value, list) or (isinstance(value, str) and _is_read(value)):
         return f"{_BEGIN}{json.dumps(value).replace('$', _DOLLAR)}"
     return value
+
+
+def _is_read(text: str) -> bool:
+    """Whether a text means something to Hydra, or to `restored`."""
+    return text == MISSING or text.startswith(_BEGIN) or ("${" in text and any(refused(text, str)))
 
 
 def restored(value: Any) -> Any:

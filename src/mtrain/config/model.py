@@ -101,6 +101,9 @@ class ModelConfig(Section):
         bool, Key(feeds="layernorm_zero_centered_gamma", flag="--apply-layernorm-1p")
     ] = False
     """A norm's weight is kept as its distance from 1, which half precision rounds less."""
+    norm_placement: Literal["pre", "post", "pre_and_post"] = "pre"
+    """Where the norms of a layer are: before attention and MLP (pre), on what they add to the residual stream (post,
+    OLMo 2), or both (Gemma)."""
     activation: Annotated[
         Literal["swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "squared_relu"],
         Key(hf="hidden_act", aka="activation_func"),
@@ -132,6 +135,11 @@ class ModelConfig(Section):
     """Biases in the query/key/value projection only (Qwen2)."""
     qk_layernorm: Annotated[bool, Key(feeds="qk_layernorm", flag="--qk-layernorm", aka="qk_norm")] = False
     """Norm on queries and keys (Qwen3)."""
+    qk_layernorm_across_heads: Annotated[
+        bool, Key(when="model.qk_layernorm and model.mla=null and model.normalization=RMSNorm")
+    ] = False
+    """qk_layernorm: one norm over the queries of all heads, and one over all keys (OLMo 2); false: a norm of each
+    head."""
     qk_l2_norm: Annotated[bool, Key(feeds="qk_l2_norm")] = False
     """Queries and keys are divided by the root of their mean square, without a weight (Llama 4)."""
     softmax_scale: Annotated[
@@ -139,6 +147,10 @@ class ModelConfig(Section):
         Key(feeds="softmax_scale", when="model.mla=null", effect=Effect.NUMERICS),
     ] = None
     """Factor on attention logits; null: 1 / sqrt(width of a head)."""
+    attn_logit_softcapping: Annotated[
+        PositiveFloat | None, Key(effect=Effect.NUMERICS, hf="attn_logit_softcapping")
+    ] = None
+    """Bound of the attention logits: x becomes c tanh(x / c) (50 in Gemma 2); null: none."""
     position_embedding_type: Annotated[
         Literal["rope", "learned_absolute", "none"], Key(feeds="gpt.position_embedding_type")
     ] = "rope"
@@ -154,6 +166,15 @@ class ModelConfig(Section):
         ),
     ] = 10000.0
     """Base of the rotary frequencies."""
+    rotary_base_local: Annotated[
+        Annotated[float, Field(gt=1)] | None,
+        Key(
+            when="model.window_size and model.position_embedding_type=rope and model.mla=null",
+            effect=Effect.NUMERICS,
+            hf="rope_local_base_freq",
+        ),
+    ] = None
+    """Base of layers with a window, whose positions are then not scaled (Gemma 3); null: as in all other layers."""
     rotary_percent: Annotated[
         float,
         Field(gt=0, le=1),
@@ -235,6 +256,8 @@ class ModelConfig(Section):
         ),
     ] = False
     """The output layer shares the embedding's weights."""
+    scale_embedding: Annotated[bool, Key(effect=Effect.NUMERICS)] = False
+    """The embeddings of tokens are multiplied by sqrt(hidden_size), rounded to the dtype of the weights (Gemma)."""
     attention_dropout: Annotated[
         Probability,
         Key(

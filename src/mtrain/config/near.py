@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeGuard, get_args
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -16,9 +16,10 @@ from mtrain.config.formats import FORMATS, WeightFormat
 from mtrain.config.intended import NULL, as_key, plain, readings
 from mtrain.config.keys import field_of, opposites, suggest
 from mtrain.config.layout_string import parse_layout
-from mtrain.config.load import load
-from mtrain.config.paths import choices_of_group, conf_dir, find_config, recipe_names
+from mtrain.config.load import load, scalar
+from mtrain.config.paths import CHOICE, choices_of_group, conf_dir, find_config, recipe_names
 from mtrain.config.run import GROUPS
+from mtrain.errors import ConfigError, Problem
 
 NOTHING = "leave it out"
 INSTEAD: dict[str, Callable[[Any], str]] = {
@@ -139,7 +140,24 @@ def layouts_near(word: str) -> list[str]:
     return [letters]
 
 
-def choice_fix(group: str, text: str, default: str) -> str:
+def spelled(group: str, value: object) -> str:
+    """The choice whose name without quotes is a value in YAML, as 1.10 is the number 1.1; else the value as text."""
+    return next((name for name in choices_of_group(group) if scalar(name) == value), str(value))
+
+
+def usual_choice(group: str) -> str:
+    """The default choice of a group; where there is none the first of its files, and empty where there is none."""
+    names, usual = choices_of_group(group), default_choices()[0].get(group, "")
+    return usual if usual in names or layouts_near(usual) == [usual] else next(iter(names), "")
+
+
+def chooses(group: str, choice: str) -> str:
+    """The argument that makes a choice; of a group that nothing chooses from so far it begins with a +."""
+    known = group in GROUPS or group in default_choices()[0]
+    return f"{'' if known else '+'}{group}={choice}"
+
+
+def choice_fix(group: str, text: str) -> str:
     """Overrides that a choice which is none may have meant, best first; the default choice where none is near."""
     near = near_choice(text, choices_of_group(group))
     if group == "parallel":
@@ -147,7 +165,7 @@ def choice_fix(group: str, text: str, default: str) -> str:
         near += ["single"] if text.strip().isdigit() else []
     if plain(text).strip().lower() in NULL:
         near = []
-    return " or ".join(f"{group}={name}" for name in near or [default])
+    return " or ".join(chooses(group, name) for name in near or [usual_choice(group)] if name) or NOTHING
 
 
 def bare_word(word: str) -> list[str]:
@@ -174,12 +192,43 @@ def bare_word(word: str) -> list[str]:
 
 
 def default_choices() -> tuple[dict[str, str], dict[str, str]]:
-    """group -> the choice of `config.yaml`, and group -> the line that makes it."""
+    """group -> the choice of `config.yaml`, and group -> the line that makes it.
+
+    Raises:
+        ConfigError: an entry of its defaults is none.
+    """
     config = load(find_config("config") or conf_dir() / "config.yaml")
     choices: dict[str, str] = {}
     sources: dict[str, str] = {}
-    for index, entry in enumerate(config.values.get("defaults", [])):
-        if isinstance(entry, dict) and None not in entry.values():
-            choices |= {str(group): str(choice) for group, choice in entry.items()}
-            sources |= dict.fromkeys(map(str, entry), config.where(f"defaults.{index}"))
+    problems: list[Problem] = []
+    entries = config.values.get("defaults", [])
+    for index, entry in enumerate(entries if isinstance(entries, list) else [None]):
+        source = config.where(f"defaults.{index}")
+        ((group, choice),) = entry.items() if isinstance(entry, dict) and len(entry) == 1 else [(entry, None)]
+        if _is_name(group) and _is_name(choice) and group not in choices:
+            choices[group], sources[group] = choice, source
+        elif choice is not None or not (entry == "_self_" or _is_file(entry) or (_is_name(group) and entry != group)):
+            problems.append(_no_default(entry, group, choice, source))
+    if problems:
+        raise ConfigError(problems)
     return choices, sources
+
+
+def _is_file(entry: object) -> bool:
+    """Whether an entry of defaults names a file beside `config.yaml`."""
+    return _is_name(entry) and find_config(entry) is not None
+
+
+def _is_name(word: object) -> TypeGuard[str]:
+    return isinstance(word, str) and CHOICE.match(word) is not None
+
+
+def _no_default(entry: object, group: object, choice: object, source: str) -> Problem:
+    """The problem of an entry of the defaults of `config.yaml` that is none."""
+    rule = "an entry of defaults is `GROUP: CHOICE`, with the name of one choice and once for each group, or `_self_`"
+    name, fix = str(group).rpartition(" ")[2].lstrip("/"), "delete it"
+    if name in GROUPS and name != group and _is_name(choice):
+        fix = f"- {name}: {choice}"
+    elif _is_name(group) and isinstance(choice, (int, float)):
+        fix = f"put the name of the choice into quotes, as in `- {group}: '{spelled(str(group), choice)}'`"
+    return Problem("MT017", "defaults", entry, rule, fix, source)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mtrain.config.interpolate import leaves
+from mtrain.config.interpolate import drop, leaves, put
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -44,24 +44,13 @@ class Origins:
     def put(self, path: str, value: Any, source: str) -> None:
         """Notes who set the leaf at `path`. An empty mapping over a section changes nothing of it."""
         self.history.append(Setting(path, value, source))
-        *parents, last = path.split(".")
-        node = self._tree
-        for name in parents:
-            inner = node.get(name)
-            if not isinstance(inner, dict):
-                inner = node[name] = {}
-            node = inner
-        if value != {} or not isinstance(node.get(last), dict):
-            node[last] = source
+        found, whole = self._found(path)
+        if value != {} or not (whole and isinstance(found, dict)):
+            put(self._tree, path, source)
 
     def drop(self, path: str) -> None:
         """Forgets the key at `path`, and all beneath it: it was deleted."""
-        *parents, last = path.split(".")
-        node: Any = self._tree
-        for name in parents:
-            node = node.get(name) if isinstance(node, dict) else None
-        if isinstance(node, dict):
-            node.pop(last, None)
+        drop(self._tree, path)
 
     def has(self, path: str) -> bool:
         """Whether anything set the key at `path`, or one beneath it."""
@@ -69,8 +58,12 @@ class Origins:
 
     def is_null(self, path: str) -> bool:
         """Whether the key at `path` was last set to null."""
-        last = next((setting for setting in reversed(self.history) if setting.path == path), None)
+        last = self.last(path)
         return last is not None and last.value is None
+
+    def last(self, path: str) -> Setting | None:
+        """Who set the key at `path` last, and to what."""
+        return next((setting for setting in reversed(self.history) if setting.path == path), None)
 
     def of(self, path: str) -> str:
         """Who set the key at `path`, or the section that it is in as a whole; else `default`."""

@@ -10,7 +10,7 @@ from typing import Any
 from mtrain.config.choices import check_choice, some_choice
 from mtrain.config.dump import override
 from mtrain.config.intended import as_key, plain
-from mtrain.config.interpolate import leaves
+from mtrain.config.interpolate import KEY, leaves
 from mtrain.config.keys import field_of, suggest
 from mtrain.config.near import NOTHING, accepts, at_default, bare_word, default_choices, suggestions, taken
 from mtrain.config.origins import COMMAND_LINE
@@ -20,8 +20,6 @@ from mtrain.errors import MAX_PROBLEMS, MAX_SHOWN, Problem
 
 MAX_ARGUMENT, MAX_COMMAND = 4096, 1 << 14
 """Characters of an argument, and of all of them."""
-
-_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*\Z")
 
 
 @dataclass
@@ -38,6 +36,8 @@ class Overrides:
     """`+key=value`, which sets a key that nothing else sets: key -> the argument."""
     deleted: dict[str, str] = field(default_factory=dict)
     """`~key` or `~group`, which takes away what the files say: key or group -> the argument."""
+    only: dict[str, Any] = field(default_factory=dict)
+    """`~key=value` or `~group=choice`, which takes away that alone: key or group -> value or choice."""
     recipe: str | None = None
     run: str | None = None
     problems: list[Problem] = field(default_factory=list)
@@ -119,9 +119,9 @@ def _read(argument: str, out: Overrides) -> Problem | None:
         return _read_base(key, text, out)
     if key in GROUPS:
         return _choose(sign, key, text, out)
-    if not _KEY.match(key):
+    if not KEY.match(key):
         return _odd_key(key, text)
-    if "." not in key and is_group(key):
+    if "." not in key and (is_group(key) or key in default_choices()[0]):
         return _own_group(sign, key, text, out)
     problem = _read_value(key, text, out)
     if problem is None and sign == "+":
@@ -143,11 +143,14 @@ def _choose(sign: str, group: str, text: str, out: Overrides) -> Problem | None:
 
 def _own_group(sign: str, group: str, text: str, out: Overrides) -> Problem | None:
     """Reads a choice of a group that only a user's folder has: `+group=choice` as in Hydra."""
+    if group in default_choices()[0]:
+        return _choose(sign, group, text, out)
+    text = _unquoted(text)
     problem = check_choice(group, text, COMMAND_LINE)
     if problem is not None:
         return problem
-    if sign == "+" or (not sign and group in default_choices()[0]):
-        (out.added if sign else out.choices)[group] = text
+    if sign == "+":
+        out.added[group] = text
         return None
     rule = f"{sign}{group}={text}: nothing chooses from {group} so far; a choice of it is added with one +"
     return _bad("", None, rule, f"+{group}={text}")
@@ -155,8 +158,15 @@ def _own_group(sign: str, group: str, text: str, out: Overrides) -> Problem | No
 
 def _delete(argument: str, key: str, out: Overrides) -> Problem | None:
     """Reads `~key` or `~group`: what files say of it is taken away, and the schema's default holds."""
-    if key in GROUPS or (_KEY.match(key) and not key.startswith("hydra")):
+    from mtrain.config.grammar import parse_value
+
+    _, equals, text = argument.partition("=")
+    if key in GROUPS or (KEY.match(key) and not key.startswith("hydra")):
         out.deleted[key] = argument
+        try:
+            out.only |= {key: _unquoted(text) if is_group(key) else parse_value(text)} if equals else {}
+        except ValueError as error:
+            return _bad("", None, f"{argument}: the value cannot be read: {error}", f"~{key}")
         return None
     near = suggest(key)[0]
     return _bad("", None, f"{argument}: there is no such key to take away", f"~{near[0]}" if near else NOTHING)

@@ -87,12 +87,19 @@ class ParallelConfig(Section):
         Key(feeds="hierarchical_context_parallel_sizes", when="parallel.cp>1 and parallel.cp_comm_type=a2a+p2p"),
     ] = Field(default=None, strict=False)
     """a2a+p2p: ranks of an inner group (a2a) and number of such groups (p2p); their product is `cp`."""
-    hybrid_context_parallel: Annotated[bool, Key(feeds="hybrid_context_parallel")] = False
+    hybrid_context_parallel: Annotated[
+        bool, Key(feeds="hybrid_context_parallel", flag="--hybrid-context-parallel")
+    ] = False
     """Dynamic context parallelism: each packed document of a batch is sharded over as many data-parallel ranks (1, 2,
     4, ...) as its length needs, so that documents of very different lengths train together; `cp` stays 1."""
     max_seqlen_per_dp_cp_rank: Annotated[
         PositiveInt | None,
-        Key(feeds="max_seqlen_per_dp_cp_rank", when="parallel.hybrid_context_parallel=true", unit="tokens"),
+        Key(
+            feeds="max_seqlen_per_dp_cp_rank",
+            when="parallel.hybrid_context_parallel=true",
+            flag="--max-seqlen-per-dp-cp-rank",
+            unit="tokens",
+        ),
     ] = None
     """hybrid_context_parallel: tokens of a document that one rank takes; null: data.seq_length / dp."""
     pipeline_layout: str | None = None
@@ -108,7 +115,7 @@ class ParallelConfig(Section):
     """The output layer and loss count as a layer: the last stage holds one layer fewer than the others."""
     distributed_optimizer: Annotated[bool | None, Key(feeds="ddp.use_distributed_optimizer", aka="zero_stage")] = None
     """Optimizer state and main weights are sharded over the data-parallel ranks (ZeRO-1); null: true on GPUs with
-    data or context parallelism, for adamw without fsdp."""
+    data or context parallelism, for optimizers that can, without fsdp."""
     microbatch_group_size_per_vp_stage: Annotated[
         PositiveInt | None, Key(feeds="microbatch_group_size_per_vp_stage", when="parallel.vpp>1")
     ] = None
@@ -175,3 +182,8 @@ class ParallelConfig(Section):
     def model_ranks(self) -> int:
         """Ranks that hold one copy of the model: tp * pp * cp."""
         return self.tp * self.pp * self.cp
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size of a resolved run, at least 1 so that rules can go on where the layout is broken."""
+        return max(1, (self.ranks or 1) // self.model_ranks)

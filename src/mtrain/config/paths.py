@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -12,8 +13,10 @@ from pathlib import Path
 from mtrain.errors import ConfigError, Problem
 
 VARIABLE, ENTRY_POINTS, RECIPES = "MTRAIN_CONF", "mtrain.conf", "recipes"
-RUN_FILE, MANIFEST = "run.yaml", "manifest.json"
+RUN_FILE, MANIFEST, CHECKPOINTS = "run.yaml", "manifest.json", "checkpoints"
 """What a run folder and a checkpoint folder have."""
+CHOICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*\Z")
+"""The name of a choice or of a group."""
 MAX_NAMES = 2000
 """Names of a folder that are compared with one that is missing."""
 
@@ -122,7 +125,7 @@ def is_group(name: str) -> bool:
 def group_names() -> list[str]:
     """Every group that has a folder, a user's own included."""
     named = {place.name for folder in folders() for place in folder.iterdir() if place.is_dir()}
-    return sorted(name for name in named if name != RECIPES and not name.startswith((".", "_")))
+    return sorted(name for name in named if name not in (RECIPES, "hydra") and not name.startswith((".", "_")))
 
 
 def choices_of_group(group: str) -> list[str]:

@@ -12,8 +12,8 @@ from mtrain.config.choices import check_choice
 from mtrain.config.files import files_near
 from mtrain.config.interpolate import refused
 from mtrain.config.load import Document, filled, load
-from mtrain.config.near import near_choice
-from mtrain.config.paths import find_recipe_file, recipe_names
+from mtrain.config.near import default_choices, near_choice, spelled
+from mtrain.config.paths import find_recipe_file, recipe_names, user_path
 from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
@@ -39,13 +39,13 @@ def find_recipe(name: str) -> Path:
         ConfigError: there is none; with the names near it.
     """
     shared = find_recipe_file(name)
-    for path in (Path(name), Path(f"{name}.yaml"), *([shared] if shared is not None else [])):
+    for path in (user_path(name), user_path(f"{name}.yaml"), *([shared] if shared is not None else [])):
         if os.path.isfile(path):
             return path
-    if os.path.lexists(name):
-        load(Path(name))  # says what it is
+    if os.path.lexists(user_path(name)):
+        load(user_path(name))  # says what it is
     names = recipe_names()
-    near = [f"recipe={n}" for n in near_choice(name, names)] or [f"recipe={p}" for p in files_near(Path(name))]
+    near = [f"recipe={n}" for n in near_choice(name, names)] or [f"recipe={p}" for p in files_near(user_path(name))]
     rule = f"there is neither such a file nor such a shared recipe; shared ones: {', '.join(sorted(names)) or 'none'}"
     fix = " or ".join(near) or "leave it out"
     raise ConfigError([Problem("MT002", "recipe", name, rule, fix, "command line")])
@@ -99,6 +99,7 @@ def _defaults(recipe: Recipe) -> Iterator[Problem]:
             "MT017", "defaults", entries, f"must be a list; {DEFAULTS_FORM}", "delete it", document.where("defaults")
         )
         return
+    groups = [*dict.fromkeys((*GROUPS, *default_choices()[0]))]
     for index, entry in enumerate(entries):
         source = document.where(f"defaults.{index}")
         if not isinstance(entry, dict) or len(entry) != 1:
@@ -106,15 +107,18 @@ def _defaults(recipe: Recipe) -> Iterator[Problem]:
             continue
         ((key, choice),) = entry.items()
         words = key.split()
-        if len(words) != 2 or words[0] != "override" or words[1].lstrip("/") not in GROUPS:
+        if len(words) != 2 or words[0] != "override" or words[1].lstrip("/") not in groups:
             group = words[-1].lstrip("/") if words else ""
-            near = [group] if group in GROUPS else near_choice(group, GROUPS)
+            near = [group] if group in groups else near_choice(group, groups)
             fix = f"- override /{near[0]}: {choice}" if near else "delete it"
             yield Problem("MT017", "defaults", entry, DEFAULTS_FORM, fix, source)
             continue
         group = words[1].lstrip("/")
         problem = check_choice(group, str(choice), source)
-        if problem is not None:
+        if (name := spelled(group, choice)) != str(choice):
+            rule = f"in YAML {name} is text only in quotes"
+            yield Problem("MT017", "defaults", entry, rule, f"- override /{group}: '{name}'", source)
+        elif problem is not None:
             yield problem
         elif group in recipe.choices:
             first = recipe.choice_lines[group]

@@ -16,12 +16,14 @@ from mtrain.config.dump import override, spell
 from mtrain.config.intended import as_key
 from mtrain.config.interpolate import leaves
 from mtrain.config.keys import MERGE, choices_of, field_of, schema_keys, section_in, suggest
-from mtrain.config.near import accepts, as_shipped, at_default, near_choice, suggestions, taken
+from mtrain.config.near import accepts, as_shipped, at_default, choice_fix, near_choice, suggestions, taken
 from mtrain.config.paths import choices_of_group
 from mtrain.config.run import GROUPS, RunConfig
 from mtrain.errors import MAX_PROBLEMS, Problem
 
 Where = Callable[[str], str]
+MISSING = "???"
+"""What stands in a file for a value that it leaves to others, in Hydra's words."""
 OPEN = {
     "model.vocab_size": (
         "the number of ids of the tokenizer, such as 32000 (Llama 2), 50257 (GPT-2) or 128256 (Llama 3)",
@@ -59,15 +61,17 @@ _PATTERNS = {
 
 def validate(values: Mapping[str, Any], where: Where) -> tuple[RunConfig | None, list[Problem]]:
     """Checks `values` against the schema; returns the configuration, or the problems, up to too many."""
-    huge = [_huge(path, number, where) for path, value in leaves(values) for number in _huge_numbers(value)]
+    known = dict(leaves(values))
+    wrong = [_huge(path, number, where) for path, value in known.items() for number in _huge_numbers(value)]
+    wrong += [_open(path, known, where) for path, value in known.items() if value == MISSING]
     try:
         run = RunConfig.model_validate(values)
     except ValidationError as error:
-        named, known = {problem.path for problem in huge}, dict(leaves(values))
+        named = {problem.path for problem in wrong}
         found = [e for e in error.errors(include_url=False) if whole(".".join(map(str, e["loc"]))) not in named]
         others = (problem for e in found for problem in _problems(e, where, known))
-        return None, [*huge, *islice(others, MAX_PROBLEMS + 1)]
-    return (None, huge) if huge else (run, [])
+        return None, [*wrong, *islice(others, MAX_PROBLEMS + 1)]
+    return (None, wrong) if wrong else (run, [])
 
 
 def _huge_numbers(value: Any) -> list[int]:
@@ -79,6 +83,12 @@ def _huge(path: str, number: int, where: Where) -> Problem:
     """The problem of a number that no machine word holds; what is computed from it would not be either."""
     rule = f"has {len(str(abs(number)))} digits; whole numbers go up to {2**63 - 1}"
     return Problem("MT014", path, number, rule, at_default(path), where(path))
+
+
+def _open(path: str, values: Mapping[str, Any], where: Where) -> Problem:
+    """The problem of a value that a file leaves to another one, where none says it."""
+    rule = f"{MISSING} stands for a value that is set over it, and nothing sets it"
+    return Problem("MT015", path, MISSING, rule, at_default(path) or _required(path, values), where(path))
 
 
 def _problems(error: Mapping[str, Any], where: Where, values: Mapping[str, Any]) -> Iterator[Problem]:
@@ -132,12 +142,6 @@ def unknown_key(path: str, value: Any, where: Where) -> Problem:
         why = f"keys of {top}: {', '.join(section)}" if top in GROUPS else f"groups: {', '.join(GROUPS)}"
     rule = "there is no such key" + (f"; {why}" if why else "")
     return Problem("MT012", path, value, rule, " or ".join(suggestions(path, value)), where(path))
-
-
-def wrong_kind(path: str, value: Any, where: Where) -> Problem:
-    """The problem of a mapping in place of a value."""
-    rule = f"must be a value, not {_kind(value)}"
-    return Problem("MT013", path, value, rule, at_default(path), where(path))
 
 
 def _bound(path: str, kind: str, value: Any, context: Mapping[str, Any], where: Where) -> Problem:
@@ -229,6 +233,8 @@ def unfilled(path: str, source: str) -> Problem:
 
 def _required(path: str, values: Mapping[str, Any]) -> str:
     """A value for a key that must have one: that of another key of its name, or its whole section off."""
+    if path in GROUPS:
+        return choice_fix(path, "")
     section, _, last = path.rpartition(".")
     same = [values[key] for key in schema_keys() if key.endswith(f".{last}") and key != path and key in values]
     fixes = [override(path, value) for value in same if accepts(path, value)]

@@ -20,7 +20,7 @@ from mtrain.config.base import Effect
 from mtrain.config.batches import counted, samples_of, stages
 from mtrain.config.dump import override, run_yaml
 from mtrain.config.keys import effect_of
-from mtrain.config.paths import RUN_FILE
+from mtrain.config.paths import CHECKPOINTS, RUN_FILE
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.config.run_file import read_run_file
@@ -42,7 +42,6 @@ PREAMBLE = (
     "metrics.jsonl",
 )
 PACKAGES = ("mtrain", "torch", "megatron-core", "pydantic", "hydra-core")
-CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,8 @@ class Plan:
     """The folder does not belong to an earlier run that goes on."""
     notes: tuple[str, ...] = ()
     """What the user should know of the choice."""
+    weights: Path | None = None
+    """The checkpoint whose weights alone a new run begins with, or a Hugging Face folder."""
 
 
 def anchored(run: RunConfig) -> RunConfig:
@@ -82,7 +83,7 @@ def plan(run: RunConfig) -> Plan:
     if run.checkpoint.resume is None:
         new = _new_folder(run)
         refuse_links(new)
-        return Plan(new)
+        return Plan(new, weights=_weights(run))
     notes: list[str] = []
     found, checkpoint = _latest(run, notes) if run.checkpoint.resume == "latest" else _named(run, notes)
     refuse_links(found)
@@ -313,6 +314,32 @@ def _newest(folder: Path, notes: list[str]) -> Path | None:
     return saved[-1] if saved else None
 
 
+def _weights(run: RunConfig) -> Path | None:
+    """What a new run begins with: the newest checkpoint of the folder that is named, or a Hugging Face folder.
+
+    Raises:
+        ConfigError: it has no checkpoint, or its model is another one.
+    """
+    start = run.checkpoint.init_from
+    if start is None:
+        return None
+    path = Path(start).expanduser()
+    if not any((path / name).is_file() for name in (RUN_FILE, ckpt_folder.MANIFEST)):
+        return path
+    found = path if (path / ckpt_folder.MANIFEST).is_file() else _newest(path, [])
+    if found is None:
+        rule = f"{path} has no checkpoint yet"
+        raise ConfigError([Problem("MT502", "checkpoint.init_from", start, rule, "checkpoint.init_from=null")])
+    differences = _differences(run, read_run_file(found / RUN_FILE), Effect.ARCHITECTURE)
+    if differences:
+        where = f"the weights in {found} are of another model: there it is"
+        raise ConfigError(
+            Problem("MT503", key, new, f"{where} {show(old)}", f"{key}={show(old)}")
+            for key, (old, new) in differences.items()
+        )
+    return found
+
+
 def _nothing(given: str, what: str) -> ConfigError:
     return ConfigError([Problem("MT502", "checkpoint.resume", given, what, "checkpoint.resume=null for a new run")])
 
@@ -323,7 +350,10 @@ def _validate(run: RunConfig, folder: Path, checkpoint: Path | None) -> tuple[st
     if not source.is_file():
         return ()
     other = read_run_file(source)
-    differences = _differences(run, other, *Effect)
+    trained = checkpoint is None or not ckpt_folder.read_manifest(checkpoint, verify=False)["state"].get(
+        "weights_only"
+    )
+    differences = _differences(run, other, *(Effect if trained else (Effect.ARCHITECTURE,)))
     problems = []
     for key, (old, new) in differences.items():
         effect = effect_of(key)

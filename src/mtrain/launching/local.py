@@ -17,11 +17,13 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from mtrain.ckpt.folder import read_manifest
+from mtrain.ckpt.folder import folder_name, is_checkpoint, read_manifest
+from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, MtrainError, say_page
 from mtrain.launching import folder, matmul, preflight
@@ -68,6 +70,10 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
         for note in owned.notes:
             say(run, note)
         say(run, f"run folder: {owned.folder}")
+        if owned.weights is not None and not is_checkpoint(owned.weights):
+            say(run, f"importing the weights of {owned.weights}")
+            Forked(partial(_import, run, owned.weights, owned.folder)).result()
+            owned = replace(owned, weights=owned.folder / CHECKPOINTS / folder_name(0))
         anchored, advice = folder.anchored(run), "go on with checkpoint.resume=latest"
         _run_ranks(anchored, owned.folder, lambda ending: _train(anchored, owned, ending), advice)
     return owned.folder
@@ -95,6 +101,13 @@ def generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperatu
         _run_ranks(run, Path(scratch), lambda ending: _generate(run, source, prompt, tokens, temperature, ending))
 
 
+def logits(run: RunConfig, checkpoint: Path, ids: list[int], out: Path) -> None:
+    """Leave in `out` what `train.assemble.logits` computes of `run`, which is of one rank."""
+    _warm(run)
+    with tempfile.TemporaryDirectory(prefix="mtrain-") as scratch:
+        _run_ranks(run, Path(scratch), lambda ending: _logits(run, checkpoint, ids, out, ending))
+
+
 def _prepare(run: RunConfig, chosen: folder.Plan) -> None:
     """Tokenize where that is needed, and find what is wrong with the data before any rank exists."""
     from mtrain.data import open_splits, prepare, same_data
@@ -104,14 +117,22 @@ def _prepare(run: RunConfig, chosen: folder.Plan) -> None:
     if run.data.kind == "indexed":  # what mtrain tokenized itself has no other ids
         splits.check_ids()
     if chosen.checkpoint is not None and not run.checkpoint.accept_changes:
-        same_data(read_manifest(chosen.checkpoint, verify=False)["state"]["data"], splits.describe())
+        saved = read_manifest(chosen.checkpoint, verify=False)["state"].get("data")
+        if saved is not None:
+            same_data(saved, splits.describe())
 
 
 def _train(run: RunConfig, chosen: folder.Plan, ending: End) -> None:
     enter(run, ending)
     from mtrain.train.assemble import Paths, train
 
-    train(run, lambda world: Paths(chosen.folder, chosen.checkpoint), ending)
+    train(run, lambda world: Paths(chosen.folder, chosen.checkpoint, chosen.weights), ending)
+
+
+def _import(run: RunConfig, source: Path, home: Path) -> None:
+    from mtrain.convert.hugging_face import take
+
+    take(run, source, home)
 
 
 def _observe(run: RunConfig, home: Path, ending: End) -> None:
@@ -126,6 +147,13 @@ def _generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperat
     from mtrain.train.assemble import generate_text
 
     generate_text(run, source.checkpoint, source.tokenizer, prompt, tokens, temperature)
+
+
+def _logits(run: RunConfig, checkpoint: Path, ids: list[int], out: Path, ending: End) -> None:
+    enter(run, ending)
+    from mtrain.train import assemble
+
+    assemble.logits(run, checkpoint, ids, out)
 
 
 def import_for(run: RunConfig) -> None:

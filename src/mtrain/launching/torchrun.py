@@ -7,8 +7,10 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
+from mtrain.ckpt.folder import is_checkpoint
+from mtrain.config.paths import program
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadEnvironment, ConfigError, MtrainError, TrainingError, say
+from mtrain.errors import BadEnvironment, ConfigError, MtrainError, Problem, TrainingError, say
 from mtrain.launching import folder, matmul
 from mtrain.launching.worker import describe, enter, leave, revive
 
@@ -72,8 +74,8 @@ def train(run: RunConfig, argv: list[str]) -> int:
             body = json.loads(world.tell(told))
             if "kind" in body:
                 raise revive(body)
-            checkpoint = body["checkpoint"]
-            return Paths(Path(body["folder"]), Path(checkpoint) if checkpoint else None, body["cpu_matmul"])
+            checkpoint, weights = (Path(body[key]) if body[key] else None for key in ("checkpoint", "weights"))
+            return Paths(Path(body["folder"]), checkpoint, weights, body["cpu_matmul"])
 
         try:
             together = train_rank(run, locate, _end)
@@ -123,13 +125,18 @@ def ranks_here() -> int:
 def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
     try:
         planned = folder.plan(run)
+        if planned.weights is not None and not is_checkpoint(planned.weights):
+            rule = "a Hugging Face folder is imported before the ranks of a launcher start"
+            fix = f"{program()} convert import {planned.weights} RUN, and checkpoint.init_from=RUN"
+            raise ConfigError([Problem("MT436", "checkpoint.init_from", str(planned.weights), rule, fix)])
         run = matmul.chosen(run, planned.checkpoint)
         chosen = stack.enter_context(folder.opened(run, planned, argv))
     except MtrainError as error:
         return json.dumps(describe(error))
     say(f"run folder: {chosen.folder}")
-    checkpoint = str(chosen.checkpoint) if chosen.checkpoint else None
-    return json.dumps({"folder": str(chosen.folder), "checkpoint": checkpoint, "cpu_matmul": run.kernels.cpu_matmul})
+    places = {"folder": chosen.folder, "checkpoint": chosen.checkpoint, "weights": chosen.weights}
+    body: dict[str, str | None] = {key: str(path) if path else None for key, path in places.items()}
+    return json.dumps({**body, "cpu_matmul": run.kernels.cpu_matmul})
 
 
 def rank() -> str:

@@ -6,15 +6,6 @@ from mtrain.config.run import RunConfig
 from mtrain.config.stages import Stage, stages
 
 
-def stage_layers(run: RunConfig) -> list[list[range]]:
-    """Layers of each pipeline rank: one range per virtual stage, `out[pp_rank][vpp_index]`.
-
-    Raises:
-        ValueError: the layers cannot be split as the configuration says.
-    """
-    return [[stage.layers for stage in held] for held in held_stages(run)]
-
-
 def embedding_stages(run: RunConfig) -> list[int]:
     """Pipeline ranks that share the gradient of the word embedding, rising.
 

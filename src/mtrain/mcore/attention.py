@@ -28,10 +28,12 @@ class CoreAttention(MegatronModule):
     """Softmax attention of this rank's heads: [s, b, n, d] queries to [s, b, n * e].
 
     Under context parallelism the layer sees the whole sequence in the way that `cp_comm_type` says; see `Context`.
-    `impl` is that of the attention op; `auto` is the fastest backend that takes a call.
+    `impl` is that of the attention op; `auto` is the fastest backend that takes a call. A positive `softcap` bounds
+    the logits, as there.
     """
 
     impl = "reference"
+    softcap = 0.0
 
     def __init__(
         self,
@@ -174,6 +176,7 @@ class CoreAttention(MegatronModule):
         """
         dropout_p = self._dropout_p if self.training else 0.0
         size, here = blocks.shape[0], context.block
+        options: dict[str, Any] = {"scale": self._scale, "softcap": self.softcap, "dropout_p": dropout_p}
         q, both = query.permute(1, 2, 0, 3), torch.cat([key, value], dim=-1)
         out = lse = None
         for step in range(size):
@@ -185,7 +188,7 @@ class CoreAttention(MegatronModule):
             if mask is None:
                 mask = torch.ones((len(blocks[here]), len(k_at)), dtype=torch.bool, device=q.device)
             with self._random_state(dropout_p):
-                part = partial_attention(q, k, v, mask=mask, scale=self._scale, dropout_p=dropout_p)
+                part = partial_attention(q, k, v, mask=mask, **options)
             out, lse = part if out is None or lse is None else merge(out, lse, *part)
         assert out is not None
         assert lse is not None
@@ -208,9 +211,10 @@ class CoreAttention(MegatronModule):
         sink = self.softmax_offset if sink is None else sink
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         options: dict[str, Any] = {"causal": causal, "mask": mask, "sink": sink}
-        options |= {"scale": self._scale, "dropout_p": dropout_p}
+        options |= {"scale": self._scale, "softcap": self.softcap, "dropout_p": dropout_p}
+        plain = sink is None and not dropout_p and not self.softcap
         with self._random_state(dropout_p):
-            if self.impl == "reference" and causal and sink is None and not dropout_p and short.fits(q, k, v):
+            if self.impl == "reference" and causal and plain and short.fits(q, k, v):
                 out = short.attention(q, k, v, self._scale)
             elif self.impl == "reference":
                 out = reference.attention(q, k, v, **options)

@@ -6,6 +6,7 @@ Every spec is built with the provider given explicitly; none of megatron-core's 
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -18,40 +19,52 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-    get_transformer_layer_offset,
-)
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mtrain.errors import BadEnvironment
 from mtrain.mcore import api
 from mtrain.mcore.attention import CoreAttention
+from mtrain.mcore.decoder_layer import DecoderLayer, DecoderLayerSubmodules
 from mtrain.mcore.layers import (
     Activation,
     ColumnGroupedLinear,
     DuplicatedLinear,
+    KeyNorm,
     Norm,
+    QueryNorm,
     RowGroupedLinear,
     chosen,
     with_epsilon,
 )
 from mtrain.mcore.linear import ColumnLinear, RowLinear
-from mtrain.mcore.parallel_residual import ParallelResidualLayer
+from mtrain.mcore.parallel_residual import SIDE_BY_SIDE
 
 BACKENDS = {"torch": "auto"}  # of the attention op: the fastest that takes a call
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a layer has beside megatron-core's own: the keys of `model` with these names."""
+
+    norm_placement: str = "pre"
+    qk_layernorm_across_heads: bool = False
+    attn_logit_softcapping: float | None = None
+    rotary_base_local: float | None = None
 
 
 class Provider(BackendSpecProvider):
     """megatron-core's question "which class?" answered per operation: the portable layer, or TransformerEngine's."""
 
-    def __init__(self, kernels: dict[str, Any], te: Any) -> None:
+    def __init__(self, kernels: dict[str, Any], te: Any, parts: Parts = Parts()) -> None:
         self.kernels = kernels
+        self.parts = parts
         self._te = te
 
     @property
     def all_te(self) -> bool:
         """Whether TransformerEngine implements every layer, so that its fused ones can stand for several."""
+        if self.parts != Parts():  # its fused layers know none of them
+            return False
         layers = [impl for operation, impl in self.kernels.items() if operation != "activation"]
         return {"te"} == {impl for impl in layers if impl} and self.kernels["activation"] != "triton"
 
@@ -89,7 +102,7 @@ class Provider(BackendSpecProvider):
         if self._uses_te("attention"):
             return self._te.core_attention()  # type: ignore[no-any-return]
         impl = self.kernels["attention"]
-        return chosen(CoreAttention, BACKENDS.get(impl, impl))
+        return chosen(CoreAttention, BACKENDS.get(impl, impl), softcap=self.parts.attn_logit_softcapping or 0.0)
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, Any]:
         """Experts in one grouped call, or one after another; the legacy grouped MLP is never used."""
@@ -108,11 +121,11 @@ class Provider(BackendSpecProvider):
         return Activation if self.kernels["activation"] == "triton" else None
 
 
-def provider(kernels: Any) -> Provider:
+def provider(kernels: Any, parts: Parts = Parts()) -> Provider:
     """The provider for resolved implementations; operations that the model does not have may be None.
 
     Raises `BadEnvironment` where `te` is named but TransformerEngine does not import, `ValueError` for a word that
-    is no implementation.
+    is no implementation, or one without the cap of `parts`.
     """
     impls = {operation: getattr(kernels, operation, None) for operation in _WORDS}
     for operation, impl in impls.items():
@@ -120,8 +133,10 @@ def provider(kernels: Any) -> Provider:
             raise ValueError(
                 f"kernels.{operation} = {impl!r} is none of {', '.join(filter(None, _WORDS[operation]))}"
             )
+    if impls["attention"] == "te" and parts.attn_logit_softcapping:
+        raise ValueError("TransformerEngine's attention knows no cap of logits")
     named = [f"kernels.{operation}" for operation, impl in impls.items() if impl == "te"]
-    return Provider(impls, _transformer_engine(named) if named else None)
+    return Provider(impls, _transformer_engine(named) if named else None, parts)
 
 
 _WORDS: dict[str, tuple[str | None, ...]] = {
@@ -167,8 +182,9 @@ def mtp_spec(config: Any, provider: Provider, *, vp_stage: int | None = None, pp
     if not config.mtp_num_layers:
         return None
     last = one_layer_spec(config, provider, moe=_moe_pattern(config)[-1])
+    block = api.TransformerBlockSubmodules(layer_specs=[last], layer_norm=provider.layer_norm(_is_rms(config)))
     return api.get_gpt_mtp_block_spec_for_backend(
-        config=config, spec=last, backend=provider, vp_stage=vp_stage, pp_rank=pp_rank
+        config=config, spec=block, backend=provider, vp_stage=vp_stage, pp_rank=pp_rank
     )
 
 
@@ -176,7 +192,7 @@ def one_layer_spec(config: Any, provider: Provider, *, moe: bool) -> Any:
     """One transformer layer; `moe` tells whether its MLP is a mixture of experts."""
     spec = _one_after_the_other(config, provider, moe)
     if getattr(config, "parallel_residual", False):
-        spec.module = ParallelResidualLayer
+        spec.module = SIDE_BY_SIDE[spec.module]
     return spec
 
 
@@ -191,13 +207,16 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool) -> Any:
             qk_l2_norm=config.qk_l2_norm,
             use_te_activation_func=config.use_te_activation_func,
         )
-    norm = provider.layer_norm(_is_rms(config))
+    norm, place = provider.layer_norm(_is_rms(config)), provider.parts.norm_placement
+    before, behind = (IdentityOp if place == other else norm for other in ("post", "pre"))
     attention = _mla(config, provider) if config.multi_latent_attention else _self_attention(config, provider)
-    layer = TransformerLayerSubmodules(
-        input_layernorm=norm,
+    layer = DecoderLayerSubmodules(
+        input_layernorm=before,
         self_attention=attention,
         self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=norm,
+        post_self_attn_layernorm=behind,
+        pre_mlp_layernorm=before,
+        post_mlp_layernorm=behind,
         mlp=api.get_mlp_module_spec_for_backend(
             backend=provider,
             num_experts=experts,
@@ -212,11 +231,11 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool) -> Any:
             "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
             "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
         }
-    return api.ModuleSpec(module=TransformerLayer, submodules=layer)
+    return api.ModuleSpec(module=DecoderLayer, submodules=layer)
 
 
 def _self_attention(config: Any, provider: Provider) -> Any:
-    norm = _qk_norm(config, provider)
+    queries, keys = _qk_norms(config, provider)
     return api.ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": api.AttnMaskType.causal},
@@ -224,8 +243,8 @@ def _self_attention(config: Any, provider: Provider) -> Any:
             linear_qkv=provider.column_parallel_linear(),
             core_attention=provider.core_attention(),
             linear_proj=provider.row_parallel_linear(),
-            q_layernorm=norm,
-            k_layernorm=norm,
+            q_layernorm=queries,
+            k_layernorm=keys,
         ),
     )
 
@@ -249,6 +268,14 @@ def _mla(config: Any, provider: Provider) -> Any:
             kv_layernorm=norm,
         ),
     )
+
+
+def _qk_norms(config: Any, provider: Provider) -> tuple[type, type]:
+    """Those of queries and of keys; over all heads they are ours in any case."""
+    if provider.parts.qk_layernorm_across_heads:
+        impl = "reference" if provider.kernels["norm"] == "te" else provider.kernels["norm"]
+        return chosen(QueryNorm, impl), chosen(KeyNorm, impl)
+    return (_qk_norm(config, provider),) * 2
 
 
 def _qk_norm(config: Any, provider: Provider) -> type:

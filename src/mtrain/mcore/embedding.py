@@ -1,4 +1,4 @@
-"""Embeddings whose gradient is added up in fp32.
+"""Embeddings whose gradient is added up in fp32, and that may be scaled.
 
 On a CPU torch adds the gradients of all tokens with one id up in the dtype of the weight: in bf16 a sum of ones stays
 at 256. On CUDA it adds in fp32 by itself.
@@ -42,10 +42,19 @@ def _needs_lookup(weight: Tensor) -> bool:
 
 
 class WordEmbedding(VocabParallelEmbedding):
-    """megatron-core's embedding of tokens, each tensor-parallel rank with a part of the vocabulary."""
+    """megatron-core's embedding of tokens, each tensor-parallel rank with a part of the vocabulary.
+
+    What it makes is multiplied by `scale`, rounded to the dtype of the weight (as in Gemma), where that is not None.
+    """
+
+    scale: float | None = None
 
     def forward(self, input_: Tensor) -> Tensor:
         """Ids [b, s] to [b, s, h], or to this rank's [s / tp, b, h] where it scatters to sequence parallelism."""
+        found = self._rows(input_)
+        return found if self.scale is None else found * torch.tensor(self.scale, dtype=self.weight.dtype).item()
+
+    def _rows(self, input_: Tensor) -> Tensor:
         if not _needs_lookup(self.weight):
             return super().forward(input_)  # type: ignore[no-any-return]
         if self.tp_group.size() == 1:
@@ -68,8 +77,9 @@ class PositionEmbedding(nn.Embedding):
         return _Lookup.apply(self.weight, input) if _needs_lookup(self.weight) else super().forward(input)  # type: ignore[no-any-return]
 
 
-def add_in_fp32(embedding: Any) -> None:
+def add_in_fp32(embedding: Any, scale: float | None = None) -> None:
     """Make both embeddings of a `LanguageModelEmbedding`, which names their classes itself, those of this module."""
     embedding.word_embeddings.__class__ = WordEmbedding
+    embedding.word_embeddings.scale = scale
     if embedding.add_position_embedding:
         embedding.position_embeddings.__class__ = PositionEmbedding

@@ -13,7 +13,7 @@ from mtrain_kernels.linear_cross_entropy.op import linear_cross_entropy
 from torch import Tensor
 
 from mtrain.mcore.embedding import add_in_fp32
-from mtrain.mcore.rotary import Frequencies, ScaledRotary
+from mtrain.mcore.rotary import Frequencies, ScaledRotary, TwoBases
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -62,11 +62,13 @@ class OutputLayer(ColumnParallelLinear):
 class LanguageModel(GPTModel):
     """A GPT that gives the sum of its losses where there are labels: a scalar, each token's loss times `loss_mask`.
 
-    `loss` says who makes them: `megatron` from all logits at once, any other word is the impl of
+    `loss` says who makes them: `megatron` from all logits at once, any other word is the `impl` of
     `mtrain_kernels.linear_cross_entropy`. Losses of MTP layers are added to the gradient as
     megatron-core does it, weighted by the mask of their own tokens. Every loss is over the first `loss_vocab_size`
     ids; logits that are asked for without labels have all of the padded vocabulary. `soft_cap` bounds logits as
-    `OutputLayer` says. `frequencies` are those of the rotary positions where megatron-core's are not.
+    `OutputLayer` says; the embeddings of tokens are multiplied by `embedding_scale`. `frequencies` are those of the
+    rotary positions where megatron-core's are not; layers with a window have rotary positions by
+    `rotary_base_local`.
     """
 
     def __init__(
@@ -75,19 +77,23 @@ class LanguageModel(GPTModel):
         loss: str,
         loss_vocab_size: int,
         soft_cap: float | None = None,
+        embedding_scale: float | None = None,
+        rotary_base_local: float | None = None,
         frequencies: Frequencies | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._loss, self._loss_vocab_size = loss, loss_vocab_size
         if hasattr(self, "embedding"):
-            add_in_fp32(self.embedding)
+            add_in_fp32(self.embedding, embedding_scale)
         if self.post_process:
             self.output_layer.__class__ = OutputLayer  # GPTModel makes the layer itself, of the class that it names
             self.output_layer.soft_cap = soft_cap
         if frequencies is not None:
             self.rotary_pos_emb.__class__ = ScaledRotary
             self.rotary_pos_emb.frequencies = frequencies
+        if rotary_base_local is not None:
+            self.rotary_pos_emb: Any = TwoBases(self.rotary_pos_emb, rotary_base_local)
 
     def _postprocess(
         self,

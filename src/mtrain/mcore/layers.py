@@ -11,13 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
     _initialize_affine_weight_cpu,
     _initialize_affine_weight_gpu,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
@@ -33,9 +37,13 @@ Init = Callable[[Tensor], Any]
 
 
 @functools.cache
-def chosen(layer: type, impl: str) -> type:
-    """The layer computed by the implementation of its op that `impl` names: a class that specs can name."""
-    return type(layer.__name__, (layer,), {"impl": impl, "__doc__": layer.__doc__, "__module__": layer.__module__})
+def chosen(layer: type, impl: str, **options: Any) -> type:
+    """The layer computed by the implementation of its op that `impl` names: a class that specs can name.
+
+    `options` are other attributes of the class.
+    """
+    names = {"__doc__": layer.__doc__, "__module__": layer.__module__}
+    return type(layer.__name__, (layer,), {"impl": impl, **options, **names})
 
 
 class Norm(nn.Module):
@@ -89,6 +97,50 @@ def with_epsilon(norm: type[Norm], epsilon: float) -> type[Norm]:
 
     Own.__name__, Own.__doc__ = norm.__name__, norm.__doc__
     return Own
+
+
+class _NormAcrossHeads(Norm):
+    """RMSNorm over all heads of queries or keys [s, b, n, d], of which a tensor-parallel rank has n.
+
+    Every rank keeps the whole weight. It reads the part of its heads, so the gradients of the ranks are summed, as
+    megatron-core does for the norms of queries and keys. A key/value head may be on several ranks.
+    """
+
+    heads_of: Callable[[Any], int]
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **more: Any) -> None:
+        self.heads = type(self).heads_of(config)
+        super().__init__(config, self.heads * hidden_size, eps, **more)
+        self._tp = parallel_state.get_tensor_model_parallel_group()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normalised heads, in their shape and dtype."""
+        ranks, (n, d) = self._tp.size(), x.shape[-2:]
+        if ranks == 1:
+            return super().forward(x.flatten(-2)).view_as(x)
+        copies = n * ranks // self.heads
+        first = self._tp.rank() // copies * n * d
+        weight = self.weight[first : first + n * d].view(n, d).float()
+        wide = x.float()
+        squares = wide.square().sum((-2, -1), keepdim=True)
+        # every rank's part of the loss depends on the sum
+        squares = copy_to_tensor_model_parallel_region(
+            reduce_from_tensor_model_parallel_region(squares, group=self._tp), group=self._tp
+        )
+        scale = torch.rsqrt(squares / (copies * self.heads * d) + self.eps)
+        return (wide * scale * (1 + weight if self.zero_centered else weight)).to(x.dtype)
+
+
+class QueryNorm(_NormAcrossHeads):
+    """One norm over the queries of all heads."""
+
+    heads_of = staticmethod(lambda config: config.num_attention_heads)
+
+
+class KeyNorm(_NormAcrossHeads):
+    """One norm over all keys."""
+
+    heads_of = staticmethod(lambda config: config.num_query_groups)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from typing import cast
 
@@ -53,6 +54,7 @@ def builder(family: Family) -> BuildChunk:
     return cast(BuildChunk, getattr(import_module(module), function))
 
 
+@cache
 def _load(name: str) -> Family:
     entry = plug_ins.found(GROUP).get(name)
     if entry is None:

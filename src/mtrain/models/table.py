@@ -24,6 +24,10 @@ class Operation:
     to_ours: Rearrange
     to_theirs: Rearrange
 
+    def apply(self, tensors: list[Tensor], model: Any, *, inward: bool) -> list[Tensor]:
+        """Theirs as ours, or ours as theirs."""
+        return (self.to_ours if inward else self.to_theirs)(tensors, model)
+
 
 def _same(tensors: list[Tensor], model: Any) -> list[Tensor]:
     return tensors
@@ -120,34 +124,87 @@ PAIRS = Operation("pairs as halves", _neighbours_as_halves, _halves_as_neighbour
 
 
 @dataclass(frozen=True)
+class Step:
+    """Tensors of a model that hold the same, by name."""
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    operation: Operation
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A tensor of theirs that holds what the tensor `of` does, where the embedding is tied, or in an MTP layer."""
+
+    name: str
+    of: str
+    of_mtp: bool = False
+
+
+@dataclass(frozen=True)
 class Entry:
-    """Tensors that hold the same; `{i}` counts layers, `{e}` experts, where there are several of ours."""
+    """Tensors that hold the same; `{i}` counts layers, `{e}` experts, of ours alone or of both."""
 
     ours: str
     theirs: tuple[str, ...]
     operation: Operation = SAME
 
+    def steps(self, model: Any, **numbers: int) -> Iterator[Step]:
+        """One, or one for each expert where both sides keep experts apart."""
+        ours, theirs = _numbered((self.ours,), numbers), _numbered(self.theirs, numbers)
+        experts = range(model.moe.num_experts) if "{e}" in self.ours else range(0)
+        if any("{e}" in name for name in theirs):
+            for e in experts:
+                yield Step(_numbered(ours, {"e": e}), _numbered(theirs, {"e": e}), self.operation)
+            return
+        each = tuple(ours[0].replace("{e}", str(e)) for e in experts) if experts else ours
+        yield Step(each, theirs, self.operation)
+
+
+def _numbered(names: tuple[str, ...], numbers: Mapping[str, int]) -> tuple[str, ...]:
+    for letter, number in numbers.items():
+        names = tuple(name.replace(f"{{{letter}}}", str(number)) for name in names)
+    return names
+
 
 @dataclass(frozen=True)
 class Table:
-    """The entries of a family: once, of each layer, and of each layer of one kind."""
+    """The entries of a family: once, of each layer, of each layer of one kind, and of each MTP layer.
+
+    In an entry of an MTP layer `{m}` counts those layers, and `{i}` goes on from the last of the others.
+    """
 
     once: tuple[Entry, ...]
     layer: tuple[Entry, ...]
     dense: tuple[Entry, ...] = ()
     experts: tuple[Entry, ...] = ()
+    mtp: tuple[Entry, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    ignored: tuple[str, ...] = ()
+    """Patterns of names that hold nothing of the model: tables that are computed from its configuration."""
 
-    def entries(self, model: Any) -> Iterator[tuple[list[str], list[str], Operation]]:
-        """Names of ours, names of theirs and the operation, of a model's every layer."""
+    def entries(self, model: Any) -> Iterator[Step]:
+        """The entries of a model's every layer, with numbers for letters."""
         for entry in self.once:
-            yield [entry.ours], list(entry.theirs), entry.operation
+            yield from entry.steps(model)
         sparse_from = model.num_layers if model.moe is None else model.moe.first_dense_layers
-        count = model.moe.num_experts if model.moe else 0
         for i in range(model.num_layers):
             for entry in self.layer + (self.experts if i >= sparse_from else self.dense):
-                ours = entry.ours.replace("{i}", str(i))
-                each = [ours.replace("{e}", str(e)) for e in range(count)] if "{e}" in ours else [ours]
-                yield each, [name.replace("{i}", str(i)) for name in entry.theirs], entry.operation
+                yield from entry.steps(model, i=i)
+        for m in range(model.mtp_num_layers or 0):
+            for entry in self.mtp:
+                yield from entry.steps(model, i=model.num_layers + m, m=m)
+
+    def held_twice(self, model: Any) -> dict[str, str]:
+        """Names of theirs that may be there and hold what another one does: copy -> original."""
+        out = {}
+        for copy in self.copies:
+            if copy.of_mtp:
+                for m in range(model.mtp_num_layers or 0):
+                    out[copy.name.replace("{i}", str(model.num_layers + m))] = copy.of
+            elif model.tie_word_embeddings:
+                out[copy.name] = copy.of
+        return out
 
 
 def to_ours(table: Table, model: Any, theirs: Tensors) -> dict[str, Tensor]:
@@ -168,12 +225,12 @@ def to_theirs(table: Table, model: Any, ours: Tensors) -> dict[str, Tensor]:
 def _mapped(table: Table, model: Any, given: Tensors, inward: bool) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     used: list[str] = []
-    for ours, theirs, operation in table.entries(model):
-        source, target = (theirs, ours) if inward else (ours, theirs)
+    for step in table.entries(model):
+        source, target = (step.theirs, step.ours) if inward else (step.ours, step.theirs)
         if not any(name in given for name in source):
             continue
         used += source
-        made = (operation.to_ours if inward else operation.to_theirs)([given[name] for name in source], model)
+        made = step.operation.apply([given[name] for name in source], model, inward=inward)
         if set(target) & out.keys():
             raise ValueError(f"{target} are made twice")
         out |= dict(zip(target, made, strict=True))

@@ -61,8 +61,7 @@ def activation_bytes(run: RunConfig) -> int:
     """
     m, p = run.model, run.parallel
     size = bytes_of(run.precision.format)
-    dp = max(1, (p.ranks or 1) // p.model_ranks)
-    tokens = run.trainer.micro * run.data.length // (dp if p.hybrid_context_parallel else p.cp)
+    tokens = run.trainer.micro * run.data.length // (p.dp if p.hybrid_context_parallel else p.cp)
     parts = p.tp if p.sequence_parallel or p.recompute.distribute_saved_activations else 1
     layers = 1 if p.recompute.granularity == "full" else max(1, m.num_layers // p.pp)
     kept = layers * (tokens // parts) * m.hidden_size * size
@@ -99,8 +98,8 @@ def _device(run: RunConfig) -> _Memory | None:
         return None
     state, holds = state_bytes(run) // ranks, int(memory * GIB)
     known = state <= holds and not run.optim.cpu_offload
-    dp = max(1, ranks // run.parallel.model_ranks)
-    return _Memory(f"a device of {run.cluster.name}", holds, 1, -(-_largest(run) // dp), state if known else 0)
+    samples = -(-_largest(run) // run.parallel.dp)
+    return _Memory(f"a device of {run.cluster.name}", holds, 1, samples, state if known else 0)
 
 
 def _largest(run: RunConfig) -> int:

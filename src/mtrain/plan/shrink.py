@@ -31,16 +31,18 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
     positions, windows, sinks, tying, routing, recomputation, optimizer, schedule. Products in 8 or 4 bits do not: no
     CPU has them.
     """
-    p, deep = _fitting(run.parallel, _data_parallel(run), max_ranks), stages(run)
+    p, deep = _fitting(run.parallel, max_ranks), stages(run)
     if p.pp * p.vpp < len(deep):  # written stages are of a pipeline that no longer exists
         p, deep = p.model_copy(update=EQUAL_STAGES), []
     seq = 2 * p.cp * p.tp * -(-32 // (2 * p.cp * p.tp))
     if p.hybrid_context_parallel:  # room for documents of different lengths
         seq *= 4
         p = p.model_copy(update={"max_seqlen_per_dp_cp_rank": None})
-    assert p.ranks is not None
-    batch = (p.ranks // p.model_ranks) * p.pp * max(1, 4 // p.pp)
-    p = p.model_copy(update={"recompute": _one_layer_groups(p.recompute)})
+    taken = _taken_in_turn(run.parallel, p)
+    smallest = p.dp * taken
+    batch = smallest * max(1, 4 // taken)
+    group = {"microbatch_group_size_per_vp_stage": taken if taken > p.pp else None}
+    p = p.model_copy(update={**group, "recompute": _one_layer_groups(p.recompute)})
     layers, p = _depth(p, deep)
     values: dict[str, Any] = {
         "model": family_of(run.model).shrink(run.model, p, layers=layers, seq_length=seq),
@@ -60,7 +62,7 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
                 "train_iters": steps,
                 "global_batch_size": batch,
                 "micro_batch_size": 1,
-                **_ramp(run, batch // max(1, 4 // p.pp), batch, seq),
+                **_ramp(run, smallest, batch, seq),
                 "eval_iters": 0,
                 "eval_interval": None,
                 "sample_tokens": 0,
@@ -76,8 +78,9 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
     return resolve(RunConfig.model_validate(run.model_copy(update=values).model_dump()), MACHINE)
 
 
-def _fitting(p: ParallelConfig, data_parallel: int, max_ranks: int) -> ParallelConfig:
+def _fitting(p: ParallelConfig, max_ranks: int) -> ParallelConfig:
     """`p` with the fewest ranks that its degrees allow, or twice as many where there was data parallelism."""
+    data_parallel = p.dp
     while _fewest(p) > max_ranks:
         axis = max(("ep", "pp", "cp", "etp", "tp"), key=lambda a: (getattr(p, a) or 1) % 2 == 0 and getattr(p, a))
         degree = getattr(p, axis)
@@ -103,6 +106,12 @@ def _fewest(p: ParallelConfig) -> int:
     while p.hsdp_replicas > 1 and (world // (p.tp * p.pp)) % (2 * p.hsdp_replicas):
         world += smallest_world(p)
     return world
+
+
+def _taken_in_turn(asked: ParallelConfig, p: ParallelConfig) -> int:
+    """Micro-batches that a (virtual) stage of `p` takes in turn: more than stages where more were asked for."""
+    more = p.vpp > 1 and (asked.microbatch_group_size_per_vp_stage or 0) > asked.pp
+    return 2 * p.pp if more else p.pp
 
 
 def _one_layer_groups(recompute: RecomputeConfig) -> RecomputeConfig:
@@ -168,10 +177,6 @@ def differences(before: RunConfig, after: RunConfig) -> list[str]:
     old, new = before.flat(), after.flat()
     watched = ("model.", "data.seq_length", "trainer.global_batch_size", "parallel.", *_FORMATS)
     return [f"{k}: {old.get(k)} -> {v}" for k, v in new.items() if old.get(k) != v and k.startswith(watched)]
-
-
-def _data_parallel(run: RunConfig) -> int:
-    return max(1, (run.parallel.ranks or 1) // run.parallel.model_ranks)
 
 
 def _on_a_cpu(run: RunConfig) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from mtrain.config.base import Effect
 from mtrain.config.compose import compose
 from mtrain.config.keys import effect_of
 from mtrain.config.load import load
+from mtrain.config.paths import user_path
 from mtrain.config.recipe import find_recipe
 from mtrain.config.run import GROUPS, RunConfig
 from mtrain.errors import ConfigError, Problem
@@ -33,14 +34,16 @@ class Difference:
 def overrides_of(words: Sequence[str]) -> list[str]:
     """Words of a command line where a bare one names a recipe, a run or checkpoint folder, or a run file.
 
+    `~key` takes a key away, and is no path; `~/mine.yaml` is one.
+
     Raises:
         ConfigError: a folder holds no run, or there is no such recipe.
     """
-    return [word if "=" in word else _named(word) for word in words]
+    return [word if "=" in word or (word[:1] == "~" and "/" not in word) else _named(word) for word in words]
 
 
 def _named(word: str) -> str:
-    path = Path(word).expanduser()
+    path = user_path(word)
     if path.is_dir() and not (path / RUN_FILE).is_file() and not path.with_suffix(".yaml").is_file():
         rule = f"{word} is a folder without {RUN_FILE}; a run or a checkpoint folder has one"
         raise ConfigError([Problem("MT502", "", None, rule, "the name of a recipe, or runs/NAME", "command line")])

@@ -124,16 +124,16 @@ def beside(flag: str, key: str, active: Callable[[Values], bool], absent: Any, w
     return Entry((flag,), (key,), read, lambda d: plain.write(d) if key in d and active(d) else [])
 
 
-def switch(flag: str, key: str, active: Callable[[Values], bool], why: str, *, value: bool = True) -> Entry:
-    """A switch that makes a key `value`, and is read only where `active` says so, of the keys before it."""
-    plain = _switch(flag, key, value)
+def switch(flag: str, key: str, active: Callable[[Values], bool], why: str) -> Entry:
+    """A switch that makes a key true, and is read only where `active` says so, of the keys before it."""
+    plain = on(flag, key)
 
     def read(a: Arguments, d: Draft) -> Draft:
         if active(d):
             return plain.read(a, d)
         a.has(flag)
         a.refuse(flag, "no effect", why)
-        return {key: not value}
+        return {key: False}
 
     return Entry((flag,), (key,), read, plain.write)
 

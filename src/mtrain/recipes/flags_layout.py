@@ -193,17 +193,8 @@ def _words_of(key: str) -> list[str]:
     return out
 
 
-def _buckets(d: Values) -> bool:
-    return bool(d["parallel.overlap_grad_reduce"]) and d["parallel.fsdp"] == "none"
-
-
 def _turns(d: Values) -> bool:
     return bool(d["parallel.vpp"] > 1)
-
-
-def _keeps_whole_inputs(d: Values) -> bool:
-    full = d["parallel.recompute.granularity"] == "full"
-    return full and d["parallel.tp"] > 1 and not d["parallel.sequence_parallel"]
 
 
 AXES: tuple[Entry, ...] = (

@@ -142,11 +142,6 @@ def _rope_type_words(d: Values) -> list[str]:
     return ["--rope-type", d["model.mla.rope_type"]] if "model.mla.rope_type" in d else []
 
 
-def _stretched(value: Any) -> Any:
-    """What leaving out a flag of stretched positions means: the value, where positions are stretched."""
-    return lambda d: value if d.get("model.mla.rope_type") == "yarn" else None
-
-
 def _layers_with_experts(a: Arguments, d: Draft) -> Draft:
     key, flag, text = "model.moe.first_dense_layers", "--moe-layer-freq", a.word("--moe-layer-freq")
     if text is None or text.strip() == "1":
@@ -181,19 +176,11 @@ def _single(flag: str, key: str, absent: Any) -> Entry:
     return Entry((flag,), (key,), read, plain.write)
 
 
-def _balancing_rate(d: Values) -> float | None:
-    return 1e-3 if d.get("model.moe.router_enable_expert_bias") else None
-
-
 def _group_score(a: Arguments, d: Draft) -> Draft:
     """Megatron-LM's sum of as many best scores of a group as a token takes experts of each of its groups."""
     groups, taken = d.get("model.moe.router_num_groups"), d.get("model.moe.router_group_topk")
     key = "model.moe.router_group_score_topk"
     return {key: max(1, d["model.moe.router_topk"] // taken) if groups and taken else None}
-
-
-def _drop_policy(d: Values) -> str | None:
-    return "probs" if d.get("model.moe.expert_capacity_factor") else None
 
 
 def _gated(d: Values) -> bool:

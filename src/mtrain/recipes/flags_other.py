@@ -126,7 +126,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         --cuda-graph-warmup-steps --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d
         --no-pin-cpu-grads --no-pin-cpu-params --moe-per-layer-logging --record-memory-history
         --memory-snapshot-path --profile-ranks --distributed-timeout-seconds-after-init
-        --decrease-batch-size-if-needed --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
+        --decrease-batch-size-if-needed
         --exit-interval --exit-duration-in-mins --adlr-autoresume --adlr-autoresume-interval --inprocess-restart
         """,
     ),

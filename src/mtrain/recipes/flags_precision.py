@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mtrain.config.formats import FORMATS
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
-from mtrain.recipes.flags import default_of
 
 SOME, START, END = "--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16"
 FIRST, LAST = "precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16"
 NEEDS_FORMAT = "read only beside --fp8-format or --fp4-format"
-NEEDS_DELAYED = "read only by another --fp8-recipe"
 PADDING = ("--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8")
 PADS = "model.moe.router_padding_for_quantization"
 
@@ -22,10 +18,6 @@ def _eight(d: Values) -> bool:
 
 def _delayed(d: Values) -> bool:
     return _eight(d) and d["precision.fp8_recipe"] == "delayed"
-
-
-def _attends(d: Values) -> bool:
-    return _eight(d) and d["precision.fp8_recipe"] in ("delayed", "tensorwise")
 
 
 def _some_layers(a: Arguments, d: Draft) -> Draft:
@@ -68,11 +60,6 @@ def _reduction_words(d: Values) -> list[str]:
     if d["precision.dtype"] == "bf16":
         return [] if in_fp32 else ["--grad-reduce-in-bf16"]
     return ["--accumulate-allreduce-grads-in-fp32"] if in_fp32 else []
-
-
-def _fp16(key: str, megatron: float) -> Any:
-    """What leaving out a flag of the loss scale means: Megatron-LM's default where it is read, else ours."""
-    return lambda d: megatron if d["precision.dtype"] == "fp16" else default_of(key)
 
 
 def _router(a: Arguments, d: Draft) -> Draft:

@@ -10,13 +10,16 @@ from mtrain.recipes.hf_readers import (
     deepseek_v2_experts,
     deepseek_v3_experts,
     gate,
+    gemma_attention,
     glm4_experts,
     gpt2_block,
     gpt_oss_experts,
     llama_biases,
+    minimax_experts,
     mixtral_experts,
     neox_block,
     no_attention_bias,
+    no_cap_of_scores,
     phi3_block,
     qwen2_experts,
     qwen_experts,
@@ -24,12 +27,15 @@ from mtrain.recipes.hf_readers import (
 from mtrain.recipes.hf_rope import (
     all_or_none_slide,
     every_layer_slides,
+    every_nth_layer_sees_all,
     every_other_layer_slides,
+    first_channels_rotary,
     neox_rotary,
     odd_layers_slide,
     partly_rotary,
     phi3_rotary,
     rotary,
+    two_bases,
     upper_layers_slide,
 )
 
@@ -57,6 +63,13 @@ GATED = {
     "model.position_embedding_type": "rope",
     "model.add_bias_linear": False,
 }
+GEMMA = LLAMA | _named("final_logit_softcapping")
+GEMMA_LAYER = {
+    **GATED,
+    "model.layernorm_zero_centered_gamma": True,
+    "model.norm_placement": "pre_and_post",
+    "model.scale_embedding": True,
+}
 PLAIN_MLP = {"model.normalization": "LayerNorm", "model.add_bias_linear": True}
 
 _OLD: dict[str, Any] = {
@@ -75,6 +88,16 @@ _QWEN_MOE = {
     "router_aux_loss_coef": 0.001,
     "decoder_sparse_step": 1,
 }
+_GEMMA = {
+    **{key: value for key, value in _OLD.items() if key != "hidden_act"},
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_OTHER_ACTIVATION = {"hidden_act": "is not read for this family, which has hidden_activation"}
 _DEEPSEEK = {
     **_OLD,
     "kv_lora_rank": 512,
@@ -166,6 +189,49 @@ FAMILIES: dict[str, Family] = {
         (gate, no_attention_bias, all_or_none_slide, rotary, qwen_experts),
         _ALIASES,
         {"max_window_layers": "is not read for this family"},
+    ),
+    "gemma2": Family(
+        GEMMA | _named("attn_logit_softcapping"),
+        GEMMA_LAYER,
+        {**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        (gemma_attention, every_other_layer_slides, rotary),
+        irrelevant=_OTHER_ACTIVATION,
+    ),
+    "gemma3_text": Family(
+        GEMMA,
+        {**GEMMA_LAYER, "model.qk_layernorm": True},
+        {**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        (gemma_attention, no_cap_of_scores, every_nth_layer_sees_all, two_bases),
+        irrelevant={
+            **_OTHER_ACTIVATION,
+            "_sliding_window_pattern": "is sliding_window_pattern, which made layer_types",
+        },
+    ),
+    "olmo2": Family(
+        LLAMA,
+        {
+            **GATED,
+            "model.norm_placement": "post",
+            "model.qk_layernorm": True,
+            "model.qk_layernorm_across_heads": True,
+        },
+        {**_OLD, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        (gate, no_attention_bias, rotary),
+    ),
+    "minimax_m2": Family(
+        LLAMA,
+        {**GATED, "model.qk_layernorm": True, "model.qk_layernorm_across_heads": True},
+        {
+            **_OLD,
+            "max_position_embeddings": 196608,
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "rope_theta": 5e6,
+        },
+        (gate, first_channels_rotary, minimax_experts),
+        _ALIASES,
     ),
     "gpt_oss": Family(
         LLAMA,

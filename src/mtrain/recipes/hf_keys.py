@@ -131,7 +131,7 @@ _REASONS = {
         max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k
         top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
         bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values
-        exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+        exponential_decay_length_penalty suppress_tokens begin_suppress_tokens cache_implementation
     """,
     "is read by a model for classification": "id2label label2id num_labels problem_type classifier_dropout",
     "is so in any case: the model is causal": "is_decoder",

@@ -45,8 +45,25 @@ def llama_biases(f: ConfigFile) -> None:
 
 
 def no_attention_bias(f: ConfigFile) -> None:
-    """Qwen3 has no biases."""
+    """Qwen3, OLMo 2 and Gemma have no biases."""
     f.must("attention_bias", (False,), "changes the numbers: biases in query, key and value alone, or everywhere")
+
+
+def gemma_attention(f: ConfigFile) -> None:
+    """Scores of Gemma 2 and 3, divided by the root of a number of their own, and the activation by its name there."""
+    _activation(f, "hidden_activation", GATED_WORDS)
+    divisor = f.get("query_pre_attn_scalar")
+    f.out["model.softmax_scale"] = None if divisor == f.get("head_dim") else float(divisor) ** -0.5
+    f.must("use_bidirectional_attention", (False,), "changes the numbers: a token sees those before it")
+    f.must(
+        "sliding_window_size", (f.get("sliding_window"),), "changes the numbers: sliding_window says another width"
+    )
+    no_attention_bias(f)
+
+
+def no_cap_of_scores(f: ConfigFile) -> None:
+    """Gemma 3, whose class in transformers has the key of Gemma 2 and does nothing with it."""
+    f.idle(("attn_logit_softcapping",), "scores of this family are not capped")
 
 
 def _experts(f: ConfigFile, count: str, width: str) -> int:
@@ -103,6 +120,31 @@ def qwen2_experts(f: ConfigFile) -> None:
         "model.moe.shared_expert_intermediate_size": shared,
         "model.moe.shared_expert_gate": shared is not None,
     }
+
+
+def minimax_experts(f: ConfigFile) -> None:
+    """Experts of MiniMax-M2: scores are a sigmoid, chosen with a bias, and normalised."""
+    _experts(f, "num_local_experts", "intermediate_size")
+    f.out |= {
+        "model.moe.router_score_function": "sigmoid",
+        "model.moe.router_enable_expert_bias": True,
+        "model.moe.router_load_balancing_type": "none",
+        "model.moe.aux_loss_coeff": 0.0,
+    }
+    for key, (allowed, text) in {
+        "scoring_func": ("sigmoid", "scores of this family are a sigmoid"),
+        "use_routing_bias": (True, "experts of this family are chosen with a bias"),
+        "use_qk_norm": (True, "queries and keys of this family have norms"),
+        "qk_norm_type": ("per_layer", "these norms are over all heads of a layer"),
+        "shared_intermediate_size": (0, "this family has no shared experts"),
+        "attn_type_list": ([1] * f.layers, "every layer has softmax attention"),
+        "router_jitter_noise": (0, "model.moe.input_jitter_eps reaches the router alone, and theirs the experts too"),
+        "output_router_logits": (False, "the bias alone balances experts here"),
+    }.items():
+        f.must(key, (allowed,), f"changes the numbers: {text}")
+    _more_than_one_expert(f)
+    f.idle(("router_aux_loss_coef",), "is read with output_router_logits alone; the bias balances experts")
+    f.idle(("use_mtp", "num_mtp_modules", "mtp_transformer_layers"), "is of layers that transformers does not build")
 
 
 def gpt_oss_experts(f: ConfigFile) -> None:
@@ -166,6 +208,12 @@ def _groups(f: ConfigFile, best: int) -> None:
         f.idle(("topk_group",), "one group of experts is none")
 
 
+def _more_than_one_expert(f: ConfigFile) -> None:
+    if f.get("num_experts_per_tok") == 1:
+        text = "changes the numbers: the score of one chosen expert is 1 there, and what the router says here"
+        f.refuse("num_experts_per_tok", "not supported", text)
+
+
 def deepseek_v2_experts(f: ConfigFile) -> None:
     """Scores are a softmax; a group is worth its best one."""
     _latent(f)
@@ -189,9 +237,7 @@ def _balanced_by_bias(f: ConfigFile) -> None:
         "model.mtp_num_layers": f.get("num_nextn_predict_layers", 0) or None,
     }
     f.must("norm_topk_prob", (True,), "changes the numbers: chosen scores of this family are normalised")
-    if f.get("num_experts_per_tok") == 1:
-        text = "changes the numbers: the score of one chosen expert is 1 there, and what the router says here"
-        f.refuse("num_experts_per_tok", "not supported", text)
+    _more_than_one_expert(f)
 
 
 def glm4_experts(f: ConfigFile) -> None:

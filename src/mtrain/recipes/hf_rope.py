@@ -53,6 +53,35 @@ def neox_rotary(f: ConfigFile) -> None:
     _rotary(f, "rotary_emb_base", "rotary_pct", None)
 
 
+def first_channels_rotary(f: ConfigFile) -> None:
+    """The same for MiniMax-M2, which turns a part of each head and may say how wide it is."""
+    width, head = f.get("rotary_dim"), f.get("head_dim")
+    if width is not None and f.given.get("partial_rotary_factor") is None:
+        f.values["partial_rotary_factor"] = width / head
+    _rotary(f, "rope_theta", "partial_rotary_factor", None)
+    if width is not None and f.out["model.rotary_percent"] != width / head:
+        f.refuse("rotary_dim", "no effect", "partial_rotary_factor says another width")
+
+
+def two_bases(f: ConfigFile) -> None:
+    """Base and scaling of layers that see all keys, and the base of those with a window, read before (Gemma 3)."""
+    said: Json = f.values.get("rope_parameters") or {}
+    local: Json = said.get("sliding_attention") or {}
+    if said:
+        f.values["rope_parameters"] = {k: v for k, v in said.items() if k != "sliding_attention"}
+        if f.given.get("rope_scaling") or not said.keys() <= set(LAYER_TYPES):
+            text = "changes the numbers: here it holds full_attention and sliding_attention, and stands alone"
+            f.refuse("rope_parameters", "not supported", text, said)
+    base = local.get("rope_theta", f.get("rope_local_base_freq"))
+    if f.given.get("rope_local_base_freq", base) != base:
+        f.refuse("rope_local_base_freq", "no effect", "rope_theta in rope_parameters says another value")
+    if local.get("rope_type", local.get("type", "default")) != "default" or not local.keys() <= _BASE:
+        text = "changes the numbers: positions of layers with a window have a base alone here"
+        f.refuse("rope_parameters", "not supported", text, {"sliding_attention": local})
+    rotary(f)
+    f.out["model.rotary_base_local"] = float(base) if f.out.get("model.window_size") else None
+
+
 def _rotary(
     f: ConfigFile, base_key: str, share_key: str, whole: float | None, words: Mapping[str, str] = MappingProxyType({})
 ) -> None:
@@ -228,6 +257,12 @@ def all_or_none_slide(f: ConfigFile) -> None:
 def every_other_layer_slides(f: ConfigFile) -> None:
     """A window in the first, third, ... layer (GPT-OSS)."""
     _windows(f, f.get("sliding_window"), [LAYER_TYPES[i % 2 == 0] for i in range(f.layers)])
+
+
+def every_nth_layer_sees_all(f: ConfigFile) -> None:
+    """A window in all layers but every sixth, or as `sliding_window_pattern` says (Gemma 3)."""
+    every = f.get("sliding_window_pattern", 6)
+    _windows(f, f.get("sliding_window"), [LAYER_TYPES[(i + 1) % every != 0] for i in range(f.layers)])
 
 
 def _optional_width(f: ConfigFile, more: Sequence[str]) -> int | None:

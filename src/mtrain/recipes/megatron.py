@@ -14,6 +14,7 @@ from mtrain.config.dump import spell
 from mtrain.config.files import SCRIPT_ENDINGS, read_text
 from mtrain.config.load import UNSHOWN, refuse_hidden
 from mtrain.config.model import VOCAB_MULTIPLE
+from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.paths import program
 from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, Problem
@@ -34,6 +35,7 @@ from mtrain.recipes.imported import (
     without_secrets,
 )
 from mtrain.recipes.launch import World, directives, world_of
+from mtrain.recipes.notes import sourced, too_few, undecided, unsaid
 from mtrain.recipes.programs import known_gpt, other_than_gpt
 from mtrain.recipes.secrets import Secrets
 from mtrain.recipes.shell import Command, Script, read_script
@@ -76,7 +78,7 @@ def import_texts(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[st
     script = read_script(*texts)
     secrets = Secrets({**script.variables, **_given_as_flags(script)})
     found = _training_command(script, source)
-    notes = [*found.notes, *_sourced(script), *_undecided(script, found.doubtful)]
+    notes = [*found.notes, *sourced(script), *undecided(script, found.doubtful)]
     world = world_of(found.launcher, directives(whole))
     if world is None and found.launcher:
         notes.append("how many processes it starts is not said: cluster.nodes and cluster.devices_per_node are unset")
@@ -111,8 +113,8 @@ def import_words(
         run = _padding(build(d, a, extra, source, said), said, notes)
     except ConfigError as error:
         raise ConfigError([_with_place(problem, notes) for problem in error.problems]) from None
-    notes += _unsaid(d | said, run, extra)
-    notes += _too_few(run)
+    notes += unsaid(d | said, run, extra, left)
+    notes += too_few(run)
     shown_notes = [secrets.hide(shown(n)) for n in dict.fromkeys(notes)]
     return Imported(run, blacked_out(leftovers(a), secrets), shown_notes, left)
 
@@ -130,50 +132,6 @@ def _with_place(problem: Problem, notes: Sequence[str]) -> Problem:
     test = rest.partition(" is not known")[0]
     rule = f"{problem.rule[: missing.end(1)]}, which is set under a condition that is not known: {test} ({where})"
     return replace(problem, rule=rule)
-
-
-def _sourced(script: Script) -> list[str]:
-    return [
-        f"{c.where}: {c.words[1] or 'a file'} is not read; give it before this file if it sets what is missing"
-        for c in script.commands
-        if c.words[0] in ("source", ".") and len(c.words) > 1
-    ]
-
-
-def _undecided(script: Script, used: Mapping[str, str]) -> list[str]:
-    """Notes on conditions that only running the script could tell: both branches, and what each would add.
-
-    `used` are the variables behind the command that such a condition sets, with `file:line`.
-    """
-    out = []
-    for item in script.undecided:
-        parts = []
-        for branch in item.branches:
-            names = [f"${name}" for name in dict.fromkeys(branch.names) if name in used]
-            what = ", ".join([*dict.fromkeys(branch.flags), *names]) or "nothing that is used"
-            parts.append(f"{branch.label} (line {branch.where.rpartition(':')[2]}) sets {what}")
-        if any(branch.flags or used.keys() & set(branch.names) for branch in item.branches):
-            test = shown(item.test)[:80]
-            out.append(f"{item.where}: {test} is not known: {'; '.join(parts)}; all of it is left out")
-    listed = {name for item in script.undecided for branch in item.branches for name in branch.names}
-    rest = sorted(used.keys() - listed)
-    return out + [f"{used[v]}: ${v} is also set under a condition" for v in rest]
-
-
-def _too_few(run: RunConfig) -> list[str]:
-    """A note where the script starts fewer processes than its layout has."""
-    p, per_node = run.parallel, run.cluster.devices_per_node
-    ranks = p.ranks or (run.cluster.nodes * per_node if per_node else None)
-    etp = p.etp or p.tp
-    needed, axes = max(
-        (p.model_ranks, f"tp {p.tp} x cp {p.cp} x pp {p.pp}"),
-        (p.ep * etp * p.pp, f"ep {p.ep} x etp {etp} x pp {p.pp}"),
-        key=lambda pair: pair[0],
-    )
-    if ranks is None or ranks >= needed:
-        return []
-    nodes = f": say cluster.nodes={-(-needed // per_node)}" if per_node else ""
-    return [f"the script starts {ranks} processes, and its layout has at least {axes} = {needed}{nodes}"]
 
 
 def _given_as_flags(script: Script) -> dict[str, list[str]]:
@@ -317,14 +275,6 @@ def _padding(run: RunConfig, said: Draft, notes: list[str]) -> RunConfig:
     return run
 
 
-def _unsaid(d: Draft, run: RunConfig, extra: Sequence[str]) -> list[str]:
-    """Notes on what Megatron-LM insists on being told and was not."""
-    keys = ("trainer.train_iters", "optim.lr", "data.seq_length", "trainer.global_batch_size")
-    values = run.flat()
-    missing = [key for key in keys if key not in d and not any(word.startswith(f"{key}=") for word in extra)]
-    return [f"{key} is not said; it is {spell(values[key])}" for key in missing]
-
-
 def export_words(run: RunConfig) -> tuple[World, list[list[str]]]:
     """The world of a resolved configuration, and its flags with their values in the order of the table."""
     values = run.flat()
@@ -358,6 +308,9 @@ def export_script(run: RunConfig) -> str:
     left = leftover_keys(run, text)
     if run.model.padding_in_words and run.model.mask_padded_vocab:
         text += f"# {run.model.padding_in_words} here; Megatron-LM has it in the softmax: its losses are others.\n"
+    name = run.optim.name
+    if OPTIMIZERS[name].megatron_name is None:
+        text += f"# Megatron-LM has no {name}: this command trains adam with the settings of {name}.\n"
     if left:
         text += f"# What has no flag; `{program()} recipe import` reads these lines.\n"
         text += "".join(f"{MARK}{word}\n" for word in left)

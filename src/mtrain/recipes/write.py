@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config.base import Section
+from mtrain.config.choices import is_path
 from mtrain.config.compose import compose
 from mtrain.config.dump import spell
 from mtrain.config.layout_string import parse_layout
@@ -51,14 +52,14 @@ def delta(run: RunConfig, chosen: Mapping[str, str] | None = None) -> Delta:
     for group in GROUPS:
         target = getattr(run, group)
         best: tuple[int, int, str, dict[str, Any]] | None = None
-        for choice in _candidates(group, target, usual[group], chosen or {}):
+        for choice in _candidates(group, target, usual.get(group), chosen or {}):
             left = _beyond(target, section(group, choice))
             if left is None:
                 continue
             cost = 2 * _size(left, group)
-            if choice != usual[group] and choice in choices_of_group(group):
+            if choice != usual.get(group) and choice in choices_of_group(group):
                 cost += FAR if left and group != "parallel" else 1
-            rank = (cost, int(choice != usual[group]), choice, left)
+            rank = (cost, int(choice != usual.get(group)), choice, left)
             if best is None or rank[:2] < best[:2]:
                 best = rank
         if best is None:
@@ -66,7 +67,7 @@ def delta(run: RunConfig, chosen: Mapping[str, str] | None = None) -> Delta:
         if group == "model" and best[0] > 2 * FEW + FAR and group not in (chosen or {}):
             out.values[group] = _said(target)  # a whole model stands on no choice
             continue
-        if best[2] != usual[group] or (group == "model" and best[3]):
+        if best[2] != usual.get(group) or (group == "model" and best[3]):
             out.choices[group] = best[2]
         if best[3]:
             out.values[group] = best[3]
@@ -87,14 +88,14 @@ def recipe_text(found: Delta, about: Mapping[str, str], *, short: bool = False) 
 
     With `short`, choices and values take at most 12 lines, however long.
     """
-    choices = [f"  - override /{group}: {choice}" for group, choice in found.choices.items()]
+    choices = [f"  - override /{group}: {spell(choice)}" for group, choice in found.choices.items()]
     body = (["defaults:", *choices] if choices else []) + [
         line for group, values in found.values.items() for line in _block(group, values, WIDTH)
     ]
     if short and len(body) > MAX_LINES:
         body = (["defaults:", *choices] if choices else []) + _flat(found.values)
     if short and len(body) > MAX_LINES:
-        entries = ", ".join(f"{{override /{group}: {choice}}}" for group, choice in found.choices.items())
+        entries = ", ".join(f"{{override /{group}: {spell(choice)}}}" for group, choice in found.choices.items())
         body = [f"defaults: [{entries}]", *_flat(found.values)]
     head = [SCHEMA_LINE, "recipe:", *(f"  {key}: {_words(value)}" for key, value in about.items())]
     return "\n".join([*head, *(f"# {remark}" for remark in found.remarks), *body]) + "\n"
@@ -102,7 +103,14 @@ def recipe_text(found: Delta, about: Mapping[str, str], *, short: bool = False) 
 
 def section(group: str, choice: str) -> Section:
     """What a choice alone makes of its group."""
+    if is_path(choice):
+        return _composed(group, choice)
     return _section(group, choice, find_config(f"{group}/{choice}"))
+
+
+def _composed(group: str, choice: str) -> Section:
+    found: Section = getattr(compose([f"{group}={choice}"]).run, group)
+    return found
 
 
 @cache
@@ -114,16 +122,15 @@ def _section(group: str, choice: str, file: Path | None) -> Section:
         return found
     document = load(file)
     if "@package" in document.text or "defaults" in document.values or "${" in str(document.values):
-        found = getattr(compose([f"{group}={choice}"]).run, group)
-    else:
-        found = kind.model_validate(document.values)
+        return _composed(group, choice)
+    found = kind.model_validate(document.values)
     return found
 
 
-def _candidates(group: str, target: Any, usual: str, chosen: Mapping[str, str]) -> list[str]:
+def _candidates(group: str, target: Any, usual: str | None, chosen: Mapping[str, str]) -> list[str]:
     if group in chosen:
         return [chosen[group]]
-    words = [usual, *choices_of_group(group)]
+    words = [*([usual] if usual else []), *choices_of_group(group)]
     if isinstance(target, ParallelConfig):  # plain degrees: a layout that is named after a model says more than it is
         models = choices_of_group("model")
         plain = [word for word in words if not any(word.startswith(f"{model}_") for model in models)]
@@ -138,7 +145,7 @@ def _layouts(p: ParallelConfig, with_ranks: bool) -> list[str]:
     if with_ranks:
         if p.ranks is None or p.ranks % p.model_ranks:
             return []
-        word += f"dp{p.ranks // p.model_ranks}"
+        word += f"dp{p.dp}"
     word += "sp" if p.sequence_parallel else ""
     try:
         parse_layout(word)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from mtrain import units
 from mtrain.build.model import build_model
@@ -17,6 +19,7 @@ from mtrain.build.optim import build_optimizer, build_schedule
 from mtrain.ckpt import state as ckpt_state
 from mtrain.ckpt.state import TrainState
 from mtrain.ckpt.store import Checkpoint
+from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.run import RunConfig
 from mtrain.data import Splits, open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches, Packing
@@ -35,9 +38,9 @@ from mtrain.world.rank_env import End
 from mtrain.world.stacks import ERRORS
 from mtrain.world.watchdog import watching
 
-CHECKPOINTS = "checkpoints"
 TOKENIZER_FILE = "tokenizer.json"
 STOPPED = "stopped on request"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class Paths:
 
     folder: Path
     checkpoint: Path | None = None
+    weights: Path | None = None
+    """The checkpoint whose weights alone a new run begins with."""
     cpu_matmul: str | None = None
     """`kernels.cpu_matmul`, where it is decided together with them."""
 
@@ -94,6 +99,9 @@ def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> Path
     run = parts.run
     if paths.checkpoint is not None:
         _resume(parts, paths.checkpoint, splits, progress)
+    elif paths.weights is not None:
+        _load(parts, paths.weights, lambda checkpoint: ckpt_state.load_weights(checkpoint, parts.state))
+        progress.note(f"weights from {paths.weights}")
     metrics = hooks.Metrics(paths.folder)
     evaluation = hooks.Evaluation(metrics, progress)
     checkpoints = hooks.Checkpoints(paths.folder / CHECKPOINTS, progress, splits.describe())
@@ -170,6 +178,23 @@ def generate_text(
             say_page(text)
 
 
+def logits(run: RunConfig, checkpoint: Path, ids: Sequence[int], out: Path) -> None:
+    """Save the logits of a checkpoint's model after each of `ids`, fp32 [tokens, vocabulary], as plain numbers.
+
+    On one rank alone.
+
+    Raises:
+        CorruptData: the checkpoint is not what was written.
+    """
+    with joined(run) as world:
+        (chunk,) = build_model(run, world, wrap=False)
+        ckpt_state.load_model(Checkpoint.open(checkpoint, verify=False), [chunk])
+        chunk.eval()
+        with torch.no_grad():
+            found = chunk(torch.tensor([ids]), torch.arange(len(ids)).unsqueeze(0), None)
+        found[0, :, : run.model.vocab_size].float().numpy().tofile(out)
+
+
 def sample(sampler: Sampler, tokenizer: Tokenizer, prompt: str, tokens: int, temperature: float) -> str:
     """`prompt` and its continuation as text."""
     ids = sampler.generate(_encoded(tokenizer, prompt), tokens, temperature=temperature)
@@ -184,12 +209,28 @@ def _encoded(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 def _resume(parts: Parts, path: Path, splits: Splits, progress: Progress) -> None:
     """Put a checkpoint's state back. Each rank verifies what it reads; what one finds damaged ends all of them."""
-    damage, restored = "", False
+
+    def put_back(checkpoint: Checkpoint) -> bool:
+        saved = checkpoint.state.get("data")
+        if saved is not None and not parts.run.checkpoint.accept_changes:
+            same_data(saved, splits.describe())
+        return ckpt_state.load(checkpoint, parts.world, parts.state, seed=parts.run.trainer.seed)
+
+    checkpoint, restored = _load(parts, path, put_back)
+    progress.note(f"resumed from {path}: step {parts.state.step}, {parts.state.consumed_samples} samples used")
+    if not restored:
+        moved = checkpoint.state["grid"] != parts.world.grid.sizes
+        why = "the layout changed" if moved else "the ranks of this older checkpoint all drew alike"
+        progress.note(f"{why}: random generators start from the seed and the step")
+
+
+def _load(parts: Parts, path: Path, put_back: Callable[[Checkpoint], T]) -> tuple[Checkpoint, T | None]:
+    """Open a checkpoint and put back what is asked for; damage that one rank finds ends all of them."""
+    damage, done = "", None
+    checkpoint = Checkpoint(path, {})
     try:
         checkpoint = Checkpoint.open(path, verify=False)
-        if not parts.run.checkpoint.accept_changes:
-            same_data(checkpoint.state["data"], splits.describe())
-        restored = ckpt_state.load(checkpoint, parts.world, parts.state, seed=parts.run.trainer.seed)
+        done = put_back(checkpoint)
     except CorruptData as found:
         damage = str(found)
     damage = parts.world.first_problem(damage)
@@ -197,11 +238,7 @@ def _resume(parts: Parts, path: Path, splits: Splits, progress: Progress) -> Non
         error = CorruptData(damage)
         error.shared = True
         raise error
-    progress.note(f"resumed from {path}: step {parts.state.step}, {parts.state.consumed_samples} samples used")
-    if not restored:
-        moved = checkpoint.state["grid"] != parts.world.grid.sizes
-        why = "the layout changed" if moved else "the ranks of this older checkpoint all drew alike"
-        progress.note(f"{why}: random generators start from the seed and the step")
+    return checkpoint, done
 
 
 def _keep_tokenizer(splits: Splits, folder: Path) -> None:

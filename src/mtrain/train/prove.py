@@ -71,8 +71,14 @@ class Row:
         return self.error <= self.tolerance
 
 
-def compare(one: Path, many: Path, steps: int, tolerances: dict[str, float]) -> list[Row]:
-    """What `observe` left of two layouts: losses, norm and gradients of the first step, weights after the last."""
+def compare(
+    one: Path, many: Path, steps: int, tolerances: dict[str, float], *, zero_centered: bool = False
+) -> list[Row]:
+    """What `observe` left of two layouts: losses, norm and gradients of the first step, weights after the last.
+
+    With `zero_centered` norms, what they multiply with is compared, 1 more than what is kept: that has no size of its
+    own after a few steps.
+    """
     a, b = (json.loads((folder / "steps.json").read_text()) for folder in (one, many))
     losses = {f"step {i}": _relative(x["loss"], y["loss"]) for i, (x, y) in enumerate(zip(a, b, strict=True), 1)}
     norm = {"step 1": _relative(a[0]["grad_norm"], b[0]["grad_norm"])}
@@ -86,7 +92,8 @@ def compare(one: Path, many: Path, steps: int, tolerances: dict[str, float]) -> 
         if left.keys() != right.keys():
             odd = sorted(left.keys() ^ right.keys())
             return [*rows, Row(what, float("inf"), f"only on one side: {', '.join(odd[:3])}", 0.0)]
-        errors = {key: _distance(value, right[key]) for key, value in left.items()}
+        factors = {key for key in left if what == "weight" and zero_centered and "norm" in key and "bias" not in key}
+        errors = {key: _distance(value, right[key], 1.0 if key in factors else 0.0) for key, value in left.items()}
         rows.append(_worst(what, errors, tolerances[what]))
     return rows
 
@@ -102,8 +109,8 @@ def _relative(a: float | None, b: float | None) -> float:
     return abs(a - b) / max(abs(a), 1e-12)
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / a.double().norm().clamp_min(1e-12))
+def _distance(a: torch.Tensor, b: torch.Tensor, offset: float) -> float:
+    return float((a.double() - b.double()).norm() / (a.double() + offset).norm().clamp_min(1e-12))
 
 
 def _worst(what: str, errors: dict[str, float], tolerance: float) -> Row:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mtrain.cli.options import needed, read_options
 from mtrain.cli.setup import also_wrong, resolved_origins, validate
+from mtrain.config.choices import is_path
 from mtrain.config.compose import Composed, Rejected, compose
 from mtrain.config.overrides import read_overrides
 from mtrain.config.paths import program
@@ -62,9 +63,12 @@ def for_elsewhere(words: Sequence[str]) -> tuple[Composed, RunConfig]:
 
 
 def said(raw: RunConfig, choices: dict[str, str], words: Sequence[str]) -> Delta:
-    """What a recipe says for a command line: its choices are kept unless it stands on a whole run file."""
+    """What a recipe says for a command line: its choices are kept unless it stands on a whole run file.
+
+    A recipe names no path: what the file says is written out.
+    """
     whole = read_overrides(words).run is not None
-    return delta(raw, {} if whole else choices)
+    return delta(raw, {} if whole else {g: choice for g, choice in choices.items() if not is_path(choice)})
 
 
 def describe(run: RunConfig, source: str) -> dict[str, str]:

@@ -28,7 +28,6 @@ OPTIMIZER = Optimizer(
     obstacle=only(("reference",), "lion"),
     keys=frozenset({"beta1", "beta2"}),
     cannot={
-        "megatron_fsdp": "it knows the two moments of adamw",
         "cpu_offload": "megatron-core updates with adamw or sgd there",
     },
     of_adamw_lr=0.1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain.config.batches import MOST_STAGES, counted, stages
-from mtrain.config.rules.finding import DP, Change, Finding, divisors, dp_of, listed, multiples, nearest
+from mtrain.config.rules.finding import DP, Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
 
@@ -23,7 +23,7 @@ LINEAR, LISTED = "trainer.rampup_batch_size", "trainer.batch_size_schedule"
 )
 def batch_divides(run: RunConfig) -> Iterator[Finding]:
     """The global batch is a whole number of micro-batches on every data-parallel rank."""
-    t, dp = run.trainer, dp_of(run)
+    t, dp = run.trainer, run.parallel.dp
     step = t.micro * dp
     if t.batch % step == 0:
         return
@@ -57,7 +57,7 @@ def batch_is_counted_in_samples(run: RunConfig) -> Iterator[Finding]:
     """A global batch is a number of samples; one that was written in tokens is thousands of times too large."""
     t, seq = run.trainer, run.data.length
     if t.batch * seq > MOST_TOKENS:
-        group = t.micro * dp_of(run) * (run.parallel.pp if run.parallel.vpp > 1 else 1)
+        group = t.micro * run.parallel.dp * (run.parallel.pp if run.parallel.vpp > 1 else 1)
         rule = f"{t.batch} samples of {seq} tokens are {t.batch * seq:.3g} tokens a step; DeepSeek-V3 takes 6.3e+07"
         fixes: tuple[Change, ...] = tuple({"trainer.global_batch_size": n} for n in multiples(t.batch // seq, group))
         yield Finding("MT133", "trainer.global_batch_size", rule, fixes[:1])
@@ -80,7 +80,7 @@ def batch_is_counted_in_samples(run: RunConfig) -> Iterator[Finding]:
 def micro_batches_fill_the_pipeline(run: RunConfig) -> Iterator[Finding]:
     """The interleaved schedule takes micro-batches in groups of pp; the plain one idles with fewer than pp."""
     t, p = run.trainer, run.parallel
-    step = t.micro * dp_of(run)
+    step = t.micro * p.dp
     if p.pp == 1 or t.batch % step:
         return
     count = t.batch // step
@@ -104,7 +104,7 @@ def micro_batches_fill_the_pipeline(run: RunConfig) -> Iterator[Finding]:
 def groups_of_micro_batches(run: RunConfig) -> Iterator[Finding]:
     """A virtual stage takes at least pp micro-batches in turn, and what is left over is none or as many."""
     t, p = run.trainer, run.parallel
-    group, step = p.microbatch_group_size_per_vp_stage, t.micro * dp_of(run)
+    group, step = p.microbatch_group_size_per_vp_stage, t.micro * p.dp
     if p.vpp == 1 or group is None or t.batch % step:
         return
     count = t.batch // step
@@ -188,7 +188,7 @@ def ramp_is_one(run: RunConfig) -> Iterator[Finding]:
 )
 def every_size_divides(run: RunConfig) -> Iterator[Finding]:
     """Steps of every size are whole micro-batches on every rank, in groups of pp where the schedule interleaves."""
-    t, p, dp = run.trainer, run.parallel, dp_of(run)
+    t, p, dp = run.trainer, run.parallel, run.parallel.dp
     key, plan = LINEAR if t.rampup_batch_size is not None else LISTED, stages(run)
     grouped = p.pp if p.vpp > 1 else 1
     step = t.micro * dp * grouped

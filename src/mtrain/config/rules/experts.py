@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from mtrain.config.devices import facts_of, with_cuda_kernels
 from mtrain.config.resolve import smallest_world
-from mtrain.config.rules.finding import DP, Change, Finding, divisors, dp_of, listed, multiples, nearest
+from mtrain.config.rules.finding import DP, Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
 
@@ -75,11 +75,11 @@ def expert_grid_is_whole(run: RunConfig) -> Iterator[Finding]:
     """A stage's ranks hold whole expert grids."""
     p = run.parallel
     etp = p.etp or p.tp
-    inner = dp_of(run) * p.cp * p.tp
+    inner = p.dp * p.cp * p.tp
     ranks = p.ranks or 0
     if run.model.moe is None or ranks % p.model_ranks or inner % (p.ep * etp) == 0:
         return
-    ranks_of_stage = f"dp {dp_of(run)} * cp {p.cp} * tp {p.tp} = {inner} ranks of a stage"
+    ranks_of_stage = f"dp {p.dp} * cp {p.cp} * tp {p.tp} = {inner} ranks of a stage"
     rule = f"{ranks_of_stage} are no multiple of ep {p.ep} * etp {etp} = {p.ep * etp}"
     legal = [ep for ep in divisors(math.gcd(inner, run.model.moe.num_experts)) if inner % (ep * etp) == 0]
     more: list[Change] = [{"parallel.ranks": None}]

@@ -34,12 +34,12 @@ class Finding:
 
 
 DP = "parallel.ranks parallel.tp parallel.pp parallel.cp"
-"""Keys that `dp_of` reads."""
+"""Keys that `ParallelConfig.dp` reads."""
 
 
 def dp_of(run: RunConfig) -> int:
-    """Data-parallel size of a resolved run, at least 1 so that rules can go on where the layout is broken."""
-    return max(1, (run.parallel.ranks or 1) // run.parallel.model_ranks)
+    """`run.parallel.dp`."""
+    return run.parallel.dp
 
 
 def divisors(n: int, limit: int | None = None) -> list[int]:

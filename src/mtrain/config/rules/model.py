@@ -225,7 +225,7 @@ def norms_divide_by_something(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code(
-        "MT266",
+        "MT267",
         example="model=deepseek_tiny model.mla.layernorm_epsilon=1e-5 kernels.norm=te",
     ),
     reads="model.mla.layernorm_epsilon model.layernorm_epsilon model.qk_layernorm kernels.norm",
@@ -240,10 +240,10 @@ def latent_norms_may_have_their_epsilon(run: RunConfig) -> Iterator[Finding]:
         rule = (
             "has no effect: model.qk_layernorm is false, so that there are no norms behind the low-rank projections"
         )
-        yield Finding("MT266", key, rule, ({"model.qk_layernorm": True}, same))
+        yield Finding("MT267", key, rule, ({"model.qk_layernorm": True}, same))
     elif run.kernels.norm == "te" and (why := te_norm_obstacle(run)):
         fixes: tuple[Change, ...] = ({"kernels.norm": "triton"}, {"kernels.norm": "reference"}, same)
-        yield Finding("MT266", key, f"kernels.norm is te, and {why}", fixes)
+        yield Finding("MT267", key, f"kernels.norm is te, and {why}", fixes)
 
 
 RULES = (

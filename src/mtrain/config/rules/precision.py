@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain.config.devices import facts_of, with_cuda_kernels
-from mtrain.config.kernels import KEYS, torch_experts_obstacle
+from mtrain.config.kernels import KEYS, lacks, torch_experts_obstacle
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, Rule, rule
 from mtrain.config.run import RunConfig
@@ -44,6 +44,18 @@ def kernel_runs_on_the_device(key: str) -> Rule:
         yield Finding("MT403", f"kernels.{key}", rule, fixes, lacks="device")
 
     return named_kernel_runs
+
+
+@rule(
+    Code("MT409", example="model.attn_logit_softcapping=50 kernels.attention=te cluster=h100x8 parallel=single"),
+    reads="kernels.attention model.attn_logit_softcapping",
+)
+def attention_knows_the_cap(run: RunConfig) -> Iterator[Finding]:
+    """Attention that is named bounds its logits where the model says so."""
+    why = lacks("attention", run.kernels.attention or "", run)
+    if why is not None:
+        fixes: tuple[Change, ...] = ({"kernels.attention": "torch"}, {"kernels.attention": "reference"})
+        yield Finding("MT409", "kernels.attention", why, fixes)
 
 
 @rule(
@@ -104,6 +116,7 @@ def grouped_products_fit(run: RunConfig) -> Iterator[Finding]:
 RULES = (
     loss_scale_range,
     *map(kernel_runs_on_the_device, KEYS),
+    attention_knows_the_cap,
     accumulation_in_fp32,
     grouped_products_fit,
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mtrain.config.conditional import QUANTIZED
 from mtrain.config.devices import facts_of, with_cuda_kernels
-from mtrain.config.precision import PrecisionConfig
+from mtrain.config.precision import LOW_PRECISION, PrecisionConfig
 from mtrain.config.rules.finding import Change, Finding, multiples
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.rules.unused import key_has_an_effect
@@ -23,11 +23,7 @@ GENERATIONS: dict[str, tuple[int, int]] = {
 MULTIPLES = {"mxfp8": 32}
 """Recipe -> what every width must be a multiple of; 16 for the others, whose last block may be partly empty."""
 PLAIN = "precision=bf16"
-_FORMAT = tuple(
-    f"precision.{name}"
-    for name in PrecisionConfig.model_fields
-    if name.startswith(("fp8", "fp4", "tp_only", "num_layers_at"))
-)
+_FORMAT = tuple(f"precision.{name}" for name in PrecisionConfig.model_fields if name.startswith(LOW_PRECISION))
 FORMATS = " ".join(_FORMAT)
 """Keys of a quantized format."""
 

@@ -159,6 +159,18 @@ def frequencies_follow_one_length(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT265", "data.packed", rule, fixes)
 
 
+@rule(
+    Code("MT266", example="model=gemma_tiny model.rope_scaling={rope_type:yarn,factor:4.0}"),
+    reads="model.rope_scaling model.rotary_base_local",
+)
+def layers_with_a_window_are_not_scaled(run: RunConfig) -> Iterator[Finding]:
+    """Of two bases, only linear scaling is known to leave that of layers with a window as it is."""
+    m = run.model
+    if m.rope_scaling is not None and m.rotary_base_local is not None:
+        rule = f"is {m.rope_scaling.rope_type}, and layers with a window have model.rotary_base_local, not scaled"
+        yield Finding("MT266", KIND, rule, (OFF, {"model.rotary_base_local": None}))
+
+
 RULES = (
     rotary_keys_need_rope,
     positions_are_scaled_once,
@@ -167,4 +179,5 @@ RULES = (
     a_growing_base_needs_two_frequencies,
     a_temperature_is_said_once,
     frequencies_follow_one_length,
+    layers_with_a_window_are_not_scaled,
 )

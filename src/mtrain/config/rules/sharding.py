@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.rules.finding import DP, Change, Finding, divisors, dp_of, listed, multiples, nearest
+from mtrain.config.rules.finding import DP, Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.pipeline import SPLIT
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.rules.unused import UNUSED
@@ -98,7 +98,7 @@ def dynamic_context(run: RunConfig) -> Iterator[Finding]:
     if not p.hybrid_context_parallel:
         return
     off: Change = {"parallel.hybrid_context_parallel": False, "parallel.max_seqlen_per_dp_cp_rank": None}
-    dp = dp_of(run)
+    dp = p.dp
 
     def refuse(rule: str, *fixes: Change) -> Finding:
         return Finding("MT169", "parallel.hybrid_context_parallel", rule, (*fixes, off))
@@ -209,13 +209,13 @@ def replicas_divide(run: RunConfig) -> Iterator[Finding]:
     if p.fsdp == "none" and not p.distributed_optimizer:
         rule = "has no effect without parallel.fsdp or parallel.distributed_optimizer: every rank has a whole copy"
         yield Finding("MT150", "parallel.hsdp_replicas", rule, (one, {"parallel.distributed_optimizer": True}))
-    ranks = dp_of(run) * p.cp
+    ranks = p.dp * p.cp
     experts = ranks * p.tp // (p.ep * (p.etp or p.tp))  # ranks that hold the same experts
     legal = [d for d in divisors(ranks) if d < ranks and experts % d == 0]
     fixes: tuple[Change, ...] = (*({"parallel.hsdp_replicas": n} for n in nearest(p.hsdp_replicas, legal)), one)
     if ranks % p.hsdp_replicas or ranks == p.hsdp_replicas:
         rule = (
-            f"{p.hsdp_replicas} copies over {ranks} ranks (dp {dp_of(run)} * cp {p.cp}), and a copy is sharded over "
+            f"{p.hsdp_replicas} copies over {ranks} ranks (dp {p.dp} * cp {p.cp}), and a copy is sharded over "
             f"2 at least; legal: {listed(legal)}"
         )
         yield Finding("MT167", "parallel.hsdp_replicas", rule, fixes)

@@ -115,4 +115,33 @@ def something_is_saved(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT435", "checkpoint.save_interval", rule, fixes)
 
 
-RULES = (runs_can_be_written, cache_can_be_written, resume_point_exists, run_folder_is_free, something_is_saved)
+@rule(
+    Code(
+        "MT436",
+        "The weights to begin with are not there.",
+        help="Name a run, a checkpoint or a Hugging Face folder that exists: checkpoint.init_from=FOLDER.",
+        example="checkpoint.init_from=/nowhere/weights",
+    ),
+    reads="checkpoint.init_from",
+    disk=True,
+)
+def weights_to_begin_with_exist(run: RunConfig) -> Iterator[Finding]:
+    """A run begins with the weights of a run, of a checkpoint, or of a Hugging Face folder."""
+    start = run.checkpoint.init_from
+    if start is None:
+        return
+    path = user_path(start)
+    if not start or not any(os.path.isfile(path / name) for name in (RUN_FILE, MANIFEST, "config.json")):
+        rule = f"there is neither a run or checkpoint ({RUN_FILE}) nor a Hugging Face folder (config.json)"
+        near: tuple[Change, ...] = tuple({"checkpoint.init_from": name} for name in names_near(path))
+        yield Finding("MT436", "checkpoint.init_from", rule, (*near, {"checkpoint.init_from": None}))
+
+
+RULES = (
+    runs_can_be_written,
+    cache_can_be_written,
+    resume_point_exists,
+    weights_to_begin_with_exist,
+    run_folder_is_free,
+    something_is_saved,
+)

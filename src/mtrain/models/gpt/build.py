@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from mtrain.config.core_fields import GPT_FIELDS, values
@@ -15,18 +16,22 @@ from mtrain.mcore.rotary import frequencies, multiply_turns
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> LanguageModel:
     """The layers of one virtual pipeline stage of this rank, with embedding and loss where they belong to it."""
-    ps = mcore.parallel_state
-    provider = backend.provider(run.kernels)
+    ps, m = mcore.parallel_state, run.model
+    parts = backend.Parts(**{field.name: getattr(m, field.name) for field in fields(backend.Parts)})
+    provider = backend.provider(run.kernels, parts)
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
-    override_operations(run.kernels, run.model.moe.group_score_topk if run.model.moe else None)
-    if scaling := run.model.rope_scaling:
-        before = scaling.original_max_position_embeddings or run.model.max_position_embeddings
-        multiply_turns(config, scaling.attention(before))
+    override_operations(run.kernels, m.moe.group_score_topk if m.moe else None)
+    if scaling := m.rope_scaling:
+        multiply_turns(
+            config, scaling.attention(scaling.original_max_position_embeddings or m.max_position_embeddings)
+        )
     return LanguageModel(
         loss=run.kernels.loss,
-        loss_vocab_size=run.model.loss_vocab_size,
-        soft_cap=run.model.final_logit_softcapping,
-        frequencies=frequencies(run.model),
+        loss_vocab_size=m.loss_vocab_size,
+        soft_cap=m.final_logit_softcapping,
+        frequencies=frequencies(m),
+        embedding_scale=m.hidden_size**0.5 if m.scale_embedding else None,
+        rotary_base_local=m.rotary_base_local,
         config=config,
         transformer_layer_spec=backend.layer_spec(config, provider, vp_stage=stage),
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),

@@ -29,7 +29,7 @@ def active_parameters(model: ModelConfig) -> int:
 
 def layer_parameters(model: ModelConfig, index: int) -> int:
     """Trainable parameters of layer `index` (counted from 0)."""
-    norms = 2 * _norm(model, model.hidden_size)
+    norms = (4 if model.norm_placement == "pre_and_post" else 2) * _norm(model, model.hidden_size)
     attention = _mla(model) if model.mla else _attention(model)
     sinks = model.num_attention_heads if model.softmax_type == "learnable" else 0
     return norms + attention + sinks + _feed_forward(model, index)
@@ -57,7 +57,8 @@ def _attention(model: ModelConfig) -> int:
     if model.add_bias_linear:
         total += hidden
     if model.qk_layernorm:
-        total += 2 * _norm(model, model.head_dim)
+        whole = heads + model.query_groups * model.head_dim
+        total += _norm(model, whole if model.qk_layernorm_across_heads else 2 * model.head_dim)
     return total
 
 

@@ -57,6 +57,11 @@ _EXPERTS = (
     Entry(f"{_MLP}experts.linear_fc2.weight{{e}}", (f"{_THEIR_MLP}experts.down_proj",), EXPERTS),
     *_gated(f"{_MLP}shared_experts.", f"{_THEIR_MLP}shared_experts.", "weight"),
 )
+_BIAS_BESIDE = (
+    _EXPERTS[0],
+    Entry(f"{_MLP}router.expert_bias", (f"{_THEIR_MLP}e_score_correction_bias",)),
+    *_EXPERTS[2:4],
+)
 _GATED_SHARED = (
     *_EXPERTS[:-2],
     *_gated(f"{_MLP}shared_experts.", f"{_THEIR_MLP}shared_expert.", "weight"),
@@ -95,6 +100,20 @@ LLAMA = Table(
     dense=(*_gated(_MLP, _THEIR_MLP, "weight"), *_gated(_MLP, _THEIR_MLP, "bias")),
     experts=_EXPERTS,
 )
+_NORMS_BEHIND = tuple(
+    Entry(f"decoder.layers.{{i}}.{ours}_layernorm.weight", (f"model.layers.{{i}}.{theirs}_layernorm.weight",))
+    for ours, theirs in (("post_self_attn", "post_attention"), ("post_mlp", "post_feedforward"))
+)
+OLMO2 = replace(LLAMA, layer=(*_NORMS_BEHIND, *_grouped_query("weight"), *_QK_NORMS))
+GEMMA = replace(
+    OLMO2,
+    layer=(
+        _NORMS[0],
+        Entry("decoder.layers.{i}.pre_mlp_layernorm.weight", ("model.layers.{i}.pre_feedforward_layernorm.weight",)),
+        *OLMO2.layer,
+    ),
+)
+MINIMAX_M2 = replace(LLAMA, dense=(), experts=_BIAS_BESIDE)
 PHI3 = Table(
     _ENDS,
     (
@@ -160,6 +179,9 @@ NEOX = Table(
 TABLES: dict[str, Table] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe"), LLAMA),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), DEEPSEEK),
+    **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
+    "olmo2": OLMO2,
+    "minimax_m2": MINIMAX_M2,
     "phi3": PHI3,
     "qwen2_moe": QWEN2_MOE,
     "gpt_oss": GPT_OSS,

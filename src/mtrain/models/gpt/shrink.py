@@ -42,6 +42,8 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
         update["num_attention_heads"] = max(groups, 2)
     if model.window_size is not None:
         update["window_size"] = min(model.window_size, seq_length // 4)
+    if model.window_attn_skip_freq is not None:  # some layer keeps its window, and where there are two, one has none
+        update["window_attn_skip_freq"] = min(model.window_attn_skip_freq, max(2, layers))
     if model.rope_scaling is not None:
         update["rope_scaling"] = _scaling(model.rope_scaling, int(HEAD * model.rotary_percent) // 2)
     if model.moe is not None:

@@ -1,0 +1,317 @@
+"""`convert import|export|inspect|verify`: weights of Hugging Face folders in and out."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mtrain import strict_json
+from mtrain.ckpt.folder import sync
+from mtrain.cli.export import newest
+from mtrain.cli.resume import quoted, target_of
+from mtrain.cli.setup import load
+from mtrain.config.dump import run_yaml
+from mtrain.config.paths import CHECKPOINTS, RUN_FILE, program
+from mtrain.config.resolve import Machine, resolve
+from mtrain.config.rules import check
+from mtrain.config.run import RunConfig
+from mtrain.config.run_file import read_run_file
+from mtrain.errors import ConfigError, CorruptData, MtrainError, Problem, say
+from mtrain.plan.count import parameters
+from mtrain.recipes.hf import import_config, read_json
+from mtrain.recipes.hf_write import config_json, same_model
+from mtrain.units import bytes_, count
+
+USAGE = f"{program()} convert import HF_DIR RUN | export RUN HF_DIR | inspect PATH | verify A B"
+TOKENS = 64
+MOST_APART = 1e-3
+"""Largest difference of logits, as a share of the largest: rounding is a thousandth of it."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def run(argv: list[str], *, as_json: bool) -> int:
+    """Runs a subverb; returns the exit code."""
+    subverbs: dict[str, Callable[[list[str]], int]] = {
+        "import": import_,
+        "export": export,
+        "inspect": lambda rest: inspect(rest, as_json=as_json),
+        "verify": lambda rest: verify(rest, as_json=as_json),
+    }
+    if not argv or argv[0] not in subverbs:
+        said = f"convert has no {argv[0]!r}" if argv else "convert needs to be told what to do"
+        raise ConfigError([Problem("MT002", "", None, f"{said}; there are {', '.join(subverbs)}", USAGE)])
+    return subverbs[argv[0]](argv[1:])
+
+
+def import_(argv: list[str]) -> int:
+    """`import HF_DIR RUN [overrides]`: a run folder whose checkpoint of step 0 has the weights."""
+    source, out, extra = _two_paths(argv, "import HF_DIR RUN [overrides]")
+    from mtrain.convert import certificate
+    from mtrain.convert.folder import CONFIG, open_folder
+    from mtrain.convert.hugging_face import take
+
+    open_folder(source)  # what is not there is said before anything is made
+    run = _run_of(source / CONFIG, extra)
+    with _drafted(out, "importing") as draft:
+        (draft / RUN_FILE).write_text(run_yaml(run))
+        kind, checkpoint, record, folder = take(run, source, draft)
+        found = _logits(run, checkpoint, source)
+        certificate.write(draft, "import", kind, record, found)
+    size = f"{len(record.source)} tensors, {bytes_(folder.nbytes)}"
+    say(f"imported {source}: {kind}, {count(parameters(run.model))} parameters, {size}, into {out}{_said(found)}")
+    return 0
+
+
+def export(argv: list[str]) -> int:
+    """`export RUN HF_DIR [dtype=D] [model_type=T]`: a folder that transformers loads."""
+    target, rest = target_of(argv, "convert export", USAGE)
+    paths = [word for word in rest if "=" not in word]
+    options = dict(word.split("=", 1) for word in rest if "=" in word)
+    unknown = sorted(options.keys() - {"dtype", "model_type"})
+    if len(paths) != 1 or unknown:
+        said = f"there is no option {unknown[0]}" if unknown else "export needs the folder to write"
+        raise ConfigError([Problem("MT002", "", None, said, f"{program()} convert export RUN HF_DIR [dtype=bf16]")])
+    if options.get("dtype", "fp32") not in DTYPES:
+        fix = " or ".join(f"dtype={word}" for word in DTYPES)
+        raise ConfigError([Problem("MT003", "dtype", options["dtype"], "no such format", fix, "command line")])
+    out, path = _new(Path(paths[0]).expanduser()), newest(target)
+    from mtrain.convert.hugging_face import adapt, tables
+
+    adapt()
+    import torch
+
+    from mtrain.ckpt.store import Checkpoint
+    from mtrain.convert import certificate
+    from mtrain.convert.out import Weights, export_weights
+
+    run, home = read_run_file(path / RUN_FILE), path.parent.parent if path.parent.name == CHECKPOINTS else path
+    dtype = getattr(torch, DTYPES[options["dtype"]]) if "dtype" in options else None
+    checkpoint = Checkpoint.open(path, verify=False)
+    kind, body = _config_of(run, home, options.get("model_type"))
+    weights = Weights(checkpoint, run, tables(kind)[0], dtype)
+    with _drafted(out, "exporting") as draft:
+        record = export_weights(weights, draft)
+        stored = str(weights.made()[0].dtype).removeprefix("torch.")
+        said = "dtype" if "dtype" in body else "torch_dtype"
+        _write_companions(draft, home, {**body, said: stored})
+        found = _logits(run, path, draft) if dtype in (None, torch.float32) else {"left_out": "another format"}
+        certificate.write(draft, "export", kind, record, found)
+    size = sum(file.stat().st_size for file in out.iterdir())
+    say(f"exported {path}: {kind}, {len(record.target)} tensors, {bytes_(size)} in {out}{_said(found)}")
+    return 0
+
+
+def inspect(argv: list[str], *, as_json: bool) -> int:
+    """`inspect PATH`: names, shapes, formats and totals of a folder, a checkpoint or a file; reads no weight."""
+    (path,) = _paths(argv, 1, "inspect PATH")
+    from mtrain.convert.inspect import held, totals
+
+    tensors = held(path)
+    if as_json:
+        say(strict_json.dumps({"tensors": [t._asdict() for t in tensors], **totals(tensors)}))
+        return 0
+    width = max((len(t.name) for t in tensors), default=0)
+    for t in tensors:
+        say(f"{t.name:<{width}}  {t.dtype:<8} {'x'.join(map(str, t.shape)) or 'scalar'}")
+    found = totals(tensors)
+    formats = ", ".join(f"{n} in {dtype}" for dtype, n in found["formats"].items())
+    say(f"{found['tensors_total']} tensors, {count(found['numbers'])} numbers ({formats}), {bytes_(found['bytes'])}")
+    return 0
+
+
+def verify(argv: list[str], *, as_json: bool) -> int:
+    """`verify A B`: whether two folders or checkpoints hold the same weights; exit code 4 where they do not."""
+    paths = _paths(argv, 2, "verify A B")
+    from mtrain.convert.hugging_face import adapt
+
+    adapt()
+    from mtrain.convert.compare import compare
+
+    rows, only = compare(*(_weights_at(path) for path in paths))
+    apart = [row for row in rows if not row.equal]
+    if as_json:
+        body = {"tensors": len(rows), "apart": [row._asdict() for row in apart], "only_in_one": only}
+        say(strict_json.dumps({**body, "equal": not apart and not only}))
+    else:
+        for row in apart[:20]:
+            say(f"{row.name}: {row.said}")
+        for name in only[:20]:
+            say(f"{name}: only one of both has it")
+        verdict = "the same, bit by bit" if not apart and not only else f"{len(apart) + len(only)} differ"
+        say(f"{len(rows)} tensors: {verdict}")
+    return 4 if apart or only else 0
+
+
+def _run_of(config: Path, extra: list[str]) -> RunConfig:
+    """The resolved run that a `config.json` is with overrides.
+
+    Raises:
+        ConfigError: see `configuration`; or a rule is broken.
+    """
+    from mtrain.convert.hugging_face import configuration
+
+    _, imported = configuration(config, extra)
+    machine = Machine.here()
+    resolved = resolve(imported.run, machine)
+    errors = [p for p in check(resolved, raw=imported.run, to_run=False) if p.severity == "error"]
+    if errors:
+        raise ConfigError(errors)
+    return resolved
+
+
+def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[str, Any]]:
+    """What an export's `config.json` says: what came with the weights, where the model is still the same."""
+    from mtrain.convert.hugging_face import KEPT
+
+    kept = home / KEPT / "config.json"
+    if kept.is_file() and kind is None:
+        body = read_json(kept, str(kept))
+        if not same_model(import_config(kept).run.model, run.model):
+            return str(body["model_type"]), {
+                k: v for k, v in body.items() if k not in ("quantization_config", "dtype")
+            }
+    body = config_json(run.model, "float32", kind)
+    return str(body["model_type"]), {**body, **dict.fromkeys(IDS[:2], _end_of_document(home))}
+
+
+def _end_of_document(home: Path) -> int | None:
+    tokenizer = home / "tokenizer.json"
+    if not tokenizer.is_file():
+        return None
+    from mtrain.data.text import Tokenizer
+
+    return Tokenizer(tokenizer).eod
+
+
+def _write_companions(draft: Path, home: Path, body: dict[str, Any]) -> None:
+    from mtrain.convert.folder import COMPANIONS, CONFIG, GENERATION
+    from mtrain.convert.hugging_face import KEPT, keep
+
+    (draft / CONFIG).write_text(strict_json.dumps(body, indent=2) + "\n")
+    for name in COMPANIONS:
+        keep(home / KEPT / name, draft / name)
+    if not (draft / GENERATION).exists():
+        ids = {key: body[key] for key in IDS if body.get(key) is not None}
+        (draft / GENERATION).write_text(strict_json.dumps(ids, indent=2) + "\n")
+    if not (draft / "tokenizer.json").exists():
+        keep(home / "tokenizer.json", draft / "tokenizer.json")
+        if (draft / "tokenizer.json").exists():
+            said = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+            (draft / "tokenizer_config.json").write_text(strict_json.dumps(said, indent=2) + "\n")
+
+
+def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
+    """How far our logits are from transformers' on some tokens, or why that was not computed."""
+    import numpy as np
+
+    from mtrain.convert import theirs
+    from mtrain.launching import local
+
+    need, here = 3 * 4 * parameters(run.model), Machine.here().memory_bytes
+    if not theirs.installed():
+        return {"left_out": "transformers is not installed"}
+    if need > here // 2:
+        return {
+            "left_out": f"it needs about {bytes_(need)}, and half of this machine's memory is {bytes_(here // 2)}"
+        }
+    tokens = min(TOKENS, run.model.max_position_embeddings)
+    ids = [int(i) for i in np.random.default_rng(0).integers(0, run.model.vocab_size, tokens)]
+    words = ["parallel=single", "precision=fp32", "cluster.device=cpu", "kernels=reference", "data.seq_length=null"]
+    with tempfile.TemporaryDirectory(prefix="mtrain-") as scratch:
+        (Path(scratch) / RUN_FILE).write_text(run_yaml(_plain(run, words)))
+        ours, other = Path(scratch) / "ours", Path(scratch) / "theirs"
+        local.logits(_plain(run, words), checkpoint, ids, ours)
+        try:
+            local.Forked(lambda: theirs.save_logits(folder, ids, other)).result()
+        except MtrainError as error:
+            return {"left_out": f"transformers did not load the folder: {str(error)[:200]}"}
+        a, b = np.fromfile(ours, np.float32), np.fromfile(other, np.float32)
+    apart, largest = float(np.abs(a - b).max()), float(np.abs(b).max())
+    if not apart <= MOST_APART * largest:
+        raise CorruptData(
+            f"our logits are {apart:.3g} from those of transformers, whose largest is {largest:.3g}: the weights do "
+            "not mean the same on both sides, and nothing was written"
+        )
+    return {"tokens": tokens, "largest_error": apart, "largest_logit": largest}
+
+
+def _plain(run: RunConfig, words: list[str]) -> RunConfig:
+    """The run on one rank of this machine's CPU, without its data."""
+    from mtrain.cli.generate import WITHOUT_DATA
+
+    with tempfile.TemporaryDirectory(prefix="mtrain-") as scratch:
+        file = Path(scratch) / RUN_FILE
+        file.write_text(run_yaml(run))
+        batch = ["trainer.global_batch_size=1", "trainer.micro_batch_size=1", "optim=adamw", "cluster=local"]
+        return load([f"run={quoted(file)}", *WITHOUT_DATA, *batch, *words]).run
+
+
+def _said(found: dict[str, Any]) -> str:
+    if "left_out" in found:
+        return f"; logits not compared: {found['left_out']}"
+    return f"; logits within {found['largest_error']:.1e} of transformers' on {found['tokens']} tokens"
+
+
+def _weights_at(path: Path) -> Any:
+    from mtrain.ckpt.store import Checkpoint
+    from mtrain.convert.compare import OfCheckpoint
+    from mtrain.convert.folder import is_folder, open_folder
+    from mtrain.convert.hugging_face import tables
+    from mtrain.convert.out import Weights
+    from mtrain.convert.read import Reader
+
+    if is_folder(path) and not (path / RUN_FILE).is_file():
+        return Reader(open_folder(path))
+    checkpoint, run = newest(path), read_run_file(path / RUN_FILE)
+    home = checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint
+    kind, _ = _config_of(run, home, None)
+    return OfCheckpoint(Weights(Checkpoint.open(checkpoint, verify=False), run, tables(kind)[0]))
+
+
+def _paths(argv: list[str], many: int, usage: str) -> list[Path]:
+    if len(argv) != many or any("=" in word for word in argv):
+        rule = f"convert {usage.split()[0]} needs {many} path{'s' * (many > 1)}"
+        raise ConfigError([Problem("MT002", "", None, rule, f"{program()} convert {usage}")])
+    paths = [Path(word).expanduser() for word in argv]
+    for path in paths:
+        if not path.exists():
+            raise ConfigError([Problem("MT002", "", None, f"{path} does not exist", f"{program()} convert {usage}")])
+    return paths
+
+
+def _two_paths(argv: list[str], usage: str) -> tuple[Path, Path, list[str]]:
+    (source,) = _paths(argv[:1], 1, usage)
+    if len(argv) < 2 or "=" in argv[1]:
+        raise ConfigError(
+            [Problem("MT002", "", None, "the folder to write is missing", f"{program()} convert {usage}")]
+        )
+    return source, _new(Path(argv[1]).expanduser()), argv[2:]
+
+
+def _new(out: Path) -> Path:
+    if out.exists():
+        raise ConfigError([Problem("MT507", "", None, f"{out} is there; a new folder is written", f"{out}-2")])
+    return out
+
+
+@contextmanager
+def _drafted(out: Path, doing: str) -> Iterator[Path]:
+    """A folder beside `out` that gets its name when all is in it; what an interrupted conversion left is removed."""
+    draft = out.with_name(f".{doing}-{out.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        for file in draft.rglob("*"):
+            sync(file)
+        sync(draft)
+        draft.rename(out)
+        sync(out.parent)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise

@@ -1,0 +1,1 @@
+"""Weights of other systems in and out: Hugging Face folders to checkpoints and back, with a certificate."""

@@ -1,0 +1,101 @@
+"""A Hugging Face folder as a whole: its configuration, its weights and what lies beside them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+
+from mtrain import mcore as adapter
+from mtrain.ckpt.folder import sync
+from mtrain.config.devices import CPU
+from mtrain.config.paths import CHECKPOINTS
+from mtrain.config.run import RunConfig
+from mtrain.convert.certificate import Record
+from mtrain.convert.folder import COMPANIONS, CONFIG, MAX_COMPANION_BYTES, Folder, open_folder
+from mtrain.devices import registry
+from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.models.gpt.hf_files import files
+from mtrain.models.table import Table
+from mtrain.plan.count import parameters
+from mtrain.recipes.hf import import_config, read_json
+from mtrain.recipes.hf_write import differing, same_model, shipped
+from mtrain.recipes.imported import Imported
+from mtrain.units import count
+
+KEPT = "hf"
+"""Folder of a run with the files that came beside imported weights."""
+TOKENIZER = "tokenizer.json"
+MOST_TIMES = 4
+"""Parameters per number of a folder: mxfp4 has two in one."""
+PADDING = 1 << 24
+"""Parameters that only pad the vocabulary of a small model."""
+
+
+def adapt() -> None:
+    """What reads checkpoints speaks of megatron-core's tensors. One thread: processes are forked from this one."""
+    import torch
+
+    torch.set_num_threads(1)
+    adapter.install(registry.get(CPU.name))
+
+
+def configuration(config: Path, extra: Sequence[str] = ()) -> tuple[str, Imported]:
+    """The kind of a `config.json`, and the run that it is with overrides.
+
+    Raises:
+        ConfigError: the model would compute something else than transformers' does, key by key.
+    """
+    imported = import_config(config, extra)
+    wrong = differing(imported)
+    if wrong:
+        raise ConfigError([Problem("MT703", "", None, text, "", str(config)) for text in wrong])
+    return str(read_json(config, str(config))["model_type"]), imported
+
+
+def tables(kind: str) -> tuple[Table, ...]:
+    """The tables of weights of a `model_type`."""
+    return files(kind)
+
+
+def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, Folder]:
+    """Import the weights of `source` into the run folder `home` as the checkpoint of step 0, and keep what is beside.
+
+    Returns:
+        The kind of model, the checkpoint, what was done, and the folder as it was read.
+
+    Raises:
+        ConfigError: the model of the run is another one, key by key.
+        CorruptData: see `import_weights`.
+    """
+    folder = open_folder(source)
+    kind, imported = configuration(folder.config)
+    apart = same_model(run.model, imported.run.model)
+    if apart:
+        known = shipped(imported.run.model)
+        fix = f"model={known}" if known else f"recipe import {folder.config} -o FILE, and recipe=FILE"
+        rule = f"the weights in {source} are of another model: {', '.join(apart[:8])} differ"
+        raise ConfigError([Problem("MT503", "checkpoint.init_from", str(source), rule, fix)])
+    numbers = sum(prod(tensor.shape) for tensor in folder.tensors.values())
+    if parameters(run.model) > MOST_TIMES * numbers + PADDING:
+        described = f"{folder.config} describes {count(parameters(run.model))} parameters"
+        raise CorruptData(f"{described}, and the weights beside it are {count(numbers)} numbers")
+    adapt()
+    from mtrain.convert.into import import_weights
+    from mtrain.convert.read import Reader
+
+    checkpoint, record = import_weights(Reader(folder), tables(kind), run, home / CHECKPOINTS)
+    (home / KEPT).mkdir(exist_ok=True)
+    for name in (CONFIG, *COMPANIONS):
+        keep(source / name, home / KEPT / name)
+    if not (home / TOKENIZER).exists():
+        keep(source / TOKENIZER, home / TOKENIZER)
+    return kind, checkpoint, record, folder
+
+
+def keep(source: Path, to: Path) -> None:
+    """Copy a small file, where there is one."""
+    if source.is_file() and source.stat().st_size <= MAX_COMPANION_BYTES:
+        shutil.copyfile(source, to)
+        sync(to)

@@ -1,0 +1,54 @@
+"""Names, shapes and number formats of weights wherever they are: headers and manifests are read, without torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtrain.ckpt.folder import MODEL, read_manifest
+from mtrain.config.paths import MANIFEST
+from mtrain.convert.folder import open_folder
+from mtrain.convert.tensor_file import BYTES, read_header
+
+IN_TORCH = {
+    **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32"},
+    **{"int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"},
+}
+"""Number format as a checkpoint names it -> as safetensors does."""
+
+
+class Held(NamedTuple):
+    """A tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def held(path: Path) -> list[Held]:
+    """The tensors of a safetensors file, of a folder of them, or of a checkpoint's model, by name.
+
+    Raises:
+        CorruptData: it is none of these, or not what it says.
+    """
+    if path.is_file():
+        return [Held(t.name, t.dtype, t.shape) for _, t in sorted(read_header(path).items())]
+    if (path / MANIFEST).is_file():
+        tensors = read_manifest(path, verify=False)["tensors"]
+        found = ((key.removeprefix(MODEL), entry) for key, entry in sorted(tensors.items()) if key.startswith(MODEL))
+        return [Held(key, IN_TORCH.get(e["dtype"], e["dtype"]), tuple(e["shape"])) for key, e in found]
+    return [Held(t.name, t.dtype, t.shape) for _, t in sorted(open_folder(path).tensors.items())]
+
+
+def totals(tensors: Sequence[Held]) -> dict[str, Any]:
+    """How many tensors, numbers and bytes there are, and tensors by number format."""
+    sizes = [(prod(t.shape), BYTES.get(t.dtype, 0)) for t in tensors]
+    return {
+        "tensors_total": len(tensors),
+        "numbers": sum(numbers for numbers, _ in sizes),
+        "bytes": sum(numbers * width for numbers, width in sizes),
+        "formats": dict(Counter(t.dtype for t in tensors).most_common()),
+    }

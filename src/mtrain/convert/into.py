@@ -1,0 +1,155 @@
+"""A Hugging Face folder into a checkpoint of weights, tensor by tensor: never the whole model in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtrain.ckpt import folder as ckpt_folder
+from mtrain.ckpt import hashes
+from mtrain.config.dump import run_yaml
+from mtrain.config.run import RunConfig
+from mtrain.convert.certificate import Record
+from mtrain.convert.match import Match, OurTensor, checked, match, our_tensors
+from mtrain.convert.read import NAMES, Reader, buffer_of
+from mtrain.convert.tensor_file import BYTES, Writer
+from mtrain.errors import CorruptData
+from mtrain.models.table import Step, Table
+
+FILE_BYTES = 4 << 30
+WAITING = 2
+"""Tensors that wait to be written while the next ones are read."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of one of our tensors as a checkpoint holds it."""
+
+    entry: str
+    spec: Any
+    dtype: str
+
+
+def import_weights(reader: Reader, tables: Sequence[Table], run: RunConfig, root: Path) -> tuple[Path, Record]:
+    """Write the weights of a folder as the checkpoint of step 0 under `root`, which commits it by a rename.
+
+    Peak memory is that of the tensors of a few steps. The checkpoint holds no optimizer state: training from it
+    begins at step 0.
+
+    Raises:
+        CorruptData: the folder's tensors are not those of the run's model, or cannot be read.
+    """
+    ours = our_tensors(run)
+    found = match(tables, run.model, ours, reader.names)
+    draft, final = ckpt_folder.draft_of(root, 0), root / ckpt_folder.folder_name(0)
+    draft.mkdir(parents=True)
+    (draft / ckpt_folder.RUN_FILE).write_text(run_yaml(run.recorded()))
+    ckpt_folder.sync(draft / ckpt_folder.RUN_FILE)
+    _check_copies(reader, found)
+    files = list(_files(reader, found, ours))
+    tensors: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
+    record = Record()
+    for number, steps in enumerate(files):
+        name = ckpt_folder.shard_name(number)
+        pieces = [piece for step in steps for piece in _pieces(reader, step, ours)]
+        hashed = _write(draft / name, reader, steps, pieces, run.model, ours)
+        record.target |= {p.entry: (p.dtype, p.spec.shape, hashed[p.entry]) for p in pieces}
+        for piece in pieces:
+            _note(tensors, piece, name)
+        facts[name] = {"bytes": (draft / name).stat().st_size, "header_sha256": hashes.wrote(draft / name)}
+    record.noted(reader, found)
+    state = {"weights_only": True}
+    body = {"step": 0, "ranks": len(files), "state": state, "tensors": tensors, "files": facts}
+    ckpt_folder.commit(draft, final, body)
+    return final, record
+
+
+def _files(reader: Reader, found: Match, ours: dict[str, OurTensor]) -> Iterator[list[Step]]:
+    """The steps of each file: as many as fit into it, at least one."""
+    held: list[Step] = []
+    size = 0
+    for step in found.steps:
+        width = BYTES[NAMES[_dtype(reader, step)]]
+        need = sum(torch.Size(ours[name].shape).numel() for name in step.ours) * width
+        if held and size + need > FILE_BYTES:
+            yield held
+            held, size = [], 0
+        held.append(step)
+        size += need
+    yield held
+
+
+def _dtype(reader: Reader, step: Step) -> torch.dtype:
+    kinds = {reader.dtype(name) for name in step.theirs}
+    if len(kinds) > 1:
+        raise CorruptData(f"{', '.join(step.theirs[:3])} have different number formats and make one tensor of ours")
+    (dtype,) = kinds
+    if not dtype.is_floating_point:
+        raise CorruptData(f"{step.theirs[0]} has numbers of kind {NAMES[dtype]}, which is no weight's")
+    return dtype
+
+
+def _pieces(reader: Reader, step: Step, ours: dict[str, OurTensor]) -> Iterator[_Piece]:
+    dtype = NAMES[_dtype(reader, step)]
+    for name in step.ours:
+        for number, spec in enumerate(ours[name].specs):
+            yield _Piece(f"{ckpt_folder.MODEL}{spec.key}@{name}.{number}", spec, dtype)
+
+
+def _write(
+    path: Path, reader: Reader, steps: list[Step], pieces: list[_Piece], model: Any, ours: dict[str, OurTensor]
+) -> dict[str, str]:
+    """Writes a file; the hash of each of its entries. Reading and writing go on beside each other."""
+    hashed = dict.fromkeys((piece.entry for piece in pieces), "0" * 64)
+    shapes = [(piece.entry, piece.dtype, piece.spec.shape[piece.spec.lead :]) for piece in pieces]
+    writer = Writer(path, shapes, _metadata(hashed))
+
+    def put(entry: str, tensor: torch.Tensor) -> None:
+        data = buffer_of(tensor)
+        hashed[entry] = hashes.hash_bytes(data)
+        writer.write(entry, data)
+
+    todo, waiting = iter(pieces), list[Future[None]]()
+    with ThreadPoolExecutor(1) as beside:
+        for step in steps:
+            given = [reader.tensor(name) for name in step.theirs]
+            made = checked(step, step.operation.apply(given, model, inward=True), ours)
+            del given
+            for name, tensor in zip(step.ours, made, strict=True):
+                flat = tensor.contiguous().reshape(-1)
+                for spec in ours[name].specs:
+                    part = flat[spec.first : spec.first + spec.numel]
+                    waiting.append(beside.submit(put, next(todo).entry, part))
+            while len(waiting) > WAITING:
+                waiting.pop(0).result()
+        for last in waiting:
+            last.result()
+    writer.close(_metadata(hashed))
+    return hashed
+
+
+def _metadata(hashed: dict[str, str]) -> dict[str, str]:
+    return {hashes.ENTRY_HASHES: json.dumps(hashed, sort_keys=True, allow_nan=False)}
+
+
+def _note(tensors: dict[str, Any], piece: _Piece, file: str) -> None:
+    spec = piece.spec
+    empty = {"shape": list(spec.global_shape), "dtype": _IN_TORCH[piece.dtype], "pieces": []}
+    place = {"file": file, "entry": piece.entry, "offset": list(spec.offset), "shape": list(spec.shape), "flat": None}
+    tensors.setdefault(f"{ckpt_folder.MODEL}{spec.key}", empty)["pieces"].append(place)
+
+
+_IN_TORCH = {name: str(dtype).removeprefix("torch.") for dtype, name in NAMES.items()}
+
+
+def _check_copies(reader: Reader, found: Match) -> None:
+    for name, of in found.copies.items():
+        if of in reader.names and not torch.equal(reader.tensor(name), reader.tensor(of)):
+            raise CorruptData(f"{name} is to hold what {of} does, and holds something else")

@@ -1,0 +1,124 @@
+"""Which tensors of a folder make which of a model: each of both sides exactly once, or an error that names it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mtrain.errors import CorruptData
+from mtrain.mcore.shard_specs import ShardSpec, shard_specs_of
+from mtrain.models.table import Step, Table
+
+NAMED = 8
+"""Names that a message gives."""
+
+
+@dataclass(frozen=True)
+class OurTensor:
+    """A parameter or persistent buffer of the whole model, and where its parts lie in a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    specs: tuple[ShardSpec, ...]
+
+
+def our_tensors(run: Any) -> dict[str, OurTensor]:
+    """Those of the model of a run, whatever its layout, by name.
+
+    Raises:
+        RuntimeError: torch.distributed is in use in this process.
+    """
+    from mtrain.build.model import blank_model
+    from mtrain.plan.shrink import alone
+    from mtrain.world.fake_world import fake_world
+
+    one = alone(run)
+    with fake_world(one, 0) as world:
+        (chunk,) = blank_model(one, world)
+        specs = shard_specs_of(chunk)
+        shapes = {n: tuple(t.shape) for n, t in [*chunk.named_parameters(), *chunk.named_buffers()]}
+        return {name: OurTensor(name, shapes[name], tuple(specs[name])) for name in specs}
+
+
+@dataclass(frozen=True)
+class Match:
+    """The steps from one side to the other, and what of theirs has no part in them."""
+
+    table: Table
+    steps: tuple[Step, ...]
+    copies: dict[str, str]
+    """Theirs that hold what another one of theirs does -> that one."""
+    ignored: tuple[str, ...] = ()
+    """Theirs that hold nothing of the model."""
+
+
+def match(tables: Iterable[Table], model: Any, ours: Collection[str], theirs: Collection[str]) -> Match:
+    """The steps by the table whose names are those of `theirs`.
+
+    Raises:
+        CorruptData: some of either side are left over, or used twice, by name.
+    """
+    found = [_match(table, model, set(ours), set(theirs)) for table in tables]
+    best, wrong = min(found, key=lambda pair: len(pair[1]))
+    if wrong:
+        more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+        raise CorruptData(f"the weights are not those of this model: {'; '.join(wrong[:NAMED])}{more}")
+    return best
+
+
+def written(table: Table, model: Any, ours: Collection[str]) -> Match:
+    """The steps that write a folder by a table.
+
+    Raises:
+        CorruptData: a tensor of ours has no entry.
+    """
+    steps = [step for step in table.entries(model) if set(step.ours) <= set(ours)]
+    used = Counter(name for step in steps for name in step.ours)
+    left = [f"{name} is made {used[name]} times" for name in ours if used[name] != 1]
+    if left:
+        raise CorruptData(f"the table of weights does not fit this model: {'; '.join(sorted(left)[:NAMED])}")
+    made = {name for step in steps for name in step.theirs}
+    # a tied head is left out, as transformers does; the copies of an MTP layer are in published files
+    heads = {copy.name for copy in table.copies if not copy.of_mtp}
+    copies = {name: of for name, of in table.held_twice(model).items() if of in made and name not in heads}
+    return Match(table, tuple(steps), copies)
+
+
+def _match(table: Table, model: Any, ours: set[str], theirs: set[str]) -> tuple[Match, list[str]]:
+    ignored = {n for n in theirs if any(re.fullmatch(pattern, n) for pattern in table.ignored)}
+    steps = [s for s in table.entries(model) if set(s.ours) & ours or set(s.theirs) & theirs]
+    used_ours = Counter(n for step in steps for n in step.ours)
+    used = Counter(n for step in steps for n in step.theirs)
+    copies = {k: of for k, of in table.held_twice(model).items() if k in theirs and k not in used}
+    left = theirs - ignored - set(copies)
+    wrong = [f"nothing of ours is made of {n}" for n in sorted(left - set(used))]
+    wrong += [f"{n} is missing" for n in sorted(set(used) - theirs)]
+    wrong += [f"nothing makes our {n}" for n in sorted(ours - set(used_ours))]
+    wrong += [f"our model has no {n}" for n in sorted(set(used_ours) - ours)]
+    wrong += [f"{n} is used {count} times" for n, count in sorted((used + used_ours).items()) if count > 1]
+    return Match(table, tuple(steps), copies, tuple(sorted(ignored))), wrong
+
+
+def shapes_of_theirs(step: Step, model: Any, ours: dict[str, OurTensor]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that a step makes of ours."""
+    blank = [torch.empty(ours[name].shape, device="meta") for name in step.ours]
+    made = step.operation.apply(blank, model, inward=False)
+    return {name: tuple(tensor.shape) for name, tensor in zip(step.theirs, made, strict=True)}
+
+
+def checked(step: Step, made: list[torch.Tensor], ours: dict[str, OurTensor]) -> list[torch.Tensor]:
+    """Tensors that a step made of theirs.
+
+    Raises:
+        CorruptData: one has another shape than ours.
+    """
+    for name, tensor in zip(step.ours, made, strict=True):
+        if tuple(tensor.shape) != ours[name].shape:
+            shapes = f"{list(tensor.shape)}, and our {name} {list(ours[name].shape)}"
+            raise CorruptData(f"{', '.join(step.theirs[:3])} make a tensor of shape {shapes}")
+    return made

@@ -1,0 +1,179 @@
+"""Safetensors files: headers read without trust, and files written tensor by tensor. Needs no torch.
+
+Source: the format's specification, https://huggingface.co/docs/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mtrain import strict_json
+from mtrain.errors import CorruptData
+
+BYTES = {
+    **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "BOOL": 1},
+    **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1},
+}
+"""Number format -> bytes of one number."""
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+"""As in the format's own readers."""
+MAX_DIMENSIONS = 16
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file, where its bytes are."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    start: int
+    """Byte of the file."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return prod(self.shape) * BYTES[self.dtype]
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Fill `buffer`, which has its size.
+
+        Raises:
+            CorruptData: the file ended, or cannot be read.
+        """
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.start)
+                done = 0
+                while done < len(buffer):
+                    count = file.readinto(buffer[done:])
+                    if not count:
+                        raise CorruptData(f"{self.path}: the file ends within {self.name}")
+                    done += count
+        except OSError as error:
+            raise CorruptData(f"{self.path}: {self.name} cannot be read: {error.strerror}") from None
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file by name, in the order of their bytes.
+
+    Raises:
+        CorruptData: no such file, or a header that does not describe it exactly.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            first = file.read(LENGTH_BYTES)
+            length = int.from_bytes(first, "little")
+            if len(first) < LENGTH_BYTES or length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
+                raise CorruptData(f"{path}: no safetensors file: its header is cut or has {length} bytes")
+            body = json.loads(file.read(length), object_pairs_hook=_once)
+    except OSError as error:
+        raise CorruptData(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CorruptData(f"{path}: its header cannot be read: {str(error)[:200]}") from None
+    if not isinstance(body, dict):
+        raise CorruptData(f"{path}: its header is no JSON object")
+    body.pop("__metadata__", None)
+    return _tensors(path, body, LENGTH_BYTES + length, size)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        raise ValueError("a name is there twice")
+    return out
+
+
+def _tensors(path: Path, body: Mapping[str, Any], data_at: int, size: int) -> dict[str, Tensor]:
+    found: list[tuple[int, int, Tensor]] = []
+    for name, entry in body.items():
+        try:
+            dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        except (TypeError, KeyError, ValueError):
+            raise CorruptData(f"{path}: {name[:200]} lacks dtype, shape or data_offsets") from None
+        numbers = [*shape, start, stop] if isinstance(shape, list) else [None]
+        if not all(type(n) is int and 0 <= n <= size for n in numbers) or len(numbers) > MAX_DIMENSIONS + 2:
+            raise CorruptData(f"{path}: {name[:200]} has a shape or offsets that cannot be")
+        if not isinstance(dtype, str) or dtype not in BYTES:
+            raise CorruptData(f"{path}: {name[:200]} has numbers of kind {str(dtype)[:40]!r}")
+        if prod(shape) * BYTES[dtype] != stop - start:
+            raise CorruptData(f"{path}: {name[:200]} of shape {shape} does not have {stop - start} bytes")
+        found.append((start, stop, Tensor(name, dtype, tuple(shape), path, data_at + start)))
+    found.sort(key=lambda item: item[:2])
+    at = 0
+    for start, stop, tensor in found:
+        if start != at:
+            raise CorruptData(f"{path}: the bytes of {tensor.name[:200]} do not follow those before it")
+        at = stop
+    if data_at + at != size:
+        raise CorruptData(f"{path} has {size} bytes, and its header says {data_at + at}")
+    return {tensor.name: tensor for _, _, tensor in found}
+
+
+class Writer:
+    """A new safetensors file whose tensors are written one after the other, in the order in which they are named."""
+
+    def __init__(
+        self, path: Path, tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]
+    ) -> None:
+        """`tensors` are names, number formats and shapes. `metadata` may be replaced at the end by as much text."""
+        self.path, self._metadata = path, dict(metadata)
+        self._entries: dict[str, Any] = {}
+        at = 0
+        for name, dtype, shape in tensors:
+            end = at + prod(shape) * BYTES[dtype]
+            self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+            at = end
+        self._names = list(self._entries)
+        self._header = self._render(self._metadata)
+        self._file: BinaryIO = path.open("xb", buffering=0)
+        self._file.write(self._header)
+
+    def _render(self, metadata: Mapping[str, str]) -> bytes:
+        text = strict_json.dumps({"__metadata__": dict(metadata), **self._entries}, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % ALIGNMENT)
+        return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+    def write(self, name: str, data: memoryview) -> None:
+        """The bytes of the next tensor.
+
+        Raises:
+            ValueError: another one is next, or it has another size.
+        """
+        start, stop = self._entries[name]["data_offsets"]
+        if name != self._names[0] or len(data) != stop - start:
+            raise ValueError(f"{name} of {len(data)} bytes is not what follows in {self.path}")
+        del self._names[0]
+        while len(data):
+            data = data[self._file.write(data) :]
+
+    def close(self, metadata: Mapping[str, str] | None = None) -> None:
+        """Put the file on disk.
+
+        Raises:
+            ValueError: a tensor was not written, or the new metadata has another length.
+        """
+        with self._file:
+            if self._names:
+                raise ValueError(f"{self.path}: {self._names[0]} was not written")
+            if metadata is not None:
+                header = self._render(metadata)
+                if len(header) != len(self._header):
+                    raise ValueError(f"{self.path}: the metadata changed its length")
+                self._file.seek(0)
+                self._file.write(header)
+            os.fsync(self._file.fileno())
+
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        self._file.close()

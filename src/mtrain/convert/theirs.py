@@ -1,0 +1,30 @@
+"""What transformers computes of a folder, where it is installed: the judge of a conversion."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def installed() -> bool:
+    """Whether there is a transformers to ask."""
+    return find_spec("transformers") is not None
+
+
+def save_logits(folder: Path, ids: list[int], out: Path) -> None:
+    """Save transformers' logits after each of `ids`, fp32 [tokens, vocabulary], as plain numbers.
+
+    The folder's configuration is read by transformers itself, and no code that it names is run.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    loaded = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
+    )
+    with torch.no_grad():
+        found = loaded.eval()(input_ids=torch.tensor([ids])).logits
+    found[0].float().numpy().tofile(out)

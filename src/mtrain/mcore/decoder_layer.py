@@ -1,0 +1,55 @@
+"""megatron-core's transformer layer with the norms and positions that only some families have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.utils import is_layer_window_attention
+
+
+@dataclass
+class DecoderLayerSubmodules(TransformerLayerSubmodules):
+    """Those of megatron-core, and the norms of what attention and MLP add to the residual stream."""
+
+    post_self_attn_layernorm: Any = IdentityOp
+    post_mlp_layernorm: Any = IdentityOp
+
+
+class DecoderLayer(TransformerLayer):
+    """A layer that may have norms behind attention and MLP, and other rotary positions where it has a window.
+
+    Rotary angles [2, s, 1, 1, r] are those of layers with a window, and of all others.
+    """
+
+    def __init__(self, config: Any, submodules: DecoderLayerSubmodules, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, submodules, *args, **kwargs)
+        for part in ("self_attn", "mlp"):
+            name = f"post_{part}_layernorm"
+            options = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+            setattr(self, name, build_module(getattr(submodules, name), **options))
+            if not isinstance(getattr(self, name), IdentityOp):
+                setattr(self, f"{part}_bda", partial(_normed, getattr(self, name), getattr(self, f"{part}_bda")))
+        skipped = config.window_attn_skip_freq
+        self._has_window = is_layer_window_attention(config.window_size, skipped, max(1, self.layer_number))
+
+    def forward(self, *args: Any, rotary_pos_emb: Any = None, **kwargs: Any) -> Any:
+        """Hidden states [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism, to the same."""
+        if rotary_pos_emb is not None and rotary_pos_emb.dim() == 5:
+            rotary_pos_emb = rotary_pos_emb[0 if self._has_window else 1]
+        return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+
+def _normed(norm: Any, add: Callable[..., Any], training: bool, fused: bool) -> Callable[..., Any]:
+    """megatron-core's sum of a part's output, its bias and the residual, where output and bias are normed first."""
+
+    def summed(output_with_bias: Any, residual: Any, dropout_p: float) -> Any:
+        output, bias = output_with_bias
+        return add(training, fused)((norm(output if bias is None else output + bias), None), residual, dropout_p)
+
+    return summed

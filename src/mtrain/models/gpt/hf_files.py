@@ -1,0 +1,90 @@
+"""Names of the same weights in files: transformers fuses the experts of some families when it loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from mtrain.models.gpt.hf import TABLES
+from mtrain.models.table import EXPERTS, GATE_UP, Copy, Entry, Table
+
+Rename = Callable[[str], str]
+COMPUTED = (r".*\.rotary_emb\.inv_freq", r".*\.attn\.(masked_)?bias", r".*\.attention\.(masked_)?bias")
+"""Of older files: angles of positions and causal masks."""
+TIED = (Copy("lm_head.weight", "model.embed_tokens.weight"),)
+_MTP = "model.layers.{i}."
+
+
+def _renamed(table: Table, rename: Rename) -> Table:
+    def entries(found: tuple[Entry, ...]) -> tuple[Entry, ...]:
+        return tuple(replace(entry, theirs=tuple(map(rename, entry.theirs))) for entry in found)
+
+    return replace(
+        table,
+        once=entries(table.once),
+        layer=entries(table.layer),
+        dense=entries(table.dense),
+        experts=entries(table.experts),
+    )
+
+
+def _apart(table: Table) -> Table:
+    """Experts one by one, gate and up projection too."""
+
+    def entry(fused: Entry) -> Entry:
+        name = fused.theirs[0]
+        if fused.operation is not EXPERTS or not name.endswith(("gate_up_proj", "down_proj")):
+            return fused
+        one = name.replace("experts.", "experts.{e}.")
+        if name.endswith("gate_up_proj"):
+            pair = tuple(one.replace("gate_up_proj", f"{half}_proj.weight") for half in ("gate", "up"))
+            return Entry(fused.ours, pair, GATE_UP)
+        return Entry(fused.ours, (f"{one}.weight",))
+
+    return replace(table, experts=tuple(map(entry, table.experts)))
+
+
+def _of_mixtral(name: str) -> str:
+    words = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3", ".mlp.": ".block_sparse_moe."}
+    for theirs, file in words.items():
+        name = name.replace(theirs, file)
+    return name
+
+
+def _with_mtp(table: Table) -> Table:
+    """MTP layers behind the others, as in DeepSeek-V3's files: each has copies of the embedding and the head."""
+
+    def entry(found: Entry) -> Entry:
+        return replace(found, ours=found.ours.replace("decoder.layers.{i}.", "mtp.layers.{m}.transformer_layer."))
+
+    joins = (
+        Entry("mtp.layers.{m}.enorm.weight", (f"{_MTP}enorm.weight",)),
+        Entry("mtp.layers.{m}.hnorm.weight", (f"{_MTP}hnorm.weight",)),
+        Entry("mtp.layers.{m}.eh_proj.weight", (f"{_MTP}eh_proj.weight",)),
+        Entry("mtp.layers.{m}.final_layernorm.weight", (f"{_MTP}shared_head.norm.weight",)),
+    )
+    ends = (
+        Copy(f"{_MTP}embed_tokens.weight", "model.embed_tokens.weight", of_mtp=True),
+        Copy(f"{_MTP}shared_head.head.weight", "lm_head.weight", of_mtp=True),
+    )
+    layers = (*map(entry, table.layer), *map(entry, table.experts))
+    return replace(table, mtp=(*joins, *layers), copies=(*table.copies, *ends))
+
+
+def files(kind: str) -> tuple[Table, ...]:
+    """The tables that a file of a `model_type` may follow; the first is the one that is written."""
+    table = replace(TABLES[kind], copies=TIED, ignored=COMPUTED)
+    if kind == "mixtral":
+        return _renamed(_apart(table), _of_mixtral), table
+    if kind == "gpt_neox":
+        tied = (Copy("embed_out.weight", "gpt_neox.embed_in.weight"),)
+        return replace(_renamed(table, lambda name: name.replace("lm_head", "embed_out")), copies=tied), table
+    if kind == "gpt2":
+        table = replace(table, copies=(Copy("lm_head.weight", "transformer.wte.weight"),))
+        bare = _renamed(table, lambda name: name.removeprefix("transformer."))
+        return table, replace(bare, copies=(Copy("lm_head.weight", "wte.weight"),))
+    if kind == "deepseek_v3":
+        table = _with_mtp(_apart(table))
+        return (table,)
+    apart = _apart(table)
+    return (table,) if apart == table else (apart, table)

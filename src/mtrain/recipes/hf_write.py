@@ -1,0 +1,323 @@
+"""A model's shape as a Hugging Face `config.json`, which reads back as the same model or is not written."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mtrain.config.experts import MoEConfig
+from mtrain.config.model import ModelConfig
+from mtrain.config.paths import choices_of_group
+from mtrain.errors import ConfigError, Problem
+from mtrain.recipes.hf import import_config
+from mtrain.recipes.hf_families import FAMILIES
+from mtrain.recipes.hf_keys import Json
+from mtrain.recipes.hf_readers import GATED_WORDS, UNGATED_WORDS
+from mtrain.recipes.imported import Imported
+from mtrain.recipes.write import section
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
+}
+"""`model_type` -> the class of transformers that loads the folder, in the order in which one is looked for."""
+TRAINING = frozenset(
+    (
+        *("name", "mask_padded_vocab", "attention_dropout", "hidden_dropout", "init_method_std"),
+        *("embedding_init_method_std", "mtp_num_layers", "mtp_loss_scaling_factor", "moe.aux_loss_coeff"),
+        *("moe.z_loss_coeff", "moe.router_load_balancing_type", "moe.router_bias_update_rate"),
+        *("moe.router_padding_for_quantization", "moe.input_jitter_eps", "moe.token_dispatcher_type"),
+        *("moe.flex_dispatcher_backend", "moe.shared_expert_overlap"),
+    )
+)
+"""Keys of `model` that a trained model's forward pass does not read, or that no file has."""
+PRESENT = {"not supported", "unknown", "unreadable", "secret"}
+"""Why a key of a file that was not taken over may change what the model computes."""
+STORED = ("quantization_config", "torch_dtype", "dtype")
+"""Keys that say how weights are stored, which a conversion reads from the weights."""
+Extra = Callable[[ModelConfig], Json]
+
+
+def differing(imported: Imported) -> list[str]:
+    """What a `config.json` says and our model does not do, key by key; empty where nothing changes the numbers."""
+    found = [u for u in imported.unplaced if u.why in PRESENT and u.flag.partition(".")[0] not in STORED]
+    return [f"{u.flag} = {u.value}: {u.text}" for u in found]
+
+
+def same_model(a: ModelConfig, b: ModelConfig) -> list[str]:
+    """Keys in which two models compute something else."""
+    left, right = _flat(a.model_dump(mode="json")), _flat(b.model_dump(mode="json"))
+    left["kv_channels"], right["kv_channels"] = a.head_dim, b.head_dim
+    left["num_query_groups"], right["num_query_groups"] = a.query_groups, b.query_groups
+    keys = {k for k in left.keys() | right.keys() if k not in TRAINING and not k.startswith("published.")}
+    return sorted(k for k in keys if left.get(k) != right.get(k))
+
+
+def shipped(model: ModelConfig) -> str | None:
+    """The choice of `model` that computes the same."""
+    for name in choices_of_group("model"):
+        known: Any = section("model", name)
+        if not same_model(known, model):
+            return name
+    return None
+
+
+def config_json(model: ModelConfig, dtype: str, kind: str | None = None, tokens: Mapping[str, Any] = {}) -> Json:
+    """The `config.json` of a model for `kind`, or for the first `model_type` that is the same model.
+
+    `dtype` is that of the weights, as torch names it; `tokens` are ids such as `eos_token_id`.
+
+    Raises:
+        ConfigError: no `model_type` here computes what the model does; each one's differences are named.
+    """
+    kinds: Iterable[str] = ARCHITECTURES if kind is None else (kind,)
+    reasons = []
+    for one in kinds:
+        if one not in ARCHITECTURES:
+            rule = f"models of type {one!r} are not written; those are: {', '.join(ARCHITECTURES)}"
+            raise ConfigError([Problem("MT703", "", None, rule, "")])
+        try:
+            body = _body(model, one)
+            found = _read_again(body)
+        except (KeyError, ValueError, TypeError, AttributeError, ConfigError) as error:
+            reasons.append(f"{one}: {str(error)[:120]}")
+            continue
+        apart = [*differing(found), *same_model(model, found.run.model)]
+        if not apart:
+            return {"architectures": [ARCHITECTURES[one]], **body, "torch_dtype": dtype, **tokens}
+        reasons.append(f"{one}: {', '.join(apart[:4])}")
+    rule = f"no model of transformers computes what this one does; {'; '.join(reasons[:6])}"
+    raise ConfigError([Problem("MT703", "", None, rule, "export writes weights under mtrain's own names")])
+
+
+def _read_again(body: Json) -> Imported:
+    with tempfile.TemporaryDirectory(prefix="mtrain-") as folder:
+        file = Path(folder) / "config.json"
+        file.write_text(json.dumps(body))
+        return import_config(file)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            out |= _flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            out[f"{prefix}{key}"] = value
+    return out
+
+
+def _body(m: ModelConfig, kind: str) -> Json:
+    family = FAMILIES[kind]
+    out: Json = {"model_type": kind}
+    for theirs, ours in family.keys.items():
+        out[theirs] = getattr(m, ours.removeprefix("model."))
+    if "num_key_value_heads" in out:
+        out["num_key_value_heads"] = m.query_groups
+    if "head_dim" in out:
+        out["head_dim"] = m.head_dim
+    return {**out, **WRITERS[kind](m)}
+
+
+def _word(m: ModelConfig, words: Mapping[str, str]) -> str:
+    preferred = {"geglu_tanh": "gelu_pytorch_tanh", "gelu_tanh": "gelu_new"}
+    found = [theirs for theirs, ours in words.items() if ours == m.activation]
+    if not found:
+        raise ValueError(f"the activation is {m.activation}")
+    return preferred.get(m.activation, found[0])
+
+
+def _gate(m: ModelConfig) -> Json:
+    return {"hidden_act": _word(m, GATED_WORDS)}
+
+
+def _rope(m: ModelConfig) -> Json:
+    out: Json = {"rope_theta": m.rotary_base, "rope_scaling": None}
+    if m.rope_scaling_factor is not None:
+        low_high = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        out["rope_scaling"] = {"rope_type": "llama3", "factor": m.rope_scaling_factor, **low_high}
+    elif m.rotary_seq_len_interpolation_factor is not None:
+        out["rope_scaling"] = {"rope_type": "linear", "factor": m.rotary_seq_len_interpolation_factor}
+    return out
+
+
+def _layer_types(m: ModelConfig) -> Json:
+    """The window of each layer, where there is one."""
+    if m.window_size is None:
+        return {"layer_types": ["full_attention"] * m.num_layers}
+    every = m.window_attn_skip_freq
+    kinds = ["full_attention" if every and (i + 1) % every == 0 else "sliding_attention" for i in range(m.num_layers)]
+    return {"sliding_window": m.window_size, "use_sliding_window": True, "layer_types": kinds}
+
+
+def _everywhere(m: ModelConfig) -> Json:
+    if m.window_attn_skip_freq is not None:
+        raise ValueError("a window in some layers")
+    return {"sliding_window": m.window_size}
+
+
+def _llama(m: ModelConfig) -> Json:
+    return {**_gate(m), **_rope(m), "attention_bias": m.add_bias_linear, "mlp_bias": m.add_bias_linear}
+
+
+def _mistral(m: ModelConfig) -> Json:
+    return {**_gate(m), **_rope(m), **_everywhere(m)}
+
+
+def _qwen(m: ModelConfig) -> Json:
+    windows = _layer_types(m) if m.window_size is not None else {"use_sliding_window": False}
+    return {**_gate(m), **_rope(m), **windows}
+
+
+def _experts(m: ModelConfig) -> MoEConfig:
+    if m.moe is None:
+        raise ValueError("there are no experts")
+    return m.moe
+
+
+def _balance(m: ModelConfig, dense: int = 0) -> float:
+    moe = _experts(m)
+    return float(f"{moe.aux_loss_coeff * max(1, m.num_layers - dense) / moe.router_topk:.6g}")
+
+
+def _moe(m: ModelConfig, count: str, width: str, dense: int = 0) -> Json:
+    moe = _experts(m)
+    sizes = {count: moe.num_experts, "num_experts_per_tok": moe.router_topk, width: moe.ffn_hidden_size}
+    return {**sizes, "router_aux_loss_coef": _balance(m, dense)}
+
+
+def _mixtral(m: ModelConfig) -> Json:
+    return {**_mistral(m), **_moe(m, "num_local_experts", "intermediate_size")}
+
+
+def _qwen_moe(m: ModelConfig) -> Json:
+    dense = _experts(m).first_dense_layers
+    windows: Json = {"use_sliding_window": False}
+    if m.window_size is not None:
+        windows = {**_everywhere(m), "use_sliding_window": True}
+    first = {"mlp_only_layers": list(range(dense)), "decoder_sparse_step": 1}
+    normed = {"norm_topk_prob": not _experts(m).router_pre_softmax}
+    return {
+        **_gate(m),
+        **_rope(m),
+        **windows,
+        **_moe(m, "num_experts", "moe_intermediate_size", dense),
+        **first,
+        **normed,
+    }
+
+
+def _qwen2_moe(m: ModelConfig) -> Json:
+    shared = {"shared_expert_intermediate_size": _experts(m).shared_expert_intermediate_size or 0}
+    windows = _layer_types(m) if m.window_size is not None else {}
+    return {**_qwen_moe(m), **windows, **shared, "qkv_bias": m.add_qkv_bias}
+
+
+def _gpt_oss(m: ModelConfig) -> Json:
+    limits = {"swiglu_limit": m.activation_func_clamp_value, "hidden_act": "silu", "attention_bias": True}
+    kinds = _layer_types(m)
+    kinds.pop("use_sliding_window", None)
+    turned = _rope(m)["rope_scaling"] or {"rope_type": "default"}
+    return {
+        "rope_parameters": {**turned, "rope_theta": m.rotary_base},
+        **kinds,
+        **_moe(m, "num_local_experts", "intermediate_size"),
+        **limits,
+    }
+
+
+def _latent(m: ModelConfig) -> Json:
+    if m.moe is None or m.mla is None:
+        raise ValueError("there is no MLA with experts")
+    mla, moe = m.mla, m.moe
+    out = {
+        **_gate(m),
+        "rope_theta": m.rotary_base,
+        "rope_scaling": None,
+        "num_key_value_heads": m.num_attention_heads,
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_nope_head_dim": mla.qk_head_dim,
+        "qk_rope_head_dim": mla.qk_pos_emb_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.router_topk,
+        "moe_intermediate_size": moe.ffn_hidden_size,
+        "n_shared_experts": (moe.shared_expert_intermediate_size or 0) // moe.ffn_hidden_size,
+        "first_k_dense_replace": moe.first_dense_layers,
+        "routed_scaling_factor": moe.router_topk_scaling_factor or 1.0,
+        "aux_loss_alpha": moe.aux_loss_coeff,
+        "seq_aux": moe.router_load_balancing_type == "seq_aux_loss",
+        "n_group": moe.router_num_groups or 1,
+        "topk_group": moe.router_group_topk or 1,
+        "attention_bias": False,
+    }
+    if mla.rope_type == "yarn":
+        names = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow", "original_max_position_embeddings")
+        scaling = {name: getattr(mla, name) for name in names if getattr(mla, name) is not None}
+        out["rope_scaling"] = {"type": "yarn", "factor": mla.rotary_scaling_factor, **scaling}
+    return out
+
+
+def _deepseek_v2(m: ModelConfig) -> Json:
+    out = {**_latent(m), "scoring_func": "softmax", "norm_topk_prob": False}
+    if m.moe is not None and m.moe.router_num_groups:
+        return {**out, "topk_method": "group_limited_greedy"}
+    return {**{k: v for k, v in out.items() if k not in ("n_group", "topk_group")}, "topk_method": "greedy"}
+
+
+def _deepseek_v3(m: ModelConfig) -> Json:
+    words = {"scoring_func": "sigmoid", "norm_topk_prob": True, "topk_method": "noaux_tc", "rope_interleave": True}
+    return {**_latent(m), **words, "num_nextn_predict_layers": m.mtp_num_layers or 0}
+
+
+def _gpt2(m: ModelConfig) -> Json:
+    drops = {"attn_pdrop": m.attention_dropout, "resid_pdrop": m.hidden_dropout, "embd_pdrop": m.hidden_dropout}
+    word = {"activation_function": _word(m, UNGATED_WORDS), "scale_attn_weights": m.softmax_scale is None}
+    return {**drops, **word, "n_inner": m.ffn_hidden_size, "n_ctx": m.max_position_embeddings}
+
+
+def _gpt_neox(m: ModelConfig) -> Json:
+    turned = {
+        "rotary_emb_base": m.rotary_base,
+        "rotary_pct": m.rotary_percent,
+        "rope_scaling": _rope(m)["rope_scaling"],
+    }
+    drops = {"attention_dropout": m.attention_dropout, "hidden_dropout": m.hidden_dropout}
+    return {
+        **turned,
+        **drops,
+        "hidden_act": _word(m, UNGATED_WORDS),
+        "use_parallel_residual": False,
+        "attention_bias": True,
+    }
+
+
+WRITERS: dict[str, Extra] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen,
+    "qwen3": _qwen,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen_moe,
+    "qwen2_moe": _qwen2_moe,
+    "gpt_oss": _gpt_oss,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+}
+"""`model_type` -> what its `config.json` says beyond the keys that are copied."""

@@ -1,0 +1,81 @@
+"""What an import notes beside the recipe: what a script leaves open, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mtrain.config.devices import AUTO
+from mtrain.config.dump import spell
+from mtrain.config.resolve import Machine, resolve
+from mtrain.config.run import RunConfig
+from mtrain.config.watch import read_from, touches
+from mtrain.recipes.arguments import Draft
+from mtrain.recipes.expansion import shown
+from mtrain.recipes.shell import Script
+
+_NO_MACHINE = Machine(cpu_cores=1, memory_bytes=0)
+
+
+def sourced(script: Script) -> list[str]:
+    """Notes on files that a script sources, which are not read."""
+    return [
+        f"{c.where}: {c.words[1] or 'a file'} is not read; give it before this file if it sets what is missing"
+        for c in script.commands
+        if c.words[0] in ("source", ".") and len(c.words) > 1
+    ]
+
+
+def undecided(script: Script, used: Mapping[str, str]) -> list[str]:
+    """Notes on conditions that only running the script could tell: both branches, and what each would add.
+
+    `used` are the variables behind the command that such a condition sets, with `file:line`.
+    """
+    out = []
+    for item in script.undecided:
+        parts = []
+        for branch in item.branches:
+            names = [f"${name}" for name in dict.fromkeys(branch.names) if name in used]
+            what = ", ".join([*dict.fromkeys(branch.flags), *names]) or "nothing that is used"
+            parts.append(f"{branch.label} (line {branch.where.rpartition(':')[2]}) sets {what}")
+        if any(branch.flags or used.keys() & set(branch.names) for branch in item.branches):
+            test = shown(item.test)[:80]
+            out.append(f"{item.where}: {test} is not known: {'; '.join(parts)}; all of it is left out")
+    listed = {name for item in script.undecided for branch in item.branches for name in branch.names}
+    rest = sorted(used.keys() - listed)
+    return out + [f"{used[v]}: ${v} is also set under a condition" for v in rest]
+
+
+def unsaid(d: Draft, run: RunConfig, extra: Sequence[str], left: Sequence[str]) -> list[str]:
+    """Notes on what Megatron-LM insists on being told and was not: what it becomes, and why.
+
+    `left` are keys that are still to be filled in; what follows from them, or from the machine, is not known yet.
+    """
+    keys = ("trainer.train_iters", "optim.lr", "data.seq_length", "trainer.global_batch_size")
+    made_from: dict[str, frozenset[str]] = {}
+    why: dict[str, str] = {}
+    unknown = [*left, *(["cluster.device"] if run.cluster.device == AUTO else [])]
+    values = resolve(run, _NO_MACHINE, made_from=made_from, why=why).flat()
+
+    def becomes(key: str) -> str:
+        if touches(read_from([key], made_from), unknown):
+            return "chosen where it runs"
+        return spell(values[key]) + (f", {why[key]}" if key in why else "")
+
+    missing = [key for key in keys if key not in d and not any(word.startswith(f"{key}=") for word in extra)]
+    return [f"{key} is not said; it is {becomes(key)}" for key in missing]
+
+
+def too_few(run: RunConfig) -> list[str]:
+    """A note where the script starts fewer processes than its layout has."""
+    p, per_node = run.parallel, run.cluster.devices_per_node
+    ranks = p.ranks or (run.cluster.nodes * per_node if per_node else None)
+    etp = p.etp or p.tp
+    needed, axes = max(
+        (p.model_ranks, f"tp {p.tp} x cp {p.cp} x pp {p.pp}"),
+        (p.ep * etp * p.pp, f"ep {p.ep} x etp {etp} x pp {p.pp}"),
+        key=lambda pair: pair[0],
+    )
+    if ranks is None or ranks >= needed:
+        return []
+    nodes = f": say cluster.nodes={-(-needed // per_node)}" if per_node else ""
+    return [f"the script starts {ranks} processes, and its layout has at least {axes} = {needed}{nodes}"]

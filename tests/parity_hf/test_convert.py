@@ -1,0 +1,252 @@
+"""Weights of Hugging Face folders: in, through any layout, and out again, byte by byte; a wrong table is found."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtrain.cli.main import main
+from mtrain.errors import CorruptData
+from mtrain.models.gpt import hf_files
+from mtrain.models.table import GATE_UP, TRANSPOSED, Entry, Operation, Table
+from tests.parity_hf import theirs
+from tests.parity_hf.drawn import FAMILIES, draw
+from tests.parity_hf.families import CASES
+from tests.support.covering import some
+from tests.support.forked import RankFailed, run_alone, run_ranks
+
+ALWAYS = ("llama 3.2, tied", "mixtral", "qwen2 moe", "gpt oss beyond its window", "deepseek v3", "gpt2", "gpt neox")
+LAYOUTS = {
+    "llama 3.2, tied": ("parallel=tp2pp2", 4),
+    "qwen3": ("parallel=pp2dp2 parallel.distributed_optimizer=true", 4),
+    "mixtral": ("parallel=ep2", 2),
+    "deepseek v3": ("parallel=tp2sp", 2),
+    "qwen2 moe": ("parallel=tp2ep2etp1sp", 2),
+}
+
+
+def saved(name: str, folder: Path, **more: Any) -> Path:
+    """A folder as transformers saves a model of the case `name`."""
+    case = CASES[name]
+
+    def save() -> None:
+        config = theirs.configuration(case.kind, {**case.values, **more})
+        theirs.model(config, 1).save_pretrained(folder)
+
+    run_alone(save)
+    return folder
+
+
+def command(*words: object) -> int:
+    """`convert WORDS` in a process of its own."""
+    return int(run_alone(lambda: main(["convert", *map(str, words)])))
+
+
+def data_of(folder: Path) -> dict[str, bytes]:
+    """The bytes of every tensor of a folder."""
+    from mtrain.convert.folder import open_folder
+
+    out = {}
+    for name, tensor in open_folder(folder).tensors.items():
+        buffer = bytearray(tensor.nbytes)
+        tensor.read_into(memoryview(buffer))
+        out[name] = bytes(buffer)
+    return out
+
+
+@pytest.mark.parametrize("name", some(CASES, ALWAYS))
+def test_an_export_returns_the_bytes_that_were_imported_and_both_compute_the_same(name: str, tmp_path: Path) -> None:
+    theirs_, run, again = saved(name, tmp_path / "theirs"), tmp_path / "run", tmp_path / "again"
+    assert command("import", theirs_, run) == 0
+    assert command("export", run, again) == 0
+    assert data_of(again) == data_of(theirs_)
+    for folder in (run, again):
+        certificate = json.loads((folder / "conversion.json").read_text())
+        found = certificate["logits"]
+        assert found["largest_error"] <= 1e-5 * max(1.0, found["largest_logit"]), found
+        held = certificate["source" if folder == run else "target"]
+        used = [name for step in certificate["steps"] for name in step["theirs"]] + list(certificate["copies"])
+        assert sorted(used) == sorted(held), "every tensor of theirs has one place"
+    assert command("verify", theirs_, run) == 0
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=pytest.mark.full) for s in range(3)])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_random_model_goes_in_and_out_or_is_refused(kind: str, seed: int, tmp_path: Path) -> None:
+    case = draw(kind, seed)
+
+    def save() -> None:
+        theirs.model(theirs.configuration(case.kind, case.values), seed).save_pretrained(tmp_path / "theirs")
+
+    run_alone(save)
+    code = command("import", tmp_path / "theirs", tmp_path / "run")
+    if code == 0:
+        assert command("export", tmp_path / "run", tmp_path / "again") == 0
+        assert data_of(tmp_path / "again") == data_of(tmp_path / "theirs")
+    assert code in (0, 2)
+    assert (tmp_path / "run").exists() == (code == 0)
+
+
+def _saved_in(layout: str, run: Path, into: Path) -> None:
+    """Loads the weights of a run in a layout, and saves them from there."""
+    from mtrain.ckpt import state
+    from mtrain.ckpt.store import Checkpoint
+    from mtrain.cli.setup import load
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.world.init import joined
+
+    words = "data=mock data.seq_length=16 trainer.global_batch_size=8 trainer.micro_batch_size=1 optim.warmup_iters=0"
+    found = load([f"run={run / 'run.yaml'}", *words.split(), *layout.split()]).run
+    with joined(found) as world:
+        parts = assemble(found, world, splits_of(found))
+        state.load_weights(Checkpoint.open(run / "checkpoints/step_00000000"), parts.state)
+        state.save(into, found, world, parts.state, {})
+
+
+@pytest.mark.parametrize("name", some(LAYOUTS, ["llama 3.2, tied", "qwen2 moe"]))
+def test_weights_go_through_a_layout_and_come_out_as_they_were(name: str, tmp_path: Path) -> None:
+    layout, ranks = LAYOUTS[name]
+    theirs_, run = saved(name, tmp_path / "theirs"), tmp_path / "run"
+    assert command("import", theirs_, run) == 0
+    run_ranks(ranks, _saved_in, layout, run, tmp_path / "saved")
+    assert command("export", tmp_path / "saved/step_00000000", tmp_path / "again") == 0
+    assert data_of(tmp_path / "again") == data_of(theirs_)
+
+
+def _changed(change: Callable[[Entry], Entry | None]) -> Callable[[Table], Table]:
+    def apply(table: Table) -> Table:
+        layer = [change(entry) for entry in table.layer]
+        dense = [change(entry) for entry in table.dense]
+        return replace(table, layer=tuple(e for e in layer if e), dense=tuple(e for e in dense if e))
+
+    return apply
+
+
+_SWAPPED = Operation("up over gate", lambda t, m: [torch.cat(t[::-1])], lambda t, m: list(t[0].chunk(2))[::-1])
+MUTATIONS: dict[str, Callable[[Entry], Entry | None]] = {
+    "a transposed weight": lambda e: replace(e, operation=TRANSPOSED) if "linear_proj.weight" in e.ours else e,
+    "gate and up swapped": lambda e: replace(e, operation=_SWAPPED) if e.operation is GATE_UP else e,
+    "two norms swapped": lambda e: replace(
+        e,
+        ours=e.ours.translate(str.maketrans({}))
+        .replace("input_layernorm", "other")
+        .replace("pre_mlp_layernorm", "input_layernorm")
+        .replace("other", "pre_mlp_layernorm"),
+    ),
+    "a weight that nobody takes": lambda e: None if "linear_proj.weight" in e.ours else e,
+    "a bias that is not there": lambda e: replace(e, theirs=(f"{e.theirs[0]}.more",)) if "fc2" in e.ours else e,
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutated_table_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs_ = saved("llama 2", tmp_path / "theirs")
+    tables = hf_files.files
+    monkeypatch.setattr(
+        "mtrain.convert.hugging_face.files", lambda kind: tuple(map(_changed(MUTATIONS[name]), tables(kind)))
+    )
+    with pytest.raises(RankFailed, match="exit code 4"):
+        run_alone(lambda: _must(main(["convert", "import", str(theirs_), str(tmp_path / "run")])))
+    assert not (tmp_path / "run").exists()
+
+
+def _must(code: int) -> None:
+    assert code == 0, f"exit code {code}"
+
+
+def test_a_layer_more_or_less_is_named(tmp_path: Path) -> None:
+    from mtrain.convert.folder import open_folder
+    from mtrain.convert.match import match
+
+    theirs_ = saved("llama 2", tmp_path / "theirs")
+    names = set(open_folder(theirs_).tensors)
+    with pytest.raises(CorruptData, match=r"nothing of ours is made of model\.layers\.2\.x"):
+        match(hf_files.files("llama"), _model(theirs_), _ours(theirs_), names | {"model.layers.2.x"})
+    lacking = names - {"model.layers.1.mlp.down_proj.weight"}
+    with pytest.raises(CorruptData, match=r"model\.layers\.1\.mlp\.down_proj\.weight is missing"):
+        match(hf_files.files("llama"), _model(theirs_), _ours(theirs_), lacking)
+
+
+def _model(folder: Path) -> Any:
+    from mtrain.recipes.hf import import_config
+
+    return import_config(folder / "config.json").run.model
+
+
+def _ours(folder: Path) -> list[str]:
+    from mtrain.cli.convert import _run_of
+
+    run = _run_of(folder / "config.json", [])
+
+    def names() -> list[str]:
+        from mtrain.convert.match import our_tensors
+
+        return list(our_tensors(run))
+
+    found: list[str] = run_alone(names)
+    return found
+
+
+def test_fp8_weights_are_multiplied_with_the_factors_of_their_blocks(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from mtrain.convert.folder import open_folder
+    from mtrain.convert.read import Reader
+
+    weight = torch.randn(200, 130).to(torch.float8_e4m3fn)
+    factors = torch.rand(2, 2) + 0.5
+    save_file({"w": weight, "w_scale_inv": factors}, tmp_path / "model.safetensors")
+    reader = Reader(open_folder(tmp_path))
+    assert reader.names == {"w"}
+    got = reader.tensor("w")
+    for i, j in ((0, 0), (199, 129), (130, 3), (5, 128)):
+        expected = (weight[i, j].float() * factors[i // 128, j // 128]).bfloat16()
+        assert got[i, j] == expected
+    save_file({"w": weight, "w_scale_inv": factors[:1]}, tmp_path / "model.safetensors")
+    with pytest.raises(CorruptData, match="w_scale_inv has shape"):
+        Reader(open_folder(tmp_path)).tensor("w")
+
+
+def test_mxfp4_weights_are_those_that_transformers_reads(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    from mtrain.convert.folder import open_folder
+    from mtrain.convert.read import Reader
+
+    blocks = torch.randint(0, 256, (2, 6, 3, 16), dtype=torch.uint8)
+    scales = torch.randint(110, 140, (2, 6, 3), dtype=torch.uint8)
+    save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "model.safetensors")
+    got = Reader(open_folder(tmp_path)).tensor("w")
+    expected = convert_moe_packed_tensors(blocks, scales)
+    assert got.dtype == expected.dtype
+    assert torch.equal(got, expected)
+
+
+def test_a_resumed_import_trains_from_the_weights(tmp_path: Path) -> None:
+    theirs_ = saved("qwen3, tied", tmp_path / "theirs")
+    words = "data=mock data.seq_length=16 trainer.global_batch_size=8 trainer.micro_batch_size=1 optim.warmup_iters=0"
+    assert command("import", theirs_, tmp_path / "run", *words) == 0
+    os.chdir(tmp_path)
+    assert run_alone(lambda: main(["resume", str(tmp_path / "run")])) == 0
+    assert (
+        run_alone(
+            lambda: main([f"run={tmp_path / 'run/run.yaml'}", "log.name=more", f"checkpoint.init_from={theirs_}"])
+        )
+        == 0
+    )
+    first, second = (
+        json.loads(p.read_text().splitlines()[0])
+        for p in (tmp_path / "run/metrics.jsonl", tmp_path / "runs/more/metrics.jsonl")
+    )
+    assert first["loss"] == second["loss"]
+    drawn = run_alone(lambda: main([f"run={tmp_path / 'run/run.yaml'}", "log.name=drawn"]))
+    assert drawn == 0
+    assert json.loads((tmp_path / "runs/drawn/metrics.jsonl").read_text().splitlines()[0])["loss"] != first["loss"]
