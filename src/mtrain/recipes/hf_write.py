@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config.experts import MoEConfig
+from mtrain.config.keys import key_of
 from mtrain.config.model import ModelConfig
 from mtrain.config.paths import choices_of_group
 from mtrain.errors import ConfigError, Problem
@@ -27,6 +28,8 @@ ARCHITECTURES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -63,7 +66,8 @@ def same_model(a: ModelConfig, b: ModelConfig) -> list[str]:
     left["kv_channels"], right["kv_channels"] = a.head_dim, b.head_dim
     left["num_query_groups"], right["num_query_groups"] = a.query_groups, b.query_groups
     keys = {k for k in left.keys() | right.keys() if k not in TRAINING and not k.startswith("published.")}
-    return sorted(k for k in keys if left.get(k) != right.get(k))
+    null = {k: key_of(f"model.{k}").null for k in keys}  # only one of both may be resolved
+    return sorted(k for k in keys if left.get(k, null[k]) != right.get(k, null[k]))
 
 
 def shipped(model: ModelConfig) -> str | None:
@@ -151,6 +155,8 @@ def _rope(m: ModelConfig) -> Json:
         out["rope_scaling"] = {"rope_type": "llama3", "factor": m.rope_scaling_factor, **low_high}
     elif m.rotary_seq_len_interpolation_factor is not None:
         out["rope_scaling"] = {"rope_type": "linear", "factor": m.rotary_seq_len_interpolation_factor}
+    elif m.rope_scaling is not None:
+        out["rope_scaling"] = m.rope_scaling.model_dump(mode="json", exclude_none=True)
     return out
 
 
@@ -171,6 +177,13 @@ def _everywhere(m: ModelConfig) -> Json:
 
 def _llama(m: ModelConfig) -> Json:
     return {**_gate(m), **_rope(m), "attention_bias": m.add_bias_linear, "mlp_bias": m.add_bias_linear}
+
+
+def _phi3(m: ModelConfig) -> Json:
+    out = {**_mistral(m), "partial_rotary_factor": m.rotary_percent, "resid_pdrop": 0.0}
+    if m.rope_scaling is not None:
+        out["original_max_position_embeddings"] = m.rope_scaling.original_max_position_embeddings
+    return out
 
 
 def _mistral(m: ModelConfig) -> Json:
@@ -239,20 +252,10 @@ def _gpt_oss(m: ModelConfig) -> Json:
     }
 
 
-def _latent(m: ModelConfig) -> Json:
-    if m.moe is None or m.mla is None:
-        raise ValueError("there is no MLA with experts")
-    mla, moe = m.mla, m.moe
-    out = {
-        **_gate(m),
-        "rope_theta": m.rotary_base,
-        "rope_scaling": None,
-        "num_key_value_heads": m.num_attention_heads,
-        "q_lora_rank": mla.q_lora_rank,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_nope_head_dim": mla.qk_head_dim,
-        "qk_rope_head_dim": mla.qk_pos_emb_head_dim,
-        "v_head_dim": mla.v_head_dim,
+def _behind_dense_layers(m: ModelConfig) -> Json:
+    """The experts of DeepSeek and of those that followed."""
+    moe = _experts(m)
+    return {
         "n_routed_experts": moe.num_experts,
         "num_experts_per_tok": moe.router_topk,
         "moe_intermediate_size": moe.ffn_hidden_size,
@@ -263,6 +266,36 @@ def _latent(m: ModelConfig) -> Json:
         "seq_aux": moe.router_load_balancing_type == "seq_aux_loss",
         "n_group": moe.router_num_groups or 1,
         "topk_group": moe.router_group_topk or 1,
+    }
+
+
+def _glm4_moe(m: ModelConfig) -> Json:
+    words = {"use_qk_norm": m.qk_layernorm, "attention_bias": m.add_qkv_bias, "norm_topk_prob": True}
+    turned = {**_rope(m), "partial_rotary_factor": m.rotary_percent}
+    return {
+        **_gate(m),
+        **turned,
+        **_behind_dense_layers(m),
+        **words,
+        "num_nextn_predict_layers": m.mtp_num_layers or 0,
+    }
+
+
+def _latent(m: ModelConfig) -> Json:
+    if m.moe is None or m.mla is None:
+        raise ValueError("there is no MLA with experts")
+    mla = m.mla
+    out = {
+        **_gate(m),
+        **_behind_dense_layers(m),
+        "rope_theta": m.rotary_base,
+        "rope_scaling": None,
+        "num_key_value_heads": m.num_attention_heads,
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_nope_head_dim": mla.qk_head_dim,
+        "qk_rope_head_dim": mla.qk_pos_emb_head_dim,
+        "v_head_dim": mla.v_head_dim,
         "attention_bias": False,
     }
     if mla.rope_type == "yarn":
@@ -301,7 +334,7 @@ def _gpt_neox(m: ModelConfig) -> Json:
         **turned,
         **drops,
         "hidden_act": _word(m, UNGATED_WORDS),
-        "use_parallel_residual": False,
+        "use_parallel_residual": m.parallel_residual,
         "attention_bias": True,
     }
 
@@ -314,6 +347,8 @@ WRITERS: dict[str, Extra] = {
     "mixtral": _mixtral,
     "qwen3_moe": _qwen_moe,
     "qwen2_moe": _qwen2_moe,
+    "phi3": _phi3,
+    "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
