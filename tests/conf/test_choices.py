@@ -92,6 +92,7 @@ PUBLISHED = {
     "gpt_oss_120b": 116.829157,
     "deepseek_v31": 671.03,
     "kimi_k2": 1026.408,
+    "moonlight_16b_a3b": 15.960112,
 }
 # What the default layout, tp 2, refuses: 25 heads, and biases of experts that are split.
 UNFIT_FOR_TP2 = {"gpt2_xl": ["parallel=single"]}

@@ -53,6 +53,7 @@ LAYOUTS = {
     "pp2vpp2tp2": "parallel=tp2pp2vpp2",
     "pp2ep2": f"{MIXTRAL} parallel=pp2ep2",
     "tp2pp2ep2 of a small DeepSeek-V3": f"{DEEPSEEK} parallel=tp2pp2ep2etp1sp",
+    "tp2 of latent norms with their epsilon": f"{DEEPSEEK} parallel=tp2sp model.mla.layernorm_epsilon=1e-2",
     "cp2 all-to-all of MLA": f"{DEEPSEEK} parallel=cp2 parallel.cp_comm_type=a2a",
     "multi-token prediction in a stage of its own": "parallel=pp4 model.num_layers=5 model.mtp_num_layers=1 "
     "parallel.pipeline_layout=Ett|ttt|m|L",
@@ -82,6 +83,8 @@ LAYOUTS = {
     "model.qk_layernorm_across_heads=true model.rotary_percent=0.5 model.moe.router_score_function=sigmoid "
     "model.moe.router_enable_expert_bias=true model.moe.router_load_balancing_type=none model.moe.aux_loss_coeff=0",
     "attention and MLP side by side": "model=pythia_tiny parallel=tp2pp2sp",
+    "attention and MLP side by side, between norms, with a base for windows": "model=pythia_tiny parallel=tp2sp "
+    "model.norm_placement=pre_and_post model.window_size=8 model.window_attn_skip_freq=2 model.rotary_base_local=100.0",
     "tp2ep2 of a small GPT-OSS": "model=gpt_oss_tiny parallel=tp2ep2etp1sp",
     "tp2cp2 of a small Phi-4-mini": "model=phi3_tiny parallel=tp2cp2",
     "tp2pp2ep2 of a small GLM-4.5": "model=glm45_tiny parallel=tp2pp2ep2etp1sp",

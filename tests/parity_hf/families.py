@@ -227,6 +227,10 @@ CASES: dict[str, Case] = {
         "deepseek_v2", {**V2, "topk_method": "greedy", "q_lora_rank": None, "rope_parameters": YARN}
     ),
     "deepseek v3": Case("deepseek_v3", {**V3, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "moonlight, whose latent norms have an epsilon of their own": Case(
+        "deepseek_v3", {**V3, "rms_norm_eps": 1e-2, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+    ),
+    "deepseek v2 with another epsilon than its latent norms": Case("deepseek_v2", {**V2, "rms_norm_eps": 1e-2}),
     "deepseek v3 without yarn and query rank": Case(
         "deepseek_v3", {**V3, "q_lora_rank": None, "first_k_dense_replace": 0, "n_shared_experts": 1}
     ),
@@ -293,10 +297,6 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "deepseek v3 with unnormalised scores": (Case("deepseek_v3", {**V3, "norm_topk_prob": False}), "norm_topk_prob"),
     "deepseek v3 with one expert": (Case("deepseek_v3", {**V3, "num_experts_per_tok": 1}), "num_experts_per_tok"),
     "deepseek v3 with rotary halves": (Case("deepseek_v3", {**V3, "rope_interleave": False}), "rope_interleave"),
-    "deepseek v3 with another epsilon than its latent norms": (
-        Case("deepseek_v3", {**V3, "rms_norm_eps": 1e-2}),
-        "rms_norm_eps",
-    ),
     "deepseek v3 with biases": (Case("deepseek_v3", {**V3, "attention_bias": True}), "attention_bias"),
     "deepseek v3 with an attention factor": (
         Case("deepseek_v3", {**V3, "rope_parameters": {**YARN, "attention_factor": 0.5}}),

@@ -204,7 +204,6 @@ def test_another_name_of_a_key_is_the_key(kind: str, tmp_path: Path) -> None:
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
-        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
@@ -292,6 +291,7 @@ def test_what_is_not_computed_here_is_named(kind: str, change: dict[str, Any], f
                 "mla.mscale_all_dim": 0.0,
             },
         ),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, {"mla.layernorm_epsilon": 1e-6, "layernorm_epsilon": 1e-5}),
         (
             "gpt_oss",
             {},

@@ -233,6 +233,16 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         "MT265",
         {"model.rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "data.packed": True, "data.seq_length": 2048},
     ),
+    ("MT267", {"model.mla": {**MLA, "layernorm_epsilon": 1e-2}, "model.num_query_groups": None}),
+    (
+        "MT267",
+        {
+            "model.mla": {**MLA, "layernorm_epsilon": 1e-2},
+            "model.num_query_groups": None,
+            "model.qk_layernorm": True,
+            "kernels.norm": "te",
+        },
+    ),
     ("MT207", {"model.mla": MLA, "model.position_embedding_type": "none", "model.num_query_groups": None}),
     ("MT208", {"model.mla": MLA}),
     ("MT209", {"model.mla": MLA, "model.kv_channels": 16, "model.num_query_groups": None}),

@@ -61,4 +61,5 @@ def transformer_config(run: RunConfig, device: Device) -> Any:
     # megatron-core then asks a layer for the activation, and wrongly believes that it can only be TransformerEngine's
     config.use_te_activation_func = run.kernels.activation == "triton"
     config.parallel_residual = run.model.parallel_residual
+    config.latent_layernorm_epsilon = run.model.mla.layernorm_epsilon if run.model.mla else None
     return config

@@ -171,7 +171,7 @@ def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[
     kept = home / KEPT / "config.json"
     if kept.is_file() and kind is None:
         body = read_json(kept, str(kept))
-        if not same_model(import_config(kept).run.model, run.model):
+        if not same_model(resolve(import_config(kept).run, Machine.here()).model, run.model):
             return str(body["model_type"]), {
                 k: v for k, v in body.items() if k not in ("quantization_config", "dtype")
             }

@@ -167,6 +167,14 @@ def torch_experts_obstacle(run: RunConfig) -> str | None:
     return None
 
 
+def te_norm_obstacle(run: RunConfig) -> str | None:
+    """Why TransformerEngine's norms are not those of this model, or None."""
+    m = run.model
+    if m.mla is None or m.mla.layernorm_epsilon in (None, m.layernorm_epsilon):
+        return None
+    return f"TransformerEngine's norms all have model.layernorm_epsilon, {m.layernorm_epsilon:g}"
+
+
 def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -> str | None:
     """Why `auto` passes an implementation over that could run, or None."""
     facts = facts_of(device)
@@ -179,6 +187,8 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
     served = {"triton": facts.triton, "torch": facts.torch_kernels}.get(word, True)
     if not facts.on_host and not served:
         return f"nobody has said that it serves {device}"
+    if op == "norm" and word == "te" and (why := te_norm_obstacle(run)):
+        return why
     if op == "activation" and word == "triton" and run.kernels.linear == "te":
         return "megatron-core's fused activations go with TransformerEngine's layers"
     return None

@@ -30,6 +30,8 @@ class MLAConfig(Section):
     """Width of a head's part with rotary positions."""
     v_head_dim: Annotated[Width, Key(feeds="v_head_dim", flag="--v-head-dim", unit="channels")] = 128
     """Width of a head's values."""
+    layernorm_epsilon: PositiveFloat | None = None
+    """Added to the variance in the norms of the low-rank projections; null: model.layernorm_epsilon."""
     rope_type: Annotated[Literal["rope", "yarn"], Key(feeds="rope_type")] = "rope"
     """yarn: rotary positions stretched beyond the length that the model was trained for (Peng et al. 2023)."""
     rotary_scaling_factor: Annotated[

@@ -11,6 +11,7 @@ from mtrain import mcore as adapter
 from mtrain.ckpt.folder import sync
 from mtrain.config.devices import CPU
 from mtrain.config.paths import CHECKPOINTS
+from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
 from mtrain.convert.certificate import Record
 from mtrain.convert.folder import COMPANIONS, CONFIG, MAX_COMPANION_BYTES, Folder, open_folder
@@ -71,7 +72,7 @@ def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, F
     """
     folder = open_folder(source)
     kind, imported = configuration(folder.config)
-    apart = same_model(run.model, imported.run.model)
+    apart = same_model(run.model, resolve(imported.run, Machine.here()).model)
     if apart:
         known = shipped(imported.run.model)
         fix = f"model={known}" if known else f"recipe import {folder.config} -o FILE, and recipe=FILE"

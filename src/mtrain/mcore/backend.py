@@ -34,9 +34,10 @@ from mtrain.mcore.layers import (
     QueryNorm,
     RowGroupedLinear,
     chosen,
+    with_epsilon,
 )
 from mtrain.mcore.linear import ColumnLinear, RowLinear
-from mtrain.mcore.parallel_residual import ParallelResidualLayer
+from mtrain.mcore.parallel_residual import SIDE_BY_SIDE
 
 BACKENDS = {"torch": "auto"}  # of the attention op: the fastest that takes a call
 
@@ -191,7 +192,7 @@ def one_layer_spec(config: Any, provider: Provider, *, moe: bool) -> Any:
     """One transformer layer; `moe` tells whether its MLP is a mixture of experts."""
     spec = _one_after_the_other(config, provider, moe)
     if getattr(config, "parallel_residual", False):
-        spec.module = ParallelResidualLayer
+        spec.module = SIDE_BY_SIDE[spec.module]
     return spec
 
 
@@ -249,7 +250,9 @@ def _self_attention(config: Any, provider: Provider) -> Any:
 
 
 def _mla(config: Any, provider: Provider) -> Any:
-    norm = _qk_norm(config, provider)
+    norm, epsilon = _qk_norm(config, provider), getattr(config, "latent_layernorm_epsilon", None)
+    if epsilon is not None and config.qk_layernorm:
+        norm = with_epsilon(norm, epsilon)
     return api.ModuleSpec(
         module=MLASelfAttention,
         params={"attn_mask_type": api.AttnMaskType.causal},

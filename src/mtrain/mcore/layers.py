@@ -87,6 +87,18 @@ class Norm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps, **options)
 
 
+@functools.cache
+def with_epsilon(norm: type[Norm], epsilon: float) -> type[Norm]:
+    """The norm with an epsilon of its own, whatever megatron-core asks for: a class that specs can name."""
+
+    class Own(norm):  # type: ignore[misc,valid-type]
+        def __init__(self, config: Any, hidden_size: int, eps: float, **more: Any) -> None:
+            super().__init__(config, hidden_size, epsilon, **more)
+
+    Own.__name__, Own.__doc__ = norm.__name__, norm.__doc__
+    return Own
+
+
 class _NormAcrossHeads(Norm):
     """RMSNorm over all heads of queries or keys [s, b, n, d], of which a tensor-parallel rank has n.
 

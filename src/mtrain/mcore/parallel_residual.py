@@ -8,6 +8,8 @@ from typing import Any
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from mtrain.mcore.decoder_layer import DecoderLayer
+
 
 class ParallelResidualLayer(TransformerLayer):
     """megatron-core's layer with attention and MLP side by side, each behind a norm of its own (GPT-NeoX)."""
@@ -22,3 +24,11 @@ class ParallelResidualLayer(TransformerLayer):
     def _forward_post_mlp(self, mlp_output_with_bias: Any, residual: Tensor) -> Any:
         """What adds the MLP's output to a residual: that is the one behind attention, not the input of this MLP."""
         return functools.partial(super()._forward_post_mlp, mlp_output_with_bias)
+
+
+class ParallelDecoderLayer(DecoderLayer, ParallelResidualLayer):
+    """The same with the norms and positions that only some families have."""
+
+
+SIDE_BY_SIDE: dict[type, type] = {TransformerLayer: ParallelResidualLayer, DecoderLayer: ParallelDecoderLayer}
+"""A layer with one part behind the other -> the one with both side by side."""

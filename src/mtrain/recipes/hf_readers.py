@@ -173,6 +173,10 @@ def _experts_behind_dense_layers(f: ConfigFile) -> None:
     f.must("moe_layer_freq", (1,), "changes the numbers: every layer behind the dense ones has experts")
 
 
+_LATENT_EPSILON = 1e-6
+"""Of the norms of MLA in both DeepSeek families, whatever the others have."""
+
+
 def _latent(f: ConfigFile) -> None:
     """MLA and the shape of the experts of both DeepSeek families."""
     _experts_behind_dense_layers(f)
@@ -188,8 +192,8 @@ def _latent(f: ConfigFile) -> None:
     f.must("num_key_value_heads", (heads,), "changes the numbers: MLA has no groups")
     f.must("attention_bias", (False,), "changes the numbers: MLA has no biases here")
     f.must("mlp_bias", (False,), "changes the numbers: biases in all linear layers or in none")
-    text = "changes the numbers: the norms of MLA keep 1e-06 there, and have the model's here"
-    f.must("rms_norm_eps", (1e-6,), text)
+    if f.get("rms_norm_eps") != _LATENT_EPSILON:
+        f.out["model.mla.layernorm_epsilon"] = _LATENT_EPSILON
 
 
 def _groups(f: ConfigFile, best: int) -> None:

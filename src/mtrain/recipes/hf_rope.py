@@ -140,7 +140,7 @@ def _scaling(f: ConfigFile, kind: str, name: str, inner: Json) -> None:
         f.out["model.rope_scaling_factor"] = float(factor)
     else:
         out = _read_by(f, kind, name, inner) | {"rope_type": kind, "factor": float(factor)}
-        if kind != "dynamic" and before != f.get("max_position_embeddings"):
+        if kind != "dynamic":
             out["original_max_position_embeddings"] = before
         f.out |= {f"model.rope_scaling.{key}": value for key, value in out.items()}
 

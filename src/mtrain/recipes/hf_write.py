@@ -11,6 +11,7 @@ from typing import Any
 from mtrain.config.experts import MoEConfig
 from mtrain.config.model import ModelConfig
 from mtrain.config.paths import choices_of_group
+from mtrain.config.resolve import Machine, resolve
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.hf import import_config
 from mtrain.recipes.hf_families import FAMILIES
@@ -101,7 +102,9 @@ def config_json(model: ModelConfig, dtype: str, kind: str | None = None, tokens:
         except (KeyError, ValueError, TypeError, AttributeError, ConfigError) as error:
             reasons.append(f"{one}: {str(error)[:120]}")
             continue
-        apart = [*differing(found), *same_model(model, found.run.model)]
+        # a resolved model has values where a file's has null
+        known = resolve(found.run, Machine.here()).model
+        apart = [*differing(found), *(same_model(model, found.run.model) and same_model(model, known))]
         if not apart:
             return {"architectures": [ARCHITECTURES[one]], **body, "torch_dtype": dtype, **tokens}
         reasons.append(f"{one}: {', '.join(apart[:4])}")

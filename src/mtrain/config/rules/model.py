@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from mtrain.config.formats import FORMATS
+from mtrain.config.kernels import te_norm_obstacle
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
@@ -222,7 +223,31 @@ def norms_divide_by_something(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT219", "model.layernorm_epsilon", rule, ({"model.layernorm_epsilon": 1e-5},))
 
 
+@rule(
+    Code(
+        "MT267",
+        example="model=deepseek_tiny model.mla.layernorm_epsilon=1e-5 kernels.norm=te",
+    ),
+    reads="model.mla.layernorm_epsilon model.layernorm_epsilon model.qk_layernorm kernels.norm",
+)
+def latent_norms_may_have_their_epsilon(run: RunConfig) -> Iterator[Finding]:
+    """The norms of MLA's low-rank projections may have an epsilon of their own, where there are such norms."""
+    m = run.model
+    if m.mla is None or m.mla.layernorm_epsilon in (None, m.layernorm_epsilon):
+        return
+    key, same = "model.mla.layernorm_epsilon", {"model.mla.layernorm_epsilon": None}
+    if not m.qk_layernorm:
+        rule = (
+            "has no effect: model.qk_layernorm is false, so that there are no norms behind the low-rank projections"
+        )
+        yield Finding("MT267", key, rule, ({"model.qk_layernorm": True}, same))
+    elif run.kernels.norm == "te" and (why := te_norm_obstacle(run)):
+        fixes: tuple[Change, ...] = ({"kernels.norm": "triton"}, {"kernels.norm": "reference"}, same)
+        yield Finding("MT267", key, f"kernels.norm is te, and {why}", fixes)
+
+
 RULES = (
+    latent_norms_may_have_their_epsilon,
     half_precision_holds_the_start,
     norms_divide_by_something,
     heads_divide_hidden,
