@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.cli import generate
 from mtrain.cli.choices import about
 from mtrain.cli.complete import SHELLS, candidates
 from mtrain.cli.main import OWN_WORDS, VERBS, main, parse
@@ -69,7 +70,7 @@ def test_an_example_is_read_as_it_is_written(verb: tuple[str, ...], words: str) 
             compose(job)
     elif call.verb in ("resume", "generate", "export"):
         assert arguments[0] == "runs/NAME"
-        own = ("prompt", "tokens", "temperature") if call.verb == "generate" else ()
+        own = generate.WORDS if call.verb == "generate" else ()
         rest = [word for word in arguments[1:] if word.partition("=")[0] not in own]
         assert call.verb == "export" or not read_overrides(rest).problems
     elif call.verb == "recipe":

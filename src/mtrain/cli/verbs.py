@@ -17,6 +17,8 @@ VERBS = {
 }
 OWN_WORDS = ("recipe", "explain", "schema", "choices", "completion", "__complete")
 """Verbs that read their arguments themselves."""
+JSON_VERBS = ("generate",)
+"""Verbs on a checkpoint whose answer a machine may read."""
 FLAGS = {
     "--json": "print JSON for a machine, where the page of a verb has it",
     "--resolved": "show: print the bare file that run=FILE reads",

@@ -54,6 +54,10 @@ class Tokenizer:
         ids = (self._tokenizer.token_to_id(name) for name in EOD_NAMES)
         return next((i for i in ids if i is not None), None)
 
+    def id_of(self, token: str) -> int | None:
+        """Id of a token; None if there is no such token."""
+        return self._tokenizer.token_to_id(token)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; no special tokens are added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -27,6 +27,7 @@ from mtrain.errors import BadEnvironment, MtrainError, say_page
 from mtrain.launching import folder, matmul, preflight
 from mtrain.launching.supervise import Supervisor
 from mtrain.launching.worker import describe, end, enter, leave, revive, run_rank
+from mtrain.train.request import Request
 from mtrain.world.rank_env import LISTEN_FD, End
 from mtrain.world.stacks import ERRORS
 
@@ -87,12 +88,12 @@ def say(run: RunConfig, text: str) -> None:
             say_page(text)
 
 
-def generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperature: float) -> None:
+def generate(run: RunConfig, source: Source, request: Request) -> None:
     """Print text from a checkpoint, in local processes of `run`'s layout."""
     _warm(run)
     run = _with_products(run)
     with tempfile.TemporaryDirectory(prefix="mtrain-") as scratch:
-        _run_ranks(run, Path(scratch), lambda ending: _generate(run, source, prompt, tokens, temperature, ending))
+        _run_ranks(run, Path(scratch), lambda ending: _generate(run, source, request, ending))
 
 
 def _prepare(run: RunConfig, chosen: folder.Plan) -> None:
@@ -121,11 +122,11 @@ def _observe(run: RunConfig, home: Path, ending: End) -> None:
     prove.observe(run, home)
 
 
-def _generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperature: float, ending: End) -> None:
+def _generate(run: RunConfig, source: Source, request: Request, ending: End) -> None:
     enter(run, ending)
-    from mtrain.train.assemble import generate_text
+    from mtrain.train.write import write
 
-    generate_text(run, source.checkpoint, source.tokenizer, prompt, tokens, temperature)
+    write(run, source.checkpoint, source.tokenizer, request)
 
 
 def import_for(run: RunConfig) -> None:

@@ -1,0 +1,115 @@
+"""Tokens a second with keys and values kept, and with everything read again for each token, in one run.
+
+    python benchmarks/generate.py [--tokens 512] [--threads 2] [--rows 1 8] [--out FILE] [OVERRIDES ...]
+
+Both take the most likely token after a prompt of eight tokens, on one rank, with one model of random weights; the
+tokens are compared. The one without a cache is measured on one row alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+MODEL = {
+    "name": "llama_26m",
+    "num_layers": 8,
+    "hidden_size": 384,
+    "ffn_hidden_size": 1024,
+    "num_attention_heads": 6,
+    "num_query_groups": 6,
+    "vocab_size": 16384,
+}
+"""That of train_step.py."""
+WORDS = [
+    "model=llama_tiny",
+    *(f"model.{key}={value}" for key, value in MODEL.items()),
+    *("parallel=single", "data=mock", "data.seq_length=1024", "precision=fp32"),
+]
+PROMPT = [7, 400, 12, 3001, 56, 9, 2048, 77]
+
+
+def main() -> int:
+    """Measure, print, and write where asked; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="prompts that are computed together")
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    parser.add_argument("overrides", nargs="*", help="keys of the configuration")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    result = measured([*WORDS, *options.overrides], options.tokens, options.rows, options.threads)
+    result |= circumstances(options.threads)
+    print(json.dumps(result, indent=2))
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def measured(words: list[str], tokens: int, rows: list[int], threads: int) -> dict[str, Any]:
+    """Tokens a second of each, and the ratio for one prompt."""
+    from mtrain import mcore as adapter
+    from mtrain.cli.setup import load
+    from mtrain.devices import registry
+    from mtrain.launching import matmul
+
+    adapter.install(registry.get("cpu"))
+    import torch
+
+    from mtrain.build.model import build_model
+    from mtrain.plan.count import parameters
+    from mtrain.train.generate import Sampler
+    from mtrain.train.request import Sampling
+    from mtrain.world.init import joined
+
+    run = matmul.chosen(load(words).run)
+    greedy = Sampling(tokens, temperature=0)
+    with joined(run) as world:
+        torch.set_num_threads(threads)
+        chunks = build_model(run, world, wrap=False)
+        with torch.no_grad():
+            for parameter in (p for chunk in chunks for p in chunk.parameters() if p.ndim > 1):
+                parameter.mul_(8)  # logits that are apart, so that rounding decides nothing
+        kept, again = (Sampler(run, world, chunks, cache=cache) for cache in (True, False))
+        assert not kept.obstacle, kept.obstacle
+        rates, texts = dict[str, float](), dict[str, list[int]]()
+        for name, sampler, count in [*((f"cache, {n} rows", kept, n) for n in rows), ("no cache, 1 row", again, 1)]:
+            sampler.continued([PROMPT] * count, Sampling(4, temperature=0))
+            begin = time.perf_counter()
+            found = sampler.continued([PROMPT] * count, greedy)
+            rates[name] = round(count * tokens / (time.perf_counter() - begin), 1)
+            assert found is not None
+            texts[name] = found[0].ids
+    alone = rates["no cache, 1 row"]
+    return {
+        "model": f"{run.model.name}, {parameters(run.model)} parameters, {run.precision.dtype}",
+        "tokens": tokens,
+        "tokens_a_second": rates,
+        "ratio_to_no_cache": {name: round(rate / alone, 1) for name, rate in rates.items()},
+        "same_tokens": all(text == texts["no cache, 1 row"] for text in texts.values()),
+    }
+
+
+def circumstances(threads: int) -> dict[str, Any]:
+    """Where and with what this was measured."""
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "device": f"cpu, {threads} threads, load {os.getloadavg()[0]:.1f}",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "megatron-core": "0.16.1"},
+        "commit": commit,
+        "command": " ".join(["python", "benchmarks/generate.py", *sys.argv[1:]]),
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
