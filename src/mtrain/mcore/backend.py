@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_layer import (
 from mtrain.errors import BadEnvironment
 from mtrain.mcore import api
 from mtrain.mcore.attention import CoreAttention
+from mtrain.mcore.cache import CachedSelfAttention
 from mtrain.mcore.layers import Activation, ColumnGroupedLinear, DuplicatedLinear, Norm, RowGroupedLinear, chosen
 from mtrain.mcore.linear import ColumnLinear, RowLinear
 
@@ -202,7 +203,7 @@ def one_layer_spec(config: Any, provider: Provider, *, moe: bool) -> Any:
 def _self_attention(config: Any, provider: Provider) -> Any:
     norm = _qk_norm(config, provider)
     return api.ModuleSpec(
-        module=SelfAttention,
+        module=CachedSelfAttention,
         params={"attn_mask_type": api.AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=provider.column_parallel_linear(),

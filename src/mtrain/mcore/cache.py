@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config,
+)
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor
 
 
 class Cache(StaticInferenceContext):
@@ -27,6 +33,23 @@ class Cache(StaticInferenceContext):
     def advance(self, tokens: int) -> None:
         """Count tokens as read after all chunks of the model have seen them; what was padding is written over."""
         self.increment_sequence_len_offset(tokens)
+
+
+class CachedSelfAttention(SelfAttention):
+    """megatron-core's self-attention with rotated keys in its cache: it would rotate all of them for every token."""
+
+    def _adjust_key_value_for_inference(
+        self, context: Any, query: Tensor, key: Tensor, value: Tensor, rotary: Any, *others: Any, **named: Any
+    ) -> Any:
+        if context is not None and rotary is not None:
+            at = slice(context.sequence_len_offset, context.sequence_len_offset + key.shape[0])
+            scale = _yarn_get_concentration_factor_from_config(self.config)
+            query, key = (
+                apply_rotary_pos_emb(x, angles[at], self.config, mscale=scale, cp_group=self.pg_collection.cp)
+                for x, angles in zip((query, key), rotary, strict=True)
+            )
+            rotary = None
+        return super()._adjust_key_value_for_inference(context, query, key, value, rotary, *others, **named)
 
 
 def obstacle(config: Any, attention: str | None) -> str:
