@@ -62,11 +62,11 @@ def _offered(before: list[str], current: str) -> Iterable[str]:
         from mtrain.config.run import GROUPS
 
         return GROUPS
-    if verb in ("resume", "generate", "export") and len(before) == 1:
+    if verb in ("resume", "generate", "evaluate", "export") and len(before) == 1:
         return [*_runs(), *_checkpoints()]
     if verb == "export":
         return []
-    return [*(_own_words(verb) if verb == "generate" else ()), *_overrides(current)]
+    return [*(_own_words(verb) if verb in ("generate", "evaluate") else ()), *_overrides(current)]
 
 
 def _own_words(verb: str) -> list[str]:

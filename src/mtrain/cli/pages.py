@@ -141,6 +141,25 @@ PAGES: dict[str, Page] = {
             ("generate runs/NAME chat=true prompt=hello top_p=0.9 stop=END", "an answer"),
         ),
     ),
+    "evaluate": Page(
+        "evaluate RUN [limit=N] [tasks=NAME] [KEY=VALUE ...] [FLAGS]",
+        "Prints loss, perplexity, bits per token and per byte on the validation split of the run's data,\n"
+        "or of other data; with tasks, the results in those of lm-evaluation-harness (pip install 'mtrain[eval]').",
+        (
+            *_RUN,
+            ("limit=N", "over so many samples, or requests of each task (all)"),
+            ("tasks=NAME", "a task, several with commas, or a .yaml of your own"),
+            ("shots=N", "examples before each request of a task (what the task says)"),
+            ("batch=N", "how many requests of a task are computed together (8)"),
+            ("KEY=VALUE", "other data, another layout or kernel"),
+        ),
+        (JSON,),
+        (
+            ("evaluate runs/NAME", "over the whole validation split"),
+            ("evaluate runs/NAME data.path=other limit=1000 parallel=tp2 --json", "other data, sharded"),
+            ("evaluate runs/NAME tasks=hellaswag,arc_easy limit=100", "tasks"),
+        ),
+    ),
     "recipe": Page(
         "recipe SUBVERB ...",
         "Configurations as short files that can be sent to somebody else. `recipe SUBVERB --help` says more.",

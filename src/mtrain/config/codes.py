@@ -243,6 +243,12 @@ OTHERS = (
         says="the template of a chat needs jinja2",
     ),
     Code(
+        "MT511",
+        "lm-evaluation-harness cannot do a task.",
+        "Name one that it lists, and bring its data.",
+        says="lm-evaluation-harness ends with KeyError: 'helaswag'",
+    ),
+    Code(
         "MT601",
         "A text corpus cannot be read as it is.",
         "Name a folder that holds text of these endings.",

@@ -108,7 +108,7 @@ class Sampler:
         texts = [_Text(list(prompt), sampling, torch.Generator().manual_seed(seed), ending) for prompt in prompts]
         longest = max(len(text.ids) for text in texts) + sampling.tokens
         begin, cache = -1, None
-        with _evaluated(self.chunks):
+        with evaluated(self.chunks):
             while going := [i for i, text in enumerate(texts) if not text.done]:
                 begin_phase("generation")
                 known = min(len(texts[i].ids) for i in going)
@@ -156,27 +156,44 @@ class Sampler:
         length = -(-count // self.multiple) * self.multiple
         padded = torch.tensor([row[begin:] + [0] * (length - count) for row in rows], device=device)
         positions = torch.arange(begin, begin + length, device=device).clamp(max=self.context - 1)
-        options = {} if cache is None else {"inference_context": cache, "runtime_gather_output": True}
-
-        def forward(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
-            output = model(padded, positions.expand_as(padded), None, **options)
-            return output, lambda logits, non_loss_data=True: logits[:, min(count, logits.shape[1]) - 1]
-
-        interleaved = len(self.chunks) > 1
-        found = mcore.get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=[iter(()) for _ in self.chunks] if interleaved else iter(()),
-            model=self.chunks if interleaved else self.chunks[0],
-            num_microbatches=self.grid.pp if interleaved else 1,
-            seq_length=length,
-            micro_batch_size=len(rows),
-            forward_only=True,
-            collect_non_loss_data=True,
+        found = self.forward(
+            padded,
+            positions,
+            lambda logits: logits[:, min(count, logits.shape[1]) - 1],
+            {} if cache is None else {"inference_context": cache, "runtime_gather_output": True},
         )
         if cache is not None:
             cache.advance(count)
-            return found[0] if found else None
-        return mcore.gather_from_tensor_model_parallel_region(found[0]) if found else None
+            return found
+        return None if found is None else mcore.gather_from_tensor_model_parallel_region(found)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        take: Callable[[torch.Tensor], torch.Tensor],
+        options: dict[str, Any],
+    ) -> torch.Tensor | None:
+        """What `take` makes of the logits [rows, length, vocabulary] of `tokens` [rows, length] on ranks of the last
+        stage, None elsewhere; `positions` is [length], `options` are given to the model.
+        """
+
+        def step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+            output = model(tokens, positions.expand_as(tokens), None, **options)
+            return output, lambda logits, non_loss_data=True: take(logits)
+
+        interleaved = len(self.chunks) > 1
+        found = mcore.get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(()) for _ in self.chunks] if interleaved else iter(()),
+            model=self.chunks if interleaved else self.chunks[0],
+            num_microbatches=self.grid.pp if interleaved else 1,
+            seq_length=tokens.shape[1],
+            micro_batch_size=tokens.shape[0],
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+        return found[0] if found else None
 
 
 class _Text:
@@ -211,7 +228,8 @@ class _Text:
 
 
 @contextmanager
-def _evaluated(chunks: list[Any]) -> Iterator[None]:
+def evaluated(chunks: list[Any]) -> Iterator[None]:
+    """The chunks without dropout inside, and trained on behind."""
     for chunk in chunks:
         chunk.eval()
     yield

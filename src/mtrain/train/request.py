@@ -51,3 +51,16 @@ class Continuation:
 
     ids: list[int] = field(default_factory=list)
     ended: str = LENGTH
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Tasks of lm-evaluation-harness."""
+
+    tasks: tuple[str, ...]
+    limit: int | None = None
+    """Most requests of each task."""
+    shots: int | None = None
+    """Examples before each; None: what the task says."""
+    rows: int = 8
+    """Requests that are computed together."""
