@@ -18,6 +18,7 @@ from torch.nn import functional as F
 Library = Literal["blas", "onednn"]
 WeightGradient = Callable[[Tensor, Tensor, Tensor], Tensor]
 SMALLEST = 1 << 24  # multiplications below which a call of oneDNN costs more than is won
+SMALLEST_WEIGHT = 1 << 17  # the same for a row or a few without gradients: what takes time is reading the weight
 MARGIN = 1.1  # how much faster oneDNN must be measured to be taken: noise does not change the choice
 SHAPES = ((512, 384, 1152), (512, 1024, 384), (256, 512, 2048))  # tokens, inputs and outputs of layers to measure
 
@@ -83,7 +84,10 @@ def fits(x: Tensor, weight: Tensor) -> bool:
         _library == "onednn"
         and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
-        and x.numel() * weight.shape[0] >= SMALLEST
+        and (
+            x.numel() * weight.shape[0] >= SMALLEST
+            or (weight.numel() >= SMALLEST_WEIGHT and not torch.is_grad_enabled())
+        )
         and not torch.compiler.is_compiling()
     )
 

@@ -240,7 +240,7 @@ def test_a_sample_is_no_longer_than_the_positions_and_a_finished_run_resumes(lay
 def _fail_on_rank_one() -> None:
     from mtrain.train.generate import Sampler
 
-    def faulty(self: Any, ids: list[int]) -> None:
+    def faulty(self: Any, rows: list[list[int]], cache: Any) -> None:
         if self.world.rank == 1:
             raise RuntimeError("seeded fault")
         dist.barrier()  # as a rank that waits for the other
@@ -272,10 +272,10 @@ def test_a_stop_during_the_sample_ends_it_at_once_and_the_run_is_finished(home: 
 
         real = Sampler._next_logits
 
-        def interrupted(self: Any, ids: list[int]) -> Any:
-            if self.world.rank == 1 and len(ids) == 20:
+        def interrupted(self: Any, rows: list[list[int]], cache: Any) -> Any:
+            if self.world.rank == 1 and len(rows[0]) == 20:
                 os.kill(os.getppid(), signal.SIGTERM)  # to the launcher, as a scheduler does
-            return real(self, ids)
+            return real(self, rows, cache)
 
         Sampler._next_logits = interrupted  # type: ignore[method-assign]
 

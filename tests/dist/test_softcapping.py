@@ -108,7 +108,7 @@ def test_generation_takes_bounded_logits() -> None:
             sampler = Sampler(run, world, build_model(run, world, wrap=False))
             for chunk in sampler.chunks:
                 chunk.output_layer.weight.mul_(100)
-            logits = sampler._next_logits([1, 2, 3])
+            logits = sampler._next_logits([[1, 2, 3]])
             assert logits is not None
             return float(logits.abs().max())
 

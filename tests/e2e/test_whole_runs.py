@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -89,6 +90,55 @@ def test_text_is_generated_in_another_layout_and_from_elsewhere_without_the_corp
     assert same.returncode == other.returncode == 0, same.stderr + other.stderr
     assert same.stdout == other.stdout
     assert same.stdout.startswith("alpha")
+
+
+def test_prompts_of_a_file_and_a_chat_are_answered_for_a_machine(trained: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = ['"alpha beta"', '{"prompt": "alpha"}', '{"messages": [{"role": "user", "content": "alpha"}]}']
+    prompts.write_text("\n".join(lines))
+    settings = trained / "tokenizer_config.json"
+    settings.write_text(json.dumps({"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}))
+    words = ["generate", str(trained), "tokens=6", "temperature=0", "--json"]
+    try:
+        done = mtrain(*words, f"prompts={prompts}", cwd=Path("/"))
+    finally:
+        settings.unlink()
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    texts = said["texts"]
+    assert [text["prompt"] for text in texts] == ["alpha beta", "alpha", "alpha"]
+    assert texts[1] == texts[2] != texts[0]
+    assert said["tokens"] == sum(text["tokens"] for text in texts) > 0
+    assert said["tokens_per_s"] > 0
+    assert said["no_cache"] is None
+    alone = mtrain(*words, "prompt=alpha", f"stop={texts[1]['text'][2:4]}", "cache=false", cwd=Path("/"))
+    (text,) = json.loads(alone.stdout)["texts"]
+    assert texts[1]["text"].startswith(text["text"])
+    assert text["ended"] == "stop"
+
+
+def test_a_run_is_evaluated_as_it_evaluated_itself(trained: Path) -> None:
+    own = [line["valid_loss"] for line in metrics(trained) if "valid_loss" in line][-1]
+    for words in ([], ["parallel=tp2"]):
+        done = mtrain("evaluate", str(trained), "limit=16", "--json", *words, cwd=trained.parent.parent)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["loss"] == pytest.approx(own, rel=1e-6)
+        assert found["tokens"] == 16 * 32
+        assert 0 < found["bits_per_byte"] < found["bits_per_token"]
+
+
+def test_wrong_words_end_in_one_answer_with_every_problem(trained: Path) -> None:
+    done = mtrain("generate", str(trained), "top_p=2", "prompts=nowhere.txt", "temperatur=1", cwd=trained)
+    assert (done.returncode, done.stdout) == (2, "")
+    for said in ("top_p = 2: must be a number above 0, and at most 1", "fix: temperature=1", "2 problems"):
+        assert said in done.stderr
+    both = mtrain("generate", str(trained), "prompt=a", "prompts=b", cwd=trained)
+    assert both.returncode == 2
+    assert "prompt and prompts are both said" in both.stderr
+    missing = mtrain("generate", str(trained), "chat=true", "prompt=hello", cwd=trained)
+    assert missing.returncode == 2
+    assert "has no chat_template.jinja and no chat_template in tokenizer_config.json" in missing.stderr
 
 
 def test_a_run_goes_on_from_another_directory_and_in_another_layout(trained: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.cli import evaluate, generate
 from mtrain.cli.choices import about
 from mtrain.cli.complete import SHELLS, candidates
 from mtrain.cli.main import OWN_WORDS, VERBS, main, parse
@@ -67,9 +68,9 @@ def test_an_example_is_read_as_it_is_written(verb: tuple[str, ...], words: str) 
     if call.verb in ("train", "check", "show", "prove", "rehearse"):
         for job in [job.argv for job in jobs(arguments)] if "--multirun" in call.flags else [arguments]:
             compose(job)
-    elif call.verb in ("resume", "generate", "export"):
+    elif call.verb in ("resume", "generate", "evaluate", "export"):
         assert arguments[0] == "runs/NAME"
-        own = ("prompt", "tokens", "temperature") if call.verb == "generate" else ()
+        own = {"generate": generate.WORDS, "evaluate": evaluate.WORDS}.get(call.verb, {})
         rest = [word for word in arguments[1:] if word.partition("=")[0] not in own]
         assert call.verb == "export" or not read_overrides(rest).problems
     elif call.verb == "recipe":

@@ -60,13 +60,13 @@ def _offered(before: list[str], current: str) -> Iterable[str]:
         return SHELLS
     if verb == "choices":
         return group_names()
-    if verb in ("resume", "generate", "export") and len(before) == 1:
+    if verb in ("resume", "generate", "evaluate", "export") and len(before) == 1:
         return [*_runs(), *_checkpoints()]
     if verb == "convert" and not before[1:]:
         return ("import", "export", "inspect", "verify")
     if verb in ("export", "convert"):
         return []
-    return [*(_own_words(verb) if verb == "generate" else ()), *_overrides(current)]
+    return [*(_own_words(verb) if verb in ("generate", "evaluate") else ()), *_overrides(current)]
 
 
 def _own_words(verb: str) -> list[str]:

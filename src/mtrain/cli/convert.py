@@ -34,7 +34,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def run(argv: list[str], *, as_json: bool) -> int:
+def run(argv: list[str], *, debug: bool, as_json: bool) -> int:
     """Runs a subverb; returns the exit code."""
     subverbs: dict[str, Callable[[list[str]], int]] = {
         "import": import_,

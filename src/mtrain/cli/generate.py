@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.resume import beneath, relaid, run_file, target_of
 from mtrain.cli.setup import load
+from mtrain.cli.words import COMMAND_LINE, Word, number, read_words, texts, yes
+from mtrain.config.files import kind_of
 from mtrain.config.paths import CHECKPOINTS, program
+from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.launching import local, preflight
+from mtrain.train.request import Request, Sampling
 
 USAGE = f"{program()} generate runs/<name> [prompt=TEXT] [tokens=N] [temperature=T] [overrides]"
 WITHOUT_DATA = (
@@ -22,40 +29,52 @@ WITHOUT_DATA = (
     "trainer.sample_tokens=0",
 )
 """The corpus of the run may be gone: its tokenizer is in the run folder."""
-OPTIONS = {"prompt": "def ", "tokens": "64", "temperature": "0.8"}
+WORDS = {
+    "prompt": Word(None),
+    "prompts": Word(None, Path),
+    "chat": Word(False, yes, "true or false", "chat=true"),
+    "tokens": Word(64, number(int, 0, 1e6), "a number of at least 0", "tokens=64"),
+    "temperature": Word(0.8, number(float, 0, 1e6), "a number of at least 0", "temperature=0.8"),
+    "top_k": Word(0, number(int, 0, 1e9), "a whole number of at least 0, which keeps all", "top_k=50"),
+    "top_p": Word(1.0, number(float, 0, 1, above=True), "a number above 0, and at most 1", "top_p=0.9"),
+    "min_p": Word(0.0, number(float, 0, 1), "a number from 0 to 1", "min_p=0.05"),
+    "seed": Word(None, number(int, 0, 2**63 - 1), "a whole number of at least 0", "seed=1"),
+    "stop": Word((), texts, "a text, or a JSON list of texts", 'stop="\\n\\n"', many=True),
+    "batch": Word(8, number(int, 1, 4096), "a whole number from 1 to 4096", "batch=8"),
+    "cache": Word(True, yes, "true or false", "cache=true"),
+}
+PROMPT = "def "
+MAX_BYTES = 64 << 20
+LINES_OF_JSON = (".jsonl", ".json")
 
 
-def run(argv: list[str], *, debug: bool) -> int:
-    """Print a continuation of `prompt` by the newest checkpoint of a run, or by the checkpoint named."""
+def run(argv: list[str], *, debug: bool, as_json: bool = False) -> int:
+    """Print what the newest checkpoint of a run, or the checkpoint named, writes after each prompt."""
     target, rest = target_of(argv, "generate", USAGE)
-    options, overrides = dict(OPTIONS), []
-    for word in rest:
-        key, equals, value = word.partition("=")
-        if equals and key in OPTIONS:
-            options[key] = value
-        else:
-            overrides.append(word)
+    words, overrides = read_words(rest, WORDS)
+    source = source_of(target, USAGE)
+    request = _request(words, source, as_json)
     composed = load([f"run={run_file(target)}", *beneath([*WITHOUT_DATA, *relaid(overrides)], overrides)])
-    if composed.run.parallel.cp > 1:
-        cp = composed.run.parallel.cp
-        rule = f"text is generated with whole sequences on a rank, and cp is {cp}"
-        raise ConfigError([Problem("MT313", "parallel.cp", cp, rule, "parallel.cp=1")])
+    refuse_context_parallel(composed.run)
     preflight.check(composed.run, rest)
-    tokens, temperature = _number(options, "tokens", int), _number(options, "temperature", float)
-    local.generate(composed.run, _source(target), options["prompt"], int(tokens), temperature)
+    local.generate(composed.run, source, request)
     return 0
 
 
-def _source(target: Path) -> local.Source:
-    """The checkpoint of a run or checkpoint folder, and the tokenizer that the run kept."""
-    if target.parent.name == CHECKPOINTS:
-        home, checkpoint = target.parent.parent, target
-    else:
-        home = target
-        saved = ckpt_folder.committed(home / CHECKPOINTS)
-        if not saved:
-            raise ConfigError([Problem("MT502", "", None, f"{target} has no checkpoint yet", USAGE)])
-        checkpoint = saved[-1]
+def refuse_context_parallel(run: RunConfig) -> None:
+    """Raises ConfigError for a layout that splits a sequence over ranks."""
+    if run.parallel.cp > 1:
+        rule = f"text is generated with whole sequences on a rank, and cp is {run.parallel.cp}"
+        raise ConfigError([Problem("MT313", "parallel.cp", run.parallel.cp, rule, "parallel.cp=1")])
+
+
+def source_of(target: Path, usage: str) -> local.Source:
+    """The checkpoint of a run or checkpoint folder, and the tokenizer that the run kept.
+
+    Raises:
+        ConfigError: there is no checkpoint, or no tokenizer.
+    """
+    home, checkpoint = checkpoint_of(target, usage)
     tokenizer = home / "tokenizer.json"
     if not tokenizer.is_file():
         rule = f"{home} has no tokenizer.json: its data has no tokenizer, so no text can be generated"
@@ -65,14 +84,79 @@ def _source(target: Path) -> local.Source:
     return local.Source(checkpoint, tokenizer)
 
 
-def _number(options: dict[str, str], key: str, kind: type[int] | type[float]) -> float:
+def checkpoint_of(target: Path, usage: str) -> tuple[Path, Path]:
+    """The run folder and the checkpoint of a run or checkpoint folder.
+
+    Raises:
+        ConfigError: the run has no checkpoint.
+    """
+    if target.parent.name == CHECKPOINTS:
+        return target.parent.parent, target
+    saved = ckpt_folder.committed(target / CHECKPOINTS)
+    if not saved:
+        raise ConfigError([Problem("MT502", "", None, f"{target} has no checkpoint yet", usage)])
+    return target, saved[-1]
+
+
+def _request(words: dict[str, Any], source: local.Source, as_json: bool) -> Request:
+    if words["prompt"] is not None and words["prompts"] is not None:
+        rule = "prompt and prompts are both said"
+        raise ConfigError([Problem("MT004", "prompt", words["prompt"], rule, "one of the two", COMMAND_LINE)])
+    plain = words["prompt"] if words["prompt"] is not None else PROMPT
+    prompts = [plain] if words["prompts"] is None else read_prompts(words["prompts"])
+    chats = [one if isinstance(one, list) else [{"role": "user", "content": one}] for one in prompts]
+    is_chat = [words["chat"] or isinstance(one, list) for one in prompts]
+    if any(is_chat):
+        from mtrain.data.chat import ChatFormat
+
+        form = ChatFormat(source.tokenizer.parent)
+        prompts = [form.render(c) if is_one else p for p, c, is_one in zip(prompts, chats, is_chat, strict=True)]
+    names = ("tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+    return Request(
+        prompts=tuple(prompts),
+        sampling=Sampling(**{name: words[name] for name in names}),
+        stop=tuple(stop for stop in words["stop"] if stop),
+        rows=words["batch"],
+        cache=words["cache"],
+        with_prompt=not any(is_chat),
+        as_json=as_json,
+    )
+
+
+def read_prompts(path: Path) -> list[Any]:
+    """The prompts of a file: each line is one, of a .jsonl a JSON string, an object with `prompt` or `messages`, or a
+    list of messages. A prompt is a text, or the messages of a chat.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is none of this.
+    """
+    path = path.expanduser()
     try:
-        value = kind(options[key])
-    except ValueError:
-        value = kind(-1)
-    if not 0 <= value < 1e6:
-        fix = f"{key}={OPTIONS[key]}"
-        raise ConfigError(
-            [Problem("MT003", key, options[key], "must be a number of at least 0", fix, "command line")]
-        )
-    return value
+        kind = kind_of(path) or ("too large" if path.stat().st_size > MAX_BYTES else "")
+        lines = [] if kind else [line for line in path.read_bytes().decode().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        kind, lines = f"not readable: {getattr(error, 'strerror', None) or error}", []
+    if not lines:
+        rule = f"the file is {kind or 'empty'}"
+        raise ConfigError([Problem("MT002", "prompts", str(path), rule, "a file with a prompt a line", COMMAND_LINE)])
+    if path.suffix not in LINES_OF_JSON:
+        return list(lines)
+    return [_from_json(line, f"{path}:{i}") for i, line in enumerate(lines, 1)]
+
+
+def _from_json(line: str, where: str) -> Any:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        value = value.get("messages", value.get("prompt"))
+    if isinstance(value, str) or _are_messages(value):
+        return value
+    rule = 'must be a JSON string, {"prompt": TEXT} or {"messages": [{"role": ..., "content": ...}, ...]}'
+    raise ConfigError([Problem("MT003", "prompts", line, rule, '"a prompt"', where)])
+
+
+def _are_messages(value: Any) -> bool:
+    messages: Sequence[Any] = value if isinstance(value, list) else ()
+    return bool(messages) and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from mtrain import strict_json
-from mtrain.cli.verbs import CONFIG_DIR, FLAGS, HELP, OWN_WORDS, SHORT, VERBS
+from mtrain.cli.verbs import CONFIG_DIR, FLAGS, HELP, JSON_VERBS, OWN_WORDS, SHORT, VERBS
 from mtrain.config.paths import config_dirs
 from mtrain.errors import MAX_PROBLEMS, ConfigError, MtrainError, Problem, message, say_page
 
@@ -141,11 +141,8 @@ def dispatch(call: Call) -> int:
         from mtrain.cli import show
 
         return show.run(call.arguments, bare="--resolved" in call.flags, as_json=as_json)
-    if call.verb == "convert":
-        from mtrain.cli import convert
-
-        return convert.run(call.arguments, as_json=as_json)
-    return _worker_verb(call.verb)(call.arguments, debug="--debug" in call.flags)
+    options = {"as_json": as_json} if call.verb in JSON_VERBS else {}
+    return _worker_verb(call.verb)(call.arguments, debug="--debug" in call.flags, **options)
 
 
 def _asks_for_help(call: Call) -> bool:

@@ -10,6 +10,7 @@ VERBS = {
     "export": "write the weights of a checkpoint as whole tensors: export RUN_FOLDER OUT_FOLDER",
     "convert": "weights of Hugging Face folders in and out: convert import|export|inspect|verify",
     "generate": "write text with a trained model: generate RUN_FOLDER",
+    "evaluate": "loss, perplexity and bits per byte of a checkpoint, or its results in tasks: evaluate RUN_FOLDER",
     "recipe": "list, show, new, diff, lock, verify, import, export: recipe --help",
     "choices": "the choices of a group, each a file: choices model",
     "schema": "JSON Schema for editors: schema [run|recipe|GROUP] [-o DIR]; schema fields: all keys, what each feeds",
@@ -18,6 +19,8 @@ VERBS = {
 }
 OWN_WORDS = ("recipe", "explain", "schema", "choices", "completion", "__complete")
 """Verbs that read their arguments themselves."""
+JSON_VERBS = ("generate", "evaluate", "convert")
+"""Verbs on a checkpoint whose answer a machine may read."""
 FLAGS = {
     "--json": "print JSON for a machine, where the page of a verb has it",
     "--resolved": "show: print the bare file that run=FILE reads",

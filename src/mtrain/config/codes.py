@@ -231,6 +231,24 @@ OTHERS = (
         says="sequences of this layout are multiples of 16 tokens, and 8 have a position",
     ),
     Code(
+        "MT509",
+        "A chat cannot be written as the model reads it.",
+        "Put the tokenizer_config.json of the model beside its tokenizer.json, or give a prompt without chat=true.",
+        says="runs/mine has no chat_template.jinja and no chat_template in tokenizer_config.json",
+    ),
+    Code(
+        "MT510",
+        "An optional package is not installed.",
+        "Install the extra that is named.",
+        says="the template of a chat needs jinja2",
+    ),
+    Code(
+        "MT511",
+        "lm-evaluation-harness cannot do a task.",
+        "Name one that it lists, and bring its data.",
+        says="lm-evaluation-harness ends with KeyError: 'helaswag'",
+    ),
+    Code(
         "MT601",
         "A text corpus cannot be read as it is.",
         "Name a folder that holds text of these endings.",

@@ -6,6 +6,7 @@ is imported by `mtrain.data.batch` alone.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +23,7 @@ from mtrain.data.samples import SHARES, Samples, entropy_nats, split_documents
 from mtrain.data.tokenize import Corpus, prepare, verify
 from mtrain.errors import ConfigError, CorruptData, Problem
 
-__all__ = ["Corpus", "Samples", "Splits", "open_splits", "prepare", "same_data", "verify"]
+__all__ = ["Corpus", "Samples", "Splits", "open_splits", "prepare", "same_data", "validation_of", "verify"]
 
 ENTROPY_TOKENS = 5_000_000
 CHECKED_TOKENS = 1 << 26
@@ -144,6 +145,22 @@ def open_splits(
     ends = () if eod is None else (eod,)
     alone = train.dataset if isinstance(train, Samples) else None
     return Splits(corpus, train, parts["validation"], parts["test"], eod, masked, ends, alone)
+
+
+def validation_of(data: DataConfig, vocab_size: int, seed: int, tokenizer: Path | None) -> Splits:
+    """The splits of a configuration's data, for a model whose `tokenizer.json` is given; a validation split is there.
+
+    Raises ConfigError where there is none, or the tokens are those of another tokenizer.
+    """
+    splits = open_splits(data, vocab_size, seed, prepare(data), ("validation",))
+    theirs = splits.corpus.tokenizer_sha256
+    if theirs is not None and tokenizer is not None:
+        ours = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+        if ours != theirs:
+            rule = f"its tokens are those of another tokenizer ({theirs[:12]}) than the model's ({ours[:12]})"
+            fix = f"data=indexed data.path=PREFIX of text that was tokenized with {tokenizer}"
+            raise ConfigError([Problem("MT609", "data.path", data.path, rule, fix)])
+    return splits
 
 
 def _opened(

@@ -58,8 +58,8 @@ class GlobalBatches:
 
     Micro-batch m of rank r takes the samples consumed + m * (micro * dp_size) + r * micro + j, so the samples
     of a step are the same for any dp_size. With `masked_eod` no loss counts for the prediction that follows
-    this token. With `packing`, samples are packed documents. Raises ConfigError if the global batch cannot be cut
-    evenly.
+    this token. With `packing`, samples are packed documents. Samples from number `limit` on only fill the step: no
+    loss of theirs counts. Raises ConfigError if the global batch cannot be cut evenly.
     """
 
     def __init__(
@@ -71,13 +71,14 @@ class GlobalBatches:
         dp_size: int,
         masked_eod: int | None = None,
         packing: Packing | None = None,
+        limit: int | None = None,
     ) -> None:
         stride = micro_batch_size * dp_size
         if global_batch_size % stride or not 0 <= dp_rank < dp_size:
             rule = f"must be a multiple of micro_batch_size * dp = {micro_batch_size} * {dp_size} = {stride}"
             fix = f"trainer.global_batch_size={max(1, round(global_batch_size / stride)) * stride}"
             raise ConfigError([Problem("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)])
-        self.samples, self.masked_eod, self.packing = samples, masked_eod, packing
+        self.samples, self.masked_eod, self.packing, self.limit = samples, masked_eod, packing, limit
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self._offsets = dp_rank * micro_batch_size + np.arange(micro_batch_size)
         self._stride = stride
@@ -97,7 +98,11 @@ class GlobalBatches:
         """The micro-batches of the step of `size` samples that starts after `consumed_samples` samples."""
         numbers = self.numbers(consumed_samples, size)
         windows = torch.from_numpy(self.samples.batch(numbers.ravel()))
-        return [self._microbatch(part) for part in windows.split(self.micro_batch_size)]
+        batches = [self._microbatch(part) for part in windows.split(self.micro_batch_size)]
+        if self.limit is not None:
+            for batch, part in zip(batches, torch.from_numpy(numbers >= self.limit), strict=True):
+                batch["loss_mask"].view(self.micro_batch_size, -1)[part] = 0.0
+        return batches
 
     def _microbatch(self, windows: torch.Tensor) -> MicroBatch:
         if self.packing is not None:

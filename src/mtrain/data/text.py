@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 
 from mtrain import units
@@ -13,6 +17,7 @@ from mtrain.config.token_files import EOD_NAMES, MAX_TOKENIZER
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 LIMIT_BYTES = MAX_TOKENIZER
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
@@ -53,6 +58,29 @@ class Tokenizer:
         """Id of the end-of-document token; None if no token has one of the names in use."""
         ids = (self._tokenizer.token_to_id(name) for name in EOD_NAMES)
         return next((i for i in ids if i is not None), None)
+
+    def id_of(self, token: str) -> int | None:
+        """Id of a token; None if there is no such token."""
+        return self._tokenizer.token_to_id(token)
+
+    @cached_property
+    def byte_counts(self) -> np.ndarray:
+        """UTF-8 bytes of text that each token stands for, int64 [vocab_size]; special tokens have none.
+
+        A token of a byte-level vocabulary has a letter for each byte, `<0x0A>` is one byte, and elsewhere a token is
+        its own text, with a space for each ▁.
+        """
+        of_bytes = "ByteLevel" in str(json.loads(self._tokenizer.to_str())["decoder"])
+        added = self._tokenizer.get_added_tokens_decoder()
+        counts = np.zeros(self.vocab_size, np.int64)
+        for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if number in added:
+                counts[number] = 0 if added[number].special else len(token.encode())
+            elif of_bytes:
+                counts[number] = len(token)
+            else:
+                counts[number] = 1 if BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
+        return counts
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; no special tokens are added."""

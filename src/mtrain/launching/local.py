@@ -29,6 +29,7 @@ from mtrain.errors import BadEnvironment, MtrainError, say_page
 from mtrain.launching import folder, matmul, preflight
 from mtrain.launching.supervise import Supervisor
 from mtrain.launching.worker import describe, end, enter, leave, revive, run_rank
+from mtrain.train.request import Questions, Request
 from mtrain.world.rank_env import LISTEN_FD, End
 from mtrain.world.stacks import ERRORS
 
@@ -93,12 +94,56 @@ def say(run: RunConfig, text: str) -> None:
             say_page(text)
 
 
-def generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperature: float) -> None:
+def generate(run: RunConfig, source: Source, request: Request) -> None:
     """Print text from a checkpoint, in local processes of `run`'s layout."""
+
+    def job(ending: End) -> None:
+        enter(run, ending)
+        from mtrain.train.write import write
+
+        write(run, source.checkpoint, source.tokenizer, request)
+
+    _in_scratch(run, job)
+
+
+def evaluate(run: RunConfig, checkpoint: Path, tokenizer: Path | None, limit: int | None, as_json: bool) -> None:
+    """Print how well a checkpoint predicts the validation split of `run`'s data, in local processes of its layout."""
+    Forked(lambda: _tokenized(run, tokenizer)).result()
+
+    def job(ending: End) -> None:
+        enter(run, ending)
+        from mtrain.train import evaluation
+
+        evaluation.evaluate(run, checkpoint, tokenizer, limit, as_json)
+
+    _in_scratch(run, job)
+
+
+def answer(run: RunConfig, source: Source, questions: Questions, as_json: bool) -> None:
+    """Print the results of a checkpoint in tasks of lm-evaluation-harness, in local processes of `run`'s layout."""
+
+    def job(ending: End) -> None:
+        enter(run, ending)
+        from mtrain.train import harness
+
+        harness.answer(run, source.checkpoint, source.tokenizer, questions, as_json)
+
+    _in_scratch(run, job)
+
+
+def _tokenized(run: RunConfig, tokenizer: Path | None) -> None:
+    """Find what is wrong with the data of an evaluation before any rank exists."""
+    from mtrain.data import validation_of
+
+    validation_of(run.data, run.model.vocab_size, run.trainer.seed, tokenizer)
+
+
+def _in_scratch(run: RunConfig, job: Job) -> None:
+    """Run `job` on every rank, with no folder of a run."""
     _warm(run)
     run = _with_products(run)
     with tempfile.TemporaryDirectory(prefix="mtrain-") as scratch:
-        _run_ranks(run, Path(scratch), lambda ending: _generate(run, source, prompt, tokens, temperature, ending))
+        _run_ranks(run, Path(scratch), job)
 
 
 def logits(run: RunConfig, checkpoint: Path, ids: list[int], out: Path) -> None:
@@ -140,13 +185,6 @@ def _observe(run: RunConfig, home: Path, ending: End) -> None:
     from mtrain.train import prove
 
     prove.observe(run, home)
-
-
-def _generate(run: RunConfig, source: Source, prompt: str, tokens: int, temperature: float, ending: End) -> None:
-    enter(run, ending)
-    from mtrain.train.assemble import generate_text
-
-    generate_text(run, source.checkpoint, source.tokenizer, prompt, tokens, temperature)
 
 
 def _logits(run: RunConfig, checkpoint: Path, ids: list[int], out: Path, ending: End) -> None:

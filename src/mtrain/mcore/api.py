@@ -70,6 +70,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+# Text
+from mtrain.mcore.cache import Cache
+from mtrain.mcore.cache import obstacle as cache_obstacle
 from mtrain.mcore.layers import gelu_tanh
 
 # Which class those optimizers are built of

@@ -96,7 +96,7 @@ class CoreAttention(MegatronModule):
         if packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         mask_type = attn_mask_type or self._mask_type
-        causal = mask_type in _CAUSAL
+        causal = mask_type in _CAUSAL or (self._mask_type in _CAUSAL and _goes_on(query, key))
         hidden = attention_mask if mask_type in _MASKED else None
         cu_seqlens = _boundaries(packed_seq_params)
         context = self._context_of(packed_seq_params)
@@ -252,6 +252,11 @@ class CoreAttention(MegatronModule):
             tp_group=self._tp_group,
             dp_cp_group=(metadata or {})["dp_cp_group"],
         )
+
+
+def _goes_on(query: Tensor, key: Tensor) -> bool:
+    """Whether several tokens follow those of a cache: megatron-core then says no mask, as is right for one alone."""
+    return 1 < query.shape[0] < key.shape[0]
 
 
 def _boundaries(packed_seq_params: Any) -> Tensor | None:

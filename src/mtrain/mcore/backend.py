@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from mtrain.errors import BadEnvironment
 from mtrain.mcore import api
 from mtrain.mcore.attention import CoreAttention
+from mtrain.mcore.cache import CachedSelfAttention
 from mtrain.mcore.decoder_layer import DecoderLayer, DecoderLayerSubmodules
 from mtrain.mcore.layers import (
     Activation,
@@ -237,7 +238,7 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool) -> Any:
 def _self_attention(config: Any, provider: Provider) -> Any:
     queries, keys = _qk_norms(config, provider)
     return api.ModuleSpec(
-        module=SelfAttention,
+        module=CachedSelfAttention,
         params={"attn_mask_type": api.AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=provider.column_parallel_linear(),

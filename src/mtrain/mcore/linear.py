@@ -33,7 +33,8 @@ class _Product:
         **more: Any,
     ) -> Tensor:
         fused = _adds_in_place(input, weight)
-        if not (fused or fits(input, weight)) or more.get("grad_output_buffer") is not None:
+        forward_only = input.is_cpu and not torch.is_grad_enabled()
+        if not (fused or forward_only or fits(input, weight)) or more.get("grad_output_buffer") is not None:
             given = {"allreduce_dgrad": allreduce_dgrad, "sequence_parallel": sequence_parallel, "tp_group": tp_group}
             return super()._forward_impl(input=input, weight=weight, bias=bias, **given, **more)  # type: ignore[misc,no-any-return]
         if sequence_parallel:

@@ -23,8 +23,9 @@ from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.run import RunConfig
 from mtrain.data import Splits, open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches, Packing
+from mtrain.data.chat import FILES as CHAT_FILES
 from mtrain.data.text import Tokenizer
-from mtrain.errors import CorruptData, MtrainError, say_page, warn
+from mtrain.errors import CorruptData, MtrainError, warn
 from mtrain.mcore.sharding import gathered
 from mtrain.plan.count import parameters
 from mtrain.train import hooks
@@ -32,6 +33,7 @@ from mtrain.train.dynamic import run_documents
 from mtrain.train.generate import Sampler
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts
+from mtrain.train.texts import encoded
 from mtrain.train.trainer import Hook, Trainer, reason
 from mtrain.world.init import World, joined
 from mtrain.world.rank_env import End
@@ -162,22 +164,6 @@ def configure_schedule_hooks(run: RunConfig, chunks: list[Any], optimizer: Any) 
         config.param_sync_func = [c.start_param_sync for c in chunks]
 
 
-def generate_text(
-    run: RunConfig, checkpoint: Path, tokenizer: Path, prompt: str, tokens: int, temperature: float
-) -> None:
-    """Print text that the model of a checkpoint continues `prompt` with, in the layout of `run`.
-
-    Raises:
-        CorruptData: the checkpoint or the tokenizer is not what was written.
-    """
-    with joined(run) as world:
-        chunks = build_model(run, world, wrap=False)
-        ckpt_state.load_model(Checkpoint.open(checkpoint, verify=False), chunks)
-        text = sample(Sampler(run, world, chunks), Tokenizer(tokenizer), prompt, tokens, temperature)
-        if world.is_rank0:
-            say_page(text)
-
-
 def logits(run: RunConfig, checkpoint: Path, ids: Sequence[int], out: Path) -> None:
     """Save the logits of a checkpoint's model after each of `ids`, fp32 [tokens, vocabulary], as plain numbers.
 
@@ -193,18 +179,6 @@ def logits(run: RunConfig, checkpoint: Path, ids: Sequence[int], out: Path) -> N
         with torch.no_grad():
             found = chunk(torch.tensor([ids]), torch.arange(len(ids)).unsqueeze(0), None)
         found[0, :, : run.model.vocab_size].float().numpy().tofile(out)
-
-
-def sample(sampler: Sampler, tokenizer: Tokenizer, prompt: str, tokens: int, temperature: float) -> str:
-    """`prompt` and its continuation as text."""
-    ids = sampler.generate(_encoded(tokenizer, prompt), tokens, temperature=temperature)
-    assert ids is not None  # nothing stops it
-    return tokenizer.decode(ids)
-
-
-def _encoded(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of a text; of one without any, the end of a document."""
-    return tokenizer.encode(prompt) or [tokenizer.eod or 0]
 
 
 def _resume(parts: Parts, path: Path, splits: Splits, progress: Progress) -> None:
@@ -242,12 +216,17 @@ def _load(parts: Parts, path: Path, put_back: Callable[[Checkpoint], T]) -> tupl
 
 
 def _keep_tokenizer(splits: Splits, folder: Path) -> None:
-    """Put the tokenizer beside what it is needed to read: the corpus may be gone when text is generated."""
+    """Put the tokenizer, and what its folder says of chats, beside what it is needed to read: the corpus may be gone
+    when text is generated.
+    """
     if splits.tokenizer is not None:
-        draft = folder / f".{TOKENIZER_FILE}"
         try:
-            shutil.copyfile(splits.tokenizer, draft)
-            draft.replace(folder / TOKENIZER_FILE)
+            for name in (TOKENIZER_FILE, *CHAT_FILES):
+                source = splits.tokenizer.with_name(name) if name != TOKENIZER_FILE else splits.tokenizer
+                if name == TOKENIZER_FILE or source.is_file():
+                    draft = folder / f".{name}"
+                    shutil.copyfile(source, draft)
+                    draft.replace(folder / name)
         except OSError as error:
             warn(f"{folder / TOKENIZER_FILE} cannot be written ({error.strerror}): generate will not find it")
 
@@ -281,7 +260,7 @@ def _show_sample(parts: Parts, splits: Splits, checkpoint: Path | None, progress
             sampler, problem = Sampler(run, world, chunks), ""
             ids: list[int] = []
             try:
-                ids = _encoded(Tokenizer(splits.tokenizer), run.trainer.sample_prompt)
+                ids = encoded(Tokenizer(splits.tokenizer), run.trainer.sample_prompt)
                 if parts.stop_requested:
                     problem = STOPPED
                 elif sampler.context and checkpoint is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.layout.grid import RankGrid
 from mtrain.mcore import api as mcore
+from mtrain.train.request import ENDINGS, LENGTH, Continuation, Sampling
+from mtrain.train.sampling import draw
 from mtrain.world.heartbeat import begin_phase
 from mtrain.world.init import World
 
@@ -25,6 +29,8 @@ class Sampler:
     run: RunConfig
     world: World
     chunks: list[Any]
+    cache: bool = True
+    """Keep keys and values of what was read, where nothing stands against it."""
 
     @property
     def multiple(self) -> int:
@@ -54,76 +60,178 @@ class Sampler:
             raise ConfigError([Problem("MT508", "model.max_position_embeddings", positions, rule, "parallel=single")])
         return min(self.run.data.length, whole)
 
+    @cached_property
+    def obstacle(self) -> str:
+        """Why nothing is kept of what was read, so that every token reads all before it again; empty: it is kept."""
+        return mcore.cache_obstacle(self.chunks[0].config, self.run.kernels.attention)
+
+    @property
+    def independent(self) -> bool:
+        """Whether a text is the same whatever is computed beside it."""
+        moe = self.run.model.moe
+        return moe is None or moe.expert_capacity_factor is None
+
     @property
     def grid(self) -> RankGrid:
         """The degrees of the layout."""
         return self.world.grid
 
-    @torch.no_grad()
     def generate(
         self, prompt: list[int], tokens: int, *, temperature: float, stop: Callable[[], bool] = lambda: False
     ) -> list[int] | None:
-        """`prompt` followed by `tokens` sampled token ids, the same on every rank; None as soon as a rank's `stop` is
-        true.
+        """`prompt` followed by `tokens` sampled token ids; otherwise as `continued`."""
+        found = self.continued([prompt], Sampling(tokens, temperature), stop=stop)
+        return None if found is None else prompt + found[0].ids
 
-        A temperature of 0 takes the most likely token. Sampling has a generator of its own, from `trainer.seed`, so
-        the training state is left as it was.
+    @torch.no_grad()
+    def continued(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sampling,
+        *,
+        ending: Callable[[list[int]], str] = lambda ids: LENGTH,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> list[Continuation] | None:
+        """What is sampled after each of the `prompts`, the same on every rank; None as soon as one's `stop` is true.
+
+        The prompts are computed together, in step: all are read up to the end of the shortest, then one token at a
+        time, and the longer ones go on with what they say. So a text is what it would be alone. `ending` says after
+        each new token whether its continuation is at an end, by a word of `ENDINGS`. Sampling has a generator of its
+        own for each prompt, so the training state is left as it was.
+
+        Where more than `context` tokens are known, the oldest ones are dropped, half a context at a time.
 
         Raises:
             ConfigError: see `context`.
         """
-        generator = torch.Generator().manual_seed(self.run.trainer.seed)
-        ids, context, rank = list(prompt), self.context, self.world.rank
-        for chunk in self.chunks:
-            chunk.eval()
-        for _ in range(tokens):
-            begin_phase("generation")
-            logits = self._next_logits(ids[-context:])
-            told = torch.zeros(2, dtype=torch.int64, device=self.world.torch_device)
-            told[1] = stop()
-            if logits is not None:
-                known = logits[: self.run.model.vocab_size].float().cpu()
-                choice = _sample(known, temperature, generator)
-                # Every rank of the last stage has drawn; the first of them is believed.
-                told[0] = choice if rank == self.grid.rank_of(pp=self.grid.pp - 1) else 0
-            dist.all_reduce(told)
-            choice, stops = told.tolist()
-            if stops:
-                return None
-            ids.append(choice)
-        for chunk in self.chunks:
-            chunk.train()
-        return ids
+        seed = self.run.trainer.seed if sampling.seed is None else sampling.seed
+        texts = [_Text(list(prompt), sampling, torch.Generator().manual_seed(seed), ending) for prompt in prompts]
+        longest = max(len(text.ids) for text in texts) + sampling.tokens
+        begin, cache = -1, None
+        with evaluated(self.chunks):
+            while going := [i for i, text in enumerate(texts) if not text.done]:
+                begin_phase("generation")
+                known = min(len(texts[i].ids) for i in going)
+                if begin != (start := self._start(known)):
+                    begin, cache = start, self._cache(len(texts), longest)
+                logits = self._next_logits([text.part(begin, known) for text in texts], cache)
+                waiting = {i: texts[i] for i in going if len(texts[i].ids) == known}
+                if not self._add_next(waiting, logits, stop()):
+                    return None
+        return [Continuation(text.added, text.ended) for text in texts]
 
-    def _next_logits(self, ids: list[int]) -> torch.Tensor | None:
-        """Logits `[padded vocabulary]` after the last id on ranks of the last stage, None elsewhere.
+    def _start(self, known: int) -> int:
+        """The first token that is looked back at where so many are known."""
+        half = max(1, self.context // 2)
+        return max(0, -(-(known - self.context) // half)) * half
 
-        The sequence is padded on the right to a `multiple`; causal attention keeps the padding from being seen.
+    def _cache(self, rows: int, longest: int) -> Any:
+        if not self.cache or self.obstacle:
+            return None
+        length = min(self.context, longest) + self.multiple
+        return mcore.Cache(rows, length, last_only=self.multiple == 1)
+
+    def _add_next(self, waiting: dict[int, _Text], logits: torch.Tensor | None, stops: bool) -> bool:
+        """Add the next token to each text that waits for one, by its row; false where a rank stops."""
+        told = torch.zeros((2, len(waiting) + 1), dtype=torch.int64, device=self.world.torch_device)
+        told[0, -1] = stops
+        # Every rank of the last stage could draw; the first of them does.
+        if logits is not None and self.world.rank == self.grid.rank_of(pp=self.grid.pp - 1):
+            known = logits[:, : self.run.model.vocab_size].float().cpu()
+            told[:, :-1] = torch.tensor([text.draw(known[row]) for row, text in waiting.items()]).T
+        dist.all_reduce(told)
+        choices, endings = told.tolist()
+        for text, choice, ended in zip(waiting.values(), choices, endings, strict=False):
+            text.add(choice, ENDINGS[ended])
+        return not choices[-1]
+
+    def _next_logits(self, rows: Sequence[list[int]], cache: Any = None) -> torch.Tensor | None:
+        """Logits [rows, padded vocabulary] after the last id of each row on ranks of the last stage, None elsewhere.
+
+        Rows are of one length. What `cache` has read of them is not read again. Sequences are padded on the right to
+        a `multiple`; causal attention keeps the padding from being seen.
         """
-        grid, device = self.grid, self.world.torch_device
-        length = -(-len(ids) // self.multiple) * self.multiple
-        padded = torch.tensor([ids + [0] * (length - len(ids))], device=device)
-        positions = torch.arange(length, device=device).unsqueeze(0)
+        device, begin = self.world.torch_device, 0 if cache is None else cache.read
+        count = len(rows[0]) - begin
+        length = -(-count // self.multiple) * self.multiple
+        padded = torch.tensor([row[begin:] + [0] * (length - count) for row in rows], device=device)
+        positions = torch.arange(begin, begin + length, device=device).clamp(max=self.context - 1)
+        found = self.forward(
+            padded,
+            positions,
+            lambda logits: logits[:, min(count, logits.shape[1]) - 1],
+            {} if cache is None else {"inference_context": cache, "runtime_gather_output": True},
+        )
+        if cache is not None:
+            cache.advance(count)
+            return found
+        return None if found is None else mcore.gather_from_tensor_model_parallel_region(found)
 
-        def forward(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
-            output = model(padded, positions, None)
-            return output, lambda logits, non_loss_data=True: logits[0, len(ids) - 1]
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        take: Callable[[torch.Tensor], torch.Tensor],
+        options: dict[str, Any],
+    ) -> torch.Tensor | None:
+        """What `take` makes of the logits [rows, length, vocabulary] of `tokens` [rows, length] on ranks of the last
+        stage, None elsewhere; `positions` is [length], `options` are given to the model.
+        """
+
+        def step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+            output = model(tokens, positions.expand_as(tokens), None, **options)
+            return output, lambda logits, non_loss_data=True: take(logits)
 
         interleaved = len(self.chunks) > 1
         found = mcore.get_forward_backward_func()(
-            forward_step_func=forward,
+            forward_step_func=step,
             data_iterator=[iter(()) for _ in self.chunks] if interleaved else iter(()),
             model=self.chunks if interleaved else self.chunks[0],
-            num_microbatches=grid.pp if interleaved else 1,
-            seq_length=length,
-            micro_batch_size=1,
+            num_microbatches=self.grid.pp if interleaved else 1,
+            seq_length=tokens.shape[1],
+            micro_batch_size=tokens.shape[0],
             forward_only=True,
             collect_non_loss_data=True,
         )
-        return mcore.gather_from_tensor_model_parallel_region(found[0].unsqueeze(0))[0] if found else None
+        return found[0] if found else None
 
 
-def _sample(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    return int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator))
+class _Text:
+    """A prompt and what was added to it so far."""
+
+    def __init__(
+        self, ids: list[int], sampling: Sampling, generator: torch.Generator, ending: Callable[[list[int]], str]
+    ) -> None:
+        self.ids, self.ended, self.done = ids, LENGTH, sampling.tokens <= 0
+        self._begin, self._last, self._ending = len(ids), len(ids) + sampling.tokens, ending
+        self._sampling, self._generator = sampling, generator
+
+    def part(self, start: int, end: int) -> list[int]:
+        """The tokens from `start` to `end`; one that ended before is continued with anything."""
+        return (self.ids[start:end] + [0] * (end - len(self.ids)))[: end - start]
+
+    @property
+    def added(self) -> list[int]:
+        """What follows the prompt."""
+        return self.ids[self._begin :]
+
+    def draw(self, logits: torch.Tensor) -> tuple[int, int]:
+        """The next token, and the number of the ending that it makes."""
+        choice = draw(logits, self._sampling, self._generator)
+        return choice, ENDINGS.index(self._ending([*self.added, choice]))
+
+    def add(self, choice: int, ended: str) -> None:
+        """Take the token that was drawn for it."""
+        self.ids.append(choice)
+        self.ended = ended
+        self.done = ended != LENGTH or len(self.ids) == self._last
+
+
+@contextmanager
+def evaluated(chunks: list[Any]) -> Iterator[None]:
+    """The chunks without dropout inside, and trained on behind."""
+    for chunk in chunks:
+        chunk.eval()
+    yield
+    for chunk in chunks:
+        chunk.train()

@@ -129,7 +129,13 @@ def update(state: TrainState, counts: str) -> tuple[bool, float, float]:
 
 
 def evaluate(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool = False) -> float | None:
-    """Mean cross entropy per token over the first `iters` global batches of `data`, in nats.
+    """Mean cross entropy per token over the first `iters` global batches of `data`, in nats; see `summed`."""
+    found = summed(parts, data, iters, until_stop=until_stop)
+    return None if found is None else found[0] / max(1, found[1])
+
+
+def summed(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool = False) -> tuple[float, int] | None:
+    """The cross entropy of the first `iters` global batches of `data` in nats, and the tokens that it is over.
 
     With `until_stop`, None as soon as a rank was asked to stop. Training goes on with the random numbers that it
     would have had: a router may draw in an evaluation too.
@@ -149,7 +155,7 @@ def evaluate(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool 
             total, count = total + loss * tokens, count + tokens
         for chunk in parts.state.chunks:
             chunk.train()
-    return None if stops else total / max(1, count)
+    return None if stops else (total, count)
 
 
 def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:

@@ -1,0 +1,86 @@
+"""Words `name=value` that a verb takes beside settings, each read and checked in one place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from mtrain.config.run import GROUPS
+from mtrain.errors import ConfigError, Problem
+
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Word:
+    """One of them: what stands where it is not said, and how its text is read."""
+
+    default: Any
+    read: Callable[[str], Any] = str
+    """Raises ValueError for a text that is no value of it."""
+    rule: str = ""
+    """What a value must be."""
+    example: str = ""
+    many: bool = False
+    """It may be said several times, each a value or a JSON list of them."""
+
+
+def number(kind: type[int] | type[float], low: float, high: float, *, above: bool = False) -> Callable[[str], Any]:
+    """A reader of numbers from `low` (`above`: greater than that) to `high`."""
+
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not (low < value if above else low <= value) or not value <= high:
+            raise ValueError(text)
+        return value
+
+    return read
+
+
+def yes(text: str) -> bool:
+    """true or false."""
+    return {"true": True, "false": False}[text.lower()]
+
+
+def texts(text: str) -> list[str]:
+    """The texts of a JSON list or string; of anything else the text as it is."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return [text]
+    found = value if isinstance(value, list) else [value]
+    return found if found and all(isinstance(one, str) for one in found) else [text]
+
+
+def read_words(words: Sequence[str], known: Mapping[str, Word]) -> tuple[dict[str, Any], list[str]]:
+    """The values of the `known` words, with their defaults, and the other words.
+
+    Raises:
+        ConfigError: for every value that is wrong, word that is said twice, and word that is nearly one of them.
+    """
+    values = {name: list(word.default) if word.many else word.default for name, word in known.items()}
+    others, said, problems = list[str](), set[str](), list[Problem]()
+    for text in words:
+        name, equals, value = text.partition("=")
+        word = known.get(name)
+        if not equals or word is None:
+            near = get_close_matches(name.lower(), known, n=1, cutoff=0.8) if equals and name not in GROUPS else []
+            if near and "." not in name:
+                rule = f"there is no such word here; words: {', '.join(known)}"
+                problems.append(Problem("MT003", name, value, rule, f"{near[0]}={value}", COMMAND_LINE))
+            others.append(text)
+            continue
+        if name in said and not word.many:
+            problems.append(Problem("MT004", name, value, "is said twice", f"{name}={value}, once", COMMAND_LINE))
+        said.add(name)
+        try:
+            found = word.read(value)
+            values[name] = [*values[name], *found] if word.many else found
+        except (ValueError, KeyError):
+            problems.append(Problem("MT003", name, value, f"must be {word.rule}", word.example, COMMAND_LINE))
+    if problems:
+        raise ConfigError(problems)
+    return values, others

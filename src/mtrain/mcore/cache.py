@@ -1,0 +1,66 @@
+"""Keys and values of the tokens that a model has read, in megatron-core's own inference context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config,
+)
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor
+
+
+class Cache(StaticInferenceContext):
+    """The cache of `rows` sequences of at most `length` tokens, all of them read up to the same token.
+
+    Each attention layer keeps its keys and values in it: [length, rows, key heads of this rank, head size], MLA those
+    that it makes of the compressed ones. `last_only`: what is read has no padding, so that logits are made of the
+    last token alone.
+    """
+
+    def __init__(self, rows: int, length: int, *, last_only: bool) -> None:
+        super().__init__(max_batch_size=rows, max_sequence_length=length)
+        self.materialize_only_last_token_logits = last_only
+
+    @property
+    def read(self) -> int:
+        """Tokens of each sequence whose keys and values it holds."""
+        return self.sequence_len_offset
+
+    def advance(self, tokens: int) -> None:
+        """Count tokens as read after all chunks of the model have seen them; what was padding is written over."""
+        self.increment_sequence_len_offset(tokens)
+
+
+class CachedSelfAttention(SelfAttention):
+    """megatron-core's self-attention with rotated keys in its cache: it would rotate all of them for every token."""
+
+    def _adjust_key_value_for_inference(
+        self, context: Any, query: Tensor, key: Tensor, value: Tensor, rotary: Any, *others: Any, **named: Any
+    ) -> Any:
+        if context is not None and rotary is not None:
+            at = slice(context.sequence_len_offset, context.sequence_len_offset + key.shape[0])
+            scale = _yarn_get_concentration_factor_from_config(self.config)
+            query, key = (
+                apply_rotary_pos_emb(x, angles[at], self.config, mscale=scale, cp_group=self.pg_collection.cp)
+                for x, angles in zip((query, key), rotary, strict=True)
+            )
+            rotary = None
+        return super()._adjust_key_value_for_inference(context, query, key, value, rotary, *others, **named)
+
+
+def obstacle(config: Any, attention: str | None) -> str:
+    """Why a model cannot go on from its cache; empty where it can.
+
+    `config` is megatron-core's, `attention` the implementation of core attention.
+    """
+    if attention == "te":
+        return "TransformerEngine's attention has no causal mask behind a cache; kernels.attention=torch has one"
+    if config.apply_rope_fusion and config.multi_latent_attention:
+        return "megatron-core's fused rotary embedding of MLA begins at the first position"
+    if config.moe_expert_capacity_factor is not None:
+        return "which tokens an expert of limited capacity takes depends on all that are computed together"
+    return ""

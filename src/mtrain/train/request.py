@@ -1,0 +1,66 @@
+"""What text is asked for, and what became of it; without torch, for the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: logits are divided by `temperature`, then those are kept that every limit keeps."""
+
+    tokens: int = 64
+    """Most tokens that are added to a prompt."""
+    temperature: float = 0.8
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0: all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens that together have this probability, the last of them too."""
+    min_p: float = 0.0
+    """Keep tokens with at least this share of the probability of the most likely one."""
+    seed: int | None = None
+    """Of the draws of each prompt: its text does not depend on the prompts beside it; None: `trainer.seed`."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Prompts and how they are continued."""
+
+    prompts: tuple[str, ...]
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()
+    """Texts before which a continuation ends."""
+    rows: int = 8
+    """Prompts that are computed together."""
+    cache: bool = True
+    """Keep keys and values, where the model allows it."""
+    with_prompt: bool = True
+    """Print the prompt before what follows."""
+    as_json: bool = False
+
+
+LENGTH, END, STOP = "length", "end of text", "stop"
+ENDINGS = (LENGTH, END, STOP)
+"""Why a continuation ended: it has all its tokens, an end-of-text token, or a text of `stop`."""
+
+
+@dataclass
+class Continuation:
+    """What was added to one prompt."""
+
+    ids: list[int] = field(default_factory=list)
+    ended: str = LENGTH
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Tasks of lm-evaluation-harness."""
+
+    tasks: tuple[str, ...]
+    limit: int | None = None
+    """Most requests of each task."""
+    shots: int | None = None
+    """Examples before each; None: what the task says."""
+    rows: int = 8
+    """Requests that are computed together."""

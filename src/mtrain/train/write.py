@@ -1,0 +1,57 @@
+"""Text after prompts, from the model of a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mtrain import strict_json
+from mtrain.build.model import build_model
+from mtrain.ckpt import state as ckpt_state
+from mtrain.ckpt.store import Checkpoint
+from mtrain.config.run import RunConfig
+from mtrain.data.text import Tokenizer
+from mtrain.errors import say_page
+from mtrain.train.generate import Sampler
+from mtrain.train.request import Request
+from mtrain.train.texts import Written, continued
+from mtrain.world.init import World, joined
+
+
+def write(run: RunConfig, checkpoint: Path, tokenizer: Path, request: Request) -> None:
+    """Print what the model of a checkpoint writes after each prompt, in the layout of `run`.
+
+    Raises:
+        CorruptData: the checkpoint or the tokenizer is not what was written.
+    """
+    with joined(run) as world:
+        sampler = Sampler(run, world, restored(run, world, checkpoint), cache=request.cache)
+        begin = time.perf_counter()
+        written = continued(sampler, Tokenizer(tokenizer), request)
+        if world.is_rank0:
+            _print(written, time.perf_counter() - begin, sampler, request)
+
+
+def restored(run: RunConfig, world: World, checkpoint: Path) -> list[object]:
+    """This rank's chunks of the model of a checkpoint, to run forward only."""
+    chunks = build_model(run, world, wrap=False)
+    ckpt_state.load_model(Checkpoint.open(checkpoint, verify=False), chunks)
+    return chunks
+
+
+def _print(written: Sequence[Written], seconds: float, sampler: Sampler, request: Request) -> None:
+    tokens = sum(one.tokens for one in written)
+    rate = tokens / seconds
+    why = sampler.obstacle if request.cache else "cache=false"
+    if request.as_json:
+        texts = [vars(one) for one in written]
+        speed = {"tokens": tokens, "seconds": seconds, "tokens_per_s": rate, "no_cache": why or None}
+        say_page(strict_json.dumps({"texts": texts, **speed}, indent=2))
+        return
+    for i, one in enumerate(written):
+        head = "" if len(written) == 1 else f"[{i + 1}] "
+        say_page(head + (one.prompt if request.with_prompt else "") + one.text)
+    if why:
+        say_page(f"note: nothing is kept of what was read: {why}", error=True)
+    say_page(f"{tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens/s", error=True)

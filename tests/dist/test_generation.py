@@ -1,0 +1,111 @@
+"""Text is the same with keys and values kept as with everything read again, in a batch as alone, in any layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mtrain.config.model import MLAConfig, MoEConfig
+from mtrain.train.request import Sampling
+from tests.support.covering import some
+from tests.support.forked import run_ranks
+from tests.support.runs import tiny_run
+
+LATENT = {"mla": MLAConfig(q_lora_rank=32, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=16)}
+EXPERTS = {"moe": MoEConfig(num_experts=4, ffn_hidden_size=64)}
+LEARNED = {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "grouped queries": ({}, {}),
+    "latent": ({**LATENT, "num_query_groups": None}, {}),
+    "window": ({"window_size": 6}, {}),
+    "sinks and every other layer windowed": (
+        {"softmax_type": "learnable", "window_size": 6, "window_attn_skip_freq": 2},
+        {},
+    ),
+    "learned positions": (LEARNED, {}),
+    "tp2": ({}, {"ranks": 2, "tp": 2}),
+    "tp2 sequence parallel": (LEARNED, {"ranks": 2, "tp": 2, "sequence_parallel": True}),
+    "latent tp2 sequence parallel": (
+        {**LATENT, "num_query_groups": None},
+        {"ranks": 2, "tp": 2, "sequence_parallel": True},
+    ),
+    "pp2": ({}, {"ranks": 2, "pp": 2}),
+    "pp2vpp2": ({}, {"ranks": 2, "pp": 2, "vpp": 2}),
+    "ep2": (EXPERTS, {"ranks": 2, "ep": 2}),
+}
+PROMPTS = [[5, 17, 8, 250, 31], [9] * 11, list(range(40, 57))]
+TOKENS = 24
+"""Beyond the 32 tokens of the context for every prompt."""
+
+
+def _texts(run: Any, cache: bool, prompts: list[list[int]], sampling: Sampling, forgets: bool = False) -> Any:
+    from mtrain.build.model import build_model
+    from mtrain.mcore import api as mcore
+    from mtrain.train.generate import Sampler
+    from mtrain.world.init import joined
+
+    torch.set_num_threads(1)
+    with joined(run) as world, torch.no_grad():
+        chunks = build_model(run, world, wrap=False)
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                if parameter.ndim > 1:  # layers that change what passes through them, and logits that are far apart
+                    parameter.mul_(8.0)
+                elif "softmax_offset" in name:
+                    parameter.copy_(torch.linspace(-1, 3, len(parameter)))
+        if forgets:
+            advance = mcore.Cache.advance
+
+            def forgetful(self: Any, tokens: int) -> None:
+                self.key_value_memory_dict[1][1].zero_()  # the values of the first layer
+                advance(self, tokens)
+
+            mcore.Cache.advance = forgetful  # type: ignore[method-assign]
+        found = Sampler(run, world, chunks, cache=cache).continued(prompts, sampling)
+        assert found is not None
+        return [text.ids for text in found]
+
+
+def _alone_without_a_cache(run: Any, sampling: Sampling) -> list[list[int]]:
+    return [run_ranks(1, _texts, run, False, [prompt], sampling)[0][0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("name", some(CASES, ["latent tp2 sequence parallel", "sinks and every other layer windowed"]))
+def test_the_cache_changes_no_token_of_prompts_of_unlike_lengths(name: str) -> None:
+    model, layout = CASES[name]
+    greedy = Sampling(TOKENS, temperature=0)
+    run = tiny_run(model=model, **layout)
+    expected = _alone_without_a_cache(tiny_run(model=model), greedy)
+    assert all(len(set(text)) > TOKENS // 3 for text in expected), "texts that repeat themselves show nothing"
+    for texts in run_ranks(run.parallel.ranks or 1, _texts, run, True, PROMPTS, greedy):
+        assert texts == expected
+
+
+def test_a_cache_that_forgets_is_caught() -> None:
+    greedy = Sampling(TOKENS, temperature=0)
+    whole, spoilt = (run_ranks(1, _texts, tiny_run(), True, PROMPTS, greedy, f)[0] for f in (False, True))
+    assert all(a != b for a, b in zip(whole, spoilt, strict=True))
+
+
+def test_what_is_drawn_follows_the_seed_and_no_other_prompt() -> None:
+    run, drawn = tiny_run(), Sampling(12, temperature=1.5, top_k=40, top_p=0.95, min_p=0.01, seed=3)
+    expected = _alone_without_a_cache(run, drawn)
+    assert run_ranks(1, _texts, run, True, PROMPTS, drawn)[0] == expected
+    assert run_ranks(1, _texts, run, True, PROMPTS, replace(drawn, seed=4))[0] != expected
+
+
+def test_experts_of_limited_capacity_have_no_cache_and_say_so() -> None:
+    from mtrain.mcore.cache import obstacle
+
+    def config(**fields: Any) -> Any:
+        plain = {"apply_rope_fusion": False, "multi_latent_attention": False, "moe_expert_capacity_factor": None}
+        return SimpleNamespace(**{**plain, **fields})
+
+    assert obstacle(config(), "reference") == ""
+    assert "capacity" in obstacle(config(moe_expert_capacity_factor=1.0), "reference")
+    assert "TransformerEngine" in obstacle(config(), "te")
+    assert "MLA" in obstacle(config(apply_rope_fusion=True, multi_latent_attention=True), "reference")

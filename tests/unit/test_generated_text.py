@@ -1,0 +1,179 @@
+"""What is drawn, where a text ends, and what `generate` refuses before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtrain.cli.generate import WORDS, read_prompts
+from mtrain.cli.words import read_words
+from mtrain.data.bpe import EOD, train
+from mtrain.data.text import Tokenizer
+from mtrain.errors import ConfigError
+from mtrain.train.request import END, LENGTH, STOP, Continuation, Request, Sampling
+from mtrain.train.sampling import draw, limited
+from mtrain.train.texts import continued, endings
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        *({"top_k": 5}, {"top_k": 1000}, {"top_p": 0.7}, {"top_p": 0.01}, {"min_p": 0.1}, {"min_p": 1.0}),
+        {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
+    ],
+    ids=str,
+)
+def test_limits_keep_the_tokens_that_those_of_transformers_keep(limits: dict[str, Any]) -> None:
+    from transformers.generation import logits_process as theirs
+
+    logits = 3 * torch.randn(8, 100, generator=torch.Generator().manual_seed(0))
+    expected = logits
+    for name, warper in (
+        ("top_k", theirs.TopKLogitsWarper),
+        ("top_p", theirs.TopPLogitsWarper),
+        ("min_p", theirs.MinPLogitsWarper),
+    ):
+        if name in limits:
+            expected = warper(limits[name])(None, expected)
+    assert torch.equal(torch.stack([limited(row, Sampling(**limits)) for row in logits]), expected)
+
+
+def test_a_temperature_of_0_takes_the_most_likely_and_a_higher_one_draws_more_of_the_others() -> None:
+    logits = torch.tensor([0.0, 1.0, 3.0, 2.0])
+    drawn = [0.0, 0.0]
+    for i, temperature in enumerate((0.5, 5.0)):
+        generator = torch.Generator().manual_seed(0)
+        drawn[i] = sum(draw(logits, Sampling(temperature=temperature), generator) == 2 for _ in range(500)) / 500
+    assert drawn[0] == pytest.approx(float(torch.softmax(logits / 0.5, -1)[2]), abs=0.06)
+    assert drawn[1] == pytest.approx(float(torch.softmax(logits / 5, -1)[2]), abs=0.06)
+    assert draw(logits, Sampling(temperature=0), torch.Generator()) == 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    text = "the cat sat on the mat. über den Dächern\n" * 20
+    path.write_text(train([text], 300).to_str())
+    return Tokenizer(path)
+
+
+class Scripted:
+    """Stands for a sampler: what it adds to each prompt is written here."""
+
+    independent = True
+
+    def __init__(self, tokenizer: Tokenizer, script: dict[str, list[int]]) -> None:
+        self.script = {tuple(tokenizer.encode(prompt)): ids for prompt, ids in script.items()}
+        self.rows: list[int] = []
+
+    def continued(self, prompts: list[list[int]], sampling: Sampling, *, ending: Any) -> list[Continuation]:
+        self.rows.append(len(prompts))
+        out = []
+        for prompt in prompts:
+            text = Continuation()
+            for token in self.script[tuple(prompt)]:
+                text.ids.append(token)
+                text.ended = ending(text.ids)
+                if text.ended != LENGTH:
+                    break
+            out.append(text)
+        return out
+
+
+def test_a_text_ends_before_what_stops_it_and_at_the_end_of_a_document(tokenizer: Tokenizer) -> None:
+    script = {
+        "the ": tokenizer.encode("cat sat on the mat"),
+        "the mat. ": [*tokenizer.encode("über"), EOD, *tokenizer.encode("never")],
+        "t": tokenizer.encode("he Dächern"),
+        "x": tokenizer.encode("on the mat"),
+    }
+    sampler = Scripted(tokenizer, script)
+    request = Request(tuple(script), stop=("sat on", "ächern"), rows=3)
+    found = continued(sampler, tokenizer, request)  # type: ignore[arg-type]
+    assert [(one.text, one.ended) for one in found] == [
+        ("cat ", STOP),
+        ("über", END),
+        ("he D", STOP),
+        ("on the mat", LENGTH),
+    ]
+    assert sampler.rows == [3, 1]
+
+
+def test_a_text_that_stops_is_found_wherever_tokens_cut_it(tokenizer: Tokenizer) -> None:
+    text = "über den Dächern sat the cat"
+    ids = tokenizer.encode(text)
+    for end in ("Dächern", "n D", "ü", "cat"):
+        ending = endings(tokenizer, [end])
+        said = [ending(ids[:n]) for n in range(1, len(ids) + 1)]
+        first = next(n for n in range(1, len(ids) + 1) if end in tokenizer.decode(ids[:n]))
+        assert said.index(STOP) == first - 1, end
+
+
+WRONG = {
+    "temperature=warm": ("MT003", "temperature=0.8"),
+    "temperature=-1": ("MT003", "temperature=0.8"),
+    "tokens=nan": ("MT003", "tokens=64"),
+    "top_p=0": ("MT003", "top_p=0.9"),
+    "min_p=1.5": ("MT003", "min_p=0.05"),
+    "top_k=2.5": ("MT003", "top_k=50"),
+    "seed=-1": ("MT003", "seed=1"),
+    "chat=maybe": ("MT003", "chat=true"),
+    "batch=0": ("MT003", "batch=8"),
+    "temprature=1": ("MT003", "temperature=1"),
+}
+
+
+@pytest.mark.parametrize("word", WRONG)
+def test_a_wrong_word_is_a_problem_with_its_fix(word: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_words([word], WORDS)
+    (problem,) = refused.value.problems
+    assert (problem.code, problem.fix, problem.source) == (*WRONG[word], "command line")
+    read_words([problem.fix], WORDS)
+
+
+def test_all_wrong_words_are_told_at_once_and_settings_are_left_alone() -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_words([*WRONG, "tokens=1", "tokens=2"], WORDS)
+    assert len(refused.value.problems) == len(WRONG) + 3  # temperature, and tokens twice, are said again
+    values, others = read_words(["stop=a", 'stop=["b", "c"]', "data=mock", "parallel=tp2", "model.top=1"], WORDS)
+    assert values["stop"] == ["a", "b", "c"]
+    assert values["tokens"] == 64
+    assert others == ["data=mock", "parallel=tp2", "model.top=1"]
+
+
+def test_prompts_are_lines_of_text_or_of_json(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hello"}]
+    plain, lines = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    plain.write_text('one\n\n  {"two": 2}\n')
+    lines.write_text("\n".join(json.dumps(x) for x in ("a\nb", {"prompt": "c"}, {"messages": chat}, chat)))
+    assert read_prompts(plain) == ["one", '  {"two": 2}']
+    assert read_prompts(lines) == ["a\nb", "c", chat, chat]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code"),
+    [
+        *(("p.jsonl", b'"a"\n{"text": 1}\n', "MT003"), ("p.jsonl", b"plain\n", "MT003")),
+        *(("p.txt", b"\n \n", "MT002"), ("p.txt", b"\xff\xfe", "MT002"), ("gone.txt", None, "MT002")),
+    ],
+)
+def test_a_file_of_prompts_that_cannot_be_read_says_why(
+    name: str, content: bytes | None, code: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        read_prompts(tmp_path / name)
+    assert [problem.code for problem in refused.value.problems] == [code]
+
+
+def test_words_are_read_without_torch() -> None:
+    code = "import sys; import mtrain.cli.generate, mtrain.cli.words; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
