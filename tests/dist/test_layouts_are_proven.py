@@ -85,6 +85,8 @@ LAYOUTS = {
     "attention and MLP side by side": "model=pythia_tiny parallel=tp2pp2sp",
     "attention and MLP side by side, between norms, with a base for windows": "model=pythia_tiny parallel=tp2sp "
     "model.norm_placement=pre_and_post model.window_size=8 model.window_attn_skip_freq=2 model.rotary_base_local=100.0",
+    "biases in attention alone": "parallel=tp2pp2sp model.add_qkv_bias=true model.add_proj_bias=true",
+    "biases in the MLP alone": "parallel=tp2pp2sp model.add_mlp_bias=true",
     "tp2ep2 of a small GPT-OSS": "model=gpt_oss_tiny parallel=tp2ep2etp1sp",
     "tp2cp2 of a small Phi-4-mini": "model=phi3_tiny parallel=tp2cp2",
     "tp2pp2ep2 of a small GLM-4.5": "model=glm45_tiny parallel=tp2pp2ep2etp1sp",

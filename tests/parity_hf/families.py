@@ -135,6 +135,10 @@ CASES: dict[str, Case] = {
     "llama with heads wider than the model, and biases": Case(
         "llama", {**SIZES, "head_dim": 24, "attention_bias": True, "mlp_bias": True}
     ),
+    "llama with biases in attention only": Case("llama", {**SIZES, "attention_bias": True}),
+    "llama with biases in the MLP only": Case("llama", {**SIZES, "mlp_bias": True}),
+    "qwen3 with biases in attention": Case("qwen3", {**SIZES, "head_dim": 16, "attention_bias": True}),
+    "gpt neox without biases in attention": Case("gpt_neox", {**NEOX, "attention_bias": False}),
     "llama with a gate of gelu": Case("llama", {**SIZES, "hidden_act": "gelu_pytorch_tanh"}),
     "llama with linear positions": Case(
         "llama", {**SIZES, "rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}}
@@ -281,8 +285,6 @@ CASES: dict[str, Case] = {
 }
 
 REFUSED: dict[str, tuple[Case, str]] = {
-    "llama with biases in attention only": (Case("llama", {**SIZES, "attention_bias": True}), "attention_bias"),
-    "llama with biases in the MLP only": (Case("llama", {**SIZES, "mlp_bias": True}), "mlp_bias"),
     "llama with half of each head turning": (
         Case("llama", {**SIZES, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),
         "rope_parameters",
@@ -334,6 +336,5 @@ REFUSED: dict[str, tuple[Case, str]] = {
         "scale_attn_by_inverse_layer_idx",
     ),
     "gpt2 with relu": (Case("gpt2", {**GPT2, "activation_function": "relu"}), "activation_function"),
-    "gpt neox without biases in attention": (Case("gpt_neox", {**NEOX, "attention_bias": False}), "attention_bias"),
 }
 """Models that ours cannot be, and the key that the import must name."""

@@ -346,7 +346,7 @@ def test_pythia_has_its_parallel_residual(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "longrope", "long_factor": [2.0]}}, "rope_scaling"),
         ({"hidden_act": "relu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"pruned_heads": {"0": [1]}}, "pruned_heads"),
         ({"auto_map": {"AutoModel": "modeling.Evil"}}, "auto_map"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"never_heard_of": 1}, "never_heard_of"),

@@ -133,6 +133,11 @@ class ModelConfig(Section):
     """Biases in all linear layers."""
     add_qkv_bias: Annotated[bool, Key(feeds="add_qkv_bias", flag="--add-qkv-bias", hf="attention_bias")] = False
     """Biases in the query/key/value projection only (Qwen2)."""
+    add_proj_bias: Annotated[bool, Key(when="model.add_bias_linear=false and model.mla=null")] = False
+    """A bias in the output projection of attention; with add_qkv_bias, attention alone has biases (Llama's
+    attention_bias)."""
+    add_mlp_bias: Annotated[bool, Key(when="model.add_bias_linear=false and model.moe=null", hf="mlp_bias")] = False
+    """Biases in the MLP."""
     qk_layernorm: Annotated[bool, Key(feeds="qk_layernorm", flag="--qk-layernorm", aka="qk_norm")] = False
     """Norm on queries and keys (Qwen3)."""
     qk_layernorm_across_heads: Annotated[

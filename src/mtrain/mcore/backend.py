@@ -35,6 +35,7 @@ from mtrain.mcore.layers import (
     QueryNorm,
     RowGroupedLinear,
     chosen,
+    with_bias,
     with_epsilon,
 )
 from mtrain.mcore.linear import ColumnLinear, RowLinear
@@ -51,6 +52,8 @@ class Parts:
     qk_layernorm_across_heads: bool = False
     attn_logit_softcapping: float | None = None
     rotary_base_local: float | None = None
+    add_proj_bias: bool = False
+    add_mlp_bias: bool = False
 
 
 class Provider(BackendSpecProvider):
@@ -211,6 +214,16 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool) -> Any:
     norm, place = provider.layer_norm(_is_rms(config)), provider.parts.norm_placement
     before, behind = (IdentityOp if place == other else norm for other in ("post", "pre"))
     attention = _mla(config, provider) if config.multi_latent_attention else _self_attention(config, provider)
+    mlp = api.get_mlp_module_spec_for_backend(
+        backend=provider,
+        num_experts=experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        use_te_activation_func=config.use_te_activation_func,
+    )
+    if provider.parts.add_mlp_bias:
+        mlp.submodules.linear_fc1, mlp.submodules.linear_fc2 = map(
+            with_bias, (provider.column_parallel_linear(), provider.row_parallel_linear())
+        )
     layer = DecoderLayerSubmodules(
         input_layernorm=before,
         self_attention=attention,
@@ -218,12 +231,7 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool) -> Any:
         post_self_attn_layernorm=behind,
         pre_mlp_layernorm=before,
         post_mlp_layernorm=behind,
-        mlp=api.get_mlp_module_spec_for_backend(
-            backend=provider,
-            num_experts=experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            use_te_activation_func=config.use_te_activation_func,
-        ),
+        mlp=mlp,
         mlp_bda=get_bias_dropout_add,
     )
     if not config.multi_latent_attention:
@@ -237,13 +245,14 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool) -> Any:
 
 def _self_attention(config: Any, provider: Provider) -> Any:
     queries, keys = _qk_norms(config, provider)
+    projection = provider.row_parallel_linear()
     return api.ModuleSpec(
         module=CachedSelfAttention,
         params={"attn_mask_type": api.AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=provider.column_parallel_linear(),
             core_attention=provider.core_attention(),
-            linear_proj=provider.row_parallel_linear(),
+            linear_proj=with_bias(projection) if provider.parts.add_proj_bias else projection,
             q_layernorm=queries,
             k_layernorm=keys,
         ),

@@ -99,6 +99,18 @@ def with_epsilon(norm: type[Norm], epsilon: float) -> type[Norm]:
     return Own
 
 
+@functools.cache
+def with_bias(linear: type) -> type:
+    """The linear layer with a bias, whatever megatron-core asks for: a class that specs can name."""
+
+    class Biased(linear):  # type: ignore[misc]
+        def __init__(self, *args: Any, bias: bool = True, **more: Any) -> None:
+            super().__init__(*args, bias=True, **more)
+
+    Biased.__name__, Biased.__doc__ = linear.__name__, linear.__doc__
+    return Biased
+
+
 class _NormAcrossHeads(Norm):
     """RMSNorm over all heads of queries or keys [s, b, n, d], of which a tensor-parallel rank has n.
 

@@ -7,6 +7,7 @@ from typing import Any
 from mtrain.config.keys import key_of
 from mtrain.recipes.hf_keys import Family
 from mtrain.recipes.hf_readers import (
+    attention_biases,
     deepseek_v2_experts,
     deepseek_v3_experts,
     gate,
@@ -180,13 +181,13 @@ FAMILIES: dict[str, Family] = {
         LLAMA,
         {**GATED, "model.qk_layernorm": True},
         {**_QWEN, "head_dim": 128},
-        (gate, no_attention_bias, upper_layers_slide, rotary),
+        (gate, attention_biases, upper_layers_slide, rotary),
     ),
     "qwen3_moe": Family(
         LLAMA,
         {**GATED, "model.qk_layernorm": True},
         {**_QWEN_MOE, "num_key_value_heads": 4},
-        (gate, no_attention_bias, all_or_none_slide, rotary, qwen_experts),
+        (gate, attention_biases, all_or_none_slide, rotary, qwen_experts),
         _ALIASES,
         {"max_window_layers": "is not read for this family"},
     ),

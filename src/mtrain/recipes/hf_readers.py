@@ -35,13 +35,24 @@ def gate(f: ConfigFile) -> None:
 
 
 def llama_biases(f: ConfigFile) -> None:
-    """Biases in attention and in the MLP are one key here."""
-    if f.get("attention_bias", False) and f.get("mlp_bias", False):
-        f.out["model.add_bias_linear"] = True
-        return
-    text = "changes the numbers: biases in all linear layers, or in query, key and value alone"
-    for key in ("attention_bias", "mlp_bias"):
-        f.must(key, (False,), text)
+    """Biases in attention, in the MLP or in both, which is one key here."""
+    attention, mlp = bool(f.get("attention_bias", False)), bool(f.get("mlp_bias", False))
+    _biases(f, attention, mlp)
+
+
+def attention_biases(f: ConfigFile) -> None:
+    """Biases in all projections of attention, or in none (Qwen3)."""
+    _biases(f, bool(f.get("attention_bias", False)), mlp=False)
+
+
+def _biases(f: ConfigFile, attention: bool, mlp: bool) -> None:
+    both = attention and mlp
+    f.out |= {
+        "model.add_bias_linear": both,
+        "model.add_qkv_bias": attention and not both,
+        "model.add_proj_bias": attention and not both,
+        "model.add_mlp_bias": mlp and not both,
+    }
 
 
 def no_attention_bias(f: ConfigFile) -> None:
@@ -280,4 +291,4 @@ def neox_block(f: ConfigFile) -> None:
     _activation(f, "hidden_act", UNGATED_WORDS)
     f.out["model.parallel_residual"] = f.get("use_parallel_residual")
     f.out["model.hidden_dropout"] = float(f.get("hidden_dropout"))
-    f.must("attention_bias", (True,), "changes the numbers: biases in all linear layers or in none")
+    _biases(f, bool(f.get("attention_bias", True)), mlp=True)

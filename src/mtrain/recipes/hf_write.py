@@ -188,7 +188,14 @@ def _everywhere(m: ModelConfig) -> Json:
 
 
 def _llama(m: ModelConfig) -> Json:
-    return {**_gate(m), **_rope(m), "attention_bias": m.add_bias_linear, "mlp_bias": m.add_bias_linear}
+    return {**_gate(m), **_rope(m), **_biases(m)}
+
+
+def _biases(m: ModelConfig) -> Json:
+    return {
+        "attention_bias": m.add_bias_linear or m.add_proj_bias,
+        "mlp_bias": m.add_bias_linear or m.add_mlp_bias,
+    }
 
 
 def _mistral(m: ModelConfig) -> Json:
@@ -197,7 +204,7 @@ def _mistral(m: ModelConfig) -> Json:
 
 def _qwen(m: ModelConfig) -> Json:
     windows = _layer_types(m) if m.window_size is not None else {"use_sliding_window": False}
-    return {**_gate(m), **_rope(m), **windows}
+    return {**_gate(m), **_rope(m), **windows, **({"attention_bias": True} if m.add_proj_bias else {})}
 
 
 def _experts(m: ModelConfig) -> MoEConfig:
@@ -381,7 +388,7 @@ def _gpt_neox(m: ModelConfig) -> Json:
         **drops,
         "hidden_act": _word(m, UNGATED_WORDS),
         "use_parallel_residual": m.parallel_residual,
-        "attention_bias": True,
+        "attention_bias": m.add_bias_linear,
     }
 
 

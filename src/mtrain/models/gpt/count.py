@@ -54,7 +54,7 @@ def _attention(model: ModelConfig) -> int:
     total = hidden * qkv + heads * hidden
     if model.add_bias_linear or model.add_qkv_bias:
         total += qkv
-    if model.add_bias_linear:
+    if model.add_bias_linear or model.add_proj_bias:
         total += hidden
     if model.qk_layernorm:
         whole = heads + model.query_groups * model.head_dim
@@ -81,7 +81,7 @@ def _mla(model: ModelConfig) -> int:
 def _mlp(model: ModelConfig, width: int) -> int:
     up = 2 * width if model.gated else width
     total = model.hidden_size * (up + width)
-    return total + (up + model.hidden_size if model.add_bias_linear else 0)
+    return total + (up + model.hidden_size if model.add_bias_linear or model.add_mlp_bias else 0)
 
 
 def _feed_forward(model: ModelConfig, index: int) -> int:
