@@ -1,5 +1,6 @@
 """`model`: the shape of the network. Keys carry megatron-core's names."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -313,6 +314,15 @@ class ModelConfig(Section):
     def rotary_dim(self) -> int:
         """Channels of a head that rotate, outside MLA."""
         return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def rotary_constant_to(self) -> float:
+        """Tokens up to which rotary frequencies do not depend on the length of a sequence."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.rope_type not in ("dynamic", "longrope"):
+            return math.inf
+        known = scaling.original_max_position_embeddings if scaling.rope_type == "longrope" else None
+        return known or self.max_position_embeddings
 
     @property
     def query_groups(self) -> int:

@@ -6,9 +6,7 @@ from typing import Any
 
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
-    _yarn_get_concentration_factor_from_config,
-)
+from megatron.core.transformer import attention
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
@@ -43,7 +41,7 @@ class CachedSelfAttention(SelfAttention):
     ) -> Any:
         if context is not None and rotary is not None:
             at = slice(context.sequence_len_offset, context.sequence_len_offset + key.shape[0])
-            scale = _yarn_get_concentration_factor_from_config(self.config)
+            scale = attention._yarn_get_concentration_factor_from_config(self.config)  # `rotary` may have replaced it
             query, key = (
                 apply_rotary_pos_emb(x, angles[at], self.config, mscale=scale, cp_group=self.pg_collection.cp)
                 for x, angles in zip((query, key), rotary, strict=True)
@@ -52,12 +50,12 @@ class CachedSelfAttention(SelfAttention):
         return super()._adjust_key_value_for_inference(context, query, key, value, rotary, *others, **named)
 
 
-def obstacle(config: Any, attention: str | None) -> str:
+def obstacle(config: Any, core: str | None) -> str:
     """Why a model cannot go on from its cache; empty where it can.
 
-    `config` is megatron-core's, `attention` the implementation of core attention.
+    `config` is megatron-core's, `core` the implementation of core attention.
     """
-    if attention == "te":
+    if core == "te":
         return "TransformerEngine's attention has no causal mask behind a cache; kernels.attention=torch has one"
     if config.apply_rope_fusion and config.multi_latent_attention:
         return "megatron-core's fused rotary embedding of MLA begins at the first position"

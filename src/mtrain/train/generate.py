@@ -129,6 +129,8 @@ class Sampler:
         if not self.cache or self.obstacle:
             return None
         length = min(self.context, longest) + self.multiple
+        if length > self.run.model.rotary_constant_to:
+            return None  # rotated keys that are kept would be those of another length
         return mcore.Cache(rows, length, last_only=self.multiple == 1)
 
     def _add_next(self, waiting: dict[int, _Text], logits: torch.Tensor | None, stops: bool) -> bool:
