@@ -48,7 +48,8 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="keys of the configuration")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    words = [*WORDS, *options.overrides]
+    said = {word.partition("=")[0] for word in options.overrides}
+    words = [*(word for word in WORDS if word.partition("=")[0] not in said), *options.overrides]
     result = measured(words, options.prompt, options.tokens, options.rows, options.threads)
     result |= circumstances(options.threads)
     print(json.dumps(result, indent=2))

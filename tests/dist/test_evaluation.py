@@ -107,13 +107,24 @@ def test_tokens_stand_for_the_bytes_of_their_text(tmp_path: Path) -> None:
     assert tokenizer.byte_counts[tokenizer.eod or 0] == 0
 
 
-def test_text_of_another_tokenizer_is_refused(data: DataConfig, tmp_path: Path) -> None:
-    from mtrain.data import validation_of
+def test_text_is_tokenized_as_the_model_reads_it_and_tokens_of_another_tokenizer_are_refused(
+    data: DataConfig, tmp_path: Path
+) -> None:
+    from mtrain.data import prepare, validation_of
 
     other = tmp_path / "tokenizer.json"
     other.write_text(train_bpe(["another text"], 300).to_str())
+    own = prepare(data)
+    assert own.tokenizer is not None
+    assert prepare(data, tokenizer=own.tokenizer).prefix == own.prefix
+    theirs = validation_of(data, 300, 1, other).corpus
+    assert theirs.prefix != own.prefix
+    assert theirs.tokenizer is not None
+    assert theirs.tokenizer.read_bytes() == other.read_bytes()
+    assert validation_of(data, 300, 1, other).corpus.prefix == theirs.prefix
+    indexed = {"kind": "indexed", "path": str(own.prefix), "tokenizer": str(own.tokenizer)}
     with pytest.raises(ConfigError, match="another tokenizer") as refused:
-        validation_of(data, 300, 1, other)
+        validation_of(data.model_copy(update=indexed), 300, 1, other)
     assert [problem.code for problem in refused.value.problems] == ["MT609"]
 
 

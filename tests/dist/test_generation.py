@@ -36,6 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pp2": ({}, {"ranks": 2, "pp": 2}),
     "pp2vpp2": ({}, {"ranks": 2, "pp": 2, "vpp": 2}),
     "ep2": (EXPERTS, {"ranks": 2, "ep": 2}),
+    "multi-token prediction tp2": ({"mtp_num_layers": 1}, {"ranks": 2, "tp": 2}),
 }
 PROMPTS = [[5, 17, 8, 250, 31], [9] * 11, list(range(40, 57))]
 TOKENS = 24

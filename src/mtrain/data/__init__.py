@@ -150,9 +150,10 @@ def open_splits(
 def validation_of(data: DataConfig, vocab_size: int, seed: int, tokenizer: Path | None) -> Splits:
     """The splits of a configuration's data, for a model whose `tokenizer.json` is given; a validation split is there.
 
-    Raises ConfigError where there is none, or the tokens are those of another tokenizer.
+    Text is tokenized with that file. Raises ConfigError where there is no validation split, or the tokens of a
+    `.bin/.idx` are those of another tokenizer.
     """
-    splits = open_splits(data, vocab_size, seed, prepare(data), ("validation",))
+    splits = open_splits(data, vocab_size, seed, prepare(data, tokenizer=tokenizer), ("validation",))
     theirs = splits.corpus.tokenizer_sha256
     if theirs is not None and tokenizer is not None:
         ours = hashlib.sha256(tokenizer.read_bytes()).hexdigest()

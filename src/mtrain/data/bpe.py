@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import tokenizers
@@ -33,6 +34,11 @@ def train(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def read(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a `tokenizer.json`."""
+    return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+
+
 def _until(texts: Iterable[str], limit: int) -> Iterator[str]:
     for text in texts:
         yield text
@@ -51,8 +57,8 @@ class Encoded:
     """int64 [documents]"""
 
 
-def encode(tokenizer: tokenizers.Tokenizer, texts: Iterable[str]) -> Iterator[Encoded]:
-    """Encode documents in batches, over as many threads as RAYON_NUM_THREADS says.
+def encode(tokenizer: tokenizers.Tokenizer, texts: Iterable[str], eod: int = EOD) -> Iterator[Encoded]:
+    """Encode documents in batches, each with `eod` at its end, over as many threads as RAYON_NUM_THREADS says.
 
     A document that itself says `<|endoftext|>` does not end there: those characters are plain text.
     """
@@ -63,16 +69,16 @@ def encode(tokenizer: tokenizers.Tokenizer, texts: Iterable[str]) -> Iterator[En
         batch.append(text)
         size += len(text)
         if size >= BATCH_CHARS:
-            yield _encode_batch(tokenizer, batch)
+            yield _encode_batch(tokenizer, batch, eod)
             batch, size = [], 0
     if batch:
-        yield _encode_batch(tokenizer, batch)
+        yield _encode_batch(tokenizer, batch, eod)
 
 
-def _encode_batch(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> Encoded:
+def _encode_batch(tokenizer: tokenizers.Tokenizer, texts: list[str], eod: int) -> Encoded:
     ids = [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
     lengths = np.array([len(i) + 1 for i in ids], np.int64)
-    tokens = np.full(int(lengths.sum()), EOD, np.int64)
+    tokens = np.full(int(lengths.sum()), eod, np.int64)
     start = 0
     for document, length in zip(ids, lengths, strict=True):
         tokens[start : start + length - 1] = document

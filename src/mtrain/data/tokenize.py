@@ -61,8 +61,9 @@ def _say(note: str) -> None:
     say(note, error=True)
 
 
-def prepare(data: DataConfig, note: Callable[[str], None] = _say) -> Corpus:
-    """Make the corpus of a configuration ready and return it; a text corpus is tokenized at the first call.
+def prepare(data: DataConfig, note: Callable[[str], None] = _say, tokenizer: Path | None = None) -> Corpus:
+    """Make the corpus of a configuration ready and return it; a text corpus is tokenized at the first call, with the
+    `tokenizer.json` that is given, or with one that is trained on it.
 
     Any number of processes may call it at once. Tokenizing starts threads; a process forked afterwards tokenizes
     with one, and says so. Raises ConfigError for a path or corpus that cannot be used, CorruptData for
@@ -70,7 +71,7 @@ def prepare(data: DataConfig, note: Callable[[str], None] = _say) -> Corpus:
     """
     if data.kind == "mock":
         return Corpus(None, None, {"kind": "mock"})
-    return _given(data) if data.kind == "indexed" else _cached(data, note)
+    return _given(data) if data.kind == "indexed" else _cached(data, note, tokenizer)
 
 
 def verify(corpus: Corpus) -> None:
@@ -154,7 +155,7 @@ def fingerprint(dataset: IndexedDataset, samples: int = 256, block: int = 4096) 
     return digest.hexdigest()[:32]
 
 
-def _cached(data: DataConfig, note: Callable[[str], None]) -> Corpus:
+def _cached(data: DataConfig, note: Callable[[str], None], tokenizer: Path | None) -> Corpus:
     """The tokenized text corpus from the cache, built if it is not there."""
     text = open_corpus(data)
     cache = Path(os.path.expanduser(data.cache_dir))
@@ -164,9 +165,10 @@ def _cached(data: DataConfig, note: Callable[[str], None]) -> Corpus:
         "limit_bytes": text.limit_bytes,
         "tokenizers": version("tokenizers"),
     }
+    given = {} if tokenizer is None else {"tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest()}
     # The same files, unchanged, as some time before: then the digest of their contents is known.
     stamps = [[f.name, *f.stamp] for f in text.files]
-    seen = cache / "seen" / _hash({**settings, "root": str(text.files[0].path), "files": stamps})
+    seen = cache / "seen" / _hash({**settings, **given, "root": str(text.files[0].path), "files": stamps})
     with contextlib.suppress(OSError, ValueError):
         folder = cache / f"{text.name}-{int(seen.read_text(encoding='ascii'), 16):016x}"
         if (corpus := _open(folder)) is not None:
@@ -176,15 +178,25 @@ def _cached(data: DataConfig, note: Callable[[str], None]) -> Corpus:
     settled = max(max(f.stamp[1:3]) for f in text.files) < time.time_ns() - SETTLED_NS
     contents = _digest(text)
     digest = _hash({**settings, "contents": contents})[:16]
-    folder = cache / f"{text.name}-{digest}"
-    corpus = _open(folder) or _made(data, text, folder, contents, note)
+    corpus = _open(folder := cache / f"{text.name}-{digest}")
+    if tokenizer is not None and (corpus is None or corpus.tokenizer_sha256 != given["tokenizer"]):
+        digest = _hash({**settings, **given, "contents": contents})[:16]
+        corpus = _open(folder := cache / f"{text.name}-{digest}")
+    corpus = corpus or _made(data, text, folder, contents, note, tokenizer)
     if settled:
         with contextlib.suppress(OSError):  # then the contents are read again the next time
             seen.write_text(digest, encoding="ascii")
     return corpus
 
 
-def _made(data: DataConfig, text: TextCorpus, folder: Path, contents: str, note: Callable[[str], None]) -> Corpus:
+def _made(
+    data: DataConfig,
+    text: TextCorpus,
+    folder: Path,
+    contents: str,
+    note: Callable[[str], None],
+    tokenizer: Path | None,
+) -> Corpus:
     """The corpus in a folder of the cache, built unless another process does that first."""
     cache, built = folder.parent, False
     with _writing(cache):
@@ -195,7 +207,7 @@ def _made(data: DataConfig, text: TextCorpus, folder: Path, contents: str, note:
             if corpus is None:
                 if folder.exists():
                     note(f"{folder}: damaged or not complete; it is built again")
-                corpus, built = _build(data, text, folder, contents), True
+                corpus, built = _build(data, text, folder, contents, tokenizer), True
     if built:
         corpora.use(folder)
         with contextlib.suppress(OSError):
@@ -240,7 +252,7 @@ def _open(folder: Path) -> Corpus | None:
     return Corpus(folder / "tokens", folder / "tokenizer.json", meta)
 
 
-def _build(data: DataConfig, text: TextCorpus, folder: Path, contents: str) -> Corpus:
+def _build(data: DataConfig, text: TextCorpus, folder: Path, contents: str, given: Path | None) -> Corpus:
     """Tokenize into a folder beside `folder`, then rename. The caller holds the lock.
 
     `contents` is what the folder is named after: raises ConfigError if the text changed since.
@@ -250,7 +262,7 @@ def _build(data: DataConfig, text: TextCorpus, folder: Path, contents: str) -> C
     building = folder.parent / f".building-{folder.name}-{os.getpid()}"
     building.mkdir()
     try:
-        meta = _tokenize(data, text, building)
+        meta = _tokenize(data, text, building, given)
         if meta["contents"] != contents:
             rule = "files of the corpus changed while they were read"
             raise ConfigError([Problem("MT601", "data.path", text.shown, rule, "run again when they are complete")])
@@ -263,15 +275,20 @@ def _build(data: DataConfig, text: TextCorpus, folder: Path, contents: str) -> C
     return Corpus(folder / "tokens", folder / "tokenizer.json", meta)
 
 
-def _tokenize(data: DataConfig, text: TextCorpus, folder: Path) -> dict[str, Any]:
-    """Train the tokenizer, encode all documents, write everything into `folder`; `meta.json` comes last."""
+def _tokenize(data: DataConfig, text: TextCorpus, folder: Path, given: Path | None) -> dict[str, Any]:
+    """Train the tokenizer or take the one given, encode all documents, write everything; `meta.json` comes last."""
     from mtrain.data import bpe
+    from mtrain.data.text import Tokenizer
 
     started = time.monotonic()
-    tokenizer = bpe.train((t for _, t in text), data.tokenizer_vocab_size)
+    if given is None:
+        tokenizer, eod = bpe.train((t for _, t in text), data.tokenizer_vocab_size), bpe.EOD
+        tokenizer_bytes, vocab_size = tokenizer.to_str().encode(), tokenizer.get_vocab_size()
+    else:
+        loaded = Tokenizer(given)
+        tokenizer, eod = bpe.read(given), loaded.eod or 0
+        tokenizer_bytes, vocab_size = given.read_bytes(), loaded.vocab_size
     trained = time.monotonic()
-    vocab_size = tokenizer.get_vocab_size()
-    tokenizer_bytes = tokenizer.to_str().encode()
     _write(folder / "tokenizer.json", tokenizer_bytes)
     counts = np.zeros(vocab_size, np.int64)
     documents = text_bytes = 0
@@ -286,7 +303,7 @@ def _tokenize(data: DataConfig, text: TextCorpus, folder: Path) -> dict[str, Any
 
     writer = IndexedWriter(folder / "tokens", token_dtype(vocab_size))
     with writer:
-        for batch in bpe.encode(tokenizer, texts()):
+        for batch in bpe.encode(tokenizer, texts(), eod):
             counts += np.bincount(batch.tokens, minlength=vocab_size)
             writer.add(batch.tokens, batch.lengths)
         sha256 = writer.close()
@@ -301,7 +318,7 @@ def _tokenize(data: DataConfig, text: TextCorpus, folder: Path) -> dict[str, Any
         "tokens": int(counts.sum()),
         "text_bytes": text_bytes,
         "vocab_size": vocab_size,
-        "eod": bpe.EOD,
+        "eod": eod,
         "unigram_entropy_nats": entropy_nats(counts),
         "files": {n: {"bytes": (folder / n).stat().st_size, "sha256": sha256[n]} for n in FILES},
         "fingerprint": sha256["tokens.bin"][:32],

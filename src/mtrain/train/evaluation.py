@@ -78,7 +78,9 @@ def measured(
     found = summed(parts, data, iters)
     assert found is not None  # nothing stops it
     nats, tokens = found
-    text_bytes = None if tokenizer is None else _bytes(world, data, iters, Tokenizer(tokenizer), alone=dynamic)
+    text_bytes = None
+    if tokenizer is not None and run.data.kind != "mock":
+        text_bytes = _bytes(world, data, iters, Tokenizer(tokenizer), alone=dynamic)
     loss = nats / max(1, tokens)
     return Measured(
         loss=loss,

@@ -234,6 +234,8 @@ def evaluated(chunks: list[Any]) -> Iterator[None]:
     """The chunks without dropout inside, and trained on behind."""
     for chunk in chunks:
         chunk.eval()
-    yield
-    for chunk in chunks:
-        chunk.train()
+    try:
+        yield
+    finally:
+        for chunk in chunks:
+            chunk.train()
