@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -245,3 +248,26 @@ def test_a_resumed_import_trains_from_the_weights(tmp_path: Path, monkeypatch: p
     assert loss(tmp_path / "runs/more", again, "log.name=more", f"checkpoint.init_from={theirs_}") == resumed
     assert loss(tmp_path / "runs/third", again, "log.name=third", f"checkpoint.init_from={run}") < resumed
     assert loss(tmp_path / "runs/drawn", again, "log.name=drawn") != resumed
+
+
+@pytest.mark.full
+def test_a_conversion_that_is_killed_leaves_nothing_or_the_whole(tmp_path: Path) -> None:
+    theirs_ = saved("qwen3, tied", tmp_path / "theirs")
+    begin = time.monotonic()
+    assert command("import", theirs_, tmp_path / "whole") == 0
+    seconds = time.monotonic() - begin
+    for number in range(20):
+        out = tmp_path / f"run{number}"
+        pid = os.fork()
+        if pid == 0:
+            try:
+                main(["convert", "import", str(theirs_), str(out)])
+            finally:
+                os._exit(0)
+        time.sleep(seconds * (number + 0.5) / 20)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        if out.exists():
+            assert command("verify", theirs_, out) == 0
+            assert (out / "conversion.json").is_file()
+        assert command("import", theirs_, tmp_path / f"again{number}") == 0, "what was left is in nobody's way"

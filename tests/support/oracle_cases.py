@@ -40,6 +40,10 @@ BASE: dict[str, Any] = {
 }
 MOE: dict[str, Any] = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}
 MLA: dict[str, Any] = {"kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
+LONGROPE: dict[str, Any] = {
+    **{"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 16},
+    **{"short_factor": (1.0, 1.1, 1.2, 1.3), "long_factor": (1.0, 2.0, 4.0, 8.0)},
+}
 FAMILIES: tuple[dict[str, Any], ...] = (
     {},
     {"model.moe": MOE},
@@ -49,6 +53,8 @@ FAMILIES: tuple[dict[str, Any], ...] = (
     {"model.mla": MLA, "model.num_query_groups": None},
     {"model.mla": {**MLA, "rope_type": "yarn", "q_lora_rank": 8}, "model.num_query_groups": None, "model.moe": MOE},
     {"model.normalization": "LayerNorm", "model.activation": "gelu", "model.add_bias_linear": True},
+    {"model.rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    {"model.rope_scaling": LONGROPE},
 )
 SIZES: dict[str, tuple[Any, ...]] = {
     "parallel.tp": (1, 1, 2, 2, 3, 4, 8),
@@ -73,6 +79,8 @@ SIZES: dict[str, tuple[Any, ...]] = {
     "model.max_position_embeddings": (1, 16, 17, 64, 10**9),
     "model.window_size": (None, 2, 5, 16, 10**9),
     "model.mtp_num_layers": (None, 1, 2),
+    "model.rope_scaling.short_factor": (None, (1.0, 1.1, 1.2, 1.3), (1.0,)),
+    "model.rope_scaling.long_factor": (None, (1.0, 2.0, 4.0, 8.0), ()),
     "model.moe.num_experts": (1, 2, 3, 4, 8),
     "model.moe.router_topk": (1, 2, 3, 4, 10**9),
     "model.moe.ffn_hidden_size": (1, 23, 24),
@@ -126,7 +134,7 @@ class Drawn:
         sections = {"model.moe": m.moe and MOE, "model.mla": m.mla and MLA}
         base = apply(RunConfig.model_validate(BASE), sections).flat()
         there = [name.removeprefix("model.") for name, section in sections.items() if section]
-        changed = [f"{k}={show(v)}".replace(" ", "") for k, v in self.raw.flat().items() if base[k] != v]
+        changed = [f"{k}={show(v)}".replace(" ", "") for k, v in self.raw.flat().items() if base.get(k) != v]
         return " ".join([*there, *changed])
 
 

@@ -46,6 +46,8 @@ def test_every_model_comes_back_and_its_flags_say_all_but_the_name(model: str) -
     assert resolve(back(text), LAPTOP).digest() == run.digest()
     without_flag = {key for key in schema_keys() if key not in flags_of()}
     left = {key for key in marked(text) if key not in without_flag and not key.startswith("cluster.peak_tflops")}
+    if run.model.activation == "geglu_tanh":  # Megatron-LM has a gate of gelu by no flag
+        left.discard("model.activation")
     assert left <= LOSSY, "a key that has a flag was not said by it"
 
 

@@ -31,10 +31,12 @@ class DecoderLayer(TransformerLayer):
         super().__init__(config, submodules, *args, **kwargs)
         for part in ("self_attn", "mlp"):
             name = f"post_{part}_layernorm"
-            options = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
-            setattr(self, name, build_module(getattr(submodules, name), **options))
-            if not isinstance(getattr(self, name), IdentityOp):
-                setattr(self, f"{part}_bda", partial(_normed, getattr(self, name), getattr(self, f"{part}_bda")))
+            # a module that is never called makes megatron-core's FSDP leave the gradient of tied stages undefined
+            if getattr(submodules, name) is not IdentityOp:
+                options = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+                norm = build_module(getattr(submodules, name), **options)
+                setattr(self, name, norm)
+                setattr(self, f"{part}_bda", partial(_normed, norm, getattr(self, f"{part}_bda")))
         skipped = config.window_attn_skip_freq
         self._has_window = is_layer_window_attention(config.window_size, skipped, max(1, self.layer_number))
 

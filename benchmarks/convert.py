@@ -1,0 +1,121 @@
+"""Conversion beside the disk: `convert import` and `export` of a folder of made-up weights, against writing as many
+bytes; wall seconds, rates as a share of the raw one, and the largest memory of each command.
+
+    python benchmarks/convert.py --model llama32_1b --out benchmarks/results/convert_cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from mtrain.config.compose import compose
+from mtrain.convert.match import our_tensors, shapes_of_theirs, written
+from mtrain.convert.tensor_file import Writer
+from mtrain.models.gpt.hf_files import files
+from mtrain.recipes.hf_write import config_json
+
+LAUNCH = Path(__file__).resolve().parents[1] / "launch.py"
+BLOCK = np.random.default_rng(0).integers(0, 0x3C00, 1 << 22, dtype=np.uint16)
+"""Numbers in bf16 between 0 and 0.0078."""
+
+
+def make(model: str, out: Path) -> int:
+    """Write a folder of a shipped model with made-up weights in bf16; its bytes."""
+    from mtrain.config.resolve import Machine, resolve
+
+    run = resolve(compose([f"model={model}", "data=mock"]).run, Machine(cpu_cores=64, memory_bytes=1 << 50))
+    body = config_json(run.model, "bfloat16")
+    table, ours = files(str(body["model_type"]))[0], our_tensors(run)
+    shapes = {
+        n: s
+        for step in written(table, run.model, ours).steps
+        for n, s in shapes_of_theirs(step, run.model, ours).items()
+    }
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(body))
+    writer = Writer(out / "model.safetensors", [(n, "BF16", s) for n, s in shapes.items()], {"format": "pt"})
+    total = 0
+    for name, shape in shapes.items():
+        size = int(np.prod(shape))
+        data = np.resize(BLOCK, size).tobytes()
+        writer.write(name, memoryview(data))
+        total += len(data)
+    writer.close()
+    return total
+
+
+def raw(path: Path, size: int) -> float:
+    """Seconds to write so many bytes to a file and wait for the disk."""
+    block = BLOCK.tobytes()
+    begin = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, size, len(block)):
+            file.write(block[: size - start])
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - begin
+    path.unlink()
+    return seconds
+
+
+def command(*words: object) -> tuple[float, float]:
+    """Wall seconds and MiB of the largest process of a conversion."""
+    begin = time.perf_counter()
+    done = subprocess.Popen([sys.executable, str(LAUNCH), "convert", *map(str, words)])
+    _, status, used = os.wait4(done.pid, 0)
+    assert status == 0, "the conversion failed"
+    return time.perf_counter() - begin, used.ru_maxrss / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="llama32_1b")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="where to write; a temporary folder if not given")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    home = Path(tempfile.mkdtemp(prefix="convert-", dir=args.folder))
+    rows = []
+    try:
+        size = make(args.model, home / "theirs")
+        start = command("inspect", home / "theirs")[0]
+        for number in range(args.rounds):
+            seconds = raw(home / "raw", size)
+            row: dict[str, float] = {"raw_s": seconds, "start_s": start}
+            for verb, words in (
+                ("import", (home / "theirs", home / f"run{number}", "data=mock", "precision=bf16")),
+                ("export", (home / f"run{number}", home / f"again{number}")),
+            ):
+                took, memory = command(verb, *words)
+                row |= {f"{verb}_s": took, f"{verb}_mib": memory, f"{verb}_of_raw": seconds / took}
+            for folder in (home / f"run{number}", home / f"again{number}"):
+                shutil.rmtree(folder)
+            rows.append(row)
+            print({key: round(value, 3) for key, value in row.items()}, flush=True)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+    if args.out:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        facts = {
+            "model": args.model,
+            "bytes": size,
+            "commit": commit,
+            "processor": platform.processor() or platform.machine(),
+        }
+        args.out.write_text(json.dumps({**facts, "command": " ".join(sys.argv), "rounds": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
