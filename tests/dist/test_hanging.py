@@ -135,6 +135,7 @@ def test_a_rank_that_holds_pythons_lock_leaves_its_stacks_too(tmp_path: Path, st
     assert "test_hanging.py" in stacks(tmp_path, 1)
 
 
+@pytest.mark.full
 def test_the_ranks_of_another_launcher_end_as_well(tmp_path: Path, started: list[Launched]) -> None:
     port = free_port()
     for rank in (0, 1):

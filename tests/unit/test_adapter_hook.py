@@ -117,6 +117,7 @@ def _run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 OPEN = "from mtrain.devices import registry; import mtrain.mcore as m; m.install(registry.get('cpu'))\n"
 
 
+@pytest.mark.full
 def test_an_adapter_installed_twice_leaves_torch_alone_and_tracebacks_true(tmp_path: Path) -> None:
     code = OPEN + (
         "import sys, traceback, linecache, torch\n"

@@ -16,7 +16,10 @@ from mtrain.launching import torchrun
 from mtrain.launching.supervise import Supervisor
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EAGAIN, "Resource temporarily unavailable"), MemoryError()])
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.EAGAIN, "Resource temporarily unavailable"), pytest.param(MemoryError(), marks=pytest.mark.full)],
+)
 def test_ranks_that_were_forked_are_ended_where_a_later_one_cannot_be(error: Exception, tmp_path: Path) -> None:
     started: list[int] = []
 

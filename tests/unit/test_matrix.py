@@ -72,7 +72,7 @@ def test_the_axes_are_what_ships() -> None:
 def test_a_verdict_is_the_one_of_all_rules_together() -> None:
     axes = shipped()
     base, random = compose(["data=mock"]).run, Random(7)
-    wanted = {axis: random.sample(axes[axis], 6) for axis in AXES}
+    wanted = {axis: random.sample(axes[axis], 4) for axis in AXES}
     wanted["model"][:2], wanted["parallel"][:2] = ["llama3_8b", "llama_tiny"], ["dp", "single"]
     good = 0
     for v in validated(wanted, base, LAPTOP):
@@ -84,7 +84,7 @@ def test_a_verdict_is_the_one_of_all_rules_together() -> None:
         codes = {f.code for f in found if f.severity == "error"}
         assert v.code in (codes or {"", MEMORY}), v
         good += v.ok
-    assert good > 10
+    assert good > 3
 
 
 @pytest.mark.full
