@@ -40,15 +40,6 @@ def some(
     return [pytest.param(name, id=name, marks=() if name in kept else pytest.mark.full) for name in names]
 
 
-def words(text: str) -> Features:
-    """What a command line asks for: each word, and each degree of a layout such as `parallel=tp2pp2`."""
-    found: set[Hashable] = set()
-    for word in text.split():
-        key, _, value = word.partition("=")
-        found |= set(re.findall(r"[a-z]+\d*", value)) if key == "parallel" else {word}
-    return frozenset(found)
-
-
 def keys(values: Mapping[str, Any]) -> Features:
     """What keyword arguments ask for: each with its value, and those inside of them."""
     found: set[Hashable] = set()
