@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         values = [[(name, repr(value)) for name, value in item.callspec.params.items()] for item in same]
         strength = min(marker.args[0] if marker.args else 2, len(values[0]))
         rows = [frozenset(combinations(row, strength)) for row in values]
-        kept = set(cover(rows, [1.0] * len(rows)))
+        kept = set(cover(rows))
         for index, item in enumerate(same):
             if index not in kept:
                 item.add_marker(pytest.mark.full)

@@ -240,6 +240,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "impl", "dtype"), CALLS, ids=str)
 def test_half_precision_is_rounded_at_the_end_and_nowhere_before(name: str, impl: str, dtype: torch.dtype) -> None:
     if impl == "triton":

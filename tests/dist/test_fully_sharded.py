@@ -95,7 +95,6 @@ def test_ranks_that_divide_no_weight_evenly_are_proven(name: str) -> None:
 
 
 ALWAYS = (
-    "fsdp2 cp2",
     "fsdp2 pp2vpp2",
     "fsdp2 tied",
     "fsdp2 tp2ep2 etp1",

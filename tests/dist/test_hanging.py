@@ -78,6 +78,7 @@ def end_of(launched: Launched, ranks: list[psutil.Process]) -> str:
     return launched.said
 
 
+@pytest.mark.full
 def test_a_sleeping_rank_is_named_twice_and_every_rank_leaves_its_stacks(
     tmp_path: Path, started: list[Launched]
 ) -> None:

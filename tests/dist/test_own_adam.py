@@ -42,9 +42,9 @@ def fp32_main_weights() -> list[float]:
     return _losses(STEPS, **SMALLEST, optim=RATE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param({"ranks": 2}, id="dp2"), pytest.param({"ranks": 2, "tp": 2}, id="tp2", marks=pytest.mark.full)],
+    "layout", [pytest.param({"ranks": 2}, id="dp2"), pytest.param({"ranks": 2, "tp": 2}, id="tp2")]
 )
 def test_low_precision_trains_as_fp32_main_weights_do(layout: dict[str, int], fp32_main_weights: list[float]) -> None:
     losses = _losses(STEPS, **SMALLEST, **layout, optim={**LOW_PRECISION, **RATE})

@@ -50,6 +50,7 @@ def test_a_stop_ends_the_run_and_the_sweep_with_what_there_is(tmp_path: Path) ->
     assert list((tmp_path / "runs/s-0/checkpoints").glob("step_*")), "the run saved before it ended"
 
 
+@pytest.mark.full
 def test_torch_is_imported_once_for_all_runs(tmp_path: Path) -> None:
     """An import hook writes down each process that looks for torch; runs are forked from the one that has."""
     code = (

@@ -142,6 +142,7 @@ def test_an_adapter_installed_twice_leaves_torch_alone_and_tracebacks_true(tmp_p
     assert stat.S_IMODE((tmp_path / "code").stat().st_mode) == 0o700
 
 
+@pytest.mark.full
 def test_a_third_device_gets_megatron_bound_to_its_own_namespace() -> None:
     code = (
         "import dataclasses, types\n"
