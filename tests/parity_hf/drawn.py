@@ -176,6 +176,7 @@ def _olmo2(r: Random) -> Values:
 def _mixtral(r: Random) -> Values:
     experts = r.choice([4, 5])
     values = {**_windowed(r), "num_local_experts": experts, "num_experts_per_tok": r.randint(1, 3)}
+    values.setdefault("head_dim", _head(values))  # transformers makes no yarn of this family without it
     values["router_aux_loss_coef"] = r.choice([0.0, 0.02, 0.5])
     values["router_jitter_noise"] = _rarely(r, 0.0, 0.01)
     return values
