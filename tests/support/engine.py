@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterable
 
@@ -26,4 +27,5 @@ def import_engine(without: Iterable[str] = ()) -> None:
 
     mtrain_kernels.registry.ops()
     gc.collect()
+    atexit.register(gc.unfreeze)  # else libraries report what is not freed at the end
     gc.freeze()  # no forked process looks through it for garbage, which would copy it

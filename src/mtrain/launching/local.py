@@ -240,8 +240,13 @@ def _run_ranks(run: RunConfig, home: Path, job: Job, advice: str = "") -> None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((HOST, 0))
         listener.listen(2048)
+        frozen = gc.get_freeze_count()
         gc.freeze()  # no rank looks through it for garbage, which would copy it
-        supervisor.start(lambda rank: _fork(rank, ranks, listener, job, errors), ranks)
+        try:
+            supervisor.start(lambda rank: _fork(rank, ranks, listener, job, errors), ranks)
+        finally:
+            if not frozen:  # by whoever keeps more than this run
+                gc.unfreeze()
     supervisor.wait()
 
 
