@@ -20,9 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from mtrain.config.compose import compose
-from mtrain.convert.match import our_tensors, shapes_of_theirs, written
 from mtrain.convert.tensor_file import Writer
-from mtrain.models.gpt.hf_files import files
 from mtrain.recipes.hf_write import config_json
 
 LAUNCH = Path(__file__).resolve().parents[1] / "launch.py"
@@ -33,10 +31,14 @@ BLOCK = np.random.default_rng(0).integers(0, 0x3C00, 1 << 22, dtype=np.uint16)
 def make(model: str, out: Path) -> int:
     """Write a folder of a shipped model with made-up weights in bf16; its bytes."""
     from mtrain.config.resolve import Machine, resolve
+    from mtrain.convert.hugging_face import adapt, tables
+
+    adapt()
+    from mtrain.convert.match import our_tensors, shapes_of_theirs, written
 
     run = resolve(compose([f"model={model}", "data=mock"]).run, Machine(cpu_cores=64, memory_bytes=1 << 50))
     body = config_json(run.model, "bfloat16")
-    table, ours = files(str(body["model_type"]))[0], our_tensors(run)
+    table, ours = tables(str(body["model_type"]))[0], our_tensors(run)
     shapes = {
         n: s
         for step in written(table, run.model, ours).steps
