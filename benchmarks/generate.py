@@ -12,23 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-MODEL = {
-    "name": "llama_26m",
-    "num_layers": 8,
-    "hidden_size": 384,
-    "ffn_hidden_size": 1024,
-    "num_attention_heads": 6,
-    "num_query_groups": 6,
-    "vocab_size": 16384,
-}
-"""That of train_step.py."""
+from train_step import MODEL, circumstances
+
 WORDS = [
     "model=llama_tiny",
     *(f"model.{key}={value}" for key, value in MODEL.items()),
@@ -104,19 +93,6 @@ def measured(words: list[str], prompted: int, tokens: int, rows: list[int], thre
             clock: {name: round(rate / r[AGAIN], 1) for name, rate in r.items()} for clock, r in rates.items()
         },
         "same_tokens": all(text == texts[AGAIN] for text in texts.values()),
-    }
-
-
-def circumstances(threads: int) -> dict[str, Any]:
-    """Where and with what this was measured."""
-    import torch
-
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "device": f"cpu, {threads} threads, load {os.getloadavg()[0]:.1f}",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "megatron-core": "0.16.1"},
-        "commit": commit,
-        "command": " ".join(["python", "benchmarks/generate.py", *sys.argv[1:]]),
     }
 
 

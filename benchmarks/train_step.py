@@ -347,7 +347,7 @@ def circumstances(threads: int) -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    words = " ".join(["benchmarks/train_step.py", *sys.argv[1:]])
+    words = " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     return {
         "device": f"cpu ({processor()}), {threads} threads",
         "load_at_the_end": os.getloadavg()[0],

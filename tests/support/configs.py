@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
+from mtrain.config.compose import compose
 from mtrain.config.grammar import parse_value
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import apply, check
 from mtrain.config.run import RunConfig
-from mtrain.errors import Problem
+from mtrain.errors import ConfigError, Problem
 
 LAPTOP = Machine(cpu_cores=2, memory_bytes=8 << 30)
 TINY: dict[str, Any] = {
@@ -52,6 +55,13 @@ def within_a_second() -> Iterator[None]:
 def tiny(**changes: Any) -> RunConfig:
     """The small run with dotted keys changed; `__` stands for the dot."""
     return apply(RunConfig.model_validate(TINY), {k.replace("__", "."): v for k, v in changes.items()})
+
+
+def refusals(*words: str) -> list[Problem]:
+    """The problems for which composition refuses a command line."""
+    with pytest.raises(ConfigError) as caught:
+        compose(words)
+    return list(caught.value.problems)
 
 
 def validate(raw: RunConfig, machine: Machine = LAPTOP) -> list[Problem]:

@@ -8,19 +8,13 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.config.compose import compose
-from mtrain.errors import ConfigError, Problem
+from tests.support.configs import refusals
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def refusals(*words: str) -> list[Problem]:
-    with pytest.raises(ConfigError) as caught:
-        compose(words)
-    return list(caught.value.problems)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from mtrain.cli.main import main
 from mtrain.config.compose import compose
 from mtrain.config.interpolate import leaves
 from mtrain.config.paths import VARIABLE, conf_dir
-from mtrain.errors import ConfigError, Problem
+from tests.support.configs import refusals
 
 CONFIG = (conf_dir() / "config.yaml").read_text()
 NO_OPTIM = CONFIG.replace("  - optim: adamw\n", "")
@@ -44,12 +44,6 @@ def laid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Laid:
     monkeypatch.setenv(VARIABLE, str(lay({"README.md": ""})))
     monkeypatch.chdir(tmp_path)
     return lay
-
-
-def refusals(*words: str) -> list[Problem]:
-    with pytest.raises(ConfigError) as caught:
-        compose(words)
-    return list(caught.value.problems)
 
 
 @pytest.mark.parametrize(

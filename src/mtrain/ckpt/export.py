@@ -55,7 +55,8 @@ def export(checkpoint: Checkpoint, out: Path, tokenizer: Path | None = None) -> 
     draft = out.with_name(f".exporting-{out.name}")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
-    groups = list(_files(checkpoint))
+    entries: dict[str, Any] = checkpoint.manifest["tensors"]
+    groups = list(folder.by_file(weight_keys(checkpoint), lambda key: _nbytes(entries[key]), SHARD_BYTES))
     placed: dict[str, str] = {}
     total_bytes = elements = 0
     for i, keys in enumerate(groups, 1):
@@ -84,17 +85,6 @@ def read(exported: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield from load_file(exported / name).items()
 
 
-def _files(checkpoint: Checkpoint) -> Iterator[list[str]]:
-    """Keys of each file: as many as fit in `SHARD_BYTES`, at least one."""
-    entries: dict[str, Any] = checkpoint.manifest["tensors"]
-    held: list[str] = []
-    size = 0
-    for key in weight_keys(checkpoint):
-        width = getattr(torch, entries[key]["dtype"]).itemsize
-        need = prod(entries[key]["shape"]) * width
-        if held and size + need > SHARD_BYTES:
-            yield held
-            held, size = [], 0
-        held.append(key)
-        size += need
-    yield held
+def _nbytes(entry: dict[str, Any]) -> int:
+    dtype: torch.dtype = getattr(torch, entry["dtype"])
+    return int(prod(entry["shape"])) * dtype.itemsize

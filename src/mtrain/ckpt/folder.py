@@ -17,14 +17,16 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mtrain import strict_json
 from mtrain.ckpt import hashes
 from mtrain.config.paths import MANIFEST, RUN_FILE
 from mtrain.errors import CorruptData
 
+T = TypeVar("T")
 FORMAT = 2
 READ = (1, 2)
 STATES_OF_FORMAT_1 = ("exp_avg.", "exp_avg_sq.", "main_weight.", "momentum_buffer.")
@@ -36,6 +38,20 @@ MAX_MANIFEST_BYTES = 1 << 30
 def folder_name(step: int) -> str:
     """Name of the folder of a checkpoint after `step` updates."""
     return f"step_{step:08d}"
+
+
+def by_file(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """The items of each file, in their order: as many as fit into `limit` bytes, at least one."""
+    held: list[T] = []
+    size = 0
+    for item in items:
+        need = nbytes(item)
+        if held and size + need > limit:
+            yield held
+            held, size = [], 0
+        held.append(item)
+        size += need
+    yield held
 
 
 def draft_of(root: Path, step: int) -> Path:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mtrain.config.run import RunConfig
 from mtrain.convert.certificate import Record
 from mtrain.convert.match import Match, OurTensor, checked, match, our_tensors
 from mtrain.convert.read import NAMES, Reader, buffer_of
-from mtrain.convert.tensor_file import BYTES, Writer
+from mtrain.convert.tensor_file import Writer
 from mtrain.errors import CorruptData
 from mtrain.models.table import Step, Table
 
@@ -52,7 +53,7 @@ def import_weights(reader: Reader, tables: Sequence[Table], run: RunConfig, root
     (draft / ckpt_folder.RUN_FILE).write_text(run_yaml(run.recorded()))
     ckpt_folder.sync(draft / ckpt_folder.RUN_FILE)
     _check_copies(reader, found)
-    files = list(_files(reader, found, ours))
+    files = list(ckpt_folder.by_file(found.steps, lambda step: _nbytes(reader, step, ours), FILE_BYTES))
     tensors: dict[str, Any] = {}
     facts: dict[str, Any] = {}
     record = Record()
@@ -71,19 +72,9 @@ def import_weights(reader: Reader, tables: Sequence[Table], run: RunConfig, root
     return final, record
 
 
-def _files(reader: Reader, found: Match, ours: dict[str, OurTensor]) -> Iterator[list[Step]]:
-    """The steps of each file: as many as fit into it, at least one."""
-    held: list[Step] = []
-    size = 0
-    for step in found.steps:
-        width = BYTES[NAMES[_dtype(reader, step)]]
-        need = sum(torch.Size(ours[name].shape).numel() for name in step.ours) * width
-        if held and size + need > FILE_BYTES:
-            yield held
-            held, size = [], 0
-        held.append(step)
-        size += need
-    yield held
+def _nbytes(reader: Reader, step: Step, ours: dict[str, OurTensor]) -> int:
+    """Of what a step makes."""
+    return sum(prod(ours[name].shape) for name in step.ours) * _dtype(reader, step).itemsize
 
 
 def _dtype(reader: Reader, step: Step) -> torch.dtype:

@@ -126,7 +126,7 @@ class Weights:
 def export_weights(weights: Weights, out: Path) -> Record:
     """Write the safetensors files, and their index where there are several, into the folder `out`."""
     record = Record(copies=weights.found.copies)
-    files = _files(weights.made())
+    files = list(ckpt_folder.by_file(weights.made(), lambda one: one.nbytes, FILE_BYTES))
     made = weights.tensors(record)
     many = len(files) > 1
     placed: dict[str, str] = {}
@@ -146,15 +146,3 @@ def export_weights(weights: Weights, out: Path) -> Record:
         body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
         ckpt_folder.write_json(out / INDEX, body)
     return record
-
-
-def _files(made: list[_Made]) -> list[list[_Made]]:
-    files: list[list[_Made]] = [[]]
-    size = 0
-    for one in made:
-        if files[-1] and size + one.nbytes > FILE_BYTES:
-            files.append([])
-            size = 0
-        files[-1].append(one)
-        size += one.nbytes
-    return files
