@@ -8,7 +8,8 @@ from pathlib import Path
 from mtrain.cli.generate import WITHOUT_DATA, checkpoint_of, refuse_context_parallel, source_of
 from mtrain.cli.resume import beneath, relaid, run_file, target_of
 from mtrain.cli.setup import load
-from mtrain.cli.words import COMMAND_LINE, Word, number, read_words, texts
+from mtrain.cli.words import Word, number, read_words, texts
+from mtrain.config.origins import COMMAND_LINE
 from mtrain.config.paths import program
 from mtrain.errors import ConfigError, Problem
 from mtrain.launching import local, preflight

@@ -10,8 +10,9 @@ from typing import Any
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.resume import beneath, relaid, run_file, target_of
 from mtrain.cli.setup import load
-from mtrain.cli.words import COMMAND_LINE, Word, number, read_words, texts, yes
+from mtrain.cli.words import Word, number, read_words, texts, yes
 from mtrain.config.files import kind_of
+from mtrain.config.origins import COMMAND_LINE
 from mtrain.config.paths import CHECKPOINTS, program
 from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, Problem

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from mtrain.config.origins import COMMAND_LINE
 from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem
-
-COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True)

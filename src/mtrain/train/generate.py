@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,9 +59,14 @@ class Sampler:
             raise ConfigError([Problem("MT508", "model.max_position_embeddings", positions, rule, "parallel=single")])
         return min(self.run.data.length, whole)
 
-    @cached_property
-    def obstacle(self) -> str:
-        """Why nothing is kept of what was read, so that every token reads all before it again; empty: it is kept."""
+    def obstacle_to(self, tokens: int) -> str:
+        """Why nothing is kept of what was read in a text of so many tokens, so that every token reads all before it
+        again; empty: it is kept.
+        """
+        model = self.run.model
+        if model.rope_scaling is not None and min(self.context, tokens) + self.multiple > model.rotary_constant_to:
+            kind = model.rope_scaling.rope_type
+            return f"{kind} frequencies change beyond {model.rotary_constant_to} tokens, and kept keys would not"
         return mcore.cache_obstacle(self.chunks[0].config, self.run.kernels.attention)
 
     @property
@@ -126,11 +130,9 @@ class Sampler:
         return max(0, -(-(known - self.context) // half)) * half
 
     def _cache(self, rows: int, longest: int) -> Any:
-        if not self.cache or self.obstacle:
+        if not self.cache or self.obstacle_to(longest):
             return None
         length = min(self.context, longest) + self.multiple
-        if length > self.run.model.rotary_constant_to:
-            return None  # rotated keys that are kept would be those of another length
         return mcore.Cache(rows, length, last_only=self.multiple == 1)
 
     def _add_next(self, waiting: dict[int, _Text], logits: torch.Tensor | None, stops: bool) -> bool:

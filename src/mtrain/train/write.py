@@ -15,7 +15,7 @@ from mtrain.data.text import Tokenizer
 from mtrain.errors import say_page
 from mtrain.train.generate import Sampler
 from mtrain.train.request import Request
-from mtrain.train.texts import Written, continued
+from mtrain.train.texts import Written, continued, encoded
 from mtrain.world.init import World, joined
 
 
@@ -28,9 +28,12 @@ def write(run: RunConfig, checkpoint: Path, tokenizer: Path, request: Request) -
     with joined(run) as world:
         sampler = Sampler(run, world, restored(run, world, checkpoint), cache=request.cache)
         begin = time.perf_counter()
-        written = continued(sampler, Tokenizer(tokenizer), request)
+        known = Tokenizer(tokenizer)
+        written = continued(sampler, known, request)
+        seconds = time.perf_counter() - begin
+        longest = max(len(encoded(known, prompt)) for prompt in request.prompts) + request.sampling.tokens
         if world.is_rank0:
-            _print(written, time.perf_counter() - begin, sampler, request)
+            _print(written, seconds, sampler.obstacle_to(longest) if request.cache else "cache=false", request)
 
 
 def restored(run: RunConfig, world: World, checkpoint: Path) -> list[object]:
@@ -40,10 +43,10 @@ def restored(run: RunConfig, world: World, checkpoint: Path) -> list[object]:
     return chunks
 
 
-def _print(written: Sequence[Written], seconds: float, sampler: Sampler, request: Request) -> None:
+def _print(written: Sequence[Written], seconds: float, why: str, request: Request) -> None:
+    """`why`: what stood against keeping what was read."""
     tokens = sum(one.tokens for one in written)
     rate = tokens / seconds
-    why = sampler.obstacle if request.cache else "cache=false"
     if request.as_json:
         texts = [vars(one) for one in written]
         speed = {"tokens": tokens, "seconds": seconds, "tokens_per_s": rate, "no_cache": why or None}
