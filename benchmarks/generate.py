@@ -72,7 +72,7 @@ def measured(words: list[str], prompted: int, tokens: int, rows: list[int], thre
             for parameter in (p for chunk in chunks for p in chunk.parameters() if p.ndim > 1):
                 parameter.mul_(8)  # logits that are apart, so that rounding decides nothing
         kept, again = (Sampler(run, world, chunks, cache=cache) for cache in (True, False))
-        assert not kept.obstacle_to(prompt + tokens), kept.obstacle_to(prompt + tokens)
+        assert not kept.obstacle_to(prompted + tokens), kept.obstacle_to(prompted + tokens)
         clocks = {"wall": time.perf_counter, "cpu": time.process_time}
         rates: dict[str, dict[str, float]] = {clock: {} for clock in clocks}
         texts = dict[str, list[int]]()
