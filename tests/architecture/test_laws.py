@@ -38,8 +38,8 @@ LAYERS = {
     "launching": 11,
     "cli": 12,
 }
-BUILDS = re.compile(r"mtrain\.models\.(\w+\.(build|hf|hf_files)|table)\b")
-"""Modules that build a family, or rearrange its weights, are of the layer of `build`; `plan` knows the rest of it."""
+BUILDS = re.compile(r"mtrain\.models\.(\w+\.(build|form|layers|hf|hf_files)|table)\b")
+"""Modules that build a family, feed it or rename its weights are of the layer of `build`; `plan` knows the rest."""
 ONLY_IN = {
     "hydra": ("config/hydra_source.py", "config/grammar.py"),
     "omegaconf": ("config/hydra_source.py",),

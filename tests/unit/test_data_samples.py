@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mtrain.config.groups import DataConfig
 from mtrain.data import open_splits, prepare
-from mtrain.data.batch import GlobalBatches
+from mtrain.data.batch import GlobalBatches, next_token
 from mtrain.data.indexed import IndexedDataset, IndexedWriter
 from mtrain.data.mock import MockSamples
 from mtrain.data.samples import Samples, entropy_nats, split_documents
@@ -169,7 +169,7 @@ def test_going_on_from_a_position_equals_never_having_stopped(dataset: IndexedDa
 
 
 def test_labels_are_the_tokens_that_follow(dataset: IndexedDataset) -> None:
-    batches = GlobalBatches(samples(dataset), 12, 3, 0, 2, masked_eod=None).microbatches(0)
+    batches = GlobalBatches(samples(dataset), 12, 3, 0, 2).microbatches(0)
     assert len(batches) == 2
     for batch in batches:
         assert torch.equal(batch["labels"], batch["tokens"] + 1)
@@ -187,7 +187,7 @@ def test_labels_are_the_tokens_that_follow(dataset: IndexedDataset) -> None:
 
 def test_no_loss_after_an_end_of_document_when_it_is_masked(dataset: IndexedDataset) -> None:
     s = samples(dataset, shuffle=False)
-    (batch,) = GlobalBatches(s, 2, 2, 0, 1, masked_eod=3).microbatches(0)
+    (batch,) = GlobalBatches(s, 2, 2, 0, 1, next_token(masked_eod=3)).microbatches(0)
     assert batch["loss_mask"].tolist() == [[1, 1, 1, 0, 1, 1, 1, 1], [1] * 8]
 
 

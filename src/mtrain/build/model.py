@@ -16,7 +16,8 @@ from mtrain.mcore.fsdp2 import FullySharded
 from mtrain.mcore.local_params import unwrap
 from mtrain.mcore.megatron_fsdp import FullyShardedBuffers, communication_elements
 from mtrain.mcore.shard_specs import shard_specs_of
-from mtrain.models.registry import builder, family_of
+from mtrain.models.base import BuildChunk
+from mtrain.models.registry import family_of, imported
 from mtrain.world.init import World
 
 
@@ -67,7 +68,7 @@ def blank_model(run: RunConfig, world: World) -> list[Any]:
 
 def _chunks(run: RunConfig, config: Any) -> list[Any]:
     stages = range(run.parallel.vpp) if run.parallel.vpp > 1 else [None]
-    build = builder(family_of(run.model))
+    build: BuildChunk = imported(family_of(run.model).builder)
     return [build(run, config, stage) for stage in stages]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from mtrain.cli.generate import WITHOUT_DATA, checkpoint_of, refuse_context_parallel, source_of
+from mtrain.cli.generate import WITHOUT_DATA, checkpoint_of, must_write, source_of
 from mtrain.cli.resume import beneath, relaid, run_file, target_of
 from mtrain.cli.setup import load
 from mtrain.cli.words import Word, number, read_words, texts
@@ -37,7 +37,7 @@ def run(argv: list[str], *, debug: bool, as_json: bool = False) -> int:
         home, checkpoint = checkpoint_of(target, USAGE)
         local.evaluate(composed.run, checkpoint, _if_there(home / "tokenizer.json"), words["limit"], as_json)
         return 0
-    refuse_context_parallel(composed.run)
+    must_write(composed.run)
     if find_spec("lm_eval") is None:
         rule = "tasks are those of lm-evaluation-harness, which is not installed"
         raise ConfigError([Problem("MT510", "tasks", list(tasks), rule, "pip install 'mtrain[eval]'", COMMAND_LINE)])

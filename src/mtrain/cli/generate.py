@@ -17,6 +17,7 @@ from mtrain.config.paths import CHECKPOINTS, program
 from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.launching import local, preflight
+from mtrain.models.registry import family_of
 from mtrain.train.request import Request, Sampling
 
 USAGE = f"{program()} generate runs/<name> [prompt=TEXT] [tokens=N] [temperature=T] [overrides]"
@@ -56,14 +57,17 @@ def run(argv: list[str], *, debug: bool, as_json: bool = False) -> int:
     source = source_of(target, USAGE)
     request = _request(words, source, as_json)
     composed = load([f"run={run_file(target)}", *beneath([*WITHOUT_DATA, *relaid(overrides)], overrides)])
-    refuse_context_parallel(composed.run)
+    must_write(composed.run)
     preflight.check(composed.run, rest)
     local.generate(composed.run, source, request)
     return 0
 
 
-def refuse_context_parallel(run: RunConfig) -> None:
-    """Raises ConfigError for a layout that splits a sequence over ranks."""
+def must_write(run: RunConfig) -> None:
+    """Raises ConfigError for a model that continues no text, and a layout that splits a sequence over ranks."""
+    if not family_of(run.model).writes:
+        rule = f"a model of the family {run.model.family} does not continue texts"
+        raise ConfigError([Problem("MT247", "model.family", run.model.family, rule, "evaluate, for its loss")])
     if run.parallel.cp > 1:
         rule = f"text is generated with whole sequences on a rank, and cp is {run.parallel.cp}"
         raise ConfigError([Problem("MT313", "parallel.cp", run.parallel.cp, rule, "parallel.cp=1")])

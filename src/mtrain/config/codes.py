@@ -156,6 +156,12 @@ OTHERS = (
         says="model.hybrid: the family hybrid is described there",
     ),
     Code(
+        "MT247",
+        "Text is asked for from a model that does not continue texts, such as an encoder.",
+        "Take a decoder-only model, or `evaluate` this one.",
+        says="model.family=bert: a model of the family bert does not continue texts",
+    ),
+    Code(
         "MT407",
         "A kernel is named that this machine cannot run.",
         "Name the reference or auto, or install what is missing; only auto chooses.",

@@ -7,6 +7,7 @@ number of samples consumed, so that tensor-parallel ranks cannot disagree; and t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NotRequired, Protocol, TypedDict
@@ -28,7 +29,10 @@ class Source(Protocol):
 
 
 class MicroBatch(TypedDict):
-    """What a forward step takes; tensors are [micro_batch_size, seq_length], packed ones [1, micro * seq_length]."""
+    """What a forward step takes; tensors are [micro_batch_size, seq_length], packed ones [1, micro * seq_length].
+
+    A family of models may add tensors of its own: its chunks are called with them by their names.
+    """
 
     tokens: torch.Tensor
     """int64: the input."""
@@ -52,14 +56,39 @@ class Packing:
     """Documents are padded to a multiple of this many tokens."""
 
 
+Form = Callable[[torch.Tensor, np.ndarray], MicroBatch]
+"""What is learned from samples: their micro-batch, from their tokens, int64 [n, seq_length + 1], and their global
+numbers, int64 [n]. A function of these alone, random numbers included, so that every rank and a resumed run make the
+same."""
+
+
+def next_token(masked_eod: int | None = None, packing: Packing | None = None) -> Form:
+    """Each token is predicted from those before it.
+
+    With `masked_eod` no loss counts for the prediction that follows this token. With `packing`, samples are packed
+    documents.
+    """
+
+    def form(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
+        if packing is not None:
+            return pack(windows, packing)
+        tokens = windows[:, :-1].contiguous()
+        mask = torch.ones(tokens.shape, dtype=torch.float32)
+        if masked_eod is not None:
+            mask[tokens == masked_eod] = 0.0
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
+        return MicroBatch(tokens=tokens, labels=windows[:, 1:].contiguous(), loss_mask=mask, position_ids=positions)
+
+    return form
+
+
 class GlobalBatches:
     """The share of one data-parallel rank in each step. A step is the samples [consumed, consumed + size), its size
     the global one unless it is given.
 
     Micro-batch m of rank r takes the samples consumed + m * (micro * dp_size) + r * micro + j, so the samples
-    of a step are the same for any dp_size. With `masked_eod` no loss counts for the prediction that follows
-    this token. With `packing`, samples are packed documents. Samples from number `limit` on only fill the step: no
-    loss of theirs counts. Raises ConfigError if the global batch cannot be cut evenly.
+    of a step are the same for any dp_size. `form` makes a micro-batch of them. Samples from number `limit` on only
+    fill the step: no loss of theirs counts. Raises ConfigError if the global batch cannot be cut evenly.
     """
 
     def __init__(
@@ -69,8 +98,7 @@ class GlobalBatches:
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
-        masked_eod: int | None = None,
-        packing: Packing | None = None,
+        form: Form | None = None,
         limit: int | None = None,
     ) -> None:
         stride = micro_batch_size * dp_size
@@ -78,7 +106,7 @@ class GlobalBatches:
             rule = f"must be a multiple of micro_batch_size * dp = {micro_batch_size} * {dp_size} = {stride}"
             fix = f"trainer.global_batch_size={max(1, round(global_batch_size / stride)) * stride}"
             raise ConfigError([Problem("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)])
-        self.samples, self.masked_eod, self.packing, self.limit = samples, masked_eod, packing, limit
+        self.samples, self.form, self.limit = samples, form or next_token(), limit
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self._offsets = dp_rank * micro_batch_size + np.arange(micro_batch_size)
         self._stride = stride
@@ -98,21 +126,12 @@ class GlobalBatches:
         """The micro-batches of the step of `size` samples that starts after `consumed_samples` samples."""
         numbers = self.numbers(consumed_samples, size)
         windows = torch.from_numpy(self.samples.batch(numbers.ravel()))
-        batches = [self._microbatch(part) for part in windows.split(self.micro_batch_size)]
+        parts = zip(windows.split(self.micro_batch_size), numbers, strict=True)
+        batches = [self.form(tokens, samples) for tokens, samples in parts]
         if self.limit is not None:
             for batch, part in zip(batches, torch.from_numpy(numbers >= self.limit), strict=True):
                 batch["loss_mask"].view(self.micro_batch_size, -1)[part] = 0.0
         return batches
-
-    def _microbatch(self, windows: torch.Tensor) -> MicroBatch:
-        if self.packing is not None:
-            return pack(windows, self.packing)
-        tokens = windows[:, :-1].contiguous()
-        mask = torch.ones(tokens.shape, dtype=torch.float32)
-        if self.masked_eod is not None:
-            mask[tokens == self.masked_eod] = 0.0
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
-        return MicroBatch(tokens=tokens, labels=windows[:, 1:].contiguous(), loss_mask=mask, position_ids=positions)
 
 
 def pack(windows: torch.Tensor, packing: Packing) -> MicroBatch:

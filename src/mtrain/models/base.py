@@ -13,7 +13,8 @@ from mtrain.config.run import RunConfig
 BuildChunk = Callable[[RunConfig, Any, int | None], Any]
 """This rank's chunk of a resolved run, from its TransformerConfig and its virtual pipeline stage (None: one chunk).
 
-A module that is called as megatron-core's GPTModel is, and gives the sum of its losses where there are labels.
+A module that is called as megatron-core's GPTModel is, and with what the family's form adds to a micro-batch, by its
+names; it gives the sum of its losses where there are labels.
 """
 
 
@@ -33,7 +34,8 @@ class Shrink(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
-    """A kind of model: facts and functions. Nothing of it imports torch but the module that `builder` names.
+    """A kind of model: facts and functions. Nothing of it imports torch but the modules that `builder` and `form`
+    name.
 
     A third party publishes one under the entry point group `mtrain.models`; see `mtrain.models.gpt` for a complete
     example.
@@ -45,6 +47,11 @@ class Family:
     """Section of `model` that holds keys of this family's own, which it cannot do without; None: it has none."""
     builder: str
     """Its `BuildChunk`, as `package.module:function`."""
+    form: str = "mtrain.models.gpt.form:form"
+    """What it learns from samples: a function of (RunConfig, Splits, "train" or "validation") that gives a
+    `mtrain.data.batch.Form`, as `package.module:function`. By default the next token."""
+    writes: bool = True
+    """Whether it continues a text, token by token: `generate`, the sample of a run, lm-evaluation-harness."""
 
     parameters: Callable[[ModelConfig], int]
     """Trainable parameters of the model as built, with the padded vocabulary; each shared weight once."""

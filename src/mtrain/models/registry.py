@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from typing import cast
+from typing import Any
 
 from mtrain.config import plug_ins
 from mtrain.config.model import ModelConfig
 from mtrain.errors import ConfigError, Problem
-from mtrain.models.base import BuildChunk, Family
+from mtrain.models.base import Family
 from mtrain.models.gpt import GPT
 
 GROUP = "mtrain.models"
@@ -48,10 +48,10 @@ def problems(model: ModelConfig, origins: Mapping[str, str]) -> list[Problem]:
     return []
 
 
-def builder(family: Family) -> BuildChunk:
-    """The function that builds chunks of it; imports torch."""
-    module, _, function = family.builder.partition(":")
-    return cast(BuildChunk, getattr(import_module(module), function))
+def imported(name: str) -> Any:
+    """The function that a family names as `package.module:function`; imports torch."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)
 
 
 @cache

@@ -22,11 +22,12 @@ from mtrain.ckpt.store import Checkpoint
 from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.run import RunConfig
 from mtrain.data import Splits, open_splits, prepare, same_data
-from mtrain.data.batch import GlobalBatches, Packing
+from mtrain.data.batch import GlobalBatches
 from mtrain.data.chat import FILES as CHAT_FILES
 from mtrain.data.text import Tokenizer
 from mtrain.errors import CorruptData, MtrainError, warn
 from mtrain.mcore.sharding import gathered
+from mtrain.models.registry import family_of, imported
 from mtrain.plan.count import parameters
 from mtrain.train import hooks
 from mtrain.train.dynamic import run_documents
@@ -136,15 +137,21 @@ def assemble(run: RunConfig, world: World, splits: Splits) -> Parts:
     optimizer = build_optimizer(run, chunks)
     configure_schedule_hooks(run, chunks, optimizer)
     state = TrainState(chunks, optimizer, build_schedule(run, optimizer))
-    dynamic = run.parallel.hybrid_context_parallel
-    share = (0, 1) if dynamic else (world.coords["dp"], world.grid.dp)  # documents are dealt out after they are read
-    sizes = run.trainer.batch, run.trainer.micro, *share
-    packing = Packing(splits.document_ends, run.data.packed_multiple or 1) if run.data.packed else None
-    train_data = GlobalBatches(splits.train, *sizes, splits.masked_eod, packing)
-    valid_data = None
+    train_data, valid_data = batches(run, world, splits, "train"), None
     if run.trainer.eval_iters and splits.validation is not None:
-        valid_data = GlobalBatches(splits.validation, *sizes, splits.masked_eod, packing)
+        valid_data = batches(run, world, splits, "validation")
+    dynamic = run.parallel.hybrid_context_parallel
     return Parts(run, world, state, train_data, valid_data, run_documents if dynamic else None)
+
+
+def batches(run: RunConfig, world: World, splits: Splits, part: str, limit: int | None = None) -> GlobalBatches:
+    """This rank's share of the steps over the `train` or `validation` samples, as the model's family learns from
+    them; those from number `limit` on do not count.
+    """
+    form = imported(family_of(run.model).form)(run, splits, part)
+    # dynamic context parallelism deals documents out after they are read
+    share = (0, 1) if run.parallel.hybrid_context_parallel else (world.coords["dp"], world.grid.dp)
+    return GlobalBatches(getattr(splits, part), run.trainer.batch, run.trainer.micro, *share, form, limit)
 
 
 def configure_schedule_hooks(run: RunConfig, chunks: list[Any], optimizer: Any) -> None:
@@ -253,7 +260,7 @@ def _show_sample(parts: Parts, splits: Splits, checkpoint: Path | None, progress
         Apart: this rank failed where others wait for it.
     """
     run, world, chunks = parts.run, parts.world, parts.state.chunks
-    if not run.trainer.sample_tokens or splits.tokenizer is None:
+    if not run.trainer.sample_tokens or splits.tokenizer is None or not family_of(run.model).writes:
         return
     try:
         with gathered(chunks):

@@ -15,10 +15,11 @@ from mtrain import strict_json
 from mtrain.ckpt.state import TrainState
 from mtrain.config.run import RunConfig
 from mtrain.data import Splits, validation_of
-from mtrain.data.batch import GlobalBatches, Packing
+from mtrain.data.batch import GlobalBatches
 from mtrain.data.mock import MockSamples
 from mtrain.data.text import Tokenizer
 from mtrain.errors import say_page
+from mtrain.train.assemble import batches
 from mtrain.train.dynamic import run_documents
 from mtrain.train.step import Parts, summed
 from mtrain.train.write import restored
@@ -69,10 +70,7 @@ def measured(
         whole = max(1, run.trainer.eval_iters) * run.trainer.batch
     count = whole if limit is None else min(limit, whole)
     dynamic = run.parallel.hybrid_context_parallel
-    share = (0, 1) if dynamic else (world.coords["dp"], world.grid.dp)
-    sizes = run.trainer.batch, run.trainer.micro, *share
-    packing = Packing(splits.document_ends, run.data.packed_multiple or 1) if run.data.packed else None
-    data = GlobalBatches(splits.validation, *sizes, splits.masked_eod, packing, limit=count)
+    data = batches(run, world, splits, "validation", count)
     parts = Parts(run, world, TrainState(chunks, None, None), data, data, run_documents if dynamic else None)
     iters = -(-count // run.trainer.batch)
     found = summed(parts, data, iters)

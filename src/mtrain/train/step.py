@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mtrain.ckpt.state import TrainState, generators_kept
 from mtrain.config.batches import Stage, size_after, stages
 from mtrain.config.run import RunConfig
-from mtrain.data.batch import GlobalBatches
+from mtrain.data.batch import GlobalBatches, MicroBatch
 from mtrain.mcore import api as mcore
 from mtrain.mcore.context import context_positions
 from mtrain.mcore.optimizer_state import loss_scale
@@ -186,8 +186,9 @@ def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, A
     mask = batch["loss_mask"]
     packed = packed_params(batch.get("cu_seqlens"))
     labels = batch["labels"]
+    own = {key: value for key, value in batch.items() if key not in MicroBatch.__annotations__}
     output = model(
-        batch["tokens"], batch["position_ids"], None, labels=labels, loss_mask=mask, packed_seq_params=packed
+        batch["tokens"], batch["position_ids"], None, labels=labels, loss_mask=mask, packed_seq_params=packed, **own
     )
     return output, partial(sum_loss, mask)
 
