@@ -74,7 +74,10 @@ def linear(
     """
     if gradient is None and not fits(x, weight):
         return F.linear(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight, gradient)
+    if torch.is_grad_enabled():
+        y: Tensor = _Linear.apply(x, weight, gradient)
+    else:
+        y = product(x.flatten(0, -2), weight).view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias
 
 

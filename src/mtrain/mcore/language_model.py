@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
 from mtrain_kernels.cross_entropy.reference import capped, wide
 from mtrain_kernels.linear_cross_entropy.op import linear_cross_entropy
 from torch import Tensor
 
 from mtrain.mcore.embedding import add_in_fp32
+from mtrain.mcore.linear import ColumnLinear
 from mtrain.mcore.rotary import Frequencies, ScaledRotary, TwoBases
 
 
-class OutputLayer(ColumnParallelLinear):
+class OutputLayer(ColumnLinear):
     """The layer that makes logits; given labels, it makes their loss instead, a part of the tokens at a time.
 
     The loss belongs inside of this module: whoever gathers its weight (FSDP, overlapped parameter gather) does so

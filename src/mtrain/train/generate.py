@@ -143,7 +143,8 @@ class Sampler:
         if logits is not None and self.world.rank == self.grid.rank_of(pp=self.grid.pp - 1):
             known = logits[:, : self.run.model.vocab_size].float().cpu()
             told[:, :-1] = torch.tensor([text.draw(known[row]) for row, text in waiting.items()]).T
-        dist.all_reduce(told)
+        if self.world.size > 1:
+            dist.all_reduce(told)
         choices, endings = told.tolist()
         for text, choice, ended in zip(waiting.values(), choices, endings, strict=False):
             text.add(choice, ENDINGS[ended])
