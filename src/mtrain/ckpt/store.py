@@ -212,6 +212,13 @@ class Checkpoint:
         self.load([TensorShard(key, shape, (0,) * len(shape), shape, out)])
         return out
 
+    def hash_of(self, key: str) -> str | None:
+        """Hex sha256 of the bytes of a tensor, once it was read; None where it is not in one piece."""
+        pieces = self.manifest["tensors"][key]["pieces"]
+        if len(pieces) > 1 or pieces[0]["flat"] is not None:
+            return None
+        return hashes.header(self.path / pieces[0]["file"]).hashes.get(pieces[0]["entry"])
+
     def rank_tensors(self, rank: int) -> dict[str, torch.Tensor]:
         """The tensors that `rank` alone saved, empty if it saved none."""
         name, reader = folder.shard_name(rank), self._reader

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,13 +18,11 @@ from mtrain.config.run import RunConfig
 from mtrain.convert.certificate import Record
 from mtrain.convert.match import Match, OurTensor, checked, match, our_tensors
 from mtrain.convert.read import NAMES, Reader, buffer_of
-from mtrain.convert.tensor_file import Writer
+from mtrain.convert.tensor_file import Writer, in_turn
 from mtrain.errors import CorruptData
 from mtrain.models.table import Step, Table
 
 FILE_BYTES = 4 << 30
-WAITING = 2
-"""Tensors that wait to be written while the next ones are read."""
 
 
 @dataclass(frozen=True)
@@ -102,28 +99,33 @@ def _write(
     shapes = [(piece.entry, piece.dtype, piece.spec.shape[piece.spec.lead :]) for piece in pieces]
     writer = Writer(path, shapes, _metadata(hashed))
 
-    def put(entry: str, tensor: torch.Tensor) -> None:
+    def put(entry: str, tensor: torch.Tensor, known: str) -> None:
         data = buffer_of(tensor)
-        hashed[entry] = hashes.hash_bytes(data)
+        hashed[entry] = known or hashes.hash_bytes(data)
         writer.write(entry, data)
 
-    todo, waiting = iter(pieces), list[Future[None]]()
-    with ThreadPoolExecutor(1) as beside:
+    todo = iter(pieces)
+    with in_turn() as beside:
         for step in steps:
             given = [reader.tensor(name) for name in step.theirs]
             made = checked(step, step.operation.apply(given, model, inward=True), ours)
-            del given
             for name, tensor in zip(step.ours, made, strict=True):
                 flat = tensor.contiguous().reshape(-1)
                 for spec in ours[name].specs:
                     part = flat[spec.first : spec.first + spec.numel]
-                    waiting.append(beside.submit(put, next(todo).entry, part))
-            while len(waiting) > WAITING:
-                waiting.pop(0).result()
-        for last in waiting:
-            last.result()
+                    beside(put, next(todo).entry, part, _known(reader, step, given, part))
+            del given
     writer.close(_metadata(hashed))
     return hashed
+
+
+def _known(reader: Reader, step: Step, given: list[torch.Tensor], part: torch.Tensor) -> str:
+    """The hash of what is the memory of a tensor as it was read; empty where it is not."""
+    for name, tensor in zip(step.theirs, given, strict=True):
+        same = tensor.data_ptr() == part.data_ptr() and tensor.nbytes == part.nbytes and tensor.is_contiguous()
+        if same and not reader.decoding(name):
+            return reader.hashes[name]
+    return ""
 
 
 def _metadata(hashed: dict[str, str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from mtrain.convert.certificate import Record
 from mtrain.convert.folder import INDEX, WEIGHTS
 from mtrain.convert.match import Match, OurTensor, our_tensors, shapes_of_theirs, written
 from mtrain.convert.read import NAMES, buffer_of
-from mtrain.convert.tensor_file import Writer
+from mtrain.convert.tensor_file import Writer, in_turn
 from mtrain.errors import CorruptData
 from mtrain.mcore.sharding import TensorShard
 from mtrain.models.table import Step, Table
@@ -102,7 +102,9 @@ class Weights:
             key = self._key(spec.key)
             self.checkpoint.load([TensorShard(key, spec.global_shape, spec.offset, spec.shape, part)])
         if record is not None:
-            record.source[tensor.name] = (NAMES[out.dtype], out.shape, hash_bytes(buffer_of(out)))
+            alone = len(tensor.specs) == 1 and prod(spec.global_shape) == out.numel()
+            known = self.checkpoint.hash_of(key) if alone else None
+            record.source[tensor.name] = (NAMES[out.dtype], out.shape, known or hash_bytes(buffer_of(out)))
         return out
 
     def _key(self, key: str) -> str:
@@ -133,16 +135,21 @@ def export_weights(weights: Weights, out: Path) -> Record:
     for number, held in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if many else WEIGHTS
         writer = Writer(out / name, [(one.name, NAMES[one.dtype], one.shape) for one in held], {"format": "pt"})
-        for one in held:
-            key, tensor = next(made)
-            assert (key, tensor.dtype, tuple(tensor.shape)) == (one.name, one.dtype, one.shape)
-            data = buffer_of(tensor)
-            writer.write(key, data)
-            record.target[key] = (NAMES[one.dtype], one.shape, hash_bytes(data))
-            placed[key] = name
+        with in_turn() as beside:
+            for one in held:
+                key, tensor = next(made)
+                assert (key, tensor.dtype, tuple(tensor.shape)) == (one.name, one.dtype, one.shape)
+                placed[key] = name
+                beside(_put, writer, record, one, tensor)
         writer.close()
     if many:
         total = sum(one.nbytes for held in files for one in held)
         body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
         ckpt_folder.write_json(out / INDEX, body)
     return record
+
+
+def _put(writer: Writer, record: Record, one: _Made, tensor: torch.Tensor) -> None:
+    data = buffer_of(tensor)
+    writer.write(one.name, data)
+    record.target[one.name] = (NAMES[one.dtype], one.shape, hash_bytes(data))

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -26,6 +29,8 @@ MAX_HEADER_BYTES = 100_000_000
 """As in the format's own readers."""
 MAX_DIMENSIONS = 16
 ALIGNMENT = 8
+SYNC_BYTES = 64 << 20
+"""Written between two requests to put a file on disk: the disk works from the start, not at the end alone."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,9 @@ class Writer:
         self._header = self._render(self._metadata)
         self._file: BinaryIO = path.open("xb", buffering=0)
         self._file.write(self._header)
+        self._unsynced, self._syncing = 0, Future[None]()
+        self._syncing.set_result(None)
+        self._thread = ThreadPoolExecutor(1)
 
     def _render(self, metadata: Mapping[str, str]) -> bytes:
         text = strict_json.dumps({"__metadata__": dict(metadata), **self._entries}, separators=(",", ":")).encode()
@@ -155,7 +163,11 @@ class Writer:
             raise ValueError(f"{name} of {len(data)} bytes is not what follows in {self.path}")
         del self._names[0]
         while len(data):
-            data = data[self._file.write(data) :]
+            count = self._file.write(data)
+            data, self._unsynced = data[count:], self._unsynced + count
+        if self._unsynced >= SYNC_BYTES and self._syncing.done():
+            self._syncing.result()
+            self._unsynced, self._syncing = 0, self._thread.submit(os.fdatasync, self._file.fileno())
 
     def close(self, metadata: Mapping[str, str] | None = None) -> None:
         """Put the file on disk.
@@ -163,7 +175,7 @@ class Writer:
         Raises:
             ValueError: a tensor was not written, or the new metadata has another length.
         """
-        with self._file:
+        with self._file, self._thread:
             if self._names:
                 raise ValueError(f"{self.path}: {self._names[0]} was not written")
             if metadata is not None:
@@ -176,4 +188,23 @@ class Writer:
 
     def abandon(self) -> None:
         """Close the file as it is."""
-        self._file.close()
+        with self._file:
+            self._thread.shutdown()
+
+
+@contextmanager
+def in_turn(most: int = 2) -> Iterator[Callable[..., None]]:
+    """A function that has calls made in a thread, one after the other, while its caller goes on; it waits where more
+    than `most` are ahead. What a call raises is raised by the next, or at the end.
+    """
+    waiting = deque[Future[None]]()
+    with ThreadPoolExecutor(1) as thread:
+
+        def call(function: Callable[..., None], *given: Any) -> None:
+            waiting.append(thread.submit(function, *given))
+            while len(waiting) > most:
+                waiting.popleft().result()
+
+        yield call
+        while waiting:
+            waiting.popleft().result()
