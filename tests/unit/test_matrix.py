@@ -88,11 +88,12 @@ def test_a_verdict_is_the_one_of_all_rules_together() -> None:
 
 
 @pytest.mark.full
-def test_the_whole_table_takes_seconds_and_explains_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_table_takes_little_and_explains_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
     start = time.process_time()
     assert main(["check", "--all", "--json"]) == 0
-    assert time.process_time() - start < 20
+    seconds = time.process_time() - start
     rows = json.loads(capsys.readouterr().out)
+    assert seconds / len(rows) < 200e-6
     axes = shipped()
     assert len(rows) == len(axes["model"]) * len(axes["parallel"]) * len(axes["precision"]) * len(axes["cluster"])
     assert all(row["ok"] or (row["code"] and row["rule"]) for row in rows)

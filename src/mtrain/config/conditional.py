@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from mtrain.config.condition import condition
@@ -38,11 +39,16 @@ class Conditional:
 def _inside(run: RunConfig, path: str, absent: Any = None) -> Any:
     """The value at a path; `absent` where its section is null."""
     node: Any = run
-    for name in path.split("."):
+    for name in _names(path):
         if node is None:
             return absent
         node = getattr(node, name)
     return node
+
+
+@cache
+def _names(path: str) -> tuple[str, ...]:
+    return tuple(path.split("."))
 
 
 def _meant(run: RunConfig, path: str) -> Any:
