@@ -233,6 +233,38 @@ def test_mxfp4_weights_are_those_that_transformers_reads(tmp_path: Path) -> None
     assert torch.equal(got, expected)
 
 
+def _add_mtp(folder: Path, *, other_embedding: bool) -> None:
+    """One MTP layer behind the others, as DeepSeek-V3's files have it: transformers neither writes nor reads it."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((folder / "config.json").read_text())
+    layers, width = config["num_hidden_layers"], config["hidden_size"]
+    held = load_file(folder / "model.safetensors")
+    last, new = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    held |= {name.replace(last, new): torch.randn_like(t) for name, t in held.items() if name.startswith(last)}
+    held |= {f"{new}{name}.weight": torch.randn(width) for name in ("enorm", "hnorm", "shared_head.norm")}
+    held[f"{new}eh_proj.weight"] = torch.randn(width, 2 * width)
+    held[f"{new}embed_tokens.weight"] = held["model.embed_tokens.weight"].clone() + other_embedding
+    held[f"{new}shared_head.head.weight"] = held["lm_head.weight"].clone()
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+
+
+@pytest.mark.parametrize("name", ["deepseek v3", pytest.param("glm 4.5 air", marks=pytest.mark.full)])
+def test_layers_that_predict_further_go_in_and_out(name: str, tmp_path: Path) -> None:
+    theirs_, run = saved(name, tmp_path / "theirs"), tmp_path / "run"
+    _add_mtp(theirs_, other_embedding=False)
+    assert command("import", theirs_, run) == 0
+    assert command("export", run, tmp_path / "again") == 0
+    assert data_of(tmp_path / "again") == data_of(theirs_)
+    steps = json.loads((run / "conversion.json").read_text())["steps"]
+    assert ["mtp.layers.0.eh_proj.weight"] in [step["ours"] for step in steps]
+    other = saved(name, tmp_path / "other")
+    _add_mtp(other, other_embedding=True)
+    assert command("import", other, tmp_path / "refused") == 4
+    assert not (tmp_path / "refused").exists()
+
+
 def test_a_resumed_import_trains_from_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs_, run = saved("qwen3, tied", tmp_path / "theirs"), tmp_path / "run"
     words = "data=mock data.seq_length=16 trainer.train_iters=2 trainer.global_batch_size=4 log.progress=none"
