@@ -11,7 +11,8 @@ import pytest
 from mtrain.config.compose import compose
 from mtrain.errors import ConfigError
 from mtrain.plan.count import parameters
-from mtrain.recipes.hf import import_config
+from mtrain.recipes.hf import import_config, kind_of
+from mtrain.recipes.hf_write import config_json, same_model
 
 LLAMA3 = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,35 +37,6 @@ LLAMA3 = {
     "transformers_version": "4.40.0",
     "use_cache": True,
     "vocab_size": 128256,
-}
-LLAMA3_ROPE = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-}
-GEMMA3: dict[str, Any] = {
-    "model_type": "gemma3_text",
-    "attention_bias": False,
-    "attn_logit_softcapping": None,
-    "cache_implementation": "hybrid",
-    "final_logit_softcapping": None,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size": 1152,
-    "intermediate_size": 6912,
-    "max_position_embeddings": 32768,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 26,
-    "num_key_value_heads": 1,
-    "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-06,
-    "rope_local_base_freq": 10000,
-    "rope_theta": 1000000,
-    "sliding_window": 512,
-    "sliding_window_pattern": 6,
-    "vocab_size": 262144,
 }
 DEEPSEEK: dict[str, Any] = {
     "model_type": "deepseek_v3",
@@ -123,171 +95,27 @@ def test_llama_3_8b_is_the_model_that_ships(tmp_path: Path) -> None:
     assert [(u.flag, u.why) for u in found.unplaced] == [("torch_dtype", "derived here")]
 
 
-@pytest.mark.parametrize(
-    ("values", "shipped"),
-    [
-        (
-            {**LLAMA3, "rope_scaling": LLAMA3_ROPE, "max_position_embeddings": 131072},
-            "llama31_8b",
-        ),
-        (
-            {
-                "model_type": "qwen2",
-                "hidden_act": "silu",
-                "hidden_size": 3584,
-                "intermediate_size": 18944,
-                "max_position_embeddings": 131072,
-                "max_window_layers": 28,
-                "num_attention_heads": 28,
-                "num_hidden_layers": 28,
-                "num_key_value_heads": 4,
-                "rms_norm_eps": 1e-6,
-                "rope_theta": 1000000.0,
-                "sliding_window": 131072,
-                "use_sliding_window": False,
-                "vocab_size": 152064,
-            },
-            "qwen25_7b",
-        ),
-        (
-            {
-                "model_type": "qwen3",
-                "attention_bias": False,
-                "head_dim": 128,
-                "hidden_act": "silu",
-                "hidden_size": 1024,
-                "intermediate_size": 3072,
-                "max_position_embeddings": 40960,
-                "num_attention_heads": 16,
-                "num_hidden_layers": 28,
-                "num_key_value_heads": 8,
-                "rms_norm_eps": 1e-6,
-                "rope_theta": 1000000,
-                "tie_word_embeddings": True,
-                "vocab_size": 151936,
-            },
-            "qwen3_0.6b",
-        ),
-        (
-            {
-                "model_type": "mixtral",
-                "hidden_act": "silu",
-                "hidden_size": 4096,
-                "intermediate_size": 14336,
-                "max_position_embeddings": 32768,
-                "num_attention_heads": 32,
-                "num_experts_per_tok": 2,
-                "num_hidden_layers": 32,
-                "num_key_value_heads": 8,
-                "num_local_experts": 8,
-                "rms_norm_eps": 1e-05,
-                "rope_theta": 1000000.0,
-                "router_aux_loss_coef": 0.02,
-                "sliding_window": None,
-                "vocab_size": 32000,
-            },
-            "mixtral_8x7b",
-        ),
-        (
-            {
-                "model_type": "gemma2",
-                "attention_bias": False,
-                "attn_logit_softcapping": 50.0,
-                "cache_implementation": "hybrid",
-                "final_logit_softcapping": 30.0,
-                "head_dim": 256,
-                "hidden_act": "gelu_pytorch_tanh",
-                "hidden_activation": "gelu_pytorch_tanh",
-                "hidden_size": 3584,
-                "intermediate_size": 14336,
-                "max_position_embeddings": 8192,
-                "num_attention_heads": 16,
-                "num_hidden_layers": 42,
-                "num_key_value_heads": 8,
-                "query_pre_attn_scalar": 256,
-                "rms_norm_eps": 1e-06,
-                "rope_theta": 10000.0,
-                "sliding_window": 4096,
-                "sliding_window_size": 4096,
-                "vocab_size": 256000,
-            },
-            "gemma2_9b",
-        ),
-        ({**GEMMA3, "rope_scaling": None}, "gemma3_1b"),
-        (
-            {
-                **GEMMA3,
-                "hidden_size": 5376,
-                "intermediate_size": 21504,
-                "max_position_embeddings": 131072,
-                "head_dim": 128,
-                "num_attention_heads": 32,
-                "num_hidden_layers": 62,
-                "num_key_value_heads": 16,
-                "query_pre_attn_scalar": 168,
-                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-                "sliding_window": 1024,
-                "vocab_size": 262208,
-            },
-            "gemma3_27b",
-        ),
-        (
-            {
-                "model_type": "minimax_m2",
-                "attn_type_list": [1] * 62,
-                "head_dim": 128,
-                "hidden_act": "silu",
-                "hidden_size": 3072,
-                "intermediate_size": 1536,
-                "max_position_embeddings": 196608,
-                "num_attention_heads": 48,
-                "num_experts_per_tok": 8,
-                "num_hidden_layers": 62,
-                "num_key_value_heads": 8,
-                "num_local_experts": 256,
-                "qk_norm_type": "per_layer",
-                "rms_norm_eps": 1e-06,
-                "rope_theta": 5000000,
-                "rotary_dim": 64,
-                "scoring_func": "sigmoid",
-                "shared_intermediate_size": 0,
-                "tie_word_embeddings": False,
-                "use_qk_norm": True,
-                "use_routing_bias": True,
-                "vocab_size": 200064,
-            },
-            "minimax_m2",
-        ),
-        (
-            {
-                "model_type": "olmo2",
-                "attention_bias": False,
-                "hidden_act": "silu",
-                "hidden_size": 4096,
-                "intermediate_size": 11008,
-                "max_position_embeddings": 4096,
-                "num_attention_heads": 32,
-                "num_hidden_layers": 32,
-                "num_key_value_heads": 32,
-                "rms_norm_eps": 1e-06,
-                "rope_scaling": None,
-                "rope_theta": 500000,
-                "tie_word_embeddings": False,
-                "vocab_size": 100352,
-            },
-            "olmo2_7b",
-        ),
-    ],
-    ids=lambda v: v if isinstance(v, str) else "",
-)
-def test_a_published_configuration_is_the_model_that_ships(
-    values: dict[str, Any], shipped: str, tmp_path: Path
-) -> None:
-    found = import_config(write(tmp_path, values)).run.model
-    wanted = compose([f"model={shipped}"]).run.model
-    head = {"name": "model", "kv_channels": wanted.kv_channels}
-    assert found.model_copy(update=head) == wanted.model_copy(update=head)
-    assert found.head_dim == wanted.head_dim
+def test_a_window_as_wide_as_the_positions_is_none(tmp_path: Path) -> None:
+    def window(**values: Any) -> tuple[int | None, list[str]]:
+        found = import_config(write(tmp_path, {**LLAMA3, "model_type": "mistral", **values}))
+        return found.run.model.window_size, [u.flag for u in found.unplaced if u.why == "no effect"]
+
+    assert window(sliding_window=8191) == (8191, [])
+    assert window(sliding_window=8192) == window(sliding_window=262144) == (None, ["sliding_window"])
+    assert window(max_position_embeddings=1024) == (None, []), "no file says the 4,096 of the class"
+    model = import_config(write(tmp_path, LLAMA3)).run.model
+    wide, narrow = (model.model_copy(update={"window_size": width}) for width in (8192, 4096))
+    assert same_model(model, wide) == []
+    assert same_model(model, narrow) == ["window_size"]
+    assert config_json(wide, "bfloat16")["model_type"] == "llama"
+
+
+def test_the_type_of_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
+    file = write(tmp_path, {**DEEPSEEK, "model_type": "kimi_k2"})
+    assert import_config(file).run == import_config(write(tmp_path, DEEPSEEK)).run
+    assert kind_of({"model_type": "kimi_k2"}) == "deepseek_v3"
+    assert kind_of({"model_type": "llama"}) == "llama"
+    assert kind_of({"model_type": 3}) == kind_of({}) == ""
 
 
 def test_deepseek_v3_has_its_parts_and_its_671_billion_parameters(tmp_path: Path) -> None:

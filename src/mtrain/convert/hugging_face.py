@@ -20,7 +20,7 @@ from mtrain.errors import ConfigError, CorruptData, Problem
 from mtrain.models.gpt.hf_files import files
 from mtrain.models.table import Table
 from mtrain.plan.count import parameters
-from mtrain.recipes.hf import import_config, read_json
+from mtrain.recipes.hf import import_config, kind_of, read_json
 from mtrain.recipes.hf_write import differing, same_model, shipped
 from mtrain.recipes.imported import Imported
 from mtrain.units import count
@@ -52,7 +52,7 @@ def configuration(config: Path, extra: Sequence[str] = ()) -> tuple[str, Importe
     wrong = differing(imported)
     if wrong:
         raise ConfigError([Problem("MT703", "", None, text, "", str(config)) for text in wrong])
-    return str(read_json(config, str(config))["model_type"]), imported
+    return kind_of(read_json(config, str(config))), imported
 
 
 def tables(kind: str) -> tuple[Table, ...]:

@@ -11,7 +11,7 @@ from mtrain.config.files import read_text
 from mtrain.config.load import MAX_DEPTH, MAX_NODES, UNSHOWN, refuse_hidden
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft
-from mtrain.recipes.hf_families import FAMILIES
+from mtrain.recipes.hf_families import FAMILIES, KINDS
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json
 from mtrain.recipes.imported import Imported, as_published, build, name_of
 
@@ -24,10 +24,10 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
     """
     source = str(path)
     values = read_json(path, source)
-    kind = values.get("model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    family = FAMILIES.get(kind_of(values))
     if family is None:
-        rule = f"models of type {kind!r} are not read; those are: {', '.join(FAMILIES)}"
+        kinds = ", ".join((*FAMILIES, *KINDS))
+        rule = f"models of type {values.get('model_type')!r} are not read; those are: {kinds}"
         raise ConfigError([Problem("MT703", "", None, rule, "", source)])
     f = ConfigFile(values, family)
     try:
@@ -38,6 +38,12 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
     d["model.name"] = name_of(path.resolve().parent if path.stem == "config" else path)
     f.finish()
     return Imported(as_published(build(d, Arguments(()), extra, source)), f.unplaced, f.notes)
+
+
+def kind_of(values: Json) -> str:
+    """The `model_type` of the family that reads a file; empty where the file says none."""
+    kind = values.get("model_type")
+    return KINDS.get(kind, kind) if isinstance(kind, str) else ""
 
 
 def _read(f: ConfigFile, family: Family) -> Draft:

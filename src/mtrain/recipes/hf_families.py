@@ -201,7 +201,14 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         GEMMA,
         {**GEMMA_LAYER, "model.qk_layernorm": True},
-        {**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        {
+            **_GEMMA,
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
         (gemma_attention, no_cap_of_scores, every_nth_layer_sees_all, two_bases),
         irrelevant={
             **_OTHER_ACTIVATION,
@@ -233,6 +240,7 @@ FAMILIES: dict[str, Family] = {
         },
         (gate, first_channels_rotary, minimax_experts),
         _ALIASES,
+        {"mlp_intermediate_size": "is the width of a dense MLP, which no layer of this family has"},
     ),
     "gpt_oss": Family(
         LLAMA,
@@ -387,3 +395,5 @@ FAMILIES: dict[str, Family] = {
         (neox_rotary, neox_block),
     ),
 }
+KINDS = {"kimi_k2": "deepseek_v3"}
+"""Another `model_type` of models that a family computes -> that of the family."""

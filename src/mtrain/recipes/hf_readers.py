@@ -149,6 +149,7 @@ def minimax_experts(f: ConfigFile) -> None:
         "qk_norm_type": ("per_layer", "these norms are over all heads of a layer"),
         "shared_intermediate_size": (0, "this family has no shared experts"),
         "attn_type_list": ([1] * f.layers, "every layer has softmax attention"),
+        "sliding_window": (None, "no layer has a window"),
         "router_jitter_noise": (0, "model.moe.input_jitter_eps reaches the router alone, and theirs the experts too"),
         "output_router_logits": (False, "the bias alone balances experts here"),
     }.items():

@@ -228,8 +228,11 @@ def _temperature(factor: float, mscale: float) -> float:
 
 
 def every_layer_slides(f: ConfigFile) -> None:
-    """A window in all layers, where there is one (Mistral, Mixtral)."""
+    """A window in all layers, where there is one that is narrower than the positions (Mistral, Mixtral, Phi-3)."""
     width = f.get("sliding_window")
+    if width is not None and width >= f.get("max_position_embeddings") and not f.get("layer_types"):
+        f.idle(("sliding_window",), "is as wide as the positions, so that every token sees all before it")
+        return
     usual = "full_attention" if width is None else "sliding_attention"
     _windows(f, width, [usual] * f.layers)
 

@@ -67,8 +67,15 @@ def same_model(a: ModelConfig, b: ModelConfig) -> list[str]:
     left, right = _flat(a.model_dump(mode="json")), _flat(b.model_dump(mode="json"))
     left["kv_channels"], right["kv_channels"] = a.head_dim, b.head_dim
     left["num_query_groups"], right["num_query_groups"] = a.query_groups, b.query_groups
+    left["window_size"], right["window_size"] = _narrow(a), _narrow(b)
     keys = {k for k in left.keys() | right.keys() if k not in TRAINING and not k.startswith("published.")}
     return sorted(k for k in keys if left.get(k) != right.get(k))
+
+
+def _narrow(m: ModelConfig) -> int | None:
+    """The window, where some token does not see all before it, or layers with it turn otherwise."""
+    wide = m.window_size is None or m.window_size >= m.max_position_embeddings
+    return None if wide and not m.rotary_base_local else m.window_size
 
 
 def shipped(model: ModelConfig) -> str | None:

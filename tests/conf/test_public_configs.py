@@ -1,0 +1,195 @@
+"""Every model that ships, against a stored copy of its public config.json, read as `recipe import` reads one.
+
+`public_configs.json` holds the facts of each file without names of tokens, of programs and of how weights are stored;
+the public copy, or the public code that holds its values, in which they were seen (`seen` is false where none was);
+and the exact number of parameters where that is known.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from mtrain.config.model import ModelConfig
+from mtrain.config.paths import choices_of_group, conf_dir
+from mtrain.errors import ConfigError
+from mtrain.models.gpt.count import parameters, prediction_parameters
+from mtrain.recipes.hf import import_config, kind_of
+from mtrain.recipes.hf_families import FAMILIES
+from mtrain.recipes.hf_keys import Json
+from mtrain.recipes.hf_write import TRAINING, same_model
+from mtrain.recipes.imported import Imported
+from mtrain.recipes.write import section
+
+FACTS: dict[str, Json] = json.loads((Path(__file__).parent / "public_configs.json").read_text())
+CONFIGS = {name: entry["config"] for name, entry in FACTS.items() if "config" in entry}
+TABLES = {name: entry for name, entry in FACTS.items() if "table" in entry}
+FAMILIES_IN_SMALL = ("deepseek", "gemma", "glm45", "gpt_oss", "llama", "mixtral", "phi3", "pythia")
+OURS = {f"{family}_tiny" for family in FAMILIES_IN_SMALL}
+SAID = re.compile(r"([\d.,]*\d)([BM]) parameters(?! active)")
+"""A number of parameters in the first lines of a model's file."""
+
+Told = dict[str, tuple[Any, Any, str]]
+V2: Told = {
+    "init_method_std": (0.02, 0.006, "0.006 in arXiv 2405.04434, section 3.1.2; its appendix B says no other"),
+}
+V3: Told = {
+    "init_method_std": (0.02, 0.006, "0.006 in arXiv 2412.19437, section 4.2"),
+    "mtp_loss_scaling_factor": (None, 0.3, "no file says it; 0.3 at first in arXiv 2412.19437, section 4.2"),
+}
+BALANCED = "0.9 of config.json is of no report; the weight of the default is trained with"
+TRAINED: dict[str, Told] = {
+    "deepseek_v2": {**V2, "moe.aux_loss_coeff": (0.001, 0.003, "alpha_1 in arXiv 2405.04434, section 3.1.2")},
+    "deepseek_v2_lite": V2,
+    "deepseek_v3": V3,
+    "deepseek_v31": V3,
+    "glm45_air": {"mtp_loss_scaling_factor": (None, 0.3, "no file says it; 0.3 at first in arXiv 2508.06471")},
+    "gpt_oss_20b": {"moe.aux_loss_coeff": (0.15, 0.01, BALANCED)},
+    "gpt_oss_120b": {"moe.aux_loss_coeff": (0.1, 0.01, BALANCED)},
+}
+"""Model -> key of its training alone -> what its config.json makes of it, what ships, and why."""
+NOTHING = {"no effect", "derived here"}
+"""Why a key of a file may be left out of a model that computes the same."""
+ALONE = {"use_sliding_window": "turns on a window that no layer has: it is null, or begins behind the last layer"}
+"""Switches that say nothing without a second key -> why."""
+WHOLE = ("llama32_3b", "deepseek_v3")
+"""Models whose every number and switch is changed, one at a time; of the others one each."""
+
+
+def shipped(name: str) -> ModelConfig:
+    """The composed `model` of a shipped file."""
+    model = section("model", name)
+    assert isinstance(model, ModelConfig)
+    return model
+
+
+def flat(values: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf of nested mappings with its dotted key."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def told(model: ModelConfig) -> Json:
+    """Every key of `model` but those that no config.json can say; the width of a head whether it is said or not."""
+    dump = model.model_dump(exclude={"name", "published"})
+    return {key: value for key, value in flat({**dump, "kv_channels": model.head_dim}) if value is not None}
+
+
+def own(m: ModelConfig) -> int:
+    """Parameters without rows that only pad, and without layers that predict further."""
+    tables = 1 if m.tie_word_embeddings else 2
+    padding = tables * (m.padded_vocab_size - m.vocab_size) * m.hidden_size
+    return parameters(m) - padding - (m.mtp_num_layers or 0) * prediction_parameters(m)
+
+
+@cache
+def read(text: str) -> Imported:
+    """The model of a config.json.
+
+    Raises:
+        ConfigError: it is no model.
+    """
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "config.json"
+        file.write_text(text)
+        return import_config(file)
+
+
+def apart(name: str, config: Json) -> list[str]:
+    """In what the model of a config.json is not the shipped one."""
+    try:
+        found = read(json.dumps(config))
+    except ConfigError as error:
+        return [str(error)]
+    left, right = told(found.run.model), told(shipped(name))
+    known = {key: (there, here) for key, (there, here, _) in TRAINED.get(name, {}).items()}
+    pairs = {key: (left.get(key), right.get(key)) for key in left.keys() | right.keys()}
+    out = [f"{key}: {pair}" for key, pair in pairs.items() if pair != known.get(key, (pair[0], pair[0]))]
+    return [*out, *(f"{u.flag}: {u.why}: {u.text}" for u in found.unplaced if u.why not in NOTHING)]
+
+
+def counting(config: Json) -> list[str]:
+    """The dotted keys of numbers and switches that say something of the model, by the account of the reader."""
+    idle = {u.flag for u in read(json.dumps(config)).unplaced if u.why == "no effect"}
+    idle |= {*FAMILIES[kind_of(config)].irrelevant, *ALONE}
+    return [key for key, value in flat(config) if key not in idle and isinstance(value, int | float)]
+
+
+def changed(config: Json, key: str) -> Json:
+    """A config.json with another value of a number or a switch."""
+    out: Json = json.loads(json.dumps(config))
+    *sections, last = key.split(".")
+    node = out
+    for name in sections:
+        node = node[name]
+    value = node[last]
+    node[last] = not value if isinstance(value, bool) else value * 2 or 1
+    return out
+
+
+def test_every_model_has_a_public_config_or_is_ours() -> None:
+    assert set(choices_of_group("model")) - set(FACTS) == OURS
+    assert not set(FACTS) & OURS
+    assert all(entry["source"] for entry in FACTS.values())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_is_that_of_its_public_config(name: str) -> None:
+    assert apart(name, CONFIGS[name]) == []
+    assert same_model(read(json.dumps(CONFIGS[name])).run.model, shipped(name)) == [], "weights of the Hub do not fit"
+
+
+def test_what_differs_is_of_training_alone() -> None:
+    assert {key for keys in TRAINED.values() for key in keys} <= TRAINING
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_another_fact_is_another_model(name: str) -> None:
+    keys = counting(CONFIGS[name])
+    assert len(keys) >= (4 if "gemma3_" in name else 10)
+    for key in keys if name in WHOLE else [Random(name).choice(keys)]:
+        assert apart(name, changed(CONFIGS[name], key)) != [], key
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_has_the_published_number_of_parameters(name: str) -> None:
+    """With the biases of routers, which are no parameters here."""
+    m, known = shipped(name), FACTS[name]
+    biases = 0
+    if m.moe is not None and m.moe.router_enable_expert_bias:
+        biases = m.moe.num_experts * (m.num_layers - m.moe.first_dense_layers)
+    rounded = pytest.approx(known.get("billions", 0.0) * 1e9, rel=1e-5)
+    assert own(m) + biases == known.get("parameters", rounded)
+
+
+@pytest.mark.parametrize("name", choices_of_group("model"))
+def test_the_number_of_parameters_in_a_file_is_that_of_the_model(name: str) -> None:
+    text = (conf_dir() / f"model/{name}.yaml").read_text()
+    for said, unit in SAID.findall(text):
+        digits = said.replace(",", "")
+        last = 10.0 ** -len(digits.partition(".")[2])
+        assert abs(own(shipped(name)) / {"B": 1e9, "M": 1e6}[unit] - float(digits)) <= last / 2
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_model_of_a_table_has_its_numbers(name: str) -> None:
+    """12 L h^2 + V h for each table of embeddings, and 13 L h + 2 h + S h for biases, norms and positions."""
+    table, m = TABLES[name]["table"], shipped(name)
+    assert {key: getattr(m, key) for key in table} == table
+    heads = (m.num_query_groups, m.kv_channels, m.hidden_size // m.num_attention_heads)
+    assert (*heads, m.gated, m.moe, m.mla) == (None, None, 128, False, None, None)
+    layers, h, embeddings = m.num_layers, m.hidden_size, 1 if m.tie_word_embeddings else 2
+    products = 12 * layers * h * h + embeddings * m.padded_vocab_size * h
+    assert products / 1e9 == pytest.approx(TABLES[name]["billions"], rel=1e-3)
+    assert parameters(m) == products + 13 * layers * h + 2 * h + m.max_position_embeddings * h
