@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from mtrain.config.model import ModelConfig
+from mtrain.recipes.hf_bert import BERT
 from mtrain.recipes.hf_families import FAMILIES
-from mtrain.recipes.hf_keys import Family, Json
+from mtrain.recipes.hf_kind import Kind
 from mtrain.recipes.hf_writers import WRITERS
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One `model_type`."""
-
-    reads: Family
-    writes: Callable[[ModelConfig], Json]
-    """What its `config.json` says of a model beyond the keys that are copied. Raises KeyError, ValueError, TypeError
-    or AttributeError where it can say no such model."""
-    architecture: Callable[[ModelConfig], str]
-    """The class of transformers that loads the folder of a model."""
-
-    @property
-    def family(self) -> str:
-        """`model.family` of the models that it describes."""
-        return str(self.reads.fixed.get("model.family", "gpt"))
-
 
 DECODERS = {
     "llama": "LlamaForCausalLM",
@@ -57,5 +39,6 @@ def _always(name: str) -> Callable[[ModelConfig], str]:
 
 KINDS: dict[str, Kind] = {
     **{kind: Kind(FAMILIES[kind], WRITERS[kind], _always(name)) for kind, name in DECODERS.items()},
+    "bert": BERT,
 }
 """`model_type` -> how it is read and written."""
