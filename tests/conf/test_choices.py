@@ -14,7 +14,8 @@ from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import check
 from mtrain.config.run import GROUPS, RunConfig
 from mtrain.errors import ConfigError
-from mtrain.models.gpt.count import parameters, prediction_parameters
+from mtrain.models.gpt.count import prediction_parameters
+from mtrain.plan.count import parameters
 from tests.support.configs import LAPTOP, errors
 
 FILES = sorted(conf_dir().glob("*/*.yaml"))
@@ -93,6 +94,8 @@ PUBLISHED = {
     "deepseek_v31": 671.03,
     "kimi_k2": 1026.408,
     "moonlight_16b_a3b": 15.960112,
+    "bert_base": 0.110106428,
+    "bert_large": 0.336226108,
 }
 # What the default layout, tp 2, refuses: 25 heads, and biases of experts that are split.
 UNFIT_FOR_TP2 = {"gpt2_xl": ["parallel=single"]}
