@@ -14,7 +14,7 @@ from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import check
 from mtrain.config.run import GROUPS, RunConfig
 from mtrain.errors import ConfigError
-from mtrain.models.gpt.count import parameters
+from mtrain.plan.count import parameters
 from tests.support.configs import LAPTOP, errors
 
 FILES = sorted(conf_dir().glob("*/*.yaml"))

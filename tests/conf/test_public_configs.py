@@ -21,10 +21,11 @@ import pytest
 from mtrain.config.model import ModelConfig
 from mtrain.config.paths import choices_of_group, conf_dir
 from mtrain.errors import ConfigError
-from mtrain.models.gpt.count import parameters, prediction_parameters
+from mtrain.models.gpt.count import prediction_parameters
+from mtrain.plan.count import parameters
 from mtrain.recipes.hf import import_config, kind_of
-from mtrain.recipes.hf_families import FAMILIES
 from mtrain.recipes.hf_keys import Json
+from mtrain.recipes.hf_kinds import KINDS
 from mtrain.recipes.hf_write import TRAINING, same_model
 from mtrain.recipes.imported import Imported
 from mtrain.recipes.write import section
@@ -32,7 +33,7 @@ from mtrain.recipes.write import section
 FACTS: dict[str, Json] = json.loads((Path(__file__).parent / "public_configs.json").read_text())
 CONFIGS = {name: entry["config"] for name, entry in FACTS.items() if "config" in entry}
 TABLES = {name: entry for name, entry in FACTS.items() if "table" in entry}
-FAMILIES_IN_SMALL = ("deepseek", "gemma", "glm45", "gpt_oss", "llama", "mixtral", "phi3", "pythia")
+FAMILIES_IN_SMALL = ("bert", "deepseek", "gemma", "glm45", "gpt_oss", "llama", "mixtral", "phi3", "pythia")
 OURS = {f"{family}_tiny" for family in FAMILIES_IN_SMALL}
 SAID = re.compile(r"([\d.,]*\d)([BM]) parameters(?! active)")
 """A number of parameters in the first lines of a model's file."""
@@ -89,7 +90,8 @@ def told(model: ModelConfig) -> Json:
 def own(m: ModelConfig) -> int:
     """Parameters without rows that only pad, and without layers that predict further."""
     tables = 1 if m.tie_word_embeddings else 2
-    padding = tables * (m.padded_vocab_size - m.vocab_size) * m.hidden_size
+    biases = 0 if m.bert is None else 1
+    padding = (m.padded_vocab_size - m.vocab_size) * (tables * m.hidden_size + biases)
     return parameters(m) - padding - (m.mtp_num_layers or 0) * prediction_parameters(m)
 
 
@@ -122,7 +124,7 @@ def apart(name: str, config: Json) -> list[str]:
 def counting(config: Json) -> list[str]:
     """The dotted keys of numbers and switches that say something of the model, by the account of the reader."""
     idle = {u.flag for u in read(json.dumps(config)).unplaced if u.why == "no effect"}
-    idle |= {*FAMILIES[kind_of(config)].irrelevant, *ALONE}
+    idle |= {*KINDS[kind_of(config)].reads.irrelevant, *ALONE}
     return [key for key, value in flat(config) if key not in idle and isinstance(value, int | float)]
 
 

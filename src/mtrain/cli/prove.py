@@ -27,6 +27,8 @@ UNCOMPARED = float("inf")
 TOLERANCES = {
     "fp32": {"loss": 1e-5, "gradient norm": 1e-5, "gradient": 1e-4, "weight": 1e-3},
     "bf16": {"loss": 2e-3, "gradient norm": 2e-2, "gradient": 5e-2, "weight": 5e-2},
+    # A bias begins at 0: where norms take most of its gradient away, its first steps have the signs of rounding.
+    "bf16 with norms on sums": {"loss": 2e-3, "gradient norm": 2e-2, "gradient": 5e-2, "weight": 1e-1},
     # Half a bit decides which expert a token visits: single gradients of experts are then of other tokens.
     "bf16 with experts": {"loss": 5e-3, "gradient norm": 5e-2, "gradient": UNCOMPARED, "weight": UNCOMPARED},
 }
@@ -93,7 +95,11 @@ def compared(small: RunConfig) -> list[Row]:
         from mtrain.train.prove import compare
 
         dtype = small.precision.format
-        kind = f"{dtype} with experts" if dtype == "bf16" and small.model.moe is not None else dtype
+        kind = dtype
+        if dtype == "bf16" and small.model.moe is not None:
+            kind = "bf16 with experts"
+        elif dtype == "bf16" and small.model.norm_placement == "post_residual":
+            kind = "bf16 with norms on sums"
         centered = small.model.layernorm_zero_centered_gamma
         return compare(
             homes["one"], homes["many"], small.trainer.train_iters, TOLERANCES[kind], zero_centered=centered

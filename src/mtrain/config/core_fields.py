@@ -70,6 +70,12 @@ def _activation(run: RunConfig) -> str:
     return "gelu" if fused_gelu else run.model.activation
 
 
+def _output_init_std(run: RunConfig) -> float:
+    """Of what adds to the residual stream, smaller the more there is; where sums are normed, nothing piles up."""
+    m = run.model
+    return m.init_method_std / (1.0 if m.norm_placement == "post_residual" else math.sqrt(2 * m.num_layers))
+
+
 def _some_layers_in_bf16(run: RunConfig) -> bool:
     return run.precision.num_layers_at_start_in_bf16 + run.precision.num_layers_at_end_in_bf16 > 0
 
@@ -82,7 +88,7 @@ FIELDS: dict[str, Get] = {
     "activation_func": _activation,
     "embedding_init_method_std": lambda r: r.model.embedding_init_method_std or r.model.init_method_std,
     "embedding_init_method": lambda r: r.model.embedding_init_method_std or r.model.init_method_std,
-    "output_layer_init_method": lambda r: r.model.init_method_std / math.sqrt(2 * r.model.num_layers),
+    "output_layer_init_method": _output_init_std,
     "virtual_pipeline_model_parallel_size": lambda r: r.parallel.vpp if r.parallel.vpp > 1 else None,
     "expert_tensor_parallel_size": lambda r: r.parallel.etp or r.parallel.tp,
     "pipeline_model_parallel_layout": lambda r: [s.words() for s in stages(r)] if uneven(r) else None,

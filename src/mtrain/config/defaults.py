@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from mtrain.config.batches import stages
 from mtrain.config.devices import facts_of
+from mtrain.config.families import limited
 from mtrain.config.model import ModelConfig
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.run import RunConfig
@@ -192,6 +193,8 @@ def sample_tokens(run: RunConfig) -> Filled:
     """Text is generated where there is a tokenizer, and whole sequences on a rank."""
     if run.trainer.sample_tokens is not None:
         return {}
+    if limited(run.model.family, "trainer.sample_tokens") is not None:
+        return {"trainer.sample_tokens": (0, f"model.family {run.model.family}, which continues no text")}
     d, cp = run.data, run.parallel.cp
     tokenizer = d.kind == "text" or (d.kind == "indexed" and d.tokenizer is not None)
     why = f"parallel.cp {cp}" if tokenizer and cp > 1 else f"data.kind {d.kind}"

@@ -18,6 +18,7 @@ from mtrain.config.base import (
     Section,
     Width,
 )
+from mtrain.config.bert import BertConfig
 from mtrain.config.experts import MoEConfig
 from mtrain.config.mla import MLAConfig
 from mtrain.config.rope import RopeScalingConfig
@@ -39,12 +40,13 @@ class PublishedConfig(Section):
 
 
 class ModelConfig(Section):
-    """`model`: a decoder-only transformer."""
+    """`model`: a transformer, decoder-only unless `family` says otherwise."""
 
     name: Annotated[str, Field(pattern=NAME, max_length=100), Key(effect=Effect.RUNTIME)] = "custom"
     """Name used in run folders and reports."""
     family: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = "gpt"
-    """Who counts, shrinks and builds it: gpt, a decoder-only transformer, or a family that a plug-in adds."""
+    """Who counts, shrinks and builds it: gpt, a decoder-only transformer, bert, an encoder that is trained on masked
+    tokens, or a family that a plug-in adds."""
     num_layers: Annotated[
         Width,
         Key(
@@ -102,9 +104,9 @@ class ModelConfig(Section):
         bool, Key(feeds="layernorm_zero_centered_gamma", flag="--apply-layernorm-1p")
     ] = False
     """A norm's weight is kept as its distance from 1, which half precision rounds less."""
-    norm_placement: Literal["pre", "post", "pre_and_post"] = "pre"
+    norm_placement: Literal["pre", "post", "pre_and_post", "post_residual"] = "pre"
     """Where the norms of a layer are: before attention and MLP (pre), on what they add to the residual stream (post,
-    OLMo 2), or both (Gemma)."""
+    OLMo 2), both (Gemma), or on the sum with the residual stream (post_residual, BERT)."""
     activation: Annotated[
         Literal["swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "squared_relu"],
         Key(hf="hidden_act", aka="activation_func"),
@@ -288,7 +290,8 @@ class ModelConfig(Section):
             hf="initializer_range",
         ),
     ] = 0.02
-    """Standard deviation of initial weights; output projections are scaled by 1/sqrt(2 num_layers)."""
+    """Standard deviation of initial weights; output projections are scaled by 1/sqrt(2 num_layers), but
+    with norm_placement post_residual."""
     embedding_init_method_std: Annotated[
         Annotated[float, Field(gt=0, le=10)] | None, Key(effect=Effect.NUMERICS, flag="--embedding-init-method-std")
     ] = None
@@ -297,6 +300,8 @@ class ModelConfig(Section):
     """Mixture of experts; null: dense."""
     mla: MLAConfig | None = None
     """Multi-head latent attention (MLA); null: standard attention."""
+    bert: BertConfig | None = None
+    """What the family bert has beside its layers; null: another family."""
     published: Annotated[PublishedConfig | None, Key(effect=Effect.RUNTIME)] = None
     """How the model was trained; null: unknown."""
 

@@ -50,8 +50,19 @@ class Family:
     form: str = "mtrain.models.gpt.form:form"
     """What it learns from samples: a function of (RunConfig, Splits, "train" or "validation") that gives a
     `mtrain.data.batch.Form`, as `package.module:function`. By default the next token."""
+    files: str = "mtrain.models.gpt.hf_files:files"
+    """Its weights in folders of Hugging Face: a function of (`model_type`, the `model` section) that gives the tables
+    that a file may follow, the first of which is written; as `package.module:function`."""
+    auto_class: str = "AutoModelForCausalLM"
+    """The class of transformers that loads such a folder and whose logits an import and an export compare with."""
     writes: bool = True
     """Whether it continues a text, token by token: `generate`, the sample of a run, lm-evaluation-harness."""
+
+    predicts_all: bool = True
+    """Whether each token of a sample is predicted, up to those that `loss_mask` leaves out. If not, speed and model
+    FLOPs count every token that is computed on."""
+    tokens_alone: Callable[[ModelConfig], bool] = lambda model: True
+    """Whether the loss is the cross entropy of tokens and nothing else, so that it has a perplexity."""
 
     parameters: Callable[[ModelConfig], int]
     """Trainable parameters of the model as built, with the padded vocabulary; each shared weight once."""

@@ -13,12 +13,13 @@ from mtrain.config import plug_ins
 from mtrain.config.model import ModelConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.models.base import Family
+from mtrain.models.bert import BERT
 from mtrain.models.gpt import GPT
 
 GROUP = "mtrain.models"
 """Entry point group of families; the entry point's value is a `Family`."""
 
-_SHIPPED = {family.name: family for family in (GPT,)}
+_SHIPPED = {family.name: family for family in (GPT, BERT)}
 
 
 def names() -> tuple[str, ...]:

@@ -11,8 +11,9 @@ from mtrain.config.files import read_text
 from mtrain.config.load import MAX_DEPTH, MAX_NODES, UNSHOWN, refuse_hidden
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft
-from mtrain.recipes.hf_families import FAMILIES, KINDS
+from mtrain.recipes.hf_families import ALIASES
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json
+from mtrain.recipes.hf_kinds import KINDS
 from mtrain.recipes.imported import Imported, as_published, build, name_of
 
 
@@ -24,11 +25,12 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
     """
     source = str(path)
     values = read_json(path, source)
-    family = FAMILIES.get(kind_of(values))
-    if family is None:
-        kinds = ", ".join((*FAMILIES, *KINDS))
+    known = KINDS.get(kind_of(values))
+    if known is None:
+        kinds = ", ".join((*KINDS, *ALIASES))
         rule = f"models of type {values.get('model_type')!r} are not read; those are: {kinds}"
         raise ConfigError([Problem("MT703", "", None, rule, "", source)])
+    family = known.reads
     f = ConfigFile(values, family)
     try:
         d = _read(f, family)
@@ -43,7 +45,7 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
 def kind_of(values: Json) -> str:
     """The `model_type` of the family that reads a file; empty where the file says none."""
     kind = values.get("model_type")
-    return KINDS.get(kind, kind) if isinstance(kind, str) else ""
+    return ALIASES.get(kind, kind) if isinstance(kind, str) else ""
 
 
 def _read(f: ConfigFile, family: Family) -> Draft:

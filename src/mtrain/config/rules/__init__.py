@@ -14,9 +14,11 @@ from mtrain.config.dump import override
 from mtrain.config.problem import plain, problem_of, value_at
 from mtrain.config.rules import (
     batch,
+    bert,
     corpus,
     data,
     experts,
+    families,
     layout,
     model,
     optim,
@@ -44,6 +46,8 @@ _MODULES = (
     routing,
     batch,
     model,
+    families,
+    bert,
     rotary,
     data,
     corpus,

@@ -217,9 +217,9 @@ def half_precision_holds_the_start(run: RunConfig) -> Iterator[Finding]:
 def norms_divide_by_something(run: RunConfig) -> Iterator[Finding]:
     """Epsilon keeps a norm from dividing by nothing, and is small beside a variance of one."""
     eps = run.model.layernorm_epsilon
-    if not 1e-8 <= eps <= 1e-2:
-        danger = "divides 0 by 0 where all channels are equal" if eps < 1e-8 else "shrinks what it should scale"
-        rule = f"a norm with epsilon {eps:g} {danger}: 1e-6 to 1e-5 is common"
+    if not 1e-12 <= eps <= 1e-2:
+        danger = "divides 0 by 0 where all channels are equal" if eps < 1e-12 else "shrinks what it should scale"
+        rule = f"a norm with epsilon {eps:g} {danger}: 1e-6 to 1e-5 is common, and 1e-12 in BERT"
         yield Finding("MT219", "model.layernorm_epsilon", rule, ({"model.layernorm_epsilon": 1e-5},))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from mtrain.config.core_fields import GPT_FIELDS, values
@@ -17,8 +16,7 @@ from mtrain.mcore.rotary import frequencies, multiply_turns
 def chunk(run: RunConfig, config: Any, stage: int | None) -> LanguageModel:
     """The layers of one virtual pipeline stage of this rank, with embedding and loss where they belong to it."""
     ps, m = mcore.parallel_state, run.model
-    parts = backend.Parts(**{field.name: getattr(m, field.name) for field in fields(backend.Parts)})
-    provider = backend.provider(run.kernels, parts)
+    provider = backend.provider(run.kernels, backend.Parts.of(m))
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
     override_operations(run.kernels, m.moe.group_score_topk if m.moe else None)
     if scaling := m.rope_scaling:

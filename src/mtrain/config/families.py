@@ -1,0 +1,73 @@
+"""What a family of models that ships does not have: keys that must stay as they are for it, and its own section.
+
+A family that reads no such key, or of which megatron-core or this system cannot do what the key says, names it here;
+a rule refuses another value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Only:
+    """The values that a key has for a family."""
+
+    key: str
+    values: tuple[Any, ...]
+    """The first one is offered in place of another."""
+    why: str
+    """As it stands behind a value in a message."""
+
+    @property
+    def section(self) -> str:
+        """The section that the key is in."""
+        return self.key.rpartition(".")[0]
+
+
+SECTIONS = {"bert": "model.bert"}
+"""Family -> the section of its own keys, which no other shipped family may have."""
+
+_NOT_BERT = "is no part of BERT"
+_BERT_MODEL = (
+    Only("model.norm_placement", ("post_residual",), "BERT has its norms on the sum with the residual stream"),
+    Only("model.normalization", ("LayerNorm",), "BERT's norms have a mean and a bias"),
+    Only("model.activation", ("gelu",), "BERT's MLP and its head have the exact gelu"),
+    Only("model.position_embedding_type", ("learned_absolute",), "BERT adds an embedding of each position"),
+    Only("model.add_bias_linear", (True,), "every linear layer of BERT has a bias"),
+    Only("model.tie_word_embeddings", (True,), "BERT's output layer shares the embedding's weights"),
+    *(
+        Only(f"model.{key}", (off,), _NOT_BERT)
+        for off, keys in (
+            (
+                None,
+                "num_query_groups kv_channels moe mla mtp_num_layers rope_scaling rope_scaling_factor window_size",
+            ),
+            (None, "softmax_scale attn_logit_softcapping final_logit_softcapping"),
+            (False, "parallel_residual add_qkv_bias qk_layernorm qk_l2_norm scale_embedding"),
+            (False, "layernorm_zero_centered_gamma"),
+            ("vanilla", "softmax_type"),
+        )
+        for key in keys.split()
+    ),
+)
+_WHOLE = "a token of an encoder sees those before and behind it, and samples are whole windows"
+_ENCODER_RUN = (
+    Only("parallel.cp", (1,), "the sequence of an encoder is not sharded over ranks: its first token is pooled"),
+    Only("parallel.hybrid_context_parallel", (False,), _WHOLE),
+    Only("data.packed", (False,), _WHOLE),
+    Only("trainer.sample_tokens", (0,), "it continues no text"),
+)
+ONLY: dict[str, tuple[Only, ...]] = {
+    "gpt": (
+        Only("model.norm_placement", ("pre", "post", "pre_and_post"), "norms on the sum are of the family bert"),
+    ),
+    "bert": (*_BERT_MODEL, *_ENCODER_RUN),
+}
+"""Family -> what its keys are limited to."""
+
+
+def limited(family: str, key: str) -> Only | None:
+    """What a key of a family is limited to, if it is."""
+    return next((only for only in ONLY.get(family, ()) if only.key == key), None)

@@ -1,0 +1,22 @@
+"""BERT: an encoder that is trained to say which tokens were masked, and whether one sentence follows another."""
+
+from mtrain.models.base import Family
+from mtrain.models.bert import count
+from mtrain.models.bert.shrink import shrink
+
+BERT = Family(
+    name="bert",
+    section="bert",
+    builder="mtrain.models.bert.build:chunk",
+    form="mtrain.models.bert.form:form",
+    files="mtrain.models.bert.hf:files",
+    auto_class="AutoModelForMaskedLM",
+    writes=False,
+    predicts_all=False,
+    tokens_alone=lambda model: not count.own(model).next_sentence,
+    parameters=count.parameters,
+    active_parameters=count.parameters,
+    expert_parameters=lambda model: 0,
+    flops_per_token=count.flops_per_token,
+    shrink=shrink,
+)

@@ -1,0 +1,35 @@
+"""This rank's chunk of BERT, with the layers that `kernels` chose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mtrain.config.run import RunConfig
+from mtrain.mcore import api as mcore
+from mtrain.mcore import backend
+from mtrain.mcore.bert_model import BertModel
+from mtrain.mcore.op_overrides import override_operations
+from mtrain.models.bert.count import own
+
+
+def chunk(run: RunConfig, config: Any, stage: int | None) -> BertModel:
+    """The layers of one virtual pipeline stage of this rank, with embedding and heads where they belong to it."""
+    ps, m, bert = mcore.parallel_state, run.model, own(run.model)
+    provider = backend.provider(run.kernels, backend.Parts.of(m, attn_mask="no_mask"))
+    assert run.kernels.loss is not None, "a resolved run says who makes its loss"
+    override_operations(run.kernels, None)
+    return BertModel(
+        config,
+        backend.layer_spec(config, provider, vp_stage=stage),
+        provider.layer_norm(),
+        vocab_size=m.padded_vocab_size,
+        max_sequence_length=m.max_position_embeddings,
+        token_types=bert.type_vocab_size,
+        next_sentence=bert.next_sentence,
+        pad_token=bert.pad_token_id,
+        loss=run.kernels.loss,
+        loss_vocab_size=m.loss_vocab_size,
+        pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        vp_stage=stage,
+    )

@@ -1,0 +1,41 @@
+"""Parameters and floating-point operations of BERT, from its configuration alone."""
+
+from __future__ import annotations
+
+from mtrain.config.bert import BertConfig
+from mtrain.config.model import ModelConfig
+from mtrain.models.gpt.count import layer_parameters
+
+
+def own(model: ModelConfig) -> BertConfig:
+    """The section of the family's own keys, which is there."""
+    assert model.bert is not None, "a model of the family bert has the section model.bert"
+    return model.bert
+
+
+def parameters(model: ModelConfig) -> int:
+    """Trainable parameters of the model as built, with the padded vocabulary; the tied weight once."""
+    hidden = model.hidden_size
+    rows = model.padded_vocab_size + model.max_position_embeddings + own(model).type_vocab_size
+    embeddings = rows * hidden + 2 * hidden
+    head = _square(hidden) + 2 * hidden + model.padded_vocab_size
+    pooled = _square(hidden) + 2 * hidden + 2 if own(model).next_sentence else 0
+    return embeddings + model.num_layers * layer_parameters(model, 0) + head + pooled
+
+
+def _square(width: int) -> int:
+    """A linear layer from a width to itself."""
+    return width * width + width
+
+
+def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
+    """Model FLOPs of one token's forward and backward, without recomputation.
+
+    6 per weight of the layers, of the masked-token head and of the output layer, which every position goes through,
+    and 12 per layer, channel and key of attention. `causal` says nothing here: a token sees the whole sample. What is
+    pooled from one token of a sample is left out.
+    """
+    hidden = model.hidden_size
+    head = _square(hidden) + 2 * hidden + model.padded_vocab_size * (hidden + 1)
+    weights = model.num_layers * layer_parameters(model, 0) + head
+    return 6.0 * weights + 12.0 * model.num_layers * hidden * seq_length

@@ -1,0 +1,71 @@
+"""Hugging Face's names of BERT's weights, in files of today and in published ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mtrain.models.table import QKV, SAME, VOCABULARY, Copy, Entry, Operation, Table
+
+_LAYER, _THEIRS = "encoder.layers.{i}.", "bert.encoder.layer.{i}."
+_HEAD, _EMBEDDINGS = "cls.predictions.", "bert.embeddings."
+
+
+def _with_bias(ours: str, theirs: str, operation: Operation = SAME) -> tuple[Entry, Entry]:
+    weight, bias = (Entry(f"{ours}.{kind}", (f"{theirs}.{kind}",), operation) for kind in ("weight", "bias"))
+    return weight, bias
+
+
+def _qkv(kind: str) -> Entry:
+    theirs = tuple(f"{_THEIRS}attention.self.{name}.{kind}" for name in ("query", "key", "value"))
+    return Entry(f"{_LAYER}self_attention.linear_qkv.{kind}", theirs, QKV)
+
+
+POOLED = (*_with_bias("pooler", "bert.pooler.dense"), *_with_bias("next_sentence", "cls.seq_relationship"))
+BERT = Table(
+    (
+        Entry("embedding.word_embeddings.weight", (f"{_EMBEDDINGS}word_embeddings.weight",), VOCABULARY),
+        Entry("embedding.position_embeddings.weight", (f"{_EMBEDDINGS}position_embeddings.weight",)),
+        Entry("embedding.tokentype_embeddings.weight", (f"{_EMBEDDINGS}token_type_embeddings.weight",)),
+        *_with_bias("embedding.norm", f"{_EMBEDDINGS}LayerNorm"),
+        *_with_bias("head.dense", f"{_HEAD}transform.dense"),
+        *_with_bias("head.norm", f"{_HEAD}transform.LayerNorm"),
+        Entry("output_layer.bias", (f"{_HEAD}bias",), VOCABULARY),
+        *POOLED,
+    ),
+    (
+        _qkv("weight"),
+        _qkv("bias"),
+        *_with_bias(f"{_LAYER}self_attention.linear_proj", f"{_THEIRS}attention.output.dense"),
+        *_with_bias(f"{_LAYER}post_self_attn_layernorm", f"{_THEIRS}attention.output.LayerNorm"),
+        *_with_bias(f"{_LAYER}mlp.linear_fc1", f"{_THEIRS}intermediate.dense"),
+        *_with_bias(f"{_LAYER}mlp.linear_fc2", f"{_THEIRS}output.dense"),
+        *_with_bias(f"{_LAYER}post_mlp_layernorm", f"{_THEIRS}output.LayerNorm"),
+    ),
+    copies=(
+        Copy(f"{_HEAD}decoder.weight", f"{_EMBEDDINGS}word_embeddings.weight"),
+        Copy(f"{_HEAD}decoder.bias", f"{_HEAD}bias"),
+    ),
+    ignored=(r"bert\.embeddings\.(position_ids|token_type_ids)",),
+)
+"""As transformers saves it."""
+UNUSED = (r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\.(weight|bias)")
+"""Of files with more heads than the model that their config.json names: transformers leaves them out, too."""
+
+
+def _old(name: str) -> str:
+    """A norm's weights as TensorFlow called them, and files converted from it still do."""
+    return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+
+
+def files(kind: str, model: Any) -> tuple[Table, ...]:
+    """The tables that a file of BERT may follow; the first is the one that is written."""
+    table = BERT
+    if not model.bert.next_sentence:
+        once = tuple(entry for entry in BERT.once if entry not in POOLED)
+        table = replace(BERT, once=once, ignored=(*BERT.ignored, *UNUSED))
+    older = {
+        part: tuple(replace(entry, theirs=tuple(map(_old, entry.theirs))) for entry in getattr(table, part))
+        for part in ("once", "layer")
+    }
+    return table, replace(table, once=older["once"], layer=older["layer"])

@@ -1,0 +1,104 @@
+"""What the `config.json` of a BERT means, and what it says of one of ours."""
+
+from __future__ import annotations
+
+from mtrain.config.model import ModelConfig
+from mtrain.recipes.hf_families import COMMON
+from mtrain.recipes.hf_keys import ConfigFile, Family, Json
+from mtrain.recipes.hf_kind import Kind
+
+HEADS = {"BertForPreTraining": True, "BertForMaskedLM": False}
+"""Its classes in transformers with a head for masked tokens -> whether there is one for the next sentence, too."""
+CLS, SEP, MASK = 101, 102, 103
+"""Special tokens of every vocabulary that was published with the paper."""
+_NOT_COPIED = ("attention_dropout", "tie_word_embeddings")
+"""Keys of decoders: the one has another name here, the other one value."""
+_WIDTHS = ("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head")
+
+
+def _encoder(f: ConfigFile) -> None:
+    for key in ("model.hidden_dropout", "model.attention_dropout"):
+        f.out[key] = float(f.out[key])
+    text = "changes the numbers: BERT's exact gelu alone is built"
+    f.must("hidden_act", ("gelu", "gelu_python"), text)
+    f.must("position_embedding_type", ("absolute",), "changes the numbers: an embedding of each position is added")
+    f.must("is_decoder", (False,), "changes the numbers: a token sees those before and behind it")
+    text = "changes the numbers: the output layer has the embedding's weights"
+    f.must("tie_word_embeddings", (True,), text)
+
+
+def _heads(f: ConfigFile) -> None:
+    names = f.get("architectures") or ["BertForPreTraining"]
+    known = [name for name in names if name in HEADS] if isinstance(names, list) else []
+    if len(known) != 1 or len(names) > 1:
+        f.refuse("architectures", "not supported", f"changes the numbers: there are {' and '.join(HEADS)}")
+    f.out["model.bert.next_sentence"] = HEADS[known[0]] if known else True
+
+
+def _special_tokens(f: ConfigFile) -> None:
+    """No file says them; those of the published vocabularies, where they fit."""
+    vocab, pad = int(f.get("vocab_size")), f.get("pad_token_id")
+    published = vocab > MASK and pad not in (CLS, SEP, MASK)
+    mask = MASK if published else vocab - (2 if pad == vocab - 1 else 1)
+    cls, sep = (CLS, SEP) if published else (None, None)
+    f.out |= {"model.bert.mask_token_id": mask, "model.bert.cls_token_id": cls, "model.bert.sep_token_id": sep}
+    shown = f"{mask}, {'none' if cls is None else cls} and {'none' if sep is None else sep}"
+    f.notes.append(
+        f"the file does not say which tokens are [MASK], [CLS] and [SEP]: taken as {shown}; "
+        "model.bert.mask_token_id, cls_token_id and sep_token_id say others"
+    )
+
+
+READS = Family(
+    {
+        **{
+            theirs: ours
+            for theirs, ours in COMMON.items()
+            if theirs not in ("attention_dropout", "tie_word_embeddings")
+        },
+        "layer_norm_eps": "model.layernorm_epsilon",
+        "attention_probs_dropout_prob": "model.attention_dropout",
+        "hidden_dropout_prob": "model.hidden_dropout",
+        "type_vocab_size": "model.bert.type_vocab_size",
+        "pad_token_id": "model.bert.pad_token_id",
+    },
+    {
+        "model.family": "bert",
+        "model.normalization": "LayerNorm",
+        "model.norm_placement": "post_residual",
+        "model.activation": "gelu",
+        "model.add_bias_linear": True,
+        "model.position_embedding_type": "learned_absolute",
+        "model.tie_word_embeddings": True,
+    },
+    {
+        "hidden_act": "gelu",
+        "max_position_embeddings": 512,
+        "initializer_range": 0.02,
+        "layer_norm_eps": 1e-12,
+        "attention_probs_dropout_prob": 0.1,
+        "hidden_dropout_prob": 0.1,
+        "type_vocab_size": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+        "is_decoder": False,
+    },
+    (_encoder, _heads, _special_tokens),
+    irrelevant={
+        **dict.fromkeys((*_WIDTHS, "pooler_type", "directionality"), "is read by no layer of this family"),
+        "gradient_checkpointing": "says what is computed again, not what is computed",
+        "output_past": "says what a call returns or keeps, not what the model computes",
+    },
+)
+
+
+def _writes(m: ModelConfig) -> Json:
+    return {"hidden_act": "gelu", "tie_word_embeddings": True}
+
+
+def _architecture(m: ModelConfig) -> str:
+    assert m.bert is not None
+    return next(name for name, pooled in HEADS.items() if pooled == m.bert.next_sentence)
+
+
+BERT = Kind(READS, _writes, _architecture)

@@ -1,0 +1,44 @@
+"""Every `model_type` of Hugging Face that is known, of any family of models: how it is read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mtrain.config.model import ModelConfig
+from mtrain.recipes.hf_bert import BERT
+from mtrain.recipes.hf_families import FAMILIES
+from mtrain.recipes.hf_kind import Kind
+from mtrain.recipes.hf_writers import WRITERS
+
+DECODERS = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
+}
+"""Decoder-only: `model_type` -> its class in transformers, in the order in which one is looked for."""
+
+
+def _always(name: str) -> Callable[[ModelConfig], str]:
+    return lambda model: name
+
+
+KINDS: dict[str, Kind] = {
+    **{kind: Kind(FAMILIES[kind], WRITERS[kind], _always(name)) for kind, name in DECODERS.items()},
+    "bert": BERT,
+}
+"""`model_type` -> how it is read and written."""

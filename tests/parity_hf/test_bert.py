@@ -1,0 +1,284 @@
+"""BERT beside transformers': logits, losses, gradients and steps, on one rank and sharded; files in and out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtrain.cli.main import main
+from mtrain.models.bert import hf
+from mtrain.models.table import to_theirs
+from tests.support.forked import run_alone, run_ranks
+
+PAD = 7
+SHAPE = {
+    "vocab_size": 331,
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "intermediate_size": 100,
+    "max_position_embeddings": 37,
+    "type_vocab_size": 2,
+    "pad_token_id": PAD,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+SAMPLES, LENGTH, STEPS = 4, 34, 2
+WORDS = (
+    f"data=mock data.seq_length={LENGTH} trainer.global_batch_size={SAMPLES} optim.lr=1e-2 optim.warmup_iters=0 "
+    "optim.schedule=constant optim.clip_grad=0.5 optim.eps=1e-4 optim.weight_decay=0.1 trainer.eval_iters=0 "
+    "cluster=cpu kernels=reference"
+)
+LAYOUTS = {
+    "single": (1, "parallel=single trainer.micro_batch_size=4"),
+    "tp2sp": (2, "parallel=tp2sp trainer.micro_batch_size=2"),
+    "pp2": (2, "parallel=pp2 trainer.micro_batch_size=2"),
+    "tp2": (2, "parallel=tp2 trainer.micro_batch_size=4"),
+    "tp2pp2": (4, "parallel=tp2pp2 trainer.micro_batch_size=1"),
+    "dp2, distributed optimizer": (2, "parallel=dp2 parallel.distributed_optimizer=true trainer.micro_batch_size=1"),
+}
+ALWAYS = {("BertForPreTraining", "single"), ("BertForPreTraining", "tp2sp"), ("BertForMaskedLM", "pp2")}
+CASES = [
+    pytest.param(kind, layout, marks=() if (kind, layout) in ALWAYS else pytest.mark.full)
+    for kind in ("BertForPreTraining", "BertForMaskedLM")
+    for layout in LAYOUTS
+]
+Sides = Callable[[str], tuple[Path, dict[str, Any]]]
+
+
+def _model(kind: str) -> Any:
+    """A model of transformers whose every weight has an effect."""
+    import transformers
+
+    made = getattr(transformers, kind)(transformers.BertConfig(**SHAPE)).float().train()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            noise = torch.randn(parameter.shape, generator=draw)
+            scale = 1.0 if "LayerNorm.weight" in name else 0.0
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.2 * noise + scale)
+    return made
+
+
+def _saved(kind: str, folder: Path) -> Path:
+    run_alone(lambda: _model(kind).save_pretrained(folder))
+    return folder
+
+
+def _convert(*words: object) -> int:
+    return int(run_alone(lambda: main(["convert", *map(str, words)])))
+
+
+def _bytes(folder: Path) -> dict[str, bytes]:
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
+
+
+def _loaded(run: Path, layout: str = "single") -> Any:
+    from mtrain.cli.setup import load
+
+    return load([f"run={run / 'run.yaml'}", *WORDS.split(), *LAYOUTS[layout][1].split()]).run
+
+
+def _ours(layout: str, run: Path, out: Path) -> list[tuple[float, float]]:
+    """Losses and norms of two steps in a layout from imported weights; `out` gets the weights before and behind them,
+    the first gradient and, on one rank, the logits.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from mtrain.ckpt import state
+    from mtrain.ckpt.store import Checkpoint
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.prove import record_gradients
+    from mtrain.train.step import train_step
+    from mtrain.world.init import joined
+
+    found = _loaded(run, layout)
+    with joined(found) as world:
+        parts = assemble(found, world, splits_of(found))
+        state.load_weights(Checkpoint.open(run / "checkpoints/step_00000000"), parts.state)
+        if world.size == 1:
+            (batch,) = parts.train_data.microbatches(0)
+            given: Any = (batch["tokens"], batch["position_ids"], None)
+            with torch.no_grad():
+                logits = parts.state.chunks[0](*given, token_types=batch.get("token_types"))
+            torch.save(logits[..., : found.model.vocab_size], out / "logits.pt")
+        state.save(out, found, world, parts.state, {})
+        record_gradients(parts, out / "gradients")
+        results = [train_step(parts, stop_requested=False) for _ in range(STEPS)]
+        state.save(out, found, world, parts.state, {})
+    return [(r.loss, r.grad_norm) for r in results]
+
+
+def _batches(run: Path) -> list[dict[str, Tensor]]:
+    """What is learned in each step, whole."""
+    from mtrain.data.batch import GlobalBatches
+    from mtrain.models.bert.form import form
+    from mtrain.train.assemble import splits_of
+
+    found = _loaded(run)
+    splits = splits_of(found)
+    data = GlobalBatches(splits.train, SAMPLES, SAMPLES, 0, 1, form(found, splits, "train"))
+    return [dict(data.microbatches(step * SAMPLES)[0]) for step in range(STEPS)]  # type: ignore[arg-type]
+
+
+def _theirs(kind: str, run: Path) -> dict[str, Any]:
+    """Logits, losses, norms, the first gradient, and the weights before and behind the steps, by transformers."""
+    made, o = _model(kind), _loaded(run).optim
+    named = dict(made.named_parameters())
+    matrices, others = ([p for p in named.values() if (p.ndim > 1) == many] for many in (True, False))
+    groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
+    out: dict[str, Any] = {"losses": [], "norms": [], "before": {k: p.detach().clone() for k, p in named.items()}}
+    for batch in _batches(run):
+        labels = torch.where(batch["loss_mask"] > 0, batch["labels"], -100)
+        given = {"input_ids": batch["tokens"], "token_type_ids": batch["token_types"], "labels": labels}
+        if "next_sentence" in batch:
+            given["next_sentence_label"] = batch["next_sentence"]
+        found = made(**given)
+        out.setdefault("logits", found[1].detach())
+        found.loss.backward()
+        out.setdefault("gradients", {name: p.grad.clone() for name, p in named.items()})
+        out["losses"].append(float(found.loss.detach()))
+        out["norms"].append(float(torch.nn.utils.clip_grad_norm_(made.parameters(), o.clip_grad)))
+        adam.step()
+        adam.zero_grad()
+    return {**out, "weights": {name: p.detach() for name, p in named.items()}}
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory: pytest.TempPathFactory) -> Sides:
+    """Our run folder with transformers' weights, and what transformers computes; made once for each class."""
+    known: dict[str, tuple[Path, dict[str, Any]]] = {}
+
+    def of(kind: str) -> tuple[Path, dict[str, Any]]:
+        if kind not in known:
+            home = tmp_path_factory.mktemp(kind)
+            assert _convert("import", _saved(kind, home / "theirs"), home / "run") == 0
+            known[kind] = home / "run", run_alone(lambda: _theirs(kind, home / "run"))
+        return known[kind]
+
+    return of
+
+
+def _as_theirs(checkpoint: Path, run: Path) -> dict[str, Tensor]:
+    """The weights, or gradients, that a checkpoint holds, by their names."""
+    from mtrain.train.prove import whole_tensors
+
+    model, out = _loaded(run).model, {}
+    for key, tensor in whole_tensors(checkpoint).items():
+        name = key.removeprefix("model/")
+        if name != key and ".layers." in name:  # all layers are one tensor in a checkpoint
+            out |= {name.replace("layers.", f"layers.{i}."): layer for i, layer in enumerate(tensor)}
+        elif name != key:
+            out[name] = tensor
+    return to_theirs(hf.files("bert", model)[0], model, out)
+
+
+def _apart(
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], scale: dict[str, Tensor], floor: float
+) -> tuple[float, str]:
+    """The largest difference of a tensor as a share of the largest of its `scale`, which is at least the share
+    `floor` of the largest of all, and where it is.
+    """
+    assert ours.keys() == theirs.keys()
+    least = floor * max(float(t.abs().max()) for t in scale.values())  # a key's bias has no effect: rounding alone
+    sizes = {name: max(float(scale[name].abs().max()), least) for name in scale}
+    errors = {name: float((ours[name] - t).abs().max()) / sizes[name] for name, t in theirs.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    return errors[worst], worst
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_two_steps_are_those_of_transformers(kind: str, layout: str, sides: Sides, tmp_path: Path) -> None:
+    run, theirs = sides(kind)
+    ranks, _ = LAYOUTS[layout]
+    found = run_ranks(ranks, _ours, layout, run, tmp_path)[0]
+    for (loss, norm), their_loss, their_norm in zip(found, theirs["losses"], theirs["norms"], strict=True):
+        assert loss == pytest.approx(their_loss, rel=1e-5)
+        assert norm == pytest.approx(their_norm, rel=1e-5)
+    if ranks == 1:
+        logits = torch.load(tmp_path / "logits.pt")
+        assert float((logits - theirs["logits"]).abs().max()) <= 1e-5 * float(theirs["logits"].abs().max())
+    gradients = _as_theirs(tmp_path / "gradients/step_00000000", run)
+    error, where = _apart(gradients, theirs["gradients"], theirs["gradients"], 1e-2)
+    assert error <= 1e-5, where
+    moved = {name: after - theirs["before"][name] for name, after in theirs["weights"].items()}
+    error, where = _apart(_as_theirs(tmp_path / f"step_{STEPS:08d}", run), theirs["weights"], moved, 1.0)
+    assert error <= 1e-4, where
+    assert _convert("export", tmp_path / "step_00000000", tmp_path / "again") == 0
+    assert _bytes(tmp_path / "again") == _bytes(run.parent / "theirs")
+
+
+def test_a_pad_token_learns_nothing_from_where_it_stands(sides: Sides) -> None:
+    """transformers' padding_idx: what is compared above has it in its samples."""
+    run, _ = sides("BertForPreTraining")
+    assert _loaded(run).model.bert.pad_token_id == PAD
+    assert (_batches(run)[0]["tokens"] == PAD).any()
+
+
+def _renamed(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+    return folder
+
+
+def _as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As the files of bert-base-uncased are: norms under TensorFlow's names, both heads, and a table of positions."""
+    words = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    out = {}
+    for name, tensor in tensors.items():
+        for new, old in words.items():
+            name = name.replace(new, old)
+        out[name] = tensor
+    width = SHAPE["hidden_size"]
+    more = {"bert.pooler.dense": (width, width), "cls.seq_relationship": (2, width)}
+    for name, shape in more.items():
+        out |= {f"{name}.weight": torch.zeros(shape), f"{name}.bias": torch.zeros(shape[0])}
+    return out | {"bert.embeddings.position_ids": torch.arange(37).unsqueeze(0)}
+
+
+def test_published_files_with_old_names_and_more_heads_than_their_config_are_read(tmp_path: Path) -> None:
+    plain = _saved("BertForMaskedLM", tmp_path / "plain")
+    old = _renamed(_saved("BertForMaskedLM", tmp_path / "old"), _as_published)
+    assert _convert("import", old, tmp_path / "run") == 0
+    assert _convert("export", tmp_path / "run", tmp_path / "again") == 0
+    assert _bytes(tmp_path / "again") == _bytes(plain)
+
+
+REFUSED = {
+    "hidden_act": "relu",
+    "position_embedding_type": "relative_key",
+    "is_decoder": True,
+    "add_cross_attention": True,
+    "tie_word_embeddings": False,
+    "architectures": ["BertForSequenceClassification"],
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_is_not_built_is_refused_by_name(key: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    shape = {**SHAPE, "model_type": "bert", "architectures": ["BertForMaskedLM"], key: REFUSED[key]}
+    (folder / "config.json").write_text(json.dumps(shape))
+    (folder / "model.safetensors").write_bytes(_empty())
+    assert _convert("import", folder, tmp_path / "run") == 2
+    assert f"{key} = " in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def _empty() -> bytes:
+    from safetensors.torch import save
+
+    return bytes(save({"bert.x": torch.zeros(1)}))
