@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,7 +18,7 @@ from mtrain.config.dump import run_yaml
 from mtrain.config.run import RunConfig
 from mtrain.convert.certificate import Record
 from mtrain.convert.match import Match, OurTensor, checked, match, our_tensors
-from mtrain.convert.read import NAMES, Reader, buffer_of
+from mtrain.convert.read import NAMES, buffer_of
 from mtrain.convert.tensor_file import Writer
 from mtrain.errors import CorruptData
 from mtrain.models.table import Step, Table
@@ -26,6 +26,15 @@ from mtrain.models.table import Step, Table
 FILE_BYTES = 4 << 30
 WAITING = 2
 """Tensors that wait to be written while the next ones are read."""
+
+
+class Source(Protocol):
+    """Weights by the names that a table has for them; `Reader` is one."""
+
+    @property
+    def names(self) -> frozenset[str]: ...
+    def dtype(self, name: str) -> torch.dtype: ...
+    def tensor(self, name: str) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -37,8 +46,12 @@ class _Piece:
     dtype: str
 
 
-def import_weights(reader: Reader, tables: Sequence[Table], run: RunConfig, root: Path) -> tuple[Path, Record]:
+def import_weights(
+    reader: Source, tables: Sequence[Table], run: RunConfig, root: Path, ours: dict[str, OurTensor] | None = None
+) -> tuple[Path, Record]:
     """Write the weights of a folder as the checkpoint of step 0 under `root`, which commits it by a rename.
+
+    `ours` are the tensors of the run's model, where they are known.
 
     Peak memory is that of the tensors of a few steps. The checkpoint holds no optimizer state: training from it
     begins at step 0.
@@ -46,7 +59,7 @@ def import_weights(reader: Reader, tables: Sequence[Table], run: RunConfig, root
     Raises:
         CorruptData: the folder's tensors are not those of the run's model, or cannot be read.
     """
-    ours = our_tensors(run)
+    ours = our_tensors(run) if ours is None else ours
     found = match(tables, run.model, ours, reader.names)
     draft, final = ckpt_folder.draft_of(root, 0), root / ckpt_folder.folder_name(0)
     draft.mkdir(parents=True)
@@ -72,12 +85,12 @@ def import_weights(reader: Reader, tables: Sequence[Table], run: RunConfig, root
     return final, record
 
 
-def _nbytes(reader: Reader, step: Step, ours: dict[str, OurTensor]) -> int:
+def _nbytes(reader: Source, step: Step, ours: dict[str, OurTensor]) -> int:
     """Of what a step makes."""
     return sum(prod(ours[name].shape) for name in step.ours) * _dtype(reader, step).itemsize
 
 
-def _dtype(reader: Reader, step: Step) -> torch.dtype:
+def _dtype(reader: Source, step: Step) -> torch.dtype:
     kinds = {reader.dtype(name) for name in step.theirs}
     if len(kinds) > 1:
         raise CorruptData(f"{', '.join(step.theirs[:3])} have different number formats and make one tensor of ours")
@@ -87,7 +100,7 @@ def _dtype(reader: Reader, step: Step) -> torch.dtype:
     return dtype
 
 
-def _pieces(reader: Reader, step: Step, ours: dict[str, OurTensor]) -> Iterator[_Piece]:
+def _pieces(reader: Source, step: Step, ours: dict[str, OurTensor]) -> Iterator[_Piece]:
     dtype = NAMES[_dtype(reader, step)]
     for name in step.ours:
         for number, spec in enumerate(ours[name].specs):
@@ -95,7 +108,7 @@ def _pieces(reader: Reader, step: Step, ours: dict[str, OurTensor]) -> Iterator[
 
 
 def _write(
-    path: Path, reader: Reader, steps: list[Step], pieces: list[_Piece], model: Any, ours: dict[str, OurTensor]
+    path: Path, reader: Source, steps: list[Step], pieces: list[_Piece], model: Any, ours: dict[str, OurTensor]
 ) -> dict[str, str]:
     """Writes a file; the hash of each of its entries. Reading and writing go on beside each other."""
     hashed = dict.fromkeys((piece.entry for piece in pieces), "0" * 64)
@@ -140,7 +153,7 @@ def _note(tensors: dict[str, Any], piece: _Piece, file: str) -> None:
 _IN_TORCH = {name: str(dtype).removeprefix("torch.") for dtype, name in NAMES.items()}
 
 
-def _check_copies(reader: Reader, found: Match) -> None:
+def _check_copies(reader: Source, found: Match) -> None:
     for name, of in found.copies.items():
         if of in reader.names and not torch.equal(reader.tensor(name), reader.tensor(of)):
             raise CorruptData(f"{name} is to hold what {of} does, and holds something else")
