@@ -32,6 +32,8 @@ class Case:
     experts: int | None = None
     layer: Mapping[str, Any] = field(default_factory=dict)
     """What its layer specification is asked for."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Begins of names of a layer's weights -> what they are saved as: TransformerEngine's layers fuse norms."""
 
 
 GATED = {"gated_linear_unit": True, "add_bias_linear": False, "normalization": "RMSNorm", "ffn_hidden_size": 48}
@@ -41,6 +43,16 @@ LATENT = (
     f"model=llama_tiny {WORDS} model.ffn_hidden_size=48 model.num_query_groups=null model.qk_layernorm=true "
     "+model.mla={q_lora_rank:24,kv_lora_rank:16,qk_head_dim:8,qk_pos_emb_head_dim:8,v_head_dim:8}"
 )
+MIXTRAL_CONFIG = {
+    **GATED,
+    **{"num_query_groups": 2, "num_moe_experts": 4, "moe_ffn_hidden_size": 48, "moe_router_topk": 2},
+}
+LATENT_LAYER = {"multi_latent_attention": True, "qk_layernorm": True}
+LATENT_CONFIG = {
+    **GATED,
+    **{"multi_latent_attention": True, "qk_layernorm": True, "rope_type": "rope"},
+    **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8},
+}
 CASES = {
     "grouped queries, gated": Case(LLAMA, {**GATED, "num_query_groups": 2}),
     "tied, another padding": Case(
@@ -54,17 +66,22 @@ CASES = {
     ),
     "experts": Case(
         MIXTRAL,
-        {**GATED, "num_query_groups": 2, "num_moe_experts": 4, "moe_ffn_hidden_size": 48, "moe_router_topk": 2},
+        MIXTRAL_CONFIG,
         experts=4,
     ),
-    "latent attention": Case(
+    "latent attention": Case(LATENT, LATENT_CONFIG, layer=LATENT_LAYER),
+    "latent attention, fused norms": Case(
         LATENT,
-        {
-            **GATED,
-            **{"multi_latent_attention": True, "qk_layernorm": True, "rope_type": "rope"},
-            **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8},
+        LATENT_CONFIG,
+        layer=LATENT_LAYER,
+        renamed={
+            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
         },
-        layer={"multi_latent_attention": True, "qk_layernorm": True},
+    ),
+    "experts, fused norms": Case(
+        MIXTRAL, MIXTRAL_CONFIG, experts=4, renamed={"pre_mlp_layernorm.": "pre_mlp_layernorm."}
     ),
 }
 
@@ -85,6 +102,11 @@ def build(case: Case, seed: int) -> Any:
     spec = get_gpt_layer_local_spec(
         num_experts=case.experts, moe_grouped_gemm=False, normalization=config.normalization, **case.layer
     )
+    if case.layer:  # its own attention does not know the widths of MLA, and has no weights
+        from megatron.core.transformer.identity_op import IdentityOp
+
+        spec.submodules.self_attention.submodules.core_attention = IdentityOp
+    spec.submodules.sharded_state_dict_keys_map = {**spec.submodules.sharded_state_dict_keys_map, **case.renamed}
     learned = "gpt2" in case.words
     model = GPTModel(
         config=config,

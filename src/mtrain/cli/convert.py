@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
-from mtrain.cli.convert_megatron import export_megatron, import_megatron
+from mtrain.cli.convert_megatron import export_megatron, import_megatron, of_megatron
 from mtrain.cli.drafts import drafted, given_paths, new_folder, read_dtype, source_and_new
 from mtrain.cli.export import newest
 from mtrain.cli.resume import quoted, target_of
@@ -133,7 +133,7 @@ def verify(argv: list[str], *, as_json: bool) -> int:
     adapt()
     from mtrain.convert.compare import compare
 
-    rows, only = compare(*(_weights_at(path) for path in paths))
+    rows, only = compare(*(of_megatron(paths) or [_weights_at(path) for path in paths]))
     apart = [row for row in rows if not row.equal]
     if as_json:
         body = {"tensors": len(rows), "apart": [row._asdict() for row in apart], "only_in_one": only}

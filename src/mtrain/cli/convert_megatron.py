@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from mtrain.cli.drafts import drafted, new_folder, read_dtype, source_and_new
 from mtrain.cli.export import newest
@@ -77,3 +78,32 @@ def export_megatron(argv: list[str]) -> int:
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     say(f"exported {path}: {len(record.source)} weights, {bytes_(size)} in {out}; Megatron-LM: --load {out}")
     return 0
+
+
+def of_megatron(paths: list[Path]) -> list[Any]:
+    """The weights of two places of which at least one is a checkpoint of megatron-core; empty where none is.
+
+    Raises:
+        ConfigError: the other one is neither such a checkpoint nor a run.
+        CorruptData: one cannot be read.
+    """
+    from mtrain.convert.folder import is_folder
+    from mtrain.convert.torch_dist import is_torch_dist
+
+    theirs = [path for path in paths if is_torch_dist(path) and not is_folder(path)]
+    if not theirs:
+        return []
+    from mtrain.convert.megatron import open_weights
+    from mtrain.convert.torch_dist_read import TorchDistReader
+
+    readers = [TorchDistReader(open_weights(path)) for path in theirs]
+    if len(readers) > 1:
+        return readers
+    target, _ = target_of(
+        [str(path) for path in paths if path not in theirs], "convert verify", f"{program()} {EXPORT}"
+    )
+    from mtrain.ckpt.store import Checkpoint
+    from mtrain.convert.torch_dist_read import beside
+
+    path = newest(target)
+    return beside(readers[0], Checkpoint.open(path, verify=False), read_run_file(path / RUN_FILE))

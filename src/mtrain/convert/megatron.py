@@ -49,7 +49,7 @@ def take_megatron(run: RunConfig, source: TorchDist, home: Path) -> tuple[Path, 
     from mtrain.convert.torch_dist_read import TorchDistReader, table_of
 
     reader, ours = TorchDistReader(source), our_tensors(run)
-    return import_weights(reader, (table_of(ours, reader.names),), run, home / CHECKPOINTS, ours)
+    return import_weights(reader, (table_of(ours),), run, home / CHECKPOINTS, ours)
 
 
 def give_megatron(checkpoint: Checkpoint, run: RunConfig, out: Path, dtype: Any, layers: str | None) -> Record:

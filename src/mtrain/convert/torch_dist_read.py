@@ -13,14 +13,18 @@ from typing import Any
 import torch
 
 from mtrain.ckpt.hashes import hash_bytes
-from mtrain.convert.match import OurTensor
+from mtrain.ckpt.store import Checkpoint
+from mtrain.config.run import RunConfig
+from mtrain.convert.compare import OfCheckpoint, Source
+from mtrain.convert.match import OurTensor, our_tensors
+from mtrain.convert.out import Weights
 from mtrain.convert.plain_file import open_plain
 from mtrain.convert.read import DTYPES, buffer_of
 from mtrain.convert.torch_dist import Chunk, Stored, TorchDist
 from mtrain.convert.torch_saved import numbers_of
 from mtrain.errors import CorruptData
 from mtrain.models.gpt.torch_dist import GATE, UP, VOCABULARY, counted_axes, is_weight, one_name
-from mtrain.models.table import GATE_UP, SAME, Copy, Entry, Operation, Table
+from mtrain.models.table import SAME, Copy, Entry, Operation, Table
 
 FORMATS = ("F64", "F32", "F16", "BF16")
 MOST_PARTS = 1 << 20
@@ -63,16 +67,15 @@ class TorchDistReader:
         """
         self.source = source
         self.hashes: dict[str, str] = {}
-        self._held: dict[str, list[Part]] = defaultdict(list)
+        self._held: dict[str, list[tuple[Part, ...]]] = defaultdict(list)
         self._by_place: dict[str, dict[tuple[int, ...], list[Chunk]]] = {}
-        self.left_out = sum(not is_weight(name) for name in source.tensors)
-        """Tensors that are no weights."""
         for stored in source.tensors.values():
             if is_weight(stored.name):
                 self._add(stored)
+        self._join_halves()
         self.names = frozenset(self._held)
         """Of weights, each once."""
-        parts = {part.name: part for held in self._held.values() for part in held}
+        parts = {part.name: part for held in self._held.values() for one in held for part in one}
         self.folder = SimpleNamespace(tensors=parts)
 
     def _add(self, stored: Stored) -> None:
@@ -83,23 +86,27 @@ class TorchDistReader:
         if len(counts) < axes or prod(counts) > MOST_PARTS:
             raise CorruptData(f"{stored.name[:200]} of shape {list(stored.shape)} does not count layers")
         for numbers in product(*map(range, counts)):
-            self._held[one_name(stored.name, numbers)].append(Part(stored, numbers))
+            self._held[one_name(stored.name, numbers)].append((Part(stored, numbers),))
+
+    def _join_halves(self) -> None:
+        for gate in [name for name in self._held if name.endswith(GATE)]:
+            whole = gate.removesuffix(GATE)
+            if f"{whole}{UP}" in self._held:
+                pairs = zip(self._held.pop(gate), self._held.pop(f"{whole}{UP}"), strict=False)
+                self._held[whole] += [first + second for first, second in pairs]
 
     def parts(self, name: str) -> tuple[str, ...]:
         """What is read for a weight: of the checkpoint's tensors that hold it, all."""
-        return tuple(part.name for part in self._held[name])
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of what `tensor` gives."""
-        return self._held[name][0].shape
+        return tuple(part.name for one in self._held[name] for part in one)
 
     def dtype(self, name: str) -> torch.dtype:
         """Of what `tensor` gives."""
-        return DTYPES[self._held[name][0].dtype]
+        return DTYPES[self._held[name][0][0].dtype]
 
     def decoding(self, name: str) -> str:
         """How a weight is put together; empty: it is one tensor."""
-        return "held twice" if len(self._held[name]) > 1 else ""
+        words = ["gate over up"] * (len(self._held[name][0]) > 1) + ["held twice"] * (len(self._held[name]) > 1)
+        return ", ".join(words)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A weight. It may be there under several names, as a norm is; then all are read.
@@ -107,11 +114,18 @@ class TorchDistReader:
         Raises:
             CorruptData: it cannot be read, or what holds it twice does not hold the same.
         """
-        found, *others = (self._read(part) for part in self._held[name])
-        for part, other in zip(self._held[name][1:], others, strict=True):
+        found, *others = (self._whole(parts) for parts in self._held[name])
+        for (part, *_), other in zip(self._held[name][1:], others, strict=True):
             if found.dtype != other.dtype or not torch.equal(found, other):
-                raise CorruptData(f"{part.name} and {self._held[name][0].name} are the same weight and differ")
+                raise CorruptData(f"{part.name} and {self._held[name][0][0].name} are the same weight and differ")
         return found
+
+    def _whole(self, parts: tuple[Part, ...]) -> torch.Tensor:
+        """A weight of its one part, or of its gate and what is gated."""
+        if len({(part.dtype, part.shape[1:]) for part in parts}) > 1:
+            raise CorruptData(f"{parts[0].name} and {parts[1].name} do not fit together")
+        read = [self._read(part) for part in parts]
+        return torch.cat(read) if len(read) > 1 else read[0]
 
     def _read(self, part: Part) -> torch.Tensor:
         out = torch.empty(part.shape, dtype=DTYPES[part.dtype])
@@ -184,22 +198,40 @@ def torch_dist_name(tensor: OurTensor) -> str:
     return one_name(spec.key, spec.offset[: spec.lead])
 
 
-def table_of(ours: Mapping[str, OurTensor], held: frozenset[str] = frozenset()) -> Table:
-    """The table of a model's weights for a checkpoint with the names `held`.
-
-    It is made of megatron-core's own names for our model (`ShardSpec`). A gated weight may be held in halves.
-    """
+def table_of(ours: Mapping[str, OurTensor]) -> Table:
+    """The table of a model's weights; it is made of megatron-core's own names for our model (`ShardSpec`)."""
     return Table(
-        once=tuple(_entry(name, torch_dist_name(tensor), held) for name, tensor in ours.items()),
+        once=tuple(_entry(name, torch_dist_name(tensor)) for name, tensor in ours.items()),
         layer=(),
         copies=(Copy(VOCABULARY[1], VOCABULARY[0]),),
     )
 
 
-def _entry(ours: str, theirs: str, held: frozenset[str]) -> Entry:
-    if theirs in VOCABULARY:
-        return Entry(ours, (theirs,), PADDING)
-    halves = (f"{theirs}{GATE}", f"{theirs}{UP}")
-    if theirs not in held and set(halves) <= held:
-        return Entry(ours, halves, GATE_UP)
-    return Entry(ours, (theirs,), SAME)
+def _entry(ours: str, theirs: str) -> Entry:
+    return Entry(ours, (theirs,), PADDING if theirs in VOCABULARY else SAME)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Weights whose tables of token ids have no padding."""
+
+    source: Source
+    ids: int
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self.source.names
+
+    def tensor(self, name: str) -> torch.Tensor:
+        found = self.source.tensor(name)
+        return found[: self.ids] if name in VOCABULARY else found
+
+
+def beside(reader: TorchDistReader, checkpoint: Checkpoint, run: RunConfig) -> list[Source]:
+    """The weights of a checkpoint of megatron-core and those of one of ours, to be compared; padding is left out.
+
+    Raises:
+        CorruptData: the checkpoint of ours lacks a weight of the run's model.
+    """
+    weights = Weights(checkpoint, run, table_of(our_tensors(run)))
+    return [_Cut(source, run.model.vocab_size) for source in (reader, OfCheckpoint(weights))]
