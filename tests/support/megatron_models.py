@@ -1,4 +1,4 @@
-"""Plain models of megatron-core, saved and loaded by megatron-core itself: the judge of conversions to and from it."""
+"""Plain models of megatron-core, saved and loaded by megatron-core itself: the judge of conversions."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def save(model: Any, folder: Path, metadata: Metadata = None) -> None:
 
 
 def load(model: Any, folder: Path, metadata: Metadata = None) -> set[str]:
-    """Loads weights as megatron-core does, whose own code raises where something is missing; what it does not know."""
+    """Loads weights as megatron-core does; the names that it does not ask for."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 

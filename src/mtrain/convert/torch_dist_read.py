@@ -92,8 +92,10 @@ class TorchDistReader:
         for gate in [name for name in self._held if name.endswith(GATE)]:
             whole = gate.removesuffix(GATE)
             if f"{whole}{UP}" in self._held:
-                pairs = zip(self._held.pop(gate), self._held.pop(f"{whole}{UP}"), strict=False)
-                self._held[whole] += [first + second for first, second in pairs]
+                gates, ups = self._held.pop(gate), self._held.pop(f"{whole}{UP}")
+                if len(gates) != len(ups):
+                    raise CorruptData(f"{whole[:200]} has {len(gates)} gates, and {len(ups)} of what they gate")
+                self._held[whole] += [first + second for first, second in zip(gates, ups, strict=True)]
 
     def parts(self, name: str) -> tuple[str, ...]:
         """What is read for a weight: of the checkpoint's tensors that hold it, all."""
