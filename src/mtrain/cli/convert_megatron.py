@@ -103,7 +103,7 @@ def of_megatron(paths: list[Path]) -> list[Any]:
         [str(path) for path in paths if path not in theirs], "convert verify", f"{program()} {EXPORT}"
     )
     from mtrain.ckpt.store import Checkpoint
-    from mtrain.convert.torch_dist_read import beside
+    from mtrain.convert.torch_dist_table import beside
 
     path = newest(target)
     return beside(readers[0], Checkpoint.open(path, verify=False), read_run_file(path / RUN_FILE))

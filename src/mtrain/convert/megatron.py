@@ -46,7 +46,8 @@ def take_megatron(run: RunConfig, source: TorchDist, home: Path) -> tuple[Path, 
     adapt()
     from mtrain.convert.into import import_weights
     from mtrain.convert.match import our_tensors
-    from mtrain.convert.torch_dist_read import TorchDistReader, table_of
+    from mtrain.convert.torch_dist_read import TorchDistReader
+    from mtrain.convert.torch_dist_table import table_of
 
     reader, ours = TorchDistReader(source), our_tensors(run)
     return import_weights(reader, (table_of(ours),), run, home / CHECKPOINTS, ours)
@@ -72,7 +73,7 @@ def give_megatron(checkpoint: Checkpoint, run: RunConfig, out: Path, dtype: Any,
         raise ConfigError([Problem("MT003", "layers", layers, rule, f"layers={LAYOUTS[1]}", "command line")])
     from mtrain.convert.match import our_tensors
     from mtrain.convert.out import Weights
-    from mtrain.convert.torch_dist_read import table_of
+    from mtrain.convert.torch_dist_table import table_of
     from mtrain.convert.torch_dist_write import export_torch_dist
 
     weights = Weights(checkpoint, run, table_of(our_tensors(run)), dtype)

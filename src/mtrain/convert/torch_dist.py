@@ -121,7 +121,8 @@ def open_torch_dist(path: Path, is_weight: Callable[[str], bool] = lambda name: 
     path = _newest(path)
     _check_backend(path)
     data = read_plain(path / METADATA, MAX_METADATA_BYTES)
-    return _Reading(path, pickled.read(data, ADMITTED, str(path / METADATA))).checkpoint(is_weight)
+    with pickled.without_collecting():
+        return _Reading(path, pickled.read(data, ADMITTED, str(path / METADATA))).checkpoint(is_weight)
 
 
 def _newest(path: Path) -> Path:
@@ -136,7 +137,9 @@ def _newest(path: Path) -> Path:
     if not _ITERATION.fullmatch(text) and text != RELEASE:
         raise CorruptData(f"{path / TRACKER} names no iteration: {text[:40]!r}")
     found = path / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
-    if found.is_symlink() or not (found / METADATA).exists():
+    if found.is_symlink():
+        raise CorruptData(f"{path / TRACKER} says {text}, and {found} is a link, and none is followed")
+    if not (found / METADATA).exists():
         raise CorruptData(f"{path / TRACKER} says {text}, and {found} is no folder with {METADATA}")
     return found
 
