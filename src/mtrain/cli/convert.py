@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
-from mtrain.ckpt.folder import sync
+from mtrain.cli.convert_megatron import export_megatron, import_megatron, of_megatron
+from mtrain.cli.drafts import drafted, given_paths, new_folder, read_dtype, source_and_new
 from mtrain.cli.export import newest
 from mtrain.cli.resume import quoted, target_of
 from mtrain.cli.setup import load
@@ -31,34 +30,38 @@ USAGE = f"{program()} convert import HF_DIR RUN | export RUN HF_DIR | inspect PA
 TOKENS = 64
 MOST_APART = 1e-3
 """Largest difference of logits, as a share of the largest: rounding is a thousandth of it."""
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def run(argv: list[str], *, debug: bool, as_json: bool) -> int:
-    """Runs a subverb; returns the exit code."""
+def run(argv: list[str], *, debug: bool, as_json: bool, megatron: bool = False) -> int:
+    """Runs a subverb; returns the exit code. With `megatron`, the other side is a checkpoint of megatron-core."""
     subverbs: dict[str, Callable[[list[str]], int]] = {
-        "import": import_,
-        "export": export,
+        "import": import_megatron if megatron else import_,
+        "export": export_megatron if megatron else export,
         "inspect": lambda rest: inspect(rest, as_json=as_json),
         "verify": lambda rest: verify(rest, as_json=as_json),
     }
     if not argv or argv[0] not in subverbs:
         said = f"convert has no {argv[0]!r}" if argv else "convert needs to be told what to do"
         raise ConfigError([Problem("MT002", "", None, f"{said}; there are {', '.join(subverbs)}", USAGE)])
+    if megatron and argv[0] not in ("import", "export"):
+        rule = f"--megatron belongs to import and export; {argv[0]} sees what a folder is"
+        raise ConfigError(
+            [Problem("MT010", "", None, rule, f"convert {argv[0]}, without --megatron", "command line")]
+        )
     return subverbs[argv[0]](argv[1:])
 
 
 def import_(argv: list[str]) -> int:
     """`import HF_DIR RUN [overrides]`: a run folder whose checkpoint of step 0 has the weights."""
-    source, out, extra = _two_paths(argv, "import HF_DIR RUN [overrides]")
+    source, out, extra = source_and_new(argv, "import HF_DIR RUN [overrides]")
     from mtrain.convert import certificate
     from mtrain.convert.folder import CONFIG, open_folder
     from mtrain.convert.hugging_face import take
 
     open_folder(source)  # what is not there is said before anything is made
     run = _run_of(source / CONFIG, extra)
-    with _drafted(out, "importing") as draft:
+    with drafted(out, "importing") as draft:
         (draft / RUN_FILE).write_text(run_yaml(run))
         kind, checkpoint, record, folder = take(run, source, draft)
         found = _logits(run, checkpoint, source)
@@ -77,10 +80,8 @@ def export(argv: list[str]) -> int:
     if len(paths) != 1 or unknown:
         said = f"there is no option {unknown[0]}" if unknown else "export needs the folder to write"
         raise ConfigError([Problem("MT002", "", None, said, f"{program()} convert export RUN HF_DIR [dtype=bf16]")])
-    if options.get("dtype", "fp32") not in DTYPES:
-        fix = " or ".join(f"dtype={word}" for word in DTYPES)
-        raise ConfigError([Problem("MT003", "dtype", options["dtype"], "no such format", fix, "command line")])
-    out, path = _new(Path(paths[0]).expanduser()), newest(target)
+    name = read_dtype(options)
+    out, path = new_folder(Path(paths[0]).expanduser()), newest(target)
     from mtrain.convert.hugging_face import adapt, tables
 
     adapt()
@@ -91,11 +92,11 @@ def export(argv: list[str]) -> int:
     from mtrain.convert.out import Weights, export_weights
 
     run, home = read_run_file(path / RUN_FILE), path.parent.parent if path.parent.name == CHECKPOINTS else path
-    dtype = getattr(torch, DTYPES[options["dtype"]]) if "dtype" in options else None
+    dtype = getattr(torch, name) if name else None
     checkpoint = Checkpoint.open(path, verify=False)
     kind, body = _config_of(run, home, options.get("model_type"))
     weights = Weights(checkpoint, run, tables(kind, run.model)[0], dtype)
-    with _drafted(out, "exporting") as draft:
+    with drafted(out, "exporting") as draft:
         record = export_weights(weights, draft)
         stored = str(weights.made()[0].dtype).removeprefix("torch.")
         said = "dtype" if "dtype" in body else "torch_dtype"
@@ -109,7 +110,7 @@ def export(argv: list[str]) -> int:
 
 def inspect(argv: list[str], *, as_json: bool) -> int:
     """`inspect PATH`: names, shapes, formats and totals of a folder, a checkpoint or a file; reads no weight."""
-    (path,) = _paths(argv, 1, "inspect PATH")
+    (path,) = given_paths(argv, 1, "inspect PATH")
     from mtrain.convert.inspect import held, totals
 
     tensors = held(path)
@@ -127,13 +128,13 @@ def inspect(argv: list[str], *, as_json: bool) -> int:
 
 def verify(argv: list[str], *, as_json: bool) -> int:
     """`verify A B`: whether two folders or checkpoints hold the same weights; exit code 4 where they do not."""
-    paths = _paths(argv, 2, "verify A B")
+    paths = given_paths(argv, 2, "verify A B")
     from mtrain.convert.hugging_face import adapt
 
     adapt()
     from mtrain.convert.compare import compare
 
-    rows, only = compare(*(_weights_at(path) for path in paths))
+    rows, only = compare(*(of_megatron(paths) or [_weights_at(path) for path in paths]))
     apart = [row for row in rows if not row.equal]
     if as_json:
         body = {"tensors": len(rows), "apart": [row._asdict() for row in apart], "only_in_one": only}
@@ -273,47 +274,3 @@ def _weights_at(path: Path) -> Any:
     home = checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint
     kind, _ = _config_of(run, home, None)
     return OfCheckpoint(Weights(Checkpoint.open(checkpoint, verify=False), run, tables(kind, run.model)[0]))
-
-
-def _paths(argv: list[str], many: int, usage: str) -> list[Path]:
-    if len(argv) != many or any("=" in word for word in argv):
-        rule = f"convert {usage.split()[0]} needs {many} path{'s' * (many > 1)}"
-        raise ConfigError([Problem("MT002", "", None, rule, f"{program()} convert {usage}")])
-    paths = [Path(word).expanduser() for word in argv]
-    for path in paths:
-        if not path.exists():
-            raise ConfigError([Problem("MT002", "", None, f"{path} does not exist", f"{program()} convert {usage}")])
-    return paths
-
-
-def _two_paths(argv: list[str], usage: str) -> tuple[Path, Path, list[str]]:
-    (source,) = _paths(argv[:1], 1, usage)
-    if len(argv) < 2 or "=" in argv[1]:
-        raise ConfigError(
-            [Problem("MT002", "", None, "the folder to write is missing", f"{program()} convert {usage}")]
-        )
-    return source, _new(Path(argv[1]).expanduser()), argv[2:]
-
-
-def _new(out: Path) -> Path:
-    if out.exists():
-        raise ConfigError([Problem("MT507", "", None, f"{out} is there; a new folder is written", f"{out}-2")])
-    return out
-
-
-@contextmanager
-def _drafted(out: Path, doing: str) -> Iterator[Path]:
-    """A folder beside `out` that gets its name when all is in it; what an interrupted conversion left is removed."""
-    draft = out.with_name(f".{doing}-{out.name}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
-        yield draft
-        for file in draft.rglob("*"):
-            sync(file)
-        sync(draft)
-        draft.rename(out)
-        sync(out.parent)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise

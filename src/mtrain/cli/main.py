@@ -142,6 +142,8 @@ def dispatch(call: Call) -> int:
 
         return show.run(call.arguments, bare="--resolved" in call.flags, as_json=as_json)
     options = {"as_json": as_json} if call.verb in JSON_VERBS else {}
+    if call.verb == "convert":
+        options["megatron"] = "--megatron" in call.flags
     return _worker_verb(call.verb)(call.arguments, debug="--debug" in call.flags, **options)
 
 

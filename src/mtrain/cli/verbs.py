@@ -8,7 +8,7 @@ VERBS = {
     "rehearse": "run the layout on this machine, shrunk: train, save, resume, export, compare",
     "resume": "go on with a run: resume RUN_FOLDER [overrides]",
     "export": "write the weights of a checkpoint as whole tensors: export RUN_FOLDER OUT_FOLDER",
-    "convert": "weights of Hugging Face folders in and out: convert import|export|inspect|verify",
+    "convert": "weights of Hugging Face and Megatron in and out: convert import|export|inspect|verify",
     "generate": "write text with a trained model: generate RUN_FOLDER",
     "evaluate": "loss, perplexity and bits per byte of a checkpoint, or its results in tasks: evaluate RUN_FOLDER",
     "recipe": "list, show, new, diff, lock, verify, import, export: recipe --help",
@@ -24,6 +24,7 @@ JSON_VERBS = ("generate", "evaluate", "convert")
 FLAGS = {
     "--json": "print JSON for a machine, where the page of a verb has it",
     "--resolved": "show: print the bare file that run=FILE reads",
+    "--megatron": "convert import, export: the other side is a checkpoint of megatron-core",
     "--all": "check: every model in every layout, precision and cluster that ships",
     "--config-dir": "a folder of your own choices, as DIR/model/mine.yaml and DIR/recipes/mine.yaml; or MTRAIN_CONF",
     "--multirun": "train, check: one run for each of KEY=A,B or KEY=range(1,4); -m for short",

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 from mtrain.ckpt.folder import MODEL, read_manifest
 from mtrain.config.paths import MANIFEST
-from mtrain.convert.folder import open_folder
+from mtrain.convert.folder import is_folder, open_folder
 from mtrain.convert.tensor_file import BYTES, read_header
+from mtrain.convert.torch_dist import is_torch_dist, open_torch_dist
+from mtrain.models.gpt.torch_dist import is_weight
 
 IN_TORCH = {
     **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32"},
@@ -29,7 +31,8 @@ class Held(NamedTuple):
 
 
 def held(path: Path) -> list[Held]:
-    """The tensors of a safetensors file, of a folder of them, or of a checkpoint's model, by name.
+    """The tensors of a safetensors file, of a folder of them, of a checkpoint's model or of a checkpoint of
+    megatron-core with its optimizer, by name.
 
     Raises:
         CorruptData: it is none of these, or not what it says.
@@ -40,6 +43,8 @@ def held(path: Path) -> list[Held]:
         tensors = read_manifest(path, verify=False)["tensors"]
         found = ((key.removeprefix(MODEL), entry) for key, entry in sorted(tensors.items()) if key.startswith(MODEL))
         return [Held(key, IN_TORCH.get(e["dtype"], e["dtype"]), tuple(e["shape"])) for key, e in found]
+    if is_torch_dist(path) and not is_folder(path):
+        return [Held(name, t.dtype, t.shape) for name, t in sorted(open_torch_dist(path, is_weight).tensors.items())]
     return [Held(t.name, t.dtype, t.shape) for _, t in sorted(open_folder(path).tensors.items())]
 
 

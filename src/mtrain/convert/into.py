@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,12 +17,24 @@ from mtrain.config.dump import run_yaml
 from mtrain.config.run import RunConfig
 from mtrain.convert.certificate import Record
 from mtrain.convert.match import Match, OurTensor, checked, match, our_tensors
-from mtrain.convert.read import NAMES, Reader, buffer_of
+from mtrain.convert.read import NAMES, buffer_of
 from mtrain.convert.tensor_file import Writer, in_turn
 from mtrain.errors import CorruptData
 from mtrain.models.table import Step, Table
 
 FILE_BYTES = 4 << 30
+
+
+class Source(Protocol):
+    """Weights by the names that a table has for them; `Reader` is one."""
+
+    @property
+    def names(self) -> frozenset[str]: ...
+    def dtype(self, name: str) -> torch.dtype: ...
+    def tensor(self, name: str) -> torch.Tensor: ...
+    def hash_of(self, name: str) -> str:
+        """Hex sha256 of what `tensor` gave, where that is what was read; empty where it is not."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,8 +46,12 @@ class _Piece:
     dtype: str
 
 
-def import_weights(reader: Reader, tables: Sequence[Table], run: RunConfig, root: Path) -> tuple[Path, Record]:
+def import_weights(
+    reader: Source, tables: Sequence[Table], run: RunConfig, root: Path, ours: dict[str, OurTensor] | None = None
+) -> tuple[Path, Record]:
     """Write the weights of a folder as the checkpoint of step 0 under `root`, which commits it by a rename.
+
+    `ours` are the tensors of the run's model, where they are known.
 
     Peak memory is that of the tensors of a few steps. The checkpoint holds no optimizer state: training from it
     begins at step 0.
@@ -43,7 +59,7 @@ def import_weights(reader: Reader, tables: Sequence[Table], run: RunConfig, root
     Raises:
         CorruptData: the folder's tensors are not those of the run's model, or cannot be read.
     """
-    ours = our_tensors(run)
+    ours = our_tensors(run) if ours is None else ours
     found = match(tables, run.model, ours, reader.names)
     draft, final = ckpt_folder.draft_of(root, 0), root / ckpt_folder.folder_name(0)
     draft.mkdir(parents=True)
@@ -69,12 +85,12 @@ def import_weights(reader: Reader, tables: Sequence[Table], run: RunConfig, root
     return final, record
 
 
-def _nbytes(reader: Reader, step: Step, ours: dict[str, OurTensor]) -> int:
+def _nbytes(reader: Source, step: Step, ours: dict[str, OurTensor]) -> int:
     """Of what a step makes."""
     return sum(prod(ours[name].shape) for name in step.ours) * _dtype(reader, step).itemsize
 
 
-def _dtype(reader: Reader, step: Step) -> torch.dtype:
+def _dtype(reader: Source, step: Step) -> torch.dtype:
     kinds = {reader.dtype(name) for name in step.theirs}
     if len(kinds) > 1:
         raise CorruptData(f"{', '.join(step.theirs[:3])} have different number formats and make one tensor of ours")
@@ -84,7 +100,7 @@ def _dtype(reader: Reader, step: Step) -> torch.dtype:
     return dtype
 
 
-def _pieces(reader: Reader, step: Step, ours: dict[str, OurTensor]) -> Iterator[_Piece]:
+def _pieces(reader: Source, step: Step, ours: dict[str, OurTensor]) -> Iterator[_Piece]:
     dtype = NAMES[_dtype(reader, step)]
     for name in step.ours:
         for number, spec in enumerate(ours[name].specs):
@@ -92,7 +108,7 @@ def _pieces(reader: Reader, step: Step, ours: dict[str, OurTensor]) -> Iterator[
 
 
 def _write(
-    path: Path, reader: Reader, steps: list[Step], pieces: list[_Piece], model: Any, ours: dict[str, OurTensor]
+    path: Path, reader: Source, steps: list[Step], pieces: list[_Piece], model: Any, ours: dict[str, OurTensor]
 ) -> dict[str, str]:
     """Writes a file; the hash of each of its entries. Reading and writing go on beside each other."""
     hashed = dict.fromkeys((piece.entry for piece in pieces), "0" * 64)
@@ -119,12 +135,11 @@ def _write(
     return hashed
 
 
-def _known(reader: Reader, step: Step, given: list[torch.Tensor], part: torch.Tensor) -> str:
+def _known(reader: Source, step: Step, given: list[torch.Tensor], part: torch.Tensor) -> str:
     """The hash of what is the memory of a tensor as it was read; empty where it is not."""
     for name, tensor in zip(step.theirs, given, strict=True):
-        same = tensor.data_ptr() == part.data_ptr() and tensor.nbytes == part.nbytes and tensor.is_contiguous()
-        if same and not reader.decoding(name):
-            return reader.hashes[name]
+        if tensor.data_ptr() == part.data_ptr() and tensor.nbytes == part.nbytes and tensor.is_contiguous():
+            return reader.hash_of(name)
     return ""
 
 
@@ -142,7 +157,7 @@ def _note(tensors: dict[str, Any], piece: _Piece, file: str) -> None:
 _IN_TORCH = {name: str(dtype).removeprefix("torch.") for dtype, name in NAMES.items()}
 
 
-def _check_copies(reader: Reader, found: Match) -> None:
+def _check_copies(reader: Source, found: Match) -> None:
     for name, of in found.copies.items():
         if of in reader.names and not torch.equal(reader.tensor(name), reader.tensor(of)):
             raise CorruptData(f"{name} is to hold what {of} does, and holds something else")

@@ -100,7 +100,8 @@ def _match(table: Table, model: Any, ours: set[str], theirs: set[str]) -> tuple[
     wrong += [f"{n} is missing" for n in sorted(set(used) - theirs)]
     wrong += [f"nothing makes our {n}" for n in sorted(ours - set(used_ours))]
     wrong += [f"our model has no {n}" for n in sorted(set(used_ours) - ours)]
-    wrong += [f"{n} is used {count} times" for n, count in sorted((used + used_ours).items()) if count > 1]
+    for side in (used, used_ours):  # one name may be that of a tensor on both
+        wrong += [f"{n} is used {count} times" for n, count in sorted(side.items()) if count > 1]
     return Match(table, tuple(steps), copies, tuple(sorted(ignored))), wrong
 
 

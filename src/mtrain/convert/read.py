@@ -86,6 +86,10 @@ class Reader:
             return _of_fp8(name, *parts)
         return _of_mxfp4(name, *parts) if name in self._fp4 else parts[0]
 
+    def hash_of(self, name: str) -> str:
+        """Hex sha256 of a weight that `tensor` has given; empty where it was put together."""
+        return "" if self.decoding(name) else self.hashes[name]
+
     def _part(self, name: str) -> torch.Tensor:
         tensor = load(self.folder.tensors[name])
         if name not in self.hashes:

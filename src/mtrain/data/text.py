@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import tokenizers
 from mtrain import units
 from mtrain.config.files import kind_of
 from mtrain.config.token_files import EOD_NAMES, MAX_TOKENIZER
+from mtrain.data.token_json import check_tokenizer
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 LIMIT_BYTES = MAX_TOKENIZER
@@ -43,10 +45,22 @@ class Tokenizer:
             ) from error
         except UnicodeDecodeError as error:
             raise CorruptData(f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json") from error
-        try:
+        check_tokenizer(self.path, text)
+        with self._faults_named("no tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception
-            raise CorruptData(f"{path}: no tokenizer.json: {error}") from error
+        # they are for batches of a model: texts would be cut, or padded to any length
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    @contextmanager
+    def _faults_named(self, what: str) -> Iterator[None]:
+        """What the library raises, which is bare Exception or, where its own code fails, no Exception at all."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise CorruptData(f"{self.path}: {what}: {str(error)[:500]}") from None
 
     @property
     def vocab_size(self) -> int:
@@ -83,9 +97,15 @@ class Tokenizer:
         return counts
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; no special tokens are added."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Token ids of a text; no special tokens are added, and nothing is cut off or padded.
+
+        Raises:
+            CorruptData: the tokenizer cannot encode it, as where its unknown token is not in its vocabulary.
+        """
+        with self._faults_named("a text cannot be encoded"):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        with self._faults_named("ids cannot be decoded"):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=True)

@@ -1,0 +1,109 @@
+"""`convert import|export --megatron`: weights of megatron-core's checkpoints in and out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mtrain.cli.drafts import drafted, new_folder, read_dtype, source_and_new
+from mtrain.cli.export import newest
+from mtrain.cli.resume import beneath, target_of
+from mtrain.cli.setup import load
+from mtrain.config.dump import run_yaml
+from mtrain.config.paths import RUN_FILE, program
+from mtrain.config.run_file import read_run_file
+from mtrain.errors import ConfigError, Problem, say
+from mtrain.plan.count import parameters
+from mtrain.units import bytes_, count
+
+IMPORT = "import --megatron DIR RUN model=NAME [overrides]"
+EXPORT = "export --megatron RUN DIR"
+_SAY_A_MODEL = ("model", "recipe", "run")
+
+
+def import_megatron(argv: list[str]) -> int:
+    """`import --megatron DIR RUN [overrides]`: a run folder whose checkpoint of step 0 has the weights."""
+    source, out, extra = source_and_new(argv, IMPORT)
+    from mtrain.convert import certificate
+    from mtrain.convert.megatron import KIND, open_weights, take_megatron
+
+    if not any(word.partition("=")[0].partition(".")[0].lstrip("+") in _SAY_A_MODEL for word in extra):
+        rule = f"which model it is, {source} does not say as data; the command line has to"
+        raise ConfigError([Problem("MT002", "model", None, rule, f"{program()} convert {IMPORT}")])
+    opened = open_weights(source)
+    whole = any(word.partition("=")[0] in ("recipe", "run") for word in extra)
+    run = load(extra if whole else beneath(["parallel=single"], extra), to_run=False).run
+    with drafted(out, "importing") as draft:
+        (draft / RUN_FILE).write_text(run_yaml(run))
+        _, record = take_megatron(run, opened, draft)
+        certificate.write(draft, "import", KIND, record, {"left_out": "there is nothing to compare with"})
+    held = len(opened.tensors) - len({name.partition("[")[0] for name in record.source})
+    more = held + opened.objects
+    left = f"; {more} entries are no weights and were left out" if more else ""
+    size = bytes_(sum(tensor.nbytes for tensor in opened.tensors.values() if tensor.chunks))
+    of = f"{count(parameters(run.model))} parameters, {size}"
+    say(f"imported {opened.path}: {of}, into {out}{left}")
+    return 0
+
+
+def export_megatron(argv: list[str]) -> int:
+    """`export --megatron RUN DIR [dtype=D] [layers=stacked|apart]`: a folder that Megatron-LM loads."""
+    usage = f"{program()} convert {EXPORT} [dtype=bf16] [layers=apart]"
+    target, rest = target_of(argv, "convert export", usage)
+    paths = [word for word in rest if "=" not in word]
+    options = dict(word.split("=", 1) for word in rest if "=" in word)
+    unknown = sorted(options.keys() - {"dtype", "layers"})
+    if len(paths) != 1 or unknown:
+        said = f"there is no option {unknown[0]}" if unknown else "export needs the folder to write"
+        raise ConfigError([Problem("MT002", "", None, said, usage)])
+    from mtrain.convert.megatron import KIND, LAYOUTS, give_megatron
+
+    if options.get("layers", LAYOUTS[0]) not in LAYOUTS:
+        fix = " or ".join(f"layers={word}" for word in LAYOUTS)
+        raise ConfigError([Problem("MT003", "layers", options["layers"], "is no layout of layers", fix)])
+    name = read_dtype(options)
+    out, path = new_folder(Path(paths[0]).expanduser()), newest(target)
+    from mtrain.convert.hugging_face import adapt
+
+    adapt()
+    import torch
+
+    from mtrain.ckpt.store import Checkpoint
+    from mtrain.convert import certificate
+
+    run, dtype = read_run_file(path / RUN_FILE), getattr(torch, name) if name else None
+    with drafted(out, "exporting") as draft:
+        record = give_megatron(Checkpoint.open(path, verify=False), run, draft, dtype, options.get("layers"))
+        certificate.write(draft, "export", KIND, record, {"left_out": "there is nothing to compare with"})
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    say(f"exported {path}: {len(record.source)} weights, {bytes_(size)} in {out}; Megatron-LM: --load {out}")
+    return 0
+
+
+def of_megatron(paths: list[Path]) -> list[Any]:
+    """The weights of two places of which at least one is a checkpoint of megatron-core; empty where none is.
+
+    Raises:
+        ConfigError: the other one is neither such a checkpoint nor a run.
+        CorruptData: one cannot be read.
+    """
+    from mtrain.convert.folder import is_folder
+    from mtrain.convert.torch_dist import is_torch_dist
+
+    theirs = [path for path in paths if is_torch_dist(path) and not is_folder(path)]
+    if not theirs:
+        return []
+    from mtrain.convert.megatron import open_weights
+    from mtrain.convert.torch_dist_read import TorchDistReader
+
+    readers = [TorchDistReader(open_weights(path)) for path in theirs]
+    if len(readers) > 1:
+        return readers
+    target, _ = target_of(
+        [str(path) for path in paths if path not in theirs], "convert verify", f"{program()} {EXPORT}"
+    )
+    from mtrain.ckpt.store import Checkpoint
+    from mtrain.convert.torch_dist_table import beside
+
+    path = newest(target)
+    return beside(readers[0], Checkpoint.open(path, verify=False), read_run_file(path / RUN_FILE))

@@ -1,0 +1,86 @@
+"""Paths that a conversion is given, and the folder that it writes: there when all is in it, or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from mtrain.ckpt.folder import sync
+from mtrain.config.paths import program
+from mtrain.errors import ConfigError, Problem
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def given_paths(argv: list[str], many: int, usage: str) -> list[Path]:
+    """The paths that a subverb of `convert` was given, which are there.
+
+    Raises:
+        ConfigError: there are more or fewer than `many`, or one does not exist.
+    """
+    if len(argv) != many or any("=" in word for word in argv):
+        rule = f"convert {usage.split()[0]} needs {many} path{'s' * (many > 1)}"
+        raise ConfigError([Problem("MT002", "", None, rule, f"{program()} convert {usage}")])
+    paths = [Path(word).expanduser() for word in argv]
+    for path in paths:
+        if not path.exists():
+            raise ConfigError([Problem("MT002", "", None, f"{path} does not exist", f"{program()} convert {usage}")])
+    return paths
+
+
+def source_and_new(argv: list[str], usage: str) -> tuple[Path, Path, list[str]]:
+    """What is to be read, the new folder, and the other words.
+
+    Raises:
+        ConfigError: the first is not there, or the second is, or is missing.
+    """
+    (source,) = given_paths(argv[:1], 1, usage)
+    if len(argv) < 2 or "=" in argv[1]:
+        raise ConfigError(
+            [Problem("MT002", "", None, "the folder to write is missing", f"{program()} convert {usage}")]
+        )
+    return source, new_folder(Path(argv[1]).expanduser()), argv[2:]
+
+
+def new_folder(out: Path) -> Path:
+    """A folder that is not there yet.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if out.exists():
+        raise ConfigError([Problem("MT507", "", None, f"{out} is there; a new folder is written", f"{out}-2")])
+    return out
+
+
+def read_dtype(options: Mapping[str, str]) -> str | None:
+    """What torch calls the number format that `dtype=` names; None: it is not said.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+    word = options.get("dtype")
+    if word is not None and word not in DTYPES:
+        fix = " or ".join(f"dtype={known}" for known in DTYPES)
+        raise ConfigError([Problem("MT003", "dtype", word, "no such format", fix, "command line")])
+    return DTYPES[word] if word is not None else None
+
+
+@contextmanager
+def drafted(out: Path, doing: str) -> Iterator[Path]:
+    """A folder beside `out` that gets its name when all is in it; what an interrupted conversion left is removed."""
+    draft = out.with_name(f".{doing}-{out.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        for file in draft.rglob("*"):
+            sync(file)
+        sync(draft)
+        draft.rename(out)
+        sync(out.parent)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise

@@ -1,0 +1,80 @@
+"""A checkpoint of megatron-core as a whole: in as a run's checkpoint, and out as one that Megatron-LM loads."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtrain.config.paths import CHECKPOINTS
+from mtrain.config.run import RunConfig
+from mtrain.convert.certificate import Record
+from mtrain.convert.hugging_face import MOST_TIMES, PADDING, adapt
+from mtrain.convert.torch_dist import TorchDist, open_torch_dist
+from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.models.gpt.torch_dist import is_weight, layers_are_alike
+from mtrain.plan.count import parameters
+from mtrain.units import count
+
+if TYPE_CHECKING:
+    from mtrain.ckpt.store import Checkpoint
+
+KIND = "torch_dist"
+"""What a certificate calls the other side."""
+LAYOUTS = ("stacked", "apart")
+"""How layers lie in an export: along the first axis of one tensor of all, or each in tensors of its own."""
+
+
+def open_weights(source: Path) -> TorchDist:
+    """A checkpoint whose weights can be read; see `open_torch_dist`."""
+    return open_torch_dist(source, is_weight)
+
+
+def take_megatron(run: RunConfig, source: TorchDist, home: Path) -> tuple[Path, Record]:
+    """Import the weights of `source` into the run folder `home` as the checkpoint of step 0.
+
+    Optimizer state, generators and TransformerEngine's state of fp8 are left out. Peak memory is that of the tensors
+    of a few layers, or of the embedding.
+
+    Raises:
+        CorruptData: the weights are not those of the run's model, by name, or cannot be read.
+    """
+    numbers = sum(prod(tensor.shape) for tensor in source.tensors.values() if is_weight(tensor.name))
+    if parameters(run.model) > MOST_TIMES * numbers + PADDING:
+        described = f"the model has {count(parameters(run.model))} parameters"
+        raise CorruptData(f"{described}, and the weights in {source.path} are {count(numbers)} numbers")
+    adapt()
+    from mtrain.convert.into import import_weights
+    from mtrain.convert.match import our_tensors
+    from mtrain.convert.torch_dist_read import TorchDistReader
+    from mtrain.convert.torch_dist_table import table_of
+
+    reader, ours = TorchDistReader(source), our_tensors(run)
+    return import_weights(reader, (table_of(ours),), run, home / CHECKPOINTS, ours)
+
+
+def give_megatron(checkpoint: Checkpoint, run: RunConfig, out: Path, dtype: Any, layers: str | None) -> Record:
+    """Write the weights of `checkpoint` into the folder `out` as Megatron-LM loads them with `--load`.
+
+    Args:
+        checkpoint: of a run.
+        run: whose model it is.
+        out: a folder that is there.
+        dtype: number format of what is written; None: as the checkpoint has it.
+        layers: one of `LAYOUTS`; None: stacked where all layers are alike, as megatron-core's own default is.
+
+    Raises:
+        ConfigError: layers are not alike and are to be stacked.
+        CorruptData: the checkpoint cannot be read.
+    """
+    alike = layers_are_alike(run.model)
+    if layers == LAYOUTS[0] and not alike:
+        rule = "some layers of the model have experts and some have none, so one tensor cannot hold those of all"
+        raise ConfigError([Problem("MT003", "layers", layers, rule, f"layers={LAYOUTS[1]}", "command line")])
+    from mtrain.convert.match import our_tensors
+    from mtrain.convert.out import Weights
+    from mtrain.convert.torch_dist_table import table_of
+    from mtrain.convert.torch_dist_write import export_torch_dist
+
+    weights = Weights(checkpoint, run, table_of(our_tensors(run)), dtype)
+    return export_torch_dist(weights, run, out, stacked=alike if layers is None else layers == LAYOUTS[0])

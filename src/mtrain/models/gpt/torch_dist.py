@@ -1,0 +1,106 @@
+"""What weights of a decoder-only transformer are called in megatron-core's checkpoints of the format `torch_dist`.
+
+megatron-core counts layers in a name (`decoder.layers.3.mlp.linear_fc1.weight`) or along the first axis of one tensor
+of all layers (`decoder.layers.mlp.linear_fc1.weight`), and experts likewise. A norm is called by its own name, or by
+that of the linear layer into which TransformerEngine fuses it. Here each weight of a layer or an expert has one name:
+with all numbers, and the norm's own.
+
+Source: `sharded_state_dict` of megatron-core 0.16.1 (transformer_block, mlp, experts, gpt_layer_specs).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from mtrain.config.model import ModelConfig
+
+PREFIXES = re.compile(r"(?:model\.|module\.)+")
+"""In front of all names, as wrappers of a model write them."""
+NO_WEIGHT = re.compile(
+    r"(?:optimizer|chained_\d+|optim|opt_param_scheduler|rng_state|rerun_state_machine_state|dataloader)\b.*"
+    r"|.*\b_extra_state\b.*"
+)
+"""Names of what a checkpoint holds beside weights: optimizer, generators, TransformerEngine's state of fp8."""
+_UNCOUNTED = re.compile(r"(\.layers|\.experts\.experts)\.(?!\d)")
+_ONE_BY_ONE = (
+    (re.compile(r"\.experts\.local_experts\.(\d+)\."), r".experts.experts.\1."),
+    (re.compile(r"\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)"), r".experts.experts.\2.\1"),
+)
+"""Names of an expert as its module has them: one by one, or grouped."""
+_OWN = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+}
+"""Begin of a norm's name in the linear layer behind it -> of its own."""
+_FUSED = {own: fused for fused, own in _OWN.items()}
+GATE, UP = "_w", "_v"
+"""Behind the name of a gated MLP's weight that is kept in halves."""
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Tables of token ids, which have rows that only pad."""
+
+
+def is_weight(name: str) -> bool:
+    """Whether a tensor of a checkpoint is part of the model."""
+    return not NO_WEIGHT.fullmatch(PREFIXES.sub("", name, count=1) if PREFIXES.match(name) else name)
+
+
+def counted_axes(name: str) -> int:
+    """How many axes of a tensor count layers and experts: as many as its name lacks numbers."""
+    return len(_UNCOUNTED.findall(name))
+
+
+def one_name(name: str, numbers: Sequence[int] = ()) -> str:
+    """The one name of a weight: without prefix, with the numbers that it lacks, and the norm's own."""
+    match = PREFIXES.match(name)
+    name = name[match.end() :] if match else name
+    for number in numbers:
+        name = _UNCOUNTED.sub(rf"\g<1>.{number}.", name, count=1)
+    for pattern, ours in _ONE_BY_ONE:
+        name = pattern.sub(ours, name)
+    for fused, own in _OWN.items():
+        name = name.replace(f".{fused}", f".{own}")
+    return name
+
+
+def names_written(name: str, model: ModelConfig) -> tuple[str, ...]:
+    """What a weight with this one name is called by megatron-core's layers: TransformerEngine's first, then its own.
+
+    They differ in norms of layers with experts and of MLA, which are written twice.
+    """
+    experts = model.moe is not None and (name.startswith("mtp.") or layer_of(name) >= model.moe.first_dense_layers)
+    latent = model.mla is not None
+    fused = {  # by TransformerEngine's layers, by megatron-core's own
+        "input_layernorm.": (not latent, not latent),
+        "pre_mlp_layernorm.": (not experts, not latent),
+        "self_attention.q_layernorm.": (latent, False),
+        "self_attention.kv_layernorm.": (latent, False),
+    }
+    for own, by in fused.items():
+        if f".{own}" in name:
+            return tuple(dict.fromkeys(name.replace(own, _FUSED[own]) if fuses else name for fuses in by))
+    return (name,)
+
+
+def layer_of(name: str) -> int:
+    """The number of the layer that a name with numbers belongs to; -1: to none."""
+    match = re.search(r"\.layers\.(\d+)\.", name)
+    return int(match[1]) if match else -1
+
+
+def gathered(name: str, *, layers: bool) -> tuple[str, tuple[int, ...]]:
+    """A name without the numbers of experts and, with `layers`, of the decoder's layers, and those numbers."""
+    numbers = list[int]()
+    patterns = [r"(^decoder\.layers)\.(\d+)\."] * layers + [r"(\.experts\.experts)\.(\d+)\."]
+    for pattern in patterns:
+        if match := re.search(pattern, name):
+            numbers.append(int(match[2]))
+            name = f"{name[: match.start()]}{match[1]}.{name[match.end() :]}"
+    return name, tuple(numbers)
+
+
+def layers_are_alike(model: ModelConfig) -> bool:
+    """Whether every layer of the decoder has the same weights, so that one tensor can hold those of all."""
+    return model.moe is None or model.moe.first_dense_layers in (0, model.num_layers)

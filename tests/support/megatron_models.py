@@ -1,0 +1,170 @@
+"""Plain models of megatron-core, saved and loaded by megatron-core itself: the judge of conversions."""
+
+from __future__ import annotations
+
+import queue
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support.forked import run_alone
+
+Metadata = dict[str, Any] | None
+SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+IDS = 300
+WORDS = "model.num_layers=2 model.hidden_size=32 model.num_attention_heads=4 model.vocab_size=300 data=mock"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of megatron-core, and the words that describe the same model here."""
+
+    words: str
+    config: Mapping[str, Any]
+    tied: bool = False
+    rows: int = 384
+    """Of its table of token ids."""
+    experts: int | None = None
+    layer: Mapping[str, Any] = field(default_factory=dict)
+    """What its layer specification is asked for."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Begins of names of a layer's weights -> what they are saved as: TransformerEngine's layers fuse norms."""
+
+
+GATED = {"gated_linear_unit": True, "add_bias_linear": False, "normalization": "RMSNorm", "ffn_hidden_size": 48}
+LLAMA = f"model=llama_tiny {WORDS} model.ffn_hidden_size=48 model.num_query_groups=2"
+MIXTRAL = f"model=mixtral_tiny {WORDS} model.ffn_hidden_size=48 model.num_query_groups=2 model.moe.ffn_hidden_size=48"
+LATENT = (
+    f"model=llama_tiny {WORDS} model.ffn_hidden_size=48 model.num_query_groups=null model.qk_layernorm=true "
+    "+model.mla={q_lora_rank:24,kv_lora_rank:16,qk_head_dim:8,qk_pos_emb_head_dim:8,v_head_dim:8}"
+)
+MIXTRAL_CONFIG = {
+    **GATED,
+    **{"num_query_groups": 2, "num_moe_experts": 4, "moe_ffn_hidden_size": 48, "moe_router_topk": 2},
+}
+LATENT_LAYER = {"multi_latent_attention": True, "qk_layernorm": True}
+LATENT_CONFIG = {
+    **GATED,
+    **{"multi_latent_attention": True, "qk_layernorm": True, "rope_type": "rope"},
+    **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8},
+}
+CASES = {
+    "grouped queries, gated": Case(LLAMA, {**GATED, "num_query_groups": 2}),
+    "tied, another padding": Case(
+        f"{LLAMA} model.tie_word_embeddings=true", {**GATED, "num_query_groups": 2}, tied=True, rows=512
+    ),
+    "untied, less padding": Case(LLAMA, {**GATED, "num_query_groups": 2}, rows=304),
+    "layer norms, biases": Case(
+        f"model=gpt2 {WORDS} model.ffn_hidden_size=48 model.max_position_embeddings=64",
+        {"ffn_hidden_size": 48, "add_bias_linear": True},
+        tied=True,
+    ),
+    "experts": Case(
+        MIXTRAL,
+        MIXTRAL_CONFIG,
+        experts=4,
+    ),
+    "latent attention": Case(LATENT, LATENT_CONFIG, layer=LATENT_LAYER),
+    "latent attention, fused norms": Case(
+        LATENT,
+        LATENT_CONFIG,
+        layer=LATENT_LAYER,
+        renamed={
+            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        },
+    ),
+    "experts, fused norms": Case(
+        MIXTRAL, MIXTRAL_CONFIG, experts=4, renamed={"pre_mlp_layernorm.": "pre_mlp_layernorm."}
+    ),
+}
+
+
+def build(case: Case, seed: int) -> Any:
+    """A `GPTModel` with random weights, norms too. Needs a process group of one rank."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1)
+    kind = MLATransformerConfig if case.config.get("multi_latent_attention") else TransformerConfig
+    config = kind(**SIZES, **case.config, use_cpu_initialization=True)
+    spec = get_gpt_layer_local_spec(
+        num_experts=case.experts, moe_grouped_gemm=False, normalization=config.normalization, **case.layer
+    )
+    if case.layer:  # its own attention does not know the widths of MLA, and has no weights
+        from megatron.core.transformer.identity_op import IdentityOp
+
+        spec.submodules.self_attention.submodules.core_attention = IdentityOp
+    spec.submodules.sharded_state_dict_keys_map = {**spec.submodules.sharded_state_dict_keys_map, **case.renamed}
+    learned = "gpt2" in case.words
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=case.rows,
+        max_sequence_length=64,
+        share_embeddings_and_output_weights=case.tied,
+        position_embedding_type="learned_absolute" if learned else "rope",
+    )
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def alone(fn: Callable[[], Any]) -> Any:
+    """`fn()` in a process of its own, the only rank of a gloo world."""
+
+    def run() -> Any:
+        with tempfile.TemporaryDirectory() as scratch:
+            dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=0, world_size=1)
+            try:
+                return fn()
+            finally:
+                dist.destroy_process_group()
+
+    return run_alone(run)
+
+
+def save(model: Any, folder: Path, metadata: Metadata = None) -> None:
+    """Saves weights as megatron-core does, with objects that are no tensors beside them."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()  # of this process: a manager's takes seconds to start
+    folder.mkdir(parents=True)
+    dist_checkpointing.save(state_of(model, metadata), str(folder))
+
+
+def load(model: Any, folder: Path, metadata: Metadata = None) -> set[str]:
+    """Loads weights as megatron-core does; the names that it does not ask for."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    every = StrictHandling.RETURN_ALL
+    loaded, unknown, lacking = dist_checkpointing.load(state_of(model, metadata), str(folder), strict=every)
+    assert all("_extra_state" in key for key in lacking), lacking
+    model.load_state_dict({k: v for k, v in loaded.items() if k in model.state_dict()})
+    return set(unknown)
+
+
+def state_of(model: Any, metadata: Metadata = None) -> dict[str, Any]:
+    """Its sharded state."""
+    found: dict[str, Any] = model.sharded_state_dict(metadata=metadata)
+    return found
+
+
+def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Its parameters."""
+    yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())

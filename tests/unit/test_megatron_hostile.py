@@ -1,0 +1,119 @@
+"""Checkpoints of megatron-core that somebody else made: an error in one line, and nothing else happens."""
+
+from __future__ import annotations
+
+import shutil
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mtrain.cli.main import main
+from tests.support import hostile_torch_dist as hostile
+
+NOWHERE = Path("canary")
+MOST_BYTES = 50 << 20
+"""Of Python's memory, for files of at most 4 MiB."""
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint without a fault, and the folder that holds it."""
+    return hostile.write_good(tmp_path_factory.mktemp("good"))
+
+
+@pytest.fixture
+def copy(good: Path, tmp_path: Path) -> Path:
+    """The same, to be changed."""
+    shutil.copytree(good.parent, tmp_path / "theirs")
+    return tmp_path / "theirs" / good.name
+
+
+@pytest.fixture
+def measured() -> Iterator[None]:
+    """No fault takes much memory."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < MOST_BYTES, f"a file decides how much memory is taken: {peak}"
+
+
+def refused(path: Path, capsys: pytest.CaptureFixture[str], *verb: str) -> str:
+    """The one line that a conversion ends with."""
+    before = {p: p.lstat().st_size for p in path.parent.parent.rglob("*")}
+    assert main(["convert", *(verb or ("inspect",)), str(path)]) == 4
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1, said
+    assert 0 < len(said) < 1000
+    assert "Traceback" not in said
+    assert {p: p.lstat().st_size for p in path.parent.parent.rglob("*")} == before, "something was written"
+    return said
+
+
+def test_a_checkpoint_without_a_fault_is_read(good: Path) -> None:
+    import torch
+
+    from mtrain.convert.megatron import open_weights
+    from mtrain.convert.torch_dist_read import TorchDistReader
+
+    for path in (good, good.parent):
+        reader = TorchDistReader(open_weights(path))
+        assert torch.equal(reader.tensor(hostile.NAME), torch.arange(8.0))
+        assert torch.equal(reader.tensor(hostile.OTHER), torch.ones(4, 8, dtype=torch.bfloat16))
+        assert reader.names == {hostile.NAME, hostile.OTHER}
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("name", hostile.pickles(NOWHERE))
+def test_a_pickle_is_refused_and_runs_nothing(name: str, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    canary = copy.parent.parent / "ran"
+    (copy / ".metadata").write_bytes(hostile.pickles(canary)[name])
+    said = refused(copy, capsys)
+    assert str(copy / ".metadata") in said
+    if name.startswith("calls "):
+        assert f"it names {name.removeprefix('calls ')}, which is no part of a checkpoint" in said
+    assert not canary.exists()
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("name", hostile.METADATA)
+def test_metadata_that_lies_is_refused(name: str, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hostile.change_metadata(copy, hostile.METADATA[name])
+    assert str(copy) in refused(copy, capsys)
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("name", hostile.FOLDERS)
+def test_a_folder_that_leads_elsewhere_is_refused(name: str, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hostile.FOLDERS[name](copy)
+    assert str(copy.parent) in refused(copy.parent, capsys)
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("name", hostile.items(NOWHERE))
+def test_bytes_that_are_no_tensor_are_refused(name: str, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from mtrain.convert.megatron import open_weights
+    from mtrain.convert.torch_dist_read import TorchDistReader
+    from mtrain.errors import CorruptData
+
+    canary = copy.parent.parent / "ran"
+    hostile.put_item(copy, hostile.items(canary)[name])
+    with pytest.raises(CorruptData) as caught:
+        TorchDistReader(open_weights(copy)).tensor(hostile.OTHER)
+    assert hostile.OTHER in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    assert not canary.exists()
+
+
+def test_an_import_of_a_hostile_checkpoint_writes_nothing(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    canary = copy.parent.parent / "ran"
+    (copy / ".metadata").write_bytes(hostile.calls("os", "system", hostile.text(f"touch {canary}")))
+    out = copy.parent.parent / "run"
+    assert main(["convert", "import", "--megatron", str(copy), str(out), "model=llama_tiny"]) == 4
+    assert "it names os.system" in capsys.readouterr().err
+    assert sorted(p.name for p in copy.parent.parent.iterdir()) == [copy.parent.name]
