@@ -190,7 +190,21 @@ def _put(meta: Metadata, name: Any, value: Any) -> None:
 
 
 _NO = TensorProperties(dtype=torch.complex64)
+
+
+def _doubled(times: int) -> Any:
+    """A tuple of itself twice, so many times over: a few bytes of a pickle, and ages to print."""
+    out: Any = ()
+    for _ in range(times):
+        out = (out, out)
+    return out
+
+
 METADATA: dict[str, Callable[[Metadata], None]] = {
+    "a path of 2**200": _stored(relative_path=_doubled(200)),
+    "a first byte of 2**200": _stored(offset=_doubled(200)),
+    "a length of 2**200": _stored(length=_doubled(200)),
+    "a shape of 2**200": _set(size=_doubled(200)),
     "a path above": _stored(relative_path="../x.distcp"),
     "a path from the root": _stored(relative_path="/etc/passwd"),
     "a path below": _stored(relative_path="x/y.distcp"),

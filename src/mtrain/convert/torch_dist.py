@@ -176,9 +176,7 @@ class _Reading:
         self.check_apart(places)
         out, objects = dict[str, Stored](), 0
         for name, value in self.pairs(fields.get("state_dict_metadata"), "state_dict_metadata"):
-            if (
-                not isinstance(name, str) or not name
-            ):  # first: deep nests take ages to print or hash
+            if not isinstance(name, str) or not name:  # first: deep nests take ages to print or hash
                 raise self.refused("a tensor has a name that is no text")
             if name in out:
                 raise self.refused(f"{name[:200]!r} is there twice")
