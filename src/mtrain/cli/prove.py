@@ -95,7 +95,7 @@ def compared(small: RunConfig) -> list[Row]:
         from mtrain.train.prove import compare
 
         dtype = small.precision.format
-        kind = dtype
+        kind: str = dtype
         if dtype == "bf16" and small.model.moe is not None:
             kind = "bf16 with experts"
         elif dtype == "bf16" and small.model.norm_placement == "post_residual":

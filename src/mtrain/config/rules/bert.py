@@ -8,6 +8,8 @@ from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
 
+FEWEST_IDS = 1024
+"""Of a tokenizer that is worth training."""
 IDS = ("mask_token_id", "cls_token_id", "sep_token_id", "pad_token_id")
 
 
@@ -66,8 +68,35 @@ def two_sentences_have_two_kinds(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT252", "model.bert.type_vocab_size", rule, fixes)
 
 
+@rule(
+    Code("MT253", severity="warning", example="model=bert_tiny data=stdlib model.bert.mask_token_id=103"),
+    reads=" ".join(
+        (
+            *("data.kind", "data.tokenizer", "data.tokenizer_vocab_size", "model.vocab_size"),
+            *(f"model.bert.{name}" for name in IDS),
+        )
+    ),
+)
+def special_tokens_are_no_text(run: RunConfig) -> Iterator[Finding]:
+    """The ids of a tokenizer that is trained here are all of text: a special token is another one."""
+    b, d, vocab = run.model.bert, run.data, run.model.vocab_size
+    if b is None or d.kind != "text" or d.tokenizer is not None:
+        return
+    lowest = min(b.special_ids)
+    for last, name in enumerate(IDS, 1):
+        token = getattr(b, name)
+        if token is None or token >= d.tokenizer_vocab_size:
+            continue
+        rule = f"is a token of text: data.tokenizer_vocab_size {d.tokenizer_vocab_size} makes ids from 0"
+        fixes: list[Change] = [{"data.tokenizer_vocab_size": lowest}] if lowest >= FEWEST_IDS else []
+        fixes += [{f"model.bert.{name}": vocab - last}] if vocab - last >= d.tokenizer_vocab_size else []
+        fixes += [{f"model.bert.{name}": None}] if name != "mask_token_id" else []
+        yield Finding("MT253", f"model.bert.{name}", rule, tuple(fixes))
+
+
 RULES = (
     special_tokens_are_ids_of_their_own,
     special_tokens_leave_room_for_text,
     two_sentences_have_two_kinds,
+    special_tokens_are_no_text,
 )

@@ -1,0 +1,175 @@
+"""BERT without ranks: what its samples become, what it counts, and what is refused for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mtrain.cli.setup import load
+from mtrain.config.bert import BertConfig
+from mtrain.config.compose import compose
+from mtrain.config.families import ONLY
+from mtrain.config.rules import apply
+from mtrain.data import open_splits, prepare
+from mtrain.data.batch import GlobalBatches
+from mtrain.errors import ConfigError
+from mtrain.models.bert import count
+from mtrain.models.bert.form import form
+from mtrain.plan.count import parameters
+from tests.support.configs import LAPTOP, errors
+
+MASK, CLS, SEP, VOCAB, LENGTH = 397, 398, 399, 400, 64
+IDS = {"mask_token_id": MASK, "cls_token_id": CLS, "sep_token_id": SEP}
+
+
+def _batches(part: str = "train", *, seed: int = 1, micro: int = 4, batch: int = 4, **bert: Any) -> Any:
+    """The steps of one rank over synthetic tokens of which none is a special one."""
+    run = compose(
+        ["model=bert_tiny", "data=mock", f"data.seq_length={LENGTH}", f"trainer.seed={seed}", "parallel=single"]
+    ).run
+    model = run.model.model_copy(update={"vocab_size": VOCAB, "bert": BertConfig(**{**IDS, **bert})})
+    run = run.model_copy(update={"model": model})
+    splits = open_splits(run.data, MASK, seed, prepare(run.data))
+    made = form(run, splits, part)
+    return GlobalBatches(getattr(splits, part), batch, micro, 0, 1, made)
+
+
+def _whole(data: Any, first: int = 0, size: int | None = None) -> dict[str, torch.Tensor]:
+    parts = data.microbatches(first, size)
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
+def test_a_share_of_each_sample_is_chosen_and_most_of_it_masked() -> None:
+    b = _whole(_batches(batch=400, micro=400))
+    chosen = b["loss_mask"] == 1
+    assert (chosen.sum(1) == round(0.15 * LENGTH)).all()
+    assert not (chosen & torch.isin(b["labels"], torch.tensor([CLS, SEP]))).any(), "special tokens are not predicted"
+    read, meant = b["tokens"][chosen], b["labels"][chosen]
+    assert float((read == MASK).float().mean()) == pytest.approx(0.8, abs=0.03)
+    assert float((read == meant).float().mean()) == pytest.approx(0.1, abs=0.03)
+    assert (b["tokens"] == b["labels"])[~chosen].all()
+    places = chosen.float().mean(0)[1:30]
+    assert float(places.max()) < 2 * float(places.min()), "every place is chosen about as often"
+
+
+def test_a_pair_is_two_halves_of_which_the_second_may_be_anothers() -> None:
+    pairs, alone = _whole(_batches(batch=200, micro=50)), _whole(_batches(batch=200, micro=50, next_sentence=False))
+    text, apart = pairs["labels"], pairs["next_sentence"]
+    assert 60 < int(apart.sum()) < 140
+    assert (text[:, 0] == CLS).all()
+    first = LENGTH - 3 - (LENGTH - 3) // 2
+    assert ((text == SEP).nonzero()[:, 1].reshape(-1, 2) == torch.tensor([first + 1, LENGTH - 1])).all()
+    assert (pairs["token_types"] == (torch.arange(LENGTH) >= first + 2).long()).all()
+    whole = alone["labels"]
+    assert (text[:, 1 : first + 1] == whole[:, 1 : first + 1]).all()
+    follows = (text[:, first + 2 : -1] == whole[:, first + 1 : LENGTH - 2]).all(1)
+    assert (follows == (apart == 0)).all()
+    assert "next_sentence" not in alone
+    assert int(alone["token_types"].sum()) == 0
+
+
+def test_what_is_drawn_depends_on_seed_split_and_sample_alone() -> None:
+    whole = _whole(_batches(batch=8, micro=8))
+    for again in (_batches(batch=8, micro=2), _batches(batch=8, micro=1)):
+        assert all(torch.equal(value, whole[key]) for key, value in _whole(again).items())
+    later = _whole(_batches(batch=4, micro=4), first=4)
+    assert all(torch.equal(value, whole[key][4:]) for key, value in later.items()), "a resumed run goes on with them"
+    for other in (_batches(batch=8, micro=8, seed=2), _batches("validation", batch=8, micro=8)):
+        assert not torch.equal(_whole(other)["loss_mask"], whole["loss_mask"])
+    assert not torch.equal(whole["loss_mask"][0, 1:30], whole["loss_mask"][1, 1:30])
+
+
+def test_ids_that_are_never_chosen_leave_fewer() -> None:
+    data = _batches(pad_token_id=5, next_sentence=False)
+    (batch,) = data.microbatches(0)
+    assert not (batch["loss_mask"].bool() & (batch["labels"] == 5)).any()
+    windows = torch.full((2, LENGTH + 1), 5)
+    windows[1, 7] = 6
+    found = data.form(windows, np.array([0, 1]))
+    assert found["loss_mask"].sum(1).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("name", "published"), [("bert_base", 110_106_428), ("bert_large", 336_226_108)])
+def test_the_published_count_has_no_padding(name: str, published: int) -> None:
+    m = compose([f"model={name}"]).run.model
+    assert parameters(m) - (m.padded_vocab_size - m.vocab_size) * (m.hidden_size + 1) == published
+
+
+def test_attention_to_both_sides_is_counted_in_full() -> None:
+    m = compose(["model=bert_base"]).run.model
+    twice = count.flops_per_token(m, 512) - count.flops_per_token(m, 256)
+    assert twice == 12.0 * 12 * 768 * 256
+    assert count.flops_per_token(m, 512, causal=True) == count.flops_per_token(m, 512, causal=False)
+
+
+ODD: dict[str, Any] = {
+    "model.norm_placement": "pre",
+    "model.normalization": "RMSNorm",
+    "model.activation": "swiglu",
+    "model.position_embedding_type": "rope",
+    "model.add_bias_linear": False,
+    "model.tie_word_embeddings": False,
+    "model.num_query_groups": 4,
+    "model.kv_channels": 64,
+    "model.moe": {"num_experts": 4, "ffn_hidden_size": 64},
+    "model.mla": {"kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16},
+    "model.mtp_num_layers": 1,
+    "model.rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+    "model.rope_scaling_factor": 8.0,
+    "model.window_size": 16,
+    "model.softmax_scale": 0.5,
+    "model.attn_logit_softcapping": 50.0,
+    "model.final_logit_softcapping": 30.0,
+    "model.parallel_residual": True,
+    "model.add_qkv_bias": True,
+    "model.qk_layernorm": True,
+    "model.qk_l2_norm": True,
+    "model.scale_embedding": True,
+    "model.layernorm_zero_centered_gamma": True,
+    "model.softmax_type": "learnable",
+    "parallel.cp": 2,
+    "parallel.hybrid_context_parallel": True,
+    "data.packed": True,
+    "trainer.sample_tokens": 8,
+}
+
+
+@pytest.mark.parametrize("key", ODD)
+def test_what_bert_does_not_have_is_refused(key: str) -> None:
+    assert {only.key for only in ONLY["bert"]} == ODD.keys()
+    run = apply(compose(["model=bert_tiny", "parallel=single", "cluster=cpu"]).run, {key: ODD[key]})
+    assert ("MT248", key) in {(p.code, p.path) for p in errors(run)}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "fix"),
+    [
+        ("model=bert_tiny model.window_size=16", "MT248", "model.window_size=null"),
+        ("model=bert_tiny model.norm_placement=pre", "MT248", "model.norm_placement=post_residual"),
+        ("model=bert_tiny parallel=cp2", "MT248", "parallel.cp=1"),
+        ("model=bert_tiny data.packed=true", "MT248", "data.packed=false"),
+        ("model.norm_placement=post_residual", "MT248", "model.norm_placement=pre or model.norm_placement=post"),
+        ("model.bert={}", "MT249", "model.bert=null"),
+        ("model=bert_tiny model.bert=null", "MT246", "model.bert={...}, or model.family=gpt"),
+        ("model=bert_tiny model.bert.mask_token_id=4099", "MT250", "model.bert.mask_token_id=4098"),
+        ("model=bert_tiny model.bert.sep_token_id=4096", "MT250", "model.bert.sep_token_id=null"),
+        ("model=bert_tiny data.seq_length=6", "MT251", "data.seq_length=32"),
+        ("model=bert_base data=stdlib model.bert.next_sentence=false", "MT253", "model.bert.mask_token_id=30521"),
+        ("model=bert_tiny data.tokenizer_vocab_size=4098", "MT253", "data.tokenizer_vocab_size=4096"),
+        ("model=bert_tiny model.bert.type_vocab_size=1", "MT252", "model.bert.type_vocab_size=2"),
+    ],
+)
+def test_a_fix_is_offered(words: str, code: str, fix: str) -> None:
+    try:
+        problems = load(words.split(), LAPTOP, {}).warnings
+    except ConfigError as raised:
+        problems = raised.problems
+    found = {problem.code: problem for problem in reversed(problems)}
+    assert found[code].fix.startswith(fix), found[code].fix
+
+
+def test_no_text_is_written_at_the_end_of_a_run() -> None:
+    assert load(["model=bert_tiny", "data=stdlib"], LAPTOP, {}).run.trainer.sample_tokens == 0
