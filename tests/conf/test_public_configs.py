@@ -33,7 +33,7 @@ from mtrain.recipes.write import section
 FACTS: dict[str, Json] = json.loads((Path(__file__).parent / "public_configs.json").read_text())
 CONFIGS = {name: entry["config"] for name, entry in FACTS.items() if "config" in entry}
 TABLES = {name: entry for name, entry in FACTS.items() if "table" in entry}
-FAMILIES_IN_SMALL = ("bert", "deepseek", "gemma", "glm45", "gpt_oss", "llama", "mixtral", "phi3", "pythia")
+FAMILIES_IN_SMALL = ("bert", "deepseek", "gemma", "glm45", "gpt_oss", "llama", "mixtral", "phi3", "pythia", "t5")
 OURS = {f"{family}_tiny" for family in FAMILIES_IN_SMALL}
 SAID = re.compile(r"([\d.,]*\d)([BM]) parameters(?! active)")
 """A number of parameters in the first lines of a model's file."""
@@ -47,7 +47,10 @@ V3: Told = {
     "mtp_loss_scaling_factor": (None, 0.3, "no file says it; 0.3 at first in arXiv 2412.19437, section 4.2"),
 }
 BALANCED = "0.9 of config.json is of no report; the weight of the default is trained with"
+UNDROPPED = "0.1 is of fine-tuning; pre-training is without, as T5 v1.1's was (its README)"
+T5: Told = {key: (0.1, 0.0, UNDROPPED) for key in ("attention_dropout", "hidden_dropout")}
 TRAINED: dict[str, Told] = {
+    **{name: T5 for name in CONFIGS if name.startswith("t5_")},
     "deepseek_v2": {**V2, "moe.aux_loss_coeff": (0.001, 0.003, "alpha_1 in arXiv 2405.04434, section 3.1.2")},
     "deepseek_v2_lite": V2,
     "deepseek_v3": V3,
