@@ -19,6 +19,7 @@ from mtrain.config.base import (
     Width,
 )
 from mtrain.config.experts import MoEConfig
+from mtrain.config.llava import LlavaConfig
 from mtrain.config.mla import MLAConfig
 from mtrain.config.rope import RopeScalingConfig
 
@@ -297,6 +298,8 @@ class ModelConfig(Section):
     """Mixture of experts; null: dense."""
     mla: MLAConfig | None = None
     """Multi-head latent attention (MLA); null: standard attention."""
+    llava: Annotated[LlavaConfig | None, Key(when="model.family=llava")] = None
+    """Vision tower and projector of the family llava; null: another family."""
     published: Annotated[PublishedConfig | None, Key(effect=Effect.RUNTIME)] = None
     """How the model was trained; null: unknown."""
 

@@ -50,6 +50,11 @@ class Family:
     form: str = "mtrain.models.gpt.form:form"
     """What it learns from samples: a function of (RunConfig, Splits, "train" or "validation") that gives a
     `mtrain.data.batch.Form`, as `package.module:function`. By default the next token."""
+    files: str = "mtrain.models.gpt.hf_files:files"
+    """Its weights in folders of Hugging Face: a function of (`model_type`, the `model` section) that gives the tables
+    that a file may follow, the first of which is written; as `package.module:function`."""
+    auto_class: str = "AutoModelForCausalLM"
+    """The class of transformers that loads such a folder and whose logits an import and an export compare with."""
     writes: bool = True
     """Whether it continues a text, token by token: `generate`, the sample of a run, lm-evaluation-harness."""
 
@@ -61,3 +66,5 @@ class Family:
     """Those of routed experts, which expert parallelism shards."""
     flops_per_token: Flops
     shrink: Shrink
+    frozen_parameters: Callable[[ModelConfig], int] = lambda model: 0
+    """Those of `parameters` that are not trained: they have neither gradient nor optimizer state."""

@@ -14,11 +14,12 @@ from mtrain.config.model import ModelConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.models.base import Family
 from mtrain.models.gpt import GPT
+from mtrain.models.llava import LLAVA
 
 GROUP = "mtrain.models"
 """Entry point group of families; the entry point's value is a `Family`."""
 
-_SHIPPED = {family.name: family for family in (GPT,)}
+_SHIPPED = {family.name: family for family in (GPT, LLAVA)}
 
 
 def names() -> tuple[str, ...]:
