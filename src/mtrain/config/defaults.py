@@ -57,6 +57,10 @@ def data_kind(run: RunConfig) -> Filled:
     d, vocabulary = run.data, run.model.vocab_size
     if d.kind is not None:
         return {}
+    if run.model.family == "llava":
+        named = d.path is not None
+        why = "data.path" if named else f"model.family {run.model.family}, and data.path is null"
+        return {"data.kind": ("image_text" if named else "mock", why)}
     if d.path is not None or d.limit_mib is not None:
         return {"data.kind": ("text", "data.path" if d.path is not None else "data.limit_mib")}
     small = vocabulary <= 2 * max(d.tokenizer_vocab_size, SMALL_TOKENIZER)
@@ -93,6 +97,8 @@ def sample_length(run: RunConfig) -> Filled:
     if run.data.seq_length is not None:
         return {}
     most, positions = CPU_LENGTH if on_a_cpu(run) else LONGEST, run.model.max_position_embeddings
+    if run.model.llava is not None:  # beside an image of each sample
+        most += run.model.llava.image_tokens
     why = f"{run.model.name}: max_position_embeddings {positions}"
     if positions > most:
         why += f", at most {most}" + (" on a CPU" if on_a_cpu(run) else "")
