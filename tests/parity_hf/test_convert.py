@@ -152,7 +152,7 @@ def test_a_mutated_table_is_found(name: str, tmp_path: Path, monkeypatch: pytest
     theirs_ = saved("llama 2", tmp_path / "theirs")
     tables = hf_files.files
     monkeypatch.setattr(
-        "mtrain.convert.hugging_face.files", lambda kind: tuple(map(_changed(MUTATIONS[name]), tables(kind)))
+        hf_files, "files", lambda kind, model: tuple(map(_changed(MUTATIONS[name]), tables(kind, model)))
     )
     with pytest.raises(RankFailed, match="exit code 4"):
         run_alone(lambda: _must(main(["convert", "import", str(theirs_), str(tmp_path / "run")])))
@@ -170,10 +170,10 @@ def test_a_layer_more_or_less_is_named(tmp_path: Path) -> None:
     theirs_ = saved("llama 2", tmp_path / "theirs")
     names = set(open_folder(theirs_).tensors)
     with pytest.raises(CorruptData, match=r"nothing of ours is made of model\.layers\.2\.x"):
-        match(hf_files.files("llama"), _model(theirs_), _ours(theirs_), names | {"model.layers.2.x"})
+        match(hf_files.files("llama", None), _model(theirs_), _ours(theirs_), names | {"model.layers.2.x"})
     lacking = names - {"model.layers.1.mlp.down_proj.weight"}
     with pytest.raises(CorruptData, match=r"model\.layers\.1\.mlp\.down_proj\.weight is missing"):
-        match(hf_files.files("llama"), _model(theirs_), _ours(theirs_), lacking)
+        match(hf_files.files("llama", None), _model(theirs_), _ours(theirs_), lacking)
 
 
 def _model(folder: Path) -> Any:

@@ -21,6 +21,7 @@ from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
 from mtrain.config.run_file import read_run_file
 from mtrain.errors import ConfigError, CorruptData, MtrainError, Problem, say
+from mtrain.models.registry import family_of
 from mtrain.plan.count import parameters
 from mtrain.recipes.hf import import_config, read_json
 from mtrain.recipes.hf_write import config_json, same_model
@@ -93,7 +94,7 @@ def export(argv: list[str]) -> int:
     dtype = getattr(torch, DTYPES[options["dtype"]]) if "dtype" in options else None
     checkpoint = Checkpoint.open(path, verify=False)
     kind, body = _config_of(run, home, options.get("model_type"))
-    weights = Weights(checkpoint, run, tables(kind)[0], dtype)
+    weights = Weights(checkpoint, run, tables(kind, run.model)[0], dtype)
     with _drafted(out, "exporting") as draft:
         record = export_weights(weights, draft)
         stored = str(weights.made()[0].dtype).removeprefix("torch.")
@@ -219,6 +220,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
         return {
             "left_out": f"it needs about {bytes_(need)}, and half of this machine's memory is {bytes_(here // 2)}"
         }
+    auto_class = family_of(run.model).auto_class
     tokens = min(TOKENS, run.model.max_position_embeddings)
     ids = [int(i) for i in np.random.default_rng(0).integers(0, run.model.vocab_size, tokens)]
     words = ["parallel=single", "precision=fp32", "cluster.device=cpu", "kernels=reference", "data.seq_length=null"]
@@ -227,7 +229,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
         ours, other = Path(scratch) / "ours", Path(scratch) / "theirs"
         local.logits(_plain(run, words), checkpoint, ids, ours)
         try:
-            local.Forked(lambda: theirs.save_logits(folder, ids, other)).result()
+            local.Forked(lambda: theirs.save_logits(folder, ids, other, auto_class)).result()
         except MtrainError as error:
             return {"left_out": f"transformers did not load the folder: {str(error)[:200]}"}
         a, b = np.fromfile(ours, np.float32), np.fromfile(other, np.float32)
@@ -270,7 +272,7 @@ def _weights_at(path: Path) -> Any:
     checkpoint, run = newest(path), read_run_file(path / RUN_FILE)
     home = checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint
     kind, _ = _config_of(run, home, None)
-    return OfCheckpoint(Weights(Checkpoint.open(checkpoint, verify=False), run, tables(kind)[0]))
+    return OfCheckpoint(Weights(Checkpoint.open(checkpoint, verify=False), run, tables(kind, run.model)[0]))
 
 
 def _paths(argv: list[str], many: int, usage: str) -> list[Path]:

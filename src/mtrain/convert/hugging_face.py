@@ -10,6 +10,7 @@ from pathlib import Path
 from mtrain import mcore as adapter
 from mtrain.ckpt.folder import sync
 from mtrain.config.devices import CPU
+from mtrain.config.model import ModelConfig
 from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
@@ -17,7 +18,7 @@ from mtrain.convert.certificate import Record
 from mtrain.convert.folder import COMPANIONS, CONFIG, MAX_COMPANION_BYTES, Folder, open_folder
 from mtrain.devices import registry
 from mtrain.errors import ConfigError, CorruptData, Problem
-from mtrain.models.gpt.hf_files import files
+from mtrain.models.registry import family_of, imported
 from mtrain.models.table import Table
 from mtrain.plan.count import parameters
 from mtrain.recipes.hf import import_config, read_json
@@ -48,16 +49,17 @@ def configuration(config: Path, extra: Sequence[str] = ()) -> tuple[str, Importe
     Raises:
         ConfigError: the model would compute something else than transformers' does, key by key.
     """
-    imported = import_config(config, extra)
-    wrong = differing(imported)
+    found = import_config(config, extra)
+    wrong = differing(found)
     if wrong:
         raise ConfigError([Problem("MT703", "", None, text, "", str(config)) for text in wrong])
-    return str(read_json(config, str(config))["model_type"]), imported
+    return str(read_json(config, str(config))["model_type"]), found
 
 
-def tables(kind: str) -> tuple[Table, ...]:
-    """The tables of weights of a `model_type`."""
-    return files(kind)
+def tables(kind: str, model: ModelConfig) -> tuple[Table, ...]:
+    """The tables of weights of a `model_type`, as the family of the model knows it."""
+    found: tuple[Table, ...] = imported(family_of(model).files)(kind, model)
+    return found
 
 
 def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, Folder]:
@@ -71,10 +73,10 @@ def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, F
         CorruptData: see `import_weights`.
     """
     folder = open_folder(source)
-    kind, imported = configuration(folder.config)
-    apart = same_model(run.model, resolve(imported.run, Machine.here()).model)
+    kind, read = configuration(folder.config)
+    apart = same_model(run.model, resolve(read.run, Machine.here()).model)
     if apart:
-        known = shipped(imported.run.model)
+        known = shipped(read.run.model)
         fix = f"model={known}" if known else f"recipe import {folder.config} -o FILE, and recipe=FILE"
         rule = f"the weights in {source} are of another model: {', '.join(apart[:8])} differ"
         raise ConfigError([Problem("MT503", "checkpoint.init_from", str(source), rule, fix)])
@@ -86,7 +88,7 @@ def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, F
     from mtrain.convert.into import import_weights
     from mtrain.convert.read import Reader
 
-    checkpoint, record = import_weights(Reader(folder), tables(kind), run, home / CHECKPOINTS)
+    checkpoint, record = import_weights(Reader(folder), tables(kind, run.model), run, home / CHECKPOINTS)
     (home / KEPT).mkdir(exist_ok=True)
     for name in (CONFIG, *COMPANIONS):
         keep(source / name, home / KEPT / name)

@@ -11,18 +11,19 @@ def installed() -> bool:
     return find_spec("transformers") is not None
 
 
-def save_logits(folder: Path, ids: list[int], out: Path) -> None:
+def save_logits(folder: Path, ids: list[int], out: Path, auto_class: str = "AutoModelForCausalLM") -> None:
     """Save transformers' logits after each of `ids`, fp32 [tokens, vocabulary], as plain numbers.
 
-    The folder's configuration is read by transformers itself, and no code that it names is run.
+    `auto_class` names the class of transformers that loads the folder. Its configuration is read by transformers
+    itself, and no code that it names is run.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    loaded = AutoModelForCausalLM.from_pretrained(
+    loaded = getattr(transformers, auto_class).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
     )
     with torch.no_grad():

@@ -6,7 +6,7 @@ Every spec is built with the provider given explicitly; none of megatron-core's 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -54,6 +54,14 @@ class Parts:
     rotary_base_local: float | None = None
     add_proj_bias: bool = False
     add_mlp_bias: bool = False
+    attn_mask: str = "causal"
+    """Which keys a token sees, as megatron-core's AttnMaskType calls it; no key says so, the family does."""
+
+    @classmethod
+    def of(cls, model: Any, *, attn_mask: str = "causal") -> Parts:
+        """Those of a `model` section."""
+        names = (field.name for field in fields(cls) if field.name != "attn_mask")
+        return cls(**{name: getattr(model, name) for name in names}, attn_mask=attn_mask)
 
 
 class Provider(BackendSpecProvider):
@@ -176,9 +184,9 @@ def layer_spec(config: Any, provider: Provider, *, vp_stage: int | None = None, 
     else:
         first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
         built = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank))
-    return api.TransformerBlockSubmodules(
-        layer_specs=[specs[kinds[i]] for i in built], layer_norm=provider.layer_norm(_is_rms(config))
-    )
+    # where each layer ends with a norm, none comes behind the last
+    last = None if provider.parts.norm_placement == "post_residual" else provider.layer_norm(_is_rms(config))
+    return api.TransformerBlockSubmodules(layer_specs=[specs[kinds[i]] for i in built], layer_norm=last)
 
 
 def mtp_spec(config: Any, provider: Provider, *, vp_stage: int | None = None, pp_rank: int | None = None) -> Any:
@@ -212,7 +220,8 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool) -> Any:
             use_te_activation_func=config.use_te_activation_func,
         )
     norm, place = provider.layer_norm(_is_rms(config)), provider.parts.norm_placement
-    before, behind = (IdentityOp if place == other else norm for other in ("post", "pre"))
+    before = IdentityOp if place in ("post", "post_residual") else norm
+    behind = IdentityOp if place == "pre" else norm
     attention = _mla(config, provider) if config.multi_latent_attention else _self_attention(config, provider)
     mlp = api.get_mlp_module_spec_for_backend(
         backend=provider,
@@ -231,6 +240,7 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool) -> Any:
         post_self_attn_layernorm=behind,
         pre_mlp_layernorm=before,
         post_mlp_layernorm=behind,
+        norms_the_sum=place == "post_residual",
         mlp=mlp,
         mlp_bda=get_bias_dropout_add,
     )
@@ -248,7 +258,7 @@ def _self_attention(config: Any, provider: Provider) -> Any:
     projection = provider.row_parallel_linear()
     return api.ModuleSpec(
         module=CachedSelfAttention,
-        params={"attn_mask_type": api.AttnMaskType.causal},
+        params={"attn_mask_type": api.AttnMaskType[provider.parts.attn_mask]},
         submodules=SelfAttentionSubmodules(
             linear_qkv=provider.column_parallel_linear(),
             core_attention=provider.core_attention(),
@@ -265,7 +275,7 @@ def _mla(config: Any, provider: Provider) -> Any:
         norm = with_epsilon(norm, epsilon)
     return api.ModuleSpec(
         module=MLASelfAttention,
-        params={"attn_mask_type": api.AttnMaskType.causal},
+        params={"attn_mask_type": api.AttnMaskType[provider.parts.attn_mask]},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=provider.column_parallel_linear(),
             linear_q_down_proj=provider.linear(),

@@ -15,10 +15,12 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 @dataclass
 class DecoderLayerSubmodules(TransformerLayerSubmodules):
-    """Those of megatron-core, and the norms of what attention and MLP add to the residual stream."""
+    """Those of megatron-core, and the norms of what attention and MLP add to the residual stream, or of the sum."""
 
     post_self_attn_layernorm: Any = IdentityOp
     post_mlp_layernorm: Any = IdentityOp
+    norms_the_sum: bool = False
+    """Whether they norm the residual stream together with what was added to it (BERT)."""
 
 
 class DecoderLayer(TransformerLayer):
@@ -36,7 +38,8 @@ class DecoderLayer(TransformerLayer):
                 options = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
                 norm = build_module(getattr(submodules, name), **options)
                 setattr(self, name, norm)
-                setattr(self, f"{part}_bda", partial(_normed, norm, getattr(self, f"{part}_bda")))
+                place = _sum_normed if submodules.norms_the_sum else _normed
+                setattr(self, f"{part}_bda", partial(place, norm, getattr(self, f"{part}_bda")))
         skipped = config.window_attn_skip_freq
         self._has_window = is_layer_window_attention(config.window_size, skipped, max(1, self.layer_number))
 
@@ -55,3 +58,12 @@ def _normed(norm: Any, add: Callable[..., Any], training: bool, fused: bool) -> 
         return add(training, fused)((norm(output if bias is None else output + bias), None), residual, dropout_p)
 
     return summed
+
+
+def _sum_normed(norm: Any, add: Callable[..., Any], training: bool, fused: bool) -> Callable[..., Any]:
+    """megatron-core's sum of a part's output, its bias and the residual, normed."""
+
+    def normed(output_with_bias: Any, residual: Any, dropout_p: float) -> Any:
+        return norm(add(training, fused)(output_with_bias, residual, dropout_p))
+
+    return normed

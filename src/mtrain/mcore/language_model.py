@@ -11,6 +11,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, 
 from mtrain_kernels.cross_entropy.reference import capped, wide
 from mtrain_kernels.linear_cross_entropy.op import linear_cross_entropy
 from torch import Tensor
+from torch.nn import functional as F
 
 from mtrain.mcore.embedding import add_in_fp32
 from mtrain.mcore.rotary import Frequencies, ScaledRotary, TwoBases
@@ -46,9 +47,12 @@ class OutputLayer(ColumnParallelLinear):
             if self.soft_cap is not None:
                 logits = capped(wide(logits), self.soft_cap).to(logits.dtype)
             return logits, bias
+        hidden, weight = input_.flatten(0, 1), self.weight if weight is None else weight
+        if self.bias is not None:
+            hidden, weight = _with_bias(hidden, weight, self.bias)
         return linear_cross_entropy(
-            input_.flatten(0, 1),
-            self.weight if weight is None else weight,
+            hidden,
+            weight,
             labels.t().flatten(),
             token_weights.t().flatten(),
             vocab_size=vocab_size,
@@ -59,11 +63,47 @@ class OutputLayer(ColumnParallelLinear):
         )[0]
 
 
-class LanguageModel(GPTModel):
-    """A GPT that gives the sum of its losses where there are labels: a scalar, each token's loss times `loss_mask`.
+def _with_bias(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Operands whose product is hidden weight^T + bias; eight columns more, a multiple that matrix units like."""
+    ones = hidden.new_zeros(hidden.shape[0], 8)
+    ones[:, 0] = 1
+    return torch.cat([hidden, ones], dim=1), torch.cat([weight, F.pad(bias[:, None], (0, 7))], dim=1)
+
+
+class SummedLosses:
+    """Of a language model of megatron-core: the sum of its losses over the first `loss_vocab_size` ids.
 
     `loss` says who makes them: `megatron` from all logits at once, any other word is the `impl` of
-    `mtrain_kernels.linear_cross_entropy`. Losses of MTP layers are added to the gradient as
+    `mtrain_kernels.linear_cross_entropy`.
+    """
+
+    loss: str
+    loss_vocab_size: int
+
+    def sum_losses_by(self, loss: str, loss_vocab_size: int) -> None:
+        """Say how losses are made."""
+        self.loss, self.loss_vocab_size = loss, loss_vocab_size
+
+    def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
+        """megatron-core's loss of each token [b, s], for logits [s, b, v / tp] whose padding is overwritten."""
+        real = max(0, self.loss_vocab_size - self.pg_collection.tp.rank() * logits.shape[-1])
+        if real < logits.shape[-1]:
+            # The loss gives a probability of 0 a gradient of 0, so that autograd need not know. It must not: FSDP
+            # hands on a view, and autograd forgets how a view was made when it is written to.
+            logits.data[..., real:] = -torch.inf
+        return super().compute_language_model_loss(labels, logits)  # type: ignore[misc,no-any-return]
+
+    def sum_of_losses(self: Any, hidden: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        """Of what the output layer reads, [s, b, h] or this rank's part: each token's loss times `mask` [b, s]."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        given = {"labels": labels, "token_weights": mask, "vocab_size": self.loss_vocab_size}
+        return self.output_layer(hidden, weight, **given, impl=self.loss)  # type: ignore[no-any-return]
+
+
+class LanguageModel(SummedLosses, GPTModel):
+    """A GPT that gives the sum of its losses where there are labels: a scalar, each token's loss times `loss_mask`.
+
+    `loss` says who makes them, as `SummedLosses` does. Losses of MTP layers are added to the gradient as
     megatron-core does it, weighted by the mask of their own tokens. Every loss is over the first `loss_vocab_size`
     ids; logits that are asked for without labels have all of the padded vocabulary. `soft_cap` bounds logits as
     `OutputLayer` says; the embeddings of tokens are multiplied by `embedding_scale`. `frequencies` are those of the
@@ -83,7 +123,7 @@ class LanguageModel(GPTModel):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._loss, self._loss_vocab_size = loss, loss_vocab_size
+        self.sum_losses_by(loss, loss_vocab_size)
         if hasattr(self, "embedding"):
             add_in_fp32(self.embedding, embedding_scale)
         if self.post_process:
@@ -106,7 +146,7 @@ class LanguageModel(GPTModel):
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, *args, labels=labels, loss_mask=loss_mask, **context)
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
-        if self._loss == "megatron":
+        if self.loss == "megatron":
             losses = super()._postprocess(hidden_states, *args, labels=labels, loss_mask=mask, **context)
             return (losses.float() * mask).sum()
         if context.pop("mtp_in_postprocess", False):
@@ -119,17 +159,8 @@ class LanguageModel(GPTModel):
             scale = self.config.mtp_loss_scaling_factor / len(further)
             if not self.config.calculate_per_token_loss:
                 scale = scale / count
-            head = MTPLossAutoScaler.apply(head, scale * self._sum_of_losses(hidden, rolled, rolled_mask))
-        return self._sum_of_losses(head, labels, mask)
-
-    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """megatron-core's loss of each token [b, s], for logits [s, b, v / tp] whose padding is overwritten."""
-        real = max(0, self._loss_vocab_size - self.pg_collection.tp.rank() * logits.shape[-1])
-        if real < logits.shape[-1]:
-            # The loss gives a probability of 0 a gradient of 0, so that autograd need not know. It must not: FSDP
-            # hands on a view, and autograd forgets how a view was made when it is written to.
-            logits.data[..., real:] = -torch.inf
-        return super().compute_language_model_loss(labels, logits)  # type: ignore[no-any-return]
+            head = MTPLossAutoScaler.apply(head, scale * self.sum_of_losses(hidden, rolled, rolled_mask))
+        return self.sum_of_losses(head, labels, mask)
 
     def _further_hidden(self, hidden_states: Tensor, context: dict[str, Any]) -> Tensor:
         """The hidden states of the stack and, behind them, those of each MTP layer."""
@@ -143,8 +174,3 @@ class LanguageModel(GPTModel):
     def _rolled(self, x: Tensor, packed: Any) -> tuple[Tensor, Any]:
         """Every sequence of `x` [b, s] one to the left, over context-parallel ranks too, and the sum of it."""
         return roll_tensor(x, shifts=-1, dims=-1, cp_group=self.cp_group, packed_seq_params=packed)  # type: ignore[no-any-return]
-
-    def _sum_of_losses(self, hidden: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        given = {"labels": labels, "token_weights": mask, "vocab_size": self._loss_vocab_size}
-        return self.output_layer(hidden, weight, **given, impl=self._loss)  # type: ignore[no-any-return]

@@ -58,6 +58,12 @@ class Family:
     writes: bool = True
     """Whether it continues a text, token by token: `generate`, the sample of a run, lm-evaluation-harness."""
 
+    predicts_all: bool = True
+    """Whether each token of a sample is predicted, up to those that `loss_mask` leaves out. If not, speed and model
+    FLOPs count every token that is computed on."""
+    tokens_alone: Callable[[ModelConfig], bool] = lambda model: True
+    """Whether the loss is the cross entropy of tokens and nothing else, so that it has a perplexity."""
+
     parameters: Callable[[ModelConfig], int]
     """Trainable parameters of the model as built, with the padded vocabulary; each shared weight once."""
     active_parameters: Callable[[ModelConfig], int]

@@ -11,8 +11,8 @@ from mtrain.config.files import read_text
 from mtrain.config.load import MAX_DEPTH, MAX_NODES, UNSHOWN, refuse_hidden
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft
-from mtrain.recipes.hf_families import FAMILIES
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json
+from mtrain.recipes.hf_kinds import KINDS
 from mtrain.recipes.imported import Imported, as_published, build, name_of
 
 
@@ -25,10 +25,11 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
     source = str(path)
     values = read_json(path, source)
     kind = values.get("model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None:
-        rule = f"models of type {kind!r} are not read; those are: {', '.join(FAMILIES)}"
+    known = KINDS.get(kind) if isinstance(kind, str) else None
+    if known is None:
+        rule = f"models of type {kind!r} are not read; those are: {', '.join(KINDS)}"
         raise ConfigError([Problem("MT703", "", None, rule, "", source)])
+    family = known.reads
     f = ConfigFile(values, family)
     try:
         d = _read(f, family)

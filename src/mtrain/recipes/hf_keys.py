@@ -86,7 +86,7 @@ class ConfigFile:
         """Accounts for every key that no reader asked for."""
         known = {*self.read, *self.family.keys, *self.family.irrelevant, *IRRELEVANT, *PLAIN}
         for key, (allowed, text) in PLAIN.items():
-            if key in self.given:
+            if key in self.given and key not in self.read:  # a family may judge it for itself
                 self.must(key, allowed, text)
         for key in self.given:
             if key in self.family.aliases:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +14,11 @@ from mtrain.config.paths import choices_of_group
 from mtrain.config.resolve import Machine, resolve
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.hf import import_config
-from mtrain.recipes.hf_families import FAMILIES
 from mtrain.recipes.hf_keys import Json
-from mtrain.recipes.hf_writers import WRITERS
+from mtrain.recipes.hf_kinds import KINDS
 from mtrain.recipes.imported import Imported
 from mtrain.recipes.write import section
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "minimax_m2": "MiniMaxM2ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "gpt_neox": "GPTNeoXForCausalLM",
-}
-"""`model_type` -> the class of transformers that loads the folder, in the order in which one is looked for."""
 TRAINING = frozenset(
     (
         *("name", "mask_padded_vocab", "attention_dropout", "hidden_dropout", "init_method_std"),
@@ -88,15 +67,16 @@ def config_json(model: ModelConfig, dtype: str, kind: str | None = None, tokens:
     Raises:
         ConfigError: no `model_type` here computes what the model does; each one's differences are named.
     """
-    kinds: Iterable[str] = ARCHITECTURES if kind is None else (kind,)
+    of_family = [one for one, known in KINDS.items() if known.family == model.family]
+    kinds: Iterable[str] = of_family if kind is None else (kind,)
     reasons = []
     for one in kinds:
-        if one not in ARCHITECTURES:
-            rule = f"models of type {one!r} are not written; those are: {', '.join(ARCHITECTURES)}"
+        if one not in KINDS:
+            rule = f"models of type {one!r} are not written; those are: {', '.join(KINDS)}"
             raise ConfigError([Problem("MT703", "", None, rule, "")])
         try:
             body = _body(model, one)
-            found = _read_again(body)
+            found = _read_again({"architectures": [KINDS[one].architecture(model)], **body})
         except (KeyError, ValueError, TypeError, AttributeError, ConfigError) as error:
             reasons.append(f"{one}: {str(error)[:120]}")
             continue
@@ -104,7 +84,7 @@ def config_json(model: ModelConfig, dtype: str, kind: str | None = None, tokens:
         known = resolve(found.run, Machine.here()).model
         apart = [*differing(found), *(same_model(model, found.run.model) and same_model(model, known))]
         if not apart:
-            return {"architectures": [ARCHITECTURES[one]], **body, "torch_dtype": dtype, **tokens}
+            return {"architectures": [KINDS[one].architecture(model)], **body, "torch_dtype": dtype, **tokens}
         reasons.append(f"{one}: {', '.join(apart[:4])}")
     rule = f"no model of transformers computes what this one does; {'; '.join(reasons[:6])}"
     raise ConfigError([Problem("MT703", "", None, rule, "export writes weights under mtrain's own names")])
@@ -128,12 +108,12 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _body(m: ModelConfig, kind: str) -> Json:
-    family = FAMILIES[kind]
+    known = KINDS[kind]
     out: Json = {"model_type": kind}
-    for theirs, ours in family.keys.items():
-        out[theirs] = getattr(m, ours.removeprefix("model."))
+    for theirs, ours in known.reads.keys.items():
+        out[theirs] = attrgetter(ours.removeprefix("model."))(m)
     if "num_key_value_heads" in out:
         out["num_key_value_heads"] = m.query_groups
     if "head_dim" in out:
         out["head_dim"] = m.head_dim
-    return {**out, **WRITERS[kind](m)}
+    return {**out, **known.writes(m)}

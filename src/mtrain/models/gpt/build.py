@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any
 
 from mtrain.config.core_fields import GPT_FIELDS, values
@@ -28,8 +27,7 @@ def chunk(
     `kind` is the class of the model, a `LanguageModel`; `more` are arguments of its own.
     """
     ps, m = mcore.parallel_state, run.model
-    parts = backend.Parts(**{field.name: getattr(m, field.name) for field in fields(backend.Parts)})
-    provider = backend.provider(run.kernels, parts)
+    provider = backend.provider(run.kernels, backend.Parts.of(m))
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
     override_operations(run.kernels, m.moe.group_score_topk if m.moe else None)
     if scaling := m.rope_scaling:

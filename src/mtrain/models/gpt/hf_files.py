@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from mtrain.models.gpt.hf import TABLES
 from mtrain.models.table import EXPERTS, GATE_UP, Copy, Entry, Table
@@ -71,7 +72,7 @@ def _with_mtp(table: Table) -> Table:
     return replace(table, mtp=(*joins, *layers), copies=(*table.copies, *ends))
 
 
-def files(kind: str) -> tuple[Table, ...]:
+def files(kind: str, model: Any) -> tuple[Table, ...]:
     """The tables that a file of a `model_type` may follow; the first is the one that is written."""
     table = replace(TABLES[kind], copies=TIED, ignored=COMPUTED)
     if kind in ("mixtral", "minimax_m2"):
