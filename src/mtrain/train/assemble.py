@@ -115,7 +115,8 @@ def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> Path
     _introduce(parts, splits, progress)
     begun_at = parts.state.step
     Trainer(parts, chain).fit()
-    evaluated, entropy = evaluation.last, splits.unigram_entropy_nats
+    evaluated, comparable = evaluation.last, family_of(run.model).tokens_alone(run.model)
+    entropy = splits.unigram_entropy_nats if comparable else None
     if evaluated is not None and evaluated[0] == parts.state.step and entropy is not None:
         loss = evaluated[1]
         side = "below" if loss < entropy else "not below"

@@ -19,6 +19,7 @@ from mtrain.data.batch import GlobalBatches
 from mtrain.data.mock import MockSamples
 from mtrain.data.text import Tokenizer
 from mtrain.errors import say_page
+from mtrain.models.registry import family_of
 from mtrain.train.assemble import batches
 from mtrain.train.dynamic import run_documents
 from mtrain.train.step import Parts, summed
@@ -32,8 +33,9 @@ class Measured:
 
     loss: float
     """Nats per token."""
-    perplexity: float
-    bits_per_token: float
+    perplexity: float | None
+    """None, as are the bits, where the loss is more than a cross entropy of tokens."""
+    bits_per_token: float | None
     bits_per_byte: float | None
     """Per byte of the text that the tokens stand for; None without a tokenizer."""
     tokens: int
@@ -79,12 +81,12 @@ def measured(
     text_bytes = None
     if tokenizer is not None and run.data.kind != "mock":
         text_bytes = _bytes(world, data, iters, Tokenizer(tokenizer), alone=dynamic)
-    loss = nats / max(1, tokens)
+    loss, plain = nats / max(1, tokens), family_of(run.model).tokens_alone(run.model)
     return Measured(
         loss=loss,
-        perplexity=math.exp(min(loss, 700.0)),
-        bits_per_token=loss / math.log(2),
-        bits_per_byte=nats / math.log(2) / text_bytes if text_bytes else None,
+        perplexity=math.exp(min(loss, 700.0)) if plain else None,
+        bits_per_token=loss / math.log(2) if plain else None,
+        bits_per_byte=nats / math.log(2) / text_bytes if text_bytes and plain else None,
         tokens=tokens,
         bytes=text_bytes,
         samples=count,
@@ -108,9 +110,11 @@ def _bytes(world: World, data: GlobalBatches, iters: int, tokenizer: Tokenizer, 
 
 def _page(found: Measured) -> str:
     per_byte = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.4f} bits per byte of {found.bytes}"
+    first = f"loss {found.loss:.4f} nats per token"
+    if found.perplexity is not None:
+        first += f", perplexity {found.perplexity:.2f}\n{found.bits_per_token:.4f} bits per token{per_byte}"
     return (
-        f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}\n"
-        f"{found.bits_per_token:.4f} bits per token{per_byte}\n"
+        f"{first}\n"
         f"{found.tokens} tokens of {found.samples} samples in {found.seconds:.1f} s, "
         f"{found.tokens / found.seconds:.0f} tokens/s"
     )

@@ -16,6 +16,7 @@ import torch
 from mtrain import strict_json, units
 from mtrain.ckpt import state as ckpt_state
 from mtrain.errors import warn
+from mtrain.models.registry import family_of
 from mtrain.plan.count import flops_per_token
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts, StepResult, evaluate
@@ -30,10 +31,11 @@ PEAKS_S = 10.0
 class Metrics(Hook):
     """One line of JSON per step in `metrics.jsonl`, written by rank 0.
 
-    Keys: step, loss, grad_norm, lr, tokens, batch_size, samples (consumed so far), tokens_per_s, step_s and its parts
-    data_s, forward_backward_s, optimizer_s; model_flops of the step by the causal count, tflops_per_rank, and, where
-    the cluster states a peak, mfu (causal) and mfu_full (attention counted in full). fp16: loss_scale, and skipped
-    where the update was; the norm of a gradient that overflowed is null, as is every number that is not finite.
+    Keys: step, loss, grad_norm, lr, tokens (that are predicted), batch_size, samples (consumed so far), tokens_per_s
+    (of `StepResult.computed`), step_s and its parts data_s, forward_backward_s, optimizer_s; model_flops of the step
+    by the causal count, tflops_per_rank, and, where the cluster states a peak, mfu (causal) and mfu_full (attention
+    counted in full). fp16: loss_scale, and skipped where the update was; the norm of a gradient that overflowed is
+    null, as is every number that is not finite.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -116,7 +118,7 @@ def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
     """A step as a record of the metrics file."""
     run, world = parts.run, parts.world
     seconds = result.seconds
-    flops = {c: flops_per_token(run.model, run.data.length, causal=c) * result.tokens for c in (True, False)}
+    flops = {c: flops_per_token(run.model, run.data.length, causal=c) * result.computed for c in (True, False)}
     rate = flops[True] / seconds["step"] / world.size
     record: dict[str, Any] = {
         "step": result.step,
@@ -126,7 +128,7 @@ def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
         "tokens": result.tokens,
         "batch_size": result.batch_size,
         "samples": result.consumed_samples,
-        "tokens_per_s": result.tokens / seconds["step"],
+        "tokens_per_s": result.computed / seconds["step"],
         **{f"{name}_s": round(value, 6) for name, value in seconds.items()},
         "model_flops": flops[True],
         "tflops_per_rank": rate / 1e12,
@@ -173,10 +175,11 @@ class Evaluation(Hook):
             return
         self.last = (parts.state.step, loss)
         self.metrics.evaluation(parts.state.step, "valid", loss)
-        perplexity = math.exp(min(loss, 700.0))
-        padding = parts.run.model.padding_in_words
-        over = f"perplexity {perplexity:.1f}" + (f"; {padding}" if padding else "")
-        self.progress.note(f"step {parts.state.step}: validation loss {loss:.4f} ({over})")
+        model = parts.run.model
+        perplexity = f"perplexity {math.exp(min(loss, 700.0)):.1f}" if family_of(model).tokens_alone(model) else ""
+        over = "; ".join(filter(None, (perplexity, model.padding_in_words)))
+        said = f"validation loss {loss:.4f}" + (f" ({over})" if over else "")
+        self.progress.note(f"step {parts.state.step}: {said}")
 
 
 class Checkpoints(Hook):

@@ -71,7 +71,7 @@ class Progress(Hook):
         done = result.step - self.first_step
         left = (time.monotonic() - self.began) / done * (self.goal - result.step)
         batch = f"batch {result.batch_size}  " if self.grows else ""
-        rate = units.count(result.tokens / result.seconds["step"])
+        rate = units.count(result.computed / result.seconds["step"])
         norm = f"grad norm {result.grad_norm:.3f}"
         if not result.updated:
             norm = f"update skipped at loss scale {result.loss_scale:g}"

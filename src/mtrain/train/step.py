@@ -20,6 +20,7 @@ from mtrain.mcore import api as mcore
 from mtrain.mcore.context import context_positions
 from mtrain.mcore.optimizer_state import loss_scale
 from mtrain.mcore.sharding import gathered
+from mtrain.models.registry import family_of
 from mtrain.world.heartbeat import begin_phase, begin_step
 from mtrain.world.init import World
 
@@ -66,6 +67,9 @@ class StepResult:
     loss_scale_may_fall: bool
     """Whether skipping updates lowers the loss scale: there is one, above its floor."""
     tokens: int
+    """Predictions that count."""
+    computed: int
+    """Tokens that speed counts: the same, or all of the samples where a family predicts some of them alone."""
     batch_size: int
     """Samples that it took."""
     consumed_samples: int
@@ -105,6 +109,7 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
         loss_scale=scale,
         loss_scale_may_fall=may_fall,
         tokens=tokens,
+        computed=tokens if family_of(parts.run.model).predicts_all else size * parts.run.data.length,
         batch_size=size,
         consumed_samples=state.consumed_samples,
         stop=stops > 0,
