@@ -52,6 +52,11 @@ class LlavaConfig(Section):
         """Layers of the vision tower in front of its features."""
         return self.feature_layer if self.feature_layer >= 0 else self.vision_layers + 1 + self.feature_layer
 
+    @property
+    def unused_layers(self) -> int:
+        """Layers behind them."""
+        return self.vision_layers - self.used_layers
+
     # the tower's attention in the words of `model`, by which its weights are rearranged
 
     @property

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from mtrain.config.groups import DataConfig
-from mtrain.data.blend import Blend
 from mtrain.data import image_text, tokenize
+from mtrain.data.blend import Blend
 from mtrain.data.image_text import ImageTextSamples
 from mtrain.data.indexed import IndexedDataset
 from mtrain.data.mock import DOCUMENT_ENDS, MockSamples
@@ -25,7 +25,17 @@ from mtrain.data.samples import SHARES, Samples, entropy_nats, split_documents
 from mtrain.data.tokenize import Corpus, verify
 from mtrain.errors import ConfigError, CorruptData, Problem, say
 
-__all__ = ["Corpus", "ImageTextSamples", "Samples", "Splits", "open_splits", "prepare", "same_data", "validation_of", "verify"]
+__all__ = [
+    "Corpus",
+    "ImageTextSamples",
+    "Samples",
+    "Splits",
+    "open_splits",
+    "prepare",
+    "same_data",
+    "validation_of",
+    "verify",
+]
 
 ENTROPY_TOKENS = 5_000_000
 CHECKED_TOKENS = 1 << 26

@@ -194,7 +194,14 @@ class ImageTextSamples:
     """
 
     def __init__(
-        self, found: Records, part: range, seq_length: int, seed: int, tokenizer: Tokenizer, vocab_size: int, name: str
+        self,
+        found: Records,
+        part: range,
+        seq_length: int,
+        seed: int,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        name: str,
     ) -> None:
         self.found, self.part, self.seq_length, self.seed, self.name = found, part, seq_length, seed, name
         self._tokenizer, self._vocab_size = tokenizer, vocab_size

@@ -93,5 +93,7 @@ def _cropped(image: Any, size: int, resample: Any) -> np.ndarray:
 
 
 def _normalised(pixels: np.ndarray) -> np.ndarray:
-    scaled = (pixels.astype(np.float32) * np.float32(1 / 255) - np.array(MEAN, np.float32)) / np.array(STD, np.float32)
+    scaled = (pixels.astype(np.float32) * np.float32(1 / 255) - np.array(MEAN, np.float32)) / np.array(
+        STD, np.float32
+    )
     return np.ascontiguousarray(scaled.transpose(2, 0, 1))

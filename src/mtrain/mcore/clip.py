@@ -144,11 +144,11 @@ class VisionTower(MegatronModule):
             config.init_method(parameter)
         norm = partial(provider.layer_norm(), config=config, hidden_size=h, eps=config.layernorm_epsilon)
         self.pre_layernorm = norm()
-        layers = TransformerBlockSubmodules(layer_specs=[_layer_spec(provider)] * own.vision_layers)
-        self.encoder = TransformerBlock(config, layers, post_layer_norm=False)
-        self.post_layernorm = norm()
-        for unused in (*self.encoder.layers[own.used_layers :], self.post_layernorm):
-            unused.requires_grad_(False)
+        self.encoder = _stack(config, provider, own.used_layers)
+        if own.unused_layers:
+            # a stack of their own: weights and gradients of a stack are saved as one tensor
+            self.behind = _stack(config, provider, own.unused_layers).requires_grad_(False)
+        self.post_layernorm = norm().requires_grad_(False)
 
     def forward(self, images: Tensor) -> Tensor:
         """Features of every patch, row by row."""
@@ -156,7 +156,7 @@ class VisionTower(MegatronModule):
         x = torch.cat([self.class_embedding.expand(len(x), 1, -1), x], dim=1) + self.position_embedding
         x = self.pre_layernorm(x.transpose(0, 1).contiguous())
         again = self.config.recompute_granularity == "full" and self.training and torch.is_grad_enabled()
-        for layer in self.encoder.layers[: self._own.used_layers]:
+        for layer in self.encoder.layers:
             x = tensor_parallel.checkpoint(partial(_run, layer), False, x) if again else _run(layer, x)
         return x[1:]
 
@@ -165,6 +165,11 @@ class VisionTower(MegatronModule):
         g, p = self._grid, self._own.patch_size
         cut = images[..., : g * p, : g * p].unflatten(2, (g, p)).unflatten(4, (g, p))
         return cut.permute(0, 2, 4, 1, 3, 5).reshape(len(images), g * g, 3 * p * p)
+
+
+def _stack(config: Any, provider: Provider, layers: int) -> TransformerBlock:
+    specs = TransformerBlockSubmodules(layer_specs=[_layer_spec(provider)] * layers)
+    return TransformerBlock(_changed(config, {"num_layers": layers}), specs, post_layer_norm=False)
 
 
 def _run(layer: Any, x: Tensor) -> Tensor:

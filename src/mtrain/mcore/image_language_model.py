@@ -75,7 +75,7 @@ class ImageLanguageModel(LanguageModel):
         return mixed.transpose(0, 1).contiguous()
 
     def _without_images(self, embeddings: Tensor, images: Tensor) -> Tensor:
-        """The same embeddings. Weights of tower and projector get a gradient of 0: reductions wait for each of them."""
+        """The same embeddings. Tower and projector get a gradient of 0: reductions wait for each of their weights."""
         if not torch.is_grad_enabled() or {"vision", "projector"} <= set(self._own.freeze):
             return embeddings
         size = self._own.image_size

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mtrain.config.model import ModelConfig
+from mtrain.recipes import hf_llava
 from mtrain.recipes.hf_families import FAMILIES
 from mtrain.recipes.hf_keys import Family, Json
 from mtrain.recipes.hf_writers import WRITERS
@@ -57,5 +58,6 @@ def _always(name: str) -> Callable[[ModelConfig], str]:
 
 KINDS: dict[str, Kind] = {
     **{kind: Kind(FAMILIES[kind], WRITERS[kind], _always(name)) for kind, name in DECODERS.items()},
+    "llava": Kind(hf_llava.READS, hf_llava.writes, _always("LlavaForConditionalGeneration")),
 }
 """`model_type` -> how it is read and written."""

@@ -25,7 +25,7 @@ TRAINING = frozenset(
         *("embedding_init_method_std", "mtp_num_layers", "mtp_loss_scaling_factor", "moe.aux_loss_coeff"),
         *("moe.z_loss_coeff", "moe.router_load_balancing_type", "moe.router_bias_update_rate"),
         *("moe.router_padding_for_quantization", "moe.input_jitter_eps", "moe.token_dispatcher_type"),
-        *("moe.flex_dispatcher_backend", "moe.shared_expert_overlap"),
+        *("moe.flex_dispatcher_backend", "moe.shared_expert_overlap", "llava.freeze"),
     )
 )
 """Keys of `model` that a trained model's forward pass does not read, or that no file has."""

@@ -12,6 +12,7 @@ LLAVA = Family(
     files="mtrain.models.llava.hf:files",
     auto_class="AutoModelForImageTextToText",
     writes=False,
+    predicts_all=False,
     parameters=count.parameters,
     active_parameters=count.parameters,
     expert_parameters=count.expert_parameters,

@@ -44,7 +44,7 @@ def vision_parameters(own: LlavaConfig) -> int:
 
 def unused_parameters(own: LlavaConfig) -> int:
     """Of the layers behind the features, and of the last norm."""
-    return (own.vision_layers - own.used_layers) * _layer(own) + 2 * own.vision_hidden_size
+    return own.unused_layers * _layer(own) + 2 * own.vision_hidden_size
 
 
 def projector_parameters(model: ModelConfig) -> int:

@@ -28,9 +28,7 @@ def form(run: RunConfig, splits: Splits, part: str) -> Form:
     return lambda windows, numbers: _synthetic(own, f"{run.trainer.seed}/{part}", windows, numbers)
 
 
-def _of_records(
-    own: LlavaConfig, source: ImageTextSamples, windows: torch.Tensor, numbers: np.ndarray
-) -> MicroBatch:
+def _of_records(own: LlavaConfig, source: ImageTextSamples, windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
     learned = torch.from_numpy(source.learned(numbers))
     rows = [spread(own, window, known) for window, known in zip(windows, learned, strict=True)]
     for number, window, (tokens, _) in zip(numbers, windows, rows, strict=True):
@@ -43,9 +41,7 @@ def _of_records(
     return _batch(own, tokens, known, images)
 
 
-def spread(
-    own: LlavaConfig, window: torch.Tensor, learned: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def spread(own: LlavaConfig, window: torch.Tensor, learned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A window [s + 1] with an `IMAGE` for each patch in place of one for each image, and what is learned of it."""
     times = torch.where(window == IMAGE, own.image_tokens, 1)
     return window.repeat_interleave(times)[: len(window)], learned.repeat_interleave(times)[: len(window)]

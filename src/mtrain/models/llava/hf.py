@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from mtrain.config.llava import LlavaConfig
 from mtrain.config.model import ModelConfig
 from mtrain.models.gpt.hf import LLAMA
 from mtrain.models.gpt.hf_files import COMPUTED
@@ -28,7 +29,9 @@ def files(kind: str, model: ModelConfig) -> tuple[Table, ...]:
     transformers 5 writes the language model as before and the tower without `vision_model.`; up to 4 it wrote
     that, too, as published files have it; both have other names in memory.
     """
-    older = _table(model, lambda name: f"language_model.{name}", "vision_tower.vision_model.", "multi_modal_projector.")
+    older = _table(
+        model, lambda name: f"language_model.{name}", "vision_tower.vision_model.", "multi_modal_projector."
+    )
     written = _table(model, lambda name: f"language_model.{name}", "vision_tower.", "multi_modal_projector.")
     return written, older, in_memory(model), in_memory(model, "vision_model.")
 
@@ -46,7 +49,7 @@ def _table(model: ModelConfig, rename: Rename, vision: str, projector: str) -> T
     def named(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
         return tuple(replace(entry, theirs=tuple(map(rename, entry.theirs))) for entry in entries)
 
-    more = (*_tower(vision, of(model).vision_layers), *_projector(projector))
+    more = (*_tower(vision, of(model)), *_projector(projector))
     return replace(
         LLAMA,
         once=(*named(LLAMA.once), *more),
@@ -58,15 +61,17 @@ def _table(model: ModelConfig, rename: Rename, vision: str, projector: str) -> T
     )
 
 
-def _tower(theirs: str, layers: int) -> Iterator[Entry]:
+def _tower(theirs: str, own: LlavaConfig) -> Iterator[Entry]:
     for name in ("class_embedding", "patch_embedding", "position_embedding"):
         yield Entry(f"vision.{name}", (f"{theirs}embeddings.{_ENDS.get(name, name)}",))
     for kind in ("weight", "bias"):
         # CLIP's own spelling
         yield Entry(f"vision.pre_layernorm.{kind}", (f"{theirs}pre_layrnorm.{kind}",))
         yield Entry(f"vision.post_layernorm.{kind}", (f"{theirs}post_layernorm.{kind}",))
-        for i in range(layers):
-            yield from _tower_layer(f"vision.encoder.layers.{i}.", f"{theirs}encoder.layers.{i}.", kind)
+        for i in range(own.vision_layers):
+            behind = i - own.used_layers
+            ours = f"vision.encoder.layers.{i}." if behind < 0 else f"vision.behind.layers.{behind}."
+            yield from _tower_layer(ours, f"{theirs}encoder.layers.{i}.", kind)
 
 
 def _tower_layer(ours: str, theirs: str, kind: str) -> Iterator[Entry]:

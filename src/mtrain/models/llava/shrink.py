@@ -17,7 +17,7 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
     A layer of the vision tower stays behind the features where there was one. What is frozen stays frozen.
     """
     own, language = of(model), shrink_language(model, p, layers=layers, seq_length=seq_length)
-    behind = min(1, own.vision_layers - own.used_layers)
+    behind = min(1, own.unused_layers)
     heads = max(2, p.tp)
     small = own.model_copy(
         update={
