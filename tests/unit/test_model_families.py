@@ -58,7 +58,7 @@ def _toy_model(**more: Any) -> ModelConfig:
 
 
 def test_gpt_ships_and_is_the_default() -> None:
-    assert registry.names() == ("gpt",)
+    assert registry.names() == ("gpt", "llava")
     assert registry.family_of(tiny_run().model) is GPT
 
 
@@ -74,7 +74,7 @@ def test_an_unknown_family_is_told_with_every_other_problem_and_where_it_was_set
 def test_planning_asks_the_family_of_a_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
     _plug_in(monkeypatch, f"{__name__}:toy")
     run = tiny_run(model={"family": "toy"})
-    assert registry.names() == ("gpt", "toy")
+    assert registry.names() == ("gpt", "llava", "toy")
     assert count.parameters(run.model) == 7
     assert count.flops_per_token(run.model, 8) == 42.0
     layers = shrink(tiny_run(), steps=2).model.num_layers

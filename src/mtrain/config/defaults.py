@@ -198,6 +198,8 @@ def sample_tokens(run: RunConfig) -> Filled:
     """Text is generated where there is a tokenizer, and whole sequences on a rank."""
     if run.trainer.sample_tokens is not None:
         return {}
+    if run.model.family == "llava":
+        return {"trainer.sample_tokens": (0, f"model.family {run.model.family}, which writes no text yet")}
     d, cp = run.data, run.parallel.cp
     tokenizer = d.kind == "text" or (d.kind == "indexed" and d.tokenizer is not None)
     why = f"parallel.cp {cp}" if tokenizer and cp > 1 else f"data.kind {d.kind}"
@@ -243,7 +245,10 @@ def synthetic_tokens(raw: RunConfig, run: RunConfig, source: str) -> Iterator[Pr
     """A warning where a resolved run trains on synthetic tokens and nobody asked for them."""
     if raw.data.kind is None and run.data.kind == "mock":
         rule = "the tokens are synthetic, and what is learnt from them is worth nothing: name data of your own"
-        fix = "data=text data.path=FOLDER or data=indexed data.path=PREFIX, or data=mock where they are meant"
+        named = "data=text data.path=FOLDER or data=indexed data.path=PREFIX"
+        if run.model.family == "llava":
+            named = "data=image_text data.path=FOLDER"
+        fix = f"{named}, or data=mock where they are meant"
         yield Problem("MT322", "data.kind", "mock", rule, fix, source, "warning")
 
 

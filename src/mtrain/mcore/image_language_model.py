@@ -68,7 +68,7 @@ class ImageLanguageModel(LanguageModel):
             return self._without_images(embeddings, images)
         features = self._features(images)
         place = tokens == self._own.image_token_id
-        if tokens.device.type == "cpu" and int(place.sum()) != len(features):  # elsewhere the form has counted them
+        if tokens.is_cpu and int(place.sum()) != len(features):  # elsewhere the form has counted them
             raise ValueError(f"{int(place.sum())} image tokens for {len(features)} patches of {len(images)} images")
         rows = embeddings.transpose(0, 1)
         mixed = rows.masked_scatter(place.unsqueeze(-1), features.to(rows.dtype))
