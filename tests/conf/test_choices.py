@@ -23,6 +23,7 @@ CHOICES = [(group, choice) for group in GROUPS for choice in choices_of_group(gr
 # What the default layout, tp 2, refuses: 25 heads, and biases of experts that are split.
 UNFIT_FOR_TP2 = {"gpt2_xl": ["parallel=single"]}
 UNFIT_FOR_TP2 |= {name: ["parallel.etp=1"] for name in ("gpt_oss_tiny", "gpt_oss_20b", "gpt_oss_120b")}
+UNFIT_FOR_TP2["image_text"] = ["model=llava_tiny"]
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids="/".join)
@@ -36,7 +37,7 @@ def test_every_choice_composes_and_sets_nothing_but_its_group(group: str, choice
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_passes_check_alone_with_the_defaults_of_the_rest(group: str, choice: str) -> None:
     """What a machine or a user still has to bring is a warning; a run is refused for it, and for nothing else."""
-    lacking = {"MT301", "MT403", "MT407", "MT442"}
+    lacking = {"MT301", "MT403", "MT407", "MT442", "MT327"}
     words = [f"{group}={choice}", *UNFIT_FOR_TP2.get(choice, ())]
     warned = {p.code for p in checked(words, LAPTOP, {}, to_run=False).warnings}
     try:

@@ -33,7 +33,19 @@ from mtrain.recipes.write import section
 FACTS: dict[str, Json] = json.loads((Path(__file__).parent / "public_configs.json").read_text())
 CONFIGS = {name: entry["config"] for name, entry in FACTS.items() if "config" in entry}
 TABLES = {name: entry for name, entry in FACTS.items() if "table" in entry}
-FAMILIES_IN_SMALL = ("bert", "deepseek", "gemma", "glm45", "gpt_oss", "llama", "mixtral", "phi3", "pythia", "t5")
+FAMILIES_IN_SMALL = (
+    "bert",
+    "deepseek",
+    "gemma",
+    "glm45",
+    "gpt_oss",
+    "llama",
+    "llava",
+    "mixtral",
+    "phi3",
+    "pythia",
+    "t5",
+)
 OURS = {f"{family}_tiny" for family in FAMILIES_IN_SMALL}
 SAID = re.compile(r"([\d.,]*\d)([BM]) parameters(?! active)")
 """A number of parameters in the first lines of a model's file."""
@@ -48,7 +60,7 @@ V3: Told = {
 }
 BALANCED = "0.9 of config.json is of no report; the weight of the default is trained with"
 UNDROPPED = "0.1 is of fine-tuning; pre-training is without, as T5 v1.1's was (its README)"
-T5: Told = {key: (0.1, 0.0, UNDROPPED) for key in ("attention_dropout", "hidden_dropout")}
+T5: Told = dict.fromkeys(("attention_dropout", "hidden_dropout"), (0.1, 0.0, UNDROPPED))
 TRAINED: dict[str, Told] = {
     **{name: T5 for name in CONFIGS if name.startswith("t5_")},
     "deepseek_v2": {**V2, "moe.aux_loss_coeff": (0.001, 0.003, "alpha_1 in arXiv 2405.04434, section 3.1.2")},

@@ -37,6 +37,9 @@ SOURCE = Path(__file__).resolve().parents[2] / "src/mtrain"
 GPUS = Machine(cpu_cores=8, memory_bytes=1 << 40, gpus=4)
 CHANGES = [*(change for _, change in plain.BROKEN), *plain.FINE, *(change for *_, change in quantized.BROKEN)]
 CHANGES.append({"trainer.global_batch_size": 1 << 20})  # a warning, whose rule reads the layout too
+LLAVA = {"model.family": "llava", "model.llava": {"image_token_id": 4000}, "data.kind": "mock"}
+CHANGES += [{**LLAVA, "parallel.tp": 2}, {**LLAVA, "model.hidden_dropout": 0.1}]
+CHANGES.append({**LLAVA, "data.kind": "image_text", "data.path": "images"})
 NO_EXAMPLE = {
     "MT321": "a folder with more files than are looked at; tested with one",
     "MT607": "a tokenizer; tested with one",

@@ -286,6 +286,12 @@ OTHERS = (
         says="the corpus is not the one that the checkpoint was trained on",
     ),
     Code(
+        "MT614",
+        "The folder of images with texts cannot be read as it is.",
+        "Name a folder that holds images and one .jsonl file.",
+        says="holds no file that ends in .jsonl",
+    ),
+    Code(
         "MT701",
         "A file that is to be imported holds no command line of Megatron-LM.",
         "Name a training script.",

@@ -59,6 +59,10 @@ def data_kind(run: RunConfig) -> Filled:
     d, vocabulary = run.data, run.model.vocab_size
     if d.kind is not None:
         return {}
+    if run.model.family == "llava":
+        named = d.path is not None
+        why = "data.path" if named else f"model.family {run.model.family}, and data.path is null"
+        return {"data.kind": ("image_text" if named else "mock", why)}
     if d.path is not None or d.limit_mib is not None:
         return {"data.kind": ("text", "data.path" if d.path is not None else "data.limit_mib")}
     small = vocabulary <= 2 * max(d.tokenizer_vocab_size, SMALL_TOKENIZER)
@@ -95,6 +99,8 @@ def sample_length(run: RunConfig) -> Filled:
     if run.data.seq_length is not None:
         return {}
     most, positions = CPU_LENGTH if on_a_cpu(run) else LONGEST, run.model.max_position_embeddings
+    if run.model.llava is not None:  # beside an image of each sample
+        most += run.model.llava.image_tokens
     why = f"{run.model.name}: max_position_embeddings {positions}"
     if positions > most:
         why += f", at most {most}" + (" on a CPU" if on_a_cpu(run) else "")
@@ -213,6 +219,8 @@ def sample_tokens(run: RunConfig) -> Filled:
         return {}
     if limited(run.model.family, "trainer.sample_tokens") is not None:
         return {"trainer.sample_tokens": (0, f"model.family {run.model.family}, which continues no text")}
+    if run.model.family == "llava":
+        return {"trainer.sample_tokens": (0, f"model.family {run.model.family}, which writes no text yet")}
     d, cp = run.data, run.parallel.cp
     tokenizer = d.kind == "text" or (d.kind == "indexed" and d.tokenizer is not None)
     why = f"parallel.cp {cp}" if tokenizer and cp > 1 else f"data.kind {d.kind}"
@@ -258,7 +266,10 @@ def synthetic_tokens(raw: RunConfig, run: RunConfig, source: str) -> Iterator[Pr
     """A warning where a resolved run trains on synthetic tokens and nobody asked for them."""
     if raw.data.kind is None and run.data.kind == "mock":
         rule = "the tokens are synthetic, and what is learnt from them is worth nothing: name data of your own"
-        fix = "data=text data.path=FOLDER or data=indexed data.path=PREFIX, or data=mock where they are meant"
+        named = "data=text data.path=FOLDER or data=indexed data.path=PREFIX"
+        if run.model.family == "llava":
+            named = "data=image_text data.path=FOLDER"
+        fix = f"{named}, or data=mock where they are meant"
         yield Problem("MT322", "data.kind", "mock", rule, fix, source, "warning")
 
 

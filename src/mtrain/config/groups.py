@@ -26,11 +26,14 @@ Seconds = Annotated[float, Field(gt=0, le=10**8)]
 class DataConfig(Section):
     """`data`: what is read, and how it becomes samples."""
 
-    kind: Literal["text", "indexed", "mock"] | None = None
-    """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; mock: synthetic tokens.
+    kind: Literal["text", "indexed", "image_text", "mock"] | None = None
+    """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; image_text: a folder of
+    images and a JSON Lines file of texts, for the family llava; mock: synthetic tokens, and images where the model
+    reads some.
     null: text where data.path or data.limit_mib is set, or for small vocabularies on a CPU; else mock."""
     path: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="data_path data_prefix")] = None
-    """text: a file or folder, null: the Python standard library of this machine; indexed: prefix of .bin and .idx."""
+    """text: a file or folder, null: the Python standard library of this machine; indexed: prefix of .bin and .idx;
+    image_text: the folder, or its .jsonl file."""
     blend: Annotated[
         Annotated[tuple[str, ...], Field(min_length=1)] | None,
         Key(when="data.kind=indexed", effect=Effect.RUNTIME, aka="train_data_path"),
@@ -41,9 +44,9 @@ class DataConfig(Section):
     ] = Field(default=None, strict=False)
     """blend: shares of the samples that each corpus gives, in any unit; null: by their tokens."""
     tokenizer: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="tokenizer_model")] = None
-    """indexed: path of a tokenizer.json; null: no text can be generated."""
+    """Path of a tokenizer.json. indexed: null: no text can be generated; image_text: null: a BPE is trained."""
     tokenizer_vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = 4096
-    """text: size of the BPE vocabulary to train."""
+    """text, image_text: size of the BPE vocabulary to train."""
     suffixes: tuple[str, ...] = Field(default=(".py", ".txt", ".rst", ".md"), strict=False)
     """text: file name endings that are read from a folder."""
     limit_mib: Annotated[Annotated[float, Field(gt=0, le=MOST)] | None, Key(unit="MiB")] = None

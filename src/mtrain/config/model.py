@@ -20,6 +20,7 @@ from mtrain.config.base import (
 )
 from mtrain.config.bert import BertConfig
 from mtrain.config.experts import MoEConfig
+from mtrain.config.llava import LlavaConfig
 from mtrain.config.mla import MLAConfig
 from mtrain.config.rope import RopeScalingConfig
 from mtrain.config.t5 import T5Config
@@ -305,6 +306,8 @@ class ModelConfig(Section):
     """What the family bert has beside its layers; null: another family."""
     t5: T5Config | None = None
     """An encoder-decoder (T5), of the family t5; null: another family."""
+    llava: Annotated[LlavaConfig | None, Key(when="model.family=llava")] = None
+    """Vision tower and projector of the family llava; null: another family."""
     published: Annotated[PublishedConfig | None, Key(effect=Effect.RUNTIME)] = None
     """How the model was trained; null: unknown."""
 

@@ -7,7 +7,7 @@ is imported by `mtrain.data.batch` alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,14 +16,26 @@ from typing import Any
 import numpy as np
 
 from mtrain.config.groups import DataConfig
+from mtrain.data import image_text, tokenize
 from mtrain.data.blend import Blend
+from mtrain.data.image_text import ImageTextSamples
 from mtrain.data.indexed import IndexedDataset
 from mtrain.data.mock import DOCUMENT_ENDS, MockSamples
 from mtrain.data.samples import SHARES, Samples, entropy_nats, split_documents
-from mtrain.data.tokenize import Corpus, prepare, verify
-from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.data.tokenize import Corpus, verify
+from mtrain.errors import ConfigError, CorruptData, Problem, say
 
-__all__ = ["Corpus", "Samples", "Splits", "open_splits", "prepare", "same_data", "validation_of", "verify"]
+__all__ = [
+    "Corpus",
+    "ImageTextSamples",
+    "Samples",
+    "Splits",
+    "open_splits",
+    "prepare",
+    "same_data",
+    "validation_of",
+    "verify",
+]
 
 ENTROPY_TOKENS = 5_000_000
 CHECKED_TOKENS = 1 << 26
@@ -35,9 +47,9 @@ class Splits:
     """Train, validation and test samples; None for a split that is not needed and has no sample."""
 
     corpus: Corpus
-    train: Samples | Blend | MockSamples
-    validation: Samples | Blend | MockSamples | None
-    test: Samples | Blend | MockSamples | None
+    train: Samples | Blend | MockSamples | ImageTextSamples
+    validation: Samples | Blend | MockSamples | ImageTextSamples | None
+    test: Samples | Blend | MockSamples | ImageTextSamples | None
     eod: int | None
     """Id of the end-of-document token, where known."""
     masked_eod: int | None
@@ -92,6 +104,16 @@ class Splits:
         return out
 
 
+def _say(note: str) -> None:
+    say(note, error=True)
+
+
+def prepare(data: DataConfig, note: Callable[[str], None] = _say, tokenizer: Path | None = None) -> Corpus:
+    """Make the corpus of a configuration ready: see `tokenize.prepare`, and `image_text.prepare` of images."""
+    of_kind = image_text.prepare if data.kind == "image_text" else tokenize.prepare
+    return of_kind(data, note, tokenizer)
+
+
 def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to go on with other data than a checkpoint was trained on.
 
@@ -120,6 +142,9 @@ def open_splits(
 
     Raises ConfigError for a vocabulary or a split that does not fit, CorruptData for files that do not add up.
     """
+    if data.kind == "image_text":
+        pairs = image_text.opened(data, vocab_size, seed, corpus, need)
+        return Splits(corpus, **pairs, eod=corpus.meta["eod"], masked_eod=None, document_ends=(), dataset=None)  # type: ignore[arg-type]
     if corpus.prefix is None:
         mocks = [MockSamples(data.length, seed, vocab_size, name) for name in SHARES]
         return Splits(corpus, *mocks, eod=None, masked_eod=None, document_ends=DOCUMENT_ENDS, dataset=None)  # type: ignore[misc,arg-type]

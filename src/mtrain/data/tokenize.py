@@ -199,7 +199,7 @@ def _made(
 ) -> Corpus:
     """The corpus in a folder of the cache, built unless another process does that first."""
     cache, built = folder.parent, False
-    with _writing(cache):
+    with writing(cache):
         (cache / "seen").mkdir(parents=True, exist_ok=True)
         (cache / TAG_FILE).write_text(TAG)
         with corpora.locked(cache / f"{folder.name}.lock"):
@@ -340,7 +340,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _writing(cache: Path) -> Iterator[None]:
+def writing(cache: Path) -> Iterator[None]:
     """Turn a failure of the cache folder's disk into a message."""
     try:
         yield

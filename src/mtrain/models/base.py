@@ -75,3 +75,5 @@ class Family:
     """Those of routed experts, which expert parallelism shards."""
     flops_per_token: Flops
     shrink: Shrink
+    frozen_parameters: Callable[[ModelConfig], int] = lambda model: 0
+    """Those of `parameters` that are not trained: they have neither gradient nor optimizer state."""

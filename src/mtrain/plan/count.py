@@ -38,7 +38,7 @@ def state_bytes(run: RunConfig) -> int:
     fp32: 4 weights + 4 gradients + 8 moments; bf16 and fp16: 2 + 4 (2 if reduced in that format) + 4 main weights
     + 8, and less where the optimizer keeps them in low precision. The distributed optimizer keeps main weights and
     moments once instead of once per data-parallel rank, FSDP all of it; experts have as many copies as the expert
-    grid has data-parallel ranks.
+    grid has data-parallel ranks. Of what is frozen there are weights alone.
     """
     p = run.parallel
     assert p.ranks is not None
@@ -46,10 +46,11 @@ def state_bytes(run: RunConfig) -> int:
     half = is_half(dtype)
     per_weight = bytes_of(dtype) + bytes_of("fp32" if run.precision.grad_reduce_in_fp32 else dtype)
     per_state = (_main_weight_bytes(run) if half else 0) + _moment_bytes(run)
-    experts = expert_parameters(run.model)
-    total = 0
+    experts, frozen = expert_parameters(run.model), family_of(run.model).frozen_parameters(run.model)
+    copies_of_all = max(1, p.ranks // (p.tp * p.pp))
+    total = frozen * bytes_of(dtype) * copies_of_all
     for number, ranks_of_a_copy in (
-        (parameters(run.model) - experts, p.tp * p.pp),
+        (parameters(run.model) - experts - frozen, p.tp * p.pp),
         (experts, (p.etp or p.tp) * p.ep * p.pp),
     ):
         replicas = max(1, p.ranks // ranks_of_a_copy)

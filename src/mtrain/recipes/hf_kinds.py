@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mtrain.config.model import ModelConfig
+from mtrain.recipes import hf_llava
 from mtrain.recipes.hf_bert import BERT
 from mtrain.recipes.hf_families import FAMILIES
 from mtrain.recipes.hf_kind import Kind
@@ -42,5 +43,6 @@ KINDS: dict[str, Kind] = {
     **{kind: Kind(FAMILIES[kind], WRITERS[kind], _always(name)) for kind, name in DECODERS.items()},
     "bert": BERT,
     "t5": T5,
+    "llava": Kind(hf_llava.READS, hf_llava.writes, _always("LlavaForConditionalGeneration")),
 }
 """`model_type` -> how it is read and written."""

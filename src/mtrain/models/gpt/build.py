@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mtrain.config.core_fields import GPT_FIELDS, values
@@ -13,8 +14,18 @@ from mtrain.mcore.op_overrides import override_operations
 from mtrain.mcore.rotary import frequencies, multiply_turns
 
 
-def chunk(run: RunConfig, config: Any, stage: int | None) -> LanguageModel:
-    """The layers of one virtual pipeline stage of this rank, with embedding and loss where they belong to it."""
+def chunk(
+    run: RunConfig,
+    config: Any,
+    stage: int | None,
+    *,
+    kind: Callable[..., Any] = LanguageModel,
+    more: Mapping[str, Any] = {},
+) -> Any:
+    """The layers of one virtual pipeline stage of this rank, with embedding and loss where they belong to it.
+
+    `kind` is the class of the model, a `LanguageModel`; `more` are arguments of its own.
+    """
     ps, m = mcore.parallel_state, run.model
     provider = backend.provider(run.kernels, backend.Parts.of(m))
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
@@ -23,7 +34,7 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> LanguageModel:
         multiply_turns(
             config, scaling.attention(scaling.original_max_position_embeddings or m.max_position_embeddings)
         )
-    return LanguageModel(
+    return kind(
         loss=run.kernels.loss,
         loss_vocab_size=m.loss_vocab_size,
         soft_cap=m.final_logit_softcapping,
@@ -38,4 +49,5 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> LanguageModel:
         mtp_block_spec=backend.mtp_spec(config, provider, vp_stage=stage),
         vp_stage=stage,
         **values(GPT_FIELDS, run),
+        **more,
     )

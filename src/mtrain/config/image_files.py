@@ -1,0 +1,32 @@
+"""Folders of images with texts: which of their files says what belongs together."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mtrain.config.files import unreadable
+
+ENDING = ".jsonl"
+MOST_ENTRIES = 100_000
+"""Entries of a folder that are looked at for the file: it stands beside folders of images, or among few images."""
+
+
+def records_of(path: Path) -> tuple[Path | None, str]:
+    """The JSON Lines file that a folder holds, or that a path names, and else why there is none."""
+    rule = unreadable(path)
+    if rule is not None:
+        return None, rule
+    if path.is_file():
+        return (path, "") if path.name.endswith(ENDING) else (None, f"is a file that does not end in {ENDING}")
+    found = []
+    with os.scandir(path) as entries:
+        for number, entry in enumerate(entries):
+            if number >= MOST_ENTRIES:
+                return None, f"holds more than {MOST_ENTRIES} entries: name its {ENDING} file"
+            if entry.name.endswith(ENDING) and not entry.name.startswith("."):
+                found.append(entry.name)
+    if len(found) == 1:
+        return path / found[0], ""
+    said = "no file" if not found else f"{len(found)} files ({', '.join(sorted(found)[:3])})"
+    return None, f"holds {said} that ends in {ENDING}, and one says which text belongs to which image"

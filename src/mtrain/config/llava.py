@@ -1,0 +1,75 @@
+"""`model.llava`: the vision tower and the projector of LLaVA; the language model is `model` itself."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mtrain.config.base import Effect, Key, NonNegativeInt, PositiveFloat, Section, Width
+
+Frozen = Literal["vision", "projector", "language"]
+
+
+class LlavaConfig(Section):
+    """`model.llava`: images for a language model (LLaVA-1.5): a CLIP vision transformer, whose patch features go
+    through a projector and stand in the text as the embeddings of image tokens."""
+
+    image_size: Annotated[Width, Key(unit="pixels")] = 336
+    """Height and width of an image."""
+    patch_size: Annotated[Width, Key(unit="pixels")] = 14
+    """Height and width of a patch: what one image token stands for."""
+    vision_layers: Width = 24
+    """Layers of the vision tower, those behind feature_layer included."""
+    vision_hidden_size: Annotated[Width, Key(unit="channels")] = 1024
+    """Width of the vision tower."""
+    vision_ffn_hidden_size: Annotated[Width, Key(unit="channels")] = 4096
+    """Width of its MLP."""
+    vision_heads: Width = 16
+    """Its attention heads."""
+    vision_activation: Literal["quick_gelu", "gelu", "gelu_tanh"] = "quick_gelu"
+    """Activation of its MLP; quick_gelu: x sigmoid(1.702 x)."""
+    vision_layernorm_epsilon: PositiveFloat = 1e-5
+    """Added to the variance in its norms."""
+    feature_layer: Annotated[int, Field(ge=-1000, le=1000)] = -2
+    """Hidden states of the tower that are its features: n behind layer n, -1 behind the last one, -2 behind the one
+    before it. Layers behind them, and the tower's last norm, are kept as they are and never trained."""
+    projector_activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = "gelu"
+    """Between the two layers of the projector."""
+    projector_bias: bool = True
+    """Biases in both."""
+    image_token_id: NonNegativeInt = 32000
+    """Token id in whose places patch features stand. It is never a label."""
+    freeze: Annotated[tuple[Frozen, ...], Key(effect=Effect.NUMERICS)] = Field(default=(), strict=False)
+    """Parts whose weights stay as they are, without gradient and optimizer state: [vision, language] where the
+    projector alone is trained (LLaVA's first stage), [vision] in its second."""
+
+    @property
+    def image_tokens(self) -> int:
+        """Patches of an image, each of which is a token of the language model."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def used_layers(self) -> int:
+        """Layers of the vision tower in front of its features."""
+        return self.feature_layer if self.feature_layer >= 0 else self.vision_layers + 1 + self.feature_layer
+
+    @property
+    def unused_layers(self) -> int:
+        """Layers behind them."""
+        return self.vision_layers - self.used_layers
+
+    # the tower's attention in the words of `model`, by which its weights are rearranged
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Heads of the vision tower."""
+        return self.vision_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Its key/value heads: one for each query head."""
+        return self.vision_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one of its heads."""
+        return self.vision_hidden_size // self.vision_heads

@@ -1,0 +1,294 @@
+"""Texts with images from a folder: a JSON Lines file beside the images. Which record makes a sample is computed.
+
+`prepare` looks at every record once, trains a tokenizer where none is given, and notes both in the cache. Samples
+are tokenized when they are read, and images decoded: each is a function of the files and the sample's number.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtrain import strict_json
+from mtrain.config.groups import DataConfig
+from mtrain.config.image_files import records_of
+from mtrain.config.paths import user_path
+from mtrain.data import bpe, records
+from mtrain.data import cache as corpora
+from mtrain.data.images import inside, load, require_pillow
+from mtrain.data.permute import ROUNDS, Permutation, keys
+from mtrain.data.samples import SHARES
+from mtrain.data.text import Tokenizer
+from mtrain.data.tokenize import Corpus, writing
+from mtrain.errors import ConfigError, CorruptData, Problem
+
+FORMAT = 1
+META, TOKENIZER = "meta.json", "tokenizer.json"
+KEPT = 256
+"""Records whose tokens are kept: those of a micro-batch are asked for more than once."""
+
+
+class Records:
+    """The lines of a JSON Lines file that hold something; `len` counts them.
+
+    Raises ConfigError where there is no such file.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        found, rule = (None, "data.kind=image_text reads a folder") if path is None else records_of(user_path(path))
+        if found is None:
+            fix = "data.path=FOLDER with images and a .jsonl file"
+            raise ConfigError([Problem("MT614", "data.path", path, rule, fix)])
+        self.file, self.folder = found, found.parent
+        with open(found, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            self._bytes: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        self._starts = self._lines(size)
+
+    def _lines(self, size: int) -> np.ndarray:
+        starts, at = [], 0
+        while at < size:
+            end = self._bytes.find(b"\n", at)
+            end = size if end < 0 else end
+            if self._bytes[at:end].strip():
+                starts.append(at)
+            at = end + 1
+        return np.array(starts, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def line(self, number: int) -> bytes:
+        """The bytes of a record."""
+        start = int(self._starts[number])
+        end = self._bytes.find(b"\n", start)
+        return bytes(self._bytes[start : end if end >= 0 else None])
+
+    def record(self, number: int) -> records.Record:
+        """A record. Raises CorruptData, with its line, where it is none."""
+        with self.named(number):
+            return records.parse(self.line(number))
+
+    def named(self, number: int) -> _Named:
+        """A context in which CorruptData gets the file and the line of a record."""
+        return _Named(self, number)
+
+    def place(self, number: int) -> str:
+        """File and line of a record."""
+        before: bytes = self._bytes[: int(self._starts[number])]
+        line = 1 + before.count(b"\n")
+        return f"{self.file}:{line}"
+
+
+class _Named:
+    def __init__(self, owner: Records, number: int) -> None:
+        self.owner, self.number = owner, number
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, CorruptData):
+            raise CorruptData(f"{self.owner.place(self.number)}: {error}") from None
+
+
+def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | None = None) -> Corpus:
+    """Look at every record and image path of the folder once, and train a tokenizer where none is given.
+
+    Raises ConfigError for a folder or tokenizer that cannot be used, CorruptData for a record that is none or an
+    image that is not there, BadEnvironment where Pillow is missing or the cache cannot be written.
+    """
+    require_pillow()
+    given = tokenizer or (user_path(data.tokenizer) if data.tokenizer else None)
+    found, loaded = Records(data.path), Tokenizer(given) if given is not None else None
+    cache = user_path(data.cache_dir)
+    stamp = os.stat(found.file)
+    settings = {
+        "format": FORMAT,
+        "file": str(found.file.resolve()),
+        "stamp": [stamp.st_size, stamp.st_mtime_ns, stamp.st_ino],
+        "tokenizer": data.tokenizer_vocab_size if given is None else None,
+    }
+    digest = hashlib.sha256(strict_json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    folder = cache / f"images-{digest}"
+    meta = _known(folder)
+    if meta is None:
+        with writing(cache):
+            (cache / "seen").mkdir(parents=True, exist_ok=True)
+            with corpora.locked(cache / f"{folder.name}.lock"):
+                meta = _known(folder)
+                if meta is None:
+                    note(f"{found.file}: looking at {len(found)} records")
+                    meta = _looked_at(found, data, folder, train=given is None)
+    if loaded is None or given is None:
+        given, loaded = folder / TOKENIZER, Tokenizer(folder / TOKENIZER)
+    sha256 = hashlib.sha256(given.read_bytes()).hexdigest()
+    own = {"vocab_size": loaded.vocab_size, "eod": loaded.eod, "tokenizer_sha256": sha256}
+    return Corpus(None, given, {**meta, **own})
+
+
+def _known(folder: Path) -> dict[str, Any] | None:
+    try:
+        meta: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return meta if corpora.use(folder) else None
+
+
+def _looked_at(found: Records, data: DataConfig, folder: Path, *, train: bool) -> dict[str, Any]:
+    """Look at every record; leave what came out, and the tokenizer, in the cache. The caller holds the lock."""
+    building = folder.parent / f".building-{folder.name}-{os.getpid()}"
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    try:
+        digest, images = hashlib.sha256(), 0
+        for number in range(len(found)):
+            line = found.line(number)
+            record = found.record(number)
+            with found.named(number):
+                records.check_images(record, found.folder)
+            digest.update(line)
+            for name in record.images:
+                images += 1
+                digest.update(b"\0%d" % (found.folder / name).stat().st_size)
+        if not len(found):
+            raise CorruptData(f"{found.file}: there is no record in it")
+        if train:
+            made = bpe.train(_texts(found), data.tokenizer_vocab_size)
+            (building / TOKENIZER).write_text(made.to_str(), encoding="utf-8")
+        meta = {
+            "kind": "image_text",
+            "source": found.folder.name,
+            "documents": len(found),
+            "images": images,
+            "fingerprint": digest.hexdigest()[:32],
+        }
+        (building / META).write_text(strict_json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        building.rename(folder)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    corpora.use(folder)
+    return meta
+
+
+def _texts(found: Records) -> Iterator[str]:
+    for number in range(len(found)):
+        yield "".join(piece.text for piece in found.record(number).pieces if isinstance(piece, records.Span))
+
+
+class ImageTextSamples:
+    """The samples of a range of records; `len` is the number per epoch, and sample numbers go on from there.
+
+    In epoch e the records come in an order that is drawn from the seed and e.
+    """
+
+    def __init__(
+        self,
+        found: Records,
+        part: range,
+        seq_length: int,
+        seed: int,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        name: str,
+    ) -> None:
+        self.found, self.part, self.seq_length, self.seed, self.name = found, part, seq_length, seed, name
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._order = functools.lru_cache(maxsize=4)(self._draw)
+        self._tokens = functools.lru_cache(maxsize=KEPT)(self._encode)
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def _draw(self, epoch: int) -> Permutation:
+        return Permutation(len(self.part), keys(self.seed, epoch, f"images {self.name}", ROUNDS))
+
+    def record_of(self, number: int) -> int:
+        """The record that makes a sample."""
+        epoch, place = divmod(int(number), len(self.part))
+        return self.part.start + int(self._order(epoch)(np.array([place], np.int64))[0])
+
+    def _encode(self, record: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids int64 [seq_length + 1] and whether each is learned, cut or padded at the end."""
+        with self.found.named(record):
+            ids, known = records.encoded(self.found.record(record), self._tokenizer)
+            if max(ids) >= self._vocab_size:
+                raise CorruptData(f"token id {max(ids)}; the vocabulary has ids 0 to {self._vocab_size - 1}")
+        length = self.seq_length + 1
+        tokens, learned = np.full(length, records.NOTHING, np.int64), np.zeros(length, np.bool_)
+        kept = min(length, len(ids))
+        tokens[:kept], learned[:kept] = ids[:kept], known[:kept]
+        return tokens, learned
+
+    def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+        """int64 [n, seq_length + 1]: token ids, one `IMAGE` for an image, `NOTHING` behind the end.
+
+        Raises CorruptData for a record that is none, or an id outside of the vocabulary.
+        """
+        return np.stack([self._tokens(self.record_of(number))[0] for number in numbers])
+
+    def learned(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Which of these tokens are learned: bool [n, seq_length + 1]."""
+        return np.stack([self._tokens(self.record_of(number))[1] for number in numbers])
+
+    def images(self, numbers: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
+        """Every image of the samples in its order: float32 [images, 3, size, size].
+
+        Raises CorruptData, with line and name, for one that cannot be read.
+        """
+        out = [np.zeros((0, 3, size, size), np.float32)]
+        for number in map(self.record_of, numbers):
+            with self.found.named(number):
+                for name in self.found.record(number).images:
+                    out.append(load(inside(self.found.folder, name), size)[None])
+        return np.concatenate(out)
+
+    def place(self, number: int) -> str:
+        """File and line of the record that makes a sample."""
+        return self.found.place(self.record_of(number))
+
+    def describe(self) -> dict[str, int]:
+        """Counts: records, samples of an epoch."""
+        return {"documents": len(self.part), "samples": len(self.part)}
+
+
+def opened(
+    data: DataConfig, vocab_size: int, seed: int, corpus: Corpus, need: Sequence[str]
+) -> dict[str, ImageTextSamples | None]:
+    """The samples of each split: consecutive records, a share above zero gets one at least.
+
+    Raises ConfigError where a split that is needed gets none, or the tokenizer has more ids than the model.
+    """
+    held = corpus.meta["vocab_size"]
+    if held > vocab_size:
+        rule = f"the tokenizer of the corpus has {held} tokens, the model {vocab_size}"
+        raise ConfigError([Problem("MT607", "model.vocab_size", vocab_size, rule, f"model.vocab_size={held}")])
+    assert corpus.tokenizer is not None
+    found, tokenizer = Records(data.path), Tokenizer(corpus.tokenizer)
+    cuts = np.cumsum([0.0, *data.split]) / sum(data.split) * len(found)
+    bounds = [round(cut) for cut in cuts]
+    for i in (1, 2):  # as few as one record, where there is one to give
+        if data.split[i] > 0 and bounds[i + 1] == bounds[i] and bounds[i] > i:
+            bounds[i] -= 1
+    out: dict[str, ImageTextSamples | None] = {}
+    for i, name in enumerate(SHARES):
+        part = range(bounds[i], bounds[i + 1])
+        order = seed if name == "train" else 0
+        out[name] = (
+            ImageTextSamples(found, part, data.length, order, tokenizer, vocab_size, name) if len(part) else None
+        )
+        if out[name] is None and (name in need or name == "train"):
+            rule = f"the {name} split has none of the {len(found)} records in {found.file}"
+            raise ConfigError([Problem("MT605", "data.split", list(data.split), rule, f"a larger share for {name}")])
+    return out

@@ -1,0 +1,99 @@
+"""Images as a vision tower reads them: decoded by Pillow, which is in the extra `images`, within bounds.
+
+The steps are those of CLIP: the shorter side is resized to the size of the model (bicubic), the middle is cut out,
+and each channel is normalised. Source: Radford et al. 2021, and the published preprocessor_config.json of LLaVA-1.5.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtrain.errors import BadEnvironment, CorruptData
+from mtrain.units import bytes_
+
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+STD = (0.26862954, 0.26130258, 0.27577711)
+"""Of the red, green and blue of CLIP's training images."""
+MAX_BYTES = 64 << 20
+MAX_PIXELS = 64_000_000
+"""A file of a few bytes may unfold into more than any memory; no camera makes so many pixels for a model of 336."""
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "PPM")
+"""What is opened: formats of pictures, none that calls another program."""
+
+
+def require_pillow() -> Any:
+    """The module PIL.Image.
+
+    Raises:
+        BadEnvironment: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        said = "data.kind=image_text decodes images with Pillow, which is not installed"
+        raise BadEnvironment(said, "  fix: pip install 'mtrain[images]'") from error
+    return Image
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of an image that a record names.
+
+    Raises:
+        CorruptData: it leads out of the folder, also by a link.
+    """
+    path = folder / name
+    parts = Path(name).parts
+    if not name or Path(name).is_absolute() or ".." in parts or "\0" in name:
+        raise CorruptData(f"{name[:200]!r}: an image has a path inside of its folder")
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise CorruptData(f"{name[:200]!r} is a link that leads out of the folder")
+    return path
+
+
+def load(path: Path, size: int) -> np.ndarray:
+    """An image as float32 [3, size, size], normalised.
+
+    Raises:
+        CorruptData: it is no image of a known format, is damaged, or unfolds into too much.
+        BadEnvironment: Pillow is not installed.
+    """
+    module = require_pillow()
+    try:
+        held = path.stat().st_size
+        if held > MAX_BYTES:
+            raise CorruptData(f"{path}: {bytes_(held)}; an image may have {bytes_(MAX_BYTES)}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is odd in metadata; its own limit of pixels is above ours
+            with module.open(path, formats=FORMATS) as image:
+                width, height = image.size
+                if width * height > MAX_PIXELS or min(width, height) < 1:
+                    raise CorruptData(f"{path}: {width} x {height} pixels; an image may have {MAX_PIXELS} of them")
+                return _normalised(_cropped(image.convert("RGB"), size, module.Resampling.BICUBIC))
+    except CorruptData:
+        raise
+    except Exception as error:  # the library raises errors of every kind for files that are damaged
+        raise CorruptData(f"{path}: no image that can be read: {str(error)[:200]}") from error
+
+
+def _cropped(image: Any, size: int, resample: Any) -> np.ndarray:
+    """The middle of an image whose shorter side was resized: uint8 [size, size, 3]."""
+    width, height = image.size
+    short = min(width, height)
+    if max(width, height) * size // short * size > MAX_PIXELS:
+        raise CorruptData(f"{width} x {height} pixels are too long and narrow to be resized")
+    wide, high = (size if side == short else int(size * side / short) for side in (width, height))
+    if (wide, high) != (width, height):
+        image = image.resize((wide, high), resample=resample, reducing_gap=None)
+    left, top = (wide - size) // 2, (high - size) // 2
+    return np.asarray(image.crop((left, top, left + size, top + size)))
+
+
+def _normalised(pixels: np.ndarray) -> np.ndarray:
+    scaled = (pixels.astype(np.float32) * np.float32(1 / 255) - np.array(MEAN, np.float32)) / np.array(
+        STD, np.float32
+    )
+    return np.ascontiguousarray(scaled.transpose(2, 0, 1))

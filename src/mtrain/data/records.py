@@ -1,0 +1,155 @@
+"""Records of a JSON Lines file: a text and the images in it, as a list of pieces.
+
+A line is {"image": path, "text": text}, or {"image": path, "conversations": [{"from": "human", "value": text},
+{"from": "gpt", "value": text}, ...]}, LLaVA's own form. `image` may be a list, or be left out. `<image>` in a text is
+the place of an image; where a text has none, its images stand in front of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mtrain.data.images import inside
+from mtrain.data.text import Tokenizer
+from mtrain.errors import CorruptData
+
+PLACE = "<image>"
+IMAGE, NOTHING = -1, -2
+"""In place of a token id: an image, and padding behind the end of a text."""
+MAX_LINE = 4 << 20
+MAX_IMAGES = 256
+END = object()
+"""A piece: the end of a document, or of an answer."""
+SPEAKERS = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt"}
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece: some text, and whether it is learned."""
+
+    text: str
+    learned: bool
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of the file."""
+
+    images: tuple[str, ...]
+    """Paths below the folder, in the order of their places."""
+    pieces: tuple[Span | object, ...]
+    """Spans, `IMAGE` and `END`."""
+
+
+def parse(line: bytes) -> Record:
+    """The record of a line.
+
+    Raises:
+        CorruptData: it is none, with the reason.
+    """
+    if len(line) > MAX_LINE:
+        raise CorruptData(f"a line has more than {MAX_LINE} bytes")
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise CorruptData(f"not JSON: {str(error)[:200]}") from None
+    if not isinstance(values, dict):
+        raise CorruptData("not a JSON object")
+    images = values.get("image") or []
+    images = [images] if isinstance(images, str) else images
+    if not isinstance(images, list) or not all(isinstance(i, str) for i in images) or len(images) > MAX_IMAGES:
+        raise CorruptData(f"image is neither a path nor a list of at most {MAX_IMAGES} paths")
+    if ("text" in values) == ("conversations" in values):
+        raise CorruptData("it needs either text or conversations")
+    spans = _of_text(values["text"]) if "text" in values else _of_conversations(values["conversations"])
+    places = sum(span.text.count(PLACE) for span in spans if isinstance(span, Span))
+    if places == 0 and images:
+        spans = [Span(PLACE * len(images), False), *spans]
+    elif places != len(images):
+        raise CorruptData(f"{places} times {PLACE} for {len(images)} images")
+    return Record(tuple(images), tuple(_cut(spans)))
+
+
+def _of_text(text: Any) -> list[Span | object]:
+    if not isinstance(text, str) or not text.strip():
+        raise CorruptData("text is no text")
+    return [Span(text, True), END]
+
+
+def _of_conversations(turns: Any) -> list[Span | object]:
+    """Questions behind USER:, answers behind ASSISTANT:, as the published model was trained; answers are learned."""
+    if not isinstance(turns, list) or len(turns) < 2:
+        raise CorruptData("conversations are no list of questions and answers")
+    out: list[Span | object] = []
+    for number, turn in enumerate(turns):
+        who, said = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+        wanted = ("human", "gpt")[number % 2]
+        if SPEAKERS.get(str(who)) != wanted or not isinstance(said, str):
+            raise CorruptData(f"turn {number + 1} of conversations is not one of {wanted} with a value")
+        if wanted == "human":
+            out.append(Span(f"USER: {said.strip()} ASSISTANT:", False))
+        else:
+            out += [Span(f" {said.strip()}", True), END]
+    return out
+
+
+def _cut(spans: list[Span | object]) -> Iterator[Span | object]:
+    """The same with `IMAGE` for each place of one."""
+    for span in spans:
+        if not isinstance(span, Span):
+            yield span
+            continue
+        for number, text in enumerate(span.text.split(PLACE)):
+            if number:
+                yield IMAGE
+            if text:
+                yield Span(text, span.learned)
+
+
+def check_images(record: Record, folder: Any) -> None:
+    """Whether the images of a record are there.
+
+    Raises:
+        CorruptData: one is not, or lies outside of the folder.
+    """
+    for name in record.images:
+        if not inside(folder, name).is_file():
+            raise CorruptData(f"{name[:200]!r}: there is no such image")
+
+
+def encoded(record: Record, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """Token ids of a record, `IMAGE` in the place of an image, and whether each is learned.
+
+    Text between images is tokenized as a whole; a token that begins in front of an answer is none of it.
+    """
+    begin = tokenizer.beginning
+    ids, learned = list(begin), [False] * len(begin)
+    run: list[Span] = []
+
+    def flush() -> None:
+        text, ends, at = "".join(span.text for span in run), [], 0
+        for span in run:
+            at += len(span.text)
+            ends.append((at, span.learned))
+        for number, start in tokenizer.encode_with_places(text) if text else ():
+            ids.append(number)
+            learned.append(next((known for end, known in ends if start < end), False))
+        run.clear()
+
+    for piece in record.pieces:
+        if isinstance(piece, Span):
+            run.append(piece)
+            continue
+        flush()
+        if piece is END:
+            if tokenizer.eod is not None:
+                ids.append(tokenizer.eod)
+                learned.append(True)
+        else:
+            ids.append(IMAGE)
+            learned.append(False)
+    flush()
+    return ids, learned

@@ -1,0 +1,22 @@
+"""LLaVA-1.5: a language model that reads images by a CLIP vision transformer and a projector."""
+
+from mtrain.models.base import Family
+from mtrain.models.llava import count
+from mtrain.models.llava.shrink import shrink
+
+LLAVA = Family(
+    name="llava",
+    section="llava",
+    builder="mtrain.models.llava.build:chunk",
+    form="mtrain.models.llava.form:form",
+    files="mtrain.models.llava.hf:files",
+    auto_class="AutoModelForImageTextToText",
+    writes=False,
+    predicts_all=False,
+    parameters=count.parameters,
+    active_parameters=count.parameters,
+    expert_parameters=count.expert_parameters,
+    flops_per_token=count.flops_per_token,
+    shrink=shrink,
+    frozen_parameters=count.frozen_parameters,
+)

@@ -1,0 +1,18 @@
+"""This rank's chunk of LLaVA: a language model, and on the first stage the vision tower and the projector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mtrain.config.run import RunConfig
+from mtrain.mcore import backend
+from mtrain.mcore.image_language_model import ImageLanguageModel
+from mtrain.models.gpt.build import chunk as language_chunk
+from mtrain.models.llava.count import of
+
+
+def chunk(run: RunConfig, config: Any, stage: int | None) -> ImageLanguageModel:
+    """The layers of one pipeline stage of this rank."""
+    more = {"own": of(run.model), "provider": backend.provider(run.kernels)}
+    built: ImageLanguageModel = language_chunk(run, config, stage, kind=ImageLanguageModel, more=more)
+    return built

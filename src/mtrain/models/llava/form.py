@@ -1,0 +1,76 @@
+"""What LLaVA learns from a sample: the next token of a text, from images and the tokens before it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import cast
+
+import numpy as np
+import torch
+
+from mtrain.config.llava import LlavaConfig
+from mtrain.config.run import RunConfig
+from mtrain.data import ImageTextSamples, Splits
+from mtrain.data.batch import Form, MicroBatch
+from mtrain.data.records import IMAGE, NOTHING
+from mtrain.errors import CorruptData
+from mtrain.models.llava.count import of
+
+
+def form(run: RunConfig, splits: Splits, part: str) -> Form:
+    """The micro-batches of `part` of the splits, with `images` float32 [images, 3, size, size].
+
+    The loss counts for text that is learned; never for an image or for padding.
+    """
+    own, source = of(run.model), getattr(splits, part)
+    if isinstance(source, ImageTextSamples):
+        return lambda windows, numbers: _of_records(own, source, windows, numbers)
+    return lambda windows, numbers: _synthetic(own, f"{run.trainer.seed}/{part}", windows, numbers)
+
+
+def _of_records(own: LlavaConfig, source: ImageTextSamples, windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
+    learned = torch.from_numpy(source.learned(numbers))
+    rows = [spread(own, window, known) for window, known in zip(windows, learned, strict=True)]
+    for number, window, (tokens, _) in zip(numbers, windows, rows, strict=True):
+        asked = int((window == IMAGE).sum()) * own.image_tokens
+        if int((tokens[:-1] == IMAGE).sum()) != asked:
+            said = f"its images take {asked} tokens, and data.seq_length is {len(window) - 1}"
+            raise CorruptData(f"{source.place(int(number))}: {said}")
+    images = torch.from_numpy(source.images(numbers, own.image_size))
+    tokens, known = (torch.stack(column) for column in zip(*rows, strict=True))
+    return _batch(own, tokens, known, images)
+
+
+def spread(own: LlavaConfig, window: torch.Tensor, learned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A window [s + 1] with an `IMAGE` for each patch in place of one for each image, and what is learned of it."""
+    times = torch.where(window == IMAGE, own.image_tokens, 1)
+    return window.repeat_interleave(times)[: len(window)], learned.repeat_interleave(times)[: len(window)]
+
+
+def _synthetic(own: LlavaConfig, name: str, windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
+    """An image of noise in each sample, at a place that its number says; what follows it is learned as any text."""
+    room = windows.shape[1] - 1 - own.image_tokens
+    tokens = torch.where(windows == own.image_token_id, (windows + 1) % max(2, own.image_token_id), windows)
+    learned = torch.ones_like(tokens, dtype=torch.bool)
+    images = torch.empty(len(numbers), 3, own.image_size, own.image_size)
+    for row, number in enumerate(numbers):
+        digest = hashlib.sha256(f"{name}/{number}".encode()).digest()
+        draw = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        images[row].normal_(generator=draw)
+        begin = int(torch.randint(0, max(1, room), (), generator=draw))
+        tokens[row, begin : begin + own.image_tokens] = IMAGE
+    return _batch(own, tokens, learned, images)
+
+
+def _batch(own: LlavaConfig, tokens: torch.Tensor, learned: torch.Tensor, images: torch.Tensor) -> MicroBatch:
+    image, nothing = tokens == IMAGE, tokens == NOTHING
+    ids = tokens.masked_fill(image, own.image_token_id).masked_fill(nothing, 0)
+    counts = (learned & ~image & ~nothing)[:, 1:]
+    inputs = ids[:, :-1].contiguous()
+    batch = MicroBatch(
+        tokens=inputs,
+        labels=ids[:, 1:].contiguous(),
+        loss_mask=counts.float().contiguous(),
+        position_ids=torch.arange(inputs.shape[1]).expand_as(inputs).contiguous(),
+    )
+    return cast(MicroBatch, {**batch, "images": images})
