@@ -112,14 +112,15 @@ def find_config(name: str) -> Path | None:
     """The file of a choice, `model/llama3_8b` or `model/mine/small`, or of `config`; None where there is none."""
     if any(part in ("", ".", "..") for part in name.split("/")):
         return None
-    return next((file for folder in folders() if (file := folder / f"{name}.yaml").is_file()), None)
+    files = (folder / f"{name}.yaml" for folder in folders())
+    return next(filter(os.path.isfile, files), None)  # false for a name that no file system takes
 
 
 def is_group(name: str) -> bool:
     """Whether there is a folder of choices of this name."""
     if any(part in ("", ".", "..") for part in name.split("/")):
         return False
-    return name != RECIPES and any((folder / name).is_dir() for folder in folders())
+    return name != RECIPES and any(os.path.isdir(folder / name) for folder in folders())
 
 
 def group_names() -> list[str]:
