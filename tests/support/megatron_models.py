@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import queue
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.forked import run_alone
+from tests.support.forked import run_ranks
 
 Metadata = dict[str, Any] | None
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
@@ -87,7 +87,7 @@ CASES = {
 
 
 def build(case: Case, seed: int) -> Any:
-    """A `GPTModel` with random weights, norms too. Needs a process group of one rank."""
+    """A `GPTModel` with random weights, norms too, on one rank, or on all ranks with tensor parallelism."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -95,10 +95,11 @@ def build(case: Case, seed: int) -> Any:
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
         model_parallel_cuda_manual_seed(1)
     kind = MLATransformerConfig if case.config.get("multi_latent_attention") else TransformerConfig
-    config = kind(**SIZES, **case.config, use_cpu_initialization=True)
+    ranks = dist.get_world_size()
+    config = kind(**SIZES, **case.config, use_cpu_initialization=True, tensor_model_parallel_size=ranks)
     spec = get_gpt_layer_local_spec(
         num_experts=case.experts, moe_grouped_gemm=False, normalization=config.normalization, **case.layer
     )
@@ -116,35 +117,44 @@ def build(case: Case, seed: int) -> Any:
         share_embeddings_and_output_weights=case.tied,
         position_embedding_type="learned_absolute" if learned else "rope",
     )
-    torch.manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for number, parameter in enumerate(model.parameters()):
+            split = getattr(parameter, "tensor_model_parallel", False)
+            torch.manual_seed(seed * 1000 + number + (100 * dist.get_rank() if split else 0))
             parameter.copy_(torch.randn_like(parameter) * 0.3)
     return model
 
 
 def alone(fn: Callable[[], Any]) -> Any:
     """`fn()` in a process of its own, the only rank of a gloo world."""
-
-    def run() -> Any:
-        with tempfile.TemporaryDirectory() as scratch:
-            dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=0, world_size=1)
-            try:
-                return fn()
-            finally:
-                dist.destroy_process_group()
-
-    return run_alone(run)
+    return run_ranks(1, fn)[0]
 
 
 def save(model: Any, folder: Path, metadata: Metadata = None) -> None:
-    """Saves weights as megatron-core does, with objects that are no tensors beside them."""
+    """Saves weights as megatron-core does, and what Megatron-LM saves beside them."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._results_queue = queue.Queue()  # of this process: a manager's takes seconds to start
-    folder.mkdir(parents=True)
-    dist_checkpointing.save(state_of(model, metadata), str(folder))
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it forks writers
+    folder.mkdir(parents=True, exist_ok=True)
+    dist_checkpointing.save({**state_of(model, metadata), **_beside_weights()}, str(folder))
+
+
+def _beside_weights() -> dict[str, Any]:
+    from argparse import Namespace
+
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    place = (dist.get_rank(),), (dist.get_world_size(),)
+    moments = torch.ones(2, 3)
+    kept = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"
+    return {
+        "args": Namespace(num_layers=2),
+        "iteration": 100,
+        "moments": ShardedTensor.from_rank_offsets(kept, moments, (0, dist.get_rank(), dist.get_world_size())),
+        "generators": ShardedObject("rng_state", {"seed": 3}, place[1], place[0]),
+    }
 
 
 def load(model: Any, folder: Path, metadata: Metadata = None) -> set[str]:
@@ -154,7 +164,7 @@ def load(model: Any, folder: Path, metadata: Metadata = None) -> set[str]:
 
     every = StrictHandling.RETURN_ALL
     loaded, unknown, lacking = dist_checkpointing.load(state_of(model, metadata), str(folder), strict=every)
-    assert all("_extra_state" in key for key in lacking), lacking
+    assert not lacking, lacking
     model.load_state_dict({k: v for k, v in loaded.items() if k in model.state_dict()})
     return set(unknown)
 

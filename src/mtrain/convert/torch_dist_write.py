@@ -6,6 +6,7 @@ that the whole model is never in memory.
 
 from __future__ import annotations
 
+import io
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from mtrain.convert.certificate import Record
 from mtrain.convert.out import Weights
 from mtrain.convert.read import NAMES, buffer_of
 from mtrain.convert.torch_dist import BACKEND, RELEASE, TRACKER
-from mtrain.models.gpt.torch_dist import gathered, names_written
+from mtrain.models.gpt.torch_dist import gathered, modules_with_state, names_written
 from mtrain.models.table import Step
 
 COMMON = "common.pt"
@@ -78,7 +79,9 @@ class _Planner(SavePlanner):
         for piece in self.pieces:
             known = counts.setdefault(piece.name, [0] * len(piece.numbers))
             counts[piece.name] = [max(a, n + 1) for a, n in zip(known, piece.numbers, strict=True)]
-        return SavePlan([_item(piece, counts[piece.name]) for piece in self.pieces])
+        states = dict.fromkeys(key for piece in self.pieces for key in _states(piece, counts[piece.name]))
+        objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in states]
+        return SavePlan([*objects, *(_item(piece, counts[piece.name]) for piece in self.pieces)])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         return create_default_global_save_plan(all_plans)
@@ -86,14 +89,25 @@ class _Planner(SavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         index = write_item.index
+        if write_item.type is WriteItemType.BYTE_IO:
+            nothing = io.BytesIO()
+            torch.save([None], nothing)
+            return nothing
         piece = self.by_place[index.fqn, tuple(index.offset or ())]
         ((_, tensor),) = self.weights.of_step(piece.step, None if piece.again else self.record)
         assert (tensor.shape, tensor.dtype) == (piece.shape, piece.dtype), piece.name
         place = f"{piece.name}{list(piece.numbers)}" if piece.numbers else piece.name
         self.record.target[place] = (NAMES[tensor.dtype], piece.shape, hash_bytes(buffer_of(tensor)))
         return tensor.view(piece.box)
+
+
+def _states(piece: _Piece, counts: list[int]) -> Iterator[str]:
+    """Keys of what megatron-core asks for beside a weight: the state of its module, which may be None."""
+    place, of = (".".join(map(str, numbers)) for numbers in (piece.numbers or (0,), counts or (1,)))
+    for module in modules_with_state(piece.name):
+        yield f"{module}._extra_state/shard_{place}_{of}"
 
 
 def _item(piece: _Piece, counts: list[int]) -> WriteItem:

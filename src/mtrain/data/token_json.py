@@ -1,6 +1,6 @@
 """What a `tokenizer.json` may say: checked before the library reads it, which would take the memory or the process.
 
-Source: the JSON of Hugging Face's tokenizers 0.22, and the header of sentencepiece's `precompiled_charsmap`.
+Source: the JSON of Hugging Face's tokenizers 0.23, and the header of sentencepiece's `precompiled_charsmap`.
 """
 
 from __future__ import annotations

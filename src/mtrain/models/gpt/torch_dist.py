@@ -84,6 +84,15 @@ def names_written(name: str, model: ModelConfig) -> tuple[str, ...]:
     return (name,)
 
 
+def modules_with_state(name: str) -> tuple[str, ...]:
+    """The modules of a weight's name of which TransformerEngine keeps a state, and megatron-core asks for one."""
+    module = name.rpartition(".")[0]
+    if not module.startswith(("decoder.", "mtp.")) or module.endswith(".router"):
+        return ()
+    attention, linear, _ = module.rpartition("linear_proj")
+    return (module, f"{attention}core_attention") if linear else (module,)
+
+
 def layer_of(name: str) -> int:
     """The number of the layer that a name with numbers belongs to; -1: to none."""
     match = re.search(r"\.layers\.(\d+)\.", name)
