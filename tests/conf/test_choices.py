@@ -14,102 +14,12 @@ from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import check
 from mtrain.config.run import GROUPS, RunConfig
 from mtrain.errors import ConfigError
-<<<<<<< HEAD
-=======
-from mtrain.models.gpt.count import prediction_parameters
->>>>>>> t5
 from mtrain.plan.count import parameters
 from tests.support.configs import LAPTOP, errors
 
 FILES = sorted(conf_dir().glob("*/*.yaml"))
 CHOICES = [(group, choice) for group in GROUPS for choice in choices_of_group(group)]
 
-<<<<<<< HEAD
-=======
-# Billions of parameters as published or computed from the published shapes, with the vocabulary unpadded.
-PUBLISHED = {
-    "llama3_8b": 8.030,
-    "llama3_70b": 70.554,
-    "llama31_8b": 8.030,
-    "llama31_405b": 405.853,
-    "llama32_1b": 1.236,
-    "llama2_7b": 6.738,
-    "llama2_13b": 13.016,
-    "llama2_70b": 68.977,
-    "gpt_1.7b": 1.745,
-    "gpt_7.1b": 7.11,
-    "gpt_16b": 16.1,
-    "gpt_70b": 69.8,
-    "gpt_177b": 177.2,
-    "qwen25_7b": 7.616,
-    "qwen3_0.6b": 0.596,
-    "qwen3_8b": 8.191,
-    "mixtral_8x7b": 46.703,
-    "deepseek_v2_lite": 15.706,
-    "deepseek_v3": 671.03,
-    "gpt_32b": 31.5,
-    "gpt_119b": 118.4,
-    "gpt_314b": 313.5,
-    "gpt_462b": 461.4,
-    "gpt3_175b": 174.6,
-    "llama31_70b": 70.554,
-    "llama32_3b": 3.213,
-    "mixtral_8x22b": 140.630,
-    "deepseek_v2": 235.741,
-    "qwen25_0.5b": 0.494,
-    "qwen25_72b": 72.706,
-    "qwen3_1.7b": 1.721,
-    "qwen3_4b": 4.022,
-    "qwen3_14b": 14.768,
-    "qwen3_32b": 32.762,
-    "qwen3_30b_a3b": 30.532,
-    "qwen3_235b_a22b": 235.094,
-    "gemma2_9b": 9.242,
-    "gemma3_1b": 1.000,
-    "gemma3_4b": 3.880,
-    "gemma3_12b": 11.766,
-    "gemma3_27b": 27.009,
-    "minimax_m2": 228.7,
-    "olmo2_7b": 7.299,
-    "olmo2_13b": 13.716,
-    "gpt2": 0.124440,
-    "gpt2_medium": 0.354823,
-    "gpt2_large": 0.774030,
-    "gpt2_xl": 1.557611,
-    "pythia_70m": 0.070427,
-    "pythia_160m": 0.162323,
-    "pythia_410m": 0.405334,
-    "pythia_1b": 1.011782,
-    "pythia_1.4b": 1.414648,
-    "pythia_2.8b": 2.775209,
-    "pythia_6.9b": 6.857302,
-    "pythia_12b": 11.846072,
-    "llama33_70b": 70.554,
-    "mistral_7b": 7.241732,
-    "mistral_nemo_12b": 12.247782,
-    "qwen25_1.5b": 1.543714,
-    "qwen25_3b": 3.085939,
-    "qwen25_14b": 14.770034,
-    "qwen25_32b": 32.763876,
-    "phi3_mini": 3.821080,
-    "phi4_mini": 3.836022,
-    "glm45_air": 106.852,
-    "gpt_oss_20b": 20.914757,
-    "gpt_oss_120b": 116.829157,
-    "deepseek_v31": 671.03,
-    "kimi_k2": 1026.408,
-    "moonlight_16b_a3b": 15.960112,
-    "t5_small": 0.060507,
-    "t5_base": 0.222904,
-    "t5_large": 0.737668,
-    "t5_3b": 2.851598,
-    "t5_11b": 11.307321,
-    "t5_v1_1_base": 0.247578,
-    "t5_v1_1_large": 0.783150,
-    "t5_v1_1_xl": 2.849757,
-    "t5_v1_1_xxl": 11.135332,
-}
->>>>>>> t5
 # What the default layout, tp 2, refuses: 25 heads, and biases of experts that are split.
 UNFIT_FOR_TP2 = {"gpt2_xl": ["parallel=single"]}
 UNFIT_FOR_TP2 |= {name: ["parallel.etp=1"] for name in ("gpt_oss_tiny", "gpt_oss_20b", "gpt_oss_120b")}
