@@ -147,7 +147,7 @@ def test_the_plan_counts_the_parameters_that_are_built(model: dict[str, Any]) ->
     assert sum(run_ranks(4, job)) == parameters(run.model)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
 def test_what_tensor_parallel_ranks_both_hold_stays_the_same_under_dropout(sequence_parallel: bool) -> None:
     drops = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
     run = bert_run(model=drops, ranks=2, tp=2, sequence_parallel=sequence_parallel)
