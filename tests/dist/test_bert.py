@@ -145,3 +145,27 @@ def test_the_plan_counts_the_parameters_that_are_built(model: dict[str, Any]) ->
             return sum(shard.tensor.numel() for shard in shards if shard.primary)
 
     assert sum(run_ranks(4, job)) == parameters(run.model)
+
+
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
+def test_what_tensor_parallel_ranks_both_hold_stays_the_same_under_dropout(sequence_parallel: bool) -> None:
+    drops = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
+    run = bert_run(model=drops, ranks=2, tp=2, sequence_parallel=sequence_parallel)
+
+    def job() -> dict[str, float]:
+        from mtrain.mcore.local_params import unwrap
+        from mtrain.train.assemble import assemble, splits_of
+        from mtrain.train.step import train_step
+        from mtrain.world.init import joined
+
+        with joined(run) as world:
+            parts = assemble(run, world, splits_of(run))
+            for _ in range(2):
+                train_step(parts, stop_requested=False)
+            named = dict(unwrap(parts.state.chunks[0]).named_parameters())
+            whole = {k: p for k, p in named.items() if not getattr(p, "tensor_model_parallel", False)}
+            return {name: float(p.detach().double().sum()) for name, p in whole.items()}
+
+    one, other = run_ranks(2, job)
+    assert {"head.dense.weight", "pooler.weight", "next_sentence.bias", "embedding.norm.weight"} <= one.keys()
+    assert one == other

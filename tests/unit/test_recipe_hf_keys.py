@@ -11,8 +11,8 @@ import pytest
 
 from mtrain.errors import ConfigError
 from mtrain.recipes.hf import import_config
-from mtrain.recipes.hf_families import FAMILIES
 from mtrain.recipes.hf_keys import ELSEWHERE, IRRELEVANT
+from mtrain.recipes.hf_kinds import DECODERS, KINDS
 from mtrain.recipes.imported import Imported
 
 transformers = pytest.importorskip("transformers")
@@ -98,11 +98,11 @@ def account(folder: Path, base: dict[str, Any], changed: dict[str, Any], key: st
     return "used, or listed" if (found.run, found.unplaced) != (before.run, before.unplaced) else None
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_key_of_a_class_of_transformers_is_dropped_in_silence(kind: str, tmp_path: Path) -> None:
     base = defaults(kind)
     assert not {u.flag for u in read(tmp_path, base).unplaced if u.why == "unknown"}
-    irrelevant = {**IRRELEVANT, **FAMILIES[kind].irrelevant}
+    irrelevant = {**IRRELEVANT, **KINDS[kind].reads.irrelevant}
     silent = []
     for key, value in base.items():
         if key in irrelevant or key in ("model_type", "rope_parameters"):
@@ -132,7 +132,7 @@ def test_no_key_of_rotary_positions_is_dropped_in_silence(kind: str, rope: dict[
 
 
 @pytest.mark.parametrize("rope", ROPE, ids=lambda r: r["rope_type"])
-@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in ("gpt2", "gemma3_text")])
+@pytest.mark.parametrize("kind", [kind for kind in DECODERS if kind not in ("gpt2", "gemma3_text")])
 def test_transformers_4_and_5_say_the_same(kind: str, rope: dict[str, Any], tmp_path: Path) -> None:
     old = {k: v for k, v in defaults(kind).items() if k != "rope_parameters"}
     theta = {"rope_theta": 5000.0}
@@ -165,7 +165,7 @@ def test_transformers_4_and_5_say_the_same_of_two_bases(rope: dict[str, Any], tm
         assert "rope_parameters" in flags(read(tmp_path, {**old, **odd}))
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_key_that_is_left_out_is_the_default_of_the_class(kind: str, tmp_path: Path) -> None:
     whole = defaults(kind)
     shape = GPT2 if kind == "gpt2" else {k: whole[k] for k in SHAPE if k in whole}
@@ -175,11 +175,11 @@ def test_a_key_that_is_left_out_is_the_default_of_the_class(kind: str, tmp_path:
     assert found.run.model.head_dim == wanted.run.model.head_dim
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_another_name_of_a_key_is_the_key(kind: str, tmp_path: Path) -> None:
     base = defaults(kind)
     names = transformers.CONFIG_MAPPING[kind].attribute_map
-    assert names.items() <= FAMILIES[kind].aliases.items()
+    assert names.items() <= KINDS[kind].reads.aliases.items()
     for alias, key in names.items():
         if base.get(key) is None:
             continue

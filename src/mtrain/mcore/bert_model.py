@@ -151,8 +151,10 @@ class BertModel(SummedLosses, LanguageModule):
 
         `token_types` [b, s] are 0 where nothing is said; `next_sentence` [b] is 1 where sentence B does not follow.
         """
+        if attention_mask is not None or packed_seq_params is not None:
+            raise NotImplementedError("samples of BERT are whole windows: nothing in them is hidden or packed")
         embedded = self.embedding(input_ids, position_ids, token_types) if self.pre_process else None
-        hidden = self.encoder(hidden_states=embedded, attention_mask=attention_mask)
+        hidden = self.encoder(hidden_states=embedded, attention_mask=None)
         if not self.post_process:
             return hidden  # type: ignore[no-any-return]
         said = self.head(hidden)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtrain.config.bert import BertConfig
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
@@ -13,13 +14,18 @@ FEWEST_IDS = 1024
 IDS = ("mask_token_id", "cls_token_id", "sep_token_id", "pad_token_id")
 
 
+def _own(run: RunConfig) -> BertConfig | None:
+    """The section of the family, where the model is of it."""
+    return run.model.bert if run.model.family == "bert" else None
+
+
 @rule(
     Code("MT250", example="model=bert_tiny model.bert.mask_token_id=70000"),
-    reads=" ".join(("model.vocab_size", *(f"model.bert.{name}" for name in IDS))),
+    reads=" ".join(("model.family", "model.vocab_size", *(f"model.bert.{name}" for name in IDS))),
 )
 def special_tokens_are_ids_of_their_own(run: RunConfig) -> Iterator[Finding]:
     """Each special token is a token of the vocabulary, and no two are the same."""
-    b, vocab, taken = run.model.bert, run.model.vocab_size, dict[int, str]()
+    b, vocab, taken = _own(run), run.model.vocab_size, dict[int, str]()
     if b is None:
         return
     for name in IDS:
@@ -41,11 +47,11 @@ def special_tokens_are_ids_of_their_own(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT251", example="model=bert_tiny data.seq_length=4"),
-    reads="data.seq_length model.bert.next_sentence model.bert.cls_token_id model.bert.sep_token_id",
+    reads="model.family data.seq_length model.bert.next_sentence model.bert.cls_token_id model.bert.sep_token_id",
 )
 def special_tokens_leave_room_for_text(run: RunConfig) -> Iterator[Finding]:
     """A sample has text beside its special tokens, in each of its sentences."""
-    b = run.model.bert
+    b = _own(run)
     if b is None:
         return
     least = b.added() + (4 if b.next_sentence else 2)
@@ -57,11 +63,11 @@ def special_tokens_leave_room_for_text(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT252", example="model=bert_tiny model.bert.type_vocab_size=1"),
-    reads="model.bert.type_vocab_size model.bert.next_sentence",
+    reads="model.family model.bert.type_vocab_size model.bert.next_sentence",
 )
 def two_sentences_have_two_kinds(run: RunConfig) -> Iterator[Finding]:
     """Two sentences are told apart by two kinds of tokens."""
-    b = run.model.bert
+    b = _own(run)
     if b is not None and b.next_sentence and b.type_vocab_size < 2:
         rule = "next_sentence has a sentence of kind 0 and one of kind 1"
         fixes: tuple[Change, ...] = ({"model.bert.type_vocab_size": 2}, {"model.bert.next_sentence": False})
@@ -72,14 +78,14 @@ def two_sentences_have_two_kinds(run: RunConfig) -> Iterator[Finding]:
     Code("MT253", severity="warning", example="model=bert_tiny data=stdlib model.bert.mask_token_id=103"),
     reads=" ".join(
         (
-            *("data.kind", "data.tokenizer", "data.tokenizer_vocab_size", "model.vocab_size"),
+            *("model.family", "data.kind", "data.tokenizer", "data.tokenizer_vocab_size", "model.vocab_size"),
             *(f"model.bert.{name}" for name in IDS),
         )
     ),
 )
 def special_tokens_are_no_text(run: RunConfig) -> Iterator[Finding]:
     """The ids of a tokenizer that is trained here are all of text: a special token is another one."""
-    b, d, vocab = run.model.bert, run.data, run.model.vocab_size
+    b, d, vocab = _own(run), run.data, run.model.vocab_size
     if b is None or d.kind != "text" or d.tokenizer is not None:
         return
     lowest = min(b.special_ids)
