@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -186,7 +187,7 @@ def errors(case: Case, seed: int = 0, flaw: float = 0.0) -> dict[str, float]:
         ours = to_theirs(table, run.model, gradients)
     assert ours.keys() == theirs.keys()
     largest = torch.stack([g.abs().max() for g in theirs.values()]).max()
-    # a bias of keys moves all scores of a query alike: its gradient is 0 but for rounding, and has no scale of its own
+    # a bias of keys moves all scores of a query alike: its gradient is 0 but for rounding, without a scale of its own
     scales = {n: largest if n.endswith("k_proj.bias") else g.abs().max() for n, g in theirs.items()}
     worst = max(float((ours[n] - g).abs().max() / scales[n]) for n, g in theirs.items())
     return {
@@ -328,3 +329,17 @@ def test_weights_go_through_a_layout_and_come_out_as_they_were(layout: str, tmp_
     a, b = tensors_of(theirs), tensors_of(tmp_path / "again")
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("size", [(37, 50), (50, 37), (336, 336), (21, 300)])
+def test_an_image_is_what_transformers_makes_of_it(size: tuple[int, int], tmp_path: Path) -> None:
+    clip = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
+    from PIL import Image
+
+    from mtrain.data.images import load
+
+    noise = np.random.default_rng(0).integers(0, 255, (*size, 3), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "noise.png")
+    processor = clip.CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+    theirs = processor(Image.open(tmp_path / "noise.png"), return_tensors="np")["pixel_values"][0]
+    np.testing.assert_allclose(load(tmp_path / "noise.png", 56), theirs, atol=1e-5)
