@@ -278,7 +278,8 @@ def opened(
     found, tokenizer = Records(data.path), Tokenizer(corpus.tokenizer)
     cuts = np.cumsum([0.0, *data.split]) / sum(data.split) * len(found)
     bounds = [round(cut) for cut in cuts]
-    for i in (1, 2):  # as few as one record, where there is one to give
+    for i in (2, 1):  # as few as one record, where there is one to give
+        bounds[i] = min(bounds[i], bounds[i + 1])
         if data.split[i] > 0 and bounds[i + 1] == bounds[i] and bounds[i] > i:
             bounds[i] -= 1
     out: dict[str, ImageTextSamples | None] = {}
