@@ -117,3 +117,20 @@ def test_an_import_of_a_hostile_checkpoint_writes_nothing(copy: Path, capsys: py
     assert main(["convert", "import", "--megatron", str(copy), str(out), "model=llama_tiny"]) == 4
     assert "it names os.system" in capsys.readouterr().err
     assert sorted(p.name for p in copy.parent.parent.iterdir()) == [copy.parent.name]
+
+
+@pytest.mark.parametrize("name", ["calls os.system", "code as a state", "a text of exabytes", "nothing"])
+def test_arguments_beside_the_weights_run_nothing_and_are_only_a_hint(name: str, good: Path, tmp_path: Path) -> None:
+    import zipfile
+
+    from mtrain.convert.megatron_args import read_arguments
+
+    canary = tmp_path / "ran"
+    with zipfile.ZipFile(tmp_path / "common.pt", "w") as archive:
+        archive.writestr("common/data.pkl", hostile.pickles(canary)[name])
+    assert read_arguments(tmp_path) == {}
+    assert not canary.exists()
+    (tmp_path / "common.pt").write_bytes(hostile.pickles(canary)[name])
+    assert read_arguments(tmp_path) == {}
+    assert read_arguments(good) == {}
+    assert not canary.exists()

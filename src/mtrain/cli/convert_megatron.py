@@ -26,6 +26,7 @@ def import_megatron(argv: list[str]) -> int:
     source, out, extra = source_and_new(argv, IMPORT)
     from mtrain.convert import certificate
     from mtrain.convert.megatron import KIND, open_weights, take_megatron
+    from mtrain.convert.megatron_args import COMMON, differing, read_arguments
 
     if not any(word.partition("=")[0].partition(".")[0].lstrip("+") in _SAY_A_MODEL for word in extra):
         rule = f"which model it is, {source} does not say as data; the command line has to"
@@ -33,6 +34,20 @@ def import_megatron(argv: list[str]) -> int:
     opened = open_weights(source)
     whole = any(word.partition("=")[0] in ("recipe", "run") for word in extra)
     run = load(extra if whole else beneath(["parallel=single"], extra), to_run=False).run
+    wrong = differing(read_arguments(opened.path), run)
+    if wrong:
+        problems = [
+            Problem(
+                "MT503",
+                key,
+                here,
+                f"{opened.path / COMMON} says that the weights were trained with {name} {there}",
+                f"{key}={there}, or take {COMMON} away where it is wrong",
+                "command line",
+            )
+            for name, there, key, here in wrong
+        ]
+        raise ConfigError(problems)
     with drafted(out, "importing") as draft:
         (draft / RUN_FILE).write_text(run_yaml(run))
         _, record = take_megatron(run, opened, draft)

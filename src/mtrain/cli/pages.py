@@ -117,7 +117,8 @@ PAGES: dict[str, Page] = {
     ),
     "convert": Page(
         "convert import HF_DIR RUN [KEY=VALUE ...] | export RUN HF_DIR | inspect PATH | verify A B",
-        "Takes weights from a Hugging Face folder and gives them back, tensor by tensor. Each conversion leaves a\n"
+        "Takes weights from a Hugging Face folder, or with --megatron from a checkpoint of megatron-core, and gives\n"
+        "them back, tensor by tensor; no pickle is unpickled. Each conversion leaves a\n"
         "conversion.json: every tensor of both sides once, what was done with it, hashes, and how far our logits\n"
         "are from those of transformers, where it is installed.",
         (
@@ -126,11 +127,18 @@ PAGES: dict[str, Page] = {
             ("export RUN HF_DIR", "a new folder that transformers loads"),
             ("dtype=FORMAT", "export: fp32, bf16 or fp16 (as the checkpoint has them)"),
             ("model_type=TYPE", "export: the type of its config.json (the first that computes the same)"),
+            ("import --megatron DIR RUN", "DIR: iter_0000100, or what holds it; the model is said: model=llama3_8b"),
+            ("export --megatron RUN DIR", "a new folder for --load of Megatron-LM"),
+            ("layers=LAYOUT", "export --megatron: stacked in one tensor, or apart (stacked where all are alike)"),
             ("inspect PATH", "names, shapes, formats and totals of a folder, a checkpoint or a file"),
             ("verify A B", "whether two of them hold the same weights; exit code 4 where not"),
         ),
-        (("--json", "inspect, verify: print JSON for a machine"),),
         (
+            ("--json", "inspect, verify: print JSON for a machine"),
+            ("--megatron", "import, export: the other side is a checkpoint of megatron-core"),
+        ),
+        (
+            ("convert import --megatron checkpoints runs/mine model=llama3_8b", "what Megatron-LM saved"),
             ("convert import Qwen3-0.6B runs/qwen3", "then: generate runs/qwen3, resume runs/qwen3"),
             ("convert export runs/NAME exported", "its newest checkpoint"),
         ),

@@ -25,18 +25,13 @@ from mtrain.ckpt.hashes import hash_bytes
 from mtrain.config.model import ModelConfig
 from mtrain.config.run import RunConfig
 from mtrain.convert.certificate import Record
+from mtrain.convert.megatron_args import COMMON, arguments_of
 from mtrain.convert.out import Weights
 from mtrain.convert.read import NAMES, buffer_of
 from mtrain.convert.torch_dist import BACKEND, RELEASE, TRACKER
 from mtrain.models.gpt.torch_dist import gathered, modules_with_state, names_written
 from mtrain.models.table import Step
 
-COMMON = "common.pt"
-_SAME_NAME = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings"),
-    *("position_embedding_type", "add_bias_linear", "add_qkv_bias", "normalization", "padded_vocab_size"),
-    *("rotary_base", "rotary_percent", "vocab_size", "qk_layernorm", "mtp_num_layers"),
-)
 VERSION = 3.0
 """Of the order of queries, keys and values: `checkpoint_version` of Megatron-LM."""
 
@@ -148,40 +143,14 @@ def export_torch_dist(weights: Weights, run: RunConfig, out: Path, *, stacked: b
         warnings.simplefilter("ignore")  # that torch.distributed is not in use
         dcp.save({}, storage_writer=dcp.FileSystemWriter(folder, thread_count=1), planner=planner, no_dist=True)
     content = {"singleton_local_shards": False, "non_homogeneous_layers": not stacked}
-    common = {"args": _arguments(run), "checkpoint_version": VERSION, "iteration": 0, "content_metadata": content}
+    common = {
+        "args": Namespace(**arguments_of(run)),
+        "checkpoint_version": VERSION,
+        "iteration": 0,
+        "content_metadata": content,
+    }
     torch.save(common, folder / COMMON)
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     ckpt_folder.write_json(folder / BACKEND, backends | {f"{name}_version": 1 for name in backends})
     (out / TRACKER).write_text(RELEASE)
     return record
-
-
-def _arguments(run: RunConfig) -> Namespace:
-    """What Megatron-LM compares with its own arguments, or takes with --use-checkpoint-args."""
-    m = run.model
-    moe = m.moe
-    words: dict[str, Any] = {name: getattr(m, name) for name in _SAME_NAME}
-    words |= {
-        "seq_length": run.data.seq_length,
-        "num_query_groups": m.query_groups,
-        "group_query_attention": m.query_groups != m.num_attention_heads,
-        "kv_channels": m.head_dim,
-        "norm_epsilon": m.layernorm_epsilon,
-        "swiglu": m.activation == "swiglu",
-        "untie_embeddings_and_output_weights": not m.tie_word_embeddings,
-        "multi_latent_attention": m.mla is not None,
-        "add_position_embedding": True,
-        "num_experts": moe.num_experts if moe else None,
-        "moe_ffn_hidden_size": moe.ffn_hidden_size if moe else None,
-        "moe_router_topk": moe.router_topk if moe else None,
-        "moe_grouped_gemm": moe is not None,
-        "moe_layer_freq": [int(i >= moe.first_dense_layers) for i in range(m.num_layers)] if moe else 1,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "no_save_optim": True,
-        "no_save_rng": True,
-        "ckpt_format": "torch_dist",
-    }
-    if moe and not moe.first_dense_layers:
-        words["moe_layer_freq"] = 1
-    return Namespace(**words)

@@ -1,0 +1,121 @@
+"""What Megatron-LM calls the parts of a model in the arguments that it keeps in a checkpoint; whether they are ours.
+
+Needs no torch: the arguments in `common.pt` are read as data, and no class that it names is more than its name.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from mtrain.config.model import ModelConfig
+from mtrain.config.run import RunConfig
+from mtrain.convert import pickled
+from mtrain.convert.pickled import Mapped, Record
+from mtrain.convert.plain_file import read_plain
+from mtrain.errors import CorruptData
+
+COMMON = "common.pt"
+MAX_COMMON_BYTES = 64 << 20
+_SAME_NAME = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings"),
+    *("position_embedding_type", "add_bias_linear", "add_qkv_bias", "normalization", "padded_vocab_size"),
+    *("rotary_base", "rotary_percent", "vocab_size", "qk_layernorm", "mtp_num_layers"),
+)
+_COMPARED = {
+    **{"num_layers": "num_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads"},
+    **{"normalization": "normalization", "norm_epsilon": "layernorm_epsilon", "rotary_base": "rotary_base"},
+    **{"rotary_percent": "rotary_percent", "position_embedding_type": "position_embedding_type"},
+    **{"add_bias_linear": "add_bias_linear", "add_qkv_bias": "add_qkv_bias", "qk_layernorm": "qk_layernorm"},
+    **{"kv_channels": "kv_channels", "num_experts": "moe.num_experts"},
+}
+"""Arguments that a checkpoint's weights do not say, or not in words -> our key."""
+_OF_ROTATION = ("rotary_base", "rotary_percent")
+_OF_HEADS = ("rotary_percent", "kv_channels")
+"""Without effect with MLA, which has widths of its own."""
+_POSITIONS = ("rope", "learned_absolute", "none")
+"""Kinds of positions that both sides call so."""
+
+
+class _Every:
+    """Whatever a pickle names: none of it is run, and only plain values are looked at."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __iter__(self) -> Any:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def read_arguments(folder: Path) -> dict[str, Any]:
+    """The plain values among the arguments that a checkpoint keeps; empty where it keeps none that can be read."""
+    try:
+        data = read_plain(folder / COMMON, MAX_COMMON_BYTES)
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            (info,) = [one for one in archive.infolist() if one.filename.endswith("/data.pkl")]
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size > len(data):
+                return {}
+            top = pickled.read(archive.read(info), _Every(), str(folder / COMMON))
+    except (CorruptData, zipfile.BadZipFile, ValueError, EOFError, OSError, NotImplementedError, RuntimeError):
+        return {}
+    kept = _texts(top).get("args")
+    found = _texts(kept.state) if isinstance(kept, Record) and kept.name == "argparse.Namespace" else {}
+    return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
+
+
+def _texts(value: Any) -> dict[str, Any]:
+    return {key: of for key, of in value.pairs if isinstance(key, str)} if isinstance(value, Mapped) else {}
+
+
+def differing(kept: dict[str, Any], run: RunConfig) -> list[tuple[str, Any, str, Any]]:
+    """Arguments of a checkpoint that are not those of a run's model: name, value there, our key, value here."""
+    ours, out = arguments_of(run), []
+    for name, key in _COMPARED.items():
+        there, here = kept.get(name), ours[name]
+        if there is not None and there != here and _has_effect(name, there, run.model):
+            out.append((name, there, f"model.{key}", here))
+    return out
+
+
+def _has_effect(name: str, there: Any, model: ModelConfig) -> bool:
+    if name in _OF_ROTATION and model.position_embedding_type != "rope":
+        return False
+    if name in _OF_HEADS and model.mla is not None:
+        return False
+    return name != "position_embedding_type" or there in _POSITIONS
+
+
+def arguments_of(run: RunConfig) -> dict[str, Any]:
+    """What Megatron-LM compares with its own arguments, or takes with --use-checkpoint-args."""
+    m = run.model
+    moe = m.moe
+    words: dict[str, Any] = {name: getattr(m, name) for name in _SAME_NAME}
+    words |= {
+        "seq_length": run.data.seq_length,
+        "num_query_groups": m.query_groups,
+        "group_query_attention": m.query_groups != m.num_attention_heads,
+        "kv_channels": m.head_dim,
+        "norm_epsilon": m.layernorm_epsilon,
+        "swiglu": m.activation == "swiglu",
+        "untie_embeddings_and_output_weights": not m.tie_word_embeddings,
+        "multi_latent_attention": m.mla is not None,
+        "add_position_embedding": True,
+        "num_experts": moe.num_experts if moe else None,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size if moe else None,
+        "moe_router_topk": moe.router_topk if moe else None,
+        "moe_grouped_gemm": moe is not None,
+        "moe_layer_freq": [int(i >= moe.first_dense_layers) for i in range(m.num_layers)] if moe else 1,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "no_save_optim": True,
+        "no_save_rng": True,
+        "ckpt_format": "torch_dist",
+    }
+    if moe and not moe.first_dense_layers:
+        words["moe_layer_freq"] = 1
+    return words

@@ -1,0 +1,104 @@
+"""Names of weights in checkpoints of megatron-core: every spelling is that of one weight."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtrain.config.compose import compose
+from mtrain.models.gpt import torch_dist
+
+ONE = {
+    "decoder.layers.mlp.linear_fc2.weight": ((3,), "decoder.layers.3.mlp.linear_fc2.weight"),
+    "decoder.layers.3.mlp.linear_fc2.weight": ((), "decoder.layers.3.mlp.linear_fc2.weight"),
+    "model.decoder.layers.3.mlp.linear_fc2.weight": ((), "decoder.layers.3.mlp.linear_fc2.weight"),
+    "model.module.decoder.layers.3.mlp.linear_fc2.weight": ((), "decoder.layers.3.mlp.linear_fc2.weight"),
+    "decoder.layers.mlp.experts.experts.linear_fc1.weight": (
+        (3, 5),
+        "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight",
+    ),
+    "decoder.layers.3.mlp.experts.experts.linear_fc1.bias": (
+        (5,),
+        "decoder.layers.3.mlp.experts.experts.5.linear_fc1.bias",
+    ),
+    "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w": (
+        (),
+        "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w",
+    ),
+    "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight": (
+        (),
+        "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight",
+    ),
+    "decoder.layers.3.mlp.experts.linear_fc1.weight5_v": (
+        (),
+        "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_v",
+    ),
+    "decoder.layers.self_attention.linear_qkv.layer_norm_weight": ((0,), "decoder.layers.0.input_layernorm.weight"),
+    "decoder.layers.0.mlp.linear_fc1.layer_norm_bias": ((), "decoder.layers.0.pre_mlp_layernorm.bias"),
+    "decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight": (
+        (),
+        "decoder.layers.0.self_attention.q_layernorm.weight",
+    ),
+    "mtp.layers.0.transformer_layer.mlp.linear_fc1.layer_norm_weight": (
+        (),
+        "mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight",
+    ),
+    "embedding.word_embeddings.weight": ((), "embedding.word_embeddings.weight"),
+}
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_a_weight_has_one_name(name: str) -> None:
+    numbers, one = ONE[name]
+    assert torch_dist.counted_axes(name) == len(numbers)
+    assert torch_dist.one_name(name, numbers) == one
+    assert torch_dist.is_weight(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight",
+        "chained_0.optimizer.state.fp32_param.output_layer.weight",
+        "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.param",
+        "decoder.layers.self_attention.linear_qkv._extra_state",
+        "model.decoder.final_layernorm._extra_state",
+        "rng_state",
+        "rerun_state_machine_state",
+    ],
+)
+def test_what_is_beside_weights_is_none(name: str) -> None:
+    assert not torch_dist.is_weight(name)
+
+
+BY_TE_AND_OWN = {
+    ("llama_tiny", "0.input_layernorm"): ("self_attention.linear_qkv.layer_norm_weight",),
+    ("llama_tiny", "0.pre_mlp_layernorm"): ("mlp.linear_fc1.layer_norm_weight",),
+    ("mixtral_tiny", "0.pre_mlp_layernorm"): ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    ("deepseek_tiny", "0.input_layernorm"): ("input_layernorm.weight",),
+    ("deepseek_tiny", "0.pre_mlp_layernorm"): ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    ("deepseek_tiny", "1.pre_mlp_layernorm"): ("pre_mlp_layernorm.weight",),
+    ("deepseek_tiny", "1.self_attention.q_layernorm"): (
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+        "self_attention.q_layernorm.weight",
+    ),
+    ("glm45_tiny", "1.self_attention.q_layernorm"): ("self_attention.q_layernorm.weight",),
+}
+
+
+@pytest.mark.parametrize(("model", "norm"), BY_TE_AND_OWN, ids=map(" ".join, BY_TE_AND_OWN))
+def test_a_norm_is_written_as_both_kinds_of_layers_call_it(model: str, norm: str) -> None:
+    run = compose([f"model={model}"]).run
+    number, _, _ = norm.partition(".")
+    expected = tuple(f"decoder.layers.{number}.{name}" for name in BY_TE_AND_OWN[model, norm])
+    assert torch_dist.names_written(f"decoder.layers.{norm}.weight", run.model) == expected
+
+
+def test_numbers_are_taken_out_and_put_back() -> None:
+    name = "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight"
+    stacked, numbers = torch_dist.gathered(name, layers=True)
+    assert (stacked, numbers) == ("decoder.layers.mlp.experts.experts.linear_fc1.weight", (3, 5))
+    assert torch_dist.one_name(stacked, numbers) == name
+    apart, numbers = torch_dist.gathered(name, layers=False)
+    assert (apart, numbers) == ("decoder.layers.3.mlp.experts.experts.linear_fc1.weight", (5,))
+    assert torch_dist.one_name(apart, numbers) == name
+    assert torch_dist.gathered("mtp.layers.0.enorm.weight", layers=True) == ("mtp.layers.0.enorm.weight", ())
