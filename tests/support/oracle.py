@@ -23,6 +23,7 @@ from mtrain.config import kernels
 from mtrain.config.resolve import resolve
 from mtrain.config.rules import apply
 from mtrain.config.run import RunConfig
+from mtrain.plan.count import state_bytes
 from tests.support.configs import LAPTOP, errors
 from tests.support.engine import import_engine
 from tests.support.oracle_cases import Drawn, draw
@@ -47,6 +48,9 @@ POLICY: dict[str, str] = {
     "MT171": "more layers than a stage has: whoever wrote it counts layers otherwise than the pipeline does",
     "MT463": "low precision would be kept of some weights and 32 of others, and nobody said of which",
     "MT203": "an odd number of channels that rotate: megatron-core turns one more than was written, or none at all",
+    "MT248": "a family is built as it was published: what it does not have would train, and be something else",
+    "MT249": UNUSED_KEY,
+    "MT250": "two special tokens with one id train, and mean two things",
     "MT204": "positions that the model was not made for: it trains, and what it learns there is not what was meant",
 }
 """Code -> why it refuses what would make a step."""
@@ -75,8 +79,10 @@ class Validated:
 def validated(drawn: Drawn, timeout_s: float = 60.0) -> Validated:
     """Asks `check` and tries; needs the adapter installed in this process."""
     run = resolve(apply(drawn.raw, {"trainer.join_timeout_s": timeout_s}), LAPTOP)
-    found = [*errors(drawn.raw), *kernels.problems(run, LAPTOP, {})]
-    return Validated(drawn, tuple(dict.fromkeys(problem.code for problem in found)), attempt(run, timeout_s))
+    found = [problem.code for problem in (*errors(drawn.raw), *kernels.problems(run, LAPTOP, {}))]
+    if state_bytes(run) > MEMORY * (run.parallel.ranks or 1):  # a warning of `check`, for which a run is refused
+        found.append("MT140")
+    return Validated(drawn, tuple(dict.fromkeys(found)), attempt(run, timeout_s))
 
 
 def attempt(run: RunConfig, timeout_s: float = 60.0) -> str:

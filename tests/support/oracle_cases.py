@@ -44,6 +44,13 @@ LONGROPE: dict[str, Any] = {
     **{"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 16},
     **{"short_factor": (1.0, 1.1, 1.2, 1.3), "long_factor": (1.0, 2.0, 4.0, 8.0)},
 }
+OWN: dict[str, Any] = {"mask_token_id": 99}
+BERT: dict[str, Any] = {
+    **{"model.family": "bert", "model.bert": OWN, "model.num_query_groups": None},
+    **{"model.normalization": "LayerNorm", "model.norm_placement": "post_residual", "model.activation": "gelu"},
+    **{"model.add_bias_linear": True, "model.tie_word_embeddings": True},
+    "model.position_embedding_type": "learned_absolute",
+}
 FAMILIES: tuple[dict[str, Any], ...] = (
     {},
     {"model.moe": MOE},
@@ -55,6 +62,7 @@ FAMILIES: tuple[dict[str, Any], ...] = (
     {"model.normalization": "LayerNorm", "model.activation": "gelu", "model.add_bias_linear": True},
     {"model.rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
     {"model.rope_scaling": LONGROPE},
+    BERT,
 )
 SIZES: dict[str, tuple[Any, ...]] = {
     "parallel.tp": (1, 1, 2, 2, 3, 4, 8),
@@ -86,6 +94,12 @@ SIZES: dict[str, tuple[Any, ...]] = {
     "model.moe.ffn_hidden_size": (1, 23, 24),
     "model.moe.shared_expert_intermediate_size": (None, 1, 23, 24),
     "model.moe.expert_capacity_factor": (None, 0.01, 0.5, 1.0, 4.0, 100.0),
+    "model.bert.mask_token_id": (0, 1, 99, 10**9),
+    "model.bert.cls_token_id": (None, 0, 99),
+    "model.bert.sep_token_id": (None, 0, 98),
+    "model.bert.pad_token_id": (None, 0, 98),
+    "model.bert.type_vocab_size": (1, 2, 3),
+    "model.bert.masked_share": (0.01, 0.15, 0.99),
     "model.mla.q_lora_rank": (None, 1, 8),
     "model.mla.kv_lora_rank": (1, 8),
     "model.mla.qk_head_dim": (1, 7, 8),
@@ -129,9 +143,9 @@ class Drawn:
 
     @property
     def words(self) -> str:
-        """What differs from the base, in the words of overrides; `moe` and `mla` stand for the base's sections."""
+        """What differs from the base, in the words of overrides; `moe`, `mla`, `bert` stand for its sections."""
         m = self.raw.model
-        sections = {"model.moe": m.moe and MOE, "model.mla": m.mla and MLA}
+        sections = {"model.moe": m.moe and MOE, "model.mla": m.mla and MLA, "model.bert": m.bert and OWN}
         base = apply(RunConfig.model_validate(BASE), sections).flat()
         there = [name.removeprefix("model.") for name, section in sections.items() if section]
         changed = [f"{k}={show(v)}".replace(" ", "") for k, v in self.raw.flat().items() if base.get(k) != v]

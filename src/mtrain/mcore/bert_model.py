@@ -46,8 +46,8 @@ class BertEmbedding(LanguageModelEmbedding):
         words = self.word_embeddings(input_ids)
         if self._pad_token is not None:
             words = torch.where((input_ids == self._pad_token)[..., None], words.detach(), words)
-        total = words + self.tokentype_embeddings(kinds) + self.position_embeddings(position_ids)
-        total = total.transpose(0, 1).contiguous()
+        places = self.position_embeddings(position_ids)  # in the order in which a parameter gather brings them
+        total = (words + self.tokentype_embeddings(kinds) + places).transpose(0, 1).contiguous()
         if not self.config.sequence_parallel:
             return self.embedding_dropout(self.norm(total))  # type: ignore[no-any-return]
         # a copy: what is scattered is a view that would keep all of it
