@@ -308,6 +308,8 @@ def export_script(run: RunConfig) -> str:
     left = leftover_keys(run, text)
     if run.model.padding_in_words and run.model.mask_padded_vocab:
         text += f"# {run.model.padding_in_words} here; Megatron-LM has it in the softmax: its losses are others.\n"
+    if run.model.family != "gpt":
+        text += f"# This command trains a decoder-only model of these sizes, none of the family {run.model.family}.\n"
     name = run.optim.name
     if OPTIMIZERS[name].megatron_name is None:
         text += f"# Megatron-LM has no {name}: this command trains adam with the settings of {name}.\n"
