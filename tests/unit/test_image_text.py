@@ -21,7 +21,7 @@ from mtrain.data.images import MEAN, STD, inside, load
 from mtrain.data.records import IMAGE, NOTHING, encoded, parse
 from mtrain.data.text import Tokenizer
 from mtrain.errors import ConfigError, CorruptData, MtrainError
-from mtrain.models.llava.form import _batch, spread
+from mtrain.models.llava.form import _batch, _of_records, spread
 from tests.support.shapes import folder_of_shapes
 
 
@@ -237,10 +237,15 @@ def test_a_text_too_short_is_padded_and_neither_padding_nor_images_are_learned()
     assert batch["loss_mask"].tolist() == [[0, 0, 0, 0, 1, 1, 0]]
 
 
-def test_images_that_do_not_fit_a_sample_are_told_with_their_line(home: Path) -> None:
-    from mtrain.models.llava.form import _of_records
-
+@pytest.mark.parametrize(
+    ("image_size", "letter", "said"),
+    [(28, None, "its images take 49 tokens, and data.seq_length is 48"), (4, "USER", "which stands for images")],
+)
+def test_a_record_that_the_model_cannot_take_is_told_with_its_line(
+    image_size: int, letter: str | None, said: str, home: Path
+) -> None:
     train = samples(home)
-    own = LlavaConfig(image_size=28, patch_size=4, image_token_id=500)
-    with pytest.raises(MtrainError, match=r"shapes\.jsonl:\d+: its images take 49 tokens, and data.seq_length is 48"):
+    image = 500 if letter is None else tokenizer_of(home).encode(letter)[0]
+    own = LlavaConfig(image_size=image_size, patch_size=4, image_token_id=image)
+    with pytest.raises(MtrainError, match=rf"shapes\.jsonl:\d+: .*{said}"):
         _of_records(own, train, torch.from_numpy(train.batch(np.array([0]))), np.array([0]))

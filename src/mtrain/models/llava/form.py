@@ -32,6 +32,9 @@ def _of_records(own: LlavaConfig, source: ImageTextSamples, windows: torch.Tenso
     learned = torch.from_numpy(source.learned(numbers))
     rows = [spread(own, window, known) for window, known in zip(windows, learned, strict=True)]
     for number, window, (tokens, _) in zip(numbers, windows, rows, strict=True):
+        if bool((window == own.image_token_id).any()):
+            said = f"its text has the token id {own.image_token_id}, which stands for images"
+            raise CorruptData(f"{source.place(int(number))}: {said}")
         asked = int((window == IMAGE).sum()) * own.image_tokens
         if int((tokens[:-1] == IMAGE).sum()) != asked:
             said = f"its images take {asked} tokens, and data.seq_length is {len(window) - 1}"
