@@ -193,3 +193,36 @@ def test_layers_that_are_not_alike_are_not_stacked(tmp_path: Path) -> None:
     run = load(["model=deepseek_tiny", "parallel=single", "data=mock"]).run
     with pytest.raises(ConfigError, match=r"fix: layers=apart"):
         give_megatron(None, run, tmp_path, None, "stacked")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name",
+    some(["grouped queries, gated", "layer norms, biases", "experts"], ["grouped queries, gated"]),
+)
+def test_imported_weights_compute_what_megatron_core_computes_with_them(name: str, tmp_path: Path) -> None:
+    import numpy as np
+
+    case, ids = theirs.CASES[name], list(range(5, 37))
+
+    def save() -> torch.Tensor:
+        model = theirs.build(case, 1).eval()
+        theirs.save(model, tmp_path / "theirs")
+        later = torch.triu(torch.ones(1, 1, len(ids), len(ids), dtype=torch.bool), 1)
+        with torch.no_grad():
+            found: torch.Tensor = model(torch.tensor([ids]), torch.arange(len(ids))[None], later)
+        return found[0, :, : theirs.IDS]
+
+    (expected,) = run_ranks(1, save)
+    assert command("import", "--megatron", tmp_path / "theirs", tmp_path / "run", *case.words.split()) == 0
+
+    def compute() -> None:
+        from mtrain.config.run_file import read_run_file
+        from mtrain.launching import local
+
+        run = read_run_file(tmp_path / "run/run.yaml")
+        local.logits(run, tmp_path / "run/checkpoints/step_00000000", ids, tmp_path / "logits")
+
+    run_alone(compute)
+    found = torch.from_numpy(np.fromfile(tmp_path / "logits", np.float32)).view(len(ids), -1)
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()

@@ -52,6 +52,12 @@ def calls(module: str, name: str, *arguments: bytes) -> bytes:
     return b"\x80\x04c" + f"{module}\n{name}\n".encode() + b"(" + b"".join(arguments) + b"tR."
 
 
+def _top(key: bytes) -> bytes:
+    """Metadata with a tensor of this name."""
+    made = b"\x80\x04" + f"c{_METADATA}\nMetadata\n".encode() + b")\x81}("
+    return made + text("state_dict_metadata") + b"}" + key + b"Ns" + text("storage_data") + b"}ub."
+
+
 def pickles(canary: Path) -> dict[str, bytes]:
     """What may stand in place of `.metadata`: none of it is read, and none of it makes the file `canary`."""
     touch = text(f"touch {canary}")
@@ -95,6 +101,7 @@ def pickles(canary: Path) -> dict[str, bytes]:
     admitted = f"c{_METADATA}\nMetadata\n".encode()
     stack = b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94"
     shared = b"\x80\x04)\x94" + b"".join(b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86\x94" for i in range(200))
+    doubled = b")\x940" + b"".join(b"h%ch%c\x86\x940" % (i, i) for i in range(60)) + b"h\x3c"
     out |= {
         "a name from the stack": stack + b"\x93" + touch + b"\x85R.",
         "a name from the memo": stack + b"00h\x00h\x01\x93" + touch + b"\x85R.",
@@ -136,6 +143,8 @@ def pickles(canary: Path) -> dict[str, bytes]:
         "a list that holds itself": b"\x80\x04]\x94h\x00a.",
         "a tuple of 2**200": shared + b".",
         "a dict whose key is 2**200": shared.replace(b")\x94", b"})\x94", 1) + b"Ns.",
+        "a name without end": _top(doubled),
+        "a name of a hundred thousand tuples": _top(b")" + b"\x85" * 100_000),
         "nothing": b"",
         "a protocol alone": b"\x80\x04",
         "protocol 0": b"(lp0\n.",
@@ -189,6 +198,15 @@ def _put(meta: Metadata, name: Any, value: Any) -> None:
     meta.state_dict_metadata[name] = value
 
 
+def _unfolded() -> Any:
+    """A value of 2**60 parts, each of which holds the next one twice."""
+    value: Any = ()
+    for _ in range(60):
+        value = (value, value)
+    return value
+
+
+_BOMB = _unfolded()
 _NO = TensorProperties(dtype=torch.complex64)
 
 
@@ -224,6 +242,12 @@ METADATA: dict[str, Callable[[Metadata], None]] = {
     "bytes behind the file": _stored(length=1 << 20),
     "bytes of another tensor": _stored(offset=0),
     "a transform": _stored(transform_descriptors=["zstd"]),
+    "a path without end": _stored(relative_path=_BOMB),
+    "a first byte without end": _stored(offset=_BOMB),
+    "bytes without end": _stored(length=_BOMB),
+    "a shape without end": lambda m: _set(size=_BOMB)(m),
+    "a number format without end": lambda m: _set(properties=_BOMB)(m),
+    "a tensor without end": lambda m: _put(m, OTHER, _BOMB),
     "no place": lambda m: m.storage_data.clear(),
     "no storage": lambda m: setattr(m, "storage_data", None),
     "a storage that is a list": lambda m: setattr(m, "storage_data", [1]),

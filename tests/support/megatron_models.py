@@ -36,7 +36,10 @@ class Case:
     """Begins of names of a layer's weights -> what they are saved as: TransformerEngine's layers fuse norms."""
 
 
-GATED = {"gated_linear_unit": True, "add_bias_linear": False, "normalization": "RMSNorm", "ffn_hidden_size": 48}
+GATED = {
+    **{"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False},
+    **{"normalization": "RMSNorm", "ffn_hidden_size": 48},
+}
 LLAMA = f"model=llama_tiny {WORDS} model.ffn_hidden_size=48 model.num_query_groups=2"
 MIXTRAL = f"model=mixtral_tiny {WORDS} model.ffn_hidden_size=48 model.num_query_groups=2 model.moe.ffn_hidden_size=48"
 LATENT = (
@@ -53,6 +56,12 @@ LATENT_CONFIG = {
     **{"multi_latent_attention": True, "qk_layernorm": True, "rope_type": "rope"},
     **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8},
 }
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
 CASES = {
     "grouped queries, gated": Case(LLAMA, {**GATED, "num_query_groups": 2}),
     "tied, another padding": Case(
@@ -61,7 +70,7 @@ CASES = {
     "untied, less padding": Case(LLAMA, {**GATED, "num_query_groups": 2}, rows=304),
     "layer norms, biases": Case(
         f"model=gpt2 {WORDS} model.ffn_hidden_size=48 model.max_position_embeddings=64",
-        {"ffn_hidden_size": 48, "add_bias_linear": True},
+        {"ffn_hidden_size": 48, "add_bias_linear": True, "activation_func": _gelu},
         tied=True,
     ),
     "experts": Case(

@@ -31,6 +31,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 MAX_METADATA_BYTES = 256 << 20
 MAX_DIMENSIONS = 8
+MAX_NAME = 1000
 _LARGEST = 1 << 60
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.distcp")
 _ITERATION = re.compile(r"\d{1,12}")
@@ -153,7 +154,12 @@ def _check_backend(path: Path) -> None:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise CorruptData(f"{path / BACKEND} does not say the backend of the checkpoint") from None
     if backend != "torch_dist":
-        raise CorruptData(f"{path / BACKEND}: the backend is {str(backend)[:40]!r}; only torch_dist is read")
+        raise CorruptData(f"{path / BACKEND}: the backend is {_shown(backend)}; only torch_dist is read")
+
+
+def _shown(value: Any) -> str:
+    """A text or a number; of anything else, which may unfold without end, its kind."""
+    return repr(value[:200]) if isinstance(value, str) else str(value) if type(value) is int else type(value).__name__
 
 
 class _Reading:
@@ -176,10 +182,8 @@ class _Reading:
         self.check_apart(places)
         out, objects = dict[str, Stored](), 0
         for name, value in self.pairs(fields.get("state_dict_metadata"), "state_dict_metadata"):
-            if not isinstance(name, str) or not name:  # first: deep nests take ages to print or hash
-                raise self.refused("a tensor has a name that is no text")
-            if name in out:
-                raise self.refused(f"{name[:200]!r} is there twice")
+            if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or name in out:
+                raise self.refused(f"a name is there twice, or is none: {_shown(name)}")
             if not isinstance(value, Record) or not value.name.startswith(f"{_TORCH}.metadata."):
                 raise self.refused(f"{name[:200]} is nothing that a checkpoint holds")
             if value.name.endswith(".BytesStorageMetadata"):
@@ -228,14 +232,13 @@ class _Reading:
         place = (name, self.numbers(offset, name) if offset is not None else None)
         file, start, length = (found.get(word) for word in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or not _PLAIN.fullmatch(file):
-            shown = repr(file[:200]) if isinstance(file, str) else "what is no text"
-            raise self.refused(f"{shown} is no plain name of a .distcp file")
+            raise self.refused(f"{_shown(file)} is no plain name of a .distcp file")
         if found.get("transform_descriptors"):
             raise self.refused(f"{name[:200]} is compressed or transformed, which is not read")
-        if type(start) is not int or type(length) is not int:
-            raise self.refused(f"it does not say in numbers where {name[:200]} is")
-        if not (0 <= start < _LARGEST and 0 < length < _LARGEST):
-            raise self.refused(f"{name[:200]} begins at byte {start} and has {length} bytes, which cannot be")
+        if not (type(start) is int and type(length) is int and 0 <= start < _LARGEST and 0 < length < _LARGEST):
+            raise self.refused(
+                f"{name[:200]} begins at byte {_shown(start)} and has {_shown(length)} bytes, which cannot be"
+            )
         return place, (file, start, length)
 
     def check_apart(self, places: Mapping[Any, tuple[str, int, int]]) -> None:

@@ -21,8 +21,8 @@ from mtrain.errors import CorruptData
 from mtrain.models.gpt.torch_dist import GATE, UP, counted_axes, is_weight, one_name
 
 FORMATS = ("F64", "F32", "F16", "BF16")
-MOST_PARTS = 1 << 20
-"""Layers times experts of one tensor."""
+MOST_PARTS = 1 << 19
+"""Layers times experts of all tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class TorchDistReader:
         """
         self.source = source
         self.hashes: dict[str, str] = {}
+        self._count = 0
         self._held: dict[str, list[tuple[Part, ...]]] = defaultdict(list)
         self._by_place: dict[str, dict[tuple[int, ...], list[Chunk]]] = {}
         for stored in source.tensors.values():
@@ -75,7 +76,8 @@ class TorchDistReader:
             raise CorruptData(f"{stored.name[:200]} has numbers of kind {stored.dtype}, which is no weight's")
         axes = counted_axes(stored.name)
         counts = stored.shape[:axes]
-        if len(counts) < axes or prod(counts) > MOST_PARTS:
+        self._count += prod(counts)
+        if len(counts) < axes or self._count > MOST_PARTS:
             raise CorruptData(f"{stored.name[:200]} of shape {list(stored.shape)} does not count layers")
         for numbers in product(*map(range, counts)):
             self._held[one_name(stored.name, numbers)].append((Part(stored, numbers),))
