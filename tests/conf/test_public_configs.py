@@ -59,10 +59,10 @@ V3: Told = {
     "mtp_loss_scaling_factor": (None, 0.3, "no file says it; 0.3 at first in arXiv 2412.19437, section 4.2"),
 }
 BALANCED = "0.9 of config.json is of no report; the weight of the default is trained with"
-UNDROPPED = "0.1 is of fine-tuning; pre-training is without, as T5 v1.1's was (its README)"
+UNDROPPED = "0.1 is of fine-tuning: T5 v1.1 was pre-trained without (its README)"
 T5: Told = dict.fromkeys(("attention_dropout", "hidden_dropout"), (0.1, 0.0, UNDROPPED))
 TRAINED: dict[str, Told] = {
-    **{name: T5 for name in CONFIGS if name.startswith("t5_")},
+    **{name: T5 for name in CONFIGS if name.startswith("t5_v1_1")},
     "deepseek_v2": {**V2, "moe.aux_loss_coeff": (0.001, 0.003, "alpha_1 in arXiv 2405.04434, section 3.1.2")},
     "deepseek_v2_lite": V2,
     "deepseek_v3": V3,
