@@ -47,6 +47,7 @@ POLICY: dict[str, str] = {
     "MT163": "gradients are there in time or not, as it happens: some steps end without numbers",
     "MT171": "more layers than a stage has: whoever wrote it counts layers otherwise than the pipeline does",
     "MT463": "low precision would be kept of some weights and 32 of others, and nobody said of which",
+    "MT201": "the width of a head would be rounded down, and nobody said so",
     "MT203": "an odd number of channels that rotate: megatron-core turns one more than was written, or none at all",
     "MT248": "a family is built as it was published: what it does not have would train, and be something else",
     "MT249": UNUSED_KEY,

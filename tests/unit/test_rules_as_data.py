@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from mtrain.config.codes import OTHERS, codes, rules_of
 from mtrain.config.compose import compose
+from mtrain.config.families import ONLY
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import RULES, apply
 from mtrain.config.rules.finding import Finding
@@ -50,6 +51,8 @@ NO_EXAMPLE = {
 """Codes of rules that no command line raises by itself."""
 SOFTER = {"MT432"}
 """Codes whose rule makes a warning of some findings itself."""
+CHANGES += [{"model.family": family} for family in ONLY]
+CHANGES.append({"model.family": "bert", "model.bert": {"pad_token_id": 0}, "data.kind": "text"})
 
 
 def literals(tree: ast.AST) -> Iterator[tuple[str, bool]]:
