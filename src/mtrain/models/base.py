@@ -55,6 +55,9 @@ class Family:
     that a file may follow, the first of which is written; as `package.module:function`."""
     auto_class: str = "AutoModelForCausalLM"
     """The class of transformers that loads such a folder and whose logits an import and an export compare with."""
+    probe: str = ""
+    """What that class and a chunk of ours read beside tokens, as `package.module:function`: of the `model` section
+    and ids it gives the ids with what else stands among them, our tensors and theirs by name. Empty: nothing."""
     writes: bool = True
     """Whether it continues a text, token by token: `generate`, the sample of a run, lm-evaluation-harness."""
 
