@@ -7,7 +7,7 @@ import math
 import os
 import random
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +312,31 @@ def test_an_export_returns_what_was_imported_and_transformers_reads_it(naming: s
         a, b = tensors_of(theirs), tensors_of(again)
         assert a.keys() == b.keys()
         assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("words", some(["layer_norm", "mlp.fc", "self_attn.k_proj"], ["layer_norm"]))
+def test_a_mutated_table_of_the_tower_is_found(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tensors of the same shape taken for each other: what is imported computes something else of an image."""
+    from mtrain.models.llava import hf
+
+    theirs, real = saved(tmp_path / "theirs", "today"), hf.files
+    swaps = {"layer_norm": ("layer_norm1.", "layer_norm2."), "mlp.fc": ("layers.0.mlp", "layers.1.mlp")}
+    first, second = swaps.get(words, ("k_proj", "v_proj"))
+
+    def swapped(name: str) -> str:
+        if "vision_tower" not in name:
+            return name
+        return name.replace(first, "@").replace(second, first).replace("@", second)
+
+    def files(kind: str, model: Any) -> Any:
+        return tuple(
+            replace(t, once=tuple(replace(e, theirs=tuple(map(swapped, e.theirs))) for e in t.once))
+            for t in real(kind, model)
+        )
+
+    monkeypatch.setattr(hf, "files", files)
+    assert command("import", theirs, tmp_path / "run") == 4
+    assert not (tmp_path / "run").exists()
 
 
 def _saved_in(layout: str, run: Path, into: Path) -> None:

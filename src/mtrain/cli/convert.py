@@ -20,7 +20,6 @@ from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
 from mtrain.config.run_file import read_run_file
 from mtrain.errors import ConfigError, CorruptData, MtrainError, Problem, say
-from mtrain.models.registry import family_of
 from mtrain.plan.count import parameters
 from mtrain.recipes.hf import import_config, read_json
 from mtrain.recipes.hf_write import config_json, same_model
@@ -221,7 +220,6 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
         return {
             "left_out": f"it needs about {bytes_(need)}, and half of this machine's memory is {bytes_(here // 2)}"
         }
-    auto_class = family_of(run.model).auto_class
     tokens = min(TOKENS, run.model.max_position_embeddings)
     ids = [int(i) for i in np.random.default_rng(0).integers(0, run.model.vocab_size, tokens)]
     words = ["parallel=single", "precision=fp32", "cluster.device=cpu", "kernels=reference", "data.seq_length=null"]
@@ -230,7 +228,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
         ours, other = Path(scratch) / "ours", Path(scratch) / "theirs"
         local.logits(_plain(run, words), checkpoint, ids, ours)
         try:
-            local.Forked(lambda: theirs.save_logits(folder, ids, other, auto_class)).result()
+            local.Forked(lambda: theirs.save_logits(folder, ids, other, run.model)).result()
         except MtrainError as error:
             return {"left_out": f"transformers did not load the folder: {str(error)[:200]}"}
         a, b = np.fromfile(ours, np.float32), np.fromfile(other, np.float32)
@@ -240,6 +238,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
             f"our logits are {apart:.3g} from those of transformers, whose largest is {largest:.3g}: the weights do "
             "not mean the same on both sides, and nothing was written"
         )
+    tokens = len(b) // run.model.vocab_size
     return {"tokens": tokens, "largest_error": apart, "largest_logit": largest}
 
 

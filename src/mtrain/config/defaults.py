@@ -99,7 +99,7 @@ def sample_length(run: RunConfig) -> Filled:
     if run.data.seq_length is not None:
         return {}
     most, positions = CPU_LENGTH if on_a_cpu(run) else LONGEST, run.model.max_position_embeddings
-    if run.model.llava is not None:  # beside an image of each sample
+    if run.model.family == "llava" and run.model.llava is not None:  # beside an image of each sample
         most += run.model.llava.image_tokens
     why = f"{run.model.name}: max_position_embeddings {positions}"
     if positions > most:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+from mtrain.config.model import ModelConfig
+from mtrain.models.registry import family_of, probed
+
 
 def installed() -> bool:
     """Whether there is a transformers to ask."""
     return find_spec("transformers") is not None
 
 
-def save_logits(folder: Path, ids: list[int], out: Path, auto_class: str = "AutoModelForCausalLM") -> None:
+def save_logits(folder: Path, ids: list[int], out: Path, model: ModelConfig) -> None:
     """Save transformers' logits after each of `ids`, fp32 [tokens, vocabulary], as plain numbers.
 
-    `auto_class` names the class of transformers that loads the folder. Its configuration is read by transformers
-    itself, and no code that it names is run.
+    The family of `model` names the class of transformers that loads the folder, and what it reads beside tokens. Its
+    configuration is read by transformers itself, and no code that it names is run.
     """
     import torch
     import transformers
@@ -23,12 +26,13 @@ def save_logits(folder: Path, ids: list[int], out: Path, auto_class: str = "Auto
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    loaded = getattr(transformers, auto_class).from_pretrained(
+    loaded = getattr(transformers, family_of(model).auto_class).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
     )
+    ids, _, more = probed(model, ids)
     given = {"input_ids": torch.tensor([ids])}
     if loaded.config.is_encoder_decoder:  # both read the same tokens, as ours do where the encoder is given none
         given["decoder_input_ids"] = given["input_ids"]
     with torch.no_grad():
-        found = loaded.eval()(**given).logits
+        found = loaded.eval()(**given, **more).logits
     found[0].float().numpy().tofile(out)

@@ -58,6 +58,9 @@ class Family:
     settled: str | None = None
     """Overrides for what a `config.json` leaves open and its weights decide: a function of the `model` section that
     was read and the names of the weights, as `package.module:function`. None: nothing is left open."""
+    probe: str = ""
+    """What that class and a chunk of ours read beside tokens, as `package.module:function`: of the `model` section
+    and ids it gives the ids with what else stands among them, our tensors and theirs by name. Empty: nothing."""
     writes: bool = True
     """Whether it continues a text, token by token: `generate`, the sample of a run, lm-evaluation-harness."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -55,6 +55,13 @@ def imported(name: str) -> Any:
     """The function that a family names as `package.module:function`; imports torch."""
     module, _, function = name.partition(":")
     return getattr(import_module(module), function)
+
+
+def probed(model: ModelConfig, ids: Sequence[int]) -> tuple[list[int], dict[str, Any], dict[str, Any]]:
+    """Token ids to ask a model with, and what a chunk of ours and the model of transformers read beside them."""
+    probe = family_of(model).probe
+    asked: tuple[list[int], dict[str, Any], dict[str, Any]] = (list(ids), {}, {})
+    return imported(probe)(model, ids) if probe else asked
 
 
 @cache

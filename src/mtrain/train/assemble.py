@@ -27,7 +27,7 @@ from mtrain.data.chat import FILES as CHAT_FILES
 from mtrain.data.text import Tokenizer
 from mtrain.errors import CorruptData, MtrainError, warn
 from mtrain.mcore.sharding import gathered
-from mtrain.models.registry import family_of, imported
+from mtrain.models.registry import family_of, imported, probed
 from mtrain.plan.count import parameters
 from mtrain.train import hooks
 from mtrain.train.dynamic import run_documents
@@ -173,7 +173,8 @@ def configure_schedule_hooks(run: RunConfig, chunks: list[Any], optimizer: Any) 
 
 
 def logits(run: RunConfig, checkpoint: Path, ids: Sequence[int], out: Path) -> None:
-    """Save the logits of a checkpoint's model after each of `ids`, fp32 [tokens, vocabulary], as plain numbers.
+    """Save the logits of a checkpoint's model after each of `ids`, fp32 [tokens, vocabulary], as plain numbers; the
+    model's family may put something among them, an image for one.
 
     On one rank alone.
 
@@ -184,8 +185,9 @@ def logits(run: RunConfig, checkpoint: Path, ids: Sequence[int], out: Path) -> N
         (chunk,) = build_model(run, world, wrap=False)
         ckpt_state.load_model(Checkpoint.open(checkpoint, verify=False), [chunk])
         chunk.eval()
+        ids, more, _ = probed(run.model, ids)
         with torch.no_grad():
-            found = chunk(torch.tensor([ids]), torch.arange(len(ids)).unsqueeze(0), None)
+            found = chunk(torch.tensor([ids]), torch.arange(len(ids)).unsqueeze(0), None, **more)
         found[0, :, : run.model.vocab_size].float().numpy().tofile(out)
 
 

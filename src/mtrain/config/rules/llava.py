@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from mtrain.config.image_files import records_of
+from mtrain.config.llava import LlavaConfig
 from mtrain.config.paths import names_near, user_path
 from mtrain.config.rules.finding import Change, Finding, divisors, multiples, nearest
 from mtrain.config.rules.rule import Code, Rule, rule
@@ -66,6 +67,11 @@ def family_has_it(only: Only) -> Rule:
     return has_it
 
 
+def _own(run: RunConfig) -> LlavaConfig | None:
+    """The section of the family, where the model is of it."""
+    return run.model.llava if run.model.family == "llava" else None
+
+
 @rule(
     Code("MT271", example="model=llava_tiny model.llava.patch_size=64"),
     Code("MT272", "The heads of the tower divide its width.", example="model=llava_tiny model.llava.vision_heads=5"),
@@ -73,13 +79,13 @@ def family_has_it(only: Only) -> Rule:
         "MT273", "Features are those behind a layer of it.", example="model=llava_tiny model.llava.feature_layer=-9"
     ),
     reads=(
-        "model.llava.patch_size model.llava.image_size model.llava.vision_heads model.llava.vision_hidden_size "
-        "model.llava.feature_layer model.llava.vision_layers"
+        "model.family model.llava.patch_size model.llava.image_size model.llava.vision_heads "
+        "model.llava.vision_hidden_size model.llava.feature_layer model.llava.vision_layers"
     ),
 )
 def tower_can_be_built(run: RunConfig) -> Iterator[Finding]:
     """An image has a patch at least."""
-    own = run.model.llava
+    own = _own(run)
     if own is None:
         return
     if own.patch_size > own.image_size:
@@ -100,11 +106,11 @@ def tower_can_be_built(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT274", example="model=llava_tiny model.llava.image_token_id=5000"),
-    reads="model.vocab_size model.llava.image_token_id",
+    reads="model.family model.vocab_size model.llava.image_token_id",
 )
 def image_token_is_in_the_vocabulary(run: RunConfig) -> Iterator[Finding]:
     """The token in whose place patches stand is one of the vocabulary."""
-    own, vocab = run.model.llava, run.model.vocab_size
+    own, vocab = _own(run), run.model.vocab_size
     if own is not None and own.image_token_id >= vocab:
         rule = f"the vocabulary has ids 0 to {vocab - 1} (model.vocab_size {vocab})"
         fixes: tuple[Change, ...] = (
@@ -116,11 +122,11 @@ def image_token_is_in_the_vocabulary(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT275", example="model=llava_tiny model.llava.freeze=[vision,projector,language]"),
-    reads="model.llava.freeze",
+    reads="model.family model.llava.freeze",
 )
 def something_is_trained(run: RunConfig) -> Iterator[Finding]:
     """A part of the model is trained."""
-    own = run.model.llava
+    own = _own(run)
     if own is not None and len(set(own.freeze)) == 3:
         rule = "all three parts are frozen, and nothing is left to train"
         fixes: tuple[Change, ...] = (
@@ -132,11 +138,11 @@ def something_is_trained(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT276", example="model=llava_tiny model.hidden_size=192 model.llava.vision_heads=3 parallel=tp2"),
-    reads="parallel.tp model.hidden_size model.llava.vision_heads model.llava.vision_ffn_hidden_size",
+    reads="model.family parallel.tp model.hidden_size model.llava.vision_heads model.llava.vision_ffn_hidden_size",
 )
 def tower_divides_over_ranks(run: RunConfig) -> Iterator[Finding]:
     """Heads and MLP of the vision tower, and the projector, divide over tensor-parallel ranks."""
-    own, tp = run.model.llava, run.parallel.tp
+    own, tp = _own(run), run.parallel.tp
     if own is None or tp == 1:
         return
     for key, value in (
@@ -187,11 +193,11 @@ def images_are_for_llava(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT325", example="model=llava_tiny data.seq_length=16"),
-    reads="data.seq_length model.llava.image_size model.llava.patch_size",
+    reads="model.family data.seq_length model.llava.image_size model.llava.patch_size",
 )
 def a_sample_holds_an_image(run: RunConfig) -> Iterator[Finding]:
     """A sample has room for an image and some text."""
-    own = run.model.llava
+    own = _own(run)
     if own is not None and run.data.length < own.image_tokens + 2:
         rule = f"{run.data.length} tokens hold no image of {own.image_tokens} patches with text"
         length = -(-(own.image_tokens + 64) // 64) * 64
@@ -200,11 +206,11 @@ def a_sample_holds_an_image(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT326", example="model=llava_tiny data=image_text data.path=images data.tokenizer_vocab_size=5000"),
-    reads="data.kind data.tokenizer data.tokenizer_vocab_size model.llava.image_token_id",
+    reads="model.family data.kind data.tokenizer data.tokenizer_vocab_size model.llava.image_token_id",
 )
 def image_token_is_no_text(run: RunConfig) -> Iterator[Finding]:
     """No token of text has the id of the image token."""
-    own, d = run.model.llava, run.data
+    own, d = _own(run), run.data
     if own is None or d.kind != "image_text" or d.tokenizer is not None:
         return
     if d.tokenizer_vocab_size > own.image_token_id:

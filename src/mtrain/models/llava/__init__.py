@@ -11,6 +11,7 @@ LLAVA = Family(
     form="mtrain.models.llava.form:form",
     files="mtrain.models.llava.hf:files",
     auto_class="AutoModelForImageTextToText",
+    probe="mtrain.models.llava.form:probe",
     writes=False,
     predicts_all=False,
     parameters=count.parameters,

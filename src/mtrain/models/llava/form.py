@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
 import torch
 
 from mtrain.config.llava import LlavaConfig
+from mtrain.config.model import ModelConfig
 from mtrain.config.run import RunConfig
 from mtrain.data import ImageTextSamples, Splits
 from mtrain.data.batch import Form, MicroBatch
@@ -77,3 +79,15 @@ def _batch(own: LlavaConfig, tokens: torch.Tensor, learned: torch.Tensor, images
         position_ids=torch.arange(inputs.shape[1]).expand_as(inputs).contiguous(),
     )
     return cast(MicroBatch, {**batch, "images": images})
+
+
+def probe(
+    model: ModelConfig, ids: Sequence[int]
+) -> tuple[list[int], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """An image of noise behind the first token, for a comparison of logits with those of transformers."""
+    own = of(model)
+    text = [i if i != own.image_token_id else (i + 1) % model.vocab_size for i in ids]
+    room = max(1, model.max_position_embeddings - own.image_tokens)
+    mixed = [text[0], *[own.image_token_id] * own.image_tokens, *text[1:room]]
+    image = torch.randn(1, 3, own.image_size, own.image_size, generator=torch.Generator().manual_seed(0))
+    return mixed, {"images": image}, {"pixel_values": image}
