@@ -28,6 +28,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "quick_geglu": mcore.quick_gelu,
     "gelu": F.gelu,
     "gelu_tanh": mcore.gelu_tanh,
+    "relu": F.relu,
     "squared_relu": squared_relu,
 }
 

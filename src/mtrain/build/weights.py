@@ -55,6 +55,7 @@ class Normal:
 def initialize(chunks: list[Any], seed: int) -> None:
     """Fill every marked parameter of this rank's model chunks from `seed`.
 
+    `mtrain_init_scale` of a parameter gives a factor for each of its rows, from their numbers in the whole tensor.
     Unmarked parameters (norms, biases, router biases) keep the constants that their modules gave them.
 
     Raises:
@@ -77,6 +78,7 @@ def _fill(shard: TensorShard, std: float, seed: int) -> None:
     lead, values = shard.lead, shard.tensor.view(-1)
     shape, offset, size = shard.global_shape[lead:], shard.offset[lead:], shard.shape[lead:]
     name = f"{seed}/{shard.weight}/{'.'.join(map(str, shard.offset[:lead]))}"
+    rows_scaled = getattr(shard.param, "mtrain_init_scale", None)
     rows = max(1, BLOCK_ELEMENTS // max(1, prod(shape[1:])))
     columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], size[1:], strict=True))
     start, stop = shard.flat or (0, prod(size))
@@ -90,6 +92,8 @@ def _fill(shard: TensorShard, std: float, seed: int) -> None:
         generator.manual_seed(int.from_bytes(digest[:7], "big"))
         drawn = torch.empty((bottom - top, *shape[1:]), device=values.device, dtype=torch.float32)
         drawn.normal_(0.0, std, generator=generator)
+        if rows_scaled is not None:
+            drawn *= rows_scaled(torch.arange(top, bottom, device=values.device)).view(-1, *[1] * (drawn.ndim - 1))
         upper, lower = max(first, top), min(last, bottom)
         part = drawn[(slice(upper - top, lower - top), *columns)].reshape(-1)
         begin = (upper - offset[0]) * row  # where the flat range lies in the part

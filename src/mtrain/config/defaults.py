@@ -14,6 +14,7 @@ from mtrain.config.families import limited
 from mtrain.config.model import ModelConfig
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.run import RunConfig
+from mtrain.config.t5 import lengths, padded, spans
 from mtrain.errors import Problem
 
 Filled = Mapping[str, tuple[Any, str]]
@@ -98,6 +99,23 @@ def sample_length(run: RunConfig) -> Filled:
     if positions > most:
         why += f", at most {most}" + (" on a CPU" if on_a_cpu(run) else "")
     return {"data.seq_length": (min(most, positions), why)}
+
+
+def span_lengths(run: RunConfig) -> Filled:
+    """What an encoder-decoder reads and predicts of a sample, in multiples of 8."""
+    t, tokens = run.model.t5, run.data.length
+    if t is None or tokens < 2:
+        return {}
+    (noise, parts), (read, written) = spans(t, tokens), lengths(t, tokens)
+    filled: dict[str, tuple[Any, str]] = {}
+    for key, said, need, kept in (
+        ("encoder_seq_length", t.encoder_seq_length, read, f"{tokens - noise} of them"),
+        ("decoder_seq_length", t.decoder_seq_length, written, f"the {noise} others"),
+    ):
+        if said is None:
+            why = f"data.seq_length {tokens}: {kept}, a sentinel for each of {parts} spans, an end"
+            filled[f"model.t5.{key}"] = (padded(need), why)
+    return filled
 
 
 def sequence_parallel(run: RunConfig) -> Filled:
@@ -190,7 +208,7 @@ def as_written(rate: float) -> float:
 
 
 def sample_tokens(run: RunConfig) -> Filled:
-    """Text is generated where there is a tokenizer, and whole sequences on a rank."""
+    """Text is generated where there is a tokenizer, whole sequences on a rank, and a model that continues texts."""
     if run.trainer.sample_tokens is not None:
         return {}
     if limited(run.model.family, "trainer.sample_tokens") is not None:
@@ -280,6 +298,7 @@ STEPS: tuple[Step, ...] = (
     data_kind,
     number_format,
     sample_length,
+    span_lengths,
     sequence_parallel,
     distributed_optimizer,
     overlap_grad_reduce,

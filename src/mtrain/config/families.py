@@ -26,7 +26,7 @@ class Only:
         return self.key.rpartition(".")[0]
 
 
-SECTIONS = {"bert": "model.bert"}
+SECTIONS = {"bert": "model.bert", "t5": "model.t5"}
 """Family -> the section of its own keys, which no other shipped family may have."""
 
 _NOT_BERT = "is no part of BERT"
@@ -59,11 +59,60 @@ _ENCODER_RUN = (
     Only("data.packed", (False,), _WHOLE),
     Only("trainer.sample_tokens", (0,), "it continues no text"),
 )
+
+_STAGES = (
+    "megatron-core 0.16.1 hands one tensor on from stage to stage, and every layer of a decoder needs that of the "
+    "encoder too"
+)
+_NOT_T5 = "is no part of T5"
+_T5_MODEL = (
+    Only("model.normalization", ("RMSNorm",), "T5's norms have neither a mean nor a bias"),
+    Only("model.norm_placement", ("pre",), "T5 has its norms before attention and MLP"),
+    Only("model.position_embedding_type", ("relative",), "T5 has a bias of attention by distance"),
+    Only("model.softmax_type", ("vanilla",), _NOT_T5),
+    Only("model.init_method_std", (0.02,), "model.t5.initializer_factor says how T5's weights are drawn"),
+    Only("model.embedding_init_method_std", (None,), "model.t5.initializer_factor says how T5's weights are drawn"),
+    *(
+        Only(f"model.{key}", (off,), _NOT_T5)
+        for off, keys in (
+            (False, "parallel_residual add_bias_linear add_qkv_bias add_proj_bias add_mlp_bias"),
+            (False, "qk_layernorm qk_l2_norm scale_embedding"),
+            (None, "num_query_groups moe mla mtp_num_layers rope_scaling rope_scaling_factor window_size"),
+            (None, "attn_logit_softcapping final_logit_softcapping"),
+        )
+        for key in keys.split()
+    ),
+)
+_WHOLE_PAIRS = "biases by distance and cross attention are made for whole sequences"
+_UNTRIED = "encoder-decoders have weights in 16 or 32 bits"
+_T5_RUN = (
+    Only("parallel.pp", (1,), _STAGES),
+    Only("parallel.vpp", (1,), _STAGES),
+    Only("parallel.cp", (1,), _WHOLE_PAIRS),
+    Only("parallel.hybrid_context_parallel", (False,), _WHOLE_PAIRS),
+    Only("parallel.fsdp", ("none",), "an encoder-decoder is sharded by tp and the distributed optimizer alone"),
+    Only(
+        "parallel.recompute.granularity",
+        ("none",),
+        "megatron-core's recomputation does not give biases by distance their gradient",
+    ),
+    Only("precision.fp8", (None,), _UNTRIED),
+    Only("precision.fp4", (None,), _UNTRIED),
+    Only("data.packed", (False,), "spans are left out of whole windows"),
+    Only("data.eod_mask_loss", (False,), "every token that is left out counts"),
+    Only("trainer.sample_tokens", (0,), "it continues no text"),
+)
 ONLY: dict[str, tuple[Only, ...]] = {
     "gpt": (
+        Only(
+            "model.position_embedding_type",
+            ("rope", "learned_absolute", "none"),
+            "a bias of attention by distance is of the family t5",
+        ),
         Only("model.norm_placement", ("pre", "post", "pre_and_post"), "norms on the sum are of the family bert"),
     ),
     "bert": (*_BERT_MODEL, *_ENCODER_RUN),
+    "t5": (*_T5_MODEL, *_T5_RUN),
 }
 """Family -> what its keys are limited to."""
 

@@ -22,6 +22,7 @@ from mtrain.config.bert import BertConfig
 from mtrain.config.experts import MoEConfig
 from mtrain.config.mla import MLAConfig
 from mtrain.config.rope import RopeScalingConfig
+from mtrain.config.t5 import T5Config
 
 VOCAB_MULTIPLE = 128
 GATED = "model.activation=swiglu|geglu|geglu_tanh|quick_geglu"
@@ -46,7 +47,7 @@ class ModelConfig(Section):
     """Name used in run folders and reports."""
     family: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = "gpt"
     """Who counts, shrinks and builds it: gpt, a decoder-only transformer, bert, an encoder that is trained on masked
-    tokens, or a family that a plug-in adds."""
+    tokens, t5, an encoder-decoder, whose num_layers are those of the encoder, or a family that a plug-in adds."""
     num_layers: Annotated[
         Width,
         Key(
@@ -108,7 +109,7 @@ class ModelConfig(Section):
     """Where the norms of a layer are: before attention and MLP (pre), on what they add to the residual stream (post,
     OLMo 2), both (Gemma), or on the sum with the residual stream (post_residual, BERT)."""
     activation: Annotated[
-        Literal["swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "squared_relu"],
+        Literal["swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "relu", "squared_relu"],
         Key(hf="hidden_act", aka="activation_func"),
     ] = "swiglu"
     """MLP activation; those in glu are gated. gelu and geglu are exact, x Phi(x) by erf; gelu_tanh and geglu_tanh
@@ -160,9 +161,9 @@ class ModelConfig(Section):
     ] = None
     """Bound of the attention logits: x becomes c tanh(x / c) (50 in Gemma 2); null: none."""
     position_embedding_type: Annotated[
-        Literal["rope", "learned_absolute", "none"], Key(feeds="gpt.position_embedding_type")
+        Literal["rope", "learned_absolute", "relative", "none"], Key(feeds="gpt.position_embedding_type")
     ] = "rope"
-    """How positions enter."""
+    """How positions enter; relative: as a learned bias of attention by distance (T5)."""
     rotary_base: Annotated[
         float,
         Field(gt=1),
@@ -302,6 +303,8 @@ class ModelConfig(Section):
     """Multi-head latent attention (MLA); null: standard attention."""
     bert: BertConfig | None = None
     """What the family bert has beside its layers; null: another family."""
+    t5: T5Config | None = None
+    """An encoder-decoder (T5), of the family t5; null: another family."""
     published: Annotated[PublishedConfig | None, Key(effect=Effect.RUNTIME)] = None
     """How the model was trained; null: unknown."""
 

@@ -50,6 +50,10 @@ def configuration(config: Path, extra: Sequence[str] = ()) -> tuple[str, Importe
         ConfigError: the model would compute something else than transformers' does, key by key.
     """
     found = import_config(config, extra)
+    settled = family_of(found.run.model).settled
+    if settled is not None:
+        words = imported(settled)(found.run.model, open_folder(config.parent).tensors.keys())
+        found = import_config(config, (*extra, *words)) if words else found
     wrong = differing(found)
     if wrong:
         raise ConfigError([Problem("MT703", "", None, text, "", str(config)) for text in wrong])

@@ -26,6 +26,9 @@ def save_logits(folder: Path, ids: list[int], out: Path, auto_class: str = "Auto
     loaded = getattr(transformers, auto_class).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
     )
+    given = {"input_ids": torch.tensor([ids])}
+    if loaded.config.is_encoder_decoder:  # both read the same tokens, as ours do where the encoder is given none
+        given["decoder_input_ids"] = given["input_ids"]
     with torch.no_grad():
-        found = loaded.eval()(input_ids=torch.tensor([ids])).logits
+        found = loaded.eval()(**given).logits
     found[0].float().numpy().tofile(out)

@@ -55,6 +55,9 @@ class Family:
     that a file may follow, the first of which is written; as `package.module:function`."""
     auto_class: str = "AutoModelForCausalLM"
     """The class of transformers that loads such a folder and whose logits an import and an export compare with."""
+    settled: str | None = None
+    """Overrides for what a `config.json` leaves open and its weights decide: a function of the `model` section that
+    was read and the names of the weights, as `package.module:function`. None: nothing is left open."""
     writes: bool = True
     """Whether it continues a text, token by token: `generate`, the sample of a run, lm-evaluation-harness."""
 

@@ -15,11 +15,12 @@ from mtrain.errors import ConfigError, Problem
 from mtrain.models.base import Family
 from mtrain.models.bert import BERT
 from mtrain.models.gpt import GPT
+from mtrain.models.t5 import T5
 
 GROUP = "mtrain.models"
 """Entry point group of families; the entry point's value is a `Family`."""
 
-_SHIPPED = {family.name: family for family in (GPT, BERT)}
+_SHIPPED = {family.name: family for family in (GPT, BERT, T5)}
 
 
 def names() -> tuple[str, ...]:

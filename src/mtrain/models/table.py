@@ -139,6 +139,8 @@ class Copy:
     name: str
     of: str
     of_mtp: bool = False
+    always: bool = False
+    """Whether embeddings are tied or not."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ class Table:
             if copy.of_mtp:
                 for m in range(model.mtp_num_layers or 0):
                     out[copy.name.replace("{i}", str(model.num_layers + m))] = copy.of
-            elif model.tie_word_embeddings:
+            elif copy.always or model.tie_word_embeddings:
                 out[copy.name] = copy.of
         return out
 

@@ -8,6 +8,7 @@ from mtrain.config.model import ModelConfig
 from mtrain.recipes.hf_bert import BERT
 from mtrain.recipes.hf_families import FAMILIES
 from mtrain.recipes.hf_kind import Kind
+from mtrain.recipes.hf_t5 import T5
 from mtrain.recipes.hf_writers import WRITERS
 
 DECODERS = {
@@ -40,5 +41,6 @@ def _always(name: str) -> Callable[[ModelConfig], str]:
 KINDS: dict[str, Kind] = {
     **{kind: Kind(FAMILIES[kind], WRITERS[kind], _always(name)) for kind, name in DECODERS.items()},
     "bert": BERT,
+    "t5": T5,
 }
 """`model_type` -> how it is read and written."""

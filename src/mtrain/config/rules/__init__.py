@@ -29,6 +29,7 @@ from mtrain.config.rules import (
     routing,
     sharding,
     storage,
+    t5,
     unused,
 )
 from mtrain.config.rules.finding import Change, Finding
@@ -55,6 +56,7 @@ _MODULES = (
     quantized,
     optim,
     storage,
+    t5,
     unused,
 )
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)

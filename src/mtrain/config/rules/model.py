@@ -83,7 +83,7 @@ def rotary_width_is_even(run: RunConfig) -> Iterator[Finding]:
 def sequence_fits_positions(run: RunConfig) -> Iterator[Finding]:
     """No sample is longer than the positions are made for, which dynamic ones are for any."""
     m, seq = run.model, run.data.length
-    if m.position_embedding_type == "none" or seq <= m.max_position_embeddings:
+    if m.position_embedding_type in ("none", "relative") or seq <= m.max_position_embeddings:
         return
     if m.rope_scaling is None or m.rope_scaling.rope_type != "dynamic":
         rule = (

@@ -1,0 +1,107 @@
+"""T5: token ids and lengths of its spans, and groups of distances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtrain.config.rules.finding import Change, Finding, multiples
+from mtrain.config.rules.rule import Code, rule
+from mtrain.config.run import RunConfig
+from mtrain.config.t5 import T5Config, lengths, spans
+
+FAMILY = "t5"
+TINY = "model=t5_tiny"
+
+
+def _section(run: RunConfig) -> T5Config | None:
+    return run.model.t5 if run.model.family == FAMILY else None
+
+
+@rule(
+    Code("MT280", example=f"{TINY} model.t5.encoder_seq_length=16"),
+    reads=(
+        "model.t5.encoder_seq_length model.t5.decoder_seq_length data.seq_length model.t5.noise_density "
+        "model.t5.mean_noise_span_length parallel.sequence_parallel parallel.tp model.family model.t5"
+    ),
+)
+def spans_fit_their_sequences(run: RunConfig) -> Iterator[Finding]:
+    """What is left of a sample, and what is left out of it, fit the lengths of encoder and decoder."""
+    t, tokens, p = _section(run), run.data.length, run.parallel
+    if t is None:
+        return
+    if tokens < 2:
+        rule = "of a sample of 1 token nothing can be left out"
+        yield Finding("MT280", "data.seq_length", rule, ({"data.seq_length": 2}, {"data.seq_length": 64}))
+        return
+    given = (t.encoder_seq_length, t.decoder_seq_length)
+    for key, said, need in zip(("encoder", "decoder"), given, lengths(t, tokens), strict=True):
+        path, part = f"model.t5.{key}_seq_length", p.tp if p.sequence_parallel else 1
+        fixes: tuple[Change, ...] = ({path: -(-need // part) * part}, {path: None})
+        if said is not None and said < need:
+            rule = f"the {key} needs {need} tokens of a sample of {tokens} (data.seq_length), and has {said}"
+            yield Finding("MT280", path, rule, fixes)
+        elif said is not None and said % part:
+            rule = f"{said} tokens are not divided by tp {part}, over which sequences are sharded"
+            near: tuple[Change, ...] = tuple({path: n} for n in multiples(said, part) if n >= need)
+            yield Finding("MT280", path, rule, (*near, {"parallel.sequence_parallel": False}))
+
+
+@rule(
+    Code("MT281", example=f"{TINY} model.t5.sentinels=2"),
+    reads=(
+        "model.t5.sentinels model.t5.first_sentinel model.t5.start_id model.t5.end_id model.vocab_size "
+        "data.seq_length model.t5.noise_density model.t5.mean_noise_span_length data.kind data.tokenizer "
+        "data.tokenizer_vocab_size model.family model.t5"
+    ),
+)
+def sentinels_stand_for_spans(run: RunConfig) -> Iterator[Finding]:
+    """Every span of a sample has a token id of its own, which is no token of the text."""
+    t, words, tokens = _section(run), run.model.vocab_size, run.data.length
+    if t is None:
+        return
+    first = words - 1 if t.first_sentinel is None else t.first_sentinel
+    last = first - t.sentinels + 1
+    for name in ("start_id", "end_id"):
+        value = getattr(t, name)
+        if value >= words or last <= value <= first:
+            rule = f"{value} is a sentinel or outside of the vocabulary: {words} ids, {last} to {first} are sentinels"
+            yield Finding("MT281", f"model.t5.{name}", rule, ({f"model.t5.{name}": max(0, last - 1)},))
+    if first >= words or last < 0:
+        rule = f"{t.sentinels} sentinels from {first} down are outside of the vocabulary of {words} ids"
+        fewer: Change = {"model.t5.sentinels": max(1, min(first, words - 1) // 2)}
+        top: Change = {"model.t5.first_sentinel": None}
+        yield Finding("MT281", "model.t5.sentinels", rule, (top, fewer, {**top, **fewer}))
+        return
+    parts = spans(t, max(tokens, 2))[1]
+    if parts > t.sentinels:
+        rule = f"{parts} spans of a sample of {tokens} tokens (data.seq_length) need a sentinel each"
+        fixes: tuple[Change, ...] = (
+            {"model.t5.sentinels": parts},
+            {"data.seq_length": tokens * t.sentinels // parts},
+        )
+        yield Finding("MT281", "model.t5.sentinels", rule, fixes)
+    lowest = last
+    if run.data.kind == "text" and run.data.tokenizer is None and run.data.tokenizer_vocab_size > lowest:
+        path = "data.tokenizer_vocab_size"
+        rule = f"ids from {lowest} on are sentinels, start and end, and no tokens of the text"
+        yield Finding("MT281", path, rule, ({path: lowest},))
+
+
+@rule(
+    Code("MT282", example=f"{TINY} model.t5.relative_attention_max_distance=8"),
+    reads="model.t5.relative_attention_max_distance model.t5.relative_attention_num_buckets model.family model.t5",
+)
+def distances_go_beyond_single_ones(run: RunConfig) -> Iterator[Finding]:
+    """Half of the groups are single distances, and the others lie between those and the longest."""
+    t = _section(run)
+    if t is not None and t.relative_attention_max_distance <= t.relative_attention_num_buckets // 2:
+        single, path = t.relative_attention_num_buckets // 2, "model.t5.relative_attention_max_distance"
+        rule = f"distances up to {single} have a group of their own, half of the groups are for longer ones"
+        yield Finding("MT282", path, rule, ({path: 4 * single}, {path: single + 1}))
+
+
+RULES = (
+    spans_fit_their_sequences,
+    sentinels_stand_for_spans,
+    distances_go_beyond_single_ones,
+)

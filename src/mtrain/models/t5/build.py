@@ -1,0 +1,64 @@
+"""The chunk of an encoder-decoder, with the layers that `kernels` chose and the initial weights of T5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mtrain.config.model import ModelConfig
+from mtrain.config.run import RunConfig
+from mtrain.mcore import backend
+from mtrain.mcore.encoder_decoder import EncoderDecoder
+from mtrain.mcore.op_overrides import override_operations
+from mtrain.models.t5.count import decoder_layers, section
+
+
+def chunk(run: RunConfig, config: Any, stage: int | None) -> EncoderDecoder:
+    """Encoder and decoder with embedding and loss: all of the model, which is not split into stages."""
+    m = run.model
+    t = section(m)
+    assert run.kernels.loss is not None, "a resolved run says who makes its loss"
+    override_operations(run.kernels, None)
+    made = EncoderDecoder(
+        config,
+        backend.provider(run.kernels),
+        decoder_layers=decoder_layers(m),
+        vocab_size=m.padded_vocab_size,
+        max_sequence_length=m.max_position_embeddings,
+        buckets=t.relative_attention_num_buckets,
+        max_distance=t.relative_attention_max_distance,
+        tied=m.tie_word_embeddings,
+        loss=run.kernels.loss,
+        loss_vocab_size=m.loss_vocab_size,
+        logit_scale=m.hidden_size**-0.5 if m.tie_word_embeddings and t.scale_logits else None,
+    )
+    _mark_initial_weights(made, m)
+    return made
+
+
+def _mark_initial_weights(made: EncoderDecoder, m: ModelConfig) -> None:
+    """Note on each matrix how it is drawn: as in Mesh TensorFlow's T5, and the head of v1.1 as any other layer."""
+    factor, width, head = section(m).initializer_factor, m.hidden_size, m.head_dim
+    inputs = {
+        "word_embeddings": 1,
+        "linear_qkv": width,
+        "linear_q": width * head,
+        "linear_kv": width,
+        "linear_proj": m.num_attention_heads * head,
+        "linear_fc1": width,
+        "linear_fc2": m.ffn_hidden_size,
+        "relative_attention_bias": width,
+        "output_layer": width,
+    }
+
+    def queries_smaller(rows: torch.Tensor) -> torch.Tensor:
+        """Of queries, keys and values, which take turns head by head."""
+        return torch.where(rows // head % 3 == 0, head**-0.5, 1.0)
+
+    for name, parameter in made.named_parameters():
+        *_, module, kind = name.split(".")
+        if kind == "weight" and module in inputs:
+            parameter.mtrain_init_std = factor * inputs[module] ** -0.5  # type: ignore[attr-defined]
+            if module == "linear_qkv":
+                parameter.mtrain_init_scale = queries_smaller  # type: ignore[attr-defined]

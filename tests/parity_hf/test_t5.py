@@ -1,0 +1,237 @@
+"""T5 beside Hugging Face's T5ForConditionalGeneration: logits, loss, gradients, steps of AdamW, and folders."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtrain.cli.main import main
+from tests.support.covering import some
+from tests.support.forked import run_alone, run_ranks
+
+SMALL = {
+    "vocab_size": 131,
+    "d_model": 48,
+    "d_kv": 8,
+    "d_ff": 80,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "v1.0: relu, tied, scaled": {},
+    "v1.1: gated gelu, untied": {
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+        "relative_attention_num_buckets": 12,
+        "relative_attention_max_distance": 20,
+        "layer_norm_epsilon": 1e-5,
+    },
+    "tied and not scaled": {"tie_word_embeddings": False, "kept_tied": True, "num_decoder_layers": None},
+    "other activations, few buckets": {
+        "feed_forward_proj": "gated-silu",
+        "relative_attention_num_buckets": 7,
+        "relative_attention_max_distance": 9,
+        "num_heads": 6,
+        "d_kv": 12,
+        "num_decoder_layers": 4,
+    },
+    "a vocabulary of whole blocks": {"vocab_size": 256, "feed_forward_proj": "gelu", "num_layers": 1},
+}
+ALWAYS = ["v1.0: relu, tied, scaled", "v1.1: gated gelu, untied"]
+TOLERANCES = {
+    "logits": 1e-5,
+    "loss": 1e-6,
+    "gradient": 1e-5,
+    "loss of a step": 1e-5,
+    "gradient norm": 1e-5,
+    "weights after the steps": 1e-3,  # of the update
+}
+TOKENS, BATCH, STEPS = 40, 2, 2
+WORDS = (
+    "cluster=cpu data=mock trainer.eval_iters=0 optim.lr=1e-2 optim.warmup_iters=0 optim.schedule=constant "
+    f"optim.clip_grad=0.5 optim.eps=1e-4 data.seq_length={TOKENS} trainer.global_batch_size={BATCH} "
+    f"trainer.micro_batch_size={BATCH}"
+).split()
+
+
+def saved(name: str, folder: Path, **more: Any) -> Path:
+    """A folder as transformers saves a T5 with drawn weights."""
+
+    def save() -> None:
+        _made(name, **more).save_pretrained(folder)
+
+    run_alone(save)
+    return folder
+
+
+def _made(name: str, seed: int = 0, **more: Any) -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    values = {**SMALL, **CASES[name], **more}
+    kept_tied = values.pop("kept_tied", False)
+    config = T5Config(**values)
+    config._attn_implementation = "eager"
+    made = T5ForConditionalGeneration(config).float().train()
+    if not (config.scale_decoder_outputs or kept_tied):
+        made.lm_head.weight = torch.nn.Parameter(made.lm_head.weight.detach().clone())
+        made._tied_weights_keys = {k: v for k, v in made._tied_weights_keys.items() if k != "lm_head.weight"}
+        made.all_tied_weights_keys.pop("lm_head.weight", None)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            noise = torch.randn(parameter.shape, generator=draw)
+            inputs = parameter.shape[-1] * (config.d_kv if name.endswith("n.q.weight") else 1)
+            parameter.copy_(noise / inputs**0.5 if parameter.ndim > 1 else 1 + 0.2 * noise)
+        for stack in (made.encoder, made.decoder):
+            stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight.mul_(3)
+    return made
+
+
+@dataclass
+class Apart:
+    """The largest error of each quantity."""
+
+    errors: dict[str, tuple[float, str]]
+
+    def note(self, quantity: str, where: str, ours: Tensor, other: Tensor, scale: Tensor | None = None) -> None:
+        size = float((other if scale is None else scale).detach().abs().max())
+        apart = float((ours.detach() - other.detach()).abs().max()) / (size or 1.0)
+        apart = math.inf if math.isnan(apart) else apart
+        if apart > self.errors.get(quantity, (-1.0, ""))[0]:
+            self.errors[quantity] = (apart, where)
+
+
+def compare(folder: Path, name: str, layout: str = "", flaw: float = 0.0) -> dict[str, tuple[float, str]]:
+    """Both models of a folder on the batches of ours; a job for the ranks of a layout."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from mtrain.ckpt import state
+    from mtrain.ckpt.store import Checkpoint
+    from mtrain.cli.setup import load
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.step import train_step
+    from mtrain.world.init import joined
+
+    run = load([f"run={folder / 'run' / 'run.yaml'}", *WORDS, *layout.split()]).run
+    made, found = _made(name), Apart({})
+    with torch.no_grad():
+        made.encoder.final_layer_norm.weight *= 1 + flaw
+    with joined(run) as world:
+        parts = assemble(run, world, splits_of(run))
+        state.load_weights(Checkpoint.open(folder / "run/checkpoints/step_00000000"), parts.state)
+        chunk, batches = parts.state.chunks[0], parts.train_data
+        if world.size == 1:
+            _compare_gradients(run, parts, made, found)
+        chunk.zero_grad_buffer()
+        before = {n: p.detach().clone() for n, p in made.named_parameters()}
+        update = _optimizer(made, run.optim)
+        for number in range(STEPS):
+            (batch,) = batches.microbatches(BATCH * number, BATCH)
+            ours = train_step(parts, stop_requested=False)
+            their = _their_loss(made, batch)[1]
+            their.backward()
+            norm = update(ours.lr)
+            found.note("loss of a step", str(number), torch.tensor(ours.loss), their)
+            found.note("gradient norm", str(number), torch.tensor(ours.grad_norm), torch.tensor(norm))
+        if world.size == 1:
+            after = _as_theirs(run, {n: t.detach() for n, t in _own(chunk).items()})
+            for key, parameter in made.named_parameters():
+                moved = parameter.detach() - before[key]
+                found.note("weights after the steps", key, after[key], parameter, moved)
+    return found.errors
+
+
+def _optimizer(made: Any, o: Any) -> Any:
+    """A step of AdamW with clipping at a rate, as a function that gives the norm; norms alone do not decay."""
+    groups = [
+        {"params": [p for p in made.parameters() if (p.ndim > 1) == decays], "weight_decay": decays * o.weight_decay}
+        for decays in (True, False)
+    ]
+    adam = torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.eps)
+
+    def step(rate: float) -> float:
+        for group in adam.param_groups:
+            group["lr"] = rate
+        norm = torch.nn.utils.clip_grad_norm_(list(made.parameters()), o.clip_grad)
+        adam.step()
+        adam.zero_grad()
+        return float(norm)
+
+    return step
+
+
+def _own(chunk: Any) -> dict[str, Tensor]:
+    from mtrain.mcore.local_params import unwrap
+
+    return dict(unwrap(chunk).named_parameters())
+
+
+def _as_theirs(run: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    from mtrain.models.t5.hf import files
+    from mtrain.models.table import to_theirs
+
+    return to_theirs(files("t5", run.model)[0], run.model, tensors)
+
+
+def _their_loss(made: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    labels = batch["labels"].masked_fill(batch["loss_mask"] == 0, -100)
+    given = {"input_ids": batch["encoder_tokens"], "attention_mask": batch["encoder_mask"].long()}
+    out = made(**given, decoder_input_ids=batch["tokens"], labels=labels)
+    return out.logits, out.loss
+
+
+def _compare_gradients(run: Any, parts: Any, made: Any, found: Apart) -> None:
+    from mtrain.train.step import reduce_report, run_schedule
+
+    (batch,), chunk = parts.train_data.microbatches(0, BATCH), parts.state.chunks[0]
+    assert (~batch["encoder_mask"]).any(), "padding is compared, too"
+    with torch.no_grad():
+        own = {k: batch[k] for k in ("encoder_tokens", "encoder_mask")}
+        logits = chunk(batch["tokens"], batch["position_ids"], None, **own)[..., : run.model.vocab_size]
+    chunk.zero_grad_buffer()
+    loss, _, _ = reduce_report(parts.world, run_schedule(parts, [batch], forward_only=False), False)
+    their_logits, their_loss = _their_loss(made, batch)
+    their_loss.backward()
+    there = batch["loss_mask"] > 0
+    found.note("logits", "", logits[there], their_logits[there])
+    found.note("loss", "", torch.tensor(loss), their_loss)
+    # main_grad is the mean over the tokens once gradients are finished, as run_schedule leaves them
+    ours = _as_theirs(run, {n: p.main_grad for n, p in _own(chunk).items()})
+    gradients = {n: p.grad for n, p in made.named_parameters()}
+    assert ours.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        found.note("gradient", name, ours[name], gradient)
+    made.zero_grad()
+
+
+def command(*words: object) -> int:
+    """`convert WORDS` in a process of its own."""
+    return int(run_alone(lambda: main(["convert", *map(str, words)])))
+
+
+@pytest.mark.parametrize("name", some(CASES, ALWAYS))
+def test_t5_computes_what_transformers_computes_and_folders_come_out_as_they_went_in(
+    name: str, tmp_path: Path
+) -> None:
+    from tests.parity_hf.test_convert import data_of
+
+    source, run, again = saved(name, tmp_path / "theirs"), tmp_path / "run", tmp_path / "again"
+    assert command("import", source, run) == 0
+    assert command("export", run, again) == 0
+    assert data_of(again) == data_of(source)
+    for folder in (run, again):
+        compared = json.loads((folder / "conversion.json").read_text())["logits"]
+        assert compared["largest_error"] <= 1e-5 * max(1.0, compared["largest_logit"])
+    errors = run_ranks(1, compare, tmp_path, name)[0]
+    assert errors.keys() == TOLERANCES.keys()
+    assert not {q: e for q, e in errors.items() if not e[0] <= TOLERANCES[q]}
