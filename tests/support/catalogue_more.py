@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.support.catalogue import DEFAULT, MIXTRAL, Row, bad, fine, odd, recipe
 
+T5 = "model=t5_tiny parallel=single"
 COMMAND_LINES: tuple[Row, ...] = (
     bad(0, "model=lama_tiny", "MT011", "model", "no such choice", "llama_tiny"),
     bad(0, "model=llama_tiny.yaml", "MT011", "model", "no such file"),
@@ -124,6 +125,24 @@ COMMAND_LINES: tuple[Row, ...] = (
         "MT240",
         "model.add_bias_linear",
         "no biases",
+    ),
+    bad(0, f"{T5} parallel.pp=2 model.num_layers=4", "MT248", "parallel.pp", "one tensor"),
+    bad(0, f"{T5} parallel.cp=2", "MT248", "parallel.cp", "whole sequences"),
+    bad(0, f"{T5} data.packed=true", "MT248", "data.packed", "whole windows"),
+    bad(0, f"{T5} model.mtp_num_layers=1", "MT248", "model.mtp_num_layers", "no part of T5"),
+    bad(0, f"{T5} model.position_embedding_type=rope", "MT248", "model.position_embedding_type", "by distance"),
+    bad(0, "model.position_embedding_type=relative", "MT248", "model.position_embedding_type", "family t5"),
+    bad(0, "model.t5={}", "MT249", "model.t5", "model.family=t5", origin=""),
+    bad(0, f"{T5} model.t5.encoder_length=16", "MT280", "model.t5.encoder_length", "needs 232 tokens", "has 16"),
+    bad(0, f"{T5} model.t5.sentinels=2", "MT281", "model.t5.sentinels", "13 spans", "256 tokens"),
+    bad(0, f"{T5} model.t5.end_id=4200", "MT281", "model.t5.end_id", "4124 to 4223"),
+    bad(0, f"{T5} data.tokenizer_vocab_size=4200", "MT281", "data.tokenizer_vocab_size", "from 4124 on"),
+    bad(
+        0,
+        f"{T5} model.t5.relative_attention_distance=16",
+        "MT282",
+        "model.t5.relative_attention_distance",
+        "up to 16",
     ),
     odd(0, "parallel=pp4 trainer.global_batch_size=2", "MT132", "trainer.global_batch_size", "2 micro-batches"),
 )

@@ -104,13 +104,13 @@ def sample_length(run: RunConfig) -> Filled:
 def span_lengths(run: RunConfig) -> Filled:
     """What an encoder-decoder reads and predicts of a sample, in multiples of 8."""
     t, tokens = run.model.t5, run.data.length
-    if t is None or tokens < 2:
+    if t is None:
         return {}
     (noise, parts), (read, written) = spans(t, tokens), lengths(t, tokens)
     filled: dict[str, tuple[Any, str]] = {}
     for key, said, need, kept in (
-        ("encoder_seq_length", t.encoder_seq_length, read, f"{tokens - noise} of them"),
-        ("decoder_seq_length", t.decoder_seq_length, written, f"the {noise} others"),
+        ("encoder_length", t.encoder_length, read, f"{tokens - noise} of them"),
+        ("decoder_length", t.decoder_length, written, f"the {noise} others"),
     ):
         if said is None:
             why = f"data.seq_length {tokens}: {kept}, a sentinel for each of {parts} spans, an end"

@@ -23,11 +23,11 @@ class T5Config(Section):
 
     decoder_layers: Annotated[Width | None, Key(hf="num_decoder_layers")] = None
     """Layers of the decoder; null: as many as model.num_layers, which are those of the encoder."""
-    relative_attention_num_buckets: Annotated[
+    relative_attention_buckets: Annotated[
         int, Field(ge=4, le=1 << 16), Key(hf="relative_attention_num_buckets", unit="buckets")
     ] = 32
     """Groups of distances between two tokens that have a learned bias of their own in each head."""
-    relative_attention_max_distance: Annotated[
+    relative_attention_distance: Annotated[
         PositiveInt, Key(effect=Effect.NUMERICS, hf="relative_attention_max_distance", unit="tokens")
     ] = 128
     """Distance from which on all tokens are in the last group."""
@@ -50,10 +50,10 @@ class T5Config(Section):
     """Token id that the decoder begins with, and that fills sequences up."""
     end_id: Annotated[NonNegativeInt, Key(effect=Effect.NUMERICS, hf="eos_token_id")] = 1
     """Token id that ends the sequences of encoder and decoder."""
-    encoder_seq_length: Annotated[PositiveInt | None, Key(effect=Effect.NUMERICS, unit="tokens")] = None
+    encoder_length: Annotated[PositiveInt | None, Key(effect=Effect.NUMERICS, unit="tokens")] = None
     """Tokens that the encoder reads of a sample, padding included; null: as many as the tokens that are left, a
     sentinel for each span and an end need, in multiples of 8."""
-    decoder_seq_length: Annotated[PositiveInt | None, Key(effect=Effect.NUMERICS, unit="tokens")] = None
+    decoder_length: Annotated[PositiveInt | None, Key(effect=Effect.NUMERICS, unit="tokens")] = None
     """Tokens that the decoder predicts of a sample, padding included; null: as many as the tokens that were left out,
     a sentinel for each span and an end need, in multiples of 8."""
 

@@ -77,7 +77,7 @@ class BiasedAttention(CoreAttention):
         seen = None
         if attention_bias is not None:
             # a CPU adds an fp32 bias in fp32; kernels of GPUs want it in the dtype of the query
-            seen = attention_bias if query.device.type == "cpu" else attention_bias.to(query.dtype)
+            seen = attention_bias if query.is_cpu else attention_bias.to(query.dtype)
         elif attention_mask is not None:
             seen = ~attention_mask
         dropout_p = self._dropout_p if self.training else 0.0

@@ -71,8 +71,8 @@ _READS = Family(
         "vocab_size": "model.vocab_size",
         "n_positions": "model.max_position_embeddings",
         "layer_norm_epsilon": "model.layernorm_epsilon",
-        "relative_attention_num_buckets": "model.t5.relative_attention_num_buckets",
-        "relative_attention_max_distance": "model.t5.relative_attention_max_distance",
+        "relative_attention_num_buckets": "model.t5.relative_attention_buckets",
+        "relative_attention_max_distance": "model.t5.relative_attention_distance",
     },
     {
         "model.family": "t5",

@@ -28,7 +28,7 @@ TRAINING = frozenset(
         *("moe.flex_dispatcher_backend", "moe.shared_expert_overlap", "bert.masked_share"),
         *("bert.mask_token_id", "bert.cls_token_id", "bert.sep_token_id"),
         *("t5.noise_density", "t5.mean_noise_span_length", "t5.sentinels", "t5.first_sentinel", "t5.start_id"),
-        *("t5.end_id", "t5.encoder_seq_length", "t5.decoder_seq_length", "t5.initializer_factor"),
+        *("t5.end_id", "t5.encoder_length", "t5.decoder_length", "t5.initializer_factor"),
     )
 )
 """Keys of `model` that a trained model's forward pass does not read, or that no file has."""

@@ -18,9 +18,9 @@ def _section(run: RunConfig) -> T5Config | None:
 
 
 @rule(
-    Code("MT280", example=f"{TINY} model.t5.encoder_seq_length=16"),
+    Code("MT280", example=f"{TINY} model.t5.encoder_length=16"),
     reads=(
-        "model.t5.encoder_seq_length model.t5.decoder_seq_length data.seq_length model.t5.noise_density "
+        "model.t5.encoder_length model.t5.decoder_length data.seq_length model.t5.noise_density "
         "model.t5.mean_noise_span_length parallel.sequence_parallel parallel.tp model.family model.t5"
     ),
 )
@@ -29,13 +29,9 @@ def spans_fit_their_sequences(run: RunConfig) -> Iterator[Finding]:
     t, tokens, p = _section(run), run.data.length, run.parallel
     if t is None:
         return
-    if tokens < 2:
-        rule = "of a sample of 1 token nothing can be left out"
-        yield Finding("MT280", "data.seq_length", rule, ({"data.seq_length": 2}, {"data.seq_length": 64}))
-        return
-    given = (t.encoder_seq_length, t.decoder_seq_length)
+    given = (t.encoder_length, t.decoder_length)
     for key, said, need in zip(("encoder", "decoder"), given, lengths(t, tokens), strict=True):
-        path, part = f"model.t5.{key}_seq_length", p.tp if p.sequence_parallel else 1
+        path, part = f"model.t5.{key}_length", p.tp if p.sequence_parallel else 1
         fixes: tuple[Change, ...] = ({path: -(-need // part) * part}, {path: None})
         if said is not None and said < need:
             rule = f"the {key} needs {need} tokens of a sample of {tokens} (data.seq_length), and has {said}"
@@ -72,7 +68,7 @@ def sentinels_stand_for_spans(run: RunConfig) -> Iterator[Finding]:
         top: Change = {"model.t5.first_sentinel": None}
         yield Finding("MT281", "model.t5.sentinels", rule, (top, fewer, {**top, **fewer}))
         return
-    parts = spans(t, max(tokens, 2))[1]
+    parts = spans(t, tokens)[1]
     if parts > t.sentinels:
         rule = f"{parts} spans of a sample of {tokens} tokens (data.seq_length) need a sentinel each"
         fixes: tuple[Change, ...] = (
@@ -88,14 +84,14 @@ def sentinels_stand_for_spans(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(
-    Code("MT282", example=f"{TINY} model.t5.relative_attention_max_distance=8"),
-    reads="model.t5.relative_attention_max_distance model.t5.relative_attention_num_buckets model.family model.t5",
+    Code("MT282", example=f"{TINY} model.t5.relative_attention_distance=8"),
+    reads="model.t5.relative_attention_distance model.t5.relative_attention_buckets model.family model.t5",
 )
 def distances_go_beyond_single_ones(run: RunConfig) -> Iterator[Finding]:
     """Half of the groups are single distances, and the others lie between those and the longest."""
     t = _section(run)
-    if t is not None and t.relative_attention_max_distance <= t.relative_attention_num_buckets // 2:
-        single, path = t.relative_attention_num_buckets // 2, "model.t5.relative_attention_max_distance"
+    if t is not None and t.relative_attention_distance <= t.relative_attention_buckets // 2:
+        single, path = t.relative_attention_buckets // 2, "model.t5.relative_attention_distance"
         rule = f"distances up to {single} have a group of their own, half of the groups are for longer ones"
         yield Finding("MT282", path, rule, ({path: 4 * single}, {path: single + 1}))
 

@@ -10,7 +10,7 @@ def parameters(model: ModelConfig) -> int:
     """Trainable parameters of the model as built, with the padded vocabulary; each shared weight once."""
     t, hidden = section(model), model.hidden_size
     tables = model.padded_vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
-    biases = 2 * t.relative_attention_num_buckets * model.num_attention_heads
+    biases = 2 * t.relative_attention_buckets * model.num_attention_heads
     return (
         tables
         + biases
@@ -51,8 +51,8 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     for attention; of the decoder's own, half of the keys if `causal`.
     """
     t, hidden = section(model), model.hidden_size
-    needed = lengths(t, max(2, seq_length))
-    read, written = t.encoder_seq_length or padded(needed[0]), t.decoder_seq_length or padded(needed[1])
+    needed = lengths(t, seq_length)
+    read, written = t.encoder_length or padded(needed[0]), t.decoder_length or padded(needed[1])
     layers, inner = decoder_layers(model), model.num_attention_heads * model.head_dim
     encoder = model.num_layers * (_attention(model) + _mlp(model)) * read
     crossed = layers * (_attention(model) // 2) * read

@@ -45,7 +45,7 @@ class Spans:
         self.noise, self.spans = spans(t, tokens)
         self.tokens, self.start_id, self.end_id = tokens, t.start_id, t.end_id
         needed = lengths(t, tokens)
-        self.read, self.written = t.encoder_seq_length or needed[0], t.decoder_seq_length or needed[1]
+        self.read, self.written = t.encoder_length or needed[0], t.decoder_length or needed[1]
         self.sentinels = first - np.arange(self.spans)
         self._key = keys(seed, 0, f"spans {part}", 1)
 

@@ -20,7 +20,7 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
     t, wide = section(model), max(1, p.tp // 4)
     deep = layers + 1 if t.decoder_layers not in (None, model.num_layers) else None
     ids = {"sentinels": SENTINELS, "first_sentinel": None, "start_id": 0, "end_id": 1}
-    lengths = {"encoder_seq_length": None, "decoder_seq_length": None}
+    lengths = {"encoder_length": None, "decoder_length": None}
     return model.model_copy(
         update={
             "num_layers": layers,
