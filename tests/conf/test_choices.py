@@ -96,6 +96,15 @@ PUBLISHED = {
     "moonlight_16b_a3b": 15.960112,
     "bert_base": 0.110106428,
     "bert_large": 0.336226108,
+    "t5_small": 0.060507,
+    "t5_base": 0.222904,
+    "t5_large": 0.737668,
+    "t5_3b": 2.851598,
+    "t5_11b": 11.307321,
+    "t5_v1_1_base": 0.247578,
+    "t5_v1_1_large": 0.783150,
+    "t5_v1_1_xl": 2.849757,
+    "t5_v1_1_xxl": 11.135332,
 }
 # What the default layout, tp 2, refuses: 25 heads, and biases of experts that are split.
 UNFIT_FOR_TP2 = {"gpt2_xl": ["parallel=single"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from mtrain.cli.main import main
+from tests.parity_hf.test_convert import data_of
 from tests.support.covering import some
-from tests.support.forked import run_alone, run_ranks
+from tests.support.forked import RankFailed, run_alone, run_ranks
 
 SMALL = {
     "vocab_size": 131,
@@ -223,8 +225,6 @@ def command(*words: object) -> int:
 def test_t5_computes_what_transformers_computes_and_folders_come_out_as_they_went_in(
     name: str, tmp_path: Path
 ) -> None:
-    from tests.parity_hf.test_convert import data_of
-
     source, run, again = saved(name, tmp_path / "theirs"), tmp_path / "run", tmp_path / "again"
     assert command("import", source, run) == 0
     assert command("export", run, again) == 0
@@ -234,4 +234,125 @@ def test_t5_computes_what_transformers_computes_and_folders_come_out_as_they_wen
         assert compared["largest_error"] <= 1e-5 * max(1.0, compared["largest_logit"])
     errors = run_ranks(1, compare, tmp_path, name)[0]
     assert errors.keys() == TOLERANCES.keys()
-    assert not {q: e for q, e in errors.items() if not e[0] <= TOLERANCES[q]}
+    assert not _beyond(errors)
+    if name == ALWAYS[0]:
+        assert _beyond(run_ranks(1, compare, tmp_path, name, "", 1e-3)[0]) == TOLERANCES.keys(), "a flaw is seen"
+        for errors in run_ranks(2, compare, tmp_path, name, "parallel=tp2sp"):
+            assert errors.keys() == {"loss of a step", "gradient norm"}
+            assert not _beyond(errors)
+
+
+def _beyond(errors: dict[str, tuple[float, str]]) -> set[str]:
+    return {quantity for quantity, (error, _) in errors.items() if not error <= TOLERANCES[quantity]}
+
+
+def test_a_wrong_table_of_weights_is_found_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mtrain.models.t5 import hf
+    from mtrain.models.table import GATE_UP
+
+    source = saved(ALWAYS[0], tmp_path / "theirs")
+    monkeypatch.setattr(hf, "KV", GATE_UP)  # all keys, then all values
+    with pytest.raises(RankFailed, match="exit code 4"):
+        run_alone(lambda: _must(main(["convert", "import", str(source), str(tmp_path / "run")])))
+    assert not (tmp_path / "run").exists()
+
+
+def _must(code: int) -> None:
+    assert code == 0, f"exit code {code}"
+
+
+def test_a_file_with_copies_of_the_embedding_is_read_and_one_whose_copy_is_another_is_not(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = saved(ALWAYS[0], tmp_path / "theirs")
+    held = load_file(source / "model.safetensors")
+    names = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+    held |= {name: held["shared.weight"].clone() for name in names}
+    held["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.zeros(32, 4)
+    save_file(held, source / "model.safetensors", {"format": "pt"})
+    assert command("import", source, tmp_path / "run") == 0
+    held["decoder.embed_tokens.weight"][3, 3] += 1
+    save_file(held, source / "model.safetensors", {"format": "pt"})
+    assert command("import", source, tmp_path / "another") == 4
+
+
+def _read(tmp_path: Path, **values: Any) -> tuple[Any, list[str]]:
+    """The model of a `config.json`, and the keys of it that change the numbers and are not taken over."""
+    from mtrain.recipes.hf import import_config
+    from mtrain.recipes.hf_write import differing
+
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "t5", **values}))
+    found = import_config(file)
+    return found.run.model, [said.partition(" ")[0] for said in differing(found)]
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"feed_forward_proj": "gated-tanh"}, "feed_forward_proj"),
+        ({"feed_forward_proj": "gated-gelu", "dense_act_fn": "mish"}, "feed_forward_proj"),
+        ({"is_decoder": True}, "is_decoder"),
+        ({"is_encoder_decoder": False}, "is_encoder_decoder"),
+        ({"tie_encoder_decoder": True}, "tie_encoder_decoder"),
+        ({"tie_word_embeddings": False, "scale_decoder_outputs": True}, "scale_decoder_outputs"),
+        ({"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_what_is_another_model_is_refused_by_its_key(values: dict[str, Any], key: str, tmp_path: Path) -> None:
+    assert _read(tmp_path, **values)[1] == [key]
+
+
+def test_keys_that_a_file_leaves_out_have_the_defaults_of_transformers(tmp_path: Path) -> None:
+    from transformers import T5Config
+
+    assert _read(tmp_path) == _read(tmp_path, **T5Config().to_dict())
+    assert _read(tmp_path)[1] == []
+
+
+@pytest.mark.parametrize("name", ["t5_small", "t5_11b", "t5_v1_1_base", "t5_v1_1_xxl"])
+def test_a_shipped_model_is_written_and_read_again(name: str, tmp_path: Path) -> None:
+    from mtrain.recipes.hf_write import config_json, shipped
+    from mtrain.recipes.write import section
+
+    values = config_json(section("model", name), "float32")
+    assert values["architectures"] == ["T5ForConditionalGeneration"]
+    model, refused = _read(tmp_path, **values)
+    assert (shipped(model), refused) == (name, [])
+    assert _made_by(values) == section("model", name).tie_word_embeddings
+
+
+def _made_by(values: dict[str, Any]) -> bool:
+    from transformers import T5Config
+
+    return bool(T5Config(**values).scale_decoder_outputs)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=pytest.mark.full) for s in range(6)])
+def test_a_random_t5_agrees_with_transformers(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    monkeypatch.setitem(
+        CASES,
+        "drawn",
+        {
+            "vocab_size": draw.randint(80, 400),
+            "d_model": draw.randrange(16, 64, 2),
+            "d_kv": draw.randint(3, 16),
+            "num_heads": draw.randint(1, 6),
+            "d_ff": draw.randint(16, 90),
+            "num_layers": draw.randint(1, 4),
+            "num_decoder_layers": draw.choice([None, 1, 2, 4]),
+            "feed_forward_proj": draw.choice(["relu", "gelu_new", "gated-gelu", "gated-silu", "relu2"]),
+            "relative_attention_num_buckets": draw.randint(4, 40),
+            "relative_attention_max_distance": draw.randint(21, 200),
+            "tie_word_embeddings": draw.choice([True, False]),
+            "kept_tied": draw.choice([True, False]),
+        },
+    )
+    source, run, again = saved("drawn", tmp_path / "theirs"), tmp_path / "run", tmp_path / "again"
+    assert command("import", source, run) == 0
+    assert command("export", run, again) == 0
+    assert data_of(again) == data_of(source)
+    assert not _beyond(run_ranks(1, compare, tmp_path, "drawn")[0])

@@ -121,13 +121,19 @@ def summary(loaded: Loaded) -> str:
         *(ramp if len(stages(run)) > 1 else ()),
         ("tokens", f"{count(tokens)} per step, {count(total)} in {t.train_iters} steps"),
         ("kernels", kernels.summary(run)),
-        ("data", f"{run.data.kind}, samples of {run.data.length} tokens"),
+        ("data", f"{run.data.kind}, samples of {run.data.length} tokens{_spans(run)}"),
         ("digest", run.digest()),
     ]
     if run.cluster.sm is not None:
         lines.insert(3, ("device", _device(run)))
     warnings = [problem.render() for problem in loaded.warnings]
     return "\n".join([*warnings, "ok", *(visible(f"  {name:<7} {text}") for name, text in lines)])
+
+
+def _spans(run: RunConfig) -> str:
+    """What encoder and decoder get of a sample, where there are two."""
+    t = run.model.t5
+    return f": {t.encoder_length} for the encoder, {t.decoder_length} for the decoder" if t is not None else ""
 
 
 def _padding(run: RunConfig) -> str:

@@ -48,7 +48,7 @@ def kernel_runs_on_the_device(key: str) -> Rule:
 
 @rule(
     Code("MT409", example="model.attn_logit_softcapping=50 kernels.attention=te cluster=h100x8 parallel=single"),
-    reads="kernels.attention model.attn_logit_softcapping",
+    reads="kernels.attention model.attn_logit_softcapping model.position_embedding_type",
 )
 def attention_knows_the_cap(run: RunConfig) -> Iterator[Finding]:
     """Attention that is named bounds its logits where the model says so."""

@@ -53,7 +53,8 @@ def settled(model: Any, names: Collection[str]) -> tuple[str, ...]:
 
 def _entries(model: Any) -> Iterator[Entry]:
     yield Entry("embedding.word_embeddings.weight", ("shared.weight",), VOCABULARY)
-    yield Entry("output_layer.weight", (HEAD,), VOCABULARY)
+    if not model.tie_word_embeddings:
+        yield Entry("output_layer.weight", (HEAD,), VOCABULARY)
     for stack, layers in (("encoder", model.num_layers), ("decoder", decoder_layers(model))):
         table = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         yield Entry(f"{stack}_relative_pos_emb.relative_attention_bias.weight", (f"{stack}.{table}",))
