@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mtrain.config.parallel import RecomputeConfig
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
 from tests.support.covering import some
@@ -33,6 +34,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 distributed optimizer": {"ranks": 2, "distributed_optimizer": True},
     "tp2": {"ranks": 2, "tp": 2},
     "dp2": {"ranks": 2},
+    "dp2 FSDP2": {"ranks": 2, "fsdp": "fsdp2"},
+    "dp2 FSDP of megatron-core": {"ranks": 2, "fsdp": "megatron"},
     "tp2 dp2": {"ranks": 4, "tp": 2, "sequence_parallel": True, "distributed_optimizer": True},
 }
 STEPS = 3
@@ -57,6 +60,20 @@ def test_a_gradient_that_one_rank_has_wrong_is_seen() -> None:
     found = run_ranks(2, lambda: train_steps(run, STEPS, flip_gradient_on=1))[0]
     apart = max(abs(a[0] - b[0]) for a, b in zip(found, trained(run_of(), STEPS), strict=True))
     assert apart > 1e-4
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        RecomputeConfig(granularity="full", method="uniform", num_layers=1),
+        pytest.param(RecomputeConfig(granularity="selective"), marks=pytest.mark.full),
+        pytest.param(RecomputeConfig(granularity="selective", modules=("mlp",)), marks=pytest.mark.full),
+    ],
+    ids=["full", "attention", "MLPs"],
+)
+def test_recomputation_changes_no_bit(recompute: RecomputeConfig) -> None:
+    """Biases by distance are shared by layers that each go backward by themselves."""
+    assert trained(run_of(recompute=recompute), STEPS) == trained(run_of(), STEPS)
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:

@@ -90,11 +90,8 @@ _T5_RUN = (
     Only("parallel.vpp", (1,), _STAGES),
     Only("parallel.cp", (1,), _WHOLE_PAIRS),
     Only("parallel.hybrid_context_parallel", (False,), _WHOLE_PAIRS),
-    Only("parallel.fsdp", ("none",), "an encoder-decoder is sharded by tp and the distributed optimizer alone"),
     Only(
-        "parallel.recompute.granularity",
-        ("none",),
-        "megatron-core's recomputation does not give biases by distance their gradient",
+        "parallel.recompute.method", ("uniform", None), "biases by distance are of all layers: all are computed again"
     ),
     Only("precision.fp8", (None,), _UNTRIED),
     Only("precision.fp4", (None,), _UNTRIED),

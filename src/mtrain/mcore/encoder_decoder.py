@@ -16,7 +16,7 @@ from mtrain.mcore import api
 from mtrain.mcore.backend import Provider
 from mtrain.mcore.embedding import add_in_fp32
 from mtrain.mcore.language_model import OutputLayer, SummedLosses
-from mtrain.mcore.relative_attention import RelativePositions, decoder_layer, encoder_layer
+from mtrain.mcore.relative_attention import RelativePositions, computed_again, decoder_layer, encoder_layer
 
 
 class EncoderDecoder(SummedLosses, T5Model):
@@ -64,6 +64,8 @@ class EncoderDecoder(SummedLosses, T5Model):
         )
         self.sum_losses_by(loss, loss_vocab_size)
         self._logit_scale = logit_scale
+        selective = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        self._recomputes = selective or config.recompute_granularity == "full"
         add_in_fp32(self.embedding)
         for positions in (self.encoder_relative_pos_emb, self.decoder_relative_pos_emb):
             positions.__class__ = RelativePositions
@@ -106,27 +108,19 @@ class EncoderDecoder(SummedLosses, T5Model):
             raise ValueError("an encoder-decoder knows no packed documents")
         encoder_tokens = tokens if encoder_tokens is None else encoder_tokens
         hidden = None if encoder_mask is None else ~encoder_mask[:, None, None, :]
-        context = self._dropped(
-            self.encoder(
-                hidden_states=self._embedded(encoder_tokens),
-                attention_mask=None,
-                attention_bias=self._biases(self.encoder_relative_pos_emb, encoder_tokens, hidden),
-            )
-        )
-        found = self.decoder(
-            hidden_states=self._embedded(tokens),
-            attention_mask=None,
-            context=context,
-            context_mask=hidden,
-            attention_bias=self._biases(self.decoder_relative_pos_emb, tokens),
-        )
+        read, biases = self._read(encoder_tokens, self.encoder_relative_pos_emb, hidden)
+        context = self._dropped(self.encoder(hidden_states=read, attention_mask=None, attention_bias=biases))
+        read, biases = self._read(tokens, self.decoder_relative_pos_emb, None)
+        given = {"attention_mask": None, "context": context, "context_mask": hidden}
+        found = self.decoder(hidden_states=read, attention_bias=biases, **given)
         return self._output(self._dropped(found), labels, loss_mask)
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        return self.embedding(input_ids=tokens, position_ids=None)  # type: ignore[no-any-return]
-
-    def _biases(self, positions: RelativePositions, tokens: Tensor, hidden: Tensor | None = None) -> Tensor:
-        return positions.biases(tokens.shape[1], self.tp_group, hidden)
+    def _read(self, tokens: Tensor, positions: RelativePositions, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What a stack reads, and the biases of its attention."""
+        embedded = self.embedding(input_ids=tokens, position_ids=None)
+        biases = positions.biases(tokens.shape[1], self.tp_group, hidden)
+        again = self._recomputes and self.training and torch.is_grad_enabled()
+        return computed_again(embedded, biases) if again else (embedded, biases)
 
     def _dropped(self, hidden: Tensor) -> Tensor:
         """What a stack gives, behind the dropout of its final norm."""

@@ -56,6 +56,31 @@ class RelativePositions(RelativePositionEmbedding):
         return biases if hidden is None else biases.masked_fill(hidden, float("-inf"))
 
 
+class _WithBiases(torch.autograd.Function):
+    """What a stack reads, as it is; backward, when all of its layers are done, the gradient that `leaf` has got."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, biases: Tensor, leaf: Tensor) -> Tensor:
+        ctx.leaf = leaf
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        gradient, ctx.leaf.grad = ctx.leaf.grad, None
+        return dy, gradient, None
+
+
+def computed_again(hidden: Tensor, biases: Tensor) -> tuple[Tensor, Tensor]:
+    """What a stack reads and its biases, for layers that all compute their attention again.
+
+    Each of them goes backward by itself, and would go on through what made the biases, which is there once. So they
+    get a leaf without a history, which has its whole gradient when what they read gets its own. Layers that are not
+    computed again add to a leaf later: they get the biases themselves.
+    """
+    leaf = biases.detach().requires_grad_()
+    return _WithBiases.apply(hidden, biases, leaf), leaf
+
+
 class BiasedAttention(CoreAttention):
     """Softmax attention in which what a query sees, and how much more of what, is a bias on the scores."""
 

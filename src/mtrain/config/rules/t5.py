@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.rules.finding import Change, Finding, multiples
+from mtrain.config.rules.finding import Change, Finding, divisors, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
 from mtrain.config.t5 import T5Config, lengths, spans
@@ -96,8 +96,35 @@ def distances_go_beyond_single_ones(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT282", path, rule, ({path: 4 * single}, {path: single + 1}))
 
 
+@rule(
+    Code(
+        "MT283",
+        example=(
+            f"{TINY} parallel.recompute.granularity=full parallel.recompute.num_layers=3 model.t5.decoder_layers=4"
+        ),
+    ),
+    reads=(
+        "parallel.recompute.num_layers parallel.recompute.granularity model.t5.decoder_layers model.num_layers "
+        "model.family model.t5"
+    ),
+)
+def groups_of_recomputed_layers_divide_both_stacks(run: RunConfig) -> Iterator[Finding]:
+    """Layers are computed again in whole groups, in the decoder too."""
+    t, again, path = _section(run), run.parallel.recompute, "parallel.recompute.num_layers"
+    if t is None or again.granularity != "full" or again.num_layers is None:
+        return
+    encoder, decoder = run.model.num_layers, t.decoder_layers or run.model.num_layers
+    if encoder % again.num_layers or decoder % again.num_layers:
+        rule = (
+            f"groups of {again.num_layers} layers do not divide {encoder} of the encoder and {decoder} of the decoder"
+        )
+        both = [n for n in divisors(encoder) if decoder % n == 0]
+        yield Finding("MT283", path, rule, tuple({path: n} for n in nearest(again.num_layers, both)))
+
+
 RULES = (
     spans_fit_their_sequences,
     sentinels_stand_for_spans,
     distances_go_beyond_single_ones,
+    groups_of_recomputed_layers_divide_both_stacks,
 )
