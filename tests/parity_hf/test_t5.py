@@ -242,6 +242,22 @@ def test_t5_computes_what_transformers_computes_and_folders_come_out_as_they_wen
             assert not _beyond(errors)
 
 
+def test_the_plan_counts_the_parameters_and_the_products_of_transformers(tmp_path: Path) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from mtrain.plan.count import flops_per_token, parameters
+
+    name = "a vocabulary of whole blocks"
+    made = _made(name)
+    model, _ = _read(tmp_path, **made.config.to_dict())
+    assert parameters(model) == sum(p.numel() for p in made.parameters())
+    read, written = torch.zeros(1, 64).long(), torch.zeros(1, 16).long()  # of 64 tokens 58 and 14 are needed
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        made(input_ids=read, decoder_input_ids=written)
+    assert flops_per_token(model, 64, causal=False) * 64 == 3 * counted.get_total_flops()
+    assert flops_per_token(model, 64) < flops_per_token(model, 64, causal=False)
+
+
 def _beyond(errors: dict[str, tuple[float, str]]) -> set[str]:
     return {quantity for quantity, (error, _) in errors.items() if not error <= TOLERANCES[quantity]}
 
@@ -263,6 +279,7 @@ def _must(code: int) -> None:
     assert code == 0, f"exit code {code}"
 
 
+@pytest.mark.full
 def test_a_file_with_copies_of_the_embedding_is_read_and_one_whose_copy_is_another_is_not(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

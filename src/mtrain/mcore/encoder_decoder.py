@@ -102,10 +102,12 @@ class EncoderDecoder(SummedLosses, T5Model):
         not False, or the decoder's where there are none. Positions follow from the order alone.
 
         Raises:
-            ValueError: packed documents.
+            ValueError: packed documents, or a mask of the decoder's.
         """
-        if packed_seq_params is not None:
-            raise ValueError("an encoder-decoder knows no packed documents")
+        if packed_seq_params is not None or attention_mask is not None:
+            raise ValueError(
+                "an encoder-decoder knows no packed documents, and no mask but that of the encoder's tokens"
+            )
         encoder_tokens = tokens if encoder_tokens is None else encoder_tokens
         hidden = None if encoder_mask is None else ~encoder_mask[:, None, None, :]
         read, biases = self._read(encoder_tokens, self.encoder_relative_pos_emb, hidden)
