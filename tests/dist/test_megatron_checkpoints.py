@@ -129,9 +129,9 @@ def test_our_own_grouped_experts_load_an_export(tmp_path: Path) -> None:
 WRONG = {
     "a layer more": ("model.num_layers=3", r"decoder\.layers\.2\.input_layernorm\.weight is missing"),
     "a layer less": ("model.num_layers=1", r"nothing of ours is made of decoder\.layers\.1\.input_layernorm\.weight"),
-    "another width": ("model.ffn_hidden_size=64", r"linear_fc1\.weight make a tensor of shape \[96, 32\], and our"),
+    "another width": ("model.ffn_hidden_size=64", r"linear_fc1\.weight\[0\] makes a tensor of shape \[96, 32\], and our"),
     "tied": ("model.tie_word_embeddings=true", r"output_layer\.weight is to hold what .* does, and holds something"),
-    "more ids": ("model.vocab_size=1000", r"word_embeddings\.weight make a tensor of shape \[384, 32\]"),
+    "more ids": ("model.vocab_size=1000", r"word_embeddings\.weight makes a tensor of shape \[384, 32\]"),
     "biases": ("model.add_qkv_bias=true", r"self_attention\.linear_qkv\.bias is missing"),
 }
 
@@ -226,3 +226,14 @@ def test_imported_weights_compute_what_megatron_core_computes_with_them(name: st
     found = torch.from_numpy(np.fromfile(tmp_path / "logits", np.float32)).view(len(ids), -1)
     assert found.shape == expected.shape
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_a_table_without_rows_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    state = {"embedding.word_embeddings.weight": torch.tensor(1.0)}
+    run_alone(lambda: dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True) and None)
+    words = theirs.CASES["grouped queries, gated"].words.split()
+    capfd.readouterr()
+    assert command("import", "--megatron", tmp_path / "theirs", tmp_path / "run", *words) == 4
+    assert "word_embeddings.weight makes a tensor of shape [], and our" in capfd.readouterr().err

@@ -55,9 +55,14 @@ def import_(argv: list[str]) -> int:
     """`import HF_DIR RUN [overrides]`: a run folder whose checkpoint of step 0 has the weights."""
     source, out, extra = source_and_new(argv, "import HF_DIR RUN [overrides]")
     from mtrain.convert import certificate
-    from mtrain.convert.folder import CONFIG, open_folder
+    from mtrain.convert.folder import CONFIG, is_folder, open_folder
     from mtrain.convert.hugging_face import take
+    from mtrain.convert.torch_dist import is_torch_dist
 
+    if is_torch_dist(source) and not is_folder(source):
+        rule = f"{source} is a checkpoint of megatron-core, and no Hugging Face folder"
+        fix = f"{program()} convert import --megatron {source} {out} model=NAME"
+        raise ConfigError([Problem("MT002", "", None, rule, fix)])
     open_folder(source)  # what is not there is said before anything is made
     run = _run_of(source / CONFIG, extra)
     with drafted(out, "importing") as draft:

@@ -114,9 +114,8 @@ def of_megatron(paths: list[Path]) -> list[Any]:
     readers = [TorchDistReader(open_weights(path)) for path in theirs]
     if len(readers) > 1:
         return readers
-    target, _ = target_of(
-        [str(path) for path in paths if path not in theirs], "convert verify", f"{program()} {EXPORT}"
-    )
+    others = [str(path) for path in paths if path not in theirs]
+    target, _ = target_of(others, "convert verify", f"{program()} convert verify DIR RUN")
     from mtrain.ckpt.store import Checkpoint
     from mtrain.convert.torch_dist_table import beside
 

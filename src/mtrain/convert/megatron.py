@@ -47,9 +47,10 @@ def take_megatron(run: RunConfig, source: TorchDist, home: Path) -> tuple[Path, 
     from mtrain.convert.into import import_weights
     from mtrain.convert.match import our_tensors
     from mtrain.convert.torch_dist_read import TorchDistReader
-    from mtrain.convert.torch_dist_table import table_of
+    from mtrain.convert.torch_dist_table import check_shapes, table_of
 
     reader, ours = TorchDistReader(source), our_tensors(run)
+    check_shapes(reader, ours, run.model.vocab_size)
     return import_weights(reader, (table_of(ours),), run, home / CHECKPOINTS, ours)
 
 

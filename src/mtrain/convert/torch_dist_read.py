@@ -99,6 +99,11 @@ class TorchDistReader:
         """Of what `tensor` gives."""
         return DTYPES[self._held[name][0][0].dtype]
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of what `tensor` gives."""
+        first, *others = self._held[name][0]
+        return (first.shape[0] + others[0].shape[0], *first.shape[1:]) if others and first.shape else first.shape
+
     def decoding(self, name: str) -> str:
         """How a weight is put together; empty: it is one tensor."""
         words = ["gate over up"] * (len(self._held[name][0]) > 1) + ["held twice"] * (len(self._held[name]) > 1)
@@ -123,7 +128,7 @@ class TorchDistReader:
 
     def _whole(self, parts: tuple[Part, ...]) -> torch.Tensor:
         """A weight of its one part, or of its gate and what is gated."""
-        if len({(part.dtype, part.shape[1:]) for part in parts}) > 1:
+        if len(parts) > 1 and (not parts[0].shape or len({(part.dtype, part.shape[1:]) for part in parts}) > 1):
             raise CorruptData(f"{parts[0].name} and {parts[1].name} do not fit together")
         read = [self._read(part) for part in parts]
         return torch.cat(read) if len(read) > 1 else read[0]

@@ -14,6 +14,7 @@ from mtrain.convert.compare import OfCheckpoint, Source
 from mtrain.convert.match import OurTensor, our_tensors
 from mtrain.convert.out import Weights
 from mtrain.convert.torch_dist_read import TorchDistReader
+from mtrain.errors import CorruptData
 from mtrain.models.gpt.torch_dist import VOCABULARY, one_name
 from mtrain.models.table import SAME, Copy, Entry, Operation, Table
 
@@ -52,6 +53,23 @@ def table_of(ours: Mapping[str, OurTensor]) -> Table:
 
 def _entry(ours: str, theirs: str) -> Entry:
     return Entry(ours, (theirs,), PADDING if theirs in VOCABULARY else SAME)
+
+
+def check_shapes(reader: TorchDistReader, ours: Mapping[str, OurTensor], ids: int) -> None:
+    """Compares shapes before any number is read; a table of token ids may have rows that only pad.
+
+    Raises:
+        CorruptData: one is another, by both names.
+    """
+    for tensor in ours.values():
+        name = torch_dist_name(tensor)
+        if name not in reader.names:  # which `match` says
+            continue
+        shape = reader.shape(name)
+        padded = name in VOCABULARY and len(shape) == len(tensor.shape) and ids <= shape[0] < ids + MOST_PADDING
+        if shape != tensor.shape and not (padded and shape[1:] == tensor.shape[1:]):
+            theirs = f"{reader.parts(name)[0]} makes a tensor of shape {list(shape)}"
+            raise CorruptData(f"{theirs}, and our {tensor.name} has {list(tensor.shape)}")
 
 
 @dataclass(frozen=True)
