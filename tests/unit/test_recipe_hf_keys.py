@@ -25,6 +25,7 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 300,
     "num_experts_per_tok": 2,
 }
+T5_SHAPE = ("d_model", "num_layers", "num_decoder_layers")
 GPT2 = {"n_layer": 4, "n_embd": 64, "n_head": 8, "vocab_size": 300}
 NESTED = {"rope_type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor", "beta_fast", "beta_slow"}
 NESTED |= {"mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "short_factor", "type"}
@@ -168,7 +169,7 @@ def test_transformers_4_and_5_say_the_same_of_two_bases(rope: dict[str, Any], tm
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_key_that_is_left_out_is_the_default_of_the_class(kind: str, tmp_path: Path) -> None:
     whole = defaults(kind)
-    shape = GPT2 if kind == "gpt2" else {k: whole[k] for k in SHAPE if k in whole}
+    shape = GPT2 if kind == "gpt2" else {k: whole[k] for k in (*SHAPE, *T5_SHAPE) if k in whole}
     found, wanted = read(tmp_path, {"model_type": kind, **shape}), read(tmp_path, whole)
     head = {"kv_channels": None}  # a width that the class computes, said or not
     assert found.run.model.model_copy(update=head) == wanted.run.model.model_copy(update=head)

@@ -38,14 +38,15 @@ def _block(f: ConfigFile) -> None:
 def _activation(f: ConfigFile) -> None:
     said = f.get("feed_forward_proj")
     words = said.split("-") if isinstance(said, str) else [""]
-    name = "gelu_new" if said == "gated-gelu" else words[-1]
-    name, gated = f.get("dense_act_fn", name), bool(f.get("is_gated_act", words[0] == "gated"))
-    known = GATED_WORDS if gated else _UNGATED
-    if name in known and (len(words) == 1 or (len(words) == 2 and words[0] == "gated")):
-        f.out["model.activation"] = known[name]
+    implied = "gelu_new" if said == "gated-gelu" else words[-1], words[0] == "gated"
+    meant = f.get("dense_act_fn", implied[0]), bool(f.get("is_gated_act", implied[1]))
+    known, whole = GATED_WORDS if implied[1] else _UNGATED, len(words) == 1 + implied[1]
+    if meant == implied and whole and implied[0] in known:
+        f.out["model.activation"] = known[implied[0]]
         return
     f.out["model.activation"] = "relu"
-    f.refuse("feed_forward_proj", "not supported", f"changes the numbers: there are {', '.join(known)}")
+    text = f"there are {', '.join(known)}" if meant == implied else "dense_act_fn and is_gated_act say something else"
+    f.refuse("feed_forward_proj", "not supported", f"changes the numbers: {text}")
 
 
 def _ends(f: ConfigFile) -> None:
