@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,14 +22,16 @@ from mtrain import strict_json
 from mtrain.config.groups import DataConfig
 from mtrain.config.image_files import records_of
 from mtrain.config.paths import user_path
-from mtrain.data import bpe, records
 from mtrain.data import cache as corpora
+from mtrain.data import records
 from mtrain.data.images import inside, load, require_pillow
 from mtrain.data.permute import ROUNDS, Permutation, keys
 from mtrain.data.samples import SHARES
-from mtrain.data.text import Tokenizer
 from mtrain.data.tokenize import Corpus, writing
 from mtrain.errors import ConfigError, CorruptData, Problem
+
+if TYPE_CHECKING:  # it imports the library of tokenizers
+    from mtrain.data.text import Tokenizer
 
 FORMAT = 1
 META, TOKENIZER = "meta.json", "tokenizer.json"
@@ -108,6 +110,8 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
     image that is not there, BadEnvironment where Pillow is missing or the cache cannot be written.
     """
     require_pillow()
+    from mtrain.data.text import Tokenizer
+
     given = tokenizer or (user_path(data.tokenizer) if data.tokenizer else None)
     found, loaded = Records(data.path), Tokenizer(given) if given is not None else None
     cache = user_path(data.cache_dir)
@@ -163,6 +167,8 @@ def _looked_at(found: Records, data: DataConfig, folder: Path, *, train: bool) -
         if not len(found):
             raise CorruptData(f"{found.file}: there is no record in it")
         if train:
+            from mtrain.data import bpe
+
             made = bpe.train(_texts(found), data.tokenizer_vocab_size)
             (building / TOKENIZER).write_text(made.to_str(), encoding="utf-8")
         meta = {
@@ -275,6 +281,8 @@ def opened(
         rule = f"the tokenizer of the corpus has {held} tokens, the model {vocab_size}"
         raise ConfigError([Problem("MT607", "model.vocab_size", vocab_size, rule, f"model.vocab_size={held}")])
     assert corpus.tokenizer is not None
+    from mtrain.data.text import Tokenizer
+
     found, tokenizer = Records(data.path), Tokenizer(corpus.tokenizer)
     cuts = np.cumsum([0.0, *data.split]) / sum(data.split) * len(found)
     bounds = [round(cut) for cut in cuts]

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtrain.data.images import inside
-from mtrain.data.text import Tokenizer
 from mtrain.errors import CorruptData
+
+if TYPE_CHECKING:  # it imports the library of tokenizers
+    from mtrain.data.text import Tokenizer
 
 PLACE = "<image>"
 IMAGE, NOTHING = -1, -2
