@@ -219,8 +219,6 @@ def sample_tokens(run: RunConfig) -> Filled:
         return {}
     if limited(run.model.family, "trainer.sample_tokens") is not None:
         return {"trainer.sample_tokens": (0, f"model.family {run.model.family}, which continues no text")}
-    if run.model.family == "llava":
-        return {"trainer.sample_tokens": (0, f"model.family {run.model.family}, which writes no text yet")}
     d, cp = run.data, run.parallel.cp
     tokenizer = d.kind == "text" or (d.kind == "indexed" and d.tokenizer is not None)
     why = f"parallel.cp {cp}" if tokenizer and cp > 1 else f"data.kind {d.kind}"

@@ -19,6 +19,8 @@ class Only:
     """The first one is offered in place of another."""
     why: str
     """As it stands behind a value in a message."""
+    also: tuple[tuple[str, Any], ...] = ()
+    """Keys that go with it, and what they are then."""
 
     @property
     def section(self) -> str:
@@ -26,7 +28,7 @@ class Only:
         return self.key.rpartition(".")[0]
 
 
-SECTIONS = {"bert": "model.bert", "t5": "model.t5"}
+SECTIONS = {"bert": "model.bert", "t5": "model.t5", "llava": "model.llava"}
 """Family -> the section of its own keys, which no other shipped family may have."""
 
 _NOT_BERT = "is no part of BERT"
@@ -99,6 +101,28 @@ _T5_RUN = (
     Only("data.eod_mask_loss", (False,), "every token that is left out counts"),
     Only("trainer.sample_tokens", (0,), "it continues no text"),
 )
+
+_LLAMA = "LLaVA-1.5's language model is a Llama"
+_IMAGES = "the sequence is not sharded over ranks: an image may lie in the parts of two"
+_LLAVA = (
+    Only("model.moe", (None,), f"{_LLAMA}, without experts"),
+    Only("model.mla", (None,), f"{_LLAMA}, without MLA"),
+    Only("model.mtp_num_layers", (None,), "MTP layers embed tokens by themselves, and know no images"),
+    Only("model.scale_embedding", (False,), f"{_LLAMA}; the scale would not be that of patch features"),
+    Only("model.position_embedding_type", ("rope",), f"{_LLAMA}, whose positions are rotary"),
+    Only("parallel.cp", (1,), _IMAGES),
+    Only("parallel.hybrid_context_parallel", (False,), _IMAGES),
+    Only(
+        "parallel.fsdp",
+        ("none",),
+        "weights that are not trained, such as those of layers behind the features, cannot be sharded by FSDP; "
+        "parallel.distributed_optimizer=true shards the state of the others",
+        (("parallel.fsdp_sharding", None),),
+    ),
+    Only("data.packed", (False,), "a sample is one text with its images, and is padded"),
+    Only("data.eod_mask_loss", (False,), "a sample is one text, and nothing follows its end"),
+    Only("trainer.sample_tokens", (0,), "text about an image is not generated yet"),
+)
 ONLY: dict[str, tuple[Only, ...]] = {
     "gpt": (
         Only(
@@ -110,6 +134,7 @@ ONLY: dict[str, tuple[Only, ...]] = {
     ),
     "bert": (*_BERT_MODEL, *_ENCODER_RUN),
     "t5": (*_T5_MODEL, *_T5_RUN),
+    "llava": _LLAVA,
 }
 """Family -> what its keys are limited to."""
 

@@ -306,7 +306,7 @@ class ModelConfig(Section):
     """What the family bert has beside its layers; null: another family."""
     t5: T5Config | None = None
     """An encoder-decoder (T5), of the family t5; null: another family."""
-    llava: Annotated[LlavaConfig | None, Key(when="model.family=llava")] = None
+    llava: LlavaConfig | None = None
     """Vision tower and projector of the family llava; null: another family."""
     published: Annotated[PublishedConfig | None, Key(effect=Effect.RUNTIME)] = None
     """How the model was trained; null: unknown."""

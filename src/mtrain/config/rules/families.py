@@ -32,6 +32,7 @@ def family_has_it(family: str) -> Rule:
                 node = getattr(node, name)
             if not any(node == value and type(node) is type(value) for value in only.values):
                 fixes: tuple[Change, ...] = tuple({only.key: value} for value in only.values)
+                fixes = (*({**fix, **dict(only.also)} for fix in fixes if only.also), *fixes)
                 yield Finding("MT248", only.key, only.why, fixes, also=("model.family",))
 
     return has_it

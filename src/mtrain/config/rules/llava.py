@@ -1,70 +1,15 @@
-"""Rules of the family llava: a tower that can be built, room for images in a sample, and what it does not have."""
+"""Rules of the family llava: a tower that can be built, and room for images in a sample."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
 
 from mtrain.config.image_files import records_of
 from mtrain.config.llava import LlavaConfig
 from mtrain.config.paths import names_near, user_path
 from mtrain.config.rules.finding import Change, Finding, divisors, multiples, nearest
-from mtrain.config.rules.rule import Code, Rule, rule
+from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
-
-
-@dataclass(frozen=True)
-class Only:
-    """The value that a key has for the family."""
-
-    key: str
-    value: Any
-    why: str
-    also: tuple[tuple[str, Any], ...] = ()
-    """Keys that go with it, and what they are then."""
-
-
-_LLAMA = "LLaVA-1.5's language model is a Llama"
-_CONTEXT = "the sequence is not sharded over ranks: an image may lie in the parts of two"
-LIMITS = (
-    Only("model.moe", None, f"{_LLAMA}, without experts"),
-    Only("model.mla", None, f"{_LLAMA}, without MLA"),
-    Only("model.mtp_num_layers", None, "MTP layers embed tokens by themselves, and know no images"),
-    Only("model.scale_embedding", False, f"{_LLAMA}; the scale would not be that of patch features"),
-    Only("model.position_embedding_type", "rope", f"{_LLAMA}, whose positions are rotary"),
-    Only("parallel.cp", 1, _CONTEXT),
-    Only("parallel.hybrid_context_parallel", False, _CONTEXT),
-    Only(
-        "parallel.fsdp",
-        "none",
-        "weights that are not trained, such as those of layers behind the features, cannot be sharded by FSDP; "
-        "parallel.distributed_optimizer=true shards the state of the others",
-        (("parallel.fsdp_sharding", None),),
-    ),
-    Only("data.packed", False, "a sample is one text with its images, and is padded"),
-    Only("data.eod_mask_loss", False, "a sample is one text, and nothing follows its end"),
-    Only("trainer.sample_tokens", 0, "text about an image is not generated yet"),
-)
-ABSENT = Code(
-    "MT270",
-    "A key says something that the family llava does not have.",
-    "Take the key away, or set it to what the family has.",
-    example="model=llava_tiny parallel=cp2",
-)
-
-
-def family_has_it(only: Only) -> Rule:
-    """The rule that a LLaVA keeps one key at the value that it has there."""
-
-    @rule(ABSENT, reads=f"model.family {only.key}")
-    def has_it(run: RunConfig) -> Iterator[Finding]:
-        if run.model.family == "llava" and attrgetter(only.key)(run) not in (only.value, None):
-            alone: Change = {only.key: only.value}
-            yield Finding("MT270", only.key, only.why, ({**alone, **dict(only.also)}, alone), also=("model.family",))
-
-    return has_it
 
 
 def _own(run: RunConfig) -> LlavaConfig | None:
@@ -246,7 +191,6 @@ def records_are_there(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    *map(family_has_it, LIMITS),
     tower_can_be_built,
     image_token_is_in_the_vocabulary,
     something_is_trained,
