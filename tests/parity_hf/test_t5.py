@@ -262,6 +262,7 @@ def _beyond(errors: dict[str, tuple[float, str]]) -> set[str]:
     return {quantity for quantity, (error, _) in errors.items() if not error <= TOLERANCES[quantity]}
 
 
+@pytest.mark.full
 def test_a_wrong_table_of_weights_is_found_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
