@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
 from mtrain_kernels.cross_entropy.reference import capped, wide
 from mtrain_kernels.linear_cross_entropy.op import linear_cross_entropy
@@ -25,6 +26,11 @@ class OutputLayer(ColumnLinear):
     """
 
     soft_cap: float | None = None
+
+    def _forward_impl(self, *args: Any, **more: Any) -> Tensor:
+        """With gradients megatron-core's own product: its loss of all logits writes over them."""
+        kind = ColumnParallelLinear if torch.is_grad_enabled() else ColumnLinear
+        return kind._forward_impl(self, *args, **more)  # type: ignore[no-any-return]
 
     def forward(
         self,
