@@ -25,6 +25,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_geglu": lambda g: g / (1 + (-1.702 * g).exp()),
     "gelu": lambda g: g * (1 + torch.erf(g / 2**0.5)) / 2,
     "gelu_tanh": lambda g: g * (1 + torch.tanh((2 / math.pi) ** 0.5 * (g + 0.044715 * g**3))) / 2,
+    "relu": lambda g: g.clamp(min=0),
     "squared_relu": lambda g: g.clamp(min=0) ** 2,
 }
 

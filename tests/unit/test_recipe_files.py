@@ -18,7 +18,7 @@ from mtrain.config.compose import compose
 from mtrain.config.dump import run_yaml
 from mtrain.config.load import load
 from mtrain.config.locked import content
-from mtrain.config.paths import recipes_dir
+from mtrain.config.paths import recipe_names, recipes_dir
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError
@@ -434,4 +434,5 @@ def test_no_subverb_imports_what_trains_and_none_takes_long(argv: list[str], tmp
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     after = os.times()
     assert done.stdout.splitlines()[-1] == f"{1 if argv[0] == 'diff' else 0} []", done.stderr
-    assert after.children_user - before.children_user < 3, "seconds of the processor"
+    allowed = 0.1 * len(recipe_names()) if argv[0] == "list" else 3
+    assert after.children_user - before.children_user < allowed, "seconds of the processor"
