@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -66,9 +67,15 @@ def modules() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """A file, parsed once for all laws."""
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[tuple[str, int]]:
     """Every module that a file imports, with the line."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from ((name.name, node.lineno) for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -85,7 +92,7 @@ def inside_functions(path: Path) -> set[int]:
     """The lines of a specification that run when it builds, and not when it is imported; of other files none."""
     if not str(path.relative_to(SOURCE)).startswith(SPECIFICATIONS):
         return set()
-    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in tree_of(path).body if isinstance(node, ast.FunctionDef)]
     return {line for node in functions for line in range(node.lineno, (node.end_lineno or 0) + 1)}
 
 
@@ -192,7 +199,7 @@ def test_torch_cuda_is_named_in_one_file() -> None:
     for path in modules():
         if path == SOURCE / "devices/cuda.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             named = isinstance(node, ast.Attribute) and node.attr == "cuda" and isinstance(node.value, ast.Name)
             assert not (named and node.value.id == "torch"), (  # type: ignore[attr-defined]
                 f"{path}:{node.lineno}: torch.cuda is named only in devices/cuda.py; ask the device instead"
@@ -220,7 +227,7 @@ def test_a_device_is_asked_for_its_facts_and_not_compared_by_name() -> None:
     for path in modules():
         if str(path.relative_to(SOURCE)).startswith(KNOWS_DEVICES):
             continue
-        for word, line in words_compared(ast.parse(path.read_text())):
+        for word, line in words_compared(tree_of(path)):
             assert word not in DEVICE_WORDS, (
                 f"{path}:{line}: {word!r} decides something: a fact of config/devices.py has a name, so that a new "
                 "device states it and nothing else changes"
@@ -244,7 +251,7 @@ def test_every_field_of_a_device_is_read() -> None:
     read = {
         node.attr
         for path in modules()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
     for kind in (Device, DeviceFacts):
@@ -258,7 +265,7 @@ def test_an_optimizer_is_known_by_its_own_module() -> None:
     for path in modules():
         if str(path.relative_to(SOURCE)).startswith(SPECIFICATIONS):
             continue
-        for word, line in words_compared(ast.parse(path.read_text())):
+        for word, line in words_compared(tree_of(path)):
             assert word not in OPTIMIZERS, (
                 f"{path}:{line}: {word!r} decides something: its specification in {SPECIFICATIONS} says what differs"
             )
@@ -274,7 +281,7 @@ def test_kernels_know_neither_mtrain_nor_megatron() -> None:
 
 def test_no_pickle_is_read() -> None:
     for path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 spelled = ast.unparse(node.func)
                 assert spelled not in ("pickle.load", "pickle.loads", "torch.load", "np.load", "numpy.load"), (
@@ -291,7 +298,7 @@ def test_what_a_run_writes_is_json_by_its_standard() -> None:
     for path in modules():
         if str(path.relative_to(SOURCE)).startswith((*BETWEEN_PROCESSES, *OF_FINITE_VALUES)):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("json.dumps", "json.dump", "dumps"):
                 assert any(word.arg == "allow_nan" for word in node.keywords), (
                     f"{path}:{node.lineno}: json.dumps writes NaN, which is no JSON: strict_json.dumps writes null"
@@ -302,7 +309,7 @@ def test_an_error_is_given_its_lines_one_by_one() -> None:
     """A line break inside one of them is shown as what it is, since it may come from a file's name."""
     kinds = {"MtrainError", "BadEnvironment", "CorruptData", "TrainingError", "Preempted"}
     for path in modules():
-        for call in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)):
+        for call in (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Call)):
             if isinstance(call.func, ast.Name) and call.func.id in kinds:
                 texts = [n.value for a in call.args for n in ast.walk(a) if isinstance(n, ast.Constant)]
                 split = any(
@@ -315,7 +322,7 @@ def test_an_error_is_given_its_lines_one_by_one() -> None:
 
 def test_files_and_functions_stay_readable() -> None:
     for path in modules():
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         lines = len(path.read_text().splitlines())
         assert lines <= 400, f"{path} has {lines} lines: cut it where its ideas part"
         for node in ast.walk(tree):
@@ -339,7 +346,7 @@ def test_no_package_is_named_after_nothing() -> None:
 
 def test_every_public_thing_says_what_it_is() -> None:
     for path in modules():
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         assert ast.get_docstring(tree), f"{path} has no docstring"
         for node in ast.walk(tree):
             public = isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
@@ -364,7 +371,7 @@ def test_one_file_prints() -> None:
     for path in modules():
         if path == SOURCE / "errors.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             spelled = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             assert spelled not in ("print", "sys.stdout.write", "sys.stderr.write"), (
                 f"{path}:{node.lineno}: text may come from a file; `errors.say` and `say_page` show what a terminal "  # type: ignore[attr-defined]

@@ -148,7 +148,7 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("name", some(INTERPRETED, ["experts"]))
+@pytest.mark.parametrize("name", some(INTERPRETED, ["one rank"]))
 def test_steps_with_triton_are_steps_of_the_reference(name: str) -> None:
     values = interpreted.trained({k: [*INTERPRETED[name], *SMALL, f"kernels={k}"] for k in ("reference", "triton")})
     ours, right = values["triton"], values["reference"]

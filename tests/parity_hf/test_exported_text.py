@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import SMALL
-from tests.support.covering import some
 from tests.support.forked import run_alone
 from tests.support.launched import mtrain
 
@@ -41,7 +40,8 @@ def _written_by_transformers(folder: Path) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("name", some(CASES, ["tensor and pipeline parallel, tied"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
 def test_transformers_writes_what_generate_writes(name: str, tmp_path: Path) -> None:
     _corpus(tmp_path / "corpus")
     words = [word for word in SMALL if not word.startswith(("data=", "model.vocab", "parallel="))]

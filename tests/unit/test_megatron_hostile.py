@@ -44,13 +44,14 @@ def measured() -> Iterator[None]:
 
 def refused(path: Path, capsys: pytest.CaptureFixture[str], *verb: str) -> str:
     """The one line that a conversion ends with."""
-    before = {p: p.lstat().st_size for p in path.parent.parent.rglob("*")}
+    around = path.parent if path.name == "theirs" else path.parent.parent
+    before = {p: p.lstat().st_size for p in around.rglob("*")}
     assert main(["convert", *(verb or ("inspect",)), str(path)]) == 4
     said = capsys.readouterr().err
     assert said.count("\n") == 1, said
     assert 0 < len(said) < 1000
     assert "Traceback" not in said
-    assert {p: p.lstat().st_size for p in path.parent.parent.rglob("*")} == before, "something was written"
+    assert {p: p.lstat().st_size for p in around.rglob("*")} == before, "something was written"
     return said
 
 

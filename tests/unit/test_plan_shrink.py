@@ -37,9 +37,9 @@ LAYOUTS = (
 
 
 def _pairs() -> list[Any]:
-    """Every model with every layout; `make test` takes a quarter of them, of the next model the next quarter."""
+    """Every model with every layout; `make test` takes an eighth of them, of the next model the next eighth."""
     pairs = itertools.product(enumerate(choices_of_group("model")), enumerate(LAYOUTS))
-    return [pytest.param(m, p, marks=pytest.mark.full if (i + j) % 4 else ()) for (i, m), (j, p) in pairs]
+    return [pytest.param(m, p, marks=pytest.mark.full if (i + j) % 8 else ()) for (i, m), (j, p) in pairs]
 
 
 @pytest.mark.parametrize(("model", "layout"), _pairs())
