@@ -313,6 +313,7 @@ print(peak(lambda: F.cross_entropy(F.linear(hidden, weight), labels)))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads peak memory from Linux's /proc")
 def test_the_logits_are_never_held_whole():
     tokens, width, vocab = 4096, 64, 16000

@@ -19,7 +19,7 @@ from tests.support.configs import LAPTOP, errors
 
 FILES = sorted(conf_dir().glob("*/*.yaml"))
 CHOICES = [
-    pytest.param(group, choice, marks=pytest.mark.full if group == "model" and i % 3 else (), id=f"{group}/{choice}")
+    pytest.param(group, choice, marks=pytest.mark.full if group == "model" and i % 6 else (), id=f"{group}/{choice}")
     for group in GROUPS
     for i, choice in enumerate(choices_of_group(group))
 ]

@@ -49,6 +49,7 @@ def test_a_layout_grows_as_one_rank_does(layout: str, plan: str) -> None:
         assert norm == pytest.approx(wanted_norm, rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_resume_on_the_ramp_goes_on_with_the_same_samples(tmp_path: Path) -> None:
     run = tiny_run(trainer=RAMP, ranks=2)
     whole = run_ranks(2, lambda: train_steps(run, STEPS, save_to=tmp_path / "whole"))[0]

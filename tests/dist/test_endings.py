@@ -140,6 +140,7 @@ def test_a_run_in_which_nothing_fails_warns_of_nothing(ends: dict[tuple[str, str
     assert "warning" not in end.said
 
 
+@pytest.mark.full
 def test_logs_that_fail_on_one_rank_leave_no_other_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mtrain.train import hooks
 

@@ -7,6 +7,7 @@ import pytest
 
 from mtrain.config.model import MLAConfig, MoEConfig
 from mtrain.plan.count import parameters
+from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
 
@@ -64,7 +65,7 @@ def _train(run: object, folder: Path) -> list[tuple[float, float]]:
     return train_steps(run, STEPS, save_to=folder)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES, [name for name in CASES if "olmo" not in name and "gpt tp2" not in name]))
 def test_a_family_trains_sharded_as_on_one_rank(name: str, tmp_path: Path) -> None:
     model, layout = CASES[name]
     whole, sharded = tiny_run(model=model), tiny_run(model=model, **layout)

@@ -95,12 +95,10 @@ def test_ranks_that_divide_no_weight_evenly_are_proven(name: str) -> None:
 
 
 ALWAYS = (
-    "fsdp2 pp2vpp2",
     "fsdp2 tied",
     "fsdp2 tp2ep2 etp1",
     "megatron biases",
     "megatron optimizer and gradients",
-    "megatron pp2 tied",
     "megatron optimizer bf16",
     "distributed optimizer replicas",
     "offload bf16, distributed optimizer",
@@ -122,7 +120,6 @@ RESUMED = [
     "fsdp2",
     "fsdp2 tp2",
     "fsdp2 pp2vpp2",
-    "fsdp2 ep2 replicas",
     "fsdp2 bf16",
     "megatron",
     "megatron optimizer",
@@ -133,7 +130,6 @@ RESUMED = [
     "megatron bf16",
     "distributed optimizer replicas",
     "offload half",
-    "offload half, distributed optimizer",
     "offload bf16, distributed optimizer",
 ]
 """One of each way in which state is kept; the others of `LAYOUTS` are kept in one of these ways."""

@@ -150,6 +150,7 @@ def test_the_ranks_of_another_launcher_end_as_well(tmp_path: Path, started: list
     assert "# the line that holds everybody up" in stacks(tmp_path, 1)
 
 
+@pytest.mark.full
 def test_a_healthy_run_with_slow_steps_and_a_long_save_says_nothing_and_leaves_nothing(
     tmp_path: Path, started: list[Launched]
 ) -> None:

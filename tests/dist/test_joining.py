@@ -112,6 +112,7 @@ def test_rank_0_may_be_absent_from_a_store_of_the_launchers(tmp_path: Path) -> N
 AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 
+@pytest.mark.full
 def test_what_an_earlier_start_left_in_the_launchers_store_confuses_nobody(tmp_path: Path) -> None:
     import torch.distributed as dist
 
@@ -240,6 +241,7 @@ def test_a_rank_that_came_and_never_gets_ready_is_named(start: Callable[..., Lau
     assert "arrived, but was not ready within 3 s" in ranks[0].said
 
 
+@pytest.mark.full
 def test_a_rank_0_that_is_stopped_is_said_not_to_answer(start: Callable[..., Launched]) -> None:
     def stop_when_it_serves() -> None:
         from mtrain.world import rendezvous
@@ -253,6 +255,7 @@ def test_a_rank_0_that_is_stopped_is_said_not_to_answer(start: Callable[..., Lau
     assert "did not answer within 2 s" in rank.said
 
 
+@pytest.mark.full
 def test_something_else_on_the_port_is_said(start: Callable[..., Launched], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=lambda: other.accept()[0].recv(1), daemon=True).start()

@@ -60,6 +60,7 @@ def part_of(key: str) -> str:
     return next((part for part, prefix in PARTS.items() if key.startswith(prefix)), "language")
 
 
+@pytest.mark.full
 def test_captions_are_learned_with_a_frozen_tower_and_a_resume_goes_on_bitwise(
     shapes: DataConfig, tmp_path: Path
 ) -> None:

@@ -52,12 +52,10 @@ def _agree(found: Any, expected: Any, tolerance: float) -> None:
 
 
 ALWAYS = (
-    "one rank, tied",
     "tp2 sequence parallel, tied, two predictions more",
     "pp2, tied",
     "cp2, two predictions more",
     "megatron's fsdp, tied",
-    "dp2 overlapped",
 )
 
 

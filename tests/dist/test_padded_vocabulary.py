@@ -68,6 +68,7 @@ def test_padding_is_never_sampled(masked: bool, temperature: float) -> None:
     assert max(_built(run, sampled)) < 257
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loss", some(LOSSES, LOSSES[:1]))
 def test_ranks_with_nothing_but_padding_train_as_one_rank_does(loss: str, tmp_path: Path) -> None:
     model = {"vocab_size": 130, **MTP}  # 256 rows: two ids on rank 2, none on rank 3

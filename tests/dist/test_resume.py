@@ -93,9 +93,7 @@ ALWAYS = (
     "tp2dp2 distributed optimizer overlapped",
     "tp2 dropout, sequence parallel",
     "dp2 own adam, distributed optimizer",
-    "dp4 low precision, two replicas",
     "dp2 no main weights",
-    "dp2 moments in eight bits",
     "pp2",
 )
 """Every way in which state is kept, and what is drawn."""

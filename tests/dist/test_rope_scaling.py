@@ -48,6 +48,7 @@ def test_scaled_positions_train_alike_in_every_layout(kind: str, layout: str) ->
     assert _same(trained(tiny_run(model=_model(kind), **LAYOUTS[layout]), 2), found)
 
 
+@pytest.mark.full
 def test_packed_documents_and_the_last_stage_have_them_too() -> None:
     run = tiny_run(model={**_model("yarn"), "mtp_num_layers": 1}, ranks=1)
     packed = {"data.packed": True}

@@ -116,6 +116,7 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
     assert not alive
 
 
+@pytest.mark.full
 def test_a_run_killed_before_its_first_checkpoint_starts_again(uninterrupted: Path, tmp_path: Path) -> None:
     words = [w for w in RUN if not w.startswith("checkpoint.save_interval")] + ["checkpoint.save_interval=1000"]
     process = Launched(*words, cwd=tmp_path)

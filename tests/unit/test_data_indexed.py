@@ -47,6 +47,7 @@ def resize(path: Path, size: int) -> None:
     path.write_bytes(raw[:size] if size >= 0 else raw + b"\0" * -size)
 
 
+@pytest.mark.full
 def test_files_are_byte_identical_to_megatron_core(tmp_path: Path) -> None:
     theirs, ours = [[tmp_path / f"{who}{i}" for i in range(2)] for who in ("theirs", "ours")]
     arguments = [*map(str, theirs), *map(str, LENGTHS)]

@@ -39,7 +39,10 @@ def test_a_shared_recipe_comes_back_as_the_same_run(argv: tuple[str, ...]) -> No
     assert resolve(back(export_script(run)), LAPTOP).digest() == run.digest()
 
 
-@pytest.mark.parametrize("model", choices_of_group("model"))
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(m, marks=pytest.mark.full if i % 3 else ()) for i, m in enumerate(choices_of_group("model"))],
+)
 def test_every_model_comes_back_and_its_flags_say_all_but_the_name(model: str) -> None:
     run = resolved(f"model={model}", "cluster=h100x64", "precision=bf16", "data=mock")
     text = export_script(run)

@@ -150,7 +150,7 @@ def drawn(out: list[RunConfig]) -> None:
 
     @given(run=runs())
     @settings(
-        max_examples=150,
+        max_examples=60,
         deadline=None,
         derandomize=True,
         phases=[Phase.generate],

@@ -118,9 +118,9 @@ PAGES: dict[str, Page] = {
     "convert": Page(
         "convert import HF_DIR RUN [KEY=VALUE ...] | export RUN HF_DIR | inspect PATH | verify A B",
         "Takes weights from a Hugging Face folder, or with --megatron from a checkpoint of megatron-core, and gives\n"
-        "them back, tensor by tensor; no pickle is unpickled. Each conversion leaves a conversion.json: every tensor\n"
-        "of both sides once, what was done with it, hashes, and how far our logits are from those of transformers,\n"
-        "where it is installed.",
+        "them back, tensor by tensor; no pickle is unpickled. Each conversion leaves a conversion.json: every\n"
+        "tensor of both sides once, what was done with it, hashes, and how far our logits are from those of\n"
+        "transformers, where it is installed.",
         (
             ("import HF_DIR RUN", "a new run folder with the weights in a checkpoint of step 0"),
             ("KEY=VALUE", "import: what the run is to have beside the model, as in parallel=tp2 data=text"),
