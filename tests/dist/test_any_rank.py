@@ -13,11 +13,19 @@ from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.layout.stages import held_stages
+from mtrain.models.registry import family_of
 from mtrain.plan.count import parameters
 from tests.support.covering import some
 from tests.support.forked import run_alone
 
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
+
+
+def trained(run: RunConfig) -> int:
+    """Parameters of a run that have a gradient."""
+    return parameters(run.model) - family_of(run.model).frozen_parameters(run.model)
+
+
 RECIPES = sorted(file.relative_to(recipes_dir()).with_suffix("").as_posix() for file in recipes_dir().rglob("*.yaml"))
 ALWAYS = (
     "deepseek/v3_h100x1024",
@@ -95,7 +103,7 @@ def test_a_rank_of_each_kind_of_stage_owns_its_part_of_a_recipes_model(name: str
         place = at["tp"] == 0, at["etp"] == 0, at["dp"] == 0 and at["cp"] == 0, at["edp"] == 0
         kinds.setdefault((stages[at["pp"]], *place), []).append(rank)
     sample = run_alone(lambda: _owned(run, [ranks[-1] for ranks in kinds.values()]))
-    assert sum(sample[ranks[-1]] * len(ranks) for ranks in kinds.values()) == parameters(run.model)
+    assert sum(sample[ranks[-1]] * len(ranks) for ranks in kinds.values()) == trained(run)
 
 
 @pytest.mark.full
@@ -106,7 +114,7 @@ def test_the_ranks_of_a_recipe_own_every_parameter_once(name: str) -> None:
     if world <= 64:
         others = [rank for rank in range(world) if rank not in set(holders)]
         owned = run_alone(lambda: _owned(run, [*holders, *others[:: max(1, len(others) // 4)]]))
-        assert sum(owned[rank] for rank in holders) == parameters(run.model)
+        assert sum(owned[rank] for rank in holders) == trained(run)
         assert all(owned[rank] == 0 for rank in set(owned) - set(holders))
         return
     # Of a large world: one rank of each stage and tensor-parallel place, times the ranks that own as much.
@@ -117,7 +125,7 @@ def test_the_ranks_of_a_recipe_own_every_parameter_once(name: str) -> None:
         dense = at["dp"] == 0 and at["cp"] == 0
         kinds.setdefault((at["pp"], at["tp"], at["etp"], dense, at["edp"] == 0), []).append(rank)
     sample = run_alone(lambda: _owned(run, [ranks[-1] for ranks in kinds.values()]))
-    assert sum(sample[ranks[-1]] * len(ranks) for ranks in kinds.values()) == parameters(run.model)
+    assert sum(sample[ranks[-1]] * len(ranks) for ranks in kinds.values()) == trained(run)
 
 
 @pytest.mark.full
@@ -130,5 +138,5 @@ def test_ranks_of_a_world_of_8192_are_built_in_seconds() -> None:
     owned = run_alone(lambda: _owned(run, [*places, 8191]))
     assert time.monotonic() - begin < 60
     first, middle, last = (owned[a] + 7 * owned[b] for a, b in zip(places[::2], places[1::2], strict=True))
-    assert first + 14 * middle + last == parameters(run.model)
+    assert first + 14 * middle + last == trained(run)
     assert owned[8191] == 0
