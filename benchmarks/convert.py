@@ -38,7 +38,7 @@ def make(model: str, out: Path) -> int:
 
     run = resolve(compose([f"model={model}", "data=mock"]).run, Machine(cpu_cores=64, memory_bytes=1 << 50))
     body = config_json(run.model, "bfloat16")
-    table, ours = tables(str(body["model_type"]))[0], our_tensors(run)
+    table, ours = tables(str(body["model_type"]), run.model)[0], our_tensors(run)
     shapes = {
         n: s
         for step in written(table, run.model, ours).steps
