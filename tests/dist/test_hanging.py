@@ -111,7 +111,8 @@ def test_a_stopped_rank_is_named_by_the_others(tmp_path: Path, started: list[Lau
     homes = [tmp_path / "0", tmp_path / "1"]
     for home in homes:
         home.mkdir()
-        started.append(Launched(*RUN, "parallel=tp2", cwd=home))
+        words = ("trainer.soft_timeout_s=4", "trainer.timeout_s=6")  # four ranks on two cores are slow to show signs
+        started.append(Launched(*RUN, *words, "parallel=tp2", cwd=home))
     ranks = []
     for stopped, run in enumerate(started):
         wait_for(lambda stopped=stopped: len(metrics(homes[stopped] / "runs/run")) > 3)  # type: ignore[misc]
