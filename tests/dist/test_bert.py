@@ -14,7 +14,7 @@ from mtrain.config.run import RunConfig
 from mtrain.plan.count import parameters
 from tests.support.covering import some
 from tests.support.forked import run_ranks
-from tests.support.runs import tiny_run, train_steps, trained, whole_tensors
+from tests.support.runs import held_alike, tiny_run, train_steps, trained, whole_tensors
 
 STEPS = 3
 IDS = {"pad_token_id": 0, "cls_token_id": 298, "sep_token_id": 297, "mask_token_id": 299}
@@ -152,20 +152,6 @@ def test_what_tensor_parallel_ranks_both_hold_stays_the_same_under_dropout(seque
     drops = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
     run = bert_run(model=drops, ranks=2, tp=2, sequence_parallel=sequence_parallel)
 
-    def job() -> dict[str, float]:
-        from mtrain.mcore.local_params import unwrap
-        from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.step import train_step
-        from mtrain.world.init import joined
-
-        with joined(run) as world:
-            parts = assemble(run, world, splits_of(run))
-            for _ in range(2):
-                train_step(parts, stop_requested=False)
-            named = dict(unwrap(parts.state.chunks[0]).named_parameters())
-            whole = {k: p for k, p in named.items() if not getattr(p, "tensor_model_parallel", False)}
-            return {name: float(p.detach().double().sum()) for name, p in whole.items()}
-
-    one, other = run_ranks(2, job)
+    one, other = run_ranks(2, held_alike, run)
     assert {"head.dense.weight", "pooler.weight", "next_sentence.bias", "embedding.norm.weight"} <= one.keys()
     assert one == other

@@ -14,7 +14,7 @@ from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
 from tests.support.covering import some
 from tests.support.forked import run_ranks
-from tests.support.runs import tiny_run, train_steps, trained
+from tests.support.runs import held_alike, tiny_run, train_steps, trained
 
 MODEL: dict[str, Any] = {
     "family": "t5",
@@ -88,21 +88,7 @@ def test_what_tensor_parallel_ranks_both_hold_stays_the_same_under_dropout(seque
     drops = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
     run = run_of(drops, ranks=2, tp=2, sequence_parallel=sequence_parallel)
 
-    def job() -> dict[str, float]:
-        from mtrain.mcore.local_params import unwrap
-        from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.step import train_step
-        from mtrain.world.init import joined
-
-        with joined(run) as world:
-            parts = assemble(run, world, splits_of(run))
-            for _ in range(2):
-                train_step(parts, stop_requested=False)
-            named = dict(unwrap(parts.state.chunks[0]).named_parameters())
-            whole = {k: p for k, p in named.items() if not getattr(p, "tensor_model_parallel", False)}
-            return {name: float(p.detach().double().sum()) for name, p in whole.items()}
-
-    one, other = run_ranks(2, job)
+    one, other = run_ranks(2, held_alike, run)
     tables = {f"{stack}_relative_pos_emb.relative_attention_bias.weight" for stack in ("encoder", "decoder")}
     assert tables | {"encoder.final_layernorm.weight"} <= one.keys()
     assert one == other

@@ -164,3 +164,19 @@ def rank_tensors(checkpoint: Path) -> list[dict[str, torch.Tensor]]:
 
     opened = Checkpoint.open(checkpoint)
     return [opened.rank_tensors(rank) for rank in range(opened.manifest["ranks"])]
+
+
+def held_alike(run: RunConfig) -> dict[str, float]:
+    """A job of one rank: two steps, then the sum of each parameter that all tensor-parallel ranks hold whole."""
+    from mtrain.mcore.local_params import unwrap
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.step import train_step
+    from mtrain.world.init import joined
+
+    with joined(run) as world:
+        parts = assemble(run, world, splits_of(run))
+        for _ in range(2):
+            train_step(parts, stop_requested=False)
+        named = unwrap(parts.state.chunks[0]).named_parameters()
+        whole = {name: p for name, p in named if not getattr(p, "tensor_model_parallel", False)}
+        return {name: float(p.detach().double().sum()) for name, p in whole.items()}

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mtrain import strict_json
 from mtrain.cli.verbs import CONFIG_DIR, FLAGS, HELP, JSON_VERBS, OWN_WORDS, SHORT, VERBS
+from mtrain.collecting import without_collecting
 from mtrain.config.paths import config_dirs
 from mtrain.errors import MAX_PROBLEMS, ConfigError, MtrainError, Problem, message, say_page
 
@@ -133,7 +133,7 @@ def dispatch(call: Call) -> int:
 
         return matrix.run(call.arguments, as_json=as_json)
     if call.verb == "check":
-        with _no_collecting():
+        with without_collecting():
             from mtrain.cli import check
 
             return check.run(call.arguments, as_json=as_json)
@@ -151,18 +151,6 @@ def _asks_for_help(call: Call) -> bool:
     """Whether a verb that reads its own words was asked for its page."""
     own = call.arguments[: call.arguments.index("--")] if "--" in call.arguments else call.arguments
     return call.verb in OWN_WORDS and call.verb in VERBS and any(word in HELP for word in own)
-
-
-@contextmanager
-def _no_collecting() -> Iterator[None]:
-    """No search for garbage: what answers at once ends before any has gathered."""
-    collected = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collected:
-            gc.enable()
 
 
 def _many(call: Call, as_json: bool) -> int:

@@ -44,12 +44,6 @@ class _Every:
     def __contains__(self, name: object) -> bool:
         return True
 
-    def __iter__(self) -> Any:
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
 
 def read_arguments(folder: Path) -> dict[str, Any]:
     """The plain values among the arguments that a checkpoint keeps; empty where it keeps none that can be read."""

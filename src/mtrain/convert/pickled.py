@@ -8,13 +8,12 @@ Source: the opcodes are those of Python's `pickletools`.
 
 from __future__ import annotations
 
-import gc
 import struct
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
+from mtrain.collecting import without_collecting
 from mtrain.errors import CorruptData
 
 MAX_STEPS = 32_000_000
@@ -65,7 +64,7 @@ class _Mark:
 _MARK = _Mark()
 
 
-def read(data: bytes, admitted: Collection[str], where: str) -> Any:
+def read(data: bytes, admitted: Container[str], where: str) -> Any:
     """What a pickle describes, in `Name`, `Mapped`, `Record`, `Reference`, lists, tuples, texts, bytes and numbers.
 
     Args:
@@ -84,22 +83,10 @@ def read(data: bytes, admitted: Collection[str], where: str) -> Any:
         raise machine.refused("it is no pickle, or it is cut or altered") from None
 
 
-@contextmanager
-def without_collecting() -> Iterator[None]:
-    """No search for garbage, which goes through millions of records again and again and takes most of the time."""
-    collected = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collected:
-            gc.enable()
-
-
 class _Machine:
     """Reads one pickle."""
 
-    def __init__(self, data: bytes, admitted: Collection[str], where: str) -> None:
+    def __init__(self, data: bytes, admitted: Container[str], where: str) -> None:
         self.data, self.admitted, self.where = data, admitted, where
         self.at = 0
         self.stack: list[Any] = []

@@ -19,6 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from mtrain.collecting import without_collecting
 from mtrain.convert import pickled
 from mtrain.convert.pickled import Mapped, Name, Record
 from mtrain.convert.plain_file import open_plain, read_plain
@@ -122,7 +123,7 @@ def open_torch_dist(path: Path, is_weight: Callable[[str], bool] = lambda name: 
     path = _newest(path)
     _check_backend(path)
     data = read_plain(path / METADATA, MAX_METADATA_BYTES)
-    with pickled.without_collecting():
+    with without_collecting():
         return _Reading(path, pickled.read(data, ADMITTED, str(path / METADATA))).checkpoint(is_weight)
 
 

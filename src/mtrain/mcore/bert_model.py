@@ -150,9 +150,12 @@ class BertModel(SummedLosses, LanguageModule):
         the last its hidden states [s, b, h].
 
         `token_types` [b, s] are 0 where nothing is said; `next_sentence` [b] is 1 where sentence B does not follow.
+
+        Raises:
+            ValueError: packed documents, or a mask of attention.
         """
         if attention_mask is not None or packed_seq_params is not None:
-            raise NotImplementedError("samples of BERT are whole windows: nothing in them is hidden or packed")
+            raise ValueError("samples of BERT are whole windows: nothing in them is hidden or packed")
         embedded = self.embedding(input_ids, position_ids, token_types) if self.pre_process else None
         hidden = self.encoder(hidden_states=embedded, attention_mask=None)
         if not self.post_process:
