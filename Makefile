@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Tests start hundreds of processes, and each would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-all full lint oracle fuzz clean install
 install: $(STAMP)
 

@@ -115,7 +115,7 @@ def _compared(words: str) -> list[Any]:
     return [
         row
         for dtype in prove.formats(full)
-        for row in prove.compared(prove.shrunk(full, argv, STEPS, dtype))
+        for row in prove.compared(prove.comparable(full, argv, STEPS, dtype))
     ]
 
 

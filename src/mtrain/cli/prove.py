@@ -15,7 +15,7 @@ from mtrain.errors import BadEnvironment, ConfigError, say, say_page
 from mtrain.launching import local, preflight
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import parameters
-from mtrain.plan.shrink import alone, differences, shrink, without_chance
+from mtrain.plan.shrink import alone, by_document, differences, shrink, without_chance
 from mtrain.units import count
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ def run(argv: list[str], *, debug: bool) -> int:
     full = load(argv).run
     equal = True
     for dtype in formats(full):
-        small = without_chance(shrunk(full, argv, STEPS, dtype))
-        say(f"{full.model.name}: {_layout(small)} against one rank, {dtype}, {STEPS} steps")
+        small = comparable(full, argv, STEPS, dtype)
+        say(f"{full.model.name}: {_layout(small)} against {_reference(small)}, {dtype}, {STEPS} steps")
         if dtype == "fp32":
             say(f"shrunk to {count(parameters(small.model))} parameters: {'; '.join(differences(full, small))}")
         rows = compared(small)
@@ -65,6 +65,14 @@ def run(argv: list[str], *, debug: bool) -> int:
 def formats(full: RunConfig) -> list[str]:
     """The number formats that a run is proven in."""
     return ["fp32", "bf16"] if full.precision.dtype == "bf16" else ["fp32"]
+
+
+def comparable(full: RunConfig, argv: list[str], steps: int, dtype: str) -> RunConfig:
+    """`shrunk`, with nothing left that another layout does otherwise; of packed samples, nothing that looks beyond a
+    document, where that can be.
+    """
+    small = without_chance(shrunk(full, argv, steps, dtype))
+    return (by_document(small) or small) if small.data.packed else small
 
 
 def shrunk(full: RunConfig, argv: list[str], steps: int, dtype: str) -> RunConfig:
@@ -89,9 +97,10 @@ def compared(small: RunConfig) -> list[Row]:
     """Train `small` as laid out and on one rank, and compare what both computed."""
     with tempfile.TemporaryDirectory(prefix="mtrain-prove-") as scratch:
         homes = {"one": Path(scratch) / "one", "many": Path(scratch) / "many"}
-        for name, part in (("many", small), ("one", alone(small))):
-            homes[name].mkdir()
-            local.observe(part, homes[name])
+        for home in homes.values():
+            home.mkdir()
+        local.observe(small, homes["many"])
+        local.observe(alone(small), homes["one"], by_document=small.data.packed and by_document(small) == small)
         from mtrain.train.prove import compare
 
         dtype = small.precision.format
@@ -108,12 +117,12 @@ def compared(small: RunConfig) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """Largest relative errors, where they are, and what they may be."""
-    lines = [f"{'':<14} {'largest relative error':<24} {'tolerance':<10} where"]
+    lines = [f"{'':<18} {'largest relative error':<24} {'tolerance':<10} where"]
     for row in rows:
         report = "bitwise equal" if row.error == 0 else f"{row.error:.1e}"
         bound = "not compared" if row.tolerance == UNCOMPARED else f"{row.tolerance:.0e}"
         mark = "" if row.equal else "  <- differs"
-        lines.append(f"{row.what:<14} {report:<24} {bound:<10} {row.where if row.error else ''}{mark}")
+        lines.append(f"{row.what:<18} {report:<24} {bound:<10} {row.where if row.error else ''}{mark}")
     return "\n".join(lines)
 
 
@@ -131,6 +140,14 @@ def why_not_bitwise(run: RunConfig) -> str:
         and run.model.moe is not None,
     }
     return "; ".join(reason for reason, applies in reasons.items() if applies) or "of an unknown reason"
+
+
+def _reference(small: RunConfig) -> str:
+    if not small.data.packed:
+        return "one rank"
+    if by_document(small) == small:
+        return "one rank with one document at a time"
+    return "one rank that packs too, since the router looks at all tokens of a micro-batch"
 
 
 def _layout(small: RunConfig) -> str:

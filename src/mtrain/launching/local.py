@@ -80,11 +80,14 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
     return owned.folder
 
 
-def observe(run: RunConfig, home: Path) -> None:
-    """Train a small run in local processes and leave in `home` what `train.prove.compare` reads."""
+def observe(run: RunConfig, home: Path, *, by_document: bool = False) -> None:
+    """Train a small run in local processes and leave in `home` what `train.prove.compare` reads.
+
+    `by_document`: packed samples one document at a time; see `train.prove.observe`.
+    """
     _warm(run)
     run = _with_products(run)
-    _run_ranks(run, home, lambda ending: _observe(run, home, ending))
+    _run_ranks(run, home, lambda ending: _observe(run, home, by_document, ending))
 
 
 def say(run: RunConfig, text: str) -> None:
@@ -180,11 +183,11 @@ def _import(run: RunConfig, source: Path, home: Path) -> None:
     take(run, source, home)
 
 
-def _observe(run: RunConfig, home: Path, ending: End) -> None:
+def _observe(run: RunConfig, home: Path, by_document: bool, ending: End) -> None:
     enter(run, ending)
     from mtrain.train import prove
 
-    prove.observe(run, home)
+    prove.observe(run, home, by_document=by_document)
 
 
 def _logits(run: RunConfig, checkpoint: Path, ids: list[int], out: Path, ending: End) -> None:

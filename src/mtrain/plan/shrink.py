@@ -157,6 +157,21 @@ def without_chance(run: RunConfig) -> RunConfig:
     return run.model_copy(update={"model": run.model.model_copy(update=certain)})
 
 
+def by_document(run: RunConfig) -> RunConfig | None:
+    """The same run, of packed samples, with a loss that is the sum of those of its documents alone.
+
+    The balancing loss, which is of a whole micro-batch, is off; None where experts have a capacity, or sinkhorn
+    balances them.
+    """
+    moe = run.model.moe
+    if moe is None:
+        return run
+    if moe.expert_capacity_factor is not None or moe.router_load_balancing_type == "sinkhorn":
+        return None
+    alone = moe.model_copy(update={"aux_loss_coeff": 0.0})
+    return run.model_copy(update={"model": run.model.model_copy(update={"moe": alone})})
+
+
 def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
     """Optimizer state that does not hide in its rounding what is to be compared in fp32."""
     if dtype != "fp32":

@@ -6,7 +6,6 @@ broadcast, and runs its own documents in the order in which the schedule asks fo
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from mtrain.mcore import api as mcore
+from mtrain.train.documents import documents
 from mtrain.train.step import Batch, Parts, sum_loss
 
 Groups = list[list[list[int]]]
@@ -27,17 +27,6 @@ class Share:
 
     document: dict[str, torch.Tensor]
     ranks: int
-
-
-def documents(batches: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
-    """The documents of packed samples, each as `[1, length]` tensors."""
-    found = []
-    for batch in batches:
-        bounds = batch["cu_seqlens"].tolist()
-        rows = {key: value for key, value in batch.items() if key != "cu_seqlens"}
-        for start, stop in itertools.pairwise(bounds):
-            found.append({key: value[:, start:stop] for key, value in rows.items()})
-    return found
 
 
 def deal_out(lengths: Sequence[int], most: int, ranks: int) -> Groups:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,49 @@ from mtrain import strict_json
 from mtrain.ckpt import state as ckpt_state
 from mtrain.ckpt import store
 from mtrain.ckpt.folder import MODEL, folder_name
+from mtrain.config.batches import size_after
 from mtrain.config.run import RunConfig
 from mtrain.mcore import sharding
+from mtrain.train import documents
 from mtrain.train.assemble import assemble, splits_of
-from mtrain.train.step import Parts, train_step
+from mtrain.train.step import Parts, gradients, reduce_report, to_device, train_step
 from mtrain.world.init import joined
 
+SMALL = 1e-3
+STEPS, DOCUMENTS = "steps.json", "documents.json"
 
-def observe(run: RunConfig, folder: Path) -> None:
+
+def observe(run: RunConfig, folder: Path, *, by_document: bool = False) -> None:
     """Train `run` to its end on this rank, and leave in `folder`: losses and norms of each step, the whole gradient
     that the first update was made from, and the weights after the last.
+
+    Of packed samples also the loss and the gradient of a few documents alone. With `by_document` nothing is packed:
+    one rank runs each document as a sequence of its own.
     """
     with joined(run) as world:
-        parts = assemble(run, world, splits_of(run))
+        splits = splits_of(run)
+        parts = assemble(run, world, splits)
+        if by_document:
+            parts.schedule = documents.alone(splits.document_ends)
+        of_documents = _documents(parts, folder) if run.data.packed else []
         record_gradients(parts, folder / "gradients")
         results = [train_step(parts, stop_requested=False) for _ in range(run.trainer.train_iters)]
         ckpt_state.save(folder, run, world, parts.state, {})
         if world.is_rank0:
             rows = [{"loss": r.loss, "grad_norm": r.grad_norm} for r in results]
-            (folder / "steps.json").write_text(strict_json.dumps(rows))
+            (folder / STEPS).write_text(strict_json.dumps(rows))
+            (folder / DOCUMENTS).write_text(strict_json.dumps(of_documents))
+
+
+def _documents(parts: Parts, folder: Path) -> list[dict[str, Any]]:
+    """Where some documents of the first global batch are, and their losses; their gradients are saved."""
+    data, size, out = parts.train_data, size_after(parts.batch_sizes, 0), []
+    for document in documents.observed(data, size):
+        batches = [to_device(batch, parts.world) for batch in documents.only(document, data, size)]
+        loss, tokens, _ = reduce_report(parts.world, gradients(parts, batches), False)
+        save_gradients(parts, folder / f"document_{document.number}")
+        out.append({**asdict(document), "loss": loss, "tokens": tokens})
+    return out
 
 
 def record_gradients(parts: Parts, folder: Path) -> None:
@@ -42,12 +67,17 @@ def record_gradients(parts: Parts, folder: Path) -> None:
 
     def recording() -> Any:
         optimizer.step = step
-        ranks = store.Ranks(parts.world.rank, parts.world.size, dist.barrier)
-        shards = sharding.gradient_shards(parts.state.chunks, optimizer)
-        store.save(folder, 0, shards, {}, {}, "", ranks)
+        save_gradients(parts, folder)
         return step()
 
     optimizer.step = recording
+
+
+def save_gradients(parts: Parts, folder: Path) -> None:
+    """Save the gradients that are there, as a checkpoint of step 0."""
+    ranks = store.Ranks(parts.world.rank, parts.world.size, dist.barrier)
+    shards = sharding.gradient_shards(parts.state.chunks, parts.state.optimizer)
+    store.save(folder, 0, shards, {}, {}, "", ranks)
 
 
 def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -79,23 +109,55 @@ def compare(
     With `zero_centered` norms, what they multiply with is compared, 1 more than what is kept: that has no size of its
     own after a few steps.
     """
-    a, b = (json.loads((folder / "steps.json").read_text()) for folder in (one, many))
+    a, b = (json.loads((folder / STEPS).read_text()) for folder in (one, many))
     losses = {f"step {i}": _relative(x["loss"], y["loss"]) for i, (x, y) in enumerate(zip(a, b, strict=True), 1)}
     norm = {"step 1": _relative(a[0]["grad_norm"], b[0]["grad_norm"])}
     rows = [
         _worst("loss", losses, tolerances["loss"]),
         _worst("gradient norm", norm, tolerances["gradient norm"]),
     ]
+    rows += _of_documents(one, many, tolerances)
     for what, inside in (("gradient", f"gradients/{folder_name(0)}"), ("weight", folder_name(steps))):
-        left, right = (whole_tensors(folder / inside) for folder in (one, many))
-        left, right = ({k: v for k, v in tensors.items() if _is_weight(k)} for tensors in (left, right))
-        if left.keys() != right.keys():
-            odd = sorted(left.keys() ^ right.keys())
-            return [*rows, Row(what, float("inf"), f"only on one side: {', '.join(odd[:3])}", 0.0)]
-        factors = {key for key in left if what == "weight" and zero_centered and "norm" in key and "bias" not in key}
-        errors = {key: _distance(value, right[key], 1.0 if key in factors else 0.0) for key, value in left.items()}
+        errors = _of_tensors(one / inside, many / inside, offset=what == "weight" and zero_centered)
         rows.append(_worst(what, errors, tolerances[what]))
     return rows
+
+
+def _of_documents(one: Path, many: Path, tolerances: dict[str, float]) -> list[Row]:
+    """Losses and gradients of documents of packed samples, if there are any."""
+    a, b = (json.loads((folder / DOCUMENTS).read_text()) for folder in (one, many))
+    losses: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    for x, y in zip(a, b, strict=True):
+        where = f"document {x['number']}, in sample {x['sample']}"
+        same = all(x[key] == y[key] for key in ("number", "start", "stop", "tokens"))
+        losses[where] = _relative(x["loss"], y["loss"]) if same else float("inf")
+        inside = f"document_{x['number']}/{folder_name(0)}"
+        # a token that attends to itself alone gives norms of queries a gradient of rounding
+        found = _of_tensors(one / inside, many / inside, small=SMALL)
+        errors |= {f"{where}: {key}": error for key, error in found.items()}
+    if not losses:
+        return []
+    return [
+        _worst("loss of a document", losses, tolerances["loss"]),
+        _worst("its gradient", errors, tolerances["gradient"]),
+    ]
+
+
+def _of_tensors(one: Path, many: Path, *, offset: bool = False, small: float = 0.0) -> dict[str, float]:
+    """The relative difference of each tensor of two checkpoints; with `offset`, of norms that are 1 more.
+
+    A tensor whose norm is less than `small` of that of all tensors is compared with that.
+    """
+    left, right = (
+        {key: value for key, value in whole_tensors(folder).items() if _is_weight(key)} for folder in (one, many)
+    )
+    if left.keys() != right.keys():
+        odd = sorted(left.keys() ^ right.keys())
+        return {f"only on one side: {', '.join(odd[:3])}": float("inf")}
+    factors = {key for key in left if offset and "norm" in key and "bias" not in key}
+    least = small * math.sqrt(sum(float(value.double().square().sum()) for value in left.values()))
+    return {key: _distance(value, right[key], 1.0 if key in factors else 0.0, least) for key, value in left.items()}
 
 
 def _is_weight(key: str) -> bool:
@@ -109,8 +171,8 @@ def _relative(a: float | None, b: float | None) -> float:
     return abs(a - b) / max(abs(a), 1e-12)
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor, offset: float) -> float:
-    return float((a.double() - b.double()).norm() / (a.double() + offset).norm().clamp_min(1e-12))
+def _distance(a: torch.Tensor, b: torch.Tensor, offset: float, least: float) -> float:
+    return float((a.double() - b.double()).norm() / (a.double() + offset).norm().clamp_min(max(least, 1e-12)))
 
 
 def _worst(what: str, errors: dict[str, float], tolerance: float) -> Row:

@@ -88,10 +88,7 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
         read = parts.train_data.microbatches(state.consumed_samples, size)
         batches = [to_device(cast(Batch, b), parts.world) for b in read]
     with clock.phase("forward_backward"):
-        for chunk in state.chunks:
-            chunk.zero_grad_buffer()
-        state.optimizer.zero_grad()
-        reports = run_schedule(parts, batches, forward_only=False)
+        reports = gradients(parts, batches)
     begin_phase("optimizer")
     scale, may_fall = loss_scale(state.optimizer) or (None, False)
     with clock.phase("optimizer"):
@@ -115,6 +112,14 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
         stop=stops > 0,
         seconds=clock.done(),
     )
+
+
+def gradients(parts: Parts, batches: Sequence[Batch]) -> list[torch.Tensor]:
+    """Forward and backward over the micro-batches of a step, from gradients of zero; see `run_schedule`."""
+    for chunk in parts.state.chunks:
+        chunk.zero_grad_buffer()
+    parts.state.optimizer.zero_grad()
+    return run_schedule(parts, batches, forward_only=False)
 
 
 def update(state: TrainState, counts: str) -> tuple[bool, float, float]:

@@ -1,0 +1,178 @@
+"""Packed samples compute what their documents do one at a time: losses, and the gradient of each; faults are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from mtrain.cli import prove
+from mtrain.cli.setup import load
+from mtrain.config.run import RunConfig
+from mtrain.launching import local
+from tests.support.covering import some
+
+if TYPE_CHECKING:
+    from mtrain.train.prove import Row
+
+MIXTRAL, DEEPSEEK, GEMMA = "model=mixtral_tiny", "model=deepseek_tiny", "model=gemma_tiny"
+LEARNED = "model.position_embedding_type=learned_absolute"
+STEPS = 2
+LAYOUTS = {
+    "one rank": "",
+    "dp4": "parallel=dp4",
+    "dp2 distributed optimizer": "parallel=dp2 parallel.distributed_optimizer=true parallel.overlap_grad_reduce=true",
+    "tp2": "parallel=tp2",
+    "tp2 sequence parallel": "parallel=tp2sp",
+    "pp2": "parallel=pp2",
+    "pp4": "parallel=pp4",
+    "pp2vpp2": "parallel=pp2vpp2",
+    "tp2pp2dp2": "parallel=tp2pp2dp2",
+    "cp2 all-gather": "parallel=cp2 parallel.cp_comm_type=all_gather",
+    "cp2 ring": "parallel=cp2 parallel.cp_comm_type=p2p",
+    "cp2 all-to-all": "parallel=cp2 parallel.cp_comm_type=a2a",
+    "cp4 hierarchical": "parallel=cp4 parallel.cp_comm_type=a2a+p2p parallel.hierarchical_cp_sizes=[2,2]",
+    "tp2cp2 ring": "parallel=tp2cp2sp parallel.cp_comm_type=p2p",
+    "pp2cp2": "parallel=pp2cp2",
+    "cp2dp2": "parallel=cp2 parallel.ranks=4",
+    "padded to four tokens": "parallel=pp2 data.packed_multiple=4",
+    "learned positions, pp2": f"parallel=pp2 {LEARNED}",
+    "learned positions, cp2": f"parallel=cp2 {LEARNED}",
+    "a window and sinks, tp2cp2": "parallel=tp2cp2 model.window_size=8 model.softmax_type=learnable",
+    "Gemma's windows and bases, pp2": f"{GEMMA} parallel=pp2",
+    "ep2": f"{MIXTRAL} parallel=ep2",
+    "tp2ep2": f"{MIXTRAL} parallel=tp2ep2etp1sp",
+    "a small DeepSeek-V3, tp2pp2ep2": f"{DEEPSEEK} parallel=tp2pp2ep2etp1sp "
+    "model.moe.router_load_balancing_type=aux_loss",
+    "MTP, pp2cp2": "parallel=pp2cp2 model.mtp_num_layers=1",
+    "recomputed": "parallel=tp2 parallel.recompute.granularity=full parallel.recompute.method=block",
+    "dynamic context": "parallel=dp4 parallel.hybrid_context_parallel=true",
+    "dynamic context, ring": "parallel=tp2dp2sp parallel.hybrid_context_parallel=true parallel.cp_comm_type=p2p",
+    "fsdp2": "parallel=dp2 parallel.fsdp=fsdp2",
+}
+
+
+def _compared(words: str) -> list[Row]:
+    argv = [*words.split(), "data.packed=true"]
+    small = prove.comparable(load(argv).run, argv, STEPS, "fp32")
+    rows = prove.compared(small)
+    assert {"loss of a document", "its gradient"} <= {row.what for row in rows}
+    return rows
+
+
+@pytest.mark.parametrize("name", some(LAYOUTS, ["pp4", "cp4 hierarchical", "a small DeepSeek-V3, tp2pp2ep2"]))
+def test_a_packed_layout_is_proven(name: str) -> None:
+    rows = _compared(LAYOUTS[name])
+    assert all(row.equal for row in rows), prove.table(rows)
+
+
+def _merged(bounds: torch.Tensor) -> torch.Tensor:
+    """The first two documents as one."""
+    return bounds if len(bounds) < 3 else torch.cat([bounds[:1], bounds[2:]])
+
+
+def _boundaries(change: Callable[[torch.Tensor], torch.Tensor | None], wrong: Callable[[], bool]) -> None:
+    from mtrain.train import step
+
+    real = step.packed_params
+    step.packed_params = lambda bounds: real(change(bounds) if bounds is not None and wrong() else bounds)  # type: ignore[assignment]
+
+
+def _middle_stage_without_boundaries() -> None:
+    from mtrain.mcore.api import parallel_state as ranks
+
+    _boundaries(lambda bounds: None, lambda: ranks.get_pipeline_model_parallel_rank() == 1)
+
+
+def _leaked_attention() -> None:
+    _boundaries(_merged, lambda: torch.distributed.get_rank() == 1)
+
+
+def _packed_otherwise(change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    from mtrain.data import batch
+
+    real = batch.pack
+
+    def pack(*args: Any) -> Any:
+        packed = real(*args)
+        change(packed)  # type: ignore[arg-type]
+        return packed
+
+    batch.pack = pack
+
+
+def _shifted(packed: dict[str, torch.Tensor]) -> None:
+    packed["position_ids"] = packed["position_ids"] + 1
+
+
+def _end_counted(packed: dict[str, torch.Tensor]) -> None:
+    packed["loss_mask"] = torch.ones_like(packed["loss_mask"])
+
+
+def _one_boundary_less(packed: dict[str, torch.Tensor]) -> None:
+    packed["cu_seqlens"] = _merged(packed["cu_seqlens"])
+
+
+def _rotary_positions_go_on() -> None:
+    from megatron.core.transformer import attention
+
+    real = attention.apply_rotary_pos_emb
+    attention.apply_rotary_pos_emb = lambda t, freqs, config, cu_seqlens=None, **more: real(t, freqs, config, **more)
+
+
+def _token_counted_twice_under_context_parallelism() -> None:
+    from mtrain.train import step
+
+    real = step._part_of_context
+
+    def part(batch: Any, world: Any) -> Any:
+        found = dict(real(batch, world))
+        if world.coords["cp"] == 1:
+            counted = found["loss_mask"][0].nonzero()
+            found["loss_mask"] = found["loss_mask"].clone()
+            found["loss_mask"][0, counted[:1]] = 2.0
+        return found
+
+    step._part_of_context = part
+
+
+FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
+    "a middle stage without boundaries": ("parallel=pp4", _middle_stage_without_boundaries),
+    "attention that leaks on one rank": ("parallel=dp2", _leaked_attention),
+    "positions of the data that begin at 1": (f"parallel=dp2 {LEARNED}", lambda: _packed_otherwise(_shifted)),
+    "a loss beyond the end of a document": ("parallel=dp2", lambda: _packed_otherwise(_end_counted)),
+    "documents of the data that are not told apart": ("", lambda: _packed_otherwise(_one_boundary_less)),
+    "rotary positions that go on": ("", _rotary_positions_go_on),
+    "a token that counts twice under context parallelism": (
+        "parallel=cp2",
+        _token_counted_twice_under_context_parallelism,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", some(FAULTS, ["a middle stage without boundaries", "attention that leaks on one rank"]))
+def test_a_seeded_fault_of_packing_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words, fault = FAULTS[name]
+    real = local._observe
+
+    def faulty(*args: Any) -> None:
+        fault()
+        real(*args)
+
+    monkeypatch.setattr(local, "_observe", faulty)  # runs in the forked ranks alone
+    rows = _compared(words)
+    assert any(not row.equal for row in rows), prove.table(rows)
+
+
+def test_the_router_that_looks_at_a_whole_micro_batch_is_compared_with_one_that_packs_too() -> None:
+    argv = [MIXTRAL, "parallel=ep2", "data.packed=true", "model.moe.expert_capacity_factor=1.0"]
+    small = prove.comparable(load(argv).run, argv, STEPS, "fp32")
+    assert small.model.moe is not None
+    assert small.model.moe.aux_loss_coeff > 0
+    assert "packs too" in prove._reference(small)
+    without: RunConfig = prove.comparable(load(argv[:3]).run, argv[:3], STEPS, "fp32")
+    assert without.model.moe is not None
+    assert without.model.moe.aux_loss_coeff == 0
+    assert "one document at a time" in prove._reference(without)
