@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 
 from mtrain.cli import prove
 from mtrain.cli.setup import load
+from mtrain.config.resolve import resolve
 from mtrain.config.run import RunConfig
 from mtrain.launching import local
+from tests.support.configs import LAPTOP
 from tests.support.covering import some
+from tests.support.runs import tiny_run
 
 if TYPE_CHECKING:
     from mtrain.train.prove import Row
@@ -66,6 +70,42 @@ def _compared(words: str) -> list[Row]:
 def test_a_packed_layout_is_proven(name: str) -> None:
     rows = _compared(LAYOUTS[name])
     assert all(row.equal for row in rows), prove.table(rows)
+
+
+SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
+    "8 in a micro-batch": (8, {}),
+    "2 micro-batches": (4, {}),
+    "8 micro-batches": (1, {}),
+    "dp2, 1 each": (4, {"ranks": 2}),
+    "dp2, 4 each": (1, {"ranks": 2}),
+    "dp4, 2 each": (1, {"ranks": 4}),
+    "cp2, 2 micro-batches": (4, {"ranks": 2, "cp": 2}),
+    "cp2 ring, 8 micro-batches": (1, {"ranks": 2, "cp": 2, "cp_comm_type": "p2p"}),
+    "cp4 all-to-all": (8, {"ranks": 4, "cp": 4, "cp_comm_type": "a2a"}),
+    "dp2cp2, 2 each": (2, {"ranks": 4, "cp": 2}),
+}
+"""Samples of a micro-batch, and a layout: one global batch of 8."""
+
+
+@pytest.mark.parametrize("name", some(SPLITS, ["dp2cp2, 2 each"]))
+def test_one_global_batch_has_one_loss_and_one_gradient_in_any_split(name: str, tmp_path: Path) -> None:
+    micro, layout = SPLITS[name]
+    homes = tmp_path / "one", tmp_path / "many"
+    for home in homes:
+        home.mkdir()
+    local.observe(_packed(8, {}), homes[0], by_document=True)
+    local.observe(_packed(micro, layout), homes[1])
+    from mtrain.train.prove import compare
+
+    exact = {"loss": 1e-6, "gradient norm": 1e-6, "gradient": 1e-6, "weight": 1e-3}
+    rows = compare(*homes, 1, exact)
+    assert all(row.equal for row in rows), prove.table(rows)
+
+
+def _packed(micro: int, layout: dict[str, Any]) -> RunConfig:
+    run = tiny_run(trainer={"train_iters": 1, "micro_batch_size": micro}, optim={"warmup_iters": 0}, **layout)
+    packed = {"packed": True, "packed_multiple": 8, "seq_length": 64}
+    return resolve(run.model_copy(update={"data": run.data.model_copy(update=packed)}), LAPTOP)
 
 
 def _merged(bounds: torch.Tensor) -> torch.Tensor:
