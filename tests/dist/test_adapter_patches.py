@@ -37,7 +37,7 @@ def without(request: pytest.FixtureRequest) -> dict[str, str]:
 PLAIN = [name for name in CASES if not name.startswith("fsdp-")]
 
 
-@pytest.mark.parametrize("name", some(CASES, always=PLAIN[::2]))
+@pytest.mark.parametrize("name", some(CASES, always=PLAIN[::6]))
 def test_without_the_fix_the_defect_shows(name: str, without: dict[str, str]) -> None:
     assert re.search(CASES[name].symptom, without[name]), without[name]
 

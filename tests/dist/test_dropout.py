@@ -140,7 +140,8 @@ def test_every_layout_learns_with_dropout_what_one_rank_learns_with_it() -> None
         assert sharded - without == pytest.approx(effect, rel=0.5), f"{parallel}: {sharded}, alone {alone}"
 
 
-@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_recomputation_drops_again_what_was_dropped(sequence_parallel: bool) -> None:
     found = []
     for recompute in ({}, {"granularity": "full", "method": "uniform", "num_layers": 1}, {"granularity": "selective"}):

@@ -88,7 +88,7 @@ def _on(run: RunConfig, ranks: int) -> RunConfig:
     return run.model_copy(update={"parallel": run.parallel.model_copy(update={"ranks": ranks}), "trainer": batch})
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "megatron"])
+@pytest.mark.parametrize("name", some(["fsdp2", "megatron"], ["megatron"]))
 def test_ranks_that_divide_no_weight_evenly_are_proven(name: str) -> None:
     rows = prove.compared(_on(_run(LAYOUTS[name]), 3))
     assert all(row.equal for row in rows), prove.table(rows)
@@ -98,7 +98,6 @@ ALWAYS = (
     "fsdp2 tied",
     "fsdp2 tp2ep2 etp1",
     "megatron biases",
-    "megatron optimizer and gradients",
     "megatron optimizer bf16",
     "distributed optimizer replicas",
     "offload bf16, distributed optimizer",
@@ -200,11 +199,8 @@ CHANGES = [
 ]
 CHANGED_ALWAYS = (
     ("one rank", "fsdp2 replicas"),
-    ("fsdp2 ep2 replicas", "ep2"),
     ("tp2pp2", "megatron"),
-    ("offload half, distributed optimizer", "fsdp2"),
     ("megatron optimizer bf16", "fsdp2 bf16"),
-    ("offload bf16, distributed optimizer", "one rank bf16"),
 )
 
 
@@ -249,7 +245,7 @@ def _use(run: RunConfig) -> tuple[float, list[int], float]:
 USED = ["fsdp2 tp2", "fsdp2 replicas", "fsdp2 pp2 tied", "megatron tp2", "megatron optimizer"]
 
 
-@pytest.mark.parametrize("name", some(USED, ["fsdp2 pp2 tied", "megatron optimizer"]))
+@pytest.mark.parametrize("name", some(USED, ["fsdp2 pp2 tied"]))
 def test_a_model_that_is_spread_is_evaluated_and_writes_text_between_steps(name: str) -> None:
     run = _run(LAYOUTS[name])
     run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"eval_iters": 2})})
@@ -283,7 +279,7 @@ def _unreduced() -> None:
 UNREDUCED = ["fsdp2", "fsdp2 replicas", "megatron", "megatron replicas"]
 
 
-@pytest.mark.parametrize("name", some(UNREDUCED, ["fsdp2", "megatron"]))
+@pytest.mark.parametrize("name", some(UNREDUCED, ["megatron"]))
 def test_a_shard_that_is_not_reduced_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from mtrain.launching import local
 

@@ -72,7 +72,6 @@ LAYOUTS = {
     "Gemma 3 tp2": f"{GEMMA} parallel=tp2sp",
     "Gemma 3 pp2vpp3": f"{GEMMA} parallel=pp2vpp3",
     "Gemma 3 with caps, tp2cp2 ring": f"{GEMMA} {CAPS} parallel=tp2cp2sp parallel.cp_comm_type=p2p",
-    "Gemma 3 with caps, cp2 all-to-all, packed": f"{GEMMA} {CAPS} parallel=cp2 parallel.cp_comm_type=a2a data.packed=true",
     "Gemma 3 and a prediction pp2": f"{GEMMA} {CAPS} parallel=pp2 model.mtp_num_layers=1",
     "Gemma 3 bf16": f"{GEMMA} {CAPS} parallel=tp2sp precision=bf16",
     "norms behind, over all heads tp2": f"{OLMO} parallel=tp2",
@@ -91,12 +90,6 @@ LAYOUTS = {
     "tp2cp2 of a small Phi-4-mini": "model=phi3_tiny parallel=tp2cp2",
     "tp2pp2ep2 of a small GLM-4.5": "model=glm45_tiny parallel=tp2pp2ep2etp1sp",
     "yarn under cp": "parallel=tp2cp2 model.rope_scaling={rope_type:yarn,factor:8.0,original_max_position_embeddings:64}",
-    "packed dp2": "parallel=dp2 data.packed=true",
-    "packed cp2 ring": "parallel=cp2 data.packed=true parallel.cp_comm_type=p2p model.mtp_num_layers=1",
-    "packed tp2cp2 all-to-all": "parallel=tp2cp2sp data.packed=true parallel.cp_comm_type=a2a",
-    "dynamic context": "parallel=dp4 data.packed=true parallel.hybrid_context_parallel=true",
-    "dynamic context ring tp2": "parallel=tp2dp2sp data.packed=true parallel.hybrid_context_parallel=true "
-    "parallel.cp_comm_type=p2p",
     "full recomputation": "parallel=tp2pp2sp parallel.recompute.granularity=full parallel.recompute.method=block",
     "tp2 bf16": "parallel=tp2sp precision=bf16",
     "tp2cp2 bf16": "parallel=tp2cp2 precision=bf16 parallel.cp_comm_type=p2p",
@@ -127,9 +120,7 @@ ALWAYS = (
     "multi-token prediction in a stage of its own",
     "capacity and padding",
     "Gemma 3 pp2vpp3",
-    "Gemma 3 with caps, cp2 all-to-all, packed",
     "tp2pp2ep2 of a small GLM-4.5",
-    "dynamic context",
     "ep2 bf16",
 )
 """Every axis and every kind of layer; the tests of families and of positions have more of them."""
@@ -164,7 +155,7 @@ RECOMPUTED = {
 }
 
 
-RECOMPUTED_ALWAYS = ("full, block", "attention, norms and MLPs", "expert activations")
+RECOMPUTED_ALWAYS = ("full, block", "expert activations")
 
 
 @pytest.mark.parametrize("name", some(RECOMPUTED, RECOMPUTED_ALWAYS))
@@ -285,7 +276,7 @@ FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", some(FAULTS, list(FAULTS)[::2]))
 def test_a_seeded_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words, fault = FAULTS[name]
     real = local._observe

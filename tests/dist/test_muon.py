@@ -29,7 +29,7 @@ def _run(optim: dict[str, Any] | None = None, **keys: Any) -> Any:
     return tiny_run(**keys, optim={"name": "muon", **(optim or {})})
 
 
-@pytest.mark.parametrize("name", some(LAYOUTS, ("dp2", "pp2 tied", "tp2 etp1")))
+@pytest.mark.parametrize("name", some(LAYOUTS, ("pp2 tied", "tp2 etp1")))
 def test_a_layout_trains_as_one_rank_does(name: str) -> None:
     keys = LAYOUTS[name]
     one, many = _run(model=keys.get("model")), _run(**keys)
@@ -46,7 +46,7 @@ def test_blocks_are_orthogonalised_alone_where_that_is_asked_for() -> None:
     assert 1e-6 < abs(a - b) / b < 1e-2
 
 
-@pytest.mark.parametrize("dtype", some(["fp32", "bf16"], ["bf16"]))
+@pytest.mark.parametrize("dtype", some(["fp32", "bf16"], []))
 def test_a_resume_changes_no_bit_and_another_layout_goes_on(dtype: str, tmp_path: Path) -> None:
     run, other = _run(ranks=2, tp=2, dtype=dtype), _run(ranks=2, pp=2, dtype=dtype)
     whole = run_ranks(2, lambda: train_steps(run, 4, save_to=tmp_path / "whole"))[0]

@@ -8,7 +8,7 @@ from mtrain.config.codes import codes
 from tests.support.oracle import POLICY, UNUSED_KEY, Validated, cases, validated
 from tests.support.oracle_cases import Drawn, keys
 
-CASES = 16
+CASES = 10
 """`make oracle` tries 500."""
 SEED = 5
 

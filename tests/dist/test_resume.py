@@ -94,7 +94,6 @@ ALWAYS = (
     "tp2 dropout, sequence parallel",
     "dp2 own adam, distributed optimizer",
     "dp2 no main weights",
-    "pp2",
 )
 """Every way in which state is kept, and what is drawn."""
 

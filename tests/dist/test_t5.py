@@ -54,6 +54,7 @@ def test_a_layout_has_the_losses_and_norms_of_one_rank(name: str, model: dict[st
     assert expected[0][0] != expected[1][0]
 
 
+@pytest.mark.full
 def test_a_gradient_that_one_rank_has_wrong_is_seen() -> None:
     """The comparison can fail: one rank negates the gradient of one of its weights."""
     run = run_of(**LAYOUTS["tp2 sequence parallel"])

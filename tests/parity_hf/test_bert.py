@@ -45,7 +45,7 @@ LAYOUTS = {
     "tp2pp2": (4, "parallel=tp2pp2 trainer.micro_batch_size=1"),
     "dp2, distributed optimizer": (2, "parallel=dp2 parallel.distributed_optimizer=true trainer.micro_batch_size=1"),
 }
-ALWAYS = {("BertForPreTraining", "single"), ("BertForPreTraining", "tp2sp")}
+ALWAYS = {("BertForPreTraining", "tp2sp")}
 CASES = [
     pytest.param(kind, layout, marks=() if (kind, layout) in ALWAYS else pytest.mark.full)
     for kind in ("BertForPreTraining", "BertForMaskedLM")

@@ -24,7 +24,9 @@ from tests.parity_hf.families import CASES
 from tests.support.covering import some
 from tests.support.forked import RankFailed, run_alone, run_ranks
 
-ALWAYS = ("llama 3.2, tied", "mixtral", "qwen2 moe", "gpt oss beyond its window", "deepseek v3", "gpt2", "gpt neox")
+DRAWN = int(os.environ.get("PARITY_CASES", "1"))
+"""Random configurations of each family."""
+ALWAYS = ("llama 3.2, tied", "gpt oss beyond its window", "deepseek v3", "gpt2", "gpt neox")
 LAYOUTS = {
     "llama 3.2, tied": ("parallel=tp2pp2", 4),
     "qwen3": ("parallel=pp2dp2 parallel.distributed_optimizer=true", 4),
@@ -80,7 +82,7 @@ def test_an_export_returns_the_bytes_that_were_imported_and_both_compute_the_sam
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(DRAWN))
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_random_model_goes_in_and_out_or_is_refused(kind: str, seed: int, tmp_path: Path) -> None:
     case = draw(kind, seed)
@@ -113,7 +115,7 @@ def _saved_in(layout: str, run: Path, into: Path) -> None:
         state.save(into, found, world, parts.state, {})
 
 
-@pytest.mark.parametrize("name", some(LAYOUTS, ["llama 3.2, tied", "qwen2 moe"]))
+@pytest.mark.parametrize("name", some(LAYOUTS, ["qwen2 moe"]))
 def test_weights_go_through_a_layout_and_come_out_as_they_were(name: str, tmp_path: Path) -> None:
     layout, ranks = LAYOUTS[name]
     theirs_, run = saved(name, tmp_path / "theirs"), tmp_path / "run"

@@ -28,7 +28,7 @@ TOLERANCES = {
 NEEDED = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"}
 NEEDED |= {"max_position_embeddings", "n_layer", "n_embd", "n_head", "n_positions"}
 """Without one of these a file is refused."""
-DRAWN = int(os.environ.get("PARITY_CASES", "2"))
+DRAWN = int(os.environ.get("PARITY_CASES", "1"))
 """Random configurations of each family."""
 
 
@@ -44,7 +44,6 @@ def assert_agrees(result: Result) -> None:
 
 ALWAYS = (
     "llama 3.2, tied",
-    "mistral beyond its window",
     "mixtral",
     "qwen2 with a window in every layer but each second",
     "gemma 2",

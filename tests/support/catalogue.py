@@ -6,9 +6,14 @@ Numbers 1 to 94 are those of the catalogue that was collected from today's train
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 
 from mtrain.cli.setup import load
+from mtrain.config.compose import compose
+from mtrain.config.resolve import resolve
+from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from tests.support.configs import LAPTOP, within_a_second
 
@@ -285,3 +290,14 @@ ROWS: tuple[Row, ...] = (
     odd(93, "parallel=dp64 trainer.global_batch_size=64", "MT111", "parallel.ranks", "64 processes", "2 CPU cores"),
 )
 """Everything that a configuration shows by itself; what data, checkpoints or machines show is tested at preflight."""
+
+
+@cache
+def accepted() -> tuple[RunConfig, ...]:
+    """The configurations of the catalogue that the schema accepts."""
+    found = []
+    for row in ROWS:
+        if not row.text:
+            with suppress(ConfigError):
+                found.append(resolve(compose(row.words).run, LAPTOP))
+    return tuple(found)

@@ -9,28 +9,11 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.setup import load
-from mtrain.config.compose import compose
-from mtrain.config.resolve import resolve
 from mtrain.config.rules import RULES, Answers, findings, findings_and_reads, value_at
-from mtrain.config.run import RunConfig
 from mtrain.config.watch import watched
 from mtrain.errors import ConfigError
-from tests.support.catalogue import ROWS, validated
+from tests.support.catalogue import accepted, validated
 from tests.support.configs import LAPTOP
-
-
-def composed(words: tuple[str, ...]) -> RunConfig | None:
-    """The run of a command line that the schema accepts."""
-    try:
-        return resolve(compose(words).run, LAPTOP)
-    except ConfigError:
-        return None
-
-
-@pytest.fixture(scope="module")
-def runs() -> list[RunConfig]:
-    """The configurations of the catalogue that the schema accepts."""
-    return [run for row in ROWS if not row.text and (run := composed(row.words)) is not None]
 
 
 @pytest.mark.parametrize(
@@ -55,14 +38,14 @@ def test_what_a_refused_key_decides_is_left_out_and_the_rest_is_said(words: str,
     assert {p.code for p in validated(words.split()) if p.severity == "error"} == codes
 
 
-def test_a_rule_finds_the_same_when_its_reading_is_watched(runs: list[RunConfig]) -> None:
-    assert len(runs) > 20
-    for run in runs:
+def test_a_rule_finds_the_same_when_its_reading_is_watched() -> None:
+    assert len(accepted()) > 20
+    for run in accepted():
         assert [finding for finding, _ in findings_and_reads(run, Answers())] == list(findings(run))
 
 
-def test_what_a_rule_reads_are_keys(runs: list[RunConfig]) -> None:
-    for run in runs:
+def test_what_a_rule_reads_are_keys() -> None:
+    for run in accepted():
         for rule in RULES:
             reads: set[str] = set()
             list(rule(watched(run, reads)))
@@ -72,14 +55,14 @@ def test_what_a_rule_reads_are_keys(runs: list[RunConfig]) -> None:
                 assert key.endswith(".") or key in keys or value_at(run, key) is None
 
 
-def test_only_rules_that_say_so_look_at_the_disk(runs: list[RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rules_that_say_so_look_at_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def touched(*args: object, **kwargs: object) -> None:
         raise AssertionError(f"a rule that is not of the disk looked at the disk: {args}")
 
     for name in ("stat", "lstat", "access", "scandir", "listdir", "open", "readlink", "statvfs"):
         monkeypatch.setattr(os, name, touched)
     monkeypatch.setattr("builtins.open", touched)
-    for run in runs:
+    for run in accepted():
         for rule in RULES:
             if not rule.disk:
                 list(rule(run))

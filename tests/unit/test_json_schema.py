@@ -67,7 +67,7 @@ def test_a_run_file_fits_and_a_part_of_one_does_not() -> None:
 
 
 @settings(
-    max_examples=40,
+    max_examples=20,
     deadline=None,
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

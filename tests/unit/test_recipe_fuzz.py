@@ -63,7 +63,7 @@ def answered(work: Callable[[], object]) -> None:
     assert time.process_time() - start < 2
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_mutated_script_is_imported_or_refused(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     flags = tuple(sorted(known_flags()))

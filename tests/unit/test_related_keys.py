@@ -11,8 +11,8 @@ from mtrain.cli.setup import load
 from mtrain.config.rules import Answers, findings_and_reads, value_at
 from mtrain.config.rules.related import related
 from mtrain.errors import ConfigError, Problem, Related
+from tests.support.catalogue import accepted
 from tests.support.configs import LAPTOP
-from tests.unit.test_findings_and_reads import RUNS
 
 
 def problem(words: str, code: str) -> Problem:
@@ -79,7 +79,7 @@ def test_the_other_keys_of_a_rule_stand_below_it(words: str, code: str, keys: di
 
 def test_a_related_key_is_one_that_the_rule_looked_at_and_never_the_one_it_is_about() -> None:
     seen = 0
-    for run in RUNS:
+    for run in accepted():
         for finding, reads in findings_and_reads(run, Answers()):
             keys = related(finding, run, reads, {})
             assert finding.path not in keys
@@ -94,7 +94,7 @@ def test_a_long_value_of_a_related_key_is_cut_and_a_hostile_one_shown() -> None:
     text = Problem("MT000", "data.path", None, "rule", "", related=(key,)).render()
     assert len(text) < 400
     assert text.count("\n") == 1
-    assert value_at(RUNS[0], "no.such.key") is None
+    assert value_at(accepted()[0], "no.such.key") is None
 
 
 def test_a_rank_hands_a_problem_on_with_its_related_keys() -> None:

@@ -95,6 +95,6 @@ def test_first_fixes_lead_to_a_valid_configuration(change: dict[str, Any], machi
 
 @pytest.mark.full
 @given(change=CHANGES, machine=st.sampled_from(MACHINES))
-@settings(FIXED, max_examples=200)
+@settings(FIXED, max_examples=100)
 def test_first_fixes_lead_to_a_valid_configuration_often(change: dict[str, Any], machine: Machine) -> None:
     _fix_all(change, machine)
