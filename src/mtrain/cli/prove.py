@@ -117,12 +117,13 @@ def compared(small: RunConfig) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """Largest relative errors, where they are, and what they may be."""
-    lines = [f"{'':<18} {'largest relative error':<24} {'tolerance':<10} where"]
+    wide = max(len(row.what) for row in rows) + 1
+    lines = [f"{'':<{wide}} {'largest relative error':<24} {'tolerance':<10} where"]
     for row in rows:
         report = "bitwise equal" if row.error == 0 else f"{row.error:.1e}"
         bound = "not compared" if row.tolerance == UNCOMPARED else f"{row.tolerance:.0e}"
         mark = "" if row.equal else "  <- differs"
-        lines.append(f"{row.what:<18} {report:<24} {bound:<10} {row.where if row.error else ''}{mark}")
+        lines.append(f"{row.what:<{wide}} {report:<24} {bound:<10} {row.where if row.error else ''}{mark}")
     return "\n".join(lines)
 
 
