@@ -150,7 +150,8 @@ def _of_tensors(one: Path, many: Path, *, offset: bool = False, small: float = 0
     A tensor whose norm is less than `small` of that of all tensors is compared with that.
     """
     left, right = (
-        {key: value for key, value in whole_tensors(folder).items() if _is_weight(key)} for folder in (one, many)
+        {key.removeprefix(MODEL): value for key, value in whole_tensors(folder).items() if _is_weight(key)}
+        for folder in (one, many)
     )
     if left.keys() != right.keys():
         odd = sorted(left.keys() ^ right.keys())
