@@ -239,7 +239,10 @@ def test_a_text_too_short_is_padded_and_neither_padding_nor_images_are_learned()
 
 @pytest.mark.parametrize(
     ("image_size", "letter", "said"),
-    [(28, None, "its images take 49 tokens, and data.seq_length is 48"), (4, "USER", "which stands for images")],
+    [
+        (28, None, "its images take 49 tokens, .* do not fit data.seq_length 48"),
+        (4, "USER", "which stands for images"),
+    ],
 )
 def test_a_record_that_the_model_cannot_take_is_told_with_its_line(
     image_size: int, letter: str | None, said: str, home: Path
@@ -248,4 +251,15 @@ def test_a_record_that_the_model_cannot_take_is_told_with_its_line(
     image = 500 if letter is None else tokenizer_of(home).encode(letter)[0]
     own = LlavaConfig(image_size=image_size, patch_size=4, image_token_id=image)
     with pytest.raises(MtrainError, match=rf"shapes\.jsonl:\d+: .*{said}"):
+        _of_records(own, train, torch.from_numpy(train.batch(np.array([0]))), np.array([0]))
+
+
+def test_an_image_behind_the_end_of_a_sample_is_told_with_its_line(tmp_path: Path) -> None:
+    """Its patches would stand in the places of the next sample's image."""
+    folder = folder_of_shapes(tmp_path / "shapes", 4)
+    line = {"image": "images/0000.png", "text": "a red bar " * 60 + "<image>"}
+    (folder / "shapes.jsonl").write_text((json.dumps(line) + "\n") * 4)
+    train = samples(tmp_path)
+    own = LlavaConfig(image_size=8, patch_size=4, image_token_id=500)
+    with pytest.raises(CorruptData, match=r"shapes\.jsonl:\d: its images take 4 tokens, .* data.seq_length 48"):
         _of_records(own, train, torch.from_numpy(train.batch(np.array([0]))), np.array([0]))

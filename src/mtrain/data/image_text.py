@@ -260,6 +260,10 @@ class ImageTextSamples:
                     out.append(load(inside(self.found.folder, name), size)[None])
         return np.concatenate(out)
 
+    def image_count(self, number: int) -> int:
+        """Images of the record that makes a sample, those behind the end of the sample included."""
+        return len(self.found.record(self.record_of(number)).images)
+
     def place(self, number: int) -> str:
         """File and line of the record that makes a sample."""
         return self.found.place(self.record_of(number))

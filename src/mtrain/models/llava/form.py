@@ -37,10 +37,10 @@ def _of_records(own: LlavaConfig, source: ImageTextSamples, windows: torch.Tenso
         if bool((window == own.image_token_id).any()):
             said = f"its text has the token id {own.image_token_id}, which stands for images"
             raise CorruptData(f"{source.place(int(number))}: {said}")
-        asked = int((window == IMAGE).sum()) * own.image_tokens
+        asked = source.image_count(int(number)) * own.image_tokens
         if int((tokens[:-1] == IMAGE).sum()) != asked:
-            said = f"its images take {asked} tokens, and data.seq_length is {len(window) - 1}"
-            raise CorruptData(f"{source.place(int(number))}: {said}")
+            said = f"its images take {asked} tokens, and they and the text before them do not fit"
+            raise CorruptData(f"{source.place(int(number))}: {said} data.seq_length {len(window) - 1}")
     images = torch.from_numpy(source.images(numbers, own.image_size))
     tokens, known = (torch.stack(column) for column in zip(*rows, strict=True))
     return _batch(own, tokens, known, images)
