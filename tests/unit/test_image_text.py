@@ -263,3 +263,11 @@ def test_an_image_behind_the_end_of_a_sample_is_told_with_its_line(tmp_path: Pat
     own = LlavaConfig(image_size=8, patch_size=4, image_token_id=500)
     with pytest.raises(CorruptData, match=r"shapes\.jsonl:\d: its images take 4 tokens, .* data.seq_length 48"):
         _of_records(own, train, torch.from_numpy(train.batch(np.array([0]))), np.array([0]))
+def test_padding_is_no_image_where_the_image_token_is_0() -> None:
+    own = LlavaConfig(image_size=4, patch_size=2, image_token_id=0)
+    window = torch.tensor([5, IMAGE, 6, *[NOTHING] * 7])
+    tokens, known = spread(own, window, window >= 0)
+    batch = _batch(own, tokens[None], known[None], torch.zeros(1, 3, 4, 4))
+    assert int((batch["tokens"] == own.image_token_id).sum()) == own.image_tokens
+
+

@@ -69,7 +69,8 @@ def _synthetic(own: LlavaConfig, name: str, windows: torch.Tensor, numbers: np.n
 
 def _batch(own: LlavaConfig, tokens: torch.Tensor, learned: torch.Tensor, images: torch.Tensor) -> MicroBatch:
     image, nothing = tokens == IMAGE, tokens == NOTHING
-    ids = tokens.masked_fill(image, own.image_token_id).masked_fill(nothing, 0)
+    padding = 1 if own.image_token_id == 0 else 0  # any id but that of an image
+    ids = tokens.masked_fill(image, own.image_token_id).masked_fill(nothing, padding)
     counts = (learned & ~image & ~nothing)[:, 1:]
     inputs = ids[:, :-1].contiguous()
     batch = MicroBatch(
