@@ -168,10 +168,13 @@ def test_a_bad_image_is_told_with_its_line_and_name(tmp_path: Path) -> None:
     ],
 )
 def test_records_are_looked_at_before_training(line: str, said: str, tmp_path: Path) -> None:
+        (json.dumps({"image": "a" * 300, "text": "a"}), r":21: 'aaa.*' cannot be looked at: File name too long"),
+        ('{"image": "round.png", "text": "a"}', r":21: 'round.png' cannot be looked at: Symlink loop"),
     folder = folder_of_shapes(tmp_path / "shapes", 20)
     with (folder / "shapes.jsonl").open("a") as file:
         file.write(line + "\n")
     with pytest.raises(CorruptData, match=said):
+    (folder / "round.png").symlink_to("round.png")
         prepare(data_of(tmp_path), lambda note: None)
     assert not list((tmp_path / "cache").glob("images-*/meta.json"))
 

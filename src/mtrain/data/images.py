@@ -43,13 +43,17 @@ def inside(folder: Path, name: str) -> Path:
     """The path of an image that a record names.
 
     Raises:
-        CorruptData: it leads out of the folder, also by a link.
+        CorruptData: it leads out of the folder, also by a link, or no file can be there.
     """
     path = folder / name
     parts = Path(name).parts
     if not name or Path(name).is_absolute() or ".." in parts or "\0" in name:
         raise CorruptData(f"{name[:200]!r}: an image has a path inside of its folder")
-    if not path.resolve().is_relative_to(folder.resolve()):
+    try:
+        real = path.resolve()
+    except (OSError, RuntimeError) as error:  # pathlib's error of a link that leads back to itself is the latter
+        raise CorruptData(f"{name[:200]!r} cannot be looked at: {error}") from None
+    if not real.is_relative_to(folder.resolve()):
         raise CorruptData(f"{name[:200]!r} is a link that leads out of the folder")
     return path
 

@@ -118,7 +118,12 @@ def check_images(record: Record, folder: Any) -> None:
         CorruptData: one is not, or lies outside of the folder.
     """
     for name in record.images:
-        if not inside(folder, name).is_file():
+        path = inside(folder, name)
+        try:
+            there = path.is_file()
+        except OSError as error:
+            raise CorruptData(f"{name[:200]!r} cannot be looked at: {error.strerror}") from None
+        if not there:
             raise CorruptData(f"{name[:200]!r}: there is no such image")
 
 
