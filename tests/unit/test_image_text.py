@@ -91,7 +91,8 @@ def test_images_stand_where_the_text_says_or_in_front(
         ('{"image": 3, "text": "a"}', "neither a path"),
         ('{"image": "a.png", "text": "<image> and <image>"}', "2 times <image> for 1 images"),
         ('{"text": "<image>"}', "1 times <image> for 0 images"),
-        ('{"text": "  "}', "no text"),
+        ('{"text": "  "}', "text is empty, or no string"),
+        ('{"image": "a.png", "text": "half \\ud83d"}', r"\\ud83d is half of a surrogate pair"),
         ('{"conversations": [{"from": "gpt", "value": "a"}, {"from": "human", "value": "b"}]}', "turn 1"),
         ('{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt"}]}', "turn 2"),
     ],
@@ -181,6 +182,16 @@ def test_records_are_looked_at_before_training(line: str, said: str, tmp_path: P
 
 @pytest.mark.parametrize("names", [(), ("a.jsonl", "b.jsonl")])
 def test_a_folder_has_one_file_of_records(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_text_of_which_a_tokenizer_leaves_nothing_is_padding(tmp_path: Path) -> None:
+    folder = folder_of_shapes(tmp_path / "shapes", 4)
+    (folder / "shapes.jsonl").write_text('{"text": "aa"}\n' * 4)
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": ""}
+    model = {"type": "BPE", "vocab": {"b": 0}, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "normalizer": step, "model": model}))
+    train = samples(tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))
+    assert (train.batch([0]) == NOTHING).all()
+
+
     for name in names:
         (tmp_path / name).write_text("{}\n")
     with pytest.raises(ConfigError, match="one says which text"):

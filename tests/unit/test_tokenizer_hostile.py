@@ -159,5 +159,6 @@ def test_a_text_is_encoded_as_a_whole_and_no_longer(changes: dict[str, Any], tmp
 def test_a_text_that_cannot_be_encoded_is_an_error_that_names_the_file(text: str, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(text)
-    with pytest.raises(CorruptData, match="a text cannot be encoded"):
-        Tokenizer(path).encode("c " + "a" * 40 + "b")
+    for encode in (Tokenizer(path).encode, Tokenizer(path).encode_with_places):
+        with pytest.raises(CorruptData, match="a text cannot be encoded"):
+            encode("c " + "a" * 40 + "b")

@@ -229,7 +229,7 @@ class ImageTextSamples:
         """Ids int64 [seq_length + 1] and whether each is learned, cut or padded at the end."""
         with self.found.named(record):
             ids, known = records.encoded(self.found.record(record), self._tokenizer)
-            if max(ids) >= self._vocab_size:
+            if max(ids, default=0) >= self._vocab_size:
                 raise CorruptData(f"token id {max(ids)}; the vocabulary has ids 0 to {self._vocab_size - 1}")
         length = self.seq_length + 1
         tokens, learned = np.full(length, records.NOTHING, np.int64), np.zeros(length, np.bool_)

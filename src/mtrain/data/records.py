@@ -67,6 +67,10 @@ def parse(line: bytes) -> Record:
     if ("text" in values) == ("conversations" in values):
         raise CorruptData("it needs either text or conversations")
     spans = _of_text(values["text"]) if "text" in values else _of_conversations(values["conversations"])
+    try:
+        "".join((*images, *(span.text for span in spans if isinstance(span, Span)))).encode()
+    except UnicodeEncodeError as error:
+        raise CorruptData(f"\\u{ord(error.object[error.start]):04x} is half of a surrogate pair") from None
     places = sum(span.text.count(PLACE) for span in spans if isinstance(span, Span))
     if places == 0 and images:
         spans = [Span(PLACE * len(images), False), *spans]
@@ -77,7 +81,7 @@ def parse(line: bytes) -> Record:
 
 def _of_text(text: Any) -> list[Span | object]:
     if not isinstance(text, str) or not text.strip():
-        raise CorruptData("text is no text")
+        raise CorruptData("text is empty, or no string")
     return [Span(text, True), END]
 
 

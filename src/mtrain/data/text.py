@@ -106,14 +106,21 @@ class Tokenizer:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_with_places(self, text: str) -> list[tuple[int, int]]:
-        """Each token id of a text with the character that it begins at; no special tokens are added."""
-        found = self._tokenizer.encode(text, add_special_tokens=False)
+        """Each token id of a text with the character that it begins at; no special tokens are added.
+
+        Raises:
+            CorruptData: as `encode`.
+        """
+        with self._faults_named("a text cannot be encoded"):
+            found = self._tokenizer.encode(text, add_special_tokens=False)
         return [(number, start) for number, (start, _) in zip(found.ids, found.offsets, strict=True)]
 
     @cached_property
     def beginning(self) -> list[int]:
         """Ids of the special tokens that every text begins with, such as that of `<s>`."""
-        return [number for number in self._tokenizer.encode("").ids if number != self.eod]
+        with self._faults_named("a text cannot be encoded"):
+            ids = self._tokenizer.encode("").ids
+        return [number for number in ids if number != self.eod]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
