@@ -147,7 +147,7 @@ BAD = {
 def test_an_image_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.png"
     BAD[name](path)
-    with pytest.raises(CorruptData):
+    with pytest.raises(CorruptData, match=r"/bad\.png: "):
         load(path, 336)
 
 

@@ -69,16 +69,16 @@ def load(path: Path, size: int) -> np.ndarray:
     try:
         held = path.stat().st_size
         if held > MAX_BYTES:
-            raise CorruptData(f"{path}: {bytes_(held)}; an image may have {bytes_(MAX_BYTES)}")
+            raise CorruptData(f"{bytes_(held)}; an image may have {bytes_(MAX_BYTES)}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what is odd in metadata; its own limit of pixels is above ours
             with module.open(path, formats=FORMATS) as image:
                 width, height = image.size
                 if width * height > MAX_PIXELS or min(width, height) < 1:
-                    raise CorruptData(f"{path}: {width} x {height} pixels; an image may have {MAX_PIXELS} of them")
+                    raise CorruptData(f"{width} x {height} pixels; an image may have {MAX_PIXELS} of them")
                 return _normalised(_cropped(image.convert("RGB"), size, module.Resampling.BICUBIC))
-    except CorruptData:
-        raise
+    except CorruptData as found:
+        raise CorruptData(f"{path}: {found}") from None
     except Exception as error:  # the library raises errors of every kind for files that are damaged
         raise CorruptData(f"{path}: no image that can be read: {str(error)[:200]}") from error
 
