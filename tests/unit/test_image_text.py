@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from PIL import Image
 
 from mtrain.config.groups import DataConfig
+from mtrain.config.image_files import records_of
 from mtrain.config.llava import LlavaConfig
 from mtrain.data import open_splits, prepare, same_data
 from mtrain.data.image_text import ImageTextSamples
@@ -166,22 +168,20 @@ def test_a_bad_image_is_told_with_its_line_and_name(tmp_path: Path) -> None:
         ('{"image": "nowhere.png", "text": "a"}', r"shapes\.jsonl:21: 'nowhere.png': there is no such image"),
         ('{"image": "../x.png", "text": "a"}', r":21: .*inside of its folder"),
         ("nonsense", r":21: not JSON"),
+        (json.dumps({"image": "a" * 300, "text": "a"}), r":21: 'aaa.*' cannot be looked at: File name too long"),
+        ('{"image": "round.png", "text": "a"}', r":21: 'round.png' cannot be looked at: Symlink loop"),
     ],
 )
 def test_records_are_looked_at_before_training(line: str, said: str, tmp_path: Path) -> None:
-        (json.dumps({"image": "a" * 300, "text": "a"}), r":21: 'aaa.*' cannot be looked at: File name too long"),
-        ('{"image": "round.png", "text": "a"}', r":21: 'round.png' cannot be looked at: Symlink loop"),
     folder = folder_of_shapes(tmp_path / "shapes", 20)
+    (folder / "round.png").symlink_to("round.png")
     with (folder / "shapes.jsonl").open("a") as file:
         file.write(line + "\n")
     with pytest.raises(CorruptData, match=said):
-    (folder / "round.png").symlink_to("round.png")
         prepare(data_of(tmp_path), lambda note: None)
     assert not list((tmp_path / "cache").glob("images-*/meta.json"))
 
 
-@pytest.mark.parametrize("names", [(), ("a.jsonl", "b.jsonl")])
-def test_a_folder_has_one_file_of_records(names: tuple[str, ...], tmp_path: Path) -> None:
 def test_a_text_of_which_a_tokenizer_leaves_nothing_is_padding(tmp_path: Path) -> None:
     folder = folder_of_shapes(tmp_path / "shapes", 4)
     (folder / "shapes.jsonl").write_text('{"text": "aa"}\n' * 4)
@@ -192,10 +192,26 @@ def test_a_text_of_which_a_tokenizer_leaves_nothing_is_padding(tmp_path: Path) -
     assert (train.batch([0]) == NOTHING).all()
 
 
+@pytest.mark.parametrize("names", [(), ("a.jsonl", "b.jsonl")])
+def test_a_folder_has_one_file_of_records(names: tuple[str, ...], tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_text("{}\n")
     with pytest.raises(ConfigError, match="one says which text"):
         prepare(data_of(tmp_path, path=str(tmp_path)), lambda note: None)
+
+
+def test_a_folder_that_is_called_as_a_file_of_records_is_none(tmp_path: Path) -> None:
+    folder_of_shapes(tmp_path / "shapes", 4)
+    (tmp_path / "shapes/old.jsonl").mkdir()
+    assert records_of(tmp_path / "shapes") == (tmp_path / "shapes/shapes.jsonl", "")
+
+
+def test_a_file_of_records_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder_of_shapes(tmp_path / "shapes", 4)
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: "jsonl" not in str(path) and access(path, mode))
+    found, rule = records_of(tmp_path / "shapes")
+    assert (found, rule) == (None, "shapes.jsonl cannot be read: permission denied")
 
 
 def test_an_image_is_resized_cut_and_normalised(tmp_path: Path) -> None:
@@ -251,6 +267,14 @@ def test_a_text_too_short_is_padded_and_neither_padding_nor_images_are_learned()
     assert batch["loss_mask"].tolist() == [[0, 0, 0, 0, 1, 1, 0]]
 
 
+def test_padding_is_no_image_where_the_image_token_is_0() -> None:
+    own = LlavaConfig(image_size=4, patch_size=2, image_token_id=0)
+    window = torch.tensor([5, IMAGE, 6, *[NOTHING] * 7])
+    tokens, known = spread(own, window, window >= 0)
+    batch = _batch(own, tokens[None], known[None], torch.zeros(1, 3, 4, 4))
+    assert int((batch["tokens"] == own.image_token_id).sum()) == own.image_tokens
+
+
 @pytest.mark.parametrize(
     ("image_size", "letter", "said"),
     [
@@ -277,11 +301,3 @@ def test_an_image_behind_the_end_of_a_sample_is_told_with_its_line(tmp_path: Pat
     own = LlavaConfig(image_size=8, patch_size=4, image_token_id=500)
     with pytest.raises(CorruptData, match=r"shapes\.jsonl:\d: its images take 4 tokens, .* data.seq_length 48"):
         _of_records(own, train, torch.from_numpy(train.batch(np.array([0]))), np.array([0]))
-def test_padding_is_no_image_where_the_image_token_is_0() -> None:
-    own = LlavaConfig(image_size=4, patch_size=2, image_token_id=0)
-    window = torch.tensor([5, IMAGE, 6, *[NOTHING] * 7])
-    tokens, known = spread(own, window, window >= 0)
-    batch = _batch(own, tokens[None], known[None], torch.zeros(1, 3, 4, 4))
-    assert int((batch["tokens"] == own.image_token_id).sum()) == own.image_tokens
-
-

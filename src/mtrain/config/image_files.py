@@ -24,9 +24,11 @@ def records_of(path: Path) -> tuple[Path | None, str]:
         for number, entry in enumerate(entries):
             if number >= MOST_ENTRIES:
                 return None, f"holds more than {MOST_ENTRIES} entries: name its {ENDING} file"
-            if entry.name.endswith(ENDING) and not entry.name.startswith("."):
+            if entry.name.endswith(ENDING) and not entry.name.startswith(".") and Path(entry.path).is_file():
                 found.append(entry.name)
     if len(found) == 1:
-        return path / found[0], ""
+        file = path / found[0]
+        rule = unreadable(file)
+        return (file, "") if rule is None else (None, f"{found[0]} {rule}")
     said = "no file" if not found else f"{len(found)} files ({', '.join(sorted(found)[:3])})"
     return None, f"holds {said} that ends in {ENDING}, and one says which text belongs to which image"
