@@ -2,6 +2,7 @@
 
 import pytest
 
+from mtrain.config.compose import compose
 from mtrain.config.groups import DataConfig, OptimConfig
 from mtrain.config.model import ModelConfig, MoEConfig
 from mtrain.config.parallel import ParallelConfig
@@ -76,3 +77,12 @@ def test_interleaved_stages_take_turns() -> None:
     )
     held = [[stage.layers for stage in stages] for stages in held_stages(run)]
     assert held == [[range(0, 2), range(4, 6)], [range(2, 4), range(6, 8)]]
+
+
+def test_a_frozen_language_model_saves_the_gradients_of_its_weights_and_nothing_of_attention() -> None:
+    model = compose(["model=llava_tiny"]).run.model
+    assert model.llava is not None
+    frozen = model.model_copy(update={"llava": model.llava.model_copy(update={"freeze": ("language",)})})
+    short, long = (count.flops_per_token(model, n) - count.flops_per_token(frozen, n) for n in (512, 1024))
+    assert short == pytest.approx(long)
+    assert short > 0

@@ -68,7 +68,8 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     own = of(model)
     frozen = set(own.freeze)
     text = language.flops_per_token(model, seq_length, causal=causal)
-    text *= 2 / 3 if "language" in frozen else 1
+    if "language" in frozen:  # a third of what its weights take; attention between tokens has none
+        text -= language.flops_per_token(model, 0, causal=causal) / 3
     h, f, patches = own.vision_hidden_size, own.vision_ffn_hidden_size, own.image_tokens
     # 2 of a forward for each weight and patch, the class token among them; 4 for each channel of keys and values
     products = 3 * own.patch_size**2 * h * patches
