@@ -173,3 +173,4 @@ def test_a_fix_is_offered(words: str, code: str, fix: str) -> None:
 
 def test_no_text_is_written_at_the_end_of_a_run() -> None:
     assert load(["model=bert_tiny", "data=stdlib"], LAPTOP, {}).run.trainer.sample_tokens == 0
+        ("model=llava_tiny model.norm_placement=post_residual", "MT248", "model.norm_placement=pre or"),
