@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,31 @@ def test_a_pair_is_two_halves_of_which_the_second_may_be_anothers() -> None:
     assert (follows == (apart == 0)).all()
     assert "next_sentence" not in alone
     assert int(alone["token_types"].sum()) == 0
+
+
+class _Numbered:
+    """Three samples an epoch, whose tokens are their own number."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def batch(self, numbers: np.ndarray) -> np.ndarray:
+        return np.repeat(np.asarray(numbers)[:, None], LENGTH + 1, 1)
+
+
+def test_the_second_half_of_a_pair_that_is_apart_is_another_samples_of_the_same_epoch() -> None:
+    """Other epochs are cut elsewhere: a sample of one may hold what follows in another."""
+    run = compose(["model=bert_tiny", "data=mock", f"data.seq_length={LENGTH}"]).run
+    run = run.model_copy(
+        update={"model": run.model.model_copy(update={"vocab_size": VOCAB, "bert": BertConfig(**IDS)})}
+    )
+    numbers, source = np.arange(300, 360), _Numbered()
+    made: Any = form(run, SimpleNamespace(train=source, masked_eod=None), "train")  # type: ignore[arg-type]
+    batch = made(torch.from_numpy(source.batch(numbers)), numbers)
+    first, second, apart = batch["labels"][:, 1], batch["labels"][:, -2], batch["next_sentence"].bool()
+    assert apart.any()
+    assert (first // 3 == second // 3).all()
+    assert ((first != second) == apart).all()
 
 
 def test_what_is_drawn_depends_on_seed_split_and_sample_alone() -> None:
@@ -152,6 +178,7 @@ def test_what_bert_does_not_have_is_refused(key: str) -> None:
         ("model=bert_tiny parallel=cp2", "MT248", "parallel.cp=1"),
         ("model=bert_tiny data.packed=true", "MT248", "data.packed=false"),
         ("model.norm_placement=post_residual", "MT248", "model.norm_placement=pre or model.norm_placement=post"),
+        ("model=llava_tiny model.norm_placement=post_residual", "MT248", "model.norm_placement=pre or"),
         ("model.bert={}", "MT249", "model.bert=null"),
         ("model=bert_tiny model.bert=null", "MT246", "model.bert={...}, or model.family=gpt"),
         ("model=bert_tiny model.bert.mask_token_id=4099", "MT250", "model.bert.mask_token_id=4098"),
@@ -173,4 +200,3 @@ def test_a_fix_is_offered(words: str, code: str, fix: str) -> None:
 
 def test_no_text_is_written_at_the_end_of_a_run() -> None:
     assert load(["model=bert_tiny", "data=stdlib"], LAPTOP, {}).run.trainer.sample_tokens == 0
-        ("model=llava_tiny model.norm_placement=post_residual", "MT248", "model.norm_placement=pre or"),

@@ -105,7 +105,8 @@ def _pairs(
         many = np.uint64(len(source) - 1)
         steps = (draws.words(_OTHER, numbers[apart], 1)[:, 0] % many).astype(np.int64) + 1
         text = text.copy()
-        text[apart, second] = source.batch((numbers[apart] + steps) % len(source))[:, second]
+        epochs, places = np.divmod(numbers[apart], len(source))  # in one epoch, two numbers are two samples
+        text[apart, second] = source.batch(epochs * len(source) + (places + steps) % len(source))[:, second]
     else:
         apart = np.zeros_like(apart)
     kinds = np.zeros((len(text), length), np.int64)
