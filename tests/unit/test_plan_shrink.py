@@ -212,3 +212,10 @@ def test_padding_of_the_vocabulary_is_kept(vocab: int, small: int) -> None:
     words = [f"model.vocab_size={vocab}", *LONG, "data=mock", "model.mask_padded_vocab=false"]
     shrunk = shrink(load(words, BIG, {}).run, steps=3).model
     assert (shrunk.vocab_size, shrunk.padded_vocab_size, shrunk.mask_padded_vocab) == (small, 512, False)
+
+
+def test_sequences_of_an_encoder_decoder_divide_by_a_degree_above_8() -> None:
+    full = load(["model=t5_11b", "parallel=tp16sp", "data=mock", "data.seq_length=1024"], BIG, {}).run
+    small = shrink(full, steps=3)
+    assert (small.parallel.tp, small.parallel.sequence_parallel) == (16, True)
+    assert [p for p in check(small) if p.severity == "error"] == []

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
+from mtrain.config.t5 import LENGTH_MULTIPLE, lengths
 from mtrain.models.t5.count import section
 
 HEAD, HIDDEN, FFN, VOCAB = 16, 64, 128, 512
@@ -15,12 +18,15 @@ SENTINELS = 16
 def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int) -> ModelConfig:
     """`model` with so many layers in the encoder, and in the decoder one more where it had another number.
 
-    Norm, activation, gate, tying, buckets and noise stay as they were; lengths are resolved again.
+    Norm, activation, gate, tying, buckets and noise stay as they were; encoder and decoder are as long as samples of
+    `seq_length` need, in parts that tp shards.
     """
     t, wide = section(model), max(1, p.tp // 4)
     deep = layers + 1 if t.decoder_layers not in (None, model.num_layers) else None
     ids = {"sentinels": SENTINELS, "first_sentinel": None, "start_id": 0, "end_id": 1}
-    lengths = {"encoder_length": None, "decoder_length": None}
+    part = math.lcm(LENGTH_MULTIPLE, p.tp if p.sequence_parallel else 1)
+    read, written = (-(-need // part) * part for need in lengths(t, seq_length))
+    filled = {"encoder_length": read, "decoder_length": written}
     return model.model_copy(
         update={
             "num_layers": layers,
@@ -30,6 +36,6 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
             "kv_channels": HEAD,
             "vocab_size": VOCAB if model.padded_vocab_size == model.vocab_size else PADDED,
             "max_position_embeddings": max(seq_length, 64),
-            "t5": t.model_copy(update={"decoder_layers": deep, **ids, **lengths}),
+            "t5": t.model_copy(update={"decoder_layers": deep, **ids, **filled}),
         }
     )
