@@ -72,6 +72,17 @@ def test_queries_keys_and_values_are_three_matrices() -> None:
     assert (fused - whole).norm() > 0.1 * whole.norm()
 
 
+def test_a_group_may_have_rows_of_its_own() -> None:
+    gradient = drawn(24, 10, seed=1)
+    ends = []
+    for of_all, own in (((2, 2, 2), {}), ((4, 2, 2), {"qkv_rows": (2, 2, 2)})):
+        param = nn.Parameter(torch.zeros_like(gradient))
+        param.grad = gradient
+        Muon([{"params": [param], "matrix": "qkv", **own}], 1.0, impl="reference", qkv_rows=of_all, **EXACT).step()
+        ends.append(param.detach())
+    assert torch.equal(*ends)
+
+
 def test_rows_in_another_order_are_updated_in_that_order() -> None:
     gradient, order = drawn(12, 5, seed=1), torch.randperm(12, generator=torch.Generator().manual_seed(3))
     zero = torch.zeros_like(gradient)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
-from typing import get_args
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -51,6 +52,23 @@ def test_a_format_has_the_size_and_range_of_its_dtype(word: str) -> None:
     dtype = getattr(torch, facts.torch)
     assert facts.bytes == dtype.itemsize
     assert facts.largest == pytest.approx(torch.finfo(dtype).max, rel=0 if word != "tf32" else 1e-3)
+
+
+def test_muon_takes_the_vision_towers_heads_apart_by_its_own_width() -> None:
+    run = compose(["model=llava_tiny", "optim=muon", "model.kv_channels=16"]).run
+    matrix: Any = SimpleNamespace(ndim=2)
+
+    def settings(name: str) -> dict[str, Any]:
+        groups = [g.settings for g in OPTIMIZERS["muon"].groups(run) if g.contains(matrix, name)]
+        return {key: value for group in groups for key, value in group.items()}
+
+    assert run.model.llava is not None
+    own = (run.model.llava.head_dim,) * 3
+    layer = "layers.0.self_attention.linear_qkv.weight"
+    assert settings(f"vision.encoder.{layer}") == {"matrix": "qkv", "qkv_rows": own}
+    assert settings(f"decoder.{layer}") == {"matrix": "qkv"}
+    assert settings("decoder.layers.0.self_attention.linear_proj.weight") == {"matrix": "whole"}
+    assert settings("decoder_relative_pos_emb.relative_attention_bias.weight") == {}, "a table is looked up in"
 
 
 def test_a_word_of_a_format_is_one_of_the_table() -> None:

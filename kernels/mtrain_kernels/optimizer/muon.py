@@ -18,11 +18,12 @@ class Muon(FusedAdam):
     """Momentum whose matrices are orthogonalised before they are added, for groups with `matrix`; AdamW for others.
 
     `matrix` is `whole`, or `qkv`: rows of queries, keys and values, `qkv_rows` of each in turn for every group of
-    heads, which are three matrices. The momentum is an average, `m = momentum m + (1 - momentum) g`, and with
-    `use_nesterov` the update is made of `(1 - momentum) g + momentum m`. An orthogonal matrix [r, c] is multiplied by
-    `extra_scale_factor` and: spectral `sqrt(max(r, c))`, shape_scaling `sqrt(max(1, r / c))`, unit_rms_norm
-    `sqrt(r / c)`. Orthogonalised in `ns_dtype`. Matrices have no masters here: give fp32 parameters. All else is as
-    in `FusedAdam`. Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; scales: arXiv:2502.16982.
+    heads, which are three matrices; a group may say other `qkv_rows`. The momentum is an average, `m = momentum m +
+    (1 - momentum) g`, and with `use_nesterov` the update is made of `(1 - momentum) g + momentum m`. An orthogonal
+    matrix [r, c] is multiplied by `extra_scale_factor` and: spectral `sqrt(max(r, c))`, shape_scaling
+    `sqrt(max(1, r / c))`, unit_rms_norm `sqrt(r / c)`. Orthogonalised in `ns_dtype`. Matrices have no masters here:
+    give fp32 parameters. All else is as in `FusedAdam`. Source: Jordan et al. 2024,
+    kellerjordan.github.io/posts/muon; scales: arXiv:2502.16982.
     """
 
     def __init__(
@@ -82,14 +83,15 @@ class Muon(FusedAdam):
             average = self.state[param][MOMENTUM]
             average.lerp_(grad, 1 - self.momentum)
             direction = grad.lerp(average, self.momentum) if self.use_nesterov else average
-            update = self._orthogonal(self.assembled(param, group, direction), group["matrix"])
+            rows = group.get("qkv_rows", self.qkv_rows) if self.qkv_rows and group["matrix"] == "qkv" else None
+            update = self._orthogonal(self.assembled(param, group, direction), rows)
             param.detach().mul_(1 - group["lr"] * group["weight_decay"])
             param.detach().add_(self.own_part(param, group, update), alpha=-group["lr"])
 
-    def _orthogonal(self, matrix: Tensor, kind: str) -> Tensor:
-        if kind == "qkv" and self.qkv_rows is not None:
-            heads = matrix.unflatten(0, (-1, sum(self.qkv_rows)))
-            parts = [self._scaled(part.flatten(0, 1)) for part in heads.split(self.qkv_rows, dim=1)]
+    def _orthogonal(self, matrix: Tensor, qkv_rows: tuple[int, int, int] | None) -> Tensor:
+        if qkv_rows is not None:
+            heads = matrix.unflatten(0, (-1, sum(qkv_rows)))
+            parts = [self._scaled(part.flatten(0, 1)) for part in heads.split(qkv_rows, dim=1)]
             rows = [part.unflatten(0, (len(heads), -1)) for part in parts]
             return torch.cat(rows, dim=1).flatten(0, 1)
         return self._scaled(matrix)

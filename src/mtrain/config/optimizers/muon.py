@@ -51,22 +51,32 @@ class MuonConfig(Section):
     """Largest learning rate of what is no matrix, and of embedding and output layer; null: optim.lr."""
 
 
+_NO_MATRICES = ("embedding", "relative_attention_bias", "output_layer")
+
+
 def is_matrix(param: Any, name: str) -> bool:
-    """Whether Muon takes a parameter: a matrix, but for embeddings and the output layer."""
-    return param.ndim == 2 and "embedding" not in name and "output_layer" not in name
+    """Whether Muon takes a parameter: a matrix, but for tables that are looked up in and the output layer."""
+    return param.ndim == 2 and not any(word in name for word in _NO_MATRICES)
 
 
 def _is_qkv(name: str) -> bool:
     return "linear_qkv." in name
 
 
+def _is_qkv_of_tower(name: str) -> bool:
+    return _is_qkv(name) and "vision." in name
+
+
 def _groups(run: Run) -> tuple[ParamGroup, ...]:
-    """Matrices, those of them that are three, and the rest with its own rate."""
-    o = run.optim
-    groups = (
+    """Matrices, those of them that are three, in a vision tower with heads of its own, and the rest with its rate."""
+    o, own = run.optim, run.model.llava
+    groups: tuple[ParamGroup, ...] = (
         ParamGroup("matrix", lambda p, name: is_matrix(p, name) and not _is_qkv(name), {"matrix": "whole"}),
         ParamGroup("qkv", lambda p, name: is_matrix(p, name) and _is_qkv(name), {"matrix": "qkv"}),
     )
+    if own is not None:
+        rows = {"qkv_rows": (own.head_dim,) * 3}
+        groups += (ParamGroup("vision tower", lambda p, name: is_matrix(p, name) and _is_qkv_of_tower(name), rows),)
     if o.muon.adamw_lr in (None, o.rate):
         return groups
     share = (o.min_lr or 0.0) / o.rate
