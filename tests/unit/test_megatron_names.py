@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from mtrain.cli.convert_megatron import export_megatron, import_megatron
+from mtrain.cli.setup import load
 from mtrain.config.compose import compose
+from mtrain.config.dump import run_yaml
+from mtrain.errors import ConfigError
 from mtrain.models.gpt import torch_dist
 
 ONE = {
@@ -102,3 +108,15 @@ def test_numbers_are_taken_out_and_put_back() -> None:
     assert (apart, numbers) == ("decoder.layers.3.mlp.experts.experts.linear_fc1.weight", (5,))
     assert torch_dist.one_name(apart, numbers) == name
     assert torch_dist.gathered("mtp.layers.0.enorm.weight", layers=True) == ("mtp.layers.0.enorm.weight", ())
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "llava"])
+def test_weights_of_other_families_are_neither_read_nor_written_so(family: str, tmp_path: Path) -> None:
+    words = [f"model={family}_tiny", "data=mock"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/manifest.json").touch()
+    (tmp_path / "run/run.yaml").write_text(run_yaml(load(words).run))
+    with pytest.raises(ConfigError, match=f"Megatron-LM has no model with the weights of the family {family}"):
+        import_megatron([str(tmp_path), str(tmp_path / "new"), *words])
+    with pytest.raises(ConfigError, match=f"Megatron-LM has no model with the weights of the family {family}"):
+        export_megatron([str(tmp_path / "run"), str(tmp_path / "new")])

@@ -11,8 +11,10 @@ from mtrain.cli.resume import beneath, target_of
 from mtrain.cli.setup import load
 from mtrain.config.dump import run_yaml
 from mtrain.config.paths import RUN_FILE, program
+from mtrain.config.run import RunConfig
 from mtrain.config.run_file import read_run_file
 from mtrain.errors import ConfigError, Problem, say
+from mtrain.models.registry import family_of
 from mtrain.plan.count import parameters
 from mtrain.units import bytes_, count
 
@@ -31,9 +33,10 @@ def import_megatron(argv: list[str]) -> int:
     if not any(word.partition("=")[0].partition(".")[0].lstrip("+") in _SAY_A_MODEL for word in extra):
         rule = f"which model it is, {source} does not say as data; the command line has to"
         raise ConfigError([Problem("MT002", "model", None, rule, f"{program()} convert {IMPORT}")])
-    opened = open_weights(source)
     whole = any(word.partition("=")[0] in ("recipe", "run") for word in extra)
     run = load(extra if whole else beneath(["parallel=single"], extra), to_run=False).run
+    _require_names(run)
+    opened = open_weights(source)
     wrong = differing(read_arguments(opened.path), run)
     if wrong:
         problems = [
@@ -78,6 +81,8 @@ def export_megatron(argv: list[str]) -> int:
         raise ConfigError([Problem("MT003", "layers", options["layers"], "is no layout of layers", fix)])
     name = read_dtype(options)
     out, path = new_folder(Path(paths[0]).expanduser()), newest(target)
+    run = read_run_file(path / RUN_FILE)
+    _require_names(run)
     from mtrain.convert.hugging_face import adapt
 
     adapt()
@@ -86,13 +91,23 @@ def export_megatron(argv: list[str]) -> int:
     from mtrain.ckpt.store import Checkpoint
     from mtrain.convert import certificate
 
-    run, dtype = read_run_file(path / RUN_FILE), getattr(torch, name) if name else None
+    dtype = getattr(torch, name) if name else None
     with drafted(out, "exporting") as draft:
         record = give_megatron(Checkpoint.open(path, verify=False), run, draft, dtype, options.get("layers"))
         certificate.write(draft, "export", KIND, record, {"left_out": "there is nothing to compare with"})
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     say(f"exported {path}: {len(record.source)} weights, {bytes_(size)} in {out}; Megatron-LM: --load {out}")
     return 0
+
+
+def _require_names(run: RunConfig) -> None:
+    """Raises ConfigError where megatron-core's checkpoints call the weights of the run's family otherwise."""
+    family = run.model.family
+    if not family_of(run.model).megatron_names:
+        rule = f"Megatron-LM has no model with the weights of the family {family} as they are here"
+        raise ConfigError(
+            [Problem("MT503", "model.family", family, rule, "convert import or export, without --megatron")]
+        )
 
 
 def of_megatron(paths: list[Path]) -> list[Any]:

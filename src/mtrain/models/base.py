@@ -60,6 +60,8 @@ class Family:
     was read and the names of the weights, as `package.module:function`. None: nothing is left open."""
     probe: str = ""
     """What that class and a chunk of ours read beside tokens, as `package.module:function`: of the `model` section
+    megatron_names: bool = False
+    """Whether checkpoints of megatron-core call its weights as those of a GPTModel: `convert --megatron`."""
     and ids it gives the ids with what else stands among them, our tensors and theirs by name. Empty: nothing."""
     writes: bool = True
     """Whether it continues a text, token by token: `generate`, the sample of a run, lm-evaluation-harness."""
