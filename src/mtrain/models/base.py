@@ -34,8 +34,7 @@ class Shrink(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
-    """A kind of model: facts and functions. Nothing of it imports torch but the modules that `builder` and `form`
-    name.
+    """A kind of model: facts and functions. Nothing of it imports torch but the modules that are named as texts.
 
     A third party publishes one under the entry point group `mtrain.models`; see `mtrain.models.gpt` for a complete
     example.
@@ -60,9 +59,9 @@ class Family:
     was read and the names of the weights, as `package.module:function`. None: nothing is left open."""
     probe: str = ""
     """What that class and a chunk of ours read beside tokens, as `package.module:function`: of the `model` section
+    and ids it gives the ids with what else stands among them, our tensors and theirs by name. Empty: nothing."""
     megatron_names: bool = False
     """Whether checkpoints of megatron-core call its weights as those of a GPTModel: `convert --megatron`."""
-    and ids it gives the ids with what else stands among them, our tensors and theirs by name. Empty: nothing."""
     writes: bool = True
     """Whether it continues a text, token by token: `generate`, the sample of a run, lm-evaluation-harness."""
 

@@ -51,11 +51,7 @@ def _special_tokens(f: ConfigFile) -> None:
 
 READS = Family(
     {
-        **{
-            theirs: ours
-            for theirs, ours in COMMON.items()
-            if theirs not in ("attention_dropout", "tie_word_embeddings")
-        },
+        **{theirs: ours for theirs, ours in COMMON.items() if theirs not in _NOT_COPIED},
         "layer_norm_eps": "model.layernorm_epsilon",
         "attention_probs_dropout_prob": "model.attention_dropout",
         "hidden_dropout_prob": "model.hidden_dropout",
