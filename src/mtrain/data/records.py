@@ -86,7 +86,10 @@ def _of_text(text: Any) -> list[Span | object]:
 
 
 def _of_conversations(turns: Any) -> list[Span | object]:
-    """Questions behind USER:, answers behind ASSISTANT:, as the published model was trained; answers are learned."""
+    """Questions behind USER:, answers behind ASSISTANT:, as the published model is asked; answers are learned.
+
+    Its own training had a system prompt in front of the first question; there is none here.
+    """
     if not isinstance(turns, list) or len(turns) < 2:
         raise CorruptData("conversations are no list of questions and answers")
     out: list[Span | object] = []

@@ -1,4 +1,6 @@
-"""What BERT learns from samples: the tokens that were masked, and whether sentence B follows sentence A."""
+"""What BERT learns from samples: the tokens that were masked (masked language modelling), and whether sentence B
+follows sentence A (next sentence prediction).
+"""
 
 from __future__ import annotations
 

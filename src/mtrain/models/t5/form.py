@@ -1,4 +1,5 @@
-"""What an encoder-decoder learns from samples: to fill in spans that were left out (arXiv:1910.10683, 3.1.4).
+"""What an encoder-decoder learns from samples: to fill in spans that were left out, which is span corruption
+(arXiv:1910.10683, 3.1.4).
 
 Of a sample of n tokens as many as `model.t5.noise_density` says are left out, in spans of a mean length. The encoder
 reads the sample with a sentinel in place of each span; the decoder predicts each sentinel and the tokens of its span.
