@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from fnmatch import fnmatch
+from pathlib import Path
 
 import pytest
 
@@ -17,3 +20,12 @@ def test_no_folder_of_tests_is_passed_over(pytestconfig: pytest.Config) -> None:
                 assert not any(fnmatch(part, pattern) for pattern in skipped), (
                     f"{file} is never run: pytest passes over folders named {part} (norecursedirs)"
                 )
+
+
+def test_no_folder_of_tests_is_passed_over_by_the_linter() -> None:
+    ruff = Path(sys.executable).with_name("ruff")
+    if not ruff.is_file():
+        pytest.skip("pip install 'mtrain[dev]'")
+    seen = subprocess.run([ruff, "check", "--show-files", "."], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = {str(path) for path in (ROOT / "tests").rglob("*.py")}
+    assert files - set(seen.stdout.splitlines()) == set()

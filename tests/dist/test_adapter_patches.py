@@ -19,7 +19,7 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(scope="module")
 def without(request: pytest.FixtureRequest) -> dict[str, str]:
-    """What each case gives without its patch, from one process that imports megatron.core once and forks every case."""
+    """What each case gives without its patch, from one process that imports megatron-core and forks each."""
     names = [item.callspec.params["name"] for item in request.session.items if "without" in item.fixturenames]  # type: ignore[attr-defined]
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.patch_cases", *names],

@@ -70,7 +70,7 @@ def _owned(run: RunConfig, ranks: Iterable[int]) -> dict[int, int]:
 
 
 def _first_holders(run: RunConfig) -> list[int]:
-    """Ranks that can be the first to hold anything: those without a data- and context-parallel sibling before them."""
+    """Ranks that can be the first to hold anything: those with no data- or context-parallel sibling before them."""
     grid = RankGrid.of(run)
     places = [grid.coords(rank) for rank in range(grid.world)]
     return [
@@ -88,7 +88,10 @@ def _kinds(run: RunConfig) -> list[tuple[tuple[object, ...], ...]]:
     last = run.model.num_layers - 1
     dense = run.model.num_layers if run.model.moe is None else run.model.moe.first_dense_layers
     return [
-        tuple((sum(i < dense for i in s.layers), len(s.layers), last in s.layers, s.embedding, s.mtp, s.loss) for s in held)
+        tuple(
+            (sum(i < dense for i in s.layers), len(s.layers), last in s.layers, s.embedding, s.mtp, s.loss)
+            for s in held
+        )
         for held in held_stages(run)
     ]
 

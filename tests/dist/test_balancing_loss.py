@@ -1,4 +1,4 @@
-"""`model.moe.aux_loss_coeff` weighs the loss that its docstring defines, and an imported one the loss of transformers."""
+"""`model.moe.aux_loss_coeff` weighs the loss that its docstring defines, and an imported one that of transformers."""
 
 from __future__ import annotations
 

@@ -135,7 +135,10 @@ def test_a_rank_hashes_only_what_it_reads_and_that_once(tmp_path: Path) -> None:
 
         read, hashed = [], []
         real_check, real_hash, real_file = hashes.check_entry, hashes.hash_bytes, hashes.hash_file
-        hashes.check_entry = lambda path, entry, data: (read.append((path.name, entry)), real_check(path, entry, data))[1]
+        hashes.check_entry = lambda path, entry, data: (
+            read.append((path.name, entry)),
+            real_check(path, entry, data),
+        )[1]
         hashes.hash_bytes = lambda data: (hashed.append(memoryview(data).nbytes), real_hash(data))[1]
         hashes.hash_file = lambda path: (hashed.append(path.stat().st_size), real_file(path))[1]
         with joined(run) as world:
@@ -171,7 +174,9 @@ def _as_format_1(checkpoint: Path) -> None:
             save_file(load_file(path), path)
         sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
         manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256}
-    old = {k.removeprefix("model/").removeprefix("optim/").replace("/", "."): v for k, v in manifest["tensors"].items()}
+    old = {
+        k.removeprefix("model/").removeprefix("optim/").replace("/", "."): v for k, v in manifest["tensors"].items()
+    }
     body = {k: v for k, v in manifest.items() if k != "sha256"} | {"format": 1, "tensors": old}
     assert {"exp_avg.output_layer.weight", "exp_avg_sq.output_layer.weight", "output_layer.weight"} <= set(old)
     (checkpoint / "manifest.json").write_text(json.dumps(body | {"sha256": folder.digest(body)}))

@@ -24,7 +24,10 @@ SMALL = {"global_batch_size": 4, "micro_batch_size": 1}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2pp2vpp2": ({"ranks": 4, "tp": 2, "pp": 2, "vpp": 2}, {}),
     "dp2cp2": ({"ranks": 4, "cp": 2}, {}),
-    "tp2dp2ep4 sequence parallel": ({"ranks": 4, "tp": 2, "sequence_parallel": True, "ep": 4, "etp": 1}, {"moe": MOE}),
+    "tp2dp2ep4 sequence parallel": (
+        {"ranks": 4, "tp": 2, "sequence_parallel": True, "ep": 4, "etp": 1},
+        {"moe": MOE},
+    ),
 }
 
 Drawn = dict[str, list[torch.Tensor]]
@@ -144,7 +147,11 @@ def test_every_layout_learns_with_dropout_what_one_rank_learns_with_it() -> None
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_recomputation_drops_again_what_was_dropped(sequence_parallel: bool) -> None:
     found = []
-    for recompute in ({}, {"granularity": "full", "method": "uniform", "num_layers": 1}, {"granularity": "selective"}):
+    for recompute in (
+        {},
+        {"granularity": "full", "method": "uniform", "num_layers": 1},
+        {"granularity": "selective"},
+    ):
         parallel = {"tp": 2, "sequence_parallel": sequence_parallel, "recompute": recompute}
         run = tiny_run(model=DROPS | {"num_layers": 2}, trainer=SMALL, ranks=2, **parallel)
         found.append(run_ranks(2, train_steps, run, 3)[0])

@@ -126,7 +126,12 @@ def test_a_log_that_fails_is_said_once_and_the_run_is_saved(
 
 @pytest.mark.parametrize(
     ("moment", "error", "saved"),
-    [("start", "OSError", []), ("after_step", "OSError", [1]), ("finish", "OSError", [STEPS]), ("close", "", [STEPS])],
+    [
+        ("start", "OSError", []),
+        ("after_step", "OSError", [1]),
+        ("finish", "OSError", [STEPS]),
+        ("close", "", [STEPS]),
+    ],
 )
 def test_an_evaluation_that_fails_ends_the_run_with_every_step_saved(
     moment: str, error: str, saved: list[int], ends: dict[tuple[str, str], End]
@@ -293,7 +298,9 @@ def test_any_damage_that_any_rank_reads_ends_all_ranks_before_a_step(tmp_path: P
     saved = tmp_path / "whole/checkpoints" / f"step_{STEPS:08d}"
     longer = run.model_copy(update={"trainer": run.trainer.model_copy(update={"train_iters": STEPS + 1})})
     dice, damaged = random.Random(0), []
-    for i, name in enumerate([*(["rank_00000.safetensors", "rank_00001.safetensors"] * 4), "run.yaml", "manifest.json"]):
+    for i, name in enumerate(
+        [*(["rank_00000.safetensors", "rank_00001.safetensors"] * 4), "run.yaml", "manifest.json"]
+    ):
         copy = Path(shutil.copytree(saved, tmp_path / f"damaged-{i}" / saved.name))
         content = bytearray((copy / name).read_bytes())
         content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)

@@ -88,8 +88,8 @@ def test_the_plan_counts_the_parameters_that_are_built(name: str, tmp_path: Path
     run = tiny_run(model=model, **layout)
 
     def job() -> int:
-        from mtrain.mcore.sharding import model_shards
         from mtrain.build.model import build_model
+        from mtrain.mcore.sharding import model_shards
         from mtrain.world.init import joined
 
         with joined(run) as world:

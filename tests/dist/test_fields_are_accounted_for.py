@@ -16,6 +16,7 @@ from mtrain.config.fields_page import fed
 def declared() -> dict[str, set[str]]:
     """Owner -> its fields; a subclass has those that it adds, or gives a meaning of its own."""
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
     from mtrain.mcore import api
 
     def fields(kind: Any) -> set[str]:
@@ -61,7 +62,9 @@ def test_every_field_is_fed_by_a_key_or_says_why_not_once(owner: str) -> None:
     reasons = {f for f in unmapped.UNMAPPED.keys() | unmapped.FIXED_IN_TABLES.keys() if f.startswith(f"{owner}.")}
     there = {f"{owner}.{name}" for name in declared()[owner]}
     assert not with_key & reasons, "a key feeds it now: take it out of config/unmapped.py"
-    assert not there - with_key - reasons, "new in megatron-core, or in no table: give it a key or a reason in unmapped.py"
+    assert not there - with_key - reasons, (
+        "new in megatron-core, or in no table: give it a key or a reason in unmapped.py"
+    )
     assert not with_key | reasons > there, "megatron-core has no such field"
 
 

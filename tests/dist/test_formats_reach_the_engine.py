@@ -1,4 +1,4 @@
-"""A quantized format is in megatron-core's configuration, and its layers ask for the context that multiplies in it."""
+"""A quantized format is in megatron-core's configuration, and its layers ask for the context that does it."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ def test_every_layer_asks_for_the_context_of_its_format(name: str, asked: list[i
     def job() -> list[int]:
         import torch
         from megatron.core.transformer import transformer_block
+
         from mtrain.build.model import build_model
         from mtrain.world.init import joined
 

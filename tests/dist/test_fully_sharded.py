@@ -1,5 +1,5 @@
-"""Weights, gradients and optimizer state that are spread (FSDP2, megatron-core's FSDP, replicas) or moved to host memory
-compute what one rank computes, and go on from a checkpoint as if nothing had been.
+"""Weights, gradients and optimizer state that are spread (FSDP2, megatron-core's FSDP, replicas) or moved to host
+memory compute what one rank computes, and go on from a checkpoint as if nothing had been.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ ALWAYS = (
     "distributed optimizer replicas",
     "offload bf16, distributed optimizer",
 )
-"""Every way of keeping state, every axis, and every kind of layer; what the tests below go on from is proven there."""
+"""Every way of keeping state, every axis, every kind of layer; what tests below go on from is proven there."""
 
 
 @pytest.mark.parametrize("name", some(LAYOUTS, ALWAYS))
@@ -175,27 +175,27 @@ PLAIN = {
 
 
 CHANGES = [
-        ("fsdp2", "tp2"),
-        ("tp2", "fsdp2"),
-        ("fsdp2 tp2", "one rank"),
-        ("one rank", "fsdp2 replicas"),
-        ("fsdp2 replicas", "tp2pp2"),
-        ("fsdp2 ep2 replicas", "ep2"),
-        ("ep2", "fsdp2 ep2 replicas"),
-        ("fsdp2", "megatron tp2"),
-            ("megatron", "fsdp2 cp2"),
-        ("megatron tp2", "tp2pp2"),
-        ("tp2pp2", "megatron"),
-        ("megatron optimizer replicas", "dp2 distributed optimizer"),
-        ("dp2 distributed optimizer", "megatron optimizer"),
-        ("megatron ep2", "fsdp2 ep2 replicas"),
-        ("distributed optimizer replicas", "offload"),
-        ("offload half, distributed optimizer", "fsdp2"),
-        ("megatron", "offload half"),
-        ("fsdp2 bf16", "megatron bf16"),
-        ("megatron optimizer bf16", "fsdp2 bf16"),
-        ("one rank bf16", "offload half bf16"),
-        ("offload bf16, distributed optimizer", "one rank bf16"),
+    ("fsdp2", "tp2"),
+    ("tp2", "fsdp2"),
+    ("fsdp2 tp2", "one rank"),
+    ("one rank", "fsdp2 replicas"),
+    ("fsdp2 replicas", "tp2pp2"),
+    ("fsdp2 ep2 replicas", "ep2"),
+    ("ep2", "fsdp2 ep2 replicas"),
+    ("fsdp2", "megatron tp2"),
+    ("megatron", "fsdp2 cp2"),
+    ("megatron tp2", "tp2pp2"),
+    ("tp2pp2", "megatron"),
+    ("megatron optimizer replicas", "dp2 distributed optimizer"),
+    ("dp2 distributed optimizer", "megatron optimizer"),
+    ("megatron ep2", "fsdp2 ep2 replicas"),
+    ("distributed optimizer replicas", "offload"),
+    ("offload half, distributed optimizer", "fsdp2"),
+    ("megatron", "offload half"),
+    ("fsdp2 bf16", "megatron bf16"),
+    ("megatron optimizer bf16", "fsdp2 bf16"),
+    ("one rank bf16", "offload half bf16"),
+    ("offload bf16, distributed optimizer", "one rank bf16"),
 ]
 CHANGED_ALWAYS = (
     ("one rank", "fsdp2 replicas"),
@@ -213,7 +213,9 @@ def test_a_layout_goes_on_from_another_and_changes_no_bit_of_its_state(
 ) -> None:
     tables = {**LAYOUTS, **PLAIN}
     before = _run(tables[saved])
-    after = _run(tables[resumed]).model_copy(update={"trainer": before.trainer, "data": before.data, "model": before.model})
+    after = _run(tables[resumed]).model_copy(
+        update={"trainer": before.trainer, "data": before.data, "model": before.model}
+    )
     values, first, _ = whole(saved, before)
     found = run_ranks(after.parallel.ranks or 1, _job, after, STEPS - HALF, tmp_path, 0, first)[0]
     left, right = whole_tensors(first), whole_tensors(tmp_path / first.name)
@@ -325,7 +327,9 @@ def _live_bytes() -> int:
     """Bytes of the memory that tensors of this process share among them."""
     gc.collect()
     tensors = (o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter))
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_meta}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_meta}.values()
+    )
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "megatron"])

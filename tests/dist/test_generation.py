@@ -75,7 +75,9 @@ def _alone_without_a_cache(run: Any, sampling: Sampling) -> list[list[int]]:
     return [run_ranks(1, _texts, run, False, [prompt], sampling)[0][0] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("name", some(CASES, ["latent tp2 sequence parallel", "sinks and every other layer windowed"]))
+@pytest.mark.parametrize(
+    "name", some(CASES, ["latent tp2 sequence parallel", "sinks and every other layer windowed"])
+)
 def test_the_cache_changes_no_token_of_prompts_of_unlike_lengths(name: str) -> None:
     model, layout = CASES[name]
     greedy = Sampling(TOKENS, temperature=0)

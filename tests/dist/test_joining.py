@@ -13,13 +13,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mtrain.config.run_file import read_run_file
 from mtrain.config.run import RunConfig
+from mtrain.config.run_file import read_run_file
 from mtrain.world.rank_env import End
 from tests.support.commands import SMALL, metrics, wait_for
 from tests.support.launched import Launched, as_rank, free_port
 
-RUN = (*SMALL, "cluster=cpu", "trainer.train_iters=2", "log.name=run", "trainer.join_timeout_s=2", "trainer.global_batch_size=12")
+RUN = (
+    *SMALL,
+    "cluster=cpu",
+    "trainer.train_iters=2",
+    "log.name=run",
+    "trainer.join_timeout_s=2",
+    "trainer.global_batch_size=12",
+)
 ENVIRONMENT = 3
 SLACK_S = 20.0
 """What a busy machine may add to a time limit."""
@@ -148,7 +155,7 @@ def test_a_version_that_differs_is_named(start: Callable[..., Launched]) -> None
 
     ranks = [start(0, 2), start(1, 2, patch=other_version)]
     assert [rank.wait() for rank in ranks] == [ENVIRONMENT] * 2
-    assert f"mtrain: 9.9 on rank 1 (" in ranks[0].said
+    assert "mtrain: 9.9 on rank 1 (" in ranks[0].said
 
 
 def test_another_world_size_is_named_on_every_rank(start: Callable[..., Launched]) -> None:

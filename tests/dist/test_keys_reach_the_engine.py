@@ -1,4 +1,4 @@
-"""Keys of shape, routing and communication: each is in megatron-core's configuration, moves what it says, and no more.
+"""Keys of shape, routing and communication: each is in megatron-core's configuration, moves what it says, no more.
 
 A key that changes the model changes the first step's loss or gradient, by the same amount on one rank and on several.
 A key that changes how ranks speak changes neither.
@@ -153,7 +153,9 @@ def test_the_turns_that_are_stretched_reach_latent_attention() -> None:
     assert same(steps(tiny_run(model=other, **TP2)), found)
 
 
-def test_a_deterministic_run_asks_for_it_everywhere_and_is_the_same_on_a_cpu(plain: list[tuple[float, float]]) -> None:
+def test_a_deterministic_run_asks_for_it_everywhere_and_is_the_same_on_a_cpu(
+    plain: list[tuple[float, float]],
+) -> None:
     run = tiny_run(trainer={"deterministic": True})
     assert built(run)["deterministic_mode"] is True
 

@@ -83,7 +83,8 @@ LAYOUTS = {
     "model.moe.router_enable_expert_bias=true model.moe.router_load_balancing_type=none model.moe.aux_loss_coeff=0",
     "attention and MLP side by side": "model=pythia_tiny parallel=tp2pp2sp",
     "attention and MLP side by side, between norms, with a base for windows": "model=pythia_tiny parallel=tp2sp "
-    "model.norm_placement=pre_and_post model.window_size=8 model.window_attn_skip_freq=2 model.rotary_base_local=100.0",
+    "model.norm_placement=pre_and_post model.window_size=8 model.window_attn_skip_freq=2 "
+    "model.rotary_base_local=100.0",
     "biases in attention alone": "parallel=tp2pp2sp model.add_qkv_bias=true model.add_proj_bias=true",
     "biases in the MLP alone": "parallel=tp2pp2sp model.add_mlp_bias=true",
     "tp2ep2 of a small GPT-OSS": "model=gpt_oss_tiny parallel=tp2ep2etp1sp",
@@ -135,7 +136,10 @@ def test_a_layout_is_proven(name: str) -> None:
 RECOMPUTED = {
     "full, uniform": ("", "granularity=full"),
     "full, block": ("parallel=pp2", "granularity=full parallel.recompute.method=block"),
-    "attention, norms and MLPs": ("parallel=tp2sp", "granularity=selective parallel.recompute.modules=[core_attn,layernorm,mlp]"),
+    "attention, norms and MLPs": (
+        "parallel=tp2sp",
+        "granularity=selective parallel.recompute.modules=[core_attn,layernorm,mlp]",
+    ),
     "Gemma's attention, norms and MLPs": (
         f"{GEMMA} {CAPS} parallel=tp2sp",
         "granularity=selective parallel.recompute.modules=[core_attn,layernorm,mlp]",
@@ -143,7 +147,10 @@ RECOMPUTED = {
     "Gemma, full": (f"{GEMMA} {CAPS}", "granularity=full"),
     "MLPs with biases": ("model=gpt_1.7b parallel=pp2", "granularity=selective parallel.recompute.modules=[mlp]"),
     "experts": (f"{MIXTRAL} parallel=ep2", "granularity=selective parallel.recompute.modules=[moe]"),
-    "expert activations": (f"{MIXTRAL} parallel=ep2", "granularity=selective parallel.recompute.modules=[moe_act,layernorm]"),
+    "expert activations": (
+        f"{MIXTRAL} parallel=ep2",
+        "granularity=selective parallel.recompute.modules=[moe_act,layernorm]",
+    ),
     "norms and MLPs side by side": (
         "model=pythia_tiny parallel=tp2sp",
         "granularity=selective parallel.recompute.modules=[layernorm,mlp]",
@@ -289,8 +296,8 @@ def test_a_seeded_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     try:
         rows = _compared(words)
     except TrainingError as refused:  # a stage that is not where it says cannot even be built
-        assert "off by one" in name, refused
-        assert re.search("list index out of range|Invalid rank offsets", str(refused))  # of who failed first
+        assert "off by one" in name, refused  # noqa: PT017  # other faults give numbers
+        assert re.search("list index out of range|Invalid rank offsets", str(refused))  # noqa: PT017  # of who failed first
     else:
         assert any(not row.equal for row in rows), prove.table(rows)
 

@@ -76,7 +76,9 @@ def test_two_ranks_train_as_one_does(layout: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "layout"), [pytest.param("fp32", FSDP, marks=pytest.mark.full), ("bf16", {"ranks": 2, "distributed_optimizer": True})], ids=["fsdp", "bf16"]
+    ("dtype", "layout"),
+    [pytest.param("fp32", FSDP, marks=pytest.mark.full), ("bf16", {"ranks": 2, "distributed_optimizer": True})],
+    ids=["fsdp", "bf16"],
 )
 def test_a_resume_changes_no_bit_and_another_layout_goes_on(
     dtype: str, layout: dict[str, Any], tmp_path: Path

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.config.groups import DataConfig
-from mtrain.config.run import RunConfig
 from mtrain.cli import prove
 from mtrain.cli.setup import load
+from mtrain.config.groups import DataConfig
+from mtrain.config.run import RunConfig
 from mtrain.models.llava.count import frozen_parameters
 from mtrain.plan.count import parameters
 from tests.support.covering import some

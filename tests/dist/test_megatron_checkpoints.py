@@ -129,7 +129,10 @@ def test_our_own_grouped_experts_load_an_export(tmp_path: Path) -> None:
 WRONG = {
     "a layer more": ("model.num_layers=3", r"decoder\.layers\.2\.input_layernorm\.weight is missing"),
     "a layer less": ("model.num_layers=1", r"nothing of ours is made of decoder\.layers\.1\.input_layernorm\.weight"),
-    "another width": ("model.ffn_hidden_size=64", r"linear_fc1\.weight\[0\] makes a tensor of shape \[96, 32\], and our"),
+    "another width": (
+        "model.ffn_hidden_size=64",
+        r"linear_fc1\.weight\[0\] makes a tensor of shape \[96, 32\], and our",
+    ),
     "tied": ("model.tie_word_embeddings=true", r"output_layer\.weight is to hold what .* does, and holds something"),
     "more ids": ("model.vocab_size=1000", r"word_embeddings\.weight makes a tensor of shape \[384, 32\]"),
     "biases": ("model.add_qkv_bias=true", r"self_attention\.linear_qkv\.bias is missing"),
@@ -164,7 +167,9 @@ def test_a_norm_that_is_held_twice_and_differs_is_refused(tmp_path: Path) -> Non
 
     state = {"decoder.layers.pre_mlp_layernorm.weight": torch.ones(2, 4)}
     state["decoder.layers.mlp.linear_fc1.layer_norm_weight"] = torch.tensor([[1.0] * 4, [1.0] * 3 + [2.0]])
-    run_alone(lambda: dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True) and None)
+    run_alone(
+        lambda: dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True) and None
+    )
     reader = torch_dist_read.TorchDistReader(open_weights(tmp_path / "theirs"))
     assert torch.equal(reader.tensor("decoder.layers.0.pre_mlp_layernorm.weight"), torch.ones(4))
     with pytest.raises(CorruptData, match=r"layer_norm_weight\[1\] and .* are the same weight and differ"):
@@ -178,7 +183,9 @@ def test_a_layer_is_read_without_the_others(tmp_path: Path, monkeypatch: pytest.
 
     whole = torch.randn(16, 8, 4)
     state = {"model.decoder.layers.mlp.linear_fc2.weight": whole}
-    run_alone(lambda: dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True) and None)
+    run_alone(
+        lambda: dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True) and None
+    )
     read, fill = list[int](), torch_dist_read._fill
     monkeypatch.setattr(torch_dist_read, "_fill", lambda f, b, n: (read.append(len(b)), fill(f, b, n))[1])
     reader = torch_dist_read.TorchDistReader(open_weights(tmp_path / "theirs"))
@@ -232,7 +239,9 @@ def test_a_table_without_rows_is_named(tmp_path: Path, capfd: pytest.CaptureFixt
     import torch.distributed.checkpoint as dcp
 
     state = {"embedding.word_embeddings.weight": torch.tensor(1.0)}
-    run_alone(lambda: dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True) and None)
+    run_alone(
+        lambda: dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True) and None
+    )
     words = theirs.CASES["grouped queries, gated"].words.split()
     capfd.readouterr()
     assert command("import", "--megatron", tmp_path / "theirs", tmp_path / "run", *words) == 4

@@ -89,4 +89,7 @@ def test_matrices_have_momentum_and_the_rest_moments_at_a_rate_of_its_own() -> N
         assert state == (["momentum_buffer"] if matrix else ["exp_avg", "exp_avg_sq"]), name
         assert lr == pytest.approx(rate if matrix else rate / 10), name
         assert decay == (0.0 if "norm" in name else 0.1), name
-    assert {name.split(".")[0] for name, (state, *_) in found.items() if "exp_avg" in state} > {"embedding", "output_layer"}
+    assert {name.split(".")[0] for name, (state, *_) in found.items() if "exp_avg" in state} > {
+        "embedding",
+        "output_layer",
+    }

@@ -17,7 +17,6 @@ from mtrain.config.run import RunConfig
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run
 
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": lambda g: g / (1 + (-g).exp()),
     "geglu": lambda g: g * (1 + torch.erf(g / 2**0.5)) / 2,
@@ -85,7 +84,9 @@ def _experts_are_off_by(run: RunConfig) -> float:
     found = experts(x, rows, shares)[0].double()
     weights = {name: value.double() for name, value in experts.named_parameters()}
     act, right = ACTIVATIONS[run.model.activation], []
-    for e, (part, share) in enumerate(zip(x.double().split([5, 0, 4]), shares.double().split([5, 0, 4]), strict=True)):
+    for e, (part, share) in enumerate(
+        zip(x.double().split([5, 0, 4]), shares.double().split([5, 0, 4]), strict=True)
+    ):
         inner = part @ weights[f"linear_fc1.weight{e}"].T + weights.get(f"linear_fc1.bias{e}", 0.0)
         gate, up = inner.chunk(2, -1) if run.model.gated else (inner, 1.0)
         y = act(gate) * up @ weights[f"linear_fc2.weight{e}"].T + weights.get(f"linear_fc2.bias{e}", 0.0)
@@ -128,7 +129,7 @@ def test_an_mlp_computes_the_activation_that_is_named_fused_or_not(linear: str) 
 
 
 def test_a_triton_activation_is_the_one_that_is_named() -> None:
-    """The layer in TransformerEngine's place knows the activation by the function in megatron-core's configuration."""
+    """The layer in TransformerEngine's place knows the activation by the function in the configuration."""
     gated = ("swiglu", "geglu", "geglu_tanh")
     runs = [apply(tiny_run(model={"activation": kind}), {"kernels.activation": "triton"}) for kind in gated]
 

@@ -33,11 +33,16 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cp2, two predictions more": (MTP, {"ranks": 2, "cp": 2}),
     "fsdp2": ({}, {"ranks": 2, "fsdp": "fsdp2"}),
     "megatron's fsdp, tied": (TIED, {"ranks": 2, "fsdp": "megatron", "fsdp_sharding": "optim_grads_params"}),
-    "dp2 overlapped": ({}, {"ranks": 2, "distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "dp2 overlapped": (
+        {},
+        {"ranks": 2, "distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    ),
 }
 
 
-def _trained(run: RunConfig, folder: Path, steps: int = 2) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+def _trained(
+    run: RunConfig, folder: Path, steps: int = 2
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     values = run_ranks(run.parallel.ranks, lambda: train_steps(run, steps, gradients_to=folder))[0]
     return values, whole_tensors(folder / "step_00000000")
 

@@ -1,4 +1,4 @@
-"""Our Adam behind megatron-core's optimizers: it resumes by construction, and state in low precision trains as fp32 does."""
+"""Our Adam behind megatron-core's optimizers: it resumes, and trains with state in low precision as with fp32."""
 
 from __future__ import annotations
 

@@ -112,7 +112,9 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, whole: Uninte
     assert _same(last, tmp_path / last.name) == []
 
 
-@pytest.mark.parametrize("name", some(["one rank", "tp2 dropout, sequence parallel"], ["tp2 dropout, sequence parallel"]))
+@pytest.mark.parametrize(
+    "name", some(["one rank", "tp2 dropout, sequence parallel"], ["tp2 dropout, sequence parallel"])
+)
 def test_saving_changes_nothing_of_the_run(name: str, whole: Uninterrupted) -> None:
     run = tiny_run(**CASES[name])
     assert run_ranks(run.parallel.ranks, _steps, run, FIRST + MORE, None, None)[0] == whole(name, run)[0]

@@ -23,7 +23,10 @@ MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5}
 
 
 def _of_transformers(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits, and the weight that they are made with, of Gemma 2's model in transformers, whose decoder is given: it returns `hidden` as it is."""
+    """Logits, and the weight that they are made with, of Gemma 2's model in transformers.
+
+    Its decoder is given: it returns `hidden` as it is.
+    """
     from transformers import Gemma2Config, Gemma2ForCausalLM
     from transformers.modeling_outputs import BaseModelOutputWithPast
 

@@ -51,7 +51,9 @@ def test_copies_that_are_spread_otherwise_are_refused(monkeypatch: pytest.Monkey
         api.parallel_state,
         "get_data_parallel_group",
         lambda *a, partial_data_parallel=False, **k: (
-            api.parallel_state.get_inter_distributed_optimizer_instance_group() if partial_data_parallel else real(*a, **k)
+            api.parallel_state.get_inter_distributed_optimizer_instance_group()
+            if partial_data_parallel
+            else real(*a, **k)
         ),
     )
     with pytest.raises(RankFailed, match="dp-cp of a copy: megatron-core has"):
