@@ -81,7 +81,9 @@ def same(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> bool:
 
 
 @pytest.mark.parametrize("key", some(SHAPES, list(SHAPES)[::3]))
-def test_a_key_of_the_model_moves_the_numbers_alike_in_every_layout(key: str, plain: list[tuple[float, float]]) -> None:
+def test_a_key_of_the_model_moves_the_numbers_alike_in_every_layout(
+    key: str, plain: list[tuple[float, float]]
+) -> None:
     value, layout, fields = SHAPES[key]
     alone, cut = tiny_run(model={key: value}), tiny_run(model={key: value}, **layout)
     held = built(alone)

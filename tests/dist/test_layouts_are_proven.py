@@ -90,7 +90,8 @@ LAYOUTS = {
     "tp2ep2 of a small GPT-OSS": "model=gpt_oss_tiny parallel=tp2ep2etp1sp",
     "tp2cp2 of a small Phi-4-mini": "model=phi3_tiny parallel=tp2cp2",
     "tp2pp2ep2 of a small GLM-4.5": "model=glm45_tiny parallel=tp2pp2ep2etp1sp",
-    "yarn under cp": "parallel=tp2cp2 model.rope_scaling={rope_type:yarn,factor:8.0,original_max_position_embeddings:64}",
+    "yarn under cp": "parallel=tp2cp2 "
+    "model.rope_scaling={rope_type:yarn,factor:8.0,original_max_position_embeddings:64}",
     "full recomputation": "parallel=tp2pp2sp parallel.recompute.granularity=full parallel.recompute.method=block",
     "tp2 bf16": "parallel=tp2sp precision=bf16",
     "tp2cp2 bf16": "parallel=tp2cp2 precision=bf16 parallel.cp_comm_type=p2p",
@@ -107,9 +108,7 @@ def _compared(words: str) -> list[Any]:
     argv = words.split()
     full = load(argv).run
     return [
-        row
-        for dtype in prove.formats(full)
-        for row in prove.compared(prove.comparable(full, argv, STEPS, dtype))
+        row for dtype in prove.formats(full) for row in prove.compared(prove.comparable(full, argv, STEPS, dtype))
     ]
 
 

@@ -1,4 +1,4 @@
-"""Packed samples compute what their documents do one at a time: losses, and the gradient of each; faults are found."""
+"""Packed samples compute what their documents do one at a time, losses and gradients; faults are found."""
 
 from __future__ import annotations
 
