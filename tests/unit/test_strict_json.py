@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,15 @@ def test_a_number_that_is_not_finite_is_null_wherever_it_is(number: float) -> No
 def test_check_tells_a_machine_of_numbers_that_are_none(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--json", words]) == 2
     assert strictly(capsys.readouterr().out)["ok"] is False
+
+
+def test_a_reader_that_goes_away_ends_check_of_a_bad_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    assert main(["check", "--json", "parallel=tp3"]) == 141
 
 
 def test_the_table_of_a_sweep_reads_runs_whose_numbers_are_null(tmp_path: Path) -> None:

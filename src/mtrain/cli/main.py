@@ -33,6 +33,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_closed_streams()
     # pydantic would ask every installed package for plug-ins: time, and code that nobody chose
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    try:
+        return _answer(arguments)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return 141
+
+
+def _answer(arguments: list[str]) -> int:
+    """Runs one command, and says what went wrong with it; returns its exit code.
+
+    Raises:
+        BrokenPipeError: nobody reads what is printed.
+    """
     debug = "--debug" in arguments
     try:
         named, arguments = _config_dirs(arguments)
@@ -42,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say("interrupted")
         return 130
     except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        return 141
+        raise
     except MtrainError as error:
         if debug:
             _traceback()
