@@ -68,11 +68,17 @@ def test_what_nobody_is_known_to_have_set_has_no_empty_parentheses() -> None:
             {"trainer.micro_batch_size": "resolved"},
         ),
         ("kernels.rope=triton", "MT407", {"cluster.device": "resolved on this machine"}),
+        (
+            "model=t5_tiny kernels.attention=te cluster=h100x8",
+            "MT407",
+            {"model.position_embedding_type": "conf/model/t5_tiny.yaml"},
+        ),
     ],
 )
 def test_the_other_keys_of_a_rule_stand_below_it(words: str, code: str, keys: dict[str, str]) -> None:
     found = {key.path: key for key in problem(words, code).related}
     assert keys.keys() <= found.keys()
+    assert not any(key.endswith(".") for key in found)
     for key, source in keys.items():
         assert found[key].source.startswith(source)
 
