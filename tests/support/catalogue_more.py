@@ -155,6 +155,13 @@ COMMAND_LINES: tuple[Row, ...] = (
     bad(0, f"{T5} data.tokenizer_vocab_size=4200", "MT281", "data.tokenizer_vocab_size", "from 4124 on"),
     bad(
         0,
+        "model=llava_tiny model.norm_placement=post_residual",
+        "MT248",
+        "model.norm_placement",
+        "family bert",
+    ),
+    bad(
+        0,
         f"{T5} model.t5.relative_attention_distance=16",
         "MT282",
         "model.t5.relative_attention_distance",

@@ -22,15 +22,13 @@ class Only:
     also: tuple[tuple[str, Any], ...] = ()
     """Keys that go with it, and what they are then."""
 
-    @property
-    def section(self) -> str:
-        """The section that the key is in."""
-        return self.key.rpartition(".")[0]
-
 
 SECTIONS = {"bert": "model.bert", "t5": "model.t5", "llava": "model.llava"}
 """Family -> the section of its own keys, which no other shipped family may have."""
 
+_NO_NORMS_ON_SUMS = Only(
+    "model.norm_placement", ("pre", "post", "pre_and_post"), "norms on the sum are of the family bert"
+)
 _NOT_BERT = "is no part of BERT"
 _BERT_MODEL = (
     Only("model.norm_placement", ("post_residual",), "BERT has its norms on the sum with the residual stream"),
@@ -105,6 +103,7 @@ _T5_RUN = (
 _LLAMA = "LLaVA-1.5's language model is a Llama"
 _IMAGES = "the sequence is not sharded over ranks: an image may lie in the parts of two"
 _LLAVA = (
+    _NO_NORMS_ON_SUMS,
     Only("model.moe", (None,), f"{_LLAMA}, without experts"),
     Only("model.mla", (None,), f"{_LLAMA}, without MLA"),
     Only("model.mtp_num_layers", (None,), "MTP layers embed tokens by themselves, and know no images"),
@@ -131,7 +130,7 @@ ONLY: dict[str, tuple[Only, ...]] = {
             ("rope", "learned_absolute", "none"),
             "a bias of attention by distance is of the family t5",
         ),
-        Only("model.norm_placement", ("pre", "post", "pre_and_post"), "norms on the sum are of the family bert"),
+        _NO_NORMS_ON_SUMS,
     ),
     "bert": (*_BERT_MODEL, *_ENCODER_RUN),
     "t5": (*_T5_MODEL, *_T5_RUN),
