@@ -144,6 +144,13 @@ COMMAND_LINES: tuple[Row, ...] = (
         "parallel.recompute.method",
         "all are computed again",
     ),
+    bad(
+        0,
+        f"{T5} model.tie_word_embeddings=false model.t5.scale_logits=false",
+        "MT150",
+        "model.t5.scale_logits",
+        "without model.tie_word_embeddings=true",
+    ),
     bad(0, f"{T5} data.packed=true", "MT248", "data.packed", "whole windows"),
     bad(0, f"{T5} model.mtp_num_layers=1", "MT248", "model.mtp_num_layers", "no part of T5"),
     bad(0, f"{T5} model.position_embedding_type=rope", "MT248", "model.position_embedding_type", "by distance"),

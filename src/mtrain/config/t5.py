@@ -31,7 +31,7 @@ class T5Config(Section):
         PositiveInt, Key(effect=Effect.NUMERICS, hf="relative_attention_max_distance", unit="tokens")
     ] = 128
     """Distance from which on all tokens are in the last group."""
-    scale_logits: Annotated[bool, Key(when="model.tie_word_embeddings", effect=Effect.NUMERICS)] = True
+    scale_logits: Annotated[bool, Key(when="model.tie_word_embeddings=true", effect=Effect.NUMERICS)] = True
     """Tied embeddings: what the decoder gives is multiplied by 1 / sqrt(hidden_size) before the output layer."""
     initializer_factor: Annotated[PositiveFloat, Key(effect=Effect.NUMERICS, hf="initializer_factor")] = 1.0
     """Factor on the standard deviations of initial weights: 1 for embeddings, 1 / sqrt(inputs) for a layer, and for
