@@ -156,6 +156,13 @@ COMMAND_LINES: tuple[Row, ...] = (
     bad(0, f"{T5} model.position_embedding_type=rope", "MT248", "model.position_embedding_type", "by distance"),
     bad(0, "model.position_embedding_type=relative", "MT248", "model.position_embedding_type", "family t5"),
     bad(0, "model.t5={}", "MT249", "model.t5", "model.family=t5", origin=""),
+    bad(
+        0,
+        "model=llava_tiny data=image_text data.path=/nowhere data.tokenizer=/nowhere/tokenizer.json",
+        "MT307",
+        "data.tokenizer",
+        "no such file",
+    ),
     bad(0, f"{T5} model.t5.encoder_length=16", "MT280", "model.t5.encoder_length", "needs 232 tokens", "has 16"),
     bad(0, f"{T5} model.t5.sentinels=2", "MT281", "model.t5.sentinels", "13 spans", "256 tokens"),
     bad(0, f"{T5} model.t5.end_id=4200", "MT281", "model.t5.end_id", "4124 to 4223"),

@@ -228,7 +228,7 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles) -> Iterator[Finding]:
 @rule(
     Code(
         "MT307",
-        "The tokenizer of indexed data exists and can be read.",
+        "The tokenizer of indexed data, or of images with texts, exists and can be read.",
         help="Name a tokenizer.json that exists.",
         example="data=indexed data.path=/nowhere/corpus data.tokenizer=/nowhere/tokenizer.json",
     ),
@@ -239,9 +239,9 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles) -> Iterator[Finding]:
     disk=True,
 )
 def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
-    """The tokenizer of indexed data exists, is one, and has no more ids than the model."""
+    """A tokenizer that is named exists, is one, and has no more ids than the model."""
     d = run.data
-    if d.kind != "indexed" or d.tokenizer is None:
+    if d.kind not in ("indexed", "image_text") or d.tokenizer is None:
         return
     path = user_path(d.tokenizer)
     rule = unreadable(path)
