@@ -93,7 +93,7 @@ def special_tokens_are_no_text(run: RunConfig) -> Iterator[Finding]:
         token = getattr(b, name)
         if token is None or token >= d.tokenizer_vocab_size:
             continue
-        rule = f"is a token of text: data.tokenizer_vocab_size {d.tokenizer_vocab_size} makes ids from 0"
+        rule = f"is a token of text: data.tokenizer_vocab_size {d.tokenizer_vocab_size} makes all ids below"
         fixes: list[Change] = [{"data.tokenizer_vocab_size": lowest}] if lowest >= FEWEST_IDS else []
         fixes += [{f"model.bert.{name}": vocab - last}] if vocab - last >= d.tokenizer_vocab_size else []
         fixes += [{f"model.bert.{name}": None}] if name != "mask_token_id" else []

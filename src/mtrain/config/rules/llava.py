@@ -44,7 +44,7 @@ def tower_can_be_built(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT272", "model.llava.vision_heads", rule, tuple({"model.llava.vision_heads": n} for n in near))
     if not 1 <= own.used_layers <= own.vision_layers:
         most = own.vision_layers
-        rule = f"{own.feature_layer}: the tower has {most} layers, and 1 to {most} or -1 to -{most} are behind one"
+        rule = f"the tower has {most} layers, and 1 to {most} or -1 to -{most} are behind one"
         fixes: tuple[Change, ...] = ({"model.llava.feature_layer": -2}, {"model.llava.feature_layer": -1})
         yield Finding("MT273", "model.llava.feature_layer", rule, fixes)
 

@@ -76,11 +76,10 @@ def sentinels_stand_for_spans(run: RunConfig) -> Iterator[Finding]:
             {"data.seq_length": tokens * t.sentinels // parts},
         )
         yield Finding("MT281", "model.t5.sentinels", rule, fixes)
-    lowest = last
-    if run.data.kind == "text" and run.data.tokenizer is None and run.data.tokenizer_vocab_size > lowest:
+    if run.data.kind == "text" and run.data.tokenizer is None and run.data.tokenizer_vocab_size > last:
         path = "data.tokenizer_vocab_size"
-        rule = f"ids from {lowest} on are sentinels, start and end, and no tokens of the text"
-        yield Finding("MT281", path, rule, ({path: lowest},))
+        rule = f"its ids go from 0 up, and those from {last} on are sentinels"
+        yield Finding("MT281", path, rule, ({path: last},))
 
 
 @rule(
