@@ -110,6 +110,19 @@ def test_a_window_as_wide_as_the_positions_is_none(tmp_path: Path) -> None:
     assert config_json(wide, "bfloat16")["model_type"] == "llama"
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model_type": "bert", "vocab_size": 300, "hidden_dropout_prob": None}, "NoneType"),
+        ({"model_type": "llava", "text_config": 5}, "text_config is no object"),
+        ({"model_type": "llava", "vision_config": [["hidden_size", 64]]}, "vision_config is no object"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        import_config(write(tmp_path, values))
+
+
 def test_the_type_of_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     file = write(tmp_path, {**DEEPSEEK, "model_type": "kimi_k2"})
     assert import_config(file).run == import_config(write(tmp_path, DEEPSEEK)).run

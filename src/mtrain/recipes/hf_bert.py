@@ -11,14 +11,15 @@ HEADS = {"BertForPreTraining": True, "BertForMaskedLM": False}
 """Its classes in transformers with a head for masked tokens -> whether there is one for the next sentence, too."""
 CLS, SEP, MASK = 101, 102, 103
 """Special tokens of every vocabulary that was published with the paper."""
+_DROPOUT = {"attention_probs_dropout_prob": "model.attention_dropout", "hidden_dropout_prob": "model.hidden_dropout"}
 _NOT_COPIED = ("attention_dropout", "tie_word_embeddings")
 """Keys of decoders: the one has another name here, the other one value."""
 _WIDTHS = ("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head")
 
 
 def _encoder(f: ConfigFile) -> None:
-    for key in ("model.hidden_dropout", "model.attention_dropout"):
-        f.out[key] = float(f.out[key])
+    for theirs, ours in _DROPOUT.items():
+        f.out[ours] = float(f.get(theirs))
     text = "changes the numbers: BERT's exact gelu alone is built"
     f.must("hidden_act", ("gelu", "gelu_python"), text)
     f.must("position_embedding_type", ("absolute",), "changes the numbers: an embedding of each position is added")
@@ -53,8 +54,7 @@ READS = Family(
     {
         **{theirs: ours for theirs, ours in COMMON.items() if theirs not in _NOT_COPIED},
         "layer_norm_eps": "model.layernorm_epsilon",
-        "attention_probs_dropout_prob": "model.attention_dropout",
-        "hidden_dropout_prob": "model.hidden_dropout",
+        **_DROPOUT,
         "type_vocab_size": "model.bert.type_vocab_size",
         "pad_token_id": "model.bert.pad_token_id",
     },

@@ -68,8 +68,14 @@ _VISION = Family(
 
 
 def _inner(f: ConfigFile, key: str, family: Family, kind: str, absent: Json) -> ConfigFile:
-    """The object that a key holds, read as a file of its own."""
+    """The object that a key holds, read as a file of its own.
+
+    Raises:
+        TypeError: it holds something else.
+    """
     held = f.get(key)
+    if held is not None and not isinstance(held, dict):
+        raise TypeError(f"{key} is no object")
     values = dict(absent if held is None else held)
     inner = ConfigFile(values, family)
     found = values.get("model_type", kind)
