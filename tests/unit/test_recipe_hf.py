@@ -131,6 +131,12 @@ def test_the_type_of_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     assert kind_of({"model_type": 3}) == kind_of({}) == ""
 
 
+def test_a_file_of_another_family_is_not_written() -> None:
+    model = compose(["model=llama_tiny"]).run.model
+    with pytest.raises(ConfigError, match=r"t5: model\.family is gpt, and not t5"):
+        config_json(model, "float32", "t5")
+
+
 def test_deepseek_v3_has_its_parts_and_its_671_billion_parameters(tmp_path: Path) -> None:
     found = import_config(write(tmp_path, DEEPSEEK))
     m = found.run.model

@@ -85,6 +85,9 @@ def config_json(model: ModelConfig, dtype: str, kind: str | None = None, tokens:
         if one not in KINDS:
             rule = f"models of type {one!r} are not written; those are: {', '.join(KINDS)}"
             raise ConfigError([Problem("MT703", "", None, rule, "")])
+        if KINDS[one].family != model.family:
+            reasons.append(f"{one}: model.family is {model.family}, and not {KINDS[one].family}")
+            continue
         try:
             body = _body(model, one)
             found = _read_again({"architectures": [KINDS[one].architecture(model)], **body})
@@ -97,7 +100,7 @@ def config_json(model: ModelConfig, dtype: str, kind: str | None = None, tokens:
         if not apart:
             return {"architectures": [KINDS[one].architecture(model)], **body, "torch_dtype": dtype, **tokens}
         reasons.append(f"{one}: {', '.join(apart[:4])}")
-    rule = f"no model of transformers computes what this one does; {'; '.join(reasons[:6])}"
+    rule = "; ".join(("no model of transformers computes what this one does", *reasons[:6]))
     raise ConfigError([Problem("MT703", "", None, rule, "export writes weights under mtrain's own names")])
 
 
