@@ -140,10 +140,10 @@ IRRELEVANT: dict[str, str] = {key: why for why, keys in _REASONS.items() for key
 """Keys that say nothing of the numbers of training, in any family -> why."""
 
 PLAIN: dict[str, tuple[Sequence[Any], str]] = {
-    "is_encoder_decoder": ((False,), "changes the numbers: a decoder alone is trained here"),
-    "add_cross_attention": ((False,), "changes the numbers: a decoder alone is trained here"),
-    "cross_attention_hidden_size": ((None,), "changes the numbers: a decoder alone is trained here"),
-    "tie_encoder_decoder": ((False,), "changes the numbers: a decoder alone is trained here"),
+    "is_encoder_decoder": ((False,), "changes the numbers: this family has one stack of layers"),
+    "add_cross_attention": ((False,), "changes the numbers: no cross attention is added"),
+    "cross_attention_hidden_size": ((None,), "changes the numbers: no cross attention is added"),
+    "tie_encoder_decoder": ((False,), "changes the numbers: encoder and decoder share no layers"),
     "pruned_heads": (({}, []), "changes the numbers: every layer has all of its heads"),
 }
 """Keys that any family may hold -> the values that are so here, and a sentence for the others."""
