@@ -213,7 +213,7 @@ def test_what_would_be_another_network_is_listed(change: dict[str, Any], flag: s
         ('{"model_type": "llama", "a": ' + "[" * 60 + "]" * 60 + "}", "MT005"),
         ("[" * 100_000 + "]" * 100_000, "MT003"),
         ('{"a": "' + "x" * (1 << 20) + '"}', "MT005"),
-        ('{"model_type": "bert"}', "MT703"),
+        ('{"model_type": "mamba"}', "MT703"),
         ('{"model_type": ["llama"]}', "MT703"),
         ('{"model_type": "llama"}', "MT015"),
         (json.dumps({**LLAMA3, "hidden_size": "4096"}), "MT013"),

@@ -313,7 +313,7 @@ OTHERS = (
         "MT703",
         "A config.json is of a family that is not read.",
         "Write the model's keys into a recipe.",
-        says="models of type t5 are not read",
+        says="models of type mamba are not read",
     ),
     Code(
         "MT704",
