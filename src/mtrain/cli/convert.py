@@ -29,7 +29,8 @@ USAGE = f"{program()} convert import HF_DIR RUN | export RUN HF_DIR | inspect PA
 TOKENS = 64
 MOST_APART = 1e-3
 """Largest difference of logits, as a share of the largest: rounding is a thousandth of it."""
-IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+ENDS = ("bos_token_id", "eos_token_id")
+IDS = (*ENDS, "pad_token_id", "decoder_start_token_id")
 
 
 def run(argv: list[str], *, debug: bool, as_json: bool, megatron: bool = False) -> int:
@@ -182,7 +183,8 @@ def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[
                 k: v for k, v in body.items() if k not in ("quantization_config", "dtype")
             }
     body = config_json(run.model, "float32", kind)
-    return str(body["model_type"]), {**body, **dict.fromkeys(IDS[:2], _end_of_document(home))}
+    unsaid = [key for key in ENDS if key not in body]  # the end of T5's sequences is the model's own
+    return str(body["model_type"]), {**body, **dict.fromkeys(unsaid, _end_of_document(home))}
 
 
 def _end_of_document(home: Path) -> int | None:

@@ -1,0 +1,29 @@
+"""Folders of T5 that `convert export` writes: ids of its config, and the run that its logits are computed with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mtrain.cli import convert
+from mtrain.cli.setup import load
+from mtrain.config.run import RunConfig
+from tests.support.configs import LAPTOP
+
+
+@pytest.fixture(scope="module")
+def run() -> RunConfig:
+    """Samples shorter than those that null means on a CPU."""
+    return load(["model=t5_tiny", "data=mock", "data.seq_length=64", "parallel=single"], LAPTOP, {}).run
+
+
+def test_an_exported_t5_begins_and_ends_with_the_ids_that_it_was_trained_with(run: RunConfig, tmp_path: Path) -> None:
+    kind, body = convert._config_of(run, tmp_path, None)
+    assert (kind, body["bos_token_id"]) == ("t5", None)
+    convert._write_companions(tmp_path, tmp_path / "home", body)
+    for name in ("config.json", "generation_config.json"):
+        said = json.loads((tmp_path / name).read_text())
+        ids = [said[key] for key in ("decoder_start_token_id", "pad_token_id", "eos_token_id")]
+        assert ids == [4096, 4096, 4097], name
