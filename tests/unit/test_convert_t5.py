@@ -27,3 +27,10 @@ def test_an_exported_t5_begins_and_ends_with_the_ids_that_it_was_trained_with(ru
         said = json.loads((tmp_path / name).read_text())
         ids = [said[key] for key in ("decoder_start_token_id", "pad_token_id", "eos_token_id")]
         assert ids == [4096, 4096, 4097], name
+
+
+def test_logits_are_computed_whatever_the_length_of_the_samples_and_wherever_runs_are(run: RunConfig) -> None:
+    elsewhere = run.log.model_copy(update={"runs_dir": "/elsewhere"})
+    plain = convert._plain(run.model_copy(update={"log": elsewhere}), ["data.seq_length=null"])
+    assert plain.model.t5 is not None
+    assert (plain.data.seq_length, plain.model.t5.encoder_length, plain.model.t5.decoder_length) == (256, 232, 56)

@@ -14,6 +14,7 @@ from mtrain.cli.export import newest
 from mtrain.cli.resume import quoted, target_of
 from mtrain.cli.setup import load
 from mtrain.config.dump import run_yaml
+from mtrain.config.groups import CheckpointConfig, DataConfig, LogConfig
 from mtrain.config.paths import CHECKPOINTS, RUN_FILE, program
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import check
@@ -250,14 +251,17 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
 
 
 def _plain(run: RunConfig, words: list[str]) -> RunConfig:
-    """The run on one rank of this machine's CPU, without its data."""
+    """The run on one rank of this machine's CPU, without its data and where it wrote."""
     from mtrain.cli.generate import WITHOUT_DATA
 
+    data = run.data.model_copy(update={"cache_dir": DataConfig().cache_dir})
+    run = run.model_copy(update={"log": LogConfig(), "checkpoint": CheckpointConfig(), "data": data})
     with tempfile.TemporaryDirectory(prefix="mtrain-") as scratch:
         file = Path(scratch) / RUN_FILE
         file.write_text(run_yaml(run))
         batch = ["trainer.global_batch_size=1", "trainer.micro_batch_size=1", "optim=adamw", "cluster=local"]
-        return load([f"run={quoted(file)}", *WITHOUT_DATA, *batch, *words]).run
+        lengths = ["model.t5.encoder_length=null", "model.t5.decoder_length=null"] if run.model.t5 is not None else []
+        return load([f"run={quoted(file)}", *WITHOUT_DATA, *batch, *lengths, *words]).run
 
 
 def _said(found: dict[str, Any]) -> str:
