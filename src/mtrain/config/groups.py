@@ -30,7 +30,8 @@ class DataConfig(Section):
     """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; image_text: a folder of
     images and a JSON Lines file of texts, for the family llava; mock: synthetic tokens, and images where the model
     reads some.
-    null: text where data.path or data.limit_mib is set, or for small vocabularies on a CPU; else mock."""
+    null: text where data.path or data.limit_mib is set, or for small vocabularies on a CPU; else mock. For the family
+    llava: image_text where data.path is set, else mock."""
     path: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="data_path data_prefix")] = None
     """text: a file or folder, null: the Python standard library of this machine; indexed: prefix of .bin and .idx;
     image_text: the folder, or its .jsonl file."""
@@ -60,7 +61,7 @@ class DataConfig(Section):
         ),
     ] = None
     """Tokens per sample. The one place where the sequence length is written. null: model.max_position_embeddings, at
-    most 8192, and at most 256 on a CPU."""
+    most 8192, and at most 256 on a CPU; for the family llava, that and the tokens of an image."""
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = Field(
         default=(0.96, 0.03, 0.01), strict=False
     )

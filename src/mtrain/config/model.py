@@ -48,7 +48,8 @@ class ModelConfig(Section):
     """Name used in run folders and reports."""
     family: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = "gpt"
     """Who counts, shrinks and builds it: gpt, a decoder-only transformer, bert, an encoder that is trained on masked
-    tokens, t5, an encoder-decoder, whose num_layers are those of the encoder, or a family that a plug-in adds."""
+    tokens, t5, an encoder-decoder, whose num_layers are those of the encoder, llava, a decoder-only transformer that
+    reads images, or a family that a plug-in adds."""
     num_layers: Annotated[
         Width,
         Key(
@@ -292,8 +293,8 @@ class ModelConfig(Section):
             hf="initializer_range",
         ),
     ] = 0.02
-    """Standard deviation of initial weights; output projections are scaled by 1/sqrt(2 num_layers), but
-    with norm_placement post_residual."""
+    """Standard deviation of initial weights; output projections are scaled by 1/sqrt(2 num_layers),
+    except with norm_placement post_residual."""
     embedding_init_method_std: Annotated[
         Annotated[float, Field(gt=0, le=10)] | None, Key(effect=Effect.NUMERICS, flag="--embedding-init-method-std")
     ] = None
