@@ -10,7 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mtrain.cli.setup import load
 from mtrain.config.t5 import T5Config, lengths, padded, spans
+from mtrain.errors import ConfigError
 from mtrain.models.t5.form import Spans
 
 TOKENS, FIRST = 64, 999
@@ -73,6 +75,24 @@ def test_every_token_is_left_out_about_as_often_as_the_density_says() -> None:
     assert share[0] == 0, "a sample begins with a token that stays, as in the paper's code"
     assert share[8:-8].min() > 0.05
     assert share[8:-8].max() < 0.25
+
+
+@pytest.mark.parametrize(
+    ("words", "on"),
+    [
+        ("data.seq_length=101 parallel=tp8", True),
+        ("data.seq_length=512 parallel.tp=16 model.num_attention_heads=16", False),
+    ],
+)
+def test_what_tensor_parallel_ranks_share_are_the_sequences_of_encoder_and_decoder(words: str, on: bool) -> None:
+    given = ["model=t5_tiny", "data=mock", "cluster=h100x64", *words.split()]
+    assert load(given, to_run=False).run.parallel.sequence_parallel is on
+    said = [*given, "parallel.sequence_parallel=true"]
+    if on:
+        assert load(said, to_run=False).run.parallel.sequence_parallel
+    else:
+        with pytest.raises(ConfigError, match=r"model\.t5\.decoder_length = 104"):
+            load(said, to_run=False)
 
 
 @given(st.integers(2, 3000), st.floats(0.01, 0.95), st.floats(1, 40))

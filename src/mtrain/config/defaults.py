@@ -136,10 +136,16 @@ def sequence_parallel(run: RunConfig) -> Filled:
     elif p.recompute.distribute_saved_activations:
         on, why = False, "parallel.recompute.distribute_saved_activations true"
     else:
-        on = run.data.length % cut == 0
-        why = (
-            f"tp {p.tp}" if on else f"data.seq_length {run.data.length}, which tp {p.tp} * cp {p.cp} does not divide"
-        )
+        t, sharded = run.model.t5, {"data.seq_length": run.data.length}
+        if t is not None:
+            sharded = {
+                "model.t5.encoder_length": t.encoder_length or 0,
+                "model.t5.decoder_length": t.decoder_length or 0,
+            }
+        apart = [f"{key} {length}" for key, length in sharded.items() if length % cut]
+        on, why = not apart, f"tp {p.tp}"
+        if apart:
+            why = f"{apart[0]}, which tp {p.tp} * cp {p.cp} does not divide"
     return {"parallel.sequence_parallel": (on, why)}
 
 

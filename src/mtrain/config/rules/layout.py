@@ -204,7 +204,7 @@ def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
         "Sequence parallelism gives every tp rank as many tokens.",
         example="parallel=tp2sp data.seq_length=255",
     ),
-    reads="data.seq_length parallel.sequence_parallel parallel.tp parallel.cp",
+    reads="data.seq_length parallel.sequence_parallel parallel.tp parallel.cp model.family",
 )
 def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
     """Sequence parallelism shards over tp what is between the tensor-parallel regions."""
@@ -218,7 +218,7 @@ def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
             "sequence parallel shards over the tp ranks, and tp is 1",
             ({"parallel.sequence_parallel": False}, {"parallel.tp": 2}),
         )
-    elif seq % (p.tp * p.cp):
+    elif run.model.family != "t5" and seq % (p.tp * p.cp):  # MT280 looks at what T5 makes of a sample
         step = math.lcm(p.tp * p.cp, 2 * p.cp if p.cp > 1 else 1)
         near = multiples(seq, step)
         cut = f"tp {p.tp} * cp {p.cp} = {p.tp * p.cp} (sequence parallel)"
