@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from mtrain.cli.main import main
 from mtrain.cli.setup import load
 from mtrain.config.bert import BertConfig
 from mtrain.config.compose import compose
@@ -196,6 +198,14 @@ def test_a_fix_is_offered(words: str, code: str, fix: str) -> None:
         problems = raised.problems
     found = {problem.code: problem for problem in reversed(problems)}
     assert found[code].fix.startswith(fix), found[code].fix
+
+
+def test_a_section_of_another_family_is_told_to_machines_and_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--json", "model.bert={}"]) == 2
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem["value"] == BertConfig().model_dump()
+    assert main(["check", "model.bert={}"]) == 2
+    assert "model.bert = {type_vocab_size: 2, next_sentence: true," in capsys.readouterr().err
 
 
 def test_no_text_is_written_at_the_end_of_a_run() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mtrain.config.base import Section
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem, Related, Severity
 
@@ -35,4 +36,6 @@ def problem_of(
 
 def plain(value: Any) -> Any:
     """A value as YAML has it."""
+    if isinstance(value, Section):
+        return value.model_dump(mode="json")
     return list(value) if isinstance(value, tuple) else value
