@@ -109,7 +109,6 @@ _LLAVA = (
     Only("model.mtp_num_layers", (None,), "MTP layers embed tokens by themselves, and know no images"),
     Only("model.scale_embedding", (False,), f"{_LLAMA}; the scale would not be that of patch features"),
     Only("model.position_embedding_type", ("rope",), f"{_LLAMA}, whose positions are rotary"),
-    Only("model.norm_placement", ("pre", "post", "pre_and_post"), "norms on the sum are of the family bert"),
     Only("parallel.cp", (1,), _IMAGES),
     Only("parallel.hybrid_context_parallel", (False,), _IMAGES),
     Only(
