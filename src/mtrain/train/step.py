@@ -53,7 +53,7 @@ class StepResult:
 
     step: int
     loss: float
-    """Mean cross entropy per token of the global batch, in nats."""
+    """Mean cross entropy of the global batch in nats, as `trainer.loss_average` says."""
     grad_norm: float
     """Global norm of the gradient before clipping; not a number where fp16 skipped the update."""
     lr: float
@@ -164,7 +164,7 @@ def summed(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool = 
 
 
 def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:
-    """Run the micro-batches of a step; on the last stage, a `[loss sum, tokens]` of each."""
+    """Run the micro-batches of a step; on the last stage, what `sum_loss` reports of each."""
     return (parts.schedule or run_pipeline)(parts, batches, forward_only=forward_only)
 
 
@@ -195,7 +195,7 @@ def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, A
     output = model(
         batch["tokens"], batch["position_ids"], None, labels=labels, loss_mask=mask, packed_seq_params=packed, **own
     )
-    return output, partial(sum_loss, mask)
+    return output, partial(sum_loss, mask, batch.get("loss_counts"))
 
 
 def packed_params(cu_seqlens: torch.Tensor | None) -> Any:
@@ -214,26 +214,30 @@ def packed_params(cu_seqlens: torch.Tensor | None) -> Any:
     )
 
 
-def sum_loss(mask: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss of a micro-batch as megatron-core's per-token form: the sum, the tokens it is over, and a report.
+def sum_loss(
+    mask: torch.Tensor, counts: torch.Tensor | None, total: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss of a micro-batch as megatron-core's per-token form: the sum, the count it is divided by, and a report.
 
-    Gradients are divided by the tokens of the whole global batch at the end, so no layout weighs a sample
-    differently. `mask` [b, s] weighed the tokens of `total`, a scalar.
+    Gradients are divided by the count of the whole global batch at the end, so no layout weighs a sample differently.
+    `mask` [b, s] weighed the tokens of `total`, a scalar; `counts` [b, s] add up to the count, or `mask` does. The
+    report is `[loss sum, count, predictions that count]`.
     """
-    tokens = mask.sum()
-    return total, tokens.int(), {"loss": torch.stack([total.detach(), tokens])}
+    count = mask.sum() if counts is None else counts.sum()
+    report = torch.stack([total.detach(), count, (mask > 0).sum().to(count)])
+    return total, count.int(), {"loss": report}
 
 
 def reduce_report(world: World, reports: list[torch.Tensor], stop: bool) -> tuple[float, int, int]:
     """Mean loss, tokens and how many ranks want to stop, over the whole world in one all-reduce."""
-    values = torch.zeros(3, dtype=torch.float64, device=world.torch_device)
+    values = torch.zeros(4, dtype=torch.float64, device=world.torch_device)
     if reports and world.coords["tp"] == 0:
-        values[:2] = torch.stack([r.double() for r in reports]).sum(0)
-    values[2] = float(stop)
+        values[:3] = torch.stack([r.double() for r in reports]).sum(0)
+    values[3] = float(stop)
     begin_phase("report")
     dist.all_reduce(values)
-    total, tokens, stops = values.tolist()
-    return total / max(1.0, tokens), int(tokens), int(stops)
+    total, count, tokens, stops = values.tolist()
+    return total / max(1.0, count), int(tokens), int(stops)
 
 
 def to_device(batch: Batch, world: World) -> Batch:
