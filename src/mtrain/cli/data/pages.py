@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from mtrain.cli.page import Page
+from mtrain.cli.page import JSON, OVERRIDES, SETTINGS, Page
 
-DATA_PAGES: dict[str, Page] = {}
+DATA_PAGES: dict[str, Page] = {
+    "preview": Page(
+        f"data preview {OVERRIDES} [samples=N] [split=NAME] [--html FILE]",
+        "The first samples of any configuration as a person reads them: tokens, which of them carry loss, where\n"
+        "documents begin and end, positions, padding. In colours on a terminal.",
+        (
+            ("samples=N", "how many (3)"),
+            ("split=NAME", "train, validation or test (train)"),
+            ("--html FILE", "one page that needs nothing else"),
+            *SETTINGS,
+        ),
+        (JSON,),
+        (
+            ("data preview", "of the default run"),
+            ("data preview data=sft data.path=chats.jsonl data.tokenizer=HF_DIR/tokenizer.json", "chats"),
+            ("data preview run=runs/NAME/run.yaml samples=10 split=validation", "what a run is evaluated on"),
+        ),
+    ),
+}
 """Subverb -> page."""
 DATA = Page(
     "data SUBVERB ...",

@@ -20,7 +20,7 @@ def read_arguments(
     Raises:
         ConfigError: a flag or a word that is not there, a value that is none, too few or too many paths.
     """
-    values, rest = read_words(_as_words(argv, known, usage), known)
+    values, rest = read_words(as_words(argv, known, usage), known)
     strange = [word for word in rest if "=" in word and not Path(word).exists()]
     if strange:
         name, _, value = strange[0].partition("=")
@@ -44,7 +44,12 @@ def needs(values: Mapping[str, Any], name: str, usage: str) -> Any:
     return values[name]
 
 
-def _as_words(argv: Sequence[str], known: Mapping[str, Word], usage: str) -> list[str]:
+def as_words(argv: Sequence[str], known: Mapping[str, Word], usage: str) -> list[str]:
+    """Flags with their values as words `name=value`.
+
+    Raises:
+        ConfigError: a flag that is not there, or that lacks its value.
+    """
     out, queue = list[str](), list(argv)
     while queue:
         word = queue.pop(0)
