@@ -77,6 +77,11 @@ def _code(number: int) -> str:
     return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 1 << 16 else f"\\U{number:08x}"
 
 
+def in_a_line(text: str) -> str:
+    """`text` as one line, its line breaks and tabs as they are written in strings; `visible` does the rest."""
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
+
+
 def printable(text: str) -> str:
     """`text` of several lines, each of them as `visible` shows it; tabs stay."""
     lines = (line.removesuffix("\r").split("\t") for line in text.split("\n"))

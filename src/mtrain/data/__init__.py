@@ -110,7 +110,7 @@ class Splits:
         found = [said]
         if train["cut"] or train["left_out"]:
             cut = f"{train['cut']} chats of train are cut at data.seq_length {self.train.seq_length}"
-            found.append(f"{cut}; {train['left_out']} have nothing to learn before it and are left out")
+            found.append(f"{cut}; {train['left_out']} of them left out, with nothing to learn before it")
         if meta["bad_lines"] and self.corpus.prefix is not None:
             where = self.corpus.prefix.parent / chats.REJECTS
             found.append(f"{meta['bad_lines']} lines of {meta['source']} are no JSON and are left out: {where}")
@@ -118,8 +118,8 @@ class Splits:
 
     def describe(self) -> dict[str, Any]:
         """Counts of the corpus and of each split, ready for JSON."""
-        keys = ("kind", "source", "documents", "skipped", "bad_lines", "tokens", "learned", "text_bytes")
-        keys = (*keys, "vocab_size", "fingerprint")
+        keys = ["kind", "source", "documents", "skipped", "bad_lines", "tokens", "learned", "text_bytes"]
+        keys += ["vocab_size", "fingerprint"]
         out: dict[str, Any] = {k: self.corpus.meta[k] for k in keys if k in self.corpus.meta}
         out["tokenizer_sha256"] = self.corpus.tokenizer_sha256
         out |= {"eod": self.eod, "unigram_entropy_nats": self.unigram_entropy_nats}

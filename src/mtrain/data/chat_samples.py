@@ -50,7 +50,7 @@ class Prepared:
 
     def learnable(self, length: int) -> np.ndarray:
         """Whether each group has something to learn in the first `length` tokens of all its documents; bool [n]."""
-        return (self.table[:, 1] < length).reshape(-1, self.group).all(axis=1)  # type: ignore[no-any-return]
+        return np.asarray((self.table[:, 1] < length).reshape(-1, self.group).all(axis=1))
 
     def sizes(self, chats: np.ndarray, length: int) -> np.ndarray:
         """Tokens of documents that are cut at `length`; int64."""

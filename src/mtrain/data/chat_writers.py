@@ -138,7 +138,10 @@ def _write_all(lines: JsonLines, work: Work, firsts: range, at: mmap, write_end:
             for first in firsts:
                 for number in range(first, min(first + BATCH, len(lines))):
                     at[:8] = number.to_bytes(8, "little")
-                    _send(pipe, _bounded(work, lines.line(number)))
+                    result = _bounded(work, lines.line(number))
+                    _send(pipe, result)
+                    if isinstance(result, Fault):  # it may be the end of all, and the next line may take long
+                        pipe.flush()
                 pipe.flush()
         code = 0
     except BaseException:  # whoever reads sees that it ended, and which line it was at

@@ -63,6 +63,14 @@ class Shown:
             "documents": sum(_parts(document) for document in self.documents),
         }
 
+    @property
+    def heading(self) -> str:
+        """The counts in words."""
+        counts = self.counts
+        many = "document" if counts["documents"] == 1 else "documents"
+        said = f"{counts['tokens']} tokens, {counts['loss']} carry loss, {counts['documents']} {many}"
+        return said + (f", {counts['padding']} of padding" if counts["padding"] else "")
+
 
 def _parts(document: tuple[Token, ...]) -> int:
     if all(token.padding for token in document):

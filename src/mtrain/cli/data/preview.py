@@ -14,7 +14,7 @@ from mtrain.cli.setup import load
 from mtrain.cli.words import Word, number, read_words
 from mtrain.config.origins import COMMAND_LINE
 from mtrain.config.rules.chats import PREFERENCE
-from mtrain.errors import ConfigError, Problem, Styled, say_page, say_styled
+from mtrain.errors import ConfigError, Problem, Styled, in_a_line, say_page, say_styled
 
 if TYPE_CHECKING:  # it imports torch
     from mtrain.train.preview import Shown, Token
@@ -63,19 +63,11 @@ def preview(argv: Sequence[str], *, as_json: bool) -> int:
     return 0
 
 
-def heading(shown: Shown) -> str:
-    """The counts of a sample in words."""
-    counts = shown.counts
-    many = "document" if counts["documents"] == 1 else "documents"
-    said = f"{counts['tokens']} tokens, {counts['loss']} carry loss, {counts['documents']} {many}"
-    return said + (f", {counts['padding']} of padding" if counts["padding"] else "")
-
-
 def lines_of(shown: Shown) -> list[Styled]:
     """A sample as lines: in front of each the position of its first token, and whether its tokens carry loss."""
-    out: list[Styled] = [[("", "")], [(f"{shown.name}: {heading(shown)}", "bold")]]
+    out: list[Styled] = [[("", "")], [(f"{shown.name}: {shown.heading}", "bold")]]
     out += [[(f"  {shown.place}", "dim")]] if shown.place else []
-    out += [[("  encoder reads: ", "dim"), (escaped(shown.read), "")]] if shown.read else []
+    out += [[("  encoder reads: ", "dim"), (in_a_line(shown.read), "")]] if shown.read else []
     for index, document in enumerate(shown.documents, 1):
         if len(shown.documents) > 1 and not document[0].padding:
             positions = f"positions {document[0].position} to {document[-1].position}"
@@ -107,14 +99,9 @@ def _wrapped(tokens: Sequence[Token]) -> list[tuple[int, str]]:
     """Lines of tokens, each with the position of its first one."""
     out: list[tuple[int, str]] = []
     for token in tokens:
-        text = escaped(token.text) + (f" -> {escaped(token.instead)}" if token.instead else "")
+        text = in_a_line(token.text) + (f" -> {in_a_line(token.instead)}" if token.instead else "")
         if out and len(out[-1][1]) + len(text) < WIDTH:
             out[-1] = out[-1][0], f"{out[-1][1]}{BETWEEN}{text}"
         else:
             out.append((token.position, text))
     return out
-
-
-def escaped(text: str) -> str:
-    """A token's text in one line."""
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from mtrain.cli.data.preview import escaped, heading
-from mtrain.errors import visible
+from mtrain.errors import in_a_line, visible
 from mtrain.train.preview import Shown, Token
 
 STYLE = """
@@ -40,9 +39,9 @@ def page_of(found: Sequence[Shown], remarks: Sequence[str]) -> str:
 
 
 def _sample(shown: Shown) -> list[str]:
-    out = [f"<h2>{_text(shown.name)}</h2>", f"<p>{_text(heading(shown))}</p>"]
+    out = [f"<h2>{_text(shown.name)}</h2>", f"<p>{_text(shown.heading)}</p>"]
     out += [f'<p class="dim">{_text(shown.place)}</p>'] if shown.place else []
-    out += [f'<p>encoder reads: <span class="text">{_text(escaped(shown.read))}</span></p>'] if shown.read else []
+    out += [f'<p>encoder reads: <span class="text">{_text(shown.read)}</span></p>'] if shown.read else []
     for document in shown.documents:
         padding = sum(token.padding for token in document)
         tokens = "".join(_token(token, index) for index, token in enumerate(document) if not token.padding)
@@ -63,4 +62,4 @@ def _token(token: Token, index: int) -> str:
 
 def _text(text: str) -> str:
     """Text for a page: what cannot be printed becomes its code, and nothing in it is markup."""
-    return escape(visible(escaped(text)))
+    return escape(visible(in_a_line(text)))

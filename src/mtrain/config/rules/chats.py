@@ -81,10 +81,10 @@ def template_is_there(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT341", "data.tokenizer", rule, (SYNTHETIC,), hint=hint, lacks="input")
     elif d.chat_template is not None:
         path = user_path(d.chat_template)
-        rule = unreadable(path) or ("is a folder" if os.path.isdir(path) else None)
-        if rule is not None:
+        wrong = unreadable(path) or ("is a folder" if os.path.isdir(path) else None)
+        if wrong is not None:
             near: tuple[Change, ...] = tuple({"data.chat_template": name} for name in names_near(path))
-            yield Finding("MT341", "data.chat_template", rule, (*near, {"data.chat_template": None}, SYNTHETIC))
+            yield Finding("MT341", "data.chat_template", wrong, (*near, {"data.chat_template": None}, SYNTHETIC))
     elif os.path.isfile(user_path(d.tokenizer)) and not _has_template(user_path(d.tokenizer).parent):
         rule = f"{user_path(d.tokenizer).parent} has no {BESIDE[0]} and no chat_template in {BESIDE[1]}"
         yield Finding("MT341", "data.chat_template", rule, (SYNTHETIC,), hint="data.chat_template=FILE")
@@ -122,7 +122,7 @@ def chats_are_for_decoders(run: RunConfig) -> Iterator[Finding]:
         PREFERENCE,
         "No loss learns from pairs of answers yet: preference data is prepared and previewed, and not trained on.",
         "Preview it with `data preview`; train on the chosen answers as data=sft.",
-        example="data=preference data.path=pairs.jsonl data.tokenizer=tokenizer.json",
+        example="data.kind=preference data.path=pairs.jsonl data.tokenizer=tokenizer.json",
     ),
     reads="data.kind",
 )
