@@ -34,7 +34,7 @@ def run_with(home: Path, average: str, windows: int | None = None, **more: Any) 
     """A step over all chats of the file; keyword arguments are keys of `parallel`, or `micro`."""
     batch, micro = windows or CHATS, more.pop("micro", 1)
     trainer = {"global_batch_size": batch, "micro_batch_size": micro, "loss_average": average}
-    run = tiny_run(model={"vocab_size": VOCAB}, trainer=trainer, **more)
+    run = tiny_run(model={"vocab_size": VOCAB, **more.pop("model", {})}, trainer=trainer, **more)
     data = DataConfig(
         kind="sft",
         path=str(home / "chats.jsonl"),
@@ -135,6 +135,36 @@ def test_an_average_of_each_micro_batch_by_itself_is_found(
 
     monkeypatch.setattr(batch, "averaged", by_itself)
     assert apart(alone("token"), computed(run_with(home, "token", micro=4), tmp_path)) > 1e-3
+
+
+@pytest.mark.full
+def test_losses_of_a_router_weigh_what_they_say_whatever_is_learned(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they add to a gradient depends on the tokens that are read, and not on those that are learned."""
+    from mtrain.train import step
+
+    def added(average: str, loss_on: str, name: str, **parallel: Any) -> torch.Tensor:
+        found = []
+        for coefficient in (0.0, 0.5):
+            moe = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 32, "router_load_balancing_type": "aux_loss"}
+            moe |= {"aux_loss_coeff": coefficient, "z_loss_coeff": 1e-2 if coefficient else None}
+            run = run_with(home, average, micro=4, model={"moe": moe}, **parallel)
+            run = run.model_copy(update={"data": run.data.model_copy(update={"loss_on": loss_on})})
+            gradients = computed(run, tmp_path / f"{name}-{coefficient}")[1]
+            found.append(torch.cat([g.flatten() for key, g in sorted(gradients.items()) if "router" in key]))
+        return found[1] - found[0]
+
+    expected = added("token", "all", "all")
+    scale = float(expected.abs().max())
+    assert scale > 0
+    cases: list[tuple[str, str, dict[str, Any]]] = [("token", "assistant", {}), ("sample", "assistant", {})]
+    cases.append(("sequence", "last", {"ranks": 2, "ep": 2}))
+    for number, (average, loss_on, parallel) in enumerate(cases):
+        off = float((added(average, loss_on, str(number), **parallel) - expected).abs().max())
+        assert off / scale < 1e-4, (average, loss_on)
+    monkeypatch.setattr(step, "_share_of_router_losses", lambda *given: None)
+    assert float((added("sample", "assistant", "fault") - expected).abs().max()) / scale > 1.0
 
 
 LETTERS = "abcdef"

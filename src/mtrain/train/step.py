@@ -19,6 +19,7 @@ from mtrain.data.batch import GlobalBatches, MicroBatch
 from mtrain.mcore import api as mcore
 from mtrain.mcore.context import context_positions
 from mtrain.mcore.optimizer_state import loss_scale
+from mtrain.mcore.patching import ROUTER_LOSS_SHARE
 from mtrain.mcore.sharding import gathered
 from mtrain.models.registry import family_of
 from mtrain.world.heartbeat import begin_phase, begin_step
@@ -91,6 +92,7 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
         for chunk in state.chunks:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
+        _share_of_router_losses(parts, batches, size)
         reports = run_schedule(parts, batches, forward_only=False)
     begin_phase("optimizer")
     scale, may_fall = loss_scale(state.optimizer) or (None, False)
@@ -115,6 +117,27 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
         stop=stops > 0,
         seconds=clock.done(),
     )
+
+
+def _share_of_router_losses(parts: Parts, batches: Sequence[Batch], size: int) -> None:
+    """Keep the losses of routers, which add up over all tokens, averages over them where a step is divided by less.
+
+    A step of chats is divided by the tokens that are learned, or by samples or sequences: without this a balancing
+    loss would weigh several times what its coefficient says.
+    """
+    run, world = parts.run, parts.world
+    if run.model.moe is None or (run.data.kind != "sft" and run.trainer.loss_average == "token"):
+        return
+    reads = world.coords["tp"] == 0 and world.coords["pp"] == world.grid.pp - 1
+    if run.parallel.hybrid_context_parallel:  # every rank reads all samples
+        reads = reads and world.coords["dp"] == 0
+    count = torch.zeros((), dtype=torch.float64, device=world.torch_device)
+    for batch in batches if reads else ():
+        count += batch.get("loss_counts", batch["loss_mask"]).sum()
+    dist.all_reduce(count)
+    share = float(count) / (size * run.data.length)
+    for chunk in parts.state.chunks:
+        setattr(chunk.config, ROUTER_LOSS_SHARE, share)
 
 
 def update(state: TrainState, counts: str) -> tuple[bool, float, float]:

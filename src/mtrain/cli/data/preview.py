@@ -13,7 +13,6 @@ from mtrain.cli.data.words import as_words
 from mtrain.cli.setup import load
 from mtrain.cli.words import Word, number, read_words
 from mtrain.config.origins import COMMAND_LINE
-from mtrain.config.rules.chats import PREFERENCE
 from mtrain.errors import ConfigError, Problem, Styled, in_a_line, say_page, say_styled
 
 if TYPE_CHECKING:  # it imports torch
@@ -27,6 +26,8 @@ WORDS = {
     "html": Word(None, Path, "a file", "html=samples.html"),
 }
 USAGE = "preview [KEY=VALUE ...] [samples=N] [split=NAME] [--html FILE]"
+NO_LOSS = "MT343"
+"""The code of pairs, which no loss learns from: they can be looked at."""
 WIDTH = 100
 BETWEEN = "|"
 """Between tokens, where there is no colour to tell them apart."""
@@ -35,7 +36,7 @@ BETWEEN = "|"
 def preview(argv: Sequence[str], *, as_json: bool) -> int:
     """Print the first samples of what `argv` describes, or write them to a page."""
     values, overrides = read_words(as_words(argv, WORDS, USAGE), WORDS)
-    run = load(overrides, to_run=False, but=frozenset({PREFERENCE})).run
+    run = load(overrides, to_run=False, but=frozenset({NO_LOSS})).run
     page: Path | None = values["html"]
     if page is not None and page.exists():
         rule = f"{page} is there already; nothing is written over"

@@ -27,7 +27,6 @@ SYNTHETIC: Change = {
 BESIDE = ("chat_template.jinja", "tokenizer_config.json")
 """Where a template stands beside a tokenizer.json."""
 MAX_SETTINGS = 16 << 20
-PREFERENCE = "MT343"
 
 
 @rule(
@@ -67,7 +66,7 @@ def chats_are_there(run: RunConfig) -> Iterator[Finding]:
         "Name a tokenizer.json that has its tokenizer_config.json beside it, or data.chat_template.",
         example="data=sft data.path=/nowhere/chats.jsonl",
     ),
-    reads="data.kind data.tokenizer data.chat_template checkpoint.init_from",
+    reads="data.kind data.tokenizer data.chat_template",
     disk=True,
 )
 def template_is_there(run: RunConfig) -> Iterator[Finding]:
@@ -119,7 +118,7 @@ def chats_are_for_decoders(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code(
-        PREFERENCE,
+        "MT343",
         "No loss learns from pairs of answers yet: preference data is prepared and previewed, and not trained on.",
         "Preview it with `data preview`; train on the chosen answers as data=sft.",
         example="data.kind=preference data.path=pairs.jsonl data.tokenizer=tokenizer.json",
@@ -130,7 +129,7 @@ def pairs_have_no_loss(run: RunConfig) -> Iterator[Finding]:
     """No loss learns from pairs of answers yet."""
     if run.data.kind == "preference":
         rule = "pairs of a chosen and a rejected answer are prepared and previewed; no loss learns from them yet"
-        yield Finding(PREFERENCE, "data.kind", rule, (SYNTHETIC,), hint="data=sft with the chosen answers as chats")
+        yield Finding("MT343", "data.kind", rule, (SYNTHETIC,), hint="data=sft with the chosen answers as chats")
 
 
 @rule(
@@ -154,31 +153,10 @@ def keys_of_text(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT344", "data.packed", "the chats of a pair stand each in a row of its own", (off,))
 
 
-@rule(
-    Code(
-        "MT345",
-        "The losses of a router are averages over tokens.",
-        example="model=mixtral_tiny trainer.loss_average=sample",
-    ),
-    reads="trainer.loss_average model.moe.router_load_balancing_type model.moe.aux_loss_coeff model.moe.z_loss_coeff",
-)
-def router_losses_are_of_tokens(run: RunConfig) -> Iterator[Finding]:
-    """megatron-core adds a router's losses to the sum that is divided by the count of the step."""
-    moe, average = run.model.moe, run.trainer.loss_average
-    if moe is None or average == "token":
-        return
-    balanced = moe.router_load_balancing_type != "none" and bool(moe.aux_loss_coeff)
-    if balanced or moe.z_loss_coeff:
-        rule = f"the losses of the router add up over tokens, and the step is divided by its number of {average}s"
-        none: Change = {"model.moe.aux_loss_coeff": 0.0, "model.moe.z_loss_coeff": None}
-        yield Finding("MT345", "trainer.loss_average", rule, ({"trainer.loss_average": "token"}, none))
-
-
 RULES = (
     chats_are_there,
     template_is_there,
     chats_are_for_decoders,
     pairs_have_no_loss,
     keys_of_text,
-    router_losses_are_of_tokens,
 )
