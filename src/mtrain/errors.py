@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TextIO
@@ -76,6 +77,11 @@ def _code(number: int) -> str:
     return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 1 << 16 else f"\\U{number:08x}"
 
 
+def in_a_line(text: str) -> str:
+    """`text` as one line, its line breaks and tabs as they are written in strings; `visible` does the rest."""
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
+
+
 def printable(text: str) -> str:
     """`text` of several lines, each of them as `visible` shows it; tabs stay."""
     lines = (line.removesuffix("\r").split("\t") for line in text.split("\n"))
@@ -96,6 +102,21 @@ def warn(text: str) -> None:
 def say_page(text: str, *, error: bool = False) -> None:
     """Prints a text whose line breaks are its own, as generated text or a file are; what else is in it is shown."""
     _put(printable(text.removesuffix("\n")), sys.stderr if error else sys.stdout)
+
+
+Styled = Sequence[tuple[str, str]]
+"""A line as texts with the name of a style each; empty: none."""
+STYLES = {"bold": "1", "dim": "2", "loss": "1;32"}
+
+
+def say_styled(*lines: Styled) -> None:
+    """Prints lines on a terminal in the styles of their parts, elsewhere as plain text."""
+    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    out = []
+    for line in lines:
+        parts = ((visible(text), STYLES.get(style, "") if colours else "") for text, style in line)
+        out.append("".join(f"\x1b[{code}m{text}\x1b[0m" if code and text else text for text, code in parts).rstrip())
+    _put("\n".join(out), sys.stdout)
 
 
 def _put(text: str, stream: TextIO) -> None:

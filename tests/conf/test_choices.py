@@ -41,7 +41,7 @@ def test_every_choice_composes_and_sets_nothing_but_its_group(group: str, choice
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_passes_check_alone_with_the_defaults_of_the_rest(group: str, choice: str) -> None:
     """What a machine or a user still has to bring is a warning; a run is refused for it, and for nothing else."""
-    lacking = {"MT301", "MT403", "MT407", "MT442", "MT327"}
+    lacking = {"MT301", "MT403", "MT407", "MT442", "MT327", "MT340", "MT341"}
     words = [f"{group}={choice}", *UNFIT_FOR_TP2.get(choice, ())]
     warned = {p.code for p in checked(words, LAPTOP, {}, to_run=False).warnings}
     try:

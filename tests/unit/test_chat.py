@@ -53,7 +53,7 @@ def test_the_template_of_its_own_file_comes_first_and_of_several_the_default(tmp
     form = _format(tmp_path, several)
     assert form.render(MESSAGES) == "D"
     (tmp_path / chat.TEMPLATE_FILE).write_text("F")
-    assert form.render(MESSAGES) == "F"
+    assert ChatFormat(tmp_path).render(MESSAGES) == "F"
     assert form.special("eos_token") == "</s>"
 
 

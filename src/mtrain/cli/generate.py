@@ -28,6 +28,9 @@ WITHOUT_DATA = (
     "data.blend_weights=null",
     "data.tokenizer=null",
     "data.limit_mib=null",
+    "data.chat_template=null",
+    "data.loss_on=assistant",
+    "data.bad_lines=null",
     "trainer.sample_tokens=0",
 )
 """The corpus of the run may be gone: its tokenizer is in the run folder."""

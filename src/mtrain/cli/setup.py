@@ -36,8 +36,9 @@ def load(
     environment: Mapping[str, str] = os.environ,
     *,
     to_run: bool = True,
+    but: AbstractSet[str] = frozenset(),
 ) -> Loaded:
-    """Composes, resolves and validates; warnings are kept in `.warnings`.
+    """Composes, resolves and validates; warnings are kept in `.warnings`. Problems with the codes of `but` are none.
 
     A configuration that is `to_run` has to run on this machine. One that is only looked at may be meant for another:
     a device or an input that is not here is then a warning, unless the configuration says that it runs here.
@@ -62,6 +63,7 @@ def load(
     origins = resolved_origins(composed, run, why)
     problems = validate(composed, run, origins, machine, world_size, to_run=to_run)
     problems += families.problems(run.model, origins) or memory_problems(run, machine, origins)
+    problems = [problem for problem in problems if problem.code not in but]
     errors = {problem.code for problem in problems if problem.severity == "error"}
     if errors:
         raise (CorruptInput if errors <= DAMAGE else ConfigError)(sorted(problems, key=lambda p: p.severity))

@@ -292,6 +292,12 @@ OTHERS = (
         says="holds no file that ends in .jsonl",
     ),
     Code(
+        "MT615",
+        "The file of chats cannot be found as it is named.",
+        "Name a .jsonl file, or a folder that holds one.",
+        says="holds no file that ends in .jsonl",
+    ),
+    Code(
         "MT701",
         "A file that is to be imported holds no command line of Megatron-LM.",
         "Name a training script.",

@@ -6,6 +6,7 @@ Every function looks at the configuration alone, and fills in nothing that has a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from mtrain.config.batches import stages
@@ -13,6 +14,7 @@ from mtrain.config.devices import facts_of
 from mtrain.config.families import limited
 from mtrain.config.model import ModelConfig
 from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.run import RunConfig
 from mtrain.config.t5 import lengths, padded, spans
 from mtrain.errors import Problem
@@ -23,6 +25,8 @@ Step = Callable[[RunConfig], Filled]
 
 CPU_BATCH, CPU_LENGTH = 8, 256
 """Samples of a step and tokens of a sample that a CPU trains in a second."""
+CHATS = ("sft", "preference")
+"""Kinds of data that are written by the chat template of a tokenizer."""
 SMALL_TOKENIZER = 4096
 """Token ids that the text which every machine has is enough for."""
 LONGEST = 8192
@@ -70,6 +74,17 @@ def data_kind(run: RunConfig) -> Filled:
     return {
         "data.kind": (kind, f"{run.model.name}: vocab_size {vocabulary}, and cluster.device {run.cluster.device}")
     }
+
+
+def tokenizer_of_chats(run: RunConfig) -> Filled:
+    """Chats are written for the model whose weights a run begins with."""
+    d, source = run.data, run.checkpoint.init_from
+    if d.kind not in CHATS or d.tokenizer is not None or source is None:
+        return {}
+    folder = PurePath(source)
+    if folder.parent.name == CHECKPOINTS:
+        folder = folder.parent.parent
+    return {"data.tokenizer": (str(folder / "tokenizer.json"), f"checkpoint.init_from {source}")}
 
 
 def number_format(run: RunConfig) -> Filled:
@@ -311,6 +326,7 @@ def _replicated(run: RunConfig) -> tuple[bool, str]:
 
 STEPS: tuple[Step, ...] = (
     data_kind,
+    tokenizer_of_chats,
     number_format,
     sample_length,
     span_lengths,

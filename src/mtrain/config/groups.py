@@ -26,15 +26,16 @@ Seconds = Annotated[float, Field(gt=0, le=10**8)]
 class DataConfig(Section):
     """`data`: what is read, and how it becomes samples."""
 
-    kind: Literal["text", "indexed", "image_text", "mock"] | None = None
+    kind: Literal["text", "indexed", "image_text", "sft", "preference", "mock"] | None = None
     """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; image_text: a folder of
-    images and a JSON Lines file of texts, for the family llava; mock: synthetic tokens, and images where the model
-    reads some.
+    images and a JSON Lines file of texts, for the family llava; sft: chats of a JSON Lines file, written by the chat
+    template of a tokenizer; preference: the same with a chosen and a rejected answer; mock: synthetic tokens, and
+    images where the model reads some.
     null: text where data.path or data.limit_mib is set, or for small vocabularies on a CPU; else mock. For the family
     llava: image_text where data.path is set, else mock."""
     path: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="data_path data_prefix")] = None
     """text: a file or folder, null: the Python standard library of this machine; indexed: prefix of .bin and .idx;
-    image_text: the folder, or its .jsonl file."""
+    image_text: the folder, or its .jsonl file; sft, preference: a .jsonl file, or a folder that holds one."""
     blend: Annotated[
         Annotated[tuple[str, ...], Field(min_length=1)] | None,
         Key(when="data.kind=indexed", effect=Effect.RUNTIME, aka="train_data_path"),
@@ -45,7 +46,8 @@ class DataConfig(Section):
     ] = Field(default=None, strict=False)
     """blend: shares of the samples that each corpus gives, in any unit; null: by their tokens."""
     tokenizer: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="tokenizer_model")] = None
-    """Path of a tokenizer.json. indexed: null: no text can be generated; image_text: null: a BPE is trained."""
+    """Path of a tokenizer.json. indexed: null: no text can be generated; image_text: null: a BPE is trained; sft,
+    preference: null: that of checkpoint.init_from."""
     tokenizer_vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = 4096
     """text, image_text: size of the BPE vocabulary to train."""
     suffixes: tuple[str, ...] = Field(default=(".py", ".txt", ".rst", ".md"), strict=False)
@@ -69,10 +71,25 @@ class DataConfig(Section):
     eod_mask_loss: Annotated[bool, Key(flag="--eod-mask-loss")] = False
     """No loss on the prediction that follows an end-of-document token."""
     packed: bool = False
-    """A sample's documents do not see each other and each starts at position 0 (packed sequences, THD)."""
+    """A sample's documents do not see each other and each starts at position 0 (packed sequences, THD). sft: a sample
+    is as many whole chats as fit into it, by first fit, and not one."""
     packed_multiple: Annotated[PositiveInt | None, Key(when="data.packed=true")] = None
     """packed: documents are padded to a multiple of this many tokens; what no longer fits in the sample is left out.
     null: 2 * cp under context parallelism, else 1."""
+    chat_template: Annotated[str | None, Key(when="data.kind=sft|preference", effect=Effect.RUNTIME)] = None
+    """sft, preference: path of a chat template (Jinja); null: the chat_template.jinja beside the tokenizer, else the
+    chat_template of its tokenizer_config.json."""
+    loss_on: Annotated[
+        Literal["assistant", "last", "all"],
+        Key(when="data.kind=sft", aka="assistant_only_loss train_on_inputs mask_history"),
+    ] = "assistant"
+    """sft: the tokens of a chat that are learned. assistant: those of every turn of the assistant, with the token
+    that ends it; last: of its last turn; all: every token."""
+    bad_lines: Annotated[
+        NonNegativeInt | None, Key(when="data.kind=sft|preference", null=100, effect=Effect.RUNTIME, unit="lines")
+    ] = None
+    """sft, preference: at most so many lines that are no JSON or no UTF-8 are left out, each named in rejects.jsonl
+    in the cache; more are an error. null: 100."""
     cache_dir: Annotated[str, Key(effect=Effect.RUNTIME)] = "~/.cache/mtrain"
     """Where tokenized text is kept. When a corpus is added, those go that no run used for 90 days, and, of more than
     100 GiB in all, those that were used longest ago; never one that a run reads or has used in the last day."""
@@ -255,6 +272,11 @@ class TrainerConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63), Key(flag=Flag("--seed", absent=1234))] = 1234
     """Seed of weights and sample order, which do not depend on the layout, and of dropout: stages, data- and
     context-parallel ranks draw other masks, tensor-parallel ranks the same ones of what each of them holds whole."""
+    loss_average: Literal["token", "sample", "sequence"] = "token"
+    """What weighs the same in the loss and the gradient of a step, over the whole global batch in any layout. token:
+    each prediction that counts; sample: each sample, of which the mean over its predictions is taken, a document
+    where documents are packed; sequence: each row of data.seq_length tokens, packed or not. An evaluation is an
+    average over tokens."""
     deterministic: Annotated[
         bool, Key(feeds="deterministic_mode", effect=Effect.PARALLELISM, flag="--deterministic-mode")
     ] = False

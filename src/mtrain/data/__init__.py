@@ -1,7 +1,7 @@
 """Data: text becomes tokens once (`prepare`), tokens become samples by arithmetic (`open_splits`).
 
 The launcher calls `prepare` before it starts ranks; each rank calls `open_splits` and reads for itself. torch
-is imported by `mtrain.data.batch` alone.
+is imported by `mtrain.data.batch` and `mtrain.data.chat_batch` alone.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from mtrain.config.defaults import CHATS
 from mtrain.config.groups import DataConfig
-from mtrain.data import image_text, tokenize
+from mtrain.data import chat_samples, chats, image_text, tokenize
 from mtrain.data.blend import Blend
+from mtrain.data.chat_samples import ChatSamples, PairSamples
 from mtrain.data.image_text import ImageTextSamples
 from mtrain.data.indexed import IndexedDataset
 from mtrain.data.mock import DOCUMENT_ENDS, MockSamples
@@ -26,8 +28,10 @@ from mtrain.data.tokenize import Corpus, verify
 from mtrain.errors import ConfigError, CorruptData, Problem, say
 
 __all__ = [
+    "ChatSamples",
     "Corpus",
     "ImageTextSamples",
+    "PairSamples",
     "Samples",
     "Splits",
     "open_splits",
@@ -42,14 +46,18 @@ CHECKED_TOKENS = 1 << 26
 """Tokens of a split that are looked at before ranks start: a tenth of a second."""
 
 
+Part = Samples | Blend | MockSamples | ImageTextSamples | ChatSamples | PairSamples
+"""The samples of a split."""
+
+
 @dataclass
 class Splits:
     """Train, validation and test samples; None for a split that is not needed and has no sample."""
 
     corpus: Corpus
-    train: Samples | Blend | MockSamples | ImageTextSamples
-    validation: Samples | Blend | MockSamples | ImageTextSamples | None
-    test: Samples | Blend | MockSamples | ImageTextSamples | None
+    train: Part
+    validation: Part | None
+    test: Part | None
     eod: int | None
     """Id of the end-of-document token, where known."""
     masked_eod: int | None
@@ -92,9 +100,26 @@ class Splits:
             if isinstance(part, Samples):
                 part.check_ids(CHECKED_TOKENS)
 
+    def remarks(self) -> list[str]:
+        """What is worth to be said of chats before they are trained on: what is cut, left out or no JSON."""
+        if self.corpus.meta["kind"] not in CHATS:
+            return []
+        meta, train = self.corpus.meta, self.train.describe()
+        said = f"data: {meta['documents']} chats of {meta['tokens']} tokens, {meta['learned']} of which are learned; "
+        said += f"{train['samples']} samples in an epoch"
+        found = [said]
+        if train["cut"] or train["left_out"]:
+            cut = f"{train['cut']} chats of train are cut at data.seq_length {self.train.seq_length}"
+            found.append(f"{cut}; {train['left_out']} of them left out, with nothing to learn before it")
+        if meta["bad_lines"] and self.corpus.prefix is not None:
+            where = self.corpus.prefix.parent / chats.REJECTS
+            found.append(f"{meta['bad_lines']} lines of {meta['source']} are no JSON and are left out: {where}")
+        return found
+
     def describe(self) -> dict[str, Any]:
         """Counts of the corpus and of each split, ready for JSON."""
-        keys = ("kind", "source", "documents", "skipped", "tokens", "text_bytes", "vocab_size", "fingerprint")
+        keys = ["kind", "source", "documents", "skipped", "bad_lines", "tokens", "learned", "text_bytes"]
+        keys += ["vocab_size", "fingerprint"]
         out: dict[str, Any] = {k: self.corpus.meta[k] for k in keys if k in self.corpus.meta}
         out["tokenizer_sha256"] = self.corpus.tokenizer_sha256
         out |= {"eod": self.eod, "unigram_entropy_nats": self.unigram_entropy_nats}
@@ -109,9 +134,9 @@ def _say(note: str) -> None:
 
 
 def prepare(data: DataConfig, note: Callable[[str], None] = _say, tokenizer: Path | None = None) -> Corpus:
-    """Make the corpus of a configuration ready: see `tokenize.prepare`, and `image_text.prepare` of images."""
-    of_kind = image_text.prepare if data.kind == "image_text" else tokenize.prepare
-    return of_kind(data, note, tokenizer)
+    """Make the corpus of a configuration ready: see `prepare` of `tokenize`, of `image_text` and of `chats`."""
+    of_kind = {"image_text": image_text.prepare, **dict.fromkeys(CHATS, chats.prepare)}
+    return of_kind.get(data.kind or "", tokenize.prepare)(data, note, tokenizer)
 
 
 def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -145,6 +170,9 @@ def open_splits(
     if data.kind == "image_text":
         pairs = image_text.opened(data, vocab_size, seed, corpus, need)
         return Splits(corpus, **pairs, eod=corpus.meta["eod"], masked_eod=None, document_ends=(), dataset=None)  # type: ignore[arg-type]
+    if data.kind in CHATS:
+        said = chat_samples.opened(data, vocab_size, seed, corpus, need)
+        return Splits(corpus, **said, eod=corpus.meta["eod"], masked_eod=None, document_ends=(), dataset=None)  # type: ignore[arg-type]
     if corpus.prefix is None:
         mocks = [MockSamples(data.length, seed, vocab_size, name) for name in SHARES]
         return Splits(corpus, *mocks, eod=None, masked_eod=None, document_ends=DOCUMENT_ENDS, dataset=None)  # type: ignore[misc,arg-type]

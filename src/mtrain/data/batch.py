@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NotRequired, Protocol, TypedDict
+from typing import NotRequired, Protocol, TypedDict, cast
 
 import numpy as np
 import torch
@@ -39,11 +39,13 @@ class MicroBatch(TypedDict):
     labels: torch.Tensor
     """int64: the token that follows each input token."""
     loss_mask: torch.Tensor
-    """float32: 0 where the prediction does not count, else 1."""
+    """float32: 0 where the prediction does not count, else 1, or what it weighs: see `averaged`."""
     position_ids: torch.Tensor
     """int64: 0, 1, ... in each sample, or in each document of packed samples."""
     cu_seqlens: NotRequired[torch.Tensor]
     """packed: int32 [documents + 1], where each document starts, and the end of the last."""
+    loss_counts: NotRequired[torch.Tensor]
+    """float32: what each prediction adds to the count that the sum of losses is divided by; absent: `loss_mask`."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class GlobalBatches:
 
     Micro-batch m of rank r takes the samples consumed + m * (micro * dp_size) + r * micro + j, so the samples
     of a step are the same for any dp_size. `form` makes a micro-batch of them. Samples from number `limit` on only
-    fill the step: no loss of theirs counts. Raises ConfigError if the global batch cannot be cut evenly.
+    fill the step: no loss of theirs counts. `average` is `trainer.loss_average`. Raises ConfigError if the global
+    batch cannot be cut evenly.
     """
 
     def __init__(
@@ -100,13 +103,14 @@ class GlobalBatches:
         dp_size: int,
         form: Form | None = None,
         limit: int | None = None,
+        average: str = "token",
     ) -> None:
         stride = micro_batch_size * dp_size
         if global_batch_size % stride or not 0 <= dp_rank < dp_size:
             rule = f"must be a multiple of micro_batch_size * dp = {micro_batch_size} * {dp_size} = {stride}"
             fix = f"trainer.global_batch_size={max(1, round(global_batch_size / stride)) * stride}"
             raise ConfigError([Problem("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)])
-        self.samples, self.form, self.limit = samples, form or next_token(), limit
+        self.samples, self.form, self.limit, self.average = samples, form or next_token(), limit, average
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self._offsets = dp_rank * micro_batch_size + np.arange(micro_batch_size)
         self._stride = stride
@@ -131,7 +135,37 @@ class GlobalBatches:
         if self.limit is not None:
             for batch, part in zip(batches, torch.from_numpy(numbers >= self.limit), strict=True):
                 batch["loss_mask"].view(self.micro_batch_size, -1)[part] = 0.0
-        return batches
+        return [averaged(batch, self.average, self.micro_batch_size) for batch in batches]
+
+
+def averaged(batch: MicroBatch, average: str, rows: int) -> MicroBatch:
+    """A micro-batch of `rows` sequences whose losses are averaged over tokens, samples or sequences.
+
+    The loss of a step is the sum over its predictions of loss_mask * loss, divided by the sum of loss_counts, both
+    over the whole global batch. `token`: each prediction that counts weighs 1 and adds 1 to the count. `sample`:
+    those of a sample, which is a document where documents are packed, weigh 1 together and add 1. `sequence`: the
+    same of a row. What has no prediction that counts adds nothing. A count is a whole number that stands at the first
+    prediction of its sample, so no layout that splits a sample over ranks changes it.
+    """
+    if average == "token":
+        return batch
+    mask = batch["loss_mask"]
+    flat, bounds = mask.flatten(), batch.get("cu_seqlens")
+    if average == "sample" and bounds is not None:
+        lengths = bounds.diff().long()
+    else:
+        lengths = torch.full((rows,), len(flat) // rows)
+    owner = torch.arange(len(lengths)).repeat_interleave(lengths)
+    whole = torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, owner, flat.double())
+    weights = torch.where(flat > 0, flat / whole[owner], 0.0)
+    places = (flat > 0).nonzero().flatten()
+    owners = owner[places]
+    counts = torch.zeros_like(flat)
+    counts[places[owners != owners.roll(1)]] = 1.0
+    if len(places):
+        counts[places[0]] = 1.0
+    own = {"loss_mask": weights.to(mask.dtype).view_as(mask), "loss_counts": counts.view_as(mask)}
+    return cast(MicroBatch, {**batch, **own})
 
 
 def pack(windows: torch.Tensor, packing: Packing) -> MicroBatch:

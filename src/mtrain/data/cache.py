@@ -13,8 +13,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from mtrain import units
 
@@ -23,6 +24,8 @@ LIMIT_BYTES = 100 * units.GIB
 USED = ".used"
 META = "meta.json"
 FILES = ("tokens.bin", "tokens.idx", "tokenizer.json")
+OF_CHATS = ("learned.bin", "chats.bin", "rejects.jsonl", "windows.bin")
+"""What prepared chats have beside them."""
 DAY_S = 86_400
 
 _held: dict[str, int] = {}
@@ -65,6 +68,34 @@ def _shared(path: Path) -> int | None:
     return None
 
 
+def made(folder: Path, meta: Callable[[], dict[str, Any] | None], make: Callable[[Path], None]) -> dict[str, Any]:
+    """Use the folder of a cache, which `make` fills where `meta` finds that it is not complete; returns its meta.
+
+    One of several processes makes it, in a folder beside it that is renamed, and the others wait.
+    """
+    found = meta()
+    if found is not None and use(folder):
+        return found
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.with_name(f"{folder.name}.lock")):
+        found = meta()
+        if found is None:
+            building = folder.parent / f".building-{folder.name}-{os.getpid()}"
+            shutil.rmtree(building, ignore_errors=True)
+            building.mkdir()
+            try:
+                make(building)
+                shutil.rmtree(folder, ignore_errors=True)
+                building.rename(folder)
+            except BaseException:
+                shutil.rmtree(building, ignore_errors=True)
+                raise
+            found = meta()
+    use(folder)
+    assert found is not None
+    return found
+
+
 def make_room(cache: Path) -> list[Path]:
     """Remove what the rule of this module removes; returns the corpora that are gone.
 
@@ -91,7 +122,7 @@ def _is_corpus(folder: Path) -> bool:
     if folder.is_symlink() or not folder.is_dir() or not re.fullmatch(r"[^.].*-[0-9a-f]{16}", folder.name):
         return False
     names = set(os.listdir(folder))
-    return META in names and names <= {META, USED, *FILES}
+    return META in names and names <= {META, USED, *FILES, *OF_CHATS}
 
 
 def _last_use(folder: Path) -> float:

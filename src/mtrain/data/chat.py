@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -17,20 +19,34 @@ from mtrain.errors import ConfigError, CorruptData, Problem
 SETTINGS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 FILES = (SETTINGS_FILE, TEMPLATE_FILE)
 """What may lie beside a tokenizer.json."""
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 LIMIT_BYTES = 16 << 20
 JINJA = (3, 1, 6)
 """Older versions of jinja2 have known ways out of the sandbox."""
+MAX_TEXT = 16 << 20
+"""Letters that a template may make of a chat."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning, of which templates read the first or the second."""
 Message = Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Written:
+    """A chat as text."""
+
+    text: str
+    marked: list[tuple[int, int]]
+    """Where the template marks what the model says with `{% generation %}`: begin and end of each part."""
+
+
 class ChatFormat:
-    """What a tokenizer's folder says of chats.
+    """What a tokenizer's folder says of chats; `template_file` stands for its template.
 
     Raises CorruptData for a file that is not what it should be.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, template_file: Path | None = None) -> None:
+        self.folder, self.template_file = folder, template_file
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -52,13 +68,31 @@ class ChatFormat:
         return token if isinstance(token, str) else None
 
     @property
+    def shown(self) -> Path:
+        """What messages call the template."""
+        return self.template_file or self.folder
+
+    @cached_property
+    def templates(self) -> dict[str, str]:
+        """The templates by name: `default` is written with, of a chat with tools `tool_use` where there is one."""
+        if self.template_file is not None:
+            found: Any = _text(self.template_file)
+        else:
+            found = _text(self.folder / TEMPLATE_FILE) or self.settings.get("chat_template")
+        rows = found if isinstance(found, list) else [{"name": "default", "template": found}]
+        named = {one.get("name"): one.get("template") for one in rows if isinstance(one, dict)}
+        return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+
+    @property
     def template(self) -> str | None:
-        """The template, of several that which is called `default`."""
-        found = _text(self.folder / TEMPLATE_FILE) or self.settings.get("chat_template")
-        if isinstance(found, list):
-            named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
-            found = named.get("default")
-        return found if isinstance(found, str) else None
+        """The template that is called `default`."""
+        return self.templates.get("default")
+
+    @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of the special tokens that have a name, such as `eos_token`."""
+        names = (name for name in self.settings if name.endswith("_token"))
+        return {name: token for name in names if (token := self.special(name))}
 
     def render(self, messages: Sequence[Message]) -> str:
         """The text of a chat up to where the model's answer begins.
@@ -66,20 +100,66 @@ class ChatFormat:
         Raises:
             ConfigError: there is no template, jinja2 is missing, or the template refuses the messages.
         """
-        source = self.template
-        if source is None:
-            rule = f"{self.folder} has no {TEMPLATE_FILE} and no chat_template in {SETTINGS_FILE}"
+        if self.template is None:
             fix = f"prompt=TEXT without a chat, or {SETTINGS_FILE} of the model beside the tokenizer.json"
-            raise ConfigError([Problem("MT509", "", None, rule, fix)])
-        special = {name: token for name in self.settings if (token := self.special(name)) and name.endswith("_token")}
-        environment = _environment()
+            raise ConfigError([Problem("MT509", "", None, self.lacking, fix)])
         try:
-            template = environment.from_string(source)
-            return str(template.render(messages=list(messages), add_generation_prompt=True, **special))
-        except Exception as error:  # templates are programs, and these are theirs
-            rule = f"the chat template of {self.folder} ends with {type(error).__name__}: {error}"
+            return self.write(messages, prompt=True).text
+        except CorruptData as error:
             fix = "messages as it wants them, such as roles in turn"
-            raise ConfigError([Problem("MT509", "", None, rule, fix)]) from error
+            raise ConfigError([Problem("MT509", "", None, str(error), fix)]) from error
+
+    @property
+    def lacking(self) -> str:
+        """What is said where there is no template."""
+        if self.template_file is not None:
+            return f"{self.template_file}: there is no such file"
+        return f"{self.folder} has no {TEMPLATE_FILE} and no chat_template in {SETTINGS_FILE}"
+
+    def write(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool) -> Written:
+        """A chat as transformers' apply_chat_template writes it; `prompt`: up to where an answer begins.
+
+        Raises:
+            CorruptData: the template refuses the messages, is none, or makes far too much of them.
+            ConfigError: jinja2 is missing.
+        """
+        names = ("tool_use", "default") if tools is not None else ("default",)
+        source = next(self.templates[name] for name in names if name in self.templates)
+        environment = self._environment
+        given = {"messages": [_plain(one) for one in messages], "tools": tools, "documents": None}
+        marks = _marks_of(environment)
+        try:
+            if source not in self._compiled:
+                self._compiled[source] = environment.from_string(source)
+            pieces = self._compiled[source].generate(**given, add_generation_prompt=prompt, **self.special_tokens)
+            return marks.gathered(pieces)
+        except Exception as error:  # templates are programs, and these are theirs
+            said = f"the chat template of {self.shown} ends with {type(error).__name__}: {str(error)[:500]}"
+            raise CorruptData(said) from error
+
+    def require_jinja(self) -> None:
+        """Raises ConfigError where jinja2 is missing or old. No template is compiled: that alone can take forever."""
+        assert self._environment is not None
+
+    def marks(self, *, with_tools: bool) -> bool:
+        """Whether the template marks what the model says with `{% generation %}`."""
+        name = "tool_use" if with_tools and "tool_use" in self.templates else "default"
+        return GENERATION.search(self.templates.get(name, "")) is not None
+
+    @cached_property
+    def _environment(self) -> Any:
+        return _environment()
+
+    @cached_property
+    def _compiled(self) -> dict[str, Any]:
+        return {}
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message without what is null, its reasoning under each name that templates read."""
+    made = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((made[key] for key in REASONING if key in made), None)
+    return made if reasoning is None else {"thinking": reasoning, **made, "reasoning_content": reasoning}
 
 
 def _text(path: Path) -> str | None:
@@ -134,23 +214,63 @@ def _environment() -> Any:
     environment.globals |= {
         "raise_exception": refuse,
         "strftime_now": lambda form: datetime.now().strftime(form),
-        "dict": lambda *args, **kwargs: dict(*args, **kwargs),
+        "dict": _Dict(),
         "namespace": Namespace,
     }
     return environment
 
 
+class _Dict:
+    """What templates call `dict`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        """A dict of keys with one value."""
+        return dict.fromkeys(*args, **kwargs)
+
+
 def _generation_tag() -> Any:
-    """`{% generation %}`, with which templates mark what the model says: here it marks nothing."""
+    """`{% generation %}`, with which templates mark what the model says."""
+    import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension
 
     class Generation(Extension):
         tags = {"generation"}
 
+        def __init__(self, environment: Any) -> None:
+            super().__init__(environment)
+            self.length, self.found = 0, list[tuple[int, str]]()
+
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        @jinja2.pass_eval_context
+        def _mark(self, context: Any, caller: Any) -> str:
+            text = str(caller())
+            self.found.append((self.length, text))
+            return text
+
+        def gathered(self, pieces: Iterable[str]) -> Written:
+            """The text of a template's pieces, and where it was marked on the way."""
+            self.length, self.found, kept = 0, [], []
+            for piece in pieces:
+                kept.append(str(piece))
+                self.length += len(piece)
+                if self.length > MAX_TEXT:
+                    raise ValueError(f"more than {MAX_TEXT} letters")
+            text = "".join(kept)
+            if not all(text.startswith(said, start) for start, said in self.found):
+                raise ValueError("{% generation %} inside of a macro or a set block: where it stands is not known")
+            return Written(text, [(start, start + len(said)) for start, said in self.found])
 
     return Generation
+
+
+def _marks_of(environment: Any) -> Any:
+    """The extension of an environment that knows `{% generation %}`."""
+    return next(one for one in environment.extensions.values() if "generation" in one.tags)

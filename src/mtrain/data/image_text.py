@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +24,9 @@ from mtrain.config.paths import user_path
 from mtrain.data import cache as corpora
 from mtrain.data import records
 from mtrain.data.images import inside, load, require_pillow
+from mtrain.data.json_lines import JsonLines
 from mtrain.data.permute import ROUNDS, Permutation, keys
-from mtrain.data.samples import SHARES
+from mtrain.data.samples import SHARES, split_records
 from mtrain.data.tokenize import Corpus, writing
 from mtrain.errors import ConfigError, CorruptData, Problem
 
@@ -39,8 +39,8 @@ KEPT = 256
 """Records whose tokens are kept: those of a micro-batch are asked for more than once."""
 
 
-class Records:
-    """The lines of a JSON Lines file that hold something; `len` counts them.
+class Records(JsonLines):
+    """The records of a JSON Lines file beside images.
 
     Raises ConfigError where there is no such file.
     """
@@ -50,57 +50,13 @@ class Records:
         if found is None:
             fix = "data.path=FOLDER with images and a .jsonl file"
             raise ConfigError([Problem("MT614", "data.path", path, rule, fix)])
-        self.file, self.folder = found, found.parent
-        with open(found, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            self._bytes: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        self._starts = self._lines(size)
-
-    def _lines(self, size: int) -> np.ndarray:
-        starts, at = [], 0
-        while at < size:
-            end = self._bytes.find(b"\n", at)
-            end = size if end < 0 else end
-            if self._bytes[at:end].strip():
-                starts.append(at)
-            at = end + 1
-        return np.array(starts, np.int64)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def line(self, number: int) -> bytes:
-        """The bytes of a record."""
-        start = int(self._starts[number])
-        end = self._bytes.find(b"\n", start)
-        return bytes(self._bytes[start : end if end >= 0 else None])
+        super().__init__(found)
+        self.folder = found.parent
 
     def record(self, number: int) -> records.Record:
         """A record. Raises CorruptData, with its line, where it is none."""
         with self.named(number):
             return records.parse(self.line(number))
-
-    def named(self, number: int) -> _Named:
-        """A context in which CorruptData gets the file and the line of a record."""
-        return _Named(self, number)
-
-    def place(self, number: int) -> str:
-        """File and line of a record."""
-        before: bytes = self._bytes[: int(self._starts[number])]
-        line = 1 + before.count(b"\n")
-        return f"{self.file}:{line}"
-
-
-class _Named:
-    def __init__(self, owner: Records, number: int) -> None:
-        self.owner, self.number = owner, number
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, CorruptData):
-            raise CorruptData(f"{self.owner.place(self.number)}: {error}") from None
 
 
 def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | None = None) -> Corpus:
@@ -288,15 +244,8 @@ def opened(
     from mtrain.data.text import Tokenizer
 
     found, tokenizer = Records(data.path), Tokenizer(corpus.tokenizer)
-    cuts = np.cumsum([0.0, *data.split]) / sum(data.split) * len(found)
-    bounds = [round(cut) for cut in cuts]
-    for i in (2, 1):  # as few as one record, where there is one to give
-        bounds[i] = min(bounds[i], bounds[i + 1])
-        if data.split[i] > 0 and bounds[i + 1] == bounds[i] and bounds[i] > i:
-            bounds[i] -= 1
     out: dict[str, ImageTextSamples | None] = {}
-    for i, name in enumerate(SHARES):
-        part = range(bounds[i], bounds[i + 1])
+    for name, part in zip(SHARES, split_records(len(found), data.split), strict=True):
         order = seed if name == "train" else 0
         out[name] = (
             ImageTextSamples(found, part, data.length, order, tokenizer, vocab_size, name) if len(part) else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -33,6 +34,19 @@ def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[ra
     if sum(shares) <= 0:
         raise ConfigError([Problem("MT604", "data.split", list(shares), "all shares are zero", "data.split=[1,0,0]")])
     return token_files.split_documents(dataset, shares)
+
+
+def split_records(count: int, shares: Sequence[float]) -> list[range]:
+    """Cut `count` records into consecutive ranges by shares, one of which is above zero.
+
+    A share above zero gets a record at least, if there are enough.
+    """
+    bounds = [round(cut) for cut in np.cumsum([0.0, *shares]) / sum(shares) * count]
+    for i in reversed(range(1, len(shares))):  # as few as one record, where there is one to give
+        bounds[i] = min(bounds[i], bounds[i + 1])
+        if shares[i] > 0 and bounds[i + 1] == bounds[i] and bounds[i] > i:
+            bounds[i] -= 1
+    return [range(a, b) for a, b in pairwise(bounds)]
 
 
 def entropy_nats(counts: np.ndarray) -> float:

@@ -115,6 +115,39 @@ class Tokenizer:
             found = self._tokenizer.encode(text, add_special_tokens=False)
         return [(number, start) for number, (start, _) in zip(found.ids, found.offsets, strict=True)]
 
+    def encode_marked(self, text: str, parts: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """Token ids of a text, and which of them lie in its `parts`, each from a letter to the one behind its end.
+
+        A part's tokens go from the one that has its first letter to the first one that has its last letter, as in
+        transformers; letters that no token has, such as spaces, are passed over. No special tokens are added.
+
+        Raises:
+            CorruptData: the tokenizer cannot encode it.
+        """
+        with self._faults_named("a text cannot be encoded"):
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = found.ids
+        learned = [False] * len(ids)
+        for part in parts:
+            places = range(*part)
+            first = next((at for i in places if (at := found.char_to_token(i)) is not None), None)
+            last = next((at for i in reversed(places) if (at := found.char_to_token(i)) is not None), None)
+            if first is not None and last is not None:
+                learned[first : last + 1] = [True] * (last + 1 - first)
+        return ids, learned
+
+    @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """The texts of the special tokens."""
+        return tuple(token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special)
+
+    def text_of(self, number: int) -> str:
+        """What one token stands for, as a person reads it: its text, or its name where it is a part of a letter."""
+        with self._faults_named("an id cannot be decoded"):
+            text = self._tokenizer.decode([number], skip_special_tokens=False)
+            name = self._tokenizer.id_to_token(number)
+        return text if name is None or (text and "\ufffd" not in text) else name
+
     @cached_property
     def beginning(self) -> list[int]:
         """Ids of the special tokens that every text begins with, such as that of `<s>`."""

@@ -49,6 +49,8 @@ class Corpus:
     """What is known of it: documents, tokens, vocab_size, eod, unigram_entropy_nats, fingerprint, ..."""
     others: tuple[Path, ...] = ()
     """Prefixes of the corpora that are blended with the first."""
+    template: Path | None = None
+    """The chat template, where it is another than that beside the tokenizer."""
 
     @property
     def tokenizer_sha256(self) -> str | None:

@@ -59,8 +59,12 @@ def reduce_result() -> None:
     _core("tensor_parallel.mappings")._reduce = _reduce
 
 
+ROUTER_LOSS_SHARE = "router_loss_share"
+"""Of a TransformerConfig: what the step is divided by, as a share of the tokens that routers see; by default all."""
+
+
 def moe_loss_tokens() -> None:
-    """Weigh balancing and z-losses with the tokens of all ranks that share them."""
+    """Weigh balancing and z-losses with the tokens of all ranks that share them, and what a step is divided by."""
     router, moe = _core("transformer.moe.router"), _core("transformer.moe.moe_utils")
     cls = router.TopKRouter
     attach, z_loss = cls.attach_and_log_load_balancing_loss, cls.apply_z_loss
@@ -69,7 +73,8 @@ def moe_loss_tokens() -> None:
     def attach_whole(self: Any, activation: Any, coeff: Any, loss: Any, name: str, group: Any, *args: Any, **kw: Any):  # type: ignore[no-untyped-def]
         if self.calculate_per_token_loss:
             local = kw.get("valid_token_count")
-            kw["valid_token_count"] = (activation.shape[0] if local is None else local) * group.size()
+            share = getattr(self.config, ROUTER_LOSS_SHARE, 1.0)
+            kw["valid_token_count"] = (activation.shape[0] if local is None else local) * group.size() * share
         return attach(self, activation, coeff, loss, name, group, *args, **kw)
 
     @functools.wraps(z_loss)
@@ -79,7 +84,7 @@ def moe_loss_tokens() -> None:
         scale, tokens = moe.MoEAuxLossAutoScaler, logits.shape[0] if padding_mask is None else (~padding_mask).sum()
         if self.training and torch.is_grad_enabled():
             loss = moe.z_loss_func(logits, self.config.moe_z_loss_coeff, padding_mask=padding_mask)
-            logits = scale.apply(logits, loss * tokens)
+            logits = scale.apply(logits, loss * tokens * getattr(self.config, ROUTER_LOSS_SHARE, 1.0))
             layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
             share = loss / self.config.moe_z_loss_coeff / self.tp_cp_group.size()
             moe.save_to_aux_losses_tracker("z_loss", share, self.layer_number, layers)

@@ -125,6 +125,9 @@ def _tokens(data: DataConfig, p: ParallelConfig, seq: int) -> dict[str, Any]:
         "blend": None,
         "blend_weights": None,
         "tokenizer": None,
+        "chat_template": None,
+        "loss_on": "assistant",
+        "bad_lines": None,
         "seq_length": seq,
         "eod_mask_loss": False,
         "packed_multiple": None,  # resolved for the small layout

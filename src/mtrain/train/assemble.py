@@ -24,6 +24,7 @@ from mtrain.config.run import RunConfig
 from mtrain.data import Splits, open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches
 from mtrain.data.chat import FILES as CHAT_FILES
+from mtrain.data.chat import TEMPLATE_FILE
 from mtrain.data.text import Tokenizer
 from mtrain.errors import CorruptData, MtrainError, warn
 from mtrain.mcore.sharding import gathered
@@ -147,12 +148,13 @@ def assemble(run: RunConfig, world: World, splits: Splits) -> Parts:
 
 def batches(run: RunConfig, world: World, splits: Splits, part: str, limit: int | None = None) -> GlobalBatches:
     """This rank's share of the steps over the `train` or `validation` samples, as the model's family learns from
-    them; those from number `limit` on do not count.
+    them; those from number `limit` on do not count. What is evaluated is averaged over tokens.
     """
     form = imported(family_of(run.model).form)(run, splits, part)
     # dynamic context parallelism deals documents out after they are read
     share = (0, 1) if run.parallel.hybrid_context_parallel else (world.coords["dp"], world.grid.dp)
-    return GlobalBatches(getattr(splits, part), run.trainer.batch, run.trainer.micro, *share, form, limit)
+    average = run.trainer.loss_average if part == "train" else "token"
+    return GlobalBatches(getattr(splits, part), run.trainer.batch, run.trainer.micro, *share, form, limit, average)
 
 
 def configure_schedule_hooks(run: RunConfig, chunks: list[Any], optimizer: Any) -> None:
@@ -233,6 +235,8 @@ def _keep_tokenizer(splits: Splits, folder: Path) -> None:
         try:
             for name in (TOKENIZER_FILE, *CHAT_FILES):
                 source = splits.tokenizer.with_name(name) if name != TOKENIZER_FILE else splits.tokenizer
+                if name == TEMPLATE_FILE and splits.corpus.template is not None:
+                    source = splits.corpus.template
                 if name == TOKENIZER_FILE or source.is_file():
                     draft = folder / f".{name}"
                     shutil.copyfile(source, draft)
@@ -249,6 +253,8 @@ def _introduce(parts: Parts, splits: Splits, progress: Progress) -> None:
         f"{run.model.name}: {units.count(parameters(run.model))} parameters, {world.grid} on {world.size} "
         f"{world.device.name} ranks, {run.precision.dtype}, {batch} micro-batches per step"
     )
+    for remark in splits.remarks():
+        progress.note(remark)
     tokens = splits.describe().get("tokens")
     if tokens is not None and splits.unigram_entropy_nats is not None:
         progress.note(f"data: {units.count(tokens)} tokens, unigram entropy {splits.unigram_entropy_nats:.4f} nats")

@@ -51,7 +51,7 @@ def shares(found: list[dict[str, torch.Tensor]], groups: Groups, rank: int) -> I
 
 
 def run_documents(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:
-    """Run all documents of the packed samples of a global batch; a `[loss sum, tokens]` of each part run here."""
+    """Run all documents of the packed samples of a global batch; a report of `sum_loss` of each part run here."""
     run, world = parts.run, parts.world
     found = documents(batches)
     most = run.parallel.max_seqlen_per_dp_cp_rank
@@ -83,4 +83,4 @@ def _forward(share: Share, model: Any) -> tuple[torch.Tensor, Any]:
     labels, mask = document["labels"], document["loss_mask"]
     places = document["position_ids"]
     output = model(document["tokens"], places, None, labels=labels, loss_mask=mask, packed_seq_params=params)
-    return output, partial(sum_loss, mask)
+    return output, partial(sum_loss, mask, document.get("loss_counts"))

@@ -19,6 +19,7 @@ from mtrain.data.batch import GlobalBatches, MicroBatch
 from mtrain.mcore import api as mcore
 from mtrain.mcore.context import context_positions
 from mtrain.mcore.optimizer_state import loss_scale
+from mtrain.mcore.patching import ROUTER_LOSS_SHARE
 from mtrain.mcore.sharding import gathered
 from mtrain.models.registry import family_of
 from mtrain.world.heartbeat import begin_phase, begin_step
@@ -53,7 +54,7 @@ class StepResult:
 
     step: int
     loss: float
-    """Mean cross entropy per token of the global batch, in nats."""
+    """Mean cross entropy of the global batch in nats, as `trainer.loss_average` says."""
     grad_norm: float
     """Global norm of the gradient before clipping; not a number where fp16 skipped the update."""
     lr: float
@@ -88,6 +89,7 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
         read = parts.train_data.microbatches(state.consumed_samples, size)
         batches = [to_device(cast(Batch, b), parts.world) for b in read]
     with clock.phase("forward_backward"):
+        _share_of_router_losses(parts, batches, size)
         reports = gradients(parts, batches)
     begin_phase("optimizer")
     scale, may_fall = loss_scale(state.optimizer) or (None, False)
@@ -120,6 +122,27 @@ def gradients(parts: Parts, batches: Sequence[Batch]) -> list[torch.Tensor]:
         chunk.zero_grad_buffer()
     parts.state.optimizer.zero_grad()
     return run_schedule(parts, batches, forward_only=False)
+
+
+def _share_of_router_losses(parts: Parts, batches: Sequence[Batch], size: int) -> None:
+    """Keep the losses of routers, which add up over all tokens, averages over them where a step is divided by less.
+
+    A step of chats is divided by the tokens that are learned, or by samples or sequences: without this a balancing
+    loss would weigh several times what its coefficient says.
+    """
+    run, world = parts.run, parts.world
+    if run.model.moe is None or (run.data.kind != "sft" and run.trainer.loss_average == "token"):
+        return
+    reads = world.coords["tp"] == 0 and world.coords["pp"] == world.grid.pp - 1
+    if run.parallel.hybrid_context_parallel:  # every rank reads all samples
+        reads = reads and world.coords["dp"] == 0
+    count = torch.zeros((), dtype=torch.float64, device=world.torch_device)
+    for batch in batches if reads else ():
+        count += batch.get("loss_counts", batch["loss_mask"]).sum()
+    dist.all_reduce(count)
+    share = float(count) / (size * run.data.length)
+    for chunk in parts.state.chunks:
+        setattr(chunk.config, ROUTER_LOSS_SHARE, share)
 
 
 def update(state: TrainState, counts: str) -> tuple[bool, float, float]:
@@ -169,7 +192,7 @@ def summed(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool = 
 
 
 def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:
-    """Run the micro-batches of a step; on the last stage, a `[loss sum, tokens]` of each."""
+    """Run the micro-batches of a step; on the last stage, what `sum_loss` reports of each."""
     return (parts.schedule or run_pipeline)(parts, batches, forward_only=forward_only)
 
 
@@ -200,7 +223,7 @@ def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, A
     output = model(
         batch["tokens"], batch["position_ids"], None, labels=labels, loss_mask=mask, packed_seq_params=packed, **own
     )
-    return output, partial(sum_loss, mask)
+    return output, partial(sum_loss, mask, batch.get("loss_counts"))
 
 
 def packed_params(cu_seqlens: torch.Tensor | None) -> Any:
@@ -219,26 +242,30 @@ def packed_params(cu_seqlens: torch.Tensor | None) -> Any:
     )
 
 
-def sum_loss(mask: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss of a micro-batch as megatron-core's per-token form: the sum, the tokens it is over, and a report.
+def sum_loss(
+    mask: torch.Tensor, counts: torch.Tensor | None, total: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss of a micro-batch as megatron-core's per-token form: the sum, the count it is divided by, and a report.
 
-    Gradients are divided by the tokens of the whole global batch at the end, so no layout weighs a sample
-    differently. `mask` [b, s] weighed the tokens of `total`, a scalar.
+    Gradients are divided by the count of the whole global batch at the end, so no layout weighs a sample differently.
+    `mask` [b, s] weighed the tokens of `total`, a scalar; `counts` [b, s] add up to the count, or `mask` does. The
+    report is `[loss sum, count, predictions that count]`.
     """
-    tokens = mask.sum()
-    return total, tokens.int(), {"loss": torch.stack([total.detach(), tokens])}
+    count = mask.sum() if counts is None else counts.sum()
+    report = torch.stack([total.detach(), count, (mask > 0).sum().to(count)])
+    return total, count.int(), {"loss": report}
 
 
 def reduce_report(world: World, reports: list[torch.Tensor], stop: bool) -> tuple[float, int, int]:
     """Mean loss, tokens and how many ranks want to stop, over the whole world in one all-reduce."""
-    values = torch.zeros(3, dtype=torch.float64, device=world.torch_device)
+    values = torch.zeros(4, dtype=torch.float64, device=world.torch_device)
     if reports and world.coords["tp"] == 0:
-        values[:2] = torch.stack([r.double() for r in reports]).sum(0)
-    values[2] = float(stop)
+        values[:3] = torch.stack([r.double() for r in reports]).sum(0)
+    values[3] = float(stop)
     begin_phase("report")
     dist.all_reduce(values)
-    total, tokens, stops = values.tolist()
-    return total / max(1.0, tokens), int(tokens), int(stops)
+    total, count, tokens, stops = values.tolist()
+    return total / max(1.0, count), int(tokens), int(stops)
 
 
 def to_device(batch: Batch, world: World) -> Batch:

@@ -15,6 +15,7 @@ from mtrain.config.problem import plain, problem_of, value_at
 from mtrain.config.rules import (
     batch,
     bert,
+    chats,
     corpus,
     data,
     experts,
@@ -54,6 +55,7 @@ _MODULES = (
     rotary,
     data,
     corpus,
+    chats,
     precision,
     quantized,
     optim,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+from mtrain.config.defaults import CHATS
 from mtrain.config.files import PIECE, SKIPPED_FOLDERS, Bound, files_below, no_text, unreadable
 from mtrain.config.groups import DataConfig
 from mtrain.config.paths import names_near, user_path
@@ -228,7 +229,7 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles) -> Iterator[Finding]:
 @rule(
     Code(
         "MT307",
-        "The tokenizer of indexed data, or of images with texts, exists and can be read.",
+        "The tokenizer of indexed data, of chats, or of images with texts, exists and can be read.",
         help="Name a tokenizer.json that exists.",
         example="data=indexed data.path=/nowhere/corpus data.tokenizer=/nowhere/tokenizer.json",
     ),
@@ -241,7 +242,7 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles) -> Iterator[Finding]:
 def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
     """A tokenizer that is named exists, is one, and has no more ids than the model."""
     d = run.data
-    if d.kind not in ("indexed", "image_text") or d.tokenizer is None:
+    if d.kind not in ("indexed", "image_text", *CHATS) or d.tokenizer is None:
         return
     path = user_path(d.tokenizer)
     rule = unreadable(path)
@@ -273,7 +274,7 @@ def _tokenizer_fits(run: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
     if facts.vocab_size > vocab:
         rule = f"the tokenizer has ids up to {facts.vocab_size - 1}, and the model's are 0 to {vocab - 1}"
         yield Finding("MT607", "model.vocab_size", rule, ({"model.vocab_size": facts.vocab_size},))
-    if facts.eod is None:
+    if facts.eod is None and run.data.kind == "indexed":
         yield from _end_is_unknown(run, "the tokenizer has no end-of-document token of a name in use")
 
 

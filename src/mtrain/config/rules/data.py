@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain.config.conditional import chunks_of_a_document
+from mtrain.config.defaults import CHATS
 from mtrain.config.rules.finding import DP, Change, Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
@@ -20,7 +21,9 @@ from mtrain.config.run import RunConfig
     Code("MT302", "Synthetic data reads no path.", example="data=mock data.path=x"),
     Code("MT303", "Only data of kind text can be limited in size.", example="data=mock data.limit_mib=1"),
     Code(
-        "MT304", "Only indexed data and images with texts have a tokenizer of the user's.", example="data.tokenizer=x"
+        "MT304",
+        "Only indexed data, images with texts and chats have a tokenizer of the user's.",
+        example="data.tokenizer=x",
     ),
     reads="data.kind data.tokenizer data.limit_mib data.path data.blend",
 )
@@ -41,7 +44,7 @@ def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
     if d.kind != "text" and d.limit_mib is not None:
         rule = f"limits how much text is read, and data.kind is {d.kind}"
         yield Finding("MT303", "data.limit_mib", rule, ({"data.limit_mib": None},))
-    if d.kind not in ("indexed", "image_text") and d.tokenizer is not None:
+    if d.kind not in ("indexed", "image_text", *CHATS) and d.tokenizer is not None:
         made = "trains its own tokenizer" if d.kind == "text" else "has no text"
         yield Finding("MT304", "data.tokenizer", f"kind {d.kind} {made}", ({"data.tokenizer": None},))
 

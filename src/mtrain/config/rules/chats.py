@@ -1,0 +1,162 @@
+"""Chats: their file, the tokenizer and the template that write them, and who learns from them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from mtrain.config.defaults import CHATS
+from mtrain.config.files import kind_of, unreadable
+from mtrain.config.image_files import records_of
+from mtrain.config.paths import names_near, user_path
+from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.rules.rule import Code, rule
+from mtrain.config.run import RunConfig
+
+SYNTHETIC: Change = {
+    "data.kind": "mock",
+    "data.path": None,
+    "data.tokenizer": None,
+    "data.chat_template": None,
+    "data.loss_on": "assistant",
+    "data.bad_lines": None,
+}
+BESIDE = ("chat_template.jinja", "tokenizer_config.json")
+"""Where a template stands beside a tokenizer.json."""
+MAX_SETTINGS = 16 << 20
+
+
+@rule(
+    Code(
+        "MT340",
+        "The file of chats exists and ends in .jsonl.",
+        "Name a file with a chat a line.",
+        example="data=sft data.path=/nowhere/chats.jsonl data.tokenizer=/nowhere/tokenizer.json",
+    ),
+    reads="data.kind data.path",
+    disk=True,
+)
+def chats_are_there(run: RunConfig) -> Iterator[Finding]:
+    """The file of chats is there."""
+    d = run.data
+    if d.kind not in CHATS:
+        return
+    if d.path is None:
+        rule = f"kind {d.kind} reads a .jsonl file with a chat a line, and data.path is null"
+        yield Finding("MT340", "data.path", rule, (SYNTHETIC,), hint="data.path=FILE.jsonl", lacks="input")
+        return
+    path = user_path(d.path)
+    found, rule = records_of(path) if d.path else (None, "is empty, and a file is needed")
+    if found is None:
+        near: tuple[Change, ...] = tuple({"data.path": name} for name in names_near(path))
+        yield Finding(
+            "MT340", "data.path", rule.replace("which text belongs to which image", "which"), (*near, SYNTHETIC)
+        )
+    elif found.stat().st_size == 0:
+        yield Finding("MT340", "data.path", f"{found} is empty", (SYNTHETIC,), hint="data.path=FILE.jsonl")
+
+
+@rule(
+    Code(
+        "MT341",
+        "Chats are written by a tokenizer and its chat template.",
+        "Name a tokenizer.json that has its tokenizer_config.json beside it, or data.chat_template.",
+        example="data=sft data.path=/nowhere/chats.jsonl",
+    ),
+    reads="data.kind data.tokenizer data.chat_template",
+    disk=True,
+)
+def template_is_there(run: RunConfig) -> Iterator[Finding]:
+    """A tokenizer is named, and a chat template with it."""
+    d = run.data
+    if d.kind not in CHATS:
+        return
+    if d.tokenizer is None:
+        rule = f"kind {d.kind} is written by a tokenizer, and data.tokenizer is null"
+        hint = "data.tokenizer=PATH of a tokenizer.json, or checkpoint.init_from=HF_DIR"
+        yield Finding("MT341", "data.tokenizer", rule, (SYNTHETIC,), hint=hint, lacks="input")
+    elif d.chat_template is not None:
+        path = user_path(d.chat_template)
+        wrong = unreadable(path) or ("is a folder" if os.path.isdir(path) else None)
+        if wrong is not None:
+            near: tuple[Change, ...] = tuple({"data.chat_template": name} for name in names_near(path))
+            yield Finding("MT341", "data.chat_template", wrong, (*near, {"data.chat_template": None}, SYNTHETIC))
+    elif os.path.isfile(user_path(d.tokenizer)) and not _has_template(user_path(d.tokenizer).parent):
+        rule = f"{user_path(d.tokenizer).parent} has no {BESIDE[0]} and no chat_template in {BESIDE[1]}"
+        yield Finding("MT341", "data.chat_template", rule, (SYNTHETIC,), hint="data.chat_template=FILE")
+
+
+def _has_template(folder: Path) -> bool:
+    if os.path.isfile(folder / BESIDE[0]):
+        return True
+    with suppress(OSError, ValueError, RecursionError):
+        path = folder / BESIDE[1]
+        if kind_of(path) or path.stat().st_size > MAX_SETTINGS:
+            return False
+        settings = json.loads(path.read_bytes())
+        return isinstance(settings, dict) and bool(settings.get("chat_template"))
+    return False
+
+
+@rule(
+    Code(
+        "MT342",
+        "Only decoder-only transformers learn from chats.",
+        example="model=bert_tiny data=sft data.path=chats.jsonl data.tokenizer=tokenizer.json",
+    ),
+    reads="model.family data.kind",
+)
+def chats_are_for_decoders(run: RunConfig) -> Iterator[Finding]:
+    """Only decoder-only transformers learn from chats."""
+    family, kind = run.model.family, run.data.kind
+    if kind in CHATS and family in ("bert", "t5"):
+        yield Finding("MT342", "data.kind", f"a model of the family {family} learns nothing from chats", (SYNTHETIC,))
+
+
+@rule(
+    Code(
+        "MT343",
+        "No loss learns from pairs of answers yet: preference data is prepared and previewed, and not trained on.",
+        "Preview it with `data preview`; train on the chosen answers as data=sft.",
+        example="data.kind=preference data.path=pairs.jsonl data.tokenizer=tokenizer.json",
+    ),
+    reads="data.kind",
+)
+def pairs_have_no_loss(run: RunConfig) -> Iterator[Finding]:
+    """No loss learns from pairs of answers yet."""
+    if run.data.kind == "preference":
+        rule = "pairs of a chosen and a rejected answer are prepared and previewed; no loss learns from them yet"
+        yield Finding("MT343", "data.kind", rule, (SYNTHETIC,), hint="data=sft with the chosen answers as chats")
+
+
+@rule(
+    Code(
+        "MT344",
+        "A key that text alone has is not set for chats.",
+        example="data=sft data.path=chats.jsonl data.tokenizer=tokenizer.json data.eod_mask_loss=true",
+    ),
+    reads="data.kind data.eod_mask_loss data.packed",
+)
+def keys_of_text(run: RunConfig) -> Iterator[Finding]:
+    """Chats end where they end, and pairs are not packed."""
+    d = run.data
+    if d.kind not in CHATS:
+        return
+    if d.eod_mask_loss:
+        rule = "data.loss_on says what of a chat is learned, and no other text follows its end"
+        yield Finding("MT344", "data.eod_mask_loss", rule, ({"data.eod_mask_loss": False},))
+    if d.kind == "preference" and d.packed:
+        off: Change = {"data.packed": False, "data.packed_multiple": None}
+        yield Finding("MT344", "data.packed", "the chats of a pair stand each in a row of its own", (off,))
+
+
+RULES = (
+    chats_are_there,
+    template_is_there,
+    chats_are_for_decoders,
+    pairs_have_no_loss,
+    keys_of_text,
+)

@@ -1,0 +1,46 @@
+"""Micro-batches of chats, as torch tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mtrain.data.batch import Form, MicroBatch
+from mtrain.data.chat_samples import ChatSamples, Sample
+
+
+def of_chats(source: ChatSamples) -> Form:
+    """Each token that is learned is predicted from those before it in its chat.
+
+    Packed chats do not see each other, each from position 0, and what pads a sample is a document of its own.
+    """
+
+    def form(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
+        return batch_of([source.sample(number) for number in numbers], packed=source.multiple is not None)
+
+    return form
+
+
+def batch_of(samples: list[Sample], *, packed: bool) -> MicroBatch:
+    """Samples [n, seq_length], or as one row [1, n * seq_length] of documents."""
+    ids = torch.from_numpy(np.stack([sample.tokens for sample in samples])).clamp(min=0)
+    learned = torch.from_numpy(np.stack([sample.learned for sample in samples]))
+    length = ids.shape[1] - 1
+    batch = MicroBatch(
+        tokens=ids[:, :-1].contiguous(),
+        labels=ids[:, 1:].contiguous(),
+        loss_mask=learned[:, 1:].float().contiguous(),
+        position_ids=torch.arange(length).expand(len(ids), length).contiguous(),
+    )
+    if not packed:
+        return batch
+    starts = [row * length + start for row, sample in enumerate(samples) for start in sample.starts]
+    bounds = torch.tensor([*starts, len(samples) * length], dtype=torch.int32)
+    begins = bounds[:-1].long().repeat_interleave(bounds.diff().long())
+    return MicroBatch(
+        tokens=batch["tokens"].view(1, -1),
+        labels=batch["labels"].view(1, -1),
+        loss_mask=batch["loss_mask"].view(1, -1),
+        position_ids=(torch.arange(len(begins)) - begins).unsqueeze(0),
+        cu_seqlens=bounds,
+    )

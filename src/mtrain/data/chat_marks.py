@@ -1,0 +1,93 @@
+"""Which tokens of a chat are learned: the text that a template makes of it, and the parts that the model says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mtrain.data.chat import ChatFormat
+from mtrain.data.messages import Chat
+from mtrain.data.text import Tokenizer
+from mtrain.errors import CorruptData
+
+NO_MARKS = "its chat template has no {% generation %}"
+FIX = "data.chat_template=FILE with {% generation %}, or data.loss_on=all"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A chat as tokens."""
+
+    ids: np.ndarray
+    """int64 [tokens]"""
+    learned: np.ndarray
+    """bool [tokens]: of the first token it says nothing, since nothing comes before it."""
+
+
+def encoded(chat: Chat, form: ChatFormat, tokenizer: Tokenizer, loss_on: str) -> Encoded:
+    """The tokens of a chat, and which of them are learned by `loss_on` (`data.loss_on`).
+
+    Raises:
+        CorruptData: the template refuses the chat, does not say which part of it is whose, or nothing is learned.
+    """
+    if loss_on == "all":
+        text = form.write(chat.messages, chat.tools, prompt=False).text
+        parts = [(0, len(text))]
+    else:
+        text, parts = answers(
+            chat, form, tokenizer.special_texts, chat.turns[-1:] if loss_on == "last" else chat.turns
+        )
+    ids, learned = tokenizer.encode_marked(text, parts)
+    if not any(learned[1:]):
+        raise CorruptData("no token of it is learned: its chat template writes, or marks, nothing of the answers")
+    return Encoded(np.array(ids, np.int64), np.array(learned, np.bool_))
+
+
+def answers(
+    chat: Chat, form: ChatFormat, ends: tuple[str, ...], turns: list[int]
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a chat, and where in it the messages `turns` of the assistant stand, each with the token of `ends`
+    that ends it.
+
+    A template that marks them is believed, as transformers does. Of any other it is proven that the text of the first
+    messages is how the whole begins: a turn is then what stands between the text before it, up to where an answer
+    begins, and the text with it.
+    """
+    written = form.write(chat.messages, chat.tools, prompt=False)
+    if form.marks(with_tools=chat.tools is not None):
+        first, before = turns[0], 0
+        if any(one["role"] == "assistant" for one in chat.messages[:first]):
+            before = len(form.write(chat.messages[:first], chat.tools, prompt=False).marked)
+        return written.text, written.marked[before:]
+    return written.text, [_between(chat, form, ends, written.text, turn) for turn in turns]
+
+
+def _between(chat: Chat, form: ChatFormat, ends: tuple[str, ...], text: str, turn: int) -> tuple[int, int]:
+    """Where a turn stands in the text of a chat."""
+    before, upto = _prefix(chat, form, turn, prompt=True), text
+    if turn + 1 < len(chat.messages):
+        upto = _prefix(chat, form, turn + 1, prompt=False)
+    if not text.startswith(upto):
+        what = f"writes the first {turn + 1} messages otherwise where others follow"
+    elif not upto.startswith(before):
+        what = f"writes the beginning of message {turn + 1} otherwise than where an answer is asked for"
+    else:
+        return len(before), _end(upto, len(before), ends)
+    raise CorruptData(f"{form.shown}: {NO_MARKS}, and {what}: which tokens are the assistant's is not known; {FIX}")
+
+
+def _prefix(chat: Chat, form: ChatFormat, count: int, *, prompt: bool) -> str:
+    """The text of the first messages of a chat."""
+    try:
+        return form.write(chat.messages[:count], chat.tools, prompt=prompt).text
+    except CorruptData as error:
+        raise CorruptData(
+            f"{form.shown}: {NO_MARKS}, and of the first {count} messages alone {error}; {FIX}"
+        ) from None
+
+
+def _end(text: str, start: int, ends: tuple[str, ...]) -> int:
+    """The end of a turn: behind the special token that ends it, where spaces alone follow that."""
+    end = len(text.rstrip())
+    return end if end > start and text[:end].endswith(ends) else len(text)

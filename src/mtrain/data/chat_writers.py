@@ -1,0 +1,191 @@
+"""Chats become tokens in processes of their own: a template is a stranger's program, which may not end.
+
+Each has a bound on time and memory, and one that is ended leaves behind which chat it was at. What comes back is
+bytes of a fixed form: nothing in it is code.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from mmap import mmap
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from mtrain.data.chat_marks import Encoded
+from mtrain.data.json_lines import JsonLines
+from mtrain.data.messages import NoJson
+from mtrain.errors import BadEnvironment, CorruptData, MtrainError
+from mtrain.units import GIB
+
+SECONDS = 20
+"""What one chat may take; an ordinary one takes a thousandth of a second."""
+MEMORY_BYTES = 2 * GIB
+"""What a process may take beyond what it begins with."""
+BATCH = 32
+"""Chats that are handed over together."""
+MOST_PROCESSES = 16
+WORTH_A_PROCESS = 512
+"""Chats for which another process is worth its start."""
+MOST_TOKENS = 1 << 26
+_HEAD = struct.Struct("<cI")
+"""What a part is, and how long: E and T are a chat's ids and which are learned, X and R its fault, N its end."""
+Work = Callable[[bytes], Sequence[Encoded]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with a line; one that is no JSON is left out."""
+
+    text: str
+    is_no_json: bool
+
+
+Result = list[Encoded] | Fault
+
+
+def written(lines: JsonLines, work: Work, most: int | None = None) -> Iterator[Result]:
+    """What `work` makes of every line, in their order, over as many processes as there are cores.
+
+    Raises:
+        CorruptData: it took too much time or memory for a line, which is named.
+    """
+    cores = len(os.sched_getaffinity(0))
+    count = max(1, min(cores, MOST_PROCESSES, len(lines) // WORTH_A_PROCESS, most or MOST_PROCESSES))
+    writers: list[_Writer] = []
+    try:
+        for index in range(count):
+            writers.append(_Writer(lines, work, index, count))
+        for first in range(0, len(lines), BATCH):
+            writer = writers[first // BATCH % count]
+            for number in range(first, min(first + BATCH, len(lines))):
+                yield writer.result(number)
+    finally:
+        for writer in writers:
+            writer.end()
+
+
+class _Writer:
+    """A process that writes every `count`-th batch of lines from batch `index` on."""
+
+    def __init__(self, lines: JsonLines, work: Work, index: int, count: int) -> None:
+        self.lines, self._at = lines, mmap(-1, 8)
+        read_end, write_end = os.pipe()
+        try:
+            self.pid = os.fork()
+        except OSError as error:
+            os.close(read_end)
+            os.close(write_end)
+            raise BadEnvironment(f"no process can be started beside this one: {error.strerror or error}") from None
+        if self.pid == 0:
+            os.close(read_end)
+            _write_all(lines, work, range(index * BATCH, len(lines), count * BATCH), self._at, write_end)
+        os.close(write_end)
+        self.pipe: BinaryIO = os.fdopen(read_end, "rb")
+
+    def result(self, number: int) -> Result:
+        """What was made of a line."""
+        out: list[Encoded] = []
+        while True:
+            kind, body = self._part()
+            if kind == b"N":
+                return out
+            if kind in b"XR":
+                return Fault(body.decode("utf-8", "replace"), kind == b"R")
+            known, learned = self._part()
+            ids = np.frombuffer(body, "<i4").astype(np.int64)
+            if kind != b"E" or known != b"T" or len(learned) != len(ids):
+                raise self._died(number)
+            out.append(Encoded(ids, np.frombuffer(learned, np.uint8) != 0))
+
+    def _part(self) -> tuple[bytes, bytes]:
+        head = self.pipe.read(_HEAD.size)
+        if len(head) == _HEAD.size:
+            kind, size = _HEAD.unpack(head)
+            body = self.pipe.read(size) if size <= 4 * MOST_TOKENS else b""
+            if len(body) == size:
+                return kind, body
+        raise self._died(int.from_bytes(self._at[:8], "little"))
+
+    def _died(self, number: int) -> MtrainError:
+        place = self.lines.place(min(number, len(self.lines) - 1))
+        took = f"more than {SECONDS} s or {MEMORY_BYTES // GIB} GiB"
+        return CorruptData(f"{place}: to write this chat takes {took}; another data.chat_template, or a shorter chat")
+
+    def end(self) -> None:
+        """End the process, whatever it has come to."""
+        self.pipe.close()
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def _write_all(lines: JsonLines, work: Work, firsts: range, at: mmap, write_end: int) -> None:
+    """What a process does; it never returns."""
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, _too_long)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        _bound_memory()
+        with os.fdopen(write_end, "wb") as pipe:
+            for first in firsts:
+                for number in range(first, min(first + BATCH, len(lines))):
+                    at[:8] = number.to_bytes(8, "little")
+                    result = _bounded(work, lines.line(number))
+                    _send(pipe, result)
+                    if isinstance(result, Fault):  # it may be the end of all, and the next line may take long
+                        pipe.flush()
+                pipe.flush()
+        code = 0
+    except BaseException:  # whoever reads sees that it ended, and which line it was at
+        code = 1
+    finally:
+        os._exit(code)
+
+
+def _bounded(work: Work, line: bytes) -> Result:
+    """What is made of a line within `SECONDS`; a product that cannot be interrupted ends the process a bit later."""
+    _, hardest = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 2 * SECONDS, hardest))
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        return list(work(line))
+    except MemoryError:
+        return Fault(f"it takes more than {MEMORY_BYTES // GIB} GiB to write this chat", False)
+    except MtrainError as error:
+        return Fault(str(error), isinstance(error, NoJson))
+    except Exception as error:
+        return Fault(f"it cannot be written: {type(error).__name__}: {error}", False)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _send(pipe: BinaryIO, result: Result) -> None:
+    if isinstance(result, Fault):
+        body = result.text.encode("utf-8", "backslashreplace")[:4000]
+        pipe.write(_HEAD.pack(b"R" if result.is_no_json else b"X", len(body)) + body)
+        return
+    for one in result:
+        ids, learned = one.ids.astype("<i4").tobytes(), one.learned.tobytes()
+        pipe.write(_HEAD.pack(b"E", len(ids)) + ids + _HEAD.pack(b"T", len(learned)) + learned)
+    pipe.write(_HEAD.pack(b"N", 0))
+
+
+def _bound_memory() -> None:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        now = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    _, hardest = resource.getrlimit(resource.RLIMIT_AS)
+    limit = now + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hardest < 0 else min(limit, hardest), hardest))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _too_long(number: int, frame: Any) -> None:
+    raise TimeoutError(f"more than {SECONDS} s")

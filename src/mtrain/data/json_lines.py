@@ -1,0 +1,64 @@
+"""A JSON Lines file as lines by number, each with its place for messages."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtrain.errors import CorruptData
+
+
+class JsonLines:
+    """The lines of a file that hold something; `len` counts them. No line is read before it is asked for."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        with open(file, "rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            self._bytes: Any = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        starts, numbers, at, line = [], [], 0, 0
+        while at < size:
+            end, line = self._bytes.find(b"\n", at), line + 1
+            end = size if end < 0 else end
+            if self._bytes[at:end].strip():
+                starts.append(at)
+                numbers.append(line)
+            at = end + 1
+        self._starts = np.array(starts, np.int64)
+        self.numbers = np.array(numbers, np.int64)
+        """The line of each record, from 1; int64 [records]."""
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def line(self, number: int) -> bytes:
+        """The bytes of a record."""
+        start = int(self._starts[number])
+        end = self._bytes.find(b"\n", start)
+        return bytes(self._bytes[start : end if end >= 0 else None])
+
+    def named(self, number: int) -> Named:
+        """A context in which CorruptData gets the file and the line of a record."""
+        return Named(self, number)
+
+    def place(self, number: int) -> str:
+        """File and line of a record."""
+        return f"{self.file}:{self.numbers[number]}"
+
+
+class Named:
+    """Puts the place of a record in front of what is wrong with it."""
+
+    def __init__(self, owner: JsonLines, number: int) -> None:
+        self.owner, self.number = owner, number
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, CorruptData):
+            raise CorruptData(f"{self.owner.place(self.number)}: {error}") from None

@@ -1,0 +1,220 @@
+"""Chats of a JSON Lines file: the messages of a line, in the forms in use, with their roles in order.
+
+Forms: {"messages": [{"role": ..., "content": ...}, ...]} as OpenAI's API has it, with `tool_calls` and tools; and
+{"conversations": [{"from": "human", "value": ...}, ...]} of ShareGPT. `tools` beside them is a list or a text of one.
+Pairs have `chosen` and `rejected` beside a `prompt`, or begin alike: https://huggingface.co/docs/trl/dataset_formats
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from mtrain.errors import CorruptData
+
+MAX_LINE = 64 << 20
+MAX_DEPTH = 200
+"""Lists and objects inside each other: what writes a chat calls itself for each."""
+Message = dict[str, Any]
+SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "function_call": "function_call",
+    "system": "system",
+}
+"""What ShareGPT's `from` says, and the role that it is."""
+ASSISTANT = "assistant"
+AFTER: dict[str, tuple[str, ...]] = {
+    "": ("system", "developer", "user"),
+    "system": ("user",),
+    "developer": ("user",),
+    "user": (ASSISTANT,),
+    ASSISTANT: ("user", "tool", "function"),
+    "tool": ("tool", "function", ASSISTANT),
+    "function": ("tool", "function", ASSISTANT),
+}
+"""Who may speak after whom."""
+
+
+class NoJson(CorruptData):
+    """A line that is no JSON or no UTF-8: damage of the file, not a chat that is wrong."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, as a chat template reads it."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+    begin: int = 0
+    """The first message of which something is learned."""
+
+    @property
+    def turns(self) -> list[int]:
+        """The messages of the assistant, of which something is learned."""
+        return [i for i, one in enumerate(self.messages) if i >= self.begin and one["role"] == ASSISTANT]
+
+
+def read(line: bytes) -> dict[str, Any]:
+    """The object of a line.
+
+    Raises:
+        NoJson: it is no JSON, or no UTF-8.
+        CorruptData: it is too long or too deep, or no object.
+    """
+    if len(line) > MAX_LINE:
+        raise CorruptData(f"a line has {len(line)} bytes, and {MAX_LINE} are the most")
+    try:
+        text = line.decode().removeprefix("\ufeff")
+        value = json.loads(text, parse_constant=_refuse)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no half of a surrogate pair, no 1e999
+    except (ValueError, RecursionError) as error:
+        raise NoJson(f"no JSON: {str(error)[:200]}") from None
+    if _depth(value) > MAX_DEPTH:
+        raise CorruptData(f"lists and objects inside each other, more than {MAX_DEPTH}")
+    if not isinstance(value, dict):
+        raise CorruptData("it is no JSON object")
+    return value
+
+
+def chat(values: dict[str, Any]) -> Chat:
+    """The chat of an object.
+
+    Raises:
+        CorruptData: it is none, its roles are out of order, or the assistant says nothing in it.
+    """
+    if ("messages" in values) == ("conversations" in values):
+        raise CorruptData("a chat has either messages (role, content) or conversations (from, value)")
+    found = _said(values, "messages") if "messages" in values else _said(values, "conversations")
+    system = values.get("system")
+    if isinstance(system, str) and system and found[0]["role"] != "system":
+        found = [{"role": "system", "content": system}, *found]
+    return _ordered(Chat(found, _tools(values.get("tools"))))
+
+
+def pair(values: dict[str, Any]) -> tuple[Chat, Chat]:
+    """The chosen and the rejected chat of an object, of which what both begin with is not learned.
+
+    Raises:
+        CorruptData: it is none, as `chat`, or both are the same.
+    """
+    missing = [name for name in ("chosen", "rejected") if name not in values]
+    if missing:
+        raise CorruptData(f"a pair has chosen and rejected; {' and '.join(missing)} is missing")
+    begin: list[Message] = []
+    if "messages" in values or "conversations" in values:
+        begin = _said(values, "messages" if "messages" in values else "conversations")
+    elif isinstance(values.get("prompt"), str):
+        begin = [{"role": "user", "content": values["prompt"]}]
+    elif values.get("prompt") is not None:
+        begin = _said(values, "prompt")
+    chosen, rejected = ([*begin, *_answer(values, name)] for name in ("chosen", "rejected"))
+    same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    if same is None:
+        raise CorruptData("chosen and rejected are the same" if chosen == rejected else "one goes on where one ends")
+    tools = _tools(values.get("tools"))
+    return _ordered(Chat(chosen, tools, same)), _ordered(Chat(rejected, tools, same))
+
+
+def _answer(values: dict[str, Any], name: str) -> list[Message]:
+    given = values[name]
+    if isinstance(given, str):
+        return [{"role": ASSISTANT, "content": given}]
+    return _said({name: [given]}, name) if isinstance(given, dict) else _said(values, name)
+
+
+def _said(values: dict[str, Any], name: str) -> list[Message]:
+    """The messages of a list in either form."""
+    given = values[name]
+    if not isinstance(given, list) or not given:
+        raise CorruptData(f"{name} is no list of messages")
+    return [_message(one, f"message {number} of {name}") for number, one in enumerate(given, 1)]
+
+
+def _message(given: Any, where: str) -> Message:
+    if not isinstance(given, dict):
+        raise CorruptData(f"{where} is no object")
+    if "from" in given and "role" not in given:
+        role, said = SPEAKERS.get(str(given["from"])), given.get("value")
+        if role is None or not isinstance(said, str):
+            speakers = ", ".join(SPEAKERS)
+            raise CorruptData(f"{where} has no value that is a text, or its from is none of {speakers}")
+        if role == "function_call":
+            return {"role": ASSISTANT, "content": "", "tool_calls": _calls(said, where)}
+        return {"role": role, "content": said}
+    made = {key: value for key, value in given.items() if value is not None}
+    if not isinstance(made.get("role"), str) or made["role"] not in AFTER or not made["role"]:
+        raise CorruptData(f"{where} has no role that is one of {', '.join(filter(None, AFTER))}")
+    return _with_content(made, where)
+
+
+def _with_content(made: Message, where: str) -> Message:
+    """A message in OpenAI's form whose content is text, or that calls a tool."""
+    content, calls = made.get("content"), made.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(one, dict) for one in calls)):
+        raise CorruptData(f"{where}: tool_calls is no list of objects")
+    if content is None and made["role"] == ASSISTANT and (calls or made.get("function_call")):
+        return made
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if kind != "text":
+            raise CorruptData(f"{where}: a part of its content is {str(kind)[:40]!r}, and text alone is read")
+        if not isinstance(part.get("text") if isinstance(part, dict) else part, str):
+            raise CorruptData(f"{where}: its content is no text")
+    return made
+
+
+def _calls(said: str, where: str) -> list[Any]:
+    """The calls of ShareGPT's `function_call`: the text of an object with name and arguments, or of a list."""
+    try:
+        value = json.loads(said)
+    except (ValueError, RecursionError):
+        value = None
+    calls = value if isinstance(value, list) else [value]
+    if not calls or not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in calls):
+        raise CorruptData(f"{where}: a function_call is the JSON of a name and arguments")
+    return [{"type": "function", "function": one} for one in calls]
+
+
+def _tools(given: Any) -> list[Any] | None:
+    if isinstance(given, str) and given:
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            raise CorruptData("tools is a text that is no JSON") from None
+    if given in (None, "", []):
+        return None
+    if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+        raise CorruptData("tools is no list of objects")
+    return given
+
+
+def _ordered(made: Chat) -> Chat:
+    before = ""
+    for number, one in enumerate(made.messages, 1):
+        if one["role"] not in AFTER[before]:
+            after = f"after {before}" if before else "at the beginning"
+            wanted = " or ".join(AFTER[before])
+            raise CorruptData(f"message {number} is of {one['role']}; {after} comes {wanted}: roles are out of order")
+        before = one["role"]
+    if not made.turns:
+        raise CorruptData("the assistant says nothing in it, so there is nothing to learn")
+    return made
+
+
+def _depth(value: Any) -> int:
+    """How many lists and objects stand inside each other."""
+    depth, level = 0, [value]
+    while level:
+        inner: list[Any] = []
+        for one in level:
+            inner += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        level, depth = inner, depth + 1
+    return depth - 1
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is none")

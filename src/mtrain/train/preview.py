@@ -1,0 +1,165 @@
+"""The first samples of a configuration, token by token, as a model learns from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from mtrain.config.run import RunConfig
+from mtrain.data import ChatSamples, PairSamples, Splits
+from mtrain.data.batch import GlobalBatches, MicroBatch
+from mtrain.data.chat_batch import batch_of
+from mtrain.data.chat_samples import NOTHING, Sample
+from mtrain.data.text import Tokenizer
+from mtrain.models.registry import family_of, imported
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of a sample."""
+
+    id: int
+    text: str
+    position: int
+    weight: float
+    """What its loss weighs, given the tokens before it; 0: it is not learned."""
+    padding: bool = False
+    ends: bool = False
+    """Whether a document ends with it, and the one behind it sees it."""
+    instead: str = ""
+    """What is predicted in its place, where that is another token: a masked one, for example."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A sample, or one chat of a pair."""
+
+    name: str
+    place: str
+    """Where it comes from; empty where that is not known."""
+    documents: tuple[tuple[Token, ...], ...]
+    """Tokens that see each other, as far as they stand behind each other."""
+    read: str = ""
+    """What an encoder reads beside them."""
+
+    @cached_property
+    def tokens(self) -> list[Token]:
+        """All of them."""
+        return [token for document in self.documents for token in document]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Tokens, those that are learned, padding, and documents that are not of padding alone."""
+        return {
+            "tokens": sum(not token.padding for token in self.tokens),
+            "loss": sum(token.weight > 0 for token in self.tokens),
+            "padding": sum(token.padding for token in self.tokens),
+            "documents": sum(_parts(document) for document in self.documents),
+        }
+
+    @property
+    def heading(self) -> str:
+        """The counts in words."""
+        counts = self.counts
+        many = "document" if counts["documents"] == 1 else "documents"
+        said = f"{counts['tokens']} tokens, {counts['loss']} carry loss, {counts['documents']} {many}"
+        return said + (f", {counts['padding']} of padding" if counts["padding"] else "")
+
+
+def _parts(document: tuple[Token, ...]) -> int:
+    if all(token.padding for token in document):
+        return 0
+    return 1 + sum(token.ends for token in document[:-1])
+
+
+def previewed(run: RunConfig, splits: Splits, part: str, count: int) -> list[Shown]:
+    """The first `count` samples of a split, in the order of training.
+
+    Raises:
+        CorruptData: a sample cannot be read.
+    """
+    source = getattr(splits, part)
+    texts = _Texts(splits)
+    if isinstance(source, PairSamples):
+        return [shown for number in range(count) for shown in _pair(source, number, texts)]
+    form = imported(family_of(run.model).form)(run, splits, part)
+    average = run.trainer.loss_average if part == "train" else "token"
+    batches = GlobalBatches(source, count, 1, 0, 1, form, None, average).microbatches(0)
+    return [_shown(f"sample {i} of {part}", source, i, batch, texts) for i, batch in enumerate(batches)]
+
+
+class _Texts:
+    """The texts of token ids, or their numbers where there is no tokenizer."""
+
+    def __init__(self, splits: Splits) -> None:
+        self._tokenizer = Tokenizer(splits.tokenizer) if splits.tokenizer is not None else None
+        self._known: dict[int, str] = {}
+        self.ends = frozenset(splits.document_ends)
+
+    def __call__(self, number: int) -> str:
+        if self._tokenizer is None:
+            return str(number)
+        if number not in self._known:
+            inside = 0 <= number < self._tokenizer.vocab_size
+            self._known[number] = self._tokenizer.text_of(number) if inside else f"<{number}>"
+        return self._known[number]
+
+
+def _pair(source: PairSamples, number: int, texts: _Texts) -> list[Shown]:
+    return [
+        _of(
+            f"sample {number} of {source.name}, {which}",
+            source.place(number),
+            batch_of([one], packed=False),
+            one,
+            texts,
+        )
+        for which, one in zip(("chosen", "rejected"), source.pair(number), strict=True)
+    ]
+
+
+def _shown(name: str, source: Any, number: int, batch: MicroBatch, texts: _Texts) -> Shown:
+    sample = source.sample(number) if isinstance(source, ChatSamples) else None
+    return _of(name, source.place(number) if hasattr(source, "place") else "", batch, sample, texts)
+
+
+def _of(name: str, place: str, batch: MicroBatch, sample: Sample | None, texts: _Texts) -> Shown:
+    ids, labels = batch["tokens"].flatten().tolist(), batch["labels"].flatten().tolist()
+    weights, positions = batch["loss_mask"].flatten().tolist(), batch["position_ids"].flatten().tolist()
+    padding = [False] * len(ids) if sample is None else (sample.tokens[:-1] == NOTHING).tolist()
+    found = batch.get("cu_seqlens")
+    bounds = [0, len(ids)] if found is None else found.tolist()
+    following = _is_next(ids, labels, weights)
+    ends = texts.ends if found is None else frozenset[int]()
+    documents = []
+    for start, stop in pairwise(bounds):
+        row = []
+        for i in range(start, stop):
+            weight = (weights[i - 1] if i > start else 0.0) if following else weights[i]
+            instead = texts(labels[i]) if not following and weight else ""
+            row.append(Token(ids[i], texts(ids[i]), positions[i], weight, padding[i], ids[i] in ends, instead))
+        if following and weights[stop - 1]:  # what is predicted behind the last token that is read
+            last = positions[stop - 1] + 1
+            row.append(Token(labels[stop - 1], texts(labels[stop - 1]), last, weights[stop - 1]))
+        documents.append(tuple(row))
+    return Shown(name, place, tuple(documents), _encoder(batch, texts))
+
+
+def _is_next(ids: Sequence[int], labels: Sequence[int], weights: Sequence[float]) -> bool:
+    """Whether what counts predicts the token behind it."""
+    read = [i for i in range(len(ids) - 1) if weights[i]]
+    return all(labels[i] == ids[i + 1] for i in read)
+
+
+def _encoder(batch: Any, texts: _Texts) -> str:
+    tokens, mask = batch.get("encoder_tokens"), batch.get("encoder_mask")
+    if not isinstance(tokens, torch.Tensor):
+        return ""
+    kept = tokens if mask is None else tokens[mask.bool()]
+    return "".join(texts(number) for number in np.asarray(kept).ravel().tolist())

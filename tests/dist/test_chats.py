@@ -1,0 +1,216 @@
+"""Training on chats: one global batch in many splits, and what only the assistant's tokens can teach."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtrain.config.groups import DataConfig
+from mtrain.config.run import RunConfig
+from tests.support.chats import chats_file, folder_of, turns
+from tests.support.covering import some
+from tests.support.forked import run_ranks
+from tests.support.runs import tiny_run, train_steps, whole_tensors
+
+CHATS, LENGTH, VOCAB = 16, 64, 320
+AVERAGES = ("token", "sample", "sequence")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixteen chats of unlike lengths, and a tokenizer."""
+    home, dice = tmp_path_factory.mktemp("chats"), random.Random(5)
+    folder_of(home, "chatml")
+    said = [[str(dice.randrange(10)) * dice.randrange(1, 9) for _ in range(2)] for _ in range(CHATS)]
+    chats_file(home / "chats.jsonl", [turns(*pair) for pair in said])
+    return home
+
+
+def run_with(home: Path, average: str, windows: int | None = None, **more: Any) -> RunConfig:
+    """A step over all chats of the file; keyword arguments are keys of `parallel`, or `micro`."""
+    batch, micro = windows or CHATS, more.pop("micro", 1)
+    trainer = {"global_batch_size": batch, "micro_batch_size": micro, "loss_average": average}
+    run = tiny_run(model={"vocab_size": VOCAB, **more.pop("model", {})}, trainer=trainer, **more)
+    data = DataConfig(
+        kind="sft",
+        path=str(home / "chats.jsonl"),
+        tokenizer=str(home / "tokenizer.json"),
+        cache_dir=str(home / "cache"),
+        seq_length=LENGTH,
+        split=(1.0, 0.0, 0.0),
+        packed=windows is not None,
+        packed_multiple=4 if windows is not None else None,
+    )
+    return run.model_copy(update={"data": data})
+
+
+def windows_of(home: Path) -> int:
+    """Windows that all chats fill."""
+    from mtrain.data import open_splits, prepare
+
+    data = run_with(home, "token", 1).data
+    return len(open_splits(data, VOCAB, 1, prepare(data, lambda note: None), ("train",)).train)
+
+
+def computed(run: RunConfig, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of the first step, and its whole gradient."""
+
+    def job() -> list[tuple[float, float]]:
+        return train_steps(run, 1, gradients_to=folder)
+
+    rows = run_ranks(run.parallel.ranks or 1, job)
+    assert all(row == rows[0] for row in rows)
+    (saved,) = folder.glob("step_*")
+    return rows[0][0][0], whole_tensors(saved)
+
+
+def apart(one: tuple[float, dict[str, torch.Tensor]], other: tuple[float, dict[str, torch.Tensor]]) -> float:
+    """The largest relative difference: of the losses, and of each gradient beside the largest one."""
+    assert one[1].keys() == other[1].keys()
+    largest = max(float(g.abs().max()) for g in one[1].values())
+    off = max(float((one[1][key] - other[1][key]).abs().max()) for key in one[1]) / largest
+    return max(abs(one[0] - other[0]) / abs(one[0]), off)
+
+
+SPLITS: dict[str, dict[str, Any]] = {
+    "accumulated by 4": {"micro": 4},
+    "accumulated by 16": {"micro": 16},
+    "dp2": {"ranks": 2, "micro": 2},
+    "packed": {"packed": True},
+    "packed, dp2": {"packed": True, "ranks": 2},
+    "packed, cp2": {"packed": True, "ranks": 2, "cp": 2, "cp_comm_type": "all_gather"},
+    "cp2": {"ranks": 2, "cp": 2, "cp_comm_type": "all_gather"},
+    "packed, tp2pp2": {"packed": True, "ranks": 4, "tp": 2, "pp": 2},
+    "tp2pp2": {"ranks": 4, "tp": 2, "pp": 2, "micro": 2},
+    "dp4, sharded optimizer": {"ranks": 4, "distributed_optimizer": True},
+}
+PLAIN = ("accumulated by 16", "packed, cp2")
+
+
+@pytest.fixture(scope="module")
+def alone(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What one rank computes, chat by chat, for each way to average."""
+    known: dict[str, tuple[float, dict[str, torch.Tensor]]] = {}
+
+    def of(average: str) -> tuple[float, dict[str, torch.Tensor]]:
+        if average not in known:
+            known[average] = computed(run_with(home, average), tmp_path_factory.mktemp("alone"))
+        return known[average]
+
+    return of
+
+
+@pytest.mark.parametrize("name", some(SPLITS, PLAIN))
+@pytest.mark.parametrize("average", ["token", "sample"])
+def test_a_global_batch_has_one_loss_and_gradient_in_any_split(
+    name: str, average: str, home: Path, alone: Any, tmp_path: Path
+) -> None:
+    more = dict(SPLITS[name])
+    windows = windows_of(home) if more.pop("packed", False) else None
+    found = computed(run_with(home, average, windows, **more), tmp_path)
+    assert apart(alone(average), found) < 1e-6
+
+
+def test_averages_are_unlike_and_each_is_what_it_says(home: Path, alone: Any, tmp_path: Path) -> None:
+    token, sample = alone("token")[0], alone("sample")[0]
+    sequence = computed(run_with(home, "sequence", windows_of(home)), tmp_path)[0]
+    assert len({round(value, 5) for value in (token, sample, sequence)}) == 3
+
+
+def test_an_average_of_each_micro_batch_by_itself_is_found(
+    home: Path, alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault that is seen where losses are normalised before they are added up."""
+    from mtrain.data import batch
+
+    def by_itself(made: Any, average: str, rows: int) -> Any:
+        mask = made["loss_mask"]
+        counts = torch.zeros_like(mask)
+        counts[0, 0] = 1.0
+        return {**made, "loss_mask": mask / mask.sum(), "loss_counts": counts}
+
+    monkeypatch.setattr(batch, "averaged", by_itself)
+    assert apart(alone("token"), computed(run_with(home, "token", micro=4), tmp_path)) > 1e-3
+
+
+@pytest.mark.full
+def test_losses_of_a_router_weigh_what_they_say_whatever_is_learned(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they add to a gradient depends on the tokens that are read, and not on those that are learned."""
+    from mtrain.train import step
+
+    def added(average: str, loss_on: str, name: str, **parallel: Any) -> torch.Tensor:
+        found = []
+        for coefficient in (0.0, 0.5):
+            moe = {
+                "num_experts": 4,
+                "router_topk": 2,
+                "ffn_hidden_size": 32,
+                "router_load_balancing_type": "aux_loss",
+            }
+            moe |= {"aux_loss_coeff": coefficient, "z_loss_coeff": 1e-2 if coefficient else None}
+            run = run_with(home, average, micro=4, model={"moe": moe}, **parallel)
+            run = run.model_copy(update={"data": run.data.model_copy(update={"loss_on": loss_on})})
+            gradients = computed(run, tmp_path / f"{name}-{coefficient}")[1]
+            found.append(torch.cat([g.flatten() for key, g in sorted(gradients.items()) if "router" in key]))
+        return found[1] - found[0]
+
+    expected = added("token", "all", "all")
+    scale = float(expected.abs().max())
+    assert scale > 0
+    cases: list[tuple[str, str, dict[str, Any]]] = [("token", "assistant", {}), ("sample", "assistant", {})]
+    cases.append(("sequence", "last", {"ranks": 2, "ep": 2}))
+    for number, (average, loss_on, parallel) in enumerate(cases):
+        off = float((added(average, loss_on, str(number), **parallel) - expected).abs().max())
+        assert off / scale < 1e-4, (average, loss_on)
+    monkeypatch.setattr(step, "_share_of_router_losses", lambda *given: None)
+    assert float((added("sample", "assistant", "fault") - expected).abs().max()) / scale > 1.0
+
+
+LETTERS = "abcdef"
+
+
+def letters(count: int, seed: int) -> list[Any]:
+    """A user who says two letters, and twice a wrong answer; the assistant says the letter behind the first one."""
+    dice, out = random.Random(seed), []
+    for _ in range(count):
+        first, other, wrong = dice.choice(LETTERS), dice.choice(LETTERS), dice.choice(LETTERS)
+        right = LETTERS[(LETTERS.index(first) + 1) % len(LETTERS)]
+        out.append(turns(f"{first}{other} is {wrong}", right))
+    return out
+
+
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_task_that_only_the_answers_teach_is_learned(packed: bool, home: Path, tmp_path: Path) -> None:
+    chats_file(tmp_path / "chats.jsonl", letters(600, 0))
+    run, steps = run_with(home, "token", 8 if packed else None, micro=8 if packed else 16), 100
+    asked = {"path": str(tmp_path / "chats.jsonl"), "split": (0.9, 0.1, 0.0), "seq_length": 64 if packed else 24}
+    update = {
+        "trainer": run.trainer.model_copy(update={"train_iters": steps, "eval_iters": 1}),
+        "data": run.data.model_copy(update=asked),
+        "model": run.model.model_copy(update={"num_layers": 2}),
+        "optim": run.optim.model_copy(update={"lr": 5e-3, "min_lr": 2e-3}),
+    }
+    run = run.model_copy(update=update)
+
+    def job() -> tuple[float, float]:
+        from mtrain.train.assemble import assemble, splits_of
+        from mtrain.train.step import evaluate, train_step
+        from mtrain.world.init import joined
+
+        with joined(run) as world:
+            parts = assemble(run, world, splits_of(run))
+            first = train_step(parts, stop_requested=False).loss
+            for _ in range(steps - 1):
+                train_step(parts, stop_requested=False)
+            assert parts.valid_data is not None
+            return first, evaluate(parts, parts.valid_data, 1) or 0.0
+
+    before, after = run_ranks(1, job)[0]
+    assert before > 5.0
+    assert 0.0 < after < 0.2  # an answer by chance has 0.9 nats a token: 1.8 for its letter, none for its end

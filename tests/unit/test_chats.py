@@ -1,0 +1,370 @@
+"""Chats of a file: what is read, what is refused with its line, and which chats make a sample."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mtrain.config.groups import DataConfig
+from mtrain.data import chat_writers, open_splits, prepare, same_data
+from mtrain.data.batch import MicroBatch, averaged
+from mtrain.data.chat_batch import of_chats
+from mtrain.data.chat_samples import NOTHING, ChatSamples, PairSamples
+from mtrain.data.first_fit import first_fit
+from mtrain.data.messages import NoJson, chat, pair, read
+from mtrain.errors import ConfigError, CorruptData, MtrainError
+from tests.support.chats import chats_file, folder_of, turns
+from tests.support.covering import some
+
+VOCAB, LENGTH = 400, 96
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home, dice = tmp_path_factory.mktemp("chats"), random.Random(0)
+    folder_of(home, "chatml", marked=True)
+    said = [[str(dice.randrange(10)) * dice.randrange(1, 12) for _ in range(dice.choice((2, 4)))] for _ in range(60)]
+    chats_file(home / "chats.jsonl", [turns(*one) for one in said])
+    return home
+
+
+def data_of(home: Path, **more: Any) -> DataConfig:
+    given: dict[str, Any] = {"kind": "sft", "path": str(home / "chats.jsonl"), "cache_dir": str(home / "cache")}
+    given |= {"tokenizer": str(home / "tokenizer.json"), "seq_length": LENGTH, "split": (0.8, 0.1, 0.1)}
+    return DataConfig(**{**given, **more})
+
+
+def opened(home: Path, seed: int = 1, notes: list[str] | None = None, **more: Any) -> Any:
+    data = data_of(home, **more)
+    kept: list[str] = [] if notes is None else notes
+    return open_splits(data, VOCAB, seed, prepare(data, kept.append), ("train",))
+
+
+def said(line: Any) -> Any:
+    return chat(read(json.dumps(line).encode()))
+
+
+REFUSED = {
+    "no chat": ({"text": "a"}, "either messages"),
+    "both forms": ({"messages": turns("a", "b"), "conversations": []}, "either messages"),
+    "no messages": ({"messages": []}, "no list of messages"),
+    "a list of texts": ({"messages": ["a", "b"]}, "message 1 of messages is no object"),
+    "no role": ({"messages": [{"content": "a"}]}, "message 1 of messages has no role"),
+    "a strange role": ({"messages": [{"role": "root", "content": "a"}]}, "has no role"),
+    "no content": ({"messages": [{"role": "user"}, *turns("a", "b")[1:]]}, "message 1 .*content is no text"),
+    "a number": ({"messages": [{"role": "user", "content": 3}]}, "content is no text"),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url'"),
+    "an unknown speaker": ({"conversations": [{"from": "me", "value": "a"}]}, "its from is none of"),
+    "no value": ({"conversations": [{"from": "human"}]}, "no value"),
+    "no answer": ({"messages": turns("a")}, "the assistant says nothing"),
+    "the assistant first": ({"messages": turns("a", "b")[1:]}, "message 1 is of assistant; .*out of order"),
+    "two questions": ({"messages": [*turns("a"), *turns("b", "c")]}, "message 2 is of user; after user"),
+    "two answers": ({"messages": [*turns("a", "b"), *turns("b", "c")[1:]]}, "message 3 is of assistant"),
+    "a system later": (
+        {"messages": [*turns("a", "b"), {"role": "system", "content": "s"}]},
+        "message 3 is of system",
+    ),
+    "a tool that nobody called": (
+        {"messages": [*turns("a"), {"role": "tool", "content": "3"}]},
+        "message 2 is of tool",
+    ),
+    "tools that are none": ({"messages": turns("a", "b"), "tools": {"a": 1}}, "tools is no list"),
+    "tools that are no JSON": ({"messages": turns("a", "b"), "tools": "["}, "tools is a text that is no JSON"),
+    "a call that is none": (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "b"}]},
+        "JSON of a name",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_chat_says_why(name: str) -> None:
+    line, why = REFUSED[name]
+    with pytest.raises(CorruptData, match=why):
+        said(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"{", b'{"a": NaN}', b'{"a": 1e999}', b"\xff", b'{"a": "\\ud800"}', b"[" * 100_000, '{"a": 1}'.encode("utf-16")],
+)
+def test_a_line_that_is_no_json_is_told_from_one_that_is_no_chat(line: bytes) -> None:
+    with pytest.raises(NoJson):
+        read(line)
+
+
+def test_of_a_pair_what_both_begin_with_is_not_learned(home: Path, tmp_path: Path) -> None:
+    forms = [
+        {"prompt": turns("What is it?"), "chosen": turns("a", "It is")[1:], "rejected": turns("a", "no")[1:]},
+        {"chosen": turns("What is it?", "It is"), "rejected": turns("What is it?", "no")},
+        {"prompt": "What is it?", "chosen": "It is", "rejected": "no"},
+        {
+            "conversations": [{"from": "human", "value": "What is it?"}],
+            "chosen": {"from": "gpt", "value": "It is"},
+            "rejected": {"from": "gpt", "value": "no"},
+        },
+    ]
+    assert len({repr(pair(form)) for form in forms}) == 1
+    several = turns("a", "b", "What is it?", "It is")
+    forms.append({"prompt": several[:3], "chosen": several[3:], "rejected": turns("a", "no")[1:]})
+    path = chats_file(tmp_path / "pairs.jsonl", forms)
+    samples = opened(home, kind="preference", path=str(path), split=(1.0, 0.0, 0.0)).train
+    assert isinstance(samples, PairSamples)
+    from mtrain.data.text import Tokenizer
+
+    tokenizer, found = Tokenizer(home / "tokenizer.json"), set()
+    for number in range(len(samples)):
+        both = [tokenizer.decode(s.tokens[s.learned].tolist()) for s in samples.pair(number)]
+        found.add(tuple(both))
+    assert found == {("It is", "no")}
+    assert samples.batch([0, 1]).shape == samples.learned([0, 1]).shape == (4, LENGTH + 1)
+    for wrong in ({"chosen": "a"}, {"prompt": "q", "chosen": "a", "rejected": "a"}):
+        with pytest.raises(CorruptData, match="rejected"):
+            pair(wrong)
+
+
+def test_lines_that_are_no_json_are_left_out_and_named_up_to_a_limit(home: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"messages": turns("a", "b")}).encode() for _ in range(6)]
+    lines[2:2] = [b"{bad", b"", b'{"a": \xff}']
+    (tmp_path / "chats.jsonl").write_bytes(b"\n".join(lines))
+    splits = opened(home, path=str(tmp_path / "chats.jsonl"))
+    assert splits.corpus.meta["documents"] == 6
+    assert "2 lines of chats.jsonl are no JSON" in splits.remarks()[-1]
+    rows = [json.loads(line) for line in (splits.corpus.prefix.parent / "rejects.jsonl").read_text().splitlines()]
+    assert [row["line"] for row in rows] == [3, 5]
+    with pytest.raises(CorruptData, match=r"chats\.jsonl:5: no JSON.*data.bad_lines is 1"):
+        opened(home, path=str(tmp_path / "chats.jsonl"), bad_lines=1)
+
+
+@pytest.mark.parametrize("line", [{"messages": turns("a")}, {"text": "a"}])
+def test_a_chat_that_cannot_be_learned_is_refused_with_its_line(line: Any, home: Path, tmp_path: Path) -> None:
+    path = chats_file(tmp_path / "chats.jsonl", [turns("a", "b"), turns("a", "b"), line, turns("a", "b")])
+    with pytest.raises(CorruptData, match=r"chats\.jsonl:3: "):
+        opened(home, path=str(path))
+    assert not list((home / "cache").glob(".building-*"))
+
+
+def test_a_chat_is_cut_and_one_with_nothing_left_to_learn_is_left_out_and_both_are_counted(
+    home: Path, tmp_path: Path
+) -> None:
+    given = [turns("a", "b"), turns("x" * 200, "b"), turns("a", "y" * 200), turns("a", "b")]
+    path = chats_file(tmp_path / "chats.jsonl", given)
+    splits = opened(home, path=str(path), split=(1.0, 0.0, 0.0))
+    assert splits.train.describe() == {"documents": 3, "tokens": 23 + 96 + 23, "cut": 2, "left_out": 1, "samples": 3}
+    assert "2 chats of train are cut at data.seq_length 96; 1 of them" in splits.remarks()[1]
+    with pytest.raises(ConfigError, match="none has anything to learn in its first 20 tokens"):
+        opened(home, path=str(path), split=(1.0, 0.0, 0.0), seq_length=20)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_samples_depend_on_seed_and_number_alone_and_every_chat_comes_once_in_an_epoch(
+    packed: bool, home: Path
+) -> None:
+    first, again, other = (opened(home, seed, packed=packed).train for seed in (1, 1, 2))
+    count = len(first)
+    assert (count < 48) == packed
+    epochs = [[s.sample(n + e * count).documents for n in range(count)] for s in (first, other) for e in (0, 1)]
+    assert all(sorted(d for documents in epoch for d in documents) == list(range(48)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    numbers = [7, 3, 2 * count + 7]
+    assert (first.batch(numbers) == again.batch(numbers)).all()
+
+
+def test_packed_chats_are_the_same_chats_apart(home: Path) -> None:
+    alone, packed = (opened(home, packed=p, packed_multiple=4 if p else None).train for p in (False, True))
+    assert isinstance(packed, ChatSamples)
+    whole = {}
+    for n in range(len(alone)):
+        sample = alone.sample(n)
+        whole[sample.documents[0]] = [sample.tokens[sample.tokens != NOTHING], np.flatnonzero(sample.learned)]
+    form = of_chats(packed)
+    for n in range(len(packed)):
+        sample, batch = packed.sample(n), form(torch.from_numpy(packed.batch([n])), np.array([n]))
+        bounds = batch["cu_seqlens"].tolist()
+        assert bounds[-1] == LENGTH
+        assert all(start % 4 == 0 for start in bounds)
+        for document, start, stop in zip(sample.documents, bounds, bounds[1:], strict=False):
+            tokens, learned = whole[document]
+            assert batch["tokens"][0, start : start + len(tokens)].tolist() == tokens.tolist()
+            assert batch["position_ids"][0, start:stop].tolist() == list(range(stop - start))
+            found = batch["loss_mask"][0, start:stop].nonzero().flatten()
+            assert (found + 1).tolist() == learned.tolist()
+            assert batch["labels"][0, start:stop][found].tolist() == tokens[learned].tolist()
+
+
+def test_first_fit_is_first_fit() -> None:
+    dice = np.random.default_rng(0)
+    for count in (0, 1, 2, 7, 300):
+        sizes = dice.integers(1, 101, count)
+        rooms: list[int] = []
+        windows: list[list[int]] = []
+        for item, size in enumerate(sizes.tolist()):
+            at = next((i for i, room in enumerate(rooms) if room >= size), len(rooms))
+            if at == len(rooms):
+                rooms.append(100)
+                windows.append([])
+            rooms[at] -= size
+            windows[at].append(item)
+        order, starts = first_fit(sizes, 100)
+        assert [order[a:b].tolist() for a, b in pairwise(starts)] == windows
+    with pytest.raises(ValueError, match="does not fit"):
+        first_fit(np.array([101]), 100)
+
+
+def test_a_file_is_written_once_and_another_one_is_told_from_it(home: Path, tmp_path: Path) -> None:
+    path, notes = chats_file(tmp_path / "chats.jsonl", [turns("a", "b")] * 9), list[str]()
+    first = opened(home, notes=notes, path=str(path)).describe()
+    again = opened(home, notes=notes, path=str(path)).describe()
+    assert (len(notes), first) == (1, again)
+    same_data(first, again)
+    chats_file(path, [turns("a", "c")] * 9)
+    changed = opened(home, notes=notes, path=str(path)).describe()
+    learned = opened(home, notes=notes, path=str(path), loss_on="all").describe()
+    assert len(notes) == 3
+    for other in (changed, learned):
+        with pytest.raises(ConfigError, match="fingerprint"):
+            same_data(again, other)
+
+
+def test_a_prepared_file_that_was_altered_is_refused_or_made_again(home: Path, tmp_path: Path) -> None:
+    path = chats_file(tmp_path / "chats.jsonl", [turns("a", "b")] * 9)
+    corpus = opened(home, path=str(path)).corpus
+    folder = corpus.prefix.parent
+    for name in ("tokens.bin", "learned.bin", "chats.bin", "tokens.idx"):
+        with open(folder / name, "ab") as file:
+            file.write(b"\0\0")
+        assert opened(home, path=str(path)).train.batch([0]).shape == (1, LENGTH + 1)
+    (folder / "tokens.bin").write_bytes(b"\xff" * (folder / "tokens.bin").stat().st_size)
+    with pytest.raises(CorruptData, match=r"chats\.jsonl:\d: token ids from 65535"):
+        opened(home, path=str(path)).train.batch([0])
+
+
+@pytest.mark.parametrize("average", ["token", "sample", "sequence"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_loss_is_averaged_over_what_is_named(average: str, packed: bool) -> None:
+    """By the definition: the mean over units of the mean over their predictions that count."""
+    dice = np.random.default_rng(3)
+    losses, mask = dice.random((4, 12)), dice.random((4, 12)) < 0.5
+    mask[2] = False
+    bounds = [0, 5, 12, 24, 30, 36, 40, 48]
+    units = {
+        "token": [[i] for i in range(48)],
+        "sequence": [list(range(12 * row, 12 * row + 12)) for row in range(4)],
+        "sample": [list(range(a, b)) for a, b in pairwise(bounds)],
+    }
+    chosen = units["sequence" if average == "sample" and not packed else average]
+    flat, known = losses.ravel(), mask.ravel()
+    means = [flat[unit][known[unit]].mean() for unit in chosen if known[unit].any()]
+    shape = (1, 48) if packed else (4, 12)
+    nothing = torch.zeros(shape, dtype=torch.int64)
+    batch = MicroBatch(
+        tokens=nothing, labels=nothing, loss_mask=torch.from_numpy(mask).float().view(shape), position_ids=nothing
+    )
+    if packed:
+        batch["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32)
+    made = averaged(batch, average, 4)
+    total = float((torch.from_numpy(losses).view(shape) * made["loss_mask"].double()).sum())
+    count = float(made.get("loss_counts", made["loss_mask"]).sum())
+    assert count == len(means)
+    assert total / count == pytest.approx(np.mean(means), rel=1e-6)
+
+
+FOREVER = {
+    "a loop": "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+    "a power": "{{ 10 ** (10 ** 9) }}",
+    "a text of gigabytes": "{{ ('x' * 10 ** 11) | length }}",
+    "texts without end": "{% for i in range(90000) %}{{ 'x' * 1000 }}{% endfor %}",
+    "padding": "{{ 'x'.ljust(10 ** 11) }}",
+}
+
+
+@pytest.mark.parametrize("name", some(FOREVER, [name for name in FOREVER if name != "a power"]))
+def test_a_template_that_would_take_everything_is_ended_and_named(
+    name: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_writers, "SECONDS", 1)
+    (tmp_path / "t.jinja").write_text(FOREVER[name])
+    begun = time.monotonic()
+    with pytest.raises(CorruptData, match=r"chats\.jsonl:1: "):
+        opened(home, chat_template=str(tmp_path / "t.jinja"), loss_on="all")
+    assert time.monotonic() - begun < 20
+
+
+GOOD = json.dumps({"messages": turns("What is it?", "It is a cat ☃", "and?", "12", system="S")}, ensure_ascii=False)
+PIECES = [
+    *(
+        "{{ ''.__class__ }}",
+        "{% include '/etc/passwd' %}",
+        "{{ messages.clear() }}",
+        "{{ self.__init__ }}",
+        "{{ 1/0 }}",
+    ),
+    *(
+        "{% import 'os' as o %}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ raise_exception(messages) }}",
+        "{% if",
+        "{{",
+    ),
+    *(
+        "{{ lipsum() }}",
+        "{{ messages[99].content }}",
+        "{{ namespace(_x=1) }}",
+        "{% generation %}",
+        "{% break %}",
+        "\0",
+    ),
+    *("{{ ('%s' * 9) % (1,) }}", "{{ strftime_now(3) }}", "{{ messages | tojson(indent='x') }}", "{{ nothing.x }}"),
+    *("{% for m in messages %}{{ m.content }}{% endfor %}", "{% extends 'x' %}", "{{ '{}'.format(m.__class__) }}"),
+]
+
+
+@pytest.mark.parametrize("rounds", [24, pytest.param(500, marks=pytest.mark.full)])
+def test_hostile_lines_and_templates_end_in_an_error_that_names_the_file(
+    rounds: int, home: Path, tmp_path: Path
+) -> None:
+    from tests.support.chats import template_of
+
+    (tmp_path / "secret").write_text("of somebody else")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    outcomes = set()
+    for seed in range(rounds):
+        dice = random.Random(seed)
+        folder = tmp_path / "in"
+        folder.mkdir(exist_ok=True)
+        line, template = bytearray(GOOD.encode()), template_of("chatml", marked=bool(seed % 3))
+        if seed % 2:
+            for _ in range(dice.randrange(1, 6)):
+                at = dice.randrange(len(line))
+                line[at : at + dice.randrange(3)] = bytes(
+                    dice.choices(b'{}[]",:\\u0\xff\x00ax1', k=dice.randrange(3))
+                )
+        else:
+            at = dice.randrange(len(template))
+            template = template[:at] + dice.choice(PIECES) + template[at + dice.randrange(9) :]
+        (folder / "chats.jsonl").write_bytes(b"\n".join([line, GOOD.encode(), line]))
+        (folder / "t.jinja").write_text(template)
+        given = {"path": str(folder / "chats.jsonl"), "chat_template": str(folder / "t.jinja"), "bad_lines": seed % 4}
+        told = _told(home, cache_dir=f"{folder}/cache", split=(1.0, 0.0, 0.0), **given)
+        assert "Traceback" not in told
+        assert not told or str(folder) in told or "data.split" in told
+        outcomes.add(bool(told))
+    assert outcomes == {True, False}
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "in") == before
+
+
+def _told(home: Path, **given: Any) -> str:
+    """What is said of chats that are refused; empty where their first sample can be read."""
+    try:
+        opened(home, **given).train.batch([0])
+    except MtrainError as error:
+        return str(error)
+    return ""
