@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +231,31 @@ def test_mxfp4_weights_are_those_that_transformers_reads(tmp_path: Path) -> None
     expected = convert_moe_packed_tensors(blocks, scales)
     assert got.dtype == expected.dtype
     assert torch.equal(got, expected)
+
+
+def test_the_same_means_every_bit() -> None:
+    from mtrain.convert.compare import compare
+    from mtrain.convert.read import same
+
+    one = torch.tensor(1.0)
+    assert same(one, one.clone())
+    assert same(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
+    assert same(torch.empty(0, 3), torch.empty(0, 3))
+    assert not same(one, one.bfloat16())
+    assert not same(torch.zeros(2), -torch.zeros(2))
+    assert not same(torch.zeros(2), torch.zeros(1, 2))
+
+    @dataclass
+    class Held:
+        value: torch.Tensor
+        names = frozenset(["scalar"])
+
+        def tensor(self, name: str) -> torch.Tensor:
+            return self.value
+
+    assert [row.equal for row in compare(Held(one), Held(one.clone()))[0]] == [True]
+    ((row,), only) = compare(Held(one), Held(one + 1))
+    assert (row.equal, row.said, only) == (False, "largest difference 1", [])
 
 
 def _add_mtp(folder: Path, *, other_embedding: bool) -> None:

@@ -147,6 +147,13 @@ def test_an_index_that_is_wrong_is_refused(name: str, tmp_path: Path) -> None:
         open_folder(tmp_path)
 
 
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / WEIGHTS)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": WEIGHTS}}))
+    with pytest.raises(CorruptData, match="is no plain file"):
+        open_folder(tmp_path)
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", "[" * 100_000, '{"weight_map": {"a": "x", "a": "y"}}', "\ud800"], ids=range(5)
 )
@@ -217,3 +224,15 @@ def test_a_file_is_written_in_its_order_and_whole(tmp_path: Path) -> None:
 
     with safe_open(path, "np") as file:
         assert sorted(file.keys()) == ["x", "y"]
+
+
+def test_mxfp4_of_fewer_dimensions_is_refused(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from mtrain.convert.read import Reader
+
+    parts = {"w_blocks": torch.zeros(3, 16, dtype=torch.uint8), "w_scales": torch.zeros(3, dtype=torch.uint8)}
+    save_file(parts, tmp_path / WEIGHTS)
+    with pytest.raises(CorruptData, match="do not fit together"):
+        Reader(open_folder(tmp_path)).tensor("w")

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from mtrain.convert.out import Weights
+from mtrain.convert.read import same
 
 
 class Source(Protocol):
@@ -63,7 +64,7 @@ def _rows(a: Source, b: Source) -> Iterator[Row]:
         x, y = a.tensor(name), b.tensor(name)
         if x.shape != y.shape:
             yield Row(name, False, f"shapes {list(x.shape)} and {list(y.shape)}")
-        elif x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+        elif same(x, y):
             yield Row(name, True)
         else:
             apart = (x.double() - y.double()).abs().max().item() if x.numel() else 0.0

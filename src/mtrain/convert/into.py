@@ -17,7 +17,7 @@ from mtrain.config.dump import run_yaml
 from mtrain.config.run import RunConfig
 from mtrain.convert.certificate import Record
 from mtrain.convert.match import Match, OurTensor, checked, match, our_tensors
-from mtrain.convert.read import NAMES, buffer_of
+from mtrain.convert.read import NAMES, buffer_of, same
 from mtrain.convert.tensor_file import Writer, in_turn
 from mtrain.errors import CorruptData
 from mtrain.models.table import Step, Table
@@ -113,25 +113,25 @@ def _write(
     """Writes a file; the hash of each of its entries. Reading and writing go on beside each other."""
     hashed = dict.fromkeys((piece.entry for piece in pieces), "0" * 64)
     shapes = [(piece.entry, piece.dtype, piece.spec.shape[piece.spec.lead :]) for piece in pieces]
-    writer = Writer(path, shapes, _metadata(hashed))
-
-    def put(entry: str, tensor: torch.Tensor, known: str) -> None:
-        data = buffer_of(tensor)
-        hashed[entry] = known or hashes.hash_bytes(data)
-        writer.write(entry, data)
-
     todo = iter(pieces)
-    with in_turn() as beside:
-        for step in steps:
-            given = [reader.tensor(name) for name in step.theirs]
-            made = checked(step, step.operation.apply(given, model, inward=True), ours)
-            for name, tensor in zip(step.ours, made, strict=True):
-                flat = tensor.contiguous().reshape(-1)
-                for spec in ours[name].specs:
-                    part = flat[spec.first : spec.first + spec.numel]
-                    beside(put, next(todo).entry, part, _known(reader, step, given, part))
-            del given
-    writer.close(_metadata(hashed))
+    with Writer(path, shapes, _metadata(hashed)) as writer:
+
+        def put(entry: str, tensor: torch.Tensor, known: str) -> None:
+            data = buffer_of(tensor)
+            hashed[entry] = known or hashes.hash_bytes(data)
+            writer.write(entry, data)
+
+        with in_turn() as beside:
+            for step in steps:
+                given = [reader.tensor(name) for name in step.theirs]
+                made = checked(step, step.operation.apply(given, model, inward=True), ours)
+                for name, tensor in zip(step.ours, made, strict=True):
+                    flat = tensor.contiguous().reshape(-1)
+                    for spec in ours[name].specs:
+                        part = flat[spec.first : spec.first + spec.numel]
+                        beside(put, next(todo).entry, part, _known(reader, step, given, part))
+                del given
+        writer.close(_metadata(hashed))
     return hashed
 
 
@@ -159,5 +159,5 @@ _IN_TORCH = {name: str(dtype).removeprefix("torch.") for dtype, name in NAMES.it
 
 def _check_copies(reader: Source, found: Match) -> None:
     for name, of in found.copies.items():
-        if of in reader.names and not torch.equal(reader.tensor(name), reader.tensor(of)):
+        if of in reader.names and not same(reader.tensor(name), reader.tensor(of)):
             raise CorruptData(f"{name} is to hold what {of} does, and holds something else")

@@ -134,14 +134,15 @@ def export_weights(weights: Weights, out: Path) -> Record:
     placed: dict[str, str] = {}
     for number, held in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if many else WEIGHTS
-        writer = Writer(out / name, [(one.name, NAMES[one.dtype], one.shape) for one in held], {"format": "pt"})
-        with in_turn() as beside:
-            for one in held:
-                key, tensor = next(made)
-                assert (key, tensor.dtype, tuple(tensor.shape)) == (one.name, one.dtype, one.shape)
-                placed[key] = name
-                beside(_put, writer, record, one, tensor)
-        writer.close()
+        shapes = [(one.name, NAMES[one.dtype], one.shape) for one in held]
+        with Writer(out / name, shapes, {"format": "pt"}) as writer:
+            with in_turn() as beside:
+                for one in held:
+                    key, tensor = next(made)
+                    assert (key, tensor.dtype, tuple(tensor.shape)) == (one.name, one.dtype, one.shape)
+                    placed[key] = name
+                    beside(_put, writer, record, one, tensor)
+            writer.close()
     if many:
         total = sum(one.nbytes for held in files for one in held)
         body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}

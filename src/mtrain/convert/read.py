@@ -34,6 +34,12 @@ def buffer_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat)
 
 
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same, bit by bit."""
+    bits = [tensor.reshape(-1).view(torch.uint8) for tensor in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
+
+
 def load(stored: Tensor) -> torch.Tensor:
     """A tensor as it is in its file.
 
@@ -107,9 +113,15 @@ def _of_fp8(name: str, weight: torch.Tensor, factors: torch.Tensor) -> torch.Ten
 
 def _of_mxfp4(name: str, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Bytes `blocks` [..., n, groups, 16] and exponents `scales` [..., n, groups] as [..., groups * 32, n]."""
-    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.shape[:-1] != scales.shape:
+    bytes_only = blocks.dtype == scales.dtype == torch.uint8
+    if not bytes_only or blocks.ndim < 3 or blocks.shape[:-1] != scales.shape:
         raise CorruptData(f"{name}{BLOCKS} and {name}{MX_SCALES} do not fit together")
+    *experts, n, groups, width = blocks.shape
     values: Any = torch.tensor([*FP4, *(-value for value in FP4)])
-    pairs = torch.stack([blocks & 0x0F, blocks >> 4], -1).flatten(-2)
-    exact = torch.ldexp(values[pairs.int()], (scales.int() - 127).unsqueeze(-1))
-    return exact.flatten(-2).bfloat16().mT.contiguous()
+    out = torch.empty(*experts, 2 * groups * width, n, dtype=torch.bfloat16)
+    each = (blocks.reshape(-1, n, groups, width), scales.reshape(-1, n, groups), out.view(-1, *out.shape[-2:]))
+    for block, scale, place in zip(*each, strict=True):  # in full width one expert at a time
+        pairs = torch.stack([block & 0x0F, block >> 4], -1).flatten(-2)
+        exact = torch.ldexp(values[pairs.int()], (scale.int() - 127).unsqueeze(-1))
+        place.copy_(exact.flatten(-2).mT)
+    return out

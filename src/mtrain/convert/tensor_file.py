@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -75,13 +76,16 @@ def read_header(path: Path) -> dict[str, Tensor]:
         CorruptData: no such file, or a header that does not describe it exactly.
     """
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+            raise CorruptData(f"{path} is no plain file")
+        size = status.st_size
         with path.open("rb") as file:
             first = file.read(LENGTH_BYTES)
             length = int.from_bytes(first, "little")
             if len(first) < LENGTH_BYTES or length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
                 raise CorruptData(f"{path}: no safetensors file: its header is cut or has {length} bytes")
-            body = json.loads(file.read(length), object_pairs_hook=_once)
+            body = json.loads(file.read(length), object_pairs_hook=once)
     except OSError as error:
         raise CorruptData(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -92,7 +96,12 @@ def read_header(path: Path) -> dict[str, Tensor]:
     return _tensors(path, body, LENGTH_BYTES + length, size)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose names are there once each.
+
+    Raises:
+        ValueError: one is there twice.
+    """
     out = dict(pairs)
     if len(out) < len(pairs):
         raise ValueError("a name is there twice")
@@ -174,10 +183,12 @@ class Writer:
 
         Raises:
             ValueError: a tensor was not written, or the new metadata has another length.
+            OSError: some of it could not be put on disk.
         """
         with self._file, self._thread:
             if self._names:
                 raise ValueError(f"{self.path}: {self._names[0]} was not written")
+            self._syncing.result()  # what the disk refused is said once for an open file, and not by fsync again
             if metadata is not None:
                 header = self._render(metadata)
                 if len(header) != len(self._header):
@@ -186,16 +197,20 @@ class Writer:
                 self._file.write(header)
             os.fsync(self._file.fileno())
 
-    def abandon(self) -> None:
-        """Close the file as it is."""
-        with self._file:
-            self._thread.shutdown()
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close the file as it is, where `close` did not."""
+        self._thread.shutdown()
+        self._file.close()
 
 
 @contextmanager
 def in_turn(most: int = 2) -> Iterator[Callable[..., None]]:
     """A function that has calls made in a thread, one after the other, while its caller goes on; it waits where more
-    than `most` are ahead. What a call raises is raised by the next, or at the end.
+    than `most` are ahead. What a call raises is raised by the next, or at the end; after an error nothing that waits
+    is begun.
     """
     waiting = deque[Future[None]]()
     with ThreadPoolExecutor(1) as thread:
@@ -205,6 +220,10 @@ def in_turn(most: int = 2) -> Iterator[Callable[..., None]]:
             while len(waiting) > most:
                 waiting.popleft().result()
 
-        yield call
-        while waiting:
-            waiting.popleft().result()
+        try:
+            yield call
+            while waiting:
+                waiting.popleft().result()
+        except BaseException:
+            thread.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -14,7 +14,7 @@ import torch
 
 from mtrain.ckpt.hashes import hash_bytes
 from mtrain.convert.plain_file import open_plain
-from mtrain.convert.read import DTYPES, buffer_of
+from mtrain.convert.read import DTYPES, buffer_of, same
 from mtrain.convert.torch_dist import Chunk, Stored, TorchDist
 from mtrain.convert.torch_saved import numbers_of
 from mtrain.errors import CorruptData
@@ -117,7 +117,7 @@ class TorchDistReader:
         """
         found, *others = (self._whole(parts) for parts in self._held[name])
         for (part, *_), other in zip(self._held[name][1:], others, strict=True):
-            if found.dtype != other.dtype or not torch.equal(found, other):
+            if not same(found, other):
                 raise CorruptData(f"{part.name} and {self._held[name][0][0].name} are the same weight and differ")
         return found
 
@@ -170,8 +170,11 @@ def _copy(stored: Stored, chunk: Chunk, box: torch.Tensor, offset: tuple[int, ..
     here = box[tuple(slice(low - at, high - at) for low, high, at in zip(lows, highs, offset, strict=True))]
     flat = torch.empty(count, dtype=box.dtype)
     with open_plain(chunk.path) as file:
-        file.seek(numbers.start + first * box.dtype.itemsize)
-        _fill(file, buffer_of(flat), stored.name)
+        try:
+            file.seek(numbers.start + first * box.dtype.itemsize)
+            _fill(file, buffer_of(flat), stored.name)
+        except OSError as error:
+            raise CorruptData(f"{chunk.path}: {stored.name[:200]} cannot be read: {error.strerror}") from None
     here.copy_(flat.as_strided(sizes, numbers.strides))
 
 

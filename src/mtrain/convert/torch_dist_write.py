@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
@@ -141,7 +142,11 @@ def export_torch_dist(weights: Weights, run: RunConfig, out: Path, *, stacked: b
     planner = _Planner(weights, list(_pieces(weights, run.model, stacked=stacked)), record)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch.distributed is not in use
-        dcp.save({}, storage_writer=dcp.FileSystemWriter(folder, thread_count=1), planner=planner, no_dist=True)
+        try:
+            dcp.save({}, storage_writer=dcp.FileSystemWriter(folder, thread_count=1), planner=planner, no_dist=True)
+        except CheckpointException as error:  # around whatever was raised, also an interruption
+            ((cause, _), *_) = error.failures.values()
+            raise cause from None
     content = {"singleton_local_shards": False, "non_homogeneous_layers": not stacked}
     common = {
         "args": Namespace(**arguments_of(run)),
