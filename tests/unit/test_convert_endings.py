@@ -1,4 +1,4 @@
-"""How a conversion ends that cannot go on: a full disk, another process, an error in a thread; nothing stays behind."""
+"""How a conversion ends that cannot go on: a full disk, another process, an error in a thread. Nothing stays."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def test_what_the_disk_refuses_while_a_file_grows_is_not_lost(
 ) -> None:
     monkeypatch.setattr(tensor_file, "SYNC_BYTES", 1)
     monkeypatch.setattr(os, "fdatasync", fail)
-    with Writer(tmp_path / "x.safetensors", [("x", "U8", (3,))], {}) as writer:
-        writer.write("x", memoryview(b"abc"))
+    with Writer(tmp_path / "x.safetensors", ["x"]) as writer:
+        writer.write("x", "U8", (3,), memoryview(b"abc"))
         with pytest.raises(OSError, match="No space left"):
-            writer.close()
+            writer.close({})
 
 
 def test_after_an_error_nothing_that_waits_is_begun() -> None:

@@ -61,11 +61,12 @@ def test_a_checkpoint_without_a_fault_is_read(good: Path) -> None:
 
     from mtrain.convert.megatron import open_weights
     from mtrain.convert.torch_dist_read import TorchDistReader
+    from mtrain.convert.words import as_tensor
 
     for path in (good, good.parent):
         reader = TorchDistReader(open_weights(path))
-        assert torch.equal(reader.tensor(hostile.NAME), torch.arange(8.0))
-        assert torch.equal(reader.tensor(hostile.OTHER), torch.ones(4, 8, dtype=torch.bfloat16))
+        assert torch.equal(as_tensor(reader.tensor(hostile.NAME), "F32"), torch.arange(8.0))
+        assert torch.equal(as_tensor(reader.tensor(hostile.OTHER), "BF16"), torch.ones(4, 8, dtype=torch.bfloat16))
         assert reader.names == {hostile.NAME, hostile.OTHER}
 
 

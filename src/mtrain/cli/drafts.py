@@ -14,7 +14,7 @@ from mtrain.config.paths import program
 from mtrain.errors import BadEnvironment, ConfigError, Problem
 from mtrain.units import bytes_
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
 def given_paths(argv: list[str], many: int, usage: str) -> list[Path]:
@@ -59,7 +59,7 @@ def new_folder(out: Path) -> Path:
 
 
 def read_dtype(options: Mapping[str, str]) -> str | None:
-    """What torch calls the number format that `dtype=` names; None: it is not said.
+    """What safetensors calls the number format that `dtype=` names; None: it is not said.
 
     Raises:
         ConfigError: there is no such format.
