@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+SWITCH_S = 0.0005
+"""How long an import may keep the work waiting for the interpreter: ten times as long by default, at each read."""
 A = TypeVar("A")
 T = TypeVar("T")
 
@@ -29,10 +32,15 @@ def meanwhile(
         if stopped.is_set():
             raise Stopped
 
-    with ThreadPoolExecutor(1) as thread:
-        made = thread.submit(work, going)
-        try:
-            answer = ask()
-            return answer, made.result() if fits(answer) else None
-        finally:
-            stopped.set()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            made = thread.submit(work, going)
+            try:
+                answer = ask()
+                return answer, made.result() if fits(answer) else None
+            finally:
+                stopped.set()
+    finally:
+        sys.setswitchinterval(before)
