@@ -46,14 +46,13 @@ def make(model: str, out: Path) -> int:
     }
     out.mkdir()
     (out / "config.json").write_text(json.dumps(body))
-    writer = Writer(out / "model.safetensors", [(n, "BF16", s) for n, s in shapes.items()], {"format": "pt"})
     total = 0
-    for name, shape in shapes.items():
-        size = int(np.prod(shape))
-        data = np.resize(BLOCK, size).tobytes()
-        writer.write(name, memoryview(data))
-        total += len(data)
-    writer.close()
+    with Writer(out / "model.safetensors", shapes) as writer:
+        for name, shape in shapes.items():
+            data = np.resize(BLOCK, int(np.prod(shape))).tobytes()
+            writer.write(name, "BF16", shape, memoryview(data))
+            total += len(data)
+        writer.close({"format": "pt"})
     return total
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 
 from mtrain.cli.main import main
 from mtrain.convert import torch_dist_read
-from mtrain.errors import ConfigError
+from mtrain.convert.words import as_tensor
+from mtrain.errors import ConfigError, CorruptData
 from tests.support import megatron_models as theirs
 from tests.support.covering import some
 from tests.support.forked import run_alone, run_ranks
@@ -163,7 +165,6 @@ def test_a_norm_that_is_held_twice_and_differs_is_refused(tmp_path: Path) -> Non
     import torch.distributed.checkpoint as dcp
 
     from mtrain.convert.megatron import open_weights
-    from mtrain.errors import CorruptData
 
     state = {"decoder.layers.pre_mlp_layernorm.weight": torch.ones(2, 4)}
     state["decoder.layers.mlp.linear_fc1.layer_norm_weight"] = torch.tensor([[1.0] * 4, [1.0] * 3 + [2.0]])
@@ -171,7 +172,7 @@ def test_a_norm_that_is_held_twice_and_differs_is_refused(tmp_path: Path) -> Non
         lambda: dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True) and None
     )
     reader = torch_dist_read.TorchDistReader(open_weights(tmp_path / "theirs"))
-    assert torch.equal(reader.tensor("decoder.layers.0.pre_mlp_layernorm.weight"), torch.ones(4))
+    assert torch.equal(as_tensor(reader.tensor("decoder.layers.0.pre_mlp_layernorm.weight"), "F32"), torch.ones(4))
     with pytest.raises(CorruptData, match=r"layer_norm_weight\[1\] and .* are the same weight and differ"):
         reader.tensor("decoder.layers.1.pre_mlp_layernorm.weight")
 
@@ -189,7 +190,7 @@ def test_a_layer_is_read_without_the_others(tmp_path: Path, monkeypatch: pytest.
     read, fill = list[int](), torch_dist_read._fill
     monkeypatch.setattr(torch_dist_read, "_fill", lambda f, b, n: (read.append(len(b)), fill(f, b, n))[1])
     reader = torch_dist_read.TorchDistReader(open_weights(tmp_path / "theirs"))
-    assert torch.equal(reader.tensor("decoder.layers.11.mlp.linear_fc2.weight"), whole[11])
+    assert torch.equal(as_tensor(reader.tensor("decoder.layers.11.mlp.linear_fc2.weight"), "F32"), whole[11])
     assert read == [8 * 4 * 4]
 
 
@@ -246,3 +247,19 @@ def test_a_table_without_rows_is_named(tmp_path: Path, capfd: pytest.CaptureFixt
     capfd.readouterr()
     assert command("import", "--megatron", tmp_path / "theirs", tmp_path / "run", *words) == 4
     assert "word_embeddings.weight makes a tensor of shape [], and our" in capfd.readouterr().err
+
+
+def test_an_export_to_megatron_ends_with_the_error_of_what_it_read(tmp_path: Path) -> None:
+    from mtrain.config.compose import compose
+    from mtrain.convert.torch_dist_write import export_torch_dist
+
+    name = "decoder.final_layernorm.weight"
+    step = SimpleNamespace(theirs=(name,))
+
+    def read(*_: object) -> Any:
+        raise CorruptData("a hash differs")
+
+    made = [SimpleNamespace(name=name, shape=(4,), dtype="F32")]
+    weights: Any = SimpleNamespace(made=lambda: made, found=SimpleNamespace(steps=[step]), of_step=read)
+    with pytest.raises(CorruptData, match="a hash differs"):
+        export_torch_dist(weights, compose(["model=llama_tiny"]).run, tmp_path, stacked=True)

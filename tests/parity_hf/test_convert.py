@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,9 @@ def _changed(change: Callable[[Entry], Entry | None]) -> Callable[[Table], Table
     return apply
 
 
-_SWAPPED = Operation("up over gate", lambda t, m: [torch.cat(t[::-1])], lambda t, m: list(t[0].chunk(2))[::-1])
+_SWAPPED = Operation(
+    "up over gate", lambda t, m: GATE_UP.to_ours(t[::-1], m), lambda t, m: GATE_UP.to_theirs(t, m)[::-1]
+)
 MUTATIONS: dict[str, Callable[[Entry], Entry | None]] = {
     "a transposed weight": lambda e: replace(e, operation=TRANSPOSED) if "linear_proj.weight" in e.ours else e,
     "gate and up swapped": lambda e: replace(e, operation=_SWAPPED) if e.operation is GATE_UP else e,
@@ -204,13 +206,14 @@ def test_fp8_weights_are_multiplied_with_the_factors_of_their_blocks(tmp_path: P
 
     from mtrain.convert.folder import open_folder
     from mtrain.convert.read import Reader
+    from mtrain.convert.words import as_tensor
 
     weight = torch.randn(200, 130).to(torch.float8_e4m3fn)
     factors = torch.rand(2, 2) + 0.5
     save_file({"w": weight, "w_scale_inv": factors}, tmp_path / "model.safetensors")
     reader = Reader(open_folder(tmp_path))
     assert reader.names == {"w"}
-    got = reader.tensor("w")
+    got = as_tensor(reader.tensor("w"), reader.dtype("w"))
     for i, j in ((0, 0), (199, 129), (130, 3), (5, 128)):
         expected = (weight[i, j].float() * factors[i // 128, j // 128]).bfloat16()
         assert got[i, j] == expected
@@ -225,14 +228,50 @@ def test_mxfp4_weights_are_those_that_transformers_reads(tmp_path: Path) -> None
 
     from mtrain.convert.folder import open_folder
     from mtrain.convert.read import Reader
+    from mtrain.convert.words import as_tensor
 
     blocks = torch.randint(0, 256, (2, 6, 3, 16), dtype=torch.uint8)
     scales = torch.randint(110, 140, (2, 6, 3), dtype=torch.uint8)
     save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "model.safetensors")
-    got = Reader(open_folder(tmp_path)).tensor("w")
+    reader = Reader(open_folder(tmp_path))
+    got = as_tensor(reader.tensor("w"), reader.dtype("w"))
     expected = convert_moe_packed_tensors(blocks, scales)
     assert got.dtype == expected.dtype
     assert torch.equal(got, expected)
+
+
+@dataclass
+class _Held:
+    value: torch.Tensor
+    names = frozenset(["it"])
+
+    def dtype(self, name: str) -> str:
+        from mtrain.convert.words import of_tensor
+
+        return of_tensor(self.value)[1]
+
+    def tensor(self, name: str) -> Any:
+        from mtrain.convert.words import of_tensor
+
+        return of_tensor(self.value)[0]
+
+
+def test_the_same_means_every_bit() -> None:
+    from mtrain.convert.compare import compare
+
+    def said(a: torch.Tensor, b: torch.Tensor) -> str:
+        ((row,), only) = compare(_Held(a), _Held(b))
+        assert only == []
+        return "the same" if row.equal else row.said
+
+    one = torch.tensor(1.0)
+    assert said(one, one.clone()) == "the same"
+    assert said(torch.tensor([torch.nan]), torch.tensor([torch.nan])) == "the same"
+    assert said(torch.empty(0, 3), torch.empty(0, 3)) == "the same"
+    assert said(torch.zeros(2), -torch.zeros(2)) == "largest difference 0"
+    assert said(one, one + 1) == "largest difference 1"
+    assert said(one, one.bfloat16()) == "largest difference 0, float32 and bfloat16"
+    assert said(torch.zeros(2), torch.zeros(1, 2)) == "shapes [2] and [1, 2]"
 
 
 def _add_mtp(folder: Path, *, other_embedding: bool) -> None:

@@ -182,7 +182,9 @@ def _chunks(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Metada
     return change
 
 
-def _stored(**changes: Any) -> Callable[[Metadata], None]:
+def stored(**changes: Any) -> Callable[[Metadata], None]:
+    """A change of where the bytes of a tensor are."""
+
     def change(meta: Metadata) -> None:
         index = MetadataIndex(OTHER, (0, 0))
         meta.storage_data[index] = replace(meta.storage_data[index], **changes)
@@ -198,15 +200,6 @@ def _put(meta: Metadata, name: Any, value: Any) -> None:
     meta.state_dict_metadata[name] = value
 
 
-def _unfolded() -> Any:
-    """A value of 2**60 parts, each of which holds the next one twice."""
-    value: Any = ()
-    for _ in range(60):
-        value = (value, value)
-    return value
-
-
-_BOMB = _unfolded()
 _NO = TensorProperties(dtype=torch.complex64)
 
 
@@ -219,35 +212,31 @@ def _doubled(times: int) -> Any:
 
 
 METADATA: dict[str, Callable[[Metadata], None]] = {
-    "a path of 2**200": _stored(relative_path=_doubled(200)),
-    "a first byte of 2**200": _stored(offset=_doubled(200)),
-    "a length of 2**200": _stored(length=_doubled(200)),
+    "a path of 2**200": stored(relative_path=_doubled(200)),
+    "a first byte of 2**200": stored(offset=_doubled(200)),
+    "a length of 2**200": stored(length=_doubled(200)),
     "a shape of 2**200": _set(size=_doubled(200)),
-    "a path above": _stored(relative_path="../x.distcp"),
-    "a path from the root": _stored(relative_path="/etc/passwd"),
-    "a path below": _stored(relative_path="x/y.distcp"),
-    "a hidden file": _stored(relative_path=".metadata"),
-    "a name of another kind": _stored(relative_path="common.pt"),
-    "a path with a zero byte": _stored(relative_path="a\0.distcp"),
-    "a path with a line": _stored(relative_path="a.distcp\n"),
-    "a path that is a number": _stored(relative_path=3),
-    "a file that is not there": _stored(relative_path="__9_9.distcp"),
-    "a negative first byte": _stored(offset=-1),
-    "a first byte of exabytes": _stored(offset=1 << 62),
-    "a first byte that is text": _stored(offset="0"),
-    "a first byte that is true": _stored(offset=True),
-    "no bytes": _stored(length=0),
-    "negative bytes": _stored(length=-5),
-    "exabytes": _stored(length=1 << 59),
-    "bytes behind the file": _stored(length=1 << 20),
-    "bytes of another tensor": _stored(offset=0),
-    "a transform": _stored(transform_descriptors=["zstd"]),
-    "a path without end": _stored(relative_path=_BOMB),
-    "a first byte without end": _stored(offset=_BOMB),
-    "bytes without end": _stored(length=_BOMB),
-    "a shape without end": lambda m: _set(size=_BOMB)(m),
-    "a number format without end": lambda m: _set(properties=_BOMB)(m),
-    "a tensor without end": lambda m: _put(m, OTHER, _BOMB),
+    "a path above": stored(relative_path="../x.distcp"),
+    "a path from the root": stored(relative_path="/etc/passwd"),
+    "a path below": stored(relative_path="x/y.distcp"),
+    "a hidden file": stored(relative_path=".metadata"),
+    "a name of another kind": stored(relative_path="common.pt"),
+    "a path with a zero byte": stored(relative_path="a\0.distcp"),
+    "a path with a line": stored(relative_path="a.distcp\n"),
+    "a path that is a number": stored(relative_path=3),
+    "a file that is not there": stored(relative_path="__9_9.distcp"),
+    "a negative first byte": stored(offset=-1),
+    "a first byte of exabytes": stored(offset=1 << 62),
+    "a first byte that is text": stored(offset="0"),
+    "a first byte that is true": stored(offset=True),
+    "no bytes": stored(length=0),
+    "negative bytes": stored(length=-5),
+    "exabytes": stored(length=1 << 59),
+    "bytes behind the file": stored(length=1 << 20),
+    "bytes of another tensor": stored(offset=0),
+    "a transform": stored(transform_descriptors=["zstd"]),
+    "a number format of 2**200": lambda m: _set(properties=_doubled(200))(m),
+    "a tensor of 2**200": lambda m: _put(m, OTHER, _doubled(200)),
     "no place": lambda m: m.storage_data.clear(),
     "no storage": lambda m: setattr(m, "storage_data", None),
     "a storage that is a list": lambda m: setattr(m, "storage_data", [1]),
@@ -447,4 +436,4 @@ def items(canary: Path) -> dict[str, bytes]:
 def put_item(path: Path, data: bytes) -> None:
     """Puts bytes in place of those of a tensor of a checkpoint that this module wrote."""
     (path / "__1_0.distcp").write_bytes(data)
-    change_metadata(path, _stored(relative_path="__1_0.distcp", offset=0, length=len(data)))
+    change_metadata(path, stored(relative_path="__1_0.distcp", offset=0, length=len(data)))

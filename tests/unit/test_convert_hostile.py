@@ -147,6 +147,13 @@ def test_an_index_that_is_wrong_is_refused(name: str, tmp_path: Path) -> None:
         open_folder(tmp_path)
 
 
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / WEIGHTS)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": WEIGHTS}}))
+    with pytest.raises(CorruptData, match="is no plain file"):
+        open_folder(tmp_path)
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", "[" * 100_000, '{"weight_map": {"a": "x", "a": "y"}}', "\ud800"], ids=range(5)
 )
@@ -195,19 +202,24 @@ def test_a_configuration_that_is_wrong_is_refused_and_nothing_is_written(
 
 def test_a_file_is_written_in_its_order_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "new.safetensors"
-    writer = Writer(path, [("x", "F32", (2,)), ("y", "U8", (3,))], {"format": "pt"})
-    with pytest.raises(ValueError, match="not what follows"):
-        writer.write("y", memoryview(b"abc"))
-    with pytest.raises(ValueError, match="not what follows"):
-        writer.write("x", memoryview(b"abc"))
-    writer.write("x", memoryview(bytes(8)))
-    with pytest.raises(ValueError, match="was not written"):
-        writer.close()
+    with Writer(path, ["x", "y"]) as writer:
+        with pytest.raises(ValueError, match="not what follows"):
+            writer.write("y", "U8", (3,), memoryview(b"abc"))
+        with pytest.raises(ValueError, match="not what follows"):
+            writer.write("x", "F32", (2,), memoryview(b"abc"))
+        writer.write("x", "F32", (2,), memoryview(bytes(8)))
+        with pytest.raises(ValueError, match="was not written"):
+            writer.close({})
     os.unlink(path)
-    writer = Writer(path, [("x", "F32", (2,)), ("y", "U8", (3,))], {"format": "pt"})
-    writer.write("x", memoryview(bytes(range(8))))
-    writer.write("y", memoryview(b"abc"))
-    writer.close()
+    with Writer(path, ["x"]) as writer:
+        writer.write("x", "U8", (1,), memoryview(b"a"))
+        with pytest.raises(ValueError, match="and room for"):
+            writer.close({"format": "x" * 1000})
+    os.unlink(path)
+    with Writer(path, ["x", "y"]) as writer:
+        writer.write("x", "F32", (2,), memoryview(bytes(range(8))))
+        writer.write("y", "U8", (3,), memoryview(b"abc"))
+        writer.close({"format": "pt"})
     tensors = read_header(path)
     buffer = bytearray(3)
     tensors["y"].read_into(memoryview(buffer))
@@ -217,3 +229,15 @@ def test_a_file_is_written_in_its_order_and_whole(tmp_path: Path) -> None:
 
     with safe_open(path, "np") as file:
         assert sorted(file.keys()) == ["x", "y"]
+
+
+def test_mxfp4_of_fewer_dimensions_is_refused(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from mtrain.convert.read import Reader
+
+    parts = {"w_blocks": torch.zeros(3, 16, dtype=torch.uint8), "w_scales": torch.zeros(3, dtype=torch.uint8)}
+    save_file(parts, tmp_path / WEIGHTS)
+    with pytest.raises(CorruptData, match="do not fit together"):
+        Reader(open_folder(tmp_path)).tensor("w")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import struct
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,11 +61,12 @@ def test_a_checkpoint_without_a_fault_is_read(good: Path) -> None:
 
     from mtrain.convert.megatron import open_weights
     from mtrain.convert.torch_dist_read import TorchDistReader
+    from mtrain.convert.words import as_tensor
 
     for path in (good, good.parent):
         reader = TorchDistReader(open_weights(path))
-        assert torch.equal(reader.tensor(hostile.NAME), torch.arange(8.0))
-        assert torch.equal(reader.tensor(hostile.OTHER), torch.ones(4, 8, dtype=torch.bfloat16))
+        assert torch.equal(as_tensor(reader.tensor(hostile.NAME), "F32"), torch.arange(8.0))
+        assert torch.equal(as_tensor(reader.tensor(hostile.OTHER), "BF16"), torch.ones(4, 8, dtype=torch.bfloat16))
         assert reader.names == {hostile.NAME, hostile.OTHER}
 
 
@@ -109,6 +111,24 @@ def test_bytes_that_are_no_tensor_are_refused(name: str, copy: Path, capsys: pyt
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1000
     assert not canary.exists()
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_directory_of_gigabytes_is_not_read(copy: Path) -> None:
+    from mtrain.convert.megatron import open_weights
+    from mtrain.convert.torch_dist_read import TorchDistReader
+    from mtrain.errors import CorruptData
+
+    size, end = 1 << 30, hostile.item(hostile.tensor_pickle())[-22:]
+    end = end[:12] + struct.pack("<II", size - 22, 0) + end[20:]
+    hostile.put_item(copy, end)
+    with (copy / "__1_0.distcp").open("rb+") as file:
+        file.truncate(size)  # of which the disk holds nothing
+        file.seek(size - 22)
+        file.write(end)
+    hostile.change_metadata(copy, hostile.stored(length=size))
+    with pytest.raises(CorruptData, match="its directory has"):
+        TorchDistReader(open_weights(copy)).tensor(hostile.OTHER)
 
 
 def test_an_import_of_a_hostile_checkpoint_writes_nothing(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from safetensors.torch import save_file
 
 from mtrain import units
 from mtrain.ckpt import folder, hashes
+from mtrain.ckpt.pieces import assemble
 from mtrain.errors import CorruptData, TrainingError
 from mtrain.mcore.sharding import TensorShard
 from mtrain.world.heartbeat import tick
@@ -212,13 +212,6 @@ class Checkpoint:
         self.load([TensorShard(key, shape, (0,) * len(shape), shape, out)])
         return out
 
-    def hash_of(self, key: str) -> str | None:
-        """Hex sha256 of the bytes of a tensor, once it was read; None where it is not in one piece."""
-        pieces = self.manifest["tensors"][key]["pieces"]
-        if len(pieces) > 1 or pieces[0]["flat"] is not None:
-            return None
-        return hashes.header(self.path / pieces[0]["file"]).hashes.get(pieces[0]["entry"])
-
     def rank_tensors(self, rank: int) -> dict[str, torch.Tensor]:
         """The tensors that `rank` alone saved, empty if it saved none."""
         name, reader = folder.shard_name(rank), self._reader
@@ -244,14 +237,8 @@ class _Reader:
         if exact is not None:
             shard.tensor.copy_(exact.view(shard.tensor.shape))
             return
-        box = torch.empty(shard.shape, dtype=shard.tensor.dtype)
-        covered = 0
-        for boxed, tensor in self._boxes(entry, shard):
-            covered += _copy_overlap(box, shard.offset, tensor, boxed["offset"])
-        if covered != box.numel():
-            raise CorruptData(
-                f"{self.root}: the pieces of {shard.key} cover {covered} of {box.numel()} elements of a box"
-            )
+        box, what = torch.empty(shard.shape, dtype=shard.tensor.dtype), f"{self.root}: the pieces of {shard.key}"
+        assemble(box, shard.offset, entry["pieces"], self._read, torch.cat, what)
         values = box.view(-1)[shard.flat[0] : shard.flat[1]] if shard.flat else box
         shard.tensor.copy_(values.reshape(shard.tensor.shape))
 
@@ -267,25 +254,6 @@ class _Reader:
                 lo = piece["flat"][0]
                 return self._read(piece)[shard.flat[0] - lo : shard.flat[1] - lo]
         return None
-
-    def _boxes(self, entry: dict[str, Any], shard: TensorShard) -> Iterable[tuple[dict[str, Any], torch.Tensor]]:
-        """Each stored box that meets the shard's box, put together from its flat ranges where it was cut."""
-        boxes: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
-        for piece in entry["pieces"]:
-            if _meets(shard.offset, shard.shape, piece["offset"], piece["shape"]):
-                boxes.setdefault((tuple(piece["offset"]), tuple(piece["shape"])), []).append(piece)
-        for (_, shape), pieces in boxes.items():
-            if pieces[0]["flat"] is None:
-                yield pieces[0], self._read(pieces[0]).view(shape)
-                continue
-            pieces = sorted(pieces, key=lambda p: p["flat"][0])
-            flat = torch.cat([self._read(p) for p in pieces])
-            bounds = [p["flat"] for p in pieces]
-            joined = all(a[1] == b[0] for a, b in pairwise(bounds))
-            size = torch.Size(shape).numel()
-            if not joined or bounds[0][0] != 0 or flat.numel() != size:
-                raise CorruptData(f"{self.root}: flat pieces of {shard.key} do not cover a box of {size} elements")
-            yield pieces[0], flat.view(shape)
 
     def _read(self, piece: dict[str, Any]) -> torch.Tensor:
         return self.read(piece["file"], piece["entry"])
@@ -312,19 +280,3 @@ class _Reader:
             except (SafetensorError, OSError) as error:
                 raise CorruptData(f"{path} cannot be read: {error}") from None
         return self.files[name]
-
-
-def _meets(a: Iterable[int], a_shape: Iterable[int], b: Iterable[int], b_shape: Iterable[int]) -> bool:
-    return all(x < y + m and y < x + n for x, n, y, m in zip(a, a_shape, b, b_shape, strict=True))
-
-
-def _copy_overlap(box: torch.Tensor, offset: tuple[int, ...], source: torch.Tensor, at: list[int]) -> int:
-    """Copy the part of `source` (a box at `at`) that lies in `box` (at `offset`); returns its elements."""
-    here, there = [], []
-    for o, n, a, m in zip(offset, box.shape, at, source.shape, strict=True):
-        lo, hi = max(o, a), min(o + n, a + m)
-        here.append(slice(lo - o, hi - o))
-        there.append(slice(lo - a, hi - a))
-    part = box[tuple(here)]
-    part.copy_(source[tuple(there)])
-    return part.numel()

@@ -86,28 +86,23 @@ def export(argv: list[str]) -> int:
     if len(paths) != 1 or unknown:
         said = f"there is no option {unknown[0]}" if unknown else "export needs the folder to write"
         raise ConfigError([Problem("MT002", "", None, said, f"{program()} convert export RUN HF_DIR [dtype=bf16]")])
-    name = read_dtype(options)
+    dtype = read_dtype(options)
     out, path = new_folder(Path(paths[0]).expanduser()), newest(target)
-    from mtrain.convert.hugging_face import adapt, tables
-
-    adapt()
-    import torch
-
-    from mtrain.ckpt.store import Checkpoint
     from mtrain.convert import certificate
-    from mtrain.convert.out import Weights, export_weights
+    from mtrain.convert.hugging_face import boxes, tables
+    from mtrain.convert.out import export_asking
+    from mtrain.convert.saved import Saved
+    from mtrain.convert.words import IN_TORCH
 
     run, home = read_run_file(path / RUN_FILE), path.parent.parent if path.parent.name == CHECKPOINTS else path
-    dtype = getattr(torch, name) if name else None
-    checkpoint = Checkpoint.open(path, verify=False)
     kind, body = _config_of(run, home, options.get("model_type"))
-    weights = Weights(checkpoint, run, tables(kind, run.model)[0], dtype)
+    checkpoint, table = Saved.open(path), tables(kind, run.model)[0]
     with drafted(out, "exporting") as draft:
-        record = export_weights(weights, draft)
-        stored = str(weights.made()[0].dtype).removeprefix("torch.")
+        weights, record = export_asking(checkpoint, run, table, dtype, draft, lambda: boxes(run))
+        stored = IN_TORCH[weights.dtype_of(weights.found.steps[0])]
         said = "dtype" if "dtype" in body else "torch_dtype"
         _write_companions(draft, home, {**body, said: stored})
-        found = _logits(run, path, draft) if dtype in (None, torch.float32) else {"left_out": "another format"}
+        found = _logits(run, path, draft) if dtype in (None, "F32") else {"left_out": "another format"}
         certificate.write(draft, "export", kind, record, found)
     size = sum(file.stat().st_size for file in out.iterdir())
     say(f"exported {path}: {kind}, {len(record.target)} tensors, {bytes_(size)} in {out}{_said(found)}")
@@ -135,9 +130,6 @@ def inspect(argv: list[str], *, as_json: bool) -> int:
 def verify(argv: list[str], *, as_json: bool) -> int:
     """`verify A B`: whether two folders or checkpoints hold the same weights; exit code 4 where they do not."""
     paths = given_paths(argv, 2, "verify A B")
-    from mtrain.convert.hugging_face import adapt
-
-    adapt()
     from mtrain.convert.compare import compare
 
     rows, only = compare(*(of_megatron(paths) or [_weights_at(path) for path in paths]))
@@ -271,16 +263,16 @@ def _said(found: dict[str, Any]) -> str:
 
 
 def _weights_at(path: Path) -> Any:
-    from mtrain.ckpt.store import Checkpoint
     from mtrain.convert.compare import OfCheckpoint
     from mtrain.convert.folder import is_folder, open_folder
-    from mtrain.convert.hugging_face import tables
+    from mtrain.convert.hugging_face import boxes, tables
     from mtrain.convert.out import Weights
     from mtrain.convert.read import Reader
+    from mtrain.convert.saved import Saved
 
     if is_folder(path) and not (path / RUN_FILE).is_file():
         return Reader(open_folder(path))
     checkpoint, run = newest(path), read_run_file(path / RUN_FILE)
     home = checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint
     kind, _ = _config_of(run, home, None)
-    return OfCheckpoint(Weights(Checkpoint.open(checkpoint, verify=False), run, tables(kind, run.model)[0]))
+    return OfCheckpoint(Weights(Saved.open(checkpoint), run, tables(kind, run.model)[0], boxes(run)))

@@ -79,21 +79,18 @@ def export_megatron(argv: list[str]) -> int:
     if options.get("layers", LAYOUTS[0]) not in LAYOUTS:
         fix = " or ".join(f"layers={word}" for word in LAYOUTS)
         raise ConfigError([Problem("MT003", "layers", options["layers"], "is no layout of layers", fix)])
-    name = read_dtype(options)
+    dtype = read_dtype(options)
     out, path = new_folder(Path(paths[0]).expanduser()), newest(target)
     run = read_run_file(path / RUN_FILE)
     _require_names(run)
     from mtrain.convert.hugging_face import adapt
 
     adapt()
-    import torch
-
-    from mtrain.ckpt.store import Checkpoint
     from mtrain.convert import certificate
+    from mtrain.convert.saved import Saved
 
-    dtype = getattr(torch, name) if name else None
     with drafted(out, "exporting") as draft:
-        record = give_megatron(Checkpoint.open(path, verify=False), run, draft, dtype, options.get("layers"))
+        record = give_megatron(Saved.open(path), run, draft, dtype, options.get("layers"))
         certificate.write(draft, "export", KIND, record, {"left_out": "there is nothing to compare with"})
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     say(f"exported {path}: {len(record.source)} weights, {bytes_(size)} in {out}; Megatron-LM: --load {out}")
@@ -131,8 +128,8 @@ def of_megatron(paths: list[Path]) -> list[Any]:
         return readers
     others = [str(path) for path in paths if path not in theirs]
     target, _ = target_of(others, "convert verify", f"{program()} convert verify DIR RUN")
-    from mtrain.ckpt.store import Checkpoint
+    from mtrain.convert.saved import Saved
     from mtrain.convert.torch_dist_table import beside
 
     path = newest(target)
-    return beside(readers[0], Checkpoint.open(path, verify=False), read_run_file(path / RUN_FILE))
+    return beside(readers[0], Saved.open(path), read_run_file(path / RUN_FILE))

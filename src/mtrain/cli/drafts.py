@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,9 +11,10 @@ from pathlib import Path
 
 from mtrain.ckpt.folder import sync
 from mtrain.config.paths import program
-from mtrain.errors import ConfigError, Problem
+from mtrain.errors import BadEnvironment, ConfigError, Problem
+from mtrain.units import bytes_
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
 def given_paths(argv: list[str], many: int, usage: str) -> list[Path]:
@@ -56,7 +59,7 @@ def new_folder(out: Path) -> Path:
 
 
 def read_dtype(options: Mapping[str, str]) -> str | None:
-    """What torch calls the number format that `dtype=` names; None: it is not said.
+    """What safetensors calls the number format that `dtype=` names; None: it is not said.
 
     Raises:
         ConfigError: there is no such format.
@@ -70,17 +73,46 @@ def read_dtype(options: Mapping[str, str]) -> str | None:
 
 @contextmanager
 def drafted(out: Path, doing: str) -> Iterator[Path]:
-    """A folder beside `out` that gets its name when all is in it; what an interrupted conversion left is removed."""
+    """A folder beside `out` that gets its name when all is in it; what an interrupted conversion left is removed.
+
+    Raises:
+        BadEnvironment: it cannot be written, or another process writes it.
+    """
     draft = out.with_name(f".{doing}-{out.name}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
     try:
-        yield draft
-        for file in draft.rglob("*"):
-            sync(file)
-        sync(draft)
-        draft.rename(out)
-        sync(out.parent)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+        descriptor = _claim(draft)
+        try:
+            yield draft
+            for file in draft.rglob("*"):
+                sync(file)
+            sync(draft)
+            draft.rename(out)
+            sync(out.parent)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        there = next(path for path in draft.parents if path.exists())
+        free = bytes_(shutil.disk_usage(there).free)
+        raise BadEnvironment(f"{out} cannot be written ({free} free): {error}") from None
+
+
+def _claim(draft: Path) -> int:
+    """A descriptor of an empty folder, which owns it as long as it is open."""
+    while True:
+        draft.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(draft) and os.path.samestat(os.fstat(descriptor), os.stat(draft)):
+                for left in draft.iterdir():
+                    shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+                return descriptor
+            os.close(descriptor)  # who had it has renamed or removed it
+        except BaseException as error:
+            os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                raise BadEnvironment(f"another process writes {draft}") from None
+            raise

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import torch
+import numpy as np
 
 from mtrain.convert.out import Weights
+from mtrain.convert.words import IN_TORCH, Words, as_tensor
 
 
 class Source(Protocol):
@@ -16,7 +17,8 @@ class Source(Protocol):
 
     @property
     def names(self) -> frozenset[str]: ...
-    def tensor(self, name: str) -> torch.Tensor: ...
+    def dtype(self, name: str) -> str: ...
+    def tensor(self, name: str) -> Words: ...
 
 
 @dataclass
@@ -28,16 +30,20 @@ class OfCheckpoint:
     def __post_init__(self) -> None:
         self._step_of = {name: step for step in self.weights.found.steps for name in step.theirs}
         self.names = frozenset(self._step_of)
-        self._made: dict[str, torch.Tensor] = {}
+        self._made: dict[str, Words] = {}
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def dtype(self, name: str) -> str:
+        """Number format of what `tensor` gives."""
+        return self.weights.dtype_of(self._step_of[name])
+
+    def tensor(self, name: str) -> Words:
         """A weight.
 
         Raises:
             CorruptData: the checkpoint cannot be read.
         """
         if name not in self._made:
-            self._made = dict(self.weights.of_step(self._step_of[name], None))
+            self._made = {key: made.words for key, made in self.weights.of_step(self._step_of[name], None)}
         return self._made.pop(name)
 
 
@@ -61,11 +67,13 @@ def compare(a: Source, b: Source) -> tuple[list[Row], list[str]]:
 def _rows(a: Source, b: Source) -> Iterator[Row]:
     for name in sorted(a.names & b.names):
         x, y = a.tensor(name), b.tensor(name)
+        of_x, of_y = a.dtype(name), b.dtype(name)
         if x.shape != y.shape:
             yield Row(name, False, f"shapes {list(x.shape)} and {list(y.shape)}")
-        elif x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+        elif of_x == of_y and np.array_equal(x, y):
             yield Row(name, True)
         else:
-            apart = (x.double() - y.double()).abs().max().item() if x.numel() else 0.0
-            kinds = "" if x.dtype == y.dtype else f", {x.dtype} and {y.dtype}".replace("torch.", "")
+            difference = as_tensor(x, of_x).double() - as_tensor(y, of_y).double()
+            apart = difference.abs().max().item() if x.size else 0.0
+            kinds = "" if of_x == of_y else f", {IN_TORCH[of_x]} and {IN_TORCH[of_y]}"
             yield Row(name, False, f"largest difference {apart:.3g}{kinds}")

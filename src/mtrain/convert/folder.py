@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtrain.convert.tensor_file import Tensor, read_header
+from mtrain.convert.tensor_file import Tensor, once, read_header
 from mtrain.errors import CorruptData
 
 CONFIG = "config.json"
@@ -80,7 +80,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         if index.stat().st_size > MAX_INDEX_BYTES:
             raise CorruptData(f"{index}: larger than an index can be")
-        found: Any = json.loads(index.read_text("utf-8"), object_pairs_hook=_once)
+        found: Any = json.loads(index.read_text("utf-8"), object_pairs_hook=once)
         names = found["weight_map"]
     except OSError as error:
         raise CorruptData(f"{index} cannot be read: {error.strerror}") from None
@@ -92,13 +92,6 @@ def _weight_map(index: Path) -> dict[str, str]:
         if not isinstance(file, str) or not _PLAIN.fullmatch(file):
             raise CorruptData(f"{index}: {str(file)[:200]!r} is no plain name of a safetensors file")
     return names
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        raise ValueError("a name is there twice")
-    return out
 
 
 def _indexed(path: Path, names: dict[str, str]) -> dict[str, Tensor]:

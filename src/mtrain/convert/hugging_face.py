@@ -16,6 +16,7 @@ from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
 from mtrain.convert.certificate import Record
 from mtrain.convert.folder import COMPANIONS, CONFIG, MAX_COMPANION_BYTES, Folder, open_folder
+from mtrain.convert.match import Box, OurTensor, boxes_of, our_tensors
 from mtrain.devices import registry
 from mtrain.errors import ConfigError, CorruptData, Problem
 from mtrain.models.registry import family_of, imported
@@ -41,6 +42,17 @@ def adapt() -> None:
 
     torch.set_num_threads(1)
     adapter.install(registry.get(CPU.name))
+
+
+def asked(run: RunConfig) -> dict[str, OurTensor]:
+    """What the model of a run is made of, as megatron-core says; imports torch and megatron-core."""
+    adapt()
+    return our_tensors(run)
+
+
+def boxes(run: RunConfig) -> dict[str, Box]:
+    """Where each tensor of the model of a run lies in a checkpoint, with what `asked` needs."""
+    return boxes_of(asked(run))
 
 
 def configuration(config: Path, extra: Sequence[str] = ()) -> tuple[str, Imported]:
@@ -88,11 +100,11 @@ def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, F
     if parameters(run.model) > MOST_TIMES * numbers + PADDING:
         described = f"{folder.config} describes {count(parameters(run.model))} parameters"
         raise CorruptData(f"{described}, and the weights beside it are {count(numbers)} numbers")
-    adapt()
     from mtrain.convert.into import import_weights
     from mtrain.convert.read import Reader
 
-    checkpoint, record = import_weights(Reader(folder), tables(kind, run.model), run, home / CHECKPOINTS)
+    reader, given = Reader(folder), tables(kind, run.model)
+    checkpoint, record = import_weights(reader, given, run, home / CHECKPOINTS, lambda: asked(run))
     (home / KEPT).mkdir(exist_ok=True)
     for name in (CONFIG, *COMPANIONS):
         keep(source / name, home / KEPT / name)

@@ -13,13 +13,8 @@ from mtrain.config.paths import MANIFEST
 from mtrain.convert.folder import is_folder, open_folder
 from mtrain.convert.tensor_file import BYTES, read_header
 from mtrain.convert.torch_dist import is_torch_dist, open_torch_dist
+from mtrain.convert.words import IN_SAFETENSORS
 from mtrain.models.gpt.torch_dist import is_weight
-
-IN_TORCH = {
-    **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32"},
-    **{"int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"},
-}
-"""Number format as a checkpoint names it -> as safetensors does."""
 
 
 class Held(NamedTuple):
@@ -42,7 +37,7 @@ def held(path: Path) -> list[Held]:
     if (path / MANIFEST).is_file():
         tensors = read_manifest(path, verify=False)["tensors"]
         found = ((key.removeprefix(MODEL), entry) for key, entry in sorted(tensors.items()) if key.startswith(MODEL))
-        return [Held(key, IN_TORCH.get(e["dtype"], e["dtype"]), tuple(e["shape"])) for key, e in found]
+        return [Held(key, IN_SAFETENSORS.get(e["dtype"], e["dtype"]), tuple(e["shape"])) for key, e in found]
     if is_torch_dist(path) and not is_folder(path):
         return [Held(name, t.dtype, t.shape) for name, t in sorted(open_torch_dist(path, is_weight).tensors.items())]
     return [Held(t.name, t.dtype, t.shape) for _, t in sorted(open_folder(path).tensors.items())]

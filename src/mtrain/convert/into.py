@@ -1,24 +1,30 @@
-"""A Hugging Face folder into a checkpoint of weights, tensor by tensor: never the whole model in memory."""
+"""Weights of others into a checkpoint, tensor by tensor: never the whole model in memory, and without torch.
+
+What is written follows from the table and their names and shapes. What our model is made of, megatron-core says, and
+it takes seconds to be asked: so writing begins before, and becomes a checkpoint only where the answer fits it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
+import numpy as np
 
+from mtrain import strict_json
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.ckpt import hashes
 from mtrain.config.dump import run_yaml
 from mtrain.config.run import RunConfig
 from mtrain.convert.certificate import Record
-from mtrain.convert.match import Match, OurTensor, checked, match, our_tensors
-from mtrain.convert.read import NAMES, buffer_of
+from mtrain.convert.match import Match, OurTensor, box_of, check_shape, likely, match
+from mtrain.convert.meanwhile import meanwhile
 from mtrain.convert.tensor_file import Writer, in_turn
+from mtrain.convert.words import FLOATS, IN_TORCH, Words, buffer_of
 from mtrain.errors import CorruptData
 from mtrain.models.table import Step, Table
 
@@ -30,134 +36,168 @@ class Source(Protocol):
 
     @property
     def names(self) -> frozenset[str]: ...
-    def dtype(self, name: str) -> torch.dtype: ...
-    def tensor(self, name: str) -> torch.Tensor: ...
+    def dtype(self, name: str) -> str: ...
+    def nbytes(self, name: str) -> int: ...
+    def tensor(self, name: str) -> Words: ...
     def hash_of(self, name: str) -> str:
         """Hex sha256 of what `tensor` gave, where that is what was read; empty where it is not."""
         ...
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A part of one of our tensors as a checkpoint holds it."""
+class _Made:
+    """A tensor of ours that was written."""
 
-    entry: str
-    spec: Any
+    file: str
     dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+@dataclass
+class _Files:
+    """The files of a checkpoint."""
+
+    draft: Path
+    source: Source
+    model: Any
+    made: dict[str, _Made] = field(default_factory=dict)
+
+    def write(self, steps: Sequence[Step], going: Callable[[], None] = lambda: None) -> dict[str, _Made]:
+        """Writes what the steps make; `going` is called before each, and raises what ends the work.
+
+        Raises:
+            CorruptData: a tensor cannot be read, or does not have the shape that its step needs.
+        """
+        grouped = ckpt_folder.by_file(steps, lambda step: sum(map(self.source.nbytes, step.theirs)), FILE_BYTES)
+        for number, held in enumerate(grouped):
+            self._write_file(ckpt_folder.shard_name(number), held, going)
+        return self.made
+
+    def _write_file(self, file: str, steps: list[Step], going: Callable[[], None]) -> None:
+        """Reading and writing go on beside each other."""
+        hashed = {name: "0" * 64 for step in steps for name in step.ours}
+        with Writer(self.draft / file, hashed, len(strict_json.dumps(_metadata(hashed)))) as writer:
+
+            def put(name: str, dtype: str, words: Words, known: str) -> None:
+                data = buffer_of(words)
+                hashed[name] = known or hashes.hash_bytes(data)
+                writer.write(name, dtype, words.shape, data)
+                self.made[name] = _Made(file, dtype, words.shape, hashed[name])
+
+            with in_turn() as beside:
+                for step in steps:
+                    going()
+                    dtype = _dtype(self.source, step)
+                    for name, words, known in self._of_step(step):
+                        beside(put, name, dtype, words, known)
+            writer.close(_metadata(hashed))
+
+    def _of_step(self, step: Step) -> Iterator[tuple[str, Words, str]]:
+        given = [self.source.tensor(name) for name in step.theirs]
+        try:
+            made = step.operation.apply(given, self.model, inward=True)
+        except (ValueError, IndexError) as error:
+            shapes = ", ".join(f"{name} {list(one.shape)}" for name, one in zip(step.theirs[:3], given, strict=False))
+            said = f"{shapes} do not make our {step.ours[0]}: {error}"
+            raise CorruptData(f"tensors have shapes of another model: {said}") from None
+        for name, words in zip(step.ours, made, strict=True):
+            whole = next((n for n, one in zip(step.theirs, given, strict=True) if one is words), None)
+            yield name, np.ascontiguousarray(words), self.source.hash_of(whole) if whole else ""
 
 
 def import_weights(
-    reader: Source, tables: Sequence[Table], run: RunConfig, root: Path, ours: dict[str, OurTensor] | None = None
+    source: Source,
+    tables: Sequence[Table],
+    run: RunConfig,
+    root: Path,
+    asked: Callable[[], dict[str, OurTensor]],
 ) -> tuple[Path, Record]:
     """Write the weights of a folder as the checkpoint of step 0 under `root`, which commits it by a rename.
 
-    `ours` are the tensors of the run's model, where they are known.
-
-    Peak memory is that of the tensors of a few steps. The checkpoint holds no optimizer state: training from it
-    begins at step 0.
+    `asked` gives the tensors of the run's model, while what is likely right is written. Peak memory is that of the
+    tensors of a few steps. The checkpoint holds no optimizer state: training from it begins at step 0.
 
     Raises:
         CorruptData: the folder's tensors are not those of the run's model, or cannot be read.
     """
-    ours = our_tensors(run) if ours is None else ours
-    found = match(tables, run.model, ours, reader.names)
     draft, final = ckpt_folder.draft_of(root, 0), root / ckpt_folder.folder_name(0)
     draft.mkdir(parents=True)
-    (draft / ckpt_folder.RUN_FILE).write_text(run_yaml(run.recorded()))
-    ckpt_folder.sync(draft / ckpt_folder.RUN_FILE)
-    _check_copies(reader, found)
-    files = list(ckpt_folder.by_file(found.steps, lambda step: _nbytes(reader, step, ours), FILE_BYTES))
-    tensors: dict[str, Any] = {}
-    facts: dict[str, Any] = {}
-    record = Record()
-    for number, steps in enumerate(files):
-        name = ckpt_folder.shard_name(number)
-        pieces = [piece for step in steps for piece in _pieces(reader, step, ours)]
-        hashed = _write(draft / name, reader, steps, pieces, run.model, ours)
-        record.target |= {p.entry: (p.dtype, p.spec.shape, hashed[p.entry]) for p in pieces}
-        for piece in pieces:
-            _note(tensors, piece, name)
-        facts[name] = {"bytes": (draft / name).stat().st_size, "header_sha256": hashes.wrote(draft / name)}
-    record.noted(reader, found)
-    state = {"weights_only": True}
-    body = {"step": 0, "ranks": len(files), "state": state, "tensors": tensors, "files": facts}
-    ckpt_folder.commit(draft, final, body)
+    try:
+        (draft / ckpt_folder.RUN_FILE).write_text(run_yaml(run.recorded()))
+        ckpt_folder.sync(draft / ckpt_folder.RUN_FILE)
+        body, record = _written(draft, source, tables, run, asked)
+        ckpt_folder.commit(draft, final, body)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
     return final, record
 
 
-def _nbytes(reader: Source, step: Step, ours: dict[str, OurTensor]) -> int:
-    """Of what a step makes."""
-    return sum(prod(ours[name].shape) for name in step.ours) * _dtype(reader, step).itemsize
+def _written(
+    draft: Path,
+    source: Source,
+    tables: Sequence[Table],
+    run: RunConfig,
+    asked: Callable[[], dict[str, OurTensor]],
+) -> tuple[dict[str, Any], Record]:
+    """What the manifest says of the files that are written into `draft`, and what was done."""
+
+    def asked_and_matched() -> tuple[dict[str, OurTensor], Match]:
+        ours = asked()
+        return ours, match(tables, run.model, ours, source.names)
+
+    steps = likely(tables, run.model, source.names)
+    files = _Files(draft, source, run.model)
+    (ours, found), made = meanwhile(
+        lambda going: files.write(steps, going), asked_and_matched, lambda answer: answer[1].steps == steps
+    )
+    if made is None:  # the names fit two tables, and the model the other one
+        for file in draft.glob("*.safetensors"):
+            file.unlink()
+        made = _Files(draft, source, run.model).write(found.steps)
+    _check_copies(source, found.copies)
+    tensors: dict[str, Any] = {}
+    record = Record()
+    for step in found.steps:
+        for name in step.ours:
+            _note(tensors, record, name, made[name], step, ours[name])
+    facts = {
+        name: {"bytes": (draft / name).stat().st_size, "header_sha256": hashes.wrote(draft / name)}
+        for name in dict.fromkeys(one.file for one in made.values())
+    }
+    record.noted(source, found)
+    state = {"weights_only": True}
+    return {"step": 0, "ranks": len(facts), "state": state, "tensors": tensors, "files": facts}, record
 
 
-def _dtype(reader: Source, step: Step) -> torch.dtype:
-    kinds = {reader.dtype(name) for name in step.theirs}
+def _note(tensors: dict[str, Any], record: Record, name: str, made: _Made, step: Step, ours: OurTensor) -> None:
+    """Adds a tensor to those of the manifest, and to the record."""
+    check_shape(step, name, made.shape, ours)
+    box = box_of(ours)
+    record.target[name] = (made.dtype, made.shape, made.sha256)
+    empty = {"shape": list(box.global_shape), "dtype": IN_TORCH[made.dtype], "pieces": []}
+    place = {"file": made.file, "entry": name, "offset": list(box.offset), "shape": list(box.size), "flat": None}
+    tensors.setdefault(f"{ckpt_folder.MODEL}{box.key}", empty)["pieces"].append(place)
+
+
+def _dtype(source: Source, step: Step) -> str:
+    kinds = {source.dtype(name) for name in step.theirs}
     if len(kinds) > 1:
         raise CorruptData(f"{', '.join(step.theirs[:3])} have different number formats and make one tensor of ours")
     (dtype,) = kinds
-    if not dtype.is_floating_point:
-        raise CorruptData(f"{step.theirs[0]} has numbers of kind {NAMES[dtype]}, which is no weight's")
+    if dtype not in FLOATS:
+        raise CorruptData(f"{step.theirs[0]} has numbers of kind {dtype}, which is no weight's")
     return dtype
-
-
-def _pieces(reader: Source, step: Step, ours: dict[str, OurTensor]) -> Iterator[_Piece]:
-    dtype = NAMES[_dtype(reader, step)]
-    for name in step.ours:
-        for number, spec in enumerate(ours[name].specs):
-            yield _Piece(f"{ckpt_folder.MODEL}{spec.key}@{name}.{number}", spec, dtype)
-
-
-def _write(
-    path: Path, reader: Source, steps: list[Step], pieces: list[_Piece], model: Any, ours: dict[str, OurTensor]
-) -> dict[str, str]:
-    """Writes a file; the hash of each of its entries. Reading and writing go on beside each other."""
-    hashed = dict.fromkeys((piece.entry for piece in pieces), "0" * 64)
-    shapes = [(piece.entry, piece.dtype, piece.spec.shape[piece.spec.lead :]) for piece in pieces]
-    writer = Writer(path, shapes, _metadata(hashed))
-
-    def put(entry: str, tensor: torch.Tensor, known: str) -> None:
-        data = buffer_of(tensor)
-        hashed[entry] = known or hashes.hash_bytes(data)
-        writer.write(entry, data)
-
-    todo = iter(pieces)
-    with in_turn() as beside:
-        for step in steps:
-            given = [reader.tensor(name) for name in step.theirs]
-            made = checked(step, step.operation.apply(given, model, inward=True), ours)
-            for name, tensor in zip(step.ours, made, strict=True):
-                flat = tensor.contiguous().reshape(-1)
-                for spec in ours[name].specs:
-                    part = flat[spec.first : spec.first + spec.numel]
-                    beside(put, next(todo).entry, part, _known(reader, step, given, part))
-            del given
-    writer.close(_metadata(hashed))
-    return hashed
-
-
-def _known(reader: Source, step: Step, given: list[torch.Tensor], part: torch.Tensor) -> str:
-    """The hash of what is the memory of a tensor as it was read; empty where it is not."""
-    for name, tensor in zip(step.theirs, given, strict=True):
-        if tensor.data_ptr() == part.data_ptr() and tensor.nbytes == part.nbytes and tensor.is_contiguous():
-            return reader.hash_of(name)
-    return ""
 
 
 def _metadata(hashed: dict[str, str]) -> dict[str, str]:
     return {hashes.ENTRY_HASHES: json.dumps(hashed, sort_keys=True, allow_nan=False)}
 
 
-def _note(tensors: dict[str, Any], piece: _Piece, file: str) -> None:
-    spec = piece.spec
-    empty = {"shape": list(spec.global_shape), "dtype": _IN_TORCH[piece.dtype], "pieces": []}
-    place = {"file": file, "entry": piece.entry, "offset": list(spec.offset), "shape": list(spec.shape), "flat": None}
-    tensors.setdefault(f"{ckpt_folder.MODEL}{spec.key}", empty)["pieces"].append(place)
-
-
-_IN_TORCH = {name: str(dtype).removeprefix("torch.") for dtype, name in NAMES.items()}
-
-
-def _check_copies(reader: Source, found: Match) -> None:
-    for name, of in found.copies.items():
-        if of in reader.names and not torch.equal(reader.tensor(name), reader.tensor(of)):
+def _check_copies(source: Source, copies: dict[str, str]) -> None:
+    for name, of in copies.items():
+        if of in source.names and not (
+            source.dtype(name) == source.dtype(of) and np.array_equal(source.tensor(name), source.tensor(of))
+        ):
             raise CorruptData(f"{name} is to hold what {of} does, and holds something else")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.run import RunConfig
@@ -17,7 +17,7 @@ from mtrain.plan.count import parameters
 from mtrain.units import count
 
 if TYPE_CHECKING:
-    from mtrain.ckpt.store import Checkpoint
+    from mtrain.convert.saved import Saved
 
 KIND = "torch_dist"
 """What a certificate calls the other side."""
@@ -51,10 +51,10 @@ def take_megatron(run: RunConfig, source: TorchDist, home: Path) -> tuple[Path, 
 
     reader, ours = TorchDistReader(source), our_tensors(run)
     check_shapes(reader, ours, run.model.vocab_size)
-    return import_weights(reader, (table_of(ours),), run, home / CHECKPOINTS, ours)
+    return import_weights(reader, (table_of(ours),), run, home / CHECKPOINTS, lambda: ours)
 
 
-def give_megatron(checkpoint: Checkpoint, run: RunConfig, out: Path, dtype: Any, layers: str | None) -> Record:
+def give_megatron(checkpoint: Saved, run: RunConfig, out: Path, dtype: str | None, layers: str | None) -> Record:
     """Write the weights of `checkpoint` into the folder `out` as Megatron-LM loads them with `--load`.
 
     Args:
@@ -72,10 +72,11 @@ def give_megatron(checkpoint: Checkpoint, run: RunConfig, out: Path, dtype: Any,
     if layers == LAYOUTS[0] and not alike:
         rule = "some layers of the model have experts and some have none, so one tensor cannot hold those of all"
         raise ConfigError([Problem("MT003", "layers", layers, rule, f"layers={LAYOUTS[1]}", "command line")])
-    from mtrain.convert.match import our_tensors
+    from mtrain.convert.match import boxes_of, our_tensors
     from mtrain.convert.out import Weights
     from mtrain.convert.torch_dist_table import table_of
     from mtrain.convert.torch_dist_write import export_torch_dist
 
-    weights = Weights(checkpoint, run, table_of(our_tensors(run)), dtype)
+    ours = our_tensors(run)
+    weights = Weights(checkpoint, run, table_of(ours), boxes_of(ours), dtype)
     return export_torch_dist(weights, run, out, stacked=alike if layers is None else layers == LAYOUTS[0])

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.ckpt.hashes import hash_bytes
-from mtrain.ckpt.store import Checkpoint
 from mtrain.config.run import RunConfig
 from mtrain.convert.certificate import Record
 from mtrain.convert.folder import INDEX, WEIGHTS
-from mtrain.convert.match import Match, OurTensor, our_tensors, shapes_of_theirs, written
-from mtrain.convert.read import NAMES, buffer_of
-from mtrain.convert.tensor_file import Writer, in_turn
+from mtrain.convert.match import Box, Match, likely_boxes, shapes_of_theirs, written
+from mtrain.convert.meanwhile import meanwhile
+from mtrain.convert.saved import Saved
+from mtrain.convert.tensor_file import BYTES, Writer, in_turn
+from mtrain.convert.words import Words, buffer_of, converted
 from mtrain.errors import CorruptData
-from mtrain.mcore.sharding import TensorShard
 from mtrain.models.table import Step, Table
 
 FILE_BYTES = 5_000_000_000
 """Of a file at most, unless one tensor alone is larger: as most published folders have it."""
-MAIN = "optim/main_weight/"
-"""What a checkpoint calls the weights in fp32 from which the model's own, in half precision, are rounded."""
 
 
 @dataclass(frozen=True)
@@ -34,122 +32,155 @@ class _Made:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
 
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+
+@dataclass(frozen=True)
+class Given:
+    """A tensor of theirs that was made."""
+
+    words: Words
+    dtype: str
+    sha256: str = ""
+    """Where it is what was read, as it was written; else empty."""
 
 
 class Weights:
     """The weights of a checkpoint by Hugging Face's names."""
 
     def __init__(
-        self, checkpoint: Checkpoint, run: RunConfig, table: Table, dtype: torch.dtype | None = None
+        self,
+        checkpoint: Saved,
+        run: RunConfig,
+        table: Table,
+        ours: Mapping[str, Box],
+        dtype: str | None = None,
     ) -> None:
-        """`dtype`: what they are written in; None: as the checkpoint has them. fp32 comes from main weights.
+        """`ours`: where each tensor of the run's model lies in a checkpoint. `dtype`: what they are written in; None:
+        as the checkpoint has them. fp32 comes from main weights.
 
         Raises:
             CorruptData: the checkpoint lacks a weight of the model, or the table does not fit it.
         """
-        self.checkpoint, self.model, self.ours = checkpoint, run.model, our_tensors(run)
+        self.checkpoint, self.model, self.ours = checkpoint, run.model, ours
         self.dtype = dtype
         self.found: Match = written(table, run.model, self.ours)
         held = checkpoint.manifest["tensors"]
-        lacks = [s.key for t in self.ours.values() for s in t.specs if f"{ckpt_folder.MODEL}{s.key}" not in held]
+        lacks = [box.key for box in self.ours.values() if f"{ckpt_folder.MODEL}{box.key}" not in held]
         if lacks:
             raise CorruptData(f"{checkpoint.path} has no {', '.join(lacks[:8])}")
 
     def made(self) -> list[_Made]:
-        """What `tensors` gives, in its order."""
+        """What the steps make, in their order; asks torch."""
         out = []
         for step in self.found.steps:
-            dtype = self.dtype if self.dtype is not None and self._may_change(step) else self._stored(step)
             shapes = shapes_of_theirs(step, self.model, self.ours)
-            out += [_Made(name, shape, dtype) for name, shape in shapes.items()]
-        by_name = {one.name: one for one in out}
-        return out + [_Made(n, by_name[of].shape, by_name[of].dtype) for n, of in self.found.copies.items()]
+            out += [_Made(name, shape, self.dtype_of(step)) for name, shape in shapes.items()]
+        return out
 
-    def tensors(self, record: Record | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of theirs; `record` notes what it was made of.
+    def dtype_of(self, step: Step) -> str:
+        """Number format of what a step makes."""
+        return self._wanted(step) or self.checkpoint.dtype(self._key(self.ours[step.ours[0]].key))
+
+    def nbytes(self, step: Step) -> int:
+        """Of what a step makes, and of its padding."""
+        return sum(prod(self.ours[name].shape) for name in step.ours) * BYTES[self.dtype_of(step)]
+
+    def of_step(self, step: Step, record: Record | None) -> Iterator[tuple[str, Given]]:
+        """The tensors of theirs that a step makes; `record` notes of what.
 
         Raises:
             CorruptData: the checkpoint cannot be read, or is not what was written.
         """
-        for step in self.found.steps:
-            yield from self.of_step(step, record)
-        for name, of in self.found.copies.items():
-            step = next(step for step in self.found.steps if of in step.theirs)
-            yield name, dict(self.of_step(step, None))[of]
-
-    def of_step(self, step: Step, record: Record | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of theirs that a step makes; `record` notes of what."""
-        given = [self._own(self.ours[name], record) for name in step.ours]
-        made = step.operation.apply(given, self.model, inward=False)
+        given = [self._own(name, record) for name in step.ours]
+        words = [one.words for one in given]
+        made = step.operation.apply(words, self.model, inward=False)
         if record is not None:
             names = {"theirs": list(step.theirs), "operation": step.operation.name, "ours": list(step.ours)}
             record.steps.append(names)
-        for name, tensor in zip(step.theirs, made, strict=True):
-            wanted = self.dtype if self.dtype is not None and self._may_change(step) else tensor.dtype
-            yield name, tensor.to(wanted).contiguous()
+        dtype, wanted = given[0].dtype, self.dtype_of(step)
+        for name, one in zip(step.theirs, made, strict=True):
+            same = next((g.sha256 for g in given if g.words is one and dtype == wanted), "")
+            yield name, Given(np.ascontiguousarray(converted(one, dtype, wanted)), wanted, same)
 
-    def _own(self, tensor: OurTensor, record: Record | None) -> torch.Tensor:
+    def _own(self, name: str, record: Record | None) -> Given:
         """A whole tensor of ours."""
-        out = torch.empty(tensor.shape, dtype=self._dtype_of(tensor))
-        flat = out.view(-1)
-        for spec in tensor.specs:
-            part = flat[spec.first : spec.first + spec.numel].view(spec.shape[spec.lead :])
-            key = self._key(spec.key)
-            self.checkpoint.load([TensorShard(key, spec.global_shape, spec.offset, spec.shape, part)])
+        box = self.ours[name]
+        key = self._key(box.key)
+        words, sha256 = self.checkpoint.read(key, box)
+        found = Given(words, self.checkpoint.dtype(key), sha256)
         if record is not None:
-            alone = len(tensor.specs) == 1 and prod(spec.global_shape) == out.numel()
-            known = self.checkpoint.hash_of(key) if alone else None
-            record.source[tensor.name] = (NAMES[out.dtype], out.shape, known or hash_bytes(buffer_of(out)))
-        return out
-
-    def _key(self, key: str) -> str:
-        main = f"{MAIN}{key}"
-        wanted = self.dtype == torch.float32 and main in self.checkpoint.manifest["tensors"]
-        return main if wanted else f"{ckpt_folder.MODEL}{key}"
-
-    def _dtype_of(self, tensor: OurTensor) -> torch.dtype:
-        entry = self.checkpoint.manifest["tensors"][self._key(tensor.specs[0].key)]
-        found: torch.dtype = getattr(torch, entry["dtype"])
+            record.source[name] = (found.dtype, box.shape, sha256 or hash_bytes(buffer_of(words)))
         return found
 
-    def _stored(self, step: Step) -> torch.dtype:
-        return self._dtype_of(self.ours[step.ours[0]])
+    def _key(self, key: str) -> str:
+        return self.checkpoint.key(key, main=self.dtype == "F32")
 
-    def _may_change(self, step: Step) -> bool:
-        """Not the biases that balance routers: they are kept in full, and chosen by."""
-        return not step.ours[0].endswith("expert_bias")
+    def _wanted(self, step: Step) -> str | None:
+        """What is asked for; not of the biases that balance routers: they are kept in full, and chosen by."""
+        return None if step.ours[0].endswith("expert_bias") else self.dtype
 
 
-def export_weights(weights: Weights, out: Path) -> Record:
-    """Write the safetensors files, and their index where there are several, into the folder `out`."""
+def export_weights(weights: Weights, out: Path, going: Callable[[], None] = lambda: None) -> Record:
+    """Write the safetensors files, and their index where there are several, into the folder `out`.
+
+    `going` is called before each step, and raises what ends the work.
+    """
     record = Record(copies=weights.found.copies)
-    files = list(ckpt_folder.by_file(weights.made(), lambda one: one.nbytes, FILE_BYTES))
-    made = weights.tensors(record)
+    step_of = {name: step for step in weights.found.steps for name in step.theirs}
+    todo = [(step, step.theirs, step.theirs) for step in weights.found.steps]
+    todo += [(step_of[of], (of,), (name,)) for name, of in weights.found.copies.items()]
+    files = list(ckpt_folder.by_file(todo, lambda one: weights.nbytes(one[0]), FILE_BYTES))
     many = len(files) > 1
     placed: dict[str, str] = {}
     for number, held in enumerate(files, 1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if many else WEIGHTS
-        writer = Writer(out / name, [(one.name, NAMES[one.dtype], one.shape) for one in held], {"format": "pt"})
-        with in_turn() as beside:
-            for one in held:
-                key, tensor = next(made)
-                assert (key, tensor.dtype, tuple(tensor.shape)) == (one.name, one.dtype, one.shape)
-                placed[key] = name
-                beside(_put, writer, record, one, tensor)
-        writer.close()
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if many else WEIGHTS
+        with Writer(out / file, [name for _, _, names in held for name in names]) as writer:
+            with in_turn() as beside:
+                for step, made, names in held:
+                    going()
+                    tensors = dict(weights.of_step(step, record if made == names else None))
+                    for key, name in zip(made, names, strict=True):
+                        placed[name] = file
+                        beside(_put, writer, record, name, tensors.pop(key))
+            writer.close({"format": "pt"})
     if many:
-        total = sum(one.nbytes for held in files for one in held)
+        total = sum(prod(shape) * BYTES[dtype] for dtype, shape, _ in record.target.values())
         body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
         ckpt_folder.write_json(out / INDEX, body)
     return record
 
 
-def _put(writer: Writer, record: Record, one: _Made, tensor: torch.Tensor) -> None:
-    data = buffer_of(tensor)
-    writer.write(one.name, data)
-    record.target[one.name] = (NAMES[one.dtype], one.shape, hash_bytes(data))
+def export_asking(
+    checkpoint: Saved,
+    run: RunConfig,
+    table: Table,
+    dtype: str | None,
+    out: Path,
+    asked: Callable[[], Mapping[str, Box]],
+) -> tuple[Weights, Record]:
+    """`export_weights` of what is likely in a checkpoint, begun before `asked` has said what the model is made of.
+
+    Raises:
+        CorruptData: the checkpoint lacks a weight of the model, or cannot be read.
+    """
+    likely = likely_boxes(checkpoint.manifest, table, run.model)
+    if likely is not None:
+        weights = Weights(checkpoint, run, table, likely, dtype)
+        ours, record = meanwhile(
+            lambda going: export_weights(weights, out, going), asked, lambda found: found == likely
+        )
+        if record is not None:
+            return weights, record
+        for file in out.glob("*.safetensors*"):
+            file.unlink()
+    else:
+        ours = asked()
+    weights = Weights(checkpoint, run, table, ours, dtype)
+    return weights, export_weights(weights, out)
+
+
+def _put(writer: Writer, record: Record, name: str, one: Given) -> None:
+    data = buffer_of(one.words)
+    writer.write(name, one.dtype, one.words.shape, data)
+    record.target[name] = (one.dtype, one.words.shape, one.sha256 or hash_bytes(data))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ MAX_HEADER_BYTES = 100_000_000
 """As in the format's own readers."""
 MAX_DIMENSIONS = 16
 ALIGNMENT = 8
+MAX_ENTRY_BYTES = 256
+"""Of a tensor in a header, beside its name."""
 SYNC_BYTES = 64 << 20
 """Written between two requests to put a file on disk: the disk works from the start, not at the end alone."""
 
@@ -45,9 +48,14 @@ class Tensor:
     """Byte of the file."""
 
     @property
+    def width(self) -> int:
+        """Bytes of a number."""
+        return BYTES[self.dtype]
+
+    @property
     def nbytes(self) -> int:
         """Its size."""
-        return prod(self.shape) * BYTES[self.dtype]
+        return prod(self.shape) * self.width
 
     def read_into(self, buffer: memoryview) -> None:
         """Fill `buffer`, which has its size.
@@ -75,13 +83,16 @@ def read_header(path: Path) -> dict[str, Tensor]:
         CorruptData: no such file, or a header that does not describe it exactly.
     """
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+            raise CorruptData(f"{path} is no plain file")
+        size = status.st_size
         with path.open("rb") as file:
             first = file.read(LENGTH_BYTES)
             length = int.from_bytes(first, "little")
             if len(first) < LENGTH_BYTES or length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
                 raise CorruptData(f"{path}: no safetensors file: its header is cut or has {length} bytes")
-            body = json.loads(file.read(length), object_pairs_hook=_once)
+            body = json.loads(file.read(length), object_pairs_hook=once)
     except OSError as error:
         raise CorruptData(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -92,7 +103,12 @@ def read_header(path: Path) -> dict[str, Tensor]:
     return _tensors(path, body, LENGTH_BYTES + length, size)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose names are there once each.
+
+    Raises:
+        ValueError: one is there twice.
+    """
     out = dict(pairs)
     if len(out) < len(pairs):
         raise ValueError("a name is there twice")
@@ -126,42 +142,34 @@ def _tensors(path: Path, body: Mapping[str, Any], data_at: int, size: int) -> di
 
 
 class Writer:
-    """A new safetensors file whose tensors are written one after the other, in the order in which they are named."""
+    """A new safetensors file whose tensors are written one after the other, in the order in which they are named. Its
+    header follows at the end, into room that is left for it: shapes and hashes need not be known before.
+    """
 
-    def __init__(
-        self, path: Path, tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]
-    ) -> None:
-        """`tensors` are names, number formats and shapes. `metadata` may be replaced at the end by as much text."""
-        self.path, self._metadata = path, dict(metadata)
+    def __init__(self, path: Path, names: Iterable[str], metadata_bytes: int = 256) -> None:
+        """`metadata_bytes`: of the metadata at most, as JSON."""
+        self.path, self._names = path, deque(names)
         self._entries: dict[str, Any] = {}
-        at = 0
-        for name, dtype, shape in tensors:
-            end = at + prod(shape) * BYTES[dtype]
-            self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
-            at = end
-        self._names = list(self._entries)
-        self._header = self._render(self._metadata)
+        entries = sum(len(strict_json.dumps(name)) + MAX_ENTRY_BYTES for name in self._names)
+        self._data_at = LENGTH_BYTES + -(-(metadata_bytes + entries + MAX_ENTRY_BYTES) // ALIGNMENT) * ALIGNMENT
+        self._at = 0
         self._file: BinaryIO = path.open("xb", buffering=0)
-        self._file.write(self._header)
+        self._file.seek(self._data_at)
         self._unsynced, self._syncing = 0, Future[None]()
         self._syncing.set_result(None)
         self._thread = ThreadPoolExecutor(1)
 
-    def _render(self, metadata: Mapping[str, str]) -> bytes:
-        text = strict_json.dumps({"__metadata__": dict(metadata), **self._entries}, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % ALIGNMENT)
-        return len(text).to_bytes(LENGTH_BYTES, "little") + text
-
-    def write(self, name: str, data: memoryview) -> None:
+    def write(self, name: str, dtype: str, shape: Sequence[int], data: memoryview) -> None:
         """The bytes of the next tensor.
 
         Raises:
             ValueError: another one is next, or it has another size.
         """
-        start, stop = self._entries[name]["data_offsets"]
-        if name != self._names[0] or len(data) != stop - start:
+        if not self._names or name != self._names[0] or len(data) != prod(shape) * BYTES[dtype]:
             raise ValueError(f"{name} of {len(data)} bytes is not what follows in {self.path}")
-        del self._names[0]
+        self._names.popleft()
+        start, self._at = self._at, self._at + len(data)
+        self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, self._at]}
         while len(data):
             count = self._file.write(data)
             data, self._unsynced = data[count:], self._unsynced + count
@@ -169,33 +177,41 @@ class Writer:
             self._syncing.result()
             self._unsynced, self._syncing = 0, self._thread.submit(os.fdatasync, self._file.fileno())
 
-    def close(self, metadata: Mapping[str, str] | None = None) -> None:
-        """Put the file on disk.
+    def close(self, metadata: Mapping[str, str]) -> None:
+        """Write the header, and put the file on disk.
 
         Raises:
-            ValueError: a tensor was not written, or the new metadata has another length.
+            ValueError: a tensor was not written, or the header is larger than its room.
+            OSError: some of it could not be put on disk.
         """
         with self._file, self._thread:
             if self._names:
                 raise ValueError(f"{self.path}: {self._names[0]} was not written")
-            if metadata is not None:
-                header = self._render(metadata)
-                if len(header) != len(self._header):
-                    raise ValueError(f"{self.path}: the metadata changed its length")
-                self._file.seek(0)
-                self._file.write(header)
+            text = strict_json.dumps(
+                {"__metadata__": dict(metadata), **self._entries}, separators=(",", ":")
+            ).encode()
+            room = self._data_at - LENGTH_BYTES
+            if len(text) > room:
+                raise ValueError(f"{self.path}: the header has {len(text)} bytes, and room for {room}")
+            self._syncing.result()  # what the disk refused is said once for an open file, and not by fsync again
+            self._file.seek(0)
+            self._file.write(room.to_bytes(LENGTH_BYTES, "little") + text.ljust(room))
             os.fsync(self._file.fileno())
 
-    def abandon(self) -> None:
-        """Close the file as it is."""
-        with self._file:
-            self._thread.shutdown()
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close the file as it is, where `close` did not."""
+        self._thread.shutdown()
+        self._file.close()
 
 
 @contextmanager
 def in_turn(most: int = 2) -> Iterator[Callable[..., None]]:
     """A function that has calls made in a thread, one after the other, while its caller goes on; it waits where more
-    than `most` are ahead. What a call raises is raised by the next, or at the end.
+    than `most` are ahead. What a call raises is raised by the next, or at the end; after an error nothing that waits
+    is begun.
     """
     waiting = deque[Future[None]]()
     with ThreadPoolExecutor(1) as thread:
@@ -205,6 +221,10 @@ def in_turn(most: int = 2) -> Iterator[Callable[..., None]]:
             while len(waiting) > most:
                 waiting.popleft().result()
 
-        yield call
-        while waiting:
-            waiting.popleft().result()
+        try:
+            yield call
+            while waiting:
+                waiting.popleft().result()
+        except BaseException:
+            thread.shutdown(wait=False, cancel_futures=True)
+            raise

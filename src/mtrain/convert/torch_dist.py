@@ -24,6 +24,7 @@ from mtrain.convert import pickled
 from mtrain.convert.pickled import Mapped, Name, Record
 from mtrain.convert.plain_file import open_plain, read_plain
 from mtrain.convert.tensor_file import BYTES
+from mtrain.convert.words import IN_TORCH
 from mtrain.errors import CorruptData
 
 METADATA = ".metadata"
@@ -41,12 +42,7 @@ _TORCH = "torch.distributed.checkpoint"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _TOP = (f"{_TORCH}.metadata.Metadata", f"{_MEGATRON}.MCoreMetadata")
 _SIZE = "torch.Size"
-DTYPES = {
-    **{"torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"},
-    **{"torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.bool": "BOOL"},
-    **{"torch.int64": "I64", "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8", "torch.uint8": "U8"},
-    **{"torch.uint64": "U64", "torch.uint32": "U32", "torch.uint16": "U16"},
-}
+DTYPES = {f"torch.{theirs}": name for name, theirs in IN_TORCH.items()}
 """Number format as torch names it -> as safetensors does."""
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
 ADMITTED = frozenset(

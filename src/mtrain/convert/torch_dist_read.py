@@ -10,13 +10,14 @@ from math import prod
 from types import SimpleNamespace
 from typing import Any
 
-import torch
+import numpy as np
 
 from mtrain.ckpt.hashes import hash_bytes
 from mtrain.convert.plain_file import open_plain
-from mtrain.convert.read import DTYPES, buffer_of
+from mtrain.convert.tensor_file import BYTES
 from mtrain.convert.torch_dist import Chunk, Stored, TorchDist
 from mtrain.convert.torch_saved import numbers_of
+from mtrain.convert.words import Words, buffer_of, empty
 from mtrain.errors import CorruptData
 from mtrain.models.gpt.torch_dist import GATE, UP, counted_axes, is_weight, one_name
 
@@ -95,21 +96,25 @@ class TorchDistReader:
         """What is read for a weight: of the checkpoint's tensors that hold it, all."""
         return tuple(part.name for one in self._held[name] for part in one)
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Of what `tensor` gives."""
-        return DTYPES[self._held[name][0][0].dtype]
+    def dtype(self, name: str) -> str:
+        """Number format of what `tensor` gives."""
+        return self._held[name][0][0].dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of what `tensor` gives."""
         first, *others = self._held[name][0]
         return (first.shape[0] + others[0].shape[0], *first.shape[1:]) if others and first.shape else first.shape
 
+    def nbytes(self, name: str) -> int:
+        """Of what `tensor` gives."""
+        return prod(self.shape(name)) * BYTES[self.dtype(name)]
+
     def decoding(self, name: str) -> str:
         """How a weight is put together; empty: it is one tensor."""
         words = ["gate over up"] * (len(self._held[name][0]) > 1) + ["held twice"] * (len(self._held[name]) > 1)
         return ", ".join(words)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> Words:
         """A weight. It may be there under several names, as a norm is; then all are read.
 
         Raises:
@@ -117,7 +122,7 @@ class TorchDistReader:
         """
         found, *others = (self._whole(parts) for parts in self._held[name])
         for (part, *_), other in zip(self._held[name][1:], others, strict=True):
-            if found.dtype != other.dtype or not torch.equal(found, other):
+            if part.dtype != self.dtype(name) or not np.array_equal(found, other):
                 raise CorruptData(f"{part.name} and {self._held[name][0][0].name} are the same weight and differ")
         return found
 
@@ -126,16 +131,16 @@ class TorchDistReader:
         (parts, *_) = self._held[name]
         return "" if len(parts) > 1 else self.hashes[parts[0].name]
 
-    def _whole(self, parts: tuple[Part, ...]) -> torch.Tensor:
+    def _whole(self, parts: tuple[Part, ...]) -> Words:
         """A weight of its one part, or of its gate and what is gated."""
         if len(parts) > 1 and (not parts[0].shape or len({(part.dtype, part.shape[1:]) for part in parts}) > 1):
             raise CorruptData(f"{parts[0].name} and {parts[1].name} do not fit together")
         read = [self._read(part) for part in parts]
-        return torch.cat(read) if len(read) > 1 else read[0]
+        return np.concatenate(read) if len(read) > 1 else read[0]
 
-    def _read(self, part: Part) -> torch.Tensor:
-        out = torch.empty(part.shape, dtype=DTYPES[part.dtype])
-        box = out.view((1,) * len(part.numbers) + part.shape)
+    def _read(self, part: Part) -> Words:
+        out = empty(part.shape, part.dtype)
+        box = out.reshape((1,) * len(part.numbers) + part.shape)
         offset = part.numbers + (0,) * len(part.shape)
         for chunk in self._chunks(part):
             _copy(part.stored, chunk, box, offset)
@@ -157,7 +162,7 @@ class TorchDistReader:
             yield from placed.get((), [])
 
 
-def _copy(stored: Stored, chunk: Chunk, box: torch.Tensor, offset: tuple[int, ...]) -> None:
+def _copy(stored: Stored, chunk: Chunk, box: Words, offset: tuple[int, ...]) -> None:
     """Fill what a chunk holds of `box`, which lies at `offset` in the tensor; no more of the chunk is read."""
     lows = [max(a, b) for a, b in zip(offset, chunk.offset, strict=True)]
     highs = [min(a + n, b + m) for a, n, b, m in zip(offset, box.shape, chunk.offset, chunk.shape, strict=True)]
@@ -167,12 +172,16 @@ def _copy(stored: Stored, chunk: Chunk, box: torch.Tensor, offset: tuple[int, ..
     numbers = numbers_of(stored, chunk)
     first = sum((low - at) * step for low, at, step in zip(lows, chunk.offset, numbers.strides, strict=True))
     count = 1 + sum((size - 1) * step for size, step in zip(sizes, numbers.strides, strict=True))
-    here = box[tuple(slice(low - at, high - at) for low, high, at in zip(lows, highs, offset, strict=True))]
-    flat = torch.empty(count, dtype=box.dtype)
+    place: Any = [slice(low - at, high - at) for low, high, at in zip(lows, highs, offset, strict=True)]
+    here = box[(*place, ...)]
+    flat = np.empty(count, box.dtype)
     with open_plain(chunk.path) as file:
-        file.seek(numbers.start + first * box.dtype.itemsize)
-        _fill(file, buffer_of(flat), stored.name)
-    here.copy_(flat.as_strided(sizes, numbers.strides))
+        try:
+            file.seek(numbers.start + first * box.itemsize)
+            _fill(file, buffer_of(flat), stored.name)
+        except OSError as error:
+            raise CorruptData(f"{chunk.path}: {stored.name[:200]} cannot be read: {error.strerror}") from None
+    here[...] = np.lib.stride_tricks.as_strided(flat, sizes, [step * box.itemsize for step in numbers.strides])
 
 
 def _fill(file: Any, buffer: memoryview, name: str) -> None:

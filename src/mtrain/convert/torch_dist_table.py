@@ -6,29 +6,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from mtrain.ckpt.store import Checkpoint
 from mtrain.config.run import RunConfig
 from mtrain.convert.compare import OfCheckpoint, Source
-from mtrain.convert.match import OurTensor, our_tensors
+from mtrain.convert.hugging_face import asked
+from mtrain.convert.match import OurTensor, boxes_of
 from mtrain.convert.out import Weights
+from mtrain.convert.saved import Saved
 from mtrain.convert.torch_dist_read import TorchDistReader
+from mtrain.convert.words import Words
 from mtrain.errors import CorruptData
 from mtrain.models.gpt.torch_dist import VOCABULARY, one_name
-from mtrain.models.table import SAME, Copy, Entry, Operation, Table
+from mtrain.models.table import SAME, Copy, Entry, Operation, Table, with_rows
 
 MOST_PADDING = 8192
 """Rows of a table of token ids beyond the vocabulary: fewer, as 128 for each of 64 tensor-parallel ranks make."""
 
 
-def _rows(tensors: list[torch.Tensor], model: Any) -> list[torch.Tensor]:
+def _rows(tensors: list[Any], model: Any) -> list[Any]:
     """Rows up to those of our padded vocabulary, whatever theirs is padded to; unchanged where it is another's."""
     (table,), ids, rows = tensors, model.vocab_size, model.padded_vocab_size
     if not ids <= len(table) < ids + MOST_PADDING:
         return tensors
     if len(table) < rows:
-        return [torch.cat([table, table.new_zeros(rows - len(table), *table.shape[1:])])]
+        return [with_rows(table, rows)]
     return [table[:rows]]
 
 
@@ -83,16 +83,20 @@ class _Cut:
     def names(self) -> frozenset[str]:
         return self.source.names
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def dtype(self, name: str) -> str:
+        return self.source.dtype(name)
+
+    def tensor(self, name: str) -> Words:
         found = self.source.tensor(name)
         return found[: self.ids] if name in VOCABULARY else found
 
 
-def beside(reader: TorchDistReader, checkpoint: Checkpoint, run: RunConfig) -> list[Source]:
+def beside(reader: TorchDistReader, checkpoint: Saved, run: RunConfig) -> list[Source]:
     """The weights of a checkpoint of megatron-core and those of one of ours, to be compared; padding is left out.
 
     Raises:
         CorruptData: the checkpoint of ours lacks a weight of the run's model.
     """
-    weights = Weights(checkpoint, run, table_of(our_tensors(run)))
+    ours = asked(run)
+    weights = Weights(checkpoint, run, table_of(ours), boxes_of(ours))
     return [_Cut(source, run.model.vocab_size) for source in (reader, OfCheckpoint(weights))]

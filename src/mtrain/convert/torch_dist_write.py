@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
@@ -27,8 +28,8 @@ from mtrain.config.run import RunConfig
 from mtrain.convert.certificate import Record
 from mtrain.convert.megatron_args import COMMON, arguments_of
 from mtrain.convert.out import Weights
-from mtrain.convert.read import NAMES, buffer_of
 from mtrain.convert.torch_dist import BACKEND, RELEASE, TRACKER
+from mtrain.convert.words import IN_TORCH, as_tensor, buffer_of
 from mtrain.models.gpt.torch_dist import gathered, modules_with_state, names_written
 from mtrain.models.table import Step
 
@@ -44,7 +45,7 @@ class _Piece:
     name: str
     numbers: tuple[int, ...]
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
     again: bool = False
     """Whether the same weight was written under another name."""
 
@@ -91,11 +92,11 @@ class _Planner(SavePlanner):
             torch.save([None], nothing)
             return nothing
         piece = self.by_place[index.fqn, tuple(index.offset or ())]
-        ((_, tensor),) = self.weights.of_step(piece.step, None if piece.again else self.record)
-        assert (tensor.shape, tensor.dtype) == (piece.shape, piece.dtype), piece.name
+        ((_, made),) = self.weights.of_step(piece.step, None if piece.again else self.record)
+        assert (made.words.shape, made.dtype) == (piece.shape, piece.dtype), piece.name
         place = f"{piece.name}{list(piece.numbers)}" if piece.numbers else piece.name
-        self.record.target[place] = (NAMES[tensor.dtype], piece.shape, hash_bytes(buffer_of(tensor)))
-        return tensor.view(piece.box)
+        self.record.target[place] = (made.dtype, piece.shape, made.sha256 or hash_bytes(buffer_of(made.words)))
+        return as_tensor(made.words, made.dtype).view(piece.box)
 
 
 def _states(piece: _Piece, counts: list[int]) -> Iterator[str]:
@@ -106,7 +107,7 @@ def _states(piece: _Piece, counts: list[int]) -> Iterator[str]:
 
 
 def _item(piece: _Piece, counts: list[int]) -> WriteItem:
-    properties = TensorProperties(dtype=piece.dtype)
+    properties = TensorProperties(dtype=getattr(torch, IN_TORCH[piece.dtype]))
     chunk = ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.box))
     data = TensorWriteData(chunk, properties, torch.Size((*counts, *piece.shape)))
     return WriteItem(MetadataIndex(piece.name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
@@ -141,7 +142,11 @@ def export_torch_dist(weights: Weights, run: RunConfig, out: Path, *, stacked: b
     planner = _Planner(weights, list(_pieces(weights, run.model, stacked=stacked)), record)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch.distributed is not in use
-        dcp.save({}, storage_writer=dcp.FileSystemWriter(folder, thread_count=1), planner=planner, no_dist=True)
+        try:
+            dcp.save({}, storage_writer=dcp.FileSystemWriter(folder, thread_count=1), planner=planner, no_dist=True)
+        except CheckpointException as error:  # around whatever was raised, also an interruption
+            ((cause, _), *_) = error.failures.values()
+            raise cause from None
     content = {"singleton_local_shards": False, "non_homogeneous_layers": not stacked}
     common = {
         "args": Namespace(**arguments_of(run)),

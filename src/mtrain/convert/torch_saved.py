@@ -22,7 +22,8 @@ from mtrain.convert.tensor_file import BYTES
 from mtrain.convert.torch_dist import DTYPES, Chunk, Stored
 from mtrain.errors import CorruptData
 
-MAX_PICKLE_BYTES = 1 << 20
+MAX_PICKLE_BYTES = MAX_DIRECTORY_BYTES = 1 << 20
+"""Of what is read beside the numbers: of four or five entries, and of one tensor, a thousandth of it."""
 _LOCAL_HEADER = 30
 _ORDER = b"little"
 _STORAGES = {
@@ -149,8 +150,11 @@ class _Window(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         """At most `size` bytes, and no more than there are."""
         room = max(0, self.chunk.length - self.at)
+        size = room if size < 0 else min(size, room)
+        if size > MAX_DIRECTORY_BYTES:
+            raise ValueError(f"its directory has {size} bytes")
         self.file.seek(self.chunk.start + self.at)
-        data = self.file.read(room if size < 0 else min(size, room)) or b""
+        data = self.file.read(size) or b""
         self.at += len(data)
         return data
 

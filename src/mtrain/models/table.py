@@ -1,19 +1,19 @@
 """Which tensor of Hugging Face's models is which of ours: one table of a family for both directions.
 
-Every operation is a rearrangement, so weights, gradients and moments go through it alike.
+Every operation is a rearrangement, so weights, gradients and moments go through it alike, as torch's tensors or as
+numpy's arrays of words. Needs no torch.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
-import torch
-from torch import Tensor
-
-Tensors = Mapping[str, Tensor]
-Rearrange = Callable[[list[Tensor], Any], list[Tensor]]
+Tensors = Mapping[str, Any]
+Rearrange = Callable[[list[Any], Any], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -24,83 +24,108 @@ class Operation:
     to_ours: Rearrange
     to_theirs: Rearrange
 
-    def apply(self, tensors: list[Tensor], model: Any, *, inward: bool) -> list[Tensor]:
+    def apply(self, tensors: list[Any], model: Any, *, inward: bool) -> list[Any]:
         """Theirs as ours, or ours as theirs."""
         return (self.to_ours if inward else self.to_theirs)(tensors, model)
 
 
-def _same(tensors: list[Tensor], model: Any) -> list[Tensor]:
+def library_of(tensors: list[Any]) -> Any:
+    """torch or numpy, which call alike what is needed of them here: conversions move bits that numpy holds as whole
+    numbers, tests and layouts move torch's tensors.
+    """
+    return sys.modules[type(tensors[0]).__module__.partition(".")[0]]
+
+
+def joined(tensors: list[Any], axis: int = 0) -> Any:
+    """Tensors behind each other along an axis; one alone is itself."""
+    return library_of(tensors).concatenate(tensors, axis) if len(tensors) > 1 else tensors[0]
+
+
+def with_rows(table: Any, rows: int) -> Any:
+    """A table with so many rows, those behind its own being zeros."""
+    empty = library_of([table]).zeros_like(table[:1])
+    return joined([table, *[empty] * (rows - len(table))])
+
+
+def _same(tensors: list[Any], model: Any) -> list[Any]:
     return tensors
 
 
-def _transposed(tensors: list[Tensor], model: Any) -> list[Tensor]:
-    return [t.mT.contiguous() for t in tensors]
+def _transposed(tensors: list[Any], model: Any) -> list[Any]:
+    return [t.swapaxes(-1, -2) for t in tensors]
 
 
-def _padded(tensors: list[Tensor], model: Any) -> list[Tensor]:
-    rows = model.padded_vocab_size - model.vocab_size
-    return [torch.cat([t, t.new_zeros(rows, *t.shape[1:])]) for t in tensors]
+def _padded(tensors: list[Any], model: Any) -> list[Any]:
+    return [with_rows(t, len(t) + model.padded_vocab_size - model.vocab_size) for t in tensors]
 
 
-def _unpadded(tensors: list[Tensor], model: Any) -> list[Tensor]:
+def _unpadded(tensors: list[Any], model: Any) -> list[Any]:
     return [t[: model.vocab_size] for t in tensors]
 
 
-def _joined_qkv(tensors: list[Tensor], model: Any) -> list[Tensor]:
+def _joined_qkv(tensors: list[Any], model: Any) -> list[Any]:
     groups, rest = model.query_groups, tensors[0].shape[1:]
-    return [torch.cat([t.reshape(groups, -1, model.head_dim, *rest) for t in tensors], 1).reshape(-1, *rest)]
+    return [joined([t.reshape(groups, -1, model.head_dim, *rest) for t in tensors], 1).reshape(-1, *rest)]
 
 
-def _split_qkv(tensors: list[Tensor], model: Any) -> list[Tensor]:
+def _split_qkv(tensors: list[Any], model: Any) -> list[Any]:
     (fused,), rest = tensors, tensors[0].shape[1:]
     each = model.num_attention_heads // model.query_groups
-    parts = fused.reshape(model.query_groups, each + 2, model.head_dim, *rest).split([each, 1, 1], 1)
-    return [part.reshape(-1, *rest) for part in parts]
+    parts = fused.reshape(model.query_groups, each + 2, model.head_dim, *rest)
+    cuts = (slice(each), slice(each, each + 1), slice(each + 1, None))
+    return [parts[:, cut].reshape(-1, *rest) for cut in cuts]
 
 
-def _joined_rows(tensors: list[Tensor], model: Any) -> list[Tensor]:
-    heads = (model.num_attention_heads, model.query_groups, model.query_groups)
-    return _joined_qkv(list(tensors[0].split([count * model.head_dim for count in heads])), model)
+def _joined_rows(tensors: list[Any], model: Any) -> list[Any]:
+    ends = list(accumulate(n * model.head_dim for n in (model.num_attention_heads, *[model.query_groups] * 2)))
+    if ends[-1] != len(tensors[0]):
+        raise ValueError(f"queries, keys and values have {ends[-1]} rows, and {len(tensors[0])} are there")
+    return _joined_qkv([tensors[0][a:b] for a, b in pairwise([0, *ends])], model)
 
 
-def _split_rows(tensors: list[Tensor], model: Any) -> list[Tensor]:
-    return [torch.cat(_split_qkv(tensors, model))]
+def _split_rows(tensors: list[Any], model: Any) -> list[Any]:
+    return [joined(_split_qkv(tensors, model))]
 
 
-def _concatenated(tensors: list[Tensor], model: Any) -> list[Tensor]:
-    return [torch.cat(tensors)]
+def _concatenated(tensors: list[Any], model: Any) -> list[Any]:
+    return [joined(tensors)]
 
 
-def _halves(tensors: list[Tensor], model: Any) -> list[Tensor]:
-    return list(tensors[0].chunk(2))
+def _halves(tensors: list[Any], model: Any) -> list[Any]:
+    half = (len(tensors[0]) + 1) // 2
+    return [tensors[0][:half], tensors[0][half:]]
 
 
-def _stacked(tensors: list[Tensor], model: Any) -> list[Tensor]:
-    return [torch.stack(tensors)]
+def _stacked(tensors: list[Any], model: Any) -> list[Any]:
+    return [library_of(tensors).stack(tensors)]
 
 
-def _unstacked(tensors: list[Tensor], model: Any) -> list[Tensor]:
-    return list(tensors[0].unbind())
+def _unstacked(tensors: list[Any], model: Any) -> list[Any]:
+    return list(tensors[0])
 
 
-def _neighbours_as_halves(tensors: list[Tensor], model: Any) -> list[Tensor]:
+def _neighbours_as_halves(tensors: list[Any], model: Any) -> list[Any]:
     """Last axis: pairs of a gate and what it gates as all gates, then all of the others."""
-    return [torch.cat([t[..., 0::2], t[..., 1::2]], -1) for t in tensors]
+    return [joined([t[..., 0::2], t[..., 1::2]], -1) for t in tensors]
 
 
-def _halves_as_neighbours(tensors: list[Tensor], model: Any) -> list[Tensor]:
-    return [torch.stack(t.chunk(2, -1), -1).flatten(-2) for t in tensors]
+def _halves_as_neighbours(tensors: list[Any], model: Any) -> list[Any]:
+    out = []
+    for t in tensors:
+        half = t.shape[-1] // 2
+        out.append(library_of([t]).stack([t[..., :half], t[..., half:]], -1).reshape(t.shape))
+    return out
 
 
 def chain(*operations: Operation) -> Operation:
     """Several operations as one: inward in this order, outward in the other."""
 
-    def inward(tensors: list[Tensor], model: Any) -> list[Tensor]:
+    def inward(tensors: list[Any], model: Any) -> list[Any]:
         for operation in operations:
             tensors = operation.to_ours(tensors, model)
         return tensors
 
-    def outward(tensors: list[Tensor], model: Any) -> list[Tensor]:
+    def outward(tensors: list[Any], model: Any) -> list[Any]:
         for operation in reversed(operations):
             tensors = operation.to_theirs(tensors, model)
         return tensors
@@ -209,7 +234,7 @@ class Table:
         return out
 
 
-def to_ours(table: Table, model: Any, theirs: Tensors) -> dict[str, Tensor]:
+def to_ours(table: Table, model: Any, theirs: Tensors) -> dict[str, Any]:
     """Their tensors as ours; an entry of which they have nothing is left out.
 
     Raises:
@@ -219,13 +244,13 @@ def to_ours(table: Table, model: Any, theirs: Tensors) -> dict[str, Tensor]:
     return _mapped(table, model, theirs, True)
 
 
-def to_theirs(table: Table, model: Any, ours: Tensors) -> dict[str, Tensor]:
+def to_theirs(table: Table, model: Any, ours: Tensors) -> dict[str, Any]:
     """Our tensors as theirs, with the errors of `to_ours`."""
     return _mapped(table, model, ours, False)
 
 
-def _mapped(table: Table, model: Any, given: Tensors, inward: bool) -> dict[str, Tensor]:
-    out: dict[str, Tensor] = {}
+def _mapped(table: Table, model: Any, given: Tensors, inward: bool) -> dict[str, Any]:
+    out: dict[str, Any] = {}
     used: list[str] = []
     for step in table.entries(model):
         source, target = (step.theirs, step.ours) if inward else (step.ours, step.theirs)

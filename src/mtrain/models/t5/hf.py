@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from mtrain.models.t5.count import decoder_layers
-from mtrain.models.table import GATE_UP, QKV, SAME, VOCABULARY, Copy, Entry, Operation, Table
+from mtrain.models.table import GATE_UP, QKV, SAME, VOCABULARY, Copy, Entry, Operation, Table, joined
 
 HEAD = "lm_head.weight"
 
 
-def _joined(tensors: list[Tensor], model: Any) -> list[Tensor]:
+def _joined(tensors: list[Any], model: Any) -> list[Any]:
     heads, rest = model.num_attention_heads, tensors[0].shape[1:]
-    return [torch.cat([t.reshape(heads, -1, *rest) for t in tensors], 1).reshape(-1, *rest)]
+    return [joined([t.reshape(heads, -1, *rest) for t in tensors], 1).reshape(-1, *rest)]
 
 
-def _split(tensors: list[Tensor], model: Any) -> list[Tensor]:
+def _split(tensors: list[Any], model: Any) -> list[Any]:
     (fused,), rest = tensors, tensors[0].shape[1:]
-    halves = fused.reshape(model.num_attention_heads, 2, -1, *rest).unbind(1)
-    return [half.reshape(-1, *rest) for half in halves]
+    halves = fused.reshape(model.num_attention_heads, 2, -1, *rest)
+    return [halves[:, number].reshape(-1, *rest) for number in range(2)]
 
 
 KV = Operation("joined by head", _joined, _split)

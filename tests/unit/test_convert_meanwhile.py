@@ -1,0 +1,184 @@
+"""What is written while megatron-core is asked: begun before the answer; kept, written again or refused by it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from mtrain.config.compose import compose
+from mtrain.config.resolve import resolve
+from mtrain.convert.folder import WEIGHTS, open_folder
+from mtrain.convert.into import import_weights
+from mtrain.convert.match import Box, OurTensor, box_of, likely_boxes
+from mtrain.convert.meanwhile import meanwhile
+from mtrain.convert.out import export_asking
+from mtrain.convert.read import Reader
+from mtrain.convert.saved import Saved
+from mtrain.convert.tensor_file import Writer
+from mtrain.errors import CorruptData
+from mtrain.models.table import GATE_UP, QKV, Entry, Table
+from tests.support.configs import LAPTOP
+
+FC1, FC2 = "decoder.layers.{i}.mlp.linear_fc1.weight", "decoder.layers.{i}.mlp.linear_fc2.weight"
+TABLE = Table((), (Entry(FC1, ("{i}.gate", "{i}.up"), GATE_UP), Entry(FC2, ("{i}.down",))))
+OTHER = Table((), (Entry(FC1, ("{i}.up", "{i}.gate"), GATE_UP), Entry("{i}.other", ("{i}.down",))))
+RUN = resolve(compose(["model=llama_tiny", "model.num_layers=2", "data=mock"]).run, LAPTOP)
+
+
+class Spec(NamedTuple):
+    """A `ShardSpec`, without megatron-core."""
+
+    key: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    lead: int
+    first: int
+
+    @property
+    def numel(self) -> int:
+        return int(np.prod(self.shape))
+
+
+def specs(name: str, shape: tuple[int, int], halves: int) -> OurTensor:
+    """A tensor of layer 0 or 1 as megatron-core describes it: in so many parts."""
+    key, layer, rows = name.replace(".0.", ".").replace(".1.", "."), int(".1." in name), shape[0] // halves
+    parts = [
+        Spec(key, (2, *shape), (layer, n * rows, 0), (1, rows, shape[1]), 1, n * rows * shape[1])
+        for n in range(halves)
+    ]
+    return OurTensor(name, shape, tuple(parts))  # type: ignore[arg-type]
+
+
+def ours() -> dict[str, OurTensor]:
+    made = [specs(FC1.replace("{i}", str(i)), (6, 4), 2) for i in range(2)]
+    made += [specs(FC2.replace("{i}", str(i)), (4, 3), 1) for i in range(2)]
+    return {one.name: one for one in made}
+
+
+def source(folder: Path, **shapes: tuple[int, int]) -> Path:
+    """A folder with the weights of two layers."""
+    folder.mkdir()
+    shapes = {"gate": (3, 4), "up": (3, 4), "down": (4, 3), **shapes}
+    names = [f"{i}.{name}" for i in range(2) for name in shapes]
+    with Writer(folder / WEIGHTS, names) as writer:
+        for number, name in enumerate(names):
+            words = np.arange(12, dtype=np.int16) + 100 * number
+            writer.write(name, "BF16", shapes[name[2:]], memoryview(words.tobytes()))
+        writer.close({})
+    return folder
+
+
+def taken(tmp_path: Path, *tables: Table, ask: Callable[[], dict[str, OurTensor]] = ours, **shapes: Any) -> Path:
+    """The checkpoint of an import."""
+    reader = Reader(open_folder(source(tmp_path / "theirs", **shapes)))
+    return import_weights(reader, tables, RUN, tmp_path / "checkpoints", ask)[0]
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    reader = Reader(open_folder(folder))
+    return {name: reader.tensor(name).tobytes() for name in reader.names}
+
+
+def test_writing_begins_before_the_answer(tmp_path: Path) -> None:
+    written = threading.Event()
+
+    def slowly() -> dict[str, OurTensor]:
+        assert written.wait(10), "nothing was read before the model was asked for"
+        return ours()
+
+    read = Reader.tensor
+
+    class Watched(Reader):
+        def tensor(self, name: str) -> Any:
+            written.set()
+            return read(self, name)
+
+    reader = Watched(open_folder(source(tmp_path / "theirs")))
+    import_weights(reader, [TABLE], RUN, tmp_path / "checkpoints", slowly)
+
+
+def test_what_goes_in_comes_out_by_either_way(tmp_path: Path) -> None:
+    checkpoint = Saved.open(taken(tmp_path, TABLE))
+    boxes = {name: box_of(tensor) for name, tensor in ours().items()}
+    assert likely_boxes(checkpoint.manifest, TABLE, RUN.model) == boxes
+    expected, moved = (
+        bytes_of(tmp_path / "theirs"),
+        {n: Box(b.key, b.global_shape, b.offset, 1, b.shape) for n, b in boxes.items()},
+    )
+    swapped = [FC1.replace("{i}", i) for i in "01"]
+    moved[swapped[0]], moved[swapped[1]] = moved[swapped[1]], moved[swapped[0]]
+    for number, answer in enumerate((boxes, moved)):
+        out = tmp_path / str(number)
+        out.mkdir()
+        _, record = export_asking(checkpoint, RUN, TABLE, None, out, lambda answer=answer: answer)  # type: ignore[misc]
+        found = bytes_of(out)
+        assert (found == expected) == (answer is boxes), "the answer has the last word"
+        assert set(record.target) == set(expected)
+    assert found["0.gate"] == expected["1.gate"]
+
+
+def test_the_other_of_two_tables_is_written_again(tmp_path: Path) -> None:
+    first = taken(tmp_path, TABLE)
+    (tmp_path / "again").mkdir()
+    second = taken(tmp_path / "again", OTHER, TABLE)
+    for path in ("manifest.json", "rank_00000.safetensors"):
+        assert (first / path).read_bytes() == (second / path).read_bytes()
+
+
+def test_weights_of_another_shape_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    table = Table((), (Entry(FC1, ("{i}.gate", "{i}.up", "{i}.more"), QKV), Entry(FC2, ("{i}.down",))))
+    with pytest.raises(
+        CorruptData, match=r"0\.gate \[3, 4\], 0\.up \[3, 4\], 0\.more \[4, 3\] do not make our decoder"
+    ):
+        taken(tmp_path, table, more=(4, 3))
+    with pytest.raises(CorruptData, match=r"0\.down make a tensor of shape \[3, 4\], and our .* \[4, 3\]"):
+        taken(tmp_path / "theirs", TABLE, down=(3, 4))
+    for root in (tmp_path, tmp_path / "theirs"):
+        assert list((root / "checkpoints").iterdir()) == []
+
+
+def test_an_error_of_the_answer_ends_the_work() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def work(going: Callable[[], None]) -> None:
+        begun.set()
+        try:
+            while True:
+                going()
+        finally:
+            ended.set()
+
+    def ask() -> None:
+        begun.wait(10)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        meanwhile(work, ask, lambda answer: True)
+    assert ended.is_set()
+
+
+def test_parts_that_are_no_box_are_refused() -> None:
+    good = specs(FC1.replace("{i}", "0"), (6, 4), 2)
+    a, b = good.specs
+    assert box_of(good) == Box(a.key, (2, 6, 4), (0, 0, 0), 1, (6, 4))
+    for wrong in ((b, a), (a,), (a, b._replace(key="other")), (a, b._replace(offset=(0, 4, 0)))):  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match="linear_fc1"):
+            box_of(OurTensor(good.name, good.shape, wrong))
+
+
+def test_nothing_that_writes_weights_imports_torch() -> None:
+    names = ["into", "out", "saved", "read", "hugging_face", "torch_dist_read"]
+    text = f"import sys, {', '.join(f'mtrain.convert.{name}' for name in names)}, mtrain.models.gpt.hf_files\n"
+    text += "import mtrain.models.t5.hf, mtrain.models.llava.hf, mtrain.models.bert.hf\n"
+    done = subprocess.run(
+        [sys.executable, "-c", text + "print('torch' in sys.modules)"], capture_output=True, text=True
+    )
+    assert done.stdout == "False\n", done.stderr
