@@ -11,6 +11,8 @@ import pytest
 from mtrain.cli import evaluate, generate
 from mtrain.cli.choices import about
 from mtrain.cli.complete import SHELLS, candidates
+from mtrain.cli.data import SUBVERBS as DATA_SUBVERBS
+from mtrain.cli.data.pages import DATA_PAGES
 from mtrain.cli.main import OWN_WORDS, VERBS, main, parse
 from mtrain.cli.options import read_options
 from mtrain.cli.pages import PAGES, SUBPAGES, Page, flags_of
@@ -25,13 +27,18 @@ from mtrain.config.run import GROUPS
 from mtrain.config.sweep import jobs
 
 SOURCE = Path(__file__).resolve().parents[2] / "src/mtrain"
-ALL = {**{(verb,): page for verb, page in PAGES.items()}, **{("recipe", sub): page for sub, page in SUBPAGES.items()}}
+ALL = {
+    **{(verb,): page for verb, page in PAGES.items()},
+    **{("recipe", sub): page for sub, page in SUBPAGES.items()},
+    **{("data", sub): page for sub, page in DATA_PAGES.items()},
+}
 EXAMPLES = [(verb, words) for verb, page in ALL.items() for words, _ in page.examples]
 
 
 def test_every_verb_and_every_subverb_has_a_page() -> None:
     assert PAGES.keys() == VERBS.keys()
     assert SUBPAGES.keys() == SUBVERBS.keys()
+    assert DATA_PAGES.keys() == DATA_SUBVERBS.keys()
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
@@ -80,6 +87,8 @@ def test_an_example_is_read_as_it_is_written(verb: tuple[str, ...], words: str) 
         assert options.flags | options.values.keys() <= {*flags_of("recipe", arguments), "--output"}
     elif call.verb == "convert":
         assert arguments[0] in ("import", "export", "inspect", "verify")
+    elif call.verb == "data":
+        assert arguments[0] in (verb[1:] or DATA_SUBVERBS)
     elif call.verb == "explain":
         assert field_of(arguments[0]) is not None or arguments[0].startswith("MT")
     else:

@@ -50,6 +50,10 @@ def _offered(before: list[str], current: str) -> Iterable[str]:
         return [*VERBS, *_overrides(current)]
     if verb == "recipe":
         return _recipe([word for word in before if not word.startswith("-")][1:], current)
+    if verb == "data" and not before[1:]:
+        from mtrain.cli.data import SUBVERBS
+
+        return SUBVERBS
     if verb == "explain" and len(before) == 1:
         return _explained(current)
     if verb == "schema":

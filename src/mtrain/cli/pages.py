@@ -1,52 +1,13 @@
-"""The pages of --help: one for the command, one for each verb and each subverb of `recipe`."""
+"""The pages of --help: one for the command, one for each verb and each subverb of `recipe` and `data`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-from mtrain.config.paths import program
+from mtrain.cli.data.pages import DATA, DATA_PAGES
+from mtrain.cli.page import DEBUG, HELP, JSON, MANY, OUT, OVERRIDES, RECIPE, RUN, SETTINGS, Page, command
 
-OVERRIDES = "[GROUP=CHOICE ...] [KEY=VALUE ...]"
-JSON = ("--json", "print JSON for a machine")
-MANY = ("-m, --multirun", "one for each of KEY=A,B or KEY=range(1,4)")
-DEBUG = ("--debug", "print the traceback of an error")
-HELP = ("-h, --help", "print this page")
-SETTINGS = (
-    ("GROUP=CHOICE", "a file under conf/, as in model=llama3_8b; `choices GROUP` lists them"),
-    ("parallel=LAYOUT", "a layout in one word: tp4pp4, tp8pp12cp2vpp4ep8, tp2pp2dp2, tp4sp"),
-    ("KEY=VALUE", "one key, as in optim.lr=3e-4; `explain KEY` says what it means"),
-    ("recipe=NAME", "a recipe under recipes/, or the path of one"),
-    ("run=FILE", "a resolved file, such as the run.yaml of a run folder"),
-)
-_RUN = (("RUN", "the folder of a run, or one of its checkpoints"),)
-_RECIPE = (("NAME", "a recipe under recipes/, the path of one, a lock, or the folder of a run"),)
-_OUT = ("-o FILE", "write there, and never over a file")
-Rows = tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Page:
-    """What a verb's page says; commands are without the program's name."""
-
-    usage: str
-    text: str
-    arguments: Rows = ()
-    flags: Rows = ()
-    examples: Rows = ()
-
-    def render(self) -> str:
-        """The page as it is printed."""
-        flags = (*self.flags, DEBUG, HELP)
-        out = [f"usage: {program()} {self.usage}".rstrip(), "", self.text]
-        for title, rows in (("arguments", self.arguments), ("flags", flags)):
-            width = max((len(name) for name, _ in rows), default=0)
-            out += ["", title, *(f"  {name:<{width}}  {text}" for name, text in rows)] if rows else []
-        if self.examples:
-            out += ["", "examples"]
-            out += [line for words, text in self.examples for line in (f"  {command(words)}", f"      {text}")]
-        return "\n".join(out)
-
+__all__ = ["PAGES", "SETTINGS", "SUBPAGES", "Page", "command", "flags_of", "page_of"]
 
 PAGES: dict[str, Page] = {
     "train": Page(
@@ -101,7 +62,7 @@ PAGES: dict[str, Page] = {
     "resume": Page(
         "resume RUN [KEY=VALUE ...]",
         "Goes on with a run from its newest checkpoint, with the configuration that its folder holds.",
-        (*_RUN, ("KEY=VALUE", "what is to be different from here on")),
+        (*RUN, ("KEY=VALUE", "what is to be different from here on")),
         (),
         (
             ("resume runs/NAME", "to the end that it had"),
@@ -111,7 +72,7 @@ PAGES: dict[str, Page] = {
     "export": Page(
         "export RUN OUT",
         "Writes the weights of a checkpoint as whole tensors in safetensors files.",
-        (*_RUN, ("OUT", "a new folder")),
+        (*RUN, ("OUT", "a new folder")),
         (),
         (("export runs/NAME weights", "its newest checkpoint"),),
     ),
@@ -147,7 +108,7 @@ PAGES: dict[str, Page] = {
         "generate RUN [prompt=TEXT] [tokens=N] [temperature=T] [KEY=VALUE ...] [FLAGS]",
         "Prints text that a trained model goes on with, in any layout; keys and values of what was read are kept.",
         (
-            *_RUN,
+            *RUN,
             ("prompt=TEXT", "what it begins with (def )"),
             ("prompts=FILE", "a prompt a line; in a .jsonl a JSON string, or an object with `prompt` or `messages`"),
             ("chat=true", "prompts are what a user says, in the chat template of the tokenizer"),
@@ -174,7 +135,7 @@ PAGES: dict[str, Page] = {
         "Prints loss, perplexity, bits per token and per byte on the validation split of the run's data,\n"
         "or of other data; with tasks, the results in those of lm-evaluation-harness (pip install 'mtrain[eval]').",
         (
-            *_RUN,
+            *RUN,
             ("limit=N", "over so many samples, or requests of each task (all)"),
             ("tasks=NAME", "a task, several with commas, or a .yaml of your own"),
             ("shots=N", "examples before each request of a task (what the task says)"),
@@ -201,6 +162,7 @@ PAGES: dict[str, Page] = {
         (),
         (("recipe list", "a line each"), ("recipe import train.sh -o my.yaml", "from a script")),
     ),
+    "data": DATA,
     "schema": Page(
         "schema [run|recipe|GROUP|fields] [-o DIR]",
         "JSON Schema for editors. `schema fields`: every key, and what it feeds in megatron-core.",
@@ -239,7 +201,7 @@ SUBPAGES: dict[str, Page] = {
     "show": Page(
         "recipe show NAME [overrides] [FLAGS]",
         "A recipe with its comments, or as one file that runs.",
-        _RECIPE,
+        RECIPE,
         (JSON, ("--resolved", "print the file that run=FILE reads")),
         (("recipe show llama3/70b_h100x64", "as it is written"),),
     ),
@@ -260,8 +222,8 @@ SUBPAGES: dict[str, Page] = {
     "lock": Page(
         "recipe lock NAME [-o FILE] [overrides]",
         "Writes one file with the whole configuration, versions and digests.",
-        _RECIPE,
-        (_OUT,),
+        RECIPE,
+        (OUT,),
         (("recipe lock llama3/70b_h100x64 -o 70b.lock.yaml", "for a run that must be the same next year"),),
     ),
     "verify": Page(
@@ -280,7 +242,7 @@ SUBPAGES: dict[str, Page] = {
             ("KEY=VALUE", "what the files do not say, such as model.vocab_size=32000"),
             ("-- FLAGS", "a command line of Megatron-LM"),
         ),
-        (_OUT, JSON),
+        (OUT, JSON),
         (
             ("recipe import train.sh -o my.yaml", "a script"),
             ("recipe import env.sh train.sh cluster=h100x64", "a script that sources another"),
@@ -290,16 +252,13 @@ SUBPAGES: dict[str, Page] = {
     "export": Page(
         "recipe export --megatron NAME [overrides]",
         "The command line of Megatron-LM that means the same, and in comments what has no flag.",
-        _RECIPE,
+        RECIPE,
         (("--megatron", "the flags of Megatron-LM"), JSON),
         (("recipe export --megatron llama3/70b_h100x64", "for pretrain_gpt.py"),),
     ),
 }
-
-
-def command(words: str) -> str:
-    """A command as a user types it here."""
-    return program() if words == "train" else f"{program()} {words}"
+OF_SUBVERBS: Mapping[str, Mapping[str, Page]] = {"recipe": SUBPAGES, "data": DATA_PAGES}
+"""Verb -> word -> page, of the verbs that have subverbs with pages."""
 
 
 def flags_of(verb: str, words: Sequence[str] = ()) -> list[str]:
@@ -309,10 +268,11 @@ def flags_of(verb: str, words: Sequence[str] = ()) -> list[str]:
 
 
 def _page(verb: str, words: Sequence[str]) -> Page:
-    sub = next((word for word in words if word in SUBPAGES), "") if verb == "recipe" else ""
-    return SUBPAGES[sub] if sub else PAGES[verb]
+    pages = OF_SUBVERBS.get(verb, {})
+    sub = next((word for word in words if word in pages), "")
+    return pages[sub] if sub else PAGES[verb]
 
 
 def page_of(verb: str, words: Sequence[str] = ()) -> str:
-    """The page of a verb; of `recipe` that of the subverb among `words`, if there is one."""
+    """The page of a verb; of `recipe` and `data` that of the subverb among `words`, if there is one."""
     return _page(verb, words).render()

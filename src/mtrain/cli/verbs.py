@@ -11,13 +11,14 @@ VERBS = {
     "convert": "weights of Hugging Face and Megatron in and out: convert import|export|inspect|verify",
     "generate": "write text with a trained model: generate RUN_FOLDER",
     "evaluate": "loss, perplexity and bits per byte of a checkpoint, or its results in tasks: evaluate RUN_FOLDER",
+    "data": "text to tokens, and what tokens are: data --help",
     "recipe": "list, show, new, diff, lock, verify, import, export: recipe --help",
     "choices": "the choices of a group, each a file: choices model",
     "schema": "JSON Schema for editors: schema [run|recipe|GROUP] [-o DIR]; schema fields: all keys, what each feeds",
     "completion": "a script that completes verbs, choices and keys: completion bash|zsh|fish",
     "explain": "what a key means, who set it and what it reaches; or a code: explain parallel.tp, explain MT101",
 }
-OWN_WORDS = ("recipe", "explain", "schema", "choices", "completion", "__complete")
+OWN_WORDS = ("recipe", "data", "explain", "schema", "choices", "completion", "__complete")
 """Verbs that read their arguments themselves."""
 JSON_VERBS = ("generate", "evaluate", "convert")
 """Verbs on a checkpoint whose answer a machine may read."""
