@@ -7,7 +7,9 @@ from importlib import import_module
 
 from mtrain.errors import ConfigError, Problem, say_page
 
-SUBVERBS: dict[str, str] = {}
+SUBVERBS = {
+    "tokenize": "tokenize",
+}
 """Word -> module of this package, whose function has the name of the word (`_` for `-`); `pages` has its page."""
 
 
