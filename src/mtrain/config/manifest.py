@@ -57,6 +57,18 @@ class Manifest:
         """Hash of one of FILES."""
         return str(self.body["files"][suffix]["sha256"])
 
+    def sizes_differ(self, prefix: Path) -> str:
+        """Which file of the corpus has not the size that is said here; empty: none. Reads nothing.
+
+        Raises:
+            OSError: a file is missing.
+        """
+        for suffix in FILES:
+            file = prefix.with_name(prefix.name + suffix)
+            if (size := file.stat().st_size) != self.bytes_of(suffix):
+                return f"{file}: {size} bytes, and {self.path.name} says {self.bytes_of(suffix)}"
+        return ""
+
 
 def path_of(prefix: Path) -> Path:
     """Where the manifest of a corpus lies."""

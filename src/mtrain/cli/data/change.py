@@ -82,7 +82,7 @@ def sample(argv: Sequence[str], *, as_json: bool) -> int:
     if not len(documents):
         name = next(iter(many))
         rule = f"no document fits; there are {one.dataset.num_documents} with {one.dataset.num_tokens} tokens"
-        raise ConfigError([Problem("MT604", name, many[name], rule, "documents=1", "command line")])
+        raise ConfigError([Problem("MT605", name, many[name], rule, "documents=1", "command line")])
     how = {"by": "sample", "seed": values["seed"], **many}
     _said(out, write(out, [(one, documents)], how, overwrite=values["overwrite"]), as_json)
     return 0

@@ -47,7 +47,9 @@ def inspect(argv: Sequence[str], *, as_json: bool) -> int:
     )
     if one.held is not None:
         tokenizer = one.held.body["tokenizer"]
-        say(f"tokenizer {', '.join(tokenizer.get('files', ['unknown']))} {tokenizer['sha256'][:12]}, end {one.held.eod}")
+        say(
+            f"tokenizer {', '.join(tokenizer.get('files', ['unknown']))} {tokenizer['sha256'][:12]}, end {one.held.eod}"
+        )
     most = max((row["documents"] for row in found["lengths"]), default=1) or 1
     for row in found["lengths"]:
         span = f"{row['from']}" if row["from"] == row["to"] else f"{row['from']} to {row['to']}"
@@ -73,7 +75,7 @@ def _document(one: Any, values: Mapping[str, Any], as_json: bool) -> int:
     total = sum(map(len, sequences))
     say(f"document {number_} of {one.dataset.num_documents}: {total} tokens in {len(sequences)} sequences")
     for i, ids in enumerate(sequences):
-        say(f"[{i}] {tokens_as_text(ids, encoder)}")
+        say(f"[{i}] {tokens_as_text(ids.tolist(), encoder)}")
     if encoder is None and total:
         say("tokenizer=PATH shows them as text")
     return 0
@@ -96,8 +98,12 @@ def verify(argv: Sequence[str], *, as_json: bool) -> int:
             body = {"prefix": str(prefix), "hashed": held is not None, "largest_id": scanned.largest}
             say(strict_json.dumps({**body, "documents": dataset.num_documents, "tokens": dataset.num_tokens}))
             continue
-        against = "as its manifest says, byte for byte" if held is not None else "adds up; there is no manifest with hashes"
-        say(f"{prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens, ids to {scanned.largest}: {against}")
+        against = (
+            "as its manifest says, byte for byte" if held is not None else "adds up; there is no manifest with hashes"
+        )
+        say(
+            f"{prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens, ids to {scanned.largest}: {against}"
+        )
     return 0
 
 
@@ -111,7 +117,9 @@ def stats(argv: Sequence[str], *, as_json: bool) -> int:
     if as_json:
         say(strict_json.dumps(rows))
         return 0
-    say(f"{'documents':>10} {'tokens':>9} {'share':>6} {'text':>10} {'bytes/token':>11} {'tokens/word':>11} {'unknown':>8}")
+    say(
+        f"{'documents':>10} {'tokens':>9} {'share':>6} {'text':>10} {'bytes/token':>11} {'tokens/word':>11} {'unknown':>8}"
+    )
     for row in rows:
         say(_line(row))
     return 0
@@ -121,7 +129,7 @@ def _rows(prefix: Path, held: Manifest | None, *, files: bool) -> list[dict[str,
     if held is None:
         rule = "there is no manifest beside it, which has the counts of each file"
         fix = "a corpus that `data tokenize` made"
-        raise ConfigError([Problem("MT620", "prefix", str(prefix), rule, fix, "command line")])
+        raise ConfigError([Problem("MT623", "prefix", str(prefix), rule, fix, "command line")])
     total, inputs = held.count("tokens"), held.body["inputs"]
     out = [_row(one["file"], one, total) for one in inputs] if files and len(inputs) > 1 else []
     names = {name for one in inputs for name, value in one.items() if type(value) is int}

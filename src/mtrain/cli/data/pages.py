@@ -34,14 +34,20 @@ DATA_PAGES: dict[str, Page] = {
             ("max_document=MIB", "size of the largest document (64)"),
             ("fresh=true", "begin again where a killed run left something"),
             ("overwrite=true", "replace a corpus of this name"),
-            ("kind=KIND", "of the tokenizer: tokenizer.json, sentencepiece, tiktoken, gpt2, bert; merges=FILE of gpt2"),
+            (
+                "kind=KIND",
+                "of the tokenizer: tokenizer.json, sentencepiece, tiktoken, gpt2, bert; merges=FILE of gpt2",
+            ),
             ("lower_case=false", "bert: keep capitals"),
             ("pattern=NAME", "tiktoken: gpt2, cl100k, o200k, v1 or v2 of Megatron-LM, or a regular expression"),
             ("special_tokens=JSON", "tiktoken: names and ids; num_special_tokens=N, vocab_size=N of its JSON form"),
         ),
         (JSON,),
         (
-            ("data tokenize docs.jsonl --out corpus --tokenizer tokenizer.json", "then: data=indexed data.path=corpus"),
+            (
+                "data tokenize docs.jsonl --out corpus --tokenizer tokenizer.json",
+                "then: data=indexed data.path=corpus",
+            ),
             ("data tokenize parts --out corpus --tokenizer gpt2 --key content --workers 8", "a folder of Parquet"),
         ),
     ),
@@ -67,7 +73,10 @@ DATA_PAGES: dict[str, Page] = {
             ("manifest=false", "there is none: look at the index and the ids alone"),
         ),
         (JSON,),
-        (("data verify corpus", "before a long run"), ("data verify theirs manifest=false vocab_size=50257", "of others")),
+        (
+            ("data verify corpus", "before a long run"),
+            ("data verify theirs manifest=false vocab_size=50257", "of others"),
+        ),
     ),
     "stats": Page(
         "data stats PREFIX...",

@@ -32,10 +32,12 @@ def train_tokenizer(argv: Sequence[str], *, as_json: bool) -> int:
     values, inputs = read_arguments(argv, WORDS, USAGE)
     out = needs(values, "out", USAGE).expanduser()
     if os.path.lexists(out):
-        raise ConfigError([Problem("MT507", "out", str(out), "is there", "another name", "command line")])
+        raise ConfigError([Problem("MT622", "out", str(out), "is there", "another name", "command line")])
     if not out.parent.is_dir():
         rule = f"{out.parent} is no folder"
-        raise ConfigError([Problem("MT002", "out", str(out), rule, "out=FILE in a folder that is there", "command line")])
+        raise ConfigError(
+            [Problem("MT002", "out", str(out), rule, "out=FILE in a folder that is there", "command line")]
+        )
     from mtrain.data.preprocess.record import reading
     from mtrain.data.preprocess.sources import find_sources
     from mtrain.data.preprocess.train import Texts, save, train
@@ -48,7 +50,11 @@ def train_tokenizer(argv: Sequence[str], *, as_json: bool) -> int:
     save(made, out)
     size = made.get_vocab_size()
     if as_json:
-        say(strict_json.dumps({"file": str(out), "vocab_size": size, "text": found.read, "left_out": len(found.rejected)}))
+        say(
+            strict_json.dumps(
+                {"file": str(out), "vocab_size": size, "text": found.read, "left_out": len(found.rejected)}
+            )
+        )
         return 0
     left = f", {len(found.rejected)} records left out" if found.rejected else ""
     say(f"{out}: {values['kind']} of {size} tokens, trained on {bytes_(found.read)} of text{left}")

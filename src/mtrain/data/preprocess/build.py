@@ -117,7 +117,7 @@ def _refuse_existing(prefix: Path, overwrite: bool) -> None:
     if there and not overwrite:
         rule = f"{', '.join(there)} is there" if len(there) == 1 else f"{', '.join(there)} are there"
         fix = f"out={prefix}-2, or overwrite=true"
-        raise ConfigError([Problem("MT507", "out", str(prefix), rule, fix, "command line")])
+        raise ConfigError([Problem("MT622", "out", str(prefix), rule, fix, "command line")])
 
 
 def _settings(job: Job, facts: Facts) -> dict[str, Any]:
@@ -197,7 +197,9 @@ def _complete(draft: Draft, job: Job, facts: Facts) -> None:
         if first := draft.last_rejects(1):
             rule += f", as {first[0].strip()}"
         draft.remove()
-        raise ConfigError([Problem("MT601", "input", None, rule, "name files with documents, or key=NAME", "command line")])
+        raise ConfigError(
+            [Problem("MT601", "input", None, rule, "name files with documents, or key=NAME", "command line")]
+        )
     with disk(folder):
         draft.sync()
         _index(folder, np.dtype(facts.dtype), totals)

@@ -17,7 +17,6 @@ from mtrain.config.token_files import split_documents
 from mtrain.data.indexed import IndexedDataset, write_index
 from mtrain.data.preprocess.build import ENDINGS
 from mtrain.data.preprocess.journal import disk, finish, sync_folder
-from mtrain.data.preprocess.scan import sizes_match
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 KEPT = ("vocab_size", "unk", "eod", "tokenizer", "document")
@@ -36,7 +35,13 @@ class Opened:
     def common(self) -> dict[str, Any]:
         """What must be the same in corpora that are joined."""
         if self.held is None:
-            return {"tokenizer": {"kind": "unknown", "sha256": ""}, "vocab_size": None, "unk": None, "eod": None, "document": None}
+            return {
+                "tokenizer": {"kind": "unknown", "sha256": ""},
+                "vocab_size": None,
+                "unk": None,
+                "eod": None,
+                "document": None,
+            }
         return {name: self.held.body.get(name) for name in KEPT}
 
 
@@ -52,7 +57,7 @@ def opened(prefix: Path) -> Opened:
             rule = f"there is no file {prefix.name}{suffix} in {prefix.parent}"
             raise ConfigError([Problem("MT602", "prefix", str(prefix), rule, "the prefix of a .bin and an .idx", "")])
     held, dataset = manifest.read_manifest(prefix), IndexedDataset(prefix)
-    if held is not None and (wrong := sizes_match(held, prefix)):
+    if held is not None and (wrong := held.sizes_differ(prefix)):
         raise CorruptData(wrong)
     return Opened(dataset, held)
 
@@ -66,7 +71,7 @@ def refuse_existing(out: Path, overwrite: bool) -> None:
     there = [out.name + e for e in ENDINGS if os.path.lexists(out.with_name(out.name + e))]
     if there and not overwrite:
         fix = f"out={out}-2, or overwrite=true"
-        raise ConfigError([Problem("MT507", "out", str(out), f"{there[0]} is there", fix, "command line")])
+        raise ConfigError([Problem("MT622", "out", str(out), f"{there[0]} is there", fix, "command line")])
 
 
 def write(
@@ -86,7 +91,7 @@ def write(
         if folder.exists():
             rule = "a run that was killed left it, or another process works there"
             fix = "finish it, or remove it"
-            raise ConfigError([Problem("MT507", "out", str(folder), rule, fix, "command line")])
+            raise ConfigError([Problem("MT622", "out", str(folder), rule, fix, "command line")])
         folder.mkdir(parents=True)
         try:
             digest, counts, largest, inputs = _tokens(folder, parts)
@@ -143,7 +148,11 @@ def _tokens(
 ) -> tuple[str, dict[str, int], int, list[dict[str, Any]]]:
     digest, largest, inputs = hashlib.sha256(), -1, []
     counts = {"documents": 0, "sequences": 0, "tokens": 0}
-    with open(folder / "bin", "wb") as tokens, open(folder / "lengths", "wb") as lengths, open(folder / "ends", "wb") as ends:
+    with (
+        open(folder / "bin", "wb") as tokens,
+        open(folder / "lengths", "wb") as lengths,
+        open(folder / "ends", "wb") as ends,
+    ):
         ends.write(np.zeros(1, "<i8").tobytes())
         for one, documents in parts:
             before = dict(counts)

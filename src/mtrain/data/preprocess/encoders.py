@@ -101,7 +101,9 @@ class Encoder(ABC):
         number = self.id_of(name)
         if number is None:
             rule = f"{self.file} has no token of this name"
-            raise ConfigError([Problem("MT603", "eod_token", name, rule, "eod_token=NAME of a token", "command line")])
+            raise ConfigError(
+                [Problem("MT603", "eod_token", name, rule, "eod_token=NAME of a token", "command line")]
+            )
         return number
 
 
@@ -136,7 +138,9 @@ class Packer:
             return [array(self._code, ids).tobytes() for ids in found]
         except OverflowError:
             worst = max(max(ids, default=0) for ids in found)
-            raise CorruptData(f"{self._encoder.file}: token id {worst} does not fit the dtype of the corpus") from None
+            raise CorruptData(
+                f"{self._encoder.file}: token id {worst} does not fit the dtype of the corpus"
+            ) from None
 
 
 class OfJson(Encoder):
@@ -197,8 +201,8 @@ class OfSentencePiece(Encoder):
         return None if number == self.unk and self._model.id_to_piece(number) != token else number
 
     def unknown_bytes(self, text: str) -> int:
-        pieces = self._model.encode(text, out_type="immutable_proto").pieces
-        return sum(len(piece.surface.encode()) for piece in pieces if piece.id == self.unk)
+        found = zip(self._model.encode(text, out_type=int), self._model.encode(text, out_type=str), strict=True)
+        return sum(len(piece.replace("\u2581", " ").encode()) for number, piece in found if number == self.unk)
 
 
 PATTERNS = {

@@ -76,7 +76,9 @@ class Draft:
             except BlockingIOError:
                 self._lock.close()
                 rule = "another process makes this corpus now"
-                raise ConfigError([Problem("MT507", "out", str(self.folder), rule, "wait for it, or another out=")]) from None
+                raise ConfigError(
+                    [Problem("MT622", "out", str(self.folder), rule, "wait for it, or another out=")]
+                ) from None
             try:
                 self._start()
             except BaseException:
@@ -120,7 +122,7 @@ class Draft:
             apart = ["settings"]
         rule = f"what a killed run left was made with other {', '.join(apart)} (or input files that changed since)"
         fix = "the same command, on the same files; or fresh=true to begin again"
-        raise ConfigError([Problem("MT609", "out", str(self.folder), rule, fix, "command line")])
+        raise ConfigError([Problem("MT622", "out", str(self.folder), rule, fix, "command line")])
 
     def _resume(self) -> None:
         lines = [line for line in _journal(self.folder / JOURNAL)]
@@ -271,4 +273,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-

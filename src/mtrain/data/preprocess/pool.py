@@ -115,6 +115,7 @@ def _begin(parent: int, make: Callable[[Any], Any], job: Any) -> None:
     os.environ["RAYON_NUM_THREADS"] = "1"
     gc.disable()  # what is made lives as long as a unit; lists of pieces would be looked through again and again
     _made = _caught(make, (job,))
+    gc.freeze()
 
 
 def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

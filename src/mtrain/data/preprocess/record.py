@@ -93,7 +93,9 @@ def reading(key: str, template: str | None, **options: Any) -> Reading:
     else:
         rule = "has no key in braces"
     if not any(name for _, name in parts):
-        raise ConfigError([Problem("MT003", "template", template, rule, "template='{title}\\n{text}'", "command line")])
+        raise ConfigError(
+            [Problem("MT003", "template", template, rule, "template='{title}\\n{text}'", "command line")]
+        )
     return Reading(parts, **options)
 
 

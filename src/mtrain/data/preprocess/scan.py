@@ -38,7 +38,7 @@ def verify(prefix: Path, vocab_size: int | None, *, hashed: bool) -> tuple[Index
     held = read_manifest(prefix)
     if held is None and hashed:
         rule = "there is no manifest beside it, so nobody knows what its bytes were"
-        raise ConfigError([Problem("MT620", "manifest", str(prefix), rule, "manifest=false to look at the rest", "")])
+        raise ConfigError([Problem("MT623", "manifest", str(prefix), rule, "manifest=false to look at the rest", "")])
     dataset = IndexedDataset(prefix)
     if held is not None:
         _sizes(held, dataset)
@@ -50,17 +50,8 @@ def verify(prefix: Path, vocab_size: int | None, *, hashed: bool) -> tuple[Index
     return dataset, held, scanned
 
 
-def sizes_match(held: Manifest, prefix: Path) -> str:
-    """Which file of a corpus has not the size that its manifest says; empty: none. Reads nothing."""
-    for suffix in (".bin", ".idx"):
-        file = prefix.with_name(prefix.name + suffix)
-        if (size := file.stat().st_size) != held.bytes_of(suffix):
-            return f"{file}: {size} bytes, and its manifest says {held.bytes_of(suffix)}"
-    return ""
-
-
 def _sizes(held: Manifest, dataset: IndexedDataset) -> None:
-    if wrong := sizes_match(held, dataset.prefix):
+    if wrong := held.sizes_differ(dataset.prefix):
         raise CorruptData(wrong)
     found = {
         "documents": dataset.num_documents,
@@ -82,7 +73,9 @@ def _hashes(held: Manifest, dataset: IndexedDataset, scanned: Scanned) -> None:
         if found != held.sha256_of(suffix):
             raise CorruptData(f"{path}: sha256 is {found}, was written as {held.sha256_of(suffix)}")
     if held.count("largest_id") != scanned.largest:
-        raise CorruptData(f"{dataset.bin}: ids to {scanned.largest}, and its manifest says {held.count('largest_id')}")
+        raise CorruptData(
+            f"{dataset.bin}: ids to {scanned.largest}, and its manifest says {held.count('largest_id')}"
+        )
 
 
 def blocks(dataset: IndexedDataset) -> Iterator[tuple[int, np.ndarray]]:

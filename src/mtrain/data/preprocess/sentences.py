@@ -24,7 +24,9 @@ def splitter(language: str, keep_newlines: bool) -> Splitter:
         folder = data.find(f"tokenizers/punkt_tab/{language}/")
     except (LookupError, ValueError) as error:
         said = f"sentences={language}: nltk has no data of this language here (tokenizers/punkt_tab/{language})"
-        raise BadEnvironment(said, "  fix: python -m nltk.downloader punkt_tab, or NLTK_DATA=FOLDER with it") from error
+        raise BadEnvironment(
+            said, "  fix: python -m nltk.downloader punkt_tab, or NLTK_DATA=FOLDER with it"
+        ) from error
     tokenizer = punkt.PunktSentenceTokenizer(
         train_text=punkt.load_punkt_params(str(folder)), lang_vars=_variables(punkt) if keep_newlines else None
     )

@@ -63,7 +63,11 @@ def find_sources(inputs: Sequence[Path], form: str | None = None) -> list[Source
         ConfigError: an input is missing, is no file or folder, is of no known format, or has no file.
     """
     out = [source for path in inputs for source in _of_input(path, form)]
-    doubled = next((s.name for i, s in enumerate(out) if any(s.path == o.path for o in out[:i])), None) if len(out) < 10_000 else None
+    doubled = (
+        next((s.name for i, s in enumerate(out) if any(s.path == o.path for o in out[:i])), None)
+        if len(out) < 10_000
+        else None
+    )
     if doubled is not None:
         raise _wrong(doubled, "is named twice, and its documents would be there twice", "each input once")
     return out

@@ -57,7 +57,9 @@ class TokenizerSpec:
         return hashlib.sha256("|".join(self.digests).encode()).hexdigest()
 
 
-def find_tokenizer(path: Path, merges: Path | None = None, kind: str | None = None, **options: object) -> TokenizerSpec:
+def find_tokenizer(
+    path: Path, merges: Path | None = None, kind: str | None = None, **options: object
+) -> TokenizerSpec:
     """The tokenizer at a path: of a file by its name and beginning, of a folder by what lies in it.
 
     Raises:
@@ -119,7 +121,9 @@ def _kind_of_json(path: Path, merges: Path | None) -> str:
         raise CorruptData(f"{path}: not JSON: {str(error)[:200]}") from None
     if isinstance(body, list):
         return "tiktoken"
-    if merges is not None or (isinstance(body, dict) and "model" not in body and path.with_name("merges.txt").is_file()):
+    if merges is not None or (
+        isinstance(body, dict) and "model" not in body and path.with_name("merges.txt").is_file()
+    ):
         return "gpt2"
     return "tokenizer.json"
 

@@ -77,12 +77,16 @@ def train(texts: Texts, kind: str, vocab_size: int, special: Sequence[str], lowe
     if not texts.read:
         first = f", as {texts.rejected[0]}" if texts.rejected else ""
         rule = f"the inputs hold no text; {len(texts.rejected)} records are left out{first}"
-        raise ConfigError([Problem("MT601", "input", None, rule, "name files with documents, or key=NAME", "command line")])
+        raise ConfigError(
+            [Problem("MT601", "input", None, rule, "name files with documents, or key=NAME", "command line")]
+        )
     return made
 
 
-def _untrained(kind: str, vocab_size: int, special: Sequence[str], lower_case: bool) -> tuple[tokenizers.Tokenizer, Any]:
-    common = {"vocab_size": vocab_size, "show_progress": False}
+def _untrained(
+    kind: str, vocab_size: int, special: Sequence[str], lower_case: bool
+) -> tuple[tokenizers.Tokenizer, Any]:
+    common: dict[str, Any] = {"vocab_size": vocab_size, "show_progress": False}
     if kind == "wordpiece":
         made = tokenizers.Tokenizer(models.WordPiece(unk_token=OF_BERT[1]))
         made.normalizer = normalizers.BertNormalizer(lowercase=lower_case)

@@ -170,7 +170,7 @@ def _members(source: Source, reading: Reading) -> Iterator[Member]:
                         yield member.name, _content(tar, member, reading.max_bytes)
                     else:
                         yield member.name, b""
-                    tar.members = []
+                    tar.members = []  # type: ignore[attr-defined]  # they would pile up
         except (tarfile.TarError, ValueError, OverflowError, MemoryError, UnicodeError) as error:
             raise CorruptData(f"{source.name}: member at offset {place}: no tar: {error}") from None
 

@@ -18,7 +18,17 @@ from mtrain.data.preprocess.units import Part, Unit
 from mtrain.errors import ConfigError, Problem
 
 BATCH_CHARS = 1 << 19
-COUNTED = ("records", "documents", "empty", "sequences", "tokens", "text_bytes", "words", "unknown_tokens", "unknown_bytes")
+COUNTED = (
+    "records",
+    "documents",
+    "empty",
+    "sequences",
+    "tokens",
+    "text_bytes",
+    "words",
+    "unknown_tokens",
+    "unknown_bytes",
+)
 """What is counted of each file."""
 
 
