@@ -41,6 +41,8 @@ WORDS = re.compile(r"[^ \t\n\r]+")
 """For WordPiece, which drops white space."""
 DOUBTFUL = "[\x1c-\x1f\x85\u180e\u200b]"
 """What is white space for some engines and not for others: a text with one is encoded as it is."""
+CONTROLS = "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u180e\u200b]"
+"""What BERT takes out of words, and DOUBTFUL."""
 _OF_ASCII = (
     r" ?(?:[A-Za-z]+|[0-9]+|(?<! )'(?:s|t|re|ve|m|ll|d)|[^\sA-Za-z0-9]+)|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{1,3}| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|"
@@ -67,6 +69,7 @@ class Cut:
     pieces: Find
     words: Find | None
     """How ASCII is cut into what the tokenizer itself takes apart, in other words; None: it is not known."""
+    doubtful: str = DOUBTFUL
 
 
 def cut_of(body: dict[str, Any]) -> Cut | None:
@@ -78,7 +81,7 @@ def cut_of(body: dict[str, Any]) -> Cut | None:
     names = [step["type"] for step in steps]
     if model.get("type") == "WordPiece":
         fits = kind in (None, "BertNormalizer") and names == ["BertPreTokenizer"]
-        return Cut(WORDS.findall, OF_WORDPIECE.findall) if fits else None
+        return Cut(WORDS.findall, OF_WORDPIECE.findall, CONTROLS) if fits else None
     normalized = any(token.get("normalized") for token in body.get("added_tokens") or ())
     if model.get("type") not in ("BPE", None) or kind not in (None, "NFC") or not steps or (kind and normalized):
         return None
@@ -118,7 +121,7 @@ class Pieces(dict[str, bytes]):
         self._model = tokenizer.model if type(tokenizer.model).__name__ == "BPE" and cut.words is not None else None
         added = tokenizer.get_added_tokens_decoder().values()
         names = [token.content for token in added if token.content and not (plain and token.special)]
-        self._whole = re.compile("|".join([DOUBTFUL, *(re.escape(name) for name in names)])).search
+        self._whole = re.compile("|".join([cut.doubtful, *(re.escape(name) for name in names)])).search
         self._missing: list[str] = []
 
     def __missing__(self, piece: str) -> bytes:
