@@ -140,7 +140,7 @@ def _settings(job: Job, facts: Facts) -> dict[str, Any]:
 
 
 def _tokenizer(job: Job, facts: Facts) -> dict[str, Any]:
-    spec, name = job.spec, LIBRARIES.get(job.spec.kind, "tokenizers")
+    spec, name = job.spec, LIBRARIES.get(job.spec.kind, job.spec.engine)
     try:
         library = f"{name} {version(name)}"
     except PackageNotFoundError:

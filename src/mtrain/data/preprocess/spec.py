@@ -46,6 +46,8 @@ class TokenizerSpec:
     """Of the JSON form of `tiktoken`: ids before the first token."""
     vocab_size: int | None = None
     """Of the JSON form of `tiktoken`: tokens beyond are left out."""
+    engine: str = "tokenizers"
+    """What encodes with a tokenizer.json: `tokenizers`, or `gigatoken`."""
     digests: tuple[str, ...] = field(default=(), compare=False)
     """sha256 of the files."""
 
@@ -78,6 +80,9 @@ def find_tokenizer(
         files = [path, *([merges or path.with_name("merges.txt")] if chosen == "gpt2" else [])]
     for file in files:
         readable(file)
+    if options.get("engine") == "gigatoken" and chosen not in ("tokenizer.json", "gpt2", "bert"):
+        rule = f"encodes with a tokenizer.json, and this tokenizer is {chosen}"
+        raise ConfigError([Problem("MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line")])
     digests = tuple(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
     return TokenizerSpec(chosen, tuple(map(os.fspath, files)), digests=digests, **options)  # type: ignore[arg-type]
 
