@@ -38,7 +38,10 @@ DATA_PAGES: dict[str, Page] = {
                 "kind=KIND",
                 "of the tokenizer: tokenizer.json, sentencepiece, tiktoken, gpt2, bert; merges=FILE of gpt2",
             ),
-            ("engine=gigatoken", "faster, of the extra `gigatoken`; its ids are compared with those of tokenizers"),
+            (
+                "engine=NAME",
+                "tokenizers, or gigatoken where it is installed and its ids are the same on samples (auto)",
+            ),
             ("lower_case=false", "bert: keep capitals"),
             ("pattern=NAME", "tiktoken: gpt2, cl100k, o200k, v1 or v2 of Megatron-LM, or a regular expression"),
             ("special_tokens=JSON", "tiktoken: names and ids; num_special_tokens=N, vocab_size=N of its JSON form"),

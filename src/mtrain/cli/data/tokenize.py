@@ -18,7 +18,7 @@ from mtrain.units import MIB, bytes_, count, seconds
 
 USAGE = "tokenize INPUT... --out PREFIX --tokenizer PATH"
 FORMATS = ("jsonl", "parquet", "arrow", "tar", "text")
-ENGINES = ("tokenizers", "gigatoken")
+ENGINES = ("auto", "tokenizers", "gigatoken")
 KINDS = ("tokenizer.json", "sentencepiece", "tiktoken", "gpt2", "bert")
 
 
@@ -60,7 +60,7 @@ WORDS = {
     "fresh": Word(False, yes, "true or false", "fresh=true"),
     "overwrite": Word(False, yes, "true or false", "overwrite=true"),
     "kind": Word(None, one_of(*KINDS), f"one of {', '.join(KINDS)}", "kind=sentencepiece"),
-    "engine": Word("tokenizers", one_of(*ENGINES), f"one of {', '.join(ENGINES)}", "engine=gigatoken"),
+    "engine": Word("auto", one_of(*ENGINES), f"one of {', '.join(ENGINES)}", "engine=gigatoken"),
     "merges": Word(None, Path),
     "lower_case": Word(True, yes, "true or false", "lower_case=false"),
     "pattern": Word(None),
@@ -129,7 +129,7 @@ def spec_of(values: Mapping[str, Any]) -> Any:
         merges,
         values["kind"],
         plain=values["special"] == "text",
-        engine=values.get("engine", "tokenizers"),
+        engine=values.get("engine", "auto"),
         eod_token=values["eod_token"],
         lower_case=values["lower_case"],
         pattern=values["pattern"] or ("v2" if path.suffix == ".json" else "cl100k"),

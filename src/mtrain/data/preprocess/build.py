@@ -46,6 +46,7 @@ class Facts:
     eod: int | None
     unk: int | None
     dtype: str
+    engine: str
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def path_of(prefix: Path, name: str) -> Path:
 
 
 def _facts(worker: Worker) -> Facts:
-    return Facts(worker.encoder.vocab_size, worker.encoder.eod, worker.encoder.unk, worker.dtype.name)
+    return Facts(worker.encoder.vocab_size, worker.encoder.eod, worker.encoder.unk, worker.dtype.name, worker.engine)
 
 
 def _tables(_: Worker, source: Source) -> list[tuple[int, int, int]]:
@@ -140,7 +141,7 @@ def _settings(job: Job, facts: Facts) -> dict[str, Any]:
 
 
 def _tokenizer(job: Job, facts: Facts) -> dict[str, Any]:
-    spec, name = job.spec, LIBRARIES.get(job.spec.kind, job.spec.engine)
+    spec, name = job.spec, LIBRARIES.get(job.spec.kind, facts.engine)
     try:
         library = f"{name} {version(name)}"
     except PackageNotFoundError:

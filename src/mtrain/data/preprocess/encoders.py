@@ -11,7 +11,8 @@ import json
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,31 @@ from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError,
 
 CODES = {"uint16": "H", "int32": "i"}
 FORGETS = 64 << 20
+SAMPLE = (
+    *(
+        "The quick brown fox.",
+        "It's 12345; don't  WE'LL\n\n\tx = y**2\r\n",
+        "",
+        " ",
+        "  a  ",
+        "\n",
+        "a\x00b\x0b\x1c\x85c",
+    ),
+    *(
+        "na\u00efve caf\u00e9 cafe\u0301 \u201cquotes\u201d\u2026",
+        "\u6771\u4eac\u30bf\u30ef\u30fc \ud55c\uad6d\uc5b4",
+        "\U0001f600\U0001f468\u200d\U0001f469",
+        "\ufb01 \u2168 \u0663\u00b2 \u01c5",
+    ),
+    *(
+        "<|endoftext|> </s> [SEP] <unk>",
+        "\u043f\u0440\u0438\u0432\u0435\u0442 \u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627",
+        "x" * 300,
+        "1" * 300,
+        "=" * 100 + " " * 100 + "z",
+    ),
+)
+"""Texts on which gigatoken is to have the ids of tokenizers before it is taken."""
 CHECKED = 32
 """Texts whose pieces are compared with the whole, by each process."""
 
@@ -112,6 +138,9 @@ class Encoder(ABC):
 class Packer:
     """Texts to the bytes of their ids."""
 
+    engine = "tokenizers"
+    """The library that encodes, of those that encode with a tokenizer.json."""
+
     def __init__(self, encoder: Encoder, code: str, pieces: Pieces | None) -> None:
         self._encoder, self._code, self._pieces = encoder, code, pieces
         self._checked = 0
@@ -150,6 +179,8 @@ class OfGigatoken(Packer):
 
     It remembers all words that it met, so it is made again after `FORGETS` bytes.
     """
+
+    engine = "gigatoken"
 
     def __init__(self, encoder: Encoder, code: str, body: str) -> None:
         super().__init__(encoder, code, None)
@@ -223,6 +254,11 @@ class OfJson(Encoder):
     def packer(self, code: str) -> Packer:
         if self.spec.engine == "gigatoken":
             return OfGigatoken(self, code, self.tokenizer.to_str())
+        if self.spec.engine == "auto" and not self.spec.plain and find_spec("gigatoken") is not None:
+            with suppress(MtrainError):
+                fast = OfGigatoken(self, code, self.tokenizer.to_str())
+                fast.pack(SAMPLE)
+                return fast
         return Packer(self, code, pieces_of(self.tokenizer, code, self.spec.plain))
 
 

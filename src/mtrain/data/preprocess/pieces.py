@@ -55,8 +55,8 @@ _OF_ASCII = (
 """GPT2 and LATER for text of ASCII alone, where letters and digits are few."""
 FINER = {pattern: re.compile(ascii_) for pattern, ascii_ in zip((GPT2, *LATER), _OF_ASCII, strict=True)}
 OF_WORDPIECE = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9]")
-MOST, LONGEST = 1 << 17, 48
-"""Pieces that are remembered (about 30 MB), and letters of one."""
+MOST, LONGEST = 1 << 18, 48
+"""Pieces that are remembered (about 50 MB), and letters of one."""
 LETTERS = {byte: 256 + i for i, byte in enumerate([*range(33), 127])}
 """The letters of ByteLevel that stand for bytes of ASCII that cannot be printed; the others stand for themselves."""
 Find = Callable[[str], list[str]]

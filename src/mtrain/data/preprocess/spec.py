@@ -46,8 +46,9 @@ class TokenizerSpec:
     """Of the JSON form of `tiktoken`: ids before the first token."""
     vocab_size: int | None = None
     """Of the JSON form of `tiktoken`: tokens beyond are left out."""
-    engine: str = "tokenizers"
-    """What encodes with a tokenizer.json: `tokenizers`, or `gigatoken`."""
+    engine: str = "auto"
+    """What encodes with a tokenizer.json: `tokenizers`, `gigatoken`, or `auto`, which is gigatoken where it is
+    installed and has the same ids on a sample."""
     digests: tuple[str, ...] = field(default=(), compare=False)
     """sha256 of the files."""
 

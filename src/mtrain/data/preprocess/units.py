@@ -25,6 +25,8 @@ UNIT = 4 * units.MIB
 BLOCK = units.MIB
 MAX_NAME = units.MIB
 """Bytes of a tar's header that holds a long name."""
+MAX_RATIO = 2000
+"""What is compressed more is no archive of documents."""
 Member = tuple[str, bytes | None]
 """Of a tar: name, and content; None: it is too large."""
 
@@ -91,7 +93,7 @@ def opened(source: Source) -> Iterator[BinaryIO]:
         with open(source.path, "rb") as raw:
             if source.packing == "zst":
                 module = library("zstandard", "data", f"{source.name}: a file compressed with zstd")
-                stream = module.ZstdDecompressor(max_window_size=1 << 27).stream_reader(raw, read_across_frames=True)
+                stream = module.ZstdDecompressor(max_window_size=1 << 27).stream_reader(raw, read_across_frames=True, closefd=False)
                 try:
                     with closing(stream):
                         yield io.BufferedReader(stream, BLOCK)  # type: ignore[arg-type]
@@ -157,12 +159,14 @@ class _Member(tarfile.TarInfo):
 def _members(source: Source, reading: Reading) -> Iterator[Member]:
     """Names and contents of the regular files of a tar that keys are in; nothing is written, no link is followed."""
     wanted = {key.split(".")[0] for key in reading.keys}
-    place = 0
+    place, most = 0, source.size * (MAX_RATIO if source.packing else 1)
     with opened(source) as stream:
         try:
             with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as tar:
                 for member in tar:
                     place = member.offset
+                    if member.size > most:
+                        raise tarfile.ReadError(f"it has {member.size} bytes, as it says, and the archive {source.size}")
                     if not member.isreg() or member.issparse():
                         continue
                     ending = sample_of(member.name)[1]

@@ -82,6 +82,7 @@ class Worker:
         self.job, self.encoder = job, load(job.spec)
         self.dtype = dtype_of(self.encoder, job.dtype)
         self._packer = self.encoder.packer(CODES[self.dtype.name])
+        self.engine = self._packer.engine
         self._split: Splitter | None = None
         if job.language is not None:
             self._split = splitter(job.language, job.keep_newlines)
