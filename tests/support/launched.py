@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from mtrain.launching.local import die_with
+from mtrain.processes import die_with
 from tests.support.commands import latest
 from tests.support.engine import import_engine
 

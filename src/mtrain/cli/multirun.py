@@ -158,7 +158,7 @@ class _Sweep:
 
 def _command(main: Main, argv: Sequence[str], parent: int, fresh: bool) -> NoReturn:
     """A command in a forked process, as if it had been started by itself."""
-    from mtrain.launching.local import die_with
+    from mtrain.processes import die_with
     from mtrain.launching.worker import leave
 
     die_with(parent)

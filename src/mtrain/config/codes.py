@@ -298,6 +298,24 @@ OTHERS = (
         says="holds no file that ends in .jsonl",
     ),
     Code(
+        "MT621",
+        "More records are left out than max_rejects.",
+        "Look at the rejects file, correct the input, or give a larger max_rejects.",
+        says="1001 records are left out so far, of 1200: corpus.partial/rejects.jsonl",
+    ),
+    Code(
+        "MT622",
+        "A corpus of this name is there, was begun with other settings, or is made by another process.",
+        "Name another out=, or say overwrite=true or fresh=true.",
+        says="corpus.bin is there",
+    ),
+    Code(
+        "MT623",
+        "A corpus has no manifest, so its hashes and the counts of its files are not known.",
+        "Use a corpus that `data tokenize` made, or data verify manifest=false.",
+        says="there is no manifest beside it",
+    ),
+    Code(
         "MT701",
         "A file that is to be imported holds no command line of Megatron-LM.",
         "Name a training script.",

@@ -182,6 +182,9 @@ def open_splits(
     if held is not None and held > vocab_size:
         rule = f"the tokenizer of the corpus has {held} tokens, the model {vocab_size}"
         problems.append(Problem("MT607", "model.vocab_size", vocab_size, rule, f"model.vocab_size={held}"))
+    if (largest := corpus.meta.get("largest_id", -1)) >= vocab_size:
+        rule = f"the manifest says token ids to {largest}, and the model has ids 0 to {vocab_size - 1}"
+        problems.append(Problem("MT612", "model.vocab_size", vocab_size, rule, f"model.vocab_size={largest + 1}"))
     if data.eod_mask_loss and eod is None:
         rule = "no end-of-document token is known"
         fix = "data.eod_mask_loss=false, or data.tokenizer=PATH of a tokenizer.json that has one"

@@ -24,6 +24,7 @@ import numpy as np
 
 from mtrain import strict_json, units
 from mtrain.config.groups import DataConfig
+from mtrain.config.manifest import read_manifest
 from mtrain.config.written import TAG, TAG_FILE
 from mtrain.data import cache as corpora
 from mtrain.data.cache import FILES
@@ -118,13 +119,43 @@ def _given(data: DataConfig) -> Corpus:
     if problems:
         raise ConfigError(problems)
     meta = _counts([IndexedDataset(prefix) for prefix in prefixes])
+    meta |= told(prefixes, tokenizer)
     if tokenizer is not None:
         from mtrain.data.text import Tokenizer
 
         loaded = Tokenizer(tokenizer)
-        meta |= {"vocab_size": loaded.vocab_size, "eod": loaded.eod}
+        meta |= {"vocab_size": loaded.vocab_size, "eod": meta.get("eod", loaded.eod)}
         meta["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
     return Corpus(prefixes[0], tokenizer, meta, tuple(prefixes[1:]))
+
+
+def told(prefixes: list[Path], tokenizer: Path | None) -> dict[str, Any]:
+    """What the manifests of corpora say that the run needs to know: the largest id of all, and the token that ends
+    documents and the hash of the tokenizer where all say the same.
+
+    Raises CorruptData for a manifest that is not as it was written or is of other files, ConfigError where the
+    tokens are those of another tokenizer.
+    """
+    held = []
+    for prefix in prefixes:
+        if (one := read_manifest(prefix)) is not None:
+            held.append(one)
+            if wrong := one.sizes_differ(prefix):
+                raise CorruptData(wrong)
+    if tokenizer is not None:
+        ours = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+        for one in held:
+            if one.tokenizer_sha256 not in (None, ours):
+                rule = f"its sha256 is {ours[:12]}, and {one.path} says that {str(one.tokenizer_sha256)[:12]} made the tokens"
+                fix = "data.tokenizer=PATH of the tokenizer.json that made them"
+                raise ConfigError([Problem("MT620", "data.tokenizer", str(tokenizer), rule, fix)])
+    if len(held) < len(prefixes):
+        return {}
+    out: dict[str, Any] = {"largest_id": max(one.count("largest_id") for one in held)}
+    for name, found in (("eod", {m.eod for m in held}), ("tokenizer_sha256", {m.tokenizer_sha256 for m in held})):
+        if len(found) == 1 and None not in found:
+            out[name] = found.pop()
+    return out
 
 
 def _counts(datasets: list[IndexedDataset]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import costs seconds of a core each. On other devices they are forked before, an
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -29,11 +28,11 @@ from mtrain.errors import BadEnvironment, MtrainError, say_page
 from mtrain.launching import folder, matmul, preflight
 from mtrain.launching.supervise import Supervisor
 from mtrain.launching.worker import describe, end, enter, leave, revive, run_rank
+from mtrain.processes import die_with
 from mtrain.train.request import Questions, Request
 from mtrain.world.rank_env import LISTEN_FD, End
 from mtrain.world.stacks import ERRORS
 
-PR_SET_PDEATHSIG = 1
 HOST = "127.0.0.1"
 INTERRUPTED = 130
 Job = Callable[[End], None]
@@ -274,14 +273,6 @@ def _fork(rank: int, size: int, listener: socket.socket, job: Job, errors: Path)
     listener.close()
     leave(run_rank(lambda: job(lambda error, _: end(error, errors, rank)), errors, rank))
     raise AssertionError("unreachable")
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel end this process when its parent ends, however that happens (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 class Forked:

@@ -9,6 +9,15 @@ from mtrain.errors import ConfigError, Problem, say_page
 
 SUBVERBS = {
     "preview": "preview",
+    "tokenize": "tokenize",
+    "inspect": "look",
+    "verify": "look",
+    "stats": "look",
+    "train-tokenizer": "train",
+    "merge": "change",
+    "split": "change",
+    "sample": "change",
+    "dedup": "change",
 }
 """Word -> module of this package, whose function has the name of the word (`_` for `-`); `pages` has its page."""
 

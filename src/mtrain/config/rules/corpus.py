@@ -5,6 +5,7 @@ Training asks the same before it starts anything, and looks at every byte after 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -14,11 +15,12 @@ from pathlib import Path
 from mtrain.config.defaults import CHATS
 from mtrain.config.files import PIECE, SKIPPED_FOLDERS, Bound, files_below, no_text, unreadable
 from mtrain.config.groups import DataConfig
+from mtrain.config.manifest import READ_BYTES, Manifest, read_manifest
 from mtrain.config.paths import names_near, user_path
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
-from mtrain.config.token_files import TokenFiles, TokenizerFacts, split_documents, tokenizer_facts
+from mtrain.config.token_files import READ_TOKENIZER, TokenFiles, TokenizerFacts, split_documents, tokenizer_facts
 from mtrain.errors import CorruptData
 from mtrain.units import MIB
 
@@ -39,6 +41,11 @@ TOO_FEW = Code(
     "A split has too few tokens for one sample.",
     "Shorten data.seq_length, or give the split more.",
     example="data.limit_mib=0.0001",
+)
+ANOTHER_TOKENIZER = Code(
+    "MT620",
+    "A tokenizer, or a corpus, is not the one that the tokens belong to, as their manifest says.",
+    help="Name the tokenizer that the manifest names, or tokenize the text with the other one.",
 )
 NO_END = Code(
     "MT608",
@@ -148,7 +155,10 @@ def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, i
         "Token ids are outside the model's vocabulary.",
         help="Enlarge model.vocab_size, or tokenize the text anew.",
     ),
-    reads="data.path data.blend data.kind data.seq_length data.split trainer.eval_iters model.vocab_size",
+    ANOTHER_TOKENIZER,
+    reads=(
+        "data.path data.blend data.kind data.seq_length data.split data.tokenizer trainer.eval_iters model.vocab_size"
+    ),
     disk=True,
 )
 def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
@@ -189,11 +199,56 @@ def _corpus(run: RunConfig, text: str, renamed: Callable[[str], Change]) -> Iter
             return
     try:
         with closing(TokenFiles(base)) as corpus:
-            yield from _tokens_suffice(run, corpus)
+            found = list(_manifest_fits(run, base)) or _tokens_suffice(run, corpus)
+            yield from found
     except CorruptData as error:
         yield Finding("MT611", "data.path", str(error), (SYNTHETIC,), hint=_AGAIN)
     except OSError as error:
         yield Finding("MT306", "data.path", f"{error.filename} cannot be read: {error.strerror}", (SYNTHETIC,))
+
+
+def _manifest_fits(run: RunConfig, base: Path) -> Iterator[Finding]:
+    """What a manifest beside a corpus says fits its files, the model and the tokenizer; no manifest: nothing is said.
+
+    Raises CorruptData for a manifest that was changed, or is of other files.
+    """
+    held, vocab = read_manifest(base, READ_BYTES), run.model.vocab_size
+    if held is None:
+        return
+    if wrong := held.sizes_differ(base):
+        raise CorruptData(wrong)
+    largest = held.count("largest_id")
+    if largest >= vocab:
+        rule = f"{base.name}.bin: its manifest says token ids to {largest}; the vocabulary has ids 0 to {vocab - 1}"
+        yield Finding("MT612", "data.path", rule, ({"model.vocab_size": largest + 1}, SYNTHETIC), hint=_AGAIN)
+    yield from _same_tokenizer(run, held)
+
+
+def _same_tokenizer(run: RunConfig, held: Manifest) -> Iterator[Finding]:
+    named, theirs = run.data.tokenizer, held.tokenizer_sha256
+    if named is None or theirs is None:
+        return
+    path = user_path(named)
+    if not os.path.isfile(path) or path.stat().st_size > READ_TOKENIZER:
+        return
+    ours = hashlib.sha256(path.read_bytes()).hexdigest()
+    if ours != theirs:
+        rule = f"its sha256 is {ours[:12]}, and {held.path.name} says that {theirs[:12]} made the tokens"
+        off: Change = {"data.tokenizer": None}
+        yield Finding("MT620", "data.tokenizer", rule, (off, {**off, "trainer.sample_tokens": 0}))
+
+
+def _end_in_manifests(run: RunConfig) -> bool:
+    """Whether the manifests of all corpora say one token that ends documents."""
+    d = run.data
+    ends = set[int | None]()
+    for name in d.blend or ((d.path,) if d.path else ()):
+        try:
+            held = read_manifest(user_path(name), READ_BYTES)
+        except (CorruptData, OSError, ValueError):
+            return False
+        ends.add(held.eod if held is not None else None)
+    return len(ends) == 1 and None not in ends
 
 
 def _tokens_suffice(run: RunConfig, corpus: TokenFiles) -> Iterator[Finding]:
@@ -280,11 +335,13 @@ def _tokenizer_fits(run: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
 
 @rule(
     NO_END,
-    reads="data.kind data.tokenizer data.eod_mask_loss data.packed",
+    reads="data.kind data.path data.blend data.tokenizer data.eod_mask_loss data.packed",
+    disk=True,
 )
 def end_of_document_is_known(run: RunConfig) -> Iterator[Finding]:
-    """Documents of indexed data are told apart by a token that only the tokenizer knows."""
-    if run.data.kind == "indexed" and run.data.tokenizer is None:
+    """Documents of indexed data are told apart by a token that the tokenizer knows, or the manifest."""
+    d = run.data
+    if d.kind == "indexed" and d.tokenizer is None and (d.eod_mask_loss or d.packed) and not _end_in_manifests(run):
         yield from _end_is_unknown(run, "needs the end-of-document token, and data.tokenizer is null")
 
 

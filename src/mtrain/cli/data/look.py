@@ -1,0 +1,164 @@
+"""`data inspect`, `data verify`, `data stats`: what a corpus is, and whether it is what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtrain import strict_json
+from mtrain.cli.data.tokenize import WORDS as OF_TOKENIZE
+from mtrain.cli.data.tokenize import spec_of
+from mtrain.cli.data.words import read_arguments
+from mtrain.cli.words import Word, number, yes
+from mtrain.config.manifest import Manifest
+from mtrain.errors import ConfigError, Problem, say
+from mtrain.units import bytes_, count
+
+TOKENIZER = {
+    name: OF_TOKENIZE[name]
+    for name in (
+        *("tokenizer", "kind", "merges", "lower_case", "special", "eod_token"),
+        *("pattern", "special_tokens", "num_special_tokens"),
+    )
+}
+WHOLE = number(int, 0, 1 << 62)
+BAR = 40
+
+
+def inspect(argv: Sequence[str], *, as_json: bool) -> int:
+    """Print counts and lengths of a corpus, or one document of it."""
+    usage = "inspect PREFIX [--doc N] [--tokenizer PATH]"
+    known = {**TOKENIZER, "doc": Word(None, WHOLE, "a whole number of at least 0", "doc=0")}
+    values, (prefix,) = read_arguments(argv, known, usage, most=1)
+    from mtrain.data.preprocess.derive import opened
+    from mtrain.data.preprocess.view import described
+
+    one = opened(prefix)
+    if values["doc"] is not None:
+        return _document(one, values, as_json)
+    found = described(one.dataset)
+    if as_json:
+        say(strict_json.dumps(found))
+        return 0
+    say(
+        f"{prefix}: {found['documents']} documents in {found['sequences']} sequences, {found['tokens']} tokens "
+        f"({found['dtype']}, {bytes_(found['bytes'])}); longest document {found['longest_document']}"
+    )
+    if one.held is not None:
+        tokenizer = one.held.body["tokenizer"]
+        say(
+            f"tokenizer {', '.join(tokenizer.get('files', ['unknown']))} {tokenizer['sha256'][:12]}, end {one.held.eod}"
+        )
+    most = max((row["documents"] for row in found["lengths"]), default=1) or 1
+    for row in found["lengths"]:
+        span = f"{row['from']}" if row["from"] == row["to"] else f"{row['from']} to {row['to']}"
+        say(f"  {span:>20} tokens  {row['documents']:>12}  {'#' * round(BAR * row['documents'] / most)}".rstrip())
+    return 0
+
+
+def _document(one: Any, values: Mapping[str, Any], as_json: bool) -> int:
+    from mtrain.data.preprocess.encoders import load
+    from mtrain.data.preprocess.view import document, tokens_as_text
+
+    number_ = values["doc"]
+    sequences = document(one.dataset, number_)
+    encoder = load(spec_of({**values, "vocab_size": None})) if values["tokenizer"] is not None else None
+    if encoder is not None and one.held is not None and one.held.body["tokenizer"]["sha256"] != encoder.spec.sha256:
+        rule = f"tokens were made with {one.held.body['tokenizer']['sha256'][:12]}, and this is {encoder.spec.sha256[:12]}"
+        fix = f"tokenizer=PATH of {', '.join(one.held.body['tokenizer'].get('files', []))}"
+        raise ConfigError([Problem("MT620", "tokenizer", encoder.file, rule, fix, "command line")])
+    if as_json:
+        text = encoder.decode([int(i) for ids in sequences for i in ids]) if encoder is not None else None
+        say(strict_json.dumps({"doc": number_, "sequences": [ids.tolist() for ids in sequences], "text": text}))
+        return 0
+    total = sum(map(len, sequences))
+    say(f"document {number_} of {one.dataset.num_documents}: {total} tokens in {len(sequences)} sequences")
+    for i, ids in enumerate(sequences):
+        say(f"[{i}] {tokens_as_text(ids.tolist(), encoder)}")
+    if encoder is None and total:
+        say("tokenizer=PATH shows them as text")
+    return 0
+
+
+def verify(argv: Sequence[str], *, as_json: bool) -> int:
+    """Look at every byte of corpora; exit code 4 for one that is damaged."""
+    known = {
+        "vocab_size": Word(None, number(int, 1, 1 << 31), "a whole number of at least 1", "vocab_size=32000"),
+        "manifest": Word(True, yes, "true or false", "manifest=false"),
+    }
+    values, prefixes = read_arguments(argv, known, "verify PREFIX...")
+    from mtrain.data.preprocess.derive import opened
+    from mtrain.data.preprocess.scan import verify as verify_
+
+    for prefix in prefixes:
+        opened(prefix)
+        dataset, held, scanned = verify_(prefix, values["vocab_size"], hashed=values["manifest"])
+        if as_json:
+            body = {"prefix": str(prefix), "hashed": held is not None, "largest_id": scanned.largest}
+            say(strict_json.dumps({**body, "documents": dataset.num_documents, "tokens": dataset.num_tokens}))
+            continue
+        against = (
+            "as its manifest says, byte for byte" if held is not None else "adds up; there is no manifest with hashes"
+        )
+        say(
+            f"{prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens, ids to {scanned.largest}: {against}"
+        )
+    return 0
+
+
+def stats(argv: Sequence[str], *, as_json: bool) -> int:
+    """Print tokens, fertility and unknown bytes of each file that corpora were made of."""
+    known = {"files": Word(True, yes, "true or false", "files=false")}
+    values, prefixes = read_arguments(argv, known, "stats PREFIX...")
+    from mtrain.data.preprocess.derive import opened
+
+    rows = [row for prefix in prefixes for row in _rows(prefix, opened(prefix).held, files=values["files"])]
+    if as_json:
+        say(strict_json.dumps(rows))
+        return 0
+    say(
+        f"{'documents':>10} {'tokens':>9} {'share':>6} {'text':>10} {'bytes/token':>11} {'tokens/word':>11} {'unknown':>8}"
+    )
+    for row in rows:
+        say(_line(row))
+    return 0
+
+
+def _rows(prefix: Path, held: Manifest | None, *, files: bool) -> list[dict[str, Any]]:
+    if held is None:
+        rule = "there is no manifest beside it, which has the counts of each file"
+        fix = "a corpus that `data tokenize` made"
+        raise ConfigError([Problem("MT623", "prefix", str(prefix), rule, fix, "command line")])
+    total, inputs = held.count("tokens"), held.body["inputs"]
+    out = [_row(one["file"], one, total) for one in inputs] if files and len(inputs) > 1 else []
+    names = {name for one in inputs for name, value in one.items() if type(value) is int}
+    whole = {name: sum(one.get(name, 0) for one in inputs) for name in names if all(name in one for one in inputs)}
+    return [*out, _row(str(prefix), whole, total)]
+
+
+def _row(name: str, counts: Mapping[str, Any], total: int) -> dict[str, Any]:
+    def ratio(a: str, b: str) -> float | None:
+        return counts[a] / counts[b] if a in counts and counts.get(b) else None
+
+    return {
+        "name": name,
+        "documents": counts.get("documents", 0),
+        "tokens": counts.get("tokens", 0),
+        "share": counts.get("tokens", 0) / total if total else 0.0,
+        "text_bytes": counts.get("text_bytes"),
+        "bytes_per_token": ratio("text_bytes", "tokens"),
+        "fertility": ratio("tokens", "words"),
+        "unknown_share": ratio("unknown_bytes", "text_bytes"),
+        "rejected": counts.get("rejected", 0),
+    }
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    text = bytes_(row["text_bytes"]) if row["text_bytes"] is not None else "-"
+    each = ("bytes_per_token", "fertility")
+    ratios = " ".join(f"{row[name]:>11.3f}" if row[name] is not None else f"{'-':>11}" for name in each)
+    unknown = f"{100 * row['unknown_share']:>7.3f}%" if row["unknown_share"] is not None else f"{'-':>8}"
+    left = f"  {row['rejected']} left out" if row["rejected"] else ""
+    share = f"{100 * row['share']:>5.1f}%"
+    return f"{count(row['documents']):>10} {count(row['tokens']):>9} {share} {text:>10} {ratios} {unknown}  {row['name']}{left}"

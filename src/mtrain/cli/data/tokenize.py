@@ -1,0 +1,220 @@
+"""`data tokenize INPUT... --out PREFIX`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtrain import strict_json
+from mtrain.cli.data.words import needs, read_arguments
+from mtrain.cli.words import Word, number, yes
+from mtrain.errors import ConfigError, Problem, say
+from mtrain.units import MIB, bytes_, count, seconds
+
+USAGE = "tokenize INPUT... --out PREFIX --tokenizer PATH"
+FORMATS = ("jsonl", "parquet", "arrow", "tar", "text")
+ENGINES = ("auto", "tokenizers", "gigatoken")
+KINDS = ("tokenizer.json", "sentencepiece", "tiktoken", "gpt2", "bert")
+
+
+def one_of(*names: str) -> Any:
+    """A reader of one of several words."""
+
+    def read(text: str) -> str:
+        if text not in names:
+            raise ValueError(text)
+        return text
+
+    return read
+
+
+def special(text: str) -> tuple[tuple[str, int], ...]:
+    """Special tokens and their ids, as JSON."""
+    found = json.loads(text)
+    if not isinstance(found, dict) or not all(type(i) is int and 0 <= i < 1 << 24 for i in found.values()):
+        raise ValueError(text)
+    return tuple(sorted(found.items(), key=lambda one: one[1]))
+
+
+WORDS = {
+    "out": Word(None, Path),
+    "tokenizer": Word(None, Path),
+    "key": Word("text"),
+    "template": Word(None),
+    "format": Word(None, one_of(*FORMATS), f"one of {', '.join(FORMATS)}", "format=jsonl"),
+    "lines": Word(False, yes, "true or false", "lines=true"),
+    "eod": Word(True, yes, "true or false", "eod=false"),
+    "eod_token": Word(None),
+    "sentences": Word(None),
+    "keep_newlines": Word(False, yes, "true or false", "keep_newlines=true"),
+    "special": Word("token", one_of("token", "text"), "token or text", "special=text"),
+    "dtype": Word(None, one_of("uint16", "int32"), "uint16 or int32", "dtype=int32"),
+    "workers": Word(None, number(int, 1, 4096), "a whole number from 1 to 4096", "workers=4"),
+    "max_rejects": Word(1000, number(int, 0, 1 << 62), "a whole number of at least 0", "max_rejects=1000"),
+    "max_document": Word(64, number(int, 1, 1024), "MiB, from 1 to 1024", "max_document=64"),
+    "fresh": Word(False, yes, "true or false", "fresh=true"),
+    "overwrite": Word(False, yes, "true or false", "overwrite=true"),
+    "kind": Word(None, one_of(*KINDS), f"one of {', '.join(KINDS)}", "kind=sentencepiece"),
+    "engine": Word("auto", one_of(*ENGINES), f"one of {', '.join(ENGINES)}", "engine=gigatoken"),
+    "merges": Word(None, Path),
+    "lower_case": Word(True, yes, "true or false", "lower_case=false"),
+    "pattern": Word(None),
+    "special_tokens": Word((), special, "JSON of names and ids", """special_tokens='{"<|endoftext|>": 100}'"""),
+    "num_special_tokens": Word(1000, number(int, 7, 1 << 17), "a whole number from 7", "num_special_tokens=1000"),
+    "vocab_size": Word(None, number(int, 1, 1 << 24), "a whole number of at least 1", "vocab_size=131072"),
+}
+
+
+def tokenize(argv: Sequence[str], *, as_json: bool) -> int:
+    """Make `.bin/.idx` of documents; returns the exit code."""
+    values, inputs = read_arguments(argv, WORDS, USAGE)
+    prefix = prefix_of(needs(values, "out", USAGE))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from mtrain.data.preprocess.build import Limits
+    from mtrain.data.preprocess.build import tokenize as build
+
+    job = job_of(values, inputs)
+    limits = Limits(values["workers"] or cores(), values["max_rejects"], values["fresh"], values["overwrite"])
+    with Shown([source.size for source in job.sources], speaks=not as_json) as shown:
+        made = build(job, prefix.expanduser(), limits, shown)
+    if as_json:
+        say(strict_json.dumps(made))
+    else:
+        say(*summary(prefix, made, shown.seconds))
+    return 0
+
+
+def job_of(values: Mapping[str, Any], inputs: Sequence[Path]) -> Any:
+    """What every process is to know.
+
+    Raises:
+        ConfigError: an input, the template or the tokenizer is none.
+    """
+    from mtrain.data.preprocess.record import reading
+    from mtrain.data.preprocess.sources import find_sources
+    from mtrain.data.preprocess.work import Job
+
+    if values["template"] is not None and values["key"] != "text":
+        rule = "a template names its keys; key= would have no effect"
+        raise ConfigError([Problem("MT004", "key", values["key"], rule, "one of both", "command line")])
+    read = reading(values["key"], values["template"], by_line=values["lines"], max_bytes=values["max_document"] * MIB)
+    return Job(
+        spec_of(values),
+        read,
+        tuple(find_sources(inputs, values["format"])),
+        values["dtype"],
+        values["eod"],
+        values["sentences"],
+        values["keep_newlines"],
+    )
+
+
+def spec_of(values: Mapping[str, Any]) -> Any:
+    """The tokenizer that is named.
+
+    Raises:
+        ConfigError: none is named, or there is none.
+    """
+    from mtrain.data.preprocess.spec import find_tokenizer
+
+    path = needs(values, "tokenizer", USAGE).expanduser()
+    merges = values["merges"].expanduser() if values["merges"] is not None else None
+    return find_tokenizer(
+        path,
+        merges,
+        values["kind"],
+        plain=values["special"] == "text",
+        engine=values.get("engine", "auto"),
+        eod_token=values["eod_token"],
+        lower_case=values["lower_case"],
+        pattern=values["pattern"] or ("v2" if path.suffix == ".json" else "cl100k"),
+        special_tokens=values["special_tokens"],
+        num_special_tokens=values["num_special_tokens"],
+        vocab_size=values["vocab_size"],
+    )
+
+
+def prefix_of(path: Path) -> Path:
+    """A prefix, which is no file.
+
+    Raises:
+        ConfigError: it is the name of one of its files, or no name.
+    """
+    if path.suffix in (".bin", ".idx"):
+        rule = f"is a prefix: without {path.suffix}"
+        raise ConfigError([Problem("MT602", "out", str(path), rule, f"out={path.with_suffix('')}", "command line")])
+    if not path.name or path.name == ".." or path.expanduser().is_dir():
+        rule = "is a folder; the beginning of a file's name is needed"
+        raise ConfigError([Problem("MT602", "out", str(path), rule, f"out={path / 'corpus'}", "command line")])
+    return path
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def summary(prefix: Path, made: Mapping[str, Any], took: float) -> list[str]:
+    """What a person wants to know of a corpus that was made."""
+    text = sum(one["text_bytes"] for one in made["inputs"])
+    size = sum(one["bytes"] for one in made["files"].values())
+    lines = [
+        f"{prefix}: {count(made['documents'])} documents, {count(made['tokens'])} tokens ({made['dtype']}, ids to "
+        f"{made['largest_id']}), {bytes_(size)}, of {bytes_(text)} of text in {seconds(took)}"
+    ]
+    if made["rejected"]:
+        lines.append(f"{made['rejected']} records left out: {prefix}.rejects.jsonl")
+    return lines
+
+
+class Shown:
+    """The progress of a run: a line with rate and time left on a terminal, and nothing elsewhere."""
+
+    def __init__(self, sizes: Sequence[int], *, speaks: bool) -> None:
+        self._sizes, self._seen, self._read = sizes, [0] * len(sizes), 0
+        self._done, self._total, self._last = 0, sum(sizes), 0
+        self._began = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+        self._live = speaks and sys.stderr.isatty()
+
+    @property
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return time.monotonic() - self._began
+
+    def __enter__(self) -> Shown:
+        if self._live:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("tokenize"), BarColumn(), TextColumn("{task.percentage:.0f}%"))
+            more = (TextColumn("{task.fields[line]}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, *more, console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("tokenize", total=self._total, line="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, unit: Any, totals: Any) -> None:
+        """A unit is done."""
+        for part in unit:
+            while self._last < part.source:
+                self._done += self._sizes[self._last] - self._seen[self._last]
+                self._last += 1
+            step = min(part.size, self._sizes[part.source] - self._seen[part.source])
+            self._seen[part.source] += step
+            self._done += step
+            self._read += part.size
+        if self._bar is not None:
+            rate = self._read / max(1e-9, self.seconds) / 1e6
+            line = f"{rate:.1f} MB/s  {count(totals.sum('tokens'))} tokens"
+            self._bar.update(self._task, completed=self._done, line=line)

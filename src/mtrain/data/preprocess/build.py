@@ -1,0 +1,274 @@
+"""Documents to a corpus: `.bin`, `.idx`, manifest and what was left out, there when all of it is right."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtrain.config import manifest
+from mtrain.data.indexed import write_index
+from mtrain.data.preprocess import tables
+from mtrain.data.preprocess.journal import (
+    BIN,
+    LENGTHS,
+    REJECTS,
+    SEQUENCES,
+    Draft,
+    Totals,
+    disk,
+    finish,
+    sync_folder,
+)
+from mtrain.data.preprocess.pool import Pool
+from mtrain.data.preprocess.sources import Source
+from mtrain.data.preprocess.units import UNIT, Unit, plan
+from mtrain.data.preprocess.work import Job, Result, Worker
+from mtrain.errors import ConfigError, CorruptInput, Problem
+
+REJECTED = ".rejects.jsonl"
+ENDINGS = (".bin", ".idx", REJECTED, manifest.SUFFIX)
+LIBRARIES = {"sentencepiece": "sentencepiece", "tiktoken": "tiktoken"}
+Progress = Callable[[Unit, Totals], None]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a tokenizer that is loaded."""
+
+    vocab_size: int
+    eod: int | None
+    unk: int | None
+    dtype: str
+    engine: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How a corpus is made, without what it becomes."""
+
+    workers: int
+    max_rejects: int
+    fresh: bool = False
+    overwrite: bool = False
+
+
+def tokenize(job: Job, prefix: Path, limits: Limits, progress: Progress) -> dict[str, Any]:
+    """Make a corpus, or go on with one where a run was killed; returns the manifest.
+
+    Raises:
+        ConfigError: files of this name are there, or were begun with other settings.
+        CorruptInput: more records are left out than the limit.
+        CorruptData: an input or the tokenizer is not what its name says.
+        BadEnvironment: a library is missing, a process was killed, or the disk refuses.
+    """
+    folder = prefix.with_name(f"{prefix.name}.partial")
+    if not folder.exists():
+        _refuse_existing(prefix, limits.overwrite)
+    with Pool(limits.workers, Worker, job) as pool:
+        facts = pool.ask(_facts)  # processes start here, before any file is open that they would hold
+        names = [source.name for source in job.sources]
+        with Draft(folder, _settings(job, facts), names, fresh=limits.fresh) as draft:
+            if not draft.finished:
+                try:
+                    _refuse_existing(prefix, limits.overwrite)
+                except ConfigError:
+                    if not draft.units:
+                        draft.remove()
+                    raise
+                _grow(draft, pool, job, limits, progress)
+                _complete(draft, job, facts)
+            moves = [(folder / name, path_of(prefix, name)) for name in (BIN, "tokens.idx", REJECTS, "manifest.json")]
+            with disk(folder):
+                if limits.overwrite and not (folder / REJECTS).exists() and (folder / BIN).exists():
+                    path_of(prefix, REJECTS).unlink(missing_ok=True)
+                finish(moves, sync_folder)
+                draft.remove()
+    found = manifest.read_manifest(prefix)
+    assert found is not None
+    return found.body
+
+
+def path_of(prefix: Path, name: str) -> Path:
+    """Where a file of the growing folder goes."""
+    ending = {BIN: ".bin", "tokens.idx": ".idx", REJECTS: REJECTED}.get(name, manifest.SUFFIX)
+    return prefix.with_name(prefix.name + ending)
+
+
+def _facts(worker: Worker) -> Facts:
+    return Facts(worker.encoder.vocab_size, worker.encoder.eod, worker.encoder.unk, worker.dtype.name, worker.engine)
+
+
+def _tables(_: Worker, source: Source) -> list[tuple[int, int, int]]:
+    return tables.cut(source)
+
+
+def _run(worker: Worker, unit: Unit) -> Result:
+    return worker.run(unit)
+
+
+def _refuse_existing(prefix: Path, overwrite: bool) -> None:
+    there = [prefix.name + e for e in ENDINGS if os.path.lexists(prefix.with_name(prefix.name + e))]
+    if there and not overwrite:
+        rule = f"{', '.join(there)} is there" if len(there) == 1 else f"{', '.join(there)} are there"
+        fix = f"out={prefix}-2, or overwrite=true"
+        raise ConfigError([Problem("MT622", "out", str(prefix), rule, fix, "command line")])
+
+
+def _settings(job: Job, facts: Facts) -> dict[str, Any]:
+    """All that the bytes of the corpus follow from: a killed run is gone on with only where it is the same."""
+    return {
+        "format": manifest.FORMAT,
+        "unit": UNIT,
+        "tokenizer": _tokenizer(job, facts),
+        "document": {
+            "parts": job.reading.parts,
+            "lines": job.reading.by_line,
+            "max_bytes": job.reading.max_bytes,
+            "sentences": job.language,
+            "keep_newlines": job.keep_newlines,
+        },
+        "eod": facts.eod if job.append_eod else None,
+        "dtype": facts.dtype,
+        "inputs": [source.describe() for source in job.sources],
+    }
+
+
+def _tokenizer(job: Job, facts: Facts) -> dict[str, Any]:
+    spec, name = job.spec, LIBRARIES.get(job.spec.kind, facts.engine)
+    try:
+        library = f"{name} {version(name)}"
+    except PackageNotFoundError:
+        library = name
+    out: dict[str, Any] = {
+        "kind": spec.kind,
+        "files": [Path(file).name for file in spec.files],
+        "sha256": spec.sha256,
+        "library": library,
+        "special_names_are_text": spec.plain,
+    }
+    if spec.kind == "bert":
+        out["lower_case"] = spec.lower_case
+    if spec.kind == "tiktoken":
+        out |= {"pattern": spec.pattern, "special_tokens": dict(spec.special_tokens)}
+        out |= {"num_special_tokens": spec.num_special_tokens, "vocab_size": spec.vocab_size}
+    return out
+
+
+def _grow(draft: Draft, pool: Pool, job: Job, limits: Limits, progress: Progress) -> None:
+    """Work on the units that are left, and take what they come to in, in their order."""
+    units = plan(job.sources, job.reading, lambda source: pool.ask(_tables, source))
+    for unit, result in pool.each(_run, _behind(units, draft.units, draft, progress), lambda u: _name(job, u)):
+        draft.commit(result)
+        progress(unit, draft.totals)
+        _refuse_many_rejects(draft, limits.max_rejects)
+    _refuse_many_rejects(draft, limits.max_rejects)
+
+
+def _behind(units: Iterator[Unit], done: int, draft: Draft, progress: Progress) -> Iterator[Unit]:
+    for unit in islice(units, done):
+        progress(unit, draft.totals)
+    yield from units
+
+
+def _name(job: Job, unit: Unit) -> str:
+    return job.sources[unit[0].source].name
+
+
+def _refuse_many_rejects(draft: Draft, limit: int) -> None:
+    rejected = draft.totals.sum("rejected")
+    if rejected > limit:
+        rule = f"{rejected} records are left out so far, of {draft.totals.sum('records')}: {draft.folder / REJECTS}"
+        first = "; ".join(line.strip() for line in draft.last_rejects())
+        fix = f"correct them, or max_rejects={2 * rejected}"
+        raise CorruptInput([Problem("MT621", "max_rejects", limit, f"{rule}; {first}", fix, "command line")])
+
+
+def _complete(draft: Draft, job: Job, facts: Facts) -> None:
+    """Write the index and the manifest, and say that all is there."""
+    totals, folder = draft.totals, draft.folder
+    if not totals.sum("documents"):
+        rule = f"the inputs hold no document; {totals.sum('rejected')} records are left out"
+        if first := draft.last_rejects(1):
+            rule += f", as {first[0].strip()}"
+        draft.remove()
+        raise ConfigError(
+            [Problem("MT601", "input", None, rule, "name files with documents, or key=NAME", "command line")]
+        )
+    with disk(folder):
+        draft.sync()
+        _index(folder, np.dtype(facts.dtype), totals)
+        if not totals.sum("rejected"):
+            (folder / REJECTS).unlink()
+        for name in (LENGTHS, SEQUENCES):
+            (folder / name).unlink()
+        data = manifest.dump(_manifest(draft, job, facts))
+        with open(folder / "manifest.json", "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.done()
+
+
+def _index(folder: Path, dtype: np.dtype, totals: Totals) -> None:
+    """The index of the sequences, whose documents are looked up only where one is not one sequence."""
+    lengths = _mapped(folder / LENGTHS)
+    held = _mapped(folder / SEQUENCES)
+    index = folder / "tokens.idx"
+    documents: np.ndarray | None = None
+    if totals.sum("empty") or totals.sum("sequences") != totals.sum("documents"):
+        path = folder / "documents"
+        documents = np.memmap(path, "<i8", "w+", shape=(len(held) + 1,))
+        documents[0] = place = 0
+        for first in range(0, len(held), 1 << 20):
+            part = held[first : first + (1 << 20)]
+            documents[first + 1 : first + 1 + len(part)] = np.cumsum(part, dtype=np.int64) + place
+            place += int(part.sum(dtype=np.int64))
+        path.unlink()
+    write_index(index, lengths, dtype, documents)
+    descriptor = os.open(index, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _mapped(path: Path) -> np.ndarray:
+    return np.memmap(path, "<i4", "r") if path.stat().st_size else np.empty(0, np.int32)
+
+
+def _manifest(draft: Draft, job: Job, facts: Facts) -> dict[str, Any]:
+    import hashlib
+
+    totals = draft.totals
+    with open(draft.folder / "tokens.idx", "rb") as file:
+        index = hashlib.file_digest(file, "sha256").hexdigest()
+    sizes = {name: (draft.folder / name).stat().st_size for name in (BIN, "tokens.idx")}
+    inputs = [
+        {"file": source.name, "bytes": source.size, **counts}
+        for source, counts in zip(job.sources, totals.of, strict=True)
+    ]
+    settings = _settings(job, facts)
+    return {
+        "format": manifest.FORMAT,
+        "documents": totals.sum("documents"),
+        "sequences": totals.sum("sequences"),
+        "tokens": totals.sum("tokens"),
+        "rejected": totals.sum("rejected"),
+        "largest_id": totals.largest,
+        "vocab_size": facts.vocab_size,
+        "unk": facts.unk,
+        "eod": settings["eod"],
+        "dtype": facts.dtype,
+        "tokenizer": settings["tokenizer"],
+        "document": settings["document"],
+        "inputs": inputs,
+        "files": {
+            ".bin": {"bytes": sizes[BIN], "sha256": draft.sha256.hexdigest()},
+            ".idx": {"bytes": sizes["tokens.idx"], "sha256": index},
+        },
+    }

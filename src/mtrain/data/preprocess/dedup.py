@@ -1,0 +1,69 @@
+"""Documents that are there more than once: the same tokens, or nearly, by MinHash of datasketch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from itertools import chain
+
+import numpy as np
+
+from mtrain.data.indexed import IndexedDataset
+from mtrain.data.preprocess.encoders import library
+
+Twice = list[tuple[int, int]]
+"""A document that is left out, and the earlier one that it repeats."""
+
+
+def _documents(dataset: IndexedDataset, end: int | None) -> Iterator[np.ndarray]:
+    """Tokens of each document, without the token that ends it."""
+    for i in range(dataset.num_documents):
+        tokens = dataset.tokens[dataset.document_start(i) : dataset.document_start(i + 1)]
+        yield tokens[:-1] if end is not None and len(tokens) and tokens[-1] == end else tokens
+
+
+def exact(dataset: IndexedDataset, end: int | None) -> Twice:
+    """Documents with the tokens of an earlier one."""
+    seen, out = dict[bytes, int](), Twice()
+    for i, tokens in enumerate(_documents(dataset, end)):
+        first = seen.setdefault(hashlib.blake2b(tokens.tobytes(), digest_size=16).digest(), i)
+        if first != i:
+            out.append((i, first))
+    return out
+
+
+def near(dataset: IndexedDataset, end: int | None, threshold: float, ngram: int, permutations: int) -> Twice:
+    """Documents of whose runs of `ngram` tokens a share of about `threshold` is also that of an earlier one that is
+    kept (the Jaccard similarity, estimated).
+
+    Raises:
+        BadEnvironment: datasketch is not installed.
+    """
+    sketch = library("datasketch", "dedup", "data dedup method=minhash")
+    index, kept = sketch.MinHashLSH(threshold=threshold, num_perm=permutations), dict[int, object]()
+    out = Twice()
+    for i, tokens in enumerate(_documents(dataset, end)):
+        found = sketch.MinHash(num_perm=permutations, seed=1)
+        found.update_batch(_shingles(tokens, ngram))
+        close = [j for j in index.query(found) if found.jaccard(kept[j]) >= threshold]
+        if close:
+            out.append((i, min(close)))
+        else:
+            index.insert(i, found)
+            kept[i] = found
+    return out
+
+
+def _shingles(tokens: np.ndarray, ngram: int) -> list[bytes]:
+    if len(tokens) <= ngram:
+        return [tokens.tobytes()]
+    width = np.lib.stride_tricks.sliding_window_view(tokens, ngram)
+    whole = np.ascontiguousarray(width).view(f"V{ngram * tokens.itemsize}").ravel()
+    return [one.tobytes() for one in np.unique(whole)]
+
+
+def left(count: int, twice: Twice) -> np.ndarray:
+    """The documents that stay."""
+    keep = np.ones(count, bool)
+    keep[list(chain(i for i, _ in twice))] = False
+    return np.flatnonzero(keep)

@@ -1,0 +1,226 @@
+"""A corpus made of documents of others: joined, cut, drawn, or without those that are there twice."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtrain.config import manifest
+from mtrain.config.token_files import split_documents
+from mtrain.data.indexed import IndexedDataset, write_index
+from mtrain.data.preprocess.build import ENDINGS
+from mtrain.data.preprocess.journal import disk, finish, sync_folder
+from mtrain.errors import ConfigError, CorruptData, Problem
+
+KEPT = ("vocab_size", "unk", "eod", "tokenizer", "document")
+"""What a corpus has in common with those that it is made of."""
+BLOCK = 1 << 24
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A corpus and its manifest, if it has one."""
+
+    dataset: IndexedDataset
+    held: manifest.Manifest | None
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What must be the same in corpora that are joined."""
+        if self.held is None:
+            return {
+                "tokenizer": {"kind": "unknown", "sha256": ""},
+                "vocab_size": None,
+                "unk": None,
+                "eod": None,
+                "document": None,
+            }
+        return {name: self.held.body.get(name) for name in KEPT}
+
+
+def opened(prefix: Path) -> Opened:
+    """The corpus of a prefix.
+
+    Raises:
+        ConfigError: there is none.
+        CorruptData: it does not add up, or is not what its manifest says.
+    """
+    for suffix in (".bin", ".idx"):
+        if not prefix.with_name(prefix.name + suffix).is_file():
+            rule = f"there is no file {prefix.name}{suffix} in {prefix.parent}"
+            raise ConfigError([Problem("MT602", "prefix", str(prefix), rule, "the prefix of a .bin and an .idx", "")])
+    held, dataset = manifest.read_manifest(prefix), IndexedDataset(prefix)
+    if held is not None and (wrong := held.sizes_differ(prefix)):
+        raise CorruptData(wrong)
+    return Opened(dataset, held)
+
+
+def refuse_existing(out: Path, overwrite: bool) -> None:
+    """Passes a prefix of which nothing is there.
+
+    Raises:
+        ConfigError: something is.
+    """
+    there = [out.name + e for e in ENDINGS if os.path.lexists(out.with_name(out.name + e))]
+    if there and not overwrite:
+        fix = f"out={out}-2, or overwrite=true"
+        raise ConfigError([Problem("MT622", "out", str(out), f"{there[0]} is there", fix, "command line")])
+
+
+def write(
+    out: Path, parts: Sequence[tuple[Opened, np.ndarray]], how: Mapping[str, Any], *, overwrite: bool
+) -> dict[str, Any]:
+    """Write a corpus of documents, given by their numbers in rising order; returns its manifest.
+
+    Raises:
+        ConfigError: corpora of other tokens are joined, or files of this name are there.
+        BadEnvironment: the disk refuses.
+    """
+    refuse_existing(out, overwrite)
+    common = _common(parts)
+    dtype = parts[0][0].dataset.dtype
+    folder = out.with_name(f"{out.name}.partial")
+    with disk(folder):
+        if folder.exists():
+            rule = "a run that was killed left it, or another process works there"
+            fix = "finish it, or remove it"
+            raise ConfigError([Problem("MT622", "out", str(folder), rule, fix, "command line")])
+        folder.mkdir(parents=True)
+        try:
+            digest, counts, largest, inputs = _tokens(folder, parts)
+            index = _index(folder, dtype)
+            body = {
+                "format": manifest.FORMAT,
+                **counts,
+                "rejected": 0,
+                "largest_id": largest,
+                "dtype": dtype.name,
+                **common,
+                "vocab_size": common["vocab_size"] or largest + 1,
+                "made": dict(how),
+                "inputs": inputs,
+                "files": {
+                    ".bin": {"bytes": (folder / "bin").stat().st_size, "sha256": digest},
+                    ".idx": {"bytes": (folder / "idx").stat().st_size, "sha256": index},
+                },
+            }
+            (folder / "manifest").write_bytes(manifest.dump(body))
+            for name in ("bin", "idx", "manifest"):
+                _sync(folder / name)
+            endings = (("bin", ".bin"), ("idx", ".idx"), ("manifest", manifest.SUFFIX))
+            finish([(folder / name, out.with_name(out.name + end)) for name, end in endings], sync_folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return body
+
+
+def _common(parts: Sequence[tuple[Opened, np.ndarray]]) -> dict[str, Any]:
+    first, *rest = [one for one, _ in parts]
+    for one in rest:
+        names = [name for name in ("tokenizer", "eod") if one.common[name] != first.common[name]]
+        if one.dataset.dtype != first.dataset.dtype:
+            names.append(f"dtype ({first.dataset.dtype.name} and {one.dataset.dtype.name})")
+        if names:
+            rule = f"its {' and '.join(names)} is not that of {first.dataset.prefix}"
+            fix = "tokenize both with the same tokenizer, eod= and dtype="
+            raise ConfigError([Problem("MT620", "prefix", str(one.dataset.prefix), rule, fix, "command line")])
+    return first.common
+
+
+def runs(documents: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Neighbours among rising numbers, as (first, stop)."""
+    if not len(documents):
+        return
+    breaks = np.flatnonzero(np.diff(documents) != 1) + 1
+    for part in zip([0, *breaks], [*breaks, len(documents)], strict=True):
+        yield int(documents[part[0]]), int(documents[part[1] - 1]) + 1
+
+
+def _tokens(
+    folder: Path, parts: Iterable[tuple[Opened, np.ndarray]]
+) -> tuple[str, dict[str, int], int, list[dict[str, Any]]]:
+    digest, largest, inputs = hashlib.sha256(), -1, []
+    counts = {"documents": 0, "sequences": 0, "tokens": 0}
+    with (
+        open(folder / "bin", "wb") as tokens,
+        open(folder / "lengths", "wb") as lengths,
+        open(folder / "ends", "wb") as ends,
+    ):
+        ends.write(np.zeros(1, "<i8").tobytes())
+        for one, documents in parts:
+            before = dict(counts)
+            for first, stop in runs(documents):
+                dataset = one.dataset
+                start, end = dataset.document_start(first), dataset.document_start(stop)
+                for place in range(start, end, BLOCK):
+                    block = dataset.tokens[place : min(place + BLOCK, end)]
+                    largest = max(largest, int(block.max()))
+                    data = memoryview(block).cast("B")  # type: ignore[arg-type]
+                    digest.update(data)
+                    tokens.write(data)
+                low, high = (int(dataset.document_indices[i]) for i in (first, stop))
+                lengths.write(dataset.lengths[low:high].tobytes())
+                ends.write((dataset.document_indices[first + 1 : stop + 1] - low + counts["sequences"]).tobytes())
+                counts["documents"] += stop - first
+                counts["sequences"] += high - low
+                counts["tokens"] += end - start
+            made = {name: counts[name] - before[name] for name in counts}
+            inputs.append({"file": str(one.dataset.prefix), **made})
+    return digest.hexdigest(), counts, largest, inputs
+
+
+def _index(folder: Path, dtype: np.dtype) -> str:
+    lengths, ends = (folder / "lengths", "<i4"), (folder / "ends", "<i8")
+    held = [np.memmap(p, d, "r") if p.stat().st_size else np.empty(0, d) for p, d in (lengths, ends)]
+    write_index(folder / "idx", held[0], dtype, held[1])
+    with open(folder / "idx", "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def everything(one: Opened) -> np.ndarray:
+    """The numbers of all documents."""
+    return np.arange(one.dataset.num_documents)
+
+
+def cut(one: Opened, shares: Sequence[float], seed: int | None) -> list[np.ndarray]:
+    """The documents of each share: neighbours by tokens, or drawn with a seed, and then shares of documents.
+
+    Raises:
+        ConfigError: a share would have no document.
+    """
+    if seed is None:
+        out = [np.arange(part.start, part.stop) for part in split_documents(one.dataset, shares)]
+    else:
+        count = one.dataset.num_documents
+        places = np.round(np.cumsum([0.0, *shares]) / sum(shares) * count).astype(int)
+        order = np.random.default_rng(seed).permutation(count)
+        out = [np.sort(order[a:b]) for a, b in zip(places[:-1], places[1:], strict=True)]
+    empty = [i for i, part in enumerate(out) if not len(part) and shares[i] > 0]
+    if empty:
+        rule = f"share {empty[0]} of {one.dataset.num_documents} documents would have none"
+        raise ConfigError([Problem("MT604", "shares", list(shares), rule, "fewer or other shares", "command line")])
+    return out
+
+
+def drawn(one: Opened, seed: int, documents: int | None, tokens: int | None) -> np.ndarray:
+    """So many documents, or as many as have no more than so many tokens, drawn without repetition, in their order."""
+    count = one.dataset.num_documents
+    order = np.random.default_rng(seed).permutation(count)
+    if documents is not None:
+        return np.sort(order[:documents])
+    starts = np.concatenate([one.dataset.pointers // one.dataset.dtype.itemsize, [one.dataset.num_tokens]])
+    lengths = np.diff(starts[one.dataset.document_indices])
+    fits = np.cumsum(lengths[order]) <= (tokens or 0)
+    return np.sort(order[fits])

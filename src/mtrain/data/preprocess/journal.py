@@ -1,0 +1,275 @@
+"""The folder in which a corpus grows, and the journal by which a run that was killed goes on.
+
+`PREFIX.partial/` has the settings, the growing files and `journal`, to which a line is added for each unit when its
+bytes are in the files. A line that is not whole is none. Whoever comes back cuts the files to what the journal says,
+compares the checksums of the tokens while their hash is made again, and goes on behind the last unit that is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from mtrain import strict_json
+from mtrain.data.preprocess.work import COUNTED, Result
+from mtrain.errors import BadEnvironment, ConfigError, Problem
+
+BIN, LENGTHS, SEQUENCES, REJECTS = "tokens.bin", "lengths", "sequences", "rejects.jsonl"
+GROWING = (BIN, LENGTHS, SEQUENCES, REJECTS)
+SETTINGS, JOURNAL, LOCK = "settings.json", "journal", "lock"
+SYNC_S = 2.0
+"""Seconds of work that a machine that loses power may lose."""
+BLOCK = 8 << 20
+
+
+class Totals:
+    """Counts of a corpus, of all and by file."""
+
+    def __init__(self, sources: int) -> None:
+        self.of = [dict.fromkeys((*COUNTED, "rejected"), 0) for _ in range(sources)]
+        self.largest = -1
+
+    def sum(self, name: str) -> int:
+        """A count over all files."""
+        return sum(counts[name] for counts in self.of)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Take a line of the journal in."""
+        self.largest = max(self.largest, line["largest"])
+        for source, counts in line["parts"]:
+            for name, number in counts.items():
+                self.of[source][name] += number
+
+
+class Draft:
+    """A corpus that grows; see the module. Used as a context, which holds its lock.
+
+    Raises:
+        ConfigError: another process makes the same corpus, or what is there has other settings.
+        BadEnvironment: the disk refuses.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], names: list[str], *, fresh: bool) -> None:
+        self.folder, self.names = folder, names
+        self.totals, self.units, self.finished = Totals(len(names)), 0, False
+        self.sha256 = hashlib.sha256()
+        self._settings, self._fresh = settings, fresh
+        self._files: dict[str, BinaryIO] = {}
+        self._synced = time.monotonic()
+
+    def __enter__(self) -> Draft:
+        with disk(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.folder / LOCK, "ab")  # noqa: SIM115
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._lock.close()
+                rule = "another process makes this corpus now"
+                raise ConfigError(
+                    [Problem("MT622", "out", str(self.folder), rule, "wait for it, or another out=")]
+                ) from None
+            try:
+                self._start()
+            except BaseException:
+                self._lock.close()
+                raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                file.close()
+        self._lock.close()
+
+    def _start(self) -> None:
+        held = self.folder / SETTINGS
+        said = (strict_json.dumps(self._settings, sort_keys=True, indent=1) + "\n").encode()
+        if self._fresh and held.exists():
+            held.unlink()
+        if held.exists():
+            self._same(held.read_bytes(), said)
+        else:
+            for name in (*GROWING, JOURNAL):
+                (self.folder / name).unlink(missing_ok=True)
+            beside = held.with_suffix(".new")
+            _write_through(beside, said)
+            beside.replace(held)
+        for name in (*GROWING, JOURNAL):
+            self._files[name] = open(self.folder / name, "ab")  # noqa: SIM115
+        self._resume()
+
+    def _same(self, held: bytes, said: bytes) -> None:
+        """Refuse to go on with other settings or files than those that the tokens so far are of."""
+        if held == said:
+            return
+        try:
+            before, now = json.loads(held), json.loads(said)
+            apart = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+        except (ValueError, AttributeError):
+            apart = ["settings"]
+        rule = f"what a killed run left was made with other {', '.join(apart)} (or input files that changed since)"
+        fix = "the same command, on the same files; or fresh=true to begin again"
+        raise ConfigError([Problem("MT622", "out", str(self.folder), rule, fix, "command line")])
+
+    def _resume(self) -> None:
+        lines = [line for line in _journal(self.folder / JOURNAL)]
+        kept, place = 0, [0, 0, 0, 0]
+        sizes = [(self.folder / name).stat().st_size for name in GROWING]
+        end = 0
+        with open(self.folder / BIN, "rb") as tokens:
+            for line, stop in lines:
+                if "done" in line:
+                    self.finished = True
+                    end = stop
+                    break
+                grown = line["bytes"]
+                reached = [a + b for a, b in zip(place, grown, strict=True)]
+                if line["unit"] != kept or any(a > b for a, b in zip(reached, sizes, strict=True)):
+                    break
+                if not self._absorb(tokens, grown[0], line["crc"]):
+                    break
+                self.totals.add(line)
+                kept, place, end = kept + 1, reached, stop
+        self.units = kept
+        if not self.finished:
+            for name, size in zip((*GROWING, JOURNAL), (*place, end), strict=True):
+                os.truncate(self.folder / name, size)
+
+    def _absorb(self, tokens: BinaryIO, size: int, crc: int) -> bool:
+        """Hash the next bytes of the tokens again; whether they are what was written."""
+        digest, found = self.sha256.copy(), 0
+        while size and (block := tokens.read(min(size, BLOCK))):
+            size -= len(block)
+            found = zlib.crc32(block, found)
+            digest.update(block)
+        if size or found != crc:
+            return False
+        self.sha256 = digest
+        return True
+
+    def commit(self, result: Result) -> None:
+        """Take in what a unit came to; the units come in their order."""
+        rejects = b"".join(self._rejects(result))
+        grown = (result.tokens, result.lengths, result.sequences, rejects)
+        parts = [(part.source, part.counts | {"rejected": len(part.rejected)}) for part in result.parts]
+        line = {
+            "unit": self.units,
+            "bytes": [len(data) for data in grown],
+            "crc": result.crc,
+            "largest": result.largest,
+            "parts": parts,
+        }
+        with disk(self.folder):
+            for name, data in zip(GROWING, grown, strict=True):
+                self._files[name].write(data)
+                self._files[name].flush()
+            self._add(line)
+            self.sha256.update(result.tokens)
+            if time.monotonic() - self._synced > SYNC_S:
+                self.sync()
+        self.totals.add(line)
+        self.units += 1
+
+    def _rejects(self, result: Result) -> Iterator[bytes]:
+        before = dict[int, int]()
+        for part in result.parts:
+            base = before.get(part.source, 0) + self.totals.of[part.source]["records"]
+            before[part.source] = before.get(part.source, 0) + part.counts["records"]
+            for one in part.rejected:
+                held = {"file": self.names[part.source], "line": base + one.number or None, "why": one.why}
+                yield (strict_json.dumps(held) + "\n").encode()
+
+    def _add(self, line: dict[str, Any]) -> None:
+        text = strict_json.dumps(line)
+        self._files[JOURNAL].write(f"{zlib.crc32(text.encode()):08x} {text}\n".encode())
+        self._files[JOURNAL].flush()
+
+    def sync(self) -> None:
+        """Have the disk hold what was written: the bytes first, then the journal that speaks of them."""
+        for name in (*GROWING, JOURNAL):
+            os.fsync(self._files[name].fileno())
+        self._synced = time.monotonic()
+
+    def done(self) -> None:
+        """Say that all files are as they will be; only their names are left to be given."""
+        with disk(self.folder):
+            self.sync()
+            self._add({"done": True})
+            os.fsync(self._files[JOURNAL].fileno())
+        self.finished = True
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def last_rejects(self, many: int = 3) -> list[str]:
+        """The first lines of the file of what was left out."""
+        with open(self.folder / REJECTS, "rb") as file:
+            found = [json.loads(line) for _, line in zip(range(many), file, strict=False)]
+        return [f"  {one['file']}{':' + str(one['line']) if one['line'] else ''}: {one['why']}" for one in found]
+
+
+def _journal(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """The whole lines of a journal, and where each ends; it ends at the first that is not whole."""
+    place = 0
+    with open(path, "rb") as file:
+        for raw in file:
+            place += len(raw)
+            crc, _, text = raw.partition(b" ")
+            if not raw.endswith(b"\n") or crc != b"%08x" % zlib.crc32(text[:-1]):
+                return
+            yield json.loads(text), place
+
+
+def _write_through(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def disk(place: Path) -> Iterator[None]:
+    """Turn a failure of the disk into a message."""
+    try:
+        yield
+    except OSError as error:
+        free = "?"
+        with contextlib.suppress(OSError):
+            there = next(p for p in (place, *place.parents) if p.is_dir())
+            free = f"{shutil.disk_usage(there).free >> 20} MiB free at {there}"
+        raise BadEnvironment(
+            f"{error.filename or place}: {error.strerror or error} ({free})",
+            "  fix: out=PREFIX where files can be written; what was done so far is kept",
+        ) from error
+
+
+def finish(moves: list[tuple[Path, Path]], place: Callable[[Path], None]) -> None:
+    """Give files their names, those that are still to be given; `place` has the disk hold a folder."""
+    for old, new in moves:
+        if old.exists():
+            old.replace(new)
+    for folder in {new.parent for _, new in moves}:
+        place(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the disk hold the names in a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

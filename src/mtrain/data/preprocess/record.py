@@ -1,0 +1,111 @@
+"""What of a record is text: a key, or a template of keys. What is none is a reason to leave the record out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any
+
+from mtrain.errors import ConfigError, Problem
+
+Text = str | list[str]
+"""A text, or its sentences."""
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A record that is left out."""
+
+    number: int
+    """Of the line or row, from 1; 0: the file itself."""
+    why: str
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How documents are found; small, as every process has it."""
+
+    parts: tuple[tuple[str, str | None], ...]
+    """Text that is the same in every document, and the key behind it; a key alone: `(("", key),)`."""
+    by_line: bool = False
+    """A line of a text file is a document."""
+    max_bytes: int = 64 << 20
+    """A document with more is left out."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that are read."""
+        return tuple(key for _, key in self.parts if key is not None)
+
+    def text(self, record: Any) -> Text:
+        """The text of a record.
+
+        Raises:
+            ValueError: says why it has none.
+        """
+        if len(self.parts) == 1 and not self.parts[0][0]:
+            return self._value(record, self.parts[0][1] or "", sentences=True)
+        out = [before + (self._value(record, key, sentences=False) if key else "") for before, key in self.parts]  # type: ignore[operator]
+        return "".join(out)
+
+    def _value(self, record: Any, key: str, *, sentences: bool) -> Text:
+        found = record.get(key, record) if isinstance(record, Mapping) else None
+        if found is record or found is None:
+            found = _walk(record, key)
+        if isinstance(found, bytes):
+            found = found.decode()
+        if isinstance(found, str):
+            return found
+        if sentences and isinstance(found, list) and all(isinstance(one, str) for one in found):
+            return found
+        raise ValueError(f"{key} is {_kind(found)}, and no text")
+
+
+def _walk(record: Any, key: str) -> Any:
+    """The value at a key with dots, of records in records."""
+    for name in [key] if isinstance(record, Mapping) and key in record else key.split("."):
+        if not isinstance(record, Mapping):
+            raise ValueError(f"it is {_kind(record)}, and no object with the key {key}")
+        if name not in record:
+            raise ValueError(f"it has no key {key}; keys: {', '.join(map(str, list(record)[:8]))[:120] or 'none'}")
+        record = record[name]
+    return record
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
+
+
+def reading(key: str, template: str | None, **options: Any) -> Reading:
+    """A reading of a key, or of a template such as `{title}\\n{text}`, in which `\\n` and `\\t` may be written.
+
+    Raises:
+        ConfigError: the template has no key, or more in its braces than one.
+    """
+    if template is None:
+        return Reading((("", key),), **options)
+    try:
+        parts = tuple(_parts(template.replace("\\n", "\n").replace("\\t", "\t")))
+    except ValueError as error:
+        parts, rule = (), str(error)
+    else:
+        rule = "has no key in braces"
+    if not any(name for _, name in parts):
+        raise ConfigError(
+            [Problem("MT003", "template", template, rule, "template='{title}\\n{text}'", "command line")]
+        )
+    return Reading(parts, **options)
+
+
+def _parts(template: str) -> Iterator[tuple[str, str | None]]:
+    for before, name, form, conversion in Formatter().parse(template):
+        if name == "" or form or conversion or (name or "").strip("_") != (name or "").strip("_ "):
+            raise ValueError("braces hold the name of a key, and nothing else")
+        yield before, name
+
+
+def roots(keys: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """Of the columns of a table those that keys are in."""
+    return [column for column in columns if any(key == column or key.startswith(f"{column}.") for key in keys)]

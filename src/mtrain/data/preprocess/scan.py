@@ -1,0 +1,116 @@
+"""Looks at every byte of a corpus: whether it is what its manifest says, and whether its ids are those of a vocabulary."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mtrain.config.manifest import Manifest, read_manifest
+from mtrain.data.indexed import IndexedDataset
+from mtrain.errors import ConfigError, CorruptData, Problem
+
+BLOCK = 1 << 24
+"""Tokens that are looked at together."""
+
+
+@dataclass(frozen=True)
+class Scanned:
+    """What a scan of all tokens found."""
+
+    largest: int
+    """-1: there are none."""
+    smallest: int
+    sha256: str
+    """Of the `.bin`."""
+
+
+def verify(prefix: Path, vocab_size: int | None, *, hashed: bool) -> tuple[IndexedDataset, Manifest | None, Scanned]:
+    """A corpus whose every byte was looked at; without `hashed` it needs no manifest.
+
+    Raises:
+        ConfigError: there is no manifest.
+        CorruptData: a file is not what the manifest says, does not add up, or has an id outside of the vocabulary.
+    """
+    held = read_manifest(prefix)
+    if held is None and hashed:
+        rule = "there is no manifest beside it, so nobody knows what its bytes were"
+        raise ConfigError([Problem("MT623", "manifest", str(prefix), rule, "manifest=false to look at the rest", "")])
+    dataset = IndexedDataset(prefix)
+    if held is not None:
+        _sizes(held, dataset)
+    scanned = scan(dataset, vocab_size if held is None else held.count("vocab_size"))
+    if held is not None:
+        _hashes(held, dataset, scanned)
+    if held is not None and vocab_size is not None and scanned.largest >= vocab_size:
+        _outside(dataset, vocab_size)
+    return dataset, held, scanned
+
+
+def _sizes(held: Manifest, dataset: IndexedDataset) -> None:
+    if wrong := held.sizes_differ(dataset.prefix):
+        raise CorruptData(wrong)
+    found = {
+        "documents": dataset.num_documents,
+        "sequences": len(dataset),
+        "tokens": dataset.num_tokens,
+    }
+    for name, number in found.items():
+        if held.count(name) != number:
+            raise CorruptData(f"{dataset.idx}: {number} {name}, and {held.path.name} says {held.count(name)}")
+    if held.body.get("dtype") != dataset.dtype.name:
+        said = str(held.body.get("dtype"))[:20]
+        raise CorruptData(f"{dataset.idx}: tokens are {dataset.dtype.name}, and {held.path.name} says {said}")
+
+
+def _hashes(held: Manifest, dataset: IndexedDataset, scanned: Scanned) -> None:
+    with open(dataset.idx, "rb") as file:
+        index = hashlib.file_digest(file, "sha256").hexdigest()
+    for path, suffix, found in ((dataset.idx, ".idx", index), (dataset.bin, ".bin", scanned.sha256)):
+        if found != held.sha256_of(suffix):
+            raise CorruptData(f"{path}: sha256 is {found}, was written as {held.sha256_of(suffix)}")
+    if held.count("largest_id") != scanned.largest:
+        raise CorruptData(
+            f"{dataset.bin}: ids to {scanned.largest}, and its manifest says {held.count('largest_id')}"
+        )
+
+
+def blocks(dataset: IndexedDataset) -> Iterator[tuple[int, np.ndarray]]:
+    """All tokens, as (place of the first, tokens)."""
+    for first in range(0, dataset.num_tokens, BLOCK):
+        yield first, dataset.tokens[first : first + BLOCK]
+
+
+def scan(dataset: IndexedDataset, vocab_size: int | None = None) -> Scanned:
+    """The ends of the ids and the hash of the tokens.
+
+    Raises:
+        CorruptData: an id is negative or outside of the vocabulary, with its document.
+    """
+    digest, largest, smallest = hashlib.sha256(), -1, 0
+    for first, tokens in blocks(dataset):
+        digest.update(memoryview(tokens).cast("B"))  # type: ignore[arg-type]
+        low, high = int(tokens.min()), int(tokens.max())
+        largest, smallest = max(largest, high), min(smallest, low)
+        if low < 0 or (vocab_size is not None and high >= vocab_size):
+            wrong = tokens < 0 if low < 0 else tokens >= (vocab_size or 0)
+            _refuse(dataset, first + int(np.argmax(wrong)), vocab_size)
+    return Scanned(largest, smallest, digest.hexdigest())
+
+
+def _outside(dataset: IndexedDataset, vocab_size: int) -> None:
+    for first, tokens in blocks(dataset):
+        wrong = tokens >= vocab_size
+        if wrong.any():
+            _refuse(dataset, first + int(np.argmax(wrong)), vocab_size)
+
+
+def _refuse(dataset: IndexedDataset, place: int, vocab_size: int | None) -> None:
+    ids = f"ids are 0 to {vocab_size - 1}" if vocab_size is not None else "ids begin with 0"
+    raise CorruptData(
+        f"{dataset.bin}: offset {place * dataset.dtype.itemsize}: document {dataset.document_at(place)} has the token id "
+        f"{dataset.tokens[place]}; {ids}"
+    )

@@ -1,0 +1,243 @@
+"""Corpora that were made: nothing changed in them is silent, what is derived of them is right, runs ask the manifest."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mtrain.cli.main import main
+from mtrain.config.groups import DataConfig
+from mtrain.config.manifest import dump, read_manifest
+from mtrain.data import open_splits, prepare
+from mtrain.data.indexed import IndexedDataset, write_index
+from mtrain.errors import ConfigError, CorruptData
+from tests.support.token_corpora import bpe, documents, jsonl
+
+ENDS = (".bin", ".idx", ".manifest.json")
+
+
+def data(*words: object) -> int:
+    return main(["data", *map(str, words)])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `tokenizer.json`, `docs.jsonl` and the corpus `c`."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = documents(200, 11)
+    jsonl(folder / "docs.jsonl", [*texts, *texts[:20], texts[30] + " and more"])
+    words = (f"tokenizer={bpe(folder)}", "workers=1")
+    assert data("tokenize", folder / "docs.jsonl", f"out={folder / 'c'}", *words) == 0
+    return folder
+
+
+def mutations(rng: np.random.Generator) -> list[tuple[str, Callable[[bytes], bytes]]]:
+    """Ways to change a file, none of which leaves it as it is."""
+
+    def flip(raw: bytes) -> bytes:
+        at, bit = int(rng.integers(len(raw))), 1 << int(rng.integers(8))
+        return raw[:at] + bytes([raw[at] ^ bit]) + raw[at + 1 :]
+
+    def cut(raw: bytes) -> bytes:
+        return raw[: int(rng.integers(len(raw)))]
+
+    def more(raw: bytes) -> bytes:
+        return raw + rng.bytes(int(rng.integers(1, 9)))
+
+    def zeros(raw: bytes) -> bytes:
+        at = int(rng.integers(len(raw)))
+        return raw[:at] + bytes(min(8, len(raw) - at)) + raw[at + 8 :]
+
+    def swap(raw: bytes) -> bytes:
+        a, b = sorted(int(i) for i in rng.integers(0, len(raw) - 8, 2))
+        return raw[:a] + raw[b : b + 4] + raw[a + 4 : b] + raw[a : a + 4] + raw[b + 4 :] if b >= a + 4 else flip(raw)
+
+    def twice(raw: bytes) -> bytes:
+        at, many = int(rng.integers(len(raw))), int(rng.integers(1, 9))
+        return raw[:at] + raw[at : at + many] + raw[at:]
+
+    return [("flip", flip), ("cut", cut), ("more", more), ("zeros", zeros), ("swap", swap), ("twice", twice)]
+
+
+@pytest.mark.parametrize("many", [60, pytest.param(2000, marks=pytest.mark.full)])
+def test_no_change_of_a_file_is_silent(
+    made: Path, tmp_path: Path, many: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng, kept = np.random.default_rng(many), {end: (made / f"c{end}").read_bytes() for end in ENDS}
+    ways = mutations(rng)
+    for end, raw in kept.items():
+        (tmp_path / f"c{end}").write_bytes(raw)
+    assert data("verify", tmp_path / "c") == 0
+    done = 0
+    while done < many:
+        end, (name, change) = ENDS[int(rng.integers(3))], ways[int(rng.integers(len(ways)))]
+        changed = change(kept[end])
+        if changed == kept[end]:
+            continue
+        (tmp_path / f"c{end}").write_bytes(changed)
+        capsys.readouterr()
+        assert data("verify", tmp_path / "c") == 4, (end, name)
+        err = capsys.readouterr().err
+        assert f"c{end}" in err or "c.bin" in err or "c.idx" in err
+        assert "Traceback" not in err
+        assert "unexpected" not in err
+        (tmp_path / f"c{end}").write_bytes(kept[end])
+        done += 1
+
+
+def test_a_missing_file_and_a_swapped_one_are_not_silent(made: Path, tmp_path: Path) -> None:
+    words = ("sample", made / "c", f"out={tmp_path / 's'}", "documents=100")
+    assert data(*words) == 0
+    for end in ENDS:
+        for name in ENDS:
+            shutil.copy(made / f"c{name}", tmp_path / f"c{name}")
+        (tmp_path / f"c{end}").unlink()
+        assert data("verify", tmp_path / "c") == 2
+        shutil.copy(tmp_path / f"s{end}", tmp_path / f"c{end}")
+        assert data("verify", tmp_path / "c") == 4
+    shutil.copy(made / "c.bin", tmp_path / "c.bin")
+    shutil.copy(made / "c.idx", tmp_path / "c.idx")
+    (tmp_path / "c.manifest.json").unlink()
+    assert data("verify", tmp_path / "c", "manifest=false") == 0
+    assert data("verify", tmp_path / "c", "manifest=false", "vocab_size=300") == 4
+
+
+def test_a_manifest_that_was_written_anew_still_has_to_be_true(made: Path, tmp_path: Path) -> None:
+    for end in ENDS:
+        shutil.copy(made / f"c{end}", tmp_path / f"c{end}")
+    held = read_manifest(made / "c")
+    assert held is not None
+    for name, value in (("documents", 1), ("largest_id", 10), ("dtype", "int32"), ("tokens", 5), ("vocab_size", 20)):
+        (tmp_path / "c.manifest.json").write_bytes(dump(held.body | {name: value}))
+        assert data("verify", tmp_path / "c") == 4, name
+
+
+def tokens(prefix: Path) -> list[list[int]]:
+    held = IndexedDataset(prefix)
+    ends = [held.document_start(i) for i in range(held.num_documents + 1)]
+    return [held.tokens[a:b].tolist() for a, b in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def test_split_and_merge_give_the_corpus_back(made: Path, tmp_path: Path) -> None:
+    assert data("split", made / "c", f"out={tmp_path / 's'}", "shares=0.5,0.3,0.2") == 0
+    parts = [tmp_path / f"s-{name}" for name in ("train", "validation", "test")]
+    assert data("merge", *parts, f"out={tmp_path / 'm'}") == 0
+    for end in ENDS[:2]:
+        assert (tmp_path / f"m{end}").read_bytes() == (made / f"c{end}").read_bytes()
+    assert data("verify", *parts, tmp_path / "m") == 0
+    assert data("merge", *parts, f"out={tmp_path / 'm'}") == 2
+    assert data("split", made / "c", f"out={tmp_path / 'd'}", "shares=1,1", "seed=3") == 0
+    drawn = [tokens(tmp_path / f"d-{name}") for name in ("train", "validation")]
+    assert sorted(map(tuple, drawn[0] + drawn[1])) == sorted(map(tuple, tokens(made / "c")))
+    assert drawn[0] + drawn[1] != tokens(made / "c")
+
+
+def test_a_sample_has_no_document_twice_and_no_more_tokens_than_said(made: Path, tmp_path: Path) -> None:
+    whole = tokens(made / "c")
+    assert data("sample", made / "c", f"out={tmp_path / 'a'}", "tokens=1000") == 0
+    found = tokens(tmp_path / "a")
+    assert sum(map(len, found)) <= 1000
+    places = iter(whole)
+    assert all(any(one == other for other in places) for one in found), "in their order"
+    assert data("sample", made / "c", f"out={tmp_path / 'b'}", "documents=7", "tokens=9") == 2
+
+
+def test_documents_that_are_there_twice_go(made: Path, tmp_path: Path) -> None:
+    assert data("dedup", made / "c", f"out={tmp_path / 'a'}") == 0
+    found = list(map(tuple, tokens(tmp_path / "a")))
+    assert len(found) == len(set(found))
+    assert set(found) == set(map(tuple, tokens(made / "c")))
+    rows = [json.loads(line) for line in (tmp_path / "a.removed.jsonl").read_text().splitlines()]
+    whole = tokens(made / "c")
+    assert all(whole[row["document"]] == whole[row["repeats"]] for row in rows)
+    assert len(rows) + len(found) == len(whole)
+    assert data("dedup", made / "c", f"out={tmp_path / 'b'}", "method=minhash", "threshold=0.7") == 0
+    near = [json.loads(line) for line in (tmp_path / "b.removed.jsonl").read_text().splitlines()]
+    assert {"document": 220, "repeats": 30} in near
+    assert len(rows) < len(near) < len(rows) + 40
+
+
+def test_corpora_of_two_tokenizers_are_not_joined(made: Path, tmp_path: Path) -> None:
+    (other := tmp_path / "other").mkdir()
+    words = (f"tokenizer={bpe(other, 300)}", "workers=1")
+    assert data("tokenize", made / "docs.jsonl", f"out={tmp_path / 'o'}", *words) == 0
+    assert data("merge", made / "c", tmp_path / "o", f"out={tmp_path / 'm'}") == 2
+    assert not (tmp_path / "m.bin").exists()
+    assert data("inspect", made / "c", "doc=0", f"tokenizer={other / 'tokenizer.json'}") == 2
+
+
+def test_inspect_shows_text_with_boundaries_and_stats_the_counts(
+    made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert data("inspect", made / "c", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["documents"] == 221 == sum(row["documents"] for row in found["lengths"])
+    assert data("inspect", made / "c", "--doc", "220", "--tokenizer", made / "tokenizer.json") == 0
+    out = capsys.readouterr().out
+    assert "|<|endoftext|>" in out
+    assert " and more" in out.replace("|", "")
+    assert data("inspect", made / "c", "doc=221") == 2
+    assert data("--json", "stats", made / "c") == 0
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])
+    texts = [json.loads(line)["text"] for line in (made / "docs.jsonl").read_text().splitlines()]
+    assert row["text_bytes"] == sum(len(text.encode()) for text in texts)
+    assert row["fertility"] == pytest.approx(row["tokens"] / sum(len(text.split()) for text in texts))
+
+
+def test_a_trained_tokenizer_tokenizes(made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "t.json"
+    words = (made / "docs.jsonl", f"out={out}")
+    assert data("train-tokenizer", *words, "vocab_size=350", "special=<eos>", "special=<x>") == 0
+    assert data("train-tokenizer", *words) == 2, "it is there"
+    held = json.loads(out.read_text())
+    assert [token["content"] for token in held["added_tokens"]] == ["<eos>", "<x>"]
+    assert data("tokenize", made / "docs.jsonl", f"out={tmp_path / 'c'}", f"tokenizer={out}", "eod_token=<x>") == 0
+    assert tokens(tmp_path / "c")[0][-1] == 1
+
+
+def indexed(**more: Any) -> DataConfig:
+    return DataConfig(kind="indexed", seq_length=16, **more)
+
+
+def test_a_run_asks_the_manifest(made: Path, tmp_path: Path) -> None:
+    corpus = prepare(indexed(path=str(made / "c")))
+    assert (corpus.meta["eod"], corpus.meta["largest_id"]) == (0, 399)
+    assert open_splits(indexed(path=str(made / "c"), packed=True), 400, 0, corpus).eod == 0
+    with pytest.raises(ConfigError, match="MT612"):
+        open_splits(indexed(path=str(made / "c")), 399, 0, corpus)
+    (other := tmp_path / "other").mkdir()
+    wrong = bpe(other, 300)
+    with pytest.raises(ConfigError, match="MT620"):
+        prepare(indexed(path=str(made / "c"), tokenizer=str(wrong)))
+    for end in ENDS:
+        shutil.copy(made / f"c{end}", tmp_path / f"c{end}")
+    shutil.copy(made / "docs.jsonl", tmp_path / "c.bin")
+    write_index(tmp_path / "c.idx", np.array([(tmp_path / "c.bin").stat().st_size // 2]), np.dtype("uint16"))
+    (tmp_path / "c.bin").write_bytes(
+        (tmp_path / "c.bin").read_bytes()[: (tmp_path / "c.bin").stat().st_size // 2 * 2]
+    )
+    with pytest.raises(CorruptData, match="manifest.json says"):
+        prepare(indexed(path=str(tmp_path / "c")))
+
+
+def test_check_asks_the_manifest(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "data=indexed", f"data.path={made / 'c'}", "data.seq_length=16", "trainer.sample_tokens=0"]
+    assert main([*words, "data.packed=true", "data.eod_mask_loss=true"]) == 0, capsys.readouterr()
+    assert main([*words, "model.vocab_size=384"]) == 4
+    assert "[MT612]" in capsys.readouterr().err
+    (other := tmp_path / "other").mkdir()
+    assert main([*words, f"data.tokenizer={bpe(other, 300)}"]) == 2
+    assert "[MT620]" in capsys.readouterr().err
+    for end in ENDS:
+        shutil.copy(made / f"c{end}", tmp_path / f"c{end}")
+    (tmp_path / "c.manifest.json").write_bytes(
+        (made / "c.manifest.json").read_bytes().replace(b'"eod": 0', b'"eod": 1')
+    )
+    assert main([*words[:2], f"data.path={tmp_path / 'c'}", *words[3:]]) == 4
+    assert "[MT611]" in capsys.readouterr().err

@@ -1,0 +1,326 @@
+"""`data tokenize`: the bytes of megatron-core's builder, whatever the tokenizer, the format and the processes."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import signal
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mtrain.cli.main import main
+from mtrain.config.manifest import read_manifest
+from mtrain.data.preprocess import build, journal, units
+from tests.support.covering import some
+from tests.support.token_corpora import MAKERS, TEXTS, bpe, documents, ids_of, jsonl, same_files, with_builder
+
+CASES = {
+    f"{kind} {dtype} {'eod' if eod else 'bare'} {workers}": (kind, dtype, eod, workers)
+    for kind in MAKERS
+    for dtype in ("uint16", "int32")
+    for eod in (True, False)
+    for workers in (1, 3)
+}
+
+
+def tokenize(*words: object) -> int:
+    return main(["data", "tokenize", *map(str, words)])
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "UNIT", 1 << 12)
+    monkeypatch.setattr(build, "UNIT", 1 << 12)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    return bpe(tmp_path)
+
+
+USUAL = ["bpe uint16 eod 3", "sentencepiece int32 eod 1", "tiktoken uint16 bare 1"]
+
+
+@pytest.mark.parametrize("case", some(CASES, USUAL))
+def test_the_bytes_are_those_of_megatron_cores_builder(tmp_path: Path, case: str) -> None:
+    kind, dtype, eod, workers = CASES[case]
+    (made := tmp_path / "made").mkdir()
+    path = MAKERS[kind](made)
+    texts = [*TEXTS, *documents(150)]
+    source = jsonl(tmp_path / "docs.jsonl", texts)
+    encode, end = ids_of(kind, path)
+    with_builder(tmp_path / "theirs", texts, encode, end if eod else None, getattr(np, dtype))
+    words = [f"--dtype={dtype}", f"--workers={workers}", *([] if eod else ["--eod=false"])]
+    assert tokenize(source, "--out", tmp_path / "ours", "--tokenizer", path, *words) == 0
+    assert same_files(tmp_path / "ours", tmp_path / "theirs")
+    assert main(["data", "verify", str(tmp_path / "ours")]) == 0
+    assert not (tmp_path / "ours.partial").exists()
+
+
+def test_a_list_is_of_sentences_and_the_bytes_are_the_builders(tmp_path: Path, tokenizer: Path) -> None:
+    texts: list[Any] = [["One.", "", "Two more."], [], ["", ""], "whole", ["end"]]
+    encode, end = ids_of("bpe", tokenizer)
+    with_builder(tmp_path / "theirs", texts, encode, end, np.uint16)
+    assert tokenize(jsonl(tmp_path / "d.jsonl", texts), f"out={tmp_path / 'o'}", f"tokenizer={tokenizer}") == 0
+    assert same_files(tmp_path / "o", tmp_path / "theirs")
+
+
+def packed(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+def as_tar(texts: list[str]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for i, text in enumerate(texts):
+            for ending, data in (
+                ("txt", text.encode()),
+                ("json", json.dumps({"caption": text}).encode()),
+                ("jpg", b"x"),
+            ):
+                member = tarfile.TarInfo(f"part/{i:06}.{ending}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    return out.getvalue()
+
+
+def as_arrow(path: Path, texts: list[str], *, stream: bool) -> Path:
+    import pyarrow as pa
+
+    table = pa.table({"id": list(range(len(texts))), "text": texts})
+    writer = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with writer(str(path), table.schema) as out:
+        out.write_table(table, max_chunksize=20)
+    return path
+
+
+def as_parquet(path: Path, texts: list[str]) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"id": list(range(len(texts))), "text": texts}), path, row_group_size=20)
+    return path
+
+
+def as_zst(data: bytes) -> bytes:
+    import zstandard
+
+    compressor = zstandard.ZstdCompressor()
+    half = len(data) // 2
+    return compressor.compress(data[:half]) + compressor.compress(data[half:])
+
+
+def lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def text_files(folder: Path, texts: list[str]) -> Path:
+    folder.mkdir()
+    for i, text in enumerate(texts):
+        (folder / f"{i:06}.txt").write_bytes(text.encode())
+    return folder
+
+
+FORMATS: dict[str, tuple[Callable[[Path, list[str]], Path], list[str]]] = {
+    "gz": (lambda at, texts: packed(at / "d.jsonl.gz", gzip.compress(lines(texts))), []),
+    "zst": (lambda at, texts: packed(at / "d.jsonl.zst", as_zst(lines(texts))), []),
+    "parquet": (lambda at, texts: as_parquet(at / "d.parquet", texts), []),
+    "arrow stream": (lambda at, texts: as_arrow(at / "d.arrow", texts, stream=True), []),
+    "arrow file": (lambda at, texts: as_arrow(at / "d.arrow", texts, stream=False), []),
+    "tar": (lambda at, texts: packed(at / "d.tar", as_tar(texts)), ["key=txt"]),
+    "tar.gz": (lambda at, texts: packed(at / "d.tar.gz", gzip.compress(as_tar(texts))), ["key=json.caption"]),
+    "text": (lambda at, texts: text_files(at / "texts", texts), []),
+    "template": (lambda at, texts: packed(at / "d.jsonl", lines(texts)), ["template={text}"]),
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_gives_the_same_documents(tmp_path: Path, tokenizer: Path, form: str) -> None:
+    texts = [*TEXTS, *documents(60)]
+    make, words = FORMATS[form]
+    source = jsonl(tmp_path / "plain.jsonl", texts)
+    (tmp_path / "in").mkdir()
+    assert tokenize(source, f"out={tmp_path / 'a'}", f"tokenizer={tokenizer}", "workers=1") == 0
+    other = make(tmp_path / "in", texts)
+    assert tokenize(other, f"out={tmp_path / 'b'}", f"tokenizer={tokenizer}", "workers=2", *words) == 0
+    assert same_files(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_folder_is_read_by_name_and_a_readme_in_it_is_no_document(tmp_path: Path, tokenizer: Path) -> None:
+    (folder := tmp_path / "set").mkdir()
+    for name in ("b.jsonl", "a.jsonl"):
+        jsonl(folder / name, [name])
+    (folder / "README.md").write_text("about")
+    assert tokenize(folder, f"out={tmp_path / 'o'}", f"tokenizer={tokenizer}") == 0
+    held = read_manifest(tmp_path / "o")
+    assert held is not None
+    assert [Path(one["file"]).name for one in held.body["inputs"]] == ["a.jsonl", "b.jsonl"]
+
+
+BAD = {
+    3: (b'{"text": "cut', "no JSON"),
+    5: (b'{"other": 1}', "no key text"),
+    9: (b'{"text": "\xff\xfe"}', "0xff at offset 10"),
+    12: (b'{"text": 7}', "a number"),
+    14: (b'{"text": "\\ud800"}', "half of a letter"),
+    16: (b"[" * 5000, ""),
+    200: (b"{}", "no key text"),
+}
+
+
+@pytest.mark.parametrize("compressed", [False, True], ids=["plain", "gz"])
+def test_bad_lines_are_left_out_and_named_with_file_and_line(
+    tmp_path: Path, tokenizer: Path, compressed: bool
+) -> None:
+    texts = documents(250, 3)
+    good = lines(texts).splitlines()
+    mixed, left = list(good), [text for i, text in enumerate(texts) if i + 1 not in BAD]
+    for number, (line, _) in BAD.items():
+        mixed[number - 1] = line
+    data = b"\n".join(mixed) + b"\n"
+    source = packed(
+        tmp_path / ("d.jsonl.gz" if compressed else "d.jsonl"), gzip.compress(data) if compressed else data
+    )
+    words = (f"tokenizer={tokenizer}", "workers=2")
+    assert tokenize(source, f"out={tmp_path / 'o'}", *words) == 0
+    rows = [json.loads(line) for line in (tmp_path / "o.rejects.jsonl").read_text().splitlines()]
+    assert [(row["file"], row["line"]) for row in rows] == [(str(source), number) for number in BAD]
+    assert all(why in row["why"] for row, (_, why) in zip(rows, BAD.values(), strict=True))
+    assert tokenize(jsonl(tmp_path / "good.jsonl", left), f"out={tmp_path / 'g'}", *words) == 0
+    assert same_files(tmp_path / "o", tmp_path / "g")
+    assert tokenize(source, f"out={tmp_path / 'p'}", *words, f"max_rejects={len(BAD) - 1}") == 4
+    assert not (tmp_path / "p.bin").exists()
+    assert tokenize(source, f"out={tmp_path / 'p'}", *words, f"max_rejects={len(BAD)}") == 0
+    assert same_files(tmp_path / "o", tmp_path / "p")
+
+
+def test_lines_longer_than_a_document_may_be_are_left_out(tmp_path: Path, tokenizer: Path) -> None:
+    data = lines(["a"]) + b'{"text": "' + b"x" * (3 << 20) + b'"}\n' + lines(["b"])
+    words = (f"tokenizer={tokenizer}", "max_document=1")
+    for name, content in (("d.jsonl", data), ("e.jsonl.gz", gzip.compress(data))):
+        source, out = packed(tmp_path / name, content), tmp_path / name[0]
+        assert tokenize(source, f"out={out}", *words) == 0
+        assert json.loads(Path(f"{out}.rejects.jsonl").read_text())["line"] == 2
+        held = read_manifest(out)
+        assert held is not None
+        assert held.count("documents") == 2
+
+
+def killed(work: Callable[[], object], after_s: float) -> bool:
+    """Whether a forked process that does something was ended by an alarm that nobody handles."""
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, after_s)
+        work()
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("points", [5, pytest.param(50, marks=pytest.mark.full)])
+def test_a_run_that_is_killed_anywhere_goes_on_to_the_same_bytes(
+    tmp_path: Path, tokenizer: Path, points: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [*TEXTS, *documents(1500)]
+    source = jsonl(tmp_path / "d.jsonl", [text if i % 50 else 3 for i, text in enumerate(texts)])
+    words = (source, f"tokenizer={tokenizer}", "workers=2")
+    assert tokenize(*words, f"out={tmp_path / 'whole'}") == 0
+    rng, kills, out = np.random.default_rng(points), 0, tmp_path / "o"
+    ends = (".bin", ".idx", ".manifest.json", ".rejects.jsonl")
+    monkeypatch.setattr(journal, "SYNC_S", 0.0)
+    while kills < points:
+        ended = killed(lambda: tokenize(*words, f"out={out}"), float(rng.uniform(0.03, 0.6)))
+        kills += ended
+        if not ended:
+            for end in ends:
+                assert Path(f"{out}{end}").read_bytes() == Path(f"{tmp_path / 'whole'}{end}").read_bytes()
+                Path(f"{out}{end}").unlink()
+    if not Path(f"{out}.bin").exists() or Path(f"{out}.partial").exists():
+        assert tokenize(*words, f"out={out}") == 0
+    for end in ends:
+        assert Path(f"{out}{end}").read_bytes() == Path(f"{tmp_path / 'whole'}{end}").read_bytes()
+
+
+def test_a_torn_journal_and_changed_bytes_are_not_believed(tmp_path: Path, tokenizer: Path) -> None:
+    source = jsonl(tmp_path / "d.jsonl", documents(600))
+    words = (source, f"tokenizer={tokenizer}", "workers=1")
+    assert tokenize(*words, f"out={tmp_path / 'whole'}") == 0
+    out = tmp_path / "o"
+    assert tokenize(*words, f"out={out}", "max_rejects=0") == 0
+    for end in (".bin", ".idx", ".manifest.json"):
+        Path(f"{out}{end}").unlink()
+    while not killed(lambda: tokenize(*words, f"out={out}"), 0.35):
+        for end in (".bin", ".idx", ".manifest.json"):
+            Path(f"{out}{end}").unlink()
+    folder = Path(f"{out}.partial")
+    if (folder / "journal").exists() and (folder / "tokens.bin").stat().st_size > 100:
+        with open(folder / "journal", "ab") as file:
+            file.write(b'00000000 {"unit": 99')
+        with open(folder / "tokens.bin", "r+b") as file:
+            file.seek(50)
+            file.write(b"\xff\xff")
+    assert tokenize(*words, f"out={out}") == 0
+    assert same_files(out, tmp_path / "whole")
+
+
+def test_what_a_killed_run_left_is_not_gone_on_with_by_other_settings(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = jsonl(tmp_path / "d.jsonl", documents(300))
+    data = source.read_bytes()
+    words = (source, f"tokenizer={tokenizer}", f"out={tmp_path / 'o'}", "max_rejects=0")
+    source.write_bytes(data + b"no json\n")
+    assert tokenize(*words) == 4
+    assert tokenize(*words, "eod=false") == 2
+    assert "MT622" in capsys.readouterr().err
+    source.write_bytes(data)
+    assert tokenize(*words) == 2
+    assert "inputs" in capsys.readouterr().err
+    assert tokenize(*words, "fresh=true") == 0
+    assert tokenize(*words) == 2
+    assert tokenize(*words, "overwrite=true") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["nowhere.jsonl"], "MT601"),
+        (["d.jsonl", "tokenizer=nowhere.json"], "MT603"),
+        (["d.jsonl", "eod_token=<nope>"], "MT603"),
+        (["d.jsonl", "template={a!r}"], "MT003"),
+        (["d.jsonl", "keyy=x"], "MT003"),
+        (["d.jsonl", "--nope", "x"], "MT010"),
+        (["d.jsonl", "dtype=int8"], "MT003"),
+        (["d.jsonl", "key=nothing"], "MT601"),
+        (["d.jsonl", "d.jsonl"], "MT601"),
+        (["d.jsonl", "out=o.bin"], "MT602"),
+        (["d.xyz"], "MT601"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_fix(
+    tmp_path: Path,
+    tokenizer: Path,
+    words: list[str],
+    code: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    jsonl(tmp_path / "d.jsonl", ["a"])
+    (tmp_path / "d.xyz").write_text("x")
+    said = [word.partition("=")[0] for word in words]
+    more = [word for word in ("out=o", "tokenizer=tokenizer.json") if word.partition("=")[0] not in said]
+    assert tokenize(*words, *more) == 2
+    err = capsys.readouterr().err
+    assert f"[{code}]" in err
+    assert "fix:" in err
+    assert {path.name for path in tmp_path.iterdir()} == {"d.jsonl", "d.xyz", "tokenizer.json"}
