@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from mtrain import units
-from mtrain.data.preprocess.encoders import library
+from mtrain.data.preprocess.encoder import library
 from mtrain.data.preprocess.record import Reading
 from mtrain.data.preprocess.sources import Source
 from mtrain.errors import CorruptData
@@ -93,7 +93,9 @@ def opened(source: Source) -> Iterator[BinaryIO]:
         with open(source.path, "rb") as raw:
             if source.packing == "zst":
                 module = library("zstandard", "data", f"{source.name}: a file compressed with zstd")
-                stream = module.ZstdDecompressor(max_window_size=1 << 27).stream_reader(raw, read_across_frames=True, closefd=False)
+                stream = module.ZstdDecompressor(max_window_size=1 << 27).stream_reader(
+                    raw, read_across_frames=True, closefd=False
+                )
                 try:
                     with closing(stream):
                         yield io.BufferedReader(stream, BLOCK)  # type: ignore[arg-type]
@@ -166,7 +168,9 @@ def _members(source: Source, reading: Reading) -> Iterator[Member]:
                 for member in tar:
                     place = member.offset
                     if member.size > most:
-                        raise tarfile.ReadError(f"it has {member.size} bytes, as it says, and the archive {source.size}")
+                        raise tarfile.ReadError(
+                            f"it has {member.size} bytes, as it says, and the archive {source.size}"
+                        )
                     if not member.isreg() or member.issparse():
                         continue
                     ending = sample_of(member.name)[1]
