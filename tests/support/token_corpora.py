@@ -118,21 +118,23 @@ def ids_of(kind: str, path: Path) -> Any:
         made = tokenizers.Tokenizer.from_file(str(path))
         return (lambda text: made.encode(text, add_special_tokens=False).ids), made.token_to_id(EOD)
     if kind == "gpt2":
-        from transformers import GPT2TokenizerFast
+        import transformers
 
-        fast = GPT2TokenizerFast(vocab=str(path / "vocab.json"), merges=str(path / "merges.txt"))
+        fast = transformers.GPT2TokenizerFast(  # type: ignore[attr-defined]
+            vocab=str(path / "vocab.json"), merges=str(path / "merges.txt")
+        )
         return (lambda text: fast.convert_tokens_to_ids(fast.tokenize(text))), fast.convert_tokens_to_ids(EOD)
     if kind == "bert":
-        from transformers import BertTokenizerFast
+        import transformers
 
-        lower = BertTokenizerFast(vocab=str(path), do_lower_case=True)
+        lower = transformers.BertTokenizerFast(vocab=str(path), do_lower_case=True)  # type: ignore[attr-defined]
         return (lambda text: lower.convert_tokens_to_ids(lower.tokenize(text))), lower.sep_token_id
     if kind == "sentencepiece":
-        import sentencepiece as library
+        import sentencepiece as pieces
 
-        model = library.SentencePieceProcessor(model_file=str(path))
+        model = pieces.SentencePieceProcessor(model_file=str(path))
         return model.encode_as_ids, model.eos_id()
-    import tiktoken as library
+    from tiktoken import Encoding
 
     lines = [line.split() for line in path.read_text().splitlines()]
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
@@ -140,7 +142,7 @@ def ids_of(kind: str, path: Path) -> Any:
         r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"""
         r"""\s*[\r\n]|\s+(?!\S)|\s"""
     )
-    encoding = library.Encoding("small", pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOD: len(ranks)})
+    encoding = Encoding("small", pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOD: len(ranks)})
     return (lambda text: encoding.encode(text, allowed_special="all")), len(ranks)
 
 

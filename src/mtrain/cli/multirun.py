@@ -158,8 +158,8 @@ class _Sweep:
 
 def _command(main: Main, argv: Sequence[str], parent: int, fresh: bool) -> NoReturn:
     """A command in a forked process, as if it had been started by itself."""
-    from mtrain.processes import die_with
     from mtrain.launching.worker import leave
+    from mtrain.processes import die_with
 
     die_with(parent)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -146,7 +146,8 @@ def told(prefixes: list[Path], tokenizer: Path | None) -> dict[str, Any]:
         ours = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
         for one in held:
             if one.tokenizer_sha256 not in (None, ours):
-                rule = f"its sha256 is {ours[:12]}, and {one.path} says that {str(one.tokenizer_sha256)[:12]} made the tokens"
+                theirs = str(one.tokenizer_sha256)
+                rule = f"its sha256 is {ours[:12]}, and {one.path} says that {theirs[:12]} made the tokens"
                 fix = "data.tokenizer=PATH of the tokenizer.json that made them"
                 raise ConfigError([Problem("MT620", "data.tokenizer", str(tokenizer), rule, fix)])
     if len(held) < len(prefixes):

@@ -47,9 +47,8 @@ def inspect(argv: Sequence[str], *, as_json: bool) -> int:
     )
     if one.held is not None:
         tokenizer = one.held.body["tokenizer"]
-        say(
-            f"tokenizer {', '.join(tokenizer.get('files', ['unknown']))} {tokenizer['sha256'][:12]}, end {one.held.eod}"
-        )
+        files = ", ".join(tokenizer.get("files", ["unknown"]))
+        say(f"tokenizer {files} {tokenizer['sha256'][:12]}, end {one.held.eod}")
     most = max((row["documents"] for row in found["lengths"]), default=1) or 1
     for row in found["lengths"]:
         span = f"{row['from']}" if row["from"] == row["to"] else f"{row['from']} to {row['to']}"
@@ -65,7 +64,8 @@ def _document(one: Any, values: Mapping[str, Any], as_json: bool) -> int:
     sequences = document(one.dataset, number_)
     encoder = load(spec_of({**values, "vocab_size": None})) if values["tokenizer"] is not None else None
     if encoder is not None and one.held is not None and one.held.body["tokenizer"]["sha256"] != encoder.spec.sha256:
-        rule = f"tokens were made with {one.held.body['tokenizer']['sha256'][:12]}, and this is {encoder.spec.sha256[:12]}"
+        theirs = one.held.body["tokenizer"]["sha256"]
+        rule = f"tokens were made with {theirs[:12]}, and this is {encoder.spec.sha256[:12]}"
         fix = f"tokenizer=PATH of {', '.join(one.held.body['tokenizer'].get('files', []))}"
         raise ConfigError([Problem("MT620", "tokenizer", encoder.file, rule, fix, "command line")])
     if as_json:
@@ -102,7 +102,8 @@ def verify(argv: Sequence[str], *, as_json: bool) -> int:
             "as its manifest says, byte for byte" if held is not None else "adds up; there is no manifest with hashes"
         )
         say(
-            f"{prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens, ids to {scanned.largest}: {against}"
+            f"{prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens, ids to {scanned.largest}: "
+            f"{against}"
         )
     return 0
 
@@ -118,7 +119,8 @@ def stats(argv: Sequence[str], *, as_json: bool) -> int:
         say(strict_json.dumps(rows))
         return 0
     say(
-        f"{'documents':>10} {'tokens':>9} {'share':>6} {'text':>10} {'bytes/token':>11} {'tokens/word':>11} {'unknown':>8}"
+        f"{'documents':>10} {'tokens':>9} {'share':>6} {'text':>10} {'bytes/token':>11} {'tokens/word':>11} "
+        f"{'unknown':>8}"
     )
     for row in rows:
         say(_line(row))
@@ -161,4 +163,5 @@ def _line(row: Mapping[str, Any]) -> str:
     unknown = f"{100 * row['unknown_share']:>7.3f}%" if row["unknown_share"] is not None else f"{'-':>8}"
     left = f"  {row['rejected']} left out" if row["rejected"] else ""
     share = f"{100 * row['share']:>5.1f}%"
-    return f"{count(row['documents']):>10} {count(row['tokens']):>9} {share} {text:>10} {ratios} {unknown}  {row['name']}{left}"
+    counts = f"{count(row['documents']):>10} {count(row['tokens']):>9} {share} {text:>10}"
+    return f"{counts} {ratios} {unknown}  {row['name']}{left}"

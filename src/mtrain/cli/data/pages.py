@@ -13,9 +13,9 @@ _RECORDS = (
 DATA_PAGES: dict[str, Page] = {
     "tokenize": Page(
         "data tokenize INPUT... --out PREFIX --tokenizer PATH [NAME=VALUE ...]",
-        "Tokenizes documents into PREFIX.bin and PREFIX.idx, byte for byte as Megatron-LM's preprocess_data.py does.\n"
-        "Beside them PREFIX.manifest.json has counts and hashes, PREFIX.rejects.jsonl what was left out, with file and\n"
-        "line. The files are there when all is done. After a kill the same command goes on where it was.",
+        "Tokenizes documents into PREFIX.bin and PREFIX.idx, byte for byte as Megatron-LM's preprocess_data.py.\n"
+        "Beside them PREFIX.manifest.json has counts and hashes, PREFIX.rejects.jsonl what was left out, with file\n"
+        "and line. The files are there when all is done. After a kill the same command goes on where it was.",
         (
             ("INPUT...", ".jsonl .json .parquet .arrow .tar .txt .md, some with .gz or .zst, or folders of them"),
             ("out=PREFIX", "where the corpus goes"),
@@ -57,8 +57,8 @@ DATA_PAGES: dict[str, Page] = {
     ),
     "inspect": Page(
         "data inspect PREFIX [--doc N] [--tokenizer PATH]",
-        "Counts and lengths of a corpus; with doc, the tokens of one document, a mark between tokens and a line for each\n"
-        "sequence.",
+        "Counts and lengths of a corpus; with doc, the tokens of one document, a mark between tokens and a line for\n"
+        "each sequence.",
         (
             *_PREFIX,
             ("doc=N", "the document to show, from 0"),
@@ -69,7 +69,7 @@ DATA_PAGES: dict[str, Page] = {
     ),
     "verify": Page(
         "data verify PREFIX...",
-        "Reads every byte of a corpus: hashes and counts against its manifest, the index, and that ids are in range.\n"
+        "Reads every byte of a corpus: hashes and counts against its manifest, index, and that ids are in range.\n"
         "Exit code 4 where one is not as it was written.",
         (
             *_PREFIX,
@@ -114,8 +114,8 @@ DATA_PAGES: dict[str, Page] = {
     ),
     "split": Page(
         "data split PREFIX --out PREFIX --shares 0.98,0.01,0.01",
-        "Cuts a corpus into PREFIX-train, PREFIX-validation and PREFIX-test: by tokens in its order, or with seed by\n"
-        "documents that are drawn. More than three are called 0, 1, ...",
+        "Cuts a corpus into PREFIX-train, PREFIX-validation and PREFIX-test: by tokens in its order, or with seed\n"
+        "by documents that are drawn. More than three are called 0, 1, ...",
         (*_PREFIX, ("shares=N,N,...", "of each"), ("seed=N", "draw documents"), *_OUT),
         (JSON,),
         (("data split corpus --out parts --shares 0.98,0.02 --seed 1", "two, drawn"),),

@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 from mtrain.data.indexed import IndexedDataset
-from mtrain.data.preprocess.encoders import library
+from mtrain.data.preprocess.encoder import library
 
 Twice = list[tuple[int, int]]
 """A document that is left out, and the earlier one that it repeats."""

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ def cut(one: Opened, shares: Sequence[float], seed: int | None) -> list[np.ndarr
         count = one.dataset.num_documents
         places = np.round(np.cumsum([0.0, *shares]) / sum(shares) * count).astype(int)
         order = np.random.default_rng(seed).permutation(count)
-        out = [np.sort(order[a:b]) for a, b in zip(places[:-1], places[1:], strict=True)]
+        out = [np.sort(order[a:b]) for a, b in pairwise(places)]
     empty = [i for i, part in enumerate(out) if not len(part) and shares[i] > 0]
     if empty:
         rule = f"share {empty[0]} of {one.dataset.num_documents} documents would have none"

@@ -70,7 +70,7 @@ class Draft:
     def __enter__(self) -> Draft:
         with disk(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.folder / LOCK, "ab")  # noqa: SIM115
+            self._lock = open(self.folder / LOCK, "ab")
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -125,12 +125,11 @@ class Draft:
         raise ConfigError([Problem("MT622", "out", str(self.folder), rule, fix, "command line")])
 
     def _resume(self) -> None:
-        lines = [line for line in _journal(self.folder / JOURNAL)]
         kept, place = 0, [0, 0, 0, 0]
         sizes = [(self.folder / name).stat().st_size for name in GROWING]
         end = 0
         with open(self.folder / BIN, "rb") as tokens:
-            for line, stop in lines:
+            for line, stop in _journal(self.folder / JOURNAL):
                 if "done" in line:
                     self.finished = True
                     end = stop

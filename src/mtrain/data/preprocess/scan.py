@@ -1,4 +1,4 @@
-"""Looks at every byte of a corpus: whether it is what its manifest says, and whether its ids are those of a vocabulary."""
+"""Looks at every byte of a corpus: whether it is what its manifest says, and its ids are those of a vocabulary."""
 
 from __future__ import annotations
 
@@ -111,6 +111,6 @@ def _outside(dataset: IndexedDataset, vocab_size: int) -> None:
 def _refuse(dataset: IndexedDataset, place: int, vocab_size: int | None) -> None:
     ids = f"ids are 0 to {vocab_size - 1}" if vocab_size is not None else "ids begin with 0"
     raise CorruptData(
-        f"{dataset.bin}: offset {place * dataset.dtype.itemsize}: document {dataset.document_at(place)} has the token id "
-        f"{dataset.tokens[place]}; {ids}"
+        f"{dataset.bin}: offset {place * dataset.dtype.itemsize}: document {dataset.document_at(place)} has the "
+        f"token id {dataset.tokens[place]}; {ids}"
     )

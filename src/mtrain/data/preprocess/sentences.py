@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mtrain.data.preprocess.encoders import library
+from mtrain.data.preprocess.encoder import library
 from mtrain.errors import BadEnvironment
 
 Splitter = Callable[[str], list[str]]

@@ -87,7 +87,8 @@ def _of_input(path: Path, form: str | None) -> list[Source]:
         raise _wrong(str(path), rule, "name a file or a folder that can be read") from None
     known = form_of(path.name)
     if known is None and form is None:
-        rule = f"its ending says no format; known: {', '.join(e for ends in FORMATS.values() for e in ends)}, and .gz, .zst"
+        endings = ", ".join(ending for of in FORMATS.values() for ending in of)
+        rule = f"its ending says no format; known: {endings}, and .gz, .zst"
         raise _wrong(str(path), rule, f"format={'|'.join(FORMATS)}")
     return [_source(path, str(path), *_chosen(path.name, known, form))]
 

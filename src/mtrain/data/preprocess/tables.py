@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mtrain.data.preprocess.encoders import library
+from mtrain.data.preprocess.encoder import library
 from mtrain.data.preprocess.record import Reading, Rejected, Text, roots
 from mtrain.data.preprocess.sources import Source
 from mtrain.errors import CorruptData, MtrainError

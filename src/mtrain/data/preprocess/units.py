@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from mtrain import units
-from mtrain.data.preprocess.encoders import library
+from mtrain.data.preprocess.encoder import library
 from mtrain.data.preprocess.record import Reading
 from mtrain.data.preprocess.sources import Source
 from mtrain.errors import CorruptData

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mtrain.data.indexed import IndexedDataset
-from mtrain.data.preprocess.encoders import Encoder
+from mtrain.data.preprocess.encoder import Encoder
 from mtrain.errors import ConfigError, Problem
 
 SHOWN = 4096

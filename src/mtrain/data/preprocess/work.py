@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mtrain.data.preprocess.encoders import CODES, Encoder, load
+from mtrain.data.preprocess.encoder import CODES, Encoder
+from mtrain.data.preprocess.encoders import load
 from mtrain.data.preprocess.readers import documents
 from mtrain.data.preprocess.record import Reading, Rejected
 from mtrain.data.preprocess.sentences import Splitter, splitter

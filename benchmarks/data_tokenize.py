@@ -1,0 +1,166 @@
+"""`data tokenize` beside megatron-core's builder, driven document by document with the same tokenizer, in one run: MB
+of JSONL a second, ratios, and the largest memory of all processes; and an `.idx` of many documents beside the writer of
+megatron-core. Documents are pieces of the text files and sources of this Python installation.
+
+    python benchmarks/data_tokenize.py --mb 200 --out benchmarks/results/tokenize_cpu.json
+    python benchmarks/data_tokenize.py --mb 2000 --baseline-mb 20 --engines gigatoken
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from mtrain.data import bpe
+from mtrain.data.indexed import write_index
+
+LAUNCH = Path(__file__).resolve().parents[1] / "launch.py"
+VOCAB = 32000
+
+
+def texts() -> list[str]:
+    """Text files and sources of this Python installation."""
+    out = []
+    for root in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
+        for path in sorted(Path(root).rglob("*")):
+            if path.suffix in (".py", ".md", ".rst", ".txt") and path.is_file() and path.stat().st_size < 1 << 20:
+                try:
+                    out.append(path.read_text(encoding="utf-8"))
+                except UnicodeDecodeError:
+                    continue
+                if len(out) >= 8000:
+                    return out
+    return out
+
+
+def make(folder: Path, megabytes: int, baseline: int) -> tuple[Path, Path, Path]:
+    """The documents, those for the baseline, and a tokenizer."""
+    held, rng = [text for text in texts() if len(text) > 200], random.Random(1)
+    tokenizer, source, less = folder / "tokenizer.json", folder / "docs.jsonl", folder / "less.jsonl"
+    bpe.train(iter(held), VOCAB).save(str(tokenizer))
+    size, few = 0, open(less, "w")  # noqa: SIM115
+    with open(source, "w") as file, few:
+        while size < megabytes * 1_000_000:
+            text = rng.choice(held)
+            at = rng.randrange(len(text))
+            line = json.dumps({"text": text[at : at + rng.randrange(200, 8000)]}) + "\n"
+            file.write(line)
+            if size < baseline * 1_000_000:
+                few.write(line)
+            size += len(line)
+    return source, less, tokenizer
+
+
+def with_builder(source: Path, tokenizer: Path, prefix: Path) -> float:
+    """MB a second of megatron-core's builder, a document at a time; what is imported is not counted."""
+    import tokenizers
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    made = tokenizers.Tokenizer.from_file(str(tokenizer))
+    begin = time.perf_counter()
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(made.get_vocab_size()))
+    with open(source, encoding="utf-8") as file:
+        for line in file:
+            ids = made.encode(json.loads(line)["text"], add_special_tokens=False).ids
+            if ids:
+                ids.append(0)
+            builder.add_document(ids, [len(ids)] if ids else [])
+    builder.finalize(f"{prefix}.idx")
+    return source.stat().st_size / 1e6 / (time.perf_counter() - begin)
+
+
+def peak_of(process: subprocess.Popen[str], found: list[int]) -> None:
+    """The largest memory of a process and its children, shared pages counted once each."""
+    while process.poll() is None:
+        total = 0
+        try:
+            for one in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+                total += one.memory_full_info().pss
+        except psutil.Error:
+            pass
+        found.append(total)
+        time.sleep(0.1)
+
+
+def ours(source: Path, tokenizer: Path, prefix: Path, engine: str) -> dict[str, Any]:
+    """Rate of the whole command, its start included, and its memory."""
+    words = ["data", "tokenize", str(source), f"out={prefix}", f"tokenizer={tokenizer}", f"engine={engine}"]
+    begin, found = time.perf_counter(), list[int]()
+    process = subprocess.Popen([sys.executable, str(LAUNCH), *words], stdout=subprocess.PIPE, text=True)
+    watch = threading.Thread(target=peak_of, args=(process, found))
+    watch.start()
+    code = process.wait()
+    seconds = time.perf_counter() - begin
+    watch.join()
+    assert code == 0
+    return {"mb_per_s": source.stat().st_size / 1e6 / seconds, "peak_mib": max(found) / (1 << 20)}
+
+
+def indexes(folder: Path, documents: int) -> dict[str, float]:
+    """Seconds of the index of many documents."""
+    from megatron.core.datasets.indexed_dataset import _IndexWriter
+
+    lengths = np.random.default_rng(0).integers(1, 2000, documents).astype(np.int32)
+    begin = time.perf_counter()
+    write_index(folder / "ours.idx", lengths, np.dtype(np.uint16))
+    mine = time.perf_counter() - begin
+    listed, places = lengths.tolist(), list(range(documents + 1))
+    begin = time.perf_counter()
+    with _IndexWriter(str(folder / "theirs.idx"), np.uint16) as writer:
+        writer.write(listed, None, places)
+    theirs = time.perf_counter() - begin
+    assert (folder / "ours.idx").read_bytes() == (folder / "theirs.idx").read_bytes()
+    return {"documents": documents, "ours_s": mine, "theirs_s": theirs, "ratio": theirs / mine}
+
+
+def main() -> None:
+    """Measure, print, and write what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=int, default=200)
+    parser.add_argument("--baseline-mb", type=int, default=10)
+    parser.add_argument("--engines", default="tokenizers,gigatoken")
+    parser.add_argument("--documents", type=int, default=10_000_000)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        source, less, tokenizer = make(folder, given.mb, given.baseline_mb)
+        rates = [with_builder(less, tokenizer, folder / "theirs")]
+        found = {e: ours(source, tokenizer, folder / e, e) for e in given.engines.split(",")}
+        rates.append(with_builder(less, tokenizer, folder / "theirs"))
+        baseline = max(rates)
+        for one in found.values():
+            one["ratio"] = one["mb_per_s"] / baseline
+        index = indexes(folder, given.documents) if given.documents else None
+    body = {
+        "command": f"python benchmarks/data_tokenize.py {' '.join(sys.argv[1:])}".strip(),
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "versions": {name: version(name) for name in ("tokenizers", "megatron-core", "numpy")},
+        "jsonl_mb": given.mb,
+        "builder_mb_per_s": rates,
+        "engines": found,
+        "index": index,
+    }
+    print(json.dumps(body, indent=1))
+    if given.out is not None:
+        given.out.write_text(json.dumps(body, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""A tokenizer as the rest knows it: texts become ids, packed in the dtype of the corpus."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from mtrain.data.preprocess.pieces import Pieces
+from mtrain.data.preprocess.spec import TokenizerSpec
+from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError, Problem
+
+CODES = {"uint16": "H", "int32": "i"}
+CHECKED = 32
+"""Texts whose pieces are compared with the whole, by each process."""
+
+
+@contextmanager
+def faults_named(file: str, what: str) -> Iterator[None]:
+    """What a library raises, which is bare Exception or, where its own code fails, no Exception at all."""
+    try:
+        yield
+    except (MtrainError, MemoryError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CorruptData(f"{file}: {what}: {' '.join(str(error).split())[:300]}") from None
+
+
+def library(name: str, extra: str, what: str) -> Any:
+    """A module of an extra.
+
+    Raises:
+        BadEnvironment: it is not installed.
+    """
+    from importlib import import_module
+
+    try:
+        return import_module(name)
+    except ImportError as error:
+        said = f"{what} needs {name.partition('.')[0]}, which is not installed"
+        raise BadEnvironment(said, f"  fix: pip install 'mtrain[{extra}]'") from error
+
+
+class Encoder(ABC):
+    """A tokenizer that is loaded."""
+
+    vocab_size: int
+    """One more than the largest id."""
+    eod: int | None
+    """Id that ends a document; None: none is known."""
+    unk: int | None = None
+    """Id of what is not in the vocabulary."""
+
+    def __init__(self, spec: TokenizerSpec) -> None:
+        self.spec, self.file = spec, spec.files[0]
+
+    @abstractmethod
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, without special tokens around them."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens with their names."""
+
+    @abstractmethod
+    def id_of(self, token: str) -> int | None:
+        """Id of a token; None: there is none of the name."""
+
+    def unknown_bytes(self, text: str) -> int:
+        """Bytes of a text that the unknown token stands for."""
+        return 0
+
+    def packer(self, code: str) -> Packer:
+        """What packs texts as items of an `array` code."""
+        return Packer(self, code, None)
+
+    def chosen_eod(self, found: int | None) -> int | None:
+        """The id of the token that was chosen to end documents, or what the tokenizer says.
+
+        Raises:
+            ConfigError: there is no token of the chosen name.
+        """
+        name = self.spec.eod_token
+        if name is None:
+            return found
+        number = self.id_of(name)
+        if number is None:
+            rule = f"{self.file} has no token of this name"
+            raise ConfigError(
+                [Problem("MT603", "eod_token", name, rule, "eod_token=NAME of a token", "command line")]
+            )
+        return number
+
+
+class Packer:
+    """Texts to the bytes of their ids."""
+
+    engine = "tokenizers"
+    """The library that encodes, of those that encode with a tokenizer.json."""
+
+    def __init__(self, encoder: Encoder, code: str, pieces: Pieces | None) -> None:
+        self._encoder, self._code, self._pieces = encoder, code, pieces
+        self._checked = 0
+
+    def pack(self, texts: Sequence[str]) -> list[bytes]:
+        """The ids of each text.
+
+        Raises:
+            CorruptData: the tokenizer cannot encode one, or an id does not fit the dtype.
+        """
+        if self._pieces is None:
+            return self._whole(texts)
+        with faults_named(self._encoder.file, "a text cannot be encoded"):
+            packed = self._pieces.pack(texts)
+        if self._checked < CHECKED:
+            self._checked += len(texts[:CHECKED])
+            if packed[:CHECKED] != self._whole(texts[:CHECKED]):
+                self._pieces = None  # a library that cuts in another way than it is known to
+                return self._whole(texts)
+        return packed
+
+    def _whole(self, texts: Sequence[str]) -> list[bytes]:
+        with faults_named(self._encoder.file, "a text cannot be encoded"):
+            found = self._encoder.encode(texts)
+        try:
+            return [array(self._code, ids).tobytes() for ids in found]
+        except OverflowError:
+            worst = max(max(ids, default=0) for ids in found)
+            raise CorruptData(
+                f"{self._encoder.file}: token id {worst} does not fit the dtype of the corpus"
+            ) from None

@@ -1,0 +1,136 @@
+"""A tokenizer.json, and the older vocabularies of which Hugging Face's tokenizers makes one: GPT-2's and BERT's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from mtrain.config.token_files import EOD_NAMES
+from mtrain.data.preprocess.encoder import Encoder, Packer, faults_named
+from mtrain.data.preprocess.of_gigatoken import OfGigatoken, fastest
+from mtrain.data.preprocess.pieces import pieces_of
+from mtrain.data.preprocess.spec import TokenizerSpec
+from mtrain.data.token_json import MAX_ID, check_tokenizer
+from mtrain.errors import CorruptData
+
+
+class OfJson(Encoder):
+    """A tokenizer.json, or a vocabulary that Hugging Face's tokenizers makes one of."""
+
+    def __init__(self, spec: TokenizerSpec, tokenizer: tokenizers.Tokenizer, ends: Sequence[str]) -> None:
+        super().__init__(spec)
+        self.tokenizer = tokenizer
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = spec.plain
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.eod = self.chosen_eod(next((i for i in map(tokenizer.token_to_id, ends) if i is not None), None))
+        model = json.loads(tokenizer.to_str())["model"]
+        named = model.get("unk_token")
+        self.unk = tokenizer.token_to_id(named) if isinstance(named, str) else model.get("unk_id")
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [e.ids for e in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        with faults_named(self.file, "ids cannot be decoded"):
+            return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def id_of(self, token: str) -> int | None:
+        return self.tokenizer.token_to_id(token)
+
+    def unknown_bytes(self, text: str) -> int:
+        found = self.tokenizer.encode(text, add_special_tokens=False)
+        spans = [span for number, span in zip(found.ids, found.offsets, strict=True) if number == self.unk]
+        return sum(len(text[a:b].encode()) for a, b in spans)
+
+    def packer(self, code: str) -> Packer:
+        if self.spec.engine == "gigatoken":
+            return OfGigatoken(self, code, self.tokenizer.to_str())
+        if self.spec.engine == "auto" and (fast := fastest(self, code, self.tokenizer.to_str())) is not None:
+            return fast
+        return Packer(self, code, pieces_of(self.tokenizer, code, self.spec.plain))
+
+
+def of_json_file(spec: TokenizerSpec) -> Encoder:
+    """A tokenizer.json; the end of documents is the `eos_token` of the tokenizer_config.json beside it, or has a name
+    in use.
+    """
+    path = Path(spec.files[0])
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise CorruptData(f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json") from error
+    check_tokenizer(path, text)
+    with faults_named(str(path), "no tokenizer.json"):
+        tokenizer = tokenizers.Tokenizer.from_str(text)
+        return OfJson(spec, tokenizer, [*_end_in_settings(path), *EOD_NAMES])
+
+
+def _end_in_settings(path: Path) -> list[str]:
+    """The `eos_token` of a tokenizer_config.json beside a tokenizer.json."""
+    beside = path.with_name("tokenizer_config.json")
+    if not beside.is_file() or beside.stat().st_size > 1 << 24:
+        return []
+    try:
+        token = json.loads(beside.read_bytes())["eos_token"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return []
+    token = token.get("content") if isinstance(token, dict) else token
+    return [token] if isinstance(token, str) else []
+
+
+def of_gpt2(spec: TokenizerSpec) -> Encoder:
+    """`vocab.json` and `merges.txt`, cut as GPT-2 cuts."""
+    from tokenizers import decoders, models, pre_tokenizers
+
+    vocab_file, merges_file = spec.files
+    try:
+        vocab = json.loads(Path(vocab_file).read_bytes())
+        if not isinstance(vocab, dict) or not all(type(i) is int and 0 <= i <= MAX_ID for i in vocab.values()):
+            raise ValueError("no mapping of tokens to ids")
+    except (ValueError, RecursionError) as error:
+        raise CorruptData(f"{vocab_file}: no vocabulary: {str(error)[:200]}") from None
+    merges = list[tuple[str, str]]()
+    for number, line in enumerate(_lines(merges_file), 1):
+        if not line or line.startswith("#version"):
+            continue
+        left, space, right = line.partition(" ")
+        if not space or " " in right:
+            raise CorruptData(f"{merges_file}: line {number}: is no merge of two tokens")
+        merges.append((left, right))
+    with faults_named(merges_file, "no merges of this vocabulary"):
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        if EOD_NAMES[0] in vocab:
+            tokenizer.add_special_tokens([tokenizers.AddedToken(EOD_NAMES[0], normalized=False, special=True)])
+    return OfJson(spec, tokenizer, EOD_NAMES)
+
+
+def of_bert(spec: TokenizerSpec) -> Encoder:
+    """`vocab.txt`, a token a line: BERT's normalization, cutting and WordPiece."""
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    vocab = {token: i for i, token in enumerate(_lines(spec.files[0]))}
+    if "[UNK]" not in vocab:
+        raise CorruptData(f"{spec.files[0]}: no line says [UNK], so it is no vocabulary of WordPiece")
+    with faults_named(spec.files[0], "no vocabulary of WordPiece"):
+        tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=spec.lower_case)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        names = [name for name in ("[UNK]", "[SEP]", "[PAD]", "[CLS]", "[MASK]") if name in vocab]
+        tokenizer.add_special_tokens([tokenizers.AddedToken(name, normalized=False, special=True) for name in names])
+    return OfJson(spec, tokenizer, ("[SEP]",))
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        text = Path(file).read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise CorruptData(f"{file}: offset {error.start}: not UTF-8") from None
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
