@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # it imports the library of tokenizers
     from mtrain.data.text import Tokenizer
 
 NO_MARKS = "its chat template has no {% generation %}"
-FIX = "data.chat_template=FILE with {% generation %}, or data.loss_on=all"
+FIX = "data.chat_template=FILE with {% generation %}, data.loss_on=last or data.loss_on=all"
 
 
 @dataclass(frozen=True)
