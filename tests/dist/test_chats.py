@@ -83,6 +83,10 @@ SPLITS: dict[str, dict[str, Any]] = {
     "packed": {"packed": True},
     "packed, dp2": {"packed": True, "ranks": 2},
     "packed, cp2": {"packed": True, "ranks": 2, "cp": 2, "cp_comm_type": "all_gather"},
+    "packed, dynamic": {
+        **{"packed": True, "ranks": 2, "hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 32},
+        "cp_comm_type": "all_gather",
+    },
     "cp2": {"ranks": 2, "cp": 2, "cp_comm_type": "all_gather"},
     "packed, tp2pp2": {"packed": True, "ranks": 4, "tp": 2, "pp": 2},
     "tp2pp2": {"ranks": 4, "tp": 2, "pp": 2, "micro": 2},
@@ -147,13 +151,12 @@ def test_losses_of_a_router_weigh_what_they_say_whatever_is_learned(
     def added(average: str, loss_on: str, name: str, **parallel: Any) -> torch.Tensor:
         found = []
         for coefficient in (0.0, 0.5):
-            moe = {
-                "num_experts": 4,
-                "router_topk": 2,
-                "ffn_hidden_size": 32,
+            moe: dict[str, Any] = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 32}
+            moe |= {
                 "router_load_balancing_type": "aux_loss",
+                "aux_loss_coeff": coefficient,
+                "z_loss_coeff": 1e-2 if coefficient else None,
             }
-            moe |= {"aux_loss_coeff": coefficient, "z_loss_coeff": 1e-2 if coefficient else None}
             run = run_with(home, average, micro=4, model={"moe": moe}, **parallel)
             run = run.model_copy(update={"data": run.data.model_copy(update={"loss_on": loss_on})})
             gradients = computed(run, tmp_path / f"{name}-{coefficient}")[1]

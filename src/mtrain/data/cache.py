@@ -80,8 +80,9 @@ def made(folder: Path, meta: Callable[[], dict[str, Any] | None], make: Callable
     with locked(folder.with_name(f"{folder.name}.lock")):
         found = meta()
         if found is None:
+            for stale in folder.parent.glob(f".building-{folder.name}-*"):  # of one that was killed
+                shutil.rmtree(stale, ignore_errors=True)
             building = folder.parent / f".building-{folder.name}-{os.getpid()}"
-            shutil.rmtree(building, ignore_errors=True)
             building.mkdir()
             try:
                 make(building)

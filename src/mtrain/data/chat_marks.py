@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mtrain.data.chat import ChatFormat
 from mtrain.data.messages import Chat
-from mtrain.data.text import Tokenizer
 from mtrain.errors import CorruptData
 
+if TYPE_CHECKING:  # it imports the library of tokenizers
+    from mtrain.data.text import Tokenizer
+
 NO_MARKS = "its chat template has no {% generation %}"
-FIX = "data.chat_template=FILE with {% generation %}, or data.loss_on=all"
+FIX = "data.chat_template=FILE with {% generation %}, data.loss_on=last or data.loss_on=all"
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ are filled by first fit where samples are packed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,9 +29,11 @@ from mtrain.data.chat_marks import Encoded, encoded
 from mtrain.data.chat_writers import Fault, Work, written
 from mtrain.data.indexed import IndexedWriter, token_dtype
 from mtrain.data.json_lines import JsonLines
-from mtrain.data.text import Tokenizer
 from mtrain.data.tokenize import Corpus, writing
 from mtrain.errors import ConfigError, CorruptData, Problem
+
+if TYPE_CHECKING:  # it imports the library of tokenizers
+    from mtrain.data.text import Tokenizer
 
 FORMAT = 1
 META, TOKENS, LEARNED, TABLE, REJECTS = "meta.json", "tokens", "learned.bin", "chats.bin", "rejects.jsonl"
@@ -53,6 +56,8 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
         rule = f"data.kind={data.kind} is written by a tokenizer, and data.tokenizer is null"
         fix = "data.tokenizer=PATH of a tokenizer.json, or checkpoint.init_from=HF_DIR"
         raise ConfigError([Problem("MT603", "data.tokenizer", None, rule, fix)])
+    from mtrain.data.text import Tokenizer
+
     file, form, loaded = _file(data.path), format_of(data, given), Tokenizer(given)
     sha256 = hashlib.sha256(given.read_bytes()).hexdigest()
     settings = _settings(data, file, form, sha256)
@@ -61,6 +66,7 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
 
     def make(building: Path) -> None:
         lines = JsonLines(file)
+        _make_room(folder.parent, note)
         note(f"{file}: writing {len(lines)} {'chats' if data.kind == 'sft' else 'pairs'} as the model reads them")
         _make(lines, data, form, loaded, building)
 
@@ -68,6 +74,13 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
         meta = cache.made(folder, lambda: _meta(folder), make)
     own = {"vocab_size": loaded.vocab_size, "eod": loaded.eod, "tokenizer_sha256": sha256}
     return Corpus(folder / TOKENS, given, {**meta, **own, "file": str(file)}, template=form.template_file)
+
+
+def _make_room(folder: Path, note: Callable[[str], None]) -> None:
+    with contextlib.suppress(OSError):
+        (folder / "seen").mkdir(exist_ok=True)
+        for gone in cache.make_room(folder):
+            note(f"{gone}: not used for a long time; removed to make room")
 
 
 def format_of(data: DataConfig, tokenizer: Path) -> ChatFormat:

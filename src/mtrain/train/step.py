@@ -70,7 +70,7 @@ class StepResult:
     tokens: int
     """Predictions that count."""
     computed: int
-    """Tokens that speed counts: the same, or all of the samples where a family predicts some of them alone."""
+    """Tokens that speed counts: the same, or all of the samples where some of them alone are learned."""
     batch_size: int
     """Samples that it took."""
     consumed_samples: int
@@ -108,7 +108,7 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
         loss_scale=scale,
         loss_scale_may_fall=may_fall,
         tokens=tokens,
-        computed=tokens if family_of(parts.run.model).predicts_all else size * parts.run.data.length,
+        computed=tokens if _predicts_all(parts.run) else size * parts.run.data.length,
         batch_size=size,
         consumed_samples=state.consumed_samples,
         stop=stops > 0,
@@ -122,6 +122,10 @@ def gradients(parts: Parts, batches: Sequence[Batch]) -> list[torch.Tensor]:
         chunk.zero_grad_buffer()
     parts.state.optimizer.zero_grad()
     return run_schedule(parts, batches, forward_only=False)
+
+
+def _predicts_all(run: RunConfig) -> bool:
+    return family_of(run.model).predicts_all and run.data.kind != "sft"
 
 
 def _share_of_router_losses(parts: Parts, batches: Sequence[Batch], size: int) -> None:

@@ -57,7 +57,7 @@ def preview(argv: Sequence[str], *, as_json: bool) -> int:
             raise ConfigError([Problem("MT704", "html", str(page), rule, "another name", COMMAND_LINE)]) from None
         say_page(f"{len(found)} samples: {page}")
     elif as_json:
-        rows = [{**dataclasses.asdict(shown), **shown.counts} for shown in found]
+        rows = [{**dataclasses.asdict(shown), "counts": shown.counts} for shown in found]
         say_page(strict_json.dumps({"remarks": remarks, "samples": rows}, indent=2))
     else:
         say_styled(*([(remark, "")] for remark in remarks), *(line for shown in found for line in lines_of(shown)))
