@@ -13,7 +13,7 @@ from mtrain.config.groups import DataConfig
 from mtrain.config.rules import apply
 from mtrain.data import open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches
-from mtrain.data.blend import BLOCK, Blend
+from mtrain.data.blend import BLOCK, Blend, Stretch
 from mtrain.data.indexed import IndexedDataset, IndexedWriter
 from mtrain.data.samples import Samples
 from mtrain.errors import ConfigError
@@ -51,15 +51,12 @@ def config(prefixes: list[str], **more: object) -> DataConfig:
 @given(weights=st.lists(st.floats(1e-4, 100), min_size=1, max_size=6), blocks=st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
 def test_no_part_is_ever_a_sample_away_from_its_share(weights: list[float], blocks: int) -> None:
-    one = object.__new__(Blend)
-    one.shares = np.array(weights) / sum(weights)
-    one._ends = np.cumsum(one.shares)
-    one._ends[-1] = 1.0
-    one._block = max(BLOCK, int(np.ceil(2 / one.shares.min())))
-    given_, then = one._given(blocks), one._given(blocks + 1)
-    assert given_.sum() == blocks * one._block
+    shares = np.array(weights) / sum(weights)
+    one = Stretch(0, 0, None, shares, np.zeros(len(weights), np.int64))
+    given_, then = one.given(blocks * one.block), one.given((blocks + 1) * one.block)
+    assert given_.sum() == blocks * one.block
     assert (then - given_ >= 0).all()
-    assert (np.abs(given_ - one.shares * blocks * one._block) <= 1 + 1e-6 * (1 + blocks)).all()
+    assert (np.abs(given_ - shares * blocks * one.block) <= 1 + 1e-6 * (1 + blocks)).all()
 
 
 def test_shares_hold_in_every_block_and_samples_of_a_part_come_one_after_another(prefixes: list[str]) -> None:

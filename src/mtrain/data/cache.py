@@ -23,6 +23,8 @@ LIMIT_BYTES = 100 * units.GIB
 USED = ".used"
 META = "meta.json"
 FILES = ("tokens.bin", "tokens.idx", "tokenizer.json")
+ORDERS = ("sequences.npy", "starts.npy", "shuffled.npy")
+"""Files of an order of samples, which is kept as corpora are."""
 DAY_S = 86_400
 
 _held: dict[str, int] = {}
@@ -81,7 +83,7 @@ def make_room(cache: Path) -> list[Path]:
                 if _remove(folder):
                     total -= sizes[folder]
                     gone.append(folder)
-    for note in (cache / "seen").iterdir():
+    for note in (cache / "seen").glob("*"):
         if note.stat().st_mtime < now - UNUSED_DAYS * DAY_S:
             note.unlink(missing_ok=True)
     return gone
@@ -91,7 +93,7 @@ def _is_corpus(folder: Path) -> bool:
     if folder.is_symlink() or not folder.is_dir() or not re.fullmatch(r"[^.].*-[0-9a-f]{16}", folder.name):
         return False
     names = set(os.listdir(folder))
-    return META in names and names <= {META, USED, *FILES}
+    return META in names and names <= {META, USED, *FILES, *ORDERS}
 
 
 def _last_use(folder: Path) -> float:

@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ class Corpus:
     """What is known of it: documents, tokens, vocab_size, eod, unigram_entropy_nats, fingerprint, ..."""
     others: tuple[Path, ...] = ()
     """Prefixes of the corpora that are blended with the first."""
+    of_splits: dict[str, tuple[Path, ...]] = field(default_factory=dict)
+    """Prefixes of the corpora that a split has for itself, by the split's name."""
 
     @property
     def tokenizer_sha256(self) -> str | None:
@@ -93,11 +95,33 @@ def _given(data: DataConfig) -> Corpus:
     def problem(key: str, value: str | None, rule: str, fix: str) -> None:
         problems.append(Problem("MT602", f"data.{key}", value, rule, fix))
 
-    key = "blend" if data.blend else "path"
-    named = data.blend or ((data.path,) if data.path else ())
-    prefixes = [Path(os.path.expanduser(name)) for name in named]
-    if not prefixes:
+    prefixes = _prefixes(data, "blend" if data.blend else "path", problem)
+    if not prefixes and not problems:
         problem("path", None, "data.kind=indexed reads .bin/.idx files", "data.path=PREFIX of the two files")
+    of_splits = {name: _prefixes(data, f"{name}_blend", problem) for name in ("validation", "test")}
+    of_splits = {name: found for name, found in of_splits.items() if found}
+    tokenizer = Path(os.path.expanduser(data.tokenizer)) if data.tokenizer else None
+    if tokenizer is not None and not os.path.isfile(tokenizer):
+        fix = near_paths(tokenizer).replace("data.path=", "data.tokenizer=")
+        problem("tokenizer", data.tokenizer, f"{tokenizer} is not a file", fix)
+    if problems:
+        raise ConfigError(problems)
+    own = [prefix for found in of_splits.values() for prefix in found]
+    meta = _counts([IndexedDataset(prefix) for prefix in (*prefixes, *own)])
+    if tokenizer is not None:
+        from mtrain.data.text import Tokenizer
+
+        loaded = Tokenizer(tokenizer)
+        meta |= {"vocab_size": loaded.vocab_size, "eod": loaded.eod}
+        meta["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    return Corpus(prefixes[0], tokenizer, meta, prefixes[1:], of_splits)
+
+
+def _prefixes(data: DataConfig, key: str, problem: Callable[[str, str, str, str], None]) -> tuple[Path, ...]:
+    """The corpora that a key names; `problem` is told of those whose files are not there."""
+    named = getattr(data, key) or ()
+    named = (named,) if isinstance(named, str) else named
+    prefixes = tuple(Path(os.path.expanduser(name)) for name in named)
     for name, prefix in zip(named, prefixes, strict=True):
         if prefix.suffix in (".bin", ".idx"):
             rule = f"is a file; the prefix of both is meant, without {prefix.suffix}"
@@ -107,22 +131,8 @@ def _given(data: DataConfig) -> Corpus:
         if missing:
             there = sorted(p.stem for p in prefix.parent.glob("*.idx")) if os.path.isdir(prefix.parent) else []
             missing_files = " and ".join(with_suffix(prefix, s).name for s in missing)
-            rule = f"no file {missing_files} in {prefix.parent}"
-            problem(key, name, rule, near_paths(prefix, there or None))
-    tokenizer = Path(os.path.expanduser(data.tokenizer)) if data.tokenizer else None
-    if tokenizer is not None and not os.path.isfile(tokenizer):
-        fix = near_paths(tokenizer).replace("data.path=", "data.tokenizer=")
-        problem("tokenizer", data.tokenizer, f"{tokenizer} is not a file", fix)
-    if problems:
-        raise ConfigError(problems)
-    meta = _counts([IndexedDataset(prefix) for prefix in prefixes])
-    if tokenizer is not None:
-        from mtrain.data.text import Tokenizer
-
-        loaded = Tokenizer(tokenizer)
-        meta |= {"vocab_size": loaded.vocab_size, "eod": loaded.eod}
-        meta["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
-    return Corpus(prefixes[0], tokenizer, meta, tuple(prefixes[1:]))
+            problem(key, name, f"no file {missing_files} in {prefix.parent}", near_paths(prefix, there or None))
+    return prefixes
 
 
 def _counts(datasets: list[IndexedDataset]) -> dict[str, Any]:

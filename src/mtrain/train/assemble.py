@@ -19,6 +19,7 @@ from mtrain.build.optim import build_optimizer, build_schedule
 from mtrain.ckpt import state as ckpt_state
 from mtrain.ckpt.state import TrainState
 from mtrain.ckpt.store import Checkpoint
+from mtrain.config.batches import asked
 from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.run import RunConfig
 from mtrain.data import Splits, open_splits, prepare, same_data
@@ -129,7 +130,7 @@ def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> Path
 def splits_of(run: RunConfig) -> Splits:
     """The train, validation and test samples of a run; tokenizes a text corpus where no launcher did it before."""
     need = ("train", "validation") if run.trainer.eval_iters else ("train",)
-    return open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), need)
+    return open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), need, asked(run))
 
 
 def assemble(run: RunConfig, world: World, splits: Splits) -> Parts:

@@ -8,6 +8,7 @@ GPT = Family(
     name="gpt",
     section=None,
     builder="mtrain.models.gpt.build:chunk",
+    reads_between=False,
     parameters=count.parameters,
     active_parameters=count.active_parameters,
     expert_parameters=count.expert_parameters,

@@ -5,9 +5,14 @@ from __future__ import annotations
 from mtrain.config.run import RunConfig
 from mtrain.data import Splits
 from mtrain.data.batch import Form, Packing, next_token
+from mtrain.data.fim import FillInTheMiddle
 
 
 def form(run: RunConfig, splits: Splits, part: str) -> Form:
     """The micro-batches of `part` of the splits."""
-    packing = Packing(splits.document_ends, run.data.packed_multiple or 1) if run.data.packed else None
-    return next_token(splits.masked_eod, packing)
+    data, ends = run.data, splits.document_ends
+    packing = Packing(ends, data.packed_multiple or 1) if data.packed else None
+    moved = None
+    if data.fim_rate and data.fim_ids is not None:
+        moved = FillInTheMiddle(data.fim_rate, data.fim_spm_rate, data.fim_ids, ends, run.trainer.seed, part)
+    return next_token(splits.masked_eod, packing, moved)

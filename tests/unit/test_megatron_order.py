@@ -1,0 +1,149 @@
+"""Megatron-LM's own order: token for token the samples of megatron-core's GPTDataset and BlendedDataset."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtrain.config.groups import DataConfig
+from mtrain.data import open_splits, orders, prepare
+from mtrain.data.blend import Blend
+from mtrain.data.greedy import BLOCK, Greedy
+from mtrain.data.indexed import IndexedWriter
+from mtrain.data.megatron_order import MegatronSamples, cut, normalized, shape_of
+from mtrain.errors import ConfigError, CorruptData
+from tests.support.forked import run_alone
+
+VOCAB = 60_000
+SEQ = 16
+
+
+def corpus(prefix: Path, sequences: int, seed: int, longest: int = 40) -> str:
+    """Random documents, some of them empty, some of several sequences."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(0, longest, sequences)
+    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
+        writer.add(random.integers(0, VOCAB, int(lengths.sum())), lengths)
+    return str(prefix)
+
+
+def config(paths: list[str], **more: Any) -> DataConfig:
+    one = {"path": paths[0]} if len(paths) == 1 and "blend" not in more else {"blend": paths}
+    words = {"kind": "indexed", "seq_length": SEQ, "order": "megatron", "split": [0.8, 0.15, 0.05], **one}
+    return DataConfig.model_validate({**words, **more})
+
+
+class Tokenizer:
+    """What megatron-core's datasets ask of a tokenizer."""
+
+    vocab_size, eod, pad, unique_identifiers = VOCAB, 0, -1, {"class": "none"}
+
+
+def theirs(
+    paths: list[str],
+    asked: tuple[int, int, int],
+    weights: list[float] | None = None,
+    seed: int = 7,
+    split: str = "80,15,5",
+    cache: Path | None = None,
+    per_split: list[Any] | None = None,
+) -> list[np.ndarray | None]:
+    """The text of the first samples of each split of megatron-core: int64 [n, SEQ + 1]."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    source = {"blend": (paths, weights), "split": split} if per_split is None else {"blend_per_split": per_split}
+    made = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=SEQ,
+        tokenizer=Tokenizer(),  # type: ignore[arg-type]
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        path_to_cache=str(cache) if cache else None,
+        **source,
+    )
+    built = BlendedMegatronDatasetBuilder(GPTDataset, list(asked), lambda: True, made).build()
+    out: list[np.ndarray | None] = []
+    for part, count in zip(built, asked, strict=True):
+        if part is None or not count:
+            out.append(None)
+            continue
+        samples = [part[i] for i in range(min(count, len(part)))]
+        rows = [np.append(s["tokens"].numpy(), s["labels"].numpy()[-1:]) for s in samples]
+        out.append(np.stack(rows))
+    return out
+
+
+def compare(data: DataConfig, asked: tuple[int, int, int], expected: list[np.ndarray | None], seed: int = 7) -> int:
+    """How many samples were compared."""
+    splits, compared = open_splits(data, VOCAB, seed, prepare(data), (), asked), 0
+    for name, wanted in zip(("train", "validation", "test"), expected, strict=True):
+        if wanted is None:
+            continue
+        found = getattr(splits, name).batch(np.arange(len(wanted)))
+        assert (found == wanted).all(), f"{name}: sample {int((found != wanted).any(axis=1).argmax())} is another"
+        compared += len(wanted)
+    return compared
+
+
+def alone(job: Callable[[], Any]) -> Any:
+    """A job where megatron-core is imported: it must not know of the device that other tests install."""
+
+    def there() -> Any:
+        from mtrain import mcore as adapter
+        from mtrain.devices import registry
+
+        adapter.install(registry.get("cpu"))
+        return job()
+
+    return run_alone(there)
+
+
+def test_samples_are_those_of_megatron_core(tmp_path: Path) -> None:
+    big, small = corpus(tmp_path / "big", 9000, 1), corpus(tmp_path / "small", 300, 2)
+    more = [corpus(tmp_path / name, n, i) for i, (name, n) in enumerate({"x": 800, "y": 2000, "z": 150}.items())]
+    theirs_of_small = tmp_path / "cache"
+
+    def job() -> int:
+        compared = 0
+        # one epoch, a few, many; the last epoch for itself and with the others
+        for paths, asked in ((big, (8000, 100, 20)), (small, (100, 20, 2)), (small, (560, 60, 9)), (small, (1111, 9, 5))):
+            compared += compare(config([paths], cache_dir=str(tmp_path)), asked, theirs([paths], asked))
+        for weights, asked in (([0.3, 0.6, 0.1], (2500, 60, 10)), ([5.0, 1.0, 1.0], (300, 7, 3)), (None, (900, 40, 5))):
+            data = config(more, blend_weights=weights, cache_dir=str(tmp_path))
+            compared += compare(data, asked, theirs(more, asked, weights))
+        per_split = [(more[:2], [0.2, 0.8]), ([small], None), None]
+        data = config(more[:2], blend_weights=[0.2, 0.8], validation_blend=[small], cache_dir=str(tmp_path))
+        compared += compare(data, (700, 50, 0), theirs([], (700, 50, 0), per_split=per_split))
+        assert shape_of_small(tmp_path, 1111).final_apart
+        assert not shape_of_small(tmp_path, 560).final_apart
+        theirs([small], (560, 60, 9), cache=theirs_of_small)
+        return compared
+
+    def shape_of_small(folder: Path, asked: int) -> Any:
+        data = open_splits(config([small], cache_dir=str(folder)), VOCAB, 7, prepare(config([small])), (), (asked, 1, 1))
+        assert isinstance(data.train, MegatronSamples)
+        return data.train.shape
+
+    assert alone(job) > 10_000
+    cached = config([small], megatron_cache=str(theirs_of_small), cache_dir=str(tmp_path))
+    splits = open_splits(cached, VOCAB, 7, prepare(cached), (), (560, 60, 9))
+    ours = open_splits(config([small], cache_dir=str(tmp_path)), VOCAB, 7, prepare(cached), (), (560, 60, 9))
+    assert isinstance(splits.train, MegatronSamples)
+    assert isinstance(ours.train, MegatronSamples)
+    assert splits.train.from_cache
+    assert not ours.train.from_cache
+    assert (splits.train.batch(range(500)) == ours.train.batch(range(500))).all()
+    other = open_splits(cached, VOCAB, 8, prepare(cached), (), (560, 60, 9)).train
+    assert isinstance(other, MegatronSamples)
+    assert not other.from_cache, "it is of another seed"
