@@ -117,9 +117,18 @@ def test_samples_are_those_of_megatron_core(tmp_path: Path) -> None:
     def job() -> int:
         compared = 0
         # one epoch, a few, many; the last epoch for itself and with the others
-        for paths, asked in ((big, (8000, 100, 20)), (small, (100, 20, 2)), (small, (560, 60, 9)), (small, (1111, 9, 5))):
+        for paths, asked in (
+            (big, (8000, 100, 20)),
+            (small, (100, 20, 2)),
+            (small, (560, 60, 9)),
+            (small, (1111, 9, 5)),
+        ):
             compared += compare(config([paths], cache_dir=str(tmp_path)), asked, theirs([paths], asked))
-        for weights, asked in (([0.3, 0.6, 0.1], (2500, 60, 10)), ([5.0, 1.0, 1.0], (300, 7, 3)), (None, (900, 40, 5))):
+        for weights, asked in (
+            ([0.3, 0.6, 0.1], (2500, 60, 10)),
+            ([5.0, 1.0, 1.0], (300, 7, 3)),
+            (None, (900, 40, 5)),
+        ):
             data = config(more, blend_weights=weights, cache_dir=str(tmp_path))
             compared += compare(data, asked, theirs(more, asked, weights))
         per_split = [(more[:2], [0.2, 0.8]), ([small], None), None]
@@ -131,7 +140,9 @@ def test_samples_are_those_of_megatron_core(tmp_path: Path) -> None:
         return compared
 
     def shape_of_small(folder: Path, asked: int) -> Any:
-        data = open_splits(config([small], cache_dir=str(folder)), VOCAB, 7, prepare(config([small])), (), (asked, 1, 1))
+        data = open_splits(
+            config([small], cache_dir=str(folder)), VOCAB, 7, prepare(config([small])), (), (asked, 1, 1)
+        )
         assert isinstance(data.train, MegatronSamples)
         return data.train.shape
 

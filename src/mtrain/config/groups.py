@@ -17,6 +17,7 @@ from mtrain.config.base import (
     PositiveInt,
     Section,
 )
+from mtrain.config.fim import FimConfig
 from mtrain.config.formats import MainFormat, MomentFormat
 from mtrain.config.kernel_keys import KernelsConfig as KernelsConfig
 from mtrain.config.optimizers import OPTIMIZERS, read_by
@@ -102,14 +103,8 @@ class DataConfig(Section):
     ] = None
     """order=megatron: a folder in which Megatron-LM left the orders of its runs (--data-cache-path); what it holds of
     the same data, seed and steps is read and not made again. null: none."""
-    fim_rate: Annotated[float, Field(ge=0, le=1), Key(aka="fim_rate")] = 0.0
-    """Share of the documents whose middle is read behind their end (fill in the middle); 0: none."""
-    fim_spm_rate: Annotated[Annotated[float, Field(ge=0, le=1)], Key(when="data.fim_rate")] = 0.5
-    """fim_rate: share of those in which the suffix stands before the prefix (SPM), not behind it (PSM)."""
-    fim_ids: Annotated[tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt] | None, Key(when="data.fim_rate")] = (
-        Field(default=None, strict=False)
-    )
-    """fim_rate: ids of the tokens that mark prefix, suffix and middle."""
+    fim: FimConfig = Field(default_factory=FimConfig)
+    """Fill in the middle: documents whose middle is read behind their end."""
     tokenizer: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="tokenizer_model")] = None
     """Path of a tokenizer.json. indexed: null: no text can be generated; image_text: null: a BPE is trained."""
     tokenizer_vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = 4096

@@ -159,11 +159,11 @@ def open_splits(
         rule = "no end-of-document token is known"
         fix = "data.eod_mask_loss=false, or data.tokenizer=PATH of a tokenizer.json that has one"
         problems.append(Problem("MT608", "data.eod_mask_loss", True, rule, fix))
-    for key, off in (("packed", "false"), ("fim_rate", "0")):
-        if getattr(data, key) and eod is None:
+    for key, value, off in (("packed", data.packed, "false"), ("fim.rate", data.fim.rate, "0")):
+        if value and eod is None:
             rule = "documents are told apart by their end-of-document token, and none is known"
             fix = f"data.{key}={off}, or data.tokenizer=PATH of a tokenizer.json that has one"
-            problems.append(Problem("MT608", f"data.{key}", getattr(data, key), rule, fix))
+            problems.append(Problem("MT608", f"data.{key}", value, rule, fix))
     parts = opening.opened(data, vocab_size, seed, corpus, need, asked, problems)
     train = parts["train"]
     if problems or train is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -26,6 +26,15 @@ SYNTHETIC: Change = {
     "data.path": None,
     "data.blend": None,
     "data.blend_weights": None,
+    "data.blend_sizes": None,
+    "data.blend_curriculum": None,
+    "data.blend_max_epochs": None,
+    "data.validation_blend": None,
+    "data.validation_weights": None,
+    "data.test_blend": None,
+    "data.test_weights": None,
+    "data.order": "keyed",
+    "data.megatron_cache": None,
     "data.tokenizer": None,
 }
 MAX_READ = 100
@@ -147,7 +156,8 @@ def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, i
         "Token ids are outside the model's vocabulary.",
         help="Enlarge model.vocab_size, or tokenize the text anew.",
     ),
-    reads="data.path data.blend data.kind data.seq_length data.split trainer.eval_iters model.vocab_size",
+    reads="data.path data.blend data.validation_blend data.test_blend data.kind data.seq_length data.split "
+    "data.order trainer.eval_iters model.vocab_size",
     disk=True,
 )
 def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
@@ -155,21 +165,31 @@ def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
     d = run.data
     if d.kind != "indexed":
         return
-    if d.blend is None:
-        if d.path is not None:
-            yield from _corpus(run, d.path, lambda name: {"data.path": name})
-        return
-    for i, prefix in enumerate(d.blend):
-        around = d.blend[:i], d.blend[i + 1 :]
-        found = list(_corpus(run, prefix, lambda name, a=around: {"data.blend": [*a[0], name, *a[1]]}))  # type: ignore[misc]
-        for f in found[:1]:
-            path, rule = ("data.blend", f"{prefix}: {f.rule}") if f.path == "data.path" else (f.path, f.rule)
-            yield Finding(f.code, path, rule, f.fixes, f.severity, f.hint)
-            return
+    apart = d.validation_blend is not None or d.test_blend is not None
+    whole: dict[str, tuple[float, ...]] = {"blend": (1, 0, 0), "validation_blend": (0, 1, 0), "test_blend": (0, 0, 1)}
+    if d.blend is None and d.path is not None:
+        shares = whole["blend"] if apart else d.split
+        yield from _corpus(run, d.path, lambda name: {"data.path": name}, shares)
+    for key in whole:
+        names: tuple[str, ...] = getattr(d, key) or ()
+        for i, prefix in enumerate(names):
+            around = names[:i], names[i + 1 :]
+            shares = whole[key] if apart else d.split
+            found = list(
+                _corpus(run, prefix, lambda name, a=around, k=key: {f"data.{k}": [*a[0], name, *a[1]]}, shares)  # type: ignore[misc]
+            )
+            for f in found[:1]:
+                path, rule = (f"data.{key}", f"{prefix}: {f.rule}") if f.path == "data.path" else (f.path, f.rule)
+                yield Finding(f.code, path, rule, f.fixes, f.severity, f.hint)
+                return
 
 
-def _corpus(run: RunConfig, text: str, renamed: Callable[[str], Change]) -> Iterator[Finding]:
-    """What is wrong with the corpus of a prefix; `renamed` is the change that names another."""
+def _corpus(
+    run: RunConfig, text: str, renamed: Callable[[str], Change], shares: Sequence[float]
+) -> Iterator[Finding]:
+    """What is wrong with the corpus of a prefix; `renamed` is the change that names another, `shares` are those of
+    train, validation and test.
+    """
     base = user_path(text)
     if base.suffix in (".bin", ".idx"):
         yield Finding("MT306", "data.path", f"is a prefix: without {base.suffix}", (renamed(text[:-4]),))
@@ -188,22 +208,24 @@ def _corpus(run: RunConfig, text: str, renamed: Callable[[str], Change]) -> Iter
             return
     try:
         with closing(TokenFiles(base)) as corpus:
-            yield from _tokens_suffice(run, corpus)
+            yield from _tokens_suffice(run, corpus, shares)
     except CorruptData as error:
         yield Finding("MT611", "data.path", str(error), (SYNTHETIC,), hint=_AGAIN)
     except OSError as error:
         yield Finding("MT306", "data.path", f"{error.filename} cannot be read: {error.strerror}", (SYNTHETIC,))
 
 
-def _tokens_suffice(run: RunConfig, corpus: TokenFiles) -> Iterator[Finding]:
+def _tokens_suffice(run: RunConfig, corpus: TokenFiles, shares: Sequence[float]) -> Iterator[Finding]:
     """Each split that is used has tokens for a sample, and the first ones are ids of the model."""
     d, need, vocab = run.data, run.data.length + 1, run.model.vocab_size
-    if sum(d.split) <= 0:
+    if sum(shares) <= 0:
         return
-    parts = split_documents(corpus, d.split)
-    for name, documents in list(zip(("train", "validation"), parts, strict=False))[
-        : 2 if run.trainer.eval_iters else 1
-    ]:
+    if d.order == "megatron":  # its splits are cut by sequences, which opening it does
+        shares = (1, 0, 0)
+    used = ("train", "validation") if run.trainer.eval_iters else ("train",)
+    for name, share, documents in zip(used, shares, split_documents(corpus, shares), strict=False):
+        if not share:
+            continue
         start = corpus.document_start(documents.start)
         held = corpus.document_start(documents.stop) - start
         if held < need:

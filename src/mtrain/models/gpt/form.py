@@ -13,6 +13,6 @@ def form(run: RunConfig, splits: Splits, part: str) -> Form:
     data, ends = run.data, splits.document_ends
     packing = Packing(ends, data.packed_multiple or 1) if data.packed else None
     moved = None
-    if data.fim_rate and data.fim_ids is not None:
-        moved = FillInTheMiddle(data.fim_rate, data.fim_spm_rate, data.fim_ids, ends, run.trainer.seed, part)
+    if data.fim.rate and data.fim.ids is not None:
+        moved = FillInTheMiddle(data.fim.rate, data.fim.spm_rate, data.fim.ids, ends, run.trainer.seed, part)
     return next_token(splits.masked_eod, packing, moved)
