@@ -233,7 +233,8 @@ def test_any_plan_gives_every_sample_of_a_part_once(
             plan.append((at, [float(w) for w in weights]))
     mixed = Blend(parts_without_tokens(), plan, 1, most=most)
     samples = 6000 if mixed.total is None else mixed.total
-    gapless(mixed, samples)
+    if samples:
+        gapless(mixed, samples)
     for found, limit in zip(counts(mixed, range(samples)), most, strict=True):
         assert limit is None or found <= limit
 

@@ -6,7 +6,7 @@ import functools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -173,18 +173,30 @@ def _stretches(plan: list[tuple[int, np.ndarray]], most: np.ndarray) -> tuple[li
             if not live.any():
                 return out, at
             live /= math.fsum(live)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                # a part gives less than one sample more than its share
-                room = np.where(live > 0, np.floor((most - used - 1) / live), np.inf)
-            reach = min(float(room.min()), np.inf if end is None else end - at)
-            if reach >= 1:
-                length = None if np.isinf(reach) else int(reach)
-                out.append(Stretch(len(out), at, length, live, used.copy()))
-                if length is None:
-                    return out, None
-                used, at = used + out[-1].given(length), at + length
-            closed |= (live > 0) & (most - used - 1 < np.maximum(live, 1e-12))
+            whole = Stretch(len(out), at, None if end is None else end - at, live, used.copy())
+            stretch = _until_used_up(whole, most - used)
+            if stretch.length is None:
+                return [*out, stretch], None
+            if stretch.length:
+                out.append(stretch)
+                used, at = used + stretch.given(stretch.length), at + stretch.length
+            left = most - used
+            closed |= left < 1 if stretch.length else (live > 0) & (left <= left[live > 0].min())
     raise AssertionError("the last stretch of a plan has no end")
+
+
+def _until_used_up(stretch: Stretch, left: np.ndarray) -> Stretch:
+    """The stretch as long as no part gives more than is left of it."""
+    live = stretch.shares > 0
+    if np.isinf(left[live]).all():
+        return stretch
+    found = stretch
+    for less in (0.0, 0.5, 1.0):  # a part gives less than one sample more than its share
+        length = max(0, int(np.floor((left[live] - less) / stretch.shares[live]).min()))
+        found = replace(stretch, length=length if stretch.length is None else min(length, stretch.length))
+        if (found.given(found.length or 0) <= left).all():
+            break
+    return found
 
 
 def nothing_to_read(name: str) -> Problem:

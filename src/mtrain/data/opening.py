@@ -53,18 +53,15 @@ class _Opener:
         self.apart = any(self.own.values())
         """Whether splits have corpora of their own."""
         assert corpus.prefix is not None
-        self.prefixes = {"train": (corpus.prefix, *corpus.others), **corpus.of_splits}
-        self.datasets = functools.lru_cache(maxsize=None)(self._opened)
-
-    def _opened(self, name: str) -> list[IndexedDataset]:
-        return [IndexedDataset(prefix) for prefix in self.prefixes[name]]
+        prefixes = {"train": (corpus.prefix, *corpus.others), **corpus.of_splits}
+        self.datasets = {name: list(map(corpus.opened, each)) for name, each in prefixes.items()}
 
     def split(self, name: str) -> Opened:
         """The samples of a split. Raises ConfigError where there are none."""
         source = name if self.own.get(name) else "train"
         if self.apart and source == "train" != name:
             raise ConfigError([_no_corpus(name)])
-        datasets = self.datasets(source)
+        datasets = self.datasets[source]
         found = self._by_megatron(name, datasets, whole=self.apart) if self.megatron else self._keyed(name, datasets)
         most = getattr(found, "total", None)
         if most is not None and not self.megatron and name == "train" and self.asked and self.asked[0] > most:

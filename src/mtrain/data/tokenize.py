@@ -51,6 +51,14 @@ class Corpus:
     """Prefixes of the corpora that are blended with the first."""
     of_splits: dict[str, tuple[Path, ...]] = field(default_factory=dict)
     """Prefixes of the corpora that a split has for itself, by the split's name."""
+    datasets: dict[Path, IndexedDataset] = field(default_factory=dict, repr=False, compare=False)
+    """Corpora that are open already, by their prefix."""
+
+    def opened(self, prefix: Path) -> IndexedDataset:
+        """The corpus of a prefix; the whole index is read once."""
+        if prefix not in self.datasets:
+            self.datasets[prefix] = IndexedDataset(prefix)
+        return self.datasets[prefix]
 
     @property
     def tokenizer_sha256(self) -> str | None:
@@ -107,14 +115,15 @@ def _given(data: DataConfig) -> Corpus:
     if problems:
         raise ConfigError(problems)
     own = [prefix for found in of_splits.values() for prefix in found]
-    meta = _counts([IndexedDataset(prefix) for prefix in (*prefixes, *own)])
+    datasets = {prefix: IndexedDataset(prefix) for prefix in (*prefixes, *own)}
+    meta = _counts([datasets[prefix] for prefix in (*prefixes, *own)])
     if tokenizer is not None:
         from mtrain.data.text import Tokenizer
 
         loaded = Tokenizer(tokenizer)
         meta |= {"vocab_size": loaded.vocab_size, "eod": loaded.eod}
         meta["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
-    return Corpus(prefixes[0], tokenizer, meta, prefixes[1:], of_splits)
+    return Corpus(prefixes[0], tokenizer, meta, prefixes[1:], of_splits, datasets)
 
 
 def _prefixes(data: DataConfig, key: str, problem: Callable[[str, str, str, str], None]) -> tuple[Path, ...]:
