@@ -212,6 +212,12 @@ def used_up(name: str, wanted: int, total: int) -> Problem:
     return Problem("MT621", "data.blend_max_epochs", None, rule, fix)
 
 
+def read_once(name: str, wanted: int, total: int) -> Problem:
+    """Without weights Megatron-LM reads each corpus of a blend once."""
+    rule = f"without weights Megatron's order has {total} samples of {name}, each once, and {wanted} are asked for"
+    return Problem("MT621", "data.blend_weights", None, rule, "data.blend_weights=[...], or data.order=keyed")
+
+
 def by_sizes(sizes: Sequence[int]) -> list[tuple[int, Sequence[float]]]:
     """The plan in which each part gives exactly so many of the first sum(sizes) samples."""
     return [(0, [float(size) for size in sizes]), (sum(sizes), [float(size) for size in sizes])]

@@ -156,48 +156,37 @@ class MegatronSamples(Samples):
         """
         out = np.empty((len(numbers), self.seq_length + 1), np.int64)
         for row, number in zip(out, np.asarray(numbers, np.int64) % self._count, strict=True):
-            at = 0
-            for sequence, first, count in self._pieces(int(number)):
-                begin = _start(self.dataset, sequence) + first
-                row[at : at + count] = self.dataset.tokens[begin : begin + count]
-                at += count
+            row[:] = self.dataset.tokens[self._tokens_of(int(number))]
         if len(out) and (out.min() < 0 or out.max() >= self.vocab_size):
             row, column = np.argwhere((out < 0) | (out >= self.vocab_size))[0]
-            raise self._outside(
-                self._place(int(numbers[row]), int(column)), f"{self.name} sample {int(numbers[row])}"
-            )
+            number = int(numbers[row])
+            raise self._outside(int(self._tokens_of(number % self._count)[column]), f"{self.name} sample {number}")
         return out
 
-    def _pieces(self, number: int) -> list[tuple[int, int, int]]:
-        """What a sample is made of: sequences, the first token of each that is used, and how many."""
+    def _tokens_of(self, number: int) -> np.ndarray:
+        """Place in the corpus of each token of a sample; int64 [seq_length + 1]."""
+        need, dataset = self.seq_length + 1, self.dataset
         place = int(self._shuffled[number]) * self.seq_length
         chunk = int(np.searchsorted(self._starts, place, side="right")) - 1
-        at, skipped, missing, out = chunk * STRIDE, place - int(self._starts[chunk]), self.seq_length + 1, []
-        while missing and at < len(self._sequences):
+        at, skipped = chunk * STRIDE, place - int(self._starts[chunk])
+        begins, counts, found = [], [], 0
+        while found < need and at < len(self._sequences):
             some = np.asarray(self._sequences[at : at + STRIDE])
-            if int(some.min()) < 0 or int(some.max()) >= len(self.dataset):
-                raise CorruptData(f"{self.dataset.idx}: its order names sequences {some.min()} to {some.max()}")
-            for sequence, length in zip(some.tolist(), self.dataset.lengths[some].tolist(), strict=True):
-                if skipped >= length:
-                    skipped -= length
-                    continue
-                used = min(missing, length - skipped)
-                out.append((sequence, skipped, used))
-                skipped, missing = 0, missing - used
-                if not missing:
-                    break
-            at += STRIDE
-        if missing:
-            raise CorruptData(f"{self.dataset.idx}: its order ends {missing} tokens before sample {number} does")
-        return out
-
-    def _place(self, number: int, column: int) -> int:
-        """Place in the corpus of a sample's token."""
-        for sequence, first, count in self._pieces(number % self._count):
-            if column < count:
-                return _start(self.dataset, sequence) + first + column
-            column -= count
-        raise AssertionError("a sample has so many tokens")
+            if int(some.min()) < 0 or int(some.max()) >= len(dataset):
+                raise CorruptData(f"{dataset.idx}: its order names sequences {some.min()} to {some.max()}")
+            lengths = dataset.lengths[some].astype(np.int64)
+            ends = np.cumsum(lengths)
+            # what of each lies behind the tokens that are skipped, and before the last one that is needed
+            behind = np.clip(skipped - (ends - lengths), 0, lengths)
+            used = np.clip(skipped + need - found - (ends - lengths), 0, lengths) - behind
+            begins.append(dataset.pointers[some] // dataset.dtype.itemsize + behind)
+            counts.append(used)
+            found, skipped, at = found + int(used.sum()), max(0, skipped - int(ends[-1])), at + STRIDE
+        if found < need:
+            raise CorruptData(f"{dataset.idx}: its order ends {need - found} tokens before sample {number} does")
+        count = np.concatenate(counts)
+        shift = np.concatenate(begins) - (np.cumsum(count) - count)
+        return np.arange(need) + np.repeat(shift, count)
 
     def describe(self) -> dict[str, int]:
         """Counts: documents, tokens and samples in all, and what decides their order."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mtrain.config.groups import DataConfig
 from mtrain.config.paths import user_path
 from mtrain.data import megatron_order
-from mtrain.data.blend import Blend, Plan, by_sizes, used_up
+from mtrain.data.blend import Blend, Plan, by_sizes, read_once, used_up
 from mtrain.data.indexed import IndexedDataset
 from mtrain.data.megatron_cache import Theirs
 from mtrain.data.samples import SHARES, Samples, split_documents
@@ -64,8 +64,8 @@ class _Opener:
         datasets = self.datasets[source]
         found = self._by_megatron(name, datasets, whole=self.apart) if self.megatron else self._keyed(name, datasets)
         most = getattr(found, "total", None)
-        if most is not None and not self.megatron and name == "train" and self.asked and self.asked[0] > most:
-            raise ConfigError([used_up(name, self.asked[0], most)])
+        if most is not None and name == "train" and self.asked and self.asked[0] > most:
+            raise ConfigError([(read_once if self.megatron else used_up)(name, self.asked[0], most)])
         return found
 
     def _keyed(self, name: str, datasets: list[IndexedDataset]) -> Opened:

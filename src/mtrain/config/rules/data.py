@@ -85,8 +85,8 @@ def split_is_usable(run: RunConfig) -> Iterator[Finding]:
         if d.validation_blend is None and run.trainer.eval_iters > 0:
             rule = f"data.test_blend is set, and trainer.eval_iters asks for {run.trainer.eval_iters} batches of it"
             off: Change = {"trainer.eval_iters": 0}
-            fixes = (off, {**off, "trainer.eval_interval": None})
-            yield Finding("MT309", "data.validation_blend", rule, fixes, hint="data.validation_blend=[PREFIX]")
+            both: Change = {**off, "trainer.eval_interval": None}
+            yield Finding("MT309", "data.validation_blend", rule, (off, both), hint="data.validation_blend=[PREFIX]")
         return
     train, validation, _ = d.split
     total = sum(d.split)
