@@ -40,7 +40,7 @@ class FillInTheMiddle:
 
     def _words(self, number: int, piece: int) -> np.ndarray:
         """uint64 [4] that a piece of a sample draws from."""
-        base = mix64(mix64(np.array([number], np.uint64) ^ self._key) + np.uint64(piece) * _STEP)
+        base = mix64(mix64(np.array([number], np.uint64) ^ self._key) + np.array([piece], np.uint64) * _STEP)
         return mix64(base + np.arange(1, 5, dtype=np.uint64) * _STEP)
 
     def _move(self, piece: np.ndarray, words: np.ndarray) -> None:

@@ -26,7 +26,7 @@ class Greedy:
 
     def __init__(self, weights: np.ndarray) -> None:
         self.weights = np.asarray(weights, np.float64)
-        settled = 4 * len(self.weights) / max(float(self.weights.min()), 1e-9)
+        settled = 2 / max(float(self.weights.min()), 1e-9)
         self._piece = BLOCK * int(min(max(1, -(-settled // BLOCK)), LONGEST // BLOCK))
         self._known = [np.zeros(len(self.weights), np.int64)]
         self._lanes = LANES
