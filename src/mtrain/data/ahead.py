@@ -46,17 +46,21 @@ class Ahead(Generic[K, V]):
         """
         if not self._depth:
             return self._read(key)
-        while self._ahead and self._ahead[0].key != key:
-            self._ahead.popleft().wanted = False
-        if not self._ahead:
-            self._begin(key)
+        self.expect(key)
         current = self._ahead[0]
-        self._look_ahead()
         value, error = current.outcome.get()  # nothing of Python between here and the wait: stacks name this line
         self._ahead.popleft()
         if error is not None:
             raise error
         return value  # type: ignore[return-value]
+
+    def expect(self, key: K) -> None:
+        """Begin to read `key` and what follows it."""
+        while self._ahead and self._ahead[0].key != key:
+            self._ahead.popleft().wanted = False
+        if not self._ahead and self._depth:
+            self._begin(key)
+        self._look_ahead()
 
     def close(self) -> None:
         """End the thread; what was read ahead is dropped. A later `take` begins anew."""

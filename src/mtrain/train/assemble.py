@@ -106,6 +106,7 @@ def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> Path
     elif paths.weights is not None:
         _load(parts, paths.weights, lambda checkpoint: ckpt_state.load_weights(checkpoint, parts.state))
         progress.note(f"weights from {paths.weights}")
+    parts.begin()
     metrics = hooks.Metrics(paths.folder)
     evaluation = hooks.Evaluation(metrics, progress)
     checkpoints = hooks.Checkpoints(paths.folder / CHECKPOINTS, progress, splits.describe())

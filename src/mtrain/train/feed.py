@@ -73,6 +73,10 @@ class Feed:
         device = self._world.torch_device
         return [{key: value.to(device, non_blocking=True) for key, value in batch.items()} for batch in found]
 
+    def expect(self, consumed: int, size: int) -> None:
+        """Begin to read for the step that `take` will be asked for."""
+        self._ahead.expect((consumed, size))
+
     def close(self) -> None:
         """End the thread that reads ahead."""
         self._ahead.close()

@@ -56,6 +56,12 @@ class Parts:
         end = samples_of(plan, self.run.trainer.train_iters)
         return Feed(self.train_data, self.world, self.needs, partial(_next_step, plan, end), self.run.data.prefetch)
 
+    def begin(self) -> None:
+        """Begin to read for the next step."""
+        consumed = self.state.consumed_samples
+        if self.state.step < self.run.trainer.train_iters:
+            self.feed.expect(consumed, size_after(self.batch_sizes, consumed))
+
     def close(self) -> None:
         """End the thread that reads samples ahead."""
         if "feed" in self.__dict__:
