@@ -139,6 +139,8 @@ class DataConfig(Section):
         Key(effect=Effect.RUNTIME, aka="prefetch_factor num_workers", unit="steps"),
     ] = 2
     """Steps whose samples a thread reads ahead of the one that takes them; 0: each step reads its own."""
+    remote_cache_gib: Annotated[Annotated[float, Field(gt=0, le=MOST)], Key(effect=Effect.RUNTIME, unit="GiB")] = 50.0
+    """Most that blocks of corpora in object stores (s3://, gs://, hf://) take in cache_dir, but for their indices."""
     cache_dir: Annotated[str, Key(effect=Effect.RUNTIME)] = "~/.cache/mtrain"
     """Where tokenized text is kept. When a corpus is added, those go that no run used for 90 days, and, of more than
     100 GiB in all, those that were used longest ago; never one that a run reads or has used in the last day."""

@@ -10,10 +10,12 @@ import io
 import os
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
 from mtrain.config.token_files import CODES, HEADER, MAGIC, read_header
+from mtrain.data.remote import SUFFIX, RemoteTokens
 from mtrain.errors import CorruptData
 
 DTYPES: dict[int, np.dtype] = {code: np.dtype(name) for code, name in CODES.items()}
@@ -39,7 +41,8 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = Path(prefix)
-        self.idx, self.bin = with_suffix(self.prefix, ".idx"), with_suffix(self.prefix, ".bin")
+        self.idx = with_suffix(self.prefix, ".idx")
+        self.bin: Path | str = with_suffix(self.prefix, ".bin")
         raw = _map(self.idx)
         header = read_header(self.idx, raw[: HEADER.size].tobytes(), raw.nbytes)
         self.dtype, count, index_count = DTYPES[header.code], header.count, header.indices
@@ -49,13 +52,27 @@ class IndexedDataset:
         self.document_indices = np.frombuffer(raw, "<i8", index_count, at_documents)
         total = _check_pointers(self.idx, self.lengths, self.pointers, self.dtype.itemsize)
         _check_documents(self.idx, self.document_indices, count, at_documents)
-        data = _map(self.bin)
-        if data.nbytes != total:
+        far = with_suffix(self.prefix, SUFFIX).is_file()
+        held: Any = RemoteTokens(self.prefix, self.dtype) if far else _map(with_suffix(self.prefix, ".bin"))
+        if far:
+            self.bin = f"{held.store.name}.bin"
+        if held.nbytes != total:
             raise CorruptData(
-                f"{self.bin}: {data.nbytes} bytes, but {self.idx.name} describes {total} "
+                f"{self.bin}: {held.nbytes} bytes, but {self.idx.name} describes {total} "
                 f"({total // self.dtype.itemsize} tokens of {self.dtype.itemsize} bytes)"
             )
-        self.tokens = np.frombuffer(data, self.dtype)
+        self.tokens: Any = held if far else np.frombuffer(held, self.dtype)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether its tokens are fetched when they are asked for."""
+        return isinstance(self.tokens, RemoteTokens)
+
+    def pieces(self, starts: list[int], length: int) -> list[np.ndarray]:
+        """So many tokens from each of some places of the stream on."""
+        if isinstance(self.tokens, RemoteTokens):
+            return self.tokens.pieces(starts, length)
+        return [self.tokens[start : start + length] for start in starts]
 
     @property
     def num_documents(self) -> int:

@@ -20,6 +20,8 @@ from mtrain.data.permute import ROUNDS, Permutation, keys
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 SHARES = ("train", "validation", "test")
+REMOTE_CHECKED = 1 << 20
+"""Tokens of a corpus in an object store that are looked at before ranks start."""
 SCANNED = 1 << 22  # tokens looked at in one go: they stay in the processor's cache
 
 
@@ -126,6 +128,8 @@ class Samples:
         """
         starts = self.starts(numbers)
         out = np.empty((len(starts), self.seq_length + 1), np.int64)
+        if self.dataset.is_remote:
+            self.dataset.tokens.expect(starts, self.seq_length + 1)
         for row, start in zip(out, starts, strict=True):
             row[:] = self.dataset.tokens[start : start + self.seq_length + 1]
         if len(out) and (out.min() < 0 or out.max() >= self.vocab_size):
@@ -148,6 +152,7 @@ class Samples:
 
         Raises CorruptData for an id outside the vocabulary.
         """
+        limit = min(limit, REMOTE_CHECKED) if self.dataset.is_remote else limit
         end = self.first + min(limit, self.num_tokens)
         for start in range(self.first, end, SCANNED):
             tokens = self.dataset.tokens[start : min(start + SCANNED, end)]

@@ -29,6 +29,7 @@ from mtrain.data import cache as corpora
 from mtrain.data.cache import FILES
 from mtrain.data.corpus import TextCorpus, near_paths, open_corpus
 from mtrain.data.indexed import IndexedDataset, IndexedWriter, token_dtype, with_suffix
+from mtrain.data.remote import is_remote, mirrored
 from mtrain.data.samples import entropy_nats
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem, say
 
@@ -130,8 +131,13 @@ def _prefixes(data: DataConfig, key: str, problem: Callable[[str, str, str, str]
     """The corpora that a key names; `problem` is told of those whose files are not there."""
     named = getattr(data, key) or ()
     named = (named,) if isinstance(named, str) else named
-    prefixes = tuple(Path(os.path.expanduser(name)) for name in named)
+    cache, limit = Path(os.path.expanduser(data.cache_dir)), int(data.remote_cache_gib * units.GIB)
+    prefixes = tuple(
+        mirrored(name, key, cache, limit) if is_remote(name) else Path(os.path.expanduser(name)) for name in named
+    )
     for name, prefix in zip(named, prefixes, strict=True):
+        if is_remote(name):
+            continue
         if prefix.suffix in (".bin", ".idx"):
             rule = f"is a file; the prefix of both is meant, without {prefix.suffix}"
             problem(key, name, rule, f"data.{key}={prefix.with_suffix('')}")
@@ -169,8 +175,9 @@ def fingerprint(dataset: IndexedDataset, samples: int = 256, block: int = 4096) 
     digest.update(dataset.dtype.str.encode())
     for array in (dataset.lengths, dataset.document_indices):
         digest.update(array[:block].tobytes() + array[-block:].tobytes())
-    for start in np.linspace(0, max(0, dataset.num_tokens - block), samples).astype(np.int64):
-        digest.update(dataset.tokens[start : start + block].tobytes())
+    starts = np.linspace(0, max(0, dataset.num_tokens - block), samples).astype(np.int64).tolist()
+    for piece in dataset.pieces(starts, block):
+        digest.update(piece.tobytes())
     return digest.hexdigest()[:32]
 
 
