@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtrain.config.groups import DataConfig
-from mtrain.data import open_splits, orders, prepare
+from mtrain.data import open_splits, orders, prepare, same_data
 from mtrain.data.blend import Blend
 from mtrain.data.greedy import BLOCK, Greedy
 from mtrain.data.indexed import IndexedWriter
@@ -274,3 +274,15 @@ def test_a_blend_that_asks_for_more_than_megatron_makes_is_refused(tmp_path: Pat
     assert len(train) == 10
     with pytest.raises(ConfigError, match=r"asked for"):
         open_splits(data, VOCAB, 7, prepare(data), (), (10**6, 0, 0))
+
+
+def test_a_resume_with_more_steps_that_changes_the_order_is_refused(tmp_path: Path) -> None:
+    data = config([corpus(tmp_path / "a", 300, 1)])
+
+    def of(samples: int) -> dict[str, Any]:
+        return open_splits(data, VOCAB, 7, prepare(data), (), (samples, 9, 3)).describe()
+
+    same_data(of(100), of(150))
+    for before, after in ((100, 320), (320, 1000), (320, 560)):
+        with pytest.raises(ConfigError, match="Megatron's order follows from the steps of a run"):
+            same_data(of(before), of(after))

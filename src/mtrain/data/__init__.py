@@ -37,6 +37,8 @@ __all__ = [
     "verify",
 ]
 
+ORDERED_BY = ("epochs", "together")
+"""What Megatron's order of a split follows from, beside the corpus: epochs, and samples that are shuffled together."""
 ENTROPY_TOKENS = 5_000_000
 CHECKED_TOKENS = 1 << 26
 """Tokens of a split that are looked at before ranks start: a tenth of a second."""
@@ -115,7 +117,7 @@ def prepare(data: DataConfig, note: Callable[[str], None] = _say, tokenizer: Pat
 
 
 def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on with other data than a checkpoint was trained on.
+    """Refuse to go on with other data than a checkpoint was trained on, or with the same in another order.
 
     `saved` is what `Splits.describe` gave then, `now` what it gives. Raises ConfigError if the corpus, or its
     tokenizer, is another.
@@ -128,6 +130,11 @@ def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             )
             fix = "checkpoint.accept_changes=true to go on with it, or the files as they were"
             raise ConfigError([Problem("MT609", "data.path", now.get("source"), rule, fix)])
+    before, after = ([(part.get("train") or {}).get(key) for key in ORDERED_BY] for part in (saved, now))
+    if before != after:
+        rule = f"Megatron's order follows from the steps of a run, and it is another one ({after}, then {before})"
+        fix = "trainer.train_iters and trainer.global_batch_size as they were, or checkpoint.accept_changes=true"
+        raise ConfigError([Problem("MT609", "trainer.train_iters", None, rule, fix)])
 
 
 def open_splits(

@@ -93,7 +93,7 @@ def load(path: Path) -> np.ndarray:
     Raises CorruptData for a file that is none, or shorter than its header says.
     """
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+        return np.lib.format.open_memmap(path, mode="r")  # refuses objects, which are what is pickled
     except (ValueError, EOFError, OverflowError, SyntaxError, MemoryError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CorruptData(f"{path}: no array of numbers in numpy's format: {reason}") from error
