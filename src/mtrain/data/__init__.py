@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 ORDERED_BY = ("epochs", "together")
-"""What Megatron's order of a split follows from, beside the corpus: epochs, and samples that are shuffled together."""
+"""What Megatron's order follows from, beside the corpus: epochs, and samples that are shuffled together."""
 ENTROPY_TOKENS = 5_000_000
 CHECKED_TOKENS = 1 << 26
 """Tokens of a split that are looked at before ranks start: a tenth of a second."""
