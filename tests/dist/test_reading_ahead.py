@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mtrain.config.run import RunConfig
+from mtrain.data.batch import GlobalBatches
+from mtrain.data.mock import MockSamples
 from mtrain.errors import CorruptData
 from tests.support.commands import SMALL, metrics, wait_for
 from tests.support.forked import run_ranks
@@ -135,3 +140,24 @@ def test_a_stop_while_samples_are_read_ahead_ends_the_run_at_once(tmp_path: Path
     assert not any(rank.is_running() and rank.status() != "zombie" for rank in ranks)
     shares = [line["data_wait_share"] for line in metrics(tmp_path / "runs/run")]
     assert max(shares[1:]) > 0.2, "a slow disk shows in the log"
+
+
+def test_memory_is_pinned_by_the_thread_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtrain.train.feed import Feed, Needs
+
+    done: list[tuple[str, str]] = []
+
+    def note(what: str) -> Any:
+        return lambda value: done.append((what, threading.current_thread().name)) or value
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", note("pinned"))
+    device = SimpleNamespace(pin_memory=True, set_index=note("device 3"))
+    grid = SimpleNamespace(cp=1)
+    world: Any = SimpleNamespace(device=device, local_rank=3, grid=grid, torch_device=torch.device("cpu"))
+    data = GlobalBatches(MockSamples(8, 1, 50), 4, 2, 0, 1)
+    feed = Feed(data, world, Needs.ALL, lambda place: None, 1)
+    batches = feed.take(0, 4)
+    feed.close()
+    assert done == [("device 3", "data ahead"), *[("pinned", "data ahead")] * 8]
+    for batch, expected in zip(batches, data.microbatches(0), strict=True):
+        assert all(torch.equal(batch[key], expected[key]) for key in expected)  # type: ignore[literal-required]

@@ -5,17 +5,11 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 from mtrain.data.ahead import Ahead
-from mtrain.data.batch import GlobalBatches
-from mtrain.data.mock import MockSamples
 from mtrain.errors import CorruptData
-from mtrain.train.feed import Feed, Needs
 
 THREAD = "data ahead"
 
@@ -98,22 +92,3 @@ def test_a_read_that_does_not_come_back_does_not_hold_up_the_end(monkeypatch: py
     assert time.monotonic() - began < 2
     held.set()
     assert eventually(lambda: threads() == 0)
-
-
-def test_memory_is_pinned_by_the_thread_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[tuple[str, str]] = []
-
-    def note(what: str) -> Any:
-        return lambda value: done.append((what, threading.current_thread().name)) or value
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", note("pinned"))
-    device = SimpleNamespace(pin_memory=True, set_index=note("device 3"))
-    grid = SimpleNamespace(cp=1)
-    world: Any = SimpleNamespace(device=device, local_rank=3, grid=grid, torch_device=torch.device("cpu"))
-    data = GlobalBatches(MockSamples(8, 1, 50), 4, 2, 0, 1)
-    feed = Feed(data, world, Needs.ALL, lambda place: None, 1)
-    batches = feed.take(0, 4)
-    feed.close()
-    assert done == [("device 3", THREAD), *[("pinned", THREAD)] * 8]
-    for batch, expected in zip(batches, data.microbatches(0), strict=True):
-        assert all(torch.equal(batch[key], expected[key]) for key in expected)  # type: ignore[literal-required]
