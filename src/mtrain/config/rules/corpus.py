@@ -51,7 +51,7 @@ TOO_FEW = Code(
 NO_END = Code(
     "MT608",
     "No end-of-document token is known to tell documents apart.",
-    "Turn data.eod_mask_loss and data.packed off, or name a tokenizer.",
+    "Turn data.eod_mask_loss, data.packed and data.fim off, or name a tokenizer.",
     example="data=indexed data.path=/nowhere/corpus data.eod_mask_loss=true",
 )
 
@@ -259,7 +259,7 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles, shares: Sequence[float])
     Code("MT613", "A file is no tokenizer.json.", help="Name one that Hugging Face's tokenizers wrote."),
     Code("MT607", "The tokenizer has more ids than the model has rows.", help="Enlarge model.vocab_size."),
     NO_END,
-    reads="data.tokenizer data.kind data.eod_mask_loss data.packed model.vocab_size",
+    reads="data.tokenizer data.kind data.eod_mask_loss data.packed data.fim.rate model.vocab_size",
     disk=True,
 )
 def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
@@ -303,7 +303,7 @@ def _tokenizer_fits(run: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
 
 @rule(
     NO_END,
-    reads="data.kind data.tokenizer data.eod_mask_loss data.packed",
+    reads="data.kind data.tokenizer data.eod_mask_loss data.packed data.fim.rate",
 )
 def end_of_document_is_known(run: RunConfig) -> Iterator[Finding]:
     """Documents of indexed data are told apart by a token that only the tokenizer knows."""
@@ -314,9 +314,10 @@ def end_of_document_is_known(run: RunConfig) -> Iterator[Finding]:
 def _end_is_unknown(run: RunConfig, rule: str) -> Iterator[Finding]:
     d = run.data
     off: Change = {"data.eod_mask_loss": False, "data.packed": False, "data.packed_multiple": None}
+    off = {**off, "data.fim.rate": 0.0, "data.fim.ids": None, "data.fim.spm_rate": 0.5}
     hint = "data.tokenizer=PATH of a tokenizer.json that has one"
-    for key in ("eod_mask_loss", "packed"):
-        if getattr(d, key):
+    for key, value in (("eod_mask_loss", d.eod_mask_loss), ("packed", d.packed), ("fim.rate", d.fim.rate)):
+        if value:
             yield Finding("MT608", f"data.{key}", rule, (off,), hint=hint)
 
 
