@@ -13,6 +13,7 @@ from mtrain.data import open_splits, prepare
 from mtrain.data.batch import GlobalBatches, next_token
 from mtrain.data.fim import FillInTheMiddle
 from mtrain.data.indexed import IndexedWriter
+from tests.support.covering import some
 
 VOCAB, SEQ = 60_000, 16
 KINDS: dict[str, dict[str, Any]] = {
@@ -41,7 +42,7 @@ def source(folder: Path, kind: str) -> Any:
     return open_splits(data, VOCAB, 3, prepare(data), ("train",), (4000, 0, 0)).train
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, ["one", "curriculum", "megatron blend"]))
 def test_a_step_reads_the_same_samples_on_any_ranks_and_after_a_resume_on_others(folder: Path, kind: str) -> None:
     def steps(dp: int, steps: range) -> np.ndarray:
         ranks = [GlobalBatches(source(folder, kind), 16, 2, rank, dp) for rank in range(dp)]
@@ -51,9 +52,9 @@ def test_a_step_reads_the_same_samples_on_any_ranks_and_after_a_resume_on_others
             out += [each[r][m]["tokens"].numpy() for m in range(16 // 2 // dp) for r in range(dp)]
         return np.concatenate(out)
 
-    whole = steps(1, range(40))
-    assert all((steps(dp, range(40)) == whole).all() for dp in (2, 4))
-    assert (np.concatenate([steps(2, range(13)), steps(4, range(13, 40))]) == whole).all()
+    whole = steps(1, range(12))
+    assert all((steps(dp, range(12)) == whole).all() for dp in (2, 4))
+    assert (np.concatenate([steps(2, range(5)), steps(4, range(5, 12))]) == whole).all()
 
 
 @pytest.mark.parametrize("kind", ["one", "megatron"])
