@@ -2,7 +2,7 @@
 
     python benchmarks/open_corpus.py [--documents 1e8] [--order keyed] [--folder FOLDER] [--out FILE]
 
-Makes the corpus, of documents of 0 to 3 tokens, where it is not there. Then each of five processes of its own opens it
+Makes the corpus, of documents of 0 to 3 tokens, where it is not there. Then each of five processes opens it
 as a run does, reads the first global batch of 256 samples, and says how long that took. The index of 1e8 documents
 has 2 GB: the first process may read it from the disk, the others have it in memory.
 """
