@@ -92,6 +92,10 @@ def test_samples_are_those_of_megatron_core(tmp_path: Path, times: int) -> None:
         cases = [(big, (1300 * times, 100, 20)), (small, (100, 20, 2)), (small, (560, 60, 9)), (small, (1111, 9, 5))]
         for path, asked in cases:
             compared += compare(config([path], **cache), asked, theirs([path], asked))
+        one = config([small], blend=[small], **cache)
+        compared += compare(one, (560, 20, 3), theirs([small], (560, 20, 3)))
+        one = config([small], blend=[small], blend_weights=[2.0], **cache)
+        compared += compare(one, (560, 20, 3), theirs([small], (560, 20, 3), [2.0]))
         blends = (([0.3, 0.6, 0.1], (420 * times, 60, 10)), ([5.0, 1.0, 1.0], (300, 7, 3)), (None, (900, 40, 5)))
         for weights, asked in blends:
             data = config(more, blend_weights=weights, **cache)

@@ -121,9 +121,11 @@ class _Opener:
         return megatron_order.blended(parts, self._weights(name), asked, name)
 
     def _alone(self, name: str) -> bool:
-        """Whether the split is of one corpus, without a blend."""
-        own = self.own.get(name)
-        return len(own) == 1 if own else self.data.blend is None
+        """Whether the split is of one corpus, without a blend; in Megatron's order where megatron-core has none."""
+        own, blend = self.own.get(name), self.data.blend
+        if own or blend is None:
+            return not own or len(own) == 1
+        return self.megatron and len(blend) == 1 and (self.apart or self.data.blend_weights is None)
 
     def _weights(self, name: str) -> Sequence[float] | None:
         if self.own.get(name):
