@@ -292,7 +292,7 @@ OTHERS = (
         says="holds no file that ends in .jsonl",
     ),
     Code(
-        "MT621",
+        "MT640",
         "A run asks for more samples than its data gives.",
         "Train for fewer steps, or let corpora be read more often.",
         says="has 500 samples before every corpus has had its epochs, and 800 are asked for",

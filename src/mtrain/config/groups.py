@@ -1,4 +1,4 @@
-"""The smaller groups: data, optim, trainer, checkpoint, log, and kernels by import."""
+"""The smaller groups: data, optim, trainer, and by import kernels, checkpoint and log."""
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -6,7 +6,6 @@ from pydantic import Field, create_model
 
 from mtrain.config.base import (
     MOST,
-    NAME,
     Beta,
     Effect,
     Flag,
@@ -19,6 +18,8 @@ from mtrain.config.base import (
 )
 from mtrain.config.fim import FimConfig
 from mtrain.config.formats import MainFormat, MomentFormat
+from mtrain.config.kept import CheckpointConfig as CheckpointConfig
+from mtrain.config.kept import LogConfig as LogConfig
 from mtrain.config.kernel_keys import KernelsConfig as KernelsConfig
 from mtrain.config.optimizers import OPTIMIZERS, read_by
 
@@ -357,36 +358,3 @@ class TrainerConfig(Section):
     def micro(self) -> int:
         """Samples per forward and backward, once it is resolved."""
         return self.micro_batch_size or 1
-
-
-class CheckpointConfig(Section):
-    """`checkpoint`: when state is saved, and where a run goes on from."""
-
-    save_interval: Annotated[PositiveInt | None, Key(aka="save_steps", unit="steps")] = None
-    """Steps between checkpoints; null: only at the end."""
-    save_final: bool = True
-    """Save after the last step."""
-    keep: PositiveInt | None = 2
-    """How many of the newest checkpoints stay; null: all."""
-    resume: Annotated[str | None, Key(aka="load")] = None
-    """null: a new run; `latest`: the newest run of this configuration; else a run folder or a checkpoint folder."""
-    init_from: Annotated[str | None, Key(effect=Effect.NUMERICS, aka="pretrained finetune")] = None
-    """Weights that a new run begins with: a run or checkpoint folder, or a Hugging Face folder; null: drawn from
-    trainer.seed. Optimizer, schedule and data begin at step 0; a resumed run has weights of its own."""
-    accept_changes: bool = False
-    """Go on although keys that change the numbers differ from those of the checkpoint."""
-
-
-class LogConfig(Section):
-    """`log`: where a run is written and what is shown."""
-
-    runs_dir: str = "runs"
-    """Folder of run folders."""
-    name: Annotated[str, Field(pattern=NAME, max_length=200)] | None = None
-    """Name of the run folder; null: made from the date, the model and the layout."""
-    interval: Annotated[
-        PositiveInt, Key(flag=Flag("--log-interval", absent=100), aka="logging_steps", unit="steps")
-    ] = 10
-    """Steps between progress lines; the metrics file has every step."""
-    progress: Literal["auto", "live", "plain", "none"] = "auto"
-    """live: a line that is redrawn; plain: a line per interval; auto: live on a terminal."""

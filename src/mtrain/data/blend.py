@@ -209,13 +209,13 @@ def used_up(name: str, wanted: int, total: int) -> Problem:
     """The most epochs of every corpus leave fewer samples than are asked for."""
     rule = f"the {name} split has {total} samples before every corpus has had its epochs, and {wanted} are asked for"
     fix = "fewer trainer.train_iters, or more data.blend_max_epochs"
-    return Problem("MT621", "data.blend_max_epochs", None, rule, fix)
+    return Problem("MT640", "data.blend_max_epochs", None, rule, fix)
 
 
 def read_once(name: str, wanted: int, total: int) -> Problem:
     """Without weights Megatron-LM reads each corpus of a blend once."""
     rule = f"without weights Megatron's order has {total} samples of {name}, each once, and {wanted} are asked for"
-    return Problem("MT621", "data.blend_weights", None, rule, "data.blend_weights=[...], or data.order=keyed")
+    return Problem("MT640", "data.blend_weights", None, rule, "data.blend_weights=[...], or data.order=keyed")
 
 
 def by_sizes(sizes: Sequence[int]) -> list[tuple[int, Sequence[float]]]:

@@ -269,7 +269,7 @@ class MegatronBlend(Blend):
                     f"{count} samples of {part.dataset.prefix} are asked for, and Megatron's order makes {len(part)}"
                 )
                 fix = "data.order=keyed, or other data.blend_weights"
-                raise ConfigError([Problem("MT621", "data.order", "megatron", rule, fix)])
+                raise ConfigError([Problem("MT640", "data.order", "megatron", rule, fix)])
 
 
 def blended(parts: Sequence[Part], weights: Sequence[float] | None, samples: int | None, name: str) -> MegatronBlend:
