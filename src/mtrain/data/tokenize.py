@@ -124,7 +124,7 @@ def _given(data: DataConfig) -> Corpus:
         loaded = Tokenizer(tokenizer)
         meta |= {"vocab_size": loaded.vocab_size, "eod": loaded.eod}
         meta["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
-    return Corpus(prefixes[0], tokenizer, meta, prefixes[1:], of_splits, datasets)
+    return Corpus(prefixes[0], tokenizer, meta, prefixes[1:], of_splits=of_splits, datasets=datasets)
 
 
 def _prefixes(data: DataConfig, key: str, problem: Callable[[str, str, str, str], None]) -> tuple[Path, ...]:
