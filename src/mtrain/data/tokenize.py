@@ -28,8 +28,8 @@ from mtrain.config.written import TAG, TAG_FILE
 from mtrain.data import cache as corpora
 from mtrain.data.cache import FILES
 from mtrain.data.corpus import TextCorpus, near_paths, open_corpus
-from mtrain.data.indexed import IndexedDataset, IndexedWriter, token_dtype, with_suffix
-from mtrain.data.remote import is_remote, mirrored
+from mtrain.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from mtrain.data.prefixes import prefixes_of
 from mtrain.data.samples import entropy_nats
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem, say
 
@@ -104,10 +104,10 @@ def _given(data: DataConfig) -> Corpus:
     def problem(key: str, value: str | None, rule: str, fix: str) -> None:
         problems.append(Problem("MT602", f"data.{key}", value, rule, fix))
 
-    prefixes = _prefixes(data, "blend" if data.blend else "path", problem)
+    prefixes = prefixes_of(data, "blend" if data.blend else "path", problem)
     if not prefixes and not problems:
         problem("path", None, "data.kind=indexed reads .bin/.idx files", "data.path=PREFIX of the two files")
-    of_splits = {name: _prefixes(data, f"{name}_blend", problem) for name in ("validation", "test")}
+    of_splits = {name: prefixes_of(data, f"{name}_blend", problem) for name in ("validation", "test")}
     of_splits = {name: found for name, found in of_splits.items() if found}
     tokenizer = Path(os.path.expanduser(data.tokenizer)) if data.tokenizer else None
     if tokenizer is not None and not os.path.isfile(tokenizer):
@@ -125,29 +125,6 @@ def _given(data: DataConfig) -> Corpus:
         meta |= {"vocab_size": loaded.vocab_size, "eod": loaded.eod}
         meta["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
     return Corpus(prefixes[0], tokenizer, meta, prefixes[1:], of_splits=of_splits, datasets=datasets)
-
-
-def _prefixes(data: DataConfig, key: str, problem: Callable[[str, str, str, str], None]) -> tuple[Path, ...]:
-    """The corpora that a key names; `problem` is told of those whose files are not there."""
-    named = getattr(data, key) or ()
-    named = (named,) if isinstance(named, str) else named
-    cache, limit = Path(os.path.expanduser(data.cache_dir)), int(data.remote_cache_gib * units.GIB)
-    prefixes = tuple(
-        mirrored(name, key, cache, limit) if is_remote(name) else Path(os.path.expanduser(name)) for name in named
-    )
-    for name, prefix in zip(named, prefixes, strict=True):
-        if is_remote(name):
-            continue
-        if prefix.suffix in (".bin", ".idx"):
-            rule = f"is a file; the prefix of both is meant, without {prefix.suffix}"
-            problem(key, name, rule, f"data.{key}={prefix.with_suffix('')}")
-            continue
-        missing = [s for s in (".bin", ".idx") if not os.path.isfile(with_suffix(prefix, s))]
-        if missing:
-            there = sorted(p.stem for p in prefix.parent.glob("*.idx")) if os.path.isdir(prefix.parent) else []
-            missing_files = " and ".join(with_suffix(prefix, s).name for s in missing)
-            problem(key, name, f"no file {missing_files} in {prefix.parent}", near_paths(prefix, there or None))
-    return prefixes
 
 
 def _counts(datasets: list[IndexedDataset]) -> dict[str, Any]:

@@ -70,8 +70,7 @@ class Feed:
         begun = time.perf_counter()
         found = self._ahead.take((consumed, size))
         self.waited_s = time.perf_counter() - begun
-        device = self._world.torch_device
-        return [{key: value.to(device, non_blocking=True) for key, value in batch.items()} for batch in found]
+        return [_copied(batch, self._world) for batch in found]
 
     def expect(self, consumed: int, size: int) -> None:
         """Begin to read for the step that `take` will be asked for."""
@@ -100,6 +99,15 @@ class _Ready:
             self.world.device.set_index(self.world.local_rank)  # a thread has a device of its own
             batches = [{key: value.pin_memory() for key, value in batch.items()} for batch in batches]
         return batches
+
+
+def to_device(batch: Batch, world: World) -> Batch:
+    """A micro-batch on this rank's device, split to this rank's part of the sequence under context parallelism."""
+    return _copied(_part_of_context(batch, world) if world.grid.cp > 1 else batch, world)
+
+
+def _copied(batch: Batch, world: World) -> Batch:
+    return {key: value.to(world.torch_device, non_blocking=True) for key, value in batch.items()}
 
 
 def _part_of_context(batch: Batch, world: World) -> Batch:

@@ -21,6 +21,7 @@ from mtrain.mcore.optimizer_state import loss_scale
 from mtrain.mcore.sharding import gathered
 from mtrain.models.registry import family_of
 from mtrain.train.feed import Batch, Feed, Needs, Place, needs_of
+from mtrain.train.feed import to_device as to_device
 from mtrain.world.heartbeat import begin_phase, begin_step
 from mtrain.world.init import World
 
