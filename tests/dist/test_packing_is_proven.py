@@ -165,9 +165,9 @@ def _rotary_positions_go_on() -> None:
 
 
 def _token_counted_twice_under_context_parallelism() -> None:
-    from mtrain.train import step
+    from mtrain.train import feed
 
-    real = step._part_of_context
+    real = feed._part_of_context
 
     def part(batch: Any, world: Any) -> Any:
         found = dict(real(batch, world))
@@ -177,7 +177,7 @@ def _token_counted_twice_under_context_parallelism() -> None:
             found["loss_mask"][0, counted[:1]] = 2.0
         return found
 
-    step._part_of_context = part
+    feed._part_of_context = part
 
 
 FAULTS: dict[str, tuple[str, Callable[[], None]]] = {

@@ -13,7 +13,7 @@ from mtrain.config.groups import DataConfig
 from mtrain.config.rules import apply
 from mtrain.data import open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches
-from mtrain.data.blend import BLOCK, Blend
+from mtrain.data.blend import BLOCK, Blend, Stretch, by_sizes
 from mtrain.data.indexed import IndexedDataset, IndexedWriter
 from mtrain.data.samples import Samples
 from mtrain.errors import ConfigError
@@ -51,15 +51,12 @@ def config(prefixes: list[str], **more: object) -> DataConfig:
 @given(weights=st.lists(st.floats(1e-4, 100), min_size=1, max_size=6), blocks=st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
 def test_no_part_is_ever_a_sample_away_from_its_share(weights: list[float], blocks: int) -> None:
-    one = object.__new__(Blend)
-    one.shares = np.array(weights) / sum(weights)
-    one._ends = np.cumsum(one.shares)
-    one._ends[-1] = 1.0
-    one._block = max(BLOCK, int(np.ceil(2 / one.shares.min())))
-    given_, then = one._given(blocks), one._given(blocks + 1)
-    assert given_.sum() == blocks * one._block
+    shares = np.array(weights) / sum(weights)
+    one = Stretch(0, 0, None, shares, np.zeros(len(weights), np.int64))
+    given_, then = one.given(blocks * one.block), one.given((blocks + 1) * one.block)
+    assert given_.sum() == blocks * one.block
     assert (then - given_ >= 0).all()
-    assert (np.abs(given_ - one.shares * blocks * one._block) <= 1 + 1e-6 * (1 + blocks)).all()
+    assert (np.abs(given_ - shares * blocks * one.block) <= 1 + 1e-6 * (1 + blocks)).all()
 
 
 def test_shares_hold_in_every_block_and_samples_of_a_part_come_one_after_another(prefixes: list[str]) -> None:
@@ -153,3 +150,171 @@ def test_a_blend_has_its_flag_in_both_directions(weights: list[float] | None, pr
     assert (list(back.blend or ()), back.path) == (prefixes, None)
     assert (None if back.blend_weights is None else list(back.blend_weights)) == weights
     assert "#" not in text.split("--data-path")[1].splitlines()[0]
+
+
+def parts_of(prefixes: list[str], seed: int = 1) -> list[Samples]:
+    sets = [IndexedDataset(prefix) for prefix in prefixes]
+    return [Samples(d, range(d.num_documents), L, seed, True, 60_000) for d in sets]
+
+
+def counts(mixed: Blend, numbers: range) -> np.ndarray:
+    part, _ = mixed.places(numbers)
+    return np.bincount(part, minlength=len(mixed.parts))
+
+
+def gapless(mixed: Blend, samples: int) -> None:
+    """Every part gives its own samples 0, 1, 2, ..., each once, up to the end of the block of the last sample."""
+    stretch = next(s for s in reversed(mixed.stretches) if s.first < samples)
+    block = int(stretch.block_of(np.array([samples - 1 - stretch.first]))[0])
+    part, index = mixed.places(range(stretch.first + stretch.bounds(block)[1]))
+    for i in range(len(mixed.parts)):
+        assert sorted(index[part == i]) == list(range((part == i).sum()))
+
+
+def test_sizes_are_given_exactly_and_are_shares_of_what_comes_after(prefixes: list[str]) -> None:
+    sizes = (3000, 1700, 1)
+    mixed = Blend(parts_of(prefixes), by_sizes(sizes), 1)
+    assert counts(mixed, range(sum(sizes))).tolist() == list(sizes)
+    gapless(mixed, 9000)
+    later = counts(mixed, range(sum(sizes), 4 * sum(sizes)))
+    assert np.abs(later / later.sum() - np.array(sizes) / sum(sizes)).max() < 0.01
+
+
+def test_a_curriculum_has_its_weights_from_its_samples_on(prefixes: list[str]) -> None:
+    plan = [(0, [1.0, 1.0, 0.0]), (1500, [0.0, 0.2, 0.8]), (1510, [1.0, 0.0, 0.0]), (7000, [1.0, 2.0, 1.0])]
+    mixed = Blend(parts_of(prefixes), plan, 1)
+    assert counts(mixed, range(1500)).tolist() == [750, 750, 0]
+    assert counts(mixed, range(1500, 1510)).tolist() == [0, 2, 8]
+    assert counts(mixed, range(1510, 7000)).tolist() == [5490, 0, 0]
+    assert np.abs(counts(mixed, range(7000, 7000 + 4 * BLOCK)) - BLOCK * np.array([1, 2, 1])).max() <= 1
+    gapless(mixed, 12_000)
+    assert (mixed.batch([8000, 3])[1] == mixed.batch([3])[0]).all()
+
+
+def test_a_corpus_that_has_had_its_epochs_gives_no_more_and_the_others_keep_their_shares(prefixes: list[str]) -> None:
+    parts = parts_of(prefixes)
+    most = [None, len(parts[1]) // 2, 3 * len(parts[2])]
+    mixed = Blend(parts, [1.0, 1.0, 2.0], 1, most=most)
+    assert mixed.total is None
+    given_ = counts(mixed, range(5000))
+    assert [m - 2 <= n <= m for n, m in zip(given_[1:], (len(parts[1]) // 2, 3 * len(parts[2])), strict=True)]
+    gapless(mixed, 5000)
+    first = counts(mixed, range(100))
+    assert first[2] > first[0] > 0 < first[1]
+
+
+def test_when_every_corpus_has_had_its_epochs_the_data_ends(prefixes: list[str]) -> None:
+    parts = parts_of(prefixes)
+    most = [len(part) for part in parts]
+    mixed = Blend(parts, [1.0, 5.0, 1.0], 1, most=most)
+    assert mixed.total is not None
+    assert sum(most) - 6 <= mixed.total <= sum(most)
+    gapless(mixed, mixed.total)
+    with pytest.raises(ConfigError, match=r"has \d+ samples before every corpus has had its epochs"):
+        mixed.batch([mixed.total])
+    data = config(prefixes, blend_max_epochs=[1.0, 1.0, 1.0])
+    with pytest.raises(ConfigError, match="and 5000 are asked for"):
+        open_splits(data, 60_000, 5, prepare(data), ("train",), (5000, 1, 1))
+    open_splits(data, 60_000, 5, prepare(data), ("train",), (500, 1, 1))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4000), st.lists(st.sampled_from([0, 1, 3, 50]), min_size=3, max_size=3))),
+    st.lists(st.none() | st.integers(1, 3000), min_size=3, max_size=3),
+)
+@settings(max_examples=15, deadline=None)
+def test_any_plan_gives_every_sample_of_a_part_once(
+    later: list[tuple[int, list[int]]], most: list[int | None]
+) -> None:
+    plan, at = [(0, [2.0, 1.0, 1.0])], 0
+    for length, weights in later:
+        at += length
+        if sum(weights):
+            plan.append((at, [float(w) for w in weights]))
+    mixed = Blend(parts_without_tokens(), plan, 1, most=most)
+    samples = 6000 if mixed.total is None else mixed.total
+    if samples:
+        gapless(mixed, samples)
+    for found, limit in zip(counts(mixed, range(samples)), most, strict=True):
+        assert limit is None or found <= limit
+
+
+def parts_without_tokens() -> list[Samples]:
+    class Part:
+        seq_length, vocab_size = L, 60_000
+
+        def __len__(self) -> int:
+            return 1000
+
+    return [Part(), Part(), Part()]  # type: ignore[list-item]
+
+
+def test_splits_may_have_corpora_of_their_own(prefixes: list[str]) -> None:
+    data = DataConfig(
+        kind="indexed",
+        path=prefixes[0],
+        seq_length=L,
+        validation_blend=tuple(prefixes[1:]),
+        validation_weights=(1, 3),
+    )
+    splits = open_splits(data, 60_000, 5, prepare(data))
+    assert isinstance(splits.train, Samples)
+    assert splits.train.num_tokens == 4000, "all of it is trained on"
+    assert isinstance(splits.validation, Blend)
+    assert splits.validation.shares.tolist() == [0.25, 0.75]
+    assert set(np.unique(splits.validation.batch(range(60)) // STEP)) == {1, 2}
+    assert splits.test is None
+    assert splits.describe()["tokens"] == 6800
+    other = data.model_copy(update={"validation_blend": (prefixes[1],), "validation_weights": None})
+    with pytest.raises(ConfigError, match="not the one"):
+        same_data(splits.describe(), open_splits(other, 60_000, 5, prepare(other)).describe())
+    with pytest.raises(ConfigError, match="test has none"):
+        open_splits(data, 60_000, 5, prepare(data), ("train", "test"))
+    with pytest.raises(ConfigError, match=r"data\.validation_blend = .*: no file nowhere"):
+        prepare(data.model_copy(update={"validation_blend": (prefixes[1], "nowhere")}))
+
+
+@pytest.mark.parametrize(
+    ("code", "change"),
+    [
+        ("MT341", {"data.blend_sizes": [5, 5]}),
+        ("MT341", {"data.blend_max_epochs": [5.0, 5.0]}),
+        ("MT341", {"data.validation_blend": ["P0"], "data.validation_weights": [1.0, 2.0]}),
+        ("MT342", {"data.blend_curriculum": [[0, [1.0, 0.0, 0.0]], [10, [0.0, 0.0, 0.0]]]}),
+        ("MT343", {"data.blend_sizes": [5, 5, 5], "data.blend_weights": [1.0, 1.0, 1.0]}),
+        ("MT344", {"data.blend_curriculum": [[0, [1.0, 0.0]]]}),
+        ("MT344", {"data.blend_curriculum": [[3, [1.0, 0.0, 0.0]]]}),
+        ("MT344", {"data.blend_curriculum": [[0, [1.0, 0.0, 0.0]], [0, [1.0, 1.0, 0.0]]]}),
+        ("MT150", {"data.blend_sizes": [5, 5, 5], "data.order": "megatron"}),
+        ("MT306", {"data.validation_blend": ["P0", "P1x"]}),
+        ("MT605", {"data.validation_blend": ["P3"], "trainer.eval_iters": 1}),
+        ("MT309", {"data.test_blend": ["P1"], "trainer.eval_iters": 1}),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_with_a_fix_that_works(
+    code: str, change: dict[str, object], prefixes: list[str], tmp_path: Path
+) -> None:
+    prefixes = [*prefixes, corpus(tmp_path / "few", 0, 10)]
+
+    def real(value: object) -> object:
+        if isinstance(value, list):
+            return [real(item) for item in value]
+        return prefixes[int(value[1])] + value[2:] if isinstance(value, str) and value[0] == "P" else value
+
+    base = {"data.kind": "indexed", "data.blend": prefixes[:3], "data.seq_length": 16, "model.vocab_size": 60_000}
+    raw = apply(tiny(), {**base, "trainer.eval_iters": 0})
+    assert errors(raw) == []
+    raw = apply(raw, {key: real(value) for key, value in change.items()})
+    found = [p for p in errors(raw) if p.code == code]
+    assert found, errors(raw)
+    assert code not in {p.code for p in errors(apply(raw, first_fix(found[0])))}
+
+
+def test_corpora_of_splits_have_their_flags_in_both_directions(prefixes: list[str]) -> None:
+    change = {"data.kind": "indexed", "data.path": prefixes[0], "data.validation_blend": prefixes[1:]}
+    change |= {"data.validation_weights": [1.0, 2.0]}
+    text = export_script(apply(tiny(trainer__sample_tokens=0, parallel__ranks=1), change))
+    back = import_texts([(text, "s.sh")], "s").run.data
+    assert (back.path, list(back.validation_blend or ()), back.test_blend) == (prefixes[0], prefixes[1:], None)
+    assert list(back.validation_weights or ()) == [1.0, 2.0]
+    assert "--split" not in text

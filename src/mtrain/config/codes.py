@@ -316,6 +316,12 @@ OTHERS = (
         says="there is no manifest beside it",
     ),
     Code(
+        "MT640",
+        "A run asks for more samples than its data gives.",
+        "Train for fewer steps, or let corpora be read more often.",
+        says="has 500 samples before every corpus has had its epochs, and 800 are asked for",
+    ),
+    Code(
         "MT701",
         "A file that is to be imported holds no command line of Megatron-LM.",
         "Name a training script.",

@@ -1,4 +1,4 @@
-"""The smaller groups: data, optim, trainer, kernels, checkpoint, log."""
+"""The smaller groups: data, optim, trainer, and by import kernels, checkpoint and log."""
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -6,7 +6,6 @@ from pydantic import Field, create_model
 
 from mtrain.config.base import (
     MOST,
-    NAME,
     Beta,
     Effect,
     Flag,
@@ -17,7 +16,11 @@ from mtrain.config.base import (
     PositiveInt,
     Section,
 )
+from mtrain.config.fim import FimConfig
 from mtrain.config.formats import MainFormat, MomentFormat
+from mtrain.config.kept import CheckpointConfig as CheckpointConfig
+from mtrain.config.kept import LogConfig as LogConfig
+from mtrain.config.kernel_keys import KernelsConfig as KernelsConfig
 from mtrain.config.optimizers import OPTIMIZERS, read_by
 
 Seconds = Annotated[float, Field(gt=0, le=10**8)]
@@ -44,7 +47,67 @@ class DataConfig(Section):
     blend_weights: Annotated[
         Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None, Key(when="data.blend")
     ] = Field(default=None, strict=False)
-    """blend: shares of the samples that each corpus gives, in any unit; null: by their tokens."""
+    """blend: shares of the samples that each corpus gives, in any unit; null: by their tokens, and by their samples
+    with data.order=megatron."""
+    blend_sizes: Annotated[
+        Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None,
+        Key(when="data.blend and data.order=keyed", unit="samples"),
+    ] = Field(default=None, strict=False)
+    """blend, in place of weights: how many samples each corpus gives of the first, in all as many as their sum; they
+    are shares of what comes after. null: blend_weights."""
+    blend_curriculum: Annotated[
+        Annotated[
+            tuple[
+                Annotated[
+                    tuple[NonNegativeInt, Annotated[tuple[NonNegativeFloat, ...], Field(strict=False)]],
+                    Field(strict=False),
+                ],
+                ...,
+            ],
+            Field(min_length=1),
+        ]
+        | None,
+        Key(when="data.blend and data.order=keyed"),
+    ] = Field(default=None, strict=False)
+    """[[sample, weights], ...]: blend, in place of weights: those that hold from a sample number on; the first is 0.
+    A corpus may have a weight of 0 for a time. Validation and test have the last weights. null: blend_weights."""
+    blend_max_epochs: Annotated[
+        Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None,
+        Key(when="data.blend and data.order=keyed", unit="epochs"),
+    ] = Field(default=None, strict=False)
+    """blend: how often each corpus is read in training at most; the others keep their shares of what comes then. A
+    run that asks for more is refused. null: as often as it takes."""
+    validation_blend: Annotated[
+        Annotated[tuple[str, ...], Field(min_length=1)] | None,
+        Key(when="data.kind=indexed", effect=Effect.RUNTIME, aka="valid_data_path"),
+    ] = Field(default=None, strict=False)
+    """indexed: prefixes of the corpora that validation reads. With them, or test_blend, every split reads the whole
+    of its own corpora and data.split has no effect; one that has none is not read. null: a share of the corpora of
+    training."""
+    validation_weights: Annotated[
+        Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None, Key(when="data.validation_blend")
+    ] = Field(default=None, strict=False)
+    """validation_blend: shares of the samples that each corpus gives; null: by their tokens."""
+    test_blend: Annotated[
+        Annotated[tuple[str, ...], Field(min_length=1)] | None,
+        Key(when="data.kind=indexed", effect=Effect.RUNTIME, aka="test_data_path"),
+    ] = Field(default=None, strict=False)
+    """indexed: prefixes of the corpora that tests read; null: as for validation_blend."""
+    test_weights: Annotated[
+        Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None, Key(when="data.test_blend")
+    ] = Field(default=None, strict=False)
+    """test_blend: shares of the samples that each corpus gives; null: by their tokens."""
+    order: Annotated[Literal["keyed", "megatron"], Key(when="data.kind=text|indexed")] = "keyed"
+    """keyed: which tokens make a sample is computed from the seed, the epoch and its number, and nothing is made
+    before the first step; megatron, of text and indexed data: Megatron-LM's own order, one sample for one, of a run
+    of as many steps as this one, which is made before the first step and kept in data.cache_dir."""
+    megatron_cache: Annotated[
+        str | None, Key(when="data.order=megatron", effect=Effect.RUNTIME, aka="data_cache_path")
+    ] = None
+    """order=megatron: a folder in which Megatron-LM left the orders of its runs (--data-cache-path); what it holds of
+    the same data, seed and steps is read and not made again. null: none."""
+    fim: FimConfig = Field(default_factory=FimConfig)
+    """Fill in the middle: documents whose middle is read behind their end."""
     tokenizer: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="tokenizer_model")] = None
     """Path of a tokenizer.json. indexed: null: no text can be generated; image_text: null: a BPE is trained; sft,
     preference: null: that of checkpoint.init_from."""
@@ -90,6 +153,13 @@ class DataConfig(Section):
     ] = None
     """sft, preference: at most so many lines that are no JSON or no UTF-8 are left out, each named in rejects.jsonl
     in the cache; more are an error. null: 100."""
+    prefetch: Annotated[
+        Annotated[int, Field(ge=0, le=64)],
+        Key(effect=Effect.RUNTIME, aka="prefetch_factor num_workers", unit="steps"),
+    ] = 2
+    """Steps whose samples a thread reads ahead of the one that takes them; 0: each step reads its own."""
+    remote_cache_gib: Annotated[Annotated[float, Field(gt=0, le=MOST)], Key(effect=Effect.RUNTIME, unit="GiB")] = 50.0
+    """Most that blocks of corpora in object stores (s3://, gs://, hf://) take in cache_dir, but for their indices."""
     cache_dir: Annotated[str, Key(effect=Effect.RUNTIME)] = "~/.cache/mtrain"
     """Where tokenized text is kept. When a corpus is added, those go that no run used for 90 days, and, of more than
     100 GiB in all, those that were used longest ago; never one that a run reads or has used in the last day."""
@@ -311,73 +381,3 @@ class TrainerConfig(Section):
     def micro(self) -> int:
         """Samples per forward and backward, once it is resolved."""
         return self.micro_batch_size or 1
-
-
-class KernelsConfig(Section):
-    """`kernels`: which implementation each operation uses. A named one that cannot run is an error."""
-
-    default: Literal["auto", "reference", "triton", "te"] = "auto"
-    """What the operations below take that are null; one that has no such implementation takes what auto would.
-    auto: the first that can run, see `plan.json` of a run for the reasons."""
-    norm: Literal["auto", "reference", "triton", "te"] | None = None
-    """RMSNorm and LayerNorm; null: kernels.default."""
-    rope: Literal["auto", "reference", "triton"] | None = None
-    """Rotary position embedding; null: kernels.default."""
-    attention: Annotated[Literal["auto", "reference", "torch", "te"] | None, Key(aka="attention_backend")] = None
-    """Core attention; torch: the fastest of FlashAttention-3 and torch's kernels that takes a call, with windows and
-    packed documents but no mask where it can; null: kernels.default."""
-    linear: Annotated[Literal["auto", "reference", "te"] | None, Key(aka="transformer_impl")] = None
-    """Row- and column-parallel linear layers; null: kernels.default."""
-    activation: Literal["auto", "reference", "triton"] | None = None
-    """Gated and squared activations of MLPs and experts; null: kernels.default."""
-    experts: Literal["auto", "reference", "triton", "torch", "te"] | None = None
-    """Linear layers of experts, in one grouped call; reference: expert by expert; torch: its grouped product, bf16
-    only; null: kernels.default."""
-    moe_router: Literal["auto", "reference", "triton"] | None = None
-    """Choice of experts and their weights from the router's logits; null: kernels.default."""
-    moe_permute: Literal["auto", "reference", "triton"] | None = None
-    """Tokens to rows sorted by expert, and back; null: kernels.default."""
-    loss: Literal["auto", "reference", "triton", "megatron"] | None = None
-    """Output layer and cross entropy; reference and triton make both at once, for a part of the tokens at a time, and
-    never hold all logits; megatron: megatron-core's own, from all logits; null: kernels.default."""
-    optimizer: Literal["auto", "torch", "reference", "triton", "te"] | None = None
-    """Who updates. torch: torch.optim; reference and triton: ours, for
-    optimizers that torch has not and for state in low precision; null: kernels.default where it can do it."""
-    cpu_matmul: Literal["auto", "blas", "onednn"] | None = None
-    """fp32 products on a CPU: by the BLAS of torch, mostly MKL, or by oneDNN; null, auto: what is measured to be
-    faster, once per machine, the same on all ranks."""
-    gradient_accumulation_fusion: Annotated[bool, Key(feeds="gradient_accumulation_fusion")] = False
-    """Weight gradients are added up inside the GEMM that makes them; needs linear=te on a GPU."""
-
-
-class CheckpointConfig(Section):
-    """`checkpoint`: when state is saved, and where a run goes on from."""
-
-    save_interval: Annotated[PositiveInt | None, Key(aka="save_steps", unit="steps")] = None
-    """Steps between checkpoints; null: only at the end."""
-    save_final: bool = True
-    """Save after the last step."""
-    keep: PositiveInt | None = 2
-    """How many of the newest checkpoints stay; null: all."""
-    resume: Annotated[str | None, Key(aka="load")] = None
-    """null: a new run; `latest`: the newest run of this configuration; else a run folder or a checkpoint folder."""
-    init_from: Annotated[str | None, Key(effect=Effect.NUMERICS, aka="pretrained finetune")] = None
-    """Weights that a new run begins with: a run or checkpoint folder, or a Hugging Face folder; null: drawn from
-    trainer.seed. Optimizer, schedule and data begin at step 0; a resumed run has weights of its own."""
-    accept_changes: bool = False
-    """Go on although keys that change the numbers differ from those of the checkpoint."""
-
-
-class LogConfig(Section):
-    """`log`: where a run is written and what is shown."""
-
-    runs_dir: str = "runs"
-    """Folder of run folders."""
-    name: Annotated[str, Field(pattern=NAME, max_length=200)] | None = None
-    """Name of the run folder; null: made from the date, the model and the layout."""
-    interval: Annotated[
-        PositiveInt, Key(flag=Flag("--log-interval", absent=100), aka="logging_steps", unit="steps")
-    ] = 10
-    """Steps between progress lines; the metrics file has every step."""
-    progress: Literal["auto", "live", "plain", "none"] = "auto"
-    """live: a line that is redrawn; plain: a line per interval; auto: live on a terminal."""

@@ -17,13 +17,13 @@ import numpy as np
 
 from mtrain.config.defaults import CHATS
 from mtrain.config.groups import DataConfig
-from mtrain.data import chat_samples, chats, image_text, tokenize
+from mtrain.data import chat_samples, chats, image_text, opening, tokenize
 from mtrain.data.blend import Blend
 from mtrain.data.chat_samples import ChatSamples, PairSamples
 from mtrain.data.image_text import ImageTextSamples
 from mtrain.data.indexed import IndexedDataset
 from mtrain.data.mock import DOCUMENT_ENDS, MockSamples
-from mtrain.data.samples import SHARES, Samples, entropy_nats, split_documents
+from mtrain.data.samples import SHARES, Samples, entropy_nats
 from mtrain.data.tokenize import Corpus, verify
 from mtrain.errors import ConfigError, CorruptData, Problem, say
 
@@ -41,6 +41,8 @@ __all__ = [
     "verify",
 ]
 
+ORDERED_BY = ("epochs", "together")
+"""What Megatron's order follows from, beside the corpus: epochs, and samples that are shuffled together."""
 ENTROPY_TOKENS = 5_000_000
 CHECKED_TOKENS = 1 << 26
 """Tokens of a split that are looked at before ranks start: a tenth of a second."""
@@ -82,7 +84,7 @@ class Splits:
         known = self.corpus.meta.get("unigram_entropy_nats")
         if known is not None or not isinstance(self.validation, Samples) or self.dataset is None:
             return known
-        start = self.dataset.document_start(self.validation.documents.start)
+        start = self.validation.first
         ids = self.dataset.tokens[start : start + min(self.validation.num_tokens, ENTROPY_TOKENS)]
         if int(ids.min()) < 0 or int(ids.max()) >= self.validation.vocab_size:
             raise CorruptData(
@@ -140,7 +142,7 @@ def prepare(data: DataConfig, note: Callable[[str], None] = _say, tokenizer: Pat
 
 
 def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on with other data than a checkpoint was trained on.
+    """Refuse to go on with other data than a checkpoint was trained on, or with the same in another order.
 
     `saved` is what `Splits.describe` gave then, `now` what it gives. Raises ConfigError if the corpus, or its
     tokenizer, is another.
@@ -153,6 +155,11 @@ def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             )
             fix = "checkpoint.accept_changes=true to go on with it, or the files as they were"
             raise ConfigError([Problem("MT609", "data.path", now.get("source"), rule, fix)])
+    before, after = ([(part.get("train") or {}).get(key) for key in ORDERED_BY] for part in (saved, now))
+    if before != after:
+        rule = f"Megatron's order follows from the steps of a run, and it is another one ({after}, then {before})"
+        fix = "trainer.train_iters and trainer.global_batch_size as they were, or checkpoint.accept_changes=true"
+        raise ConfigError([Problem("MT609", "trainer.train_iters", None, rule, fix)])
 
 
 def open_splits(
@@ -161,9 +168,10 @@ def open_splits(
     seed: int,
     corpus: Corpus,
     need: Sequence[str] = ("train", "validation"),
+    asked: Sequence[int] | None = None,
 ) -> Splits:
     """Open a prepared corpus as samples; a split that is not in `need` may be empty or too small, and is then
-    None.
+    None. `asked` is how many samples of each split a run takes; None: it is not known.
 
     Raises ConfigError for a vocabulary or a split that does not fit, CorruptData for files that do not add up.
     """
@@ -189,11 +197,12 @@ def open_splits(
         rule = "no end-of-document token is known"
         fix = "data.eod_mask_loss=false, or data.tokenizer=PATH of a tokenizer.json that has one"
         problems.append(Problem("MT608", "data.eod_mask_loss", True, rule, fix))
-    if data.packed and eod is None:
-        rule = "documents are told apart by their end-of-document token, and none is known"
-        fix = "data.packed=false, or data.tokenizer=PATH of a tokenizer.json that has one"
-        problems.append(Problem("MT608", "data.packed", True, rule, fix))
-    parts = _opened(data, vocab_size, seed, corpus, need, problems)
+    for key, value, off in (("packed", data.packed, "false"), ("fim.rate", data.fim.rate, "0")):
+        if value and eod is None:
+            rule = "documents are told apart by their end-of-document token, and none is known"
+            fix = f"data.{key}={off}, or data.tokenizer=PATH of a tokenizer.json that has one"
+            problems.append(Problem("MT608", f"data.{key}", value, rule, fix))
+    parts = opening.opened(data, vocab_size, seed, corpus, need, asked, problems)
     train = parts["train"]
     if problems or train is None:
         raise ConfigError(problems)
@@ -203,13 +212,15 @@ def open_splits(
     return Splits(corpus, train, parts["validation"], parts["test"], eod, masked, ends, alone)
 
 
-def validation_of(data: DataConfig, vocab_size: int, seed: int, tokenizer: Path | None) -> Splits:
+def validation_of(
+    data: DataConfig, vocab_size: int, seed: int, tokenizer: Path | None, asked: Sequence[int] | None = None
+) -> Splits:
     """The splits of a configuration's data, for a model whose `tokenizer.json` is given; a validation split is there.
 
     Text is tokenized with that file. Raises ConfigError where there is no validation split, or the tokens of a
     `.bin/.idx` are those of another tokenizer.
     """
-    splits = open_splits(data, vocab_size, seed, prepare(data, tokenizer=tokenizer), ("validation",))
+    splits = open_splits(data, vocab_size, seed, prepare(data, tokenizer=tokenizer), ("validation",), asked)
     theirs = splits.corpus.tokenizer_sha256
     if theirs is not None and tokenizer is not None:
         ours = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
@@ -218,29 +229,3 @@ def validation_of(data: DataConfig, vocab_size: int, seed: int, tokenizer: Path 
             fix = f"data=indexed data.path=PREFIX of text that was tokenized with {tokenizer}"
             raise ConfigError([Problem("MT609", "data.path", data.path, rule, fix)])
     return splits
-
-
-def _opened(
-    data: DataConfig, vocab_size: int, seed: int, corpus: Corpus, need: Sequence[str], problems: list[Problem]
-) -> dict[str, Samples | Blend | None]:
-    """Each split, of one corpus or of a blend; `problems` gets what is wrong with those that are needed."""
-    assert corpus.prefix is not None
-    datasets = [IndexedDataset(prefix) for prefix in (corpus.prefix, *corpus.others)]
-    shares = data.blend_weights or [dataset.num_tokens for dataset in datasets]
-    cuts = [split_documents(dataset, data.split) for dataset in datasets]
-    out: dict[str, Samples | Blend | None] = {}
-    for i, name in enumerate(SHARES):
-        # Evaluations look at the first few samples: shuffled, they stand for the whole split, and with a seed
-        # of their own they are the same samples in every run.
-        order = seed if name == "train" else 0
-        try:
-            parts = [
-                Samples(dataset, cut[i], data.length, order, True, vocab_size, name)
-                for dataset, cut in zip(datasets, cuts, strict=True)
-            ]
-            out[name] = parts[0] if data.blend is None else Blend(parts, shares, order, name)
-        except ConfigError as error:
-            out[name] = None
-            if name in need or name == "train":
-                problems.extend(error.problems)
-    return out

@@ -1,7 +1,7 @@
 """Micro-batches of one data-parallel rank, as torch tensors.
 
-Every rank reads its tokens for itself, on every pipeline stage; nothing is broadcast. The memory maps of the ranks
-of a machine share the page cache, so the bytes are read once; which samples make a step is a pure function of the
+Every rank reads the tokens that it needs for itself; nothing is broadcast. The memory maps of the ranks of a machine
+share the page cache, so the bytes are read once; which samples make a step is a pure function of the
 number of samples consumed, so that tensor-parallel ranks cannot disagree; and there is no collective that can hang.
 """
 
@@ -15,6 +15,7 @@ from typing import NotRequired, Protocol, TypedDict, cast
 import numpy as np
 import torch
 
+from mtrain.data.fim import FillInTheMiddle
 from mtrain.errors import ConfigError, Problem
 
 
@@ -64,22 +65,29 @@ numbers, int64 [n]. A function of these alone, random numbers included, so that 
 same."""
 
 
-def next_token(masked_eod: int | None = None, packing: Packing | None = None) -> Form:
+def next_token(
+    masked_eod: int | None = None, packing: Packing | None = None, moved: FillInTheMiddle | None = None
+) -> Form:
     """Each token is predicted from those before it.
 
     With `masked_eod` no loss counts for the prediction that follows this token. With `packing`, samples are packed
-    documents.
+    documents. `moved` says what of them is read in another order.
     """
 
     def form(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
+        if moved is not None:
+            windows = torch.from_numpy(moved(windows.numpy(), numbers))
         if packing is not None:
             return pack(windows, packing)
-        tokens = windows[:, :-1].contiguous()
-        mask = torch.ones(tokens.shape, dtype=torch.float32)
+        # in numpy: the thread that reads ahead must not start threads of torch's beside those of the step
+        text = windows.numpy()
+        tokens, labels = np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
+        mask = np.ones(tokens.shape, np.float32)
         if masked_eod is not None:
             mask[tokens == masked_eod] = 0.0
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
-        return MicroBatch(tokens=tokens, labels=windows[:, 1:].contiguous(), loss_mask=mask, position_ids=positions)
+        positions = np.tile(np.arange(tokens.shape[1], dtype=np.int64), (len(tokens), 1))
+        arrays = {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": positions}
+        return cast(MicroBatch, {key: torch.from_numpy(value) for key, value in arrays.items()})
 
     return form
 

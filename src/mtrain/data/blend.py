@@ -4,15 +4,71 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mtrain.data.permute import ROUNDS, Permutation, keys
 from mtrain.data.samples import Samples
+from mtrain.errors import ConfigError, Problem
 
 BLOCK = 1024
 """Samples in which every part has its share, at least."""
+Plan = Sequence[tuple[int, Sequence[float]]]
+"""The shares of the parts, in any unit, from sample numbers on; the first is 0."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Samples of a blend over which shares stay the same."""
+
+    number: int
+    first: int
+    """The first sample."""
+    length: int | None
+    """How many; None: it has no end."""
+    shares: np.ndarray
+    """They add up to one."""
+    before: np.ndarray
+    """How many samples each part has given before it."""
+
+    @property
+    def block(self) -> int:
+        """Samples that are mixed with one another, each part's share of them; the last of them may be up to twice as
+        many.
+        """
+        # with two samples of the smallest part in a block, rounding never takes one away
+        return max(BLOCK, math.ceil(2 / float(self.shares[self.shares > 0].min())))
+
+    @functools.cached_property
+    def blocks(self) -> int | None:
+        """How many blocks it has."""
+        return None if self.length is None else max(1, self.length // self.block)
+
+    @functools.cached_property
+    def _ends(self) -> np.ndarray:
+        ends = np.cumsum(self.shares)
+        ends[int(np.flatnonzero(self.shares)[-1]) :] = 1.0
+        return ends
+
+    def given(self, samples: int) -> np.ndarray:
+        """How many of its first samples each part gives, int64 [parts]; at its end shares of whole ones are exact."""
+        half = 0.5 if samples == self.length else 0.0
+        return np.diff(np.floor(self._ends * samples + half).astype(np.int64), prepend=0)
+
+    def block_of(self, places: np.ndarray) -> np.ndarray:
+        """The block of each of its samples."""
+        found = places // self.block
+        return found if self.blocks is None else np.minimum(found, self.blocks - 1)
+
+    def bounds(self, block: int) -> tuple[int, int]:
+        """The first sample of a block, counted in the stretch, and that of the next one."""
+        last = self.blocks is not None and block == self.blocks - 1
+        end = self.length if last else (block + 1) * self.block
+        assert end is not None
+        return block * self.block, end
 
 
 class Blend:
@@ -20,41 +76,69 @@ class Blend:
 
     Numbers are cut into blocks, in each of which the parts have their places in a keyed order. After any number of
     blocks each part has given its share to within one sample, and its own samples 0, 1, 2, ... without a gap.
+
+    `shares` are those of the whole blend, or a plan of them over its samples. With `most`, a part that has given so
+    many samples (None: any number) gives no more, and the others keep their shares of the rest: `total` is then where
+    no part is left that has one, else None. Raises ConfigError where no part has a share.
     """
 
-    def __init__(self, parts: Sequence[Samples], shares: Sequence[float], seed: int, name: str = "train") -> None:
+    def __init__(
+        self,
+        parts: Sequence[Samples],
+        shares: Sequence[float] | Plan,
+        seed: int,
+        name: str = "train",
+        most: Sequence[int | None] | None = None,
+    ) -> None:
         self.parts, self.seed, self.name = list(parts), seed, name
         self.seq_length, self.vocab_size = parts[0].seq_length, parts[0].vocab_size
-        self.shares = np.array(shares, np.float64) / math.fsum(shares)
-        self._ends = np.cumsum(self.shares)
-        self._ends[-1] = 1.0
-        # with two samples of the smallest part in a block, rounding never takes one away
-        self._block = max(BLOCK, math.ceil(2 / float(self.shares.min())))
+        whole = [(0, shares)] if isinstance(shares[0], float | int) else shares
+        plan: list[tuple[int, np.ndarray]] = [(first, np.array(each, np.float64)) for first, each in whole]  # type: ignore[misc]
+        if any(each.min() < 0 or not each.sum() > 0 for _, each in plan):
+            raise ConfigError([nothing_to_read(name)])
+        limits = np.array([np.inf if m is None else m for m in most or [None] * len(parts)])
+        self.stretches, self.total = _stretches(plan, limits)
+        self._firsts = [stretch.first for stretch in self.stretches]
+        self.shares = plan[0][1] / math.fsum(plan[0][1])
+        """Those of the first sample."""
         self._order = functools.lru_cache(maxsize=8)(self._draw)
 
     def __len__(self) -> int:
-        return sum(len(part) for part in self.parts)
+        return self.total if self.total is not None else sum(len(part) for part in self.parts)
 
-    def _draw(self, block: int) -> Permutation:
-        return Permutation(self._block, keys(self.seed, block, f"blend {self.name}", ROUNDS))
-
-    def _given(self, block: int) -> np.ndarray:
-        """How many samples each part has given before a block; int64 [parts]."""
-        whole = np.floor(self._ends * (block * self._block)).astype(np.int64)
-        return np.diff(whole, prepend=0)
+    def _draw(self, stretch: int, block: int) -> Permutation:
+        begin, end = self.stretches[stretch].bounds(block)
+        purpose = f"blend {self.name}" + (f" {stretch}" if stretch else "")
+        return Permutation(end - begin, keys(self.seed, block, purpose, ROUNDS))
 
     def places(self, numbers: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The part of each sample and its number there; two int64 [n]."""
-        blocks, places = np.divmod(np.asarray(numbers, np.int64), self._block)
-        part, index = np.empty_like(places), np.empty_like(places)
-        for block in np.unique(blocks):
-            rows = blocks == block
-            before = self._given(int(block))
-            quota = self._given(int(block) + 1) - before
-            at = self._order(int(block))(places[rows])
-            part[rows] = np.searchsorted(np.cumsum(quota), at, side="right")
-            index[rows] = at - (np.cumsum(quota) - quota)[part[rows]] + before[part[rows]]
+        """The part of each sample and its number there; two int64 [n].
+
+        Raises ConfigError for a sample that no part has any more.
+        """
+        wanted = np.asarray(numbers, np.int64)
+        if self.total is not None and len(wanted) and int(wanted.max()) >= self.total:
+            raise ConfigError([used_up(self.name, int(wanted.max()) + 1, self.total)])
+        part, index = np.empty_like(wanted), np.empty_like(wanted)
+        within = np.searchsorted(self._firsts, wanted, side="right") - 1
+        for number in np.unique(within):
+            stretch, those = self.stretches[number], np.flatnonzero(within == number)
+            places = wanted[those] - stretch.first
+            blocks = stretch.block_of(places)
+            for block in np.unique(blocks):
+                rows = blocks == block
+                found = self._in_block(stretch, int(block), places[rows])
+                part[those[rows]], index[those[rows]] = found
         return part, index
+
+    def _in_block(self, stretch: Stretch, block: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        begin, end = stretch.bounds(block)
+        before = stretch.given(begin)
+        ends = np.cumsum(stretch.given(end) - before)
+        at = self._order(stretch.number, block)(places - begin)
+        part = np.searchsorted(ends, at, side="right")
+        quota = np.diff(ends, prepend=0)
+        return part, at - (ends - quota)[part] + before[part] + stretch.before[part]
 
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
         """Tokens of the samples with these numbers; int64 [n, seq_length + 1].
@@ -67,7 +151,73 @@ class Blend:
             out[part == i] = self.parts[i].batch(index[part == i])
         return out
 
+    def given(self, samples: int) -> np.ndarray:
+        """How many of the first `samples` samples each part gives, to within the block that they end in."""
+        stretch = self.stretches[bisect_right(self._firsts, samples) - 1]
+        return stretch.before + stretch.given(samples - stretch.first)
+
     def describe(self) -> dict[str, int]:
         """Counts over all parts: documents, tokens, samples until as many are given as they have."""
         counts = [part.describe() for part in self.parts]
         return {key: sum(count[key] for count in counts) for key in counts[0]}
+
+
+def _stretches(plan: list[tuple[int, np.ndarray]], most: np.ndarray) -> tuple[list[Stretch], int | None]:
+    """What a plan and the most samples of each part make, and where no part with a share is left; None: nowhere."""
+    out: list[Stretch] = []
+    used, closed, at = np.zeros(len(most), np.int64), most < 1, 0
+    ends = [first for first, _ in plan[1:]] + [None]
+    for (_, shares), end in zip(plan, ends, strict=True):
+        while end is None or at < end:
+            live = np.where(closed, 0.0, shares)
+            if not live.any():
+                return out, at
+            live /= math.fsum(live)
+            whole = Stretch(len(out), at, None if end is None else end - at, live, used.copy())
+            stretch = _until_used_up(whole, most - used)
+            if stretch.length is None:
+                return [*out, stretch], None
+            if stretch.length:
+                out.append(stretch)
+                used, at = used + stretch.given(stretch.length), at + stretch.length
+            left = most - used
+            closed |= left < 1 if stretch.length else (live > 0) & (left <= left[live > 0].min())
+    raise AssertionError("the last stretch of a plan has no end")
+
+
+def _until_used_up(stretch: Stretch, left: np.ndarray) -> Stretch:
+    """The stretch as long as no part gives more than is left of it."""
+    live = stretch.shares > 0
+    if np.isinf(left[live]).all():
+        return stretch
+    found = stretch
+    for less in (0.0, 0.5, 1.0):  # a part gives less than one sample more than its share
+        length = max(0, int(np.floor((left[live] - less) / stretch.shares[live]).min()))
+        found = replace(stretch, length=length if stretch.length is None else min(length, stretch.length))
+        if (found.given(found.length or 0) <= left).all():
+            break
+    return found
+
+
+def nothing_to_read(name: str) -> Problem:
+    """All weights of a blend are zero."""
+    rule = f"all weights of the {name} split are zero: no corpus is read"
+    return Problem("MT342", "data.blend_weights", None, rule, "data.blend_weights=null, or one above zero")
+
+
+def used_up(name: str, wanted: int, total: int) -> Problem:
+    """The most epochs of every corpus leave fewer samples than are asked for."""
+    rule = f"the {name} split has {total} samples before every corpus has had its epochs, and {wanted} are asked for"
+    fix = "fewer trainer.train_iters, or more data.blend_max_epochs"
+    return Problem("MT640", "data.blend_max_epochs", None, rule, fix)
+
+
+def read_once(name: str, wanted: int, total: int) -> Problem:
+    """Without weights Megatron-LM reads each corpus of a blend once."""
+    rule = f"without weights Megatron's order has {total} samples of {name}, each once, and {wanted} are asked for"
+    return Problem("MT640", "data.blend_weights", None, rule, "data.blend_weights=[...], or data.order=keyed")
+
+
+def by_sizes(sizes: Sequence[int]) -> list[tuple[int, Sequence[float]]]:
+    """The plan in which each part gives exactly so many of the first sum(sizes) samples."""
+    return [(0, [float(size) for size in sizes]), (sum(sizes), [float(size) for size in sizes])]

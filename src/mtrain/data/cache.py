@@ -26,6 +26,8 @@ META = "meta.json"
 FILES = ("tokens.bin", "tokens.idx", "tokenizer.json")
 OF_CHATS = ("learned.bin", "chats.bin", "rejects.jsonl", "windows.bin")
 """What prepared chats have beside them."""
+ORDERS = ("sequences.npy", "starts.npy", "shuffled.npy")
+"""Files of an order of samples, which is kept as corpora are."""
 DAY_S = 86_400
 
 _held: dict[str, int] = {}
@@ -113,7 +115,7 @@ def make_room(cache: Path) -> list[Path]:
                 if _remove(folder):
                     total -= sizes[folder]
                     gone.append(folder)
-    for note in (cache / "seen").iterdir():
+    for note in (cache / "seen").glob("*"):
         if note.stat().st_mtime < now - UNUSED_DAYS * DAY_S:
             note.unlink(missing_ok=True)
     return gone
@@ -123,7 +125,7 @@ def _is_corpus(folder: Path) -> bool:
     if folder.is_symlink() or not folder.is_dir() or not re.fullmatch(r"[^.].*-[0-9a-f]{16}", folder.name):
         return False
     names = set(os.listdir(folder))
-    return META in names and names <= {META, USED, *FILES, *OF_CHATS}
+    return META in names and names <= {META, USED, *FILES, *OF_CHATS, *ORDERS}
 
 
 def _last_use(folder: Path) -> float:

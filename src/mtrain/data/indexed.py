@@ -8,17 +8,23 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
 from mtrain.config.token_files import CODES, HEADER, MAGIC, read_header
+from mtrain.data.remote import SUFFIX, RemoteTokens
 from mtrain.errors import CorruptData
 
 DTYPES: dict[int, np.dtype] = {code: np.dtype(name) for code, name in CODES.items()}
 """Dtype code -> dtype, of little-endian token files."""
 CHUNK = 1 << 17
+LONG = 1 << 23
+"""Numbers of which a thread more is worth its while."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -39,7 +45,8 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = Path(prefix)
-        self.idx, self.bin = with_suffix(self.prefix, ".idx"), with_suffix(self.prefix, ".bin")
+        self.idx = with_suffix(self.prefix, ".idx")
+        self.bin: Path | str = with_suffix(self.prefix, ".bin")
         raw = _map(self.idx)
         header = read_header(self.idx, raw[: HEADER.size].tobytes(), raw.nbytes)
         self.dtype, count, index_count = DTYPES[header.code], header.count, header.indices
@@ -49,13 +56,27 @@ class IndexedDataset:
         self.document_indices = np.frombuffer(raw, "<i8", index_count, at_documents)
         total = _check_pointers(self.idx, self.lengths, self.pointers, self.dtype.itemsize)
         _check_documents(self.idx, self.document_indices, count, at_documents)
-        data = _map(self.bin)
-        if data.nbytes != total:
+        far = with_suffix(self.prefix, SUFFIX).is_file()
+        held: Any = RemoteTokens(self.prefix, self.dtype) if far else _map(with_suffix(self.prefix, ".bin"))
+        if far:
+            self.bin = f"{held.store.name}.bin"
+        if held.nbytes != total:
             raise CorruptData(
-                f"{self.bin}: {data.nbytes} bytes, but {self.idx.name} describes {total} "
+                f"{self.bin}: {held.nbytes} bytes, but {self.idx.name} describes {total} "
                 f"({total // self.dtype.itemsize} tokens of {self.dtype.itemsize} bytes)"
             )
-        self.tokens = np.frombuffer(data, self.dtype)
+        self.tokens: Any = held if far else np.frombuffer(held, self.dtype)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether its tokens are fetched when they are asked for."""
+        return isinstance(self.tokens, RemoteTokens)
+
+    def pieces(self, starts: list[int], length: int) -> list[np.ndarray]:
+        """So many tokens from each of some places of the stream on."""
+        if isinstance(self.tokens, RemoteTokens):
+            return self.tokens.pieces(starts, length)
+        return [self.tokens[start : start + length] for start in starts]
 
     @property
     def num_documents(self) -> int:
@@ -98,26 +119,45 @@ def _map(path: Path) -> np.ndarray:
 
 def _check_pointers(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
     """Refuse negative lengths and pointers that are not the running sum; bytes of `.bin`."""
-    total = 0
-    for first in range(0, len(lengths), CHUNK):
-        here = lengths[first : first + CHUNK].astype(np.int64)
-        if here.min() < 0:
-            bad = first + int(np.argmax(here < 0))
-            raise CorruptData(f"{path}: offset {HEADER.size + 4 * bad}: sequence {bad} has length {lengths[bad]}")
-        found = pointers[first : first + CHUNK].copy()
-        here *= itemsize
-        # found[0] is compared by itself, the rest by differences: cheaper than a running sum.
-        wrong = found[1:] - found[:-1] != here[:-1]
-        if found[0] != total or wrong.any():
-            bad = first if found[0] != total else first + 1 + int(np.argmax(wrong))
-            before = total if bad == first else int(found[bad - first - 1]) + int(here[bad - first - 1])
-            at = HEADER.size + 4 * len(lengths) + 8 * bad
-            raise CorruptData(
-                f"{path}: offset {at}: pointer of sequence {bad} is {pointers[bad]}, the sequences before it "
-                f"end at {before} ({itemsize} bytes a token): wrong dtype code or a damaged index"
-            )
-        total = int(found[-1]) + int(here[-1])
-    return total
+
+    def wrong(first: int, stop: int) -> int | None:
+        """The first sequence of some that is wrong, by itself or by where the next one begins."""
+        bytes_, steps, differ = np.empty(CHUNK, np.int64), np.empty(CHUNK, np.int64), np.empty(CHUNK, np.bool_)
+        for at in range(first, stop, CHUNK):
+            here = lengths[at : min(at + CHUNK, stop)]
+            if here.min() < 0:
+                return at
+            ahead = pointers[at + 1 : at + len(here) + 1]  # one less at the end of all
+            n = len(ahead)
+            np.multiply(here[:n], itemsize, out=bytes_[:n], dtype=np.int64)
+            np.subtract(ahead, pointers[at : at + n], out=steps[:n])
+            if np.not_equal(steps[:n], bytes_[:n], out=differ[:n]).any():
+                return at
+        return None
+
+    if not len(lengths):
+        return 0
+    at = 0 if pointers[0] != 0 else _first(wrong, len(lengths))
+    if at is None:
+        return int(pointers[-1]) + int(lengths[-1]) * itemsize
+    raise _wrong_pointer(path, lengths, pointers, itemsize, at)
+
+
+def _wrong_pointer(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int, at: int) -> CorruptData:
+    """What is wrong with the first sequence from `at` on with which something is."""
+    here = lengths[at : at + CHUNK].astype(np.int64)
+    negative = np.flatnonzero(here < 0)[:1] + at
+    begins = pointers[at : at + CHUNK + 1].copy()
+    jumps = np.flatnonzero(np.diff(begins) != here[: len(begins) - 1] * itemsize)[:1] + at + 1
+    if len(negative) and not (len(jumps) and jumps[0] < negative[0]) and pointers[0] == 0:
+        bad = int(negative[0])
+        return CorruptData(f"{path}: offset {HEADER.size + 4 * bad}: sequence {bad} has length {lengths[bad]}")
+    bad = 0 if pointers[0] != 0 else int(jumps[0])
+    end = 0 if bad == 0 else int(pointers[bad - 1]) + int(lengths[bad - 1]) * itemsize
+    return CorruptData(
+        f"{path}: offset {HEADER.size + 4 * len(lengths) + 8 * bad}: pointer of sequence {bad} is {pointers[bad]}, "
+        f"the sequences before it end at {end} ({itemsize} bytes a token): wrong dtype code or a damaged index"
+    )
 
 
 def _check_documents(path: Path, indices: np.ndarray, count: int, offset: int) -> None:
@@ -126,15 +166,34 @@ def _check_documents(path: Path, indices: np.ndarray, count: int, offset: int) -
         raise CorruptData(
             f"{path}: offset {offset}: document indices go from {indices[0]} to {indices[-1]}, must be 0 to {count}"
         )
-    for first in range(0, len(indices) - 1, CHUNK):
-        here = indices[first : first + CHUNK + 1].copy()
-        falls = here[1:] < here[:-1]
-        if falls.any():
-            bad = first + 1 + int(np.argmax(falls))
-            raise CorruptData(
-                f"{path}: offset {offset + 8 * bad}: document index {bad} is {indices[bad]}, "
-                f"less than {indices[bad - 1]} before it"
-            )
+
+    def wrong(first: int, stop: int) -> int | None:
+        """A chunk in which an index is less than the one before it."""
+        falls = np.empty(CHUNK, np.bool_)
+        for at in range(first, stop, CHUNK):
+            here = indices[at : min(at + CHUNK, stop) + 1]
+            if np.less(here[1:], here[:-1], out=falls[: len(here) - 1]).any():
+                return at
+        return None
+
+    at = _first(wrong, len(indices) - 1)
+    if at is not None:
+        bad = at + 1 + int(np.argmax(np.diff(indices[at : at + CHUNK + 1]) < 0))
+        raise CorruptData(
+            f"{path}: offset {offset + 8 * bad}: document index {bad} is {indices[bad]}, "
+            f"less than {indices[bad - 1]} before it"
+        )
+
+
+def _first(wrong: Callable[[int, int], int | None], count: int) -> int | None:
+    """What `wrong` finds first in the range of `count`, looked through by several threads where it is long."""
+    threads = min(4, os.cpu_count() or 1, 1 + count // LONG)
+    if threads < 2:
+        return wrong(0, count)
+    cuts = [count * i // threads for i in range(threads + 1)]
+    with ThreadPoolExecutor(threads) as pool:
+        found = pool.map(wrong, cuts[:-1], cuts[1:])
+        return next((at for at in found if at is not None), None)
 
 
 def write_index(path: Path, lengths: np.ndarray, dtype: np.dtype, document_indices: np.ndarray | None = None) -> None:

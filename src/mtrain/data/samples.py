@@ -21,6 +21,8 @@ from mtrain.data.permute import ROUNDS, Permutation, keys
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 SHARES = ("train", "validation", "test")
+REMOTE_CHECKED = 1 << 20
+"""Tokens of a corpus in an object store that are looked at before ranks start."""
 SCANNED = 1 << 22  # tokens looked at in one go: they stay in the processor's cache
 
 
@@ -73,16 +75,29 @@ class Samples:
         vocab_size: int,
         name: str = "train",
     ) -> None:
-        self.dataset, self.documents, self.seq_length = dataset, documents, seq_length
-        self.seed, self.shuffle, self.vocab_size, self.name = seed, shuffle, vocab_size, name
-        self._first = dataset.document_start(documents.start)
-        self.num_tokens = dataset.document_start(documents.stop) - self._first
-        if self.num_tokens < seq_length + 1:
-            raise ConfigError([self._too_small()])
+        self.seed, self.shuffle = seed, shuffle
+        first = dataset.document_start(documents.start)
+        self._take(dataset, documents, first, dataset.document_start(documents.stop), seq_length, vocab_size, name)
         # One window's worth is kept free, so that the grid can be shifted by any offset below seq_length.
         spare = seq_length if shuffle else 1
         self._count = max(1, (self.num_tokens - spare) // seq_length)
         self._epoch = functools.lru_cache(maxsize=4)(self._draw)
+
+    def _take(
+        self,
+        dataset: IndexedDataset,
+        documents: range,
+        first: int,
+        end: int,
+        seq_length: int,
+        vocab_size: int,
+        name: str,
+    ) -> None:
+        """Take the tokens from `first` to `end` of a corpus, which are those of `documents`."""
+        self.dataset, self.documents, self.seq_length = dataset, documents, seq_length
+        self.vocab_size, self.name, self.first, self.num_tokens = vocab_size, name, first, end - first
+        if self.num_tokens < seq_length + 1:
+            raise ConfigError([self._too_small()])
 
     def _too_small(self) -> Problem:
         need = self.seq_length + 1
@@ -112,12 +127,12 @@ class Samples:
         """Place in the corpus stream of the first token of each sample; int64 [n]."""
         epochs, places = np.divmod(np.asarray(numbers, np.int64), self._count)
         if not self.shuffle:
-            return self._first + places * self.seq_length
+            return self.first + places * self.seq_length
         for epoch in np.unique(epochs):
             permutation, shift = self._epoch(int(epoch))
             rows = epochs == epoch
             places[rows] = shift + permutation(places[rows]) * self.seq_length
-        return self._first + places
+        return self.first + places
 
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
         """Tokens of the samples with these numbers; int64 [n, seq_length + 1].
@@ -127,6 +142,8 @@ class Samples:
         """
         starts = self.starts(numbers)
         out = np.empty((len(starts), self.seq_length + 1), np.int64)
+        if self.dataset.is_remote:
+            self.dataset.tokens.expect(starts, self.seq_length + 1)
         for row, start in zip(out, starts, strict=True):
             row[:] = self.dataset.tokens[start : start + self.seq_length + 1]
         if len(out) and (out.min() < 0 or out.max() >= self.vocab_size):
@@ -149,8 +166,9 @@ class Samples:
 
         Raises CorruptData for an id outside the vocabulary.
         """
-        end = self._first + min(limit, self.num_tokens)
-        for start in range(self._first, end, SCANNED):
+        limit = min(limit, REMOTE_CHECKED) if self.dataset.is_remote else limit
+        end = self.first + min(limit, self.num_tokens)
+        for start in range(self.first, end, SCANNED):
             tokens = self.dataset.tokens[start : min(start + SCANNED, end)]
             if int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size:
                 bad = int(np.argmax((tokens < 0) | (tokens >= self.vocab_size)))

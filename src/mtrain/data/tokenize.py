@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from mtrain.config.written import TAG, TAG_FILE
 from mtrain.data import cache as corpora
 from mtrain.data.cache import FILES
 from mtrain.data.corpus import TextCorpus, near_paths, open_corpus
-from mtrain.data.indexed import IndexedDataset, IndexedWriter, token_dtype, with_suffix
+from mtrain.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from mtrain.data.prefixes import prefixes_of
 from mtrain.data.samples import entropy_nats
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem, say
 
@@ -52,6 +53,16 @@ class Corpus:
     """Prefixes of the corpora that are blended with the first."""
     template: Path | None = None
     """The chat template, where it is another than that beside the tokenizer."""
+    of_splits: dict[str, tuple[Path, ...]] = field(default_factory=dict)
+    """Prefixes of the corpora that a split has for itself, by the split's name."""
+    datasets: dict[Path, IndexedDataset] = field(default_factory=dict, repr=False, compare=False)
+    """Corpora that are open already, by their prefix."""
+
+    def opened(self, prefix: Path) -> IndexedDataset:
+        """The corpus of a prefix; the whole index is read once."""
+        if prefix not in self.datasets:
+            self.datasets[prefix] = IndexedDataset(prefix)
+        return self.datasets[prefix]
 
     @property
     def tokenizer_sha256(self) -> str | None:
@@ -96,37 +107,28 @@ def _given(data: DataConfig) -> Corpus:
     def problem(key: str, value: str | None, rule: str, fix: str) -> None:
         problems.append(Problem("MT602", f"data.{key}", value, rule, fix))
 
-    key = "blend" if data.blend else "path"
-    named = data.blend or ((data.path,) if data.path else ())
-    prefixes = [Path(os.path.expanduser(name)) for name in named]
-    if not prefixes:
+    prefixes = prefixes_of(data, "blend" if data.blend else "path", problem)
+    if not prefixes and not problems:
         problem("path", None, "data.kind=indexed reads .bin/.idx files", "data.path=PREFIX of the two files")
-    for name, prefix in zip(named, prefixes, strict=True):
-        if prefix.suffix in (".bin", ".idx"):
-            rule = f"is a file; the prefix of both is meant, without {prefix.suffix}"
-            problem(key, name, rule, f"data.{key}={prefix.with_suffix('')}")
-            continue
-        missing = [s for s in (".bin", ".idx") if not os.path.isfile(with_suffix(prefix, s))]
-        if missing:
-            there = sorted(p.stem for p in prefix.parent.glob("*.idx")) if os.path.isdir(prefix.parent) else []
-            missing_files = " and ".join(with_suffix(prefix, s).name for s in missing)
-            rule = f"no file {missing_files} in {prefix.parent}"
-            problem(key, name, rule, near_paths(prefix, there or None))
+    of_splits = {name: prefixes_of(data, f"{name}_blend", problem) for name in ("validation", "test")}
+    of_splits = {name: found for name, found in of_splits.items() if found}
     tokenizer = Path(os.path.expanduser(data.tokenizer)) if data.tokenizer else None
     if tokenizer is not None and not os.path.isfile(tokenizer):
         fix = near_paths(tokenizer).replace("data.path=", "data.tokenizer=")
         problem("tokenizer", data.tokenizer, f"{tokenizer} is not a file", fix)
     if problems:
         raise ConfigError(problems)
-    meta = _counts([IndexedDataset(prefix) for prefix in prefixes])
-    meta |= told(prefixes, tokenizer)
+    own = [prefix for found in of_splits.values() for prefix in found]
+    datasets = {prefix: IndexedDataset(prefix) for prefix in (*prefixes, *own)}
+    meta = _counts([datasets[prefix] for prefix in (*prefixes, *own)])
+    meta |= told([*prefixes, *own], tokenizer)
     if tokenizer is not None:
         from mtrain.data.text import Tokenizer
 
         loaded = Tokenizer(tokenizer)
         meta |= {"vocab_size": loaded.vocab_size, "eod": meta.get("eod", loaded.eod)}
         meta["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
-    return Corpus(prefixes[0], tokenizer, meta, tuple(prefixes[1:]))
+    return Corpus(prefixes[0], tokenizer, meta, prefixes[1:], of_splits=of_splits, datasets=datasets)
 
 
 def told(prefixes: list[Path], tokenizer: Path | None) -> dict[str, Any]:
@@ -184,8 +186,9 @@ def fingerprint(dataset: IndexedDataset, samples: int = 256, block: int = 4096) 
     digest.update(dataset.dtype.str.encode())
     for array in (dataset.lengths, dataset.document_indices):
         digest.update(array[:block].tobytes() + array[-block:].tobytes())
-    for start in np.linspace(0, max(0, dataset.num_tokens - block), samples).astype(np.int64):
-        digest.update(dataset.tokens[start : start + block].tobytes())
+    starts = np.linspace(0, max(0, dataset.num_tokens - block), samples).astype(np.int64).tolist()
+    for piece in dataset.pieces(starts, block):
+        digest.update(piece.tobytes())
     return digest.hexdigest()[:32]
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TextIO
 
 from mtrain.ckpt.folder import folder_name, is_checkpoint, read_manifest
+from mtrain.config.batches import asked
 from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, MtrainError, say_page
@@ -137,7 +138,7 @@ def _tokenized(run: RunConfig, tokenizer: Path | None) -> None:
     """Find what is wrong with the data of an evaluation before any rank exists."""
     from mtrain.data import validation_of
 
-    validation_of(run.data, run.model.vocab_size, run.trainer.seed, tokenizer)
+    validation_of(run.data, run.model.vocab_size, run.trainer.seed, tokenizer, asked(run))
 
 
 def _in_scratch(run: RunConfig, job: Job) -> None:
@@ -160,7 +161,7 @@ def _prepare(run: RunConfig, chosen: folder.Plan) -> None:
     from mtrain.data import open_splits, prepare, same_data
 
     need = ("train", "validation") if run.trainer.eval_iters else ("train",)
-    splits = open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), need)
+    splits = open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), need, asked(run))
     if run.data.kind == "indexed":  # what mtrain tokenized itself has no other ids
         splits.check_ids()
     if chosen.checkpoint is not None and not run.checkpoint.accept_changes:

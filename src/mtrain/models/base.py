@@ -65,6 +65,9 @@ class Family:
     writes: bool = True
     """Whether it continues a text, token by token: `generate`, the sample of a run, lm-evaluation-harness."""
 
+    reads_between: bool = True
+    """Whether its chunks read samples, beside where packed documents begin, on pipeline stages that neither embed
+    tokens nor make losses. If not, such stages read none."""
     predicts_all: bool = True
     """Whether each token of a sample is predicted, up to those that `loss_mask` leaves out. If not, speed and model
     FLOPs count every token that is computed on."""

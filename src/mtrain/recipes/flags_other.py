@@ -165,10 +165,17 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         """
         --iterations-to-skip
         --init-method-xavier-uniform --data-parallel-random-init --lr-warmup-init --decoupled-lr
-        --decoupled-min-lr --start-weight-decay --end-weight-decay --train-data-path --valid-data-path
-        --weight-decay-incr-style --dataloader-type --fim-data --fim-rate --fim-spm-rate --eval-global-batch-size
-        --test-data-path --data-args-path --per-split-data-args-path --full-validation --sample-rate
+        --decoupled-min-lr --start-weight-decay --end-weight-decay
+        --weight-decay-incr-style --dataloader-type --eval-global-batch-size
+        --data-args-path --per-split-data-args-path --full-validation --sample-rate
         --sft
+        """,
+    ),
+    (
+        "not supported",
+        "changes the numbers: data.fim.rate is near: boundaries fall between tokens, and ids mark the parts",
+        """
+        --fim-data --fim-rate --fim-spm-rate
         """,
     ),
     (

@@ -12,17 +12,31 @@ from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.flags import always, default_of, one, spelled
 from mtrain.recipes.vocabularies import ids_of
 
+SOURCES = tuple(f"data.{key}" for key in ("path", "blend", "blend_weights"))
+OF_SPLITS = {"--valid-data-path": "validation", "--test-data-path": "test"}
+
 
 def _source(a: Arguments, d: Draft) -> Draft:
-    words = a.words("--data-path") or []
-    out: Draft = {"data.kind": "indexed", "data.path": None, "data.blend": None, "data.blend_weights": None}
-    weights = _weights(words[::2]) if len(words) % 2 == 0 else None
-    prefixes = words[1::2] if weights else words
+    prefixes, weights = _corpora(a, "--train-data-path")
+    apart = bool(prefixes)
+    if not apart:
+        prefixes, weights = _corpora(a, "--data-path")
+    out: Draft = {"data.kind": "indexed", **dict.fromkeys(SOURCES)}
+    for flag, name in OF_SPLITS.items():
+        own, shares = _corpora(a, flag)
+        out |= {f"data.{name}_blend": own or None, f"data.{name}_weights": shares}
     if a.has("--mock-data") or not prefixes:
-        return {**out, "data.kind": "mock"}
+        return {**dict.fromkeys(out), "data.kind": "mock"}
     if len(prefixes) == 1:
         return {**out, "data.path": prefixes[0]}
     return {**out, "data.blend": prefixes, "data.blend_weights": weights}
+
+
+def _corpora(a: Arguments, flag: str) -> tuple[list[str], list[float] | None]:
+    """The prefixes that a flag names, and their weights."""
+    words = a.words(flag) or []
+    weights = _weights(words[::2]) if words and len(words) % 2 == 0 else None
+    return (words[1::2] if weights else words), weights
 
 
 def _weights(words: list[str]) -> list[float] | None:
@@ -35,13 +49,22 @@ def _weights(words: list[str]) -> list[float] | None:
 
 
 def _source_words(d: Values) -> list[str]:
-    blend, weights = d["data.blend"], d["data.blend_weights"]
-    if d["data.kind"] == "indexed" and blend is not None:
-        pairs = zip(map(spelled, weights), blend, strict=False) if weights else ((name,) for name in blend)
-        return ["--data-path", *(word for pair in pairs for word in pair)]
-    if d["data.kind"] == "indexed" and d["data.path"] is not None:
-        return ["--data-path", d["data.path"]]
-    return ["--mock-data"] if d["data.kind"] == "mock" else []
+    if d["data.kind"] != "indexed":
+        return ["--mock-data"] if d["data.kind"] == "mock" else []
+    out: list[str] = []
+    for flag, name in OF_SPLITS.items():
+        out += _words(flag, d[f"data.{name}_blend"], d[f"data.{name}_weights"])
+    own = "--train-data-path" if out else "--data-path"
+    path = d["data.path"]
+    return [*(_words(own, d["data.blend"], d["data.blend_weights"]) or _words(own, path and [path], None)), *out]
+
+
+def _words(flag: str, prefixes: list[str] | None, weights: list[float] | None) -> list[str]:
+    """A flag with prefixes, each behind its weight; empty without prefixes."""
+    if not prefixes:
+        return []
+    pairs = zip(map(spelled, weights), prefixes, strict=False) if weights else ((name,) for name in prefixes)
+    return [flag, *(word for pair in pairs for word in pair)]
 
 
 def _split(a: Arguments, d: Draft) -> Draft:
@@ -55,6 +78,12 @@ def _split(a: Arguments, d: Draft) -> Draft:
         a.refuse("--split", "unreadable", "shares of train, validation and test, as 969,30,1")
         shares = [969.0, 30.0, 1.0]
     return {"data.split": shares + [0.0] * (3 - len(shares))}
+
+
+def _split_words(d: Values) -> list[str]:
+    """Corpora of the splits' own leave nothing to split."""
+    apart = d["data.validation_blend"] or d["data.test_blend"]
+    return [] if apart else ["--split", ",".join(map(spelled, d["data.split"]))]
 
 
 def _tokens(a: Arguments, d: Draft) -> Draft:
@@ -287,12 +316,16 @@ def _saving_words(d: Values) -> list[str]:
 
 DATA: tuple[Entry, ...] = (
     Entry(
-        ("--mock-data", "--data-path"),
-        ("data.kind", "data.path", "data.blend", "data.blend_weights"),
+        ("--mock-data", "--data-path", "--train-data-path", *OF_SPLITS),
+        (
+            "data.kind",
+            *SOURCES,
+            *(f"data.{name}_{key}" for name in OF_SPLITS.values() for key in ("blend", "weights")),
+        ),
         _source,
         _source_words,
     ),
-    Entry(("--split",), ("data.split",), _split, lambda d: ["--split", ",".join(map(spelled, d["data.split"]))]),
+    Entry(("--split",), ("data.split",), _split, _split_words),
     one(
         "--max-position-embeddings",
         "model.max_position_embeddings",

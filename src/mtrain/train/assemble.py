@@ -19,6 +19,7 @@ from mtrain.build.optim import build_optimizer, build_schedule
 from mtrain.ckpt import state as ckpt_state
 from mtrain.ckpt.state import TrainState
 from mtrain.ckpt.store import Checkpoint
+from mtrain.config.batches import asked
 from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.run import RunConfig
 from mtrain.data import Splits, open_splits, prepare, same_data
@@ -106,6 +107,7 @@ def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> Path
     elif paths.weights is not None:
         _load(parts, paths.weights, lambda checkpoint: ckpt_state.load_weights(checkpoint, parts.state))
         progress.note(f"weights from {paths.weights}")
+    parts.begin()
     metrics = hooks.Metrics(paths.folder)
     evaluation = hooks.Evaluation(metrics, progress)
     checkpoints = hooks.Checkpoints(paths.folder / CHECKPOINTS, progress, splits.describe())
@@ -130,7 +132,7 @@ def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> Path
 def splits_of(run: RunConfig) -> Splits:
     """The train, validation and test samples of a run; tokenizes a text corpus where no launcher did it before."""
     need = ("train", "validation") if run.trainer.eval_iters else ("train",)
-    return open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), need)
+    return open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), need, asked(run))
 
 
 def assemble(run: RunConfig, world: World, splits: Splits) -> Parts:

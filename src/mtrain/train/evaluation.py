@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from mtrain import strict_json
 from mtrain.ckpt.state import TrainState
+from mtrain.config.batches import asked
 from mtrain.config.run import RunConfig
 from mtrain.data import Splits, validation_of
 from mtrain.data.batch import GlobalBatches
@@ -53,7 +54,7 @@ def evaluate(run: RunConfig, checkpoint: Path, tokenizer: Path | None, limit: in
         CorruptData: the checkpoint, the data or the tokenizer is not what was written.
     """
     with joined(run) as world:
-        splits = validation_of(run.data, run.model.vocab_size, run.trainer.seed, tokenizer)
+        splits = validation_of(run.data, run.model.vocab_size, run.trainer.seed, tokenizer, asked(run))
         chunks = restored(run, world, checkpoint)
         found = measured(run, world, chunks, splits, tokenizer, limit)
         if world.is_rank0:

@@ -32,7 +32,8 @@ class Metrics(Hook):
     """One line of JSON per step in `metrics.jsonl`, written by rank 0.
 
     Keys: step, loss, grad_norm, lr, tokens (that are predicted), batch_size, samples (consumed so far), tokens_per_s
-    (of `StepResult.computed`), step_s and its parts data_s, forward_backward_s, optimizer_s; model_flops of the step
+    (of `StepResult.computed`), step_s and its parts data_s, forward_backward_s, optimizer_s; data_wait_s, the part of
+    data_s in which samples were waited for, and data_wait_share, its share of the step; model_flops of the step
     by the causal count, tflops_per_rank, and, where the cluster states a peak, mfu (causal) and mfu_full (attention
     counted in full). fp16: loss_scale, and skipped where the update was; the norm of a gradient that overflowed is
     null, as is every number that is not finite.
@@ -130,6 +131,7 @@ def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
         "samples": result.consumed_samples,
         "tokens_per_s": result.computed / seconds["step"],
         **{f"{name}_s": round(value, 6) for name, value in seconds.items()},
+        "data_wait_share": round(result.data_wait_share, 6),
         "model_flops": flops[True],
         "tflops_per_rank": rate / 1e12,
     }

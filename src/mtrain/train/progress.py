@@ -75,6 +75,8 @@ class Progress(Hook):
         norm = f"grad norm {result.grad_norm:.3f}"
         if not result.updated:
             norm = f"update skipped at loss scale {result.loss_scale:g}"
+        wait = f"data wait {100 * result.data_wait_share:.1f}%"
         return (
-            f"loss {result.loss:.4f}  {norm}  lr {result.lr:.2e}  {batch}{rate} tokens/s  {units.seconds(left)} left"
+            f"loss {result.loss:.4f}  {norm}  lr {result.lr:.2e}  {batch}{rate} tokens/s  {wait}  "
+            f"{units.seconds(left)} left"
         )

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mtrain.ckpt.state import TrainState, generators_kept
-from mtrain.config.batches import Stage, size_after, stages
+from mtrain.config.batches import Stage, samples_of, size_after, stages
 from mtrain.config.run import RunConfig
 from mtrain.data.batch import GlobalBatches, MicroBatch
 from mtrain.mcore import api as mcore
-from mtrain.mcore.context import context_positions
 from mtrain.mcore.optimizer_state import loss_scale
 from mtrain.mcore.patching import ROUTER_LOSS_SHARE
 from mtrain.mcore.sharding import gathered
 from mtrain.models.registry import family_of
+from mtrain.train.feed import Batch, Feed, Needs, Place, needs_of
+from mtrain.train.feed import to_device as to_device
 from mtrain.world.heartbeat import begin_phase, begin_step
 from mtrain.world.init import World
-
-Batch = Mapping[str, torch.Tensor]
 
 
 @dataclass
@@ -46,6 +45,29 @@ class Parts:
     def batch_sizes(self) -> tuple[Stage, ...]:
         """Samples per step, from the samples that are consumed."""
         return stages(self.run)
+
+    @cached_property
+    def needs(self) -> Needs:
+        """What of its samples this rank's stages use."""
+        return needs_of(self.run, self.state.chunks)
+
+    @cached_property
+    def feed(self) -> Feed:
+        """The way of the training samples to the steps."""
+        plan = self.batch_sizes
+        end = samples_of(plan, self.run.trainer.train_iters)
+        return Feed(self.train_data, self.world, self.needs, partial(_next_step, plan, end), self.run.data.prefetch)
+
+    def begin(self) -> None:
+        """Begin to read for the next step."""
+        consumed = self.state.consumed_samples
+        if self.state.step < self.run.trainer.train_iters:
+            self.feed.expect(consumed, size_after(self.batch_sizes, consumed))
+
+    def close(self) -> None:
+        """End the thread that reads samples ahead."""
+        if "feed" in self.__dict__:
+            self.feed.close()
 
 
 @dataclass(frozen=True)
@@ -77,7 +99,13 @@ class StepResult:
     stop: bool
     """A rank was asked to stop."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Time of this rank by phase: data, forward_backward, optimizer, and all of the step."""
+    """Time of this rank by phase: data, forward_backward, optimizer, and all of the step; data_wait: the part of data
+    in which samples were waited for that were not read yet."""
+
+    @property
+    def data_wait_share(self) -> float:
+        """The share of the step in which this rank waited for samples."""
+        return self.seconds["data_wait"] / max(self.seconds["step"], 1e-9)
 
 
 def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
@@ -86,8 +114,8 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
     size = size_after(parts.batch_sizes, state.consumed_samples)
     begin_step(state.step + 1)
     with clock.phase("data"):
-        read = parts.train_data.microbatches(state.consumed_samples, size)
-        batches = [to_device(cast(Batch, b), parts.world) for b in read]
+        batches = parts.feed.take(state.consumed_samples, size)
+    clock.seconds["data_wait"] = parts.feed.waited_s
     with clock.phase("forward_backward"):
         _share_of_router_losses(parts, batches, size)
         reports = gradients(parts, batches)
@@ -178,21 +206,28 @@ def summed(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool = 
     would have had: a router may draw in an evaluation too.
     """
     total, count, stops = 0.0, 0, 0
-    with gathered(parts.state.chunks), generators_kept(parts.world), torch.no_grad():
+    size = parts.run.trainer.batch
+    plan = (Stage(0, size),)
+    feed = Feed(data, parts.world, parts.needs, partial(_next_step, plan, iters * size), parts.run.data.prefetch)
+    with closing(feed), gathered(parts.state.chunks), generators_kept(parts.world), torch.no_grad():
         for chunk in parts.state.chunks:
             chunk.eval()
         for i in range(iters):
             if stops:
                 break
             begin_phase("evaluation")
-            read = data.microbatches(i * parts.run.trainer.batch)
-            batches = [to_device(cast(Batch, b), parts.world) for b in read]
-            reports = run_schedule(parts, batches, forward_only=True)
+            reports = run_schedule(parts, feed.take(i * size, size), forward_only=True)
             loss, tokens, stops = reduce_report(parts.world, reports, until_stop and parts.stop_requested)
             total, count = total + loss * tokens, count + tokens
         for chunk in parts.state.chunks:
             chunk.train()
     return None if stops else (total, count)
+
+
+def _next_step(plan: Sequence[Stage], end: int, place: Place) -> Place | None:
+    """The step after the one at `place`; None where that was the last before sample `end`."""
+    consumed = sum(place)
+    return (consumed, size_after(plan, consumed)) if consumed < end else None
 
 
 def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:
@@ -220,13 +255,11 @@ def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, A
     """One micro-batch through one chunk of the model."""
     begin_phase("forward")
     batch = next(iterator)
-    mask = batch["loss_mask"]
+    # a stage in between has none of them
+    tokens, places, labels, mask = (batch.get(key) for key in ("tokens", "position_ids", "labels", "loss_mask"))
     packed = packed_params(batch.get("cu_seqlens"))
-    labels = batch["labels"]
     own = {key: value for key, value in batch.items() if key not in MicroBatch.__annotations__}
-    output = model(
-        batch["tokens"], batch["position_ids"], None, labels=labels, loss_mask=mask, packed_seq_params=packed, **own
-    )
+    output = model(tokens, places, None, labels=labels, loss_mask=mask, packed_seq_params=packed, **own)
     return output, partial(sum_loss, mask, batch.get("loss_counts"))
 
 
@@ -247,7 +280,7 @@ def packed_params(cu_seqlens: torch.Tensor | None) -> Any:
 
 
 def sum_loss(
-    mask: torch.Tensor, counts: torch.Tensor | None, total: torch.Tensor
+    mask: torch.Tensor | None, counts: torch.Tensor | None, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of a micro-batch as megatron-core's per-token form: the sum, the count it is divided by, and a report.
 
@@ -255,6 +288,7 @@ def sum_loss(
     `mask` [b, s] weighed the tokens of `total`, a scalar; `counts` [b, s] add up to the count, or `mask` does. The
     report is `[loss sum, count, predictions that count]`.
     """
+    assert mask is not None  # megatron-core asks for losses on the last stage alone
     count = mask.sum() if counts is None else counts.sum()
     report = torch.stack([total.detach(), count, (mask > 0).sum().to(count)])
     return total, count.int(), {"loss": report}
@@ -270,22 +304,6 @@ def reduce_report(world: World, reports: list[torch.Tensor], stop: bool) -> tupl
     dist.all_reduce(values)
     total, count, tokens, stops = values.tolist()
     return total / max(1.0, count), int(tokens), int(stops)
-
-
-def to_device(batch: Batch, world: World) -> Batch:
-    """A micro-batch on this rank's device, split to this rank's part of the sequence under context parallelism."""
-    if world.grid.cp > 1:
-        batch = _part_of_context(batch, world)
-    return {key: value.to(world.torch_device, non_blocking=True) for key, value in batch.items()}
-
-
-def _part_of_context(batch: Batch, world: World) -> Batch:
-    bounds = batch.get("cu_seqlens")
-    if bounds is None:
-        return mcore.get_batch_on_this_cp_rank(dict(batch))  # type: ignore[no-any-return]
-    tokens = int(bounds[-1])
-    mine = context_positions(tokens, world.grid.cp, bounds)[world.coords["cp"]]
-    return {key: value if key == "cu_seqlens" else value[:, mine] for key, value in batch.items()}
 
 
 class Clock:

@@ -63,6 +63,7 @@ class Trainer:
         """
         self._listen()
         with ExitStack() as stack:
+            stack.callback(self.parts.close)
             for hook in reversed(self.hooks):
                 stack.callback(self._call, hook, "close")
             try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -29,6 +29,15 @@ SYNTHETIC: Change = {
     "data.path": None,
     "data.blend": None,
     "data.blend_weights": None,
+    "data.blend_sizes": None,
+    "data.blend_curriculum": None,
+    "data.blend_max_epochs": None,
+    "data.validation_blend": None,
+    "data.validation_weights": None,
+    "data.test_blend": None,
+    "data.test_weights": None,
+    "data.order": "keyed",
+    "data.megatron_cache": None,
     "data.tokenizer": None,
 }
 MAX_READ = 100
@@ -50,7 +59,7 @@ ANOTHER_TOKENIZER = Code(
 NO_END = Code(
     "MT608",
     "No end-of-document token is known to tell documents apart.",
-    "Turn data.eod_mask_loss and data.packed off, or name a tokenizer.",
+    "Turn data.eod_mask_loss, data.packed and data.fim off, or name a tokenizer.",
     example="data=indexed data.path=/nowhere/corpus data.eod_mask_loss=true",
 )
 
@@ -156,9 +165,8 @@ def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, i
         help="Enlarge model.vocab_size, or tokenize the text anew.",
     ),
     ANOTHER_TOKENIZER,
-    reads=(
-        "data.path data.blend data.kind data.seq_length data.split data.tokenizer trainer.eval_iters model.vocab_size"
-    ),
+    reads="data.path data.blend data.validation_blend data.test_blend data.kind data.seq_length data.split "
+    "data.order data.tokenizer trainer.eval_iters model.vocab_size",
     disk=True,
 )
 def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
@@ -166,21 +174,33 @@ def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
     d = run.data
     if d.kind != "indexed":
         return
-    if d.blend is None:
-        if d.path is not None:
-            yield from _corpus(run, d.path, lambda name: {"data.path": name})
+    apart = d.validation_blend is not None or d.test_blend is not None
+    whole: dict[str, tuple[float, ...]] = {"blend": (1, 0, 0), "validation_blend": (0, 1, 0), "test_blend": (0, 0, 1)}
+    if d.blend is None and d.path is not None:
+        shares = whole["blend"] if apart else d.split
+        yield from _corpus(run, d.path, lambda name: {"data.path": name}, shares)
+    for key in whole:
+        names: tuple[str, ...] = getattr(d, key) or ()
+        for i, prefix in enumerate(names):
+            around = names[:i], names[i + 1 :]
+            shares = whole[key] if apart else d.split
+            found = list(
+                _corpus(run, prefix, lambda name, a=around, k=key: {f"data.{k}": [*a[0], name, *a[1]]}, shares)  # type: ignore[misc]
+            )
+            for f in found[:1]:
+                path, rule = (f"data.{key}", f"{prefix}: {f.rule}") if f.path == "data.path" else (f.path, f.rule)
+                yield Finding(f.code, path, rule, f.fixes, f.severity, f.hint)
+                return
+
+
+def _corpus(
+    run: RunConfig, text: str, renamed: Callable[[str], Change], shares: Sequence[float]
+) -> Iterator[Finding]:
+    """What is wrong with the corpus of a prefix; `renamed` is the change that names another, `shares` are those of
+    train, validation and test.
+    """
+    if "://" in text:  # an object store, which opening it asks
         return
-    for i, prefix in enumerate(d.blend):
-        around = d.blend[:i], d.blend[i + 1 :]
-        found = list(_corpus(run, prefix, lambda name, a=around: {"data.blend": [*a[0], name, *a[1]]}))  # type: ignore[misc]
-        for f in found[:1]:
-            path, rule = ("data.blend", f"{prefix}: {f.rule}") if f.path == "data.path" else (f.path, f.rule)
-            yield Finding(f.code, path, rule, f.fixes, f.severity, f.hint)
-            return
-
-
-def _corpus(run: RunConfig, text: str, renamed: Callable[[str], Change]) -> Iterator[Finding]:
-    """What is wrong with the corpus of a prefix; `renamed` is the change that names another."""
     base = user_path(text)
     if base.suffix in (".bin", ".idx"):
         yield Finding("MT306", "data.path", f"is a prefix: without {base.suffix}", (renamed(text[:-4]),))
@@ -199,7 +219,7 @@ def _corpus(run: RunConfig, text: str, renamed: Callable[[str], Change]) -> Iter
             return
     try:
         with closing(TokenFiles(base)) as corpus:
-            found = list(_manifest_fits(run, base)) or _tokens_suffice(run, corpus)
+            found = list(_manifest_fits(run, base)) or _tokens_suffice(run, corpus, shares)
             yield from found
     except CorruptData as error:
         yield Finding("MT611", "data.path", str(error), (SYNTHETIC,), hint=_AGAIN)
@@ -251,15 +271,17 @@ def _end_in_manifests(run: RunConfig) -> bool:
     return len(ends) == 1 and None not in ends
 
 
-def _tokens_suffice(run: RunConfig, corpus: TokenFiles) -> Iterator[Finding]:
+def _tokens_suffice(run: RunConfig, corpus: TokenFiles, shares: Sequence[float]) -> Iterator[Finding]:
     """Each split that is used has tokens for a sample, and the first ones are ids of the model."""
     d, need, vocab = run.data, run.data.length + 1, run.model.vocab_size
-    if sum(d.split) <= 0:
+    if sum(shares) <= 0:
         return
-    parts = split_documents(corpus, d.split)
-    for name, documents in list(zip(("train", "validation"), parts, strict=False))[
-        : 2 if run.trainer.eval_iters else 1
-    ]:
+    if d.order == "megatron":  # its splits are cut by sequences, which opening it does
+        shares = (1, 0, 0)
+    used = ("train", "validation") if run.trainer.eval_iters else ("train",)
+    for name, share, documents in zip(used, shares, split_documents(corpus, shares), strict=False):
+        if not share:
+            continue
         start = corpus.document_start(documents.start)
         held = corpus.document_start(documents.stop) - start
         if held < need:
@@ -291,7 +313,7 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles) -> Iterator[Finding]:
     Code("MT613", "A file is no tokenizer.json.", help="Name one that Hugging Face's tokenizers wrote."),
     Code("MT607", "The tokenizer has more ids than the model has rows.", help="Enlarge model.vocab_size."),
     NO_END,
-    reads="data.tokenizer data.kind data.eod_mask_loss data.packed model.vocab_size",
+    reads="data.tokenizer data.kind data.eod_mask_loss data.packed data.fim.rate model.vocab_size",
     disk=True,
 )
 def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
@@ -335,7 +357,8 @@ def _tokenizer_fits(run: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
 
 @rule(
     NO_END,
-    reads="data.kind data.path data.blend data.tokenizer data.eod_mask_loss data.packed",
+    reads="data.kind data.path data.blend data.validation_blend data.test_blend data.tokenizer data.eod_mask_loss "
+    "data.packed data.fim.rate",
     disk=True,
 )
 def end_of_document_is_known(run: RunConfig) -> Iterator[Finding]:
@@ -348,9 +371,10 @@ def end_of_document_is_known(run: RunConfig) -> Iterator[Finding]:
 def _end_is_unknown(run: RunConfig, rule: str) -> Iterator[Finding]:
     d = run.data
     off: Change = {"data.eod_mask_loss": False, "data.packed": False, "data.packed_multiple": None}
+    off = {**off, "data.fim.rate": 0.0, "data.fim.ids": None, "data.fim.spm_rate": 0.5}
     hint = "data.tokenizer=PATH of a tokenizer.json that has one"
-    for key in ("eod_mask_loss", "packed"):
-        if getattr(d, key):
+    for key, value in (("eod_mask_loss", d.eod_mask_loss), ("packed", d.packed), ("fim.rate", d.fim.rate)):
+        if value:
             yield Finding("MT608", f"data.{key}", rule, (off,), hint=hint)
 
 

@@ -79,12 +79,20 @@ def shares_of_a_blend(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code("MT308", "There is something to train on.", example="data.split=[0,0,0]"),
     Code("MT309", "There is something to validate on where evaluation is asked for.", example="data.split=[1,0,0]"),
-    reads="data.split trainer.eval_iters",
+    reads="data.split data.validation_blend data.test_blend trainer.eval_iters",
 )
 def split_is_usable(run: RunConfig) -> Iterator[Finding]:
     """There is something to train on, and to validate on where evaluation is asked for."""
-    train, validation, _ = run.data.split
-    total = sum(run.data.split)
+    d = run.data
+    if d.validation_blend is not None or d.test_blend is not None:
+        if d.validation_blend is None and run.trainer.eval_iters > 0:
+            rule = f"data.test_blend is set, and trainer.eval_iters asks for {run.trainer.eval_iters} batches of it"
+            off: Change = {"trainer.eval_iters": 0}
+            both: Change = {**off, "trainer.eval_interval": None}
+            yield Finding("MT309", "data.validation_blend", rule, (off, both), hint="data.validation_blend=[PREFIX]")
+        return
+    train, validation, _ = d.split
+    total = sum(d.split)
     usual: Change = {"data.split": [0.96, 0.03, 0.01]}
     if total <= 0 or train <= 0:
         rule = f"the share of train is {train:g} of {total:g}: nothing to train on"

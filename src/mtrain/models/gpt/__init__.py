@@ -9,6 +9,7 @@ GPT = Family(
     section=None,
     builder="mtrain.models.gpt.build:chunk",
     megatron_names=True,
+    reads_between=False,
     parameters=count.parameters,
     active_parameters=count.active_parameters,
     expert_parameters=count.expert_parameters,

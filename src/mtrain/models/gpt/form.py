@@ -8,12 +8,16 @@ from mtrain.config.run import RunConfig
 from mtrain.data import ChatSamples, Splits
 from mtrain.data.batch import Form, Packing, next_token
 from mtrain.data.chat_batch import of_chats
+from mtrain.data.fim import FillInTheMiddle
 
 
 def form(run: RunConfig, splits: Splits, part: str) -> Form:
     """The micro-batches of `part` of the splits."""
-    source = getattr(splits, part)
+    source, data, ends = getattr(splits, part), run.data, splits.document_ends
     if isinstance(source, ChatSamples):
         return of_chats(source)
-    packing = Packing(splits.document_ends, run.data.packed_multiple or 1) if run.data.packed else None
-    return next_token(splits.masked_eod, packing)
+    packing = Packing(ends, data.packed_multiple or 1) if data.packed else None
+    moved = None
+    if data.fim.rate and data.fim.ids is not None:
+        moved = FillInTheMiddle(data.fim.rate, data.fim.spm_rate, data.fim.ids, ends, run.trainer.seed, part)
+    return next_token(splits.masked_eod, packing, moved)

@@ -1,0 +1,40 @@
+"""The keys of the groups `checkpoint` and `log`: what a run keeps and shows."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mtrain.config.base import NAME, Effect, Flag, Key, PositiveInt, Section
+
+
+class CheckpointConfig(Section):
+    """`checkpoint`: when state is saved, and where a run goes on from."""
+
+    save_interval: Annotated[PositiveInt | None, Key(aka="save_steps", unit="steps")] = None
+    """Steps between checkpoints; null: only at the end."""
+    save_final: bool = True
+    """Save after the last step."""
+    keep: PositiveInt | None = 2
+    """How many of the newest checkpoints stay; null: all."""
+    resume: Annotated[str | None, Key(aka="load")] = None
+    """null: a new run; `latest`: the newest run of this configuration; else a run folder or a checkpoint folder."""
+    init_from: Annotated[str | None, Key(effect=Effect.NUMERICS, aka="pretrained finetune")] = None
+    """Weights that a new run begins with: a run or checkpoint folder, or a Hugging Face folder; null: drawn from
+    trainer.seed. Optimizer, schedule and data begin at step 0; a resumed run has weights of its own."""
+    accept_changes: bool = False
+    """Go on although keys that change the numbers differ from those of the checkpoint."""
+
+
+class LogConfig(Section):
+    """`log`: where a run is written and what is shown."""
+
+    runs_dir: str = "runs"
+    """Folder of run folders."""
+    name: Annotated[str, Field(pattern=NAME, max_length=200)] | None = None
+    """Name of the run folder; null: made from the date, the model and the layout."""
+    interval: Annotated[
+        PositiveInt, Key(flag=Flag("--log-interval", absent=100), aka="logging_steps", unit="steps")
+    ] = 10
+    """Steps between progress lines; the metrics file has every step."""
+    progress: Literal["auto", "live", "plain", "none"] = "auto"
+    """live: a line that is redrawn; plain: a line per interval; auto: live on a terminal."""

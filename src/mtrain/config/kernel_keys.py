@@ -1,0 +1,42 @@
+"""The keys of the group `kernels`."""
+
+from typing import Annotated, Literal
+
+from mtrain.config.base import Key, Section
+
+
+class KernelsConfig(Section):
+    """`kernels`: which implementation each operation uses. A named one that cannot run is an error."""
+
+    default: Literal["auto", "reference", "triton", "te"] = "auto"
+    """What the operations below take that are null; one that has no such implementation takes what auto would.
+    auto: the first that can run, see `plan.json` of a run for the reasons."""
+    norm: Literal["auto", "reference", "triton", "te"] | None = None
+    """RMSNorm and LayerNorm; null: kernels.default."""
+    rope: Literal["auto", "reference", "triton"] | None = None
+    """Rotary position embedding; null: kernels.default."""
+    attention: Annotated[Literal["auto", "reference", "torch", "te"] | None, Key(aka="attention_backend")] = None
+    """Core attention; torch: the fastest of FlashAttention-3 and torch's kernels that takes a call, with windows and
+    packed documents but no mask where it can; null: kernels.default."""
+    linear: Annotated[Literal["auto", "reference", "te"] | None, Key(aka="transformer_impl")] = None
+    """Row- and column-parallel linear layers; null: kernels.default."""
+    activation: Literal["auto", "reference", "triton"] | None = None
+    """Gated and squared activations of MLPs and experts; null: kernels.default."""
+    experts: Literal["auto", "reference", "triton", "torch", "te"] | None = None
+    """Linear layers of experts, in one grouped call; reference: expert by expert; torch: its grouped product, bf16
+    only; null: kernels.default."""
+    moe_router: Literal["auto", "reference", "triton"] | None = None
+    """Choice of experts and their weights from the router's logits; null: kernels.default."""
+    moe_permute: Literal["auto", "reference", "triton"] | None = None
+    """Tokens to rows sorted by expert, and back; null: kernels.default."""
+    loss: Literal["auto", "reference", "triton", "megatron"] | None = None
+    """Output layer and cross entropy; reference and triton make both at once, for a part of the tokens at a time, and
+    never hold all logits; megatron: megatron-core's own, from all logits; null: kernels.default."""
+    optimizer: Literal["auto", "torch", "reference", "triton", "te"] | None = None
+    """Who updates. torch: torch.optim; reference and triton: ours, for
+    optimizers that torch has not and for state in low precision; null: kernels.default where it can do it."""
+    cpu_matmul: Literal["auto", "blas", "onednn"] | None = None
+    """fp32 products on a CPU: by the BLAS of torch, mostly MKL, or by oneDNN; null, auto: what is measured to be
+    faster, once per machine, the same on all ranks."""
+    gradient_accumulation_fusion: Annotated[bool, Key(feeds="gradient_accumulation_fusion")] = False
+    """Weight gradients are added up inside the GEMM that makes them; needs linear=te on a GPU."""

@@ -1,0 +1,132 @@
+"""Blends and what is done to samples: a weight for each corpus, a plan that can be followed, marks that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.rules.rule import Code, rule
+from mtrain.config.run import RunConfig
+
+_PER_CORPUS = {
+    "blend_sizes": "blend",
+    "blend_max_epochs": "blend",
+    "validation_weights": "validation_blend",
+    "test_weights": "test_blend",
+}
+"""Keys with a number for each corpus of another one."""
+
+
+@rule(
+    Code(
+        "MT341",
+        "A blend has a number for each of its corpora.",
+        example="data=indexed data.blend=[a,b] data.blend_sizes=[1]",
+    ),
+    Code(
+        "MT343",
+        "The shares of a blend are weights, sizes or a curriculum, and not several of them.",
+        example="data=indexed data.blend=[a,b] data.blend_weights=[1,2] data.blend_sizes=[3,4]",
+    ),
+    reads="data.kind data.blend data.blend_weights data.blend_sizes data.blend_curriculum data.blend_max_epochs "
+    "data.validation_blend data.validation_weights data.test_blend data.test_weights",
+)
+def numbers_of_a_blend(run: RunConfig) -> Iterator[Finding]:
+    """A blend has a number for each of its corpora, and one kind of shares."""
+    d = run.data
+    if d.kind != "indexed":
+        return
+    for key, names in _PER_CORPUS.items():
+        numbers, corpora = getattr(d, key), getattr(d, names)
+        if numbers is not None and corpora is not None and len(numbers) != len(corpora):
+            rule = f"{len(numbers)} numbers for the {len(corpora)} corpora of data.{names}"
+            yield Finding("MT341", f"data.{key}", rule, ({f"data.{key}": None},))
+    kinds = ("blend_weights", "blend_sizes", "blend_curriculum")
+    given = [f"data.{key}" for key in kinds if getattr(d, key) is not None]
+    if d.blend is not None and len(given) > 1:
+        fixes: list[Change] = [{key: None for key in given if key != kept} for kept in given]
+        yield Finding("MT343", given[0], f"{' and '.join(given)} all say what the shares are", tuple(fixes))
+
+
+@rule(
+    Code(
+        "MT342",
+        "Some corpus of a blend has a weight.",
+        example="data=indexed data.blend=[a,b] data.blend_curriculum=[[0,[0,0]]]",
+    ),
+    Code(
+        "MT344",
+        "A curriculum has weights for all corpora from sample 0 on, and its sample numbers rise.",
+        example="data=indexed data.blend=[a,b] data.blend_curriculum=[[5,[1,0]]]",
+    ),
+    reads="data.kind data.blend data.blend_curriculum",
+)
+def curriculum_of_a_blend(run: RunConfig) -> Iterator[Finding]:
+    """A curriculum begins at sample 0, its sample numbers rise, and each of its weights can be followed."""
+    d = run.data
+    plan = d.blend_curriculum
+    if d.kind != "indexed" or d.blend is None or plan is None:
+        return
+    none: Change = {"data.blend_curriculum": None}
+    for first, weights in plan:
+        if len(weights) != len(d.blend):
+            rule = f"{len(weights)} weights from sample {first} on, for {len(d.blend)} corpora"
+            yield Finding("MT344", "data.blend_curriculum", rule, (none,))
+            return
+        total, least = sum(weights), min((w for w in weights if w > 0), default=0.0)
+        if not total:
+            rule = f"all weights are zero from sample {first} on: no corpus is read"
+            even = [[at, [1.0] * len(each) if not sum(each) else list(each)] for at, each in plan]
+            yield Finding("MT342", "data.blend_curriculum", rule, ({"data.blend_curriculum": even}, none))
+            return
+        if least < 1e-6 * total:
+            rule = f"the smallest share from sample {first} on is {least / total:.1g} of all, and 1e-06 is the least"
+            yield Finding("MT344", "data.blend_curriculum", rule, (none,))
+            return
+    yield from _rises([first for first, _ in plan], plan)
+
+
+def _rises(firsts: list[int], plan: Sequence[tuple[int, Sequence[float]]]) -> Iterator[Finding]:
+    none: Change = {"data.blend_curriculum": None}
+    if firsts[0] != 0:
+        fixed = [[0, list(plan[0][1])], *[[first, list(weights)] for first, weights in plan[1:]]]
+        rule = f"begins at sample {firsts[0]}, and the samples from 0 on have no weights"
+        yield Finding("MT344", "data.blend_curriculum", rule, ({"data.blend_curriculum": fixed}, none))
+    elif any(b <= a for a, b in pairwise(firsts)):
+        rule = f"its sample numbers must rise: {', '.join(map(str, firsts[:8]))}"
+        yield Finding("MT344", "data.blend_curriculum", rule, (none,))
+
+
+@rule(
+    Code(
+        "MT345",
+        "Tokens that mark the parts of a document are three ids of the vocabulary.",
+        example="data=mock data.fim.rate=0.5",
+    ),
+    Code(
+        "MT346",
+        "Fill in the middle is for models that predict the next token of a text.",
+        example="model=bert_tiny data=mock data.fim.rate=0.5 data.fim.ids=[1,2,3]",
+    ),
+    reads="data.fim.rate data.fim.ids model.vocab_size model.family",
+)
+def marks_of_the_middle(run: RunConfig) -> Iterator[Finding]:
+    """Fill in the middle has three marks of its own, and a model that predicts the next token."""
+    fim, vocab = run.data.fim, run.model.vocab_size
+    off: Change = {"data.fim.rate": 0.0, "data.fim.ids": None, "data.fim.spm_rate": 0.5}
+    if not fim.rate:
+        return
+    if run.model.family != "gpt":
+        rule = f"model.family {run.model.family} does not predict the next token of a text"
+        yield Finding("MT346", "data.fim.rate", rule, (off,))
+    hint = "data.fim.ids=[PREFIX,SUFFIX,MIDDLE]"
+    if fim.ids is None:
+        rule = f"data.fim.rate is {fim.rate:g}, and no ids mark prefix, suffix and middle"
+        yield Finding("MT345", "data.fim.ids", rule, (off,), hint=hint)
+    elif len(set(fim.ids)) < 3 or max(fim.ids) >= vocab:
+        rule = f"three different ids from 0 to {vocab - 1} mark prefix, suffix and middle"
+        yield Finding("MT345", "data.fim.ids", rule, (off,), hint=hint, also=("model.vocab_size",))
+
+
+RULES = (numbers_of_a_blend, curriculum_of_a_blend, marks_of_the_middle)

@@ -1,0 +1,103 @@
+"""What will be asked for next is read by a thread, ahead of the one that asks."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+CLOSING_S = 2.0
+"""How long `close` waits for a read that has begun; a disk that does not answer holds no run up."""
+
+
+class _Read(Generic[K, V]):
+    """One read: its key, and what came of it once the thread is done with it."""
+
+    def __init__(self, key: K) -> None:
+        self.key = key
+        self.wanted = True
+        self.outcome: SimpleQueue[tuple[V | None, BaseException | None]] = SimpleQueue()
+
+
+class Ahead(Generic[K, V]):
+    """Reads what keys stand for, up to `depth` keys ahead of the one that is taken; 0: each when it is taken.
+
+    `read(key)` is a function of its key alone: a key that was not expected drops what was read ahead, and the values
+    stay the same. `following(key)` is the key that is taken next; None: there is none. An error of a read is raised
+    where its key is taken. Whoever forgets `close` leaves no thread either: it ends with this object.
+    """
+
+    def __init__(self, read: Callable[[K], V], following: Callable[[K], K | None], depth: int) -> None:
+        self._read, self._following, self._depth = read, following, depth
+        self._ahead: deque[_Read[K, V]] = deque()
+        self._tasks: SimpleQueue[_Read[K, V] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def take(self, key: K) -> V:
+        """The value of `key`.
+
+        Raises whatever reading it raised.
+        """
+        if not self._depth:
+            return self._read(key)
+        self.expect(key)
+        current = self._ahead[0]
+        value, error = current.outcome.get()  # nothing of Python between here and the wait: stacks name this line
+        self._ahead.popleft()
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+    def expect(self, key: K) -> None:
+        """Begin to read `key` and what follows it."""
+        while self._ahead and self._ahead[0].key != key:
+            self._ahead.popleft().wanted = False
+        if not self._ahead and self._depth:
+            self._begin(key)
+        self._look_ahead()
+
+    def close(self) -> None:
+        """End the thread; what was read ahead is dropped. A later `take` begins anew."""
+        for read in self._ahead:
+            read.wanted = False
+        self._ahead.clear()
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join(CLOSING_S)
+            self._thread, self._tasks = None, SimpleQueue()
+
+    def _look_ahead(self) -> None:
+        while len(self._ahead) < self._depth + 1:
+            key = self._following(self._ahead[-1].key) if self._ahead else None
+            if key is None:
+                return
+            self._begin(key)
+
+    def _begin(self, key: K) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_serve, args=(self._tasks, self._read), name="data ahead", daemon=True
+            )
+            self._thread.start()
+            weakref.finalize(self, self._tasks.put, None)
+        read: _Read[K, V] = _Read(key)
+        self._ahead.append(read)
+        self._tasks.put(read)
+
+
+def _serve(tasks: SimpleQueue[_Read[K, V] | None], read: Callable[[K], V]) -> None:
+    """Read until there is a None; it holds no reference to its owner."""
+    while (task := tasks.get()) is not None:
+        if not task.wanted:
+            continue
+        try:
+            task.outcome.put((read(task.key), None))
+        except BaseException as error:
+            task.outcome.put((None, error))
+        del task

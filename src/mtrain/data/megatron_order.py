@@ -1,0 +1,286 @@
+"""Megatron-LM's own order of samples: those of megatron-core's GPTDataset and BlendedDataset, one for one.
+
+The sequences of a split are shuffled, of all epochs together but perhaps the last, and laid end to end; sample j of
+that stream is the seq_length + 1 tokens from j * seq_length on; the samples are shuffled once more. Both shuffles
+are numpy's Mersenne Twister from the seed, so they are made once, in files of `data.cache_dir` that ranks map, and
+depend on how many samples a run asks for in all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mtrain import strict_json
+from mtrain.data import megatron_cache
+from mtrain.data.blend import Blend
+from mtrain.data.greedy import Greedy
+from mtrain.data.indexed import IndexedDataset
+from mtrain.data.orders import Arrays, made_once
+from mtrain.data.samples import Samples
+from mtrain.errors import ConfigError, CorruptData, Problem
+
+FINAL_EPOCH = 0.80
+"""The last epoch is shuffled for itself where less than this share of it is needed."""
+SURPLUS = 0.005
+"""What megatron-core makes more of each corpus of a blend than the blend is to give."""
+SURELY = 1 << 22
+"""Blends of so few samples are counted through when they are opened; of larger ones the surplus is enough."""
+CHUNK = 1 << 20
+STRIDE = 1024
+"""Sequences between two whose place in the stream is noted."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides the order of the samples of one split, beside the lengths of its sequences."""
+
+    first: int
+    """The first sequence of the split."""
+    sequences: int
+    tokens: int
+    seq_length: int
+    seed: int
+    epochs: int
+    samples: int
+    """All that there are."""
+    together: int
+    """Those before the last epoch, where that is shuffled for itself; else all."""
+
+    @property
+    def final_apart(self) -> bool:
+        """Whether the last epoch is shuffled for itself."""
+        return self.together < self.samples
+
+
+def shape_of(dataset: IndexedDataset, sequences: range, seq_length: int, seed: int, asked: int | None) -> Shape:
+    """The order of a split of which `asked` samples are needed; None: one epoch."""
+    tokens = _start(dataset, sequences.stop) - _start(dataset, sequences.start)
+    epochs = 1 if asked is None else max(1, -(-(asked * seq_length + 1) // tokens))
+    samples = together = (epochs * tokens - 1) // seq_length
+    if epochs > 1 and asked is not None:
+        before = ((epochs - 1) * tokens - 1) // seq_length
+        if asked - before < int(FINAL_EPOCH * ((tokens - 1) // seq_length)):
+            together = before
+    return Shape(sequences.start, len(sequences), tokens, seq_length, seed, epochs, samples, together)
+
+
+def _start(dataset: IndexedDataset, sequence: int) -> int:
+    """Place of a sequence's first token in the corpus; of sequence `len`, its end."""
+    if sequence >= len(dataset):
+        return dataset.num_tokens
+    return int(dataset.pointers[sequence]) // dataset.dtype.itemsize
+
+
+def write(shape: Shape, lengths: np.ndarray, array: Callable[[str, str, int], np.ndarray]) -> None:
+    """Fill the arrays of an order; `array(name, dtype, length)` makes one that is a plain ndarray.
+
+    `sequences` int32: the sequences of all epochs in their order. `starts` int64: the place in the stream of every
+    1024th of them, and its end. `shuffled` uint32, or int64 where that is too small: the sample at each place.
+    """
+    random = np.random.RandomState(shape.seed)
+    order = array("sequences", "<i4", shape.epochs * shape.sequences)
+    one = np.arange(shape.first, shape.first + shape.sequences, dtype=np.int32)
+    order.reshape(shape.epochs, shape.sequences)[:] = one
+    cut = (shape.epochs - 1) * shape.sequences if shape.final_apart else 0
+    for part in (order[:cut], order[cut:]):
+        if len(part):
+            random.shuffle(part)
+    wide = shape.samples >= np.iinfo(np.uint32).max - 1
+    shuffled = array("shuffled", "<i8" if wide else "<u4", shape.samples)
+    for first in range(0, shape.samples, CHUNK):
+        stop = min(first + CHUNK, shape.samples)
+        shuffled[first:stop] = np.arange(first, stop)
+    for part in (shuffled[: shape.together], shuffled[shape.together :]):
+        if len(part):
+            random.shuffle(part)
+    write_starts(order, lengths, array)
+
+
+def write_starts(order: np.ndarray, lengths: np.ndarray, array: Callable[[str, str, int], np.ndarray]) -> None:
+    """Fill `starts` for the sequences in `order`."""
+    starts = array("starts", "<i8", -(-len(order) // STRIDE) + 1)
+    end, at = 0, 0
+    for first in range(0, len(order), CHUNK):
+        sums = np.add.reduceat(
+            lengths[order[first : first + CHUNK]].astype(np.int64),
+            np.arange(0, min(CHUNK, len(order) - first), STRIDE),
+        )
+        starts[at : at + len(sums)] = end + np.cumsum(sums) - sums
+        end, at = end + int(sums.sum()), at + len(sums)
+    starts[at] = end
+
+
+class MegatronSamples(Samples):
+    """The samples of a range of sequences in Megatron's order; `len` is how many there are in all its epochs.
+
+    Raises ConfigError if the range is too small for one sample, CorruptData for a cache of Megatron's that does not
+    fit.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        sequences: range,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+        name: str,
+        asked: int | None,
+        cache: Path,
+        theirs: megatron_cache.Theirs | None = None,
+    ) -> None:
+        first, end = _start(dataset, sequences.start), _start(dataset, sequences.stop)
+        self._take(dataset, sequences, first, end, seq_length, vocab_size, name)
+        self.shape = shape = shape_of(dataset, sequences, seq_length, seed, asked)
+        found = None
+        if theirs is not None:
+            wanted = megatron_cache.Wanted(dataset.prefix, name, seed, seq_length, asked, theirs.shares)
+            found = megatron_cache.arrays_of(theirs.folder, wanted, shape.epochs * shape.sequences, shape.samples)
+        arrays = _made(dataset, shape, cache) if found is None else _adopted(dataset, shape, found)
+        self.from_cache = found is not None
+        self._sequences, self._starts, self._shuffled = (arrays[k] for k in ("sequences", "starts", "shuffled"))
+        self._count = shape.samples
+
+    def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Tokens of the samples with these numbers; int64 [n, seq_length + 1]. After the last comes the first again.
+
+        Raises CorruptData for an id outside the vocabulary.
+        """
+        out = np.empty((len(numbers), self.seq_length + 1), np.int64)
+        for row, number in zip(out, np.asarray(numbers, np.int64) % self._count, strict=True):
+            row[:] = self.dataset.tokens[self._tokens_of(int(number))]
+        if len(out) and (out.min() < 0 or out.max() >= self.vocab_size):
+            row, column = np.argwhere((out < 0) | (out >= self.vocab_size))[0]
+            number = int(numbers[row])
+            raise self._outside(int(self._tokens_of(number % self._count)[column]), f"{self.name} sample {number}")
+        return out
+
+    def _tokens_of(self, number: int) -> np.ndarray:
+        """Place in the corpus of each token of a sample; int64 [seq_length + 1]."""
+        need, dataset = self.seq_length + 1, self.dataset
+        place = int(self._shuffled[number]) * self.seq_length
+        chunk = int(np.searchsorted(self._starts, place, side="right")) - 1
+        at, skipped = chunk * STRIDE, place - int(self._starts[chunk])
+        begins, counts, found = [], [], 0
+        while found < need and at < len(self._sequences):
+            some = np.asarray(self._sequences[at : at + STRIDE])
+            if int(some.min()) < 0 or int(some.max()) >= len(dataset):
+                raise CorruptData(f"{dataset.idx}: its order names sequences {some.min()} to {some.max()}")
+            lengths = dataset.lengths[some].astype(np.int64)
+            ends = np.cumsum(lengths)
+            # what of each lies behind the tokens that are skipped, and before the last one that is needed
+            behind = np.clip(skipped - (ends - lengths), 0, lengths)
+            used = np.clip(skipped + need - found - (ends - lengths), 0, lengths) - behind
+            begins.append(dataset.pointers[some] // dataset.dtype.itemsize + behind)
+            counts.append(used)
+            found, skipped, at = found + int(used.sum()), max(0, skipped - int(ends[-1])), at + STRIDE
+        if found < need:
+            raise CorruptData(f"{dataset.idx}: its order ends {need - found} tokens before sample {number} does")
+        count = np.concatenate(counts)
+        shift = np.concatenate(begins) - (np.cumsum(count) - count)
+        return np.arange(need) + np.repeat(shift, count)
+
+    def describe(self) -> dict[str, int]:
+        """Counts: documents, tokens and samples in all, and what decides their order."""
+        s = self.shape
+        counts = {"documents": s.sequences, "tokens": s.tokens, "samples": s.samples}
+        return {**counts, "epochs": s.epochs, "together": s.together}
+
+
+def _made(dataset: IndexedDataset, shape: Shape, cache: Path) -> Arrays:
+    """The arrays of an order, from the cache where they were made before."""
+    stamp = os.stat(dataset.idx)
+    key = [*vars(shape).values(), str(dataset.idx.resolve()), stamp.st_size, stamp.st_mtime_ns]
+    digest = hashlib.sha256(strict_json.dumps(key).encode()).hexdigest()[:16]
+    size = shape.epochs * shape.sequences + shape.samples
+    return made_once(cache / f"order-{digest}", size, lambda array: write(shape, dataset.lengths, array))
+
+
+def _adopted(dataset: IndexedDataset, shape: Shape, found: Arrays) -> Arrays:
+    """The arrays of an order that Megatron-LM made. Raises CorruptData for those of another corpus."""
+    order = found["sequences"]
+    for first in range(0, len(order), CHUNK):
+        some = order[first : first + CHUNK]
+        if int(some.min()) < shape.first or int(some.max()) >= shape.first + shape.sequences:
+            said = f"sequences {some.min()} to {some.max()}, and the split has {shape.first} to "
+            raise CorruptData(f"{order.filename}: {said}{shape.first + shape.sequences - 1}")  # type: ignore[attr-defined]
+
+    def array(name: str, dtype: str, length: int) -> np.ndarray:
+        found[name] = np.zeros(length, dtype)
+        return found[name]
+
+    write_starts(order, dataset.lengths, array)
+    megatron_cache.compare(found, dataset.lengths, shape.seq_length, STRIDE)
+    return found
+
+
+def normalized(weights: Sequence[float]) -> np.ndarray:
+    """Weights that add up to one, by the same additions as megatron-core's."""
+    array = np.array(weights, np.float64)
+    return array / np.sum(array)
+
+
+def cut(count: int, split: Sequence[float]) -> list[tuple[range, tuple[float, float]]]:
+    """The sequences of train, validation and test, rounded as megatron-core rounds them, and their shares."""
+    ends = [0.0, *itertools.accumulate(normalized(split).tolist())]
+    bounds = [round(end * float(count)) for end in ends]
+    return list(zip((range(a, b) for a, b in itertools.pairwise(bounds)), itertools.pairwise(ends), strict=True))
+
+
+Part = Callable[[int | None], MegatronSamples]
+"""A corpus as samples, of which so many are asked for; None: one epoch."""
+
+
+class MegatronBlend(Blend):
+    """Samples of several parts in the order of megatron-core's BlendedDataset of `total` samples."""
+
+    def __init__(self, parts: Sequence[MegatronSamples], weights: np.ndarray, total: int, name: str) -> None:
+        self.parts, self.name, self.total, self.shares = list(parts), name, total, weights
+        self.seq_length, self.vocab_size = parts[0].seq_length, parts[0].vocab_size
+        self._greedy = Greedy(weights)
+        if total <= SURELY:
+            self._suffice(self._greedy.given(total))
+
+    def places(self, numbers: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The part of each sample and its number there; after the last sample comes the first again."""
+        part, index = self._greedy.places(np.asarray(numbers, np.int64) % max(1, self.total or 1))
+        counts = np.zeros(len(self.parts), np.int64)
+        np.maximum.at(counts, part, index + 1)
+        self._suffice(counts)
+        return part, index
+
+    def given(self, samples: int) -> np.ndarray:
+        """How many of the first `samples` samples each part gives."""
+        return self._greedy.given(samples)
+
+    def _suffice(self, counts: np.ndarray) -> None:
+        """Raises ConfigError where a part is to give more samples than megatron-core makes of it."""
+        for part, count in zip(self.parts, counts.tolist(), strict=True):
+            if count > len(part):
+                rule = (
+                    f"{count} samples of {part.dataset.prefix} are asked for, and Megatron's order makes {len(part)}"
+                )
+                fix = "data.order=keyed, or other data.blend_weights"
+                raise ConfigError([Problem("MT640", "data.order", "megatron", rule, fix)])
+
+
+def blended(parts: Sequence[Part], weights: Sequence[float] | None, samples: int | None, name: str) -> MegatronBlend:
+    """The blend of corpora of which `samples` samples are asked for; None: of as many as there are in one epoch, in
+    which each corpus has as many as it has. So it is without `weights` too, up to `samples`.
+    """
+    if weights is None or samples is None:
+        made = [part(None) for part in parts]
+        sizes = [len(one) for one in made]
+        return MegatronBlend(made, normalized(sizes), min(samples or sum(sizes), sum(sizes)), name)
+    shares = normalized(weights)
+    target = [math.ceil(samples * share) for share in shares.tolist()]
+    made = [part(math.ceil(count * (1 + SURPLUS))) for part, count in zip(parts, target, strict=True)]
+    return MegatronBlend(made, normalized(shares.tolist()), sum(target), name)

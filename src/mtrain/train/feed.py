@@ -1,0 +1,122 @@
+"""The way of samples to a step: read ahead by a thread, and of them only what this rank's stages need."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, cast
+
+import torch
+
+from mtrain.config.run import RunConfig
+from mtrain.data.ahead import Ahead
+from mtrain.data.batch import GlobalBatches
+from mtrain.mcore import api as mcore
+from mtrain.mcore.context import context_positions
+from mtrain.mcore.local_params import unwrap
+from mtrain.models.registry import family_of
+from mtrain.world.init import World
+
+Batch = Mapping[str, torch.Tensor]
+Place = tuple[int, int]
+"""A step: the samples consumed before it, and those that it takes."""
+OWNERS = ("pre_process", "post_process", "mtp_process")
+"""What a chunk of megatron-core has on that embeds tokens or makes losses of them."""
+
+
+class Needs(Enum):
+    """What of its samples the stages of a rank use."""
+
+    ALL = "all"
+    BOUNDS = "bounds"
+    """Stages in between, of packed samples: where each document begins."""
+    NOTHING = "nothing"
+    """Stages in between: what they compute on comes from the stage before."""
+
+
+def needs_of(run: RunConfig, chunks: Sequence[Any]) -> Needs:
+    """What the chunks of a rank use of samples."""
+    dealt = run.parallel.hybrid_context_parallel  # documents are dealt out after they are read
+    if dealt or family_of(run.model).reads_between or run.parallel.pp == 1:
+        return Needs.ALL
+    if any(getattr(unwrap(chunk), name, False) for chunk in chunks for name in OWNERS):
+        return Needs.ALL
+    return Needs.BOUNDS if run.data.packed else Needs.NOTHING
+
+
+class Feed:
+    """The micro-batches of steps, in this rank's memory as the step takes them."""
+
+    def __init__(
+        self,
+        data: GlobalBatches,
+        world: World,
+        needs: Needs,
+        following: Callable[[Place], Place | None],
+        depth: int,
+    ) -> None:
+        self._data, self._world, self._needs = data, world, needs
+        ready = _Ready(data, world, needs)
+        self._ahead = Ahead(ready, following, 0 if needs is Needs.NOTHING else depth)
+        self.waited_s = 0.0
+        """How long the last step waited for its samples to be read."""
+
+    def take(self, consumed: int, size: int) -> list[Batch]:
+        """The micro-batches of the step of `size` samples after `consumed`, on this rank's device.
+
+        Raises whatever reading them raised.
+        """
+        begun = time.perf_counter()
+        found = self._ahead.take((consumed, size))
+        self.waited_s = time.perf_counter() - begun
+        return [_copied(batch, self._world) for batch in found]
+
+    def expect(self, consumed: int, size: int) -> None:
+        """Begin to read for the step that `take` will be asked for."""
+        self._ahead.expect((consumed, size))
+
+    def close(self) -> None:
+        """End the thread that reads ahead."""
+        self._ahead.close()
+
+
+class _Ready:
+    """Reads the micro-batches of a step up to where they only have to be copied to the device."""
+
+    def __init__(self, data: GlobalBatches, world: World, needs: Needs) -> None:
+        self.data, self.world, self.needs = data, world, needs
+
+    def __call__(self, place: Place) -> list[Batch]:
+        if self.needs is Needs.NOTHING:
+            return [{} for _ in self.data.numbers(*place)]
+        batches = [cast(Batch, batch) for batch in self.data.microbatches(*place)]
+        if self.needs is Needs.BOUNDS:
+            batches = [{"cu_seqlens": batch["cu_seqlens"]} for batch in batches]
+        if self.world.grid.cp > 1:
+            batches = [_part_of_context(batch, self.world) for batch in batches]
+        if self.world.device.pin_memory:
+            self.world.device.set_index(self.world.local_rank)  # a thread has a device of its own
+            batches = [{key: value.pin_memory() for key, value in batch.items()} for batch in batches]
+        return batches
+
+
+def to_device(batch: Batch, world: World) -> Batch:
+    """A micro-batch on this rank's device, split to this rank's part of the sequence under context parallelism."""
+    return _copied(_part_of_context(batch, world) if world.grid.cp > 1 else batch, world)
+
+
+def _copied(batch: Batch, world: World) -> Batch:
+    return {key: value.to(world.torch_device, non_blocking=True) for key, value in batch.items()}
+
+
+def _part_of_context(batch: Batch, world: World) -> Batch:
+    """This rank's part of the sequence under context parallelism."""
+    bounds = batch.get("cu_seqlens")
+    if bounds is None:
+        return mcore.get_batch_on_this_cp_rank(dict(batch))  # type: ignore[no-any-return]
+    if len(batch) == 1:
+        return batch
+    tokens = int(bounds[-1])
+    mine = context_positions(tokens, world.grid.cp, bounds)[world.coords["cp"]]
+    return {key: value if key == "cu_seqlens" else value[:, mine] for key, value in batch.items()}

@@ -1,0 +1,94 @@
+"""What a thread reads ahead is what would have been read; its errors come where they are due, and it ends."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import pytest
+
+from mtrain.data.ahead import Ahead
+from mtrain.errors import CorruptData
+
+THREAD = "data ahead"
+
+
+def following(key: int) -> int | None:
+    return key + 1 if key < 9 else None
+
+
+def threads() -> int:
+    return sum(thread.name == THREAD for thread in threading.enumerate())
+
+
+def eventually(condition: object) -> bool:
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        if condition():  # type: ignore[operator]
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_values_are_those_of_their_keys_also_where_another_key_was_expected(depth: int) -> None:
+    ahead = Ahead(lambda key: key * key, following, depth)
+    assert [ahead.take(key) for key in (0, 1, 2, 7, 8, 9, 3, 3, 4)] == [0, 1, 4, 49, 64, 81, 9, 9, 16]
+    ahead.close()
+    assert threads() == 0
+    assert ahead.take(5) == 25, "it begins anew"
+    ahead.close()
+
+
+def test_so_many_are_read_ahead_and_none_behind_the_last() -> None:
+    read: list[int] = []
+
+    def note(key: int) -> int:
+        read.append(key)
+        return key
+
+    ahead = Ahead(note, following, 2)
+    ahead.take(0)
+    assert eventually(lambda: read == [0, 1, 2])
+    time.sleep(0.05)
+    assert read == [0, 1, 2]
+    for key in range(1, 10):
+        ahead.take(key)
+    assert read == list(range(10))
+    ahead.close()
+
+
+def test_an_error_is_raised_where_its_value_is_taken_and_those_before_are_not_lost() -> None:
+    def read(key: int) -> int:
+        if key == 2:
+            raise CorruptData("corpus.bin: offset 7: token id -1")
+        return key
+
+    ahead = Ahead(read, following, 3)
+    assert [ahead.take(0), ahead.take(1)] == [0, 1]
+    with pytest.raises(CorruptData, match="offset 7"):
+        ahead.take(2)
+    assert ahead.take(3) == 3
+    ahead.close()
+
+
+def test_a_forgotten_reader_leaves_no_thread() -> None:
+    ahead = Ahead(lambda key: key, following, 2)
+    ahead.take(0)
+    assert threads() == 1
+    del ahead
+    gc.collect()
+    assert eventually(lambda: threads() == 0)
+
+
+def test_a_read_that_does_not_come_back_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtrain.data.ahead.CLOSING_S", 0.1)
+    held = threading.Event()
+    ahead = Ahead(lambda key: key if key < 1 else held.wait(20), following, 2)
+    assert ahead.take(0) == 0
+    began = time.monotonic()
+    ahead.close()
+    assert time.monotonic() - began < 2
+    held.set()
+    assert eventually(lambda: threads() == 0)
