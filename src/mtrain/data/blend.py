@@ -202,7 +202,7 @@ def _until_used_up(stretch: Stretch, left: np.ndarray) -> Stretch:
 def nothing_to_read(name: str) -> Problem:
     """All weights of a blend are zero."""
     rule = f"all weights of the {name} split are zero: no corpus is read"
-    return Problem("MT342", "data.blend_weights", None, rule, "data.blend_weights=null, or one above zero")
+    return Problem("MT352", "data.blend_weights", None, rule, "data.blend_weights=null, or one above zero")
 
 
 def used_up(name: str, wanted: int, total: int) -> Problem:

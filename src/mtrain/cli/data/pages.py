@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from mtrain.cli.page import JSON, OVERRIDES, SETTINGS, Page
 
 _PREFIX = (("PREFIX", "of a .bin and an .idx"),)
@@ -84,7 +86,7 @@ DATA_PAGES: dict[str, Page] = {
     ),
     "stats": Page(
         "data stats PREFIX...",
-        "Tokens, bytes a token, tokens a word (fertility) and the share of unknown bytes, of each file and of all.",
+        "Counts of each file and of all: tokens, bytes a token, tokens a word (fertility), the share of unknown bytes.",
         (*_PREFIX, ("files=false", "of all alone")),
         (JSON,),
         (("data stats corpus", "of a corpus that `data tokenize` made"),),
@@ -114,7 +116,7 @@ DATA_PAGES: dict[str, Page] = {
     ),
     "split": Page(
         "data split PREFIX --out PREFIX --shares 0.98,0.01,0.01",
-        "Cuts a corpus into PREFIX-train, PREFIX-validation and PREFIX-test: by tokens in its order, or with seed\n"
+        "Cuts a corpus into parts: PREFIX-train, PREFIX-validation and PREFIX-test, by tokens in its order, or with seed\n"
         "by documents that are drawn. More than three are called 0, 1, ...",
         (*_PREFIX, ("shares=N,N,...", "of each"), ("seed=N", "draw documents"), *_OUT),
         (JSON,),
@@ -166,11 +168,18 @@ DATA_PAGES: dict[str, Page] = {
     ),
 }
 """Subverb -> page."""
+
+
+def _brief(text: str) -> str:
+    """The first sentence of a page, up to where its detail begins."""
+    return re.split(r"[.,:;] ", text.replace("\n", " "))[0].rstrip(".")
+
+
 DATA = Page(
     "data SUBVERB ...",
     "What becomes of text before training. `data SUBVERB --help` says more. `--name VALUE` and `name=VALUE` are the\n"
     "same.",
-    tuple((name, page.text.partition("\n")[0]) for name, page in DATA_PAGES.items()),
+    tuple((name, _brief(page.text)) for name, page in DATA_PAGES.items()),
     (),
     tuple(page.examples[0] for page in DATA_PAGES.values()),
 )

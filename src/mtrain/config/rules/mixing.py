@@ -20,12 +20,12 @@ _PER_CORPUS = {
 
 @rule(
     Code(
-        "MT341",
+        "MT351",
         "A blend has a number for each of its corpora.",
         example="data=indexed data.blend=[a,b] data.blend_sizes=[1]",
     ),
     Code(
-        "MT343",
+        "MT353",
         "The shares of a blend are weights, sizes or a curriculum, and not several of them.",
         example="data=indexed data.blend=[a,b] data.blend_weights=[1,2] data.blend_sizes=[3,4]",
     ),
@@ -41,22 +41,22 @@ def numbers_of_a_blend(run: RunConfig) -> Iterator[Finding]:
         numbers, corpora = getattr(d, key), getattr(d, names)
         if numbers is not None and corpora is not None and len(numbers) != len(corpora):
             rule = f"{len(numbers)} numbers for the {len(corpora)} corpora of data.{names}"
-            yield Finding("MT341", f"data.{key}", rule, ({f"data.{key}": None},))
+            yield Finding("MT351", f"data.{key}", rule, ({f"data.{key}": None},))
     kinds = ("blend_weights", "blend_sizes", "blend_curriculum")
     given = [f"data.{key}" for key in kinds if getattr(d, key) is not None]
     if d.blend is not None and len(given) > 1:
         fixes: list[Change] = [{key: None for key in given if key != kept} for kept in given]
-        yield Finding("MT343", given[0], f"{' and '.join(given)} all say what the shares are", tuple(fixes))
+        yield Finding("MT353", given[0], f"{' and '.join(given)} all say what the shares are", tuple(fixes))
 
 
 @rule(
     Code(
-        "MT342",
+        "MT352",
         "Some corpus of a blend has a weight.",
         example="data=indexed data.blend=[a,b] data.blend_curriculum=[[0,[0,0]]]",
     ),
     Code(
-        "MT344",
+        "MT354",
         "A curriculum has weights for all corpora from sample 0 on, and its sample numbers rise.",
         example="data=indexed data.blend=[a,b] data.blend_curriculum=[[5,[1,0]]]",
     ),
@@ -72,17 +72,17 @@ def curriculum_of_a_blend(run: RunConfig) -> Iterator[Finding]:
     for first, weights in plan:
         if len(weights) != len(d.blend):
             rule = f"{len(weights)} weights from sample {first} on, for {len(d.blend)} corpora"
-            yield Finding("MT344", "data.blend_curriculum", rule, (none,))
+            yield Finding("MT354", "data.blend_curriculum", rule, (none,))
             return
         total, least = sum(weights), min((w for w in weights if w > 0), default=0.0)
         if not total:
             rule = f"all weights are zero from sample {first} on: no corpus is read"
             even = [[at, [1.0] * len(each) if not sum(each) else list(each)] for at, each in plan]
-            yield Finding("MT342", "data.blend_curriculum", rule, ({"data.blend_curriculum": even}, none))
+            yield Finding("MT352", "data.blend_curriculum", rule, ({"data.blend_curriculum": even}, none))
             return
         if least < 1e-6 * total:
             rule = f"the smallest share from sample {first} on is {least / total:.1g} of all, and 1e-06 is the least"
-            yield Finding("MT344", "data.blend_curriculum", rule, (none,))
+            yield Finding("MT354", "data.blend_curriculum", rule, (none,))
             return
     yield from _rises([first for first, _ in plan], plan)
 
@@ -92,20 +92,20 @@ def _rises(firsts: list[int], plan: Sequence[tuple[int, Sequence[float]]]) -> It
     if firsts[0] != 0:
         fixed = [[0, list(plan[0][1])], *[[first, list(weights)] for first, weights in plan[1:]]]
         rule = f"begins at sample {firsts[0]}, and the samples from 0 on have no weights"
-        yield Finding("MT344", "data.blend_curriculum", rule, ({"data.blend_curriculum": fixed}, none))
+        yield Finding("MT354", "data.blend_curriculum", rule, ({"data.blend_curriculum": fixed}, none))
     elif any(b <= a for a, b in pairwise(firsts)):
         rule = f"its sample numbers must rise: {', '.join(map(str, firsts[:8]))}"
-        yield Finding("MT344", "data.blend_curriculum", rule, (none,))
+        yield Finding("MT354", "data.blend_curriculum", rule, (none,))
 
 
 @rule(
     Code(
-        "MT345",
+        "MT355",
         "Tokens that mark the parts of a document are three ids of the vocabulary.",
         example="data=mock data.fim.rate=0.5",
     ),
     Code(
-        "MT346",
+        "MT356",
         "Fill in the middle is for models that predict the next token of a text.",
         example="model=bert_tiny data=mock data.fim.rate=0.5 data.fim.ids=[1,2,3]",
     ),
@@ -119,14 +119,14 @@ def marks_of_the_middle(run: RunConfig) -> Iterator[Finding]:
         return
     if run.model.family != "gpt":
         rule = f"model.family {run.model.family} does not predict the next token of a text"
-        yield Finding("MT346", "data.fim.rate", rule, (off,))
+        yield Finding("MT356", "data.fim.rate", rule, (off,))
     hint = "data.fim.ids=[PREFIX,SUFFIX,MIDDLE]"
     if fim.ids is None:
         rule = f"data.fim.rate is {fim.rate:g}, and no ids mark prefix, suffix and middle"
-        yield Finding("MT345", "data.fim.ids", rule, (off,), hint=hint)
+        yield Finding("MT355", "data.fim.ids", rule, (off,), hint=hint)
     elif len(set(fim.ids)) < 3 or max(fim.ids) >= vocab:
         rule = f"three different ids from 0 to {vocab - 1} mark prefix, suffix and middle"
-        yield Finding("MT345", "data.fim.ids", rule, (off,), hint=hint, also=("model.vocab_size",))
+        yield Finding("MT355", "data.fim.ids", rule, (off,), hint=hint, also=("model.vocab_size",))
 
 
 RULES = (numbers_of_a_blend, curriculum_of_a_blend, marks_of_the_middle)
