@@ -86,7 +86,7 @@ DATA_PAGES: dict[str, Page] = {
     ),
     "stats": Page(
         "data stats PREFIX...",
-        "Counts of each file and of all: tokens, bytes a token, tokens a word (fertility), the share of unknown bytes.",
+        "Counts of each file and of all: tokens, bytes a token, tokens a word (fertility), share of unknown bytes.",
         (*_PREFIX, ("files=false", "of all alone")),
         (JSON,),
         (("data stats corpus", "of a corpus that `data tokenize` made"),),
@@ -116,8 +116,8 @@ DATA_PAGES: dict[str, Page] = {
     ),
     "split": Page(
         "data split PREFIX --out PREFIX --shares 0.98,0.01,0.01",
-        "Cuts a corpus into parts: PREFIX-train, PREFIX-validation and PREFIX-test, by tokens in its order, or with seed\n"
-        "by documents that are drawn. More than three are called 0, 1, ...",
+        "Cuts a corpus into parts: PREFIX-train, PREFIX-validation and PREFIX-test, by tokens in its order, or with\n"
+        "seed by documents that are drawn. More than three are called 0, 1, ...",
         (*_PREFIX, ("shares=N,N,...", "of each"), ("seed=N", "draw documents"), *_OUT),
         (JSON,),
         (("data split corpus --out parts --shares 0.98,0.02 --seed 1", "two, drawn"),),
