@@ -1,5 +1,5 @@
 """`data tokenize` beside megatron-core's builder, driven document by document with the same tokenizer, in one run: MB
-of JSONL a second, ratios, and the largest memory of all processes; and an `.idx` of many documents beside the writer of
+of JSONL a second, ratios, and the largest memory of all processes; and an `.idx` of many documents beside that of
 megatron-core. Documents are pieces of the text files and sources of this Python installation.
 
     python benchmarks/data_tokenize.py --mb 200 --out benchmarks/results/tokenize_cpu.json

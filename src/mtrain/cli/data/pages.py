@@ -153,7 +153,14 @@ DATA = Page(
     "data SUBVERB ...",
     "What becomes of text before training. `data SUBVERB --help` says more. `--name VALUE` and `name=VALUE` are the\n"
     "same.",
-    tuple((name, page.text.partition("\n")[0]) for name, page in DATA_PAGES.items()),
+    (
+        ("tokenize", "documents of many formats to .bin and .idx"),
+        ("train-tokenizer", "a tokenizer of documents"),
+        ("inspect, stats", "counts, lengths and text of a corpus; tokens and fertility by file"),
+        ("verify", "whether a corpus is byte for byte what it was"),
+        ("merge, split, sample", "corpora made of documents of others"),
+        ("dedup", "a corpus without documents that are there twice, or nearly"),
+    ),
     (),
     tuple(page.examples[0] for page in DATA_PAGES.values()),
 )
