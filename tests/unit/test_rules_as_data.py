@@ -47,7 +47,7 @@ NO_EXAMPLE = {
     "MT611": "a corpus; tested with one",
     "MT612": "a corpus; tested with one",
     "MT613": "a tokenizer; tested with one",
-    "MT620": "a corpus with a manifest, and another tokenizer; tested with them",
+    "MT620": "a corpus with a manifest; tested with one",
 }
 """Codes of rules that no command line raises by itself."""
 SOFTER = {"MT432"}

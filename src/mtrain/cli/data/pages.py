@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from mtrain.cli.page import JSON, OVERRIDES, SETTINGS, Page
 
 _PREFIX = (("PREFIX", "of a .bin and an .idx"),)
@@ -170,16 +168,19 @@ DATA_PAGES: dict[str, Page] = {
 """Subverb -> page."""
 
 
-def _brief(text: str) -> str:
-    """The first sentence of a page, up to where its detail begins."""
-    return re.split(r"[.,:;] ", text.replace("\n", " "))[0].rstrip(".")
-
-
 DATA = Page(
     "data SUBVERB ...",
     "What becomes of text before training. `data SUBVERB --help` says more. `--name VALUE` and `name=VALUE` are the\n"
     "same.",
-    tuple((name, _brief(page.text)) for name, page in DATA_PAGES.items()),
+    (
+        ("tokenize", "documents of many formats to .bin and .idx"),
+        ("train-tokenizer", "a tokenizer of documents"),
+        ("inspect, stats", "counts, lengths and text of a corpus; tokens and fertility by file"),
+        ("verify", "whether a corpus is byte for byte what it was"),
+        ("merge, split, sample", "corpora made of documents of others"),
+        ("dedup", "a corpus without documents that are there twice, or nearly"),
+        ("preview", "the first samples of a configuration as a person reads them"),
+    ),
     (),
     tuple(page.examples[0] for page in DATA_PAGES.values()),
 )
