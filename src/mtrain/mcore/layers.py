@@ -310,19 +310,27 @@ class _GroupedLinear(nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Each expert's tensors at its place among all experts, under the keys of `SequentialMLP`."""
-        metadata = metadata or {}
+        axes = {"weight": self.partition_dim} | ({"bias": 0} if self.partition_dim == 0 else {})
+        return self.sharded_by_expert(("weight", "bias"), axes, prefix, sharded_offsets, metadata or {})
+
+    def sharded_by_expert(
+        self,
+        names: Sequence[str],
+        axes: dict[str, int],
+        prefix: str,
+        sharded_offsets: tuple[Any, ...],
+        metadata: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Those of its tensors that have these names and an expert's number; `axes` are split over expert-tensor ranks."""
         alone = metadata.get("singleton_local_shards", False)
-        first, experts = self._groups.ep.rank() * self.num_gemms, self._groups.ep.size() * self.num_gemms
+        first = self._groups.ep.rank() * self.num_gemms
         result: dict[str, Any] = {}
         for i in range(self.num_gemms):
-            offsets = sharded_offsets if alone else (*sharded_offsets, (len(sharded_offsets), first + i, experts))
-            tensors = {n: getattr(self, f"{n}{i}") for n in ("weight", "bias") if hasattr(self, f"{n}{i}")}
-            axes = {"weight": self.partition_dim} | ({"bias": 0} if self.partition_dim == 0 else {})
             sharded = make_sharded_tensors_for_checkpoint(
-                tensors,
+                {n: getattr(self, f"{n}{i}") for n in names if hasattr(self, f"{n}{i}")},
                 f"{first + i}.{prefix}" if alone else prefix,
                 axes,
-                offsets,
+                sharded_offsets if alone else self.offsets_of_expert(i, sharded_offsets),
                 tp_group=self._tp,
                 dp_cp_group=metadata["dp_cp_group"],
             )
@@ -330,6 +338,11 @@ class _GroupedLinear(nn.Module):
                 tensor.replica_id = (*tensor.replica_id[:2], self._groups.expt_dp.rank())
                 result[f"{prefix}{key.rsplit('.', 1)[-1]}{i}"] = tensor
         return result
+
+    def offsets_of_expert(self, i: int, sharded_offsets: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The place of this rank's expert `i` among all, behind what counts layers."""
+        first, experts = self._groups.ep.rank() * self.num_gemms, self._groups.ep.size() * self.num_gemms
+        return (*sharded_offsets, (len(sharded_offsets), first + i, experts))
 
     def _each(self, name: str) -> list[Any]:
         return [getattr(self, f"{name}{i}") for i in range(self.num_gemms)]
