@@ -18,7 +18,8 @@ from mtrain.config.dump import run_yaml
 from mtrain.config.run import RunConfig
 from mtrain.errors import warn
 from mtrain.mcore import api as mcore
-from mtrain.mcore import optimizer_state, sharding
+from mtrain.mcore import low_rank, optimizer_state, sharding
+from mtrain.mcore.merging import is_adapter
 from mtrain.world.generators import seed_generators
 from mtrain.world.heartbeat import begin_phase
 from mtrain.world.init import World
@@ -113,8 +114,22 @@ def load_model(checkpoint: store.Checkpoint, chunks: list[Any]) -> None:
 
 
 def load_weights(checkpoint: store.Checkpoint, state: TrainState) -> None:
-    """Put only the weights back, where an optimizer has made copies of others."""
-    checkpoint.load(sharding.model_shards(state.chunks))
+    """Put only the weights back, where an optimizer has made copies of others: those are made again.
+
+    Adapters that the checkpoint has not keep what they begin with.
+    """
+    held = checkpoint.manifest["tensors"]
+    shards = sharding.model_shards(state.chunks)
+    checkpoint.load(shard for shard in shards if shard.key in held or not is_adapter(shard.key))
+    if not any(map(is_adapter, held)):
+        low_rank.start_magnitudes(state.chunks)
+    renew(state)
+
+
+def renew(state: TrainState) -> None:
+    """Make the optimizer's copies of weights again, after others were written."""
+    sharding.make_main_weights(state.chunks)
+    state.optimizer.reload_model_params()
     sharding.refresh(state.chunks, state.optimizer)
 
 
