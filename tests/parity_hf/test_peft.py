@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +29,9 @@ PEFT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt oss": ("gpt oss beyond its window", "peft=lora", {}),
     "qwen2 moe": ("qwen2 moe", "peft=lora", {}),
     "gpt2": ("gpt2", "peft=lora peft.target=[proj,fc2]", {}),
-    "deepseek v3, experts": ("deepseek v3", "peft=lora peft.target=[proj,fc1,fc2,experts]", {}),
+    "deepseek v3": ("deepseek v3", "peft=lora", {}),
+    "deepseek v2, dora": ("deepseek v2", "peft=dora peft.target=[qkv,proj]", {"use_dora": True}),
+    "phi3": ("phi3", "peft=lora", {}),
 }
 RANK, ALPHA = 4, 12.0
 TOLERANCE = 1e-4

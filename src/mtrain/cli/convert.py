@@ -76,15 +76,15 @@ def import_(argv: list[str]) -> int:
 
 
 def export(argv: list[str]) -> int:
-    """`export RUN HF_DIR [dtype=D] [model_type=T]`: a folder that transformers loads."""
+    """`export RUN DIR [dtype=D] [model_type=T]`: a folder that transformers loads; `peft=V`: of adapters alone."""
     target, rest = target_of(argv, "convert export", USAGE)
     paths = [word for word in rest if "=" not in word]
     options = dict(word.split("=", 1) for word in rest if "=" in word)
-    unknown = sorted(options.keys() - {"dtype", "model_type"})
+    unknown = sorted(options.keys() - {"dtype", "model_type", "peft"})
     if len(paths) != 1 or unknown:
         said = f"there is no option {unknown[0]}" if unknown else "export needs the folder to write"
         raise ConfigError([Problem("MT002", "", None, said, f"{program()} convert export RUN HF_DIR [dtype=bf16]")])
-    name = read_dtype(options)
+    name, version = read_dtype(options), _peft_version(options)
     out, path = new_folder(Path(paths[0]).expanduser()), newest(target)
     from mtrain.convert.hugging_face import adapt, tables
 
@@ -100,6 +100,8 @@ def export(argv: list[str]) -> int:
     checkpoint = Checkpoint.open(path, verify=False)
     kind, body = _config_of(run, home, options.get("model_type"))
     weights = Weights(checkpoint, run, tables(kind, run.model)[0], dtype)
+    if version is not None:
+        return _export_adapters(weights, kind, out, version)
     with drafted(out, "exporting") as draft:
         record = export_weights(weights, draft)
         stored = str(weights.made()[0].dtype).removeprefix("torch.")
@@ -109,6 +111,31 @@ def export(argv: list[str]) -> int:
         certificate.write(draft, "export", kind, record, found)
     size = sum(file.stat().st_size for file in out.iterdir())
     say(f"exported {path}: {kind}, {len(record.target)} tensors, {bytes_(size)} in {out}{_said(found)}")
+    return 0
+
+
+def _peft_version(options: dict[str, str]) -> str | None:
+    from mtrain.convert.folder import PEFT_VERSIONS
+
+    word = options.get("peft")
+    if word is not None and word not in PEFT_VERSIONS:
+        fix = " or ".join(f"peft={known}" for known in PEFT_VERSIONS)
+        raise ConfigError([Problem("MT003", "peft", word, "no form of peft that is written", fix, "command line")])
+    return PEFT_VERSIONS[word] if word is not None else None
+
+
+def _export_adapters(weights: Any, kind: str, out: Path, version: str) -> int:
+    """A folder that `peft` loads."""
+    from mtrain.convert import certificate
+    from mtrain.convert.adapter_folder import write_adapters
+    from mtrain.convert.hugging_face import layers
+
+    with drafted(out, "exporting") as draft:
+        record = write_adapters(weights, layers(kind), draft, version, weights.run.checkpoint.init_from)
+        certificate.write(draft, "export", kind, record, {"left_out": "adapters alone"})
+    size = sum(file.stat().st_size for file in out.iterdir())
+    said = f"{len(record.target)} tensors of adapters, {bytes_(size)} in {out}, as peft {version} has them"
+    say(f"exported {weights.checkpoint.path}: {kind}, {said}")
     return 0
 
 

@@ -22,8 +22,6 @@ from mtrain.mcore.merging import Whole, names_beside, one_hot_of, spread
 from mtrain.models.table import Step, Table
 
 PREFIX = "base_model.model."
-SWAPPED, STRAIGHT = "0.18.1", "0.19.1"
-"""Versions of `peft` that stand for the two forms of experts' adapters."""
 _TRANSPOSED = "transposed"
 _OF_EXPERTS = (".gate_proj", ".up_proj", ".down_proj")
 """Where a model has experts, `peft` takes layers of these names for experts of transformers 4, and adapts no others; it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -46,12 +46,21 @@ class _Piece:
     dtype: str
 
 
+Adapters = tuple[Mapping[str, OurTensor], Mapping[str, torch.Tensor]]
+"""Tensors of ours that no table has, and what they hold, by name."""
+
+
 def import_weights(
-    reader: Source, tables: Sequence[Table], run: RunConfig, root: Path, ours: dict[str, OurTensor] | None = None
+    reader: Source,
+    tables: Sequence[Table],
+    run: RunConfig,
+    root: Path,
+    ours: dict[str, OurTensor] | None = None,
+    adapters: Adapters | None = None,
 ) -> tuple[Path, Record]:
     """Write the weights of a folder as the checkpoint of step 0 under `root`, which commits it by a rename.
 
-    `ours` are the tensors of the run's model, where they are known.
+    `ours` are the tensors of the run's model, where they are known; `adapters` are written beside them.
 
     Peak memory is that of the tensors of a few steps. The checkpoint holds no optimizer state: training from it
     begins at step 0.
@@ -78,11 +87,31 @@ def import_weights(
         for piece in pieces:
             _note(tensors, piece, name)
         facts[name] = {"bytes": (draft / name).stat().st_size, "header_sha256": hashes.wrote(draft / name)}
+    if adapters is not None:
+        name = ckpt_folder.shard_name(len(files))
+        _write_adapters(draft / name, adapters, tensors, record)
+        facts[name] = {"bytes": (draft / name).stat().st_size, "header_sha256": hashes.wrote(draft / name)}
     record.noted(reader, found)
     state = {"weights_only": True}
-    body = {"step": 0, "ranks": len(files), "state": state, "tensors": tensors, "files": facts}
+    body = {"step": 0, "ranks": len(facts), "state": state, "tensors": tensors, "files": facts}
     ckpt_folder.commit(draft, final, body)
     return final, record
+
+
+def _write_adapters(path: Path, adapters: Adapters, tensors: dict[str, Any], record: Record) -> None:
+    ours, held = adapters
+    pieces = [piece for name in ours for piece in _pieces_of(ours[name], NAMES[held[name].dtype])]
+    parts = (held[n].reshape(-1)[s.first : s.first + s.numel] for n in ours for s in ours[n].specs)
+    data = {piece.entry: buffer_of(part.contiguous()) for piece, part in zip(pieces, parts, strict=True)}
+    hashed = {entry: hashes.hash_bytes(part) for entry, part in data.items()}
+    shapes = [(piece.entry, piece.dtype, piece.spec.shape[piece.spec.lead :]) for piece in pieces]
+    writer = Writer(path, shapes, _metadata(hashed))
+    for entry, part in data.items():
+        writer.write(entry, part)
+    writer.close()
+    record.target |= {p.entry: (p.dtype, p.spec.shape, hashed[p.entry]) for p in pieces}
+    for piece in pieces:
+        _note(tensors, piece, path.name)
 
 
 def _nbytes(reader: Source, step: Step, ours: dict[str, OurTensor]) -> int:
@@ -103,8 +132,12 @@ def _dtype(reader: Source, step: Step) -> torch.dtype:
 def _pieces(reader: Source, step: Step, ours: dict[str, OurTensor]) -> Iterator[_Piece]:
     dtype = NAMES[_dtype(reader, step)]
     for name in step.ours:
-        for number, spec in enumerate(ours[name].specs):
-            yield _Piece(f"{ckpt_folder.MODEL}{spec.key}@{name}.{number}", spec, dtype)
+        yield from _pieces_of(ours[name], dtype)
+
+
+def _pieces_of(tensor: OurTensor, dtype: str) -> Iterator[_Piece]:
+    for number, spec in enumerate(tensor.specs):
+        yield _Piece(f"{ckpt_folder.MODEL}{spec.key}@{tensor.name}.{number}", spec, dtype)
 
 
 def _write(

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from mtrain.config.peft import PeftConfig
 from mtrain.errors import CorruptData
+from mtrain.mcore.merging import is_adapter
 from mtrain.mcore.shard_specs import ShardSpec, shard_specs_of
 from mtrain.models.table import Step, Table
 
@@ -28,11 +30,20 @@ class OurTensor:
 
 
 def our_tensors(run: Any) -> dict[str, OurTensor]:
-    """Those of the model of a run, whatever its layout, by name.
+    """Those of the model of a run, whatever its layout, by name, without adapters.
 
     Raises:
         RuntimeError: torch.distributed is in use in this process.
     """
+    return _tensors_of(run.model_copy(update={"peft": PeftConfig()}))
+
+
+def our_adapters(run: Any) -> dict[str, OurTensor]:
+    """Those of the adapters of a run, by name; raises as `our_tensors` does."""
+    return {name: tensor for name, tensor in _tensors_of(run).items() if is_adapter(name)}
+
+
+def _tensors_of(run: Any) -> dict[str, OurTensor]:
     from mtrain.build.model import blank_model
     from mtrain.plan.shrink import alone
     from mtrain.world.fake_world import fake_world

@@ -15,10 +15,11 @@ from mtrain.ckpt.store import Checkpoint
 from mtrain.config.run import RunConfig
 from mtrain.convert.certificate import Record
 from mtrain.convert.folder import INDEX, WEIGHTS
-from mtrain.convert.match import Match, OurTensor, our_tensors, shapes_of_theirs, written
+from mtrain.convert.match import Match, OurTensor, our_adapters, our_tensors, shapes_of_theirs, written
 from mtrain.convert.read import NAMES, buffer_of
 from mtrain.convert.tensor_file import Writer, in_turn
 from mtrain.errors import CorruptData
+from mtrain.mcore.merging import Whole, is_adapter, merged, names_beside, one_hot_of
 from mtrain.mcore.sharding import TensorShard
 from mtrain.models.table import Step, Table
 
@@ -42,7 +43,7 @@ class _Made:
 
 
 class Weights:
-    """The weights of a checkpoint by Hugging Face's names."""
+    """The weights of a checkpoint by Hugging Face's names, its adapters merged into them."""
 
     def __init__(
         self, checkpoint: Checkpoint, run: RunConfig, table: Table, dtype: torch.dtype | None = None
@@ -59,6 +60,15 @@ class Weights:
         lacks = [s.key for t in self.ours.values() for s in t.specs if f"{ckpt_folder.MODEL}{s.key}" not in held]
         if lacks:
             raise CorruptData(f"{checkpoint.path} has no {', '.join(lacks[:8])}")
+        self.run, self.adapters = run, our_adapters(run) if any(map(is_adapter, held)) else {}
+
+    def adapter_of(self, weight: str, record: Record | None = None) -> Whole | None:
+        """The adapter of one of our weights; None: it has none."""
+        names = names_beside(weight)
+        if names is None or names.a not in self.adapters:
+            return None
+        tensors = (self._read(self.adapters[name], record) if name in self.adapters else None for name in names)
+        return Whole(*tensors)  # type: ignore[arg-type]
 
     def made(self) -> list[_Made]:
         """What `tensors` gives, in its order."""
@@ -87,14 +97,27 @@ class Weights:
         given = [self._own(self.ours[name], record) for name in step.ours]
         made = step.operation.apply(given, self.model, inward=False)
         if record is not None:
-            names = {"theirs": list(step.theirs), "operation": step.operation.name, "ours": list(step.ours)}
-            record.steps.append(names)
+            own = [*step.ours, *(n for name in step.ours for n in names_beside(name) or () if n in self.adapters)]
+            operation = f"merged, {step.operation.name}" if len(own) > len(step.ours) else step.operation.name
+            record.steps.append({"theirs": list(step.theirs), "operation": operation, "ours": own})
         for name, tensor in zip(step.theirs, made, strict=True):
             wanted = self.dtype if self.dtype is not None and self._may_change(step) else tensor.dtype
             yield name, tensor.to(wanted).contiguous()
 
     def _own(self, tensor: OurTensor, record: Record | None) -> torch.Tensor:
-        """A whole tensor of ours."""
+        """A whole tensor of ours, with its adapter."""
+        out, adapter = self._read(tensor, record), self.adapter_of(tensor.name, record)
+        if adapter is None:
+            return out
+        wide = out if self.dtype is None else out.to(self.dtype)
+        return merged(wide, adapter, one_hot_of(tensor.name, adapter, self.model), self.run.peft.scale)
+
+    def _read(self, tensor: OurTensor, record: Record | None) -> torch.Tensor:
+        """A whole tensor as the checkpoint has it.
+
+        Raises:
+            CorruptData: it cannot be read, or is not what was written.
+        """
         out = torch.empty(tensor.shape, dtype=self._dtype_of(tensor))
         flat = out.view(-1)
         for spec in tensor.specs:

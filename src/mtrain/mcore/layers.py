@@ -205,7 +205,9 @@ class DuplicatedLinear(nn.Module):
         position_size = config.qk_pos_emb_head_dim
         shares_keys = output_size == config.kv_lora_rank + position_size
         split = tp_group is not None and tp_group.size() > 1 and not config.sequence_parallel
-        self._tp_group = tp_group
+        self.config, self.input_size = config, input_size
+        self.tp_group = parallel_state.get_tensor_model_parallel_group() if tp_group is None else tp_group
+        self.sequence_parallel = config.sequence_parallel
         self._summed = position_size if shares_keys and split else 0
 
     def reset_parameters(self) -> None:
@@ -214,13 +216,16 @@ class DuplicatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """`x` [..., input_size] to [..., output_size], and no bias."""
-        y = linear(x, self.weight)
+        y = self._product(x)
         if self._summed:
             # the compressed half needs no sum: the up projection that reads it sums its own input's gradient
             compressed, position = y.split([y.shape[-1] - self._summed, self._summed], dim=-1)
-            position = copy_to_tensor_model_parallel_region(position, group=self._tp_group)
+            position = copy_to_tensor_model_parallel_region(position, group=self.tp_group)
             y = torch.cat([compressed, position], dim=-1)
         return y, None
+
+    def _product(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
 
 
 class _GroupedLinear(nn.Module):

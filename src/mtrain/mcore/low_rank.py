@@ -32,10 +32,12 @@ from mtrain_kernels.grouped_gemm.reference import grouped_linear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mtrain.mcore.layers import ColumnGroupedLinear, RowGroupedLinear
+from mtrain.mcore.layers import ColumnGroupedLinear, DuplicatedLinear, RowGroupedLinear
 from mtrain.mcore.linear import ColumnLinear, RowLinear
 
 A, B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
+LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
+"""What MLA makes queries, keys and values with."""
 NORM_ELEMENTS = 1 << 24
 """Elements of a weight that are in memory in fp32 at once while norms of its rows are computed."""
 
@@ -60,7 +62,7 @@ class Parts:
 
 
 def adapt(model: Any, adapter: Adapter, target: tuple[str, ...]) -> None:
-    """Freeze an unwrapped chunk of a model, and give its layers of the kinds in `target` adapters.
+    """Freeze an unwrapped chunk of a model, and give its layers of the kinds in `target` adapters, those of MTP not.
 
     `lora_a` is marked with its distribution and has to be drawn, `lora_b` is 0, and magnitudes are what
     `start_magnitudes` makes of the weights.
@@ -68,7 +70,7 @@ def adapt(model: Any, adapter: Adapter, target: tuple[str, ...]) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for name, layer in list(model.named_modules()):
-        parts = _parts_of(name, layer, model.config, target)
+        parts = None if name.startswith("mtp.") else _parts_of(name, layer, model.config, target)
         if parts is not None:
             layer.__class__ = _with_adapter(type(layer))
             layer.make_adapter(adapter, parts)
@@ -106,7 +108,9 @@ def _parts_of(name: str, layer: Any, config: Any, target: tuple[str, ...]) -> Pa
     if isinstance(layer, ColumnGroupedLinear | RowGroupedLinear):
         # transformers has gate and up projection of an expert in one weight
         return Parts(1, torch.zeros(layer.weight0.shape[0], dtype=torch.long)) if "experts" in target else None
-    if not isinstance(layer, ColumnLinear | RowLinear) or kind not in target or kind == own:
+    if not isinstance(layer, ColumnLinear | RowLinear | DuplicatedLinear) or kind == own:
+        return None
+    if ("qkv" if kind in LATENT else kind) not in target:
         return None
     rows = layer.weight.shape[0]
     if kind == "qkv":
@@ -188,7 +192,10 @@ class _LowRank:
         """That of the layer, and where its adapter lies."""
         metadata = metadata or {}
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-        held: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        if self.sharded:
+            held: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        else:  # a layer that ranks hold whole leaves it to megatron-core
+            held = make_sharded_tensors_for_checkpoint({"weight": self.weight}, prefix, {}, sharded_offsets, **groups)
         held |= make_sharded_tensors_for_checkpoint(self._own(), prefix, self.sharded, sharded_offsets, **groups)
         for key in (f"{prefix}{name}" for name in (B, MAGNITUDE) if self._halves):
             if key in held:
@@ -259,6 +266,20 @@ class _LowRankRow(_LowRank):
         return self._adapted(y, compressed), bias
 
 
+class _LowRankWhole(_LowRank):
+    """A layer that every tensor-parallel rank has whole."""
+
+    sharded: dict[str, int] = {}
+    skip_bias_add = True
+
+    def _inputs_differ(self: Any) -> bool:
+        return bool(self.sequence_parallel)
+
+    def _product(self: Any, x: Tensor) -> Tensor:
+        y = super()._product(x)  # type: ignore[misc]
+        return self._adapted(y, self._compressed(x))  # type: ignore[no-any-return]
+
+
 class _LowRankExperts:
     """This rank's experts' layers of one kind, with an adapter of each.
 
@@ -313,6 +334,8 @@ def _with_adapter(layer: type) -> type:
     """The class of a layer with an adapter."""
     if issubclass(layer, ColumnGroupedLinear | RowGroupedLinear):
         kind: type = _LowRankExperts
+    elif issubclass(layer, DuplicatedLinear):
+        kind = _LowRankWhole
     else:
         kind = _LowRankColumn if issubclass(layer, ColumnLinear) else _LowRankRow
     return type(layer.__name__, (kind, layer), {"__doc__": layer.__doc__, "__module__": layer.__module__})

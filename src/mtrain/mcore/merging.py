@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mtrain.mcore.low_rank import A, B, MAGNITUDE, parts_of_halves, parts_of_qkv, spread
+from mtrain.mcore.low_rank import LATENT, MAGNITUDE, A, B, parts_of_halves, parts_of_qkv, spread
 
-_WEIGHT = re.compile(r"(?P<layer>.*\blinear_(?P<kind>qkv|proj|fc1|fc2))\.weight(?P<expert>\d*)")
+_KINDS = "|".join(("qkv", "proj", "fc1", "fc2", *LATENT))
+_WEIGHT = re.compile(rf"(?P<layer>.*\blinear_(?P<kind>{_KINDS}))\.weight(?P<expert>\d*)")
 _OWN = re.compile(rf".*\.({A}|{B}|{MAGNITUDE})\d*")
 
 

@@ -1,0 +1,169 @@
+"""A folder of `peft`: `adapter_config.json` and `adapter_model.safetensors`, written and read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mtrain import strict_json
+from mtrain.ckpt.hashes import hash_bytes
+from mtrain.config.peft import PeftConfig
+from mtrain.config.run import RunConfig
+from mtrain.convert.adapters import Theirs, Unlike, from_peft, to_peft, wanted
+from mtrain.convert.certificate import Record
+from mtrain.convert.folder import ADAPTER_CONFIG as CONFIG
+from mtrain.convert.folder import SWAPPED
+from mtrain.convert.match import OurTensor, our_adapters, our_tensors
+from mtrain.convert.out import Weights
+from mtrain.convert.plain_file import read_plain
+from mtrain.convert.read import NAMES, buffer_of, load
+from mtrain.convert.tensor_file import Writer, read_header
+from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.mcore.merging import Whole, names_beside
+from mtrain.models.table import Table
+
+TENSORS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+MAX_CONFIG_BYTES = 16 << 20
+
+
+def write_adapters(weights: Weights, table: Table, out: Path, version: str, base: str | None) -> Record:
+    """Write the adapters of a checkpoint into the folder `out`, in the form of a version of `peft`.
+
+    `table` has the names of transformers' layers; `base` is the folder of the model that they are for.
+
+    Raises:
+        ConfigError: the run has no adapters, or `peft` has none of this kind.
+        CorruptData: the checkpoint cannot be read.
+    """
+    record = Record()
+    held = {name: weights.adapter_of(name, record) for name in weights.ours}
+    own = {name: adapter for name, adapter in held.items() if adapter is not None}
+    if not own:
+        rule = f"{weights.checkpoint.path} has no adapters"
+        raise ConfigError([Problem("MT512", "", None, rule, "convert export without peft=", "command line")])
+    made = to_peft(table, weights.model, own, swapped=version == SWAPPED)
+    peft = weights.run.peft
+    if made.parameters and (peft.kind != "lora" or peft.dropout):
+        asked = f"peft.kind={peft.kind}" if peft.kind != "lora" else "peft.dropout"
+        rule = f"`peft` adapts {made.parameters[0]} as a parameter, which knows no {asked}"
+        raise ConfigError([Problem("MT512", "", None, rule, "convert export without peft=: a merged model")])
+    entries = [(name, NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in made.tensors.items()]
+    writer = Writer(out / TENSORS, entries, {"format": "pt"})
+    for name, dtype, shape in entries:
+        data = buffer_of(made.tensors[name])
+        writer.write(name, data)
+        record.target[name] = (dtype, shape, hash_bytes(data))
+    writer.close()
+    body = _config(peft, made, version, base)
+    (out / CONFIG).write_text(strict_json.dumps(body, indent=2, sort_keys=True) + "\n")
+    return record
+
+
+def _config(peft: PeftConfig, made: Theirs, version: str, base: str | None) -> dict[str, Any]:
+    assert peft.alpha is not None
+    assert peft.r is not None
+    alpha = int(peft.alpha) if peft.alpha == int(peft.alpha) else peft.alpha
+    return {
+        "peft_type": "LORA",
+        "peft_version": version,
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": peft.r,
+        "lora_alpha": alpha,
+        "lora_dropout": peft.dropout,
+        "use_dora": peft.kind == "dora",
+        "use_rslora": False,
+        "bias": "none",
+        "fan_in_fan_out": made.transposed,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "target_modules": made.modules or None,
+        "target_parameters": made.parameters or None,
+        "rank_pattern": dict(made.ranks),
+        "alpha_pattern": {name: alpha * rank // peft.r for name, rank in made.ranks.items()},
+    }
+
+
+def read_adapters(folder: Path, run: RunConfig, table: Table) -> tuple[dict[str, OurTensor], dict[str, Any]]:
+    """The adapters of a run, and what a folder of `peft` has for them, by our names.
+
+    Raises:
+        ConfigError: they are of another kind than the run's, key by key.
+        CorruptData: a file is missing, damaged, or holds other tensors.
+    """
+    body = read_config(folder)
+    _refuse_others(folder, body, run.peft)
+    if not (folder / TENSORS).is_file() and (folder / PICKLE).exists():
+        raise CorruptData(
+            f"{folder / PICKLE} is a pickle, which can run code when it is read, and is never read here: have whoever "
+            "made it save safetensors (save_pretrained of peft does)"
+        )
+    held = read_header(folder / TENSORS)
+    shapes = {name: tensor.shape for name, tensor in (our_tensors(run) | our_adapters(run)).items()}
+    asked = wanted(shapes)
+    try:
+        tensors = {name: load(tensor) for name, tensor in held.items()}
+        found = from_peft(table, run.model, asked, tensors, swapped=_is_swapped(body))
+    except Unlike as error:
+        raise CorruptData(f"{folder / TENSORS} does not fit the adapters of this run: {error}") from None
+    return our_adapters(run), dict(_named(found))
+
+
+def _named(found: Mapping[str, Whole]) -> Any:
+    for weight, adapter in found.items():
+        names = names_beside(weight)
+        assert names is not None
+        yield from ((name, t.contiguous()) for name, t in zip(names, adapter, strict=True) if t is not None)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """An `adapter_config.json`, as data.
+
+    Raises:
+        CorruptData: there is none, or it is no JSON object.
+    """
+    file = folder / CONFIG
+    try:
+        body = json.loads(read_plain(file, MAX_CONFIG_BYTES).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptData(f"{file} cannot be read: {str(error)[:200]}") from None
+    if not isinstance(body, dict):
+        raise CorruptData(f"{file} is no JSON object")
+    return body
+
+
+def _is_swapped(body: Mapping[str, Any]) -> bool:
+    """Whether adapters of experts are in the form until 0.18; files of before 0.18 do not say their version."""
+    said = str(body.get("peft_version") or "0.17").partition("@")[0].split(".")
+    numbers = [int(word) if word.isdigit() else 0 for word in [*said, "0", "0"][:2]]
+    return numbers < [0, 19]
+
+
+def _refuse_others(folder: Path, body: Mapping[str, Any], peft: PeftConfig) -> None:
+    """Raise `ConfigError` for adapters that compute something else than those of a `peft` section."""
+    asked: dict[str, tuple[Any, str]] = {
+        "peft_type": ("LORA", "peft.kind"),
+        "r": (peft.r, "peft.r"),
+        "lora_alpha": (peft.alpha, "peft.alpha"),
+        "use_dora": (peft.kind == "dora", "peft.kind"),
+        "use_rslora": (False, "peft.alpha"),
+        "bias": ("none", "peft.kind"),
+        "lora_bias": (False, "peft.kind"),
+        "modules_to_save": (None, "peft.target"),
+    }
+    absent = {"peft_type": None, "r": 8, "lora_alpha": 8, "bias": "none"}
+    wrong = []
+    for key, (ours, path) in asked.items():
+        theirs = body.get(key, absent.get(key))
+        if (theirs or None) != (ours or None):
+            rule = f"its {key} is {strict_json.dumps(theirs)[:80]}, and here it would be {strict_json.dumps(ours)}"
+            said = {"r": f"peft.r={theirs}", "lora_alpha": f"peft.alpha={theirs}"}
+            fix = said.get(key) or ("peft=dora" if key == "use_dora" and theirs else "adapters of another kind")
+            wrong.append(
+                Problem("MT512", path, getattr(peft, path.partition(".")[2]), rule, fix, str(folder / CONFIG))
+            )
+    if wrong:
+        raise ConfigError(wrong)
