@@ -1,4 +1,4 @@
-"""LoRA and DoRA beside `peft` over transformers: the same loss, the same gradients of adapters, the same two steps."""
+"""LoRA and DoRA beside `peft` over transformers: the same loss, gradients of adapters, and two steps."""
 
 from __future__ import annotations
 

@@ -42,13 +42,13 @@ def write_adapters(weights: Weights, table: Table, out: Path, version: str, base
     own = {name: adapter for name, adapter in held.items() if adapter is not None}
     if not own:
         rule = f"{weights.checkpoint.path} has no adapters"
-        raise ConfigError([Problem("MT512", "", None, rule, "convert export without peft=", "command line")])
+        raise ConfigError([Problem("MT521", "", None, rule, "convert export without peft=", "command line")])
     made = to_peft(table, weights.model, own, swapped=version == SWAPPED)
     peft = weights.run.peft
     if made.parameters and (peft.kind != "lora" or peft.dropout):
         asked = f"peft.kind={peft.kind}" if peft.kind != "lora" else "peft.dropout"
         rule = f"`peft` adapts {made.parameters[0]} as a parameter, which knows no {asked}"
-        raise ConfigError([Problem("MT512", "", None, rule, "convert export without peft=: a merged model")])
+        raise ConfigError([Problem("MT521", "", None, rule, "convert export without peft=: a merged model")])
     entries = [(name, NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in made.tensors.items()]
     writer = Writer(out / TENSORS, entries, {"format": "pt"})
     for name, dtype, shape in entries:
@@ -98,8 +98,8 @@ def read_adapters(folder: Path, run: RunConfig, table: Table) -> tuple[dict[str,
     _refuse_others(folder, body, run.peft)
     if not (folder / TENSORS).is_file() and (folder / PICKLE).exists():
         raise CorruptData(
-            f"{folder / PICKLE} is a pickle, which can run code when it is read, and is never read here: have whoever "
-            "made it save safetensors (save_pretrained of peft does)"
+            f"{folder / PICKLE} is a pickle, which can run code when it is read, and is never read here: have "
+            "whoever made it save safetensors (save_pretrained of peft does)"
         )
     held = read_header(folder / TENSORS)
     shapes = {name: tensor.shape for name, tensor in (our_tensors(run) | our_adapters(run)).items()}
@@ -163,7 +163,7 @@ def _refuse_others(folder: Path, body: Mapping[str, Any], peft: PeftConfig) -> N
             said = {"r": f"peft.r={theirs}", "lora_alpha": f"peft.alpha={theirs}"}
             fix = said.get(key) or ("peft=dora" if key == "use_dora" and theirs else "adapters of another kind")
             wrong.append(
-                Problem("MT512", path, getattr(peft, path.partition(".")[2]), rule, fix, str(folder / CONFIG))
+                Problem("MT521", path, getattr(peft, path.partition(".")[2]), rule, fix, str(folder / CONFIG))
             )
     if wrong:
         raise ConfigError(wrong)

@@ -24,8 +24,8 @@ from mtrain.models.table import Step, Table
 PREFIX = "base_model.model."
 _TRANSPOSED = "transposed"
 _OF_EXPERTS = (".gate_proj", ".up_proj", ".down_proj")
-"""Where a model has experts, `peft` takes layers of these names for experts of transformers 4, and adapts no others; it
-adapts the weight of any layer."""
+"""Where a model has experts, `peft` takes layers of these names for experts of transformers 4, and adapts no others;
+it adapts the weight of any layer."""
 
 
 @dataclass

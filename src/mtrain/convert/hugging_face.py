@@ -75,7 +75,7 @@ def layers(kind: str) -> Table:
     from mtrain.models.gpt.hf import TABLES
 
     if kind not in TABLES:
-        raise ConfigError([Problem("MT512", "", kind, "models of this kind have no adapters", "peft=none")])
+        raise ConfigError([Problem("MT521", "", kind, "models of this kind have no adapters", "peft=none")])
     return TABLES[kind]
 
 

@@ -335,7 +335,7 @@ def _weights(run: RunConfig) -> Path | None:
 
 
 def _adapters_left_out(found: Path, start: str | None) -> ConfigError:
-    rule = f"the weights in {found} have adapters, and peft.kind is null: a run without them would lose what they learned"
+    rule = f"the weights in {found} have adapters, and peft.kind is null: what they have learned would be lost"
     fix = f"peft=lora, or {program()} convert export {found} HF_DIR and checkpoint.init_from=HF_DIR, which is merged"
     return ConfigError([Problem("MT503", "checkpoint.init_from", start, rule, fix)])
 
@@ -343,7 +343,7 @@ def _adapters_left_out(found: Path, start: str | None) -> ConfigError:
 def _adapters_alone(run: RunConfig) -> ConfigError:
     rule = "adapters of `peft` are read together with the Hugging Face folder that they are for"
     fix = "checkpoint.init_from=HF_DIR"
-    return ConfigError([Problem("MT512", "peft.init_from", run.peft.init_from, rule, fix)])
+    return ConfigError([Problem("MT521", "peft.init_from", run.peft.init_from, rule, fix)])
 
 
 def _nothing(given: str, what: str) -> ConfigError:

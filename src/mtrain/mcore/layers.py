@@ -326,7 +326,7 @@ class _GroupedLinear(nn.Module):
         sharded_offsets: tuple[Any, ...],
         metadata: dict[str, Any],
     ) -> dict[str, Any]:
-        """Those of its tensors that have these names and an expert's number; `axes` are split over expert-tensor ranks."""
+        """Those of its tensors with these names and an expert's number; `axes` are split over expert-tensor ranks."""
         alone = metadata.get("singleton_local_shards", False)
         first = self._groups.ep.rank() * self.num_gemms
         result: dict[str, Any] = {}

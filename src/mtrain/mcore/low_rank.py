@@ -1,9 +1,9 @@
 """Low-rank adapters of a frozen model's linear layers (LoRA, DoRA), in any layout.
 
 A layer with an adapter computes W x + s B A x. Where it is several of Hugging Face's layers in one (queries, keys and
-values; gate and up projection), each of them has an A of its own in `lora_a` [parts * r, in], and `lora_b` [out, r] has
-the rows of the weight, each of which is multiplied with the A of its part: what `peft` trains beside separate layers.
-`lora_b` is sharded as the rows of the weight are, `lora_a` as its columns.
+values; gate and up projection), each of them has an A of its own in `lora_a` [parts * r, in], and `lora_b` [out, r]
+has the rows of the weight, each of which is multiplied with the A of its part: what `peft` trains beside separate
+layers. `lora_b` is sharded as the rows of the weight are, `lora_a` as its columns.
 
 What crosses tensor-parallel ranks is A x, of rank r: it is gathered or reduced before it is multiplied with B.
 """

@@ -57,7 +57,7 @@ def one_hot_of(weight: str, adapter: Whole, model: Any) -> Tensor | None:
 
 @torch.no_grad()
 def merged(weight: Tensor, adapter: Whole, one_hot: Tensor | None, scale: float) -> Tensor:
-    """W + s B A in the format of `weight` [..., out, in], its rows scaled to their magnitudes where they have some."""
+    """W + s B A in the format of `weight` [..., out, in]; rows that have a magnitude are scaled to it."""
     own = spread(adapter.b.float(), one_hot)
     whole = weight.float() + scale * (own @ adapter.a.float())
     if adapter.magnitude is not None:

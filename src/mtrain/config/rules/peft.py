@@ -107,8 +107,8 @@ def frozen_weights_are_not_sharded(run: RunConfig) -> Iterator[Finding]:
     """FSDP shards weights together with their gradients, and frozen ones have none."""
     if run.peft.kind is not None and run.parallel.fsdp != "none":
         rule = (
-            f"{run.parallel.fsdp} cannot shard weights that are not trained; parallel.distributed_optimizer=true shards "
-            "the state of the adapters, and tp and pp the weights"
+            f"{run.parallel.fsdp} cannot shard weights that are not trained; parallel.distributed_optimizer=true "
+            "shards the state of the adapters, and tp and pp the weights"
         )
         plain: Change = {"parallel.fsdp": "none", "parallel.fsdp_sharding": None, "parallel.hsdp_replicas": 1}
         yield Finding("MT485", "parallel.fsdp", rule, ({"parallel.fsdp": "none"}, plain, *off(run)))
@@ -145,7 +145,7 @@ def shared_experts_do_not_overlap(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT488",
         "The adapters to begin with are not there.",
-        help="Name a folder with adapter_config.json and adapter_model.safetensors, as save_pretrained of `peft` writes.",
+        help="Name a folder with adapter_config.json and adapter_model.safetensors, as `peft` writes it.",
         example="peft=lora peft.init_from=/nowhere/adapters",
     ),
     reads="peft.kind peft.init_from",
