@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 from torch import Tensor
 
 from tests.parity_hf import compare, theirs
-from tests.parity_hf.families import CASES
+from tests.parity_hf.families import CASES, VOCAB
+from tests.parity_hf.test_convert import command, saved
 from tests.support.covering import some
-from tests.support.forked import run_ranks
+from tests.support.forked import run_alone, run_ranks
 
 ALL = "[qkv,proj,fc1,fc2,experts]"
 PEFT: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -143,3 +146,119 @@ def test_training_an_adapter_is_what_peft_does_with_transformers(name: str) -> N
     # Adam divides what is small by what is small
     allowed = {"their update": 10 * TOLERANCE}
     assert {what: e for what, e in result.errors.items() if not e[0] <= allowed.get(what, TOLERANCE)} == {}
+
+
+FOLDERS: dict[str, tuple[str, str]] = {
+    "llama, dora": ("llama 3", "peft=dora"),
+    "mixtral": ("mixtral", "peft=lora"),
+    "mixtral, as peft 0.18 has it": ("mixtral", "peft=lora"),
+    "phi 3, whose layers are fused": ("phi 3 beyond its window", "peft=lora"),
+    "gpt oss, whose experts are transposed": ("gpt oss beyond its window", "peft=lora"),
+    "gpt2": ("gpt2", "peft=lora"),
+    "deepseek v3": ("deepseek v3", "peft=lora"),
+    "gpt neox": ("gpt neox", "peft=lora"),
+    "gemma 2": ("gemma 2", "peft=lora peft.target=[qkv,fc1]"),
+}
+
+
+def trained(run_folder: Path) -> None:
+    """A job for one rank: a checkpoint of step 1 of an imported run, with adapters of which none is 0."""
+    from mtrain.ckpt import state as ckpt_state
+    from mtrain.ckpt.store import Checkpoint
+    from mtrain.config.run_file import read_run_file
+    from mtrain.world.init import joined
+
+    run = read_run_file(run_folder / "run.yaml")
+    with joined(run) as world:
+        parts = compare._parts(run, world, compare.Windows(run.model.vocab_size, 16, 0))
+        ckpt_state.load_weights(Checkpoint.open(run_folder / "checkpoints/step_00000000"), parts.state)
+        draw = torch.Generator().manual_seed(5)
+        for key, tensor in compare._own_tensors(parts.state.chunks[0]).items():
+            if "lora_b" in key or "magnitude" in key:
+                tensor.data.add_(0.1 * torch.randn(tensor.shape, generator=draw))
+        ckpt_state.renew(parts.state)
+        parts.state.step = 1
+        ckpt_state.save(run_folder / "checkpoints", run, world, parts.state, {})
+
+
+def logits_of(folder: Path, adapters_at: Path | None) -> Tensor:
+    """What transformers computes of a folder, with the adapters that `peft` loads."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **plain)
+    if adapters_at is not None:
+        made = PeftModel.from_pretrained(made, adapters_at)
+    ids = torch.randint(0, VOCAB, (1, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return made.eval()(input_ids=ids).logits  # type: ignore[no-any-return]
+
+
+def as_peft_018_adds_it(made: Any, folder: Path) -> None:
+    """Add adapters of experts as `peft` 0.18 does: the first axis of a parameter is its inputs."""
+    from safetensors.torch import load_file
+
+    held = load_file(folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["peft_version"].startswith("0.18.")
+    scale = config["lora_alpha"] / config["r"]
+    with torch.no_grad():
+        for name in config["target_parameters"]:
+            module = name.rpartition(".")[0]
+            at = f"base_model.model.{module}" + (".base_layer" if "gate_up" in name else "")
+            parameter = made.get_parameter(name)
+            a = held[f"{at}.lora_A.weight"].reshape(parameter.shape[0], -1, parameter.shape[1])
+            b = held[f"{at}.lora_B.weight"].reshape(parameter.shape[2], -1, parameter.shape[0])
+            parameter += scale * torch.einsum("ore,eri->eio", b, a)
+        for name in config["target_modules"]:
+            a, b = (held[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+            made.get_submodule(name).weight += scale * b @ a
+
+
+@pytest.mark.parametrize("name", some(FOLDERS, ["llama, dora", "mixtral, as peft 0.18 has it"]))
+def test_exported_adapters_and_the_merged_model_compute_what_the_run_does_and_come_back(
+    name: str, tmp_path: Path
+) -> None:
+    kind, words = FOLDERS[name]
+    version = "0.18" if "0.18" in name else "0.19"
+    base, run, merged, alone = (tmp_path / part for part in ("base", "run", "merged", "alone"))
+    saved(kind, base)
+    given = [*words.split(), "peft.r=4", "peft.alpha=12.0"]
+    assert command("import", base, run, *given) == 0
+    run_ranks(1, lambda: trained(run))
+    assert command("export", run, merged) == 0
+    found = json.loads((merged / "conversion.json").read_text())["logits"]
+    assert found["largest_error"] <= 1e-5 * max(1.0, found["largest_logit"]), "merged, and with adapters beside"
+    assert command("export", run, alone, f"peft={version}") == 0
+
+    def apart() -> tuple[float, float]:
+        whole, plain = logits_of(merged, None), logits_of(base, None)
+        if version == "0.18":
+            from transformers import AutoModelForCausalLM
+
+            made = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+            as_peft_018_adds_it(made, alone)
+            made.save_pretrained(tmp_path / "added")
+            theirs_ = logits_of(tmp_path / "added", None)
+        else:
+            theirs_ = logits_of(base, alone)
+        return float((theirs_ - whole).abs().max()), float((plain - whole).abs().max())
+
+    error, change = run_alone(apart)
+    assert error < 1e-4 < 1e-2 < change
+    again = tmp_path / "again"
+    assert command("import", base, again, *given, f"peft.init_from={alone}") == 0
+
+    def tensors(folder: Path) -> dict[str, Tensor]:
+        from mtrain.train.prove import whole_tensors
+
+        held = whole_tensors(folder)
+        return {key: tensor for key, tensor in held.items() if key.startswith("model/")}
+
+    first, second = (
+        run_alone(lambda at=at: tensors(at))
+        for at in (run / "checkpoints/step_00000001", again / "checkpoints/step_00000000")
+    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)

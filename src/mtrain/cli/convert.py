@@ -15,6 +15,7 @@ from mtrain.cli.resume import quoted, target_of
 from mtrain.cli.setup import load
 from mtrain.config.dump import run_yaml
 from mtrain.config.paths import CHECKPOINTS, RUN_FILE, program
+from mtrain.config.peft import PeftConfig
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
@@ -68,7 +69,7 @@ def import_(argv: list[str]) -> int:
     with drafted(out, "importing") as draft:
         (draft / RUN_FILE).write_text(run_yaml(run))
         kind, checkpoint, record, folder = take(run, source, draft)
-        found = _logits(run, checkpoint, source)
+        found = _logits(run.model_copy(update={"peft": PeftConfig()}), checkpoint, source)  # theirs has no adapters
         certificate.write(draft, "import", kind, record, found)
     size = f"{len(record.source)} tensors, {bytes_(folder.nbytes)}"
     say(f"imported {source}: {kind}, {count(parameters(run.model))} parameters, {size}, into {out}{_said(found)}")
