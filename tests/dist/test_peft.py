@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from mtrain.config.experts import MoEConfig
 from mtrain.config.peft import PeftConfig
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
+from mtrain.plan.count import adapter_parameters, flops_of_token, parameters, state_bytes
 from tests.support.covering import some
-from tests.support.forked import run_ranks
+from tests.support.forked import run_alone, run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
 
 LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -99,3 +101,32 @@ def compared(words: str) -> list[Any]:
 def test_a_layout_computes_what_one_rank_computes(name: str) -> None:
     rows = compared(LAYOUTS[name])
     assert all(row.equal for row in rows), prove.table(rows)
+
+
+COUNTED = {
+    "llama": "model=llama_tiny peft=lora",
+    "dora": "model=llama_tiny peft=dora",
+    "experts": "model=mixtral_tiny peft=lora",
+    "some": "model=mixtral_tiny peft=dora peft.target=[proj]",
+    "mla and shared experts": "model=deepseek_tiny peft=lora",
+    "mtp, shared experts, a dense layer": "model=glm45_tiny peft=lora",
+    "without gates": "model=pythia_tiny peft=dora",
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_the_plan_counts_the_adapters_that_are_built(name: str) -> None:
+    run = load([*COUNTED[name].split(), "parallel=single"]).run
+
+    def built() -> tuple[int, int]:
+        from mtrain.convert.match import our_adapters
+
+        numbers = {key: prod(tensor.shape) for key, tensor in our_adapters(run).items()}
+        experts = sum(n for key, n in numbers.items() if ".experts.linear" in key)
+        return sum(numbers.values()) - experts, experts
+
+    assert run_alone(built) == adapter_parameters(run)
+    trained = sum(adapter_parameters(run))
+    plain = load([*COUNTED[name].split()[:1], "parallel=single"]).run
+    assert state_bytes(run) == state_bytes(plain) - 12 * parameters(run.model) + 16 * trained, "fp32: 4 + 4 + 8"
+    assert 0.6 * flops_of_token(plain) < flops_of_token(run) < 0.8 * flops_of_token(plain) + 6 * trained

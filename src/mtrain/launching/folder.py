@@ -29,7 +29,7 @@ from mtrain.launching import matmul
 from mtrain.launching.changes import anchored as anchored
 from mtrain.launching.changes import differences_of, without_adapters
 from mtrain.layout.grid import RankGrid
-from mtrain.plan.count import flops_per_token, parameters, state_bytes
+from mtrain.plan.count import adapter_parameters, flops_of_token, parameters, state_bytes
 from mtrain.world.stacks import ERRORS
 
 LOCK_FILE = ".lock"
@@ -209,11 +209,12 @@ def _planned(run: RunConfig, chosen: Plan, why: dict[str, str]) -> dict[str, Any
     return {
         "digest": run.digest(),
         "parameters": parameters(run.model),
+        "adapter_parameters": sum(adapter_parameters(run)),
         "ranks": grid.world,
         "layout": grid.sizes,
         "tokens": samples_of(stages(run), run.trainer.train_iters) * run.data.length,
         "steps_and_their_samples": counted(stages(run), run.trainer.train_iters),
-        "model_flops_per_step": flops_per_token(run.model, run.data.length) * tokens,
+        "model_flops_per_step": flops_of_token(run) * tokens,
         "state_bytes": state_bytes(run),
         "kernels": {name: {"choice": getattr(run.kernels, name), "reason": text} for name, text in why.items()},
         "resumed_from": str(chosen.checkpoint) if chosen.checkpoint else None,
