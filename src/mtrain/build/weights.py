@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -66,12 +67,20 @@ def initialize(chunks: list[Any], seed: int) -> None:
         assert shard.param is not None
         std, bound = (getattr(shard.param, f"mtrain_init_{what}", None) for what in ("std", "bound"))
         if std is not None:
-            _fill(shard, lambda drawn, generator, std=std: drawn.normal_(0.0, std, generator=generator), seed)
+            _fill(shard, partial(_normal, std), seed)
         elif bound is not None:
-            _fill(shard, lambda drawn, generator, b=bound: drawn.uniform_(-b, b, generator=generator), seed)
+            _fill(shard, partial(_uniform, bound), seed)
         elif len(shard.shape) - shard.lead > 1 and not (shard.tensor == shard.tensor.flatten()[0]).all():
             raise RuntimeError(f"{shard.weight} was initialised by something that mtrain does not control")
     make_main_weights(chunks)
+
+
+def _normal(std: float, drawn: torch.Tensor, generator: torch.Generator) -> None:
+    drawn.normal_(0.0, std, generator=generator)
+
+
+def _uniform(bound: float, drawn: torch.Tensor, generator: torch.Generator) -> None:
+    drawn.uniform_(-bound, bound, generator=generator)
 
 
 @torch.no_grad()

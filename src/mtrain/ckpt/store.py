@@ -173,7 +173,7 @@ def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _merge(draft: Path, size: int) -> dict[str, Any]:
     """The manifest's tensors and files from the index that each rank left in the draft."""
     tensors: dict[str, Any] = {}
-    files = {}
+    files: dict[str, Any] = {}
     for rank in range(size):
         path = draft / f"rank_{rank:05d}.json"
         written = json.loads(path.read_text())["written"]

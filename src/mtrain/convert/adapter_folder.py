@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,32 +138,64 @@ def read_config(folder: Path) -> dict[str, Any]:
 def _is_swapped(body: Mapping[str, Any]) -> bool:
     """Whether adapters of experts are in the form until 0.18; files of before 0.18 do not say their version."""
     said = str(body.get("peft_version") or "0.17").partition("@")[0].split(".")
-    numbers = [int(word) if word.isdigit() else 0 for word in [*said, "0", "0"][:2]]
+    numbers = [int(word[:6]) if word.isdecimal() else 0 for word in [*said, "0", "0"][:2]]
     return numbers < [0, 19]
 
 
 def _refuse_others(folder: Path, body: Mapping[str, Any], peft: PeftConfig) -> None:
     """Raise `ConfigError` for adapters that compute something else than those of a `peft` section."""
-    asked: dict[str, tuple[Any, str]] = {
-        "peft_type": ("LORA", "peft.kind"),
-        "r": (peft.r, "peft.r"),
-        "lora_alpha": (peft.alpha, "peft.alpha"),
-        "use_dora": (peft.kind == "dora", "peft.kind"),
-        "use_rslora": (False, "peft.alpha"),
-        "bias": ("none", "peft.kind"),
-        "lora_bias": (False, "peft.kind"),
-        "modules_to_save": (None, "peft.target"),
-    }
-    absent = {"peft_type": None, "r": 8, "lora_alpha": 8, "bias": "none"}
-    wrong = []
-    for key, (ours, path) in asked.items():
-        theirs = body.get(key, absent.get(key))
-        if (theirs or None) != (ours or None):
-            rule = f"its {key} is {strict_json.dumps(theirs)[:80]}, and here it would be {strict_json.dumps(ours)}"
-            said = {"r": f"peft.r={theirs}", "lora_alpha": f"peft.alpha={theirs}"}
-            fix = said.get(key) or ("peft=dora" if key == "use_dora" and theirs else "adapters of another kind")
-            wrong.append(
-                Problem("MT521", path, getattr(peft, path.partition(".")[2]), rule, fix, str(folder / CONFIG))
-            )
+    wrong = [*_differing(body, peft), *_beyond(body, peft)]
     if wrong:
-        raise ConfigError(wrong)
+        source = str(folder / CONFIG)
+        raise ConfigError(
+            Problem("MT521", path, getattr(peft, path.partition(".")[2]), rule, fix, source)
+            for path, rule, fix in wrong
+        )
+
+
+def _differing(body: Mapping[str, Any], peft: PeftConfig) -> Iterator[tuple[str, str, str]]:
+    """Keys of both that do not say the same: ours, the sentence, what to do."""
+    dora, rank, alpha = peft.kind == "dora", body.get("r", 8), body.get("lora_alpha", 8)
+    for key, theirs, ours, path, fix in (
+        ("peft_type", body.get("peft_type"), "LORA", "peft.kind", "adapters of LoRA or DoRA"),
+        ("r", rank, peft.r, "peft.r", f"peft.r={_shown(rank)}"),
+        ("lora_alpha", alpha, peft.alpha, "peft.alpha", f"peft.alpha={_shown(alpha)}"),
+        ("use_dora", bool(body.get("use_dora")), dora, "peft.kind", "peft=lora" if dora else "peft=dora"),
+    ):
+        if theirs != ours:
+            yield path, f"its {key} is {_shown(theirs)}, and here it would be {_shown(ours)}", fix
+
+
+def _beyond(body: Mapping[str, Any], peft: PeftConfig) -> Iterator[tuple[str, str, str]]:
+    """What adapters have that none has here."""
+    others = "adapters of plain LoRA or DoRA, or a model that they were merged into"
+    for key, plain in _PLAIN.items():
+        if (body.get(key) or None) not in (None, *plain):
+            yield "peft.kind", f"its {key} is {_shown(body[key])}, which is not known here", others
+    start = body.get("init_lora_weights")
+    if isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal"):
+        rule = f"its init_lora_weights is {_shown(start)}, which has changed the model's own weights"
+        yield "peft.kind", rule, others
+    ranks, alphas = (body.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
+    if not isinstance(ranks, dict) or not isinstance(alphas, dict):
+        yield "peft.r", "its rank_pattern and alpha_pattern are no objects", others
+        return
+    for key in sorted({*ranks, *alphas}):
+        rank, alpha = ranks.get(key, peft.r), alphas.get(key, peft.alpha)
+        numbers = isinstance(rank, int | float) and isinstance(alpha, int | float)
+        if not numbers or float(alpha) != float(rank) * peft.scale:
+            yield "peft.alpha", f"its {key[:80]} has rank {_shown(rank)} and alpha {_shown(alpha)}", others
+            return
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)[:80]
+
+
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    **dict.fromkeys(("use_rslora", "lora_bias", "modules_to_save", "layer_replication"), ()),
+    **dict.fromkeys(("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "velora_config"), ()),
+    **dict.fromkeys(("alora_invocation_tokens", "trainable_token_indices"), ()),
+}
+"""Keys of LoRA in `peft` -> what they may be beside nothing."""

@@ -131,7 +131,7 @@ def from_peft(
     Raises:
         Unlike: a tensor is missing, of another shape, or left over, by name.
     """
-    left, out = dict(given), {}
+    left, out = dict(given), dict[str, Whole]()
     for step, shapes in steps_of(table, model, wanted):
         if len(shapes) > 1:
             out |= _experts_in(left, step, shapes, model, swapped)

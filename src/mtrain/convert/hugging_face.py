@@ -110,8 +110,8 @@ def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, F
         from mtrain.convert.adapter_folder import read_adapters
 
         adapters = read_adapters(Path(run.peft.init_from).expanduser(), run, layers(kind))
-    known = tables(kind, run.model)
-    checkpoint, record = import_weights(Reader(folder), known, run, home / CHECKPOINTS, adapters=adapters)
+    names = tables(kind, run.model)
+    checkpoint, record = import_weights(Reader(folder), names, run, home / CHECKPOINTS, adapters=adapters)
     (home / KEPT).mkdir(exist_ok=True)
     for name in (CONFIG, *COMPANIONS):
         keep(source / name, home / KEPT / name)

@@ -72,10 +72,14 @@ def adapt(model: Any, adapter: Adapter, target: tuple[str, ...]) -> None:
     for name, layer in list(model.named_modules()):
         parts = None if name.startswith("mtp.") else _parts_of(name, layer, model.config, target)
         if parts is not None:
-            layer.__class__ = _with_adapter(type(layer))
-            layer.make_adapter(adapter, parts)
+            _make_adapted(layer, adapter, parts)
     if hasattr(model, "embedding"):
         model.embedding.register_forward_hook(_begin_gradient)
+
+
+def _make_adapted(layer: Any, adapter: Adapter, parts: Parts) -> None:
+    layer.__class__ = _with_adapter(type(layer))
+    layer.make_adapter(adapter, parts)
 
 
 @torch.no_grad()
@@ -103,7 +107,7 @@ def _begin_gradient(module: Any, given: Any, output: Tensor) -> None:
 
 def _parts_of(name: str, layer: Any, config: Any, target: tuple[str, ...]) -> Parts | None:
     """The parts of a layer that gets an adapter, else None."""
-    own = name.rpartition(".")[2]
+    own: str = name.rpartition(".")[2]
     kind = own.removeprefix("linear_")
     if isinstance(layer, ColumnGroupedLinear | RowGroupedLinear):
         # transformers has gate and up projection of an expert in one weight
@@ -112,7 +116,7 @@ def _parts_of(name: str, layer: Any, config: Any, target: tuple[str, ...]) -> Pa
         return None
     if ("qkv" if kind in LATENT else kind) not in target:
         return None
-    rows = layer.weight.shape[0]
+    rows: int = layer.weight.shape[0]
     if kind == "qkv":
         first = layer.tp_group.rank() * rows
         each = config.num_attention_heads // config.num_query_groups
