@@ -26,6 +26,7 @@ from mtrain.models.table import Table
 
 TENSORS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 MAX_CONFIG_BYTES = 16 << 20
+MOST_RANK = 1 << 40
 
 
 def write_adapters(weights: Weights, table: Table, out: Path, version: str, base: str | None) -> Record:
@@ -182,8 +183,8 @@ def _beyond(body: Mapping[str, Any], peft: PeftConfig) -> Iterator[tuple[str, st
         return
     for key in sorted({*ranks, *alphas}):
         rank, alpha = ranks.get(key, peft.r), alphas.get(key, peft.alpha)
-        numbers = isinstance(rank, int | float) and isinstance(alpha, int | float)
-        if not numbers or float(alpha) != float(rank) * peft.scale:
+        sizes = [float(n) for n in (rank, alpha) if isinstance(n, int | float) and abs(n) < MOST_RANK]
+        if len(sizes) < 2 or sizes[1] != sizes[0] * peft.scale:
             yield "peft.alpha", f"its {key[:80]} has rank {_shown(rank)} and alpha {_shown(alpha)}", others
             return
 

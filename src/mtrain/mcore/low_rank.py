@@ -55,7 +55,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Parts:
-    """Of how many layers of Hugging Face's a layer is made, and which of them each row of its weight here is."""
+    """Of how many layers of Hugging Face's a layer is made, and, of several, which one each row of its weight is."""
 
     count: int
     of_row: Tensor
@@ -78,7 +78,8 @@ def adapt(model: Any, adapter: Adapter, target: tuple[str, ...]) -> None:
 
 
 def _make_adapted(layer: Any, adapter: Adapter, parts: Parts) -> None:
-    layer.__class__ = _with_adapter(type(layer))
+    kind: type = type(layer)
+    layer.__class__ = _with_adapter(kind)
     layer.make_adapter(adapter, parts)
 
 
@@ -111,7 +112,7 @@ def _parts_of(name: str, layer: Any, config: Any, target: tuple[str, ...]) -> Pa
     kind = own.removeprefix("linear_")
     if isinstance(layer, ColumnGroupedLinear | RowGroupedLinear):
         # transformers has gate and up projection of an expert in one weight
-        return Parts(1, torch.zeros(layer.weight0.shape[0], dtype=torch.long)) if "experts" in target else None
+        return Parts(1, torch.zeros(0)) if "experts" in target else None
     if not isinstance(layer, ColumnLinear | RowLinear | DuplicatedLinear) or kind == own:
         return None
     if ("qkv" if kind in LATENT else kind) not in target:

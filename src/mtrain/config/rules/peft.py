@@ -14,15 +14,12 @@ from mtrain.config.rules.quantized import FORMATS, without_low_precision
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
 
-KEYS = " ".join(f"peft.{name}" for name in PeftConfig.model_fields)
 ADAPTER_CONFIG = "adapter_config.json"
-
-
-def off(run: RunConfig) -> tuple[Change, ...]:
-    """Ways back to training every weight."""
-    every = {f"peft.{name}": field.default for name, field in PeftConfig.model_fields.items()}
-    set_ = {key: value for key, value in every.items() if getattr(run.peft, key.partition(".")[2]) != value}
-    return {"peft.kind": None}, set_
+OFF: tuple[Change, ...] = (
+    {"peft.kind": None},
+    {f"peft.{name}": field.default for name, field in PeftConfig.model_fields.items()},
+)
+"""Ways back to training every weight: what was chosen, and what else was said of it."""
 
 
 def _without(run: RunConfig, *names: str) -> Change:
@@ -35,16 +32,16 @@ def _without(run: RunConfig, *names: str) -> Change:
 )
 def something_has_an_adapter(run: RunConfig) -> Iterator[Finding]:
     """Some layer of the model has an adapter, or there is nothing to train."""
-    target, moe, layers = run.peft.target, run.model.moe, run.model.num_layers
+    target, moe = run.peft.target, run.model.moe
     if run.peft.kind is None or target is None:
         return
     has = {"qkv", "proj"}
     has |= {"experts"} if moe is not None else set()
-    if moe is None or moe.shared_expert_intermediate_size or min(moe.first_dense_layers, layers):
+    if moe is None or moe.shared_expert_intermediate_size or moe.first_dense_layers:
         has |= {"fc1", "fc2"}
     if not has & set(target):
         rule = f"the model has no layer of {list(target)}: its layers are {', '.join(sorted(has))}"
-        yield Finding("MT481", "peft.target", rule, ({"peft.target": None}, *off(run)))
+        yield Finding("MT481", "peft.target", rule, ({"peft.target": None}, *OFF))
 
 
 @rule(
@@ -96,7 +93,7 @@ def adapters_are_beside_whole_products(run: RunConfig) -> Iterator[Finding]:
     if run.peft.kind is not None and run.precision.quantized is not None:
         rule = "layers with adapters multiply in precision.dtype, and TransformerEngine's have none"
         key = "precision.fp8" if run.precision.fp8 is not None else "precision.fp4"
-        yield Finding("MT484", key, rule, (without_low_precision(run), *off(run)))
+        yield Finding("MT484", key, rule, (without_low_precision(run), *OFF))
 
 
 @rule(
@@ -111,7 +108,7 @@ def frozen_weights_are_not_sharded(run: RunConfig) -> Iterator[Finding]:
             "shards the state of the adapters, and tp and pp the weights"
         )
         plain: Change = {"parallel.fsdp": "none", "parallel.fsdp_sharding": None, "parallel.hsdp_replicas": 1}
-        yield Finding("MT485", "parallel.fsdp", rule, ({"parallel.fsdp": "none"}, plain, *off(run)))
+        yield Finding("MT485", "parallel.fsdp", rule, ({"parallel.fsdp": "none"}, plain, *OFF))
 
 
 @rule(
@@ -123,7 +120,7 @@ def optimizer_takes_adapters(run: RunConfig) -> Iterator[Finding]:
     why = OPTIMIZERS[run.optim.name].cannot.get("adapters")
     if run.peft.kind is not None and why is not None:
         rule = f"{run.optim.name} does not train adapters: {why}"
-        yield Finding("MT486", "optim.name", rule, (another_optimizer(run.optim.name, "adapters"), *off(run)))
+        yield Finding("MT486", "optim.name", rule, (another_optimizer(run.optim.name, "adapters"), *OFF))
 
 
 @rule(
