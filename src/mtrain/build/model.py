@@ -12,6 +12,7 @@ from mtrain.build.transformer import transformer_config
 from mtrain.config.core_fields import DDP_FIELDS, FSDP_FIELDS, WRAP_FIELDS, values
 from mtrain.config.peft import PeftConfig
 from mtrain.config.run import RunConfig
+from mtrain.errors import ConfigError, Problem
 from mtrain.mcore import api as mcore
 from mtrain.mcore import low_rank
 from mtrain.mcore.fsdp2 import FullySharded
@@ -20,6 +21,7 @@ from mtrain.mcore.megatron_fsdp import FullyShardedBuffers, communication_elemen
 from mtrain.mcore.shard_specs import shard_specs_of
 from mtrain.models.base import BuildChunk
 from mtrain.models.registry import family_of, imported
+from mtrain.plan.count import adapter_parameters
 from mtrain.world.init import World
 
 
@@ -73,6 +75,9 @@ def _chunks(run: RunConfig, config: Any) -> list[Any]:
     stages = range(run.parallel.vpp) if run.parallel.vpp > 1 else [None]
     build: BuildChunk = imported(family_of(run.model).builder)
     chunks = [build(run, config, stage) for stage in stages]
+    if run.peft.kind and not any(adapter_parameters(run)):
+        rule = f"models of the family {run.model.family} have no adapters that are known here"
+        raise ConfigError([Problem("MT521", "peft.kind", run.peft.kind, rule, "peft=none")])
     for chunk in chunks if run.peft.kind else ():
         low_rank.adapt(chunk, adapter_of(run.peft), run.peft.target or ())
     return chunks

@@ -225,5 +225,8 @@ def _problem(run: RunConfig, machine: Facts, origins: Mapping[str, str], key: st
             fix += " or TRITON_INTERPRET=1 in the environment (slow, for tests)"
         elif word == "triton":
             fix += " or pip install 'mtrain[triton]'"
-        related = ["cluster.device", *sorted(read for read in reads if read in why and read != "cluster.device")]
+        related = [
+            "cluster.device",
+            *sorted(read for read in reads if read in why and read[-1] != "." and read != "cluster.device"),
+        ]
         yield problem_of(run, origins, "MT407", path, why, fix, related=related)
