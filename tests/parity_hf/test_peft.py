@@ -139,7 +139,7 @@ def compared(name: str, flaw: float = 0.0) -> compare.Result:
     return result
 
 
-@pytest.mark.parametrize("name", some(PEFT, ["llama", "llama with biases, dora", "mixtral"]))
+@pytest.mark.parametrize("name", some(PEFT, ["llama with biases, dora", "mixtral"]))
 def test_training_an_adapter_is_what_peft_does_with_transformers(name: str) -> None:
     (result,) = run_ranks(1, compared, name)
     assert len(result.errors) == 7
@@ -216,7 +216,7 @@ def as_peft_018_adds_it(made: Any, folder: Path) -> None:
             made.get_submodule(name).weight += scale * b @ a
 
 
-@pytest.mark.parametrize("name", some(FOLDERS, ["llama, dora", "mixtral, as peft 0.18 has it"]))
+@pytest.mark.parametrize("name", some(FOLDERS, ["mixtral"]))
 def test_exported_adapters_and_the_merged_model_compute_what_the_run_does_and_come_back(
     name: str, tmp_path: Path
 ) -> None:
@@ -262,3 +262,9 @@ def test_exported_adapters_and_the_merged_model_compute_what_the_run_does_and_co
     )
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.full
+def test_adapters_that_are_a_thousandth_apart_are_found() -> None:
+    (result,) = run_ranks(1, compared, "llama", 1e-3)
+    assert {what for what, error in result.errors.items() if error[0] > TOLERANCE} >= {"logits", "gradient"}
