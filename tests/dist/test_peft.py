@@ -69,6 +69,18 @@ def test_what_is_frozen_stays_bitwise_state_is_the_adapters_alone_and_a_resume_g
     assert all(torch.equal(last[key], tensors[key]) for key in tensors)
 
 
+@pytest.mark.full
+def test_biases_that_balance_routers_are_frozen_too(tmp_path: Path) -> None:
+    run = load(["model=glm45_tiny", "peft=lora", "parallel=single", "data=mock", "data.seq_length=32"]).run
+    batch = {"global_batch_size": 4, "micro_batch_size": 2, "train_iters": 20, "eval_iters": 0}
+    run = run.model_copy(update={"trainer": run.trainer.model_copy(update=batch)})
+    run_ranks(1, lambda: train_steps(run, 2, save_to=tmp_path, save_after=0))
+    begun, ended = (whole_tensors(tmp_path / f"step_{n:08d}") for n in (0, 2))
+    still = {key for key in begun if key.startswith("model/") and "lora_" not in key}
+    assert any(key.endswith("expert_bias") for key in still)
+    assert all(torch.equal(begun[key], ended[key]) for key in still)
+
+
 LAYOUTS = {
     "tp2, sequence parallel": "model=llama_tiny peft=lora parallel=tp2sp",
     "tp2, dora": "model=llama_tiny peft=dora parallel=tp2",

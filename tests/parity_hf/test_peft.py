@@ -268,3 +268,44 @@ def test_exported_adapters_and_the_merged_model_compute_what_the_run_does_and_co
 def test_adapters_that_are_a_thousandth_apart_are_found() -> None:
     (result,) = run_ranks(1, compared, "llama", 1e-3)
     assert {what for what, error in result.errors.items() if error[0] > TOLERANCE} >= {"logits", "gradient"}
+
+
+@pytest.mark.full
+def test_adapters_of_queries_and_values_alone_are_read_and_keys_stay_as_they_are(tmp_path: Path) -> None:
+    base, alone, run = (tmp_path / part for part in ("base", "alone", "run"))
+    saved("llama 3", base)
+
+    def made() -> None:
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM
+
+        targets = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, lora_alpha=8, **targets))
+        model.save_pretrained(alone)
+
+    run_alone(made)
+    batch = ("trainer.global_batch_size=2", "trainer.micro_batch_size=2", "data=mock", "data.seq_length=16")
+    words = (*batch, "peft=lora", "peft.r=4", "peft.alpha=8.0", "peft.target=[qkv]")
+    assert command("import", base, run, *words, f"peft.init_from={alone}") == 0
+    assert command("export", run, tmp_path / "merged") == 0
+    apart = run_alone(lambda: float((logits_of(base, alone) - logits_of(tmp_path / "merged", None)).abs().max()))
+    assert apart < 1e-4
+
+    def stepped() -> dict[str, Tensor]:
+        from mtrain.ckpt import state as ckpt_state
+        from mtrain.ckpt.store import Checkpoint
+        from mtrain.config.run_file import read_run_file
+        from mtrain.train.step import train_step
+        from mtrain.world.init import joined
+
+        read = read_run_file(run / "run.yaml")
+        with joined(read) as world:
+            parts = compare._parts(read, world, compare.Windows(VOCAB, 16, 0))
+            ckpt_state.load_weights(Checkpoint.open(run / "checkpoints/step_00000000"), parts.state)
+            train_step(parts, stop_requested=False)
+            own = compare._own_tensors(parts.state.chunks[0])
+            return {name: tensor.detach().clone() for name, tensor in own.items() if "layers.0" in name}
+
+    (after,) = run_ranks(1, stepped)
+    of_keys = after["decoder.layers.0.self_attention.linear_qkv.lora_a"][4:8]
+    assert not bool(of_keys.any())

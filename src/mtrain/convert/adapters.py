@@ -159,6 +159,7 @@ def _layer_in(left: dict[str, Tensor], step: Step, shapes: Shapes, model: Any) -
     whole = len(at) == 1 and parts > 1
     if whole and left.get(f"{at[0]}.lora_A.weight", torch.empty(0)).shape[:1] == (parts * rank,):
         return _parted(left, step, shapes, model, at[0])
+    _fill_absent(left, at, shapes, step, model)
     a = [_taken(left, f"{name}.lora_A.weight", (rank, inputs)) for name in at]
     blank = torch.empty(shapes.b, device="meta")
     rows = [t.shape for t in _turned(blank, step, model)]
@@ -168,6 +169,18 @@ def _layer_in(left: dict[str, Tensor], step: Step, shapes: Shapes, model: Any) -
         each = [_taken(left, f"{n}.lora_magnitude_vector", (s[0],)) for n, s in zip(at, rows, strict=True)]
         lengths = _joined([one.unsqueeze(-1) for one in each], step, model).reshape(-1)
     return Whole(torch.cat(a * parts if whole else a), _joined(b, step, model), lengths)
+
+
+def _fill_absent(left: dict[str, Tensor], at: Sequence[str], shapes: Shapes, step: Step, model: Any) -> None:
+    """Zeros for those of several layers that have no adapter: neither A nor B then ever has a gradient."""
+    absent = [name for name in at if not any(key.startswith(f"{name}.lora_") for key in left)]
+    if len(absent) == len(at) or shapes.has_magnitude:
+        return
+    rows = [t.shape for t in _turned(torch.empty(shapes.b, device="meta"), step, model)]
+    for name, shape in zip(at, rows, strict=True):
+        if name in absent:
+            left[f"{name}.lora_A.weight"] = torch.zeros(shapes.b[1], shapes.a[1])
+            left[f"{name}.lora_B.weight"] = torch.zeros(shape)
 
 
 def _joined(rows: list[Tensor], step: Step, model: Any) -> Tensor:
