@@ -95,7 +95,6 @@ LAYOUTS = {
     "experts over etp2": "model=mixtral_tiny peft=lora parallel=tp1ep1etp2",
     "tp2ep2etp1": "model=mixtral_tiny peft=lora parallel=tp2ep2etp1sp",
     "mla": "model=deepseek_tiny peft=lora parallel=tp2sp",
-    "mla, dora": "model=deepseek_tiny peft=dora parallel=tp2",
     "shared experts": "model=glm45_tiny peft=lora parallel=tp2ep2etp1sp",
     "overlapped": "model=llama_tiny peft=lora parallel=tp2dp2 parallel.distributed_optimizer=true "
     "parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true precision=bf16",

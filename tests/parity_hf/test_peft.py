@@ -28,13 +28,11 @@ PEFT: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"use_dora": True},
     ),
     "mixtral": ("mixtral", f"peft=lora peft.target={ALL}", {}),
-    "qwen3": ("qwen3", "peft=lora peft.target=[qkv,fc2]", {}),
     "gpt oss": ("gpt oss beyond its window", "peft=lora", {}),
     "qwen2 moe": ("qwen2 moe", "peft=lora", {}),
     "gpt2": ("gpt2", "peft=lora peft.target=[proj,fc2]", {}),
     "deepseek v3": ("deepseek v3", "peft=lora", {}),
     "deepseek v2, dora": ("deepseek v2", "peft=dora peft.target=[qkv,proj]", {"use_dora": True}),
-    "phi3": ("phi3", "peft=lora", {}),
 }
 RANK, ALPHA = 4, 12.0
 TOLERANCE = 1e-4
@@ -157,7 +155,6 @@ FOLDERS: dict[str, tuple[str, str]] = {
     "gpt2": ("gpt2", "peft=lora"),
     "deepseek v3": ("deepseek v3", "peft=lora"),
     "gpt neox": ("gpt neox", "peft=lora"),
-    "gemma 2": ("gemma 2", "peft=lora peft.target=[qkv,fc1]"),
 }
 
 
