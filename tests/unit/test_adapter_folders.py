@@ -60,6 +60,14 @@ def test_adapters_that_compute_something_else_are_refused(more: dict[str, Any], 
     assert "MT521" in refused(tmp_path, **more)
 
 
+def test_a_value_of_any_depth_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(300):
+        deep = [deep]
+    assert "a list" in refused(tmp_path, bias=deep)
+    assert "an object" in refused(tmp_path, r={"a": deep})
+
+
 def test_versions_say_how_adapters_of_experts_lie() -> None:
     from mtrain.convert.adapter_folder import _is_swapped
 

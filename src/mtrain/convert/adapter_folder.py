@@ -18,9 +18,9 @@ from mtrain.convert.folder import SWAPPED
 from mtrain.convert.match import OurTensor, our_adapters, our_tensors
 from mtrain.convert.out import Weights
 from mtrain.convert.plain_file import read_plain
-from mtrain.convert.read import NAMES, buffer_of, load
+from mtrain.convert.read import DTYPES, NAMES, buffer_of, load
 from mtrain.convert.tensor_file import Writer, read_header
-from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.errors import ConfigError, CorruptData, Problem, show
 from mtrain.mcore.merging import Whole, names_beside
 from mtrain.models.table import Table
 
@@ -103,6 +103,11 @@ def read_adapters(folder: Path, run: RunConfig, table: Table) -> tuple[dict[str,
             "whoever made it save safetensors (save_pretrained of peft does)"
         )
     held = read_header(folder / TENSORS)
+    odd = next((name for name, tensor in held.items() if not DTYPES[tensor.dtype].is_floating_point), None)
+    if odd is not None:
+        raise CorruptData(
+            f"{folder / TENSORS}: {odd[:200]} has numbers of kind {held[odd].dtype}, which is no weight's"
+        )
     shapes = {name: tensor.shape for name, tensor in (our_tensors(run) | our_adapters(run)).items()}
     asked = wanted(shapes)
     try:
@@ -190,7 +195,7 @@ def _beyond(body: Mapping[str, Any], peft: PeftConfig) -> Iterator[tuple[str, st
 
 
 def _shown(value: Any) -> str:
-    return json.dumps(value)[:80]
+    return {dict: "an object", list: "a list"}.get(type(value)) or show(value)[:80]
 
 
 _PLAIN: dict[str, tuple[Any, ...]] = {
