@@ -195,7 +195,9 @@ def _beyond(body: Mapping[str, Any], peft: PeftConfig) -> Iterator[tuple[str, st
 
 
 def _shown(value: Any) -> str:
-    return {dict: "an object", list: "a list"}.get(type(value)) or show(value)[:80]
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    return show(value)[:80]
 
 
 _PLAIN: dict[str, tuple[Any, ...]] = {
