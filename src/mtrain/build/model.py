@@ -10,14 +10,18 @@ import torch
 from mtrain.build import weights
 from mtrain.build.transformer import transformer_config
 from mtrain.config.core_fields import DDP_FIELDS, FSDP_FIELDS, WRAP_FIELDS, values
+from mtrain.config.peft import PeftConfig
 from mtrain.config.run import RunConfig
+from mtrain.errors import ConfigError, Problem
 from mtrain.mcore import api as mcore
+from mtrain.mcore import low_rank
 from mtrain.mcore.fsdp2 import FullySharded
 from mtrain.mcore.local_params import unwrap
 from mtrain.mcore.megatron_fsdp import FullyShardedBuffers, communication_elements
 from mtrain.mcore.shard_specs import shard_specs_of
 from mtrain.models.base import BuildChunk
 from mtrain.models.registry import family_of, imported
+from mtrain.plan.count import adapter_parameters
 from mtrain.world.init import World
 
 
@@ -38,6 +42,7 @@ def build_model(run: RunConfig, world: World, *, wrap: bool = True) -> list[Any]
     if wrap and run.parallel.fsdp != "none":
         chunks = [_fully_shard(run, config, chunk, world.torch_device) for chunk in chunks]
     weights.initialize(chunks, run.trainer.seed)
+    low_rank.start_magnitudes(chunks)
     if wrap and run.parallel.fsdp == "none":
         chunks = [_wrap(run, config, chunk, first=i == 0) for i, chunk in enumerate(chunks)]
     return chunks
@@ -69,7 +74,19 @@ def blank_model(run: RunConfig, world: World) -> list[Any]:
 def _chunks(run: RunConfig, config: Any) -> list[Any]:
     stages = range(run.parallel.vpp) if run.parallel.vpp > 1 else [None]
     build: BuildChunk = imported(family_of(run.model).builder)
-    return [build(run, config, stage) for stage in stages]
+    chunks = [build(run, config, stage) for stage in stages]
+    if run.peft.kind and not any(adapter_parameters(run)):
+        rule = f"models of the family {run.model.family} have no adapters that are known here"
+        raise ConfigError([Problem("MT521", "peft.kind", run.peft.kind, rule, "peft=none")])
+    for chunk in chunks if run.peft.kind else ():
+        low_rank.adapt(chunk, adapter_of(run.peft), run.peft.target or ())
+    return chunks
+
+
+def adapter_of(peft: PeftConfig) -> low_rank.Adapter:
+    """The adapters that a resolved `peft` section describes."""
+    assert peft.r is not None
+    return low_rank.Adapter(peft.r, peft.scale, peft.dropout, has_magnitude=peft.kind == "dora")
 
 
 def _wrap(run: RunConfig, config: Any, chunk: Any, *, first: bool) -> Any:

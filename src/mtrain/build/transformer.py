@@ -62,5 +62,7 @@ def transformer_config(run: RunConfig, device: Device) -> Any:
     # megatron-core then asks a layer for the activation, and wrongly believes that it can only be TransformerEngine's
     config.use_te_activation_func = run.kernels.activation == "triton"
     config.parallel_residual = run.model.parallel_residual
+    if run.peft.kind is not None:  # the biases that balance routers are frozen with them
+        config.moe_router_bias_update_rate = 0.0
     config.latent_layernorm_epsilon = run.model.mla.layernorm_epsilon if run.model.mla else None
     return config

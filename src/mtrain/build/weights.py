@@ -9,10 +9,11 @@ seeded with the tensor's name, and each rank keeps its part.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -55,7 +56,8 @@ class Normal:
 def initialize(chunks: list[Any], seed: int) -> None:
     """Fill every marked parameter of this rank's model chunks from `seed`.
 
-    `mtrain_init_scale` of a parameter gives a factor for each of its rows, from their numbers in the whole tensor.
+    `mtrain_init_scale` of a parameter gives a factor for each of its rows, from their numbers in the whole tensor;
+    `mtrain_init_bound` marks one as uniform between the bound and its negative.
     Unmarked parameters (norms, biases, router biases) keep the constants that their modules gave them.
 
     Raises:
@@ -63,16 +65,26 @@ def initialize(chunks: list[Any], seed: int) -> None:
     """
     for shard in model_shards(chunks, trainable=True):
         assert shard.param is not None
-        std = getattr(shard.param, "mtrain_init_std", None)
+        std, bound = (getattr(shard.param, f"mtrain_init_{what}", None) for what in ("std", "bound"))
         if std is not None:
-            _fill(shard, std, seed)
+            _fill(shard, partial(_normal, std), seed)
+        elif bound is not None:
+            _fill(shard, partial(_uniform, bound), seed)
         elif len(shard.shape) - shard.lead > 1 and not (shard.tensor == shard.tensor.flatten()[0]).all():
             raise RuntimeError(f"{shard.weight} was initialised by something that mtrain does not control")
     make_main_weights(chunks)
 
 
+def _normal(std: float, drawn: torch.Tensor, generator: torch.Generator) -> None:
+    drawn.normal_(0.0, std, generator=generator)
+
+
+def _uniform(bound: float, drawn: torch.Tensor, generator: torch.Generator) -> None:
+    drawn.uniform_(-bound, bound, generator=generator)
+
+
 @torch.no_grad()
-def _fill(shard: TensorShard, std: float, seed: int) -> None:
+def _fill(shard: TensorShard, draw: Callable[[torch.Tensor, torch.Generator], Any], seed: int) -> None:
     """Draw the blocks of leading rows that meet this shard, and keep what belongs to it."""
     # axes that count layers or experts are part of the name: they have one index each
     lead, values = shard.lead, shard.tensor.view(-1)
@@ -91,7 +103,7 @@ def _fill(shard: TensorShard, std: float, seed: int) -> None:
         digest = hashlib.sha256(f"{name}/{block}".encode()).digest()
         generator.manual_seed(int.from_bytes(digest[:7], "big"))
         drawn = torch.empty((bottom - top, *shape[1:]), device=values.device, dtype=torch.float32)
-        drawn.normal_(0.0, std, generator=generator)
+        draw(drawn, generator)
         if rows_scaled is not None:
             drawn *= rows_scaled(torch.arange(top, bottom, device=values.device)).view(-1, *[1] * (drawn.ndim - 1))
         upper, lower = max(first, top), min(last, bottom)

@@ -15,7 +15,11 @@ from safetensors.torch import save_file
 
 from mtrain.ckpt import folder
 from mtrain.ckpt.store import Checkpoint
+from mtrain.config.dump import run_yaml
+from mtrain.config.peft import PeftConfig
+from mtrain.config.run import RunConfig
 from mtrain.config.run_file import read_run_file
+from mtrain.mcore.merging import Whole, is_adapter, merged, names_beside, one_hot_of
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
@@ -34,8 +38,19 @@ class Exported:
 
 
 def weight_keys(checkpoint: Checkpoint) -> list[str]:
-    """Names of the model's own tensors, in order."""
-    return sorted(key for key in checkpoint.manifest["tensors"] if key.startswith(folder.MODEL))
+    """Names of the model's own tensors, in order, without adapters."""
+    held = checkpoint.manifest["tensors"]
+    return sorted(key for key in held if key.startswith(folder.MODEL) and not is_adapter(key))
+
+
+def _merged(checkpoint: Checkpoint, key: str, run: RunConfig) -> torch.Tensor:
+    """A whole weight, with its adapter where it has one."""
+    weight, names = checkpoint.whole(key), names_beside(key)
+    held = checkpoint.manifest["tensors"]
+    if names is None or names.a not in held:
+        return weight
+    adapter = Whole(*(checkpoint.whole(name) if name in held else None for name in names))  # type: ignore[arg-type]
+    return merged(weight, adapter, one_hot_of(key, adapter, run.model), run.peft.scale)
 
 
 def export(checkpoint: Checkpoint, out: Path, tokenizer: Path | None = None) -> Exported:
@@ -44,7 +59,7 @@ def export(checkpoint: Checkpoint, out: Path, tokenizer: Path | None = None) -> 
     A tensor has its name in megatron-core and its whole shape; layers are counted over the whole model, experts are
     the first axis of theirs, and tables of token ids have the padded vocabulary: the index says how many ids there
     are, and whether padding was masked in the losses. Beside them: `run.yaml`, and the tokenizer if there is one. One
-    file is in memory at a time. The folder appears when everything is in it.
+    file is in memory at a time. Adapters are merged into their weights. The folder appears when everything is in it.
 
     Raises:
         CorruptData: the checkpoint's pieces do not make up a tensor.
@@ -55,21 +70,25 @@ def export(checkpoint: Checkpoint, out: Path, tokenizer: Path | None = None) -> 
     draft = out.with_name(f".exporting-{out.name}")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
+    run = read_run_file(checkpoint.path / folder.RUN_FILE)
     entries: dict[str, Any] = checkpoint.manifest["tensors"]
     groups = list(folder.by_file(weight_keys(checkpoint), lambda key: _nbytes(entries[key]), SHARD_BYTES))
     placed: dict[str, str] = {}
     total_bytes = elements = 0
     for i, keys in enumerate(groups, 1):
         name = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
-        tensors = {key.removeprefix(folder.MODEL): checkpoint.whole(key) for key in keys}
+        tensors = {key.removeprefix(folder.MODEL): _merged(checkpoint, key, run) for key in keys}
         save_file(tensors, draft / name, metadata={"format": "pt", "step": str(checkpoint.step)})
         placed |= dict.fromkeys(tensors, name)
         total_bytes += sum(t.numel() * t.element_size() for t in tensors.values())
         elements += sum(t.numel() for t in tensors.values())
-    model = read_run_file(checkpoint.path / folder.RUN_FILE).model
+    model = run.model
     ids = {key: getattr(model, key) for key in ("vocab_size", "padded_vocab_size", "mask_padded_vocab")}
     folder.write_json(draft / INDEX, {"metadata": {"total_size": total_bytes, **ids}, "weight_map": placed})
-    shutil.copyfile(checkpoint.path / folder.RUN_FILE, draft / folder.RUN_FILE)
+    if run.peft.kind is None:
+        shutil.copyfile(checkpoint.path / folder.RUN_FILE, draft / folder.RUN_FILE)
+    else:
+        (draft / folder.RUN_FILE).write_text(run_yaml(run.model_copy(update={"peft": PeftConfig()})))
     if tokenizer is not None:
         shutil.copyfile(tokenizer, draft / tokenizer.name)
     draft.rename(out)

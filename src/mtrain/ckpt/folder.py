@@ -5,6 +5,8 @@ A checkpoint is a folder `step_00000100` that appears by one rename after everyt
     manifest.json          what is in it: tensors and their pieces, sizes and hashes of the files, the trainer's state
     run.yaml               the configuration that made it
     rank_00000.safetensors the pieces that rank 0 saved, with a hash of each
+    frozen_00000.safetensors those of them that no step changes, where adapters are trained: a link to the file of the
+                           checkpoint before, so that it is on disk once, and each checkpoint is whole by itself
 
 Tensors are named `model/<key>` and `optim/<state>/<key>`. In format 1 a weight had its bare key and a state that in
 front of it with a dot, and files had one hash each; it is still read.
@@ -62,6 +64,11 @@ def draft_of(root: Path, step: int) -> Path:
 def shard_name(rank: int) -> str:
     """Name of the file of a rank's pieces."""
     return f"rank_{rank:05d}.safetensors"
+
+
+def frozen_name(rank: int) -> str:
+    """Name of the file of those of a rank's pieces that no step changes."""
+    return f"frozen_{rank:05d}.safetensors"
 
 
 def commit(draft: Path, final: Path, body: dict[str, Any]) -> None:

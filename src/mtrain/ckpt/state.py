@@ -18,7 +18,8 @@ from mtrain.config.dump import run_yaml
 from mtrain.config.run import RunConfig
 from mtrain.errors import warn
 from mtrain.mcore import api as mcore
-from mtrain.mcore import optimizer_state, sharding
+from mtrain.mcore import low_rank, optimizer_state, sharding
+from mtrain.mcore.merging import is_adapter
 from mtrain.world.generators import seed_generators
 from mtrain.world.heartbeat import begin_phase
 from mtrain.world.init import World
@@ -40,12 +41,19 @@ class TrainState:
     """Samples of the training split used so far: the data position, whatever the layout."""
     skipped_updates: int = 0
     """Updates that fp16 skipped in a row, up to the last step."""
+    frozen: store.Frozen | None = None
+    """What no step changes, once it was saved."""
 
 
 def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts: dict[str, Any]) -> Path:
     """Commit a checkpoint of `state` together with all ranks; see `store.save`."""
     begin_phase("save")
-    shards = sharding.model_shards(state.chunks) + sharding.optimizer_shards(state.chunks, state.optimizer)
+    weights, still = sharding.model_shards(state.chunks), set()
+    if run.peft.kind is not None:
+        still = {id(s) for s in weights if s.param is not None and not s.param.requires_grad}
+        state.frozen = state.frozen or store.Frozen([s for s in weights if id(s) in still])
+    shards = [s for s in weights if id(s) not in still]
+    shards += sharding.optimizer_shards(state.chunks, state.optimizer)
     facts = {
         "consumed_samples": state.consumed_samples,
         "schedule_steps": state.schedule.num_steps,
@@ -59,7 +67,8 @@ def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts
     }
     ranks = store.Ranks(world.rank, world.size, dist.barrier)
     with sharding.gathered(state.chunks):
-        path = store.save(root, state.step, shards, rng_tensors(world), facts, run_yaml(run.recorded()), ranks)
+        rng, text = rng_tensors(world), run_yaml(run.recorded())
+        path = store.save(root, state.step, shards, rng, facts, text, ranks, state.frozen)
     if world.is_rank0:
         _prune(root, run.checkpoint.keep)
     begin_phase("after save")
@@ -107,14 +116,25 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
 
 
 def load_model(checkpoint: store.Checkpoint, chunks: list[Any]) -> None:
-    """Put only the weights back."""
-    checkpoint.load(sharding.model_shards(chunks))
+    """Put only the weights back. Adapters that the checkpoint has not keep what they begin with."""
+    held, shards = checkpoint.manifest["tensors"], sharding.model_shards(chunks)
+    begin = checkpoint.state.get("weights_only") or not any(map(is_adapter, held))
+    checkpoint.load(shard for shard in shards if shard.key in held or not (begin and is_adapter(shard.key)))
+    if not any(map(is_adapter, held)):
+        low_rank.start_magnitudes(chunks)
     sharding.refresh(chunks)
 
 
 def load_weights(checkpoint: store.Checkpoint, state: TrainState) -> None:
-    """Put only the weights back, where an optimizer has made copies of others."""
-    checkpoint.load(sharding.model_shards(state.chunks))
+    """Put only the weights back, where an optimizer has made copies of others: those are made again."""
+    load_model(checkpoint, state.chunks)
+    renew(state)
+
+
+def renew(state: TrainState) -> None:
+    """Make the optimizer's copies of weights again, after others were written."""
+    sharding.make_main_weights(state.chunks)
+    state.optimizer.reload_model_params()
     sharding.refresh(state.chunks, state.optimizer)
 
 

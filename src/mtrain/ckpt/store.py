@@ -8,6 +8,7 @@ reads need not be the layout that wrote.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -37,6 +38,17 @@ class Ranks:
     barrier: Callable[[], None]
 
 
+@dataclass
+class Frozen:
+    """This rank's tensors that no step changes: written once, and in every further checkpoint a link to the file."""
+
+    shards: Iterable[TensorShard] = ()
+    path: Path | None = None
+    """The file in the newest checkpoint that was written here."""
+    index: dict[str, Any] | None = None
+    """What is in it."""
+
+
 def save(
     root: Path,
     step: int,
@@ -45,12 +57,14 @@ def save(
     state: dict[str, Any],
     run_yaml: str,
     ranks: Ranks,
+    frozen: Frozen | None = None,
 ) -> Path:
     """Write a checkpoint together with all other ranks and commit it.
 
     `shards` are this rank's tensors, of which it saves the primary ones; `extra` are tensors of this rank alone (its
-    generators); `state` is the same on all ranks and goes into the manifest. Until the rename at the end the folder
-    has a name that no reader takes for a checkpoint.
+    generators); `state` is the same on all ranks and goes into the manifest. `frozen` tensors are saved too, and
+    remembered for the next time. Until the rename at the end the folder has a name that no reader takes for a
+    checkpoint.
 
     Raises:
         TrainingError: the disk is full or not writable; nothing that was committed before is touched.
@@ -64,14 +78,33 @@ def save(
             (draft / folder.RUN_FILE).write_text(run_yaml)
             folder.sync(draft / folder.RUN_FILE)
         ranks.barrier()
-        index = _write_shard(draft, shards, extra, ranks.rank)
-        folder.write_json(draft / f"rank_{ranks.rank:05d}.json", index)
+        written = [_write_shard(draft / folder.shard_name(ranks.rank), shards, extra)]
+        if frozen is not None:
+            written.append(_keep_frozen(draft, frozen, ranks.rank))
+        folder.write_json(draft / f"rank_{ranks.rank:05d}.json", {"written": written})
         ranks.barrier()
         if ranks.rank == 0:
             merged = _merge(draft, ranks.size)
             folder.commit(draft, final, {"step": step, "ranks": ranks.size, "state": state, **merged})
         ranks.barrier()
+    if frozen is not None:
+        frozen.path = final / folder.frozen_name(ranks.rank)
     return final
+
+
+def _keep_frozen(draft: Path, frozen: Frozen, rank: int) -> dict[str, Any]:
+    """Link the file of an earlier checkpoint into a draft, or write it where there is none."""
+    path = draft / folder.frozen_name(rank)
+    if frozen.index is not None and frozen.path is not None:
+        try:
+            os.link(frozen.path, path)
+            if path.stat().st_size == frozen.index["file"]["bytes"]:
+                return frozen.index
+            path.unlink()
+        except OSError:  # it is gone, or this file system has no links
+            path.unlink(missing_ok=True)
+    frozen.index = _write_shard(path, frozen.shards, {})
+    return frozen.index
 
 
 @contextmanager
@@ -86,12 +119,9 @@ def _says_what_is_missing(draft: Path) -> Iterator[None]:
         raise TrainingError(f"the checkpoint {draft} cannot be written ({free} free): {error}") from None
 
 
-def _write_shard(
-    draft: Path, shards: Iterable[TensorShard], extra: dict[str, torch.Tensor], rank: int
-) -> dict[str, Any]:
+def _write_shard(path: Path, shards: Iterable[TensorShard], extra: dict[str, torch.Tensor]) -> dict[str, Any]:
     tensors: dict[str, torch.Tensor] = {}
     pieces: list[dict[str, Any]] = []
-    name = folder.shard_name(rank)
     for shard in shards:
         if not shard.primary:
             continue
@@ -106,12 +136,11 @@ def _write_shard(
                 "offset": list(shard.offset),
                 "shape": list(shard.shape),
                 "flat": list(shard.flat) if shard.flat else None,
-                "file": name,
+                "file": path.name,
                 "entry": entry,
             }
         )
     tensors |= {f"rank/{key}": value.cpu().contiguous() for key, value in extra.items()}
-    path = draft / name
     hashed = {entry: hashes.hash_bytes(_bytes(tensor)) for entry, tensor in tensors.items()}
     # Two shards may be the same memory (a tied weight): safetensors wants each entry to own its bytes.
     save_file(
@@ -122,7 +151,7 @@ def _write_shard(
     tick()
     return {
         "pieces": pieces,
-        "file": {"name": name, "bytes": path.stat().st_size, "header_sha256": hashes.wrote(path)},
+        "file": {"name": path.name, "bytes": path.stat().st_size, "header_sha256": hashes.wrote(path)},
     }
 
 
@@ -144,13 +173,13 @@ def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _merge(draft: Path, size: int) -> dict[str, Any]:
     """The manifest's tensors and files from the index that each rank left in the draft."""
     tensors: dict[str, Any] = {}
-    files = {}
+    files: dict[str, Any] = {}
     for rank in range(size):
         path = draft / f"rank_{rank:05d}.json"
-        index = json.loads(path.read_text())
+        written = json.loads(path.read_text())["written"]
         path.unlink()
-        files[index["file"]["name"]] = {k: index["file"][k] for k in ("bytes", "header_sha256")}
-        for piece in index["pieces"]:
+        files |= {i["file"]["name"]: {k: i["file"][k] for k in ("bytes", "header_sha256")} for i in written}
+        for piece in (piece for index in written for piece in index["pieces"]):
             empty = {"shape": piece["global_shape"], "dtype": piece["dtype"], "pieces": []}
             entry = tensors.setdefault(piece["key"], empty)
             entry["pieces"].append({k: piece[k] for k in ("file", "entry", "offset", "shape", "flat")})

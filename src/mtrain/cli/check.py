@@ -97,9 +97,11 @@ def _device(run: RunConfig) -> str:
 
 def summary(loaded: Loaded) -> str:
     """The configuration that passed, in a few lines."""
-    from mtrain.plan.count import parameters
+    from mtrain.plan.count import adapter_parameters, parameters
 
     run = loaded.run
+    trained = sum(adapter_parameters(run))
+    adapters = f" that are frozen, {run.peft.kind} adapters of {count(trained)}" if trained else ""
     p, t, dp, formats = run.parallel, run.trainer, dp_of(run), str(run.precision.dtype)
     if run.precision.quantized is not None:
         formats += f" with products in {run.precision.multiplies_in} ({run.precision.quantized})"
@@ -114,7 +116,7 @@ def summary(loaded: Loaded) -> str:
     grown = ", ".join(f"{number} steps of {size}" for number, size in sizes[:4])
     ramp = [("ramp", grown + (f", ... {sizes[-1][0]} of {sizes[-1][1]}" if len(sizes) > 4 else ""))]
     lines = [
-        ("model", f"{run.model.name}, {count(parameters(run.model))} parameters, {formats}{_padding(run)}"),
+        ("model", f"{run.model.name}, {count(parameters(run.model))} parameters{adapters}, {formats}{_padding(run)}"),
         ("layout", ", ".join([*shown, *flags])),
         ("ranks", f"{p.ranks} on {run.cluster.name} ({run.cluster.device}, {run.cluster.nodes} node(s))"),
         ("batch", f"{t.batch} samples = {micro} micro-batch(es) of {t.micro} on {dp} rank(s)"),

@@ -16,6 +16,7 @@ from mtrain.cli.setup import load
 from mtrain.config.dump import run_yaml
 from mtrain.config.groups import CheckpointConfig, DataConfig, LogConfig
 from mtrain.config.paths import CHECKPOINTS, RUN_FILE, program
+from mtrain.config.peft import PeftConfig
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
@@ -70,7 +71,7 @@ def import_(argv: list[str]) -> int:
     with drafted(out, "importing") as draft:
         (draft / RUN_FILE).write_text(run_yaml(run))
         kind, checkpoint, record, folder = take(run, source, draft)
-        found = _logits(run, checkpoint, source)
+        found = _logits(run.model_copy(update={"peft": PeftConfig()}), checkpoint, source)  # theirs has no adapters
         certificate.write(draft, "import", kind, record, found)
     size = f"{len(record.source)} tensors, {bytes_(folder.nbytes)}"
     say(f"imported {source}: {kind}, {count(parameters(run.model))} parameters, {size}, into {out}{_said(found)}")
@@ -78,25 +79,27 @@ def import_(argv: list[str]) -> int:
 
 
 def export(argv: list[str]) -> int:
-    """`export RUN HF_DIR [dtype=D] [model_type=T]`: a folder that transformers loads."""
+    """`export RUN DIR [dtype=D] [model_type=T]`: a folder that transformers loads; `peft=V`: of adapters alone."""
     target, rest = target_of(argv, "convert export", USAGE)
     paths = [word for word in rest if "=" not in word]
     options = dict(word.split("=", 1) for word in rest if "=" in word)
-    unknown = sorted(options.keys() - {"dtype", "model_type"})
+    unknown = sorted(options.keys() - {"dtype", "model_type", "peft"})
     if len(paths) != 1 or unknown:
         said = f"there is no option {unknown[0]}" if unknown else "export needs the folder to write"
         raise ConfigError([Problem("MT002", "", None, said, f"{program()} convert export RUN HF_DIR [dtype=bf16]")])
-    dtype = read_dtype(options)
+    dtype, version = read_dtype(options), _peft_version(options)
     out, path = new_folder(Path(paths[0]).expanduser()), newest(target)
     from mtrain.convert import certificate
     from mtrain.convert.hugging_face import boxes, tables
-    from mtrain.convert.out import export_asking
+    from mtrain.convert.out import Weights, export_asking
     from mtrain.convert.saved import Saved
     from mtrain.convert.words import IN_TORCH
 
     run, home = read_run_file(path / RUN_FILE), path.parent.parent if path.parent.name == CHECKPOINTS else path
     kind, body = _config_of(run, home, options.get("model_type"))
     checkpoint, table = Saved.open(path), tables(kind, run.model)[0]
+    if version is not None:
+        return _export_adapters(Weights(checkpoint, run, table, boxes(run), dtype), kind, out, version)
     with drafted(out, "exporting") as draft:
         weights, record = export_asking(checkpoint, run, table, dtype, draft, lambda: boxes(run))
         stored = IN_TORCH[weights.dtype_of(weights.found.steps[0])]
@@ -106,6 +109,31 @@ def export(argv: list[str]) -> int:
         certificate.write(draft, "export", kind, record, found)
     size = sum(file.stat().st_size for file in out.iterdir())
     say(f"exported {path}: {kind}, {len(record.target)} tensors, {bytes_(size)} in {out}{_said(found)}")
+    return 0
+
+
+def _peft_version(options: dict[str, str]) -> str | None:
+    from mtrain.convert.folder import PEFT_VERSIONS
+
+    word = options.get("peft")
+    if word is not None and word not in PEFT_VERSIONS:
+        fix = " or ".join(f"peft={known}" for known in PEFT_VERSIONS)
+        raise ConfigError([Problem("MT003", "peft", word, "no form of peft that is written", fix, "command line")])
+    return PEFT_VERSIONS[word] if word is not None else None
+
+
+def _export_adapters(weights: Any, kind: str, out: Path, version: str) -> int:
+    """A folder that `peft` loads."""
+    from mtrain.convert import certificate
+    from mtrain.convert.adapter_folder import write_adapters
+    from mtrain.convert.hugging_face import layers
+
+    with drafted(out, "exporting") as draft:
+        record = write_adapters(weights, layers(kind), draft, version, weights.run.checkpoint.init_from)
+        certificate.write(draft, "export", kind, record, {"left_out": "adapters alone"})
+    size = sum(file.stat().st_size for file in out.iterdir())
+    said = f"{len(record.target)} tensors of adapters, {bytes_(size)} in {out}, as peft {version} has them"
+    say(f"exported {weights.checkpoint.path}: {kind}, {said}")
     return 0
 
 

@@ -88,6 +88,7 @@ PAGES: dict[str, Page] = {
             ("export RUN HF_DIR", "a new folder that transformers loads"),
             ("dtype=FORMAT", "export: fp32, bf16 or fp16 (as the checkpoint has them)"),
             ("model_type=TYPE", "export: the type of its config.json (the first that computes the same)"),
+            ("peft=VERSION", "export: the adapters alone, as peft 0.19 or 0.18 has them; without it they are merged"),
             ("import --megatron DIR RUN", "DIR: iter_0000100, or what holds it; the model is said: model=llama3_8b"),
             ("export --megatron RUN DIR", "a new folder for --load of Megatron-LM"),
             ("layers=LAYOUT", "export --megatron: stacked in one tensor, or apart (stacked where all are alike)"),

@@ -255,6 +255,12 @@ OTHERS = (
         says="lm-evaluation-harness ends with KeyError: 'helaswag'",
     ),
     Code(
+        "MT521",
+        "Adapters are not those of this run, or cannot be written.",
+        "Take the keys that are named, or export a merged model.",
+        says="its r is 8, and here it would be 16",
+    ),
+    Code(
         "MT601",
         "A text corpus cannot be read as it is.",
         "Name a folder that holds text of these endings.",

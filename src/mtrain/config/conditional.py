@@ -15,6 +15,7 @@ from mtrain.config.devices import facts_of
 from mtrain.config.kernels import OPERATIONS
 from mtrain.config.keys import RESOLVED, key_of, schema_keys, when_of
 from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.peft import TARGETS
 from mtrain.config.precision import LOW_PRECISION
 from mtrain.config.run import RunConfig
 
@@ -76,6 +77,11 @@ def chunks_of_a_document(run: RunConfig) -> int:
     return 2 * p.cp if p.cp > 1 else 1
 
 
+def takes_experts(run: RunConfig) -> bool:
+    """Whether there are experts, and adapters of this kind can be theirs: those of `peft` know neither of the two."""
+    return run.model.moe is not None and run.peft.kind == "lora" and not run.peft.dropout
+
+
 def _layers_may_differ(run: RunConfig) -> bool:
     return run.precision.quantized not in (None, "delayed")
 
@@ -103,6 +109,7 @@ _DEFAULTS: dict[str, Callable[[RunConfig], Any]] = {
     "data.packed_multiple": chunks_of_a_document,
     "parallel.microbatch_group_size_per_vp_stage": lambda r: r.parallel.pp,
     **{f"optim.{name}.{key}": get for name, spec in OPTIMIZERS.items() for key, get in spec.defaults.items()},
+    "peft.target": lambda r: tuple(t for t in TARGETS if t != "experts" or takes_experts(r)),
     "model.rope_scaling.original_max_position_embeddings": lambda r: r.model.max_position_embeddings,
     "model.moe.router_group_score_topk": lambda r: r.model.moe.group_score_topk if r.model.moe else None,
 }

@@ -23,6 +23,10 @@ class Only:
     """Keys that go with it, and what they are then."""
 
 
+_NO_ADAPTERS = "adapters are of decoder-only transformers"
+_WHOLE_MODEL = Only(
+    "peft.kind", (None,), _NO_ADAPTERS, tuple((f"peft.{key}", None) for key in ("r", "alpha", "target"))
+)
 SECTIONS = {"bert": "model.bert", "t5": "model.t5", "llava": "model.llava"}
 """Family -> the section of its own keys, which no other shipped family may have."""
 
@@ -54,6 +58,7 @@ _BERT_MODEL = (
 )
 _WHOLE = "a token of an encoder sees those before and behind it, and samples are whole windows"
 _ENCODER_RUN = (
+    _WHOLE_MODEL,
     Only("parallel.cp", (1,), "the sequence of an encoder is not sharded over ranks: its first token is pooled"),
     Only("parallel.hybrid_context_parallel", (False,), _WHOLE),
     Only("data.packed", (False,), _WHOLE),
@@ -86,6 +91,7 @@ _T5_MODEL = (
 _WHOLE_PAIRS = "biases by distance and cross attention are made for whole sequences"
 _UNTRIED = "encoder-decoders have weights in 16 or 32 bits"
 _T5_RUN = (
+    _WHOLE_MODEL,
     Only("parallel.pp", (1,), _STAGES),
     Only("parallel.vpp", (1,), _STAGES),
     Only("parallel.cp", (1,), _WHOLE_PAIRS),
@@ -104,6 +110,7 @@ _LLAMA = "LLaVA-1.5's language model is a Llama"
 _IMAGES = "the sequence is not sharded over ranks: an image may lie in the parts of two"
 _LLAVA = (
     _NO_NORMS_ON_SUMS,
+    _WHOLE_MODEL,
     Only("model.moe", (None,), f"{_LLAMA}, without experts"),
     Only("model.mla", (None,), f"{_LLAMA}, without MLA"),
     Only("model.mtp_num_layers", (None,), "MTP layers embed tokens by themselves, and know no images"),

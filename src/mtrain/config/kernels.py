@@ -145,6 +145,8 @@ def lacks(op: str, word: str, run: RunConfig) -> str | None:
     """Why an implementation has not what this run asks of an operation, on any device, or None."""
     if op == "optimizer":
         return update_obstacle(word, run)
+    if op in ("linear", "experts") and word == "te" and run.peft.kind is not None:
+        return f"TransformerEngine's layers have no adapters, which peft.kind {run.peft.kind} asks for"
     if (op, word) == ("attention", "te") and run.model.position_embedding_type == "relative":
         return "TransformerEngine's attention is not asked for the biases of model.position_embedding_type relative"
     if (op, word) == ("attention", "te") and run.model.attn_logit_softcapping is not None:

@@ -10,7 +10,7 @@ from mtrain.config.base import Section
 
 Run = Any
 """A RunConfig: its `optim` is made of what is said here, so this module cannot import it."""
-Feature = Literal["distributed_optimizer", "fsdp2", "megatron_fsdp", "cpu_offload"]
+Feature = Literal["distributed_optimizer", "fsdp2", "megatron_fsdp", "cpu_offload", "adapters"]
 
 
 @dataclass(frozen=True)

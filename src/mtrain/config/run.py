@@ -20,10 +20,12 @@ from mtrain.config.groups import (
 )
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
+from mtrain.config.peft import PeftConfig
 from mtrain.config.precision import PrecisionConfig
 
 GROUPS = (
     "model",
+    "peft",
     "parallel",
     "precision",
     "data",
@@ -55,6 +57,7 @@ class RunConfig(Section):
     """Everything that decides a run. The file `run.yaml` in a run folder is exactly this."""
 
     model: Annotated[ModelConfig, Key(effect=Effect.ARCHITECTURE)]
+    peft: Annotated[PeftConfig, Key(effect=Effect.NUMERICS)] = Field(default_factory=PeftConfig)
     parallel: Annotated[ParallelConfig, Key(effect=Effect.PARALLELISM)] = Field(default_factory=ParallelConfig)
     precision: Annotated[PrecisionConfig, Key(effect=Effect.NUMERICS)] = Field(default_factory=PrecisionConfig)
     data: Annotated[DataConfig, Key(effect=Effect.NUMERICS)] = Field(default_factory=DataConfig)

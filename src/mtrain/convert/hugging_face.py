@@ -78,6 +78,19 @@ def tables(kind: str, model: ModelConfig) -> tuple[Table, ...]:
     return found
 
 
+def layers(kind: str) -> Table:
+    """The table with the names of transformers' own layers of a `model_type`, which may not be those of files.
+
+    Raises:
+        ConfigError: it is of a family whose layers have no adapters.
+    """
+    from mtrain.models.gpt.hf import TABLES
+
+    if kind not in TABLES:
+        raise ConfigError([Problem("MT521", "", kind, "models of this kind have no adapters", "peft=none")])
+    return TABLES[kind]
+
+
 def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, Folder]:
     """Import the weights of `source` into the run folder `home` as the checkpoint of step 0, and keep what is beside.
 
@@ -103,8 +116,13 @@ def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, F
     from mtrain.convert.into import import_weights
     from mtrain.convert.read import Reader
 
+    adapters = None
+    if run.peft.init_from is not None:
+        from mtrain.convert.adapter_folder import read_adapters
+
+        adapters = read_adapters(Path(run.peft.init_from).expanduser(), run, layers(kind))
     reader, given = Reader(folder), tables(kind, run.model)
-    checkpoint, record = import_weights(reader, given, run, home / CHECKPOINTS, lambda: asked(run))
+    checkpoint, record = import_weights(reader, given, run, home / CHECKPOINTS, lambda: asked(run), adapters)
     (home / KEPT).mkdir(exist_ok=True)
     for name in (CONFIG, *COMPANIONS):
         keep(source / name, home / KEPT / name)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -24,11 +24,16 @@ from mtrain.convert.certificate import Record
 from mtrain.convert.match import Match, OurTensor, box_of, check_shape, likely, match
 from mtrain.convert.meanwhile import meanwhile
 from mtrain.convert.tensor_file import Writer, in_turn
-from mtrain.convert.words import FLOATS, IN_TORCH, Words, buffer_of
+from mtrain.convert.words import FLOATS, IN_TORCH, Words, buffer_of, of_tensor
 from mtrain.errors import CorruptData
 from mtrain.models.table import Step, Table
 
+if TYPE_CHECKING:
+    import torch
+
 FILE_BYTES = 4 << 30
+Adapters = tuple[Mapping[str, OurTensor], Mapping[str, "torch.Tensor"]]
+"""Tensors of ours that no table has, and what they hold, by name."""
 
 
 class Source(Protocol):
@@ -112,10 +117,12 @@ def import_weights(
     run: RunConfig,
     root: Path,
     asked: Callable[[], dict[str, OurTensor]],
+    adapters: Adapters | None = None,
 ) -> tuple[Path, Record]:
     """Write the weights of a folder as the checkpoint of step 0 under `root`, which commits it by a rename.
 
-    `asked` gives the tensors of the run's model, while what is likely right is written. Peak memory is that of the
+    `asked` gives the tensors of the run's model, while what is likely right is written; `adapters` are written beside
+    them. Peak memory is that of the
     tensors of a few steps. The checkpoint holds no optimizer state: training from it begins at step 0.
 
     Raises:
@@ -126,7 +133,7 @@ def import_weights(
     try:
         (draft / ckpt_folder.RUN_FILE).write_text(run_yaml(run.recorded()))
         ckpt_folder.sync(draft / ckpt_folder.RUN_FILE)
-        body, record = _written(draft, source, tables, run, asked)
+        body, record = _written(draft, source, tables, run, asked, adapters)
         ckpt_folder.commit(draft, final, body)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -140,6 +147,7 @@ def _written(
     tables: Sequence[Table],
     run: RunConfig,
     asked: Callable[[], dict[str, OurTensor]],
+    adapters: Adapters | None,
 ) -> tuple[dict[str, Any], Record]:
     """What the manifest says of the files that are written into `draft`, and what was done."""
 
@@ -161,7 +169,13 @@ def _written(
     record = Record()
     for step in found.steps:
         for name in step.ours:
-            _note(tensors, record, name, made[name], step, ours[name])
+            check_shape(step, name, made[name].shape, ours[name])
+            _note(tensors, record, name, made[name], ours[name])
+    if adapters is not None:
+        beside = _write_adapters(draft, len({one.file for one in made.values()}), adapters)
+        for name, one in beside.items():
+            _note(tensors, record, name, one, adapters[0][name])
+        made = made | beside
     facts = {
         name: {"bytes": (draft / name).stat().st_size, "header_sha256": hashes.wrote(draft / name)}
         for name in dict.fromkeys(one.file for one in made.values())
@@ -171,9 +185,23 @@ def _written(
     return {"step": 0, "ranks": len(facts), "state": state, "tensors": tensors, "files": facts}, record
 
 
-def _note(tensors: dict[str, Any], record: Record, name: str, made: _Made, step: Step, ours: OurTensor) -> None:
+def _write_adapters(draft: Path, number: int, adapters: Adapters) -> dict[str, _Made]:
+    """Writes adapters into a file of their own."""
+    file, made = ckpt_folder.shard_name(number), dict[str, _Made]()
+    hashed = dict.fromkeys(adapters[0], "0" * 64)
+    with Writer(draft / file, hashed, len(strict_json.dumps(_metadata(hashed)))) as writer:
+        for name in adapters[0]:
+            words, dtype = of_tensor(adapters[1][name].contiguous())
+            data = buffer_of(words)
+            hashed[name] = hashes.hash_bytes(data)
+            writer.write(name, dtype, words.shape, data)
+            made[name] = _Made(file, dtype, words.shape, hashed[name])
+        writer.close(_metadata(hashed))
+    return made
+
+
+def _note(tensors: dict[str, Any], record: Record, name: str, made: _Made, ours: OurTensor) -> None:
     """Adds a tensor to those of the manifest, and to the record."""
-    check_shape(step, name, made.shape, ours)
     box = box_of(ours)
     record.target[name] = (made.dtype, made.shape, made.sha256)
     empty = {"shape": list(box.global_shape), "dtype": IN_TORCH[made.dtype], "pieces": []}

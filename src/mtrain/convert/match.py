@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from mtrain.ckpt.folder import MODEL
+from mtrain.config.peft import PeftConfig
 from mtrain.errors import CorruptData
 from mtrain.models.gpt.torch_dist import counted_axes, one_name
 from mtrain.models.table import Step, Table
@@ -98,11 +99,22 @@ def boxes_of(ours: Mapping[str, OurTensor]) -> dict[str, Box]:
 
 
 def our_tensors(run: Any) -> dict[str, OurTensor]:
-    """Those of the model of a run, whatever its layout, by name.
+    """Those of the model of a run, whatever its layout, by name, without adapters.
 
     Raises:
         RuntimeError: torch.distributed is in use in this process.
     """
+    return _tensors_of(run.model_copy(update={"peft": PeftConfig()}))
+
+
+def our_adapters(run: Any) -> dict[str, OurTensor]:
+    """Those of the adapters of a run, by name; raises as `our_tensors` does."""
+    from mtrain.mcore.merging import is_adapter
+
+    return {name: tensor for name, tensor in _tensors_of(run).items() if is_adapter(name)}
+
+
+def _tensors_of(run: Any) -> dict[str, OurTensor]:
     from mtrain.build.model import blank_model
     from mtrain.mcore.shard_specs import shard_specs_of
     from mtrain.plan.shrink import alone

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,13 +15,16 @@ from mtrain.ckpt.hashes import hash_bytes
 from mtrain.config.run import RunConfig
 from mtrain.convert.certificate import Record
 from mtrain.convert.folder import INDEX, WEIGHTS
-from mtrain.convert.match import Box, Match, likely_boxes, shapes_of_theirs, written
+from mtrain.convert.match import Box, Match, boxes_of, likely_boxes, our_adapters, shapes_of_theirs, written
 from mtrain.convert.meanwhile import meanwhile
 from mtrain.convert.saved import Saved
 from mtrain.convert.tensor_file import BYTES, Writer, in_turn
-from mtrain.convert.words import Words, buffer_of, converted
+from mtrain.convert.words import Words, as_tensor, buffer_of, converted, of_tensor
 from mtrain.errors import CorruptData
 from mtrain.models.table import Step, Table
+
+if TYPE_CHECKING:
+    from mtrain.mcore.merging import Whole
 
 FILE_BYTES = 5_000_000_000
 """Of a file at most, unless one tensor alone is larger: as most published folders have it."""
@@ -46,7 +50,7 @@ class Given:
 
 
 class Weights:
-    """The weights of a checkpoint by Hugging Face's names."""
+    """The weights of a checkpoint by Hugging Face's names, its adapters merged into them."""
 
     def __init__(
         self,
@@ -62,13 +66,36 @@ class Weights:
         Raises:
             CorruptData: the checkpoint lacks a weight of the model, or the table does not fit it.
         """
-        self.checkpoint, self.model, self.ours = checkpoint, run.model, ours
+        self.checkpoint, self.run, self.model, self.ours = checkpoint, run, run.model, ours
         self.dtype = dtype
         self.found: Match = written(table, run.model, self.ours)
         held = checkpoint.manifest["tensors"]
         lacks = [box.key for box in self.ours.values() if f"{ckpt_folder.MODEL}{box.key}" not in held]
         if lacks:
             raise CorruptData(f"{checkpoint.path} has no {', '.join(lacks[:8])}")
+        self.adapters = boxes_of(our_adapters(run)) if run.peft.kind is not None else {}
+
+    def adapter_of(self, weight: str, record: Record | None = None) -> Whole | None:
+        """The adapter of one of our weights, as tensors of torch; None: it has none."""
+        if not self.adapters:
+            return None
+        from mtrain.mcore.merging import Whole
+
+        names = self._adapter_names(weight)
+        if not names:
+            return None
+        found = {name: self._read(name, self.adapters[name], record) for name in names if name in self.adapters}
+        tensors = {name: as_tensor(np.ascontiguousarray(one.words), one.dtype) for name, one in found.items()}
+        return Whole(*(tensors.get(name) for name in names))  # type: ignore[arg-type]
+
+    def _adapter_names(self, weight: str) -> tuple[str, ...]:
+        """What the tensors of the adapter of a weight are called; empty where it has none."""
+        if not self.adapters:
+            return ()
+        from mtrain.mcore.merging import names_beside
+
+        names = names_beside(weight)
+        return tuple(names) if names is not None and names.a in self.adapters else ()
 
     def made(self) -> list[_Made]:
         """What the steps make, in their order; asks torch."""
@@ -96,16 +123,28 @@ class Weights:
         words = [one.words for one in given]
         made = step.operation.apply(words, self.model, inward=False)
         if record is not None:
-            names = {"theirs": list(step.theirs), "operation": step.operation.name, "ours": list(step.ours)}
-            record.steps.append(names)
+            beside = [n for name in step.ours for n in self._adapter_names(name) if n in self.adapters]
+            operation = f"merged, {step.operation.name}" if beside else step.operation.name
+            record.steps.append({"theirs": list(step.theirs), "operation": operation, "ours": [*step.ours, *beside]})
         dtype, wanted = given[0].dtype, self.dtype_of(step)
         for name, one in zip(step.theirs, made, strict=True):
             same = next((g.sha256 for g in given if g.words is one and dtype == wanted), "")
             yield name, Given(np.ascontiguousarray(converted(one, dtype, wanted)), wanted, same)
 
     def _own(self, name: str, record: Record | None) -> Given:
-        """A whole tensor of ours."""
-        box = self.ours[name]
+        """A whole tensor of ours, with its adapter."""
+        found, adapter = self._read(name, self.ours[name], record), self.adapter_of(name, record)
+        if adapter is None:
+            return found
+        from mtrain.mcore.merging import merged, one_hot_of
+
+        wide = converted(np.ascontiguousarray(found.words), found.dtype, self.dtype or found.dtype)
+        weight = as_tensor(wide, self.dtype or found.dtype)
+        one = merged(weight, adapter, one_hot_of(name, adapter, self.model), self.run.peft.scale)
+        return Given(*of_tensor(one))
+
+    def _read(self, name: str, box: Box, record: Record | None) -> Given:
+        """A whole tensor as the checkpoint has it."""
         key = self._key(box.key)
         words, sha256 = self.checkpoint.read(key, box)
         found = Given(words, self.checkpoint.dtype(key), sha256)
@@ -164,7 +203,7 @@ def export_asking(
     Raises:
         CorruptData: the checkpoint lacks a weight of the model, or cannot be read.
     """
-    likely = likely_boxes(checkpoint.manifest, table, run.model)
+    likely = likely_boxes(checkpoint.manifest, table, run.model) if run.peft.kind is None else None
     if likely is not None:
         weights = Weights(checkpoint, run, table, likely, dtype)
         ours, record = meanwhile(

@@ -20,14 +20,16 @@ from mtrain.config.base import Effect
 from mtrain.config.batches import counted, samples_of, stages
 from mtrain.config.dump import override, run_yaml
 from mtrain.config.keys import effect_of
-from mtrain.config.paths import CHECKPOINTS, RUN_FILE
+from mtrain.config.paths import CHECKPOINTS, RUN_FILE, program
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.config.run_file import read_run_file
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem, show
 from mtrain.launching import matmul
+from mtrain.launching.changes import anchored as anchored
+from mtrain.launching.changes import differences_of, without_adapters
 from mtrain.layout.grid import RankGrid
-from mtrain.plan.count import flops_per_token, parameters, state_bytes
+from mtrain.plan.count import adapter_parameters, flops_of_token, parameters, state_bytes
 from mtrain.world.stacks import ERRORS
 
 LOCK_FILE = ".lock"
@@ -58,18 +60,6 @@ class Plan:
     """What the user should know of the choice."""
     weights: Path | None = None
     """The checkpoint whose weights alone a new run begins with, or a Hugging Face folder."""
-
-
-def anchored(run: RunConfig) -> RunConfig:
-    """The run with absolute data paths, so that it means the same from any working directory."""
-
-    def absolute(path: str | None) -> str | None:
-        return os.path.abspath(Path(path).expanduser()) if path is not None else None
-
-    data = run.data.model_copy(update={"path": absolute(run.data.path), "tokenizer": absolute(run.data.tokenizer)})
-    if data.blend is not None:
-        data = data.model_copy(update={"blend": tuple(str(absolute(prefix)) for prefix in data.blend)})
-    return run.model_copy(update={"data": data})
 
 
 def plan(run: RunConfig) -> Plan:
@@ -219,11 +209,12 @@ def _planned(run: RunConfig, chosen: Plan, why: dict[str, str]) -> dict[str, Any
     return {
         "digest": run.digest(),
         "parameters": parameters(run.model),
+        "adapter_parameters": sum(adapter_parameters(run)),
         "ranks": grid.world,
         "layout": grid.sizes,
         "tokens": samples_of(stages(run), run.trainer.train_iters) * run.data.length,
         "steps_and_their_samples": counted(stages(run), run.trainer.train_iters),
-        "model_flops_per_step": flops_per_token(run.model, run.data.length) * tokens,
+        "model_flops_per_step": flops_of_token(run) * tokens,
         "state_bytes": state_bytes(run),
         "kernels": {name: {"choice": getattr(run.kernels, name), "reason": text} for name, text in why.items()},
         "resumed_from": str(chosen.checkpoint) if chosen.checkpoint else None,
@@ -270,8 +261,8 @@ def _latest(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
     if not runs:
         what = f"there is no run named {run.log.name} in {root}" if run.log.name else f"there is no run in {root}"
         raise _nothing("latest", what)
-    same = [folder for folder, other in runs if not _differences(run, other)]
-    alike = [folder for folder, other in runs if not _differences(run, other, Effect.ARCHITECTURE)]
+    same = [folder for folder, other in runs if not differences_of(run, other)]
+    alike = [folder for folder, other in runs if not differences_of(run, other, Effect.ARCHITECTURE)]
     if not (same or alike or run.log.name):
         raise _nothing("latest", f"no run in {root} has this model; the newest is {runs[0][0]}")
     candidates = same or alike or [runs[0][0]]
@@ -321,16 +312,20 @@ def _weights(run: RunConfig) -> Path | None:
         ConfigError: it has no checkpoint, or its model is another one.
     """
     start = run.checkpoint.init_from
-    if start is None:
-        return None
-    path = Path(start).expanduser()
-    if not any((path / name).is_file() for name in (RUN_FILE, ckpt_folder.MANIFEST)):
+    path = Path(start).expanduser() if start is not None else None
+    known = path is not None and any((path / name).is_file() for name in (RUN_FILE, ckpt_folder.MANIFEST))
+    if run.peft.init_from is not None and (path is None or known):
+        raise _adapters_alone(run)
+    if path is None or not known:
         return path
     found = path if (path / ckpt_folder.MANIFEST).is_file() else _newest(path, [])
     if found is None:
         rule = f"{path} has no checkpoint yet"
         raise ConfigError([Problem("MT502", "checkpoint.init_from", start, rule, "checkpoint.init_from=null")])
-    differences = _differences(run, read_run_file(found / RUN_FILE), Effect.ARCHITECTURE)
+    other = read_run_file(found / RUN_FILE)
+    if other.peft.kind is not None and run.peft.kind is None:
+        raise _adapters_left_out(found, start)
+    differences = without_adapters(differences_of(run, other, Effect.ARCHITECTURE), other)
     if differences:
         where = f"the weights in {found} are of another model: there it is"
         raise ConfigError(
@@ -338,6 +333,18 @@ def _weights(run: RunConfig) -> Path | None:
             for key, (old, new) in differences.items()
         )
     return found
+
+
+def _adapters_left_out(found: Path, start: str | None) -> ConfigError:
+    rule = f"the weights in {found} have adapters, and peft.kind is null: what they have learned would be lost"
+    fix = f"peft=lora, or {program()} convert export {found} HF_DIR and checkpoint.init_from=HF_DIR, which is merged"
+    return ConfigError([Problem("MT503", "checkpoint.init_from", start, rule, fix)])
+
+
+def _adapters_alone(run: RunConfig) -> ConfigError:
+    rule = "adapters of `peft` are read together with the Hugging Face folder that they are for"
+    fix = "checkpoint.init_from=HF_DIR"
+    return ConfigError([Problem("MT521", "peft.init_from", run.peft.init_from, rule, fix)])
 
 
 def _nothing(given: str, what: str) -> ConfigError:
@@ -353,7 +360,9 @@ def _validate(run: RunConfig, folder: Path, checkpoint: Path | None) -> tuple[st
     trained = checkpoint is None or not ckpt_folder.read_manifest(checkpoint, verify=False)["state"].get(
         "weights_only"
     )
-    differences = _differences(run, other, *(Effect if trained else (Effect.ARCHITECTURE,)))
+    differences = differences_of(run, other, *(Effect if trained else (Effect.ARCHITECTURE,)))
+    if not trained:
+        differences = without_adapters(differences, other)
     problems = []
     for key, (old, new) in differences.items():
         effect = effect_of(key)
@@ -368,11 +377,3 @@ def _validate(run: RunConfig, folder: Path, checkpoint: Path | None) -> tuple[st
     if problems:
         raise ConfigError(problems)
     return tuple(f"{key}: {show(old)} -> {show(new)}" for key, (old, new) in differences.items())
-
-
-def _differences(run: RunConfig, other: RunConfig, *effects: Effect) -> dict[str, tuple[object, object]]:
-    """Keys whose values differ, of the given effects (default: those that change the weights that come out)."""
-    wanted = effects or (Effect.ARCHITECTURE, Effect.NUMERICS, Effect.PARALLELISM)
-    mine, theirs = anchored(run).recorded().flat(), anchored(other).recorded().flat()
-    keys = [k for k in {**mine, **theirs} if effect_of(k) in wanted]
-    return {k: (theirs.get(k), mine.get(k)) for k in keys if theirs.get(k) != mine.get(k)}

@@ -205,7 +205,9 @@ class DuplicatedLinear(nn.Module):
         position_size = config.qk_pos_emb_head_dim
         shares_keys = output_size == config.kv_lora_rank + position_size
         split = tp_group is not None and tp_group.size() > 1 and not config.sequence_parallel
-        self._tp_group = tp_group
+        self.config, self.input_size = config, input_size
+        self.tp_group = parallel_state.get_tensor_model_parallel_group() if tp_group is None else tp_group
+        self.sequence_parallel = config.sequence_parallel
         self._summed = position_size if shares_keys and split else 0
 
     def reset_parameters(self) -> None:
@@ -214,13 +216,16 @@ class DuplicatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """`x` [..., input_size] to [..., output_size], and no bias."""
-        y = linear(x, self.weight)
+        y = self._product(x)
         if self._summed:
             # the compressed half needs no sum: the up projection that reads it sums its own input's gradient
             compressed, position = y.split([y.shape[-1] - self._summed, self._summed], dim=-1)
-            position = copy_to_tensor_model_parallel_region(position, group=self._tp_group)
+            position = copy_to_tensor_model_parallel_region(position, group=self.tp_group)
             y = torch.cat([compressed, position], dim=-1)
         return y, None
+
+    def _product(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
 
 
 class _GroupedLinear(nn.Module):
@@ -310,19 +315,27 @@ class _GroupedLinear(nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Each expert's tensors at its place among all experts, under the keys of `SequentialMLP`."""
-        metadata = metadata or {}
+        axes = {"weight": self.partition_dim} | ({"bias": 0} if self.partition_dim == 0 else {})
+        return self.sharded_by_expert(("weight", "bias"), axes, prefix, sharded_offsets, metadata or {})
+
+    def sharded_by_expert(
+        self,
+        names: Sequence[str],
+        axes: dict[str, int],
+        prefix: str,
+        sharded_offsets: tuple[Any, ...],
+        metadata: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Those of its tensors with these names and an expert's number; `axes` are split over expert-tensor ranks."""
         alone = metadata.get("singleton_local_shards", False)
-        first, experts = self._groups.ep.rank() * self.num_gemms, self._groups.ep.size() * self.num_gemms
+        first = self._groups.ep.rank() * self.num_gemms
         result: dict[str, Any] = {}
         for i in range(self.num_gemms):
-            offsets = sharded_offsets if alone else (*sharded_offsets, (len(sharded_offsets), first + i, experts))
-            tensors = {n: getattr(self, f"{n}{i}") for n in ("weight", "bias") if hasattr(self, f"{n}{i}")}
-            axes = {"weight": self.partition_dim} | ({"bias": 0} if self.partition_dim == 0 else {})
             sharded = make_sharded_tensors_for_checkpoint(
-                tensors,
+                {n: getattr(self, f"{n}{i}") for n in names if hasattr(self, f"{n}{i}")},
                 f"{first + i}.{prefix}" if alone else prefix,
                 axes,
-                offsets,
+                sharded_offsets if alone else self.offsets_of_expert(i, sharded_offsets),
                 tp_group=self._tp,
                 dp_cp_group=metadata["dp_cp_group"],
             )
@@ -330,6 +343,11 @@ class _GroupedLinear(nn.Module):
                 tensor.replica_id = (*tensor.replica_id[:2], self._groups.expt_dp.rank())
                 result[f"{prefix}{key.rsplit('.', 1)[-1]}{i}"] = tensor
         return result
+
+    def offsets_of_expert(self, i: int, sharded_offsets: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The place of this rank's expert `i` among all, behind what counts layers."""
+        first, experts = self._groups.ep.rank() * self.num_gemms, self._groups.ep.size() * self.num_gemms
+        return (*sharded_offsets, (len(sharded_offsets), first + i, experts))
 
     def _each(self, name: str) -> list[Any]:
         return [getattr(self, f"{name}{i}") for i in range(self.num_gemms)]

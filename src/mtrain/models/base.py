@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
+from mtrain.config.peft import PeftConfig
 from mtrain.config.run import RunConfig
 
 BuildChunk = Callable[[RunConfig, Any, int | None], Any]
@@ -84,3 +85,5 @@ class Family:
     shrink: Shrink
     frozen_parameters: Callable[[ModelConfig], int] = lambda model: 0
     """Those of `parameters` that are not trained: they have neither gradient nor optimizer state."""
+    adapter_parameters: Callable[[ModelConfig, PeftConfig], tuple[int, int]] = lambda model, peft: (0, 0)
+    """Those of low-rank adapters, which come on top: of layers that every token visits, and of routed experts."""

@@ -32,6 +32,23 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     return family_of(model).flops_per_token(model, seq_length, causal=causal)
 
 
+def adapter_parameters(run: RunConfig) -> tuple[int, int]:
+    """Parameters of the adapters of a run, of layers that every token visits and of routed experts; 0 without."""
+    return family_of(run.model).adapter_parameters(run.model, run.peft) if run.peft.kind else (0, 0)
+
+
+def flops_of_token(run: RunConfig, *, causal: bool = True) -> float:
+    """`flops_per_token` of what a run trains: frozen weights have no gradients, and adapters are on top."""
+    model = run.model
+    whole = flops_per_token(model, run.data.length, causal=causal)
+    if run.peft.kind is None:
+        return whole
+    table = 0 if model.tie_word_embeddings else model.padded_vocab_size * model.hidden_size
+    dense, experts = adapter_parameters(run)
+    visited = experts * model.moe.router_topk / model.moe.num_experts if model.moe is not None else 0.0
+    return whole - 2.0 * (active_parameters(model) - table) + 6.0 * (dense + visited)
+
+
 def state_bytes(run: RunConfig) -> int:
     """Bytes of weights, gradients and optimizer state over all ranks, replicas counted; a lower bound of the memory.
 
@@ -47,15 +64,18 @@ def state_bytes(run: RunConfig) -> int:
     per_weight = bytes_of(dtype) + bytes_of("fp32" if run.precision.grad_reduce_in_fp32 else dtype)
     per_state = (_main_weight_bytes(run) if half else 0) + _moment_bytes(run)
     experts, frozen = expert_parameters(run.model), family_of(run.model).frozen_parameters(run.model)
-    copies_of_all = max(1, p.ranks // (p.tp * p.pp))
-    total = frozen * bytes_of(dtype) * copies_of_all
-    for number, ranks_of_a_copy in (
-        (parameters(run.model) - experts - frozen, p.tp * p.pp),
-        (experts, (p.etp or p.tp) * p.ep * p.pp),
+    dense, adapters = parameters(run.model) - experts, adapter_parameters(run)
+    trained = adapters if run.peft.kind else (dense - frozen, experts)
+    total = 0
+    for number, learning, ranks_of_a_copy in (
+        (dense, trained[0], p.tp * p.pp),
+        (experts, trained[1], (p.etp or p.tp) * p.ep * p.pp),
     ):
         replicas = max(1, p.ranks // ranks_of_a_copy)
         copies = replicas if p.fsdp == "none" else 1
-        total += number * (per_weight * copies + per_state * (1 if p.distributed_optimizer else copies))
+        still = number if run.peft.kind else number - learning
+        total += still * bytes_of(dtype) * copies
+        total += learning * (per_weight * copies + per_state * (1 if p.distributed_optimizer else copies))
     return total
 
 

@@ -157,7 +157,8 @@ def without_chance(run: RunConfig) -> RunConfig:
     if run.model.moe is not None:
         off = {"input_jitter_eps": None, "router_force_load_balancing": False}
         certain["moe"] = run.model.moe.model_copy(update=off)
-    return run.model_copy(update={"model": run.model.model_copy(update=certain)})
+    peft = run.peft.model_copy(update={"dropout": 0.0})
+    return run.model_copy(update={"model": run.model.model_copy(update=certain), "peft": peft})
 
 
 def by_document(run: RunConfig) -> RunConfig | None:

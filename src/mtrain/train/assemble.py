@@ -30,7 +30,7 @@ from mtrain.data.text import Tokenizer
 from mtrain.errors import CorruptData, MtrainError, warn
 from mtrain.mcore.sharding import gathered
 from mtrain.models.registry import family_of, imported, probed
-from mtrain.plan.count import parameters
+from mtrain.plan.count import adapter_parameters, parameters
 from mtrain.train import hooks
 from mtrain.train.dynamic import run_documents
 from mtrain.train.generate import Sampler
@@ -251,8 +251,10 @@ def _introduce(parts: Parts, splits: Splits, progress: Progress) -> None:
     run, world = parts.run, parts.world
     counts = sorted({size // (run.trainer.micro * world.grid.dp) for _, size in parts.batch_sizes})
     batch = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else counts[0]
+    trained = sum(adapter_parameters(run))
+    adapters = f" that are frozen, adapters of {units.count(trained)}" if trained else ""
     progress.note(
-        f"{run.model.name}: {units.count(parameters(run.model))} parameters, {world.grid} on {world.size} "
+        f"{run.model.name}: {units.count(parameters(run.model))} parameters{adapters}, {world.grid} on {world.size} "
         f"{world.device.name} ranks, {run.precision.dtype}, {batch} micro-batches per step"
     )
     for remark in splits.remarks():

@@ -17,7 +17,7 @@ from mtrain import strict_json, units
 from mtrain.ckpt import state as ckpt_state
 from mtrain.errors import warn
 from mtrain.models.registry import family_of
-from mtrain.plan.count import flops_per_token
+from mtrain.plan.count import flops_of_token
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts, StepResult, evaluate
 from mtrain.train.trainer import Hook
@@ -119,7 +119,7 @@ def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
     """A step as a record of the metrics file."""
     run, world = parts.run, parts.world
     seconds = result.seconds
-    flops = {c: flops_per_token(run.model, run.data.length, causal=c) * result.computed for c in (True, False)}
+    flops = {c: flops_of_token(run, causal=c) * result.computed for c in (True, False)}
     rate = flops[True] / seconds["step"] / world.size
     record: dict[str, Any] = {
         "step": result.step,

@@ -79,7 +79,7 @@ def optimizer_can_be_distributed(run: RunConfig) -> Iterator[Finding]:
     if run.parallel.distributed_optimizer and why is not None:
         off: Change = {"parallel.distributed_optimizer": False}
         both: Change = {**off, "parallel.overlap_param_gather": False}
-        other = _another(run.optim.name, "distributed_optimizer")
+        other = another_optimizer(run.optim.name, "distributed_optimizer")
         rule = f"the distributed optimizer does not take {run.optim.name}: {why}"
         yield Finding("MT426", "parallel.distributed_optimizer", rule, (off, both, other))
 
@@ -96,7 +96,9 @@ def megatron_fsdp_shards_the_state(run: RunConfig) -> Iterator[Finding]:
         torch_fsdp: Change = {"parallel.fsdp": "fsdp2", **none}
         plain: Change = {"parallel.fsdp": "none", **none, "parallel.hsdp_replicas": 1}
         rule = f"megatron's FSDP does not shard the state of {run.optim.name}: {why}"
-        yield Finding("MT165", "parallel.fsdp", rule, (_another(run.optim.name, "megatron_fsdp"), torch_fsdp, plain))
+        yield Finding(
+            "MT165", "parallel.fsdp", rule, (another_optimizer(run.optim.name, "megatron_fsdp"), torch_fsdp, plain)
+        )
 
 
 @rule(
@@ -110,12 +112,12 @@ def optimizer_has_what_it_needs(run: RunConfig) -> Iterator[Finding]:
     if p.fsdp == "fsdp2" and why is not None:
         plain: Change = {"parallel.fsdp": "none", "parallel.hsdp_replicas": 1}
         rule = f"fsdp2 does not go with {o.name}: {why}"
-        yield Finding("MT467", "parallel.fsdp", rule, (plain, _another(o.name, "fsdp2")))
+        yield Finding("MT467", "parallel.fsdp", rule, (plain, another_optimizer(o.name, "fsdp2")))
     why = _why_not(run, "cpu_offload")
     if o.cpu_offload and why is not None:
         on_device: Change = {"optim.cpu_offload": 0.0}
         rule = f"{o.name} is not updated in host memory: {why}"
-        yield Finding("MT467", "optim.cpu_offload", rule, (on_device, _another(o.name, "cpu_offload")))
+        yield Finding("MT467", "optim.cpu_offload", rule, (on_device, another_optimizer(o.name, "cpu_offload")))
 
 
 def _why_not(run: RunConfig, feature: Feature) -> str | None:
@@ -123,7 +125,7 @@ def _why_not(run: RunConfig, feature: Feature) -> str | None:
     return OPTIMIZERS[run.optim.name].cannot.get(feature)
 
 
-def _another(name: str, feature: Feature) -> Change:
+def another_optimizer(name: str, feature: Feature) -> Change:
     """An optimizer that can be combined with something, and no keys of the one that was there."""
     instead = next(other for other, spec in OPTIMIZERS.items() if feature not in spec.cannot)
     section = OPTIMIZERS[name].section

@@ -28,7 +28,7 @@ FORMATS = " ".join(_FORMAT)
 """Keys of a quantized format."""
 
 
-def _off(run: RunConfig) -> Change:
+def without_low_precision(run: RunConfig) -> Change:
     """Every key of a quantized format at its default."""
     defaults = {key: PrecisionConfig.model_fields[key.partition(".")[2]].default for key in _FORMAT}
     return {k: off for k, off in defaults.items() if getattr(run.precision, k.partition(".")[2]) != off}
@@ -37,7 +37,7 @@ def _off(run: RunConfig) -> Change:
 def _tensorwise(run: RunConfig) -> Change:
     """8 bits with the recipe that runs everywhere and remembers nothing, without the keys of others."""
     kept = ("precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16")
-    rest = {key: value for key, value in _off(run).items() if key not in kept}
+    rest = {key: value for key, value in without_low_precision(run).items() if key not in kept}
     return {**rest, "precision.fp8": run.precision.fp8 or "hybrid", "precision.fp8_recipe": "tensorwise"}
 
 
@@ -67,7 +67,7 @@ def one_low_precision_format(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT440", "precision.fp4", rule, ({"precision.fp4": None, "precision.fp4_recipe": None}, four))
     if p.quantized is not None and p.dtype != "bf16":
         rule = f"the {p.quantized} recipe is one of models in bf16, and precision.dtype is {p.dtype}"
-        yield Finding("MT441", "precision.dtype", rule, ({"precision.dtype": "bf16"}, _off(run)))
+        yield Finding("MT441", "precision.dtype", rule, ({"precision.dtype": "bf16"}, without_low_precision(run)))
 
 
 @rule(
@@ -87,7 +87,7 @@ def low_precision_needs_transformer_engine(run: RunConfig) -> Iterator[Finding]:
     where = f"on {with_cuda_kernels()}; the device is {device.name}, {', '.join(others)}"
     rule = f"products in {what} bits are TransformerEngine's, {where}"
     te: Change = {f"kernels.{name}": "te" for name in used}
-    fixes = (te, _off(run))
+    fixes = (te, without_low_precision(run))
     yield Finding("MT442", _key(run), rule, fixes, hint=PLAIN, lacks="" if device.cuda_kernels else "device")
 
 
@@ -102,7 +102,9 @@ def generation_has_the_recipe(run: RunConfig) -> Iterator[Finding]:
         return
     until = f" and below sm_{end}" if end < 999 else ""
     rule = f"the {recipe} recipe needs sm_{first} or newer{until}, and the devices are sm_{sm}"
-    yield Finding("MT443", _key(run), rule, (_tensorwise(run), _off(run)), hint=PLAIN, also=("cluster.sm",))
+    yield Finding(
+        "MT443", _key(run), rule, (_tensorwise(run), without_low_precision(run)), hint=PLAIN, also=("cluster.sm",)
+    )
 
 
 def _widths(run: RunConfig) -> Iterator[tuple[str, str, int, int]]:
@@ -162,7 +164,7 @@ def widths_fill_the_tensor_cores(run: RunConfig) -> Iterator[Finding]:
     for key, words, width, ranks in _widths(run):
         if width % (ranks * step):
             rule = f"{words}, {width} wide over {ranks} rank(s): {recipe} takes multiples of {step} on each"
-            fixes: tuple[Change, ...] = (_off(run),)
+            fixes: tuple[Change, ...] = (without_low_precision(run),)
             if key in ("model.hidden_size", "model.ffn_hidden_size") or key.startswith("model.moe."):
                 fixes = (*({key: n} for n in multiples(width, ranks * step)), *fixes)
             yield Finding("MT444", key, rule, fixes, hint=PLAIN, also=("parallel.tp",))
@@ -175,7 +177,7 @@ def widths_fill_the_tensor_cores(run: RunConfig) -> Iterator[Finding]:
             "MT445",
             "data.seq_length",
             rule,
-            (*more, _off(run)),
+            (*more, without_low_precision(run)),
             hint=PLAIN,
             also=("parallel.tp", "parallel.cp", "trainer.micro_batch_size"),
         )

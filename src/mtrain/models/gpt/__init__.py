@@ -2,6 +2,7 @@
 
 from mtrain.models.base import Family
 from mtrain.models.gpt import count
+from mtrain.models.gpt.adapters import adapter_parameters
 from mtrain.models.gpt.shrink import shrink
 
 GPT = Family(
@@ -15,4 +16,5 @@ GPT = Family(
     expert_parameters=count.expert_parameters,
     flops_per_token=count.flops_per_token,
     shrink=shrink,
+    adapter_parameters=adapter_parameters,
 )

@@ -1,0 +1,65 @@
+"""Whole weights and their low-rank adapters: which belong together, and the one weight that they amount to."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mtrain.mcore.low_rank import LATENT, MAGNITUDE, A, B, parts_of_halves, parts_of_qkv, spread
+
+_KINDS = "|".join(("qkv", "proj", "fc1", "fc2", *LATENT))
+_WEIGHT = re.compile(rf"(?P<layer>.*\blinear_(?P<kind>{_KINDS}))\.weight(?P<expert>\d*)")
+_OWN = re.compile(rf".*\.({A}|{B}|{MAGNITUDE})\d*")
+
+
+class Names(NamedTuple):
+    """What the tensors of an adapter are called."""
+
+    a: str
+    b: str
+    magnitude: str
+
+
+class Whole(NamedTuple):
+    """An adapter of a whole weight: `a` [..., parts * r, in], `b` [..., out, r], `magnitude` [..., out] or None."""
+
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of a model, or of a checkpoint, is part of an adapter."""
+    return _OWN.fullmatch(name) is not None
+
+
+def names_beside(weight: str) -> Names | None:
+    """The names of the adapter that the weight of this name may have; None: it can have none."""
+    found = _WEIGHT.fullmatch(weight)
+    return Names(*(f"{found['layer']}.{own}{found['expert']}" for own in (A, B, MAGNITUDE))) if found else None
+
+
+def one_hot_of(weight: str, adapter: Whole, model: Any) -> Tensor | None:
+    """Which part each row of a whole weight is, [out, parts]; None: there is one. `model` is its section."""
+    found = _WEIGHT.fullmatch(weight)
+    assert found is not None
+    count, rows = adapter.a.shape[-2] // adapter.b.shape[-1], adapter.b.shape[-2]
+    if count == 1:
+        return None
+    each = model.num_attention_heads // model.query_groups
+    parts = parts_of_qkv(0, rows, each, model.head_dim) if found["kind"] == "qkv" else parts_of_halves(rows)
+    return F.one_hot(parts, count).bool()
+
+
+@torch.no_grad()
+def merged(weight: Tensor, adapter: Whole, one_hot: Tensor | None, scale: float) -> Tensor:
+    """W + s B A in the format of `weight` [..., out, in]; rows that have a magnitude are scaled to it."""
+    own = spread(adapter.b.float(), one_hot)
+    whole = weight.float() + scale * (own @ adapter.a.float())
+    if adapter.magnitude is not None:
+        whole *= (adapter.magnitude.float() / torch.linalg.vector_norm(whole, dim=-1)).unsqueeze(-1)
+    return whole.to(weight.dtype)

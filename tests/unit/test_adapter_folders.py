@@ -1,0 +1,112 @@
+"""Folders of `peft` that are not what they should be: each is refused with a sentence, and nothing else happens."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.config.peft import PeftConfig
+from mtrain.errors import ConfigError, CorruptData
+from tests.support.engine import import_engine
+
+PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "peft_version": "0.19.1"}
+PEFT = PeftConfig(kind="lora", r=4, alpha=8.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _engine() -> None:
+    import_engine()
+
+
+def refused(folder: Path, **more: Any) -> str:
+    """What is said of a configuration with these keys; empty where it is taken."""
+    from mtrain.convert.adapter_folder import _refuse_others, read_config
+
+    (folder / "adapter_config.json").write_text(json.dumps(PLAIN | more))
+    try:
+        _refuse_others(folder, read_config(folder), PEFT)
+    except ConfigError as error:
+        return str(error) if all(problem.fix for problem in error.problems) else "a problem without a fix"
+    return ""
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"r": 8},
+        {"r": {"a": float("nan")}},
+        {"lora_alpha": None},
+        {"use_dora": True},
+        {"use_rslora": True},
+        {"peft_type": "IA3"},
+        {"bias": "all"},
+        {"modules_to_save": ["lm_head"]},
+        {"init_lora_weights": "pissa"},
+        {"layer_replication": [[0, 4], [2, 5]]},
+        {"rank_pattern": {"q_proj": 8}},
+        {"alpha_pattern": {"q_proj": 16}},
+        {"rank_pattern": [3]},
+        {"alpha_pattern": {"q_proj": "x"}, "rank_pattern": {"q_proj": 4}},
+    ],
+    ids=lambda more: "-".join(more),
+)
+def test_adapters_that_compute_something_else_are_refused(more: dict[str, Any], tmp_path: Path) -> None:
+    assert refused(tmp_path) == ""
+    assert refused(tmp_path, rank_pattern={"q_proj": 8}, alpha_pattern={"q_proj": 16}) == ""
+    assert "MT521" in refused(tmp_path, **more)
+
+
+def test_a_value_of_any_depth_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(300):
+        deep = [deep]
+    assert "a list" in refused(tmp_path, bias=deep)
+    assert "an object" in refused(tmp_path, r={"a": deep})
+
+
+def test_versions_say_how_adapters_of_experts_lie() -> None:
+    from mtrain.convert.adapter_folder import _is_swapped
+
+    swapped = {None: True, "0.17.1": True, "0.18.1": True, "0.19.0": False, "0.21.2.dev0@main": False, "1.0": False}
+    assert {version: _is_swapped({"peft_version": version}) for version in swapped} == swapped
+    assert all(_is_swapped({"peft_version": odd}) for odd in ("x", {}, "²", "", "."))
+
+
+def test_no_damaged_folder_is_read_and_none_raises_anything_else(tmp_path: Path) -> None:
+    from mtrain.cli.setup import load
+    from mtrain.convert.adapter_folder import read_adapters
+    from mtrain.convert.hugging_face import layers
+    from mtrain.convert.tensor_file import Writer
+    from tests.support.forked import run_alone
+
+    run = load(["model=llama_tiny", "parallel=single", "peft=lora", "peft.r=4", "peft.alpha=8.0"]).run
+    config, weights = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
+    config.write_text(json.dumps(PLAIN))
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    writer = Writer(weights, [(key, "F32", (4, 8))], {"format": "pt"})
+    writer.write(key, memoryview(bytes(128)))
+    writer.close()
+    good = {config: config.read_bytes(), weights: weights.read_bytes()}
+
+    def job() -> list[str]:
+        draw, out = random.Random(1), []
+        for _ in range(60):
+            file = draw.choice([config, weights])
+            data = bytearray(good[file])
+            for _ in range(draw.randint(1, 4)):
+                data[draw.randrange(len(data))] = draw.randrange(256)
+            file.write_bytes(data[: draw.choice([len(data), draw.randrange(len(data))])])
+            try:
+                read_adapters(tmp_path, run, layers("llama"))
+            except (CorruptData, ConfigError) as error:
+                out.append(str(error))
+            file.write_bytes(good[file])
+        return out
+
+    said = run_alone(job)
+    assert len(said) == 60, "an adapter of one layer alone does not fit either"
+    assert all("adapter_" in text for text in said)
