@@ -53,7 +53,7 @@ def test_a_group_offers_its_choices_and_its_keys(group: str) -> None:
         ("mtrain optim.lr=", ["optim.lr=null"]),
         ("mtrain show recipe=llama3/70b_b", ["recipe=llama3/70b_b200x64"]),
         ("mtrain recipe ver", ["verify"]),
-        ("mtrain recipe show llama/", ["llama/tiny_cpu"]),
+        ("mtrain recipe show llama/", ["llama/tiny_cpu", "llama/tiny_cpu_lora"]),
         ("mtrain recipe diff llama/tiny_cpu mixtral/8x7", ["mixtral/8x7b_h100x64"]),
         ("mtrain recipe new x.yaml model=mixtral_t", ["model=mixtral_tiny"]),
         ("mtrain explain model.moe.router_top", ["model.moe.router_topk", "model.moe.router_topk_scaling_factor"]),
