@@ -142,7 +142,7 @@ FORMATS: dict[str, tuple[Callable[[Path, list[str]], Path], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", some(FORMATS, ["zst", "parquet", "arrow stream", "tar.gz"]))
 def test_every_format_gives_the_same_documents(tmp_path: Path, tokenizer: Path, form: str) -> None:
     texts = [*TEXTS, *documents(60)]
     make, words = FORMATS[form]
@@ -176,7 +176,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("compressed", [False, True], ids=["plain", "gz"])
+@pytest.mark.parametrize("compressed", [False, pytest.param(True, marks=pytest.mark.full)], ids=["plain", "gz"])
 def test_bad_lines_are_left_out_and_named_with_file_and_line(
     tmp_path: Path, tokenizer: Path, compressed: bool
 ) -> None:
@@ -226,7 +226,7 @@ def killed(work: Callable[[], object], after_s: float) -> bool:
     return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("points", [5, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize("points", [2, pytest.param(50, marks=pytest.mark.full)])
 def test_a_run_that_is_killed_anywhere_goes_on_to_the_same_bytes(
     tmp_path: Path, tokenizer: Path, points: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
