@@ -19,7 +19,7 @@ from mtrain.config.keys import choices_of, schema_keys
 from mtrain.config.run import GROUPS
 
 Explain = Callable[..., dict[str, Any]]
-WITHOUT_A_MESSAGE = {"MT001", "MT321", "MT607", "MT611", "MT612", "MT613"}
+WITHOUT_A_MESSAGE = {"MT001", "MT321", "MT607", "MT611", "MT612", "MT613", "MT620"}
 """Codes whose message takes a file to show, or has no words of its own."""
 
 
