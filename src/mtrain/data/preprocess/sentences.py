@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import Any
 
-from mtrain.data.preprocess.encoder import library
-from mtrain.errors import BadEnvironment
+from mtrain.data.preprocess.encoder import faults_named, library
+from mtrain.errors import BadEnvironment, ConfigError, Problem
 
 Splitter = Callable[[str], list[str]]
 LONGEST = 1_000_000
@@ -17,7 +19,12 @@ def splitter(language: str, keep_newlines: bool) -> Splitter:
 
     Raises:
         BadEnvironment: nltk, or its data of the language, is not installed.
+        ConfigError: the language is no name.
+        CorruptData: nltk cannot read its data.
     """
+    if not re.fullmatch(r"[a-z_]+", language):
+        rule = "is no name of a language, such as english"
+        raise ConfigError([Problem("MT003", "sentences", language, rule, "sentences=english", "command line")])
     punkt = library("nltk.tokenize.punkt", "sentences", "sentences")
     data = library("nltk.data", "sentences", "sentences")
     try:
@@ -27,9 +34,10 @@ def splitter(language: str, keep_newlines: bool) -> Splitter:
         raise BadEnvironment(
             said, "  fix: python -m nltk.downloader punkt_tab, or NLTK_DATA=FOLDER with it"
         ) from error
-    tokenizer = punkt.PunktSentenceTokenizer(
-        train_text=punkt.load_punkt_params(str(folder)), lang_vars=_variables(punkt) if keep_newlines else None
-    )
+    with faults_named(f"{folder}", "nltk cannot read this data of Punkt"):
+        tokenizer = punkt.PunktSentenceTokenizer(
+            train_text=punkt.load_punkt_params(folder), lang_vars=_variables(punkt) if keep_newlines else None
+        )
 
     def cut(text: str) -> list[str]:
         return [one for i in range(0, len(text), LONGEST) for one in tokenizer.tokenize(text[i : i + LONGEST])]
@@ -37,9 +45,7 @@ def splitter(language: str, keep_newlines: bool) -> Splitter:
     return cut
 
 
-def _variables(punkt: object) -> object:
-    """Punkt's rules, where a sentence may end in front of no white space, which is then its own."""
-    base = punkt.PunktLanguageVars  # type: ignore[attr-defined]
-    form = base._period_context_fmt.replace(r"\s+(?P<next_tok>", r"(?P<next_tok>", 1)
-    form = form.replace(r"%(SentEndChars)s", r"%(SentEndChars)s\s*", 1)
-    return type("KeepNewlines", (base,), {"_period_context_fmt": form})()
+def _variables(punkt: Any) -> Any:
+    """Punkt's rules, where white space behind the end of a sentence belongs to it, as Megatron-LM has them."""
+    form = r"\S*%(SentEndChars)s\s*(?=(?P<after_tok>%(NonWord)s|(?P<next_tok>\S+)))"
+    return type("KeepNewlines", (punkt.PunktLanguageVars,), {"_period_context_fmt": form})()
