@@ -87,9 +87,9 @@ def test_no_damaged_folder_is_read_and_none_raises_anything_else(tmp_path: Path)
     config, weights = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
     config.write_text(json.dumps(PLAIN))
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    writer = Writer(weights, [(key, "F32", (4, 8))], {"format": "pt"})
-    writer.write(key, memoryview(bytes(128)))
-    writer.close()
+    with Writer(weights, [key]) as writer:
+        writer.write(key, "F32", (4, 8), memoryview(bytes(128)))
+        writer.close({"format": "pt"})
     good = {config: config.read_bytes(), weights: weights.read_bytes()}
 
     def job() -> list[str]:
