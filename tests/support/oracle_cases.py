@@ -132,6 +132,8 @@ LEFT_ALONE = (
         "data.cache_dir",
         "data.order",
         "data.megatron_cache",
+        "data.chat_template",
+        "peft.init_from",
         "data.validation_",
         "data.test_",
         "data.remote_cache_gib",

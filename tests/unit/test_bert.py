@@ -162,6 +162,7 @@ ODD: dict[str, Any] = {
     "parallel.hybrid_context_parallel": True,
     "data.packed": True,
     "trainer.sample_tokens": 8,
+    "peft.kind": "lora",
 }
 
 
