@@ -15,7 +15,7 @@ from mtrain.config.run import RunConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.layout.stages import held_stages
 from mtrain.models.registry import family_of
-from mtrain.plan.count import parameters
+from mtrain.plan.count import adapter_parameters, parameters
 from tests.support.covering import some
 from tests.support.forked import run_alone
 
@@ -24,6 +24,8 @@ BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
 
 def trained(run: RunConfig) -> int:
     """Parameters of a run that have a gradient."""
+    if run.peft.kind is not None:
+        return sum(adapter_parameters(run))
     return parameters(run.model) - family_of(run.model).frozen_parameters(run.model)
 
 
