@@ -17,6 +17,7 @@ from mtrain.cli.setup import load
 from mtrain.config.run import RunConfig
 from mtrain.plan.shrink import alone
 from tests.support.covering import some
+from tests.support.faults import seed
 from tests.support.forked import run_ranks
 from tests.support.runs import Uninterrupted, rank_tensors, train_steps, whole_tensors
 
@@ -283,15 +284,7 @@ UNREDUCED = ["fsdp2", "fsdp2 replicas", "megatron", "megatron replicas"]
 
 @pytest.mark.parametrize("name", some(UNREDUCED, ["megatron"]))
 def test_a_shard_that_is_not_reduced_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mtrain.launching import local
-
-    real = local._observe
-
-    def faulty(*args: Any) -> None:
-        _unreduced()
-        real(*args)
-
-    monkeypatch.setattr(local, "_observe", faulty)  # runs in the forked ranks alone
+    seed(_unreduced, monkeypatch)
     rows = prove.compared(_run(LAYOUTS[name]))
     assert any(row.what == "gradient" and row.error > 0.1 for row in rows), prove.table(rows)
 

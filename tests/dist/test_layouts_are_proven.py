@@ -15,6 +15,7 @@ from mtrain.cli.setup import load
 from mtrain.errors import TrainingError
 from mtrain.launching import local
 from tests.support.covering import some
+from tests.support.faults import seed
 from tests.support.runs import whole_tensors
 
 DEEPSEEK = "model=deepseek_tiny"
@@ -285,13 +286,7 @@ FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
 @pytest.mark.parametrize("name", some(FAULTS, list(FAULTS)[::2]))
 def test_a_seeded_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words, fault = FAULTS[name]
-    real = local._observe
-
-    def faulty(*args: Any) -> None:
-        fault()
-        real(*args)
-
-    monkeypatch.setattr(local, "_observe", faulty)  # runs in the forked ranks alone
+    seed(fault, monkeypatch)
     try:
         rows = _compared(words)
     except TrainingError as refused:  # a stage that is not where it says cannot even be built

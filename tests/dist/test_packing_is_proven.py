@@ -16,6 +16,7 @@ from mtrain.config.run import RunConfig
 from mtrain.launching import local
 from tests.support.configs import LAPTOP
 from tests.support.covering import some
+from tests.support.faults import seed
 from tests.support.runs import tiny_run
 
 if TYPE_CHECKING:
@@ -197,13 +198,7 @@ FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
 @pytest.mark.parametrize("name", some(FAULTS, ["a middle stage without boundaries"]))
 def test_a_seeded_fault_of_packing_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words, fault = FAULTS[name]
-    real = local._observe
-
-    def faulty(*args: Any) -> None:
-        fault()
-        real(*args)
-
-    monkeypatch.setattr(local, "_observe", faulty)  # runs in the forked ranks alone
+    seed(fault, monkeypatch)
     rows = _compared(words)
     assert any(not row.equal for row in rows), prove.table(rows)
 

@@ -1,9 +1,8 @@
-"""Fine-tuning a Hugging Face folder on chats: the loss of transformers, and of TRL where it is installed."""
+"""Fine-tuning a Hugging Face folder on chats: the loss of transformers, and of TRL."""
 
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +116,6 @@ THEIRS = {"transformers": theirs_of_transformers, "trl": theirs_of_trl}
 def test_the_first_step_of_a_fine_tuning_has_their_loss(
     whose: str, learn_all: bool, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if whose == "trl" and find_spec("trl") is None:
-        pytest.skip("trl is not installed: with its packages it is larger than all others of dev")
     monkeypatch.chdir(tmp_path)
     words = (
         f"trainer=sft data=sft data.path={home}/chats.jsonl checkpoint.init_from={home}/hf data.cache_dir={home}/c"
