@@ -203,14 +203,14 @@ def test_a_folder_has_one_file_of_records(names: tuple[str, ...], tmp_path: Path
 def test_a_folder_that_is_called_as_a_file_of_records_is_none(tmp_path: Path) -> None:
     folder_of_shapes(tmp_path / "shapes", 4)
     (tmp_path / "shapes/old.jsonl").mkdir()
-    assert records_of(tmp_path / "shapes") == (tmp_path / "shapes/shapes.jsonl", "")
+    assert records_of(tmp_path / "shapes", "which") == (tmp_path / "shapes/shapes.jsonl", "")
 
 
 def test_a_file_of_records_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder_of_shapes(tmp_path / "shapes", 4)
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: "jsonl" not in str(path) and access(path, mode))
-    found, rule = records_of(tmp_path / "shapes")
+    found, rule = records_of(tmp_path / "shapes", "which")
     assert (found, rule) == (None, "shapes.jsonl cannot be read: permission denied")
 
 

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mtrain import strict_json
+from mtrain import durable, strict_json
 from mtrain.ckpt import hashes
 from mtrain.config.paths import MANIFEST, RUN_FILE
 from mtrain.errors import CorruptData
@@ -77,18 +76,18 @@ def commit(draft: Path, final: Path, body: dict[str, Any]) -> None:
     body["files"][RUN_FILE] = {"bytes": run_file.stat().st_size, "sha256": hashes.hash_file(run_file)}
     body = {"format": FORMAT, **body}
     write_json(draft / MANIFEST, body | {"sha256": digest(body)})
-    sync(draft)
+    durable.sync(draft)
     if final.exists():
         # The same step again, after a resume from an older checkpoint: the new one takes its place.
         old = final.with_name(f".replaced-{final.name}")
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
         draft.rename(final)
-        sync(final.parent)
+        durable.sync(final.parent)
         shutil.rmtree(old, ignore_errors=True)
     else:
         draft.rename(final)
-        sync(final.parent)
+        durable.sync(final.parent)
 
 
 def step_of(path: Path) -> int:
@@ -193,14 +192,4 @@ def digest(body: dict[str, Any]) -> str:
 
 def write_json(path: Path, body: dict[str, Any]) -> None:
     """Write `body` as JSON and wait until it is on disk."""
-    path.write_text(strict_json.dumps(body, separators=(",", ":")))
-    sync(path)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    durable.write(path, strict_json.dumps(body, separators=(",", ":")).encode())

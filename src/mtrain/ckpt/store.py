@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from mtrain import units
+from mtrain import durable, units
 from mtrain.ckpt import folder, hashes
 from mtrain.ckpt.pieces import assemble
 from mtrain.errors import CorruptData, TrainingError
@@ -74,9 +74,9 @@ def save(
         if ranks.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-            folder.sync(root.parent)
+            durable.sync(root.parent)
             (draft / folder.RUN_FILE).write_text(run_yaml)
-            folder.sync(draft / folder.RUN_FILE)
+            durable.sync(draft / folder.RUN_FILE)
         ranks.barrier()
         written = [_write_shard(draft / folder.shard_name(ranks.rank), shards, extra)]
         if frozen is not None:
@@ -147,7 +147,7 @@ def _write_shard(path: Path, shards: Iterable[TensorShard], extra: dict[str, tor
         _unshared(tensors), path, metadata={hashes.ENTRY_HASHES: json.dumps(hashed, sort_keys=True, allow_nan=False)}
     )
     tick()
-    folder.sync(path)
+    durable.sync(path)
     tick()
     return {
         "pieces": pieces,

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from mtrain.ckpt.folder import sync
 from mtrain.config.paths import program
+from mtrain.durable import sync
 from mtrain.errors import BadEnvironment, ConfigError, Problem
 from mtrain.units import bytes_
 

@@ -12,8 +12,11 @@ MOST_ENTRIES = 100_000
 """Entries of a folder that are looked at for the file: it stands beside folders of images, or among few images."""
 
 
-def records_of(path: Path) -> tuple[Path | None, str]:
-    """The JSON Lines file that a folder holds, or that a path names, and else why there is none."""
+WHICH = "which text belongs to which image"
+
+
+def records_of(path: Path, what: str) -> tuple[Path | None, str]:
+    """The JSON Lines file that a folder holds, or that a path names, and else why there is none; `what` one says."""
     rule = unreadable(path)
     if rule is not None:
         return None, rule
@@ -31,4 +34,4 @@ def records_of(path: Path) -> tuple[Path | None, str]:
         rule = unreadable(file)
         return (file, "") if rule is None else (None, f"{found[0]} {rule}")
     said = "no file" if not found else f"{len(found)} files ({', '.join(sorted(found)[:3])})"
-    return None, f"holds {said} that ends in {ENDING}, and one says which text belongs to which image"
+    return None, f"holds {said} that ends in {ENDING}, and one says {what}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
-from mtrain.ckpt.folder import sync
+from mtrain.durable import sync
 
 FILE = "conversion.json"
 FORMAT = 1

@@ -8,7 +8,6 @@ from math import prod
 from pathlib import Path
 
 from mtrain import mcore as adapter
-from mtrain.ckpt.folder import sync
 from mtrain.config.devices import CPU
 from mtrain.config.model import ModelConfig
 from mtrain.config.paths import CHECKPOINTS
@@ -18,6 +17,7 @@ from mtrain.convert.certificate import Record
 from mtrain.convert.folder import COMPANIONS, CONFIG, MAX_COMPANION_BYTES, Folder, open_folder
 from mtrain.convert.match import Box, OurTensor, boxes_of, our_tensors
 from mtrain.devices import registry
+from mtrain.durable import sync
 from mtrain.errors import ConfigError, CorruptData, Problem
 from mtrain.models.registry import family_of, imported
 from mtrain.models.table import Table

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mtrain import strict_json
+from mtrain import durable, strict_json
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.ckpt import hashes
 from mtrain.config.dump import run_yaml
@@ -132,7 +132,7 @@ def import_weights(
     draft.mkdir(parents=True)
     try:
         (draft / ckpt_folder.RUN_FILE).write_text(run_yaml(run.recorded()))
-        ckpt_folder.sync(draft / ckpt_folder.RUN_FILE)
+        durable.sync(draft / ckpt_folder.RUN_FILE)
         body, record = _written(draft, source, tables, run, asked, adapters)
         ckpt_folder.commit(draft, final, body)
     except BaseException:

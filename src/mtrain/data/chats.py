@@ -97,7 +97,9 @@ def format_of(data: DataConfig, tokenizer: Path) -> ChatFormat:
 
 
 def _file(path: str | None) -> Path:
-    found, rule = (None, "chats are read from a file") if path is None else records_of(user_path(path))
+    found, rule = (
+        (None, "chats are read from a file") if path is None else records_of(user_path(path), "what the chats are")
+    )
     if found is None:
         raise ConfigError([Problem("MT615", "data.path", path, rule, "data.path=FILE.jsonl, a chat a line")])
     return found

@@ -19,7 +19,7 @@ import numpy as np
 
 from mtrain import strict_json
 from mtrain.config.groups import DataConfig
-from mtrain.config.image_files import records_of
+from mtrain.config.image_files import WHICH, records_of
 from mtrain.config.paths import user_path
 from mtrain.data import cache as corpora
 from mtrain.data import records
@@ -46,7 +46,9 @@ class Records(JsonLines):
     """
 
     def __init__(self, path: str | None) -> None:
-        found, rule = (None, "data.kind=image_text reads a folder") if path is None else records_of(user_path(path))
+        found, rule = (
+            (None, "data.kind=image_text reads a folder") if path is None else records_of(user_path(path), WHICH)
+        )
         if found is None:
             fix = "data.path=FOLDER with images and a .jsonl file"
             raise ConfigError([Problem("MT614", "data.path", path, rule, fix)])

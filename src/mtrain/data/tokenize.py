@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from mtrain import strict_json, units
+from mtrain import durable, strict_json, units
 from mtrain.config.groups import DataConfig
 from mtrain.config.manifest import read_manifest
 from mtrain.config.written import TAG, TAG_FILE
@@ -326,7 +326,7 @@ def _tokenize(data: DataConfig, text: TextCorpus, folder: Path, given: Path | No
         tokenizer, eod = bpe.read(given), loaded.eod or 0
         tokenizer_bytes, vocab_size = given.read_bytes(), loaded.vocab_size
     trained = time.monotonic()
-    _write(folder / "tokenizer.json", tokenizer_bytes)
+    durable.write(folder / "tokenizer.json", tokenizer_bytes)
     counts = np.zeros(vocab_size, np.int64)
     documents = text_bytes = 0
     digest = hashlib.sha256()
@@ -365,15 +365,8 @@ def _tokenize(data: DataConfig, text: TextCorpus, folder: Path, given: Path | No
             "encode": round(time.monotonic() - trained, 3),
         },
     }
-    _write(folder / "meta.json", (strict_json.dumps(meta, indent=1) + "\n").encode())
+    durable.write(folder / "meta.json", (strict_json.dumps(meta, indent=1) + "\n").encode())
     return meta
-
-
-def _write(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mtrain import strict_json
+from mtrain import durable, strict_json
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.config import kernels
 from mtrain.config.base import Effect
@@ -192,7 +192,7 @@ def _describe(run: RunConfig, chosen: Plan, argv: list[str]) -> None:
     products = matmul.reason(run)
     why = kernels.reasons(run, Machine.here()) | ({"cpu_matmul": products} if products else {})
     draft.write_text(run_yaml(anchored(run).recorded(), {f"kernels.{name}": text for name, text in why.items()}))
-    ckpt_folder.sync(draft)
+    durable.sync(draft)
     if current.exists() and not chosen.new:
         number = len(list(folder.glob("run.*.yaml"))) + 1
         os.link(current, folder / f"run.{number}.yaml")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-from importlib import import_module
-
-from mtrain.errors import ConfigError, Problem, say_page
+from mtrain.cli.subverbs import function_of
+from mtrain.errors import say_page
 
 SUBVERBS = {
     "preview": "preview",
@@ -34,12 +32,5 @@ def run(argv: list[str], *, debug: bool) -> int:
 
         say_page(page_of("data"))
         return 2
-    word = words[0]
-    if word not in SUBVERBS:
-        near = difflib.get_close_matches(word, SUBVERBS, n=2, cutoff=0.5)
-        rule = f"{word}: there is no such subverb; subverbs: {', '.join(SUBVERBS)}"
-        fix = " or ".join(f"data {name}" for name in near) or "data --help"
-        raise ConfigError([Problem("MT010", "", None, rule, fix, "command line")])
-    function = getattr(import_module(f"mtrain.cli.data.{SUBVERBS[word]}"), word.replace("-", "_"))
-    code: int = function(words[1:], as_json="--json" in argv)
+    code: int = function_of("data", words[0], SUBVERBS)(words[1:], as_json="--json" in argv)
     return code

@@ -49,12 +49,10 @@ def chats_are_there(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT340", "data.path", rule, (SYNTHETIC,), hint="data.path=FILE.jsonl", lacks="input")
         return
     path = user_path(d.path)
-    found, rule = records_of(path) if d.path else (None, "is empty, and a file is needed")
+    found, rule = records_of(path, "what the chats are") if d.path else (None, "is empty, and a file is needed")
     if found is None:
         near: tuple[Change, ...] = tuple({"data.path": name} for name in names_near(path))
-        yield Finding(
-            "MT340", "data.path", rule.replace("which text belongs to which image", "which"), (*near, SYNTHETIC)
-        )
+        yield Finding("MT340", "data.path", rule, (*near, SYNTHETIC))
     elif found.stat().st_size == 0:
         yield Finding("MT340", "data.path", f"{found} is empty", (SYNTHETIC,), hint="data.path=FILE.jsonl")
 

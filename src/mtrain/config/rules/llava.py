@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.image_files import records_of
+from mtrain.config.image_files import WHICH, records_of
 from mtrain.config.llava import LlavaConfig
 from mtrain.config.paths import names_near, user_path
 from mtrain.config.rules.finding import Change, Finding, divisors, multiples, nearest
@@ -184,7 +184,7 @@ def records_are_there(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT327", "data.path", rule, (synthetic,), hint="data.path=FOLDER", lacks="input")
         return
     path = user_path(d.path)
-    found, rule = records_of(path) if d.path else (None, "is empty, and a folder is needed")
+    found, rule = records_of(path, WHICH) if d.path else (None, "is empty, and a folder is needed")
     if found is None:
         near: tuple[Change, ...] = tuple({"data.path": name} for name in names_near(path))
         yield Finding("MT327", "data.path", rule, (*near, synthetic))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mtrain import durable
 from mtrain.config import manifest
 from mtrain.data.indexed import write_index
 from mtrain.data.preprocess import tables
@@ -24,7 +25,6 @@ from mtrain.data.preprocess.journal import (
     Totals,
     disk,
     finish,
-    sync_folder,
 )
 from mtrain.data.preprocess.pool import Pool
 from mtrain.data.preprocess.sources import Source
@@ -88,7 +88,7 @@ def tokenize(job: Job, prefix: Path, limits: Limits, progress: Progress) -> dict
             with disk(folder):
                 if limits.overwrite and not (folder / REJECTS).exists() and (folder / BIN).exists():
                     path_of(prefix, REJECTS).unlink(missing_ok=True)
-                finish(moves, sync_folder)
+                finish(moves, durable.sync)
                 draft.remove()
     found = manifest.read_manifest(prefix)
     assert found is not None
@@ -232,9 +232,7 @@ def _index(folder: Path, dtype: np.dtype, totals: Totals) -> None:
             place += int(part.sum(dtype=np.int64))
         path.unlink()
     write_index(index, lengths, dtype, documents)
-    descriptor = os.open(index, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    durable.sync(index)
 
 
 def _mapped(path: Path) -> np.ndarray:

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from mtrain import durable
 from mtrain.config import manifest
 from mtrain.config.token_files import split_documents
 from mtrain.data.indexed import IndexedDataset, write_index
 from mtrain.data.preprocess.build import ENDINGS
-from mtrain.data.preprocess.journal import disk, finish, sync_folder
+from mtrain.data.preprocess.journal import disk, finish
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 KEPT = ("vocab_size", "unk", "eod", "tokenizer", "document")
@@ -114,9 +115,9 @@ def write(
             }
             (folder / "manifest").write_bytes(manifest.dump(body))
             for name in ("bin", "idx", "manifest"):
-                _sync(folder / name)
+                durable.sync(folder / name)
             endings = (("bin", ".bin"), ("idx", ".idx"), ("manifest", manifest.SUFFIX))
-            finish([(folder / name, out.with_name(out.name + end)) for name, end in endings], sync_folder)
+            finish([(folder / name, out.with_name(out.name + end)) for name, end in endings], durable.sync)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return body
@@ -183,11 +184,6 @@ def _index(folder: Path, dtype: np.dtype) -> str:
     write_index(folder / "idx", held[0], dtype, held[1])
     with open(folder / "idx", "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def everything(one: Opened) -> np.ndarray:

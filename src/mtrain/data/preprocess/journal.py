@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from mtrain import strict_json
+from mtrain import durable, strict_json
 from mtrain.data.preprocess.work import COUNTED, Result
 from mtrain.errors import BadEnvironment, ConfigError, Problem
 
@@ -105,7 +105,7 @@ class Draft:
             for name in (*GROWING, JOURNAL):
                 (self.folder / name).unlink(missing_ok=True)
             beside = held.with_suffix(".new")
-            _write_through(beside, said)
+            durable.write(beside, said)
             beside.replace(held)
         for name in (*GROWING, JOURNAL):
             self._files[name] = open(self.folder / name, "ab")  # noqa: SIM115
@@ -233,13 +233,6 @@ def _journal(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             yield json.loads(text), place
 
 
-def _write_through(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 @contextlib.contextmanager
 def disk(place: Path) -> Iterator[None]:
     """Turn a failure of the disk into a message."""
@@ -263,12 +256,3 @@ def finish(moves: list[tuple[Path, Path]], place: Callable[[Path], None]) -> Non
             old.replace(new)
     for folder in {new.parent for _, new in moves}:
         place(folder)
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the disk hold the names in a folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
