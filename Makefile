@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Tests start hundreds of processes, and each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all full lint oracle fuzz clean install
+.PHONY: train test test-all full engines lint oracle fuzz clean install
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -25,12 +25,30 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: install
 	$(PYTEST)
 
-# What `make test` leaves out: whole products, all sizes of the interpreted kernels, the oracle and the fuzz
+# What `make test` leaves out: whole products, all sizes of the interpreted kernels, the oracle and the fuzz.
+# PART=K/N: one of N parts of these cases
 test-all: full
 	$(MAKE) -j 2 oracle fuzz
 
-full: install
-	$(PYTEST) -m full
+full: install .triton-3.6
+	$(PYTEST) -m full --part=$(or $(PART),1/1)
+
+# The oldest Triton that is admitted, beside the installed one: kernels/tests/test_aot.py compiles with both
+.triton-3.6: | $(STAMP)
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $@ 'triton==3.6.*'
+
+# megatron-core's newest release that is supported lies in a folder of its own, in front of the installed one
+ENGINE := $(VENV)/megatron-core-0.19.2
+$(ENGINE): $(STAMP)
+	$(BIN)/python -m pip install -q --no-deps --ignore-requires-python --target $@ megatron-core==0.19.2
+
+ENGINE_SAMPLE := $(addprefix tests/dist/test_,$(addsuffix .py,engines fields_are_accounted_for core_fields \
+  adapter_patches layouts_match families_match resume)) \
+  tests/dist/test_fully_sharded.py::test_a_layout_is_proven
+
+# A sample on that release: fields, patches, layouts, resume, and runs of either release that go on in the other
+engines: $(ENGINE)
+	PYTHONPATH=$(CURDIR)/$(ENGINE) $(PYTEST) $(ENGINE_SAMPLE)
 
 lint: install
 	$(BIN)/ruff check .

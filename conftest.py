@@ -1,7 +1,8 @@
-"""Marks as `full` what of a product of parameters `make test` does without; tests and kernels/tests share this."""
+"""Which tests run: what of a product of parameters is `full`, and the parts of a run that is too long for one."""
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from itertools import combinations
 
@@ -10,8 +11,31 @@ import pytest
 from tests.support.covering import cover
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--part`."""
+    parser.addoption("--part", default="1/1", help="K/N: one of N parts of the cases; all N have each case once")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what a product does without, then leave out the cases of other parts.
+
+    Raises:
+        pytest.UsageError: `--part` is not K/N with K from 1 to N.
+    """
+    _mark_products(items)
+    said = config.getoption("--part")
+    part, _, parts = (int(word) if word.isdigit() else 0 for word in said.partition("/"))
+    if not 1 <= part <= parts:
+        raise pytest.UsageError(f"--part {said}: K/N with K from 1 to N")
+    others = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != part - 1]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        gone = set(others)
+        items[:] = [item for item in items if item not in gone]
+
+
+def _mark_products(items: list[pytest.Item]) -> None:
     """A test marked `covering` keeps cases enough for every pair of values; with `covering(1)`, for every value."""
     cases = defaultdict(list)
     for item in items:

@@ -1,5 +1,6 @@
 """Conversion beside the disk: `convert import` and `export` of a folder of made-up weights, against writing as many
-bytes; wall seconds, rates as a share of the raw one, and the largest memory of each command.
+bytes through the page cache; wall seconds, seconds of processors, rates as a share of the raw one, and the largest
+memory of each command.
 
     python benchmarks/convert.py --model llama32_1b --out benchmarks/results/convert_cpu.json
 """
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -31,14 +33,13 @@ BLOCK = np.random.default_rng(0).integers(0, 0x3C00, 1 << 22, dtype=np.uint16)
 def make(model: str, out: Path) -> int:
     """Write a folder of a shipped model with made-up weights in bf16; its bytes."""
     from mtrain.config.resolve import Machine, resolve
-    from mtrain.convert.hugging_face import adapt, tables
-
-    adapt()
-    from mtrain.convert.match import our_tensors, shapes_of_theirs, written
+    from mtrain.convert.boxes import model_boxes
+    from mtrain.convert.hugging_face import tables
+    from mtrain.convert.match import shapes_of_theirs, written
 
     run = resolve(compose([f"model={model}", "data=mock"]).run, Machine(cpu_cores=64, memory_bytes=1 << 50))
     body = config_json(run.model, "bfloat16")
-    table, ours = tables(str(body["model_type"]), run.model)[0], our_tensors(run)
+    table, ours = tables(str(body["model_type"]), run.model)[0], model_boxes(run)
     shapes = {
         n: s
         for step in written(table, run.model, ours).steps
@@ -56,26 +57,26 @@ def make(model: str, out: Path) -> int:
     return total
 
 
-def raw(path: Path, size: int) -> float:
-    """Seconds to write so many bytes to a file and wait for the disk."""
+def raw(path: Path, size: int) -> tuple[float, float]:
+    """Seconds, and seconds of processors, to write so many bytes to a file and wait for the disk."""
     block = BLOCK.tobytes()
-    begin = time.perf_counter()
+    begin, before = time.perf_counter(), time.process_time()
     with path.open("wb", buffering=0) as file:
         for start in range(0, size, len(block)):
             file.write(block[: size - start])
         os.fsync(file.fileno())
-    seconds = time.perf_counter() - begin
+    seconds, used = time.perf_counter() - begin, time.process_time() - before
     path.unlink()
-    return seconds
+    return seconds, used
 
 
-def command(*words: object) -> tuple[float, float]:
-    """Wall seconds and MiB of the largest process of a conversion."""
+def command(*words: object) -> tuple[float, float, float]:
+    """Wall seconds, seconds of processors, and MiB of the largest process of a conversion."""
     begin = time.perf_counter()
-    done = subprocess.Popen([sys.executable, str(LAUNCH), "convert", *map(str, words)])
+    done = subprocess.Popen([sys.executable, str(LAUNCH), "convert", *map(str, words)], stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(done.pid, 0)
     assert status == 0, "the conversion failed"
-    return time.perf_counter() - begin, used.ru_maxrss / 1024
+    return time.perf_counter() - begin, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
 
 
 def main() -> None:
@@ -88,17 +89,19 @@ def main() -> None:
     home = Path(tempfile.mkdtemp(prefix="convert-", dir=args.folder))
     rows = []
     try:
-        size = make(args.model, home / "theirs")
+        with ProcessPoolExecutor(1) as other:  # the memory of this process would count as that of its children
+            size = other.submit(make, args.model, home / "theirs").result()
         start = command("inspect", home / "theirs")[0]
         for number in range(args.rounds):
-            seconds = raw(home / "raw", size)
-            row: dict[str, float] = {"raw_s": seconds, "start_s": start}
+            seconds, used = raw(home / "raw", size)
+            row: dict[str, float] = {"raw_s": seconds, "raw_cpu_s": used, "start_s": start}
             for verb, words in (
                 ("import", (home / "theirs", home / f"run{number}", "data=mock", "precision=bf16")),
                 ("export", (home / f"run{number}", home / f"again{number}")),
             ):
-                took, memory = command(verb, *words)
-                row |= {f"{verb}_s": took, f"{verb}_mib": memory, f"{verb}_of_raw": seconds / took}
+                took, used, memory = command(verb, *words)
+                row |= {f"{verb}_s": took, f"{verb}_cpu_s": used, f"{verb}_mib": memory}
+                row[f"{verb}_of_raw"] = seconds / took
             for folder in (home / f"run{number}", home / f"again{number}"):
                 shutil.rmtree(folder)
             rows.append(row)

@@ -1,10 +1,13 @@
 """How long a corpus of very many documents takes to open, and to give the first global batch.
 
-    python benchmarks/open_corpus.py [--documents 1e8] [--order keyed] [--folder FOLDER] [--out FILE]
+    python benchmarks/open_corpus.py [--documents 1e8] [--tokens 0] [--order keyed] [--folder FOLDER] [--out FILE]
 
-Makes the corpus, of documents of 0 to 3 tokens, where it is not there. Then each of five processes opens it
-as a run does, reads the first global batch of 256 samples, and says how long that took. The index of 1e8 documents
-has 2 GB: the first process may read it from the disk, the others have it in memory.
+Makes the corpus, of documents of 0 to 3 tokens, where it is not there; with --tokens, of so many on average, drawn
+from a lognormal distribution, in a sparse file. `--order documents` reads whole documents, which are put into samples
+by first fit: what that found is removed before each cold start, so that these find it anew. Then each of six
+processes opens it as a run does, reads the first global batch of 256 samples, and says how long that took and what it
+read from the disk. The index of 1e8 documents has 2 GB. Before every other process the files are put out of
+the memory (Linux).
 """
 
 from __future__ import annotations
@@ -13,25 +16,35 @@ import argparse
 import json
 import multiprocessing
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 
 def main() -> int:
     """Measure and print; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=float, default=1e8)
-    parser.add_argument("--order", choices=("keyed", "megatron"), default="keyed")
+    parser.add_argument("--order", choices=("keyed", "megatron", "documents"), default="keyed")
+    parser.add_argument("--tokens", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/mtrain-open-corpus"))
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     options = parser.parse_args()
-    prefix = options.folder / f"documents-{int(options.documents)}"
+    prefix = options.folder / f"documents-{int(options.documents)}{f'-{options.tokens}' * (options.tokens > 0)}"
     if not prefix.with_name(f"{prefix.name}.idx").exists():
-        make(prefix, int(options.documents))
+        make(prefix, int(options.documents), options.tokens)
     context = multiprocessing.get_context("spawn")
-    with context.Pool(1, maxtasksperchild=1) as pool:
-        seconds = [pool.apply(opened, (str(prefix), options.order)) for _ in range(5)]
+    seconds = list[dict[str, Any]]()
+    for trial in range(6):
+        if cold := trial % 2 == 0 and hasattr(os, "posix_fadvise"):
+            forget(prefix)
+            for found in (options.folder / "cache").glob("documents-*"):
+                shutil.rmtree(found) if found.is_dir() else found.unlink()
+        with context.Pool(1) as pool:
+            seconds.append({"cold": cold, **pool.apply(opened, (str(prefix), options.order))})
     result = {
         "documents": int(options.documents),
         "order": options.order,
@@ -44,38 +57,63 @@ def main() -> int:
     return 0
 
 
-def make(prefix: Path, documents: int) -> None:
+def make(prefix: Path, documents: int, tokens: int) -> None:
     """Write the corpus; its index last."""
     import numpy as np
 
     from mtrain.data.indexed import write_index
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    lengths = np.random.default_rng(0).integers(0, 4, documents, dtype=np.int32)
-    total, some = int(lengths.sum()), 1 << 24
+    random = np.random.default_rng(0)
+    lengths = random.integers(0, 4, documents, dtype=np.int32)
+    if tokens:
+        lengths = random.standard_normal(documents, np.float32)
+        lengths = np.minimum(np.exp(lengths + np.log(tokens) - 0.5), 1 << 20).astype(np.int32)
+    total, some = int(lengths.sum(dtype=np.int64)), 1 << 24
     with open(prefix.with_name(f"{prefix.name}.bin"), "wb") as file:
-        for first in range(0, total, some):
+        if tokens:
+            file.truncate(2 * total)
+        for first in range(0, 0 if tokens else total, some):
             file.write(np.arange(first, min(first + some, total)).astype("<u2").tobytes())
     draft = prefix.with_name(f"{prefix.name}.draft")
     write_index(draft, lengths, np.dtype("<u2"))
     draft.rename(prefix.with_name(f"{prefix.name}.idx"))
 
 
+def forget(prefix: Path) -> None:
+    """Put the files of a corpus out of the memory."""
+    for suffix in (".bin", ".idx"):
+        with open(prefix.with_name(f"{prefix.name}{suffix}"), "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def opened(prefix: str, order: str) -> dict[str, Any]:
     """Seconds until the corpus is open, and until the first batch is read, without imports."""
     from mtrain.config.groups import DataConfig
-    from mtrain.data import open_splits, prepare
+    from mtrain.data import WholeDocuments, open_splits, prepare
     from mtrain.data.batch import GlobalBatches
+    from mtrain.data.chat_batch import of_documents
 
     cache = str(Path(prefix).parent / "cache")
+    whole = {"packed": True, "packed_by": "first_fit"} if order == "documents" else {"order": order}
     data = DataConfig.model_validate(
-        {"kind": "indexed", "path": prefix, "seq_length": 4096, "order": order, "cache_dir": cache}
+        {"kind": "indexed", "path": prefix, "seq_length": 4096, "cache_dir": cache, **whole}
     )
-    begun = time.perf_counter()
+    before, begun = psutil.Process().io_counters().read_bytes, time.perf_counter()
     splits = open_splits(data, 65_536, 1, prepare(data), asked=(100_000, 1000, 100))
     opened_after = time.perf_counter() - begun
-    GlobalBatches(splits.train, 256, 4, 0, 1).microbatches(0)
-    return {"open": round(opened_after, 3), "first_batch": round(time.perf_counter() - begun, 3)}
+    form = of_documents(splits.train) if isinstance(splits.train, WholeDocuments) else None
+    GlobalBatches(splits.train, 256, 4, 0, 1, form).microbatches(0)
+    first, read = time.perf_counter() - begun, psutil.Process().io_counters().read_bytes - before
+    counts = splits.train.describe()
+    full = 1 - counts.get("padding", 0) / (counts["samples"] * 4096)
+    return {
+        "full": round(full, 4),
+        "open_s": round(opened_after, 3),
+        "first_batch_s": round(first, 3),
+        "read_mb": round(read / 1e6, 1),
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compiles every kernel for GPUs that are not here, and reads registers, shared memory and spills from the binary.
+"""Compiles every kernel for GPUs that are not here, and reads from the binary what it needs and how wide it reads.
 
 Each op launches its kernels on meta tensors (`Op.launch`); a stand-in for Triton's driver names the target, so what
 is compiled is what a launch on that GPU would compile: types, alignments, constants, warps and stages.
@@ -8,6 +8,7 @@ is compiled is what a launch on that GPU would compile: types, alignments, const
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import re
@@ -16,23 +17,30 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from mtrain_kernels import sass
 from mtrain_kernels.registry import MODELS, ops
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a block may use, by compute capability
 REGISTER_LIMIT = 255
+SPILLS = {("wide_backward_kernel", 100): 16}  # bytes a thread that are let pass: a row of 16,384 columns
 
 
 @dataclass(frozen=True)
 class Row:
-    """One compiled kernel: registers per thread, shared memory per block and spilled bytes per thread."""
+    """One compiled kernel: registers per thread, shared memory per block, spilled bytes per thread, a tile's work.
+
+    `variant` numbers the compilations of one kernel. `accesses` counts the tile's accesses of global memory by bits a
+    lane, `issue` and `memory` are cycles; see `sass`.
+    """
 
     op: str
     model: str
@@ -42,12 +50,16 @@ class Row:
     registers: int
     shared_bytes: int
     spill_bytes: int
+    accesses: dict[int, int] = field(default_factory=dict)
+    issue: int = 0
+    memory: int = 0
+    variant: int = 0
 
     def faults(self) -> list[str]:
         """What is wrong with the binary, in words; empty if nothing is."""
         where = f"{self.op} {self.kernel} sm_{self.arch} ({self.model})"
         found = []
-        if self.spill_bytes:
+        if self.spill_bytes > SPILLS.get((self.kernel, self.arch), 0):
             found.append(f"{where} spills {self.spill_bytes} bytes a thread")
         if self.shared_bytes > SHARED_LIMIT[self.arch]:
             found.append(f"{where} wants {self.shared_bytes} bytes of shared memory of {SHARED_LIMIT[self.arch]}")
@@ -109,17 +121,30 @@ def compile_op(name: str, model: str, arch: int) -> list[Row]:
     compiled: dict[str, Any] = {}
     with _compile_only(arch, compiled):
         ops()[name].launch(MODELS[model])
-    return [
-        Row(name, model, kernel_name, arch, kernel.metadata.num_warps, *_resources(kernel))
-        for kernel_name, kernel in compiled.values()
-    ]
+    variants = Counter[str]()
+    rows = []
+    for kernel_name, kernel in compiled.values():
+        found = (kernel.metadata.num_warps, *_resources(kernel), *_work(kernel, arch), variants[kernel_name])
+        rows.append(Row(name, model, kernel_name, arch, *found))
+        variants[kernel_name] += 1
+    return rows
+
+
+def _tools() -> Path:
+    import triton
+
+    return Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+def _work(kernel: Any, arch: int) -> tuple[dict[int, int], int, int]:
+    """Widths of accesses, issue cycles and memory cycles of a tile of a compiled kernel."""
+    found = sass.read(kernel.asm["cubin"], kernel.asm["ttgir"], kernel.metadata.num_warps, arch, _tools())
+    return found.accesses, found.issue, found.memory
 
 
 def _resources(kernel: Any) -> tuple[int, int, int]:
     """Registers, shared bytes and spilled bytes (stack and local memory) of a compiled kernel, from its binary."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    tool = _tools() / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -155,18 +180,24 @@ def compile_all(
         found = list(pool.map(_attempt, *zip(*jobs, strict=True)))
     rows = [row for part in found if not isinstance(part, str) for row in part]
     faults = [part for part in found if isinstance(part, str)] + [fault for row in rows for fault in row.faults()]
-    return sorted(rows, key=lambda row: (row.op, row.kernel, row.model, row.arch)), faults
+    return sorted(rows, key=lambda row: (row.op, row.kernel, row.variant, row.model, row.arch)), faults
 
 
 def table(rows: list[Row]) -> str:
     """The rows as text, one kernel and target a line."""
-    lines = [f"{'op':<16} {'kernel':<28} {'model':<14} {'arch':>6} warps registers shared(B) spilled(B)"]
+    head = f"{'op':<16} {'kernel':<28} {'model':<14} {'arch':>6} warps registers shared(B) spilled(B)"
+    lines = [f"{head}  issue memory  accesses"]
     lines += [
         f"{r.op:<16} {r.kernel:<28} {r.model:<14} {f'sm_{r.arch}':>6} {r.warps:>5} {r.registers:>9} "
-        f"{r.shared_bytes:>9} {r.spill_bytes:>10}"
+        f"{r.shared_bytes:>9} {r.spill_bytes:>10} {r.issue:>6} {r.memory:>6}  {accesses(r)}"
         for r in rows
     ]
     return "\n".join(lines)
+
+
+def accesses(row: Row) -> str:
+    """Bits a lane and how many accesses have them, as `128 x 4, 16 x 1`."""
+    return ", ".join(f"{bits} x {count}" for bits, count in sorted(row.accesses.items(), key=lambda i: -int(i[0])))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -180,7 +211,8 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     start = time.perf_counter()
     rows, faults = compile_all(chosen.ops, chosen.models, chosen.archs, chosen.processes)
-    print(json.dumps({"rows": [asdict(r) for r in rows], "faults": faults}) if chosen.json else table(rows))
+    found = {"triton": importlib.metadata.version("triton"), "rows": [asdict(r) for r in rows], "faults": faults}
+    print(json.dumps(found) if chosen.json else table(rows))
     print(f"{len(rows)} binaries in {time.perf_counter() - start:.1f} s", *faults, sep="\n", file=sys.stderr)
     return 1 if faults else 0
 

@@ -62,6 +62,7 @@ MODELS = {
     for model in (
         Model("llama3_8b", 4096, 14336, 32, 8, 128, 128256, 128),
         Model("llama3_70b", 8192, 28672, 64, 8, 128, 128256, 128),
+        Model("llama3_405b", 16384, 53248, 128, 8, 128, 128256, 128),
         Model("qwen3_30b_a3b", 2048, 6144, 32, 4, 128, 151936, 128, experts=128, top_k=8, expert_ffn=768),
         Model("deepseek_v3", 7168, 18432, 128, 128, 192, 129280, 64, experts=256, top_k=8, expert_ffn=2048),
         Model("tiny", 64, 160, 4, 2, 16, 384, 16, experts=8, top_k=2, expert_ffn=48, tokens=32),
@@ -112,7 +113,7 @@ class Op:
     name: str
     cases: tuple[Case, ...]
     launch: Callable[[Model], None]
-    aot_models: tuple[str, ...] = ("llama3_70b",)
+    aot_models: tuple[str, ...] = ("llama3_405b",)
     implementations: Mapping[str, Implementation] = field(default_factory=lambda: STANDARD)
 
 

@@ -15,8 +15,14 @@ H200_PROCESSORS = 132
 if HAS_TRITON:
     import triton
     import triton.language as tl
+    from triton.language.target_info import cuda_capability_geq
 
     INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+    @triton.constexpr_function
+    def converts_fp8():
+        """Whether kernels are compiled for a GPU that converts to and from FP8 itself."""
+        return not INTERPRETED and cuda_capability_geq(8, 9)
 
     @triton.jit
     def cast(x, dtype: tl.constexpr):

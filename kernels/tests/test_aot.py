@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
-from mtrain_kernels import aot
+from mtrain_kernels import aot, compiled, sass
 from mtrain_kernels.aot import Row, table
 from mtrain_kernels.registry import ops
 
@@ -20,6 +23,7 @@ def test_every_kernel_compiles_for_every_target_without_spilling(compilation: di
     rows = [row for row in (Row(**row) for row in compilation["rows"]) if row.arch == arch]
     print(table(rows))
     assert compilation["faults"] == []
+    assert arch not in compiled.ARCHS or compiled.worse(rows, compilation["triton"]) == []
     assert {row.op for row in rows} == {name for name, op in ops().items() if "triton" in op.implementations}
 
 
@@ -33,3 +37,54 @@ def test_an_interpreted_process_compiles_nothing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("mtrain_kernels.runtime.interpreted", lambda: True)
     with pytest.raises(RuntimeError, match="without TRITON_INTERPRET"):
         aot.compile_op("norm", "tiny", 90)
+
+
+OLDEST = Path(__file__).resolve().parents[2] / ".triton-3.6"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not OLDEST.exists(), reason="make .triton-3.6 fetches the oldest Triton that is admitted")
+def test_the_oldest_triton_compiles_every_kernel_without_spilling() -> None:
+    found = compiled.compile_apart((90,), triton=OLDEST)
+    assert found["triton"].startswith("3.6.")
+    assert found["faults"] == []
+    assert compiled.worse([Row(**row) for row in found["rows"]], found["triton"]) == []
+
+
+def test_what_got_worse_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Row("norm", "tiny", "kernel", 90, 4, 60, 0, 0, {"128": 4}, 100, 200)
+    monkeypatch.setattr(compiled, "RECORD", tmp_path / "compiled.json")
+    compiled.RECORD.write_text(json.dumps({"3.9": {compiled.name_of(row): compiled.numbers(row)}}))
+    assert compiled.worse([row], "3.9") == []
+    changes: list[dict[str, Any]] = [{"registers": 70}, {"spill_bytes": 4}, {"issue": 110}, {"variant": 1}]
+    for change in (*changes, {"accesses": {"128": 4, "16": 4}}):
+        assert len(compiled.worse([replace(row, **change)], "3.9")) == 1, change
+    assert compiled.worse([replace(row, registers=70)], "3.10") == []
+
+
+def test_the_recorded_kernels_do_not_spill_and_are_in_the_readme() -> None:
+    """And what streams reads no 16 bits a lane: 5% of the bytes are scalars of a row or a tile."""
+    record = json.loads(compiled.RECORD.read_text())
+    shown = compiled.README.read_text().partition(compiled.MARKS[0])[2].partition(compiled.MARKS[1])[0]
+    assert shown.count("\n") - 3 == sum(name.endswith("/sm_90") for name in record["3.9.0"])
+    streaming = ("activation", "cross_entropy", "linear_cross_entropy", "norm", "optimizer", "quantize", "softmax")
+    for kernels in record.values():
+        for name, numbers in kernels.items():
+            assert numbers["spilled"] <= (16 if "wide_backward" in name and name.endswith("sm_100") else 0), name
+            bound = 0.25 if "dequantize" in name else 0.05  # a byte of scale a block, loaded for each thread
+            assert numbers["narrow"] <= bound or not name.startswith(streaming), (name, numbers["narrow"])
+
+
+def test_a_tile_is_its_loop_over_memory() -> None:
+    lines = ["LDC R1, c[0x0]", "LDG.E.64 R2, [R1]", "@!P0 EXIT", "LDG.E.128 R4, [R2]", "MUFU.EX2 R4, R4"]
+    lines += ["STG.E.128 [R2], R4", "@P0 BRA `(.L_x_1)", "EXIT", "BRA `(.L_x_2)"]
+    text = [f"        /*{16 * i:04x}*/  {line} ;" for i, line in enumerate(lines)]
+    text.insert(3, ".L_x_1:")
+    text.insert(9, ".L_x_2:")
+    assert [name for name, _ in sass.tile_of("\n".join(text))] == ["LDG.E.128", "MUFU.EX2", "STG.E.128", "BRA"]
+    assert len(sass.tile_of("\n".join(text).replace("x_1)", "x_9)"))) == 8
+    ttgir = "%0 = tt.load %1 : !tt.ptr<i64> loc(#a)\nscf.for %i = %a to %b step %c : i32 {\n"
+    ttgir += "%2 = tt.load %3, %4 : tensor<2x8x!tt.ptr<bf16>, #b>\n%5 = tt.load %3 {isVolatile = true} : "
+    ttgir += "tensor<8x!tt.ptr<f32>, #b>\ntt.store %3, %2 : tensor<4x!tt.ptr<i8>, #b>\n}\n"
+    assert sass.tile_bytes(ttgir) == (36, 32)
+    assert sass.tile_bytes(ttgir.replace("scf.for", "scf.if")) == (44, 32)

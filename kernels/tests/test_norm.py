@@ -121,17 +121,33 @@ def test_a_residual_that_alone_is_used_gets_its_gradient() -> None:
         ("y = x * rstd[:, None] * weight", "y = x * rstd[:, None]"),
         ("weight += 1.0", "weight += 0.0"),
         ("ceil_div(rows, tile_rows),)", "rows // tile_rows,)"),
-        ("dweight += tl.sum", "dweight = tl.sum"),
-        ("dbias += tl.sum", "dbias -= tl.sum"),
+        ("dweight += dy * normed", "dweight = dy * normed"),
+        ("dbias += dy", "dbias -= dy"),
         ("dx -= middle", "dx -= 0 * middle"),
         ("normed * along", "0 * normed * along"),
         ("dx *= rstd", "dx *= 1.0"),
         ("dx += tl.load(dtotal_ptr", "dx += 0 * tl.load(dtotal_ptr"),
+        ("row + step, column", "row, column"),
     ],
 )
 def test_a_seeded_bug_is_caught(old: str, new: str) -> None:
     with parity.caught(KERNELS, old, new):
         compare("layer_norm_residual", inputs("layer_norm_residual", (1100, 33)), zero_centered=True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("along += dy", "along = dy"),
+        ("middle += dy", "middle = dy"),
+        ("dweight[i] + dy", "dweight[0] + dy"),
+        ("i * PIECE + piece\n        tl.store", "piece\n        tl.store"),
+        ("dtype=torch.float32) if has_bias", "dtype=torch.float32) * 0 if has_bias"),
+    ],
+)
+def test_a_seeded_bug_in_wide_rows_is_caught(old: str, new: str) -> None:
+    with parity.mutated(KERNELS, "WIDE = 8192", "WIDE = 8"), parity.caught(KERNELS, old, new):
+        compare("layer_norm_residual", inputs("layer_norm_residual", (5, 5000)), zero_centered=True)
 
 
 @pytest.mark.parametrize("full", [False, True])

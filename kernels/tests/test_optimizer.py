@@ -14,7 +14,7 @@ from mtrain_kernels.parity import caught
 from torch import Tensor
 
 MODULE = "mtrain_kernels.optimizer.triton"
-SIZES = (1, 300, 0, 2500)
+SIZES = (1, 300, 0, 2512)  # the last one is read 16 bytes at a time, the others are not
 HYPER = Hyper(1e-2, 0.9, 0.99, 1e-8, 0.1, 1 - 0.9**3, 1 - 0.99**3, True, False, 7, 3)
 KINDS = {
     "fp32": (torch.float32, torch.float32, None, torch.float32),
@@ -87,12 +87,10 @@ def test_the_kernel_is_the_definition(kind, decoupled, options):
 def test_a_tensor_of_many_chunks_is_whole(kind, monkeypatch):
     from mtrain_kernels.optimizer import triton
 
-    triton.tables.cache_clear()
     monkeypatch.setattr(triton, "CHUNK", triton.BLOCK)
     lists, hyper = make(kind, (5000, 2 * triton.BLOCK)), HYPER._replace(stochastic=True)
     assert_same(step(lists, hyper, "triton"), step(lists, hyper, "reference"))
     torch.testing.assert_close(op.grad_norm(lists.grads, impl="triton"), reference.grad_norm(lists.grads))
-    triton.tables.cache_clear()
 
 
 def test_not_a_number_stays_in_its_element():
@@ -195,7 +193,7 @@ def test_newton_schulz_brings_singular_values_near_one():
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_opcheck(impl):
     lists = make("eight bits", (3, 200))
-    args = (*map(list, lists), [0, 1], torch.tensor(0.5), *HYPER, impl)
+    args = (*map(list, lists), [0, 1], torch.tensor(0.5), None, *HYPER, impl)
     torch.library.opcheck(op._adamw, args)
     torch.library.opcheck(op._grad_norm, (lists.grads, impl))
     torch.library.opcheck(op._scale, (lists.grads, torch.tensor(0.5), impl))

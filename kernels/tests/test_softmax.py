@@ -113,15 +113,15 @@ def test_what_is_no_number_or_enormous_stays_in_its_row() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("(query[:, None] < s) & (key[None, :] < t)\n    if CAUSAL", "(query[:, None] < s)\n    if CAUSAL"),
+        ("(query[:, None] < s) & (key[None, :] < t)\n    seen", "(query[:, None] < s)\n    seen"),
         ("query[:, None] + (t - s)", "query[:, None]"),
-        ("mask=seen, other=0) != 0", "mask=seen, other=0) >= 0"),
+        ("mask=inside, other=0) != 0", "mask=inside, other=0) >= 0"),
         ("total = total * tl.exp(top - safe) +", "total = total +"),
         ('total = tl.where(top == -float("inf"), 0.0, 1.0)', "total = tl.zeros([S], tl.float32)"),
         (".to(tl.float32) * scale\n        z = tl.where", ".to(tl.float32)\n        z = tl.where"),
         (
-            "tl.zeros([S, T], tl.float32)\n        if start < edge:\n            seen",
-            "tl.full([S, T], 1e-2, tl.float32)\n        if start < edge:\n            seen",
+            "tl.zeros([S, T], tl.float32)\n        if start < edge:\n            inside",
+            "tl.full([S, T], 1e-2, tl.float32)\n        if start < edge:\n            inside",
         ),
         ("inner += tl.sum", "inner = tl.sum"),
         ("-share * inner", "share * inner"),

@@ -28,3 +28,14 @@ def seconds(t: float) -> str:
     if t >= 60:
         return f"{int(t // 60)}m{int(t % 60):02d}s"
     return f"{t:.1f}s"
+
+
+def in_unit(size: int, unit: int) -> str:
+    """A number of bytes in GiB or MiB."""
+    number = size / unit
+    return "-" if not size else f"{number:.1f}" if abs(number) >= 10 else f"{number:.2f}"
+
+
+def duration(t: float) -> str:
+    """A duration to three digits: 1.234 -> '1.23 s', 0.0123 -> '12.3 ms'."""
+    return f"{t:.3g} s" if t >= 1 else f"{t * 1e3:.3g} ms"

@@ -60,6 +60,8 @@ TOP_LEVEL = {
 }
 SPECIFICATIONS = "config/optimizers/"
 """Modules of layer 1 whose functions build what they describe: those import torch and layers below `build`."""
+SEARCH = "plan/tune/costs.py"
+"""Sums over thousands of layouts, with numpy; loaded only where a layout is searched."""
 BUILDERS = LAYERS["mcore"] + 1
 DEVICE_WORDS = {"cuda", "cpu"}
 KNOWS_DEVICES = ("devices/", "config/devices.py", "mcore/hook.py")
@@ -193,7 +195,8 @@ def test_torch_is_unknown_below_layer_four() -> None:
     for path in modules():
         if layer_of(name_of(path)) <= 3:
             for module, line in imports(path):
-                assert module.split(".")[0] not in ("torch", "numpy") or line in inside_functions(path), (
+                heavy = ("torch",) if str(path.relative_to(SOURCE)) == SEARCH else ("torch", "numpy")
+                assert module.split(".")[0] not in heavy or line in inside_functions(path), (
                     f"{path}:{line}: layers 0 to 3 validate within a second, so they know no torch"
                 )
 

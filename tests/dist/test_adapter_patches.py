@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -9,9 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from mtrain.config import engine
 from mtrain.mcore.patches import PATCHES
+from tests.support import tiny
 from tests.support.covering import some
+from tests.support.forked import run_ranks
 from tests.support.patch_cases import CASES, FINE, outcome
 
 pytestmark = pytest.mark.dist
@@ -34,10 +39,11 @@ def without(request: pytest.FixtureRequest) -> dict[str, str]:
     return found
 
 
-PLAIN = [name for name in CASES if not name.startswith("fsdp-")]
+HERE = [patch.name for patch in PATCHES if engine.release() in patch.versions]
+PLAIN = [name for name in HERE if not name.startswith("fsdp-")]
 
 
-@pytest.mark.parametrize("name", some(CASES, always=PLAIN[::6]))
+@pytest.mark.parametrize("name", some(HERE, always=PLAIN[::6]))
 def test_without_the_fix_the_defect_shows(name: str, without: dict[str, str]) -> None:
     assert re.search(CASES[name].symptom, without[name]), without[name]
 
@@ -49,3 +55,39 @@ def test_with_the_fix_the_defect_is_gone(name: str) -> None:
 
 def test_every_fix_has_a_case() -> None:
     assert [patch.name for patch in PATCHES] == list(CASES)
+
+
+def test_an_offloading_optimizer_takes_parameters_as_torchs_do() -> None:
+    from mtrain.mcore import api
+
+    def stepped() -> list[float]:
+        tiny.start_world()
+        found = []
+        for form in (
+            lambda p: [p],
+            lambda p: iter([p]),
+            lambda p: [{"params": p}],
+            lambda p: [{"params": iter([p])}],
+        ):
+            weight = torch.nn.Parameter(torch.ones(4))
+            optimizer = api.HybridDeviceOptimizer(
+                form(weight), 1.0, torch.optim.SGD, torch.optim.SGD, pin_cpu_grads=False, pin_cpu_params=False, lr=0.5
+            )
+            weight.grad = torch.ones(4)
+            optimizer.step()
+            found.append(weight[0].item())
+        return found
+
+    assert run_ranks(1, stepped)[0] == [0.5] * 4
+
+
+def test_a_projection_stands_beside_that_of_model_optimizer() -> None:
+    from megatron.core.transformer import multi_latent_attention
+
+    from mtrain.mcore.layers import DuplicatedLinear
+
+    known = [multi_latent_attention.Linear]
+    assert DuplicatedLinear in known
+    theirs = importlib.import_module("megatron.core.post_training.modelopt.layers").Linear
+    assert theirs in known or engine.at_least(0, 19), "since 0.19 it is known beside TransformerEngine alone"
+    assert torch.nn.Linear not in known

@@ -16,10 +16,15 @@ from mtrain.layout.grid import RankGrid
 from mtrain.layout.stages import held_stages
 from mtrain.models.registry import family_of
 from mtrain.plan.count import adapter_parameters, parameters
+from mtrain.plan.states import stage_weights
 from tests.support.covering import some
 from tests.support.forked import run_alone
 
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
+
+
+Weight = tuple[str, tuple[int, ...], bool, bool, bool]
+"""Name, shape, whether another stage has it too, whether all data-parallel ranks do, and whether it is trained."""
 
 
 def trained(run: RunConfig) -> int:
@@ -132,6 +137,64 @@ def test_the_ranks_of_a_recipe_own_every_parameter_once(name: str) -> None:
         kinds.setdefault((at["pp"], at["tp"], at["etp"], dense, at["edp"] == 0), []).append(rank)
     sample = run_alone(lambda: _owned(run, [ranks[-1] for ranks in kinds.values()]))
     assert sum(sample[ranks[-1]] * len(ranks) for ranks in kinds.values()) == trained(run)
+
+
+def _built(run: RunConfig) -> list[list[Weight]]:
+    """By pipeline stage, and there by chunk: the weights that its first rank builds."""
+    from mtrain.build.model import blank_model
+    from mtrain.world.fake_world import fake_world
+
+    grid, out = RankGrid.of(run), []
+    for stage in range(grid.pp):
+        with fake_world(run, grid.rank_of(pp=stage)) as world:
+            out.append(
+                [
+                    [
+                        (_as_saved(name), tuple(p.shape), getattr(p, "shared_embedding", False),
+                         getattr(p, "allreduce", True), p.requires_grad)
+                        for name, p in chunk.named_parameters()
+                    ]
+                    for chunk in blank_model(run, world)
+                ]
+            )  # fmt: skip
+    return out
+
+
+def _as_saved(name: str) -> str:
+    """A weight's name as checkpoints of every release have it: 0.19 calls a layer that predicts otherwise itself."""
+    return name.replace(".mtp_model_layer.", ".transformer_layer.")
+
+
+LAYOUTS = (
+    "model=glm45_tiny parallel=pp2vpp2 model.num_layers=4",
+    "model=deepseek_tiny parallel=tp2pp2ep2sp",
+    "model=mixtral_tiny parallel=tp2ep2sp parallel.etp=1",
+    "model=gemma_tiny parallel=pp2tp2",
+    "model=gpt_oss_tiny parallel=tp2 parallel.etp=1",
+    "model=bert_tiny parallel=tp2pp2",
+    "model=t5_tiny parallel=tp2",
+    "model=llava_tiny parallel=tp2 model.llava.freeze=[vision]",
+    "parallel=tp2pp2vpp2 model.num_layers=4 peft=dora peft.r=4",
+    "model=glm45_tiny parallel=pp2tp2ep2 model.num_layers=4 peft=lora peft.r=4",
+    "model=deepseek_tiny parallel=tp2ep2sp parallel.etp=1 peft=lora peft.r=4",
+    "model=mixtral_tiny parallel=tp2 parallel.etp=2 peft=lora peft.target=[experts]",
+    "model=gpt_oss_tiny parallel=tp2ep2sp parallel.etp=1 peft=lora peft.r=4",
+    "model=gpt2 parallel=tp2pp2 model.vocab_size=1000 peft=dora",
+)
+
+
+@pytest.mark.parametrize("words", some([*LAYOUTS, *(f"recipe={name}" for name in RECIPES)], LAYOUTS[:2]))
+def test_the_plan_names_every_weight_of_a_stage_as_it_is_built(words: str) -> None:
+    """In its order, with its shape on a rank, and with who shares it."""
+    run = load([*words.split(), *([] if words.startswith("recipe") else ["data=mock"])], BIG, {}).run
+    planned = [
+        [
+            [(w.name, w.shape, w.shared, not w.expert, not w.frozen) for w in stage_weights(run, chunk)]
+            for chunk in stage
+        ]
+        for stage in held_stages(run)
+    ]
+    assert planned == run_alone(lambda: _built(run))
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ import pytest
 
 from mtrain.config import core_fields
 from mtrain.config.compose import compose
+from mtrain.config.field_versions import is_there
 from mtrain.config.resolve import resolve
 from tests.support.configs import LAPTOP
 
@@ -58,6 +59,6 @@ def test_every_field_that_is_named_exists_in_megatron_core() -> None:
 
     known = {f.name for f in dataclasses.fields(api.MLATransformerConfig)}
     for table in (core_fields.FIELDS, core_fields.MOE_FIELDS, core_fields.MLA_FIELDS):
-        assert table.keys() <= known
+        assert set(filter(is_there, table)) <= known
     for owner, (kind, table) in owners().items():
-        assert table.keys() <= inspect.signature(kind).parameters.keys(), owner
+        assert set(filter(is_there, table)) <= inspect.signature(kind).parameters.keys(), owner

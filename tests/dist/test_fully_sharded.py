@@ -51,7 +51,8 @@ LAYOUTS = {
     "megatron tp2": f"parallel=tp2dp2sp {MEGATRON}",
     "megatron cp2": f"parallel=cp2dp2 {MEGATRON}",
     "megatron pp2 tied": f"parallel=pp2dp2 {MEGATRON} model.tie_word_embeddings=true",
-    "megatron pp2vpp2": f"parallel=pp2vpp2dp2 {MEGATRON}",
+    "megatron pp2vpp2": f"parallel=pp2vpp2dp2 {MEGATRON} model.num_layers=3 "
+    "parallel.account_for_embedding_in_pipeline_split=true",
     "megatron replicas": f"parallel=dp4 {MEGATRON} parallel.hsdp_replicas=2",
     "megatron optimizer replicas": f"parallel=dp4 {MEGATRON} parallel.fsdp_sharding=optim parallel.hsdp_replicas=2",
     "megatron ep2": f"{MIXTRAL} parallel=ep2dp2 {MEGATRON}",
@@ -301,10 +302,10 @@ def _memory(run: RunConfig) -> dict[str, float]:
     inherited = _live_bytes()  # of earlier tests in the process that was forked
     shard = model._fully_shard
 
-    def measure(run: Any, config: Any, chunk: Any, device: Any) -> Any:
+    def measure(run: Any, config: Any, chunk: Any, *given: Any) -> Any:
         found["all"] = sum(p.numel() for p in chunk.parameters())
         found["made"] = sum(p.numel() for p in chunk.parameters() if not p.is_meta)
-        return shard(run, config, chunk, device)
+        return shard(run, config, chunk, *given)
 
     model._fully_shard = measure
     with joined(run) as world:

@@ -241,11 +241,11 @@ def test_a_rank_that_came_and_never_gets_ready_is_named(start: Callable[..., Lau
 
         mcore.install = lambda *_: time.sleep(100)  # type: ignore[assignment,misc]
 
-    short = "trainer.join_timeout_s=0.25"
+    short = "trainer.join_timeout_s=0.5"
     ranks = [start(0, 2, short), start(1, 2, short, patch=stuck)]
     assert ranks[0].wait() == ENVIRONMENT
     assert "rank 1 (" in ranks[0].said
-    assert "arrived, but was not ready within 3 s" in ranks[0].said
+    assert "arrived, but was not ready within 6 s" in ranks[0].said
 
 
 @pytest.mark.full

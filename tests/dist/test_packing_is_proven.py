@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MIXTRAL, DEEPSEEK, GEMMA = "model=mixtral_tiny", "model=deepseek_tiny", "model=gemma_tiny"
 LEARNED = "model.position_embedding_type=learned_absolute"
+WHOLE = "data.packed_by=first_fit"
 STEPS = 2
 LAYOUTS = {
     "one rank": "",
@@ -72,6 +73,28 @@ def _compared(words: str) -> list[Row]:
 @pytest.mark.parametrize("name", some(LAYOUTS, ["pp4", "dynamic context", "a small DeepSeek-V3, tp2pp2ep2"]))
 def test_a_packed_layout_is_proven(name: str) -> None:
     rows = _compared(LAYOUTS[name])
+    assert all(row.equal for row in rows), prove.table(rows)
+
+
+FITTED = [
+    *("one rank", "dp4", "dp2 distributed optimizer", "tp2 sequence parallel", "pp4", "pp2vpp2", "cp2 ring"),
+    *(
+        "cp2 all-gather",
+        "cp4 hierarchical",
+        "tp2cp2 ring",
+        "pp2cp2",
+        "padded to four tokens",
+        "tp2ep2",
+        "MTP, pp2cp2",
+    ),
+    *("learned positions, cp2", "dynamic context, ring", "Gemma's windows and bases, pp2"),
+]
+"""Layouts of `LAYOUTS` in which whole documents are compared too."""
+
+
+@pytest.mark.parametrize("name", some(FITTED, ["pp2cp2"]))
+def test_a_layout_of_whole_documents_is_proven(name: str) -> None:
+    rows = _compared(f"{LAYOUTS[name]} {WHOLE}")
     assert all(row.equal for row in rows), prove.table(rows)
 
 
@@ -134,16 +157,17 @@ def _leaked_attention() -> None:
 
 
 def _packed_otherwise(change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    from mtrain.data import batch
+    from mtrain.data import batch, chat_batch
 
-    real = batch.pack
+    def changed(real: Callable[..., Any]) -> Callable[..., Any]:
+        def pack(*args: Any, **more: Any) -> Any:
+            packed = real(*args, **more)
+            change(packed)
+            return packed
 
-    def pack(*args: Any) -> Any:
-        packed = real(*args)
-        change(packed)  # type: ignore[arg-type]
-        return packed
+        return pack
 
-    batch.pack = pack
+    batch.pack, chat_batch.batch_of = changed(batch.pack), changed(chat_batch.batch_of)
 
 
 def _shifted(packed: dict[str, torch.Tensor]) -> None:
@@ -195,11 +219,12 @@ FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
 }
 
 
+@pytest.mark.parametrize("packed_by", ["", pytest.param(WHOLE, marks=pytest.mark.full)], ids=["stream", "documents"])
 @pytest.mark.parametrize("name", some(FAULTS, ["a middle stage without boundaries"]))
-def test_a_seeded_fault_of_packing_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seeded_fault_of_packing_is_found(name: str, packed_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words, fault = FAULTS[name]
     seed(fault, monkeypatch)
-    rows = _compared(words)
+    rows = _compared(f"{words} {packed_by}")
     assert any(not row.equal for row in rows), prove.table(rows)
 
 

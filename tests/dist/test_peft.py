@@ -130,9 +130,9 @@ def test_the_plan_counts_the_adapters_that_are_built(name: str) -> None:
     run = load([*COUNTED[name].split(), "parallel=single"]).run
 
     def built() -> tuple[int, int]:
-        from mtrain.convert.match import our_adapters
+        from mtrain.convert.boxes import adapter_boxes
 
-        numbers = {key: prod(tensor.shape) for key, tensor in our_adapters(run).items()}
+        numbers = {key: prod(tensor.shape) for key, tensor in adapter_boxes(run).items()}
         experts = sum(n for key, n in numbers.items() if ".experts.linear" in key)
         return sum(numbers.values()) - experts, experts
 

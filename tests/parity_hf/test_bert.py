@@ -253,12 +253,59 @@ def _as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return out | {"bert.embeddings.position_ids": torch.arange(37).unsqueeze(0)}
 
 
-def test_published_files_with_old_names_and_more_heads_than_their_config_are_read(tmp_path: Path) -> None:
+def test_published_files_with_old_names_are_read_and_heads_that_are_not_wanted_left_out(tmp_path: Path) -> None:
     plain = _saved("BertForMaskedLM", tmp_path / "plain")
     old = _renamed(_saved("BertForMaskedLM", tmp_path / "old"), _as_published)
-    assert _convert("import", old, tmp_path / "run") == 0
+    assert _convert("import", old, tmp_path / "run", "model.bert.next_sentence=false") == 0
     assert _convert("export", tmp_path / "run", tmp_path / "again") == 0
     assert _bytes(tmp_path / "again") == _bytes(plain)
+
+
+@pytest.mark.full
+def test_a_file_with_both_heads_is_imported_with_them_whatever_its_config_says(tmp_path: Path) -> None:
+    from mtrain.cli.setup import load
+
+    whole = _saved("BertForPreTraining", tmp_path / "whole")
+    both = json.loads((whole / "config.json").read_text())
+    masked = json.dumps({**both, "architectures": ["BertForMaskedLM"]})  # as bert-base-uncased says
+    (whole / "config.json").write_text(masked)
+    assert _convert("import", whole, tmp_path / "run") == 0
+    assert load([f"run={tmp_path / 'run/run.yaml'}"]).run.model.bert.next_sentence
+    assert _convert("export", tmp_path / "run", tmp_path / "again") == 0
+    assert _bytes(tmp_path / "again") == _bytes(whole)
+    assert json.loads((tmp_path / "again/config.json").read_text())["architectures"] == ["BertForPreTraining"]
+
+
+def test_a_file_without_a_head_has_none_whatever_its_config_says(tmp_path: Path) -> None:
+    from mtrain.config.resolve import Machine, resolve
+    from mtrain.convert.hugging_face import configuration, take
+    from mtrain.errors import ConfigError
+
+    def without_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in tensors.items() if "seq_relationship" not in name}
+
+    whole = _renamed(_saved("BertForPreTraining", tmp_path / "whole"), without_head)
+    _, found = configuration(whole / "config.json")
+    assert not found.run.model.bert.next_sentence
+    _, other = configuration(whole / "config.json", ["model.bert.next_sentence=true"])
+    with pytest.raises(ConfigError) as raised:
+        take(resolve(other.run, Machine.here()), whole, tmp_path)
+    assert raised.value.problems[0].fix == "model.bert.next_sentence=false"
+
+
+@pytest.mark.parametrize("wanted", ["true", pytest.param("false", marks=pytest.mark.full)])
+def test_a_run_begins_with_the_heads_that_it_has_of_those_of_a_published_file(wanted: str, tmp_path: Path) -> None:
+    from mtrain.ckpt.folder import read_manifest
+    from mtrain.config.resolve import Machine, resolve
+    from mtrain.convert.hugging_face import configuration, take
+
+    source = _renamed(_saved("BertForMaskedLM", tmp_path / "old"), _as_published)
+    _, found = configuration(source / "config.json", [f"model.bert.next_sentence={wanted}"])
+    run = resolve(found.run, Machine.here())
+    (tmp_path / "home").mkdir()
+    checkpoint = run_alone(lambda: take(run, source, tmp_path / "home")[1])
+    tensors = read_manifest(checkpoint, verify=True)["tensors"]
+    assert ("model/next_sentence.weight" in tensors) == (wanted == "true")
 
 
 REFUSED = {

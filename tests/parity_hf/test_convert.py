@@ -193,9 +193,9 @@ def _ours(folder: Path) -> list[str]:
     run = _run_of(folder / "config.json", [])
 
     def names() -> list[str]:
-        from mtrain.convert.match import our_tensors
+        from mtrain.convert.boxes import model_boxes
 
-        return list(our_tensors(run))
+        return list(model_boxes(run))
 
     found: list[str] = run_alone(names)
     return found

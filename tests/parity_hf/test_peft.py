@@ -221,7 +221,7 @@ def test_exported_adapters_and_the_merged_model_compute_what_the_run_does_and_co
     version = "0.18" if "0.18" in name else "0.19"
     base, run, merged, alone = (tmp_path / part for part in ("base", "run", "merged", "alone"))
     saved(kind, base)
-    given = [*words.split(), "peft.r=4", "peft.alpha=12.0"]
+    given = [*words.split(), "peft.r=4", "peft.alpha=10.5"]
     assert command("import", base, run, *given) == 0
     run_ranks(1, lambda: trained(run))
     assert command("export", run, merged) == 0
@@ -259,6 +259,26 @@ def test_exported_adapters_and_the_merged_model_compute_what_the_run_does_and_co
     )
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.full
+def test_an_export_is_rounded_once_and_before_the_first_step_it_is_the_model_itself(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    base, run = tmp_path / "base", tmp_path / "run"
+    saved("llama 3", base)
+    assert command("import", base, run, "peft=lora", "peft.r=4") == 0
+    assert command("export", run, tmp_path / "start") == 0
+    theirs_, ours = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "start"))
+    assert ours.keys() == theirs_.keys()
+    assert all(torch.equal(ours[name], theirs_[name]) for name in ours)
+    run_ranks(1, lambda: trained(run))
+    for out, words in {"whole": (), "half": ("dtype=bf16",), "beside": ("peft=0.19", "dtype=bf16")}.items():
+        assert command("export", run, tmp_path / out, *words) == 0
+    whole, half = (load_file(tmp_path / out / "model.safetensors") for out in ("whole", "half"))
+    assert all(torch.equal(whole[name].bfloat16(), half[name]) for name in whole)
+    adapters_ = load_file(tmp_path / "beside/adapter_model.safetensors")
+    assert {tensor.dtype for tensor in adapters_.values()} == {torch.bfloat16}
 
 
 @pytest.mark.full

@@ -175,6 +175,7 @@ def warm() -> None:
     for words in (
         ["optim.lr=[1]", "model.hiden_size=[a,{b: c}]", "cluster.device=tpu"],
         ["recipe=llama/tiny_cpu"],
+        ["parallel.auto=true", "cluster=h100"],  # the search imports the plan, and numpy
         [],
     ):
         try:

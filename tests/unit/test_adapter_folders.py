@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from mtrain.cli.main import main
 from mtrain.config.peft import PeftConfig
 from mtrain.errors import ConfigError, CorruptData
+from tests.support.commands import mtrain
 from tests.support.engine import import_engine
 
 PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "peft_version": "0.19.1"}
@@ -60,6 +62,17 @@ def test_adapters_that_compute_something_else_are_refused(more: dict[str, Any], 
     assert "MT521" in refused(tmp_path, **more)
 
 
+def test_several_adapters_in_one_layer_are_scaled_as_each_of_them(tmp_path: Path) -> None:
+    from mtrain.convert.adapter_folder import _config
+    from mtrain.convert.adapters import Theirs
+
+    for alpha, scaled in ((8.0, 24), (0.5, 1.5), (0.3, 3 * 0.3)):
+        peft = PeftConfig(kind="lora", r=4, alpha=alpha)
+        body = _config(peft, Theirs(ranks={"qkv_proj": 12}), "0.19.1", None)
+        assert body["alpha_pattern"] == {"qkv_proj": scaled}
+        assert scaled / 12 == pytest.approx(peft.scale)
+
+
 def test_a_value_of_any_depth_is_refused_in_a_sentence(tmp_path: Path) -> None:
     deep: list[Any] = []
     for _ in range(300):
@@ -74,6 +87,33 @@ def test_versions_say_how_adapters_of_experts_lie() -> None:
     swapped = {None: True, "0.17.1": True, "0.18.1": True, "0.19.0": False, "0.21.2.dev0@main": False, "1.0": False}
     assert {version: _is_swapped({"peft_version": version}) for version in swapped} == swapped
     assert all(_is_swapped({"peft_version": odd}) for odd in ("x", {}, "²", "", "."))
+
+
+def test_adapters_are_not_left_out_where_the_weights_are_those_of_megatron_core(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps(PLAIN))
+    words = ["model=llama_tiny", "peft=lora", f"peft.init_from={tmp_path}"]
+    assert main(["convert", "import", "--megatron", str(tmp_path), str(tmp_path / "run"), *words]) == 2
+    assert "MT521" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_a_process_of_its_own_compares_adapters_with_the_model(tmp_path: Path) -> None:
+    from mtrain.convert.tensor_file import Writer
+
+    llama = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    llama |= {"num_hidden_layers": 1, "vocab_size": 32, "max_position_embeddings": 16, "rms_norm_eps": 1e-5}
+    for file, body in (("config.json", llama), ("adapter_config.json", PLAIN)):
+        (tmp_path / file).write_text(json.dumps(body))
+    for file in ("model.safetensors", "adapter_model.safetensors"):
+        with Writer(tmp_path / file, ["x"]) as writer:
+            writer.write("x", "F32", (1,), memoryview(bytes(4)))
+            writer.close({"format": "pt"})
+    words = ("peft=lora", "peft.r=4", "peft.alpha=8", f"peft.init_from={tmp_path}")
+    done = mtrain("convert", "import", str(tmp_path), "run", *words, cwd=tmp_path)
+    assert (done.returncode, "does not fit the adapters of this run" in done.stderr) == (4, True), done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_no_damaged_folder_is_read_and_none_raises_anything_else(tmp_path: Path) -> None:

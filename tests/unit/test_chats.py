@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from mtrain.config.groups import DataConfig
+from mtrain.config.rules import apply
 from mtrain.data import chat_writers, open_splits, prepare, same_data
 from mtrain.data.batch import MicroBatch, averaged
 from mtrain.data.chat_batch import of_chats
@@ -22,7 +24,9 @@ from mtrain.data.first_fit import first_fit
 from mtrain.data.messages import NoJson, chat, pair, read
 from mtrain.errors import ConfigError, CorruptData, MtrainError
 from tests.support.chats import chats_file, folder_of, turns
+from tests.support.configs import errors, tiny
 from tests.support.covering import some
+from tests.support.forked import run_alone
 
 VOCAB, LENGTH = 400, 96
 
@@ -78,6 +82,8 @@ REFUSED = {
     ),
     "tools that are none": ({"messages": turns("a", "b"), "tools": {"a": 1}}, "tools is no list"),
     "tools that are no JSON": ({"messages": turns("a", "b"), "tools": "["}, "tools is a text that is no JSON"),
+    "a system that is none": ({"messages": turns("a", "b"), "system": 5}, "system is no text"),
+    "two systems": ({"messages": turns("a", "b", system="x"), "system": "y"}, "one of them would be lost"),
     "a call that is none": (
         {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "b"}]},
         "JSON of a name",
@@ -131,6 +137,24 @@ def test_of_a_pair_what_both_begin_with_is_not_learned(home: Path, tmp_path: Pat
             pair(wrong)
 
 
+def test_a_system_beside_messages_stands_in_front_of_chats_and_of_both_answers_of_a_pair() -> None:
+    whole = turns("a", "b", system="be kind")
+    assert said({"messages": whole[1:], "system": "be kind"}).messages == whole
+    assert said({"messages": whole, "system": "be kind"}).messages == whole
+    assert said({"messages": whole, "system": ""}).messages == whole
+    for form in ({"prompt": "a", "chosen": "b"}, {"chosen": whole[1:]}):
+        both = pair({"rejected": "no" if "prompt" in form else turns("a", "no"), "system": "be kind", **form})
+        assert both[0].messages == whole
+        assert [one.begin for one in both] == [2, 2]
+        assert both[1].messages[0] == whole[0]
+
+
+def test_the_middle_of_a_chat_is_not_moved() -> None:
+    fim = {"data.fim.rate": 0.5, "data.fim.ids": [1, 2, 3]}
+    found = errors(apply(tiny(), {"data.kind": "sft", **fim}))
+    assert ("MT344", "data.fim.rate") in {(p.code, p.path) for p in found}
+
+
 def test_lines_that_are_no_json_are_left_out_and_named_up_to_a_limit(home: Path, tmp_path: Path) -> None:
     lines = [json.dumps({"messages": turns("a", "b")}).encode() for _ in range(6)]
     lines[2:2] = [b"{bad", b"", b'{"a": \xff}']
@@ -160,8 +184,10 @@ def test_a_chat_is_cut_and_one_with_nothing_left_to_learn_is_left_out_and_both_a
     splits = opened(home, path=str(path), split=(1.0, 0.0, 0.0))
     assert splits.train.describe() == {"documents": 3, "tokens": 23 + 96 + 23, "cut": 2, "left_out": 1, "samples": 3}
     assert "2 chats of train are cut at data.seq_length 96; 1 of them" in splits.remarks()[1]
-    with pytest.raises(ConfigError, match="none has anything to learn in its first 20 tokens"):
+    with pytest.raises(ConfigError, match=r"= 20: .*of the 4 .* none has anything to learn in its first 20"):
         opened(home, path=str(path), split=(1.0, 0.0, 0.0), seq_length=20)
+    with pytest.raises(ConfigError, match=r"split = .*: the train split has none of the 4 chats"):
+        opened(home, path=str(path), split=(0.0, 1.0, 0.0))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -296,6 +322,16 @@ def test_a_template_that_would_take_everything_is_ended_and_named(
     with pytest.raises(CorruptData, match=r"chats\.jsonl:1: "):
         opened(home, chat_template=str(tmp_path / "t.jinja"), loss_on="all")
     assert time.monotonic() - begun < 20
+
+
+def test_chats_are_written_under_a_limit_of_processor_time_too(home: Path, tmp_path: Path) -> None:
+    path = chats_file(tmp_path / "chats.jsonl", [turns("a", "b")])
+
+    def job() -> int:
+        resource.setrlimit(resource.RLIMIT_CPU, (20, 20))  # less than a chat may take
+        return len(opened(home, path=str(path), split=(1.0, 0.0, 0.0)).train)
+
+    assert run_alone(job) == 1
 
 
 GOOD = json.dumps({"messages": turns("What is it?", "It is a cat ☃", "and?", "12", system="S")}, ensure_ascii=False)

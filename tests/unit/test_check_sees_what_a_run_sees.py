@@ -180,6 +180,8 @@ def test_the_end_of_documents_must_be_known_where_it_is_used(tmp_path: Path) -> 
     load([*words, f"data.tokenizer={path}"], LAPTOP, {})
     path.write_text(json.dumps({**TOKENIZER, "model": {"type": "BPE", "vocab": {"a": 5000}, "merges": []}}))
     assert {p.code for p in errors([*words, f"data.tokenizer={path}"])} == {"MT607", "MT608"}
+    moved = [*words[:-1], "data.fim.rate=0.5", "data.fim.ids=[10,11,12]"]
+    assert [(p.code, p.path) for p in errors(moved)] == [("MT608", "data.fim.rate")]
 
 
 def _links(folder: Path) -> dict[str, str]:

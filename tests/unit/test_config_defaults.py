@@ -50,7 +50,9 @@ def test_the_70b_on_64_gpus_is_trained_as_a_cluster_trains() -> None:
         "trainer.micro_batch_size": (1, "resolved from 384 samples on dp 4, pp 4, of 8192 tokens"),
         "trainer.sample_tokens": (0, "resolved from data.kind mock"),
     }
-    assert [p.code for p in found.warnings] == ["MT322"]
+    assert [p.code for p in found.warnings] == ["MT322", "MT146"], (
+        "drawn tokens, and 4 x 8192 tokens in flight do not fit"
+    )
 
 
 @pytest.mark.parametrize("cluster", ["", "cluster=h100", H100X64])
@@ -125,7 +127,8 @@ def test_a_sequence_that_tp_does_not_divide_is_left_whole() -> None:
 def test_what_is_named_is_text_and_nothing_warns_of_data_that_was_chosen() -> None:
     assert loaded("data.path=README.md").run.data.kind == "text"
     assert loaded("data.limit_mib=1 model=llama3_8b").run.data.kind == "text"
-    assert not loaded(f"model=llama3_70b parallel=tp4pp4 data=mock {H100X64}").warnings
+    fits = "data.seq_length=4096 trainer.micro_batch_size=1"
+    assert not loaded(f"model=llama3_70b parallel=tp4pp4 data=mock {fits} {H100X64}").warnings
 
 
 def test_a_value_that_is_said_is_never_changed_and_resolving_again_changes_nothing() -> None:

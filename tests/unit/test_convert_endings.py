@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 from pathlib import Path
@@ -10,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.drafts import drafted
-from mtrain.convert import tensor_file
-from mtrain.convert.tensor_file import Writer, in_turn
+from mtrain.convert import ahead, new_file
+from mtrain.convert.tensor_file import Writer, read_header
 from mtrain.errors import BadEnvironment
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -52,41 +53,77 @@ def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.rglob("*")] == ["out"]
 
 
-def test_what_the_disk_refuses_while_a_file_grows_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensor_file, "SYNC_BYTES", 1)
-    monkeypatch.setattr(os, "fdatasync", fail)
-    with Writer(tmp_path / "x.safetensors", ["x"]) as writer:
-        writer.write("x", "U8", (3,), memoryview(b"abc"))
-        with pytest.raises(OSError, match="No space left"):
+@pytest.mark.parametrize("size", [3, 4096, 3 * 4096 + 5])
+def test_what_the_disk_refuses_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(new_file, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(os, "pwrite", fail)
+
+    def write() -> None:
+        with Writer(tmp_path / "x.safetensors", ["x"]) as writer:
+            writer.write("x", "U8", (size,), memoryview(bytes(size)))
             writer.close({})
 
+    with pytest.raises(OSError, match="No space left"):
+        write()
 
-def test_after_an_error_nothing_that_waits_is_begun() -> None:
+
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 50_001])
+def test_a_file_is_whole_wherever_its_blocks_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, refused: bool
+) -> None:
+    """`refused`: the file system opens files past the page cache, and then does not write them so."""
+    monkeypatch.setattr(new_file, "BLOCK_BYTES", 4096)
+    pwrite, data = os.pwrite, os.urandom(size)
+
+    def only_through_cache(file: int, block: memoryview, at: int) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return pwrite(file, block[:1000], at)
+
+    if refused:
+        monkeypatch.setattr(os, "pwrite", only_through_cache)
+    names = [f"{number}-{'x' * 90}" for number in range(30)]  # their header is longer than a block
+    with Writer(tmp_path / "x.safetensors", names) as writer:
+        for number, name in enumerate(names):
+            writer.write(name, "U8", (size - size * number // 29,), memoryview(data)[size * number // 29 :])
+        writer.close({})
+    found, buffer = read_header(tmp_path / "x.safetensors"), bytearray(size)
+    for number, name in enumerate(names):
+        start = size * number // 29
+        found[name].read_into(memoryview(buffer)[start:])
+        assert buffer[start:] == data[start:]
+
+
+def test_after_an_error_nothing_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "cpu_cores", lambda: 1)
     gate, begun = threading.Event(), list[int]()
 
     def work(number: int) -> None:
         begun.append(number)
+        if number == 0:
+            raise FULL
         gate.wait(10)
 
-    def interrupted() -> None:
-        with in_turn(most=3) as call:
-            for number in range(3):
-                call(work, number)
-            threading.Timer(0.1, gate.set).start()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert begun == [0]
-
-
-def test_an_error_in_the_thread_is_raised_where_it_is_called() -> None:
-    def failing() -> None:
-        with in_turn() as call:
-            for _ in range(5):
-                call(fail)
-
+    threading.Timer(0.1, gate.set).start()
     with pytest.raises(OSError, match="No space left"):
-        failing()
+        list(ahead.ahead(work, range(10), lambda _: 1))
+    assert len(begun) <= 2
+
+
+def test_results_come_in_order_and_within_bounds_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "AHEAD_BYTES", 100)
+    monkeypatch.setattr(ahead, "cpu_cores", lambda: 4)
+    sizes = [10, 500, 40, 40, 40, 300, 20, 70, 5, 90]
+    begun, taken = list[int](), list[int]()
+
+    def work(number: int) -> int:
+        begun.append(number)
+        held = [sizes[n] for n in list(begun) if n not in taken]
+        assert sum(held) - max(held) <= 100
+        return -number
+
+    for number, result in ahead.ahead(work, range(10), sizes.__getitem__):
+        assert result == -number
+        taken.append(number)
+    assert taken == list(range(10))

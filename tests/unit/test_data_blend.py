@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from mtrain.config.groups import DataConfig
 from mtrain.config.rules import apply
@@ -213,9 +214,11 @@ def test_when_every_corpus_has_had_its_epochs_the_data_ends(prefixes: list[str])
     with pytest.raises(ConfigError, match=r"has \d+ samples before every corpus has had its epochs"):
         mixed.batch([mixed.total])
     data = config(prefixes, blend_max_epochs=[1.0, 1.0, 1.0])
-    with pytest.raises(ConfigError, match="and 5000 are asked for"):
+    with pytest.raises(ConfigError, match=r"blend_max_epochs = \[1\.0, 1\.0, 1\.0\]: .* and 5000 are asked for"):
         open_splits(data, 60_000, 5, prepare(data), ("train",), (5000, 1, 1))
     open_splits(data, 60_000, 5, prepare(data), ("train",), (500, 1, 1))
+    with pytest.raises(ValidationError, match="less than or equal to 1000000"):
+        config(prefixes, blend_max_epochs=[1.0, 1.0, 1e300])
 
 
 @given(
@@ -280,6 +283,8 @@ def test_splits_may_have_corpora_of_their_own(prefixes: list[str]) -> None:
         ("MT351", {"data.blend_sizes": [5, 5]}),
         ("MT351", {"data.blend_max_epochs": [5.0, 5.0]}),
         ("MT351", {"data.validation_blend": ["P0"], "data.validation_weights": [1.0, 2.0]}),
+        ("MT317", {"data.validation_blend": ["P0", "P0"], "data.validation_weights": [1.0, 2.0]}),
+        ("MT318", {"data.test_blend": ["P0", "P1"], "data.test_weights": [1.0, 1e-300]}),
         ("MT352", {"data.blend_curriculum": [[0, [1.0, 0.0, 0.0]], [10, [0.0, 0.0, 0.0]]]}),
         ("MT353", {"data.blend_sizes": [5, 5, 5], "data.blend_weights": [1.0, 1.0, 1.0]}),
         ("MT354", {"data.blend_curriculum": [[0, [1.0, 0.0]]]}),

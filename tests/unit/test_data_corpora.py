@@ -17,9 +17,9 @@ from mtrain.cli.main import main
 from mtrain.config.groups import DataConfig
 from mtrain.config.manifest import dump, read_manifest
 from mtrain.data import open_splits, prepare
-from mtrain.data.indexed import IndexedDataset, write_index
+from mtrain.data.indexed import IndexedDataset, IndexedWriter, write_index
 from mtrain.errors import ConfigError, CorruptData
-from tests.support.token_corpora import bpe, documents, jsonl
+from tests.support.token_corpora import bpe, documents, jsonl, sentencepiece
 
 NOT_OURS = re.compile(r"unexpected [A-Z]\w+:")
 ENDS = (".bin", ".idx", ".manifest.json")
@@ -121,6 +121,81 @@ def test_a_manifest_that_was_written_anew_still_has_to_be_true(made: Path, tmp_p
         assert data("verify", tmp_path / "c") == 4, name
 
 
+HOSTILE: list[dict[str, Any]] = [
+    {"inputs": None},
+    {"inputs": [1]},
+    {"inputs": [{}]},
+    {"inputs": [{"file": "a", "tokens": "many"}]},
+    {"eod": "x"},
+    {"eod": -5},
+    {"tokenizer": {"sha256": "x", "files": [1]}},
+    {"tokenizer": {"sha256": "x", "files": 3}},
+    {"vocab_size": -1},
+    {"tokens": 10**400},
+]
+
+
+@pytest.mark.parametrize("wrong", [HOSTILE[0], *(pytest.param(one, marks=pytest.mark.full) for one in HOSTILE[1:])])
+def test_a_manifest_of_other_kinds_of_values_is_refused_in_words(
+    made: Path, tmp_path: Path, wrong: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for end in ENDS:
+        shutil.copy(made / f"c{end}", tmp_path / f"c{end}")
+    held = read_manifest(made / "c")
+    assert held is not None
+    (tmp_path / "c.manifest.json").write_bytes(dump(held.body | wrong))
+    codes = [data(word, tmp_path / "c") for word in ("stats", "inspect", "verify")]
+    codes.append(data("inspect", tmp_path / "c", "doc=1", f"tokenizer={made / 'tokenizer.json'}"))
+    assert set(codes) <= ({0, 2, 4} if "tokenizer" in wrong else {4})
+    assert not NOT_OURS.search(capsys.readouterr().err)
+
+
+def test_ids_that_a_tokenizer_does_not_have_are_said_in_words(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for end in ENDS[:2]:
+        shutil.copy(made / f"c{end}", tmp_path / f"c{end}")
+    assert data("inspect", tmp_path / "c", "doc=30", f"tokenizer={sentencepiece(tmp_path)}") == 4
+    assert "ids cannot be decoded" in capsys.readouterr().err
+
+
+def test_nothing_of_an_older_corpus_stays_beside_one_that_replaces_it(made: Path, tmp_path: Path) -> None:
+    words = ("merge", made / "c", f"out={tmp_path / 'm'}")
+    for end in (".rejects.jsonl", ".removed.jsonl"):
+        (tmp_path / f"m{end}").write_text("{}\n")
+        assert data(*words) == 2
+    assert data(*words, "overwrite=true") == 0
+    assert {path.name for path in tmp_path.iterdir()} == {f"m{end}" for end in ENDS}
+
+
+def test_a_corpus_of_others_gets_a_manifest_and_is_said_to_have_none_before(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix, words = tmp_path / "c", ["data=indexed", f"data.path={tmp_path / 'c'}", "data.seq_length=16"]
+    for end in ENDS[:2]:
+        shutil.copy(made / f"c{end}", tmp_path / f"c{end}")
+    assert main(["check", *words]) == 0
+    assert f"data verify {prefix} write=true" in capsys.readouterr().out
+    assert data("verify", prefix) == 2
+    assert data("verify", prefix, "write=true", "vocab_size=20") == 4
+    assert not prefix.with_name("c.manifest.json").exists()
+    assert data("verify", prefix, "write=true", f"tokenizer={made / 'tokenizer.json'}") == 0
+    held, theirs = read_manifest(prefix), read_manifest(made / "c")
+    assert held is not None
+    assert theirs is not None
+    for name in ("documents", "sequences", "tokens", "largest_id", "vocab_size", "dtype", "files"):
+        assert held.body[name] == theirs.body[name]
+    assert held.tokenizer_sha256 == theirs.tokenizer_sha256
+    capsys.readouterr()
+    assert main(["check", *words]) == 0
+    assert "write=true" not in capsys.readouterr().out
+    raw = bytearray((tmp_path / "c.bin").read_bytes())
+    raw[100] ^= 1
+    (tmp_path / "c.bin").write_bytes(raw)
+    assert data("verify", prefix) == 4
+    assert data("verify", prefix, "write=true") == 4, "a manifest that is there is not written again"
+
+
 def tokens(prefix: Path) -> list[list[int]]:
     held = IndexedDataset(prefix)
     ends = [held.document_start(i) for i in range(held.num_documents + 1)]
@@ -214,6 +289,8 @@ def test_a_run_asks_the_manifest(made: Path, tmp_path: Path) -> None:
     assert open_splits(indexed(path=str(made / "c"), packed=True), 400, 0, corpus).eod == 0
     with pytest.raises(ConfigError, match="MT612"):
         open_splits(indexed(path=str(made / "c")), 399, 0, corpus)
+    with pytest.raises(ConfigError, match=r"MT355.*id 0 ends documents"):
+        open_splits(indexed(path=str(made / "c"), fim={"rate": 0.5, "ids": (0, 1, 2)}), 400, 0, corpus)
     (other := tmp_path / "other").mkdir()
     wrong = bpe(other, 300)
     with pytest.raises(ConfigError, match="MT620"):
@@ -232,6 +309,11 @@ def test_a_run_asks_the_manifest(made: Path, tmp_path: Path) -> None:
 def test_check_asks_the_manifest(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["check", "data=indexed", f"data.path={made / 'c'}", "data.seq_length=16", "trainer.sample_tokens=0"]
     assert main([*words, "data.packed=true", "data.eod_mask_loss=true"]) == 0, capsys.readouterr()
+    with IndexedWriter(tmp_path / "bare", np.dtype(np.uint16)) as writer:  # without a manifest
+        writer.add(np.ones(200, np.uint16))
+    own = f"data.validation_blend=[{tmp_path / 'bare'}]"
+    assert main([*words, "data.packed=true", own]) == 2
+    assert "[MT608]" in capsys.readouterr().err
     assert main([*words, "model.vocab_size=384"]) == 4
     assert "[MT612]" in capsys.readouterr().err
     (other := tmp_path / "other").mkdir()

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mtrain.data import index_check
 from mtrain.data.indexed import HEADER, IndexedDataset, IndexedWriter, token_dtype, write_index
 from mtrain.errors import CorruptData
 
@@ -196,3 +197,43 @@ def test_of_1500_mutations_of_the_index_each_is_refused_or_harmless(tmp_path: Pa
         assert (np.diff(dataset.document_indices) >= 0).all()
         harmless += 1
     assert harmless < 60
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index of a few hundred sequences is read in parts."""
+    for name, value in (("LARGE", 100), ("PARTS", 3), ("PART", 8), ("STEP", 64)):
+        monkeypatch.setattr(index_check, name, value)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("what", ["length", "pointer", "document"])
+def test_of_a_large_index_parts_are_read_at_open_and_the_rest_as_the_run_goes_on(tmp_path: Path, what: str) -> None:
+    many, prefix = 700, tmp_path / "a"
+    write_index(tmp_path / "a.idx", np.full(many, 3), np.dtype("<u2"))
+    (tmp_path / "a.bin").write_bytes(bytes(2 * 3 * many))
+    whole = (tmp_path / "a.idx").read_bytes()
+    places = {"length": HEADER.size, "pointer": HEADER.size + 4 * many, "document": HEADER.size + 12 * many}
+    wide = 4 if what == "length" else 8
+
+    def damaged(number: int, value: int) -> IndexedDataset:
+        (tmp_path / "a.idx").write_bytes(whole)
+        poke(tmp_path / "a.idx", places[what] + wide * number, value.to_bytes(wide, "little", signed=True))
+        return IndexedDataset(prefix, whole=False)
+
+    for number in (0, 3, many // 2, many - 1):
+        with pytest.raises(CorruptData, match=str(tmp_path)):
+            damaged(number, -5)
+    held = damaged(200, 5)  # of no part that is read at open
+    with pytest.raises(CorruptData, match="offset"):
+        [held.look_on() for _ in range(many // 64 + 1)]
+    with pytest.raises(CorruptData):
+        IndexedDataset(prefix)
+    held = damaged(200, 1 << 30)
+    with pytest.raises(CorruptData, match="offset"):
+        [held.document_start(i) for i in (199, 200, 201)]
+    (tmp_path / "a.idx").write_bytes(whole)
+    held = IndexedDataset(prefix, whole=False)
+    for _ in range(many // 64 + 3):
+        held.look_on()
+    assert [held.document_start(i) for i in (0, 200, many)] == [0, 600, 3 * many]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import unicodedata
 from array import array
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,10 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from mtrain.data.preprocess.pieces import GPT2, LATER, pieces_of
+from mtrain.data.preprocess.bulk import BulkPieces
+from mtrain.data.preprocess.of_tiktoken import OfTiktoken
+from mtrain.data.preprocess.pieces import GPT2, LATER, Pieces, pieces_of
+from mtrain.data.preprocess.spec import find_tokenizer
 from tests.support.token_corpora import TEXTS, documents
 
 LETTERS = (
@@ -83,10 +88,11 @@ CUT = {
 @pytest.mark.parametrize("name", CUT)
 @pytest.mark.parametrize("many", [1500, pytest.param(20_000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("plain", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_pieces_have_the_ids_of_the_whole_text(name: str, many: int, plain: bool) -> None:
+@pytest.mark.parametrize("kind", [Pieces, BulkPieces])
+def test_pieces_have_the_ids_of_the_whole_text(name: str, many: int, plain: bool, kind: type[Pieces]) -> None:
     made = CUT[name]()
     made.encode_special_tokens = plain
-    pieces = pieces_of(made, "H", plain)
+    pieces = pieces_of(made, "H", plain, kind)
     assert pieces is not None
     texts = [
         *TEXTS,
@@ -102,9 +108,10 @@ def test_pieces_have_the_ids_of_the_whole_text(name: str, many: int, plain: bool
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3"])
-def test_a_letter_of_any_kind_is_cut_as_the_library_cuts(name: str) -> None:
+@pytest.mark.parametrize("kind", [Pieces, BulkPieces])
+def test_a_letter_of_any_kind_is_cut_as_the_library_cuts(name: str, kind: type[Pieces]) -> None:
     made = CUT[name]()
-    pieces = pieces_of(made, "H", False)
+    pieces = pieces_of(made, "H", False, kind)
     assert pieces is not None
     odd = [
         c
@@ -147,3 +154,20 @@ def test_a_tokenizer_that_is_not_known_is_not_cut(step: Any) -> None:
     assert pieces_of(made, "H", False) is not None
     made.normalizer = normalizers.Lowercase()
     assert pieces_of(made, "H", False) is None
+
+
+def test_a_name_that_is_looked_for_behind_a_normalizer_is_not_cut() -> None:
+    made = trained(None, "wordpiece")
+    assert pieces_of(made, "H", False) is not None
+    made.add_tokens([AddedToken("Two Words", normalized=True)])
+    assert made.encode("two words", add_special_tokens=False).ids == [made.token_to_id("Two Words")]
+    assert pieces_of(made, "H", False) is None
+
+
+def test_llama_3_ends_documents_with_its_own_token(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.model"
+    file.write_text("".join(f"{base64.b64encode(b'%06x' % i).decode()} {i}\n" for i in range(128_000)))
+    spec = find_tokenizer(file, pattern="cl100k")
+    assert spec.kind == "tiktoken"
+    made = OfTiktoken(spec)
+    assert (made.eod, made.id_of("<|begin_of_text|>"), made.id_of("<|eot_id|>")) == (128_001, 128_000, 128_009)

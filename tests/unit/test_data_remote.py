@@ -10,7 +10,9 @@ import fsspec
 import numpy as np
 import pytest
 
+from mtrain.cli.main import main
 from mtrain.config.groups import DataConfig
+from mtrain.config.manifest import dump, read_manifest
 from mtrain.data import open_splits, prepare, remote, same_data
 from mtrain.data.indexed import IndexedWriter
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData
@@ -97,6 +99,21 @@ def test_another_file_of_that_name_is_another_corpus(files: Any, tmp_path: Path)
     files.pipe_file("/bucket/a.bin", files.cat_file("/bucket/b.bin"))
     with pytest.raises(ConfigError, match="not the one that the checkpoint was trained on"):
         same_data(saved, opened(data).describe())
+
+
+def test_the_manifest_of_a_corpus_is_asked_as_on_a_disk(files: Any, tmp_path: Path) -> None:
+    assert main(["data", "merge", str(tmp_path / "a"), f"out={tmp_path / 'm'}"]) == 0
+    held = read_manifest(tmp_path / "m")
+    assert held is not None
+    for suffix in (".bin", ".idx"):
+        files.pipe_file(f"/bucket/m{suffix}", (tmp_path / f"m{suffix}").read_bytes())
+    assert prepare(config(tmp_path, "memory://bucket/m")).meta.get("eod") is None
+    files.pipe_file("/bucket/m.manifest.json", dump(held.body | {"eod": 3}))
+    assert prepare(config(tmp_path, "memory://bucket/m")).meta["eod"] == 3
+    for wrong in ({"largest_id": VOCAB}, {"files": held.body["files"] | {".idx": {"bytes": 1, "sha256": ""}}}):
+        files.pipe_file("/bucket/m.manifest.json", dump(held.body | wrong))
+        with pytest.raises((ConfigError, CorruptData), match=r"manifest"):
+            opened(config(tmp_path, "memory://bucket/m"))
 
 
 def test_what_is_wrong_is_said_without_secrets(files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.config.manifest import read_manifest
-from mtrain.data.preprocess import build, journal, units
+from mtrain.data.preprocess import build, journal, of_gigatoken, units
+from mtrain.data.preprocess.encoder import OtherIds
+from mtrain.data.preprocess.sentences import splitter
 from tests.support.covering import some
 from tests.support.token_corpora import MAKERS, TEXTS, bpe, documents, ids_of, jsonl, same_files, with_builder
 
@@ -111,11 +113,10 @@ def as_parquet(path: Path, texts: list[str]) -> Path:
 
 
 def as_zst(data: bytes) -> bytes:
-    import zstandard
+    import pyarrow as pa
 
-    compressor = zstandard.ZstdCompressor()
     half = len(data) // 2
-    return compressor.compress(data[:half]) + compressor.compress(data[half:])
+    return b"".join(pa.compress(part, "zstd", asbytes=True) for part in (data[:half], data[half:]))
 
 
 def lines(texts: list[str]) -> bytes:
@@ -298,6 +299,8 @@ def test_what_a_killed_run_left_is_not_gone_on_with_by_other_settings(
         (["d.jsonl", "d.jsonl"], "MT601"),
         (["d.jsonl", "out=o.bin"], "MT602"),
         (["d.xyz"], "MT601"),
+        (["d.jsonl", "lower_case=false"], "MT003"),
+        (["d.jsonl", "keep_newlines=true"], "MT003"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_fix(
@@ -318,3 +321,75 @@ def test_what_cannot_be_is_refused_with_a_fix(
     assert f"[{code}]" in err
     assert "fix:" in err
     assert {path.name for path in tmp_path.iterdir()} == {"d.jsonl", "d.xyz", "tokenizer.json"}
+
+
+def test_gigatoken_with_other_ids_is_left_for_tokenizers_and_a_line_says_so(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gigatoken")
+    source = jsonl(tmp_path / "docs.jsonl", [*documents(100), "the one with other ids"])
+    words = [source, f"tokenizer={tokenizer}"]
+    assert tokenize(*words, f"out={tmp_path / 'plain'}", "engine=tokenizers") == 0
+    assert tokenize(*words, f"out={tmp_path / 'fast'}") == 0
+    assert "by gigatoken" in capfd.readouterr().out
+    assert same_files(tmp_path / "fast", tmp_path / "plain")
+    pack = of_gigatoken.OfGigatoken.pack
+    for name, wrong in (("on-the-sample", of_gigatoken.SAMPLE[0]), ("later", "the one with other ids")):
+
+        def other(self: Any, texts: Sequence[str], wrong: str = wrong) -> list[bytes]:
+            if wrong in texts:
+                raise OtherIds("tokenizer.json: gigatoken gives other ids than tokenizers for a text")
+            return pack(self, texts)
+
+        monkeypatch.setattr(of_gigatoken.OfGigatoken, "pack", other)
+        assert tokenize(*words, f"out={tmp_path / name}") == 0
+        said = capfd.readouterr()
+        assert "gigatoken gives other ids than tokenizers" in said.err
+        assert "by tokenizers" in said.out
+        assert same_files(tmp_path / name, tmp_path / "plain")
+    assert tokenize(*words, f"out={tmp_path / 'named'}", "engine=gigatoken") == 4
+
+
+PROSE = "We met Dr. Smith at 5 p.m. in the old hall.\nDr. Smith was late again.  He said nothing. Why? Nobody asked! "
+
+
+@pytest.fixture
+def punkt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Data of Punkt for a language that nobody speaks, where nltk finds it."""
+    module, data = pytest.importorskip("nltk.tokenize.punkt"), pytest.importorskip("nltk.data")
+    from nltk.tabdata import TabEncoder
+
+    learned, tab = module.PunktParameters(), TabEncoder()
+    learned.abbrev_types = {"dr", "p.m"}
+    folder = tmp_path / "nltk_data" / "tokenizers" / "punkt_tab" / "nobodys"
+    folder.mkdir(parents=True)
+    (folder / "collocations.tab").write_text(tab.tups2tab(learned.collocations))
+    (folder / "sent_starters.txt").write_text(tab.set2txt(learned.sent_starters))
+    (folder / "abbrev_types.txt").write_text(tab.set2txt(learned.abbrev_types))
+    (folder / "ortho_context.tab").write_text(tab.ivdict2tab(learned.ortho_context))
+    monkeypatch.setattr(data, "path", [str(tmp_path / "nltk_data")])
+    return learned
+
+
+def test_documents_are_cut_into_the_sentences_of_punkt(tmp_path: Path, tokenizer: Path, punkt: Any) -> None:
+    from nltk.tokenize.punkt import PunktSentenceTokenizer
+
+    texts = [PROSE, "", "One line", PROSE * 3]
+    source, words = jsonl(tmp_path / "d.jsonl", texts), [f"tokenizer={tokenizer}", "sentences=nobodys"]
+    cut = [PunktSentenceTokenizer(punkt).tokenize(text) for text in texts]
+    assert len(cut[0]) == 5
+    encode, end = ids_of("bpe", tokenizer)
+    with_builder(tmp_path / "theirs", cut, encode, end, np.uint16)
+    assert tokenize(source, f"out={tmp_path / 'o'}", *words) == 0
+    assert same_files(tmp_path / "o", tmp_path / "theirs")
+    kept = splitter("nobodys", keep_newlines=True)(PROSE)
+    assert "".join(kept) == PROSE.rstrip(), "white space stays with the sentence before it"
+    assert kept[0] == "We met Dr. Smith at 5 p.m. in the old hall.\n"
+
+
+def test_a_language_without_data_says_what_to_get(
+    tmp_path: Path, tokenizer: Path, punkt: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = jsonl(tmp_path / "d.jsonl", ["One. Two."])
+    assert tokenize(source, f"out={tmp_path / 'o'}", f"tokenizer={tokenizer}", "sentences=klingon") == 3
+    assert "punkt_tab" in capsys.readouterr().err

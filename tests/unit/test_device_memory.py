@@ -15,12 +15,27 @@ BASE = ["data=mock", "trainer.global_batch_size=64", "trainer.sample_tokens=0"]
     ("words", "fix"),
     [
         (
-            "model=llama3_8b parallel=single cluster=h100x8 precision=bf16 parallel.distributed_optimizer=false",
+            "model=llama3_8b parallel=single cluster=h100x8 precision=bf16 parallel.distributed_optimizer=false "
+            "data.seq_length=2048",
             "parallel.distributed_optimizer=true",
         ),
         ("model=llama3_70b parallel=tp8 cluster=h100x8 precision=bf16", "a cluster of more devices"),
-        ("model=llama3_8b parallel=dp cluster=h100x8 precision=bf16", ""),
-        ("model=llama3_70b parallel=tp8 cluster=h100x8 precision=bf16 optim.cpu_offload=1.0", ""),
+        (
+            "model=llama3_8b parallel=dp cluster=h100x8 precision=bf16 data.seq_length=2048 "
+            "trainer.micro_batch_size=1",
+            "",
+        ),
+        ("model=llama3_8b parallel=dp cluster=h100x8 precision=bf16", "parallel.recompute.granularity=full"),
+        (
+            "model=llama3_8b parallel=single cluster=h100x8 precision=bf16 parallel.distributed_optimizer=false "
+            "data.seq_length=2048 trainer.micro_batch_size=1 optim.cpu_offload=1.0 "
+            "precision.grad_reduce_in_fp32=false",
+            "",
+        ),
+        (
+            "model=llama3_70b parallel=tp8 cluster=h100x8 precision=bf16 optim.cpu_offload=1.0",
+            "parallel.recompute.granularity=full",
+        ),
     ],
 )
 def test_state_that_no_device_holds_is_a_warning_with_what_would_help(words: str, fix: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.ckpt.folder import commit
+from mtrain.config.dump import run_yaml
 from mtrain.config.resolve import resolve
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData
@@ -170,6 +171,54 @@ def test_another_model_cannot_be_continued_and_every_key_is_named() -> None:
         ("MT503", "model.num_layers", "model.num_layers=4"),
         ("MT503", "model.ffn_hidden_size", "model.ffn_hidden_size=704"),
     ]
+
+
+def test_adapters_that_are_scaled_otherwise_are_of_another_model() -> None:
+    home = made("a", 5, peft__kind="lora")
+    other = run_of(peft__kind="lora", peft__alpha=8.0, checkpoint__init_from=str(home))
+    assert [(p.code, p.path, p.fix) for p in refusal(other).problems] == [("MT503", "peft.alpha", "peft.alpha=32.0")]
+
+
+def test_what_a_run_reads_is_named_in_full_and_what_a_store_has_as_it_is() -> None:
+    run = run_of(
+        data__kind="indexed",
+        data__blend=("a", "s3://bucket/b"),
+        data__validation_blend=("c",),
+        data__chat_template="t.jinja",
+        data__tokenizer="~/tokenizer.json",
+        peft__init_from="adapters",
+        checkpoint__init_from="weights",
+    )
+    data, here = folder.anchored(run).data, os.getcwd()
+    assert data.blend == (f"{here}/a", "s3://bucket/b")
+    assert data.validation_blend == (f"{here}/c",)
+    assert (data.chat_template, data.path) == (f"{here}/t.jinja", None)
+    assert data.tokenizer == str(Path.home() / "tokenizer.json")
+    assert folder.anchored(run).peft.init_from == f"{here}/adapters"
+    assert folder.anchored(run).checkpoint.init_from == f"{here}/weights"
+    remote = run_of(data__kind="indexed", data__path="memory://corpus")
+    assert folder.anchored(remote).data.path == "memory://corpus"
+
+
+def test_a_run_goes_on_and_writes_without_the_corpus_and_the_adapters_that_it_began_with(tmp_path: Path) -> None:
+    from mtrain.cli.generate import WITHOUT_DATA
+    from mtrain.cli.setup import load
+
+    gone = run_of(
+        data__kind="indexed",
+        data__blend=("/gone/a", "/gone/b"),
+        data__blend_sizes=(3, 4),
+        data__validation_blend=("/gone/c",),
+        data__fim={"rate": 0.5, "ids": (1, 2, 3)},
+        peft__kind="lora",
+        peft__init_from="/gone/adapters",
+    )
+    file = tmp_path / "run.yaml"
+    file.write_text(run_yaml(gone))
+    assert load([f"run={file}", *WITHOUT_DATA]).run.data.kind == "mock"
+    with pytest.raises(ConfigError, match="MT488"):
+        load([f"run={file}", *WITHOUT_DATA[:-1]])
+    assert load([f"run={file}", *WITHOUT_DATA[:-1], "checkpoint.resume=latest"]).run.peft.init_from is not None
 
 
 def test_a_key_that_changes_the_numbers_needs_a_word_and_is_recorded() -> None:

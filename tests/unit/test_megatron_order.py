@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,10 @@ def config(paths: list[str], **more: Any) -> DataConfig:
     return DataConfig.model_validate({**words, **more})
 
 
+def _no_space(*args: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_orders_of_many_numbers_are_made_once_and_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders, "SMALL", 100)
     data = config([corpus(tmp_path / "a", 3000, 1)], cache_dir=str(tmp_path / "cache"))
@@ -58,6 +64,11 @@ def test_orders_of_many_numbers_are_made_once_and_mapped(tmp_path: Path, monkeyp
     assert isinstance(again._shuffled, np.memmap)
     numbers = np.random.default_rng(0).integers(0, len(first), 300)
     assert (again.batch(numbers) == train(memory).batch(numbers)).all()
+    full = config([data.path], cache_dir=str(tmp_path / "full"))  # type: ignore[list-item]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", _no_space)
+        assert (train(full).batch(numbers) == first.batch(numbers)).all()
+    assert not list((tmp_path / "full").glob("*order-*[0-9a-f]")), "a disk that is full holds none of it"
     for folder in folders:  # damaged ones are made again
         (folder / "sequences.npy").unlink()  # it is mapped: what is written over it would be seen
         (folder / "sequences.npy").write_bytes(b"no array")

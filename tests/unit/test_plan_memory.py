@@ -93,10 +93,11 @@ def test_less_is_kept_where_more_is_cut_or_computed_again() -> None:
         return activation_bytes(load(["model.num_layers=8", *words], LAPTOP, {}).run)
 
     whole = kept("parallel=single")
-    assert whole == 8 * (8 * 256 * 256 * 4) + 8 * 256 * 704 * 4
     assert kept("parallel=cp2") < whole
     assert kept("parallel=pp2", "trainer.micro_batch_size=8") < whole
     assert kept("parallel=tp2sp") < kept("parallel=tp2") < whole
-    assert kept("parallel=single", "parallel.recompute.granularity=full") < whole
-    assert kept("parallel=single", "precision=bf16") == whole // 2
-    assert kept("parallel=single", "kernels.loss=megatron") == whole + 8 * 256 * 4096 * 4
+    assert kept("parallel=single", "parallel.recompute.granularity=full") < whole / 4
+    assert kept("parallel=single", "precision=bf16") < whole
+    gradients = 4096 * 256 * 4 + 8 * 256 * 256 * 4 + 8 * 256 * 4
+    logits = 8 * 256 * (4096 * 4 + 256 * 4 + 1 + 8 + 4)
+    assert kept("parallel=single", "kernels.loss=megatron") - whole == logits - gradients

@@ -12,7 +12,7 @@ from mtrain.config.batches import counted
 from mtrain.config.batches import stages as batch_stages
 from mtrain.config.paths import choices_of_group, recipe_names
 from mtrain.config.resolve import Machine
-from mtrain.config.rules import check
+from mtrain.config.rules import apply, check
 from mtrain.config.stages import stages
 from mtrain.errors import ConfigError
 from mtrain.plan.count import parameters
@@ -132,6 +132,25 @@ def test_what_was_asked_for_stays_asked_for(name: str) -> None:
     if full.parallel.pipeline_layout or full.parallel.layers_per_stage:
         sizes = [[len(s.layers) for s in stages(run)] for run in (full, small)]
         assert [n > min(sizes[0]) for n in sizes[0]] == [n > min(sizes[1]) for n in sizes[1]], "which stage is larger"
+
+
+READ: dict[str, dict[str, Any]] = {
+    "a curriculum": {"blend": ["a", "b"], "blend_curriculum": [[0, [1.0, 0.0]], [5, [0.0, 1.0]]]},
+    "sizes and epochs": {"blend": ["a", "b"], "blend_sizes": [5, 6], "blend_max_epochs": [1.0, 2.0]},
+    "corpora of splits": {"path": "a", "validation_blend": ["b", "c"], "validation_weights": [1.0, 2.0]},
+    "Megatron's order": {"path": "a", "order": "megatron", "megatron_cache": "/nowhere"},
+    "fill in the middle": {"path": "a", "fim": {"rate": 0.5, "ids": [4001, 4002, 4003], "spm_rate": 0.1}},
+    "packed": {"path": "a", "packed": True, "packed_multiple": 2},
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_read_gives_way_to_synthetic_tokens_with_all_its_keys(name: str) -> None:
+    full = load(["data=mock"], BIG, {}).run
+    full = apply(full, {"data": {**full.data.model_dump(), "kind": "indexed", **READ[name]}})
+    small = shrink(full, steps=3)
+    assert [p for p in check(small) if p.severity == "error"] == []
+    assert small.data.packed == full.data.packed
 
 
 @pytest.mark.parametrize("recipe", recipe_names())

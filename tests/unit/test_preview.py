@@ -8,10 +8,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mtrain.cli.main import main
+from mtrain.cli.setup import load
+from mtrain.config.batches import asked
+from mtrain.data import open_splits, prepare
+from mtrain.data.indexed import IndexedWriter
 from tests.support.chats import chats_file, folder_of, turns
+from tests.support.configs import LAPTOP
 
 SMALL = "model.num_layers=2 model.vocab_size=400 data.seq_length=96 trainer.eval_iters=0 trainer.eval_interval=null"
 EVIL = "<script>alert(1)</script>\x1b[31m\"'&amp;"
@@ -78,6 +84,19 @@ def test_any_configuration_can_be_looked_at(
     rest = [word for word in SMALL.split() if not word.startswith("model.")]
     assert main(["data", "preview", *rest, *words]) == 0
     assert said in capsys.readouterr().out
+
+
+def test_in_megatron_s_order_the_samples_are_those_of_a_run_of_as_many_steps(
+    capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
+    with IndexedWriter(home / "tokens", np.dtype("<u2")) as writer:
+        writer.add(np.random.default_rng(0).integers(0, 400, 4000), np.full(40, 100))
+    words = ["data=indexed", f"data.path={home}/tokens", "data.split=[1,0,0]", "data.order=megatron"]
+    found = samples(capsys, home, *words, "samples=2")
+    run = load([*SMALL.split(), *words], LAPTOP, {}).run
+    assert asked(run)[0] > 3 * 4000 // 96, "of several epochs"
+    train = open_splits(run.data, 400, run.trainer.seed, prepare(run.data), ("train",), asked(run)).train
+    assert [[t["id"] for t in row["documents"][0]] for row in found] == train.batch(np.arange(2)).tolist()
 
 
 class Page(HTMLParser):

@@ -1,5 +1,8 @@
 """RMSNorm and LayerNorm on a GPU: each row is read once, held in registers in fp32, and written once."""
 
+# Triton's tuples grow in loops that it unrolls.
+# mypy: disable-error-code="assignment,misc"
+
 from __future__ import annotations
 
 import torch
@@ -8,6 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mtrain_kernels.runtime import as_rows, cast, ceil_div, on_device_of, processors, tile
+
+WIDE = 8192  # columns of a row that registers hold in the backward beside their sums
+PIECE = 4096  # columns at a time where there are more
 
 
 @triton.jit
@@ -59,81 +65,142 @@ def forward_kernel(
 
 
 @triton.jit
-def _load_normed(
+def _load(
     x_ptr, dy_ptr, mean_ptr, rstd_ptr, row, column, rows, width, x_stride, dy_stride,
-    SUBTRACT_MEAN: tl.constexpr, AGAIN: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
 ):  # fmt: skip
-    """Normed rows and their gradient; `AGAIN` reads them again, which the compiler must not save itself."""
+    """Rows, their gradient, mean and 1/std as they lie."""
     inside = (row < rows) & (column < width)
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0, volatile=AGAIN).to(tl.float32)
-    dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0.0, volatile=AGAIN).to(tl.float32)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+    dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0.0)
     rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+    mean = rstd
     if SUBTRACT_MEAN:
-        x -= tl.load(mean_ptr + row, mask=row < rows, other=0.0)
-    return tl.where(inside, x * rstd, 0.0), dy, rstd
+        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+    return x, dy, mean, rstd
+
+
+@triton.jit
+def _normed(x, mean, rstd, inside, SUBTRACT_MEAN: tl.constexpr):
+    normed = x.to(tl.float32)
+    if SUBTRACT_MEAN:
+        normed = tl.where(inside, normed - mean, 0.0)
+    return normed * rstd
+
+
+@triton.jit
+def _scale(weight_ptr, column, width, ZERO_CENTERED: tl.constexpr):
+    """What normed columns are multiplied by."""
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    return weight + 1.0 if ZERO_CENTERED else weight
+
+
+@triton.jit
+def _store_dx(
+    dx_ptr, dtotal_ptr, row, column, inside, width, dtotal_stride, dy, normed, weight, rstd, along, middle,
+    DTOTAL: tl.constexpr, SUBTRACT_MEAN: tl.constexpr,
+):  # fmt: skip
+    dx = dy * weight - normed * along
+    if SUBTRACT_MEAN:
+        dx -= middle
+    dx *= rstd
+    if DTOTAL:
+        dx += tl.load(dtotal_ptr + row * dtotal_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(dx_ptr + row * width + column, cast(dx, dx_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def backward_kernel(
-    dy_ptr,
-    dtotal_ptr,
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    rows,
-    width,
-    dy_stride,
-    dtotal_stride,
-    x_stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDE: tl.constexpr,
-    DTOTAL: tl.constexpr,
-    BIAS: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-):
-    """Every program walks over tiles and leaves fp32 sums for the weight and the bias, which torch adds up."""
-    program = tl.program_id(0)
+    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    rows, width, dy_stride, dtotal_stride, x_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTOTAL: tl.constexpr, BIAS: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+):  # fmt: skip
+    """Every program walks over tiles and leaves fp32 sums for the weight and the bias, which torch adds up.
+
+    The next tile is on its way while one is worked on.
+    """
+    program, step = tl.program_id(0), tl.num_programs(0) * ROWS
     column = tl.arange(0, COLUMNS)[None, :]
-    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    if ZERO_CENTERED:
-        weight += 1.0
-    dweight = tl.zeros((1, COLUMNS), tl.float32)
-    dbias = tl.zeros((1, COLUMNS), tl.float32)
-    for start in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
-        row = (start + tl.arange(0, ROWS).to(tl.int64))[:, None]
+    weight = _scale(weight_ptr, column, width, ZERO_CENTERED)
+    dweight = tl.zeros((ROWS, COLUMNS), tl.float32)
+    dbias = tl.zeros((ROWS, COLUMNS), tl.float32)
+    row = (program * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
+    x, dy, mean, rstd = _load(
+        x_ptr, dy_ptr, mean_ptr, rstd_ptr, row, column, rows, width, x_stride, dy_stride, SUBTRACT_MEAN
+    )  # fmt: skip
+    for _ in range(program * ROWS, rows, step):
         inside = (row < rows) & (column < width)
-        normed, dy, rstd = _load_normed(
-            x_ptr, dy_ptr, mean_ptr, rstd_ptr, row, column, rows, width, x_stride, dy_stride, SUBTRACT_MEAN, False
+        next_x, next_dy, next_mean, next_rstd = _load(
+            x_ptr, dy_ptr, mean_ptr, rstd_ptr, row + step, column, rows, width, x_stride, dy_stride,
+            SUBTRACT_MEAN,
         )  # fmt: skip
+        normed, dy = _normed(x, mean, rstd, inside, SUBTRACT_MEAN), dy.to(tl.float32)
         along = tl.sum(dy * weight * normed, axis=1, keep_dims=True) / width
+        middle = along
         if SUBTRACT_MEAN:
             middle = tl.sum(dy * weight, axis=1, keep_dims=True) / width
-        if WIDE:  # registers do not hold a row while it is summed up, the cache does
-            normed, dy, rstd = _load_normed(
-                x_ptr, dy_ptr, mean_ptr, rstd_ptr, row, column, rows, width, x_stride, dy_stride, SUBTRACT_MEAN, True
-            )  # fmt: skip
-            weight = tl.load(weight_ptr + column, mask=column < width, other=0.0, volatile=True).to(tl.float32)
-            if ZERO_CENTERED:
-                weight += 1.0
-        dweight += tl.sum(dy * normed, axis=0, keep_dims=True)
+        dweight += dy * normed
         if BIAS:
-            dbias += tl.sum(dy, axis=0, keep_dims=True)
-        dx = dy * weight - normed * along
-        if SUBTRACT_MEAN:
-            dx -= middle
-        dx *= rstd
-        if DTOTAL:
-            dx += tl.load(dtotal_ptr + row * dtotal_stride + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row * width + column, cast(dx, dx_ptr.dtype.element_ty), mask=inside)
-    tl.store(dweight_ptr + program * width + column, dweight, mask=column < width)
+            dbias += dy
+        _store_dx(
+            dx_ptr, dtotal_ptr, row, column, inside, width, dtotal_stride, dy, normed, weight, rstd, along, middle,
+            DTOTAL, SUBTRACT_MEAN,
+        )  # fmt: skip
+        row += step
+        x, dy, mean, rstd = next_x, next_dy, next_mean, next_rstd
+    tl.store(dweight_ptr + program * width + column, tl.sum(dweight, 0)[None, :], mask=column < width)
     if BIAS:
-        tl.store(dbias_ptr + program * width + column, dbias, mask=column < width)
+        tl.store(dbias_ptr + program * width + column, tl.sum(dbias, 0)[None, :], mask=column < width)
+
+
+@triton.jit
+def wide_backward_kernel(
+    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr,
+    rows, width, dy_stride, dtotal_stride, x_stride,
+    PIECE: tl.constexpr, PIECES: tl.constexpr, DTOTAL: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+):  # fmt: skip
+    """As `backward_kernel`, a row at a time and in pieces; registers have no room for the sums of a bias, too."""
+    program = tl.program_id(0)
+    piece = tl.arange(0, PIECE)[None, :]
+    dweight = ()
+    for _ in tl.static_range(PIECES):
+        dweight = dweight + (tl.zeros((1, PIECE), tl.float32),)  # noqa: RUF005 - Triton unpacks no tuple here
+    for number in range(program, rows, tl.num_programs(0)):
+        row = (number + tl.arange(0, 1).to(tl.int64))[:, None]
+        along, middle = tl.zeros((1, PIECE), tl.float32), tl.zeros((1, PIECE), tl.float32)
+        for i in tl.static_range(PIECES):
+            column = i * PIECE + piece
+            x, dy, mean, rstd = _load(
+                x_ptr, dy_ptr, mean_ptr, rstd_ptr, row, column, rows, width, x_stride, dy_stride,
+                SUBTRACT_MEAN,
+            )  # fmt: skip
+            dy = dy.to(tl.float32) * _scale(weight_ptr, column, width, ZERO_CENTERED)
+            along += dy * _normed(x, mean, rstd, column < width, SUBTRACT_MEAN)
+            if SUBTRACT_MEAN:
+                middle += dy
+        along = tl.sum(along, axis=1, keep_dims=True) / width
+        if SUBTRACT_MEAN:
+            middle = tl.sum(middle, axis=1, keep_dims=True) / width
+        sums = ()
+        for i in tl.static_range(PIECES):
+            column = i * PIECE + piece
+            x, dy, mean, rstd = _load(
+                x_ptr, dy_ptr, mean_ptr, rstd_ptr, row, column, rows, width, x_stride, dy_stride,
+                SUBTRACT_MEAN,
+            )  # fmt: skip
+            normed, dy = _normed(x, mean, rstd, column < width, SUBTRACT_MEAN), dy.to(tl.float32)
+            sums = sums + (dweight[i] + dy * normed,)  # noqa: RUF005
+            weight = _scale(weight_ptr, column, width, ZERO_CENTERED)
+            _store_dx(
+                dx_ptr, dtotal_ptr, row, column, column < width, width, dtotal_stride, dy, normed, weight, rstd,
+                along, middle, DTOTAL, SUBTRACT_MEAN,
+            )  # fmt: skip
+        dweight = sums
+    for i in tl.static_range(PIECES):
+        column = i * PIECE + piece
+        tl.store(dweight_ptr + program * width + column, dweight[i], mask=column < width)
 
 
 def forward(
@@ -209,30 +276,17 @@ def backward(
     dx = x.new_empty(x.shape)
     dweight = x.new_empty((programs, width), dtype=torch.float32)
     dbias = x.new_empty((programs, width if has_bias else 0), dtype=torch.float32)
+    operands = (grad, through, source, weight.contiguous(), mean, rstd, dx, dweight)
+    sizes = (rows, width, grad.stride(0), 0 if through is None else through.stride(0), source.stride(0))
+    settings = {"DTOTAL": through is not None, "SUBTRACT_MEAN": subtract_mean, "ZERO_CENTERED": zero_centered}
     if programs:
         with on_device_of(x):
-            backward_kernel[(programs,)](
-                grad,
-                through,
-                source,
-                weight.contiguous(),
-                mean,
-                rstd,
-                dx,
-                dweight,
-                dbias,
-                rows,
-                width,
-                grad.stride(0),
-                0 if through is None else through.stride(0),
-                source.stride(0),
-                ROWS=tile_rows,
-                COLUMNS=columns,
-                WIDE=columns > 8192,
-                DTOTAL=through is not None,
-                BIAS=has_bias,
-                SUBTRACT_MEAN=subtract_mean,
-                ZERO_CENTERED=zero_centered,
-                num_warps=warps,
-            )
+            if columns > WIDE:
+                warps = 16 if columns <= 2 * WIDE else 32
+                pieces = {"PIECE": PIECE, "PIECES": columns // PIECE}
+                wide_backward_kernel[(programs,)](*operands, *sizes, **pieces, **settings, num_warps=warps)
+                dbias = grad.sum(0, keepdim=True, dtype=torch.float32) if has_bias else dbias
+            else:
+                shape = {"ROWS": tile_rows, "COLUMNS": columns, "BIAS": has_bias}
+                backward_kernel[(programs,)](*operands, dbias, *sizes, **shape, **settings, num_warps=warps)
     return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0).to(weight.dtype)

@@ -24,7 +24,9 @@ class FusedAdam(torch.optim.Optimizer):
     `use_decoupled_grad` reads `param.decoupled_grad`, which may have any dtype, instead of `param.grad`. Without
     masters `stochastic_rounding` keeps bf16 weights and moments right on average, with numbers that depend on `seed`,
     step, place of the parameter and element alone. The step count is an int in each parameter group, and never a
-    tensor that parameters could share. Parameters must be contiguous. Raises `ValueError` for what does not fit.
+    tensor that parameters could share. `capturable` reads step and learning rate from the device, so that a CUDA
+    graph of `step`, captured after a step without one, follows them: call `advance` before each replay. Parameters
+    must be contiguous. Raises `ValueError` for what does not fit.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class FusedAdam(torch.optim.Optimizer):
         store_param_remainders: bool = False,
         stochastic_rounding: bool = False,
         seed: int = 0,
+        capturable: bool = False,
         impl: str = "auto",
     ) -> None:
         if amsgrad or master_weight_dtype != torch.float32:
@@ -62,6 +65,8 @@ class FusedAdam(torch.optim.Optimizer):
         self.master_weights, self.store_param_remainders = master_weights, store_param_remainders
         self.use_decoupled_grad, self.adam_w_mode = use_decoupled_grad, adam_w_mode
         self.stochastic_rounding, self.seed, self.impl = stochastic_rounding, seed, impl
+        self.capturable = capturable
+        self._clocks: dict[int, Tensor] = {}  # of each group by its place: learning rate and step in fp64
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {**defaults, "weight_decay": weight_decay, "step": 0})
@@ -116,12 +121,31 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not (self.capturable and _capturing()):
+            self.advance()
         stream = 0
         for group in self.param_groups:
-            group["step"] = int(group["step"]) + 1
             self._update(group, stream, grad_scale)
             stream += len(group["params"])
         return loss
+
+    def advance(self) -> None:
+        """Counts a step in each group, and writes it and the learning rate to the device if `capturable`."""
+        for place, group in enumerate(self.param_groups):
+            group["step"] = int(group["step"]) + 1
+            if self.capturable and group["params"]:
+                now = torch.tensor((float(group["lr"]), group["step"]), dtype=torch.float64)
+                device = group["params"][0].device
+                if place not in self._clocks:
+                    self._clocks[place] = now.to(device)
+                elif device.type == "cuda":
+                    self._clocks[place].copy_(now.pin_memory(), non_blocking=True)
+                else:
+                    self._clocks[place].copy_(now)
+
+    def _clock(self, group: dict[str, Any]) -> Tensor | None:
+        place = next(i for i, other in enumerate(self.param_groups) if other is group)
+        return self._clocks.get(place)
 
     def _update(self, group: dict[str, Any], stream: int, grad_scale: Tensor | None) -> None:
         """A step on the parameters of one group, a launch for each combination of dtypes."""
@@ -137,7 +161,8 @@ class FusedAdam(torch.optim.Optimizer):
         for bucket in buckets.values():
             streams, params, grads = zip(*bucket, strict=True)
             lists = self._lists(params, grads)
-            adamw_(lists, self._hyper(group), streams=streams, grad_scale=grad_scale, impl=self.impl)
+            clock = self._clock(group)
+            adamw_(lists, self._hyper(group), streams=streams, grad_scale=grad_scale, clock=clock, impl=self.impl)
 
     def _gradient(self, param: Tensor) -> Tensor | None:
         return getattr(param, "decoupled_grad" if self.use_decoupled_grad else "grad", None)
@@ -250,3 +275,8 @@ class FusedAdam(torch.optim.Optimizer):
             seed=self.seed,
             step=step,
         )
+
+
+def _capturing() -> bool:
+    """Whether what is launched now goes into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -50,6 +50,8 @@ class Muon(FusedAdam):
             num_ns_steps,
             ns_dtype,
         )
+        if adam.get("capturable"):
+            raise ValueError("capturable: the step of a matrix has its learning rate from the host")
         self.scale_mode, self.extra_scale_factor, self.qkv_rows = scale_mode, extra_scale_factor, qkv_rows
         super().__init__(params, lr, **adam)
 

@@ -18,20 +18,27 @@ MOMENTS = (torch.float32, torch.bfloat16, torch.uint8)
 
 
 def adamw_(
-    lists: Lists, hyper: Hyper, *, streams: Sequence[int] = (), grad_scale: Tensor | None = None, impl: str = "auto"
+    lists: Lists,
+    hyper: Hyper,
+    *,
+    streams: Sequence[int] = (),
+    grad_scale: Tensor | None = None,
+    clock: Tensor | None = None,
+    impl: str = "auto",
 ) -> None:
     """One step of AdamW on every tensor of `lists`, in place and in one launch; see `reference.adamw_`.
 
     `streams` name the tensors to the random numbers of stochastic rounding (their places in the lists by default);
-    `grad_scale` [] or [1] fp32 multiplies all gradients. Raises `ValueError` where shapes, dtypes or layouts do not
-    fit, `Unavailable` where the named implementation cannot run.
+    `grad_scale` [] or [1] fp32 multiplies all gradients. `clock` [2] fp64 on the device holds learning rate and step
+    in place of `hyper`'s, so that a captured graph follows them. Raises `ValueError` where shapes, dtypes or layouts
+    do not fit, `Unavailable` where the named implementation cannot run.
     """
     if not lists.params:
         return
-    _require(lists, hyper, grad_scale)
+    _require(lists, hyper, grad_scale, clock)
     streams = list(streams or range(len(lists.params)))
     backend = pick("optimizer", impl, lists.params[0].device)
-    _adamw(*map(list, lists), streams, grad_scale, *hyper, backend)
+    _adamw(*map(list, lists), streams, grad_scale, clock, *hyper, backend)
 
 
 def grad_norm(grads: Sequence[Tensor], *, impl: str = "auto") -> Tensor:
@@ -80,7 +87,7 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return list(kinds.values())
 
 
-def _require(lists: Lists, hyper: Hyper, grad_scale: Tensor | None) -> None:
+def _require(lists: Lists, hyper: Hyper, grad_scale: Tensor | None, clock: Tensor | None) -> None:
     count, eight = len(lists.params), {name: getattr(lists, name) for name in ("exp_avgs", "exp_avg_sqs")}
     allowed = {
         "params": FLOATS,
@@ -113,6 +120,8 @@ def _require(lists: Lists, hyper: Hyper, grad_scale: Tensor | None) -> None:
         raise ValueError(f"step {hyper.step} must be at least 1, seed {hyper.seed} in 0 .. 2^63")
     if grad_scale is not None and (grad_scale.numel() != 1 or grad_scale.dtype != torch.float32):
         raise ValueError(f"grad_scale must be one number in fp32, not {tuple(grad_scale.shape)} {grad_scale.dtype}")
+    if clock is not None and (clock.shape != (2,) or clock.dtype != torch.float64):
+        raise ValueError(f"clock must be lr and step in fp64, not {tuple(clock.shape)} {clock.dtype}")
 
 
 MUTATED = ("params", "exp_avgs", "exp_avg_sqs", "masters", "exp_avg_scales", "exp_avg_sq_scales")
@@ -129,6 +138,7 @@ def _adamw(
     exp_avg_sq_scales: list[Tensor],
     streams: list[int],
     grad_scale: Tensor | None,
+    clock: Tensor | None,
     lr: float,
     beta1: float,
     beta2: float,
@@ -145,10 +155,10 @@ def _adamw(
     lists = Lists(params, grads, exp_avgs, exp_avg_sqs, masters, exp_avg_scales, exp_avg_sq_scales)
     hyper = Hyper(lr, beta1, beta2, eps, weight_decay, bias1, bias2, decoupled, stochastic, seed, step)
     if backend == "reference":
-        return reference.adamw_(lists, streams, grad_scale, hyper)
+        return reference.adamw_(lists, streams, grad_scale, clock, hyper)
     from mtrain_kernels.optimizer import triton
 
-    return triton.adamw_(lists, streams, grad_scale, hyper)
+    return triton.adamw_(lists, streams, grad_scale, clock, hyper)
 
 
 @_adamw.register_fake
@@ -225,10 +235,10 @@ def _launch(model: Model) -> None:
     from mtrain_kernels.optimizer import triton
 
     for kind in ("remainder_bf16", "remainder_8bit"):
-        triton.adamw_(tensors(model, kind, torch.device("meta")), range(5), None, HYPER)
+        triton.adamw_(tensors(model, kind, torch.device("meta")), range(5), None, None, HYPER)
     lists = tensors(model, "remainder_bf16", torch.device("meta"))
-    one = torch.empty((), device="meta")
-    triton.adamw_(lists._replace(masters=[]), range(5), one, HYPER._replace(stochastic=True, decoupled=False))
+    one, clock = torch.empty((), device="meta"), torch.empty(2, dtype=torch.float64, device="meta")
+    triton.adamw_(lists._replace(masters=[]), range(5), one, clock, HYPER._replace(stochastic=True, decoupled=False))
     triton.grad_norm(lists.grads)
     triton.scale_(lists.grads, one)
 

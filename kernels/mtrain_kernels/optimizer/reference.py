@@ -56,13 +56,18 @@ class Lists(NamedTuple):
     exp_avg_sq_scales: Sequence[Tensor]
 
 
-def adamw_(lists: Lists, streams: Sequence[int], grad_scale: Tensor | None, hyper: Hyper) -> None:
+def adamw_(
+    lists: Lists, streams: Sequence[int], grad_scale: Tensor | None, clock: Tensor | None, hyper: Hyper
+) -> None:
     """One step of Adam with weight decay in fp32, in place, whatever the tensors are kept in.
 
     `g = grad grad_scale`; `m = beta1 m + (1 - beta1) g`; `v = beta2 v + (1 - beta2) g^2`; `p -= lr weight_decay p`;
     `p = p - lr / bias1 m / (sqrt(v) / sqrt(bias2) + eps)`. `streams` name the parameters to the random numbers.
+    `clock` [2] fp64 holds learning rate and step, if given, and `hyper` says only whether biases are corrected.
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101.
     """
+    if clock is not None:
+        hyper = at(clock, hyper)
     read = _read(lists)
     p, m, v = read
     g = [x.reshape(-1).float() for x in lists.grads]
@@ -81,6 +86,13 @@ def adamw_(lists: Lists, streams: Sequence[int], grad_scale: Tensor | None, hype
     torch._foreach_add_(under, hyper.eps)
     torch._foreach_addcdiv_(p, m, under, -hyper.lr / hyper.bias1)
     _write(lists, read, streams, hyper)
+
+
+def at(clock: Tensor, hyper: Hyper) -> Hyper:
+    """`hyper` at the learning rate and the step of `clock` [2] fp64."""
+    lr, step = clock.tolist()
+    bias1, bias2 = (1 - hyper.beta1**step, 1 - hyper.beta2**step) if hyper.bias1 != 1 else (1.0, 1.0)
+    return hyper._replace(lr=lr, step=int(step), bias1=bias1, bias2=bias2)
 
 
 def _read(lists: Lists) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

@@ -30,9 +30,19 @@ TYPES = {
 def array(table_ptr, tensor, LIST: tl.constexpr, LISTS: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """The pointer to list `LIST` of a tensor, which may promise 16 bytes of alignment so that loads are wide."""
     address = tl.load(table_ptr + tensor * LISTS + LIST)
+    pointer = address.to(tl.pointer_type(TYPE))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+
+@triton.jit
+def chunk(table_ptr, chunks_ptr, SIZE: tl.constexpr, LISTS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):
+    """Tensor, first element and length of this program's chunk; a multiple of 16 where the tensors' sizes are."""
+    tensor = tl.load(chunks_ptr + 2 * tl.program_id(0)).to(tl.int64)
+    begin = tl.load(chunks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    size = tl.minimum(tl.load(table_ptr + tensor * LISTS + SIZE) - begin, CHUNK).to(tl.int32)
     if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address.to(tl.pointer_type(TYPE))
+        size = tl.multiple_of(size, 16)
+    return tensor, begin, size
 
 
 @triton.jit
@@ -50,7 +60,10 @@ def load_moment(
     """A moment in fp32 from fp32, bf16 or eight bits with a scale for `SHARED` elements."""
     kept = tl.load(ptr + at, mask=inside, other=0)
     if tl.uint8 == TYPE:
-        x = decode(kept.to(tl.int32), 3, 7) * tl.load(scale_ptr + at // SHARED, mask=inside, other=0.0)
+        block = tl.min(at, axis=0) // SHARED + tl.arange(0, BLOCK // SHARED)
+        last = tl.max(tl.where(inside, at, 0), axis=0) // SHARED
+        scale = tl.load(scale_ptr + block, mask=block <= last, other=0.0)
+        x = tl.reshape(tl.reshape(decode(kept, 3, 7), (BLOCK // SHARED, SHARED)) * scale[:, None], (BLOCK,))
         if SECOND:
             x = x * x
     else:
@@ -81,7 +94,7 @@ def store_moment(
         code = encode(tl.reshape(blocks * m[:, None], (BLOCK,)), 3, 7, 448.0)
         if SECOND:
             code = tl.where(x > 0, tl.maximum(code, 1), code)
-        tl.store(ptr + at, code.to(tl.uint8), mask=inside)
+        tl.store(ptr + at, code, mask=inside)
         block = tl.min(at, axis=0) // SHARED + tl.arange(0, BLOCK // SHARED)
         last = tl.max(tl.where(inside, at, 0), axis=0) // SHARED
         tl.store(scale_ptr + block, scale, mask=block <= last)
@@ -128,6 +141,8 @@ def adamw_kernel(
     table_ptr,
     chunks_ptr,
     grad_scale_ptr,
+    numbers_ptr,
+    step_ptr,
     beta1,
     beta2,
     eps,
@@ -145,6 +160,7 @@ def adamw_kernel(
     V: tl.constexpr,
     MASTER: tl.constexpr,
     SCALED: tl.constexpr,
+    CLOCKED: tl.constexpr,
     DECOUPLED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -152,9 +168,14 @@ def adamw_kernel(
     CHUNK: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """One chunk of one tensor per program. A table row: p, g, m, v, master, two lists of scales, size, stream."""
-    tensor = tl.load(chunks_ptr + 2 * tl.program_id(0)).to(tl.int64)
-    begin = tl.load(chunks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    """One chunk of one tensor per program. A table row: p, g, m, v, master, two lists of scales, size, stream.
+
+    With `CLOCKED` the numbers that change from step to step are read from the device, as in a captured graph.
+    """
+    tensor, begin, size = chunk(table_ptr, chunks_ptr, 7, 9, ALIGNED, CHUNK)
+    if CLOCKED:
+        kept, lr_over_bias1 = tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
+        root_bias2, step = tl.load(numbers_ptr + 2), tl.load(step_ptr).to(tl.int64)
     p_ptr = array(table_ptr, tensor, 0, 9, P, ALIGNED) + begin
     g_ptr = array(table_ptr, tensor, 1, 9, G, ALIGNED) + begin
     m_ptr = array(table_ptr, tensor, 2, 9, M, ALIGNED) + begin
@@ -162,7 +183,6 @@ def adamw_kernel(
     master_ptr = array(table_ptr, tensor, 4, 9, tl.int16 if MASTER == "remainder" else tl.float32, ALIGNED) + begin
     m_scale_ptr = array(table_ptr, tensor, 5, 9, tl.float32, False) + begin // SHARED
     v_scale_ptr = array(table_ptr, tensor, 6, 9, tl.float32, False) + begin // SHARED
-    size = tl.minimum(tl.load(table_ptr + tensor * 9 + 7) - begin, CHUNK).to(tl.int32)
     stream = tl.load(table_ptr + tensor * 9 + 8)
     for start in range(0, size, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -207,10 +227,8 @@ def norm_kernel(
     CHUNK: tl.constexpr,
 ):
     """A chunk's sum of squares, or with `SCALE` the chunk times a factor, in place."""
-    tensor = tl.load(chunks_ptr + 2 * tl.program_id(0)).to(tl.int64)
-    begin = tl.load(chunks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    tensor, begin, size = chunk(table_ptr, chunks_ptr, 1, 2, ALIGNED, CHUNK)
     g_ptr = array(table_ptr, tensor, 0, 2, G, ALIGNED) + begin
-    size = tl.minimum(tl.load(table_ptr + tensor * 2 + 1) - begin, CHUNK).to(tl.int32)
     squares = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, size, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -222,75 +240,100 @@ def norm_kernel(
         tl.store(out_ptr + tl.program_id(0), tl.sum(squares, axis=0))
 
 
-def adamw_(lists: Lists, streams: Sequence[int], grad_scale: Tensor | None, hyper: Hyper) -> None:
+def adamw_(
+    lists: Lists, streams: Sequence[int], grad_scale: Tensor | None, clock: Tensor | None, hyper: Hyper
+) -> None:
     """Launches the kernel on all tensors that have elements; arguments as in the reference."""
     empty = [None] * len(lists.params)
     columns = [tuple(column) if column else tuple(empty) for column in lists]
-    rows = tuple(
+    rows = [
         (*(0 if t is None else address(t) for t in row), row[0].numel(), streams[i])
         for i, row in enumerate(zip(*columns, strict=True))
-    )
-    if not any(row[7] for row in rows):
-        return
+    ]
     p = lists.params[0]
-    table, chunks = tables(rows, 7, p.device)
+    numbers = None if clock is None else device_numbers(clock, hyper)
     master = {torch.int16: "remainder", torch.float32: "fp32"}[lists.masters[0].dtype] if lists.masters else "none"
-    with on_device_of(p):
-        adamw_kernel[(len(chunks),)](
-            table,
-            chunks,
-            grad_scale,
-            hyper.beta1,
-            hyper.beta2,
-            hyper.eps,
-            hyper.weight_decay,
-            1 - hyper.lr * hyper.weight_decay,
-            hyper.lr / hyper.bias1,
-            hyper.bias2**0.5,
-            1 - hyper.beta1,
-            1 - hyper.beta2,
-            hyper.seed,
-            hyper.step,
-            P=TYPES[p.dtype],
-            G=TYPES[lists.grads[0].dtype],
-            M=TYPES[lists.exp_avgs[0].dtype],
-            V=TYPES[lists.exp_avg_sqs[0].dtype],
-            MASTER=master,
-            SCALED=grad_scale is not None,
-            DECOUPLED=hyper.decoupled,
-            STOCHASTIC=hyper.stochastic,
-            ALIGNED=all(x % 16 == 0 for row in rows for x in row[:5]),
-            BLOCK=BLOCK,
-            CHUNK=CHUNK,
-            SHARED=MOMENT_BLOCK,
-            num_warps=8,
-        )
+    for table, chunks, aligned in tables(rows, 5, 7, p.device):
+        with on_device_of(p):
+            adamw_kernel[(len(chunks),)](
+                table,
+                chunks,
+                grad_scale,
+                numbers,
+                None if clock is None else clock[1:],
+                hyper.beta1,
+                hyper.beta2,
+                hyper.eps,
+                hyper.weight_decay,
+                1 - hyper.lr * hyper.weight_decay,
+                hyper.lr / hyper.bias1,
+                hyper.bias2**0.5,
+                1 - hyper.beta1,
+                1 - hyper.beta2,
+                hyper.seed,
+                hyper.step,
+                P=TYPES[p.dtype],
+                G=TYPES[lists.grads[0].dtype],
+                M=TYPES[lists.exp_avgs[0].dtype],
+                V=TYPES[lists.exp_avg_sqs[0].dtype],
+                MASTER=master,
+                SCALED=grad_scale is not None,
+                CLOCKED=clock is not None,
+                DECOUPLED=hyper.decoupled,
+                STOCHASTIC=hyper.stochastic,
+                ALIGNED=aligned,
+                BLOCK=BLOCK,
+                CHUNK=CHUNK,
+                SHARED=MOMENT_BLOCK,
+                num_warps=8,
+            )
+
+
+def device_numbers(clock: Tensor, hyper: Hyper) -> Tensor:
+    """What the weight is multiplied by, `lr / bias1` and the root of `bias2`, from `clock` (lr, step) in fp64."""
+    lr, step = clock
+    beta1, beta2 = (torch.full_like(step, beta) for beta in (hyper.beta1, hyper.beta2))
+    bias1, bias2 = (1 - beta**step if hyper.bias1 != 1 else torch.ones_like(step) for beta in (beta1, beta2))
+    return torch.stack((1 - lr * hyper.weight_decay, lr / bias1, bias2.sqrt())).float()
 
 
 def grad_norm(grads: Sequence[Tensor]) -> Tensor:
     """The Euclidean norm of all elements of all tensors of one dtype, a scalar in fp32."""
-    table, chunks, settings = _gradients(grads)
-    partial = torch.empty(len(chunks), dtype=torch.float32, device=chunks.device)
-    if len(chunks):
-        with on_device_of(grads[0]):
-            norm_kernel[(len(chunks),)](table, chunks, partial, None, SCALE=False, **settings)
-    return partial.sum(dtype=torch.float64).sqrt().float()
+    partial = [_gradients(grads, *part) for part in _tables_of(grads)]
+    if not partial:
+        return torch.zeros((), device=grads[0].device)
+    return torch.cat(partial).sum(dtype=torch.float64).sqrt().float()
 
 
 def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies all tensors of one dtype by `factor`, in place."""
-    table, chunks, settings = _gradients(grads)
-    if len(chunks):
-        with on_device_of(grads[0]):
-            norm_kernel[(len(chunks),)](table, chunks, None, factor, SCALE=True, **settings)
+    for part in _tables_of(grads):
+        _gradients(grads, *part, factor=factor)
 
 
-def _gradients(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor, dict[str, object]]:
-    rows = tuple((address(g), g.numel()) for g in grads)
-    table, chunks = tables(rows, 1, grads[0].device)
-    aligned = all(row[0] % 16 == 0 for row in rows)
-    settings = {"G": TYPES[grads[0].dtype], "ALIGNED": aligned, "BLOCK": BLOCK, "CHUNK": CHUNK, "num_warps": 8}
-    return table, chunks, settings
+def _tables_of(grads: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, bool]]:
+    return tables([(address(g), g.numel()) for g in grads], 1, 1, grads[0].device)
+
+
+def _gradients(
+    grads: Sequence[Tensor], table: Tensor, chunks: Tensor, aligned: bool, factor: Tensor | None = None
+) -> Tensor:
+    """Launches the norm kernel: the sum of squares of each chunk, or with a `factor` nothing of use."""
+    partial = torch.empty(len(chunks), dtype=torch.float32, device=chunks.device)
+    with on_device_of(grads[0]):
+        norm_kernel[(len(chunks),)](
+            table,
+            chunks,
+            partial,
+            factor,
+            G=TYPES[grads[0].dtype],
+            SCALE=factor is not None,
+            ALIGNED=aligned,
+            BLOCK=BLOCK,
+            CHUNK=CHUNK,
+            num_warps=8,
+        )
+    return partial
 
 
 def address(x: Tensor) -> int:
@@ -298,9 +341,37 @@ def address(x: Tensor) -> int:
     return 0 if x.device.type == "meta" else x.data_ptr()
 
 
-@functools.lru_cache(maxsize=32)
-def tables(rows: tuple[tuple[int, ...], ...], size_at: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The rows as int64 on the device, and (tensor, chunk) of every chunk as int32; kept while pointers stay."""
-    chunks = [(i, c) for i, row in enumerate(rows) for c in range(-(-row[size_at] // CHUNK))]
-    table = torch.tensor(rows, dtype=torch.int64).to(device)
-    return table, torch.tensor(chunks, dtype=torch.int32).view(-1, 2).to(device)
+def tables(
+    rows: Sequence[tuple[int, ...]], pointers: int, size_at: int, device: torch.device
+) -> list[tuple[Tensor, Tensor, bool]]:
+    """(table, chunks, aligned) of the rows with elements: first those that can be read 16 bytes at a time.
+
+    Those have their first `pointers` numbers and their size in multiples of 16; one odd tensor slows only its like.
+    """
+    parts: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
+    for row in rows:
+        if row[size_at]:
+            parts[all(number % 16 == 0 for number in (*row[:pointers], row[size_at]))].append(row)
+    return [
+        (_table(tuple(part), device), _chunks(tuple(row[size_at] for row in part), CHUNK, device), aligned)
+        for aligned, part in parts.items()
+        if part
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """The rows as int64 on the device, kept while pointers stay."""
+    return _upload(torch.tensor(rows, dtype=torch.int64), device)
+
+
+@functools.lru_cache(maxsize=64)
+def _chunks(sizes: tuple[int, ...], length: int, device: torch.device) -> Tensor:
+    """(tensor, chunk) of every chunk of `length` of tensors of these sizes, as int32 on the device."""
+    chunks = [(i, c) for i, size in enumerate(sizes) for c in range(-(-size // length))]
+    return _upload(torch.tensor(chunks, dtype=torch.int32).view(-1, 2), device)
+
+
+def _upload(x: Tensor, device: torch.device) -> Tensor:
+    """`x` on the device; the host does not wait for a GPU."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

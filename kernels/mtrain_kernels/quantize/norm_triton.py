@@ -55,7 +55,7 @@ def rms_norm_kernel(
         group = tl.arange(0, COLUMNS // GROUP)[None, :]
         groups = tl.cdiv(width, GROUP)
         tl.store(scale_ptr + row * groups + group, scale, mask=(row < rows) & (group < groups))
-    tl.store(q_ptr + row * width + column, encode(y, MANTISSA, BIAS, GREATEST).to(tl.uint8), mask=inside)
+    tl.store(q_ptr + row * width + column, encode(y, MANTISSA, BIAS, GREATEST), mask=inside)
 
 
 def rms_norm_quantize(

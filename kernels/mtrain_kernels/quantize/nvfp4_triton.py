@@ -24,14 +24,14 @@ def nvfp4_kernel(x_ptr, top_ptr, packed_ptr, scale_ptr, rows, columns, stride, S
     code = encode(tl.max(finite(blocks), axis=2) * (1.0 / 6.0) * top, 3, 7, 448.0)
     decoded = decode(code, 3, 7)
     m = tl.where(decoded > 0, tl.div_rn(decoded * 0.0 + top, decoded), 0.0)
-    code = tl.where(tl.max(tl.where(blocks != blocks, 1, 0), axis=2) > 0, 0x7F, code)
+    code = tl.where(tl.max(tl.where(blocks != blocks, 1, 0), axis=2) > 0, 0x7F, code).to(tl.uint8)
     block = tl.program_id(1) * (SIDE // 16) + tl.arange(0, SIDE // 16)[None, :]
     width = tl.cdiv(columns, 16)
-    tl.store(scale_ptr + row.to(tl.int64) * width + block, code.to(tl.uint8), mask=(row < rows) & (block < width))
+    tl.store(scale_ptr + row.to(tl.int64) * width + block, code, mask=(row < rows) & (block < width))
     low, high = tl.split(tl.reshape(encode(blocks * m[:, :, None], 1, 1, 6.0), (SIDE, SIDE // 2, 2)))
     pair = tl.program_id(1) * (SIDE // 2) + tl.arange(0, SIDE // 2)[None, :]
     at = packed_ptr + row.to(tl.int64) * (columns // 2) + pair
-    tl.store(at, (low | (high << 4)).to(tl.uint8), mask=(row < rows) & (pair < columns // 2))
+    tl.store(at, low | (high << 4), mask=(row < rows) & (pair < columns // 2))
 
 
 @triton.jit
@@ -40,12 +40,13 @@ def nvfp4_dequantize_kernel(packed_ptr, scale_ptr, tensor_scale_ptr, out_ptr, ro
     row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)[:, None]
     pair = tl.program_id(1) * (SIDE // 2) + tl.arange(0, SIDE // 2)[None, :]
     inside = (row < rows) & (pair < columns // 2)
-    both = tl.load(packed_ptr + row.to(tl.int64) * (columns // 2) + pair, mask=inside, other=0).to(tl.int32)
+    both = tl.load(packed_ptr + row.to(tl.int64) * (columns // 2) + pair, mask=inside, other=0)
     scale_at = scale_ptr + row.to(tl.int64) * tl.cdiv(columns, 16) + pair // 8
-    scale = decode(tl.load(scale_at, mask=inside, other=0).to(tl.int32), 3, 7) * tl.load(tensor_scale_ptr)
-    at = out_ptr + row.to(tl.int64) * columns + 2 * pair
-    tl.store(at, cast(decode(both & 15, 1, 1) * scale, out_ptr.dtype.element_ty), mask=inside)
-    tl.store(at + 1, cast(decode(both >> 4, 1, 1) * scale, out_ptr.dtype.element_ty), mask=inside)
+    scale = decode(tl.load(scale_at, mask=inside, other=0), 3, 7) * tl.load(tensor_scale_ptr)
+    value = tl.interleave(decode(both & 15, 1, 1) * scale, decode(both >> 4, 1, 1) * scale)
+    column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)[None, :]
+    at = out_ptr + row.to(tl.int64) * columns + column
+    tl.store(at, cast(value, out_ptr.dtype.element_ty), mask=(row < rows) & (column < columns))
 
 
 def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

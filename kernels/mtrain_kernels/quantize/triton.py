@@ -1,4 +1,4 @@
-"""Quantisation on a GPU: bits are rounded by integer arithmetic, alike on every target and in the interpreter."""
+"""Quantisation on a GPU: bits are the same on every target and in the interpreter, whoever rounds them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,50 @@ from torch import Tensor
 
 from mtrain_kernels.quantize import reference
 from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS
-from mtrain_kernels.runtime import cast, ceil_div, on_device_of
+from mtrain_kernels.runtime import cast, ceil_div, converts_fp8, on_device_of
 
 SIDE = 128  # of a square tile
 GREATEST_MULTIPLIER = tl.constexpr(reference.GREATEST_MULTIPLIER)
 
 
+TO_E4M3 = tl.constexpr(
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
+    " mov.b32 $0, {low, high}; }"
+)
+TO_E5M2 = tl.constexpr(TO_E4M3.value.replace("e4m3", "e5m2"))
+FROM_E4M3 = tl.constexpr(
+    "{ .reg .b16 low, high, a, b, c, d; .reg .b32 ab, cd; mov.b32 {low, high}, $4;"
+    " cvt.rn.f16x2.e4m3x2 ab, low; cvt.rn.f16x2.e4m3x2 cd, high; mov.b32 {a, b}, ab; mov.b32 {c, d}, cd;"
+    " cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }"
+)
+FROM_E5M2 = tl.constexpr(FROM_E4M3.value.replace("e4m3", "e5m2"))
+
+
 @triton.jit
 def encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr):
-    """The code of fp32 `x` in int32: nearest, ties to even, saturating; NaN is all ones, or the greatest in e2m1.
+    """The code of fp32 `x` in uint8, by the GPU's own conversion where it has one, which gives the same bits."""
+    if MANTISSA > 1 and converts_fp8():
+        CONVERT: tl.constexpr = TO_E4M3 if MANTISSA == 3 else TO_E5M2
+        code = tl.inline_asm_elementwise(CONVERT, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        code = encode_bits(x, MANTISSA, BIAS, GREATEST)
+    return code
+
+
+@triton.jit
+def decode(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """The fp32 number of a code in uint8, by the GPU's own conversion where it has one."""
+    if MANTISSA > 1 and converts_fp8():
+        CONVERT: tl.constexpr = FROM_E4M3 if MANTISSA == 3 else FROM_E5M2
+        value = tl.inline_asm_elementwise(CONVERT, "=r,=r,=r,=r,r", [code], dtype=tl.float32, is_pure=True, pack=4)
+    else:
+        value = decode_bits(code.to(tl.int32), MANTISSA, BIAS)
+    return value
+
+
+@triton.jit
+def encode_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr):
+    """The code of fp32 `x` in uint8: nearest, ties to even, saturating; NaN is all ones, or the greatest in e2m1.
 
     Below the normal numbers, adding a power of two leaves the multiple of the smallest number in the last bits.
     """
@@ -32,11 +67,11 @@ def encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr
     code = tl.where(magnitude >= 2.0 ** (1 - BIAS), normal, tiny)
     SIGN: tl.constexpr = 1 << (3 if MANTISSA == 1 else 7)
     code = tl.where(bits < 0, code | SIGN, code)
-    return tl.where(nan, SIGN - 1, code)
+    return tl.where(nan, SIGN - 1, code).to(tl.uint8)
 
 
 @triton.jit
-def decode(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+def decode_bits(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """The fp32 number of a code in int32; multiplying by a power of two makes subnormal codes normal."""
     SIGN: tl.constexpr = 1 << (3 if MANTISSA == 1 else 7)
     magnitude = code & (SIGN - 1)
@@ -78,11 +113,12 @@ def scales(amax, GREATEST: tl.constexpr, EMAX: tl.constexpr, SCALE: tl.constexpr
 
 
 @triton.jit
-def load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU: tl.constexpr, EVICT: tl.constexpr = ""):
+def load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU: tl.constexpr, AGAIN: tl.constexpr):
     """A tile in fp32, 0 outside; with `SWIGLU` silu(gate) times up of the halves, rounded to the input's dtype.
 
-    Another `EVICT` makes a second load a load of its own, from the cache, instead of registers kept.
+    `AGAIN` makes a second load a load of its own, from the cache, instead of registers kept.
     """
+    EVICT: tl.constexpr = "evict_first" if AGAIN else ""
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     at = x_ptr + row[:, None].to(tl.int64) * stride + column[None, :]
     x = tl.load(at, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
@@ -97,7 +133,7 @@ def amax_kernel(x_ptr, out_ptr, rows, columns, stride, SWIGLU: tl.constexpr, SID
     """The greatest finite absolute value of each tile; torch takes the greatest of all."""
     row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
-    x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU)
+    x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU, False)
     tl.store(out_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(tl.max(finite(x), 1), 0))
 
 
@@ -122,9 +158,9 @@ def tensorwise_kernel(
     row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
-    x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU)
+    x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU, False)
     tl.store(amax_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(tl.max(finite(x), 1), 0))
-    q = encode(x * tl.load(multiplier_ptr), MANTISSA, BIAS, GREATEST).to(tl.uint8)
+    q = encode(x * tl.load(multiplier_ptr), MANTISSA, BIAS, GREATEST)
     tl.store(q_ptr + row[:, None].to(tl.int64) * columns + column[None, :], q, mask=inside)
     if TRANSPOSE:
         at = transposed_ptr + column[:, None].to(tl.int64) * rows + row[None, :]
@@ -153,7 +189,7 @@ def groups(
         cut = tl.reshape(x, (SIDE, COUNT, GROUP))
         m, scale = scales(tl.max(finite(cut), axis=2), GREATEST, EMAX, SCALE)
         scaled = tl.reshape(cut * m[:, :, None], (SIDE, SIDE))
-    return encode(scaled, MANTISSA, BIAS, GREATEST).to(tl.uint8), scale
+    return encode(scaled, MANTISSA, BIAS, GREATEST), scale
 
 
 @triton.jit
@@ -182,10 +218,10 @@ def blocks_kernel(
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     q_at = q_ptr + row[:, None].to(tl.int64) * columns + column[None, :]
     transposed_at = transposed_ptr + column[:, None].to(tl.int64) * rows + row[None, :]
-    x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU)
+    x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU, False)
     if SQUARE:
         m, scale = scales(tl.max(tl.max(finite(x), 1), 0), GREATEST, 0, SCALE)
-        q = encode(x * m, MANTISSA, BIAS, GREATEST).to(tl.uint8)
+        q = encode(x * m, MANTISSA, BIAS, GREATEST)
         tl.store(q_at, q, mask=inside)
         tl.store(scale_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), scale)
         if TRANSPOSE:
@@ -200,7 +236,7 @@ def blocks_kernel(
         kept = (row[:, None] < rows) & (group[None, :] < width)
         tl.store(scale_ptr + row[:, None] * width + group[None, :], scale, mask=kept)
         if TRANSPOSE:
-            x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU, "evict_first")  # else 32 registers wait
+            x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU, True)  # else 32 registers wait
             q, scale = groups(x, True, SIDE, GROUP, MANTISSA, BIAS, GREATEST, SCALE)
             tl.store(transposed_at, tl.trans(q), mask=tl.trans(inside))
             group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
@@ -228,7 +264,7 @@ def dequantize_kernel(
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     at = row[:, None].to(tl.int64) * columns + column[None, :]
-    value = decode(tl.load(q_ptr + at, mask=inside, other=0).to(tl.int32), MANTISSA, BIAS)
+    value = decode(tl.load(q_ptr + at, mask=inside, other=0), MANTISSA, BIAS)
     width = tl.cdiv(columns, BLOCK_COLUMNS)
     scale_at = scale_ptr + (row[:, None] // BLOCK_ROWS) * width + column[None, :] // BLOCK_COLUMNS
     scale = tl.load(scale_at, mask=inside, other=0)

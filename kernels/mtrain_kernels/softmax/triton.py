@@ -15,14 +15,18 @@ ELEMENTS = 4096  # scores in a tile
 
 @triton.jit
 def _seen(query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL: tl.constexpr, MASKED: tl.constexpr):
-    """Which of the keys exist and are seen by the queries, [S, T]."""
-    seen = (query[:, None] < s) & (key[None, :] < t)
+    """Which of the scores exist, and which of them are seen by their queries, [S, T].
+
+    All that exist are read: a load that skips unseen keys would be as narrow as a score.
+    """
+    inside = (query[:, None] < s) & (key[None, :] < t)
+    seen = inside
     if CAUSAL:
         seen &= key[None, :] <= query[:, None] + (t - s)
     if MASKED:
         at = base + query[:, None] * stride_s + key[None, :].to(tl.int64) * stride_t
-        seen &= tl.load(mask_ptr + at, mask=seen, other=0) != 0
-    return seen
+        seen &= tl.load(mask_ptr + at, mask=inside, other=0) != 0
+    return inside, seen
 
 
 @triton.jit
@@ -71,8 +75,8 @@ def softmax_kernel(
         total = tl.where(top == -float("inf"), 0.0, 1.0)
     for start in range(0, edge, T):
         key = start + tl.arange(0, T)
-        seen = _seen(query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL, MASKED)
-        z = tl.load(x_ptr + row + key[None, :], mask=seen, other=0.0).to(tl.float32) * scale
+        inside, seen = _seen(query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL, MASKED)
+        z = tl.load(x_ptr + row + key[None, :], mask=inside, other=0.0).to(tl.float32) * scale
         z = tl.where(seen, z, -float("inf"))
         higher = tl.maximum(top, tl.max(z, 1))
         safe = tl.where(higher == -float("inf"), 0.0, higher)
@@ -86,8 +90,8 @@ def softmax_kernel(
         key = start + tl.arange(0, T)
         p = tl.zeros([S, T], tl.float32)
         if start < edge:
-            seen = _seen(query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL, MASKED)
-            z = tl.load(x_ptr + row + key[None, :], mask=seen, other=0.0).to(tl.float32) * scale
+            inside, seen = _seen(query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL, MASKED)
+            z = tl.load(x_ptr + row + key[None, :], mask=inside, other=0.0).to(tl.float32) * scale
             p = tl.where(seen, tl.exp(z - top[:, None]) / total[:, None], 0.0)
         inside = (query[:, None] < s) & (key[None, :] < t)
         tl.store(y_ptr + row + key[None, :], cast(p, y_ptr.dtype.element_ty), mask=inside)
@@ -130,9 +134,9 @@ def softmax_backward_kernel(
     inner = tl.zeros([S], tl.float32)
     for start in range(0, edge, T):
         key = start + tl.arange(0, T)
-        seen = _seen(query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL, MASKED)
-        z = tl.load(x_ptr + row + key[None, :], mask=seen, other=0.0).to(tl.float32) * scale
-        d_y = tl.load(d_y_ptr + row + key[None, :], mask=seen, other=0.0).to(tl.float32)
+        inside, seen = _seen(query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL, MASKED)
+        z = tl.load(x_ptr + row + key[None, :], mask=inside, other=0.0).to(tl.float32) * scale
+        d_y = tl.load(d_y_ptr + row + key[None, :], mask=inside, other=0.0).to(tl.float32)
         inner += tl.sum(tl.where(seen, tl.exp(z - top[:, None]) * d_y, 0.0), 1)
     inner = inner / total
     if SINK:
@@ -142,9 +146,9 @@ def softmax_backward_kernel(
         key = start + tl.arange(0, T)
         d = tl.zeros([S, T], tl.float32)
         if start < edge:
-            seen = _seen(query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL, MASKED)
-            z = tl.load(x_ptr + row + key[None, :], mask=seen, other=0.0).to(tl.float32) * scale
-            d_y = tl.load(d_y_ptr + row + key[None, :], mask=seen, other=0.0).to(tl.float32)
+            inside, seen = _seen(query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL, MASKED)
+            z = tl.load(x_ptr + row + key[None, :], mask=inside, other=0.0).to(tl.float32) * scale
+            d_y = tl.load(d_y_ptr + row + key[None, :], mask=inside, other=0.0).to(tl.float32)
             p = tl.exp(z - top[:, None]) / total[:, None]
             d = tl.where(seen, scale * p * (d_y - inner[:, None]), 0.0)
         inside = (query[:, None] < s) & (key[None, :] < t)

@@ -12,11 +12,11 @@ from mtrain.build.transformer import transformer_config
 from mtrain.config.core_fields import DDP_FIELDS, FSDP_FIELDS, WRAP_FIELDS, values
 from mtrain.config.peft import PeftConfig
 from mtrain.config.run import RunConfig
+from mtrain.devices.dtypes import with_dtypes
 from mtrain.errors import ConfigError, Problem
 from mtrain.mcore import api as mcore
 from mtrain.mcore import low_rank
 from mtrain.mcore.fsdp2 import FullySharded
-from mtrain.mcore.local_params import unwrap
 from mtrain.mcore.megatron_fsdp import FullyShardedBuffers, communication_elements
 from mtrain.mcore.shard_specs import shard_specs_of
 from mtrain.models.base import BuildChunk
@@ -25,11 +25,12 @@ from mtrain.plan.count import adapter_parameters
 from mtrain.world.init import World
 
 
-def build_model(run: RunConfig, world: World, *, wrap: bool = True) -> list[Any]:
+def build_model(run: RunConfig, world: World, *, wrap: bool = True, drawn: bool = True) -> list[Any]:
     """This rank's chunks of the model: one per virtual pipeline stage, with weights from `trainer.seed`.
 
     With `wrap`, each is inside megatron-core's DistributedDataParallel or what `parallel.fsdp` names; without, it can
-    only run forward. Weights that FSDP shards have no memory before that: a rank never holds all of them.
+    only run forward. Weights that FSDP shards have no memory before that: a rank never holds all of them. Unless
+    they are `drawn`, weights have no values.
     """
     config = transformer_config(run, world.device)
     with weights.deferred() if wrap and _may_defer(run) else nullcontext():
@@ -40,9 +41,11 @@ def build_model(run: RunConfig, world: World, *, wrap: bool = True) -> list[Any]
     if run.precision.dtype != "fp32":
         chunks = [_half(config, chunk) for chunk in chunks]
     if wrap and run.parallel.fsdp != "none":
-        chunks = [_fully_shard(run, config, chunk, world.torch_device) for chunk in chunks]
-    weights.initialize(chunks, run.trainer.seed)
-    low_rank.start_magnitudes(chunks)
+        size = max(communication_elements(chunk) for chunk in chunks)  # the optimizer wants one for all
+        chunks = [_fully_shard(run, config, chunk, world.torch_device, size) for chunk in chunks]
+    if drawn:
+        weights.initialize(chunks, run.trainer.seed)
+        low_rank.start_magnitudes(chunks)
     if wrap and run.parallel.fsdp == "none":
         chunks = [_wrap(run, config, chunk, first=i == 0) for i, chunk in enumerate(chunks)]
     return chunks
@@ -97,10 +100,10 @@ def _wrap(run: RunConfig, config: Any, chunk: Any, *, first: bool) -> Any:
     )
 
 
-def _fully_shard(run: RunConfig, config: Any, chunk: Any, device: torch.device) -> Any:
+def _fully_shard(run: RunConfig, config: Any, chunk: Any, device: torch.device, size: int) -> Any:
     if run.parallel.fsdp == "fsdp2":
         wrap = mcore.TorchFullyShardedDataParallelConfig(**values(WRAP_FIELDS, run))
         return FullySharded(config, wrap, chunk, device)
-    size = communication_elements(unwrap(chunk))
-    ddp = mcore.DistributedDataParallelConfig(**values(FSDP_FIELDS, run), suggested_communication_unit_size=size)
+    fields = with_dtypes(values(FSDP_FIELDS, run))
+    ddp = mcore.DistributedDataParallelConfig(**fields, suggested_communication_unit_size=size)
     return FullyShardedBuffers(config, ddp, chunk, device)

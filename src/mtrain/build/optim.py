@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from mtrain.config.devices import facts_of
 from mtrain.config.optimizer import ParamGroup
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.run import RunConfig
-from mtrain.devices.dtypes import torch_dtype
+from mtrain.devices.dtypes import with_dtypes
 from mtrain.mcore import api as mcore
 from mtrain.mcore.optimizer_state import name_states
 
@@ -40,7 +39,7 @@ def optimizer_config(run: RunConfig) -> Any:
         ValueError: kernels.optimizer is not resolved.
     """
     spec, word = OPTIMIZERS[run.optim.name], run.kernels.optimizer
-    fields = {**_made(values(OPTIMIZER_FIELDS, run)), **values(OWN_FIELDS.get(spec.name, {}), run)}
+    fields = {**with_dtypes(values(OPTIMIZER_FIELDS, run)), **values(OWN_FIELDS.get(spec.name, {}), run)}
     if word in ("reference", "triton") and spec.build is not None:
         kind, arguments = spec.build(run)
         mcore.use_own(kind, **arguments)
@@ -50,11 +49,6 @@ def optimizer_config(run: RunConfig) -> Any:
         raise ValueError(f"kernels.optimizer = {word!r} is not resolved, or does not update {spec.name}")
     use()
     return mcore.OptimizerConfig(**fields)
-
-
-def _made(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of megatron-core, dtypes made of their words."""
-    return {k: torch_dtype(v) if k.endswith("_dtype") else v for k, v in fields.items()}
 
 
 def _matching(group: ParamGroup) -> Any:

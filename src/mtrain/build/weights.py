@@ -18,6 +18,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mtrain.mcore.sharding import TensorShard, make_main_weights, model_shards
 from mtrain.world.heartbeat import tick
@@ -46,7 +47,7 @@ class Normal:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor.mtrain_init_std = self.std  # type: ignore[attr-defined]
-        if _deferred.get():
+        if _deferred.get() and not isinstance(tensor, FakeTensor):  # which has no memory to begin with
             empty = torch.nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
             vars(empty).update(vars(tensor))
             torch.utils.swap_tensors(tensor, empty)

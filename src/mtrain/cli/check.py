@@ -10,6 +10,7 @@ from mtrain import strict_json
 from mtrain.cli.setup import Loaded, load
 from mtrain.config import kernels
 from mtrain.config.batches import counted, stages
+from mtrain.config.manifest import unwatched
 from mtrain.config.paths import MANIFEST, user_path
 from mtrain.config.rules.finding import dp_of
 from mtrain.config.run import RunConfig
@@ -124,6 +125,7 @@ def summary(loaded: Loaded) -> str:
         ("tokens", f"{count(tokens)} per step, {count(total)} in {t.train_iters} steps"),
         ("kernels", kernels.summary(run)),
         ("data", f"{run.data.kind}, samples of {run.data.length} tokens{_spans(run)}"),
+        *((("", bare),) if (bare := unwatched(run.data)) else ()),
         ("digest", run.digest()),
     ]
     if run.cluster.sm is not None:
@@ -133,8 +135,10 @@ def summary(loaded: Loaded) -> str:
 
 
 def _spans(run: RunConfig) -> str:
-    """What encoder and decoder get of a sample, where there are two."""
-    t = run.model.t5
+    """What encoder and decoder get of a sample, where there are two; what packed samples are filled with."""
+    t, d = run.model.t5, run.data
+    if d.packed and t is None:
+        return " of whole documents" if d.whole_documents else ", packed"
     return f": {t.encoder_length} for the encoder, {t.decoder_length} for the decoder" if t is not None else ""
 
 

@@ -69,7 +69,8 @@ def import_(argv: list[str]) -> int:
     open_folder(source)  # what is not there is said before anything is made
     run = _run_of(source / CONFIG, extra)
     with drafted(out, "importing") as draft:
-        (draft / RUN_FILE).write_text(run_yaml(run))
+        begun = run.peft.model_copy(update={"init_from": None})  # the checkpoint has them
+        (draft / RUN_FILE).write_text(run_yaml(run.model_copy(update={"peft": begun})))
         kind, checkpoint, record, folder = take(run, source, draft)
         found = _logits(run.model_copy(update={"peft": PeftConfig()}), checkpoint, source)  # theirs has no adapters
         certificate.write(draft, "import", kind, record, found)
@@ -90,18 +91,20 @@ def export(argv: list[str]) -> int:
     dtype, version = read_dtype(options), _peft_version(options)
     out, path = new_folder(Path(paths[0]).expanduser()), newest(target)
     from mtrain.convert import certificate
-    from mtrain.convert.hugging_face import boxes, tables
-    from mtrain.convert.out import Weights, export_asking
+    from mtrain.convert.boxes import model_boxes
+    from mtrain.convert.hugging_face import tables
+    from mtrain.convert.out import Weights, export_weights
     from mtrain.convert.saved import Saved
     from mtrain.convert.words import IN_TORCH
 
     run, home = read_run_file(path / RUN_FILE), path.parent.parent if path.parent.name == CHECKPOINTS else path
     kind, body = _config_of(run, home, options.get("model_type"))
     checkpoint, table = Saved.open(path), tables(kind, run.model)[0]
+    weights = Weights(checkpoint, run, table, model_boxes(run), dtype)
     if version is not None:
-        return _export_adapters(Weights(checkpoint, run, table, boxes(run), dtype), kind, out, version)
+        return _export_adapters(weights, kind, out, version)
     with drafted(out, "exporting") as draft:
-        weights, record = export_asking(checkpoint, run, table, dtype, draft, lambda: boxes(run))
+        record = export_weights(weights, draft)
         stored = IN_TORCH[weights.dtype_of(weights.found.steps[0])]
         said = "dtype" if "dtype" in body else "torch_dtype"
         _write_companions(draft, home, {**body, said: stored})
@@ -291,9 +294,10 @@ def _said(found: dict[str, Any]) -> str:
 
 
 def _weights_at(path: Path) -> Any:
+    from mtrain.convert.boxes import model_boxes
     from mtrain.convert.compare import OfCheckpoint
     from mtrain.convert.folder import is_folder, open_folder
-    from mtrain.convert.hugging_face import boxes, tables
+    from mtrain.convert.hugging_face import tables
     from mtrain.convert.out import Weights
     from mtrain.convert.read import Reader
     from mtrain.convert.saved import Saved
@@ -303,4 +307,4 @@ def _weights_at(path: Path) -> Any:
     checkpoint, run = newest(path), read_run_file(path / RUN_FILE)
     home = checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint
     kind, _ = _config_of(run, home, None)
-    return OfCheckpoint(Weights(Saved.open(checkpoint), run, tables(kind, run.model)[0], boxes(run)))
+    return OfCheckpoint(Weights(Saved.open(checkpoint), run, tables(kind, run.model)[0], model_boxes(run)))

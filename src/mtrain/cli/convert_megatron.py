@@ -36,6 +36,10 @@ def import_megatron(argv: list[str]) -> int:
     whole = any(word.partition("=")[0] in ("recipe", "run") for word in extra)
     run = load(extra if whole else beneath(["parallel=single"], extra), to_run=False).run
     _require_names(run)
+    if run.peft.init_from is not None:
+        rule = "adapters of `peft` are read together with the Hugging Face folder that they are for"
+        fix = f"{program()} convert import HF_DIR RUN, without --megatron"
+        raise ConfigError([Problem("MT521", "peft.init_from", run.peft.init_from, rule, fix)])
     opened = open_weights(source)
     wrong = differing(read_arguments(opened.path), run)
     if wrong:
@@ -83,9 +87,6 @@ def export_megatron(argv: list[str]) -> int:
     out, path = new_folder(Path(paths[0]).expanduser()), newest(target)
     run = read_run_file(path / RUN_FILE)
     _require_names(run)
-    from mtrain.convert.hugging_face import adapt
-
-    adapt()
     from mtrain.convert import certificate
     from mtrain.convert.saved import Saved
 

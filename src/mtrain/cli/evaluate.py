@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from mtrain.cli.generate import WITHOUT_DATA, checkpoint_of, must_write, source_of
+from mtrain.cli.generate import WITHOUT_DATA, WITHOUT_START, checkpoint_of, must_write, source_of
 from mtrain.cli.resume import beneath, relaid, run_file, target_of
 from mtrain.cli.setup import load
 from mtrain.cli.words import Word, number, read_words, texts
@@ -30,7 +30,7 @@ def run(argv: list[str], *, debug: bool, as_json: bool = False) -> int:
     words, overrides = read_words(rest, WORDS)
     tasks = tuple(name for name in words["tasks"] if name)
     checkpoint_of(target, USAGE)
-    own = WITHOUT_DATA if tasks else ("trainer.sample_tokens=0",)
+    own = WITHOUT_DATA if tasks else ("trainer.sample_tokens=0", WITHOUT_START)
     composed = load([f"run={run_file(target)}", *beneath([*own, *relaid(overrides)], overrides)])
     preflight.check(composed.run, rest)
     if not tasks:

@@ -25,6 +25,7 @@ from mtrain.config.describe import (
     type_of,
 )
 from mtrain.config.dump import spell
+from mtrain.config.field_versions import FIELD_VERSIONS
 from mtrain.config.keys import effect_of, field_of, suggest
 from mtrain.config.paths import program
 from mtrain.config.resolve import Machine, resolve, world_size_of
@@ -153,7 +154,9 @@ def _key(path: str, composed: Composed) -> dict[str, Any]:
     if path.startswith("recipe."):
         return facts
     machine = Machine.here()
-    why: dict[str, str] = {}
+    from mtrain.cli.setup import settled
+
+    composed, why = settled(composed, machine, world_size_of())
     resolved = resolve(composed.run, machine, world_size_of(), why=why)
     chain = _chain(path, composed, resolved, why)
     facts |= {
@@ -172,7 +175,8 @@ def _key(path: str, composed: Composed) -> dict[str, Any]:
 def _fed(path: str, run: RunConfig) -> list[str]:
     """What a key reaches; nothing where another key is written so that no model can be made."""
     with suppress(ValueError):
-        return feeds(_with_section(run, path)).get(path, [])
+        found = feeds(_with_section(run, path)).get(path, [])
+        return [f"{name} ({FIELD_VERSIONS[name]})" if name in FIELD_VERSIONS else name for name in found]
     return []
 
 

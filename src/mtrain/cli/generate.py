@@ -11,7 +11,9 @@ from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.resume import beneath, relaid, run_file, target_of
 from mtrain.cli.setup import load
 from mtrain.cli.words import Word, number, read_words, texts, yes
+from mtrain.config.dump import override
 from mtrain.config.files import kind_of
+from mtrain.config.keys import schema_keys
 from mtrain.config.origins import COMMAND_LINE
 from mtrain.config.paths import CHECKPOINTS, program
 from mtrain.config.run import RunConfig
@@ -21,17 +23,26 @@ from mtrain.models.registry import family_of
 from mtrain.train.request import Request, Sampling
 
 USAGE = f"{program()} generate runs/<name> [prompt=TEXT] [tokens=N] [temperature=T] [overrides]"
+_OF_SAMPLES = frozenset(
+    f"data.{key}"
+    for key in (
+        *("kind", "seq_length", "split", "packed", "packed_multiple", "eod_mask_loss", "prefetch", "cache_dir"),
+        *("suffixes", "tokenizer_vocab_size", "remote_cache_gib"),
+    )
+)
+"""Keys that say nothing of a corpus."""
+_OF_A_CORPUS = {
+    key: field.get_default(call_default_factory=True)
+    for key, field in schema_keys().items()
+    if key.startswith("data.") and key not in _OF_SAMPLES
+}
+WITHOUT_START = "peft.init_from=null"
+"""The adapters that a run began with are in its checkpoint."""
 WITHOUT_DATA = (
     "data.kind=mock",
-    "data.path=null",
-    "data.blend=null",
-    "data.blend_weights=null",
-    "data.tokenizer=null",
-    "data.limit_mib=null",
-    "data.chat_template=null",
-    "data.loss_on=assistant",
-    "data.bad_lines=null",
+    *(override(key, default) for key, default in _OF_A_CORPUS.items()),
     "trainer.sample_tokens=0",
+    WITHOUT_START,
 )
 """The corpus of the run may be gone: its tokenizer is in the run folder."""
 WORDS = {

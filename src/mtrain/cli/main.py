@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mtrain import strict_json
-from mtrain.cli.verbs import CONFIG_DIR, FLAGS, HELP, JSON_VERBS, OWN_WORDS, SHORT, VERBS
+from mtrain.cli.verbs import CONFIG_DIR, FLAGS, HELP, JSON_VERBS, OWN_WORDS, SHORT, VALUED, VERBS
 from mtrain.collecting import without_collecting
 from mtrain.config.paths import config_dirs
 from mtrain.errors import MAX_PROBLEMS, ConfigError, MtrainError, Problem, message, say_page
@@ -25,6 +25,8 @@ class Call:
     flags: set[str]
     named: bool = True
     """Whether the verb was written."""
+    values: dict[str, str] = field(default_factory=dict)
+    """Of flags that have one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,6 +94,26 @@ def _config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return named, rest
 
 
+def _values(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The flags that have a value, and the other arguments.
+
+    Raises:
+        ConfigError: one has none.
+    """
+    found, rest, queue = dict[str, str](), list[str](), list(arguments)
+    while queue:
+        word = queue.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag not in VALUED:
+            rest.append(word)
+        elif value or (not equals and queue and not queue[0].startswith("-")):
+            found[flag] = value or queue.pop(0)
+        else:
+            needs = f"{flag} {VALUED[flag]}"
+            raise ConfigError([Problem("MT010", "", None, f"{flag}: needs a value", needs, "command line")])
+    return found, rest
+
+
 def _open_closed_streams() -> None:
     """Standard streams that were closed lead nowhere from now on: a file of the run would get their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -111,7 +133,7 @@ def parse(arguments: Sequence[str]) -> Call:
         flags = {SHORT.get(a, a) for a in arguments[:place]}
         rest = [a for a in arguments[place + 1 :] if a != "--debug"]
         return Call(verb, [*(["--json"] if "--json" in flags else []), *rest], flags)
-    arguments = [SHORT.get(a, a) for a in arguments]
+    values, arguments = _values([SHORT.get(a, a) for a in arguments])
     flags = {a for a in arguments if a in FLAGS}
     rest = [a for a in arguments if a not in flags]
     problems, rest = _without_unknown_flags(rest)
@@ -122,7 +144,7 @@ def parse(arguments: Sequence[str]) -> Call:
         problems.append(_unknown_verb(rest[0]))
     if problems:
         raise ConfigError(problems)
-    return Call(verb, rest, flags, named)
+    return Call(verb, rest, flags, named, values)
 
 
 def dispatch(call: Call) -> int:
@@ -149,6 +171,8 @@ def dispatch(call: Call) -> int:
             from mtrain.cli import check
 
             return check.run(call.arguments, as_json=as_json)
+    if call.verb == "plan":
+        return _plan(call, as_json)
     if call.verb == "show":
         from mtrain.cli import show
 
@@ -157,6 +181,22 @@ def dispatch(call: Call) -> int:
     if call.verb == "convert":
         options["megatron"] = "--megatron" in call.flags
     return _worker_verb(call.verb)(call.arguments, debug="--debug" in call.flags, **options)
+
+
+def _plan(call: Call, as_json: bool) -> int:
+    """The plan of a configuration, or what one of its flags asks for."""
+    if "--compare" in call.values:
+        from mtrain.cli import plan_compare
+
+        return plan_compare.run(call.values["--compare"], call.arguments, as_json=as_json)
+    for flag, module in (("--trace", "trace"), ("--calibrate", "calibrate")):
+        if flag in call.flags:
+            return _worker_verb(module)(call.arguments, as_json=as_json)
+    with without_collecting():
+        from mtrain.cli import plan
+
+        draw, html = "--draw" in call.flags, call.values.get("--html")
+        return plan.run(call.arguments, as_json=as_json, draw=draw, html=html)
 
 
 def _asks_for_help(call: Call) -> bool:

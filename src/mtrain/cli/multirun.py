@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import statistics
@@ -22,11 +21,11 @@ from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.run import RunConfig
 from mtrain.config.sweep import Job, jobs
 from mtrain.errors import ConfigError, MtrainError, say, say_page, visible
+from mtrain.plan.compare import METRICS, lines_of
 
 ORDER = (0, 75, 2, 3, 4, 5)
 """Exit codes from good to bad; every other one is worse."""
 COMMAND = "import sys; from mtrain.cli.main import main; sys.exit(main(sys.argv[1:]))"
-METRICS = "metrics.jsonl"
 Main = Callable[[Sequence[str]], int]
 
 
@@ -217,25 +216,12 @@ def _row(job: Job, name: str, code: int, run: RunConfig | None) -> Row:
     row = Row(name, job.differs, code)
     if run is None:
         return row
-    lines = _lines(user_path(run.log.runs_dir) / name / METRICS)
+    lines = lines_of(user_path(run.log.runs_dir) / name / METRICS)
     rates = [line["tokens_per_s"] for line in lines if line.get("tokens_per_s") is not None]
     row.loss = next((line["loss"] for line in reversed(lines) if "loss" in line), None)
     row.validation = next((line["valid_loss"] for line in reversed(lines) if "valid_loss" in line), None)
     row.tokens_per_s = statistics.median(rates[1:] or rates) if rates else None
     return row
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    out = []
-    for text in path.read_text(errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        out += [line] if isinstance(line, dict) else []
-    return out
 
 
 def _table(rows: Sequence[Row], wanted: int) -> str:

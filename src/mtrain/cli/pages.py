@@ -44,6 +44,41 @@ PAGES: dict[str, Page] = {
             ("show --resolved optim.lr=3e-4", "a run in one file: redirect it, and take it with run=FILE"),
         ),
     ),
+    "plan": Page(
+        f"plan {OVERRIDES} [FLAGS] [rank=R]",
+        "Parameters by kind and stage, operations of a token, and the memory of a rank of each pipeline stage by\n"
+        "part, its peak, and what is left of the device; the time of a step by part, tokens a second, both MFUs,\n"
+        "and what the run takes and costs; in about a second, without torch.\n"
+        "With --trace the program of one rank runs a step on shapes alone: what is alive when, and every operation.",
+        (*SETTINGS, ("rank=R", "with --trace: which rank, else the first")),
+        (
+            JSON,
+            ("--draw", "pictures below: memory by part, the pipeline's schedule, time, ranks on machines"),
+            ("--html FILE", "the pictures as one page, that opens without a network"),
+            ("--compare RUN", "of a run that was made: what was planned beside what was measured"),
+            ("--trace", "run a step of one rank without its memory, and compare"),
+            ("--calibrate RUN_OR_FILE... out=FILE", "the rates of a CPU from measured runs, as a cluster file"),
+        ),
+        (
+            ("plan --calibrate runs/one runs/two out=box.yaml", "then: plan cluster=./box.yaml"),
+            ("plan recipe=llama3/70b_h100x64", "does it fit, and what takes the memory"),
+            ("plan model=llama3_8b parallel=tp2 cluster=h100x8 --json", "the same for a machine"),
+            ("plan recipe=llama3/70b_h100x64 --html plan.html", "a page to look at, and to send"),
+            ("plan --trace recipe=llama3/70b_h100x64 rank=0", "what the program does, in half a minute"),
+        ),
+    ),
+    "tune": Page(
+        f"tune {OVERRIDES} [--out FILE] [FLAGS]",
+        "The ten fastest layouts by the plan that keep every rule and fit the devices of the cluster: tp, pp, vpp,\n"
+        "cp, ep, etp, sequence parallelism, micro-batch, recomputation, sharding and offload of the state. What the\n"
+        "command line says of them is kept. parallel=auto takes the first in every verb.",
+        SETTINGS,
+        (("-o, --out FILE", "write the first as a choice, for parallel=FILE; never over a file"), JSON),
+        (
+            ("tune model=llama3_70b cluster=h100x64", "how to lay it out"),
+            ("tune recipe=llama3/70b_h100x64 parallel.tp=8 --out mine.yaml", "with a tp of 8, into a file"),
+        ),
+    ),
     "prove": Page(
         f"prove {OVERRIDES}",
         "Trains the layout and one rank from the same weights on the same samples, shrunk to this machine,\n"
@@ -177,6 +212,13 @@ PAGES: dict[str, Page] = {
         (("GROUP", "model, parallel, precision, data, optim, trainer, kernels, checkpoint, log or cluster"),),
         (JSON,),
         (("choices", "all of them"), ("choices cluster", "clusters, with what each is")),
+    ),
+    "engines": Page(
+        "engines",
+        "Which megatron-core Python finds, which are supported, what only some have, and which patches act and why.",
+        (),
+        (JSON,),
+        (("engines", "of this installation"),),
     ),
     "completion": Page(
         "completion bash|zsh|fish",

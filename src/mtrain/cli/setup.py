@@ -58,7 +58,8 @@ def load(
         if error.partial is not None:
             found = with_fixes(found, error.partial.run, lambda r: resolve(r, machine, world_size))
         raise ConfigError([*found, *also_wrong(error, machine, world_size)]) from None
-    raw, why = composed.run, dict[str, str]()
+    composed, why = settled(composed, machine, world_size)
+    raw = composed.run
     run = resolve(raw, machine, world_size, why=why)
     origins = resolved_origins(composed, run, why)
     problems = validate(composed, run, origins, machine, world_size, to_run=to_run)
@@ -68,6 +69,20 @@ def load(
     if errors:
         raise (CorruptInput if errors <= DAMAGE else ConfigError)(sorted(problems, key=lambda p: p.severity))
     return Loaded(run, origins, composed.choices, tuple(problems), composed.history, composed.files, raw)
+
+
+def settled(composed: Composed, machine: Machine, world_size: int | None) -> tuple[Composed, dict[str, str]]:
+    """The same with the layout that `parallel.auto` leaves to `tune`, and why each key of it is so.
+
+    Raises:
+        ConfigError: there is no such layout.
+    """
+    if not composed.run.parallel.auto:
+        return composed, {}
+    from mtrain.plan.tune.choose import chosen
+
+    raw, why = chosen(composed.run, composed.origins, machine, world_size)
+    return replace(composed, run=raw), why
 
 
 def validate(

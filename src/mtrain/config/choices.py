@@ -9,7 +9,7 @@ from pathlib import Path
 from mtrain.config.dump import override
 from mtrain.config.interpolate import leaves
 from mtrain.config.layout_string import looks_like_layout, nearest_layout, parse_layout
-from mtrain.config.load import load
+from mtrain.config.load import load, package_of
 from mtrain.config.near import NOTHING, accepts, choice_fix, chooses, layouts_near
 from mtrain.config.origins import COMMAND_LINE
 from mtrain.config.paths import CHOICE, choices_of_group, find_config, user_path
@@ -96,11 +96,12 @@ def some_choice(group: str, text: str) -> str:
 
 
 def _is_recipe(text: str) -> bool:
-    """Whether a file is there that has the parts of a recipe."""
+    """Whether a file is there that has the parts of a recipe; a choice may have them where it says its package."""
     try:
-        said = {*load(user_path(text)).values} if os.path.isfile(user_path(text)) else set()
+        document = load(user_path(text)) if os.path.isfile(user_path(text)) else None
     except ConfigError:
         return False
+    said = set() if document is None or package_of(document) is not None else {*document.values}
     return bool(said & {*GROUPS, "recipe"}) and said <= {*GROUPS, "defaults", "recipe"}
 
 

@@ -1,11 +1,13 @@
 """`cluster`: the machines a run is for, as facts."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from mtrain.config.base import Degree, Key, PositiveFloat, PositiveInt, Section
 from mtrain.config.formats import Format
+
+Reached = Literal["products", "memory", "attention", "speed"]
 
 
 class ClusterConfig(Section):
@@ -27,6 +29,8 @@ class ClusterConfig(Section):
     """Memory of one device; null: unknown."""
     memory_gbps: Annotated[PositiveFloat | None, Key(unit="GB/s")] = None
     """Bandwidth of that memory in GB/s; null: unknown."""
+    power_watts: Annotated[PositiveFloat | None, Key(unit="W")] = None
+    """Power that one device may draw in W: what keeps it from its peak in large products; null: unknown."""
     peak_tflops: Annotated[dict[Format, PositiveFloat], Key(unit="TFLOP/s")] = {}
     """Dense peak of one device in TFLOP/s by format; empty: no MFU is shown."""
     fast_link_gbps: Annotated[PositiveFloat | None, Key(unit="GB/s")] = None
@@ -37,5 +41,21 @@ class ClusterConfig(Section):
     network_gbitps: Annotated[PositiveFloat | None, Key(unit="Gbit/s")] = None
     """Bandwidth of one device's share of the network between fast domains in Gbit/s and one direction; null:
     unknown."""
+    storage_gbps: Annotated[PositiveFloat | None, Key(unit="GB/s")] = None
+    """Rate at which all ranks together write a checkpoint in GB/s; null: unknown."""
+    price_per_device_hour: PositiveFloat | None = None
+    """What an hour of one device costs, in any currency; null: unknown."""
     host_link_gbps: Annotated[PositiveFloat | None, Key(unit="GB/s")] = None
     """Bandwidth of one device to host memory in GB/s and one direction; null: unknown."""
+    operation_us: Annotated[PositiveFloat | None, Key(unit="us")] = None
+    """What the host takes for an operation in microseconds, beside the arithmetic and the traffic of it; null: as in
+    published runs."""
+    link_latency_us: Annotated[PositiveFloat | None, Key(unit="us")] = None
+    """What a collective takes in microseconds, however little is sent, for each time that a group is doubled; null:
+    as in published runs."""
+    reached: dict[Reached, Annotated[float, Field(gt=0, le=10)]] = {}
+    """What was measured of the rates above: `products`, the share of the peak that a large product in 16 bits has;
+    `memory`, that of the bandwidth; `attention`, that of the peak by the products of attention; `speed`, how fast a
+    step is against what these say. Empty: as in published runs."""
+    software: Annotated[str | None, Field(max_length=200)] = None
+    """Releases that measured rates belong to; null: the rates are those of data sheets."""

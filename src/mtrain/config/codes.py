@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from mtrain.config.codes_of_work import OF_WORK
 from mtrain.config.paths import program
 from mtrain.config.rules import RULES
 from mtrain.config.rules.rule import Code, Rule
@@ -162,6 +163,36 @@ OTHERS = (
         says="model.family=bert: a model of the family bert does not continue texts",
     ),
     Code(
+        "MT254",
+        "The family of the model, which a plug-in adds, does not say which weights a stage has: there is no plan.",
+        "Ask its author for `Family.weights`.",
+        says="the family hybrid does not say which weights a stage has",
+    ),
+    Code(
+        "MT255",
+        "A step of this configuration cannot be traced: its program needs values that shapes do not give.",
+        "Leave out --trace: the plan counts it.",
+        says="a step of it does not run on shapes alone",
+    ),
+    Code(
+        "MT256",
+        "A layout is to be chosen by its time, and too little is known of the devices to say how long a step takes.",
+        "Name a cluster that states its devices, such as cluster=h100x8, or a layout.",
+        says="the layout is chosen by its time, and of local nothing is known: cluster.memory_gbps",
+    ),
+    Code(
+        "MT257",
+        "The layout is to be chosen, and none fits the devices.",
+        "Take more devices, devices with more memory, or a smaller model.",
+        example="model=llama31_405b parallel=auto cluster=h100x8",
+    ),
+    Code(
+        "MT258",
+        "The layout is to be chosen, and none keeps all rules beside what is said.",
+        "Say less of the layout, or make the batch a multiple of the number of devices.",
+        example="model=llama3_8b parallel=auto cluster=h100x8 trainer.global_batch_size=8 trainer.micro_batch_size=3",
+    ),
+    Code(
         "MT407",
         "A kernel is named that this machine cannot run.",
         "Name the reference or auto, or install what is missing; only auto chooses.",
@@ -169,15 +200,16 @@ OTHERS = (
     ),
     Code(
         "MT146",
-        "The state of the model alone is larger than the memory of the devices.",
-        "Spread it: parallel.distributed_optimizer=true, more tp, pp or ep, or more devices.",
+        "What a step needs on a device, as `plan` counts it, is more than its memory. The text names the pipeline "
+        "stage and its three largest parts; what the allocator is assumed to hold in pieces is left out.",
+        "Take the change that is named, the cheapest with which it fits; or more tp, pp or ep, or more devices.",
         severity="warning",
         example="model=llama3_70b cluster=h100x8 parallel=single",
     ),
     Code(
         "MT147",
         "The activations of one sample, or the tokens of one step, are more than the memory of the device that is "
-        "named, or of this machine where none is. What is counted is the least that any kernel needs.",
+        "named, or of this machine where none is. What is counted is what autograd keeps of one micro-batch.",
         "Shorten data.seq_length, take a smaller batch, shard it (cp, dp), or name a larger machine.",
         example="data.seq_length=1000000 model.max_position_embeddings=1000000",
     ),
@@ -194,175 +226,7 @@ OTHERS = (
         severity="warning",
         example="model=llama3_8b",
     ),
-    Code(
-        "MT501",
-        "A run folder is taken.",
-        "Go on with it, or give the new run another name.",
-        says="the run folder runs/mine is there already",
-    ),
-    Code(
-        "MT502",
-        "There is no run or checkpoint to go on from.",
-        "Name one that exists, or begin a new run.",
-        says="runs/mine has no checkpoint yet",
-    ),
-    Code(
-        "MT503",
-        "A checkpoint is of another model.",
-        "Take the model of the checkpoint, or begin a new run.",
-        says="the checkpoint is of another model: 8 layers there, 4 here",
-    ),
-    Code(
-        "MT504",
-        "A key that changes the numbers differs from the run that is to go on.",
-        "Take its value, or checkpoint.accept_changes=true.",
-        says="changes the numbers of the resumed run: 0.001 there, 0.0001 here",
-    ),
-    Code(
-        "MT506",
-        "A run has no tokenizer, so no text can be generated.",
-        "Train on text, or set data.tokenizer.",
-        says="runs/mine has no tokenizer.json: its data has no tokenizer, so no text can be generated",
-    ),
-    Code(
-        "MT507",
-        "The folder that weights are to be written to is there already.",
-        "Name one that is not there yet.",
-        says="weights is there; export writes a new folder",
-    ),
-    Code(
-        "MT508",
-        "The layout splits sequences into more parts than the model has positions.",
-        "Generate in a smaller layout: parallel=single.",
-        says="sequences of this layout are multiples of 16 tokens, and 8 have a position",
-    ),
-    Code(
-        "MT509",
-        "A chat cannot be written as the model reads it.",
-        "Put the tokenizer_config.json of the model beside its tokenizer.json, or give a prompt without chat=true.",
-        says="runs/mine has no chat_template.jinja and no chat_template in tokenizer_config.json",
-    ),
-    Code(
-        "MT510",
-        "An optional package is not installed.",
-        "Install the extra that is named.",
-        says="the template of a chat needs jinja2",
-    ),
-    Code(
-        "MT511",
-        "lm-evaluation-harness cannot do a task.",
-        "Name one that it lists, and bring its data.",
-        says="lm-evaluation-harness ends with KeyError: 'helaswag'",
-    ),
-    Code(
-        "MT521",
-        "Adapters are not those of this run, or cannot be written.",
-        "Take the keys that are named, or export a merged model.",
-        says="its r is 8, and here it would be 16",
-    ),
-    Code(
-        "MT601",
-        "A text corpus cannot be read as it is.",
-        "Name a folder that holds text of these endings.",
-        says="no file ends in any of .py, .txt",
-    ),
-    Code(
-        "MT602",
-        "The .bin and .idx that are named cannot be opened.",
-        "Name the prefix of both files.",
-        says="no file corpus.idx in /data",
-    ),
-    Code(
-        "MT603",
-        "A tokenizer.json cannot be read.",
-        "Name one that can.",
-        says="tokenizer.json cannot be read: Permission denied",
-    ),
-    Code("MT604", "The shares of the split are all zero.", "Give train a share.", says="all shares are zero"),
-    Code(
-        "MT606",
-        "The global batch cannot be split into the micro-batches of all ranks.",
-        "Take a multiple of them.",
-        says="must be a multiple of micro_batch_size * dp = 4 * 2 = 8",
-    ),
-    Code(
-        "MT609",
-        "A checkpoint was trained on other data, or with another tokenizer.",
-        "Bring the files back, or checkpoint.accept_changes=true.",
-        says="the corpus is not the one that the checkpoint was trained on",
-    ),
-    Code(
-        "MT614",
-        "The folder of images with texts cannot be read as it is.",
-        "Name a folder that holds images and one .jsonl file.",
-        says="holds no file that ends in .jsonl",
-    ),
-    Code(
-        "MT615",
-        "The file of chats cannot be found as it is named.",
-        "Name a .jsonl file, or a folder that holds one.",
-        says="holds no file that ends in .jsonl",
-    ),
-    Code(
-        "MT621",
-        "More records are left out than max_rejects.",
-        "Look at the rejects file, correct the input, or give a larger max_rejects.",
-        says="1001 records are left out so far, of 1200: corpus.partial/rejects.jsonl",
-    ),
-    Code(
-        "MT622",
-        "A corpus of this name is there, was begun with other settings, or is made by another process.",
-        "Name another out=, or say overwrite=true or fresh=true.",
-        says="corpus.bin is there",
-    ),
-    Code(
-        "MT623",
-        "A corpus has no manifest, so its hashes and the counts of its files are not known.",
-        "Use a corpus that `data tokenize` made, or data verify manifest=false.",
-        says="there is no manifest beside it",
-    ),
-    Code(
-        "MT640",
-        "A run asks for more samples than its data gives.",
-        "Train for fewer steps, or let corpora be read more often.",
-        says="has 500 samples before every corpus has had its epochs, and 800 are asked for",
-    ),
-    Code(
-        "MT701",
-        "A file that is to be imported holds no command line of Megatron-LM.",
-        "Name a training script.",
-        says="no flags of Megatron-LM are found in it",
-    ),
-    Code(
-        "MT702",
-        "Nothing says how many ids the tokenizer has.",
-        "Say it: model.vocab_size=N.",
-        says="is left to fill in: how many ids the tokenizer has",
-    ),
-    Code(
-        "MT706",
-        "A program trains something else than a GPT, or does not train.",
-        "Import a script that trains a GPT.",
-        says="--bert-head-type is of a BERT; only GPTs are imported",
-    ),
-    Code(
-        "MT703",
-        "A config.json is of a family that is not read.",
-        "Write the model's keys into a recipe.",
-        says="models of type mamba are not read",
-    ),
-    Code(
-        "MT704",
-        "A file is there already, and nothing is written over.",
-        "Take another name.",
-        says="mine.yaml is there already; nothing is written over",
-    ),
-    Code(
-        "MT705",
-        "A file is no lock, or its lock is broken.",
-        f"Make one: {program()} recipe lock NAME -o FILE.",
-        says="is no lock: its first line is not that of a lock",
-    ),
+    *OF_WORK,
 )
 """Codes that no rule raises: of files, the command line, the schema, the machine, runs, data and imports."""
 

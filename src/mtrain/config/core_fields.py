@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 from mtrain.config.experts import MoEConfig
+from mtrain.config.field_versions import is_there
 from mtrain.config.keys import RESOLVED, key_of, schema_keys, when_of
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.run import RunConfig
@@ -54,6 +55,15 @@ def _reader(path: str) -> Get:
 
 def _unless_none(word: str) -> str | None:
     return None if word == "none" else word
+
+
+def frees_sent(run: RunConfig) -> bool:
+    """Whether what a stage has sent on is freed: it is needed no more but for its shape.
+
+    Where sends overlap, they may still be reading it (Megatron-LM #4047). What megatron-core's FSDP hands on is a
+    view, whose memory is not its own to free.
+    """
+    return run.parallel.pp > 1 and run.parallel.vpp == 1 and run.parallel.fsdp != "megatron"
 
 
 def _fuses_activation(run: RunConfig) -> bool:
@@ -101,14 +111,11 @@ FIELDS: dict[str, Get] = {
     # Interleaving between two stages is silently wrong with batched p2p: both neighbours are the same rank.
     "overlap_p2p_comm": lambda r: r.parallel.vpp > 1,
     "batch_p2p_comm": lambda r: r.parallel.vpp == 1,
-    # What was sent on is needed no more but for its shape; where sends overlap, gloo may still be reading it.
-    # what megatron-core's FSDP hands on is a view, whose memory is not its own to free
-    "deallocate_pipeline_outputs": lambda r: (
-        r.parallel.pp > 1 and r.parallel.vpp == 1 and r.parallel.fsdp != "megatron"
-    ),
+    "deallocate_pipeline_outputs": frees_sent,
     # The loss is a mean over the tokens of the global batch, so that no layout weighs a sample differently.
     "calculate_per_token_loss": lambda r: True,
     "cuda_graph_scope": lambda r: [],
+    "cuda_graph_modules": lambda r: [],
     "transformer_impl": lambda r: "transformer_engine" if r.kernels.linear == "te" else "local",
     # Fusions of megatron-core need TransformerEngine; without it every one is off.
     # Its grouped experts refuse this one where layers have biases.
@@ -168,6 +175,8 @@ FSDP_FIELDS: dict[str, Get] = {
     "use_distributed_optimizer": lambda r: True,
     # fp32 weights need no second copy as main weights
     "preserve_fp32_weights": lambda r: r.precision.format != "fp32",
+    "megatron_fsdp_main_params_dtype": lambda r: None if r.precision.format == "fp32" else "fp32",
+    "megatron_fsdp_main_grads_dtype": lambda r: "fp32" if r.precision.grad_reduce_in_fp32 else None,
     # a division fused into the sum is NCCL's alone
     "gradient_reduce_div_fusion": lambda r: False,
 }
@@ -224,8 +233,11 @@ SCHEDULE_FIELDS: dict[str, Get] = {
 
 
 def values(table: Table, run: RunConfig) -> dict[str, Any]:
-    """What a table makes of a resolved configuration; fields that keep megatron-core's default left out."""
-    return {name: value for name, get in table.items() if (value := get(run)) is not LEFT_OUT}
+    """What a table makes of a resolved configuration for the release that this process loads.
+
+    Fields that keep megatron-core's default are left out.
+    """
+    return {name: value for name, get in table.items() if is_there(name) and (value := get(run)) is not LEFT_OUT}
 
 
 def transformer_values(run: RunConfig) -> dict[str, Any]:

@@ -66,7 +66,7 @@ _ENCODER_RUN = (
 )
 
 _STAGES = (
-    "megatron-core 0.16.1 hands one tensor on from stage to stage, and every layer of a decoder needs that of the "
+    "megatron-core hands one tensor on from stage to stage, and every layer of a decoder needs that of the "
     "encoder too"
 )
 _NOT_T5 = "is no part of T5"

@@ -8,6 +8,7 @@ from mtrain.config import core_fields, unmapped
 from mtrain.config.core_fields import feeds
 from mtrain.config.describe import default_of, example_section, groups, meaning, type_of
 from mtrain.config.experts import MoEConfig
+from mtrain.config.field_versions import FIELD_VERSIONS
 from mtrain.config.keys import schema_keys
 from mtrain.config.mla import MLAConfig
 from mtrain.config.model import ModelConfig
@@ -16,7 +17,7 @@ from mtrain.config.run import RunConfig
 HEAD = """# Keys and fields
 
 Made by `python launch.py schema fields > docs/fields.md`; a test compares. First every key with what it may be, its
-default, what it means and which fields of megatron-core 0.16.1 its value has a part in; none: mtrain reads it itself.
+default, what it means and which fields of megatron-core its value has a part in; none: mtrain reads it itself.
 Then every field of megatron-core's configurations that no key feeds, and why.
 """
 
@@ -55,7 +56,7 @@ def _keys() -> Iterator[str]:
         for key in schema_keys():
             if key.startswith(f"{group}."):
                 means = meaning(key)
-                names = ", ".join(f"`{name}`" for name in reached.get(key, ()))
+                names = ", ".join(map(_named, reached.get(key, ())))
                 cells = (f"`{key}`", type_of(key), f"`{default_of(key)}`", means, names)
                 yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         yield ""
@@ -68,4 +69,9 @@ def _fields() -> Iterator[str]:
     rows = {name: ("fixed", text) for name, text in unmapped.FIXED_IN_TABLES.items()} | unmapped.UNMAPPED
     for name in sorted(rows, key=lambda n: (unmapped.OWNERS.index(n.partition(".")[0]), rows[n], n)):
         why, text = rows[name]
-        yield f"| `{name}` | {why} | {text} |"
+        yield f"| {_named(name)} | {why} | {text} |"
+
+
+def _named(field: str) -> str:
+    """A field, and the releases of megatron-core that have it where not all do."""
+    return f"`{field}` ({FIELD_VERSIONS[field]})" if field in FIELD_VERSIONS else f"`{field}`"

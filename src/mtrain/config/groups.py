@@ -1,11 +1,10 @@
-"""The smaller groups: data, optim, trainer, and by import kernels, checkpoint and log."""
+"""The smaller groups: optim, trainer, and by import data, kernels, checkpoint and log."""
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import Field, create_model
 
 from mtrain.config.base import (
-    MOST,
     Beta,
     Effect,
     Flag,
@@ -16,7 +15,7 @@ from mtrain.config.base import (
     PositiveInt,
     Section,
 )
-from mtrain.config.fim import FimConfig
+from mtrain.config.data_keys import DataConfig as DataConfig
 from mtrain.config.formats import MainFormat, MomentFormat
 from mtrain.config.kept import CheckpointConfig as CheckpointConfig
 from mtrain.config.kept import LogConfig as LogConfig
@@ -24,150 +23,6 @@ from mtrain.config.kernel_keys import KernelsConfig as KernelsConfig
 from mtrain.config.optimizers import OPTIMIZERS, read_by
 
 Seconds = Annotated[float, Field(gt=0, le=10**8)]
-
-
-class DataConfig(Section):
-    """`data`: what is read, and how it becomes samples."""
-
-    kind: Literal["text", "indexed", "image_text", "sft", "preference", "mock"] | None = None
-    """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; image_text: a folder of
-    images and a JSON Lines file of texts, for the family llava; sft: chats of a JSON Lines file, written by the chat
-    template of a tokenizer; preference: the same with a chosen and a rejected answer; mock: synthetic tokens, and
-    images where the model reads some.
-    null: text where data.path or data.limit_mib is set, or for small vocabularies on a CPU; else mock. For the family
-    llava: image_text where data.path is set, else mock."""
-    path: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="data_path data_prefix")] = None
-    """text: a file or folder, null: the Python standard library of this machine; indexed: prefix of .bin and .idx;
-    image_text: the folder, or its .jsonl file; sft, preference: a .jsonl file, or a folder that holds one."""
-    blend: Annotated[
-        Annotated[tuple[str, ...], Field(min_length=1)] | None,
-        Key(when="data.kind=indexed", effect=Effect.RUNTIME, aka="train_data_path"),
-    ] = Field(default=None, strict=False)
-    """indexed, in place of path: prefixes of several corpora that are read side by side; null: path alone."""
-    blend_weights: Annotated[
-        Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None, Key(when="data.blend")
-    ] = Field(default=None, strict=False)
-    """blend: shares of the samples that each corpus gives, in any unit; null: by their tokens, and by their samples
-    with data.order=megatron."""
-    blend_sizes: Annotated[
-        Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None,
-        Key(when="data.blend and data.order=keyed", unit="samples"),
-    ] = Field(default=None, strict=False)
-    """blend, in place of weights: how many samples each corpus gives of the first, in all as many as their sum; they
-    are shares of what comes after. null: blend_weights."""
-    blend_curriculum: Annotated[
-        Annotated[
-            tuple[
-                Annotated[
-                    tuple[NonNegativeInt, Annotated[tuple[NonNegativeFloat, ...], Field(strict=False)]],
-                    Field(strict=False),
-                ],
-                ...,
-            ],
-            Field(min_length=1),
-        ]
-        | None,
-        Key(when="data.blend and data.order=keyed"),
-    ] = Field(default=None, strict=False)
-    """[[sample, weights], ...]: blend, in place of weights: those that hold from a sample number on; the first is 0.
-    A corpus may have a weight of 0 for a time. Validation and test have the last weights. null: blend_weights."""
-    blend_max_epochs: Annotated[
-        Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None,
-        Key(when="data.blend and data.order=keyed", unit="epochs"),
-    ] = Field(default=None, strict=False)
-    """blend: how often each corpus is read in training at most; the others keep their shares of what comes then. A
-    run that asks for more is refused. null: as often as it takes."""
-    validation_blend: Annotated[
-        Annotated[tuple[str, ...], Field(min_length=1)] | None,
-        Key(when="data.kind=indexed", effect=Effect.RUNTIME, aka="valid_data_path"),
-    ] = Field(default=None, strict=False)
-    """indexed: prefixes of the corpora that validation reads. With them, or test_blend, every split reads the whole
-    of its own corpora and data.split has no effect; one that has none is not read. null: a share of the corpora of
-    training."""
-    validation_weights: Annotated[
-        Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None, Key(when="data.validation_blend")
-    ] = Field(default=None, strict=False)
-    """validation_blend: shares of the samples that each corpus gives; null: by their tokens."""
-    test_blend: Annotated[
-        Annotated[tuple[str, ...], Field(min_length=1)] | None,
-        Key(when="data.kind=indexed", effect=Effect.RUNTIME, aka="test_data_path"),
-    ] = Field(default=None, strict=False)
-    """indexed: prefixes of the corpora that tests read; null: as for validation_blend."""
-    test_weights: Annotated[
-        Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None, Key(when="data.test_blend")
-    ] = Field(default=None, strict=False)
-    """test_blend: shares of the samples that each corpus gives; null: by their tokens."""
-    order: Annotated[Literal["keyed", "megatron"], Key(when="data.kind=text|indexed")] = "keyed"
-    """keyed: which tokens make a sample is computed from the seed, the epoch and its number, and nothing is made
-    before the first step; megatron, of text and indexed data: Megatron-LM's own order, one sample for one, of a run
-    of as many steps as this one, which is made before the first step and kept in data.cache_dir."""
-    megatron_cache: Annotated[
-        str | None, Key(when="data.order=megatron", effect=Effect.RUNTIME, aka="data_cache_path")
-    ] = None
-    """order=megatron: a folder in which Megatron-LM left the orders of its runs (--data-cache-path); what it holds of
-    the same data, seed and steps is read and not made again. null: none."""
-    fim: FimConfig = Field(default_factory=FimConfig)
-    """Fill in the middle: documents whose middle is read behind their end."""
-    tokenizer: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="tokenizer_model")] = None
-    """Path of a tokenizer.json. indexed: null: no text can be generated; image_text: null: a BPE is trained; sft,
-    preference: null: that of checkpoint.init_from."""
-    tokenizer_vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = 4096
-    """text, image_text: size of the BPE vocabulary to train."""
-    suffixes: tuple[str, ...] = Field(default=(".py", ".txt", ".rst", ".md"), strict=False)
-    """text: file name endings that are read from a folder."""
-    limit_mib: Annotated[Annotated[float, Field(gt=0, le=MOST)] | None, Key(unit="MiB")] = None
-    """text: read at most this much text, of one file its beginning; null: all."""
-    seq_length: Annotated[
-        Annotated[int, Field(ge=2, le=MOST)] | None,
-        Key(
-            flag=Flag("--seq-length", absent=None, always=True, also=("--encoder-seq-length",)),
-            aka="sequence_length max_seq_len",
-            unit="tokens",
-        ),
-    ] = None
-    """Tokens per sample. The one place where the sequence length is written. null: model.max_position_embeddings, at
-    most 8192, and at most 256 on a CPU; for the family llava, that and the tokens of an image."""
-    split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = Field(
-        default=(0.96, 0.03, 0.01), strict=False
-    )
-    """Shares of train, validation and test; they are normalised to one."""
-    eod_mask_loss: Annotated[bool, Key(flag="--eod-mask-loss")] = False
-    """No loss on the prediction that follows an end-of-document token."""
-    packed: bool = False
-    """A sample's documents do not see each other and each starts at position 0 (packed sequences, THD). sft: a sample
-    is as many whole chats as fit into it, by first fit, and not one."""
-    packed_multiple: Annotated[PositiveInt | None, Key(when="data.packed=true")] = None
-    """packed: documents are padded to a multiple of this many tokens; what no longer fits in the sample is left out.
-    null: 2 * cp under context parallelism, else 1."""
-    chat_template: Annotated[str | None, Key(when="data.kind=sft|preference", effect=Effect.RUNTIME)] = None
-    """sft, preference: path of a chat template (Jinja); null: the chat_template.jinja beside the tokenizer, else the
-    chat_template of its tokenizer_config.json."""
-    loss_on: Annotated[
-        Literal["assistant", "last", "all"],
-        Key(when="data.kind=sft", aka="assistant_only_loss train_on_inputs mask_history"),
-    ] = "assistant"
-    """sft: the tokens of a chat that are learned. assistant: those of every turn of the assistant, with the token
-    that ends it; last: of its last turn; all: every token."""
-    bad_lines: Annotated[
-        NonNegativeInt | None, Key(when="data.kind=sft|preference", null=100, effect=Effect.RUNTIME, unit="lines")
-    ] = None
-    """sft, preference: at most so many lines that are no JSON or no UTF-8 are left out, each named in rejects.jsonl
-    in the cache; more are an error. null: 100."""
-    prefetch: Annotated[
-        Annotated[int, Field(ge=0, le=64)],
-        Key(effect=Effect.RUNTIME, aka="prefetch_factor num_workers", unit="steps"),
-    ] = 2
-    """Steps whose samples a thread reads ahead of the one that takes them; 0: each step reads its own."""
-    remote_cache_gib: Annotated[Annotated[float, Field(gt=0, le=MOST)], Key(effect=Effect.RUNTIME, unit="GiB")] = 50.0
-    """Most that blocks of corpora in object stores (s3://, gs://, hf://) take in cache_dir, but for their indices."""
-    cache_dir: Annotated[str, Key(effect=Effect.RUNTIME)] = "~/.cache/mtrain"
-    """Where tokenized text is kept. When a corpus is added, those go that no run used for 90 days, and, of more than
-    100 GiB in all, those that were used longest ago; never one that a run reads or has used in the last day."""
-
-    @property
-    def length(self) -> int:
-        """Tokens per sample, once it is resolved."""
-        return self.seq_length or 256
 
 
 class _OptimKeys(Section):

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mtrain.config.hydra_source import defaults_list
-from mtrain.config.library import CONFIG, RECIPE_FILE, RUN, Library, package_of
-from mtrain.config.load import MAX_DEPTH
+from mtrain.config.library import CONFIG, RECIPE_FILE, RUN, Library
+from mtrain.config.load import MAX_DEPTH, package_of
 from mtrain.config.origins import Layer
 from mtrain.config.paths import CHOICE
 from mtrain.config.run import GROUPS

@@ -16,7 +16,7 @@ from mtrain.config import paths
 from mtrain.config.hydra_source import Part
 from mtrain.config.interpolate import refused
 from mtrain.config.layout_string import parse_layout
-from mtrain.config.load import Document, load
+from mtrain.config.load import Document, load, package_of
 from mtrain.config.recipe import reserved_keys
 from mtrain.config.run import GROUPS
 from mtrain.config.validate import MISSING
@@ -26,7 +26,6 @@ CONFIG, RECIPE, RUN = "config", "recipe", "run"
 """The names of the primary configuration, of the group that a recipe is the one choice of, and of a run file."""
 RECIPE_FILE = f"{RECIPE}/{RECIPE}"
 GIVEN = "given"
-_PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)\s*\Z")
 _BEGIN, _DOLLAR = "\0", "\ue001"
 """What hidden text begins with, which no argument of a command line has, and what stands for a $ in it."""
 
@@ -153,16 +152,6 @@ def restored(value: Any) -> Any:
     if isinstance(value, str) and value.startswith(_BEGIN):
         return json.loads(value.removeprefix(_BEGIN).replace(_DOLLAR, "$"))
     return value
-
-
-def package_of(document: Document) -> str | None:
-    """Where the comment at the head of a file says that its values go, as `# @package _global_`."""
-    for line in document.text.splitlines():
-        if line.strip() and not line.lstrip().startswith("#"):
-            return None
-        if found := _PACKAGE.match(line):
-            return found.group(1)
-    return None
 
 
 def _is_data(key: str) -> bool:

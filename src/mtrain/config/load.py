@@ -21,6 +21,7 @@ MAX_DEPTH, MAX_NODES, MAX_KEYS, MAX_DIGITS = 32, 10_000, 2_000, 400
 _LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 """Reads text as it stands: the type of a scalar is ours to say."""
 _INT = re.compile(r"[-+]?[0-9]+\Z")
+_PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)\s*\Z")
 _BASE = re.compile(r"0o[0-7]+\Z|0x[0-9a-fA-F]+\Z")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
 _WORDS: dict[str, Any] = {
@@ -58,6 +59,16 @@ class Document:
         while path and path not in self.lines:
             path = path.rpartition(".")[0]
         return f"{self.source}:{self.lines[path]}" if path else self.source
+
+
+def package_of(document: Document) -> str | None:
+    """Where the comment at the head of a file says that its values go, as `# @package _global_`."""
+    for line in document.text.splitlines():
+        if line.strip() and not line.lstrip().startswith("#"):
+            return None
+        if found := _PACKAGE.match(line):
+            return found.group(1)
+    return None
 
 
 def scalar(text: str) -> Any:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
+from mtrain.config.groups import DataConfig
+from mtrain.config.paths import user_path
 from mtrain.errors import CorruptData
 from mtrain.units import MIB, bytes_
 
@@ -57,13 +59,15 @@ class Manifest:
         """Hash of one of FILES."""
         return str(self.body["files"][suffix]["sha256"])
 
-    def sizes_differ(self, prefix: Path) -> str:
+    def sizes_differ(self, prefix: Path, *, remote: bool = False) -> str:
         """Which file of the corpus has not the size that is said here; empty: none. Reads nothing.
+
+        Of a `remote` one, whose `.bin` lies elsewhere, the index is looked at: opening compares the two.
 
         Raises:
             OSError: a file is missing.
         """
-        for suffix in FILES:
+        for suffix in (".idx",) if remote else FILES:
             file = prefix.with_name(prefix.name + suffix)
             if (size := file.stat().st_size) != self.bytes_of(suffix):
                 return f"{file}: {size} bytes, and {self.path.name} says {self.bytes_of(suffix)}"
@@ -78,6 +82,19 @@ def path_of(prefix: Path) -> Path:
 def dump(body: dict[str, Any]) -> bytes:
     """A manifest as it is written; `body` is without its digest."""
     return _written(body | {"digest": _digest(body)})
+
+
+def unwatched(data: DataConfig) -> str:
+    """What is to be said of corpora of `data=indexed` without a manifest; empty: there are none."""
+    if data.kind != "indexed":
+        return ""
+    named = (*(data.blend or (data.path,)), *(data.validation_blend or ()), *(data.test_blend or ()))
+    bare = [name for name in named if name and "://" not in name and not os.path.lexists(path_of(user_path(name)))]
+    if not bare:
+        return ""
+    more = f" and {len(bare) - 1} more" if len(bare) > 1 else ""
+    said = f"no manifest beside {bare[0]}{more}: nobody would know of a changed token"
+    return f"{said}; data verify {bare[0]} write=true makes one"
 
 
 def read_manifest(prefix: Path, limit: int = MAX_BYTES) -> Manifest | None:
@@ -116,22 +133,35 @@ def _parsed(path: Path, data: bytes) -> Manifest:
 
 
 def _wrong(body: dict[str, Any]) -> str:
-    """What is missing of a manifest; empty: nothing."""
+    """What of a manifest is missing, or is none; empty: nothing."""
     if body.get("format") != FORMAT:
         return f"format {str(body.get('format'))[:20]} of the manifest; {FORMAT} is known"
-    missing = [name for name in COUNTS if type(body.get(name)) is not int]
-    files = body.get("files")
+    missing = [name for name in COUNTS if not _is_count(body.get(name), -1 if name == "largest_id" else 0)]
+    files, tokenizer, inputs = body.get("files"), body.get("tokenizer"), body.get("inputs")
     if missing:
         return f"{missing[0]} is missing"
     if not isinstance(files, dict) or not all(_is_file(files.get(suffix)) for suffix in FILES):
         return "the hashes of .bin and .idx are missing"
-    if not isinstance(body.get("tokenizer"), dict) or not isinstance(body["tokenizer"].get("sha256"), str):
+    if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("sha256"), str):
         return "the tokenizer is missing"
-    return "" if "eod" in body else "eod is missing"
+    if not isinstance(inputs, list) or not all(map(_is_input, inputs)):
+        return "the inputs are missing"
+    return "" if "eod" in body and (body["eod"] is None or _is_count(body["eod"])) else "eod is missing"
+
+
+def _is_count(held: Any, least: int = 0) -> bool:
+    return type(held) is int and least <= held < 1 << 63
 
 
 def _is_file(held: Any) -> bool:
-    return isinstance(held, dict) and type(held.get("bytes")) is int and isinstance(held.get("sha256"), str)
+    return isinstance(held, dict) and _is_count(held.get("bytes")) and isinstance(held.get("sha256"), str)
+
+
+def _is_input(held: Any) -> bool:
+    """A file, and counts of it."""
+    if not isinstance(held, dict) or not isinstance(held.get("file"), str):
+        return False
+    return all(_is_count(value) for name, value in held.items() if name != "file")
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -32,6 +32,8 @@ class Optimizer:
     states: Callable[[Run], Mapping[str, str]]
     """State tensors beside a weight and its main weight -> number format. Where parameters have different ones, the
     smallest."""
+    states_by_name: Callable[[Run, str, int], Mapping[str, str]] | None = None
+    """Those of a parameter with this name and so many axes, where not all have the same."""
     build: Callable[[Run], tuple[type, dict[str, Any]]] | None
     """The torch class of `kernels.optimizer` reference and triton, and its arguments beside those that megatron-core
     passes. What it needs of torch it imports itself. None: there is none, the update is torch's."""
@@ -56,6 +58,10 @@ class Optimizer:
     """Between which rates it is mostly used; None: nothing is said of a rate."""
     megatron_name: str | None = None
     """Megatron-LM's word after `--optimizer`; None: it has no such optimizer."""
+
+    def states_of(self, run: Run, name: str, axes: int) -> Mapping[str, str]:
+        """State tensors of the parameter `name` of so many axes -> number format."""
+        return self.states(run) if self.states_by_name is None else self.states_by_name(run, name, axes)
 
 
 def only(words: tuple[str, ...], name: str) -> Callable[[str, Run], str | None]:

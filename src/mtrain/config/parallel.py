@@ -43,6 +43,9 @@ class RecomputeConfig(Section):
 class ParallelConfig(Section):
     """`parallel`: degrees of each axis. `dp` = ranks / (tp * pp * cp)."""
 
+    auto: bool = False
+    """What nobody says of the layout, the micro-batch and the offload is chosen as `tune` chooses it, the fastest by
+    the plan that fits the device. A resolved run has the choice, and false here."""
     tp: Annotated[
         Degree,
         Key(
@@ -71,6 +74,9 @@ class ParallelConfig(Section):
         Degree, Key(feeds="expert_model_parallel_size", flag="--expert-model-parallel-size", aka="expert_parallel")
     ] = 1
     """Expert parallel: the experts are sharded over this many ranks."""
+    expert_imbalance: Annotated[float, Field(ge=1, le=1024), Key(when="parallel.ep>1", effect=Effect.RUNTIME)] = 1.0
+    """What a plan takes the busiest rank of experts to get, against the average of them; 1: all get as much, as in
+    published benchmarks. It changes nothing in a run."""
     etp: Annotated[Degree | None, Key(flag="--expert-tensor-parallel-size")] = None
     """Tensor parallel inside experts; null: as `tp`."""
     sequence_parallel: Annotated[bool | None, Key(feeds="sequence_parallel")] = None

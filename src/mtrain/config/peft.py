@@ -20,7 +20,9 @@ class PeftConfig(Section):
     r: Annotated[Width | None, Key(when="peft.kind", null=16, effect=Effect.ARCHITECTURE, aka="lora_rank")] = None
     """Rank of an adapter: of queries, keys, values, gate and up projection each, and of both layers of each expert;
     null: 16."""
-    alpha: Annotated[PositiveFloat | None, Key(when="peft.kind", null=32.0, aka="lora_alpha")] = None
+    alpha: Annotated[
+        PositiveFloat | None, Key(when="peft.kind", null=32.0, effect=Effect.ARCHITECTURE, aka="lora_alpha")
+    ] = None
     """What adapters are scaled with is alpha / r; null: 32."""
     dropout: Annotated[Probability, Key(when="peft.kind=lora", aka="lora_dropout")] = 0.0
     """On the input of A; none for experts, whose adapters have none in `peft` either."""

@@ -10,6 +10,8 @@ from mtrain.config.base import Key, PositiveFloat, Section
 _YARN = "model.rope_scaling.rope_type=yarn"
 _LLAMA3 = "model.rope_scaling.rope_type=llama3"
 _LONGROPE = "model.rope_scaling.rope_type=longrope"
+Temperature = Annotated[float, Field(gt=0, le=100)]
+"""Scores of attention grow with its square; published ones are about 1."""
 
 
 class RopeScalingConfig(Section):
@@ -36,11 +38,11 @@ class RopeScalingConfig(Section):
     """yarn: turns below which it is divided in full; null: 1."""
     truncate: Annotated[bool | None, Key(when=_YARN, null=True)] = None
     """yarn: the first and the last frequency that is partly divided are whole numbers; null: true."""
-    mscale: Annotated[PositiveFloat | None, Key(when=_YARN)] = None
+    mscale: Annotated[Temperature | None, Key(when=_YARN)] = None
     """yarn: weight of log(factor) in attention_factor, over that of mscale_all_dim; null: 1 over none."""
-    mscale_all_dim: Annotated[PositiveFloat | None, Key(when=_YARN)] = None
+    mscale_all_dim: Annotated[Temperature | None, Key(when=_YARN)] = None
     """yarn: see mscale, with which it goes."""
-    attention_factor: Annotated[PositiveFloat | None, Key(when="model.rope_scaling.rope_type=yarn|longrope")] = None
+    attention_factor: Annotated[Temperature | None, Key(when="model.rope_scaling.rope_type=yarn|longrope")] = None
     """yarn, longrope: what cosines and sines are multiplied with; null: 0.1 log(factor) + 1 in yarn, in longrope
     sqrt(1 + log(factor) / log(original_max_position_embeddings))."""
     short_factor: Annotated[tuple[PositiveFloat, ...] | None, Key(when=_LONGROPE)] = Field(default=None, strict=False)

@@ -1,8 +1,10 @@
-"""Fields of megatron-core 0.16.1 that no key feeds, and why: derived from others, fixed, or not offered."""
+"""Fields of megatron-core that no key feeds, and why: derived from others, fixed, or not offered."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
+
+from mtrain.config.unmapped_later import LATER
 
 Why = Literal["derived", "fixed", "not offered"]
 TRANSFORMER, LATENT, GPT = "TransformerConfig", "MLATransformerConfig", "GPTModel"
@@ -53,7 +55,7 @@ _TRANSFORMER: tuple[tuple[Why, str, str], ...] = (
     ),
     (
         "not offered",
-        "megatron-core 0.16.1 declares it and no layer reads it, or only its embedding does",
+        "megatron-core declares it and no layer reads it, or only its embedding does",
         "apply_residual_connection_post_layernorm fp32_residual_connection",
     ),
     (
@@ -228,6 +230,7 @@ _OTHERS: tuple[tuple[str, Why, str, str], ...] = (
 FIXED_IN_TABLES = {
     "TransformerConfig.calculate_per_token_loss": "the loss is a mean over the tokens of the global batch",
     "TransformerConfig.cuda_graph_scope": "CUDA graphs: the trainer captures none",
+    "TransformerConfig.cuda_graph_modules": "CUDA graphs: the trainer captures none",
     "TransformerConfig.moe_router_dtype": "routers compute in fp32",
     "TransformerConfig.moe_grouped_gemm": "experts in one grouped call",
     "DistributedDataParallelConfig.check_for_nan_in_grad": "a NaN is found by the trainer, which can say which step",
@@ -237,9 +240,10 @@ FIXED_IN_TABLES = {
 }
 """Fields that the tables set whatever the keys say, and why."""
 
+_LATER = tuple((owner, cast(Why, why), text, names) for owner, why, text, names in LATER)
 UNMAPPED: dict[str, tuple[Why, str]] = {
     f"{owner}.{name}": (why, text)
-    for owner, why, text, names in (*((TRANSFORMER, *group) for group in _TRANSFORMER), *_OTHERS)
+    for owner, why, text, names in (*((TRANSFORMER, *group) for group in _TRANSFORMER), *_OTHERS, *_LATER)
     for name in names.split()
 }
 """`Owner.field` -> why no key feeds it, and a sentence."""

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from math import isclose
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from mtrain import strict_json
 from mtrain.ckpt.hashes import hash_bytes
 from mtrain.config.peft import PeftConfig
 from mtrain.config.run import RunConfig
 from mtrain.convert.adapters import Theirs, Unlike, from_peft, to_peft, wanted
+from mtrain.convert.boxes import Box, adapter_boxes, model_boxes
 from mtrain.convert.certificate import Record
 from mtrain.convert.folder import ADAPTER_CONFIG as CONFIG
 from mtrain.convert.folder import SWAPPED
-from mtrain.convert.match import OurTensor, our_adapters, our_tensors
 from mtrain.convert.out import Weights
 from mtrain.convert.plain_file import read_plain
 from mtrain.convert.read import load
 from mtrain.convert.tensor_file import Writer, read_header
-from mtrain.convert.words import FLOATS, as_tensor, buffer_of, of_tensor
+from mtrain.convert.words import FLOATS, as_tensor, buffer_of, converted, of_tensor
 from mtrain.errors import ConfigError, CorruptData, Problem, show
 from mtrain.mcore.merging import Whole, names_beside
 from mtrain.models.table import Table
@@ -53,7 +56,9 @@ def write_adapters(weights: Weights, table: Table, out: Path, version: str, base
         raise ConfigError([Problem("MT521", "", None, rule, "convert export without peft=: a merged model")])
     with Writer(out / TENSORS, made.tensors) as writer:
         for name, tensor in made.tensors.items():
-            words, dtype = of_tensor(tensor)
+            words, held_in = of_tensor(tensor)
+            dtype = weights.dtype or held_in
+            words = converted(words, held_in, dtype)
             data = buffer_of(words)
             writer.write(name, dtype, words.shape, data)
             record.target[name] = (dtype, words.shape, hash_bytes(data))
@@ -85,11 +90,11 @@ def _config(peft: PeftConfig, made: Theirs, version: str, base: str | None) -> d
         "target_modules": made.modules or None,
         "target_parameters": made.parameters or None,
         "rank_pattern": dict(made.ranks),
-        "alpha_pattern": {name: alpha * rank // peft.r for name, rank in made.ranks.items()},
+        "alpha_pattern": {name: alpha * (rank // peft.r) for name, rank in made.ranks.items()},
     }
 
 
-def read_adapters(folder: Path, run: RunConfig, table: Table) -> tuple[dict[str, OurTensor], dict[str, Any]]:
+def read_adapters(folder: Path, run: RunConfig, table: Table) -> tuple[dict[str, Box], dict[str, Any]]:
     """The adapters of a run, and what a folder of `peft` has for them, by our names.
 
     Raises:
@@ -109,17 +114,18 @@ def read_adapters(folder: Path, run: RunConfig, table: Table) -> tuple[dict[str,
         raise CorruptData(
             f"{folder / TENSORS}: {odd[:200]} has numbers of kind {held[odd].dtype}, which is no weight's"
         )
-    shapes = {name: tensor.shape for name, tensor in (our_tensors(run) | our_adapters(run)).items()}
+    adapters = adapter_boxes(run)
+    shapes = {name: tensor.shape for name, tensor in (model_boxes(run) | adapters).items()}
     asked = wanted(shapes)
     try:
         tensors = {name: as_tensor(load(tensor), tensor.dtype) for name, tensor in held.items()}
         found = from_peft(table, run.model, asked, tensors, swapped=_is_swapped(body))
     except Unlike as error:
         raise CorruptData(f"{folder / TENSORS} does not fit the adapters of this run: {error}") from None
-    return our_adapters(run), dict(_named(found))
+    return adapters, dict(_named(found))
 
 
-def _named(found: Mapping[str, Whole]) -> Any:
+def _named(found: Mapping[str, Whole]) -> Iterator[tuple[str, Tensor]]:
     for weight, adapter in found.items():
         names = names_beside(weight)
         assert names is not None
@@ -190,7 +196,7 @@ def _beyond(body: Mapping[str, Any], peft: PeftConfig) -> Iterator[tuple[str, st
     for key in sorted({*ranks, *alphas}):
         rank, alpha = ranks.get(key, peft.r), alphas.get(key, peft.alpha)
         sizes = [float(n) for n in (rank, alpha) if isinstance(n, int | float) and abs(n) < MOST_RANK]
-        if len(sizes) < 2 or sizes[1] != sizes[0] * peft.scale:
+        if len(sizes) < 2 or not isclose(sizes[1], sizes[0] * peft.scale):
             yield "peft.alpha", f"its {key[:80]} has rank {_shown(rank)} and alpha {_shown(alpha)}", others
             return
 

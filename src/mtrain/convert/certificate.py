@@ -28,6 +28,12 @@ class Record:
     copies: dict[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
+    def add(self, other: Record) -> None:
+        """Adds what another one says of some steps."""
+        self.source |= other.source
+        self.target |= other.target
+        self.steps += other.steps
+
     def noted(self, reader: Any, found: Any) -> None:
         """Adds what a `Reader` has read, and the steps of a `Match`."""
         held = reader.folder.tensors

@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
-from mtrain import mcore as adapter
-from mtrain.config.devices import CPU
+from mtrain.config.dump import override
 from mtrain.config.model import ModelConfig
 from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
+from mtrain.convert.boxes import adapt, model_boxes
 from mtrain.convert.certificate import Record
 from mtrain.convert.folder import COMPANIONS, CONFIG, MAX_COMPANION_BYTES, Folder, open_folder
-from mtrain.convert.match import Box, OurTensor, boxes_of, our_tensors
-from mtrain.devices import registry
 from mtrain.durable import sync
 from mtrain.errors import ConfigError, CorruptData, Problem
 from mtrain.models.registry import family_of, imported
@@ -30,33 +28,16 @@ from mtrain.units import count
 KEPT = "hf"
 """Folder of a run with the files that came beside imported weights."""
 TOKENIZER = "tokenizer.json"
+FEW = 3
+"""Keys that differ, of which a message gives the values."""
 MOST_TIMES = 4
 """Parameters per number of a folder: mxfp4 has two in one."""
 PADDING = 1 << 24
 """Parameters that only pad the vocabulary of a small model."""
 
 
-def adapt() -> None:
-    """What reads checkpoints speaks of megatron-core's tensors. One thread: processes are forked from this one."""
-    import torch
-
-    torch.set_num_threads(1)
-    adapter.install(registry.get(CPU.name))
-
-
-def asked(run: RunConfig) -> dict[str, OurTensor]:
-    """What the model of a run is made of, as megatron-core says; imports torch and megatron-core."""
-    adapt()
-    return our_tensors(run)
-
-
-def boxes(run: RunConfig) -> dict[str, Box]:
-    """Where each tensor of the model of a run lies in a checkpoint, with what `asked` needs."""
-    return boxes_of(asked(run))
-
-
-def configuration(config: Path, extra: Sequence[str] = ()) -> tuple[str, Imported]:
-    """The kind of a `config.json`, and the run that it is with overrides.
+def configuration(config: Path, extra: Sequence[str] = (), wanted: ModelConfig | None = None) -> tuple[str, Imported]:
+    """The kind of a `config.json`, and the run that it is with overrides; `wanted` is the model that it is to be.
 
     Raises:
         ConfigError: the model would compute something else than transformers' does, key by key.
@@ -64,7 +45,9 @@ def configuration(config: Path, extra: Sequence[str] = ()) -> tuple[str, Importe
     found = import_config(config, extra)
     settled = family_of(found.run.model).settled
     if settled is not None:
-        words = imported(settled)(found.run.model, open_folder(config.parent).tensors.keys())
+        said = {word.partition("=")[0] for word in extra}
+        words = imported(settled)(found.run.model, open_folder(config.parent).tensors.keys(), wanted)
+        words = [word for word in words if word.partition("=")[0] not in said]
         found = import_config(config, (*extra, *words)) if words else found
     wrong = differing(found)
     if wrong:
@@ -102,11 +85,14 @@ def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, F
         CorruptData: see `import_weights`.
     """
     folder = open_folder(source)
-    kind, read = configuration(folder.config)
-    apart = same_model(run.model, resolve(read.run, Machine.here()).model)
+    kind, read = configuration(folder.config, wanted=run.model)
+    there = resolve(read.run, Machine.here())
+    apart = same_model(run.model, there.model)
     if apart:
-        known = shipped(read.run.model)
+        known, values = shipped(read.run.model), there.flat()
         fix = f"model={known}" if known else f"recipe import {folder.config} -o FILE, and recipe=FILE"
+        if not known and len(apart) <= FEW:
+            fix = " ".join(override(f"model.{key}", values.get(f"model.{key}")) for key in apart)
         rule = f"the weights in {source} are of another model: {', '.join(apart[:8])} differ"
         raise ConfigError([Problem("MT503", "checkpoint.init_from", str(source), rule, fix)])
     numbers = sum(prod(tensor.shape) for tensor in folder.tensors.values())
@@ -118,11 +104,12 @@ def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, F
 
     adapters = None
     if run.peft.init_from is not None:
+        adapt()
         from mtrain.convert.adapter_folder import read_adapters
 
         adapters = read_adapters(Path(run.peft.init_from).expanduser(), run, layers(kind))
     reader, given = Reader(folder), tables(kind, run.model)
-    checkpoint, record = import_weights(reader, given, run, home / CHECKPOINTS, lambda: asked(run), adapters)
+    checkpoint, record = import_weights(reader, given, run, home / CHECKPOINTS, model_boxes(run), adapters)
     (home / KEPT).mkdir(exist_ok=True)
     for name in (CONFIG, *COMPANIONS):
         keep(source / name, home / KEPT / name)

@@ -1,14 +1,10 @@
-"""Weights of others into a checkpoint, tensor by tensor: never the whole model in memory, and without torch.
-
-What is written follows from the table and their names and shapes. What our model is made of, megatron-core says, and
-it takes seconds to be asked: so writing begins before, and becomes a checkpoint only where the answer fits it.
-"""
+"""Weights of others into a checkpoint, tensor by tensor: never the whole model in memory, and without torch."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,10 +16,11 @@ from mtrain.ckpt import folder as ckpt_folder
 from mtrain.ckpt import hashes
 from mtrain.config.dump import run_yaml
 from mtrain.config.run import RunConfig
+from mtrain.convert.ahead import ahead
+from mtrain.convert.boxes import Box
 from mtrain.convert.certificate import Record
-from mtrain.convert.match import Match, OurTensor, box_of, check_shape, likely, match
-from mtrain.convert.meanwhile import meanwhile
-from mtrain.convert.tensor_file import Writer, in_turn
+from mtrain.convert.match import check_shape, match
+from mtrain.convert.tensor_file import Writer
 from mtrain.convert.words import FLOATS, IN_TORCH, Words, buffer_of, of_tensor
 from mtrain.errors import CorruptData
 from mtrain.models.table import Step, Table
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 FILE_BYTES = 4 << 30
-Adapters = tuple[Mapping[str, OurTensor], Mapping[str, "torch.Tensor"]]
+Adapters = tuple[Mapping[str, Box], Mapping[str, "torch.Tensor"]]
 """Tensors of ours that no table has, and what they hold, by name."""
 
 
@@ -68,47 +65,42 @@ class _Files:
     model: Any
     made: dict[str, _Made] = field(default_factory=dict)
 
-    def write(self, steps: Sequence[Step], going: Callable[[], None] = lambda: None) -> dict[str, _Made]:
-        """Writes what the steps make; `going` is called before each, and raises what ends the work.
+    def write(self, steps: Sequence[Step]) -> dict[str, _Made]:
+        """Writes what the steps make.
 
         Raises:
             CorruptData: a tensor cannot be read, or does not have the shape that its step needs.
         """
-        grouped = ckpt_folder.by_file(steps, lambda step: sum(map(self.source.nbytes, step.theirs)), FILE_BYTES)
+        grouped = ckpt_folder.by_file(steps, self._nbytes, FILE_BYTES)
         for number, held in enumerate(grouped):
-            self._write_file(ckpt_folder.shard_name(number), held, going)
+            self._write_file(ckpt_folder.shard_name(number), held)
         return self.made
 
-    def _write_file(self, file: str, steps: list[Step], going: Callable[[], None]) -> None:
-        """Reading and writing go on beside each other."""
+    def _write_file(self, file: str, steps: list[Step]) -> None:
         hashed = {name: "0" * 64 for step in steps for name in step.ours}
         with Writer(self.draft / file, hashed, len(strict_json.dumps(_metadata(hashed)))) as writer:
-
-            def put(name: str, dtype: str, words: Words, known: str) -> None:
-                data = buffer_of(words)
-                hashed[name] = known or hashes.hash_bytes(data)
-                writer.write(name, dtype, words.shape, data)
-                self.made[name] = _Made(file, dtype, words.shape, hashed[name])
-
-            with in_turn() as beside:
-                for step in steps:
-                    going()
-                    dtype = _dtype(self.source, step)
-                    for name, words, known in self._of_step(step):
-                        beside(put, name, dtype, words, known)
+            for step, made in ahead(self._of_step, steps, self._nbytes):
+                for name, (words, dtype, sha256) in zip(step.ours, made, strict=True):
+                    writer.write(name, dtype, words.shape, buffer_of(words))
+                    hashed[name] = sha256
+                    self.made[name] = _Made(file, dtype, words.shape, sha256)
             writer.close(_metadata(hashed))
 
-    def _of_step(self, step: Step) -> Iterator[tuple[str, Words, str]]:
-        given = [self.source.tensor(name) for name in step.theirs]
+    def _nbytes(self, step: Step) -> int:
+        return sum(map(self.source.nbytes, step.theirs))
+
+    def _of_step(self, step: Step) -> list[tuple[Words, str, str]]:
+        """What a step makes, with its number format and its hash."""
+        dtype, given = _dtype(self.source, step), [self.source.tensor(name) for name in step.theirs]
         try:
             made = step.operation.apply(given, self.model, inward=True)
         except (ValueError, IndexError) as error:
             shapes = ", ".join(f"{name} {list(one.shape)}" for name, one in zip(step.theirs[:3], given, strict=False))
             said = f"{shapes} do not make our {step.ours[0]}: {error}"
             raise CorruptData(f"tensors have shapes of another model: {said}") from None
-        for name, words in zip(step.ours, made, strict=True):
-            whole = next((n for n, one in zip(step.theirs, given, strict=True) if one is words), None)
-            yield name, np.ascontiguousarray(words), self.source.hash_of(whole) if whole else ""
+        known = {id(one): self.source.hash_of(name) for name, one in zip(step.theirs, given, strict=True)}
+        whole = [(np.ascontiguousarray(one), known.get(id(one))) for one in made]
+        return [(one, dtype, sha256 or hashes.hash_bytes(buffer_of(one))) for one, sha256 in whole]
 
 
 def import_weights(
@@ -116,14 +108,13 @@ def import_weights(
     tables: Sequence[Table],
     run: RunConfig,
     root: Path,
-    asked: Callable[[], dict[str, OurTensor]],
+    ours: Mapping[str, Box],
     adapters: Adapters | None = None,
 ) -> tuple[Path, Record]:
     """Write the weights of a folder as the checkpoint of step 0 under `root`, which commits it by a rename.
 
-    `asked` gives the tensors of the run's model, while what is likely right is written; `adapters` are written beside
-    them. Peak memory is that of the
-    tensors of a few steps. The checkpoint holds no optimizer state: training from it begins at step 0.
+    `ours` are the tensors of the run's model; `adapters` are written beside them. Peak memory is that of the tensors
+    of a few steps. The checkpoint holds no optimizer state: training from it begins at step 0.
 
     Raises:
         CorruptData: the folder's tensors are not those of the run's model, or cannot be read.
@@ -133,7 +124,7 @@ def import_weights(
     try:
         (draft / ckpt_folder.RUN_FILE).write_text(run_yaml(run.recorded()))
         durable.sync(draft / ckpt_folder.RUN_FILE)
-        body, record = _written(draft, source, tables, run, asked, adapters)
+        body, record = _written(draft, source, tables, run, ours, adapters)
         ckpt_folder.commit(draft, final, body)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -146,24 +137,12 @@ def _written(
     source: Source,
     tables: Sequence[Table],
     run: RunConfig,
-    asked: Callable[[], dict[str, OurTensor]],
+    ours: Mapping[str, Box],
     adapters: Adapters | None,
 ) -> tuple[dict[str, Any], Record]:
     """What the manifest says of the files that are written into `draft`, and what was done."""
-
-    def asked_and_matched() -> tuple[dict[str, OurTensor], Match]:
-        ours = asked()
-        return ours, match(tables, run.model, ours, source.names)
-
-    steps = likely(tables, run.model, source.names)
-    files = _Files(draft, source, run.model)
-    (ours, found), made = meanwhile(
-        lambda going: files.write(steps, going), asked_and_matched, lambda answer: answer[1].steps == steps
-    )
-    if made is None:  # the names fit two tables, and the model the other one
-        for file in draft.glob("*.safetensors"):
-            file.unlink()
-        made = _Files(draft, source, run.model).write(found.steps)
+    found = match(tables, run.model, ours, source.names)
+    made = _Files(draft, source, run.model).write(found.steps)
     _check_copies(source, found.copies)
     tensors: dict[str, Any] = {}
     record = Record()
@@ -200,9 +179,8 @@ def _write_adapters(draft: Path, number: int, adapters: Adapters) -> dict[str, _
     return made
 
 
-def _note(tensors: dict[str, Any], record: Record, name: str, made: _Made, ours: OurTensor) -> None:
+def _note(tensors: dict[str, Any], record: Record, name: str, made: _Made, box: Box) -> None:
     """Adds a tensor to those of the manifest, and to the record."""
-    box = box_of(ours)
     record.target[name] = (made.dtype, made.shape, made.sha256)
     empty = {"shape": list(box.global_shape), "dtype": IN_TORCH[made.dtype], "pieces": []}
     place = {"file": made.file, "entry": name, "offset": list(box.offset), "shape": list(box.size), "flat": None}

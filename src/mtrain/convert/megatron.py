@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.run import RunConfig
 from mtrain.convert.certificate import Record
-from mtrain.convert.hugging_face import MOST_TIMES, PADDING, adapt
+from mtrain.convert.hugging_face import MOST_TIMES, PADDING
 from mtrain.convert.torch_dist import TorchDist, open_torch_dist
 from mtrain.errors import ConfigError, CorruptData, Problem
 from mtrain.models.gpt.torch_dist import is_weight, layers_are_alike
@@ -43,15 +43,14 @@ def take_megatron(run: RunConfig, source: TorchDist, home: Path) -> tuple[Path, 
     if parameters(run.model) > MOST_TIMES * numbers + PADDING:
         described = f"the model has {count(parameters(run.model))} parameters"
         raise CorruptData(f"{described}, and the weights in {source.path} are {count(numbers)} numbers")
-    adapt()
+    from mtrain.convert.boxes import model_boxes
     from mtrain.convert.into import import_weights
-    from mtrain.convert.match import our_tensors
     from mtrain.convert.torch_dist_read import TorchDistReader
     from mtrain.convert.torch_dist_table import check_shapes, table_of
 
-    reader, ours = TorchDistReader(source), our_tensors(run)
+    reader, ours = TorchDistReader(source), model_boxes(run)
     check_shapes(reader, ours, run.model.vocab_size)
-    return import_weights(reader, (table_of(ours),), run, home / CHECKPOINTS, lambda: ours)
+    return import_weights(reader, (table_of(ours),), run, home / CHECKPOINTS, ours)
 
 
 def give_megatron(checkpoint: Saved, run: RunConfig, out: Path, dtype: str | None, layers: str | None) -> Record:
@@ -72,11 +71,11 @@ def give_megatron(checkpoint: Saved, run: RunConfig, out: Path, dtype: str | Non
     if layers == LAYOUTS[0] and not alike:
         rule = "some layers of the model have experts and some have none, so one tensor cannot hold those of all"
         raise ConfigError([Problem("MT003", "layers", layers, rule, f"layers={LAYOUTS[1]}", "command line")])
-    from mtrain.convert.match import boxes_of, our_tensors
+    from mtrain.convert.boxes import model_boxes
     from mtrain.convert.out import Weights
     from mtrain.convert.torch_dist_table import table_of
     from mtrain.convert.torch_dist_write import export_torch_dist
 
-    ours = our_tensors(run)
-    weights = Weights(checkpoint, run, table_of(ours), boxes_of(ours), dtype)
+    ours = model_boxes(run)
+    weights = Weights(checkpoint, run, table_of(ours), ours, dtype)
     return export_torch_dist(weights, run, out, stacked=alike if layers is None else layers == LAYOUTS[0])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +13,13 @@ import numpy as np
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.ckpt.hashes import hash_bytes
 from mtrain.config.run import RunConfig
+from mtrain.convert.ahead import ahead
+from mtrain.convert.boxes import Box, adapter_boxes
 from mtrain.convert.certificate import Record
 from mtrain.convert.folder import INDEX, WEIGHTS
-from mtrain.convert.match import Box, Match, boxes_of, likely_boxes, our_adapters, shapes_of_theirs, written
-from mtrain.convert.meanwhile import meanwhile
+from mtrain.convert.match import Match, shapes_of_theirs, written
 from mtrain.convert.saved import Saved
-from mtrain.convert.tensor_file import BYTES, Writer, in_turn
+from mtrain.convert.tensor_file import BYTES, Writer
 from mtrain.convert.words import Words, as_tensor, buffer_of, converted, of_tensor
 from mtrain.errors import CorruptData
 from mtrain.models.table import Step, Table
@@ -48,6 +49,10 @@ class Given:
     sha256: str = ""
     """Where it is what was read, as it was written; else empty."""
 
+    def hashed(self) -> Given:
+        """The same with its hash."""
+        return self if self.sha256 else replace(self, sha256=hash_bytes(buffer_of(self.words)))
+
 
 class Weights:
     """The weights of a checkpoint by Hugging Face's names, its adapters merged into them."""
@@ -73,7 +78,9 @@ class Weights:
         lacks = [box.key for box in self.ours.values() if f"{ckpt_folder.MODEL}{box.key}" not in held]
         if lacks:
             raise CorruptData(f"{checkpoint.path} has no {', '.join(lacks[:8])}")
-        self.adapters = boxes_of(our_adapters(run)) if run.peft.kind is not None else {}
+        adapters = adapter_boxes(run) if run.peft.kind is not None else {}
+        begun = any(f"{ckpt_folder.MODEL}{box.key}" in held for box in adapters.values())
+        self.adapters = adapters if begun else {}  # weights that were imported have none before a step is made
 
     def adapter_of(self, weight: str, record: Record | None = None) -> Whole | None:
         """The adapter of one of our weights, as tensors of torch; None: it has none."""
@@ -138,10 +145,10 @@ class Weights:
             return found
         from mtrain.mcore.merging import merged, one_hot_of
 
-        wide = converted(np.ascontiguousarray(found.words), found.dtype, self.dtype or found.dtype)
-        weight = as_tensor(wide, self.dtype or found.dtype)
+        weight = as_tensor(converted(np.ascontiguousarray(found.words), found.dtype, "F32"), "F32")  # rounded once
         one = merged(weight, adapter, one_hot_of(name, adapter, self.model), self.run.peft.scale)
-        return Given(*of_tensor(one))
+        dtype = self.dtype or found.dtype
+        return Given(converted(of_tensor(one)[0], "F32", dtype), dtype)
 
     def _read(self, name: str, box: Box, record: Record | None) -> Given:
         """A whole tensor as the checkpoint has it."""
@@ -160,66 +167,34 @@ class Weights:
         return None if step.ours[0].endswith("expert_bias") else self.dtype
 
 
-def export_weights(weights: Weights, out: Path, going: Callable[[], None] = lambda: None) -> Record:
-    """Write the safetensors files, and their index where there are several, into the folder `out`.
-
-    `going` is called before each step, and raises what ends the work.
-    """
+def export_weights(weights: Weights, out: Path) -> Record:
+    """Write the safetensors files, and their index where there are several, into the folder `out`."""
     record = Record(copies=weights.found.copies)
     step_of = {name: step for step in weights.found.steps for name in step.theirs}
     todo = [(step, step.theirs, step.theirs) for step in weights.found.steps]
     todo += [(step_of[of], (of,), (name,)) for name, of in weights.found.copies.items()]
+
+    def made_of(one: tuple[Step, tuple[str, ...], tuple[str, ...]]) -> tuple[dict[str, Given], Record]:
+        noted = Record()
+        return {name: made.hashed() for name, made in weights.of_step(one[0], noted) if name in one[1]}, noted
+
     files = list(ckpt_folder.by_file(todo, lambda one: weights.nbytes(one[0]), FILE_BYTES))
     many = len(files) > 1
     placed: dict[str, str] = {}
     for number, held in enumerate(files, 1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if many else WEIGHTS
         with Writer(out / file, [name for _, _, names in held for name in names]) as writer:
-            with in_turn() as beside:
-                for step, made, names in held:
-                    going()
-                    tensors = dict(weights.of_step(step, record if made == names else None))
-                    for key, name in zip(made, names, strict=True):
-                        placed[name] = file
-                        beside(_put, writer, record, name, tensors.pop(key))
+            for (_, made, names), (tensors, noted) in ahead(made_of, held, lambda one: weights.nbytes(one[0])):
+                if made == names:
+                    record.add(noted)
+                for key, name in zip(made, names, strict=True):
+                    one = tensors[key]
+                    writer.write(name, one.dtype, one.words.shape, buffer_of(one.words))
+                    record.target[name] = (one.dtype, one.words.shape, one.sha256)
+                    placed[name] = file
             writer.close({"format": "pt"})
     if many:
         total = sum(prod(shape) * BYTES[dtype] for dtype, shape, _ in record.target.values())
         body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
         ckpt_folder.write_json(out / INDEX, body)
     return record
-
-
-def export_asking(
-    checkpoint: Saved,
-    run: RunConfig,
-    table: Table,
-    dtype: str | None,
-    out: Path,
-    asked: Callable[[], Mapping[str, Box]],
-) -> tuple[Weights, Record]:
-    """`export_weights` of what is likely in a checkpoint, begun before `asked` has said what the model is made of.
-
-    Raises:
-        CorruptData: the checkpoint lacks a weight of the model, or cannot be read.
-    """
-    likely = likely_boxes(checkpoint.manifest, table, run.model) if run.peft.kind is None else None
-    if likely is not None:
-        weights = Weights(checkpoint, run, table, likely, dtype)
-        ours, record = meanwhile(
-            lambda going: export_weights(weights, out, going), asked, lambda found: found == likely
-        )
-        if record is not None:
-            return weights, record
-        for file in out.glob("*.safetensors*"):
-            file.unlink()
-    else:
-        ours = asked()
-    weights = Weights(checkpoint, run, table, ours, dtype)
-    return weights, export_weights(weights, out)
-
-
-def _put(writer: Writer, record: Record, name: str, one: Given) -> None:
-    data = buffer_of(one.words)
-    writer.write(name, one.dtype, one.words.shape, data)
-    record.target[name] = (one.dtype, one.words.shape, one.sha256 or hash_bytes(data))

@@ -5,19 +5,20 @@ Source: the format's specification, https://huggingface.co/docs/safetensors.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from mtrain import strict_json
+from mtrain.convert.new_file import NewFile
 from mtrain.errors import CorruptData
 
 BYTES = {
@@ -30,10 +31,10 @@ MAX_HEADER_BYTES = 100_000_000
 """As in the format's own readers."""
 MAX_DIMENSIONS = 16
 ALIGNMENT = 8
+GIVEN_BACK = 0x80 if sys.platform == "linux" else 0
+"""RWF_DONTCACHE, from Linux 6.14 on."""
 MAX_ENTRY_BYTES = 256
 """Of a tensor in a header, beside its name."""
-SYNC_BYTES = 64 << 20
-"""Written between two requests to put a file on disk: the disk works from the start, not at the end alone."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,24 @@ class Tensor:
         """
         try:
             with self.path.open("rb", buffering=0) as file:
-                file.seek(self.start)
                 done = 0
                 while done < len(buffer):
-                    count = file.readinto(buffer[done:])
+                    count = _read(file.fileno(), buffer[done:], self.start + done)
                     if not count:
                         raise CorruptData(f"{self.path}: the file ends within {self.name}")
                     done += count
         except OSError as error:
             raise CorruptData(f"{self.path}: {self.name} cannot be read: {error.strerror}") from None
+
+
+def _read(file: int, buffer: memoryview, at: int) -> int:
+    """Bytes read. Pages that this takes are given back, where the kernel can do so: others need them more."""
+    try:
+        return os.preadv(file, [buffer], at, GIVEN_BACK)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        return os.preadv(file, [buffer], at)
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
@@ -153,11 +163,7 @@ class Writer:
         entries = sum(len(strict_json.dumps(name)) + MAX_ENTRY_BYTES for name in self._names)
         self._data_at = LENGTH_BYTES + -(-(metadata_bytes + entries + MAX_ENTRY_BYTES) // ALIGNMENT) * ALIGNMENT
         self._at = 0
-        self._file: BinaryIO = path.open("xb", buffering=0)
-        self._file.seek(self._data_at)
-        self._unsynced, self._syncing = 0, Future[None]()
-        self._syncing.set_result(None)
-        self._thread = ThreadPoolExecutor(1)
+        self._file = NewFile(path, self._data_at)
 
     def write(self, name: str, dtype: str, shape: Sequence[int], data: memoryview) -> None:
         """The bytes of the next tensor.
@@ -170,12 +176,7 @@ class Writer:
         self._names.popleft()
         start, self._at = self._at, self._at + len(data)
         self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, self._at]}
-        while len(data):
-            count = self._file.write(data)
-            data, self._unsynced = data[count:], self._unsynced + count
-        if self._unsynced >= SYNC_BYTES and self._syncing.done():
-            self._syncing.result()
-            self._unsynced, self._syncing = 0, self._thread.submit(os.fdatasync, self._file.fileno())
+        self._file.write(data)
 
     def close(self, metadata: Mapping[str, str]) -> None:
         """Write the header, and put the file on disk.
@@ -184,47 +185,16 @@ class Writer:
             ValueError: a tensor was not written, or the header is larger than its room.
             OSError: some of it could not be put on disk.
         """
-        with self._file, self._thread:
-            if self._names:
-                raise ValueError(f"{self.path}: {self._names[0]} was not written")
-            text = strict_json.dumps(
-                {"__metadata__": dict(metadata), **self._entries}, separators=(",", ":")
-            ).encode()
-            room = self._data_at - LENGTH_BYTES
-            if len(text) > room:
-                raise ValueError(f"{self.path}: the header has {len(text)} bytes, and room for {room}")
-            self._syncing.result()  # what the disk refused is said once for an open file, and not by fsync again
-            self._file.seek(0)
-            self._file.write(room.to_bytes(LENGTH_BYTES, "little") + text.ljust(room))
-            os.fsync(self._file.fileno())
+        if self._names:
+            raise ValueError(f"{self.path}: {self._names[0]} was not written")
+        text = strict_json.dumps({"__metadata__": dict(metadata), **self._entries}, separators=(",", ":")).encode()
+        room = self._data_at - LENGTH_BYTES
+        if len(text) > room:
+            raise ValueError(f"{self.path}: the header has {len(text)} bytes, and room for {room}")
+        self._file.finish(room.to_bytes(LENGTH_BYTES, "little") + text.ljust(room))
 
     def __enter__(self) -> Writer:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close the file as it is, where `close` did not."""
-        self._thread.shutdown()
         self._file.close()
-
-
-@contextmanager
-def in_turn(most: int = 2) -> Iterator[Callable[..., None]]:
-    """A function that has calls made in a thread, one after the other, while its caller goes on; it waits where more
-    than `most` are ahead. What a call raises is raised by the next, or at the end; after an error nothing that waits
-    is begun.
-    """
-    waiting = deque[Future[None]]()
-    with ThreadPoolExecutor(1) as thread:
-
-        def call(function: Callable[..., None], *given: Any) -> None:
-            waiting.append(thread.submit(function, *given))
-            while len(waiting) > most:
-                waiting.popleft().result()
-
-        try:
-            yield call
-            while waiting:
-                waiting.popleft().result()
-        except BaseException:
-            thread.shutdown(wait=False, cancel_futures=True)
-            raise

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtrain.config.run import RunConfig
+from mtrain.convert.boxes import Box, model_boxes
 from mtrain.convert.compare import OfCheckpoint, Source
-from mtrain.convert.hugging_face import asked
-from mtrain.convert.match import OurTensor, boxes_of
 from mtrain.convert.out import Weights
 from mtrain.convert.saved import Saved
 from mtrain.convert.torch_dist_read import TorchDistReader
@@ -36,13 +35,12 @@ PADDING = Operation("padded vocabulary", _rows, lambda tensors, model: tensors)
 """Theirs is padded to a multiple of their own; ours to one of 128. Rows that both have are kept as they are."""
 
 
-def torch_dist_name(tensor: OurTensor) -> str:
+def torch_dist_name(box: Box) -> str:
     """The one name that a tensor of ours has in a checkpoint of megatron-core."""
-    spec = tensor.specs[0]
-    return one_name(spec.key, spec.offset[: spec.lead])
+    return one_name(box.key, box.offset[: box.lead])
 
 
-def table_of(ours: Mapping[str, OurTensor]) -> Table:
+def table_of(ours: Mapping[str, Box]) -> Table:
     """The table of a model's weights; it is made of megatron-core's own names for our model (`ShardSpec`)."""
     return Table(
         once=tuple(_entry(name, torch_dist_name(tensor)) for name, tensor in ours.items()),
@@ -55,13 +53,13 @@ def _entry(ours: str, theirs: str) -> Entry:
     return Entry(ours, (theirs,), PADDING if theirs in VOCABULARY else SAME)
 
 
-def check_shapes(reader: TorchDistReader, ours: Mapping[str, OurTensor], ids: int) -> None:
+def check_shapes(reader: TorchDistReader, ours: Mapping[str, Box], ids: int) -> None:
     """Compares shapes before any number is read; a table of token ids may have rows that only pad.
 
     Raises:
         CorruptData: one is another, by both names.
     """
-    for tensor in ours.values():
+    for own, tensor in ours.items():
         name = torch_dist_name(tensor)
         if name not in reader.names:  # which `match` says
             continue
@@ -69,7 +67,7 @@ def check_shapes(reader: TorchDistReader, ours: Mapping[str, OurTensor], ids: in
         padded = name in VOCABULARY and len(shape) == len(tensor.shape) and ids <= shape[0] < ids + MOST_PADDING
         if shape != tensor.shape and not (padded and shape[1:] == tensor.shape[1:]):
             theirs = f"{reader.parts(name)[0]} makes a tensor of shape {list(shape)}"
-            raise CorruptData(f"{theirs}, and our {tensor.name} has {list(tensor.shape)}")
+            raise CorruptData(f"{theirs}, and our {own} has {list(tensor.shape)}")
 
 
 @dataclass(frozen=True)
@@ -97,6 +95,6 @@ def beside(reader: TorchDistReader, checkpoint: Saved, run: RunConfig) -> list[S
     Raises:
         CorruptData: the checkpoint of ours lacks a weight of the run's model.
     """
-    ours = asked(run)
-    weights = Weights(checkpoint, run, table_of(ours), boxes_of(ours))
+    ours = model_boxes(run)
+    weights = Weights(checkpoint, run, table_of(ours), ours)
     return [_Cut(source, run.model.vocab_size) for source in (reader, OfCheckpoint(weights))]

@@ -17,7 +17,7 @@ import numpy as np
 
 from mtrain.config.defaults import CHATS
 from mtrain.config.groups import DataConfig
-from mtrain.data import chat_samples, chats, image_text, opening, tokenize
+from mtrain.data import chat_samples, chats, image_text, mock, opening, tokenize
 from mtrain.data.blend import Blend
 from mtrain.data.chat_samples import ChatSamples, PairSamples
 from mtrain.data.image_text import ImageTextSamples
@@ -25,15 +25,18 @@ from mtrain.data.indexed import IndexedDataset
 from mtrain.data.mock import DOCUMENT_ENDS, MockSamples
 from mtrain.data.samples import SHARES, Samples, entropy_nats
 from mtrain.data.tokenize import Corpus, verify
+from mtrain.data.whole_documents import BlendOfDocuments, WholeDocuments, remarks_of
 from mtrain.errors import ConfigError, CorruptData, Problem, say
 
 __all__ = [
+    "BlendOfDocuments",
     "ChatSamples",
     "Corpus",
     "ImageTextSamples",
     "PairSamples",
     "Samples",
     "Splits",
+    "WholeDocuments",
     "open_splits",
     "prepare",
     "same_data",
@@ -103,7 +106,11 @@ class Splits:
                 part.check_ids(CHECKED_TOKENS)
 
     def remarks(self) -> list[str]:
-        """What is worth to be said of chats before they are trained on: what is cut, left out or no JSON."""
+        """What is worth to be said before they are trained on: of chats, what is cut, left out or no JSON; of whole
+        documents, how full samples are, and what is cut or left out.
+        """
+        if isinstance(self.train, WholeDocuments | BlendOfDocuments):
+            return remarks_of(self.train)
         if self.corpus.meta["kind"] not in CHATS:
             return []
         meta, train = self.corpus.meta, self.train.describe()
@@ -182,6 +189,10 @@ def open_splits(
         said = chat_samples.opened(data, vocab_size, seed, corpus, need)
         return Splits(corpus, **said, eod=corpus.meta["eod"], masked_eod=None, document_ends=(), dataset=None)  # type: ignore[arg-type]
     if corpus.prefix is None:
+        if data.whole_documents:
+            made = mock.whole_documents(data, seed, vocab_size)
+            last = (mock.last_of(vocab_size),)
+            return Splits(corpus, **made, eod=None, masked_eod=None, document_ends=last, dataset=None)
         mocks = [MockSamples(data.length, seed, vocab_size, name) for name in SHARES]
         return Splits(corpus, *mocks, eod=None, masked_eod=None, document_ends=DOCUMENT_ENDS, dataset=None)  # type: ignore[misc,arg-type]
     eod = corpus.meta.get("eod")
@@ -197,11 +208,14 @@ def open_splits(
         rule = "no end-of-document token is known"
         fix = "data.eod_mask_loss=false, or data.tokenizer=PATH of a tokenizer.json that has one"
         problems.append(Problem("MT608", "data.eod_mask_loss", True, rule, fix))
-    for key, value, off in (("packed", data.packed, "false"), ("fim.rate", data.fim.rate, "0")):
+    for key, value, off in (("packed", data.needs_document_ends, "false"), ("fim.rate", data.fim.rate, "0")):
         if value and eod is None:
             rule = "documents are told apart by their end-of-document token, and none is known"
             fix = f"data.{key}={off}, or data.tokenizer=PATH of a tokenizer.json that has one"
             problems.append(Problem("MT608", f"data.{key}", value, rule, fix))
+    if data.fim.rate and eod in (data.fim.ids or ()):
+        rule = f"id {eod} ends documents, and marks a part of them too"
+        problems.append(Problem("MT355", "data.fim.ids", list(data.fim.ids or ()), rule, "three other ids"))
     parts = opening.opened(data, vocab_size, seed, corpus, need, asked, problems)
     train = parts["train"]
     if problems or train is None:

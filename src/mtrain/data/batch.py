@@ -20,7 +20,7 @@ from mtrain.errors import ConfigError, Problem
 
 
 class Source(Protocol):
-    """Where samples come from: `Samples` or `MockSamples`."""
+    """Where samples come from, such as `Samples`."""
 
     def __len__(self) -> int: ...
 

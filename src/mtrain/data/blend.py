@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -151,11 +150,6 @@ class Blend:
             out[part == i] = self.parts[i].batch(index[part == i])
         return out
 
-    def given(self, samples: int) -> np.ndarray:
-        """How many of the first `samples` samples each part gives, to within the block that they end in."""
-        stretch = self.stretches[bisect_right(self._firsts, samples) - 1]
-        return stretch.before + stretch.given(samples - stretch.first)
-
     def describe(self) -> dict[str, int]:
         """Counts over all parts: documents, tokens, samples until as many are given as they have."""
         counts = [part.describe() for part in self.parts]
@@ -205,11 +199,11 @@ def nothing_to_read(name: str) -> Problem:
     return Problem("MT352", "data.blend_weights", None, rule, "data.blend_weights=null, or one above zero")
 
 
-def used_up(name: str, wanted: int, total: int) -> Problem:
+def used_up(name: str, wanted: int, total: int, most: Sequence[float] | None = None) -> Problem:
     """The most epochs of every corpus leave fewer samples than are asked for."""
     rule = f"the {name} split has {total} samples before every corpus has had its epochs, and {wanted} are asked for"
     fix = "fewer trainer.train_iters, or more data.blend_max_epochs"
-    return Problem("MT640", "data.blend_max_epochs", None, rule, fix)
+    return Problem("MT640", "data.blend_max_epochs" if most else "", most, rule, fix)
 
 
 def read_once(name: str, wanted: int, total: int) -> Problem:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import units
+from mtrain.errors import BadEnvironment
 
 UNUSED_DAYS, RECENT_DAYS = 90, 1
 LIMIT_BYTES = 100 * units.GIB
@@ -26,7 +27,7 @@ META = "meta.json"
 FILES = ("tokens.bin", "tokens.idx", "tokenizer.json")
 OF_CHATS = ("learned.bin", "chats.bin", "rejects.jsonl", "windows.bin")
 """What prepared chats have beside them."""
-ORDERS = ("sequences.npy", "starts.npy", "shuffled.npy")
+ORDERS = ("sequences.npy", "starts.npy", "shuffled.npy", "fitted.npy", "long.npy", "pieces.npy", "counts.npy")
 """Files of an order of samples, which is kept as corpora are."""
 DAY_S = 86_400
 
@@ -94,7 +95,7 @@ def made(folder: Path, meta: Callable[[], dict[str, Any] | None], make: Callable
                 shutil.rmtree(building, ignore_errors=True)
                 raise
             found = meta()
-    use(folder)
+        use(folder)
     assert found is not None
     return found
 
@@ -149,6 +150,19 @@ def _remove(folder: Path) -> bool:
             shutil.rmtree(doomed, ignore_errors=True)
         folder.with_name(f"{folder.name}.lock").unlink(missing_ok=True)
     return True
+
+
+@contextlib.contextmanager
+def writing(cache: Path) -> Iterator[None]:
+    """Turn a failure of the cache folder's disk into a message."""
+    try:
+        yield
+    except OSError as error:
+        there = next((p for p in (cache, *cache.parents) if os.path.isdir(p)), Path("/"))
+        free = units.bytes_(shutil.disk_usage(there).free)
+        why = f"{error.filename or ''} {error.strerror or type(error).__name__}"
+        said = f"data.cache_dir = {cache}: {why} ({free} free at {there})"
+        raise BadEnvironment(said, "  fix: data.cache_dir=FOLDER that can be written") from error
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Micro-batches of chats, as torch tensors."""
+"""Micro-batches of chats and of whole documents, as torch tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 from mtrain.data.batch import Form, MicroBatch
 from mtrain.data.chat_samples import ChatSamples, Sample
+from mtrain.data.whole_documents import BlendOfDocuments, WholeDocuments
 
 
 def of_chats(source: ChatSamples) -> Form:
@@ -17,6 +18,21 @@ def of_chats(source: ChatSamples) -> Form:
 
     def form(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
         return batch_of([source.sample(number) for number in numbers], packed=source.multiple is not None)
+
+    return form
+
+
+def of_documents(source: WholeDocuments | BlendOfDocuments, masked_eod: int | None = None) -> Form:
+    """Each token of a document is predicted from those before it, which begin at position 0.
+
+    What pads a sample is a document of its own. No loss counts for the prediction that follows `masked_eod`.
+    """
+
+    def form(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
+        batch = batch_of([source.sample(number) for number in numbers], packed=True)
+        if masked_eod is not None:
+            batch["loss_mask"][batch["tokens"] == masked_eod] = 0.0
+        return batch
 
     return form
 

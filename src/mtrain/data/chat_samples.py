@@ -16,12 +16,13 @@ from mtrain import strict_json
 from mtrain.config.groups import DataConfig
 from mtrain.config.paths import user_path
 from mtrain.data import cache
+from mtrain.data.cache import writing
 from mtrain.data.chats import COLUMNS, LEARNED, META, TABLE
 from mtrain.data.first_fit import first_fit
 from mtrain.data.indexed import IndexedDataset
 from mtrain.data.permute import ROUNDS, Permutation, keys
 from mtrain.data.samples import SHARES, split_records
-from mtrain.data.tokenize import Corpus, writing
+from mtrain.data.tokenize import Corpus
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 NOTHING = -1
@@ -235,13 +236,20 @@ def opened(
         if len(kept):
             out[name] = _samples(data, chats, part, kept, (vocab_size, seed if name == "train" else 0, name))
         elif name in need or name == "train":
-            rule = f"the {name} split has {len(part)} of {len(chats)} chats, and none has anything to learn in its "
-            rule += f"first {data.length} tokens"
-            fix = f"a larger share for {name} in data.split, or a larger data.seq_length"
-            problems.append(Problem("MT605", "data.split", list(data.split), rule, fix))
+            problems.append(_nothing(data, name, len(part), len(chats)))
     if problems:
         raise ConfigError(problems)
     return out
+
+
+def _nothing(data: DataConfig, name: str, held: int, total: int) -> Problem:
+    """A split of `held` chats that is needed has no sample."""
+    if not held:
+        rule, fix = f"the {name} split has none of the {total} chats", f"a larger share for {name}"
+        return Problem("MT605", "data.split", list(data.split), rule, fix)
+    rule = f"{data.path}: of the {held} chats of the {name} split none has anything to learn"
+    rule += f" in its first {data.length} tokens"
+    return Problem("MT605", "data.seq_length", data.seq_length, rule, "a larger data.seq_length")
 
 
 def _samples(

@@ -153,7 +153,8 @@ def _write_all(lines: JsonLines, work: Work, firsts: range, at: mmap, write_end:
 def _bounded(work: Work, line: bytes) -> Result:
     """What is made of a line within `SECONDS`; a product that cannot be interrupted ends the process a bit later."""
     _, hardest = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 2 * SECONDS, hardest))
+    limit = int(time.process_time()) + 2 * SECONDS
+    resource.setrlimit(resource.RLIMIT_CPU, (_within(limit, hardest), hardest))
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         return list(work(line))
@@ -182,9 +183,13 @@ def _bound_memory() -> None:
     with open("/proc/self/statm", encoding="ascii") as file:
         now = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     _, hardest = resource.getrlimit(resource.RLIMIT_AS)
-    limit = now + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit if hardest < 0 else min(limit, hardest), hardest))
+    resource.setrlimit(resource.RLIMIT_AS, (_within(now + MEMORY_BYTES, hardest), hardest))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _within(limit: int, hardest: int) -> int:
+    """A limit that a process may set for itself."""
+    return limit if hardest == resource.RLIM_INFINITY else min(limit, hardest)
 
 
 def _too_long(number: int, frame: Any) -> None:

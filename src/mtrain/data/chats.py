@@ -24,18 +24,19 @@ from mtrain.config.groups import DataConfig
 from mtrain.config.image_files import records_of
 from mtrain.config.paths import user_path
 from mtrain.data import cache, messages
+from mtrain.data.cache import writing
 from mtrain.data.chat import ChatFormat
 from mtrain.data.chat_marks import Encoded, encoded
 from mtrain.data.chat_writers import Fault, Work, written
 from mtrain.data.indexed import IndexedWriter, token_dtype
 from mtrain.data.json_lines import JsonLines
-from mtrain.data.tokenize import Corpus, writing
+from mtrain.data.tokenize import Corpus
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 if TYPE_CHECKING:  # it imports the library of tokenizers
     from mtrain.data.text import Tokenizer
 
-FORMAT = 1
+FORMAT = 2
 META, TOKENS, LEARNED, TABLE, REJECTS = "meta.json", "tokens", "learned.bin", "chats.bin", "rejects.jsonl"
 COLUMNS = 3
 """Of `chats.bin`, int64: the line, the first token that is learned, the last one; a row for each document."""
@@ -78,7 +79,6 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
 
 def _make_room(folder: Path, note: Callable[[str], None]) -> None:
     with contextlib.suppress(OSError):
-        (folder / "seen").mkdir(exist_ok=True)
         for gone in cache.make_room(folder):
             note(f"{gone}: not used for a long time; removed to make room")
 

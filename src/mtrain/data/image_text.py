@@ -10,7 +10,6 @@ import functools
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +20,13 @@ from mtrain import strict_json
 from mtrain.config.groups import DataConfig
 from mtrain.config.image_files import WHICH, records_of
 from mtrain.config.paths import user_path
-from mtrain.data import cache as corpora
-from mtrain.data import records
+from mtrain.data import cache, records
+from mtrain.data.cache import writing
 from mtrain.data.images import inside, load, require_pillow
 from mtrain.data.json_lines import JsonLines
 from mtrain.data.permute import ROUNDS, Permutation, keys
 from mtrain.data.samples import SHARES, split_records
-from mtrain.data.tokenize import Corpus, writing
+from mtrain.data.tokenize import Corpus
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 if TYPE_CHECKING:  # it imports the library of tokenizers
@@ -72,7 +71,6 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
 
     given = tokenizer or (user_path(data.tokenizer) if data.tokenizer else None)
     found, loaded = Records(data.path), Tokenizer(given) if given is not None else None
-    cache = user_path(data.cache_dir)
     stamp = os.stat(found.file)
     settings = {
         "format": FORMAT,
@@ -81,16 +79,14 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
         "tokenizer": data.tokenizer_vocab_size if given is None else None,
     }
     digest = hashlib.sha256(strict_json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-    folder = cache / f"images-{digest}"
-    meta = _known(folder)
-    if meta is None:
-        with writing(cache):
-            (cache / "seen").mkdir(parents=True, exist_ok=True)
-            with corpora.locked(cache / f"{folder.name}.lock"):
-                meta = _known(folder)
-                if meta is None:
-                    note(f"{found.file}: looking at {len(found)} records")
-                    meta = _looked_at(found, data, folder, train=given is None)
+    folder = user_path(data.cache_dir) / f"images-{digest}"
+
+    def make(building: Path) -> None:
+        note(f"{found.file}: looking at {len(found)} records")
+        _look_at(found, data, building, train=given is None)
+
+    with writing(folder.parent):
+        meta = cache.made(folder, lambda: _known(folder), make)
     if loaded is None or given is None:
         given, loaded = folder / TOKENIZER, Tokenizer(folder / TOKENIZER)
     sha256 = hashlib.sha256(given.read_bytes()).hexdigest()
@@ -103,47 +99,36 @@ def _known(folder: Path) -> dict[str, Any] | None:
         meta: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return meta if corpora.use(folder) else None
-
-
-def _looked_at(found: Records, data: DataConfig, folder: Path, *, train: bool) -> dict[str, Any]:
-    """Look at every record; leave what came out, and the tokenizer, in the cache. The caller holds the lock."""
-    building = folder.parent / f".building-{folder.name}-{os.getpid()}"
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir()
-    try:
-        digest, images = hashlib.sha256(), 0
-        for number in range(len(found)):
-            line = found.line(number)
-            record = found.record(number)
-            with found.named(number):
-                records.check_images(record, found.folder)
-            digest.update(line)
-            for name in record.images:
-                images += 1
-                digest.update(b"\0%d" % (found.folder / name).stat().st_size)
-        if not len(found):
-            raise CorruptData(f"{found.file}: there is no record in it")
-        if train:
-            from mtrain.data import bpe
-
-            made = bpe.train(_texts(found), data.tokenizer_vocab_size)
-            (building / TOKENIZER).write_text(made.to_str(), encoding="utf-8")
-        meta = {
-            "kind": "image_text",
-            "source": found.folder.name,
-            "documents": len(found),
-            "images": images,
-            "fingerprint": digest.hexdigest()[:32],
-        }
-        (building / META).write_text(strict_json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        building.rename(folder)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
-    corpora.use(folder)
     return meta
+
+
+def _look_at(found: Records, data: DataConfig, folder: Path, *, train: bool) -> None:
+    """Look at every record; leave what came out, and the tokenizer, in a folder."""
+    digest, images = hashlib.sha256(), 0
+    for number in range(len(found)):
+        line = found.line(number)
+        record = found.record(number)
+        with found.named(number):
+            records.check_images(record, found.folder)
+        digest.update(line)
+        for name in record.images:
+            images += 1
+            digest.update(b"\0%d" % (found.folder / name).stat().st_size)
+    if not len(found):
+        raise CorruptData(f"{found.file}: there is no record in it")
+    if train:
+        from mtrain.data import bpe
+
+        made = bpe.train(_texts(found), data.tokenizer_vocab_size)
+        (folder / TOKENIZER).write_text(made.to_str(), encoding="utf-8")
+    meta = {
+        "kind": "image_text",
+        "source": found.folder.name,
+        "documents": len(found),
+        "images": images,
+        "fingerprint": digest.hexdigest()[:32],
+    }
+    (folder / META).write_text(strict_json.dumps(meta, indent=1) + "\n", encoding="utf-8")
 
 
 def _texts(found: Records) -> Iterator[str]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,14 +16,13 @@ from typing import Any
 import numpy as np
 
 from mtrain.config.token_files import CODES, HEADER, MAGIC, read_header
-from mtrain.data.remote import SUFFIX, RemoteTokens
+from mtrain.data.index_check import CHUNK, IndexCheck
+from mtrain.data.mapped import Mapped
+from mtrain.data.remote import RemoteTokens, is_mirrored
 from mtrain.errors import CorruptData
 
 DTYPES: dict[int, np.dtype] = {code: np.dtype(name) for code, name in CODES.items()}
 """Dtype code -> dtype, of little-endian token files."""
-CHUNK = 1 << 17
-LONG = 1 << 23
-"""Numbers of which a thread more is worth its while."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -38,28 +36,36 @@ def with_suffix(prefix: Path, suffix: str) -> Path:
 
 
 class IndexedDataset:
-    """A token corpus in memory maps. Opening reads the whole `.idx` and refuses what does not add up.
+    """A token corpus in memory maps. Opening refuses an `.idx` that does not add up.
 
-    `tokens` is the stream of all documents, a flat array of `dtype`. Raises CorruptData, naming file and offset.
+    `tokens` is the stream of all documents, a flat array of `dtype`. Without `whole`, of an index of more than
+    `index_check.LARGE` sequences the ends and parts in between are read, and `look_on` reads the rest part by part.
+    Raises CorruptData, naming file and offset.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, *, whole: bool = True) -> None:
         self.prefix = Path(prefix)
         self.idx = with_suffix(self.prefix, ".idx")
         self.bin: Path | str = with_suffix(self.prefix, ".bin")
-        raw = _map(self.idx)
+        index = Mapped(self.idx)
+        if not whole:
+            index.scatter()
+        raw = index.bytes
         header = read_header(self.idx, raw[: HEADER.size].tobytes(), raw.nbytes)
         self.dtype, count, index_count = DTYPES[header.code], header.count, header.indices
-        at_pointers, at_documents = header.pointers_at, header.documents_at
         self.lengths = np.frombuffer(raw, "<i4", count, HEADER.size)
-        self.pointers = np.frombuffer(raw, "<i8", count, at_pointers)
-        self.document_indices = np.frombuffer(raw, "<i8", index_count, at_documents)
-        total = _check_pointers(self.idx, self.lengths, self.pointers, self.dtype.itemsize)
-        _check_documents(self.idx, self.document_indices, count, at_documents)
-        far = with_suffix(self.prefix, SUFFIX).is_file()
-        held: Any = RemoteTokens(self.prefix, self.dtype) if far else _map(with_suffix(self.prefix, ".bin"))
+        self.pointers = np.frombuffer(raw, "<i8", count, header.pointers_at)
+        self.document_indices = np.frombuffer(raw, "<i8", index_count, header.documents_at)
+        arrays = self.lengths, self.pointers, self.document_indices
+        self._check = IndexCheck(self.idx, index, arrays, self.dtype.itemsize)
+        total = self._check.opened(whole=whole)
+        far = is_mirrored(self.prefix)
+        self._file = None if far else Mapped(with_suffix(self.prefix, ".bin"))
+        held: Any = RemoteTokens(self.prefix, self.dtype) if self._file is None else self._file.bytes
         if far:
             self.bin = f"{held.store.name}.bin"
+        elif self._file is not None and not whole:
+            self._file.scatter()
         if held.nbytes != total:
             raise CorruptData(
                 f"{self.bin}: {held.nbytes} bytes, but {self.idx.name} describes {total} "
@@ -67,15 +73,28 @@ class IndexedDataset:
             )
         self.tokens: Any = held if far else np.frombuffer(held, self.dtype)
 
+    def look_on(self) -> None:
+        """Read a part more of an index that was not read as a whole. Raises CorruptData where it does not add up."""
+        self._check.look_on()
+
     @property
     def is_remote(self) -> bool:
         """Whether its tokens are fetched when they are asked for."""
         return isinstance(self.tokens, RemoteTokens)
 
+    def expect(self, starts: Sequence[int] | np.ndarray, length: int) -> None:
+        """So many tokens from each of some places of the stream on are read soon."""
+        if self._file is None:
+            self.tokens.expect(starts, length)
+        else:
+            size = self.dtype.itemsize
+            self._file.expect((int(start) * size for start in starts), length * size)
+
     def pieces(self, starts: list[int], length: int) -> list[np.ndarray]:
         """So many tokens from each of some places of the stream on."""
         if isinstance(self.tokens, RemoteTokens):
             return self.tokens.pieces(starts, length)
+        self.expect(starts, length)
         return [self.tokens[start : start + length] for start in starts]
 
     @property
@@ -98,102 +117,25 @@ class IndexedDataset:
 
     def document_start(self, document: int) -> int:
         """Place of a document's first token in the stream; of document `num_documents`, the stream's end."""
-        sequence = int(self.document_indices[document])
+        sequence = self._check.sequence(document)
         return int(self.pointers[sequence]) // self.dtype.itemsize if sequence < len(self) else self.num_tokens
+
+    def document_starts(self, documents: range) -> np.ndarray:
+        """The same for consecutive documents, and the end of the last; int64.
+
+        Raises CorruptData where their part of the index does not add up.
+        """
+        self._check.look_at(documents)
+        sequences = self.document_indices[documents.start : documents.stop + 1]
+        starts = np.full(len(sequences), self.num_tokens, np.int64)
+        inside = int(np.searchsorted(sequences, len(self)))  # behind the last sequence there are empty documents
+        np.floor_divide(self.pointers[sequences[:inside]], self.dtype.itemsize, out=starts[:inside])
+        return starts
 
     def document_at(self, place: int) -> int:
         """Which document holds the token at `place` of the stream."""
         sequence = int(np.searchsorted(self.pointers, place * self.dtype.itemsize, side="right")) - 1
         return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
-
-
-def _map(path: Path) -> np.ndarray:
-    """The bytes of a file as a read-only map; an empty file as an empty array."""
-    try:
-        if path.stat().st_size == 0:
-            return np.empty(0, np.uint8)
-        return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-    except OSError as error:
-        raise CorruptData(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _check_pointers(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """Refuse negative lengths and pointers that are not the running sum; bytes of `.bin`."""
-
-    def wrong(first: int, stop: int) -> int | None:
-        """The first sequence of some that is wrong, by itself or by where the next one begins."""
-        bytes_, steps, differ = np.empty(CHUNK, np.int64), np.empty(CHUNK, np.int64), np.empty(CHUNK, np.bool_)
-        for at in range(first, stop, CHUNK):
-            here = lengths[at : min(at + CHUNK, stop)]
-            if here.min() < 0:
-                return at
-            ahead = pointers[at + 1 : at + len(here) + 1]  # one less at the end of all
-            n = len(ahead)
-            np.multiply(here[:n], itemsize, out=bytes_[:n], dtype=np.int64)
-            np.subtract(ahead, pointers[at : at + n], out=steps[:n])
-            if np.not_equal(steps[:n], bytes_[:n], out=differ[:n]).any():
-                return at
-        return None
-
-    if not len(lengths):
-        return 0
-    at = 0 if pointers[0] != 0 else _first(wrong, len(lengths))
-    if at is None:
-        return int(pointers[-1]) + int(lengths[-1]) * itemsize
-    raise _wrong_pointer(path, lengths, pointers, itemsize, at)
-
-
-def _wrong_pointer(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int, at: int) -> CorruptData:
-    """What is wrong with the first sequence from `at` on with which something is."""
-    here = lengths[at : at + CHUNK].astype(np.int64)
-    negative = np.flatnonzero(here < 0)[:1] + at
-    begins = pointers[at : at + CHUNK + 1].copy()
-    jumps = np.flatnonzero(np.diff(begins) != here[: len(begins) - 1] * itemsize)[:1] + at + 1
-    if len(negative) and not (len(jumps) and jumps[0] < negative[0]) and pointers[0] == 0:
-        bad = int(negative[0])
-        return CorruptData(f"{path}: offset {HEADER.size + 4 * bad}: sequence {bad} has length {lengths[bad]}")
-    bad = 0 if pointers[0] != 0 else int(jumps[0])
-    end = 0 if bad == 0 else int(pointers[bad - 1]) + int(lengths[bad - 1]) * itemsize
-    return CorruptData(
-        f"{path}: offset {HEADER.size + 4 * len(lengths) + 8 * bad}: pointer of sequence {bad} is {pointers[bad]}, "
-        f"the sequences before it end at {end} ({itemsize} bytes a token): wrong dtype code or a damaged index"
-    )
-
-
-def _check_documents(path: Path, indices: np.ndarray, count: int, offset: int) -> None:
-    """Refuse document indices that do not rise from 0 to the number of sequences."""
-    if indices[0] != 0 or indices[-1] != count:
-        raise CorruptData(
-            f"{path}: offset {offset}: document indices go from {indices[0]} to {indices[-1]}, must be 0 to {count}"
-        )
-
-    def wrong(first: int, stop: int) -> int | None:
-        """A chunk in which an index is less than the one before it."""
-        falls = np.empty(CHUNK, np.bool_)
-        for at in range(first, stop, CHUNK):
-            here = indices[at : min(at + CHUNK, stop) + 1]
-            if np.less(here[1:], here[:-1], out=falls[: len(here) - 1]).any():
-                return at
-        return None
-
-    at = _first(wrong, len(indices) - 1)
-    if at is not None:
-        bad = at + 1 + int(np.argmax(np.diff(indices[at : at + CHUNK + 1]) < 0))
-        raise CorruptData(
-            f"{path}: offset {offset + 8 * bad}: document index {bad} is {indices[bad]}, "
-            f"less than {indices[bad - 1]} before it"
-        )
-
-
-def _first(wrong: Callable[[int, int], int | None], count: int) -> int | None:
-    """What `wrong` finds first in the range of `count`, looked through by several threads where it is long."""
-    threads = min(4, os.cpu_count() or 1, 1 + count // LONG)
-    if threads < 2:
-        return wrong(0, count)
-    cuts = [count * i // threads for i in range(threads + 1)]
-    with ThreadPoolExecutor(threads) as pool:
-        found = pool.map(wrong, cuts[:-1], cuts[1:])
-        return next((at for at in found if at is not None), None)
 
 
 def write_index(path: Path, lengths: np.ndarray, dtype: np.dtype, document_indices: np.ndarray | None = None) -> None:

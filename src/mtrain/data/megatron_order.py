@@ -257,10 +257,6 @@ class MegatronBlend(Blend):
         self._suffice(counts)
         return part, index
 
-    def given(self, samples: int) -> np.ndarray:
-        """How many of the first `samples` samples each part gives."""
-        return self._greedy.given(samples)
-
     def _suffice(self, counts: np.ndarray) -> None:
         """Raises ConfigError where a part is to give more samples than megatron-core makes of it."""
         for part, count in zip(self.parts, counts.tolist(), strict=True):

@@ -1,7 +1,8 @@
 """Chats of a JSON Lines file: the messages of a line, in the forms in use, with their roles in order.
 
 Forms: {"messages": [{"role": ..., "content": ...}, ...]} as OpenAI's API has it, with `tool_calls` and tools; and
-{"conversations": [{"from": "human", "value": ...}, ...]} of ShareGPT. `tools` beside them is a list or a text of one.
+{"conversations": [{"from": "human", "value": ...}, ...]} of ShareGPT. Beside them stand `tools`, a list or a text of
+one, and `system`, a text.
 Pairs have `chosen` and `rejected` beside a `prompt`, or begin alike: https://huggingface.co/docs/trl/dataset_formats
 """
 
@@ -88,10 +89,7 @@ def chat(values: dict[str, Any]) -> Chat:
     if ("messages" in values) == ("conversations" in values):
         raise CorruptData("a chat has either messages (role, content) or conversations (from, value)")
     found = _said(values, "messages") if "messages" in values else _said(values, "conversations")
-    system = values.get("system")
-    if isinstance(system, str) and system and found[0]["role"] != "system":
-        found = [{"role": "system", "content": system}, *found]
-    return _ordered(Chat(found, _tools(values.get("tools"))))
+    return _ordered(Chat(_with_system(values, found), _tools(values.get("tools"))))
 
 
 def pair(values: dict[str, Any]) -> tuple[Chat, Chat]:
@@ -110,7 +108,7 @@ def pair(values: dict[str, Any]) -> tuple[Chat, Chat]:
         begin = [{"role": "user", "content": values["prompt"]}]
     elif values.get("prompt") is not None:
         begin = _said(values, "prompt")
-    chosen, rejected = ([*begin, *_answer(values, name)] for name in ("chosen", "rejected"))
+    chosen, rejected = (_with_system(values, [*begin, *_answer(values, name)]) for name in ("chosen", "rejected"))
     same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
     if same is None:
         raise CorruptData("chosen and rejected are the same" if chosen == rejected else "one goes on where one ends")
@@ -131,6 +129,20 @@ def _said(values: dict[str, Any], name: str) -> list[Message]:
     if not isinstance(given, list) or not given:
         raise CorruptData(f"{name} is no list of messages")
     return [_message(one, f"message {number} of {name}") for number, one in enumerate(given, 1)]
+
+
+def _with_system(values: dict[str, Any], found: list[Message]) -> list[Message]:
+    """Messages behind what `system` beside them says."""
+    system = values.get("system")
+    if system in (None, ""):
+        return found
+    if not isinstance(system, str):
+        raise CorruptData("system is no text")
+    if found[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *found]
+    if found[0].get("content") != system:
+        raise CorruptData("system says something else than the message of the system: one of them would be lost")
+    return found
 
 
 def _message(given: Any, where: str) -> Message:

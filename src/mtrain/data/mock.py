@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mtrain.config.groups import DataConfig
+from mtrain.data.document_fit import Fit
 from mtrain.data.permute import keys, mix64
+from mtrain.data.samples import SHARES
+from mtrain.data.whole_documents import WholeDocuments
 
 STATES = 256
 """Tokens in use at most; so few that a small model learns the graph in some hundred steps."""
@@ -14,6 +18,9 @@ DOCUMENT_ENDS = tuple(range(16))
 """Tokens that end a document where samples are packed: one in sixteen."""
 LIKELIHOOD = (0.6, 0.25, 0.1, 0.05)
 """How often the first, second, ... successor of a token follows it: an entropy of 1.03 nats a token."""
+
+DOCUMENTS = 1 << 14
+"""Made-up documents of a split, where they are read whole."""
 
 
 class MockSamples:
@@ -30,14 +37,15 @@ class MockSamples:
     def __len__(self) -> int:
         return 1 << 40
 
-    def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Tokens of the samples with these numbers; int64 [n, seq_length + 1]."""
+    def batch(self, numbers: Sequence[int] | np.ndarray, length: int | None = None) -> np.ndarray:
+        """Tokens of the samples with these numbers; int64 [n, seq_length + 1], or [n, length]."""
+        length = length or self.seq_length + 1
         each = mix64(np.asarray(numbers, np.int64).astype(np.uint64)[:, None] ^ self._salt)
-        draws = mix64(each + np.arange(self.seq_length + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        draws = mix64(each + np.arange(length, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
         choices = np.searchsorted(self._limits, draws, side="right")
         out = np.empty(draws.shape, np.int64)
         out[:, 0] = (draws[:, 0] % np.uint64(self._states)).astype(np.int64)
-        for t in range(1, self.seq_length + 1):
+        for t in range(1, length):
             out[:, t] = self._next[out[:, t - 1], choices[:, t]]
         return out
 
@@ -53,3 +61,61 @@ class MockSamples:
     def describe(self) -> dict[str, int]:
         """Counts: samples of an epoch."""
         return {"samples": len(self)}
+
+
+def last_of(vocab_size: int) -> int:
+    """The token that ends made-up documents, and that they have nowhere else."""
+    return min(vocab_size, STATES) - 1
+
+
+class MockDocuments:
+    """Documents of random walks, with what `WholeDocuments` asks of an `IndexedDataset`.
+
+    They have 2 to 2 * seq_length + 1 tokens, as many of 2 to 3 as of 32 to 63, so that some are longer than a sample.
+    """
+
+    idx = bin = prefix = "synthetic documents"
+    dtype, is_remote = np.dtype(np.int64), False
+
+    def __init__(self, seq_length: int, seed: int, vocab_size: int, name: str) -> None:
+        self._walks, self._end = MockSamples(seq_length, seed, vocab_size, name), last_of(vocab_size)
+        draws = (keys(seed, 0, f"mock lengths {name}", DOCUMENTS) >> np.uint64(11)) * 2.0**-53
+        lengths = 1 + np.exp(draws * np.log(2.0 * seq_length)).astype(np.int64)
+        self._starts = np.concatenate([[0], np.cumsum(lengths)])
+        self.num_documents, self.num_tokens, self.tokens = DOCUMENTS, int(self._starts[-1]), self
+
+    def look_on(self) -> None:
+        """There is no index to be read."""
+
+    def expect(self, starts: Sequence[int], length: int) -> None:
+        """There is no disk to be asked."""
+
+    def document_start(self, document: int) -> int:
+        """Place of a document's first token in the stream."""
+        return int(self._starts[document])
+
+    def document_starts(self, documents: range) -> np.ndarray:
+        """The same for consecutive documents, and the end of the last."""
+        return self._starts[documents.start : documents.stop + 1]
+
+    def document_at(self, place: int) -> int:
+        """Which document holds the token at `place` of the stream."""
+        return int(np.searchsorted(self._starts, place, side="right")) - 1
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        """Tokens from one place of the stream to another one of the same document."""
+        document = self.document_at(places.start)
+        first, stop, end = (
+            x - self.document_start(document) for x in (places.start, places.stop, self._starts[document + 1])
+        )
+        tokens = self._walks.batch([document], stop)[0] % self._end
+        if stop == end:
+            tokens[-1] = self._end
+        return tokens[first:]
+
+
+def whole_documents(data: DataConfig, seed: int, vocab_size: int) -> dict[str, WholeDocuments]:
+    """The splits, each of documents of its own, put side by side by first fit."""
+    fit, every = Fit.of(data), range(DOCUMENTS)
+    made = {name: MockDocuments(data.length, seed, vocab_size, name) for name in SHARES}
+    return {name: WholeDocuments(held, every, fit, seed, vocab_size, name) for name, held in made.items()}

@@ -9,10 +9,12 @@ from mtrain.config.groups import DataConfig
 from mtrain.config.paths import user_path
 from mtrain.data import megatron_order
 from mtrain.data.blend import Blend, Plan, by_sizes, read_once, used_up
+from mtrain.data.document_fit import Fit
 from mtrain.data.indexed import IndexedDataset
 from mtrain.data.megatron_cache import Theirs
 from mtrain.data.samples import SHARES, Samples, split_documents
 from mtrain.data.tokenize import Corpus
+from mtrain.data.whole_documents import BlendOfDocuments, WholeDocuments
 from mtrain.errors import ConfigError, Problem
 
 Opened = Samples | Blend
@@ -49,6 +51,7 @@ class _Opener:
     ) -> None:
         self.data, self.vocab_size, self.seed, self.asked = data, vocab_size, seed, asked
         self.megatron = data.order == "megatron"
+        self.blend = BlendOfDocuments if data.whole_documents else Blend
         self.own = {"validation": data.validation_blend, "test": data.test_blend}
         self.apart = any(self.own.values())
         """Whether splits have corpora of their own."""
@@ -65,7 +68,9 @@ class _Opener:
         found = self._by_megatron(name, datasets, whole=self.apart) if self.megatron else self._keyed(name, datasets)
         most = getattr(found, "total", None)
         if most is not None and name == "train" and self.asked and self.asked[0] > most:
-            raise ConfigError([(read_once if self.megatron else used_up)(name, self.asked[0], most)])
+            caps = self.data.blend_max_epochs
+            few = read_once(name, self.asked[0], most) if caps is None else used_up(name, self.asked[0], most, caps)
+            raise ConfigError([few])
         return found
 
     def _keyed(self, name: str, datasets: list[IndexedDataset]) -> Opened:
@@ -78,18 +83,23 @@ class _Opener:
             range(d.num_documents) if self.apart else split_documents(d, data.split)[SHARES.index(name)]
             for d in datasets
         ]
-        parts = [
-            Samples(dataset, cut, data.length, order, True, self.vocab_size, name)
-            for dataset, cut in zip(datasets, cuts, strict=True)
-        ]
+        parts = [self._part(dataset, cut, order, name) for dataset, cut in zip(datasets, cuts, strict=True)]
         if self._alone(name):
             return parts[0]
         sizes = [dataset.num_tokens for dataset in datasets]
         if name == "train" or not self.own.get(name):
             caps = data.blend_max_epochs if name == "train" else None
             most = None if caps is None else [int(cap * len(p)) for cap, p in zip(caps, parts, strict=True)]
-            return Blend(parts, self._plan(name) or sizes, order, name, most)
-        return Blend(parts, self._weights(name) or sizes, order, name)
+            return self.blend(parts, self._plan(name) or sizes, order, name, most)
+        return self.blend(parts, self._weights(name) or sizes, order, name)
+
+    def _part(self, dataset: IndexedDataset, documents: range, seed: int, name: str) -> Samples:
+        """The samples of a range of documents of one corpus."""
+        data = self.data
+        if not data.whole_documents:
+            return Samples(dataset, documents, data.length, seed, True, self.vocab_size, name)
+        cache = user_path(data.cache_dir)
+        return WholeDocuments(dataset, documents, Fit.of(data), seed, self.vocab_size, name, cache)
 
     def _plan(self, name: str) -> Sequence[float] | Plan | None:
         """The shares of the corpora, or how they change over the samples of training."""

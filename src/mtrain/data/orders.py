@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from mtrain import strict_json
-from mtrain.data import cache as corpora
+from mtrain.data import cache
 from mtrain.data.cache import META
 from mtrain.errors import CorruptData
 
@@ -30,12 +29,7 @@ def made_once(folder: Path, size: int, fill: Fill) -> Arrays:
     """
     if size > SMALL:
         with contextlib.suppress(OSError):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            found = _known(folder)
-            if found is None:
-                with corpora.locked(folder.with_name(f"{folder.name}.lock")):
-                    found = _known(folder) or _write(folder, fill)
-            return found
+            return cache.made(folder, lambda: _known(folder), lambda building: _write(building, fill))
     made: Arrays = {}
 
     def array(name: str, dtype: str, length: int) -> np.ndarray:
@@ -47,44 +41,32 @@ def made_once(folder: Path, size: int, fill: Fill) -> Arrays:
 
 
 def _known(folder: Path) -> Arrays | None:
-    """The arrays of a folder that is complete, in use from now on."""
+    """The arrays of a folder that is complete."""
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
-        arrays = {name: load(folder / f"{name}.npy") for name in meta["arrays"] if f"{name}.npy" in corpora.ORDERS}
-        if [[name, array.dtype.str, len(array)] for name, array in arrays.items()] != meta["shapes"]:
-            return None
+        arrays = {name: load(folder / f"{name}.npy") for name in meta["arrays"] if f"{name}.npy" in cache.ORDERS}
+        shapes = [[name, array.dtype.str, len(array)] for name, array in arrays.items()]
     except (OSError, ValueError, KeyError, TypeError, CorruptData):
         return None
-    return arrays if corpora.use(folder) else None
+    return arrays if shapes == meta.get("shapes") else None
 
 
-def _write(folder: Path, fill: Fill) -> Arrays:
-    """Make the arrays in a folder beside `folder`, then rename it. The caller holds the lock."""
-    building = folder.with_name(f".building-{folder.name}-{os.getpid()}")
-    for stale in folder.parent.glob(f".building-{folder.name}-*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    building.mkdir()
+def _write(folder: Path, fill: Fill) -> None:
     made: dict[str, np.memmap] = {}
 
     def array(name: str, dtype: str, length: int) -> np.ndarray:
-        path = building / f"{name}.npy"
+        path = folder / f"{name}.npy"
         made[name] = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(length,))
+        with open(path, "r+b") as file:  # a full disk says so here, and not by SIGBUS where the map is written
+            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
         return np.asarray(made[name])  # numpy shuffles plain arrays alone at full speed
 
-    try:
-        fill(array)
-        for one in made.values():
-            one.flush()
-        shapes = [[name, one.dtype.str, len(one)] for name, one in made.items()]
-        text = strict_json.dumps({"kind": "order", "arrays": list(made), "shapes": shapes})
-        (building / META).write_text(text + "\n", encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        building.rename(folder)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
-    corpora.use(folder)
-    return {name: load(folder / f"{name}.npy") for name in made}
+    fill(array)
+    for one in made.values():
+        one.flush()
+    shapes = [[name, one.dtype.str, len(one)] for name, one in made.items()]
+    text = strict_json.dumps({"kind": "order", "arrays": list(made), "shapes": shapes})
+    (folder / META).write_text(text + "\n", encoding="utf-8")
 
 
 def load(path: Path) -> np.ndarray:

@@ -1,9 +1,10 @@
 """Corpora in object stores (`s3://`, `gs://`, `hf://`) through fsspec: the index whole, tokens in blocks.
 
-A corpus becomes a folder of `data.cache_dir` that holds its `.idx` and, in place of the `.bin`, a small file that
-says where that is. Blocks of tokens are fetched when samples ask for them and kept beside it, all corpora together up
-to `data.remote_cache_gib`; those that were used longest ago go first. Ranks of a machine share them. Credentials come
-from where the store's own library looks for them, and never stand in a path or a message.
+A corpus becomes a folder of `data.cache_dir` that holds its `.idx`, its manifest if it has one, and in place of the
+`.bin` a small file that says where that is. Blocks of tokens are fetched when samples ask for them and kept beside
+it, all corpora together up to `data.remote_cache_gib`; those that were used longest ago go first. Ranks of a machine
+share them. Credentials come from where the store's own library looks for them, and never stand in a path or a
+message.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mtrain import strict_json, units
+from mtrain.config import manifest
 from mtrain.config.token_files import HEADER, read_header
 from mtrain.data import cache as corpora
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem
@@ -43,6 +45,11 @@ def is_remote(name: str) -> bool:
     return SCHEME.match(name) is not None
 
 
+def is_mirrored(prefix: Path) -> bool:
+    """Whether a prefix stands for a remote corpus."""
+    return prefix.with_name(prefix.name + SUFFIX).is_file()
+
+
 def mirrored(name: str, key: str, cache: Path, limit_bytes: int) -> Path:
     """The prefix of a folder of `cache` that stands for a remote corpus.
 
@@ -56,10 +63,11 @@ def mirrored(name: str, key: str, cache: Path, limit_bytes: int) -> Path:
         raise ConfigError([Problem("MT602", f"data.{key}", f"{shown and shown[1]}://...", rule, fix)])
     store = Store(name)
     facts = {suffix: store.facts(suffix, key) for suffix in (".idx", ".bin")}
+    facts |= store.manifest_facts()
     digest = hashlib.sha256(strict_json.dumps([name, facts]).encode()).hexdigest()[:16]
     folder = cache / FOLDER / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name.rpartition('/')[2])[:80]}-{digest}"
     prefix = folder / "tokens"
-    with _writing(cache):
+    with corpora.writing(cache):
         (cache / FOLDER).mkdir(parents=True, exist_ok=True)
         with corpora.locked(folder.with_name(f"{folder.name}.lock")):
             if not (folder / f"tokens{SUFFIX}").exists():
@@ -94,6 +102,12 @@ def _fetch_index(store: Store, folder: Path, facts: dict[str, dict[str, Any]], l
         for start in range(0, size, 64 * BLOCK_BYTES):
             file.write(store.bytes_of(".idx", start, min(size, start + 64 * BLOCK_BYTES)))
     draft.replace(folder / "tokens.idx")
+    if (said := facts.get(manifest.SUFFIX)) is not None:
+        if said["bytes"] > manifest.MAX_BYTES:
+            has = f"{units.bytes_(said['bytes'])}; a manifest may have {units.bytes_(manifest.MAX_BYTES)}"
+            raise CorruptData(f"{store.name}{manifest.SUFFIX}: {has}")
+        draft.write_bytes(store.bytes_of(manifest.SUFFIX, 0, said["bytes"]))
+        draft.replace(manifest.path_of(folder / "tokens"))
 
 
 class Store:
@@ -129,6 +143,18 @@ class Store:
             raise ConfigError([Problem("MT602", f"data.{key}", self.name, rule, "another path")]) from None
         version = next((str(info[k]) for k in ("ETag", "etag", "blob_id", "md5Hash", "mtime") if info.get(k)), "")
         return {"bytes": int(info.get("size") or 0), "version": version}
+
+    def manifest_facts(self) -> dict[str, dict[str, Any]]:
+        """Those of the manifest, by its suffix; empty where a corpus has none."""
+
+        def there() -> bool:
+            try:
+                return bool(self.files.info(self.name + manifest.SUFFIX))
+            except (FileNotFoundError, PermissionError):  # who may not list files is refused those that are missing
+                return False
+
+        found = self._asked(there, self.name + manifest.SUFFIX)
+        return {manifest.SUFFIX: self.facts(manifest.SUFFIX, "path")} if found else {}
 
     def bytes_of(self, suffix: str, start: int, end: int) -> bytes:
         """The bytes of a file from `start` to `end`. Raises BadEnvironment where they cannot be had."""
@@ -271,13 +297,3 @@ class RemoteTokens:
             with contextlib.suppress(OSError):
                 os.unlink(path)
             over -= size
-
-
-@contextlib.contextmanager
-def _writing(cache: Path) -> Any:
-    """Turn a failure of the cache folder's disk into a message."""
-    try:
-        yield
-    except OSError as error:
-        said = f"data.cache_dir = {cache}: {error.filename or ''} {error.strerror or type(error).__name__}"
-        raise BadEnvironment(said, "  fix: data.cache_dir=FOLDER that can be written") from error

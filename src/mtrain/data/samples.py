@@ -92,15 +92,18 @@ class Samples:
         seq_length: int,
         vocab_size: int,
         name: str,
+        need: int | None = None,
     ) -> None:
-        """Take the tokens from `first` to `end` of a corpus, which are those of `documents`."""
+        """Take the tokens from `first` to `end` of a corpus, which are those of `documents`; at least `need`, None: a
+        sample and what follows it.
+        """
         self.dataset, self.documents, self.seq_length = dataset, documents, seq_length
         self.vocab_size, self.name, self.first, self.num_tokens = vocab_size, name, first, end - first
-        if self.num_tokens < seq_length + 1:
-            raise ConfigError([self._too_small()])
+        need = seq_length + 1 if need is None else need
+        if self.num_tokens < need:
+            raise ConfigError([self._too_small(need)])
 
-    def _too_small(self) -> Problem:
-        need = self.seq_length + 1
+    def _too_small(self, need: int) -> Problem:
         if self.dataset.num_tokens >= 3 * need:
             fix = f"a larger share for {self.name} in data.split ({', '.join(SHARES)}), or a smaller data.seq_length"
         else:
@@ -138,12 +141,12 @@ class Samples:
         """Tokens of the samples with these numbers; int64 [n, seq_length + 1].
 
         Sample g is place g % len(self) of epoch g // len(self). Raises CorruptData for an id outside the
-        vocabulary.
+        vocabulary, and for an index that does not add up.
         """
+        self.dataset.look_on()
         starts = self.starts(numbers)
         out = np.empty((len(starts), self.seq_length + 1), np.int64)
-        if self.dataset.is_remote:
-            self.dataset.tokens.expect(starts, self.seq_length + 1)
+        self.dataset.expect(starts, self.seq_length + 1)
         for row, start in zip(out, starts, strict=True):
             row[:] = self.dataset.tokens[start : start + self.seq_length + 1]
         if len(out) and (out.min() < 0 or out.max() >= self.vocab_size):
@@ -169,6 +172,8 @@ class Samples:
         limit = min(limit, REMOTE_CHECKED) if self.dataset.is_remote else limit
         end = self.first + min(limit, self.num_tokens)
         for start in range(self.first, end, SCANNED):
+            if not self.dataset.is_remote:
+                self.dataset.expect([start], min(SCANNED, end - start))
             tokens = self.dataset.tokens[start : min(start + SCANNED, end)]
             if int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size:
                 bad = int(np.argmax((tokens < 0) | (tokens >= self.vocab_size)))

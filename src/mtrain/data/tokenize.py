@@ -22,17 +22,18 @@ from typing import Any
 
 import numpy as np
 
-from mtrain import durable, strict_json, units
+from mtrain import durable, strict_json
 from mtrain.config.groups import DataConfig
 from mtrain.config.manifest import read_manifest
 from mtrain.config.written import TAG, TAG_FILE
 from mtrain.data import cache as corpora
-from mtrain.data.cache import FILES
+from mtrain.data.cache import FILES, writing
 from mtrain.data.corpus import TextCorpus, near_paths, open_corpus
 from mtrain.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from mtrain.data.prefixes import prefixes_of
+from mtrain.data.remote import is_mirrored
 from mtrain.data.samples import entropy_nats
-from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem, say
+from mtrain.errors import ConfigError, CorruptData, Problem, say
 
 FORMAT = 1
 SETTLED_NS = 2_000_000_000
@@ -119,7 +120,8 @@ def _given(data: DataConfig) -> Corpus:
     if problems:
         raise ConfigError(problems)
     own = [prefix for found in of_splits.values() for prefix in found]
-    datasets = {prefix: IndexedDataset(prefix) for prefix in (*prefixes, *own)}
+    whole = data.order == "megatron"  # it is made of all lengths
+    datasets = {prefix: IndexedDataset(prefix, whole=whole) for prefix in (*prefixes, *own)}
     meta = _counts([datasets[prefix] for prefix in (*prefixes, *own)])
     meta |= told([*prefixes, *own], tokenizer)
     if tokenizer is not None:
@@ -142,7 +144,7 @@ def told(prefixes: list[Path], tokenizer: Path | None) -> dict[str, Any]:
     for prefix in prefixes:
         if (one := read_manifest(prefix)) is not None:
             held.append(one)
-            if wrong := one.sizes_differ(prefix):
+            if wrong := one.sizes_differ(prefix, remote=is_mirrored(prefix)):
                 raise CorruptData(wrong)
     if tokenizer is not None:
         ours = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
@@ -367,17 +369,3 @@ def _tokenize(data: DataConfig, text: TextCorpus, folder: Path, given: Path | No
     }
     durable.write(folder / "meta.json", (strict_json.dumps(meta, indent=1) + "\n").encode())
     return meta
-
-
-@contextlib.contextmanager
-def writing(cache: Path) -> Iterator[None]:
-    """Turn a failure of the cache folder's disk into a message."""
-    try:
-        yield
-    except OSError as error:
-        there = next((p for p in (cache, *cache.parents) if os.path.isdir(p)), Path("/"))
-        free = units.bytes_(shutil.disk_usage(there).free)
-        raise BadEnvironment(
-            f"data.cache_dir = {cache}: {error.filename or ''} {error.strerror} ({free} free at {there})",
-            "  fix: data.cache_dir=FOLDER that can be written",
-        ) from error

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from mtrain.config.formats import FORMATS
@@ -11,3 +14,8 @@ def torch_dtype(word: str) -> torch.dtype:
     """The dtype of a tensor in a format; KeyError where there is no such format."""
     dtype: torch.dtype = getattr(torch, FORMATS[word].torch)
     return dtype
+
+
+def with_dtypes(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of megatron-core, the words of those that are called dtypes made dtypes."""
+    return {k: torch_dtype(v) if k.endswith("_dtype") and v is not None else v for k, v in fields.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from mtrain.config.base import Effect
 from mtrain.config.keys import effect_of
@@ -11,18 +12,28 @@ from mtrain.config.run import RunConfig
 
 Differences = dict[str, tuple[object, object]]
 """Key -> its value there, and here."""
+PATHS = {
+    "data": ("path", "blend", "validation_blend", "test_blend", "megatron_cache", "tokenizer", "chat_template"),
+    "peft": ("init_from",),
+    "checkpoint": ("init_from",),
+}
+"""Section -> its keys that name what a run reads."""
 
 
 def anchored(run: RunConfig) -> RunConfig:
-    """The run with absolute data paths, so that it means the same from any working directory."""
+    """The run with absolute paths, so that it means the same from any working directory."""
+    sections = {}
+    for name, keys in PATHS.items():
+        section = getattr(run, name)
+        sections[name] = section.model_copy(update={key: _absolute(getattr(section, key)) for key in keys})
+    return run.model_copy(update=sections)
 
-    def absolute(path: str | None) -> str | None:
-        return os.path.abspath(Path(path).expanduser()) if path is not None else None
 
-    data = run.data.model_copy(update={"path": absolute(run.data.path), "tokenizer": absolute(run.data.tokenizer)})
-    if data.blend is not None:
-        data = data.model_copy(update={"blend": tuple(str(absolute(prefix)) for prefix in data.blend)})
-    return run.model_copy(update={"data": data})
+def _absolute(path: Any) -> Any:
+    """A path, or each of several; what an object store has is named in full."""
+    if isinstance(path, tuple):
+        return tuple(_absolute(one) for one in path)
+    return path if path is None or "://" in path else os.path.abspath(Path(path).expanduser())
 
 
 def differences_of(run: RunConfig, other: RunConfig, *effects: Effect) -> Differences:

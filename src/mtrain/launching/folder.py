@@ -29,6 +29,7 @@ from mtrain.launching import matmul
 from mtrain.launching.changes import anchored as anchored
 from mtrain.launching.changes import differences_of, without_adapters
 from mtrain.layout.grid import RankGrid
+from mtrain.plan.compare import METRICS, planned
 from mtrain.plan.count import adapter_parameters, flops_of_token, parameters, state_bytes
 from mtrain.world.stacks import ERRORS
 
@@ -41,7 +42,7 @@ PREAMBLE = (
     "plan.json",
     "tokenizer.json",
     ERRORS,
-    "metrics.jsonl",
+    METRICS,
 )
 PACKAGES = ("mtrain", "torch", "megatron-core", "pydantic", "hydra-core")
 
@@ -171,7 +172,7 @@ def _begun(folder: Path) -> bool:
         return False
     if not folder.is_dir():
         return True
-    metrics = folder / "metrics.jsonl"
+    metrics = folder / METRICS
     foreign = any(p.name not in PREAMBLE for p in folder.iterdir())
     return foreign or (metrics.is_file() and metrics.stat().st_size > 0)
 
@@ -216,6 +217,7 @@ def _planned(run: RunConfig, chosen: Plan, why: dict[str, str]) -> dict[str, Any
         "steps_and_their_samples": counted(stages(run), run.trainer.train_iters),
         "model_flops_per_step": flops_of_token(run) * tokens,
         "state_bytes": state_bytes(run),
+        "planned": planned(run),
         "kernels": {name: {"choice": getattr(run.kernels, name), "reason": text} for name, text in why.items()},
         "resumed_from": str(chosen.checkpoint) if chosen.checkpoint else None,
         "changes": list(chosen.changes),

@@ -23,6 +23,7 @@ from typing import TextIO
 
 from mtrain.ckpt.folder import folder_name, is_checkpoint, read_manifest
 from mtrain.config.batches import asked
+from mtrain.config.manifest import unwatched
 from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, MtrainError, say_page
@@ -164,6 +165,8 @@ def _prepare(run: RunConfig, chosen: folder.Plan) -> None:
     splits = open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), need, asked(run))
     if run.data.kind == "indexed":  # what mtrain tokenized itself has no other ids
         splits.check_ids()
+        if bare := unwatched(run.data):
+            say(run, bare)
     if chosen.checkpoint is not None and not run.checkpoint.accept_changes:
         saved = read_manifest(chosen.checkpoint, verify=False)["state"].get("data")
         if saved is not None:

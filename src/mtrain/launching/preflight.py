@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 
 from mtrain import units
+from mtrain.config import engine
 from mtrain.config.devices import facts_of
 from mtrain.config.formats import bytes_of
 from mtrain.config.hardware import cpu_cores
@@ -35,6 +36,8 @@ def check(
     here = min(grid.world, run.cluster.devices_per_node or 0) if ranks_here is None else ranks_here
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("torch") is None:
         shortages.append("needs torch and megatron-core, which are not installed: pip install mtrain")
+    elif not engine.is_supported(engine.release() or (0, 0, 0)):
+        shortages.append(f"needs megatron-core {engine.supported_words()}, not what is in {engine.folder()}")
     if run.cluster.nodes > 1 and ranks_here is None:
         shortages.append(
             f"needs {run.cluster.nodes} machines ({run.cluster.name}); this command starts ranks on one: "

@@ -7,23 +7,23 @@ CUDA), imports it and applies the patches of `mtrain.mcore.patches`.
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import warnings
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 
+from mtrain.config import engine
 from mtrain.devices.base import Device
 from mtrain.errors import BadEnvironment
 from mtrain.mcore.installed import NotInstalled, installed
 from mtrain.mcore.installed import require_installed as require_installed
 
-VERSION = "0.16.1"
-"""The one version of megatron-core that the adaptations and patches were checked against."""
-
 _EXPECTED_WARNINGS = (
     r"Transformer Engine and Apex are not installed",
     r"Apex is not installed",
     r".*pynvml package is deprecated",
+    r"absl\.logging is not installed",
+    r"MimoModelConfig is experimental",
 )
 
 
@@ -42,7 +42,7 @@ def install(device: Device, *, without: Iterable[str] = ()) -> None:
     """Import megatron.core for `device` with every patch but those named in `without` (which is for tests).
 
     A second call with the same arguments does nothing. Raises `BadEnvironment` where the installed
-    megatron-core is not `VERSION`, `NotInstalled` where megatron.core was already imported without the adapter,
+    megatron-core is not supported, `NotInstalled` where megatron.core was already imported without the adapter,
     `RuntimeError` where the adapter is installed for another device or with other patches.
     """
     left_out = frozenset(without)
@@ -57,6 +57,10 @@ def install(device: Device, *, without: Iterable[str] = ()) -> None:
         importlib.import_module("mtrain.mcore.patches").apply_patches(device, left_out)
         installed.without = left_out
         importlib.import_module("mtrain.mcore.api")
+    # since 0.19 said by each rank of each run; its successor has no key yet
+    logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(
+        lambda record: not record.getMessage().startswith("GPTModel IS DEPRECATED")
+    )
     for known, kind in _KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=known, category=kind)
 
@@ -70,6 +74,8 @@ def import_core(device: Device) -> None:
         if device is not installed.device:
             raise RuntimeError("megatron.core is already imported for another device")
         return
+    if device.adapts_megatron:
+        _require_unloaded(device)
     _require_version()
     if device.adapts_megatron:
         _adapt(device)
@@ -83,23 +89,24 @@ def rewrites() -> dict[str, dict[str, int]]:
 
 
 def _require_version() -> None:
-    try:
-        found = version("megatron-core")
-    except PackageNotFoundError:
-        raise BadEnvironment(f"megatron-core is not installed; mtrain needs megatron-core=={VERSION}") from None
-    if found != VERSION:
-        raise BadEnvironment(
-            f"megatron-core {found} is installed; mtrain adapts, patches and was checked against {VERSION} only"
-        )
+    found, wants = engine.release(), f"mtrain adapts, patches and was checked against {engine.supported_words()}"
+    if engine.folder() is None:
+        raise BadEnvironment(f"megatron-core is not installed; {wants}")
+    if found is None or not engine.is_supported(found):
+        said = "of no known release" if found is None else engine.words(found)
+        raise BadEnvironment(f"the megatron-core that Python finds, in {engine.folder()}, is {said}; {wants} only")
 
 
-def _adapt(device: Device) -> None:
+def _require_unloaded(device: Device) -> None:
     loaded = sorted(m for m in list(sys.modules) if m == "megatron.core" or m.startswith("megatron.core."))
     if loaded:
         raise NotInstalled(
             f"{loaded[0]} was imported before mtrain.mcore.install({device.name}) and is bound to CUDA now; "
             "import megatron.core only through mtrain.mcore.api"
         )
+
+
+def _adapt(device: Device) -> None:
     importlib.import_module("mtrain.mcore.hook").install(device)
     import torch
 

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from mtrain.config import engine
 from mtrain.mcore.installed import require_installed
 
 require_installed()  # nothing of megatron may be imported before this line
@@ -68,7 +71,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.core.utils import get_batch_on_this_cp_rank as _part_of_context
 
 # Text
 from mtrain.mcore.cache import Cache
@@ -77,3 +80,9 @@ from mtrain.mcore.layers import gelu_tanh
 
 # Which class those optimizers are built of
 from mtrain.mcore.optimizers import OwnOptimizerConfig, use_own, use_te, use_torch
+
+
+def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None) -> Any:
+    """This rank's part of the sequences of a batch that is not packed."""
+    new = {"is_hybrid_cp": False} if engine.at_least(0, 19) else {}
+    return _part_of_context(batch, cp_group=cp_group, **new)

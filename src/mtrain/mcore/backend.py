@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -21,6 +22,7 @@ from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from mtrain.config import engine
 from mtrain.errors import BadEnvironment
 from mtrain.mcore import api
 from mtrain.mcore.attention import CoreAttention
@@ -40,6 +42,9 @@ from mtrain.mcore.layers import (
 )
 from mtrain.mcore.linear import ColumnLinear, RowLinear
 from mtrain.mcore.parallel_residual import SIDE_BY_SIDE
+
+_BUILDS_EXPERTS = engine.at_least(0, 19)
+"""Whether megatron-core asks for what makes experts, and not for a class and its layers."""
 
 BACKENDS = {"torch": "auto"}  # of the attention op: the fastest that takes a call
 
@@ -103,8 +108,8 @@ class Provider(BackendSpecProvider):
         """That module, or None."""
         return self._te.column_parallel_layer_norm_linear() if self.all_te else None
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        """A norm; which kind, the model's config says."""
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        """A norm; which kind, the model's config says. None of ours adds the residual stream itself."""
         if self._uses_te("norm"):
             return self._te.layer_norm(rms_norm, for_qk)  # type: ignore[no-any-return]
         return chosen(Norm, self.kernels["norm"])
@@ -116,17 +121,23 @@ class Provider(BackendSpecProvider):
         impl = self.kernels["attention"]
         return chosen(CoreAttention, BACKENDS.get(impl, impl), softcap=self.parts.attn_logit_softcapping or 0.0)
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, Any]:
-        """Experts in one grouped call, or one after another; the legacy grouped MLP is never used."""
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False) -> Any:
+        """Experts in one grouped call, or one after another; the legacy grouped MLP is never used.
+
+        A class with its layers; since 0.19 what makes it of them.
+        """
         if self._uses_te("experts"):
-            return self._te.grouped_mlp_modules(moe_use_grouped_gemm, False)
-        if moe_use_grouped_gemm:
-            first, second = (chosen(c, self.kernels["experts"]) for c in (ColumnGroupedLinear, RowGroupedLinear))
-            return TEGroupedMLP, MLPSubmodules(
-                linear_fc1=first, linear_fc2=second, activation_func=self.activation_func()
-            )
-        layers = MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
-        return SequentialMLP, layers
+            return self._te.grouped_mlp_modules(moe_use_grouped_gemm, *(() if _BUILDS_EXPERTS else (False,)))
+        kind, layers = self._experts(moe_use_grouped_gemm)
+        return partial(kind, submodules=layers) if _BUILDS_EXPERTS else (kind, layers)
+
+    def _experts(self, grouped: bool) -> tuple[type, Any]:
+        if not grouped:
+            layers = MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
+            return SequentialMLP, layers
+        first, second = (chosen(c, self.kernels["experts"]) for c in (ColumnGroupedLinear, RowGroupedLinear))
+        activation = self.activation_func()
+        return TEGroupedMLP, MLPSubmodules(linear_fc1=first, linear_fc2=second, activation_func=activation)
 
     def activation_func(self) -> type | None:
         """The layer between the two of an MLP, or None: megatron-core calls the config's function."""
@@ -230,7 +241,8 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool) -> Any:
         use_te_activation_func=config.use_te_activation_func,
     )
     if provider.parts.add_mlp_bias:
-        mlp.submodules.linear_fc1, mlp.submodules.linear_fc2 = map(
+        layers = layers_of(mlp)
+        layers.linear_fc1, layers.linear_fc2 = map(
             with_bias, (provider.column_parallel_linear(), provider.row_parallel_linear())
         )
     layer = DecoderLayerSubmodules(
@@ -251,6 +263,11 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool) -> Any:
             "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
         }
     return api.ModuleSpec(module=DecoderLayer, submodules=layer)
+
+
+def layers_of(mlp: Any) -> Any:
+    """The two layers of an MLP's specification, or of what makes one since 0.19."""
+    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 
 def _self_attention(config: Any, provider: Provider) -> Any:

@@ -9,6 +9,7 @@ Sources are rewritten as syntax trees while they are imported, with their line n
 | `"cuda"`, `"cuda:1"`, `f"cuda:{i}"`   | the same with the device's torch type      |
 | `"torch.cuda.FloatTensor"`            | the same with the device's type prefix     |
 | `x.cuda(...)`, `x.is_cuda`            | `x.to(...)`, `x.is_<type>`                 |
+| `backend="nccl"`                      | the device's backend                       |
 | `pin_memory=...`, `x.pin_memory()`    | `False`, `x`, where the device cannot pin  |
 
 On CUDA this module is not used at all.
@@ -94,6 +95,9 @@ class _Rewriter(ast.NodeTransformer):
         if node.arg == "pin_memory" and not self.device.pin_memory:
             self.counts["pin_memory"] += 1
             node.value = ast.copy_location(ast.Constant(False), node.value)
+        elif node.arg == "backend" and isinstance(node.value, ast.Constant) and node.value.value == "nccl":
+            self.counts["backend"] += 1
+            node.value = ast.copy_location(ast.Constant(self.device.backend), node.value)
         return node
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
@@ -191,7 +195,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType | None:
         path = self.get_filename(fullname)
         source = self.get_data(path)
-        if b"cuda" not in source and b"pin_memory" not in source:
+        if not any(word in source for word in (b"cuda", b"pin_memory", b"nccl")):
             return super().get_code(fullname)
         key = _cache_key(source, path, self._device)
         found = code_cache.load(key)
@@ -217,6 +221,7 @@ def _cache_key(source: bytes, path: str, device: Device) -> str:
         _REWRITER,
         device.torch_type,
         device.type_prefix,
+        device.backend,
         device.pin_memory,
         path,
     )

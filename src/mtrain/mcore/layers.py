@@ -274,8 +274,9 @@ class _GroupedLinear(nn.Module):
                 self.register_parameter(f"bias{i}", parameter)
         if not self.weight0.is_meta:
             self.reset_parameters()
+        as_dense = config.expert_model_parallel_size == 1 and ranks == config.tensor_model_parallel_size
         for parameter in self.parameters():
-            parameter.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+            parameter.allreduce = as_dense  # type: ignore[attr-defined]
 
     def reset_parameters(self) -> None:
         """Draw the weights, as megatron-core's own layers do: from the whole weight if it is done on the CPU."""

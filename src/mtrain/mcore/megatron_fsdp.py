@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,15 @@ def communication_elements(model: torch.nn.Module) -> int:
     """
     layers = [m for m in model.modules() if isinstance(m, mcore.TransformerLayer)]
     return 2 * max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=1)
+
+
+def flat_buffers(chunk: Any) -> Iterator[dict[str, list[torch.Tensor]]]:
+    """What megatron-core's FSDP keeps of each group of parameters of a chunk; nothing of another chunk."""
+    kept = {"weights": "model_weight_buffer", "gradients": "main_grad_buffer", "optimizer": "main_weight_buffer"}
+    if isinstance(chunk, FullyShardedBuffers):
+        for group in chunk.param_and_grad_buffer.parameter_groups:
+            buffers = {part: getattr(group, name) for part, name in kept.items()}
+            yield {part: [b.data] if b is not None and b.data is not None else [] for part, b in buffers.items()}
 
 
 def _forget(parameter: Any) -> None:

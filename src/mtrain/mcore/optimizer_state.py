@@ -95,6 +95,12 @@ def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     return found
 
 
+def offloading(optimizer: Any) -> list[Any]:
+    """Those of megatron-core that update a part of the weights in host memory."""
+    leaves = (leaf.optimizer for leaf in leaf_optimizers(optimizer))
+    return [leaf for leaf in leaves if isinstance(leaf, mcore.HybridDeviceOptimizer)]
+
+
 def name_states(optimizer: Any, names: tuple[str, ...]) -> None:
     """Say which state tensors the optimizers keep of a parameter: a checkpoint has them before the first update."""
     for inner in inner_optimizers(optimizer):

@@ -1,16 +1,18 @@
-"""Defects of megatron-core 0.16.1 that configuration cannot avoid, each patched once when the adapter is installed.
+"""Defects of megatron-core that configuration cannot avoid, each patched once when the adapter is installed.
 
-Each has a test in `tests/dist/test_adapter_patches.py` that fails without it. At an upgrade of megatron-core every
-entry is to be looked up again: the reason says what to look for.
+Each has a test in `tests/dist/test_adapter_patches.py` that fails without it, on every release that it is for. At an
+upgrade of megatron-core every entry is to be looked up again: the reason says what to look for.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from mtrain.config import engine
+from mtrain.config.engine import EVERY, UNTIL_0_16, Release, Versions
 from mtrain.devices.base import Device
 from mtrain.mcore import patching, patching_shards
 
@@ -31,6 +33,10 @@ class Patch:
     """Where it is needed."""
     apply: Callable[[], None]
     """Patches it in this process."""
+    versions: Versions = EVERY
+    """The releases that have the defect."""
+    upstream: str = ""
+    """Number of the change to Megatron-LM that mends it, as far as it is known."""
 
 
 def apply_patches(device: Device, without: frozenset[str] = frozenset()) -> None:
@@ -41,14 +47,22 @@ def apply_patches(device: Device, without: frozenset[str] = frozenset()) -> None
     unknown = without - {patch.name for patch in PATCHES}
     if unknown:
         raise ValueError(f"no such patches: {', '.join(sorted(unknown))}")
-    needed = {
-        "everywhere": True,
-        "without TransformerEngine": importlib.util.find_spec("transformer_engine") is None,
-        "off CUDA": device.adapts_megatron,
+    for patch, why_not in standing(device, engine.release()):
+        if not why_not and patch.name not in without:
+            patch.apply()
+
+
+def standing(device: Device, release: Release | None) -> Iterator[tuple[Patch, str]]:
+    """Each patch, and why a device and an installation with this release do without it; empty where they need it."""
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    spared: dict[Where, str] = {
+        "everywhere": "",
+        "without TransformerEngine": "TransformerEngine is installed" if has_te else "",
+        "off CUDA": "" if device.adapts_megatron else f"the device is {device.name}",
     }
     for patch in PATCHES:
-        if needed[patch.applies] and patch.name not in without:
-            patch.apply()
+        absent = release is not None and release not in patch.versions
+        yield patch, f"for {patch.versions} alone" if absent else spared[patch.applies]
 
 
 _NO_TE: Where = "without TransformerEngine"
@@ -60,6 +74,7 @@ PATCHES: tuple[Patch, ...] = (
         "te_general_gemm stays unbound without TransformerEngine, and line 1192 asks for it: NameError in every MoE.",
         _NO_TE,
         patching.router_gemm,
+        UNTIL_0_16,
     ),
     Patch(
         "mla-flag",
@@ -67,6 +82,7 @@ PATCHES: tuple[Patch, ...] = (
         "HAVE_TE says True although TELinear is a MagicMock, so isinstance at line 185 raises TypeError.",
         _NO_TE,
         patching.mla_flag,
+        UNTIL_0_16,
     ),
     Patch(
         "mla-down-projection",
@@ -88,9 +104,21 @@ PATCHES: tuple[Patch, ...] = (
         "moe-loss-tokens",
         "transformer/moe/router.py:469",
         "With a loss per token, balancing and z-losses are weighted with a rank's tokens and gradients divided by "
-        "those of all: under sequence or context parallelism these losses are silently tp * cp times too small.",
+        "those of all: under sequence or context parallelism these losses are silently tp * cp times too small. "
+        "Since 0.19 (#5047) they are not, but for the loss over data-parallel ranks and for tokens that are not "
+        "learnt from.",
         "everywhere",
         patching.moe_loss_tokens,
+    ),
+    Patch(
+        "sequence-loss-batch",
+        "transformer/moe/router.py:366",
+        "With a loss per token, the balancing loss of sequences is weighted with the tokens of one of them: silently "
+        "as many times too small as a micro-batch has samples.",
+        "everywhere",
+        patching.sequence_loss_batch,
+        UNTIL_0_16,
+        "#5798",
     ),
     Patch(
         "expert-gradients",
@@ -99,6 +127,7 @@ PATCHES: tuple[Patch, ...] = (
         "tp) their gradients are summed over the wrong ranks: silently half of a gradient with tp 2 and etp 1.",
         "everywhere",
         patching.expert_gradients,
+        UNTIL_0_16,
     ),
     Patch(
         "mtp-tied-output",
@@ -114,6 +143,7 @@ PATCHES: tuple[Patch, ...] = (
         "A model that was trained with multi-token prediction asks for labels when it generates: AttributeError.",
         "everywhere",
         patching.mtp_without_labels,
+        UNTIL_0_16,
     ),
     Patch(
         "reduce-result",
@@ -121,6 +151,8 @@ PATCHES: tuple[Patch, ...] = (
         "_reduce sums a contiguous copy and returns its input: silently no sum for a tensor that is not contiguous.",
         "everywhere",
         patching.reduce_result,
+        UNTIL_0_16,
+        "#5338",
     ),
     Patch(
         "uneven-splits",
@@ -129,6 +161,13 @@ PATCHES: tuple[Patch, ...] = (
         "RuntimeError. Pieces are padded to the longest; a reduce-scatter of such pieces becomes an all-reduce.",
         "off CUDA",
         patching.uneven_splits,
+    ),
+    Patch(
+        "gathered-pieces",
+        "tensor_parallel/utils.py:93",
+        "Gathers a tensor of several dimensions into one of one dimension, which gloo refuses: RuntimeError.",
+        "off CUDA",
+        patching.gathered_pieces,
     ),
     Patch(
         "gradient-norm",
@@ -161,11 +200,13 @@ PATCHES: tuple[Patch, ...] = (
         patching.optimizer_step_counters,
     ),
     Patch(
-        "optimizer-te-version",
+        "te-version",
         "utils.py:348",
-        "An optimizer that holds main weights is built by the version of TransformerEngine: TypeError without it.",
+        "Where TransformerEngine is not installed, asking for a version of it raises TypeError; an optimizer that "
+        "holds main weights does.",
         _NO_TE,
-        patching.optimizer_te_version,
+        patching.te_version,
+        UNTIL_0_16,
     ),
     Patch(
         "checkpoint-without-fp8",
@@ -220,6 +261,7 @@ PATCHES: tuple[Patch, ...] = (
         "Without TransformerEngine TELinear is a MagicMock: isinstance raises TypeError under tensor parallelism.",
         _NO_TE,
         patching_shards.fsdp_te_linear,
+        UNTIL_0_16,
     ),
     Patch(
         "fsdp-optim-replicas",
@@ -236,6 +278,14 @@ PATCHES: tuple[Patch, ...] = (
         "earlier micro-batches again at each later one.",
         "everywhere",
         patching_shards.fsdp_lone_rank,
+        UNTIL_0_16,
+    ),
+    Patch(
+        "fsdp-division",
+        "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:3771",
+        "By default gradients are divided within NCCL's sum, which gloo does not know: RuntimeError.",
+        "off CUDA",
+        patching_shards.fsdp_division,
     ),
     Patch(
         "fsdp-meshes",

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from packaging.version import Version
+
+from mtrain.config import engine
 
 
 def _core(module: str) -> Any:
@@ -26,10 +29,23 @@ def mla_flag() -> None:
 
 
 def mla_down_projection() -> None:
-    """Let the portable projection, whose weight is whole on every rank, stand for the one that is named."""
+    """Let the portable projection, whose weight is whole on every rank, stand beside the one that is named."""
     from mtrain.mcore.layers import DuplicatedLinear
 
-    _core("transformer.multi_latent_attention").Linear = DuplicatedLinear
+    module = _core("transformer.multi_latent_attention")
+    module.Linear = _AnyOf((module.Linear, DuplicatedLinear))
+
+
+class _AnyOf:
+    """Equal to each of several classes: megatron-core looks a class up in a list."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, kinds: tuple[Any, ...]) -> None:
+        self.kinds = kinds
+
+    def __eq__(self, other: object) -> bool:
+        return any(other is kind for kind in self.kinds if kind is not None)
 
 
 def mla_query_norm() -> None:
@@ -65,33 +81,48 @@ ROUTER_LOSS_SHARE = "router_loss_share"
 
 def moe_loss_tokens() -> None:
     """Weigh balancing and z-losses with the tokens of all ranks that share them, and what a step is divided by."""
-    router, moe = _core("transformer.moe.router"), _core("transformer.moe.moe_utils")
-    cls = router.TopKRouter
+    cls = _core("transformer.moe.router").TopKRouter
     attach, z_loss = cls.attach_and_log_load_balancing_loss, cls.apply_z_loss
+    counted = engine.at_least(0, 19)  # tokens of tensor- and context-parallel ranks are counted already
+
+    def tokens_of(router: Any, group: Any) -> float:
+        share = getattr(router.config, ROUTER_LOSS_SHARE, 1.0)
+        return float(group.size() * share / (router.tp_cp_group.size() if counted else 1))
 
     @functools.wraps(attach)
     def attach_whole(self: Any, activation: Any, coeff: Any, loss: Any, name: str, group: Any, *args: Any, **kw: Any):  # type: ignore[no-untyped-def]
         if self.calculate_per_token_loss:
             local = kw.get("valid_token_count")
-            share = getattr(self.config, ROUTER_LOSS_SHARE, 1.0)
-            kw["valid_token_count"] = (activation.shape[0] if local is None else local) * group.size() * share
+            kw["valid_token_count"] = (activation.shape[0] if local is None else local) * tokens_of(self, group)
         return attach(self, activation, coeff, loss, name, group, *args, **kw)
 
     @functools.wraps(z_loss)
-    def apply_z_loss(self: Any, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
+    def apply_z_loss(self: Any, logits: torch.Tensor, *args: Any, **kw: Any) -> Any:
         if not self.calculate_per_token_loss or self.config.moe_z_loss_coeff is None:
-            return z_loss(self, logits, padding_mask)
-        scale, tokens = moe.MoEAuxLossAutoScaler, logits.shape[0] if padding_mask is None else (~padding_mask).sum()
-        if self.training and torch.is_grad_enabled():
-            loss = moe.z_loss_func(logits, self.config.moe_z_loss_coeff, padding_mask=padding_mask)
-            logits = scale.apply(logits, loss * tokens * getattr(self.config, ROUTER_LOSS_SHARE, 1.0))
-            layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
-            share = loss / self.config.moe_z_loss_coeff / self.tp_cp_group.size()
-            moe.save_to_aux_losses_tracker("z_loss", share, self.layer_number, layers)
-        return logits
+            return z_loss(self, logits, *args, **kw)
+        coefficient, group = self.config.moe_z_loss_coeff, self.tp_cp_group
+        self.config.moe_z_loss_coeff = coefficient * tokens_of(self, group)
+        try:
+            return z_loss(self, logits, *args, **kw)
+        finally:
+            self.config.moe_z_loss_coeff = coefficient
 
     cls.attach_and_log_load_balancing_loss = attach_whole
     cls.apply_z_loss = apply_z_loss
+
+
+def sequence_loss_batch() -> None:
+    """Count the tokens of all sequences of a micro-batch; none is padded."""
+    cls = _core("transformer.moe.router").TopKRouter
+    attach = cls.attach_and_log_load_balancing_loss
+
+    @functools.wraps(attach)
+    def attach_whole(self: Any, activation: Any, coeff: Any, loss: Any, name: str, *args: Any, **kw: Any) -> Any:
+        if name == "seq_load_balancing_loss":
+            kw["valid_token_count"] = activation.shape[0]
+        return attach(self, activation, coeff, loss, name, *args, **kw)
+
+    cls.attach_and_log_load_balancing_loss = attach_whole
 
 
 def expert_gradients() -> None:
@@ -167,6 +198,20 @@ def uneven_splits() -> None:
         return total.split([int(size) for size in input_split_sizes])[group.rank()].contiguous()
 
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, scatter_uneven
+
+
+def gathered_pieces() -> None:
+    """Gather what is not one-dimensional as its elements in a row, which is what is returned in any case."""
+    utils, parallel = _core("tensor_parallel.utils"), _core("tensor_parallel")
+    original = utils.gather_split_1d_tensor
+
+    @functools.wraps(original)
+    def gather(tensor: torch.Tensor, tp_group: Any = None) -> torch.Tensor:
+        whole: torch.Tensor = original(tensor.reshape(-1), tp_group)
+        return whole
+
+    for module in (utils, parallel, _core("tensor_parallel.random")):
+        module.gather_split_1d_tensor = gather
 
 
 def gradient_norm() -> None:
@@ -251,9 +296,9 @@ def optimizer_step_counters() -> None:
     cls.load_state_dict = load_state_dict
 
 
-def optimizer_te_version() -> None:
-    """Say that there is no version."""
-    _core("optimizer").is_te_min_version = lambda version, check_equality=True: False
+def te_version() -> None:
+    """Say that it is older than any."""
+    _core("utils").get_te_version = lambda: Version("0")
 
 
 def checkpoint_without_fp8() -> None:

@@ -5,6 +5,7 @@ Each function changes megatron-core in this process; the list is in `mtrain.mcor
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from typing import Any
@@ -23,12 +24,20 @@ def offloaded_shards() -> None:
 
     @functools.wraps(original)
     def __init__(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-        for param in (p for group in params for p in group["params"]):
+        groups = [_group(group) for group in params]
+        for param in (p for group in groups for p in group["params"]):
             if not param.is_leaf:
                 param.retain_grad()
-        original(self, params, *args, **kwargs)
+        original(self, groups, *args, **kwargs)
 
     cls.__init__ = __init__
+
+
+def _group(given: Any) -> dict[str, Any]:
+    """A group of parameters as torch's optimizers take it: a dictionary, or a parameter alone."""
+    group = given if isinstance(given, dict) else {"params": given}
+    params = group["params"]
+    return {**group, "params": [params] if torch.is_tensor(params) else list(params)}
 
 
 def offloaded_main_weights() -> None:
@@ -119,6 +128,19 @@ def fsdp_lone_rank() -> None:
         return True
 
     cls._bucket_group_gradient_reduce = reduce
+
+
+def fsdp_division() -> None:
+    """Divide before the sum."""
+    module = _core("distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer")
+    original = module.gradient_reduce_preprocessing
+
+    @functools.wraps(original)
+    def preprocess(gradient: torch.Tensor, factor: float | None, ddp_config: Any) -> Any:
+        apart = dataclasses.replace(ddp_config, gradient_reduce_div_fusion=False)
+        return original(gradient, factor, apart)
+
+    module.gradient_reduce_preprocessing = preprocess
 
 
 def fsdp_meshes() -> None:

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from mtrain.mcore import api
 from mtrain.mcore.attention import CoreAttention
-from mtrain.mcore.backend import Provider
+from mtrain.mcore.backend import Provider, layers_of
 
 
 class RelativePositions(RelativePositionEmbedding):
@@ -166,8 +166,9 @@ def _layer(config: Any, provider: Provider, mask: AttnMaskType, cross: tuple[Any
     mlp = api.get_mlp_module_spec_for_backend(
         backend=provider, num_experts=None, use_te_activation_func=config.use_te_activation_func
     )
-    mlp.submodules.linear_fc1 = provider.column_parallel_linear()
-    mlp.submodules.linear_fc2 = with_dropout(provider.row_parallel_linear())
+    layers = layers_of(mlp)
+    layers.linear_fc1 = provider.column_parallel_linear()
+    layers.linear_fc2 = with_dropout(provider.row_parallel_linear())
     layer = TransformerLayerSubmodules(
         input_layernorm=norm,
         self_attention=attention,

@@ -72,7 +72,7 @@ def make_main_weights(chunks: list[Any]) -> None:
     """Copy weights to the main weights that megatron-core's FSDP keeps apart from them."""
     for chunk in chunks:
         if isinstance(chunk, mcore.MegatronFSDP):
-            chunk.module.param_and_grad_buffer.copy_model_weights_to_main_weights()
+            _copy_to_main_weights(chunk.module.param_and_grad_buffer)
 
 
 def model_shards(chunks: list[Any], *, trainable: bool = False) -> list[TensorShard]:
@@ -128,6 +128,16 @@ def gradient_shards(chunks: list[Any], optimizer: Any) -> list[TensorShard]:
     for state in state_shards(chunks, optimizer):
         shards += _pieces(state.local_param.specs, state.gradient(), state.start, sharded=state.sharded)
     return shards
+
+
+@torch.no_grad()
+def _copy_to_main_weights(buffers: Any) -> None:
+    """Copy weights of megatron-core's FSDP to the main weights, where it keeps any apart; 0.19 has no such method."""
+    for group in buffers.parameter_groups:
+        main, weights = group.main_weight_buffer, group.model_weight_buffer
+        if main is not None:
+            own = weights.get_shard_from_local_buffer() if main.is_data_distributed else weights.data
+            main.data.copy_(own)
 
 
 def _forget_gathered(chunks: list[Any]) -> None:

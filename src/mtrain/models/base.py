@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +10,10 @@ from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.peft import PeftConfig
 from mtrain.config.run import RunConfig
+from mtrain.config.stages import Stage
+from mtrain.models.graph import Graph
+from mtrain.models.rank import Rank
+from mtrain.models.weights import Weight
 
 BuildChunk = Callable[[RunConfig, Any, int | None], Any]
 """This rank's chunk of a resolved run, from its TransformerConfig and its virtual pipeline stage (None: one chunk).
@@ -57,7 +61,8 @@ class Family:
     """The class of transformers that loads such a folder and whose logits an import and an export compare with."""
     settled: str | None = None
     """Overrides for what a `config.json` leaves open and its weights decide: a function of the `model` section that
-    was read and the names of the weights, as `package.module:function`. None: nothing is left open."""
+    was read, the names of the weights, and the `model` section that they are for, if there is one, as
+    `package.module:function`. None: nothing is left open."""
     probe: str = ""
     """What that class and a chunk of ours read beside tokens, as `package.module:function`: of the `model` section
     and ids it gives the ids with what else stands among them, our tensors and theirs by name. Empty: nothing."""
@@ -85,5 +90,17 @@ class Family:
     shrink: Shrink
     frozen_parameters: Callable[[ModelConfig], int] = lambda model: 0
     """Those of `parameters` that are not trained: they have neither gradient nor optimizer state."""
+    weights: Callable[[ModelConfig, ParallelConfig, Stage], Iterable[Weight]] | None = None
+    """The weights of a (virtual) stage on one rank, in the order in which the builder makes them. None: nobody says,
+    and the plan divides `parameters` evenly."""
+    buffers: Callable[[ModelConfig], Iterable[Weight]] = lambda model: ()
+    """What checkpoints hold of the whole model beside `weights`."""
+    saved_as: Callable[[ModelConfig, str], str] = lambda model, name: name
+    """What checkpoints call one of `weights` or `buffers` of the whole model, with all its numbers."""
+    stage: Callable[[Rank, Stage], list[Graph]] | None = None
+    """What a (virtual) stage computes on one micro-batch: before its layers, each layer, behind them. None: nobody
+    says, and the plan counts no activations."""
+    adapted: Callable[[Iterable[Weight], RunConfig], Iterable[Weight]] | None = None
+    """`weights` frozen, with those of low-rank adapters among them. None: nobody says."""
     adapter_parameters: Callable[[ModelConfig, PeftConfig], tuple[int, int]] = lambda model, peft: (0, 0)
     """Those of low-rank adapters, which come on top: of layers that every token visits, and of routed experts."""

@@ -1,8 +1,9 @@
-"""Whether the memory that a configuration names holds its model, a sample and a batch: lower bounds, never guesses.
+"""Whether the memory that a configuration names holds its model, a sample and a batch.
 
-Where the state of a model is more than this machine has, that is a warning: it may be meant for another one, and a
-run here is refused (`launching/preflight.py`). A sample or a batch that does not fit by itself is an error, and so
-is a model that no machine holds.
+A sample or a batch that does not fit by itself is an error, and so is a model that no machine holds; both are lower
+bounds: what autograd keeps of one micro-batch, beside the state. Where the plan of a step is more than a device has,
+or the state of a model more than this machine, that is a warning: the one is made of parts that are reasoned, the
+other may be meant for another machine, and a run here is refused (`launching/preflight.py`).
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from dataclasses import dataclass
 
 from mtrain.config.batches import stages
 from mtrain.config.devices import facts_of
-from mtrain.config.formats import bytes_of
-from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.problem import problem_of
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem, Severity
+from mtrain.layout.stages import held_stages
+from mtrain.models.graph import kept
+from mtrain.models.rank import Rank
+from mtrain.models.registry import family_of
 from mtrain.plan.count import parameters, state_bytes
+from mtrain.plan.fits import cheapest, over
 from mtrain.units import GIB, bytes_, count
 
 MOST_PARAMETERS = 10**15
@@ -54,20 +58,21 @@ def bytes_here(run: RunConfig) -> int:
 
 
 def activation_bytes(run: RunConfig) -> int:
-    """The least that one rank keeps of a micro-batch for its backward.
+    """What a rank keeps of one micro-batch for its backward, in the mean over the pipeline stages."""
+    return sum(_kept(run)) // run.parallel.pp
 
-    The input of each layer of a stage, of one layer alone where whole layers are computed again, and the inside of an
-    MLP while it is computed; with megatron-core's loss the logits, in fp32.
-    """
-    m, p = run.model, run.parallel
-    size = bytes_of(run.precision.format)
-    tokens = run.trainer.micro * run.data.length // (p.dp if p.hybrid_context_parallel else p.cp)
-    parts = p.tp if p.sequence_parallel or p.recompute.distribute_saved_activations else 1
-    layers = 1 if p.recompute.granularity == "full" else max(1, m.num_layers // p.pp)
-    kept = layers * (tokens // parts) * m.hidden_size * size
-    inside = tokens * m.ffn_hidden_size // p.tp * size if m.moe is None else 0
-    logits = tokens * m.padded_vocab_size // p.tp * 4 if run.kernels.loss == "megatron" else 0
-    return kept + inside + logits
+
+def _kept(run: RunConfig) -> list[int]:
+    """What autograd keeps of one micro-batch on a rank of each stage; nothing where nobody knows."""
+    family = family_of(run.model)
+    if family.stage is None:
+        return [0]
+    try:
+        stages = held_stages(run)
+    except ValueError:  # the rules have said why
+        return [0]
+    rank = Rank.of(run)
+    return [sum(kept(family.stage(rank, stage)) for stage in held) for held in stages]
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,11 @@ class _Memory:
     state: int
     """Bytes of weights, gradients, optimizer state and processes in it; 0 where they alone are too many."""
 
+    def activations(self, run: RunConfig) -> int:
+        """Bytes kept of one micro-batch by its ranks: by one rank those of the stage that keeps the most."""
+        every = _kept(run)
+        return max(every) if self.ranks == 1 else self.ranks * sum(every) // len(every)
+
 
 def _here(run: RunConfig, machine: Machine) -> _Memory:
     state, holds, ranks = bytes_here(run), machine.memory_bytes, run.parallel.ranks or 1
@@ -93,13 +103,12 @@ def _here(run: RunConfig, machine: Machine) -> _Memory:
 
 
 def _device(run: RunConfig) -> _Memory | None:
-    memory, ranks = run.cluster.device_memory_gib, run.parallel.ranks or 1
+    memory = run.cluster.device_memory_gib
     if memory is None:
         return None
-    state, holds = state_bytes(run) // ranks, int(memory * GIB)
-    known = state <= holds and not run.optim.cpu_offload
     samples = -(-_largest(run) // run.parallel.dp)
-    return _Memory(f"a device of {run.cluster.name}", holds, 1, samples, state if known else 0)
+    # beside the state is another question, which `_state_of_a_device` answers with a warning
+    return _Memory(f"a device of {run.cluster.name}", int(memory * GIB), 1, samples, 0)
 
 
 def _largest(run: RunConfig) -> int:
@@ -109,29 +118,53 @@ def _largest(run: RunConfig) -> int:
 def _sample_and_batch(run: RunConfig, memory: _Memory, origins: Mapping[str, str]) -> list[Problem]:
     """The error of a micro-batch, or of the tokens of a step, that do not fit."""
     t, seq = run.trainer, run.data.length
-    kept, tokens = memory.ranks * activation_bytes(run), memory.samples * seq * TOKEN_BYTES
-    need = memory.state + kept + tokens
+    held, tokens = memory.activations(run), memory.samples * seq * TOKEN_BYTES
+    need = memory.state + held + tokens
     if need <= memory.holds:
         return []
     left = max(1, memory.holds - memory.state)
     beside = f" beside {bytes_(memory.state)} for weights, gradients and optimizer state" if memory.state else ""
-    if tokens > kept:
+    if tokens > held:
         key, what = "trainer.global_batch_size", f"{memory.samples} samples of {seq} tokens"
-        fits = t.batch * max(0, left - kept) // tokens
+        fits = _power_of_two(t.batch * max(0, left - held) // tokens)
     else:
         key, what = "data.seq_length", f"activations of {t.micro} sample{'s' * (t.micro > 1)} of {seq} tokens"
-        fits = seq * left // (kept + tokens)
-        if t.micro > 1 and kept // t.micro + tokens <= left:
-            key, fits = "trainer.micro_batch_size", t.micro * (left - tokens) // kept
-    fits = 1 << (fits.bit_length() - 1) if fits else 0
+        fits = _longest(run, memory, left)
+        if t.micro > 1 and held // t.micro + tokens <= left:
+            key, fits = "trainer.micro_batch_size", _power_of_two(t.micro * (left - tokens) // held)
     fix = f"{key}={fits}" if fits > 1 else "less of both: trainer.global_batch_size and data.seq_length"
+    if key == "data.seq_length" and memory.activations(_again(run)) + tokens <= left:
+        fix = f"parallel.recompute.granularity=full or {fix}"
     rule = f"{what} need at least {bytes_(need - memory.state)}{beside}; {memory.name} has {bytes_(memory.holds)}"
     # alone it would fit: then the model is what is too large for this machine, and a run here is refused
     here = facts_of(run.cluster.device).on_host
-    severity: Severity = "warning" if here and kept + tokens <= memory.holds else "error"
+    severity: Severity = "warning" if here and held + tokens <= memory.holds else "error"
     step = ("data.seq_length", "trainer.global_batch_size", "trainer.micro_batch_size")
     related = [*(k for k in step if k != key), "parallel.cp", "parallel.ranks"]
     return [problem_of(run, origins, "MT147", key, rule, fix, severity=severity, related=related)]
+
+
+def _again(run: RunConfig) -> RunConfig:
+    """The same, computing every layer again."""
+    p = run.parallel
+    again = p.recompute.model_copy(update={"granularity": "full", "modules": None})
+    return run.model_copy(update={"parallel": p.model_copy(update={"recompute": again})})
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is not above a number."""
+    return 1 << (number.bit_length() - 1) if number else 0
+
+
+def _longest(run: RunConfig, memory: _Memory, left: int) -> int:
+    """The longest sample, a power of two, of which all fits; some kernels need the square of its length."""
+    length = _power_of_two(run.data.length - 1)
+    while length > 1:
+        shorter = run.model_copy(update={"data": run.data.model_copy(update={"seq_length": length})})
+        if memory.activations(shorter) + memory.samples * length * TOKEN_BYTES <= left:
+            return length
+        length //= 2
+    return 0
 
 
 def _of_experts(run: RunConfig, key: str) -> tuple[str, ...]:
@@ -155,17 +188,21 @@ def _state_here(run: RunConfig, machine: Machine, origins: Mapping[str, str]) ->
 
 
 def _state_of_a_device(run: RunConfig, origins: Mapping[str, str]) -> list[Problem]:
-    """The same of one device; state in host memory is not counted, so nothing is said where there is some."""
+    """Where the plan of a step does not fit a device."""
     memory, ranks = run.cluster.device_memory_gib, run.parallel.ranks or 1
-    if memory is None or run.optim.cpu_offload or state_bytes(run) <= memory * GIB * ranks:
+    if memory is None:
         return []
-    sharded = run.model_copy(update={"parallel": run.parallel.model_copy(update={"distributed_optimizer": True})})
-    can = "distributed_optimizer" not in OPTIMIZERS[run.optim.name].cannot and run.parallel.fsdp == "none"
-    helps = can and state_bytes(sharded) <= memory * GIB * ranks
-    need, here = bytes_(state_bytes(run) / ranks), bytes_(memory * GIB)
-    rule = f"weights, gradients and optimizer state need at least {need} a device, and {run.cluster.name} has {here}"
-    fix = "parallel.distributed_optimizer=true" if helps else "a cluster of more devices, or a larger tp, pp or ep"
+    state = 0 if run.optim.cpu_offload else state_bytes(run) / ranks  # moments in host memory are not on a device
+    found = over(run, int(memory * GIB))
+    if found is None and state <= memory * GIB:
+        return []
+    if found is None:
+        what = f"weights, gradients and optimizer state need at least {bytes_(state)} a device"
+    else:
+        what = f"a step needs {bytes_(found.needed)} on a device of pipeline stage {found.stage}: {found.largest()}"
+    rule = f"{what}; {run.cluster.name} has {bytes_(memory * GIB)}"
+    fix = cheapest(run, int(memory * GIB)) or "a cluster of more devices, or a larger tp, pp or ep"
     sharded_by = [f"parallel.{key}" for key in ("ranks", "tp", "pp", "distributed_optimizer")]
-    related = ("model.name", *sharded_by, *_of_experts(run, "parallel.ep"))
+    related = ("model.name", *sharded_by, *_of_experts(run, "parallel.ep"), "trainer.micro_batch_size")
     key = "cluster.device_memory_gib"
     return [problem_of(run, origins, "MT146", key, rule, fix, severity="warning", related=related)]

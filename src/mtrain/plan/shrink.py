@@ -48,7 +48,7 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
         "model": family_of(run.model).shrink(run.model, p, layers=layers, seq_length=seq),
         "parallel": p,
         "precision": run.precision.unquantized(dtype),
-        "data": run.data.model_copy(update=_tokens(run.data, p, seq)),
+        "data": _tokens(run.data, seq),
         "optim": run.optim.model_copy(
             update={
                 "warmup_iters": min(run.optim.warmup_iters or 0, steps // 2),
@@ -69,7 +69,7 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
                 "profile_step": None,
             }
         ),
-        "kernels": run.kernels.model_copy(update=_on_a_cpu(run)),
+        "kernels": run.kernels.model_copy(update=on_a_cpu(run)),
         "checkpoint": run.checkpoint.model_copy(update={"save_interval": None, "resume": None}),
         "cluster": run.cluster.model_copy(
             update={"name": "rehearsal", "device": CPU.name, "nodes": 1, "devices_per_node": None, "peak_tflops": {}}
@@ -118,20 +118,10 @@ def _one_layer_groups(recompute: RecomputeConfig) -> RecomputeConfig:
     return recompute.model_copy(update={"num_layers": 1}) if recompute.num_layers else recompute
 
 
-def _tokens(data: DataConfig, p: ParallelConfig, seq: int) -> dict[str, Any]:
-    return {
-        "kind": "mock",
-        "path": None,
-        "blend": None,
-        "blend_weights": None,
-        "tokenizer": None,
-        "chat_template": None,
-        "loss_on": "assistant",
-        "bad_lines": None,
-        "seq_length": seq,
-        "eod_mask_loss": False,
-        "packed_multiple": None,  # resolved for the small layout
-    }
+def _tokens(data: DataConfig, seq: int) -> DataConfig:
+    """Synthetic tokens, packed where samples were; no key of what is read in their place."""
+    kept = {key: getattr(data, key) for key in ("packed", "packed_by", "prefetch", "cache_dir")}
+    return DataConfig(kind="mock", seq_length=seq, **kept)
 
 
 def _ramp(run: RunConfig, smallest: int, batch: int, seq: int) -> dict[str, Any]:
@@ -198,7 +188,8 @@ def differences(before: RunConfig, after: RunConfig) -> list[str]:
     return [f"{k}: {old.get(k)} -> {v}" for k, v in new.items() if old.get(k) != v and k.startswith(watched)]
 
 
-def _on_a_cpu(run: RunConfig) -> dict[str, Any]:
+def on_a_cpu(run: RunConfig) -> dict[str, Any]:
+    """Keys of `kernels` with the portable ones everywhere."""
     words = dict.fromkeys((key for key, value in run.kernels if not isinstance(value, bool)))
     return {**words, "default": "reference", "optimizer": "auto", "gradient_accumulation_fusion": False}
 

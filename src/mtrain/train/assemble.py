@@ -34,6 +34,7 @@ from mtrain.plan.count import adapter_parameters, parameters
 from mtrain.train import hooks
 from mtrain.train.dynamic import run_documents
 from mtrain.train.generate import Sampler
+from mtrain.train.planned import Planned
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts
 from mtrain.train.texts import encoded
@@ -112,7 +113,7 @@ def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> Path
     evaluation = hooks.Evaluation(metrics, progress)
     checkpoints = hooks.Checkpoints(paths.folder / CHECKPOINTS, progress, splits.describe())
     # a step's line comes before its checkpoint, so that no resumed run misses it; what may end a run comes after
-    chain: list[Hook] = [metrics, progress, checkpoints, evaluation, hooks.Memory(paths.folder)]
+    chain: list[Hook] = [metrics, progress, checkpoints, evaluation, hooks.Memory(paths.folder), Planned(progress)]
     if run.trainer.profile_step:
         chain.insert(0, hooks.Profile(paths.folder, run.trainer.profile_step))
     _introduce(parts, splits, progress)
@@ -135,9 +136,9 @@ def splits_of(run: RunConfig) -> Splits:
     return open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), need, asked(run))
 
 
-def assemble(run: RunConfig, world: World, splits: Splits) -> Parts:
-    """Model, optimizer, schedule and data of this rank, at step 0."""
-    chunks = build_model(run, world)
+def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True) -> Parts:
+    """Model, optimizer, schedule and data of this rank, at step 0; weights have values if they are `drawn`."""
+    chunks = build_model(run, world, drawn=drawn)
     optimizer = build_optimizer(run, chunks)
     configure_schedule_hooks(run, chunks, optimizer)
     state = TrainState(chunks, optimizer, build_schedule(run, optimizer))

@@ -6,7 +6,7 @@ broadcast, and runs its own documents in the order in which the schedule asks fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from mtrain.mcore import api as mcore
 from mtrain.train.documents import documents
-from mtrain.train.step import Batch, Parts, sum_loss
+from mtrain.train.step import Batch, Forward, Parts, sum_loss
 
 Groups = list[list[list[int]]]
 """`groups[i][rank]`: the documents that a rank takes part in between two barriers, in order."""
@@ -50,16 +50,25 @@ def shares(found: list[dict[str, torch.Tensor]], groups: Groups, rank: int) -> I
             yield Share(found[number], sum(number in held for held in group))
 
 
-def run_documents(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:
-    """Run all documents of the packed samples of a global batch; a report of `sum_loss` of each part run here."""
+def run_documents(
+    parts: Parts, batches: Sequence[Batch], *, forward_only: bool, around: Callable[[Forward], Forward] | None = None
+) -> list[torch.Tensor]:
+    """Run all documents of the packed samples of a global batch; a report of `sum_loss` of each part run here.
+
+    `around` makes another of the function that runs one document.
+    """
     run, world = parts.run, parts.world
     found = documents(batches)
     most = run.parallel.max_seqlen_per_dp_cp_rank
     assert most is not None
     groups = deal_out([d["tokens"].shape[1] for d in found], most, world.grid.dp)
     mine = shares(found, groups, world.coords["dp"])
+
+    def forward(_: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+        return _forward(next(mine), model)
+
     reports = mcore.get_forward_backward_func()(
-        forward_step_func=lambda _, model: _forward(next(mine), model),
+        forward_step_func=around(forward) if around else forward,
         # the schedule writes its own remarks into what it is given, and asks for documents in our order
         data_iterator=iter([([{} for _ in found], groups)]),
         model=parts.state.chunks[0],

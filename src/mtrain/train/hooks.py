@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable
@@ -17,13 +16,13 @@ from mtrain import strict_json, units
 from mtrain.ckpt import state as ckpt_state
 from mtrain.errors import warn
 from mtrain.models.registry import family_of
+from mtrain.plan.compare import METRICS, lines_of
 from mtrain.plan.count import flops_of_token
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts, StepResult, evaluate
 from mtrain.train.trainer import Hook
 from mtrain.world.init import World
 
-METRICS_FILE = "metrics.jsonl"
 PEAKS_S = 10.0
 """How long rank 0 waits for the memory peaks of the other ranks."""
 
@@ -40,7 +39,7 @@ class Metrics(Hook):
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / METRICS_FILE
+        self.path = folder / METRICS
         self.file: TextIO | None = None
         self.known: set[tuple[int, str]] = set()
 
@@ -48,7 +47,7 @@ class Metrics(Hook):
         """Open the file; after a resume, without the lines of steps that are made again."""
         if not parts.world.is_rank0:
             return
-        kept = [line for line in read_lines(self.path) if line["step"] <= parts.state.step]
+        kept = [line for line in lines_of(self.path) if line["step"] <= parts.state.step]
         self.known = {(line["step"], key) for line in kept for key in line if key.endswith("_loss")}
         draft = self.path.with_suffix(".draft")
         draft.write_text("".join(strict_json.dumps(line) + "\n" for line in kept))
@@ -98,21 +97,6 @@ class Metrics(Hook):
             with suppress(OSError):  # what could not be written is still in its buffer
                 self.file.close()
             self.file = None
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The readable lines of a metrics file: one that a kill cut off, or that is none of ours, is left out."""
-    if not path.is_file():
-        return []
-    lines = []
-    for text in path.read_text(errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
-    return lines
 
 
 def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
@@ -228,7 +212,7 @@ class Checkpoints(Hook):
 
 
 class Memory(Hook):
-    """Peak memory of every rank, in the run folder's `memory.json`, measured next to what was planned.
+    """Peak memory of every rank, in `memory.json` of the run folder; `plan --compare` puts it beside the plan.
 
     The peaks come over the store, so no rank waits for one that has none to give: its place is null.
     """

@@ -12,12 +12,15 @@ import numpy as np
 import torch
 
 from mtrain.config.run import RunConfig
-from mtrain.data import ChatSamples, PairSamples, Splits
+from mtrain.data import BlendOfDocuments, ChatSamples, PairSamples, Splits, WholeDocuments
 from mtrain.data.batch import GlobalBatches, MicroBatch
 from mtrain.data.chat_batch import batch_of
 from mtrain.data.chat_samples import NOTHING, Sample
 from mtrain.data.text import Tokenizer
 from mtrain.models.registry import family_of, imported
+
+WITH_BOUNDS = (ChatSamples, WholeDocuments, BlendOfDocuments)
+"""Samples that say themselves where their documents begin, and what pads them."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ def _pair(source: PairSamples, number: int, texts: _Texts) -> list[Shown]:
 
 
 def _shown(name: str, source: Any, number: int, batch: MicroBatch, texts: _Texts) -> Shown:
-    sample = source.sample(number) if isinstance(source, ChatSamples) else None
+    sample = source.sample(number) if isinstance(source, WITH_BOUNDS) else None
     return _of(name, source.place(number) if hasattr(source, "place") else "", batch, sample, texts)
 
 

@@ -20,7 +20,8 @@ from mtrain.config.run import RunConfig
 from mtrain.mcore import sharding
 from mtrain.train import documents
 from mtrain.train.assemble import assemble, splits_of
-from mtrain.train.step import Parts, gradients, reduce_report, to_device, train_step
+from mtrain.train.feed import to_device
+from mtrain.train.step import Parts, gradients, reduce_report, train_step
 from mtrain.world.init import joined
 
 SMALL = 1e-3

@@ -22,9 +22,11 @@ from mtrain.mcore.patching import ROUTER_LOSS_SHARE
 from mtrain.mcore.sharding import gathered
 from mtrain.models.registry import family_of
 from mtrain.train.feed import Batch, Feed, Needs, Place, needs_of
-from mtrain.train.feed import to_device as to_device
 from mtrain.world.heartbeat import begin_phase, begin_step
 from mtrain.world.init import World
+
+Forward = Callable[[Iterator[Batch], Any], tuple[torch.Tensor, Any]]
+"""One micro-batch through one chunk of the model: see `forward_step`."""
 
 
 @dataclass
@@ -235,12 +237,14 @@ def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) 
     return (parts.schedule or run_pipeline)(parts, batches, forward_only=forward_only)
 
 
-def run_pipeline(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:
-    """`run_schedule` by the schedules of megatron-core, with or without stages."""
+def run_pipeline(
+    parts: Parts, batches: Sequence[Batch], *, forward_only: bool, forward: Forward | None = None
+) -> list[torch.Tensor]:
+    """`run_schedule` by megatron-core's schedules, with or without stages; `forward` stands for `forward_step`."""
     chunks, run = parts.state.chunks, parts.run
     iterators = [iter(batches) for _ in chunks]
     reports = mcore.get_forward_backward_func()(
-        forward_step_func=forward_step,
+        forward_step_func=forward or forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(batches),

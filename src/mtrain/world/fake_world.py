@@ -31,6 +31,17 @@ def fake_world(run: RunConfig, rank: int) -> Iterator[World]:
         ValueError: the layout has no such rank.
         RuntimeError: torch.distributed is in use in this process.
     """
+    meta = torch.device("meta")
+    with silent_world(run, rank, meta) as world, meta, cpu_namespace.shapes_only():
+        yield world
+
+
+@contextmanager
+def silent_world(run: RunConfig, rank: int, torch_device: torch.device) -> Iterator[World]:
+    """The same for tensors of any device, of which the caller sees to it that they take no memory.
+
+    Raises as `fake_world` does.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     grid = RankGrid.of(run)
@@ -47,8 +58,7 @@ def fake_world(run: RunConfig, rank: int) -> Iterator[World]:
     try:
         make_groups(grid, run, embedding_stages, timedelta(seconds=1))
         seed_generators(run.trainer.seed, coords)
-        with torch.device("meta"), cpu_namespace.shapes_only():
-            yield World(rank, 0, grid, device, torch.device("meta"), coords, embedding_stages, store)
+        yield World(rank, 0, grid, device, torch_device, coords, embedding_stages, store)
     finally:
         mcore.parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

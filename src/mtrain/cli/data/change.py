@@ -11,10 +11,11 @@ from mtrain import strict_json
 from mtrain.cli.data.tokenize import one_of, prefix_of
 from mtrain.cli.data.words import needs, read_arguments
 from mtrain.cli.words import Word, number, yes
+from mtrain.config.paths import user_path
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.units import count
 
-OUT = {"out": Word(None, Path), "overwrite": Word(False, yes, "true or false", "overwrite=true")}
+OUT = {"out": Word(None, user_path), "overwrite": Word(False, yes, "true or false", "overwrite=true")}
 WHOLE = number(int, 0, 1 << 62)
 NAMES = ("train", "validation", "test")
 
@@ -31,7 +32,7 @@ def merge(argv: Sequence[str], *, as_json: bool) -> int:
     """Join corpora of one tokenizer, one behind the other."""
     usage = "merge PREFIX... --out PREFIX"
     values, prefixes = read_arguments(argv, OUT, usage)
-    out = prefix_of(needs(values, "out", usage)).expanduser()
+    out = prefix_of(needs(values, "out", usage))
     from mtrain.data.preprocess.derive import everything, opened, write
 
     parts = [(one, everything(one)) for one in map(opened, prefixes)]
@@ -47,8 +48,9 @@ def split(argv: Sequence[str], *, as_json: bool) -> int:
         "seed": Word(None, WHOLE, "a whole number of at least 0", "seed=0"),
     }
     values, (prefix,) = read_arguments(argv, {**OUT, **more}, usage, most=1)
-    out, wanted = prefix_of(needs(values, "out", usage)).expanduser(), needs(values, "shares", usage)
-    from mtrain.data.preprocess.derive import cut, opened, refuse_existing, write
+    out, wanted = prefix_of(needs(values, "out", usage)), needs(values, "shares", usage)
+    from mtrain.data.preprocess.build import refuse_existing
+    from mtrain.data.preprocess.derive import cut, opened, write
 
     one = opened(prefix)
     names = NAMES[: len(wanted)] if len(wanted) <= len(NAMES) else tuple(map(str, range(len(wanted))))
@@ -72,7 +74,7 @@ def sample(argv: Sequence[str], *, as_json: bool) -> int:
         "seed": Word(0, WHOLE, "a whole number of at least 0", "seed=0"),
     }
     values, (prefix,) = read_arguments(argv, {**OUT, **more}, usage, most=1)
-    out = prefix_of(needs(values, "out", usage)).expanduser()
+    out = prefix_of(needs(values, "out", usage))
     from mtrain.data.preprocess.derive import drawn, opened, write
 
     one, many = opened(prefix), _how_many(values)
@@ -106,9 +108,12 @@ def dedup(argv: Sequence[str], *, as_json: bool) -> int:
         "permutations": Word(128, number(int, 2, 4096), "a whole number from 2 to 4096", "permutations=128"),
     }
     values, (prefix,) = read_arguments(argv, {**OUT, **more}, usage, most=1)
-    out = prefix_of(needs(values, "out", usage)).expanduser()
+    out = prefix_of(needs(values, "out", usage))
     from mtrain.data.preprocess import dedup as repeated
-    from mtrain.data.preprocess.derive import opened, refuse_existing, write
+    from mtrain.data.preprocess.build import refuse_existing
+    from mtrain.data.preprocess.derive import opened, write
+    from mtrain.data.preprocess.journal import disk
+    from mtrain.data.preprocess.sources import REMOVED
 
     refuse_existing(out, values["overwrite"])
     one = opened(prefix)
@@ -123,10 +128,11 @@ def dedup(argv: Sequence[str], *, as_json: bool) -> int:
     documents = repeated.left(one.dataset.num_documents, twice)
     made = write(out, [(one, documents)], how, overwrite=values["overwrite"])
     lines = [strict_json.dumps({"document": i, "repeats": first}) for i, first in twice]
-    out.with_name(f"{out.name}.removed.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    with disk(out):
+        out.with_name(out.name + REMOVED).write_text("".join(f"{line}\n" for line in lines))
     _said(out, made, as_json)
     if not as_json:
-        say(f"{len(twice)} documents left out, with what they repeat: {out}.removed.jsonl")
+        say(f"{len(twice)} documents left out, with what they repeat: {out}{REMOVED}")
     return 0
 
 

@@ -11,7 +11,7 @@ from mtrain.cli.data.tokenize import WORDS as OF_TOKENIZE
 from mtrain.cli.data.tokenize import spec_of
 from mtrain.cli.data.words import read_arguments
 from mtrain.cli.words import Word, number, yes
-from mtrain.config.manifest import Manifest
+from mtrain.config.manifest import Manifest, path_of
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.units import bytes_, count
 
@@ -47,8 +47,7 @@ def inspect(argv: Sequence[str], *, as_json: bool) -> int:
     )
     if one.held is not None:
         tokenizer = one.held.body["tokenizer"]
-        files = ", ".join(tokenizer.get("files", ["unknown"]))
-        say(f"tokenizer {files} {tokenizer['sha256'][:12]}, end {one.held.eod}")
+        say(f"tokenizer {_files(tokenizer)} {tokenizer['sha256'][:12]}, end {one.held.eod}")
     most = max((row["documents"] for row in found["lengths"]), default=1) or 1
     for row in found["lengths"]:
         span = f"{row['from']}" if row["from"] == row["to"] else f"{row['from']} to {row['to']}"
@@ -56,17 +55,22 @@ def inspect(argv: Sequence[str], *, as_json: bool) -> int:
     return 0
 
 
+def _files(tokenizer: Mapping[str, Any]) -> str:
+    """The names of the files that a manifest says the tokenizer was made of."""
+    found = tokenizer.get("files")
+    return ", ".join(map(str, found)) if isinstance(found, list) and found else "unknown"
+
+
 def _document(one: Any, values: Mapping[str, Any], as_json: bool) -> int:
-    from mtrain.data.preprocess.encoders import load
     from mtrain.data.preprocess.view import document, tokens_as_text
 
     number_ = values["doc"]
     sequences = document(one.dataset, number_)
-    encoder = load(spec_of({**values, "vocab_size": None})) if values["tokenizer"] is not None else None
-    if encoder is not None and one.held is not None and one.held.body["tokenizer"]["sha256"] != encoder.spec.sha256:
-        theirs = one.held.body["tokenizer"]["sha256"]
+    encoder = _loaded(values)
+    theirs = one.held.body["tokenizer"]["sha256"] if one.held is not None else ""
+    if encoder is not None and theirs not in ("", encoder.spec.sha256):
         rule = f"tokens were made with {theirs[:12]}, and this is {encoder.spec.sha256[:12]}"
-        fix = f"tokenizer=PATH of {', '.join(one.held.body['tokenizer'].get('files', []))}"
+        fix = f"tokenizer=PATH of {_files(one.held.body['tokenizer'])}"
         raise ConfigError([Problem("MT620", "tokenizer", encoder.file, rule, fix, "command line")])
     if as_json:
         text = encoder.decode([int(i) for ids in sequences for i in ids]) if encoder is not None else None
@@ -81,26 +85,44 @@ def _document(one: Any, values: Mapping[str, Any], as_json: bool) -> int:
     return 0
 
 
+def _loaded(values: Mapping[str, Any]) -> Any:
+    """The tokenizer that is named; None: none is."""
+    from mtrain.data.preprocess.encoders import load
+
+    return load(spec_of({**values, "vocab_size": None})) if values["tokenizer"] is not None else None
+
+
 def verify(argv: Sequence[str], *, as_json: bool) -> int:
     """Look at every byte of corpora; exit code 4 for one that is damaged."""
     known = {
         "vocab_size": Word(None, number(int, 1, 1 << 31), "a whole number of at least 1", "vocab_size=32000"),
         "manifest": Word(True, yes, "true or false", "manifest=false"),
+        "write": Word(False, yes, "true or false", "write=true"),
+        **TOKENIZER,
     }
     values, prefixes = read_arguments(argv, known, "verify PREFIX...")
+    encoder = _loaded(values)
     from mtrain.data.preprocess.derive import opened
     from mtrain.data.preprocess.scan import verify as verify_
+    from mtrain.data.preprocess.scan import write_manifest
 
+    limit = values["vocab_size"] or (encoder.vocab_size if encoder is not None else None)
     for prefix in prefixes:
-        opened(prefix)
-        dataset, held, scanned = verify_(prefix, values["vocab_size"], hashed=values["manifest"])
+        one = opened(prefix)
+        dataset, held = one.dataset, one.held
+        bare = held is None and values["write"]
+        scanned = verify_(dataset, held, limit, hashed=values["manifest"] and not bare)
+        if bare:
+            write_manifest(dataset, scanned, encoder)
         if as_json:
             body = {"prefix": str(prefix), "hashed": held is not None, "largest_id": scanned.largest}
             say(strict_json.dumps({**body, "documents": dataset.num_documents, "tokens": dataset.num_tokens}))
             continue
-        against = (
-            "as its manifest says, byte for byte" if held is not None else "adds up; there is no manifest with hashes"
-        )
+        against = "adds up; there is no manifest with hashes"
+        if held is not None:
+            against = "as its manifest says, byte for byte"
+        elif bare:
+            against = f"adds up; {path_of(prefix).name} has its hashes now"
         say(
             f"{prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens, ids to {scanned.largest}: "
             f"{against}"

@@ -75,6 +75,8 @@ DATA_PAGES: dict[str, Page] = {
             *_PREFIX,
             ("vocab_size=N", "ids are below it (what the manifest says)"),
             ("manifest=false", "there is none: look at the index and the ids alone"),
+            ("write=true", "where there is none, write it: counts and hashes of the files as they are"),
+            ("tokenizer=PATH", "that made the tokens, for write=true; of other kinds the words of `data tokenize`"),
         ),
         (JSON,),
         (

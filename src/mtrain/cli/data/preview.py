@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -12,7 +13,9 @@ from mtrain import strict_json
 from mtrain.cli.data.words import as_words
 from mtrain.cli.setup import load
 from mtrain.cli.words import Word, number, read_words
+from mtrain.config.batches import asked
 from mtrain.config.origins import COMMAND_LINE
+from mtrain.config.paths import user_path
 from mtrain.errors import ConfigError, Problem, Styled, in_a_line, say_page, say_styled
 
 if TYPE_CHECKING:  # it imports torch
@@ -23,7 +26,7 @@ WORDS = {
     "split": Word(
         "train", {name: name for name in ("train", "validation", "test")}.__getitem__, "a split", "split=train"
     ),
-    "html": Word(None, Path, "a file", "html=samples.html"),
+    "html": Word(None, user_path, "a file", "html=samples.html"),
 }
 USAGE = "preview [KEY=VALUE ...] [samples=N] [split=NAME] [--html FILE]"
 NO_LOSS = "MT343"
@@ -38,14 +41,14 @@ def preview(argv: Sequence[str], *, as_json: bool) -> int:
     values, overrides = read_words(as_words(argv, WORDS, USAGE), WORDS)
     run = load(overrides, to_run=False, but=frozenset({NO_LOSS})).run
     page: Path | None = values["html"]
-    if page is not None and page.exists():
+    if page is not None and os.path.lexists(page):
         rule = f"{page} is there already; nothing is written over"
         raise ConfigError([Problem("MT704", "html", str(page), rule, "another name", COMMAND_LINE)])
     from mtrain.data import open_splits, prepare
     from mtrain.train.preview import previewed
 
     part = values["split"]
-    splits = open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), (part,))
+    splits = open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), (part,), asked(run))
     remarks, found = splits.remarks(), previewed(run, splits, part, values["samples"])
     if page is not None:
         from mtrain.cli.data.preview_page import page_of

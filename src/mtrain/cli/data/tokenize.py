@@ -7,12 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
 from mtrain.cli.data.words import needs, read_arguments
 from mtrain.cli.words import Word, number, yes
+from mtrain.config.paths import user_path
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.units import MIB, bytes_, count, seconds
 
@@ -42,8 +44,8 @@ def special(text: str) -> tuple[tuple[str, int], ...]:
 
 
 WORDS = {
-    "out": Word(None, Path),
-    "tokenizer": Word(None, Path),
+    "out": Word(None, user_path),
+    "tokenizer": Word(None, user_path),
     "key": Word("text"),
     "template": Word(None),
     "format": Word(None, one_of(*FORMATS), f"one of {', '.join(FORMATS)}", "format=jsonl"),
@@ -61,13 +63,18 @@ WORDS = {
     "overwrite": Word(False, yes, "true or false", "overwrite=true"),
     "kind": Word(None, one_of(*KINDS), f"one of {', '.join(KINDS)}", "kind=sentencepiece"),
     "engine": Word("auto", one_of(*ENGINES), f"one of {', '.join(ENGINES)}", "engine=gigatoken"),
-    "merges": Word(None, Path),
+    "merges": Word(None, user_path),
     "lower_case": Word(True, yes, "true or false", "lower_case=false"),
     "pattern": Word(None),
     "special_tokens": Word((), special, "JSON of names and ids", """special_tokens='{"<|endoftext|>": 100}'"""),
     "num_special_tokens": Word(1000, number(int, 7, 1 << 17), "a whole number from 7", "num_special_tokens=1000"),
     "vocab_size": Word(None, number(int, 1, 1 << 24), "a whole number of at least 1", "vocab_size=131072"),
 }
+
+OF_KIND = {"merges": "gpt2", "lower_case": "bert"} | dict.fromkeys(
+    ("pattern", "special_tokens", "num_special_tokens", "vocab_size"), "tiktoken"
+)
+"""Words of one kind of tokenizer."""
 
 
 def tokenize(argv: Sequence[str], *, as_json: bool) -> int:
@@ -81,7 +88,7 @@ def tokenize(argv: Sequence[str], *, as_json: bool) -> int:
     job = job_of(values, inputs)
     limits = Limits(values["workers"] or cores(), values["max_rejects"], values["fresh"], values["overwrite"])
     with Shown([source.size for source in job.sources], speaks=not as_json) as shown:
-        made = build(job, prefix.expanduser(), limits, shown)
+        made = build(job, prefix, limits, shown, partial(say, error=True))
     if as_json:
         say(strict_json.dumps(made))
     else:
@@ -95,23 +102,35 @@ def job_of(values: Mapping[str, Any], inputs: Sequence[Path]) -> Any:
     Raises:
         ConfigError: an input, the template or the tokenizer is none.
     """
-    from mtrain.data.preprocess.record import reading
     from mtrain.data.preprocess.sources import find_sources
     from mtrain.data.preprocess.work import Job
 
-    if values["template"] is not None and values["key"] != "text":
-        rule = "a template names its keys; key= would have no effect"
-        raise ConfigError([Problem("MT004", "key", values["key"], rule, "one of both", "command line")])
-    read = reading(values["key"], values["template"], by_line=values["lines"], max_bytes=values["max_document"] * MIB)
+    if values["keep_newlines"] and values["sentences"] is None:
+        rule = "has no effect where documents are not cut into sentences"
+        raise ConfigError([Problem("MT003", "keep_newlines", True, rule, "sentences=english", "command line")])
     return Job(
         spec_of(values),
-        read,
+        reading_of(values),
         tuple(find_sources(inputs, values["format"])),
         values["dtype"],
         values["eod"],
         values["sentences"],
         values["keep_newlines"],
     )
+
+
+def reading_of(values: Mapping[str, Any]) -> Any:
+    """What of a record is text.
+
+    Raises:
+        ConfigError: the template is none, or a key is named beside it.
+    """
+    from mtrain.data.preprocess.record import reading
+
+    if values["template"] is not None and values["key"] != "text":
+        rule = "a template names its keys; key= would have no effect"
+        raise ConfigError([Problem("MT004", "key", values["key"], rule, "one of both", "command line")])
+    return reading(values["key"], values["template"], by_line=values["lines"], max_bytes=values["max_document"] * MIB)
 
 
 def spec_of(values: Mapping[str, Any]) -> Any:
@@ -122,11 +141,10 @@ def spec_of(values: Mapping[str, Any]) -> Any:
     """
     from mtrain.data.preprocess.spec import find_tokenizer
 
-    path = needs(values, "tokenizer", USAGE).expanduser()
-    merges = values["merges"].expanduser() if values["merges"] is not None else None
-    return find_tokenizer(
+    path = needs(values, "tokenizer", USAGE)
+    spec = find_tokenizer(
         path,
-        merges,
+        values["merges"],
         values["kind"],
         plain=values["special"] == "text",
         engine=values.get("engine", "auto"),
@@ -137,6 +155,11 @@ def spec_of(values: Mapping[str, Any]) -> Any:
         num_special_tokens=values["num_special_tokens"],
         vocab_size=values["vocab_size"],
     )
+    for name, kind in OF_KIND.items():
+        if spec.kind != kind and values[name] != WORDS[name].default:
+            rule = f"has no effect: it is of {kind}, and this tokenizer is {spec.kind}"
+            raise ConfigError([Problem("MT003", name, values[name], rule, "leave it out", "command line")])
+    return spec
 
 
 def prefix_of(path: Path) -> Path:
@@ -148,7 +171,7 @@ def prefix_of(path: Path) -> Path:
     if path.suffix in (".bin", ".idx"):
         rule = f"is a prefix: without {path.suffix}"
         raise ConfigError([Problem("MT602", "out", str(path), rule, f"out={path.with_suffix('')}", "command line")])
-    if not path.name or path.name == ".." or path.expanduser().is_dir():
+    if not path.name or path.name == ".." or os.path.isdir(path):
         rule = "is a folder; the beginning of a file's name is needed"
         raise ConfigError([Problem("MT602", "out", str(path), rule, f"out={path / 'corpus'}", "command line")])
     return path
@@ -165,7 +188,8 @@ def summary(prefix: Path, made: Mapping[str, Any], took: float) -> list[str]:
     size = sum(one["bytes"] for one in made["files"].values())
     lines = [
         f"{prefix}: {count(made['documents'])} documents, {count(made['tokens'])} tokens ({made['dtype']}, ids to "
-        f"{made['largest_id']}), {bytes_(size)}, of {bytes_(text)} of text in {seconds(took)}"
+        f"{made['largest_id']}), {bytes_(size)}, of {bytes_(text)} of text in {seconds(took)} by "
+        f"{made['tokenizer']['library']}"
     ]
     if made["rejected"]:
         lines.append(f"{made['rejected']} records left out: {prefix}.rejects.jsonl")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from mtrain import strict_json
 from mtrain.cli.data.tokenize import WORDS as OF_TOKENIZE
-from mtrain.cli.data.tokenize import one_of
+from mtrain.cli.data.tokenize import one_of, reading_of
 from mtrain.cli.data.words import needs, read_arguments
 from mtrain.cli.words import Word, number, texts
+from mtrain.config.paths import user_path
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.units import MIB, bytes_
 
 USAGE = "train-tokenizer INPUT... --out tokenizer.json --vocab-size N"
 WORDS = {
-    "out": Word(None, Path),
+    "out": Word(None, user_path),
     "vocab_size": Word(32000, number(int, 1, 1 << 22), "a whole number of at least 1", "vocab_size=32000"),
     "kind": Word("bpe", one_of("bpe", "wordpiece", "unigram"), "bpe, wordpiece or unigram", "kind=bpe"),
     "special": Word((), texts, "a text, or a JSON list of texts", 'special="<|endoftext|>"', many=True),
@@ -30,21 +30,22 @@ END = "<|endoftext|>"
 def train_tokenizer(argv: Sequence[str], *, as_json: bool) -> int:
     """Train a tokenizer on documents and write its tokenizer.json; returns the exit code."""
     values, inputs = read_arguments(argv, WORDS, USAGE)
-    out = needs(values, "out", USAGE).expanduser()
+    out = needs(values, "out", USAGE)
     if os.path.lexists(out):
         raise ConfigError([Problem("MT622", "out", str(out), "is there", "another name", "command line")])
-    if not out.parent.is_dir():
+    if not os.path.isdir(out.parent):
         rule = f"{out.parent} is no folder"
         raise ConfigError(
             [Problem("MT002", "out", str(out), rule, "out=FILE in a folder that is there", "command line")]
         )
-    from mtrain.data.preprocess.record import reading
     from mtrain.data.preprocess.sources import find_sources
     from mtrain.data.preprocess.train import Texts, save, train
 
-    read = reading(values["key"], values["template"], by_line=values["lines"], max_bytes=values["max_document"] * MIB)
     sources = find_sources(inputs, values["format"])
-    found = Texts(sources, read, values["limit_mib"] * MIB, values["max_rejects"])
+    found = Texts(sources, reading_of(values), values["limit_mib"] * MIB, values["max_rejects"])
+    if not all(one and one.isprintable() for one in values["special"]):
+        rule = "a special token has letters, and each can be printed"
+        raise ConfigError([Problem("MT003", "special", values["special"], rule, f"special='{END}'", "command line")])
     special = list(values["special"]) or ([] if values["kind"] == "wordpiece" else [END])
     made = train(found, values["kind"], values["vocab_size"], special, values["lower_case"])
     save(made, out)

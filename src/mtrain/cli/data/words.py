@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mtrain.cli.words import Word, read_words, yes
 from mtrain.config.origins import COMMAND_LINE
-from mtrain.config.paths import program
+from mtrain.config.paths import program, user_path
 from mtrain.errors import ConfigError, Problem
 
 
@@ -21,7 +22,7 @@ def read_arguments(
         ConfigError: a flag or a word that is not there, a value that is none, too few or too many paths.
     """
     values, rest = read_words(as_words(argv, known, usage), known)
-    strange = [word for word in rest if "=" in word and not Path(word).exists()]
+    strange = [word for word in rest if "=" in word and not os.path.exists(word)]
     if strange:
         name, _, value = strange[0].partition("=")
         rule = f"there is no such word here; words: {', '.join(known) or 'none'}"
@@ -30,7 +31,7 @@ def read_arguments(
         need = f"{least}" if most == least else f"at least {least}" if most is None else f"{least} to {most}"
         rule = f"{need} path{'s' if most != 1 else ''} needed, {len(rest)} given"
         raise ConfigError([Problem("MT002", "", None, rule, _fix(usage), COMMAND_LINE)])
-    return values, [Path(word).expanduser() for word in rest]
+    return values, [user_path(word) for word in rest]
 
 
 def needs(values: Mapping[str, Any], name: str, usage: str) -> Any:

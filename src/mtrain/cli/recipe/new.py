@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mtrain.cli.options import needed, read_options
-from mtrain.cli.setup import also_wrong, resolved_origins, validate
+from mtrain.cli.setup import also_wrong, resolved_origins, settled, validate
 from mtrain.config.choices import is_path
 from mtrain.config.compose import Composed, Rejected, compose
 from mtrain.config.overrides import read_overrides
@@ -50,9 +50,9 @@ def for_elsewhere(words: Sequence[str]) -> tuple[Composed, RunConfig]:
         composed = compose(words)
     except Rejected as error:
         raise ConfigError([*error.problems, *also_wrong(error, machine, world_size)]) from None
-    why: dict[str, str] = {}
-    run = resolve(composed.run, machine, world_size, why=why)
-    problems = validate(composed, run, resolved_origins(composed, run, why), machine, world_size)
+    chosen, why = settled(composed, machine, world_size)
+    run = resolve(chosen.run, machine, world_size, why=why)
+    problems = validate(chosen, run, resolved_origins(chosen, run, why), machine, world_size)
     here = [p for p in problems if p.code in NOT_HERE]
     wrong = [p for p in problems if p not in here and p.severity == "error"]
     if wrong:

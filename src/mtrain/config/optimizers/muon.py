@@ -1,5 +1,6 @@
 """Muon (Jordan et al. 2024): momentum whose matrices are orthogonalised; AdamW for everything else."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -17,7 +18,9 @@ class MuonConfig(Section):
         Beta | None, Key(feeds="muon_momentum", null=0.95, flag=Flag("--muon-momentum", absent=0.9))
     ] = None
     """Decay of the average of gradients; null: 0.95."""
-    use_nesterov: Annotated[bool | None, Key(feeds="muon_use_nesterov", null=True, flag="--muon-use-nesterov")] = None
+    use_nesterov: Annotated[
+        bool | None, Key(feeds="muon_use_nesterov muon_nesterov", null=True, flag="--muon-use-nesterov")
+    ] = None
     """The newest gradient counts once more; null: true."""
     num_ns_steps: Annotated[
         Annotated[int, Field(ge=1, le=100)] | None,
@@ -56,7 +59,16 @@ _NO_MATRICES = ("embedding", "relative_attention_bias", "output_layer")
 
 def is_matrix(param: Any, name: str) -> bool:
     """Whether Muon takes a parameter: a matrix, but for tables that are looked up in and the output layer."""
-    return param.ndim == 2 and not any(word in name for word in _NO_MATRICES)
+    return _takes(name, param.ndim)
+
+
+def _takes(name: str, axes: int) -> bool:
+    return axes == 2 and not any(word in name for word in _NO_MATRICES)
+
+
+def _states(run: Run, name: str, axes: int) -> Mapping[str, str]:
+    """The momentum of a matrix; of everything else the moments of adamw."""
+    return OPTIMIZER.states(run) if _takes(name, axes) else adamw.OPTIMIZER.states(run)
 
 
 def _is_qkv(name: str) -> bool:
@@ -98,6 +110,7 @@ def _build(run: Run) -> tuple[type, dict[str, Any]]:
 OPTIMIZER = Optimizer(
     name="muon",
     states=lambda r: {"momentum_buffer": "fp32"},
+    states_by_name=_states,
     build=_build,
     obstacle=only(("reference", "triton"), "muon for matrices that are sharded over ranks"),
     keys=frozenset({"beta1", "beta2", "eps"}),

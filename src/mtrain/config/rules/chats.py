@@ -136,16 +136,19 @@ def pairs_have_no_loss(run: RunConfig) -> Iterator[Finding]:
         "A key that text alone has is not set for chats.",
         example="data=sft data.path=chats.jsonl data.tokenizer=tokenizer.json data.eod_mask_loss=true",
     ),
-    reads="data.kind data.eod_mask_loss data.packed",
+    reads="data.kind data.eod_mask_loss data.packed data.fim.rate",
 )
 def keys_of_text(run: RunConfig) -> Iterator[Finding]:
-    """Chats end where they end, and pairs are not packed."""
+    """Chats end where they end, are read as they were said, and pairs are not packed."""
     d = run.data
     if d.kind not in CHATS:
         return
     if d.eod_mask_loss:
         rule = "data.loss_on says what of a chat is learned, and no other text follows its end"
         yield Finding("MT344", "data.eod_mask_loss", rule, ({"data.eod_mask_loss": False},))
+    if d.fim.rate:
+        none: Change = {"data.fim.rate": 0.0, "data.fim.ids": None, "data.fim.spm_rate": 0.5}
+        yield Finding("MT344", "data.fim.rate", "the middle of a chat is not moved: its answers are learned", (none,))
     if d.kind == "preference" and d.packed:
         off: Change = {"data.packed": False, "data.packed_multiple": None}
         yield Finding("MT344", "data.packed", "the chats of a pair stand each in a row of its own", (off,))

@@ -77,7 +77,8 @@ NO_END = Code(
         severity="warning",
     ),
     TOO_FEW,
-    reads="data.kind data.path data.limit_mib data.seq_length data.suffixes trainer.eval_iters",
+    reads="data.kind data.path data.limit_mib data.seq_length data.suffixes data.packed data.packed_by "
+    "trainer.eval_iters",
     disk=True,
 )
 def text_is_there(run: RunConfig) -> Iterator[Finding]:
@@ -92,7 +93,7 @@ def text_is_there(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT305", "data.path", rule, (*near, {"data.path": None}))
         return
     splits = 2 if run.trainer.eval_iters else 1
-    need = splits * (d.length + 1)
+    need = splits * d.least_tokens
     limit = need if d.limit_mib is None else max(1, int(d.limit_mib * MIB))
     bound = Bound()
     try:
@@ -166,7 +167,7 @@ def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, i
     ),
     ANOTHER_TOKENIZER,
     reads="data.path data.blend data.validation_blend data.test_blend data.kind data.seq_length data.split "
-    "data.order data.tokenizer trainer.eval_iters model.vocab_size",
+    "data.packed data.packed_by data.order data.tokenizer trainer.eval_iters model.vocab_size",
     disk=True,
 )
 def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
@@ -262,7 +263,8 @@ def _end_in_manifests(run: RunConfig) -> bool:
     """Whether the manifests of all corpora say one token that ends documents."""
     d = run.data
     ends = set[int | None]()
-    for name in d.blend or ((d.path,) if d.path else ()):
+    named = d.blend or ((d.path,) if d.path else ())
+    for name in (*named, *(d.validation_blend or ()), *(d.test_blend or ())):
         try:
             held = read_manifest(user_path(name), READ_BYTES)
         except (CorruptData, OSError, ValueError):
@@ -273,7 +275,7 @@ def _end_in_manifests(run: RunConfig) -> bool:
 
 def _tokens_suffice(run: RunConfig, corpus: TokenFiles, shares: Sequence[float]) -> Iterator[Finding]:
     """Each split that is used has tokens for a sample, and the first ones are ids of the model."""
-    d, need, vocab = run.data, run.data.length + 1, run.model.vocab_size
+    d, need, vocab = run.data, run.data.least_tokens, run.model.vocab_size
     if sum(shares) <= 0:
         return
     if d.order == "megatron":  # its splits are cut by sequences, which opening it does
@@ -313,7 +315,8 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles, shares: Sequence[float])
     Code("MT613", "A file is no tokenizer.json.", help="Name one that Hugging Face's tokenizers wrote."),
     Code("MT607", "The tokenizer has more ids than the model has rows.", help="Enlarge model.vocab_size."),
     NO_END,
-    reads="data.tokenizer data.kind data.eod_mask_loss data.packed data.fim.rate model.vocab_size",
+    reads="data.tokenizer data.kind data.eod_mask_loss data.packed data.packed_by data.fim.rate data.path data.blend "
+    "data.validation_blend data.test_blend model.vocab_size",
     disk=True,
 )
 def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
@@ -351,20 +354,21 @@ def _tokenizer_fits(run: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
     if facts.vocab_size > vocab:
         rule = f"the tokenizer has ids up to {facts.vocab_size - 1}, and the model's are 0 to {vocab - 1}"
         yield Finding("MT607", "model.vocab_size", rule, ({"model.vocab_size": facts.vocab_size},))
-    if facts.eod is None and run.data.kind == "indexed":
+    if facts.eod is None and run.data.kind == "indexed" and not _end_in_manifests(run):
         yield from _end_is_unknown(run, "the tokenizer has no end-of-document token of a name in use")
 
 
 @rule(
     NO_END,
     reads="data.kind data.path data.blend data.validation_blend data.test_blend data.tokenizer data.eod_mask_loss "
-    "data.packed data.fim.rate",
+    "data.packed data.packed_by data.fim.rate",
     disk=True,
 )
 def end_of_document_is_known(run: RunConfig) -> Iterator[Finding]:
     """Documents of indexed data are told apart by a token that the tokenizer knows, or the manifest."""
     d = run.data
-    if d.kind == "indexed" and d.tokenizer is None and (d.eod_mask_loss or d.packed) and not _end_in_manifests(run):
+    wanted = d.eod_mask_loss or d.needs_document_ends or d.fim.rate
+    if d.kind == "indexed" and d.tokenizer is None and wanted and not _end_in_manifests(run):
         yield from _end_is_unknown(run, "needs the end-of-document token, and data.tokenizer is null")
 
 
@@ -373,7 +377,11 @@ def _end_is_unknown(run: RunConfig, rule: str) -> Iterator[Finding]:
     off: Change = {"data.eod_mask_loss": False, "data.packed": False, "data.packed_multiple": None}
     off = {**off, "data.fim.rate": 0.0, "data.fim.ids": None, "data.fim.spm_rate": 0.5}
     hint = "data.tokenizer=PATH of a tokenizer.json that has one"
-    for key, value in (("eod_mask_loss", d.eod_mask_loss), ("packed", d.packed), ("fim.rate", d.fim.rate)):
+    for key, value in (
+        ("eod_mask_loss", d.eod_mask_loss),
+        ("packed", d.needs_document_ends),
+        ("fim.rate", d.fim.rate),
+    ):
         if value:
             yield Finding("MT608", f"data.{key}", rule, (off,), hint=hint)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mtrain.config.conditional import chunks_of_a_document
 from mtrain.config.defaults import CHATS
 from mtrain.config.rules.finding import DP, Change, Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
+
+_BLENDS = (("blend", "blend_weights"), ("validation_blend", "validation_weights"), ("test_blend", "test_weights"))
+"""Corpora that are read side by side, and their shares."""
 
 
 @rule(
@@ -56,24 +59,33 @@ def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
         "Every corpus of a blend has a share of its own, and no share is next to nothing.",
         example="data=indexed data.blend=[a,b] data.blend_weights=[1]",
     ),
-    reads="data.kind data.blend data.blend_weights",
+    reads="data.kind data.blend data.blend_weights data.validation_blend data.validation_weights data.test_blend "
+    "data.test_weights",
 )
 def shares_of_a_blend(run: RunConfig) -> Iterator[Finding]:
     """Every corpus of a blend is named once, with a share of its own."""
     d = run.data
-    if d.kind != "indexed" or d.blend is None:
-        return
-    if len(set(d.blend)) < len(d.blend):
-        rule = "a corpus is named twice; its share is its weight"
-        one: Change = {"data.blend": None, "data.blend_weights": None, "data.path": d.blend[0]}
-        yield Finding("MT317", "data.blend", rule, ({"data.blend": list(dict.fromkeys(d.blend))}, one))
-    shares = d.blend_weights
-    if shares is not None and len(shares) != len(d.blend):
-        rule = f"{len(shares)} weights for {len(d.blend)} corpora"
-        yield Finding("MT318", "data.blend_weights", rule, ({"data.blend_weights": None},))
-    elif shares is not None and min(shares) < 1e-6 * sum(shares):
-        rule = f"the smallest share is {min(shares) / sum(shares):.1g} of all, and 1e-06 is the least"
-        yield Finding("MT318", "data.blend_weights", rule, ({"data.blend_weights": None},))
+    for names, weights in _BLENDS if d.kind == "indexed" else ():
+        corpora, shares = getattr(d, names), getattr(d, weights)
+        if corpora is None:
+            continue
+        none: Change = {f"data.{weights}": None}
+        if len(set(corpora)) < len(corpora):
+            rule = "a corpus is named twice; its share is its weight"
+            yield Finding("MT317", f"data.{names}", rule, _once(names, weights, corpora))
+        if names == "blend" and shares is not None and len(shares) != len(corpora):
+            rule = f"{len(shares)} weights for {len(corpora)} corpora"
+            yield Finding("MT318", f"data.{weights}", rule, (none,))
+        elif shares is not None and min(shares) < 1e-6 * sum(shares):
+            rule = f"the smallest share is {min(shares) / sum(shares):.1g} of all, and 1e-06 is the least"
+            yield Finding("MT318", f"data.{weights}", rule, (none,))
+
+
+def _once(names: str, weights: str, corpora: Sequence[str]) -> tuple[Change, ...]:
+    """Each corpus once; alone, one is a path."""
+    each: Change = {f"data.{names}": list(dict.fromkeys(corpora)), f"data.{weights}": None}
+    alone: Change = {"data.blend": None, "data.blend_weights": None, "data.path": corpora[0]}
+    return (each, alone) if names == "blend" else (each,)
 
 
 @rule(
@@ -205,7 +217,34 @@ def packed_samples(run: RunConfig) -> Iterator[Finding]:
         )
 
 
+@rule(
+    Code(
+        "MT357",
+        "Whole documents are read in an order of their own, each as it stands.",
+        "Turn off data.packed_by=first_fit, or what goes with a stream of tokens alone.",
+        example="data=mock data.packed=true data.packed_by=first_fit data.fim.rate=0.5 data.fim.ids=[1,2,3]",
+    ),
+    reads="data.kind data.packed data.packed_by data.order data.fim.rate",
+)
+def whole_documents(run: RunConfig) -> Iterator[Finding]:
+    """Megatron's order and fill in the middle are of a stream of tokens."""
+    d = run.data
+    if not d.whole_documents:
+        return
+    stream: Change = {"data.packed_by": "stream", "data.packed_window": 2048, "data.long_documents": "cut"}
+    if d.order == "megatron":
+        rule = "Megatron-LM cuts samples from a stream of tokens, and data.packed_by=first_fit keeps documents whole"
+        yield Finding("MT357", "data.order", rule, ({"data.order": "keyed", "data.megatron_cache": None}, stream))
+    if d.fim.rate:
+        rule = (
+            "the middle is moved in samples of a stream of tokens, and data.packed_by=first_fit keeps documents whole"
+        )
+        none: Change = {"data.fim.rate": 0.0, "data.fim.ids": None, "data.fim.spm_rate": 0.5}
+        yield Finding("MT357", "data.fim.rate", rule, (none, stream))
+
+
 RULES = (
+    whole_documents,
     keys_of_the_kind,
     shares_of_a_blend,
     split_is_usable,

@@ -145,13 +145,13 @@ def shared_experts_do_not_overlap(run: RunConfig) -> Iterator[Finding]:
         help="Name a folder with adapter_config.json and adapter_model.safetensors, as `peft` writes it.",
         example="peft=lora peft.init_from=/nowhere/adapters",
     ),
-    reads="peft.kind peft.init_from",
+    reads="peft.kind peft.init_from checkpoint.resume",
     disk=True,
 )
 def adapters_to_begin_with_exist(run: RunConfig) -> Iterator[Finding]:
-    """A run begins with the adapters of a folder that `peft` wrote."""
+    """A run begins with the adapters of a folder that `peft` wrote; one that goes on has them already."""
     start = run.peft.init_from
-    if start is None or run.peft.kind is None:
+    if start is None or run.peft.kind is None or run.checkpoint.resume is not None:
         return
     path = user_path(start)
     if not start or not os.path.isfile(path / ADAPTER_CONFIG):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
@@ -16,6 +16,7 @@ from mtrain import durable
 from mtrain.config import manifest
 from mtrain.data.indexed import write_index
 from mtrain.data.preprocess import tables
+from mtrain.data.preprocess.encoder import OtherIds
 from mtrain.data.preprocess.journal import (
     BIN,
     LENGTHS,
@@ -27,13 +28,12 @@ from mtrain.data.preprocess.journal import (
     finish,
 )
 from mtrain.data.preprocess.pool import Pool
-from mtrain.data.preprocess.sources import Source
+from mtrain.data.preprocess.sources import PARTIAL, REJECTED, REMOVED, Source
 from mtrain.data.preprocess.units import UNIT, Unit, plan
 from mtrain.data.preprocess.work import Job, Result, Worker
 from mtrain.errors import ConfigError, CorruptInput, Problem
 
-REJECTED = ".rejects.jsonl"
-ENDINGS = (".bin", ".idx", REJECTED, manifest.SUFFIX)
+ENDINGS = (".bin", ".idx", manifest.SUFFIX, REJECTED, REMOVED)
 LIBRARIES = {"sentencepiece": "sentencepiece", "tiktoken": "tiktoken"}
 Progress = Callable[[Unit, Totals], None]
 
@@ -47,6 +47,8 @@ class Facts:
     unk: int | None
     dtype: str
     engine: str
+    passed_over: str
+    """Why a faster library is not used."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,13 @@ class Limits:
     overwrite: bool = False
 
 
-def tokenize(job: Job, prefix: Path, limits: Limits, progress: Progress) -> dict[str, Any]:
+def tokenize(
+    job: Job, prefix: Path, limits: Limits, progress: Progress, tell: Callable[[str], None]
+) -> dict[str, Any]:
     """Make a corpus, or go on with one where a run was killed; returns the manifest.
+
+    Where gigatoken turns out to have other ids than the tokenizer, and was not asked for by name, all of it is made
+    again by tokenizers, and `tell` is told so.
 
     Raises:
         ConfigError: files of this name are there, or were begun with other settings.
@@ -68,16 +75,29 @@ def tokenize(job: Job, prefix: Path, limits: Limits, progress: Progress) -> dict
         CorruptData: an input or the tokenizer is not what its name says.
         BadEnvironment: a library is missing, a process was killed, or the disk refuses.
     """
-    folder = prefix.with_name(f"{prefix.name}.partial")
-    if not folder.exists():
-        _refuse_existing(prefix, limits.overwrite)
+    try:
+        return _made(job, prefix, limits, progress, tell)
+    except OtherIds as error:
+        if job.spec.engine != "auto":
+            raise
+        tell(f"{str(error).splitlines()[0]}: begun again with tokenizers")
+    again = replace(job, spec=replace(job.spec, engine="tokenizers"))
+    return _made(again, prefix, replace(limits, fresh=True), lambda unit, totals: None, tell)
+
+
+def _made(job: Job, prefix: Path, limits: Limits, progress: Progress, tell: Callable[[str], None]) -> dict[str, Any]:
+    folder = prefix.with_name(prefix.name + PARTIAL)
+    if not os.path.exists(folder):
+        refuse_existing(prefix, limits.overwrite)
     with Pool(limits.workers, Worker, job) as pool:
         facts = pool.ask(_facts)  # processes start here, before any file is open that they would hold
+        if facts.passed_over:
+            tell(f"gigatoken is not used: {facts.passed_over}")
         names = [source.name for source in job.sources]
         with Draft(folder, _settings(job, facts), names, fresh=limits.fresh) as draft:
             if not draft.finished:
                 try:
-                    _refuse_existing(prefix, limits.overwrite)
+                    refuse_existing(prefix, limits.overwrite)
                 except ConfigError:
                     if not draft.units:
                         draft.remove()
@@ -86,8 +106,8 @@ def tokenize(job: Job, prefix: Path, limits: Limits, progress: Progress) -> dict
                 _complete(draft, job, facts)
             moves = [(folder / name, path_of(prefix, name)) for name in (BIN, "tokens.idx", REJECTS, "manifest.json")]
             with disk(folder):
-                if limits.overwrite and not (folder / REJECTS).exists() and (folder / BIN).exists():
-                    path_of(prefix, REJECTS).unlink(missing_ok=True)
+                if (folder / BIN).exists():  # nothing has its name yet
+                    remove_beside(prefix)
                 finish(moves, durable.sync)
                 draft.remove()
     found = manifest.read_manifest(prefix)
@@ -102,7 +122,8 @@ def path_of(prefix: Path, name: str) -> Path:
 
 
 def _facts(worker: Worker) -> Facts:
-    return Facts(worker.encoder.vocab_size, worker.encoder.eod, worker.encoder.unk, worker.dtype.name, worker.engine)
+    by = worker.engine, worker.passed_over
+    return Facts(worker.encoder.vocab_size, worker.encoder.eod, worker.encoder.unk, worker.dtype.name, *by)
 
 
 def _tables(_: Worker, source: Source) -> list[tuple[int, int, int]]:
@@ -113,12 +134,23 @@ def _run(worker: Worker, unit: Unit) -> Result:
     return worker.run(unit)
 
 
-def _refuse_existing(prefix: Path, overwrite: bool) -> None:
+def refuse_existing(prefix: Path, overwrite: bool) -> None:
+    """Passes a prefix of which nothing is there.
+
+    Raises:
+        ConfigError: something is.
+    """
     there = [prefix.name + e for e in ENDINGS if os.path.lexists(prefix.with_name(prefix.name + e))]
     if there and not overwrite:
         rule = f"{', '.join(there)} is there" if len(there) == 1 else f"{', '.join(there)} are there"
         fix = f"out={prefix}-2, or overwrite=true"
         raise ConfigError([Problem("MT622", "out", str(prefix), rule, fix, "command line")])
+
+
+def remove_beside(prefix: Path) -> None:
+    """Remove what an older corpus of this name has beside it, and not every new one."""
+    for ending in (REJECTED, REMOVED):
+        prefix.with_name(prefix.name + ending).unlink(missing_ok=True)
 
 
 def _settings(job: Job, facts: Facts) -> dict[str, Any]:
@@ -193,6 +225,10 @@ def _refuse_many_rejects(draft: Draft, limit: int) -> None:
 def _complete(draft: Draft, job: Job, facts: Facts) -> None:
     """Write the index and the manifest, and say that all is there."""
     totals, folder = draft.totals, draft.folder
+    if changed := next((source.name for source in job.sources if source.is_changed), None):
+        draft.remove()
+        rule = "changed while it was read"
+        raise ConfigError([Problem("MT601", "input", changed, rule, "run again when it is complete", "command line")])
     if not totals.sum("documents"):
         rule = f"the inputs hold no document; {totals.sum('rejected')} records are left out"
         if first := draft.last_rejects(1):

@@ -17,8 +17,9 @@ from mtrain import durable
 from mtrain.config import manifest
 from mtrain.config.token_files import split_documents
 from mtrain.data.indexed import IndexedDataset, write_index
-from mtrain.data.preprocess.build import ENDINGS
+from mtrain.data.preprocess.build import refuse_existing, remove_beside
 from mtrain.data.preprocess.journal import disk, finish
+from mtrain.data.preprocess.sources import PARTIAL
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 KEPT = ("vocab_size", "unk", "eod", "tokenizer", "document")
@@ -55,25 +56,13 @@ def opened(prefix: Path) -> Opened:
         CorruptData: it does not add up, or is not what its manifest says.
     """
     for suffix in (".bin", ".idx"):
-        if not prefix.with_name(prefix.name + suffix).is_file():
+        if not os.path.isfile(prefix.with_name(prefix.name + suffix)):
             rule = f"there is no file {prefix.name}{suffix} in {prefix.parent}"
             raise ConfigError([Problem("MT602", "prefix", str(prefix), rule, "the prefix of a .bin and an .idx", "")])
     held, dataset = manifest.read_manifest(prefix), IndexedDataset(prefix)
     if held is not None and (wrong := held.sizes_differ(prefix)):
         raise CorruptData(wrong)
     return Opened(dataset, held)
-
-
-def refuse_existing(out: Path, overwrite: bool) -> None:
-    """Passes a prefix of which nothing is there.
-
-    Raises:
-        ConfigError: something is.
-    """
-    there = [out.name + e for e in ENDINGS if os.path.lexists(out.with_name(out.name + e))]
-    if there and not overwrite:
-        fix = f"out={out}-2, or overwrite=true"
-        raise ConfigError([Problem("MT622", "out", str(out), f"{there[0]} is there", fix, "command line")])
 
 
 def write(
@@ -88,7 +77,7 @@ def write(
     refuse_existing(out, overwrite)
     common = _common(parts)
     dtype = parts[0][0].dataset.dtype
-    folder = out.with_name(f"{out.name}.partial")
+    folder = out.with_name(out.name + PARTIAL)
     with disk(folder):
         if folder.exists():
             rule = "a run that was killed left it, or another process works there"
@@ -117,6 +106,7 @@ def write(
             for name in ("bin", "idx", "manifest"):
                 durable.sync(folder / name)
             endings = (("bin", ".bin"), ("idx", ".idx"), ("manifest", manifest.SUFFIX))
+            remove_beside(out)
             finish([(folder / name, out.with_name(out.name + end)) for name, end in endings], durable.sync)
         finally:
             shutil.rmtree(folder, ignore_errors=True)

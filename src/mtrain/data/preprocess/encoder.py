@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mtrain.data.preprocess.pieces import Pieces
+from mtrain.data.preprocess.pieces import MANY, Pieces
 from mtrain.data.preprocess.spec import TokenizerSpec
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError, Problem
 
@@ -43,6 +43,10 @@ def library(name: str, extra: str, what: str) -> Any:
     except ImportError as error:
         said = f"{what} needs {name.partition('.')[0]}, which is not installed"
         raise BadEnvironment(said, f"  fix: pip install 'mtrain[{extra}]'") from error
+
+
+class OtherIds(CorruptData):
+    """A faster library gives other ids than the tokenizer's own."""
 
 
 class Encoder(ABC):
@@ -101,10 +105,17 @@ class Packer:
 
     engine = "tokenizers"
     """The library that encodes, of those that encode with a tokenizer.json."""
+    passed_over = ""
+    """Why a faster library that is installed does not encode; empty: none is, or it does."""
 
     def __init__(self, encoder: Encoder, code: str, pieces: Pieces | None) -> None:
         self._encoder, self._code, self._pieces = encoder, code, pieces
         self._checked = 0
+
+    @property
+    def many(self) -> int:
+        """Letters of texts that are best packed at once."""
+        return MANY if self._pieces is None else self._pieces.many
 
     def pack(self, texts: Sequence[str]) -> list[bytes]:
         """The ids of each text.

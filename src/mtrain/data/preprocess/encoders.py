@@ -30,7 +30,8 @@ class OfSentencePiece(Encoder):
         return self._model.encode(list(texts), out_type=int, num_threads=1) if texts else []
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode(list(map(int, ids)))
+        with faults_named(self.file, "ids cannot be decoded"):
+            return self._model.decode(list(map(int, ids)))
 
     def id_of(self, token: str) -> int | None:
         number = self._model.piece_to_id(token)

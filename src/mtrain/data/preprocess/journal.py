@@ -2,7 +2,7 @@
 
 `PREFIX.partial/` has the settings, the growing files and `journal`, to which a line is added for each unit when its
 bytes are in the files. A line that is not whole is none. Whoever comes back cuts the files to what the journal says,
-compares the checksums of the tokens while their hash is made again, and goes on behind the last unit that is right.
+compares their checksums while the hash of the tokens is made again, and goes on behind the last unit that is right.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 from mtrain import durable, strict_json
+from mtrain.data.preprocess.sources import LOCK
 from mtrain.data.preprocess.work import COUNTED, Result
 from mtrain.errors import BadEnvironment, ConfigError, Problem
 
 BIN, LENGTHS, SEQUENCES, REJECTS = "tokens.bin", "lengths", "sequences", "rejects.jsonl"
 GROWING = (BIN, LENGTHS, SEQUENCES, REJECTS)
-SETTINGS, JOURNAL, LOCK = "settings.json", "journal", "lock"
+"""The tokens first."""
+SETTINGS, JOURNAL = "settings.json", "journal"
 SYNC_S = 2.0
 """Seconds of work that a machine that loses power may lose."""
 BLOCK = 8 << 20
@@ -118,7 +120,7 @@ class Draft:
         try:
             before, now = json.loads(held), json.loads(said)
             apart = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             apart = ["settings"]
         rule = f"what a killed run left was made with other {', '.join(apart)} (or input files that changed since)"
         fix = "the same command, on the same files; or fresh=true to begin again"
@@ -128,7 +130,8 @@ class Draft:
         kept, place = 0, [0, 0, 0, 0]
         sizes = [(self.folder / name).stat().st_size for name in GROWING]
         end = 0
-        with open(self.folder / BIN, "rb") as tokens:
+        with contextlib.ExitStack() as opened:
+            files = [opened.enter_context(open(self.folder / name, "rb")) for name in GROWING]
             for line, stop in _journal(self.folder / JOURNAL):
                 if "done" in line:
                     self.finished = True
@@ -138,7 +141,7 @@ class Draft:
                 reached = [a + b for a, b in zip(place, grown, strict=True)]
                 if line["unit"] != kept or any(a > b for a, b in zip(reached, sizes, strict=True)):
                     break
-                if not self._absorb(tokens, grown[0], line["crc"]):
+                if not self._absorb(files, grown, line["crc"]):
                     break
                 self.totals.add(line)
                 kept, place, end = kept + 1, reached, stop
@@ -147,14 +150,18 @@ class Draft:
             for name, size in zip((*GROWING, JOURNAL), (*place, end), strict=True):
                 os.truncate(self.folder / name, size)
 
-    def _absorb(self, tokens: BinaryIO, size: int, crc: int) -> bool:
-        """Hash the next bytes of the tokens again; whether they are what was written."""
-        digest, found = self.sha256.copy(), 0
-        while size and (block := tokens.read(min(size, BLOCK))):
-            size -= len(block)
-            found = zlib.crc32(block, found)
-            digest.update(block)
-        if size or found != crc:
+    def _absorb(self, files: Sequence[BinaryIO], grown: list[int], crcs: list[int]) -> bool:
+        """Hash the next bytes of the tokens again; whether those of all files are what was written."""
+        digest, found = self.sha256.copy(), list[int]()
+        for file, size in zip(files, grown, strict=True):
+            crc = 0
+            while size and (block := file.read(min(size, BLOCK))):
+                size -= len(block)
+                crc = zlib.crc32(block, crc)
+                if file is files[0]:
+                    digest.update(block)
+            found.append(crc)
+        if found != crcs:
             return False
         self.sha256 = digest
         return True
@@ -167,7 +174,7 @@ class Draft:
         line = {
             "unit": self.units,
             "bytes": [len(data) for data in grown],
-            "crc": result.crc,
+            "crc": [result.crc, *map(zlib.crc32, grown[1:])],
             "largest": result.largest,
             "parts": parts,
         }
@@ -241,11 +248,11 @@ def disk(place: Path) -> Iterator[None]:
     except OSError as error:
         free = "?"
         with contextlib.suppress(OSError):
-            there = next(p for p in (place, *place.parents) if p.is_dir())
+            there = next(p for p in (place, *place.parents) if os.path.isdir(p))
             free = f"{shutil.disk_usage(there).free >> 20} MiB free at {there}"
         raise BadEnvironment(
             f"{error.filename or place}: {error.strerror or error} ({free})",
-            "  fix: out=PREFIX where files can be written; what was done so far is kept",
+            "  fix: out= where files can be written; `data tokenize` goes on with what it has done",
         ) from error
 
 

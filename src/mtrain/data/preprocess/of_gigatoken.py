@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 
 import numpy as np
 
-from mtrain.data.preprocess.encoder import CHECKED, Encoder, Packer, faults_named, library
-from mtrain.errors import ConfigError, CorruptData, MtrainError, Problem
+from mtrain.data.preprocess.encoder import CHECKED, Encoder, OtherIds, Packer, faults_named, library
+from mtrain.errors import ConfigError, MtrainError, Problem
 
 FORGETS = 64 << 20
 SAMPLE = (
@@ -60,7 +59,7 @@ class OfGigatoken(Packer):
         """The ids of each text.
 
         Raises:
-            CorruptData: they are not those of the tokenizer.
+            OtherIds: they are not those of the tokenizer.
         """
         if not texts:
             return []
@@ -83,15 +82,16 @@ class OfGigatoken(Packer):
         self._checked += many
         if packed[:many] != self._whole(texts[:many]):
             said = f"{self._encoder.file}: gigatoken gives other ids than tokenizers for a text"
-            raise CorruptData(said, "  fix: engine=tokenizers fresh=true")
+            raise OtherIds(said, "  fix: engine=tokenizers fresh=true")
 
 
-def fastest(encoder: Encoder, code: str, body: str) -> Packer | None:
-    """What packs with gigatoken, where it is installed and has the same ids on a sample."""
-    if encoder.spec.plain or find_spec("gigatoken") is None:
-        return None
-    with suppress(MtrainError):
+def fastest(encoder: Encoder, code: str, body: str) -> tuple[Packer | None, str]:
+    """What packs with gigatoken, where it is installed and has the same ids on a sample; or why nothing does."""
+    if find_spec("gigatoken") is None:
+        return None, ""
+    try:
         made = OfGigatoken(encoder, code, body)
         made.pack(SAMPLE)
-        return made
-    return None
+    except MtrainError as error:
+        return None, str(error).split("\n")[0]
+    return made, ""

@@ -9,9 +9,9 @@ from pathlib import Path
 import tokenizers
 
 from mtrain.config.token_files import EOD_NAMES
+from mtrain.data.preprocess.bulk import memory_of
 from mtrain.data.preprocess.encoder import Encoder, Packer, faults_named
 from mtrain.data.preprocess.of_gigatoken import OfGigatoken, fastest
-from mtrain.data.preprocess.pieces import pieces_of
 from mtrain.data.preprocess.spec import TokenizerSpec
 from mtrain.data.token_json import MAX_ID, check_tokenizer
 from mtrain.errors import CorruptData
@@ -50,9 +50,12 @@ class OfJson(Encoder):
     def packer(self, code: str) -> Packer:
         if self.spec.engine == "gigatoken":
             return OfGigatoken(self, code, self.tokenizer.to_str())
-        if self.spec.engine == "auto" and (fast := fastest(self, code, self.tokenizer.to_str())) is not None:
+        fast, why = fastest(self, code, self.tokenizer.to_str()) if self.spec.engine == "auto" else (None, "")
+        if fast is not None:
             return fast
-        return Packer(self, code, pieces_of(self.tokenizer, code, self.spec.plain))
+        made = Packer(self, code, memory_of(self.tokenizer, code, self.spec.plain))
+        made.passed_over = why
+        return made
 
 
 def of_json_file(spec: TokenizerSpec) -> Encoder:

@@ -35,6 +35,11 @@ PATTERNS = {
 """How texts are cut before tiktoken looks for tokens: Megatron-LM's v1 and v2, and OpenAI's."""
 OFFICIAL = {"gpt2": (50256, 50256), "cl100k": (100256, 100257), "o200k": (199998, 199999)}
 """Of a pattern: tokens that the published file has, and the id of its <|endoftext|>."""
+LLAMA3 = {
+    **{"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001},
+    **{"<|start_header_id|>": 128006, "<|end_header_id|>": 128007, "<|eot_id|>": 128009},
+}
+"""Special tokens of Llama 3's tokenizer.model, which has 128000 tokens, that are the same in all of its versions."""
 MEGATRON_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 
 
@@ -80,10 +85,16 @@ def _ranks_of_lines(spec: TokenizerSpec) -> tuple[dict[bytes, int], dict[str, in
             ranks[base64.b64decode(token, validate=True)] = _id(int(rank))
         except (ValueError, binascii.Error):
             raise CorruptData(f"{file}: line {number}: is not a token in base64 and a rank") from None
+    return ranks, dict(spec.special_tokens) or _special(spec.pattern, ranks)
+
+
+def _special(pattern: str, ranks: dict[bytes, int]) -> dict[str, int]:
+    """The special tokens of a file that says none: those that are known of it, or one behind its tokens."""
     largest = max(ranks.values(), default=-1)
-    official = OFFICIAL.get(spec.pattern, (0, 0))
-    end = official[1] if len(ranks) == official[0] else largest + 1
-    return ranks, dict(spec.special_tokens) or {"<|endoftext|>": end}
+    if pattern == "cl100k" and len(ranks) == largest + 1 == min(LLAMA3.values()):
+        return LLAMA3
+    many, end = OFFICIAL.get(pattern, (0, 0))
+    return {"<|endoftext|>": end if len(ranks) == many else largest + 1}
 
 
 def _ranks_of_json(spec: TokenizerSpec) -> tuple[dict[bytes, int], dict[str, int]]:

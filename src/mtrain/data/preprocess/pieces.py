@@ -56,6 +56,8 @@ _OF_ASCII = (
 """GPT2 and LATER for text of ASCII alone, where letters and digits are few."""
 FINER = {pattern: re.compile(ascii_) for pattern, ascii_ in zip((GPT2, *LATER), _OF_ASCII, strict=True)}
 OF_WORDPIECE = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9]")
+MANY = 1 << 19
+"""Letters of texts that are packed at once."""
 MOST, LONGEST = 1 << 18, 48
 """Pieces that are remembered (about 50 MB), and letters of one."""
 LETTERS = {byte: 256 + i for i, byte in enumerate([*range(33), 127])}
@@ -80,11 +82,13 @@ def cut_of(body: dict[str, Any]) -> Cut | None:
         return None
     kind, steps = (normalizer or {}).get("type"), _steps(body.get("pre_tokenizer"))
     names = [step["type"] for step in steps]
+    normalized = any(token.get("normalized") for token in body.get("added_tokens") or ())
+    if kind and normalized:  # it is looked for behind the normalizer, where its name may be another
+        return None
     if model.get("type") == "WordPiece":
         fits = kind in (None, "BertNormalizer") and names == ["BertPreTokenizer"]
         return Cut(WORDS.findall, OF_WORDPIECE.findall, CONTROLS) if fits else None
-    normalized = any(token.get("normalized") for token in body.get("added_tokens") or ())
-    if model.get("type") not in ("BPE", None) or kind not in (None, "NFC") or not steps or (kind and normalized):
+    if model.get("type") not in ("BPE", None) or kind not in (None, "NFC") or not steps:
         return None
     *before, last = steps
     if last["type"] != "ByteLevel" or last.get("add_prefix_space", True):
@@ -117,12 +121,15 @@ class Pieces(dict[str, bytes]):
     `plain`: a text that has a special token's name in it means these characters, and not the token.
     """
 
+    many = MANY
+
     def __init__(self, tokenizer: tokenizers.Tokenizer, cut: Cut, code: str, plain: bool) -> None:
         self._tokenizer, self._cut, self._code = tokenizer, cut, code
         self._model = tokenizer.model if type(tokenizer.model).__name__ == "BPE" and cut.words is not None else None
         added = tokenizer.get_added_tokens_decoder().values()
-        names = [token.content for token in added if token.content and not (plain and token.special)]
-        self._whole = re.compile("|".join([cut.doubtful, *(re.escape(name) for name in names)])).search
+        names = [re.escape(token.content) for token in added if token.content and not (plain and token.special)]
+        self._named = re.compile("|".join(names) or "(?!)").search
+        self._doubtful = re.compile(cut.doubtful).search
         self._missing: list[str] = []
 
     def __missing__(self, piece: str) -> bytes:
@@ -131,8 +138,7 @@ class Pieces(dict[str, bytes]):
 
     def pack(self, texts: Sequence[str]) -> list[bytes]:
         """The ids of each text."""
-        if len(self) > MOST:
-            self.clear()
+        self._make_room()
         out, again, alone = [b""] * len(texts), list[int](), list[int]()
         for i, text in enumerate(texts):  # one after the other: a text's pieces stay in the processor's cache
             pieces = self._pieces(text)
@@ -146,19 +152,26 @@ class Pieces(dict[str, bytes]):
         learnt = self._learn()
         for i in again:
             out[i] = self._joined(self._pieces(texts[i]) or [])
-        for piece in learnt:
-            if len(piece) > LONGEST:
-                del self[piece]
+        self._forget_long(learnt)
         for i, packed in zip(alone, self._encoded([texts[i] for i in alone]), strict=True):
             out[i] = packed
         return out
 
     def _pieces(self, text: str) -> list[str] | None:
         """The pieces of a text; None: it is encoded as it is."""
-        if self._whole(text):
+        if self._doubtful(text) or self._named(text):
             return None
         words = self._cut.words
         return words(text) if words is not None and text.isascii() else self._cut.pieces(text)
+
+    def _make_room(self) -> None:
+        if len(self) > MOST:
+            self.clear()
+
+    def _forget_long(self, learnt: list[str]) -> None:
+        for piece in learnt:
+            if len(piece) > LONGEST:
+                del self[piece]
 
     def _joined(self, pieces: list[str]) -> bytes:
         if len(pieces) < 2:
@@ -191,7 +204,7 @@ class Pieces(dict[str, bytes]):
         return [array(self._code, encoding.ids).tobytes() for encoding in found]
 
 
-def pieces_of(tokenizer: tokenizers.Tokenizer, code: str, plain: bool) -> Pieces | None:
+def pieces_of(tokenizer: tokenizers.Tokenizer, code: str, plain: bool, kind: type[Pieces] = Pieces) -> Pieces | None:
     """A memory for a tokenizer; None where its texts may not be cut."""
     cut = cut_of(json.loads(tokenizer.to_str()))
-    return None if cut is None else Pieces(tokenizer, cut, code, plain)
+    return None if cut is None else kind(tokenizer, cut, code, plain)

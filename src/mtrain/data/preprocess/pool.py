@@ -15,6 +15,7 @@ from multiprocessing import get_context
 from types import TracebackType
 from typing import Any, TypeVar
 
+from mtrain.data.preprocess.encoder import OtherIds
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError, Problem
 from mtrain.processes import die_with
 
@@ -34,7 +35,7 @@ class _Failed:
     def error(self) -> MtrainError:
         if self.kind == "ConfigError":
             return ConfigError(self.problems)
-        kinds = {"CorruptData": CorruptData, "BadEnvironment": BadEnvironment}
+        kinds = {"CorruptData": CorruptData, "OtherIds": OtherIds, "BadEnvironment": BadEnvironment}
         return kinds.get(self.kind, MtrainError)(*self.lines)
 
 

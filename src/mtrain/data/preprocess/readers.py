@@ -5,20 +5,20 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import BinaryIO
 
 from mtrain.data.preprocess.record import Reading, Rejected, Text
 from mtrain.data.preprocess.sources import Source
 from mtrain.data.preprocess.tables import rows
-from mtrain.data.preprocess.units import BLOCK, Member, Part, as_record, sample_of
+from mtrain.data.preprocess.units import BLOCK, BOM, Member, Part, as_record, sample_of
 from mtrain.errors import CorruptData
 
 Found = Text | Rejected
-BOM = b"\xef\xbb\xbf"
 
 
-def documents(part: Part, source: Source, reading: Reading) -> Iterator[tuple[int, Found]]:
-    """Number of the record in this part, from 1, and its text.
+def documents(part: Part, source: Source, reading: Reading) -> Iterator[tuple[int, Found | None]]:
+    """Number of the record in this part, from 1, and its text; None for a line of white space, which is none.
 
     Raises:
         CorruptData: the file cannot be read, or is not what its format is.
@@ -31,22 +31,14 @@ def documents(part: Part, source: Source, reading: Reading) -> Iterator[tuple[in
     elif source.form == "jsonl" or reading.by_line:
         parse = _plain if source.form == "text" else _of_json
         for number, line in enumerate(_lines(part, source, reading.max_bytes), 1):
-            found = parse(number, line, reading)
-            if found is not None:
-                yield number, found
+            yield number, parse(number, line, reading)
     else:
         yield 0, _whole_file(part, source, reading)
 
 
 def _samples(members: Iterable[Member], reading: Reading) -> Iterator[tuple[int, Found]]:
-    held, key, number = list[Member](), None, 0
-    for member in (*members, ("", b"")):
-        this = sample_of(member[0])[0]
-        if held and this != key:
-            number += 1
-            yield number, _sample(number, held, reading)
-            held = []
-        held, key = [*held, member], this
+    for number, (_, held) in enumerate(groupby(members, lambda member: sample_of(member[0])[0]), 1):
+        yield number, _sample(number, list(held), reading)
 
 
 def _sample(number: int, members: list[Member], reading: Reading) -> Found:
@@ -101,6 +93,11 @@ def _why(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"no JSON: {error.msg} at column {error.colno}"
     return "nested too deep" if isinstance(error, RecursionError) else str(error)[:300]
+
+
+def half_of_a_letter(error: UnicodeEncodeError) -> str:
+    """Why a text that JSON may hold is none in UTF-8."""
+    return f"character {error.start} is half of a letter ({ord(error.object[error.start]):#x})"
 
 
 def _too_long(size: int, reading: Reading) -> str:

@@ -6,11 +6,14 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from mtrain.config.manifest import Manifest, read_manifest
+from mtrain import durable
+from mtrain.config.manifest import FORMAT, Manifest, dump, path_of
 from mtrain.data.indexed import IndexedDataset
+from mtrain.data.preprocess.encoder import Encoder
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 BLOCK = 1 << 24
@@ -28,31 +31,62 @@ class Scanned:
     """Of the `.bin`."""
 
 
-def verify(prefix: Path, vocab_size: int | None, *, hashed: bool) -> tuple[IndexedDataset, Manifest | None, Scanned]:
-    """A corpus whose every byte was looked at; without `hashed` it needs no manifest.
+def verify(dataset: IndexedDataset, held: Manifest | None, vocab_size: int | None, *, hashed: bool) -> Scanned:
+    """Look at every byte of a corpus; without `hashed` it needs no manifest.
 
     Raises:
         ConfigError: there is no manifest.
         CorruptData: a file is not what the manifest says, does not add up, or has an id outside of the vocabulary.
     """
-    held = read_manifest(prefix)
     if held is None and hashed:
         rule = "there is no manifest beside it, so nobody knows what its bytes were"
-        raise ConfigError([Problem("MT623", "manifest", str(prefix), rule, "manifest=false to look at the rest", "")])
-    dataset = IndexedDataset(prefix)
+        fix = "manifest=false to look at the rest"
+        raise ConfigError([Problem("MT623", "manifest", str(dataset.prefix), rule, fix, "command line")])
     if held is not None:
-        _sizes(held, dataset)
+        _counts(held, dataset)
     scanned = scan(dataset, vocab_size if held is None else held.count("vocab_size"))
     if held is not None:
         _hashes(held, dataset, scanned)
     if held is not None and vocab_size is not None and scanned.largest >= vocab_size:
         _outside(dataset, vocab_size)
-    return dataset, held, scanned
+    return scanned
 
 
-def _sizes(held: Manifest, dataset: IndexedDataset) -> None:
-    if wrong := held.sizes_differ(dataset.prefix):
-        raise CorruptData(wrong)
+def write_manifest(dataset: IndexedDataset, scanned: Scanned, encoder: Encoder | None) -> None:
+    """Write the manifest of a corpus that was scanned and that somebody else made: its counts and hashes as they are.
+
+    `encoder`: the tokenizer that made it; None: it is not known.
+
+    Raises:
+        CorruptData: an id is not one of the tokenizer's.
+    """
+    if encoder is not None and scanned.largest >= encoder.vocab_size:
+        _outside(dataset, encoder.vocab_size)
+    with open(dataset.idx, "rb") as file:
+        index = hashlib.file_digest(file, "sha256").hexdigest()
+    spec = None if encoder is None else encoder.spec
+    files = [] if spec is None else [Path(file).name for file in spec.files]
+    tokenizer = {"kind": spec.kind, "sha256": spec.sha256} if spec is not None else {"kind": "unknown", "sha256": ""}
+    hashes = {".bin": (Path(dataset.bin), scanned.sha256), ".idx": (dataset.idx, index)}
+    body: dict[str, Any] = {
+        "format": FORMAT,
+        "documents": dataset.num_documents,
+        "sequences": len(dataset),
+        "tokens": dataset.num_tokens,
+        "rejected": 0,
+        "largest_id": scanned.largest,
+        "vocab_size": scanned.largest + 1 if encoder is None else encoder.vocab_size,
+        "unk": None,
+        "eod": None,
+        "dtype": dataset.dtype.name,
+        "tokenizer": {**tokenizer, "files": files},
+        "inputs": [],
+        "files": {name: {"bytes": path.stat().st_size, "sha256": sha} for name, (path, sha) in hashes.items()},
+    }
+    durable.write(path_of(dataset.prefix), dump(body))
+
+
+def _counts(held: Manifest, dataset: IndexedDataset) -> None:
     found = {
         "documents": dataset.num_documents,
         "sequences": len(dataset),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config.files import files_below
+from mtrain.config.manifest import SUFFIX
 from mtrain.errors import ConfigError, Problem
 
 FORMATS = {
@@ -23,6 +24,11 @@ FORMATS = {
 COMPRESSED = {".gz": "gz", ".tgz": "gz", ".zst": "zst", ".zstd": "zst"}
 PACKED = ("jsonl", "tar", "text")
 """Formats that may be compressed as a whole."""
+PARTIAL, LOCK = ".partial", "lock"
+"""Ending of the folder in which a corpus grows, and a file in it."""
+REJECTED, REMOVED = ".rejects.jsonl", ".removed.jsonl"
+OF_CORPORA = (SUFFIX, REJECTED, REMOVED)
+"""Endings of what lies beside `.bin/.idx`, and is no document."""
 OF_DATASETS = ("dataset_info.json", "state.json", "dataset_dict.json")
 """What Hugging Face's datasets keeps beside its .arrow files."""
 
@@ -40,6 +46,14 @@ class Source:
     """`gz`, `zst`, or empty."""
     size: int
     changed_ns: int
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether another file, or none, stands there now."""
+        try:
+            return self != _source(Path(self.path), self.name, self.form, self.packing)
+        except OSError:
+            return True
 
     def describe(self) -> dict[str, Any]:
         """What tells it from another, ready for JSON."""
@@ -63,13 +77,11 @@ def find_sources(inputs: Sequence[Path], form: str | None = None) -> list[Source
         ConfigError: an input is missing, is no file or folder, is of no known format, or has no file.
     """
     out = [source for path in inputs for source in _of_input(path, form)]
-    doubled = (
-        next((s.name for i, s in enumerate(out) if any(s.path == o.path for o in out[:i])), None)
-        if len(out) < 10_000
-        else None
-    )
-    if doubled is not None:
-        raise _wrong(doubled, "is named twice, and its documents would be there twice", "each input once")
+    seen = set[str]()
+    for source in out:
+        if source.path in seen:
+            raise _wrong(source.name, "is named twice, and its documents would be there twice", "each input once")
+        seen.add(source.path)
     return out
 
 
@@ -106,7 +118,7 @@ def _of_folder(folder: Path, form: str | None) -> list[Source]:
     except OSError as error:
         rule = f"{error.filename} cannot be read: {error.strerror}"
         raise _wrong(str(folder), rule, "make it readable, or name another") from None
-    found = [(path, form_of(path.name) or ("", "")) for path in paths]
+    found = [(path, form_of(path.name) or ("", "")) for path in paths if not _is_of_corpus(path)]
     forms = {kind for _, (kind, _) in found}
     if "arrow" in forms:
         found = [(p, k) for p, k in found if p.name not in OF_DATASETS and not p.name.startswith("cache-")]
@@ -119,6 +131,15 @@ def _of_folder(folder: Path, form: str | None) -> list[Source]:
         kinds = form or ", ".join(FORMATS)
         raise _wrong(str(folder), f"no file in it is {kinds}", "name a folder with such files, or files with format=")
     return [_source(path, str(path), *kind) for path, kind in found]
+
+
+def _is_of_corpus(path: Path) -> bool:
+    """Whether a file is one that `data tokenize` and its like write beside a corpus or while it grows."""
+    if path.parent.suffix == PARTIAL:
+        return (path.parent / LOCK).exists()
+    return any(
+        path.with_name(f"{path.name.removesuffix(e)}.idx").exists() for e in OF_CORPORA if path.name.endswith(e)
+    )
 
 
 def _source(path: Path, name: str, form: str, packing: str) -> Source:

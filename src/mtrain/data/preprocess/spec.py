@@ -69,12 +69,8 @@ def find_tokenizer(
         ConfigError: nothing is there, or it is no tokenizer that is known.
         CorruptData: a file is too large for one.
     """
-    if path.is_dir():
-        found = next(((k, names) for k, names in IN_A_FOLDER if all((path / n).is_file() for n in names)), None)
-        if found is None:
-            raise _wrong(path, "a folder without a tokenizer that is known")
-        files = [path / name for name in found[1]]
-        chosen = kind or (_kind_of_model(files[0]) if found[0] == "sentencepiece" else found[0])
+    if os.path.isdir(path):
+        chosen, files = _in_folder(path, kind)
     else:
         readable(path)
         chosen = kind or _kind_of_file(path, merges)
@@ -86,6 +82,17 @@ def find_tokenizer(
         raise ConfigError([Problem("MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line")])
     digests = tuple(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
     return TokenizerSpec(chosen, tuple(map(os.fspath, files)), digests=digests, **options)  # type: ignore[arg-type]
+
+
+def _in_folder(path: Path, kind: str | None) -> tuple[str, list[Path]]:
+    """The first tokenizer in a folder, or the first of a kind: its kind and its files."""
+    for of, names in IN_A_FOLDER:
+        files = [path / name for name in names]
+        if all(map(os.path.isfile, files)):
+            found = _kind_of_model(files[0]) if of == "sentencepiece" else of
+            if kind in (None, found):
+                return found, files
+    raise _wrong(path, f"a folder without a tokenizer {f'of the kind {kind}' if kind else 'that is known'}")
 
 
 def readable(path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from mtrain import units
 from mtrain.data.preprocess.encoder import library
 from mtrain.data.preprocess.record import Reading, Rejected, Text, roots
 from mtrain.data.preprocess.sources import Source
@@ -14,6 +15,9 @@ from mtrain.errors import CorruptData, MtrainError
 
 ROWS = 1024
 """Rows that are read at a time."""
+PIECE = 8 * units.MIB
+_walked: dict[Source, tuple[int, Iterator[tuple[int, Any]]]] = {}
+"""In each process: where in a file it was last, and what goes on from there. Parquet is entered at row groups."""
 
 
 @contextmanager
@@ -32,7 +36,7 @@ def _arrow(source: Source, name: str = "pyarrow") -> Any:
 
 
 def cut(source: Source) -> list[tuple[int, int, int]]:
-    """Parts of a file as (first, stop, bytes): row groups of Parquet, record batches of arrow.
+    """Parts of a file as (first row, the row behind the last, bytes), each of about as many bytes.
 
     Raises:
         CorruptData: it is not what its name says.
@@ -40,24 +44,32 @@ def cut(source: Source) -> list[tuple[int, int, int]]:
     """
     _arrow(source)
     with _faults_named(source):
-        if source.form == "parquet":
-            with _arrow(source, "pyarrow.parquet").ParquetFile(source.path) as file:
-                groups = file.metadata.num_row_groups
-                sizes = [file.metadata.row_group(i).total_byte_size for i in range(groups)]
-        else:
-            sizes = [batch.nbytes for batch in _batches(source)]
-    return _merged(sizes)
+        return _pieces(_blocks(source))
 
 
-def _merged(sizes: list[int], least: int = 2 << 20) -> list[tuple[int, int, int]]:
-    """Neighbours together until they have some size."""
-    out, first, size = list[tuple[int, int, int]](), 0, 0
-    for i, one in enumerate(sizes):
-        size += max(0, one)
-        if size >= least or i == len(sizes) - 1:
-            out.append((first, i + 1, size))
-            first, size = i + 1, 0
-    return out
+def _blocks(source: Source) -> Iterator[tuple[int, int]]:
+    """Rows and bytes of each row group of Parquet, or record batch of arrow."""
+    if source.form == "parquet":
+        with _arrow(source, "pyarrow.parquet").ParquetFile(source.path) as file:
+            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+            yield from ((group.num_rows, group.total_byte_size) for group in groups)
+    else:
+        yield from ((batch.num_rows, batch.nbytes) for batch in _batches(source))
+
+
+def _pieces(blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Small neighbours together, and a large block cut: the tokens of all its rows would take much memory."""
+    out, first, at, size = list[tuple[int, int, int]](), 0, 0, 0
+    for rows, held in blocks:
+        step = max(1, rows * PIECE // max(PIECE, held) // ROWS) * ROWS
+        for start in range(0, rows, step):
+            here = min(step, rows - start)
+            at += here
+            size += max(0, held) * here // rows
+            if size >= PIECE // 2:
+                out.append((first, at, size))
+                first, size = at, 0
+    return [*out, (first, at, size)] if at > first else out
 
 
 def _batches(source: Source) -> Iterator[Any]:
@@ -88,28 +100,52 @@ def rows(source: Source, first: int, stop: int, reading: Reading) -> Iterator[tu
 
 
 def _parts(source: Source, first: int, stop: int, reading: Reading) -> Iterator[Any]:
-    if source.form == "parquet":
-        with _arrow(source, "pyarrow.parquet").ParquetFile(source.path) as file:
-            names = roots(reading.keys, file.schema_arrow.names)
-            _must_have(source, names, file.schema_arrow.names, reading)
-            yield from file.iter_batches(ROWS, row_groups=list(range(first, stop)), columns=names)
-        return
-    for i, batch in enumerate(_batches(source)):
-        if i >= stop:
+    at, walk = _walked.pop(source, (first + 1, None))
+    if at > first or walk is None:
+        walk = _walk(source, first, reading)
+    for begin, batch in walk:
+        at = begin + batch.num_rows
+        low, high = max(first, begin), min(stop, at)
+        if low < high:
+            part = batch.slice(low - begin, high - low)
+            part.validate(full=True)  # offsets of a hostile file lead anywhere
+            yield part
+        if at >= stop:
+            _walked.clear()
+            _walked[source] = at, walk
             return
-        if i >= first:
-            names = roots(reading.keys, batch.schema.names)
-            _must_have(source, names, batch.schema.names, reading)
-            batch.validate(full=True)  # offsets of a hostile file lead anywhere
+
+
+def _walk(source: Source, first: int, reading: Reading) -> Iterator[tuple[int, Any]]:
+    """Batches with the number of their first row, from the row group or record batch on that has the row `first`."""
+    begin = 0
+    if source.form == "parquet":
+        with _arrow(source, "pyarrow.parquet").ParquetFile(source.path, buffer_size=units.MIB) as file:
+            names = _columns(source, file.schema_arrow.names, reading)
+            for group in range(file.metadata.num_row_groups):
+                end = begin + file.metadata.row_group(group).num_rows
+                if end > first:
+                    for batch in file.iter_batches(ROWS, row_groups=[group], columns=names):
+                        yield begin, batch
+                        begin += batch.num_rows
+                begin = end
+        return
+    for whole in _batches(source):
+        if begin + whole.num_rows > first:
+            batch = whole.select(_columns(source, whole.schema.names, reading))
             for start in range(0, batch.num_rows, ROWS):
-                yield batch.slice(start, ROWS).select(names)
+                yield begin + start, batch.slice(start, ROWS)
+        begin += whole.num_rows
 
 
-def _must_have(source: Source, names: list[str], columns: list[str], reading: Reading) -> None:
+def _columns(source: Source, columns: list[str], reading: Reading) -> list[str]:
+    """The columns that keys are in."""
+    names = roots(reading.keys, columns)
     missing = [key for key in reading.keys if not roots([key], names)]
     if missing:
         held = ", ".join(columns)[:200]
         raise CorruptData(f"{source.name}: has no column {missing[0]}; columns: {held}", "  fix: key=COLUMN")
+    return names
 
 
 def _text(number: int, row: dict[str, Any], reading: Reading) -> Text | Rejected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from mtrain import durable
 from mtrain.data.preprocess import tables
-from mtrain.data.preprocess.readers import documents
+from mtrain.data.preprocess.journal import disk
+from mtrain.data.preprocess.readers import documents, half_of_a_letter
 from mtrain.data.preprocess.record import Reading, Rejected
 from mtrain.data.preprocess.sources import Source
-from mtrain.data.preprocess.units import plan
+from mtrain.data.preprocess.units import Part, plan
 from mtrain.errors import ConfigError, CorruptInput, Problem
 
 KINDS = ("bpe", "wordpiece", "unigram")
@@ -30,48 +33,55 @@ class Texts:
     limit: int
     max_rejects: int
     read: int = 0
+    """Bytes."""
     rejected: list[str] = field(default_factory=list)
+    _records: Counter[int] = field(default_factory=Counter)
+    """By source, those of the parts that are read."""
 
     def __iter__(self) -> Iterator[str]:
         for unit in plan(self.sources, self.reading, tables.cut):
             for part in unit:
-                source = self.sources[part.source]
-                for number, found in documents(part, source, self.reading):
-                    if isinstance(found, Rejected):
-                        self._reject(f"{source.name}: record {number} of a part: {found.why}")
-                        continue
-                    for text in [found] if isinstance(found, str) else found:
-                        if not text.isascii() and not _is_utf8(text):
-                            self._reject(f"{source.name}: record {number} of a part: half of a letter")
-                            continue
-                        self.read += len(text)
-                        yield text
-                    if self.read >= self.limit:
-                        return
+                yield from self._of_part(part)
+                if self.read >= self.limit:
+                    return
+
+    def _of_part(self, part: Part) -> Iterator[str]:
+        source, before, number = self.sources[part.source], self._records[part.source], 0
+        for number, found in documents(part, source, self.reading):
+            place = f"{source.name}:{before + number}" if number else source.name
+            if isinstance(found, Rejected):
+                self._reject(f"{place}: {found.why}")
+                continue
+            for text in [found] if isinstance(found, str) else found or ():
+                try:
+                    self.read += len(text.encode())
+                except UnicodeEncodeError as error:
+                    self._reject(f"{place}: {half_of_a_letter(error)}")
+                    continue
+                yield text
+            if self.read >= self.limit:
+                return
+        self._records[part.source] += number
 
     def _reject(self, why: str) -> None:
         self.rejected.append(why)
-        if len(self.rejected) > self.max_rejects:
-            rule = f"more records are left out; the last: {why}"
-            fix = "correct them, or a larger max_rejects"
+        if (many := len(self.rejected)) > self.max_rejects:
+            rule, fix = (
+                f"{many} records are left out so far; the last: {why}",
+                f"correct them, or max_rejects={2 * many}",
+            )
             raise CorruptInput([Problem("MT621", "max_rejects", self.max_rejects, rule, fix, "command line")])
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def train(texts: Texts, kind: str, vocab_size: int, special: Sequence[str], lower_case: bool) -> tokenizers.Tokenizer:
     """A tokenizer of at most so many tokens, special tokens first.
 
     Raises:
-        ConfigError: there was no text.
+        ConfigError: there was no text, or its letters and the special tokens are more than so many.
         CorruptInput: too many records had none.
     """
+    if kind != "wordpiece":
+        _refuse_small(vocab_size, len({*pre_tokenizers.ByteLevel.alphabet(), *special}))
     made, trainer = _untrained(kind, vocab_size, special, lower_case)
     made.train_from_iterator(iter(texts), trainer)
     if not texts.read:
@@ -80,7 +90,14 @@ def train(texts: Texts, kind: str, vocab_size: int, special: Sequence[str], lowe
         raise ConfigError(
             [Problem("MT601", "input", None, rule, "name files with documents, or key=NAME", "command line")]
         )
+    _refuse_small(vocab_size, made.get_vocab_size())
     return made
+
+
+def _refuse_small(vocab_size: int, least: int) -> None:
+    if vocab_size < least:
+        rule = f"letters and special tokens alone are {least} tokens"
+        raise ConfigError([Problem("MT003", "vocab_size", vocab_size, rule, f"vocab_size={least}", "command line")])
 
 
 def _untrained(
@@ -107,7 +124,12 @@ def _untrained(
 
 
 def save(made: tokenizers.Tokenizer, out: Path) -> None:
-    """Write a tokenizer.json, there when it is whole."""
-    beside = out.with_name(f".{out.name}.new")
-    beside.write_text(made.to_str(pretty=True), encoding="utf-8")
-    beside.replace(out)
+    """Write a tokenizer.json, there when it is whole.
+
+    Raises:
+        BadEnvironment: the disk refuses.
+    """
+    with disk(out):
+        beside = out.with_name(f".{out.name}.new")
+        durable.write(beside, made.to_str(pretty=True).encode())
+        beside.replace(out)

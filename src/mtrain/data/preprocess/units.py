@@ -7,13 +7,13 @@ and handed over.
 from __future__ import annotations
 
 import gzip
-import io
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from itertools import chain
+from typing import Any, BinaryIO, Self
 
 from mtrain import units
 from mtrain.data.preprocess.encoder import library
@@ -27,8 +27,9 @@ MAX_NAME = units.MIB
 """Bytes of a tar's header that holds a long name."""
 MAX_RATIO = 2000
 """What is compressed more is no archive of documents."""
-Member = tuple[str, bytes | None]
-"""Of a tar: name, and content; None: it is too large."""
+Member = tuple[str, bytes | str]
+"""Of a tar: name, and content, or why it is left out."""
+BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Part:
     """Place in the list of sources."""
     first: int = 0
     stop: int = 0
-    """Bytes, row groups or record batches; the lines or documents that begin in between."""
+    """Bytes, or rows of a table; the lines or documents that begin in between."""
     data: bytes | tuple[Member, ...] | None = None
     """What was read already: whole lines, or samples of a tar."""
     size: int = 0
@@ -86,21 +87,19 @@ def opened(source: Source) -> Iterator[BinaryIO]:
     """The content of a file, decompressed.
 
     Raises:
-        CorruptData: it is not what its name says; OSError of the disk becomes one too.
-        BadEnvironment: zstandard is not installed.
+        CorruptData: it is not what its name says, or cut off; OSError of the disk becomes one too.
+        BadEnvironment: pyarrow, which reads zstd, is not installed.
     """
     try:
         with open(source.path, "rb") as raw:
             if source.packing == "zst":
-                module = library("zstandard", "data", f"{source.name}: a file compressed with zstd")
-                stream = module.ZstdDecompressor(max_window_size=1 << 27).stream_reader(
-                    raw, read_across_frames=True, closefd=False
-                )
-                try:
-                    with closing(stream):
-                        yield io.BufferedReader(stream, BLOCK)  # type: ignore[arg-type]
-                except module.ZstdError as error:
-                    raise CorruptData(f"{source.name}: offset {raw.tell()}: no zstd data: {error}") from None
+                arrow = library("pyarrow", "data", f"{source.name}: a file compressed with zstd")
+                with arrow.CompressedInputStream(arrow.PythonFile(raw, "r"), "zstd") as stream:
+                    try:
+                        yield stream
+                    except OSError as error:
+                        said = f"{source.name}: offset {raw.tell()}: no zstd data, or cut off: {error}"
+                        raise CorruptData(said) from None
             elif source.packing == "gz":
                 with gzip.open(raw, "rb") as plain:
                     yield plain  # type: ignore[misc]
@@ -120,7 +119,8 @@ def _of_stream(number: int, source: Source, reading: Reading, lines: bool) -> It
             yield Part(number, data=stream.read(limit + 1), size=source.size)
             return
         held, end = bytearray(), 0
-        while block := stream.read(BLOCK):
+        first = stream.read(len(BOM)).removeprefix(BOM) + stream.read(BLOCK)
+        for block in chain([first], iter(lambda: stream.read(BLOCK), b"")):
             if (found := block.rfind(b"\n")) >= 0:
                 end = len(held) + found + 1
             held += block
@@ -143,14 +143,20 @@ def _of_tar(number: int, source: Source, reading: Reading) -> Iterator[Part]:
             yield Part(number, data=tuple(held), size=size)
             held, size = [], 0
         held.append((name, content))
-        size += len(content or b"") + 512
+        size += len(content) + tarfile.BLOCKSIZE
         last = key
     if held:
         yield Part(number, data=tuple(held), size=size)
 
 
 class _Member(tarfile.TarInfo):
-    """A member whose name is not read where it would take the memory."""
+    """A member whose name is not read where it would take the memory, of an archive that is not cut off."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        if not buf:
+            raise tarfile.ReadError("cut off: the blocks of zeros that end an archive are missing")
+        return super().frombuf(buf, encoding, errors)
 
     def _proc_member(self, tar: tarfile.TarFile) -> Any:
         if self.type not in tarfile.REGULAR_TYPES and self.size > MAX_NAME:
@@ -159,38 +165,45 @@ class _Member(tarfile.TarInfo):
 
 
 def _members(source: Source, reading: Reading) -> Iterator[Member]:
-    """Names and contents of the regular files of a tar that keys are in; nothing is written, no link is followed."""
-    wanted = {key.split(".")[0] for key in reading.keys}
+    """Names of the members of a tar, and contents where keys are in; nothing is written, no link is followed."""
     place, most = 0, source.size * (MAX_RATIO if source.packing else 1)
     with opened(source) as stream:
         try:
             with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as tar:
                 for member in tar:
+                    tar.members = []  # type: ignore[attr-defined]  # they would pile up
                     place = member.offset
                     if member.size > most:
                         raise tarfile.ReadError(
                             f"it has {member.size} bytes, as it says, and the archive {source.size}"
                         )
-                    if not member.isreg() or member.issparse():
-                        continue
-                    ending = sample_of(member.name)[1]
-                    if ending in wanted or ending in reading.keys:
-                        yield member.name, _content(tar, member, reading.max_bytes)
-                    else:
-                        yield member.name, b""
-                    tar.members = []  # type: ignore[attr-defined]  # they would pile up
+                    if not member.isdir():
+                        yield member.name, _content(tar, member, reading)
+                _refuse_more(tar)
         except (tarfile.TarError, ValueError, OverflowError, MemoryError, UnicodeError) as error:
             raise CorruptData(f"{source.name}: member at offset {place}: no tar: {error}") from None
 
 
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, limit: int) -> bytes | None:
-    if member.size > limit:
-        return None
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, reading: Reading) -> bytes | str:
+    ending = sample_of(member.name)[1]
+    if ending not in (*reading.keys, *(key.split(".")[0] for key in reading.keys)):
+        return b""
+    if not member.isreg() or member.issparse():
+        return "is a link or no regular file"
+    if member.size > reading.max_bytes:
+        return f"has {member.size} bytes; a document may have {reading.max_bytes} (max_document)"
     file = tar.extractfile(member)
-    data = file.read(limit + 1) if file is not None else b""
+    data = file.read() if file is not None else b""
     if len(data) != member.size:
         raise tarfile.ReadError(f"{member.name} has {len(data)} of {member.size} bytes")
     return data
+
+
+def _refuse_more(tar: tarfile.TarFile) -> None:
+    """Refuses what stands behind the end of an archive, as where several were joined: readers pass it over."""
+    while block := tar.fileobj.read(BLOCK):  # type: ignore[union-attr]
+        if block.strip(b"\0"):
+            raise tarfile.ReadError("the last one, and more stands behind the end: several archives in one file?")
 
 
 def sample_of(name: str) -> tuple[str, str]:
@@ -207,8 +220,10 @@ def as_record(members: Sequence[Member]) -> dict[str, Any]:
     out = dict[str, Any]()
     for name, content in members:
         ending = sample_of(name)[1]
-        if content is None:
-            raise ValueError(f"{name} is larger than a document may be")
+        if isinstance(content, str):
+            raise ValueError(f"{name} {content}")
+        if ending in out and (content or out[ending]):
+            raise ValueError(f"there are two {ending} in the sample")
         if ending == "json" and content:
             out[ending] = json.loads(content.decode())
         else:

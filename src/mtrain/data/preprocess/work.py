@@ -10,7 +10,7 @@ import numpy as np
 
 from mtrain.data.preprocess.encoder import CODES, Encoder
 from mtrain.data.preprocess.encoders import load
-from mtrain.data.preprocess.readers import documents
+from mtrain.data.preprocess.readers import documents, half_of_a_letter
 from mtrain.data.preprocess.record import Reading, Rejected
 from mtrain.data.preprocess.sentences import Splitter, splitter
 from mtrain.data.preprocess.sources import Source
@@ -18,7 +18,6 @@ from mtrain.data.preprocess.spec import TokenizerSpec
 from mtrain.data.preprocess.units import Part, Unit
 from mtrain.errors import ConfigError, Problem
 
-BATCH_CHARS = 1 << 19
 COUNTED = (
     "records",
     "documents",
@@ -83,7 +82,7 @@ class Worker:
         self.job, self.encoder = job, load(job.spec)
         self.dtype = dtype_of(self.encoder, job.dtype)
         self._packer = self.encoder.packer(CODES[self.dtype.name])
-        self.engine = self._packer.engine
+        self.engine, self.passed_over = self._packer.engine, self._packer.passed_over
         self._split: Splitter | None = None
         if job.language is not None:
             self._split = splitter(job.language, job.keep_newlines)
@@ -108,6 +107,8 @@ class Worker:
         texts, size = list[list[str]](), 0
         for number, found in documents(part, self.job.sources[part.source], self.job.reading):
             counted.counts["records"] = number
+            if found is None:
+                continue
             if isinstance(found, Rejected):
                 counted.rejected.append(found)
                 continue
@@ -115,11 +116,10 @@ class Worker:
             try:
                 size += sum(len(one.encode()) for one in text)
             except UnicodeEncodeError as error:
-                why = f"character {error.start} is half of a letter ({ord(error.object[error.start]):#x})"
-                counted.rejected.append(Rejected(number, why))
+                counted.rejected.append(Rejected(number, half_of_a_letter(error)))
                 continue
             texts.append(text)
-            if size >= BATCH_CHARS:
+            if size >= self._packer.many:
                 counted.counts["text_bytes"] += size
                 self._encode(texts, counted, out)
                 texts, size = [], 0

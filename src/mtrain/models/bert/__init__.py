@@ -2,7 +2,9 @@
 
 from mtrain.models.base import Family
 from mtrain.models.bert import count
+from mtrain.models.bert.graph import stage
 from mtrain.models.bert.shrink import shrink
+from mtrain.models.bert.weights import stage_weights
 
 BERT = Family(
     name="bert",
@@ -10,6 +12,7 @@ BERT = Family(
     builder="mtrain.models.bert.build:chunk",
     form="mtrain.models.bert.form:form",
     files="mtrain.models.bert.hf:files",
+    settled="mtrain.models.bert.hf:settled",
     auto_class="AutoModelForMaskedLM",
     writes=False,
     predicts_all=False,
@@ -19,4 +22,6 @@ BERT = Family(
     expert_parameters=lambda model: 0,
     flops_per_token=count.flops_per_token,
     shrink=shrink,
+    weights=stage_weights,
+    stage=stage,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -50,12 +51,23 @@ BERT = Table(
 )
 """As transformers saves it."""
 UNUSED = (r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\.(weight|bias)")
-"""Of files with more heads than the model that their config.json names: transformers leaves them out, too."""
+"""Of files with more heads than the model has: transformers leaves them out, too."""
 
 
 def _old(name: str) -> str:
     """A norm's weights as TensorFlow called them, and files converted from it still do."""
     return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+
+
+def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
+    """Overrides for what a `config.json` leaves open and the names of the weights decide: the next sentence's head.
+
+    Published files have more heads than the class that they name (bert-base-uncased: `BertForMaskedLM`). A model that
+    is `wanted` without this head is made of them, too.
+    """
+    held = all(name in names for entry in POOLED for name in entry.theirs)
+    pooled = held and (wanted is None or wanted.bert is None or wanted.bert.next_sentence)
+    return () if pooled == model.bert.next_sentence else (f"model.bert.next_sentence={str(pooled).lower()}",)
 
 
 def files(kind: str, model: Any) -> tuple[Table, ...]:

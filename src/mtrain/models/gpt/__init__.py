@@ -2,8 +2,11 @@
 
 from mtrain.models.base import Family
 from mtrain.models.gpt import count
-from mtrain.models.gpt.adapters import adapter_parameters
+from mtrain.models.gpt.adapters import adapted, adapter_parameters
+from mtrain.models.gpt.graph import stage
 from mtrain.models.gpt.shrink import shrink
+from mtrain.models.gpt.torch_dist import saved_as
+from mtrain.models.gpt.weights import buffers, stage_weights
 
 GPT = Family(
     name="gpt",
@@ -16,5 +19,10 @@ GPT = Family(
     expert_parameters=count.expert_parameters,
     flops_per_token=count.flops_per_token,
     shrink=shrink,
+    weights=stage_weights,
+    buffers=buffers,
+    saved_as=saved_as,
+    stage=stage,
+    adapted=adapted,
     adapter_parameters=adapter_parameters,
 )

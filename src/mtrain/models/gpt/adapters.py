@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import groupby
 
 from mtrain.config.model import ModelConfig
 from mtrain.config.peft import PeftConfig
+from mtrain.config.run import RunConfig
+from mtrain.models.adapters import parts_of
+from mtrain.models.weights import Weight, expert_tensors
 
 Size = tuple[int, int, int]
 """A layer: its inputs, its outputs, and how many of Hugging Face's layers it is."""
@@ -52,3 +57,37 @@ def _mlp(model: ModelConfig, width: int, target: Iterable[str]) -> list[Size]:
     parts = 2 if model.gated else 1
     first, second = (model.hidden_size, parts * width, parts), (width, model.hidden_size, 1)
     return [size for name, size in (("fc1", first), ("fc2", second)) if name in target]
+
+
+def adapted(weights: Iterable[Weight], run: RunConfig) -> Iterator[Weight]:
+    """The weights of a stage, frozen, and those of the adapters of a layer behind its own; MTP layers have none."""
+    for layer, group in groupby(weights, lambda weight: weight.name.rpartition(".")[0]):
+        own = [replace(weight, frozen=True) for weight in group]
+        yield from own
+        if layer.startswith("mtp."):
+            continue
+        if own[0].kind == "experts":
+            yield from _of_experts(layer, own, run) if "experts" in (run.peft.target or ()) else ()
+        elif parts := parts_of(layer, run):
+            yield from _of_layer(layer, own[0], parts, run.peft)
+
+
+def _of_layer(name: str, weight: Weight, parts: int, peft: PeftConfig) -> Iterator[Weight]:
+    """`lora_a` is split as the columns of the weight are, `lora_b` and magnitudes as its rows."""
+    rows, columns = weight.shape
+    by_columns = name.endswith(("linear_proj", "linear_fc2"))
+    own = Weight(f"{name}.lora_a", (parts * (peft.r or 0), columns), "adapters", whole=weight.whole or not by_columns)
+    b = replace(own, name=f"{name}.lora_b", shape=(rows, peft.r or 0), whole=weight.whole or by_columns)
+    yield from (own, b)
+    if peft.kind == "dora":
+        yield replace(b, name=f"{name}.magnitude", shape=(rows,))
+
+
+def _of_experts(name: str, own: list[Weight], run: RunConfig) -> Iterator[Weight]:
+    """Of each expert; what is not split with the weight is split along the hidden size."""
+    ranks, r = expert_tensors(run.parallel), run.peft.r or 0
+    for number, weight in enumerate(w for w in own if len(w.shape) == 2):
+        rows, columns = weight.shape
+        columns, rows = (columns // ranks, rows) if name.endswith("linear_fc1") else (columns, rows // ranks)
+        for part, shape in (("lora_a", (r, columns)), ("lora_b", (rows, r))):
+            yield Weight(f"{name}.{part}{number}", shape, "adapters", expert=weight.expert)

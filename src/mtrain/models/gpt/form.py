@@ -5,9 +5,9 @@ and of chats what is learned of them.
 from __future__ import annotations
 
 from mtrain.config.run import RunConfig
-from mtrain.data import ChatSamples, Splits
+from mtrain.data import BlendOfDocuments, ChatSamples, Splits, WholeDocuments
 from mtrain.data.batch import Form, Packing, next_token
-from mtrain.data.chat_batch import of_chats
+from mtrain.data.chat_batch import of_chats, of_documents
 from mtrain.data.fim import FillInTheMiddle
 
 
@@ -16,6 +16,8 @@ def form(run: RunConfig, splits: Splits, part: str) -> Form:
     source, data, ends = getattr(splits, part), run.data, splits.document_ends
     if isinstance(source, ChatSamples):
         return of_chats(source)
+    if isinstance(source, WholeDocuments | BlendOfDocuments):
+        return of_documents(source, splits.masked_eod)
     packing = Packing(ends, data.packed_multiple or 1) if data.packed else None
     moved = None
     if data.fim.rate and data.fim.ids is not None:

@@ -84,6 +84,11 @@ def names_written(name: str, model: ModelConfig) -> tuple[str, ...]:
     return (name,)
 
 
+def saved_as(model: ModelConfig, name: str) -> str:
+    """What our checkpoints call a weight of a module, with all its numbers: as megatron-core's own layers do."""
+    return names_written(one_name(name), model)[-1] if name.startswith(("decoder.", "mtp.")) else name
+
+
 def modules_with_state(name: str) -> tuple[str, ...]:
     """The modules of a weight's name of which TransformerEngine keeps a state, and megatron-core asks for one."""
     module = name.rpartition(".")[0]

@@ -1,8 +1,12 @@
 """LLaVA-1.5: a language model that reads images by a CLIP vision transformer and a projector."""
 
 from mtrain.models.base import Family
+from mtrain.models.gpt.torch_dist import saved_as
+from mtrain.models.gpt.weights import buffers
 from mtrain.models.llava import count
+from mtrain.models.llava.graph import stage
 from mtrain.models.llava.shrink import shrink
+from mtrain.models.llava.weights import stage_weights
 
 LLAVA = Family(
     name="llava",
@@ -19,5 +23,9 @@ LLAVA = Family(
     expert_parameters=count.expert_parameters,
     flops_per_token=count.flops_per_token,
     shrink=shrink,
+    weights=stage_weights,
+    buffers=buffers,
+    saved_as=saved_as,
+    stage=stage,
     frozen_parameters=count.frozen_parameters,
 )

@@ -2,7 +2,9 @@
 
 from mtrain.models.base import Family
 from mtrain.models.t5 import count
+from mtrain.models.t5.graph import stage
 from mtrain.models.t5.shrink import shrink
+from mtrain.models.t5.weights import stage_weights
 
 T5 = Family(
     name="t5",
@@ -19,4 +21,6 @@ T5 = Family(
     expert_parameters=lambda model: 0,
     flops_per_token=count.flops_per_token,
     shrink=shrink,
+    weights=stage_weights,
+    stage=stage,
 )

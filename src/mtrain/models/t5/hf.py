@@ -34,7 +34,7 @@ def files(kind: str, model: Any) -> tuple[Table, ...]:
     return (Table(tuple(_entries(model)), (), copies=(*copies, Copy(HEAD, "shared.weight")), ignored=unread),)
 
 
-def settled(model: Any, names: Collection[str]) -> tuple[str, ...]:
+def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
     """Overrides for what a `config.json` leaves open and the names of the weights decide: tied embeddings.
 
     A T5 of transformers 5 that is not scaled says that it is tied in any case, and one that says untied and has no

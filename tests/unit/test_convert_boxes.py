@@ -1,11 +1,9 @@
-"""What is written while megatron-core is asked: begun before the answer; kept, written again or refused by it."""
+"""Weights in and out by the places of tensors in a checkpoint; those places from the parts of a tensor."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +12,10 @@ import pytest
 
 from mtrain.config.compose import compose
 from mtrain.config.resolve import resolve
+from mtrain.convert.boxes import Box, box_of
 from mtrain.convert.folder import WEIGHTS, open_folder
 from mtrain.convert.into import import_weights
-from mtrain.convert.match import Box, OurTensor, box_of, likely_boxes
-from mtrain.convert.meanwhile import meanwhile
-from mtrain.convert.out import export_asking
+from mtrain.convert.out import Weights, export_weights
 from mtrain.convert.read import Reader
 from mtrain.convert.saved import Saved
 from mtrain.convert.tensor_file import Writer
@@ -47,20 +44,18 @@ class Spec(NamedTuple):
         return int(np.prod(self.shape))
 
 
-def specs(name: str, shape: tuple[int, int], halves: int) -> OurTensor:
+def specs(name: str, shape: tuple[int, int], halves: int) -> tuple[Any, ...]:
     """A tensor of layer 0 or 1 as megatron-core describes it: in so many parts."""
     key, layer, rows = name.replace(".0.", ".").replace(".1.", "."), int(".1." in name), shape[0] // halves
-    parts = [
+    return tuple(
         Spec(key, (2, *shape), (layer, n * rows, 0), (1, rows, shape[1]), 1, n * rows * shape[1])
         for n in range(halves)
-    ]
-    return OurTensor(name, shape, tuple(parts))  # type: ignore[arg-type]
+    )
 
 
-def ours() -> dict[str, OurTensor]:
-    made = [specs(FC1.replace("{i}", str(i)), (6, 4), 2) for i in range(2)]
-    made += [specs(FC2.replace("{i}", str(i)), (4, 3), 1) for i in range(2)]
-    return {one.name: one for one in made}
+def ours() -> dict[str, Box]:
+    given = [(FC1.replace("{i}", i), (6, 4), 2) for i in "01"] + [(FC2.replace("{i}", i), (4, 3), 1) for i in "01"]
+    return {name: box_of(name, shape, specs(name, shape, parts)) for name, shape, parts in given}
 
 
 def source(folder: Path, **shapes: tuple[int, int]) -> Path:
@@ -76,10 +71,10 @@ def source(folder: Path, **shapes: tuple[int, int]) -> Path:
     return folder
 
 
-def taken(tmp_path: Path, *tables: Table, ask: Callable[[], dict[str, OurTensor]] = ours, **shapes: Any) -> Path:
+def taken(tmp_path: Path, *tables: Table, **shapes: Any) -> Path:
     """The checkpoint of an import."""
     reader = Reader(open_folder(source(tmp_path / "theirs", **shapes)))
-    return import_weights(reader, tables, RUN, tmp_path / "checkpoints", ask)[0]
+    return import_weights(reader, tables, RUN, tmp_path / "checkpoints", ours())[0]
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
@@ -87,45 +82,22 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     return {name: reader.tensor(name).tobytes() for name in reader.names}
 
 
-def test_writing_begins_before_the_answer(tmp_path: Path) -> None:
-    written = threading.Event()
-
-    def slowly() -> dict[str, OurTensor]:
-        assert written.wait(10), "nothing was read before the model was asked for"
-        return ours()
-
-    read = Reader.tensor
-
-    class Watched(Reader):
-        def tensor(self, name: str) -> Any:
-            written.set()
-            return read(self, name)
-
-    reader = Watched(open_folder(source(tmp_path / "theirs")))
-    import_weights(reader, [TABLE], RUN, tmp_path / "checkpoints", slowly)
-
-
-def test_what_goes_in_comes_out_by_either_way(tmp_path: Path) -> None:
-    checkpoint = Saved.open(taken(tmp_path, TABLE))
-    boxes = {name: box_of(tensor) for name, tensor in ours().items()}
-    assert likely_boxes(checkpoint.manifest, TABLE, RUN.model) == boxes
-    expected, moved = (
-        bytes_of(tmp_path / "theirs"),
-        {n: Box(b.key, b.global_shape, b.offset, 1, b.shape) for n, b in boxes.items()},
-    )
-    swapped = [FC1.replace("{i}", i) for i in "01"]
-    moved[swapped[0]], moved[swapped[1]] = moved[swapped[1]], moved[swapped[0]]
-    for number, answer in enumerate((boxes, moved)):
+def test_what_goes_in_comes_out(tmp_path: Path) -> None:
+    checkpoint, boxes = Saved.open(taken(tmp_path, TABLE)), ours()
+    expected = bytes_of(tmp_path / "theirs")
+    moved, (first, second) = dict(boxes), (FC1.replace("{i}", i) for i in "01")
+    moved[first], moved[second] = moved[second], moved[first]
+    for number, own in enumerate((boxes, moved)):
         out = tmp_path / str(number)
         out.mkdir()
-        _, record = export_asking(checkpoint, RUN, TABLE, None, out, lambda answer=answer: answer)  # type: ignore[misc]
+        record = export_weights(Weights(checkpoint, RUN, TABLE, own), out)
         found = bytes_of(out)
-        assert (found == expected) == (answer is boxes), "the answer has the last word"
+        assert (found == expected) == (own is boxes), "boxes say what lies where"
         assert set(record.target) == set(expected)
     assert found["0.gate"] == expected["1.gate"]
 
 
-def test_the_other_of_two_tables_is_written_again(tmp_path: Path) -> None:
+def test_the_table_is_chosen_by_names(tmp_path: Path) -> None:
     first = taken(tmp_path, TABLE)
     (tmp_path / "again").mkdir()
     second = taken(tmp_path / "again", OTHER, TABLE)
@@ -145,37 +117,16 @@ def test_weights_of_another_shape_are_refused_and_leave_nothing(tmp_path: Path) 
         assert list((root / "checkpoints").iterdir()) == []
 
 
-def test_an_error_of_the_answer_ends_the_work() -> None:
-    begun, ended = threading.Event(), threading.Event()
-
-    def work(going: Callable[[], None]) -> None:
-        begun.set()
-        try:
-            while True:
-                going()
-        finally:
-            ended.set()
-
-    def ask() -> None:
-        begun.wait(10)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        meanwhile(work, ask, lambda answer: True)
-    assert ended.is_set()
-
-
 def test_parts_that_are_no_box_are_refused() -> None:
-    good = specs(FC1.replace("{i}", "0"), (6, 4), 2)
-    a, b = good.specs
-    assert box_of(good) == Box(a.key, (2, 6, 4), (0, 0, 0), 1, (6, 4))
-    for wrong in ((b, a), (a,), (a, b._replace(key="other")), (a, b._replace(offset=(0, 4, 0)))):  # type: ignore[attr-defined]
-        with pytest.raises(ValueError, match="linear_fc1"):
-            box_of(OurTensor(good.name, good.shape, wrong))
+    a, b = specs(FC1.replace("{i}", "0"), (6, 4), 2)
+    assert box_of("fc1", (6, 4), (a, b)) == Box(a.key, (2, 6, 4), (0, 0, 0), 1, (6, 4))
+    for wrong in ((b, a), (a,), (a, b._replace(key="other")), (a, b._replace(offset=(0, 4, 0)))):
+        with pytest.raises(ValueError, match="fc1"):
+            box_of("fc1", (6, 4), wrong)
 
 
 def test_nothing_that_writes_weights_imports_torch() -> None:
-    names = ["into", "out", "saved", "read", "hugging_face", "torch_dist_read"]
+    names = ["boxes", "into", "out", "saved", "read", "hugging_face", "torch_dist_read"]
     text = f"import sys, {', '.join(f'mtrain.convert.{name}' for name in names)}, mtrain.models.gpt.hf_files\n"
     text += "import mtrain.models.t5.hf, mtrain.models.llava.hf, mtrain.models.bert.hf\n"
     done = subprocess.run(

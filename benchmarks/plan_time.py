@@ -1,0 +1,332 @@
+"""Fits the efficiencies of the time model on published throughput, and says how far it is off on models left out.
+
+    python benchmarks/plan_time.py [FILE.csv] [--write]
+
+Prints for each row the published rate and the errors of three fits: on all rows, on the other models, on the other
+devices; then the errors in the median and at the 95th percentile, and how many pairs of rows of one model on as many
+devices are ranked as published. Rows that are no configuration are listed with the reason. `--write` saves the fit on
+all rows. With a FILE, its rows are predicted by that fit.
+
+Software enters as two named factors for each release, on the speed of everything that the device does, and on that of
+models with experts; both change little from one release to the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plan_time_rows as published
+import yaml
+
+from mtrain.plan.time.device import Device, device_of
+from mtrain.plan.time.efficiencies import FILE, Efficiencies
+from mtrain.plan.time.step import StepTime, StepWork, priced, step_work
+
+Theta = dict[str, float]
+SOFTWARE = "megatron-core 0.16 with TransformerEngine, by rows of Megatron-Bridge 26.02 and near it"
+HEAD = """# What kernels, links and hosts reach of what a device states; fitted on published throughput by
+# benchmarks/plan_time.py, which says how far off it is.
+"""
+PRIORS: dict[str, tuple[float, float]] = {
+    # name: what is expected, and how far off it may be, as a logarithm
+    "products.bf16": (0.75, 0.07),
+    "products.tensorwise": (0.95, 0.15),
+    "products.mxfp8": (1.0, 0.05),
+    "products.nvfp4": (0.45, 0.2),
+    "grouped": (0.8, 0.2),
+    "grouped_low": (0.85, 0.2),
+    "fixed": (0.4, 0.4),
+    "attention": (0.9, 0.1),
+    "softmax": (0.8, 0.3),
+    "memory": (0.8, 0.1),
+    "fast_link": (0.75, 0.15),
+    "network": (0.75, 0.15),
+    "waves_lost": (0.3, 0.5),
+    "depth_lost": (128.0, 0.5),
+    "launch_us": (8.0, 0.4),
+    "pass_us": (150.0, 0.7),
+    "routing_us": (2500.0, 0.5),
+    "graphed": (0.4, 0.4),
+    "power": (0.5, 0.4),
+    "blackwell": (0.85, 0.1),
+    "flash2": (0.55, 0.1),
+    "exposed.tp": (0.5, 0.4),
+    "exposed.ep": (0.5, 0.4),
+    "exposed.dp": (0.15, 0.4),
+    "exposed.pp": (0.5, 0.4),
+}
+BACKWARD = 0.7
+"""Of attention, against its forward: FlashAttention-3 and cuDNN on an H100."""
+SPEED, MIXTURES = 0.03, 0.10
+"""How far releases may be apart, in the speed of kernels and of the host."""
+BASE = "bridge 26.02"
+CHAIN = ("bridge 25.09", "bridge 25.11", BASE, "bridge 26.04", "bridge 26.06", "bridge 26.08")
+FLASH2 = ("core 0.8", "torchtitan 24", "torchtitan 25")
+"""Software whose attention is FlashAttention-2, which is of the generation before Hopper."""
+OTHERS = {"core 0.8": 0.1, "torchtitan 24": 0.05, "torchtitan 25": 0.05, "automodel": 0.1}
+EXPECTED = {"core 0.8": 0.9, "torchtitan 24": 0.75, "torchtitan 25": 0.75, "automodel": 0.9}
+
+
+@dataclass
+class Case:
+    """A row, and the work of its step."""
+
+    measured: published.Measured
+    work: StepWork
+    device: Device
+
+
+def names(cases: Sequence[Case]) -> list[str]:
+    """Of all parameters."""
+    found = list(PRIORS)
+    soft = {case.measured.software for case in cases}
+    for word in (*CHAIN, *OTHERS):
+        if word in soft and word != BASE:
+            found += [f"speed:{word}", f"mixtures:{word}"]
+    return found
+
+
+def efficiencies(
+    theta: Theta, software: str, *, graphs: str = "none", overlaps: bool = False, experts: bool = False
+) -> Efficiencies:
+    """From logarithms of ratios to what is expected."""
+    v = {name: prior * np.exp(theta.get(name, 0.0)) for name, (prior, _) in PRIORS.items()}
+    speed = float(EXPECTED.get(software, 1.0) * np.exp(theta.get(f"speed:{software}", 0.0)))
+    v["products.tensorwise"] *= v["products.bf16"]
+    attention = float(v["attention"] * (v["flash2"] if software in FLASH2 else 1.0))
+    products = {
+        "bf16": v["products.bf16"],
+        "fp16": v["products.bf16"],
+        "fp32": v["products.bf16"],
+        **dict.fromkeys(("delayed", "tensorwise"), v["products.tensorwise"]),
+        "blockwise": v["products.tensorwise"] * 0.9,
+        "mxfp8": v["products.mxfp8"] * v["products.tensorwise"],
+        "nvfp4": v["products.nvfp4"],
+    }
+    return Efficiencies(
+        software=software,
+        products={k: float(x) for k, x in products.items()},
+        grouped=float(v["grouped"]),
+        grouped_low=float(v["grouped_low"]),
+        fixed=float(v["fixed"]),
+        attention=attention,
+        attention_backward=attention * BACKWARD,
+        softmax=float(v["softmax"]),
+        memory=float(v["memory"]),
+        fast_link=float(v["fast_link"]),
+        network=float(v["network"]),
+        waves_lost=float(v["waves_lost"]),
+        depth_lost=float(v["depth_lost"]),
+        launch_us=float(v["launch_us"]),
+        pass_us=float(v["pass_us"]) * (graphs != "full"),
+        routing_us=float(v["routing_us"]),
+        graphed={"none": 1.0, "partial": float(v["graphed"]), "full": 0.0}[graphs],
+        latency_us=8.0,
+        overlapped={
+            **{axis: max(0.0, 1 - float(v[f"exposed.{axis}"])) for axis in ("tp", "ep", "dp", "pp")},
+            "cp": 0.8,
+            **({} if overlaps else {"tp": 0.0}),
+            **({} if experts else {"ep": 0.0}),
+        },
+        power=float(v["power"]),
+        blackwell=float(v["blackwell"]),
+        mixtures=float(np.exp(theta.get(f"mixtures:{software}", 0.0))),
+        speed=speed,
+    )
+
+
+def predicted(case: Case, theta: Theta) -> float:
+    """Tokens a second and device."""
+    return timed(case, theta).tokens_per_second_per_device
+
+
+def timed(case: Case, theta: Theta) -> StepTime:
+    """The step of a row."""
+    m = case.measured
+    row = m.row
+    return priced(
+        case.work,
+        case.device,
+        efficiencies(
+            theta,
+            m.software,
+            graphs=published.graphed(row),
+            overlaps=published.overlapped(row),
+            experts=published.experts_overlapped(row),
+        ),
+    )
+
+
+def prior(theta: Theta) -> list[float]:
+    """How far parameters are from what is expected, in deviations."""
+    found = [theta.get(name, 0.0) / spread for name, (_, spread) in PRIORS.items()]
+    for kind, spread in (("speed", SPEED), ("mixtures", MIXTURES)):
+        for one, next_ in pairwise(CHAIN):
+            found.append((theta.get(f"{kind}:{one}", 0.0) - theta.get(f"{kind}:{next_}", 0.0)) / spread)
+        near = (theta.get(f"{kind}:torchtitan 24", 0.0) - theta.get(f"{kind}:torchtitan 25", 0.0)) / spread
+        found.append(near)
+        for word, wide in OTHERS.items():
+            found.append(theta.get(f"{kind}:{word}", 0.0) / (wide if kind == "speed" else MIXTURES))
+    return found
+
+
+NOISE = 0.06
+"""Of published repetitions of one configuration."""
+
+
+def fit(cases: Sequence[Case], start: Theta | None = None, rounds: int = 6) -> Theta:
+    """Least squares of logarithms, with outliers weighed less; Gauss and Newton."""
+    keys = names(cases)
+    x = np.array([(start or {}).get(key, 0.0) for key in keys])
+
+    def errors(x: np.ndarray) -> np.ndarray:
+        theta = dict(zip(keys, x, strict=True))
+        return np.array([np.log(predicted(c, theta) / c.measured.tokens) / NOISE for c in cases])
+
+    def priors(x: np.ndarray) -> np.ndarray:
+        return np.array(prior(dict(zip(keys, x, strict=True))))
+
+    def cost(e: np.ndarray, q: np.ndarray) -> float:
+        return float(np.sum(np.sqrt(1 + e**2) - 1) * 2 + np.sum(q**2))
+
+    step = 0.01
+    q0 = priors(np.zeros(len(keys)))
+    pj = np.stack([(priors(np.eye(len(keys))[i]) - q0) for i in range(len(keys))], axis=1)
+    e = errors(x)
+    for _ in range(rounds):
+        jac = np.stack([(errors(x + step * np.eye(len(keys))[i]) - e) / step for i in range(len(keys))], axis=1)
+        w = 1 / np.sqrt(1 + e**2)
+        a = jac.T @ (w[:, None] * jac) + pj.T @ pj
+        b = jac.T @ (w * e) + pj.T @ priors(x)
+        move = -np.linalg.solve(a, b)
+        now, scale = cost(e, priors(x)), 1.0
+        while scale > 0.05:
+            new = x + scale * move
+            e2 = errors(new)
+            if cost(e2, priors(new)) < now:
+                break
+            scale /= 2
+        else:
+            break
+        gain = now - cost(e2, priors(new))
+        x, e = new, e2
+        if gain < 1e-3 * now:
+            break
+    return {key: float(value) for key, value in zip(keys, x, strict=True)}
+
+
+def without(cases: Sequence[Case], theta: Theta, what: Callable[[Case], str]) -> list[float]:
+    """Errors of each case by a fit on those that differ in `what`."""
+    out = [0.0] * len(cases)
+    for left in sorted({what(case) for case in cases}):
+        rest = fit([case for case in cases if what(case) != left], theta, rounds=3)
+        for index, case in enumerate(cases):
+            if what(case) == left:
+                out[index] = error(case, rest)
+    return out
+
+
+def error(case: Case, theta: Theta) -> float:
+    """Predicted throughput over the published one, less one."""
+    return predicted(case, theta) / case.measured.tokens - 1
+
+
+def pairs(cases: Sequence[Case], errors: Sequence[float]) -> tuple[int, int]:
+    """Of two rows of one model on as many devices that differ by more than repetitions do: how many are ranked as
+    published, and how many there are."""
+    right = number = 0
+    for (one, e1), (two, e2) in combinations(list(zip(cases, errors, strict=True)), 2):
+        a, b = one.measured, two.measured
+        same = all(a.row[key] == b.row[key] for key in ("model", "gpu", "gpus", "seq"))
+        if not same or abs(np.log(a.tokens / b.tokens)) < NOISE:
+            continue
+        number += 1
+        right += (a.tokens > b.tokens) == (a.tokens * (1 + e1) > b.tokens * (1 + e2))
+    return right, number
+
+
+def said(what: str, errors: Sequence[float]) -> dict[str, float]:
+    """Median, 95th percentile and largest of errors, printed."""
+    size = np.abs(errors)
+    found = {"median": float(np.median(size)), "p95": float(np.quantile(size, 0.95)), "worst": float(size.max())}
+    print(f"{what}: " + ", ".join(f"{name} {value:.1%}" for name, value in found.items()))
+    return found
+
+
+def read(path: Path) -> list[Case]:
+    """Rows of a file that are configurations; the others are printed with the reason."""
+    cases: list[Case] = []
+    for row in published.rows(path):
+        found = published.measured(row)
+        if isinstance(found, str):
+            print(f"left out: {row['model']} {row['gpu']} {row['gpus']} {row['precision']}: {found}")
+        else:
+            cases.append(Case(found, step_work(found.run), device_of(found.run.cluster)))
+    return cases
+
+
+def saved(theta: Theta) -> dict[str, Any]:
+    """The efficiencies of mtrain, which captures no graphs and overlaps neither tensor- nor expert-parallel sends."""
+    found = asdict(efficiencies(theta, BASE)) | {"software": SOFTWARE}
+    return {key: _rounded(value) for key, value in found.items()}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return float(f"{value:.3g}") if isinstance(value, float) else value
+
+
+def main() -> int:
+    """Fit, compare, print, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, nargs="?", help="rows that are predicted and not fitted")
+    parser.add_argument("--write", action="store_true", help="save the efficiencies and the results")
+    options = parser.parse_args()
+    cases = read(published.FILE)
+    theta = fit(cases)
+    if options.file is not None:
+        others = read(options.file)
+        for case in others:
+            print(
+                f"{case.measured.label()} {case.measured.tokens:8.0f} {predicted(case, theta):8.0f} "
+                f"{error(case, theta):+7.1%}"
+            )
+        said("rows that were not fitted", [error(case, theta) for case in others])
+        return 0
+    inside = [error(case, theta) for case in cases]
+    by_model = without(cases, theta, lambda case: case.measured.model)
+    by_device = without(cases, theta, lambda case: case.measured.row["gpu"])
+    print(f"{'':94} published    fitted  model left out  device left out")
+    for case, *errors in zip(cases, inside, by_model, by_device, strict=True):
+        print(f"{case.measured.label()} {case.measured.tokens:8.0f}", *(f"{e:+14.1%}" for e in errors))
+    results: dict[str, Any] = {"rows": len(cases), "fitted": said("fitted", inside)}
+    results["model_left_out"] = said("each model left out", by_model)
+    results["device_left_out"] = said("each device left out", by_device)
+    newest = [e for case, e in zip(cases, by_model, strict=True) if case.measured.software in CHAIN]
+    results["model_left_out_megatron_bridge"] = said("each model left out, rows of Megatron-Bridge alone", newest)
+    right, number = pairs(cases, by_model)
+    results["pairs"] = {"right": right, "of": number}
+    print(f"pairs of layouts or releases ranked as published: {right} of {number}")
+    results["software"] = {
+        name: {"speed": round(float(e.speed), 3), "with_experts": round(float(e.mixtures), 3)}
+        for name in (*CHAIN, *OTHERS)
+        for e in [efficiencies(theta, name)]
+    }
+    for name, factor in results["software"].items():
+        print(f"  {name:16} speed {factor['speed']:.3f}, of models with experts {factor['with_experts']:.3f} more")
+    if options.write:
+        FILE.write_text(HEAD + yaml.safe_dump(saved(theta), sort_keys=False, width=116))
+        (published.ROOT / "benchmarks/results/plan_time.json").write_text(json.dumps(results, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

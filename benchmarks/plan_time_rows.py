@@ -1,0 +1,337 @@
+"""Rows of published throughput as configurations of mtrain, with the software that they were measured with."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from mtrain.cli.setup import load
+from mtrain.config.paths import choices_of_group
+from mtrain.config.resolve import Machine
+from mtrain.config.run import RunConfig
+from mtrain.errors import MtrainError
+from mtrain.plan.count import flops_per_token, parameters
+
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "benchmarks" / "data" / "published_throughput.csv"
+BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
+Row = dict[str, str]
+
+NAMES = {"deepseek_v3_nomtp": "deepseek_v3", "qwen2.5_32b": "qwen25_32b"}
+LONGEST = 1 << 17
+# What rows of Megatron-Bridge leave out, as its own recipes say at the tag of each release: v0.2.0 (25.11), v0.3.0
+# (26.02), v0.4.0 (26.04) and 067f987 (26.06 and later). A row matches (model, gpu, releases).
+GB = ("gb200", "gb300")
+FIRST_FULL = "26.06"
+"""Release from which whole iterations of models with experts in MXFP8 are captured, and experts' sends overlap."""
+WHOLE = ("deepseek_v3", "qwen3_30b_a3b", "qwen3_235b_a22b", "gpt_oss_120b")
+PARTLY = ("qwen3_235b_a22b", "deepseek_v3", "gpt_oss_120b")
+"""Models with experts whose attention, router and dispatch are captured by parts on Grace hosts before that; of
+Qwen3-30B the router alone is."""
+AGAIN = {
+    ("deepseek_v3", "gb200"): "mla_up_proj",
+    ("deepseek_v3", "gb300"): "mla_up_proj",
+    ("deepseek_v3", "b200"): "mla_up_proj",
+    ("deepseek_v3", "b300"): "mla_up_proj",
+    ("deepseek_v3", "h100"): "mla_up_proj,mlp",
+    ("gpt_oss_120b", "h100"): "layernorm,moe_act",
+    ("gpt_oss_120b", "b200"): "layernorm,moe_act",
+    ("gpt_oss_120b", "gb200"): "layernorm,moe_act",
+}
+ALL_TO_ALL = {
+    ("gpt_oss_120b", "gb300"): "26.04",
+    ("gpt_oss_120b", "gb200"): "26.02",
+    ("gpt_oss_120b", "h100"): "26.08",
+    ("gpt_oss_120b", "b200"): "26.04",
+    ("gpt_oss_120b", "b300"): "26.02",
+    ("qwen3_235b_a22b", "b200"): "26.04",
+    ("qwen3_235b_a22b", "b300"): "26.02",
+    ("qwen3_235b_a22b", "h100"): "26.08",
+    ("qwen3_30b_a3b", "b200"): "26.02",
+    ("qwen3_30b_a3b", "h100"): "25.11",
+    ("deepseek_v3", "b200"): "25.11",
+}
+"""Rows up to that release have the all-to-all dispatcher."""
+OVERLAPPED = {
+    ("qwen3_30b_a3b", "h100"): "26.02",
+    ("qwen3_235b_a22b", "h100"): "26.08",
+    ("qwen3_235b_a22b", "b200"): "25.11",
+    ("qwen3_235b_a22b", "b300"): "26.02",
+}
+"""Rows up to that release have experts' sends beside computation, with pipelines of virtual stages."""
+PER_NODE = {"gb200": 4, "gb300": 4}
+SELECTIVE = 0.45
+"""torchtitan's selective recomputation saves every other product and attention: of a forward that is two thirds
+products and a fifth attention, half of the first and none of the second are computed again, and all of the rest."""
+RELEASE = re.compile(r"(2[5-9]\.\d\d)(?:\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row that is a configuration."""
+
+    row: Row
+    model: str
+    """Whole models are left out together: one model with all its variants."""
+    run: RunConfig
+    software: str
+    tokens: float
+    """Tokens a second and device, published."""
+
+    def label(self) -> str:
+        """Of a line of the table."""
+        r = self.row
+        layout = " ".join(f"{key}{r[key]}" for key in ("tp", "pp", "vp", "cp", "ep") if r[key] not in ("", "1"))
+        return (
+            f"{r['model']:24} {r['gpu']:5} {r['gpus']:>4} {r['precision']:14} {layout or 'dp':22} {self.software:18}"
+        )
+
+
+def rows(path: Path = FILE) -> list[Row]:
+    """Of a file, without its remarks."""
+    with path.open() as lines:
+        return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+def software(row: Row) -> str:
+    """Who measured, and with which release."""
+    source = row["source"]
+    if source.endswith("performance summary"):
+        return "bridge 26.02"
+    if "torchtitan" in source:
+        return "torchtitan 25" if "2025" in source else "torchtitan 24"
+    if "Automodel" in source:
+        return "automodel"
+    if "core 0.8" in source:
+        return "core 0.8"
+    found = RELEASE.search(source)
+    return f"bridge {found[1]}" if found else "bridge 26.08"
+
+
+def base_name(row: Row) -> str:
+    """The model that a row trains, without how it does."""
+    return row["model"].removesuffix("_tokendrop").removesuffix("_nomtp")
+
+
+def release(row: Row) -> str:
+    """Of Megatron-Bridge, as 26.04; empty of other software."""
+    found = software(row)
+    return found.removeprefix("bridge ") if found.startswith("bridge ") else ""
+
+
+def whole_iterations(row: Row) -> bool:
+    """Whether CUDA graphs hold whole iterations."""
+    if release(row) < FIRST_FULL or row["precision"] != "mxfp8" or base_name(row) not in WHOLE:
+        return False
+    return row["gpu"] in GB or (base_name(row), row["gpu"]) in (("deepseek_v3", "b300"), ("qwen3_30b_a3b", "b300"))
+
+
+def graphed(row: Row) -> Literal["none", "partial", "full"]:
+    """What CUDA graphs hold."""
+    if whole_iterations(row):
+        return "full"
+    grace = row["gpu"] in GB and bool(release(row))
+    captured = row["ep"] in ("", "1") or base_name(row) in PARTLY
+    if (base_name(row), row["gpu"]) in (("gpt_oss_120b", "gb200"), ("deepseek_v3", "gb300")):
+        captured = row["precision"] == "bf16" and base_name(row) == "deepseek_v3"
+    return "partial" if "graph" in row["source"] or (grace and captured) else "none"
+
+
+def experts_overlapped(row: Row) -> bool:
+    """Whether tokens travelled to experts beside computation."""
+    key = base_name(row), row["gpu"]
+    before = "25.09" < release(row) <= OVERLAPPED.get(key, "") and row["vp"] not in ("", "1")
+    return bool(release(row)) and (before or whole_iterations(row) or "EP overlap" in row["source"])
+
+
+def overlapped(row: Row) -> bool:
+    """Whether tensor-parallel sends ran beside products: Megatron's of dense models, torchtitan's async TP."""
+    if "torchtitan" in row["source"]:
+        return "async TP" in row["source"]
+    return "Automodel" not in row["source"] and row["ep"] in ("", "1")
+
+
+def obstacle(row: Row) -> str | None:
+    """Why a row is no configuration of mtrain."""
+    base = row["model"].removesuffix("_tokendrop")
+    if base.endswith("_lora"):
+        return "adapters, which are not counted yet"
+    if NAMES.get(base, base) not in choices_of_group("model"):
+        return f"{base} is not a model that ships"
+    if not (row["tp"] and row["pp"] and row["gbs"] and row["gpus"]):
+        return "the source leaves the layout out"
+    if "torchtitan" in row["source"] and row["cp"] not in ("", "1"):
+        return "torch's ring attention, which is not TransformerEngine's"
+    if row["precision"] == "fp8_rowwise":
+        return "a scale for each row is no recipe of TransformerEngine"
+    if row["pp"] not in ("", "1") and not row["vp"] and "Bridge" in row["source"] and _few(row):
+        return "the source leaves the virtual stages out, which decide the bubble of so few micro-batches"
+    if not row["tokens_s_per_gpu"] and not row["tflops_per_gpu"]:
+        return "no figure"
+    return None
+
+
+def _few(row: Row) -> bool:
+    p = {key: int(row[key] or 1) for key in ("tp", "pp", "cp", "mbs", "gpus", "gbs")}
+    return p["gbs"] * p["tp"] * p["pp"] * p["cp"] < 8 * p["pp"] * p["gpus"] * p["mbs"]
+
+
+def degrees(row: Row) -> dict[str, int]:
+    """Of the layout; the runs of Megatron-LM's scaling table were interleaved, by two layers where that divides."""
+    p = {key: int(row[key] or 1) for key in ("tp", "pp", "vp", "cp", "ep")}
+    if "core 0.8" in row["source"] and p["pp"] > 1:
+        each = layers_of(row["model"]) // p["pp"]
+        p["vp"] = each // 2 if each % 2 == 0 else each
+    return p
+
+
+def words(row: Row) -> list[str]:
+    """The configuration of a row."""
+    name = row["model"].removesuffix("_tokendrop")
+    p = degrees(row)
+    layout = "".join(f"{'vpp' if key == 'vp' else key}{n}" for key, n in p.items() if (n > 1 and key != "vp") or
+                     (key == "vp" and n > 1 and p["pp"] > 1))  # fmt: skip
+    gpus, seq = int(row["gpus"]), row["seq"] or "4096"
+    per_node = min(gpus, PER_NODE.get(row["gpu"], 8))
+    micro = row["mbs"] or "1"
+    precision = row["precision"]
+    found = [
+        *(f"model={NAMES.get(name, name)}", f"parallel={layout or 'single'}", f"precision={precision}"),
+        *("data=mock", f"data.seq_length={seq}", "trainer.sample_tokens=0"),
+        *(f"trainer.micro_batch_size={micro}", f"trainer.global_batch_size={row['gbs']}"),
+        *(f"cluster={row['gpu']}", f"cluster.nodes={gpus // per_node}", f"cluster.devices_per_node={per_node}"),
+        f"parallel.ranks={gpus}",
+        "cluster.device_memory_gib=4096",  # what is published did fit, with what it does not say
+    ]
+    found += ["parallel.sequence_parallel=true"] if p["tp"] > 1 else []
+    found += [f"model.max_position_embeddings={seq}"] if int(seq) > LONGEST else []
+    found += ["kernels.default=reference", "kernels.attention=torch"] if "eager" in row["source"] else []
+    found += ["kernels.loss=megatron"] if "core 0.8" in row["source"] else []
+    found += ["model.mtp_num_layers=null", "model.mtp_loss_scaling_factor=null"] if name.endswith("_nomtp") else []
+    found += _experts(row, p) + _sharded(row) + _again(row) + _stages(row, p)
+    return found
+
+
+def _experts(row: Row, p: dict[str, int]) -> list[str]:
+    name = row["model"]
+    if p["ep"] == 1 and not name.startswith(("qwen3_", "deepseek", "gpt_oss")):
+        return []
+    found = ["parallel.etp=1"]
+    if "tokendrop" in name:
+        found += ["model.moe.expert_capacity_factor=1.0", "model.moe.pad_expert_input_to_capacity=true"]
+    elif p["ep"] > 1 and _flex(row):
+        found += ["model.moe.token_dispatcher_type=flex"]
+    return found
+
+
+def _flex(row: Row) -> bool:
+    """Whether tokens go to a domain once, by DeepEP or HybridEP."""
+    key, found = (base_name(row), row["gpu"]), release(row)
+    return not found or key == ("deepseek_v3", "h100") or found > ALL_TO_ALL.get(key, "25.09")
+
+
+def _sharded(row: Row) -> list[str]:
+    if "FSDP" in row["source"] and row["ep"] in ("", "1"):
+        return ["parallel.fsdp=fsdp2"]
+    return ["parallel.distributed_optimizer=true"] if int(row["gpus"]) > int(row["tp"]) * int(row["pp"]) else []
+
+
+def _again(row: Row) -> list[str]:
+    if row["recompute"] == "full" or (
+        not row["recompute"] and "Automodel" in row["source"] and "llama" in row["model"]
+    ):
+        return ["parallel.recompute.granularity=full"]
+    if "Bridge" in row["source"] and (base_name(row), row["gpu"]) in AGAIN and not whole_iterations(row):
+        modules = AGAIN[base_name(row), row["gpu"]]
+        if base_name(row) == "deepseek_v3" and row["gpu"] == "gb300" and release(row) <= "25.11":
+            modules = "moe_act"
+        return ["parallel.recompute.granularity=selective", f"parallel.recompute.modules=[{modules}]"]
+    if row["recompute"] == "selective":
+        again = round(SELECTIVE * layers_of(row["model"]))
+        return [f"parallel.recompute.{word}" for word in ("granularity=full", "method=block", f"num_layers={again}")]
+    return []
+
+
+def layers_of(name: str) -> int:
+    """Layers of a model that ships."""
+    base = name.removesuffix("_tokendrop")
+    values = yaml.safe_load((ROOT / "conf" / "model" / f"{NAMES.get(base, base)}.yaml").read_text())
+    if "num_layers" in values:
+        return int(values["num_layers"])
+    return layers_of(next(word for word in values["defaults"] if word != "_self_"))
+
+
+def _stages(row: Row, p: dict[str, int]) -> list[str]:
+    """Layers that do not divide: the embedding and the output layer count as one, or the last stages have fewer."""
+    parts = p["pp"] * (p["vp"] if p["pp"] > 1 else 1)
+    if parts == 1:
+        return []
+    layers = layers_of(row["model"])
+    if layers % parts == 0:
+        return []
+    if (layers + 2) % parts == 0 and not row["model"].startswith("deepseek"):
+        both = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+        return [f"parallel.{key}=true" for key in both]
+    more = int(row["model"].startswith("deepseek") and not row["model"].endswith("_nomtp"))
+    each = -(-(layers + more + 1) // parts)
+    sizes = [each] * parts
+    extra = each * parts - layers
+    sizes[-1] -= min(extra, each)
+    extra -= min(extra, each)
+    for i in range(extra):
+        sizes[i] -= 1
+    texts = [
+        f"{'E' if i == 0 else ''}{'t' * n}{'m' * more + 'L' if i == parts - 1 else ''}" for i, n in enumerate(sizes)
+    ]
+    return [f"parallel.pipeline_layout='{'|'.join(texts)}'"]
+
+
+def contradicted(m: Measured) -> str | None:
+    """Why a row cannot have been measured as it says: to gather its weights takes longer than its step."""
+    run, c = m.run, m.run.cluster
+    p, t = run.parallel, run.trainer
+    if p.fsdp == "none" or c.network_gbitps is None or c.fast_link_devices is None:
+        return None
+    inside = min(c.fast_link_devices, p.ranks or 1)
+    if inside == p.ranks:
+        return None
+    weights = 2 * parameters(run.model) / (p.tp * p.pp)
+    least = 2 * (t.batch // (t.micro * p.dp)) * weights / (inside / p.tp * c.network_gbitps / 8 * 1e9)
+    step = t.batch * run.data.length / (p.ranks or 1) / m.tokens
+    if least <= step:
+        return None
+    return (
+        f"weights gathered twice a micro-batch take {least:.1f} s at all of the network's rate, its step {step:.1f} s"
+    )
+
+
+def measured(row: Row) -> Measured | str:
+    """A row as a configuration, or why it is none."""
+    why = obstacle(row)
+    if why:
+        return why
+    try:
+        run = load(words(row), BIG, {}, to_run=False).run
+    except MtrainError as error:
+        return str(error).splitlines()[0][:200]
+    if whole_iterations(row) and (base_name(row), row["gpu"]) != ("deepseek_v3", "gb200"):  # attention in 8 bits
+        low = run.precision.model_copy(update={"fp8_dot_product_attention": True})
+        run = run.model_copy(update={"precision": low})
+    found = _case(row, run)
+    return contradicted(found) or found
+
+
+def _case(row: Row, run: RunConfig) -> Measured:
+    tokens = row["tokens_s_per_gpu"]
+    base = base_name(row)
+    model = {"llama31_8b": "llama3_8b"}.get(base, base)
+    if tokens:
+        return Measured(row, model, run, software(row), float(tokens))
+    # Megatron-LM's figure counts attention to every key
+    each = flops_per_token(run.model, run.data.length, causal=False)
+    return Measured(row, model, run, software(row), float(row["tflops_per_gpu"]) * 1e12 / each)

@@ -1,0 +1,168 @@
+"""`plan --calibrate`: the rates of a kind of machine from measured steps and kernels, as a choice of `cluster`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from os.path import expanduser
+from pathlib import Path
+
+from mtrain import strict_json
+from mtrain.cli.measured_files import Found, bad, found
+from mtrain.cli.setup import load
+from mtrain.config.cluster import ClusterConfig
+from mtrain.config.devices import facts_of
+from mtrain.config.dump import spell
+from mtrain.config.run import RunConfig
+from mtrain.errors import say_page
+from mtrain.plan.time.calibrate import EXPECTED, Fit, fitted
+from mtrain.plan.time.device import missing
+from mtrain.units import duration
+
+USAGE = "plan --calibrate RUN_OR_FILE... out=FILE.yaml, with cluster=NAME where only kernels of a GPU were measured"
+SHARES, LEAST, MOST = ("products", "memory"), 0.02, 1.25
+"""Shares of what a data sheet states, and within which bounds they can have been measured."""
+UNSAID = ("price_per_device_hour",)
+"""Keys that no file of rates says."""
+
+
+def run(argv: Sequence[str], *, as_json: bool = False) -> int:
+    """Fits the rates of a machine on what run folders and files say, and writes them; returns the exit code.
+
+    Raises:
+        ConfigError: nothing is measured, on different machines, or the file is there already.
+    """
+    given = [word for word in argv if "=" in word and word.partition("=")[0].partition(".")[0] in ("out", "cluster")]
+    outs = [word.removeprefix("out=") for word in given if word.startswith("out=")]
+    words = [word for word in argv if word not in given]
+    if not words or len(outs) != 1 or not outs[0]:
+        raise bad("calibrating needs run folders or files of what was measured, and out=FILE once", USAGE)
+    out = Path(expanduser(outs[0]))
+    if "\0" in outs[0] or not out.name:
+        raise bad("out names no file", "out=FILE.yaml", "MT704")
+    if out.exists() or out.is_symlink():
+        raise bad(f"{out} is there already; nothing is written over", "out=FILE with another name", "MT704")
+    measured = found([Path(expanduser(word)) for word in words])
+    best = _fitted(measured, [word for word in given if not word.startswith("out=")])
+    best = replace(best, cluster=best.cluster.model_copy(update={"name": _name(out), "software": _software()}))
+    _write(out, best, measured)
+    say_page(_as_json(measured, best) if as_json else _page(measured, best, out))
+    return 0
+
+
+def _fitted(measured: Found, words: Sequence[str]) -> Fit:
+    runs = [one.run for _, one in measured.runs]
+    if words and runs:
+        raise bad(f"{words[0]}: the runs say on which cluster they were", USAGE)
+    for name, value in (("device", _device), ("number format", _format)):
+        if len(kinds := {value(run) for run in runs}) > 1:
+            raise bad(f"the runs differ in their {name}: {', '.join(sorted(kinds))}", "runs of one kind of machine")
+    _one_format(runs)
+    start = runs[0].cluster if runs else _named(words)
+    _stated_enough(start, measured)
+    try:
+        best = fitted([one for _, one in measured.runs], start, measured.kernels)
+    except ValueError as error:
+        raise bad(str(error), "runs of another model", "MT254") from None
+    for name, share in best.cluster.reached.items():
+        if name in SHARES and not LEAST <= share <= MOST:
+            rule = (
+                f"{name}: the kernels reached {share:.2g} of what {start.name} states, so they ran on something else"
+            )
+            raise bad(rule, "the cluster that they were measured on", "MT254")
+    return best
+
+
+def _one_format(runs: Sequence[RunConfig]) -> None:
+    """A CPU has one rate of products."""
+    for run in runs:
+        p = run.precision
+        if facts_of(run.cluster.device).on_host and p.multiplies_in != p.format:
+            rule = f"products in {p.multiplies_in} have no rate on a CPU"
+            raise bad(rule, "runs whose products are in the format of their weights", "MT254")
+
+
+def _named(words: Sequence[str]) -> ClusterConfig:
+    """The cluster that words say, this machine's CPU without any."""
+    return load(
+        ["model=llama_tiny", "data=mock", *(words or ["cluster=cpu"])], environment={}, to_run=False
+    ).run.cluster
+
+
+def _stated_enough(start: ClusterConfig, measured: Found) -> None:
+    """A GPU's rates are stated by its data sheet; only what is reached of them is measured."""
+    if facts_of(start.device).on_host:
+        return
+    formats = [one.format for one in measured.kernels]
+    lacks = list(missing(start, tuple(formats), 1))
+    for _, one in measured.runs:
+        p = one.run.precision
+        lacks += missing(start, (p.format, p.multiplies_in), one.run.parallel.ranks or 1)
+    if lacks:
+        rule = f"what is reached on {start.name} cannot be said without {', '.join(dict.fromkeys(lacks))}"
+        raise bad(rule, "cluster=h100, or those keys from a data sheet in a cluster file", "MT254")
+
+
+def _device(run: RunConfig) -> str:
+    return run.cluster.device
+
+
+def _format(run: RunConfig) -> str:
+    return run.precision.format
+
+
+def _name(out: Path) -> str:
+    plain = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "_" for c in out.stem).lstrip("_.-")
+    return plain[:100] or "calibrated"
+
+
+def _software() -> str:
+    return ", ".join(f"{name} {_version(name)}" for name in ("torch", "megatron-core"))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _write(out: Path, best: Fit, measured: Found) -> None:
+    values = best.cluster.model_dump(exclude_defaults=True, exclude=set(UNSAID))
+    lines = [f"{key}: {spell(value)}\n" for key, value in values.items()]
+    head = f"# Rates from {_counted(measured)} on a machine, with the releases named below.\n"
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(head + "".join(lines))
+    except OSError as error:
+        raise bad(f"{out} cannot be written: {error.strerror}", "out=FILE in another folder", "MT704") from None
+
+
+def _counted(measured: Found) -> str:
+    runs, files = len(measured.runs), len(measured.kernels)
+    words = [f"{runs} measured run{'s' * (runs > 1)}"] if runs else []
+    words += [f"{files} file{'s' * (files > 1)} of kernels"] if files else []
+    return " and ".join(words)
+
+
+def _as_json(measured: Found, best: Fit) -> str:
+    rows = [
+        {"run": name, "step_s": one.step_s, "error": error}
+        for (name, one), error in zip(measured.runs, best.errors, strict=True)
+    ]
+    data = {"cluster": best.cluster.model_dump(mode="json"), "runs": rows, "kernels": len(measured.kernels)}
+    return strict_json.dumps(data, indent=2)
+
+
+def _page(measured: Found, best: Fit, out: Path) -> str:
+    lines = [f"measured  planned  {'':7}  run"] if measured.runs else []
+    for (name, one), error in zip(measured.runs, best.errors, strict=True):
+        planned = duration(one.step_s * (1 + error))
+        lines.append(f"{duration(one.step_s):>8}  {planned:>7}  {error:+7.1%}  {name}")
+    if len(measured.runs) < len(EXPECTED) and facts_of(best.cluster.device).on_host:
+        lines.append(
+            f"note: {_counted(measured)} for {len(EXPECTED)} rates: what they do not show is near what is usual"
+        )
+    lines += [f"reached: {name} {share:.3g}" for name, share in best.cluster.reached.items()]
+    return "\n".join([*lines, f"{out}: take it as cluster=./{out}" if not out.is_absolute() else f"cluster={out}"])

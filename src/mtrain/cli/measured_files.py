@@ -1,0 +1,131 @@
+"""What `plan --calibrate` reads: run folders, files of measured rows, and results of kernels/bench/run.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from mtrain.cli.setup import load
+from mtrain.config.files import read_bytes
+from mtrain.config.formats import Format
+from mtrain.config.run_file import read_run_file
+from mtrain.errors import ConfigError, Problem
+from mtrain.plan.time.calibrate import Measured, Rates
+
+WARM = 3
+"""First steps of a run, which are slower."""
+LARGEST = 64 << 20
+"""Bytes of a file of measurements."""
+ROWS = '[{"overrides": ["model=llama_tiny"], "step_s": 0.2}]'
+FORMATS: dict[str, Format] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+"""Of torch -> of a cluster."""
+KERNELS = '{"dtype": "bfloat16", "ceilings": {"copy_bytes_per_s": 3e12, "gemm_flop_per_s": 7e14}}'
+SMALLEST, MOST = 1e-12, 1e21
+"""Of any number that is measured: what lies outside was not measured."""
+CEILINGS = ("gemm_flop_per_s", "copy_bytes_per_s")
+
+
+@dataclass
+class Found:
+    """Everything that was measured."""
+
+    runs: list[tuple[str, Measured]] = field(default_factory=list)
+    """With names for a table."""
+    kernels: list[Rates] = field(default_factory=list)
+
+
+def found(paths: list[Path]) -> Found:
+    """What run folders and files say.
+
+    Raises:
+        ConfigError: one of them is neither, or holds no numbers.
+    """
+    every = Found()
+    for path in paths:
+        if path.is_dir():
+            every.runs.append((path.name, _of_run(path)))
+            continue
+        data = _json(path)
+        if isinstance(data, dict) and "ceilings" in data:
+            every.kernels.append(_of_kernels(data, str(path)))
+        else:
+            every.runs += _of_rows(data, path)
+    return every
+
+
+def bad(rule: str, fix: str, code: str = "MT010", source: str = "command line") -> ConfigError:
+    """One problem."""
+    return ConfigError([Problem(code, "", None, rule, fix, source)])
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(read_bytes(path, str(path), LARGEST))
+    except (ValueError, RecursionError) as error:
+        fix = 'a list of {"overrides": [...], "step_s": ...}, or results of kernels/bench/run.py'
+        raise bad(f"is no JSON: {str(error)[:200]}", fix, "MT001", str(path)) from None
+
+
+def _of_kernels(data: Mapping[str, Any], source: str) -> Rates:
+    """The rates of a large product and of a copy."""
+    word, ceilings = data.get("dtype"), data["ceilings"]
+    form = FORMATS.get(word) if isinstance(word, str) else None
+    if form is None:
+        rule = f"kernels need dtype, one of {', '.join(FORMATS)}, and not {str(word)[:100]!r}"
+        raise bad(rule, KERNELS, "MT001", source)
+    if not isinstance(ceilings, dict):
+        raise bad("kernels need ceilings, a mapping of rates", KERNELS, "MT001", source)
+    products, memory = (_above_0(ceilings.get(key), key, f'"{key}": 1e12', source) for key in CEILINGS)
+    return Rates(form, products, memory)
+
+
+def _of_rows(rows: Any, path: Path) -> Iterator[tuple[str, Measured]]:
+    if not isinstance(rows, list) or not rows:
+        raise bad("holds no list of measured rows", ROWS, "MT001", str(path))
+    for number, row in enumerate(rows, start=1):
+        yield f"{path.name}, row {number}", _of_row(row, f"{path}: row {number}")
+
+
+def _of_row(row: Any, source: str) -> Measured:
+    words = row.get("overrides") if isinstance(row, dict) else None
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise bad("a row needs overrides, a list of words", '{"overrides": ["model=llama_tiny"]}', "MT001", source)
+    step = _seconds(row.get("step_s"), source)
+    update = _seconds(row["optimizer_s"], source) if row.get("optimizer_s") is not None else None
+    return Measured(load(words, environment={}, to_run=False).run, step, update)
+
+
+def _seconds(value: Any, source: str) -> float:
+    return _above_0(value, "seconds", '"step_s": 0.25', source)
+
+
+def _above_0(value: Any, what: str, fix: str, source: str) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not SMALLEST <= value <= MOST:
+        rule = f"{what} have to be a number above 0, and not {str(value)[:100]!r}"
+        raise bad(rule, fix, "MT001", source)
+    return float(value)
+
+
+def _of_run(folder: Path) -> Measured:
+    path = folder / "metrics.jsonl"
+    steps, updates = list[float](), list[float]()
+    for number, line in enumerate(read_bytes(path, str(path), LARGEST).splitlines(), start=1):
+        source = f"{path}:{number}"
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise bad(f"is no JSON: {str(error)[:200]}", "another run", "MT001", source) from None
+        if isinstance(values, Mapping) and "step_s" in values:
+            steps.append(_seconds(values["step_s"], source))
+            if values.get("optimizer_s") is not None:
+                updates.append(_seconds(values["optimizer_s"], source))
+    if len(steps) <= WARM:
+        rule = f"has {len(steps)} steps, and the first {WARM} are not counted"
+        raise bad(rule, f"a run of more than {WARM} steps", "MT001", str(path))
+    update = median(updates[WARM:]) if len(updates) == len(steps) else None
+    return Measured(read_run_file(folder / "run.yaml"), median(steps[WARM:]), update)

@@ -1,0 +1,179 @@
+"""`plan`: parameters, operations, memory and time of a configuration, counted in about a second without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from mtrain import strict_json
+from mtrain.cli.setup import Loaded, load
+from mtrain.cli.tables import table
+from mtrain.errors import ConfigError, Problem, say_page, say_styled, visible
+from mtrain.plan.report import alike, headline
+from mtrain.units import GIB, MIB, bytes_, count, duration, in_unit, seconds
+
+LEAST_SHARE = 0.001
+"""Of a step, that a part takes which is shown."""
+
+HEADS = {
+    "weights": "weights",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "low_precision": "fp8",
+    "activations": "activ",
+    "loss": "loss",
+    "recompute": "again",
+    "working": "work",
+    "communication": "comm",
+    "context": "context",
+    "reserve": "reserve",
+}
+"""Part of the memory -> head of its column."""
+
+
+def run(argv: Sequence[str], *, as_json: bool = False, draw: bool = False, html: str | None = None) -> int:
+    """Prints the plan of the configuration that `argv` describes, with pictures where `draw`; or writes the page
+    `html`. Returns the exit code.
+
+    Raises:
+        ConfigError: the configuration has errors, or the page cannot be written.
+    """
+    from mtrain.plan.report import report
+
+    loaded = load(argv, to_run=False)
+    to = None if html is None else _new(Path(html).expanduser())
+    try:
+        found = report(loaded.run)
+    except ValueError as error:
+        family, fix = loaded.run.model.family, "a family that says so"
+        raise ConfigError([Problem("MT254", "model.family", family, str(error), fix)]) from None
+    if as_json:
+        say_page(strict_json.dumps(found, indent=2))
+    elif to is None:
+        say_page(page(loaded, found))
+    if draw or to is not None:
+        _draw(loaded, found, to, beside=as_json)
+    return 0
+
+
+def _new(path: Path) -> Path:
+    if path.exists():
+        rule = f"{path} is there already; nothing is written over"
+        raise ConfigError([Problem("MT704", "html", str(path), rule, "another name", "command line")])
+    return path
+
+
+def _draw(loaded: Loaded, found: dict[str, Any], to: Path | None, *, beside: bool) -> None:
+    """The pictures, on the terminal or as a page."""
+    from mtrain.plan.rank import stage_memories
+    from mtrain.plan.timeline import timeline
+
+    stages = stage_memories(loaded.run)
+    line = timeline(stages) if stages[0].chunks else None
+    if to is None:
+        from mtrain.cli.plan_pictures import pictures
+
+        if not beside:
+            say_styled([("", "")], *pictures(found, stages, line))
+        return
+    from mtrain.cli.plan_page import page_of
+
+    try:
+        to.write_text(page_of(found, stages, line), encoding="utf-8")
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror}"
+        raise ConfigError([Problem("MT704", "html", str(to), rule, "another name", "command line")]) from None
+    if not beside:
+        say_page(f"plan of {found['model']}: {to}")
+
+
+def page(loaded: Loaded, found: dict[str, Any]) -> str:
+    """The plan as text."""
+    lines = [*_head(loaded, found), "", *_parameters(found["parameters"]), "", *_memory(found["memory"])]
+    lines += ["", *_time(found["time"])]
+    lines += ["", *(f"note: {note}" for note in found["notes"])] if found["notes"] else []
+    return "\n".join([*(problem.render() for problem in loaded.warnings), *map(visible, lines)])
+
+
+def _head(loaded: Loaded, found: dict[str, Any]) -> Iterator[str]:
+    r, numbers, flops = loaded.run, found["parameters"], found["flops_per_token"]
+    yield headline(found)
+    active = "" if numbers["active"] == numbers["total"] else f", {count(numbers['active'])} active"
+    frozen = f", {count(numbers['frozen'])} frozen" if numbers["frozen"] else ""
+    yield f"  parameters   {count(numbers['total'])}{active}{frozen}"
+    causal, every = (f"{flops[key] / 1e9:.4g}" for key in ("causal", "all_keys"))
+    yield f"  operations   {causal} GFLOP a token with causal attention, {every} with attention to every key"
+    tokens = r.trainer.micro * r.data.length
+    yield f"  micro-batch  {r.trainer.micro} x {r.data.length} = {count(tokens)} tokens"
+    yield f"  checkpoint   {bytes_(found['checkpoint']['bytes'])}"
+
+
+def _parameters(numbers: dict[str, Any]) -> list[str]:
+    kinds = list(numbers["by_kind"])
+    rows = [["stage", "layers", "a rank", *kinds]]
+    for row in alike(numbers["by_stage"]):
+        rows.append([row["stage"], row["layers"], count(row["rank"]), *(_count(row.get(kind, 0)) for kind in kinds)])
+    rows.append(["all", "", count(numbers["total"]), *(_count(n) for n in numbers["by_kind"].values())])
+    return ["parameters", *table(rows, left=2)]
+
+
+def _count(number: int) -> str:
+    return count(number) if number else "-"
+
+
+def _memory(memory: dict[str, Any]) -> list[str]:
+    stages = alike(memory["stages"])
+    parts = [part for part in HEADS if any(stage["parts"][part] for stage in stages)]
+    holds = memory["device"]
+    unit = GIB if peak_bytes(memory) >= 4 * GIB else MIB
+    rows = [["stage", "in flight", *(HEADS[part] for part in parts), "peak", *(["left"] if holds else [])]]
+    for stage in stages:
+        flying = _runs(stage["in_flight_by_chunk"])
+        left = [in_unit(holds - stage["peak"], unit)] if holds else []
+        sizes = [*(stage["parts"][part] for part in parts), stage["peak"]]
+        rows.append([stage["stage"], flying, *(in_unit(size, unit) for size in sizes), *left])
+    peak = memory["peak"]
+    lines = [f"memory of a rank, {'GiB' if unit == GIB else 'MiB'}", *table(rows, left=2)]
+    lines.append(f"  peak {bytes_(peak['bytes'])} on stage {peak['stage']}, {peak['where']}")
+    if holds:
+        left = memory["headroom"]
+        lines.append(f"  the device has {bytes_(holds)}: {bytes_(abs(left))} {'left' if left >= 0 else 'too little'}")
+    names = {HEADS[part]: memory["how"][part] for part in parts}
+    width = max(map(len, names))
+    return [*lines, *(f"  {name.ljust(width)}  {how}" for name, how in names.items())]
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Numbers, those that come more than twice in a row as `4x19`."""
+    words: list[str] = []
+    for number, group in groupby(numbers):
+        times = len(list(group))
+        words += [f"{number}x{times}"] if times > 2 else [str(number)] * times
+    return " ".join(words)
+
+
+def _time(time: dict[str, Any]) -> Iterator[str]:
+    """A step by part, and the whole run."""
+    if time["step_s"] is None:
+        yield f"time of a step: not known without {', '.join(time['missing'])}"
+        return
+    step, whole = time["step_s"], time["run"]
+    yield f"time of a step, {duration(step)}"
+    parts = {name: value for name, value in time["parts_s"].items() if value >= LEAST_SHARE * step}
+    rows = [[name, duration(value), f"{value / step:.1%}", time["how"][name]] for name, value in parts.items()]
+    yield from table(rows, left=1, ragged=(3,))
+    rate, all_ranks = time["tokens_per_s_per_device"], time["tokens_per_s"]
+    yield f"  {count(rate)} tokens/s and device, {count(all_ranks)} in all"
+    yield f"  MFU {time['mfu']:.1%} with causal attention, {time['mfu_all_keys']:.1%} with attention to every key"
+    cost = "" if whole["cost"] is None else f", cost {whole['cost']:,.0f}"
+    hours = f"{whole['device_hours']:,.4g} device hours"
+    yield f"  {whole['steps']} steps, {count(whole['tokens'])} tokens: {seconds(whole['seconds'])}, {hours}{cost}"
+    if time["save_s"] is not None:
+        yield f"  a checkpoint is written in {seconds(time['save_s'])}"
+
+
+def peak_bytes(memory: dict[str, Any]) -> int:
+    """Of the rank that needs the most."""
+    return int(memory["peak"]["bytes"])

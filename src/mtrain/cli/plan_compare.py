@@ -1,0 +1,104 @@
+"""`plan --compare RUN`: what was planned of a run beside what was measured, part by part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from os.path import expanduser
+from pathlib import Path
+
+from mtrain import strict_json
+from mtrain.config.files import read_bytes
+from mtrain.config.paths import CHECKPOINTS, RUN_FILE, program
+from mtrain.config.run import RunConfig
+from mtrain.config.run_file import read_run_file
+from mtrain.errors import ConfigError, CorruptData, Problem, say_page
+from mtrain.plan.compare import BOUNDS, METRICS, Row, lines_of, planned, rows
+from mtrain.units import bytes_, duration
+
+LARGEST = 64 << 20
+"""Bytes of the peaks of all ranks."""
+
+
+def run(folder: str, argv: Sequence[str], *, as_json: bool) -> int:
+    """Prints the comparison; the exit code.
+
+    Raises:
+        ConfigError: the folder is no run, or a word stands beside it.
+        CorruptData: what the run wrote cannot be read.
+    """
+    home = Path(expanduser(folder))
+    if argv:
+        rule = f"--compare: a run is what it was; {argv[0]} changes nothing in it"
+        raise ConfigError([Problem("MT010", "", None, rule, f"{program()} plan --compare {folder}", "command line")])
+    if not (home / RUN_FILE).is_file():
+        what = "does not exist" if not home.exists() else f"has no {RUN_FILE}"
+        fix = f"{program()} plan --compare RUN_FOLDER"
+        raise ConfigError([Problem("MT502", "", None, f"{home} {what}; --compare needs a run folder", fix)])
+    made = read_run_file(home / RUN_FILE)
+    found = compared(made, home)
+    if as_json:
+        say_page(strict_json.dumps({"run": str(home), "parts": [row.data() for row in found]}, indent=2))
+    else:
+        say_page("\n".join(_lines(made, found)))
+    return 0
+
+
+def compared(made: RunConfig, home: Path) -> list[Row]:
+    """The parts of the plan of a run, beside what its folder says was measured.
+
+    Raises:
+        ConfigError: nobody says what the model of the run has.
+        CorruptData: what the run wrote cannot be read.
+    """
+    plan = planned(made)
+    if plan is None:
+        rule = f"the family {made.model.family} does not say which weights a stage has"
+        raise ConfigError([Problem("MT254", "model.family", made.model.family, rule, "a family that says so")])
+    try:
+        lines, saved = lines_of(home / METRICS), _saved(home)
+    except OSError as error:
+        raise CorruptData(f"{home}: cannot be read: {error}") from None
+    return rows(made, plan, lines, _peaks(home / "memory.json"), saved)
+
+
+def _saved(home: Path) -> int | None:
+    """Bytes of the newest checkpoint; None: there is none."""
+    found = sorted((home / CHECKPOINTS).glob("step_*/manifest.json"))
+    files = found[-1].parent.iterdir() if found else ()
+    return sum(file.stat().st_size for file in files if file.is_file()) if found else None
+
+
+def _peaks(path: Path) -> list[int | None]:
+    """Of each rank; empty where the run wrote none."""
+    if not path.is_file():
+        return []
+    try:
+        found = json.loads(read_bytes(path, str(path), LARGEST))["peak_bytes_by_rank"]
+        if not isinstance(found, list) or not all(peak is None or _is_size(peak) for peak in found):
+            raise ValueError("it has peaks that are no bytes")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CorruptData(f"{path}: cannot be read: {str(error)[:200]}") from None
+    peaks: list[int | None] = found
+    return peaks
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _lines(made: RunConfig, found: Sequence[Row]) -> list[str]:
+    cells = [["", "planned", "measured", "off", ""]]
+    for row in found:
+        say = duration if row.kind == "time" else bytes_
+        planned_, measured = ("-" if value is None else say(value) for value in (row.planned, row.measured))
+        off = "-" if row.off is None else f"{row.off:+.1%}"
+        cells.append([row.part, planned_, measured, off, "beyond its bound" if row.beyond else ""])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    out = [f"{made.model.name} on {made.cluster.name}"]
+    for part, *others in cells:
+        *numbers, said = (text.rjust(w) for text, w in zip(others, widths[1:], strict=True))
+        out.append(f"  {part.ljust(widths[0])}  {'  '.join(numbers)}  {said.strip()}".rstrip())
+    bounds = ", ".join(f"{kind} {bound:.0%}" for kind, bound in BOUNDS.items())
+    bounds += "; memory of a process has every library in it" if any(row.kind == "process" for row in found) else ""
+    return [*out, f"bounds: {bounds}; times are medians without the first steps, memory is that of the largest rank"]

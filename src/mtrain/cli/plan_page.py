@@ -1,0 +1,315 @@
+"""The page of `plan --html`: one file without scripts, that opens without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from mtrain.cli.plan_pictures import share
+from mtrain.cli.svg import COLOURS, Svg, bar, hue, legend
+from mtrain.errors import in_a_line, visible
+from mtrain.layout.grid import RankGrid
+from mtrain.layout.machines import Machines, machines
+from mtrain.plan.rank import StageMemory
+from mtrain.plan.report import alike, headline
+from mtrain.plan.timeline import Block, Timeline, kept_over_time
+from mtrain.units import GIB, MIB, bytes_, count, duration, in_unit, seconds
+
+STYLE = """
+:root { color-scheme: light dark; --line: #8886; }
+body { font: 15px/1.6 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto 5rem; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin: 2.8rem 0 .3rem; }
+p { margin: .3rem 0 .8rem; max-width: 60rem; } .dim { opacity: .7; }
+.cards { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1.2rem 0; }
+.card { border: 1px solid var(--line); border-radius: .5rem; padding: .5rem .9rem; min-width: 8rem; }
+.card b { display: block; font-size: 1.25rem; } .card span { opacity: .7; font-size: .85rem; }
+.bad b { color: #d1242f; }
+svg { width: 100%; height: auto; display: block; } svg text { fill: currentColor; font: 12px system-ui, sans-serif; }
+table { border-collapse: collapse; margin: .6rem 0; font-variant-numeric: tabular-nums; }
+td, th { padding: .2rem .7rem; border-bottom: 1px solid var(--line); text-align: right; font-weight: normal; }
+th { opacity: .7; } td:first-child, th:first-child { text-align: left; padding-left: 0; }
+.key { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; font-size: .85rem; margin: .4rem 0; }
+.key i { display: inline-block; width: .8rem; height: .8rem; border-radius: .15rem; margin-right: .35rem; }
+"""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+ROW = 26
+STAGES_DRAWN = 16
+"""Stages whose memory over time is drawn; of more, the first and the last ones."""
+NODES_DRAWN = 12
+"""Machines of a kind that are drawn; the others are alike."""
+STANDING = ("context", "communication", "reserve", "weights", "gradients", "low_precision", "optimizer")
+"""Parts of the memory that do not change in a step, from below."""
+
+
+def page_of(found: Mapping[str, Any], stages: Sequence[StageMemory], line: Timeline | None) -> str:
+    """The page of a report, with its pictures; without `line` those over time are left out."""
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+        f"<title>plan of {_text(found['model'])}</title><style>{STYLE}</style></head><body>",
+        f"<h1>{_text(found['model'])}</h1><p>{_text(headline(found))}</p>",
+        _cards(found),
+        *_memory(found),
+        *(_over_time(found, stages, line) if line else []),
+        *(_schedule(line) if line else []),
+        *_time(found),
+        *_grid(stages),
+        *_parameters(found),
+        *(
+            ["<h2>What this assumes</h2>", *(f"<p>{_text(note)}</p>" for note in found["notes"])]
+            * bool(found["notes"])
+        ),
+        "</body></html>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _cards(found: Mapping[str, Any]) -> str:
+    memory, numbers = found["memory"], found["parameters"]
+    cards = [("parameters", count(numbers["total"]), "")]
+    if numbers["active"] != numbers["total"]:
+        cards.append(("active for a token", count(numbers["active"]), ""))
+    cards.append((f"peak memory, stage {memory['peak']['stage']}", bytes_(memory["peak"]["bytes"]), ""))
+    if memory["headroom"] is not None:
+        left = memory["headroom"]
+        said = "left on a device" if left >= 0 else "too little on a device"
+        cards.append((said, bytes_(abs(left)), "" if left >= 0 else "bad"))
+    cards += [(name, value, "") for name, value in _speed(found["time"])]
+    cards.append(("checkpoint", bytes_(found["checkpoint"]["bytes"]), ""))
+    made = (
+        f'<div class="card {kind}"><b>{_text(value)}</b><span>{_text(name)}</span></div>'
+        for name, value, kind in cards
+    )
+    return f'<div class="cards">{"".join(made)}</div>'
+
+
+def _speed(time: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a step and the whole run take, where that is known."""
+    if time["step_s"] is None:
+        return []
+    whole = time["run"]
+    cards = [
+        ("a step", duration(time["step_s"])),
+        ("tokens/s and device", count(time["tokens_per_s_per_device"])),
+        ("MFU, causal attention", share(time["mfu"])),
+        ("the whole run", seconds(whole["seconds"])),
+        ("device hours", f"{whole['device_hours']:,.0f}"),
+    ]
+    return cards if whole["cost"] is None else [*cards, ("cost", f"{whole['cost']:,.0f}")]
+
+
+def _memory(found: Mapping[str, Any]) -> list[str]:
+    """A bar for each stage, of its parts, against the memory of a device."""
+    memory = found["memory"]
+    rows, device = alike(memory["stages"]), memory["device"]
+    most = max([memory["peak"]["bytes"], device or 0]) * 1.02
+    parts = [part for part in memory["how"] if any(row["parts"][part] for row in rows)]
+    svg = Svg(1000, ROW * len(rows) + 34)
+    for number, row in enumerate(rows):
+        y, at = 8 + number * ROW, 0.0
+        svg.text(0, y + 15, f"stage {row['stage']}")
+        for part in parts:
+            size = row["parts"][part]
+            title = f"stage {row['stage']}, {part.replace('_', ' ')}: {bytes_(size)}. {memory['how'][part]}"
+            svg.box(110 + 790 * at / most, y, 790 * size / most, ROW - 6, COLOURS[part], title)
+            at += size
+        svg.text(116 + 790 * at / most, y + 15, bytes_(row["peak"]))
+    if device:
+        svg.rule(110 + 790 * device / most, 2, ROW * len(rows) + 10, f"device: {bytes_(device)}")
+    return [
+        "<h2>Memory of a rank at its peak</h2>",
+        f"<p>The peak is on stage {memory['peak']['stage']}, {_text(memory['peak']['where'])}.</p>",
+        legend((part.replace("_", " "), COLOURS[part]) for part in parts),
+        svg.markup(),
+    ]
+
+
+def _over_time(found: Mapping[str, Any], stages: Sequence[StageMemory], line: Timeline) -> list[str]:
+    """For each stage its memory over the step: what stands, and on top what autograd keeps."""
+    device, peak = found["memory"]["device"], found["memory"]["peak"]["bytes"]
+    most, wide, high = max(peak, device or 0) * 1.05, 470, 96
+    shown = _ends(len(stages), STAGES_DRAWN)
+    svg = Svg(1000, -(-len(shown) // 2) * (high + 34) + 4)
+    for number, index in enumerate(shown):
+        stage = stages[index]
+        x, y = 10 + number % 2 * 500, 22 + number // 2 * (high + 34)
+        _area(svg, stage, line, (x, y, wide, high), most)
+        if device:
+            svg.line(x, y + high - high * device / most, x + wide, y + high - high * device / most, "#d1242f")
+        svg.text(x, y - 6, f"stage {stage.stage}: peak {bytes_(stage.peak)}")
+    unit = GIB if peak >= 4 * GIB else MIB
+    said = f"Each picture is {in_unit(round(most), unit)} {'GiB' if unit == GIB else 'MiB'} high"
+    said += "; the red line is the memory of a device." if device else "."
+    more = f" {len(stages) - len(shown)} stages between them are not drawn." if len(shown) < len(stages) else ""
+    colours = [("what autograd keeps", COLOURS["activations"]), ("at the peak, for a moment", COLOURS["working"])]
+    names = [(part.replace("_", " "), COLOURS[part]) for part in STANDING if any(s.parts[part] for s in stages)]
+    return ["<h2>Memory over a step</h2>", f"<p>{said}{more}</p>", legend([*names, *colours]), svg.markup()]
+
+
+def _area(svg: Svg, stage: StageMemory, line: Timeline, box: tuple[float, float, float, float], most: float) -> None:
+    x, y, wide, high = box
+    below = 0.0
+    for part in STANDING:
+        size = stage.parts[part] * high / most
+        svg.box(
+            x,
+            y + high - below - size,
+            wide,
+            size,
+            COLOURS[part],
+            f"{part.replace('_', ' ')}: {bytes_(stage.parts[part])}",
+        )
+        below += size
+    points, blocks = kept_over_time(stage, line.blocks[stage.stage]), line.blocks[stage.stage]
+    scale, corners, before = wide / line.end, [], 0.0
+    for time, size in points:
+        corners += [(x + time * scale, y + high - below - before * high / most)]
+        before = float(size)
+        corners += [(x + time * scale, y + high - below - before * high / most)]
+    svg.area([(x, y + high - below), *corners, (x + wide, y + high - below)], COLOURS["activations"])
+    moment = stage.parts["recompute"] + stage.parts["working"]
+    held = max(size for _, size in points)
+    at = next(time for time, size in points if size == held)
+    backward = next((block for block in blocks if not block.forward and block.begin >= at - 1e-9), blocks[-1])
+    top = y + high - below - (held + moment) * high / most
+    svg.box(x + backward.begin * scale, top, max(2.0, 4.0), moment * high / most, COLOURS["working"], "in a backward")
+
+
+def _schedule(line: Timeline) -> list[str]:
+    """A row for each stage: its forwards and backwards, and between them the bubble."""
+    rows = len(line.blocks)
+    high = 26 if rows <= 16 else 12
+    svg, scale = Svg(1000, rows * high + 30), 930 / line.end
+    for stage, blocks in enumerate(line.blocks):
+        y = 4 + stage * high
+        svg.text(0, y + high / 2 + 4, f"stage {stage}")
+        svg.box(64, y, 930, high - 4, "#8882", f"stage {stage} waits")
+        for block in blocks:
+            _block(svg, block, y, high - 4, scale)
+    drawn = f"the first {line.micro} of {line.of} micro-batches" if line.micro < line.of else "all micro-batches"
+    chunks = max(block.chunk for stage in line.blocks for block in stage)
+    said = " A deeper colour is a later chunk of the stage." if chunks else ""
+    return [
+        "<h2>Pipeline schedule</h2>",
+        f"<p>{drawn[0].upper()}{drawn[1:]}; a backward takes as long as two forwards and what it computes again. In "
+        f"the whole step the busiest stage waits {share(line.bubble)} of the time.{said}</p>",
+        legend([("forward", FORWARD[0]), ("backward", BACKWARD[0]), ("bubble", "#8884")]),
+        svg.markup(),
+    ]
+
+
+FORWARD = ("#7aa3d4", "#5b86bd", "#4069a0", "#2c5084")
+BACKWARD = ("#93c7a0", "#6dab7c", "#4d8d5e", "#377247")
+
+
+def _block(svg: Svg, block: Block, y: float, high: float, scale: float) -> None:
+    colours = FORWARD if block.forward else BACKWARD
+    wide = (block.end - block.begin) * scale
+    what = f"{'forward' if block.forward else 'backward'} of micro-batch {block.micro}"
+    chunk = f", chunk {block.chunk}" if block.chunk else ""
+    svg.box(64 + block.begin * scale, y, max(0.4, wide - 0.6), high, colours[min(block.chunk, 3)], what + chunk)
+    if wide > 15 and high > 12:
+        svg.text(64 + block.begin * scale + wide / 2, y + high / 2 + 4, str(block.micro), middle=True, colour="#fff")
+
+
+def _time(found: Mapping[str, Any]) -> list[str]:
+    """A bar of the time of a step by part, where there is one."""
+    time = found["time"]
+    if time["step_s"] is None:
+        return ["<h2>Time of a step</h2>", f"<p>Not known without {_text(', '.join(time['missing']))}.</p>"]
+    parts, total = {name: value for name, value in time["parts_s"].items() if value}, time["step_s"]
+    svg, rows = Svg(1000, 44), []
+    svg.add(
+        bar(
+            0,
+            6,
+            1000,
+            32,
+            [
+                (value, hue(n, len(parts)), f"{name}: {value * 1e3:.1f} ms")
+                for n, (name, value) in enumerate(parts.items())
+            ],
+        )
+    )
+    for name, value in parts.items():
+        cells = (name, duration(value), share(value / total), time["how"][name])
+        rows.append(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in cells)}</tr>")
+    return [
+        "<h2>Time of a step</h2>",
+        f"<p>{total:.3f} s, of the slowest stage.</p>",
+        legend((name, hue(n, len(parts))) for n, name in enumerate(parts)),
+        svg.markup(),
+        f"<table>{''.join(rows)}</table>",
+    ]
+
+
+def _grid(stages: Sequence[StageMemory]) -> list[str]:
+    """Machines as rows of devices, coloured by pipeline stage."""
+    run = stages[0].run
+    grid, devices = RankGrid.of(run), run.cluster.devices_per_node or run.parallel.ranks or 1
+    groups = machines(grid, devices)
+    side, gap, per_row = 15, 26, max(1, 1000 // (15 * devices + 26))
+    svg, y = Svg(1000, 0), 18.0
+    for group in groups:
+        y = _group(svg, grid, group, devices, (y, side, gap, per_row))
+    svg.height = y
+    names = [(f"stage {stage}", hue(stage, grid.pp)) for stage in range(grid.pp)] if grid.pp <= 16 else []
+    return [
+        "<h2>Ranks on machines</h2>",
+        f"<p>{_text(str(grid))}: a square is a device, a row of {devices} a machine; the colour is its stage. "
+        "Outlined: one copy of the model, the ranks with dp 0. A square under the pointer says its place.</p>",
+        legend(names),
+        svg.markup(),
+    ]
+
+
+def _group(svg: Svg, grid: RankGrid, group: Machines, devices: int, place: tuple[float, int, int, int]) -> float:
+    y, side, gap, per_row = place
+    drawn = min(group.number, NODES_DRAWN)
+    last = group.first + group.number - 1
+    name = f"machine {group.first}" if group.number == 1 else f"machines {group.first} to {last}"
+    more = f", {drawn} of them drawn" if drawn < group.number else ""
+    held = sorted(set(group.stages))
+    of = f"stage {held[0]}" if len(held) == 1 else f"stages {held[0]} to {held[-1]}"
+    svg.text(0, y - 5, f"{name}{more}: {of}")
+    for number in range(drawn):
+        left, top = number % per_row * (side * devices + gap), y + number // per_row * (side + 6)
+        for index, stage in enumerate(group.stages):
+            rank = (group.first + number) * devices + index
+            at = grid.coords(rank)
+            title = f"rank {rank}: " + ", ".join(f"{axis} {n}" for axis, n in at.items() if grid.sizes[axis] > 1)
+            svg.box(left + index * side, top, side - 2, side - 2, hue(stage, grid.pp), title, outline=at["dp"] == 0)
+    return y + -(-drawn // per_row) * (side + 6) + 24
+
+
+def _parameters(found: Mapping[str, Any]) -> list[str]:
+    numbers = found["parameters"]
+    kinds = list(numbers["by_kind"])
+    head = "".join(f"<th>{_text(name)}</th>" for name in ("stage", "layers", "a rank", *kinds))
+    rows = [
+        "".join(
+            f"<td>{_text(count(cell) if isinstance(cell, int) else cell or '-')}</td>"
+            for cell in (
+                str(row["stage"]),
+                row["layers"],
+                row["rank"],
+                *(row.get(kind) for kind in kinds),
+            )
+        )
+        for row in alike(numbers["by_stage"])
+    ]
+    return ["<h2>Parameters</h2>", f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"]
+
+
+def _ends(number: int, most: int) -> list[int]:
+    """Indices of so many at most, from both ends."""
+    if number <= most:
+        return list(range(number))
+    return [*range(most // 2), *range(number - most // 2, number)]
+
+
+def _text(value: Any) -> str:
+    """Text for a page: what cannot be printed becomes its code, and nothing in it is markup."""
+    return escape(visible(in_a_line(str(value))))

@@ -1,0 +1,86 @@
+"""Which megatron-core this process loads: its release, read from its files without importing it.
+
+The module that Python finds counts, not what pip's metadata say: a path in front of the installed one has its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+Release = tuple[int, int, int]
+SUPPORTED: tuple[Release, ...] = ((0, 16, 1), (0, 19, 2))
+"""The releases that adaptations and patches were checked against; later ones of their series pass for them."""
+_NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d{1,6})\s*$", re.MULTILINE)
+_MAX_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """The releases from `first` on, and before `before`; without `before`, all that follow."""
+
+    first: Release = SUPPORTED[0]
+    before: Release | None = None
+
+    def __contains__(self, release: Release) -> bool:
+        return self.first <= release and (self.before is None or release < self.before)
+
+    def __str__(self) -> str:
+        first = f">={words(self.first)}"
+        return first if self.before is None else f"{first},<{words(self.before)}"
+
+
+EVERY = Versions()
+UNTIL_0_16 = Versions(before=(0, 17, 0))
+SINCE_0_19 = Versions(first=(0, 19, 0))
+
+
+def words(release: Release) -> str:
+    """A release as it is written."""
+    return ".".join(map(str, release))
+
+
+def supported_words() -> str:
+    """The supported releases as it is written."""
+    return " and ".join(map(words, SUPPORTED))
+
+
+def is_supported(release: Release) -> bool:
+    """Whether a release is one that was checked, or a later one of its series."""
+    return any(release[:2] == known[:2] and release >= known for known in SUPPORTED)
+
+
+def folder() -> Path | None:
+    """The folder of the module `megatron.core` that Python finds; None where there is none."""
+    try:
+        spec = importlib.util.find_spec("megatron.core")
+    except (ImportError, AttributeError, ValueError):
+        return None
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+@cache
+def release() -> Release | None:
+    """The release of that module; None where there is none, or where it does not say."""
+    found = folder()
+    return None if found is None else release_in(found)
+
+
+def at_least(*first: int) -> bool:
+    """Whether that module's release is this one or a later one."""
+    found = release()
+    return found is not None and found >= first
+
+
+def release_in(found: Path) -> Release | None:
+    """The release that a folder `megatron/core` says it is, as numbers in its text."""
+    try:
+        with (found / "package_info.py").open("rb") as file:
+            text = file.read(_MAX_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return None
+    numbers = {name: int(value) for name, value in _NUMBER.findall(text)}
+    return (numbers["MAJOR"], numbers["MINOR"], numbers["PATCH"]) if len(numbers) == 3 else None

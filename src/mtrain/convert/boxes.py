@@ -1,0 +1,151 @@
+"""Where each tensor of a model lies in a checkpoint: its family says it, without torch, or megatron-core does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from mtrain import mcore as adapter
+from mtrain.config.devices import CPU
+from mtrain.config.model import ModelConfig
+from mtrain.config.peft import PeftConfig
+from mtrain.config.run import RunConfig
+from mtrain.devices import registry
+from mtrain.layout.stages import held_stages
+from mtrain.models.registry import family_of
+from mtrain.plan.shrink import alone
+
+if TYPE_CHECKING:
+    from mtrain.mcore.shard_specs import ShardSpec
+
+_COUNTED = re.compile(r"(\.layers|\.experts\.experts)\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where a whole tensor of ours lies in a checkpoint: a box of one of its tensors."""
+
+    key: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    lead: int
+    """How many axes count layers or experts."""
+    shape: tuple[int, ...]
+    """Without those axes."""
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """With them."""
+        return (1,) * self.lead + self.shape
+
+
+def adapt() -> None:
+    """What reads checkpoints speaks of megatron-core's tensors. One thread: processes are forked from this one."""
+    import torch
+
+    torch.set_num_threads(1)
+    adapter.install(registry.get(CPU.name))
+
+
+def model_boxes(run: RunConfig) -> dict[str, Box]:
+    """Those of the model of a run by name, whatever its layout, without adapters.
+
+    Asks megatron-core, and imports it, where the family does not say which weights it has.
+    """
+    return asked(_plain(run)) if family_of(run.model).weights is None else declared(run)
+
+
+def adapter_boxes(run: RunConfig) -> dict[str, Box]:
+    """Those of the adapters of a run by name; imports megatron-core."""
+    from mtrain.mcore.merging import is_adapter
+
+    return {name: box for name, box in asked(run).items() if is_adapter(name)}
+
+
+def declared(run: RunConfig) -> dict[str, Box]:
+    """Those of the model of a run, without adapters, from what its family says of its weights.
+
+    Layers that are alike lie in one tensor, counted along its first axis, and experts of a layer likewise.
+    """
+    one, family = alone(_plain(run)), family_of(run.model)
+    assert family.weights is not None
+    ((held,),) = held_stages(one)
+    every = (*family.weights(one.model, one.parallel, held), *family.buffers(one.model))
+    places = {w.name: _place(one.model, family.saved_as(one.model, w.name)) for w in every}
+    ends: dict[str, tuple[int, ...]] = {}
+    for key, numbers in places.values():
+        ends[key] = tuple(max(n + 1, end) for n, end in zip(numbers, ends.get(key, numbers), strict=True))
+    return {w.name: _box(*places[w.name], ends, w.shape) for w in every}
+
+
+def asked(run: RunConfig) -> dict[str, Box]:
+    """Those of the model of a run with its adapters, as megatron-core's sharded state says; imports megatron-core.
+
+    Raises:
+        RuntimeError: torch.distributed is in use in this process.
+    """
+    adapt()
+    from mtrain.build.model import blank_model
+    from mtrain.mcore.shard_specs import shard_specs_of
+    from mtrain.world.fake_world import fake_world
+
+    one = alone(run)
+    with fake_world(one, 0) as world:
+        (chunk,) = blank_model(one, world)
+        specs = shard_specs_of(chunk)
+        shapes = {n: tuple(t.shape) for n, t in [*chunk.named_parameters(), *chunk.named_buffers()]}
+        return {name: box_of(name, shapes[name], specs[name]) for name in specs}
+
+
+def box_of(name: str, shape: tuple[int, ...], specs: Sequence[ShardSpec]) -> Box:
+    """The box that the parts of a tensor make up.
+
+    Raises:
+        ValueError: they lie in several tensors of a checkpoint, or apart from each other.
+    """
+    first = specs[0]
+    lead, row = first.lead, prod(shape[1:])
+    at, after = first.offset[lead] if shape else 0, 0
+    for spec in specs:
+        same = (spec.key, spec.lead, spec.global_shape, spec.offset[:lead]) == (
+            first.key,
+            lead,
+            first.global_shape,
+            first.offset[:lead],
+        )
+        inside = spec.offset[lead + 1 :] == first.offset[lead + 1 :] and spec.shape[lead + 1 :] == shape[1:]
+        follows = spec.first == after and (not shape or (spec.offset[lead] - at) * row == after)
+        if not (same and inside and follows):
+            raise ValueError(f"{name} is no single part of a checkpoint's tensor")
+        after += spec.numel
+    if after != prod(shape):
+        raise ValueError(f"{name} is not whole in a checkpoint")
+    return Box(first.key, first.global_shape, first.offset, lead, shape)
+
+
+def _plain(run: RunConfig) -> RunConfig:
+    return run.model_copy(update={"peft": PeftConfig()})
+
+
+def _place(model: ModelConfig, name: str) -> tuple[str, tuple[int, ...]]:
+    """The tensor in which a weight lies, and its numbers there."""
+    numbers = list[int]()
+
+    def without(match: re.Match[str]) -> str:
+        stacked = match[1] != ".layers" or not _numbered(model, name)
+        numbers.extend([int(match[2])] * stacked)
+        return f"{match[1]}." if stacked else match[0]
+
+    return _COUNTED.sub(without, name), tuple(numbers)
+
+
+def _numbered(model: ModelConfig, name: str) -> bool:
+    """Whether layers are counted in the name of a weight: those of a decoder with experts, and of MTP."""
+    return name.startswith("mtp.") or (model.moe is not None and name.startswith("decoder."))
+
+
+def _box(key: str, numbers: tuple[int, ...], ends: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]) -> Box:
+    return Box(key, ends[key] + shape, numbers + (0,) * len(shape), len(numbers), shape)

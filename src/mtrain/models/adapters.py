@@ -1,0 +1,57 @@
+"""Low-rank adapters beside the linear layers of one rank: what they compute and keep."""
+
+from __future__ import annotations
+
+from mtrain.config.run import RunConfig
+from mtrain.models.graph import Graph, Product, Tensor
+from mtrain.models.rank import Rank
+
+FP32, MASK = 4, 1
+LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
+"""What MLA makes queries, keys and values with."""
+
+
+def parts_of(layer: str, run: RunConfig) -> int:
+    """Of how many layers a linear layer is made, each of which has an A of its own; 0: it has no adapter."""
+    own, peft = layer.rpartition(".")[2], run.peft
+    kind = own.removeprefix("linear_")
+    if peft.kind is None or kind == own:
+        return 0
+    if ("qkv" if kind in LATENT else kind) not in (peft.target or ()):
+        return 0
+    return {"qkv": 3, "fc1": 2 if run.model.gated else 1}.get(kind, 1)
+
+
+def beside(g: Graph, r: Rank, layer: str, x: Tensor, sizes: tuple[int, int], rows: tuple[int, int, int]) -> None:
+    """The adapter of a linear layer from `sizes[0]` to `sizes[1]` features of this rank, if it has one.
+
+    `rows` are the tokens that A x is made of, those that it is multiplied with B on, and those of the result.
+    """
+    parts = parts_of(layer, r.run) if r.adapted else 0
+    if not parts:
+        return
+    peft, a, (inputs, outputs) = r.run.peft, r.element, sizes
+    width = parts * (peft.r or 0)
+    keeps = [x]
+    if peft.dropout:  # each part has zeros of its own
+        noise = rows[0] * inputs * (a if r.host else MASK)
+        keeps = [Tensor(size) for _ in range(parts) for size in (noise, rows[0] * inputs * a)]
+    keeps.append(Tensor(rows[1] * width * a))
+    if parts > 1:  # B as it multiplies all A at once
+        keeps.append(Tensor(outputs * width * a))
+    if peft.kind == "dora":  # what is multiplied with the magnitudes, the magnitudes over the norms, and the norms
+        keeps += [Tensor(rows[2] * outputs * a), Tensor(outputs * a), Tensor(outputs * FP32)]
+    g.add(f"{layer}.adapter", keeps, [Product(rows[0], width, inputs), Product(rows[1], outputs, width)])
+
+
+def beside_experts(g: Graph, r: Rank, layer: str, x: Tensor, rows: tuple[int, int], sizes: tuple[int, int]) -> None:
+    """The adapters of the experts of this rank: `rows[1]` of them with `rows[0]` rows each, if they have any."""
+    if not r.adapted or "experts" not in (r.run.peft.target or ()):
+        return
+    each, local = rows
+    rank, a, etp = r.run.peft.r or 0, r.element, r.layout.etp or r.layout.tp
+    keeps = [x, Tensor(each * local * rank * a)]
+    if etp > 1:  # what expert-tensor ranks have parts of is gathered
+        keeps.append(Tensor(local * rank * r.model.hidden_size * a))
+    products = [Product(each, rank, sizes[0], local), Product(each, sizes[1], rank, local)]
+    g.add(f"{layer}.adapter", keeps, products)

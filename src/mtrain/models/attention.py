@@ -1,0 +1,163 @@
+"""Softmax attention of one rank's heads: what each implementation computes and keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtrain.models.graph import Exchange, Graph, Product, Tensor
+from mtrain.models.parts import FP32, INDEX, MASK
+from mtrain.models.rank import Rank
+
+MOST_SCORES = 1 << 23
+"""As in `mtrain_kernels.attention.short`: so many scores are written out in half precision on a CPU."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Queries, keys and values of one rank."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    n: int
+    """Query heads."""
+    groups: int
+    """Key and value heads."""
+    width: int
+    """Of a head of queries and keys."""
+    v_width: int
+    window: bool = False
+    """A token sees some of the keys before it alone."""
+    causal: bool = True
+
+
+def core_attention(g: Graph, r: Rank, h: Heads) -> Tensor:
+    """Attention; what the output projection reads."""
+    with g.recomputed("core_attention", h.q, h.k, h.v, when=r.recomputes("core_attn")):
+        if r.words["attention"] != "reference":
+            return _fused(g, r, h)
+        if r.layout.cp > 1 and r.layout.cp_comm_type in ("p2p", "a2a+p2p"):
+            return _ring(g, r, h)
+        return _written_out(g, r, h)
+
+
+def _products(r: Rank, h: Heads, queries: int, keys: int, n: int) -> list[Product]:
+    each = r.samples * n
+    return [Product(queries, keys, h.width, each), Product(queries, h.v_width, keys, each)]
+
+
+def _fused(g: Graph, r: Rank, h: Heads) -> Tensor:
+    """Kernels that hold no scores: operands, result and a number per query."""
+    out = Tensor(r.tokens * h.n * h.v_width * r.element)
+    numbers = Tensor(r.tokens * h.n * FP32)
+    k, v = h.k, h.v
+    if r.layout.cp > 1 and r.layout.cp_comm_type == "all_gather":
+        both = r.samples * r.whole * h.groups * (h.width + h.v_width)
+        k = v = Tensor(both * r.element)
+    keeps, products = [h.q, k, v, out, numbers], _products(r, h, r.length, r.whole, h.n)
+    g.add("core_attention", keeps, products, exchanges=_between_ranks(r, h), seen=seen(r, h))
+    return out
+
+
+def seen(r: Rank, h: Heads) -> float:
+    """Share of all pairs of queries and keys of a sequence that are not hidden."""
+    if not h.causal:
+        return 1.0
+    window, whole = r.model.window_size, r.whole
+    if h.window and window is not None and window < whole:
+        return window * (1 - window / (2 * whole)) / whole
+    return 0.5
+
+
+def _between_ranks(r: Rank, h: Heads) -> list[Exchange]:
+    """What ranks of one sequence need of each other."""
+    cp, a, tokens = r.layout.cp, r.element, r.tokens
+    if cp == 1:
+        return []
+    keys = tokens * h.groups * (h.width + h.v_width) * a
+    if r.layout.cp_comm_type == "all_gather":
+        return [Exchange("cp", "gather", keys * cp)]
+    if r.layout.cp_comm_type == "a2a":
+        sides = keys + tokens * h.n * h.width * a, tokens * h.n * h.v_width * a
+        return [Exchange("cp", "all_to_all", size) for size in sides]
+    return [Exchange("cp", "ring", keys * cp)]
+
+
+def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
+    """torch's own on a CPU: its fused kernel, or scores written out where that does not take a call."""
+    m, b, cp, a = r.model, r.samples, r.layout.cp, r.element
+    s, t, n, groups, q, k, v = r.length, r.whole, h.n, h.groups, h.q, h.k, h.v
+    more: list[Tensor] = []
+    if cp > 1 and r.layout.cp_comm_type == "a2a":
+        s, n, groups = t, n // cp, max(1, groups // cp)
+        q, k, v = (Tensor(b * t * x * a) for x in (n * h.width, groups * h.width, groups * h.v_width))
+    elif cp > 1:
+        k = v = Tensor(b * t * groups * (h.width + h.v_width) * a)
+        more = [Tensor(t * INDEX)]
+    sink = m.softmax_type != "vanilla"
+    masked = h.window or cp > 1 or r.run.data.packed or sink
+    scores = b * n * s * t
+    h = Heads(q, k, v, n, groups, h.width, h.v_width, h.window, h.causal)
+    products = _products(r, h, s, t, n)
+    if m.attn_logit_softcapping:
+        keeps, out = _capped(r, h, s, t)
+    elif m.attention_dropout or (m.softmax_type == "learnable" and not r.frozen):
+        keeps, out = scores_in_fp32(r, h, s, t)
+    elif not r.wide and h.causal and not masked and scores <= MOST_SCORES:
+        out = Tensor(b * s * n * h.v_width * a)
+        keeps = [q, k, v, Tensor(scores * a)]
+    else:
+        keeps, out = _flash(r, h, s, masked)
+    g.add("core_attention", [*keeps, *more], products)
+    return Tensor(r.tokens * h.n * cp * h.v_width * a) if cp > 1 and r.layout.cp_comm_type == "a2a" else out
+
+
+def _flash(r: Rank, h: Heads, s: int, masked: bool) -> tuple[list[Tensor], Tensor]:
+    """torch's kernel for a CPU, which knows one width of heads and masks as numbers."""
+    b, a, padded, sink = r.samples, r.element, h.v_width < h.width, r.model.softmax_type != "vanilla"
+    out, keys = Tensor(b * s * h.n * h.width * a), r.whole + sink
+    k, v = h.k, Tensor(b * r.whole * h.groups * h.width * a) if padded else h.v
+    if sink:  # a key more
+        k, v = (Tensor(b * keys * h.groups * h.width * a) for _ in range(2))
+    mask = [Tensor(h.n * s * keys * FP32 if sink else s * keys * a)] if masked else []
+    keeps = [h.q, k, v, out, Tensor(b * h.n * s * FP32), *mask]
+    return keeps, Tensor(b * s * h.n * h.v_width * a) if padded else out
+
+
+def scores_in_fp32(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Tensor]:
+    """Scores written out: what torch does with dropout on a CPU, and with a sink, whose logit is learnt."""
+    b, m = r.samples, r.model
+    keys = t + (m.softmax_type != "vanilla")
+    scores = b * h.n * s * keys * FP32
+    viewed = r.wide and h.n == h.groups and keys == t
+    v = h.v if viewed else Tensor(b * h.n * keys * h.v_width * FP32)
+    keeps = [Tensor(b * h.n * s * h.width * FP32), Tensor(b * h.n * keys * h.width * FP32), v, Tensor(scores)]
+    if m.attention_dropout:
+        keeps += [Tensor(scores), Tensor(scores)]
+    return keeps, Tensor(b * s * h.n * h.v_width * r.element)
+
+
+def _capped(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Tensor]:
+    """Bent scores: the bent ones, their exponentials and the shares are kept, in fp32."""
+    b = r.samples
+    operands = [b * h.n * s * h.width, b * h.n * t * h.width, b * h.n * t * h.v_width, b * h.n * s]
+    keeps = [Tensor(size * FP32) for size in (*operands, *[b * h.n * s * t] * 3)]
+    return [*keeps, Tensor(s * t * MASK), Tensor(b * h.n * s * MASK)], Tensor(b * s * h.n * h.v_width * r.element)
+
+
+def _ring(g: Graph, r: Rank, h: Heads) -> Tensor:
+    """One block of keys after another, written out, in fp32."""
+    b, steps, inner = r.samples, r.layout.cp, 1
+    if r.layout.cp_comm_type == "a2a+p2p":
+        inner, steps = r.layout.hierarchical_cp_sizes or (1, r.layout.cp)
+    n, s = h.n // inner, r.length * inner
+    rows, out = b * n * s, b * n * s * h.v_width
+    for _ in range(steps):
+        operands = [rows * h.width, b * n * s * h.width, out]
+        scores = [rows * s] * 2  # the exponentials and the shares
+        numbers = [rows] * 2
+        sizes = [size * FP32 for size in (*operands, *scores, *numbers)]
+        g.add("core_attention", [*map(Tensor, sizes), Tensor(s * s * MASK)], _products(r, h, s, s, n))
+    for _ in range(steps - 1):
+        g.add("core_attention.merge", [Tensor(size * FP32) for size in (out, out, *[rows] * 4)])
+    return Tensor(r.tokens * h.n * h.v_width * r.element)

@@ -1,0 +1,44 @@
+"""BERT on one rank: layers that see the whole sample, and the heads on the last stage."""
+
+from __future__ import annotations
+
+from mtrain.config.stages import Stage
+from mtrain.models.gpt.graph import add_layer, stack, stream
+from mtrain.models.graph import Graph, Tensor
+from mtrain.models.parts import FP32, INDEX, dropout, loss, norm, whole
+from mtrain.models.rank import Rank
+
+BIAS_COLUMNS = 8
+"""With which the output layer's bias is a part of its product (`mtrain.mcore.language_model`)."""
+
+
+def stage(r: Rank, held: Stage) -> list[Graph]:
+    """What a (virtual) stage computes on one micro-batch: before the layers, each layer, behind them."""
+    first, last = Graph(), Graph()
+    if held.embedding:
+        _embedding(first, r)
+    layers = stack(r, held.layers, lambda g, r, x, index: add_layer(g, r, x, index, causal=False))
+    if held.loss:
+        _heads(last, r, stream(r))
+    return [first, *layers, last]
+
+
+def _embedding(g: Graph, r: Rank) -> None:
+    h, rows = r.model.hidden_size, r.split_tokens
+    ids = [Tensor(r.tokens * INDEX) for _ in range(3)]
+    outside = [Tensor(r.tokens)] if r.layout.tp > 1 else []
+    pads = [Tensor(r.tokens)] if r.model.bert and r.model.bert.pad_token_id is not None else []
+    g.add("embedding", [*ids, *outside, *pads])
+    norm(g, r, "embedding.norm", stream(r), rows, h)
+    dropout(g, r, "embedding.dropout", rows * h, r.model.hidden_dropout)
+
+
+def _heads(g: Graph, r: Rank, x: Tensor) -> None:
+    m, rows = r.model, r.split_tokens
+    y = whole(g, r, "head.dense", x, m.hidden_size, m.hidden_size)
+    g.add("head.activation", [y])
+    said = norm(g, r, "head.norm", stream(r), rows, m.hidden_size)
+    loss(g, r, said, columns=BIAS_COLUMNS)
+    if m.bert and m.bert.next_sentence:
+        seen = Tensor(r.tokens * m.hidden_size * r.element) if r.layout.sequence_parallel else x
+        g.add("pooler", [seen, Tensor(r.samples * m.hidden_size * r.element), Tensor(r.samples * 5 * FP32)])

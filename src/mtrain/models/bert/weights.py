@@ -1,0 +1,36 @@
+"""The weights of BERT on one rank of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtrain.config.model import ModelConfig
+from mtrain.config.parallel import ParallelConfig
+from mtrain.config.stages import Stage
+from mtrain.models.bert.count import own
+from mtrain.models.gpt.weights import layer
+from mtrain.models.weights import Weight, norm, square
+
+
+def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[Weight]:
+    """Those of a (virtual) stage; the tied table is there for the first and for the last."""
+    rows, h = m.padded_vocab_size // p.tp, m.hidden_size
+    apart = not (held.embedding and held.loss)
+    if held.embedding:
+        yield Weight("embedding.word_embeddings.weight", (rows, h), "embedding", shared=apart)
+        for name, count in (("position", m.max_position_embeddings), ("tokentype", own(m).type_vocab_size)):
+            yield Weight(f"embedding.{name}_embeddings.weight", (count, h), "embedding", whole=True)
+        yield from norm(m, "embedding.norm", h)
+    for number, index in enumerate(held.layers):
+        yield from layer(m, p, f"encoder.layers.{number}", index)
+    if not held.loss:
+        return
+    yield from square("head.dense", "output", h)
+    yield from norm(m, "head.norm", h)
+    if apart:
+        yield Weight("output_layer.weight", (rows, h), "output", shared=True)
+    yield Weight("output_layer.bias", (rows,), "output")
+    if own(m).next_sentence:
+        yield from square("pooler", "output", h)
+        yield Weight("next_sentence.weight", (2, h), "output", whole=True)
+        yield Weight("next_sentence.bias", (2,), "output", whole=True)

@@ -1,0 +1,120 @@
+"""The MLP of a decoder layer on one rank, dense or a mixture of experts.
+
+Experts are counted with the load that all of them have alike: a rank whose experts are chosen more often keeps more.
+"""
+
+from __future__ import annotations
+
+from mtrain.config.experts import MoEConfig
+from mtrain.models.adapters import beside_experts
+from mtrain.models.graph import Exchange, Graph, Product, Tensor
+from mtrain.models.parts import FP32, INDEX, MASK, activation, column, row
+from mtrain.models.rank import Rank
+
+
+def feed_forward(g: Graph, r: Rank, x: Tensor, layer: int) -> Tensor:
+    """What a layer's MLP adds to the residual stream, from its normed input."""
+    moe = r.model.moe
+    if moe is None or layer < moe.first_dense_layers:
+        with g.recomputed("mlp", x, when=r.recomputes("mlp")):
+            return mlp(g, r, x, "mlp", r.model.ffn_hidden_size)
+    with g.recomputed("moe", x, when=r.recomputes("moe")):
+        return _mixture(g, r, x, moe)
+
+
+def mlp(g: Graph, r: Rank, x: Tensor, name: str, width: int) -> Tensor:
+    """Two linear layers of this rank's part of `width` channels, and the activation between them."""
+    h, share = r.model.hidden_size, width // r.layout.tp
+    first = column(g, r, f"{name}.linear_fc1", x, h, (2 if r.model.gated else 1) * share)
+    y = activation(g, r, f"{name}.activation", first, r.tokens * share)
+    return row(g, r, f"{name}.linear_fc2", y, share, h)
+
+
+def _mixture(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> Tensor:
+    if moe.shared_expert_intermediate_size:
+        with g.recomputed("shared_experts", x, when=r.recomputes("shared_experts")):
+            _shared(g, r, x, moe.shared_expert_intermediate_size, moe.shared_expert_gate)
+    _route(g, r, x, moe)
+    rows = _rows(r, moe)
+    indices = Tensor(r.split_tokens * moe.router_topk * INDEX)
+    marks = r.split_tokens * moe.num_experts
+    # rows are sorted by expert and put back, and once more where those of several ranks meet
+    row = r.model.hidden_size * r.element
+    sorts = 2 + 2 * (r.layout.ep > 1)
+    kept = [Tensor(marks * MASK), Tensor(marks * FP32), indices]
+    name = "mlp.dispatch.fixed" if moe.pad_expert_input_to_capacity else "mlp.dispatch"
+    g.add(name, kept, moved=sorts * 2 * rows * row, exchanges=_sent(r, moe, rows * row))
+    _experts(g, r, moe, rows)
+    return Tensor(r.split_tokens * r.model.hidden_size * r.element)
+
+
+def _shared(g: Graph, r: Rank, x: Tensor, width: int, gate: bool) -> None:
+    y = mlp(g, r, x, "mlp.shared_experts", width)
+    if gate:
+        g.add("mlp.shared_experts.gate", [x, y, Tensor(r.split_tokens * r.element)])
+
+
+def _route(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> None:
+    """The router, in fp32: scores, the choice, and the scores of the balancing loss."""
+    t, e, k = r.split_tokens, moe.num_experts, moe.router_topk
+    sorted_ = moe.router_num_groups is not None or r.words["moe_router"] == "triton"
+    scores, chosen = Tensor(t * e * FP32), Tensor(t * (e if sorted_ else k) * INDEX)
+    keeps = [x, chosen]
+    if moe.router_score_function == "sigmoid":
+        keeps += [scores, Tensor(t * k * FP32), Tensor(t * FP32)]
+        keeps += [Tensor(t * e * FP32)] if sorted_ else []
+    else:
+        keeps += [scores] if moe.router_pre_softmax else [Tensor(t * k * FP32)]
+    if moe.router_load_balancing_type in ("aux_loss", "seq_aux_loss") and moe.aux_loss_coeff:
+        keeps += [Tensor(t * e * FP32), *([Tensor(t * FP32)] if moe.router_score_function == "sigmoid" else [])]
+    if moe.input_jitter_eps:
+        keeps += [Tensor(t * r.model.hidden_size * r.element)]
+    if moe.z_loss_coeff:
+        keeps.append(Tensor(t * e * FP32))
+    g.add("mlp.router", keeps, [Product(t, e, r.model.hidden_size)], moved=6 * t * e * FP32)
+
+
+def _rows(r: Rank, moe: MoEConfig) -> int:
+    """Copies of tokens that the experts of a rank get, of the busiest one as much as the plan is told."""
+    etp = r.layout.etp or r.layout.tp
+    rows = r.split_tokens * moe.router_topk * etp
+    if moe.expert_capacity_factor is None:
+        return round(rows * min(r.layout.expert_imbalance, r.layout.ep))
+    factor = moe.expert_capacity_factor
+    return round(rows * (factor if moe.pad_expert_input_to_capacity else min(1.0, factor)))
+
+
+def _sent(r: Rank, moe: MoEConfig, size: int) -> list[Exchange]:
+    """Rows to the ranks of their experts, and back."""
+    etp, found = r.layout.etp or r.layout.tp, list[Exchange]()
+    if r.layout.ep > 1:
+        found += [Exchange("ep", "all_to_all", size // etp, moe.router_topk)] * 2
+    if etp > 1:
+        found += [Exchange("etp", "gather", size), Exchange("etp", "scatter", size)]
+    return found
+
+
+def _experts(g: Graph, r: Rank, moe: MoEConfig, rows: int) -> None:
+    h, a, etp = r.model.hidden_size, r.element, r.layout.etp or r.layout.tp
+    width, local = moe.ffn_hidden_size // etp, moe.num_experts // r.layout.ep
+    up, each = (2 if r.model.gated else 1) * width, rows // local
+    low = 1 if r.run.precision.quantized is not None else a
+    stacked = r.words["experts"] in ("triton", "torch")  # one kernel reads all weights, so they are copied together
+    first, second = (Tensor(local * h * n * a) if stacked else None for n in (up, width))
+    sent = Tensor(rows * h * low)
+    kept = [*([] if r.frozen else [sent]), *([first] if first else [])]
+    biased = 2 * rows * a * r.model.add_bias_linear  # a bias of each expert is added behind its product
+    g.add("mlp.experts.linear_fc1", kept, [Product(each, up, h, local)], low=True, moved=biased * up)
+    beside_experts(g, r, "mlp.experts.linear_fc1", sent, (each, local), (h, up))
+    hidden = Tensor(rows * up * a)
+    again = r.recomputes("moe_act")
+    weighed = rows
+    if moe.apply_probs_on_input:  # what goes in is weighed, and what comes out with ones
+        g.add("mlp.experts.weighed", [Tensor(rows * h * a), Tensor(rows * FP32), Tensor(rows * FP32)])
+        weighed = 0
+    with g.recomputed("moe_act", hidden, Tensor(rows * FP32), when=again, discarded=True):
+        y = activation(g, r, "mlp.experts.activation", hidden, rows * width, weighed=weighed)
+    kept = [*([] if r.frozen else [y if low == a else Tensor(rows * width * low)]), *([second] if second else [])]
+    g.add("mlp.experts.linear_fc2", kept, [Product(each, h, width, local)], low=True, moved=biased * h)
+    beside_experts(g, r, "mlp.experts.linear_fc2", y, (each, local), (width, h))
+    g.discard(y, when=again)

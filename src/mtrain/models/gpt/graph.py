@@ -1,0 +1,129 @@
+"""A decoder-only transformer on one rank: its layers, and what stands before and behind them on a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mtrain.config.stages import Stage
+from mtrain.models.gpt.feed_forward import feed_forward
+from mtrain.models.gpt.mixers import attention, rotates, windowed
+from mtrain.models.gpt.weights import ends
+from mtrain.models.graph import Graph, Tensor
+from mtrain.models.parts import FP32, column, dropout, embedding, loss, norm
+from mtrain.models.rank import Rank
+
+AddLayer = Callable[[Graph, Rank, Tensor, int], Tensor]
+"""Adds a layer, by its number from 0, to a graph; what it gives."""
+
+
+def add_layer(g: Graph, r: Rank, x: Tensor, index: int, *, causal: bool = True) -> Tensor:
+    """Layer `index` (from 0) on the residual stream; the stream behind it."""
+    m, place = r.model, r.model.norm_placement
+    before, behind = place in ("pre", "pre_and_post"), place in ("post", "pre_and_post")
+    normed = _norm(g, r, "input_layernorm", x, again=r.recomputes("layernorm")) if before else x
+    added = attention(g, r, normed, index, causal=causal)
+    g.discard(normed, when=before and r.recomputes("layernorm"))
+    if behind:
+        added = _norm(g, r, "post_self_attn_layernorm", added)
+    middle = _sum(g, r, "self_attn_bda")
+    if place == "post_residual":
+        middle = _norm(g, r, "post_self_attn_layernorm", middle)
+    read = x if m.parallel_residual else middle
+    normed = _norm(g, r, "pre_mlp_layernorm", read, again=r.recomputes("layernorm")) if before else read
+    added = feed_forward(g, r, normed, index)
+    g.discard(normed, when=before and r.recomputes("layernorm"))
+    if behind:
+        added = _norm(g, r, "post_mlp_layernorm", added)
+    out = _sum(g, r, "mlp_bda")
+    return _norm(g, r, "post_mlp_layernorm", out) if place == "post_residual" else out
+
+
+def _norm(g: Graph, r: Rank, name: str, x: Tensor, *, again: bool = False) -> Tensor:
+    with g.recomputed(name, x, when=again, discarded=True):
+        return norm(g, r, name, x, r.split_tokens, r.model.hidden_size)
+
+
+def _sum(g: Graph, r: Rank, name: str) -> Tensor:
+    """The residual stream with what was added to it."""
+    size = r.split_tokens * r.model.hidden_size
+    g.add(f"{name}.sum", moved=3 * size * r.element)
+    dropout(g, r, name, size, r.model.hidden_dropout)
+    return Tensor(size * r.element)
+
+
+def stage(r: Rank, held: Stage) -> list[Graph]:
+    """What a (virtual) stage computes on one micro-batch: what is before the layers, each layer, what is behind."""
+    first, last = Graph(), Graph()
+    x = stream(r)
+    if held.embedding:
+        x = embedding(first, r, tables=int(r.model.position_embedding_type == "learned_absolute"))
+    full, m = r.layout.recompute.granularity == "full", r.model
+    if full and held.layers and m.mla is None and m.position_embedding_type == "rope":
+        angles = r.whole * m.rotary_dim * (2 if m.rotary_base_local else 1)
+        first.add("rotary_pos_emb", [Tensor(angles * FP32, shared=True)])
+    graphs = stack(r, held.layers, add_layer, lambda index: kind(r, index))
+    x = stream(r)
+    if ends(r.model, held):
+        x = _norm(last, r, "final_layernorm", x)
+    predictions = [Graph() for _ in range(held.mtp)]
+    for g in predictions:
+        x = _prediction(g, r, x)
+    for _ in range((1 + (r.model.mtp_num_layers or 0)) * held.loss):
+        loss(last, r, x)
+    return [first, *graphs, *predictions, last]
+
+
+def kind(r: Rank, index: int) -> tuple[bool, bool, bool]:
+    """What layers have in common that compute the same: experts, a window, rotary positions."""
+    moe = r.model.moe is not None and index >= r.model.moe.first_dense_layers
+    return moe, windowed(r, index), rotates(r, index)
+
+
+def stack(
+    r: Rank, layers: Sequence[int], add: AddLayer, kind: Callable[[int], Any] = lambda index: None
+) -> list[Graph]:
+    """One layer after another, each a graph, or each group of them that is computed again together.
+
+    Layers of one `kind` are one graph, which is there for each of them.
+    """
+    again, made, graphs = r.layout.recompute, dict[Any, Graph](), list[Graph]()
+    full, size = again.granularity == "full", again.num_layers or 1
+    groups = size if full and again.method != "block" else 1
+    for start in range(0, len(layers), groups):
+        group, redone = layers[start : start + groups], full and (again.method != "block" or start < size)
+        key = redone, *map(kind, group)
+        if key not in made:
+            made[key] = _group(r, group, add, redone)
+        graphs.append(made[key])
+    return graphs
+
+
+def _group(r: Rank, layers: Sequence[int], add: AddLayer, redone: bool) -> Graph:
+    g, x = Graph(), stream(r)
+    spread = r.layout.recompute.distribute_saved_activations and not r.layout.sequence_parallel
+    with g.recomputed("layers", Tensor(x.bytes // r.layout.tp) if spread else x, when=redone):
+        for index in layers:
+            x = add(g, r, x, index)
+    return g
+
+
+def stream(r: Rank) -> Tensor:
+    """The residual stream on a rank."""
+    return Tensor(r.split_tokens * r.model.hidden_size * r.element)
+
+
+def _prediction(g: Graph, r: Rank, hidden: Tensor) -> Tensor:
+    """One layer of multi-token prediction, from the hidden states of what is before it; it has no adapters."""
+    r = replace(r, adapted=False)
+    h = r.model.hidden_size
+    token = embedding(g, r)
+    with g.recomputed("mtp.layers", hidden, token, when=r.layout.recompute.granularity == "full"):
+        _norm(g, r, "mtp.enorm", token)
+        _norm(g, r, "mtp.hnorm", hidden)
+        both = Tensor(r.split_tokens * 2 * h * r.element)
+        column(g, r, "mtp.eh_proj", both, 2 * h, h // r.layout.tp)
+        # gathered from all tensor-parallel ranks: a rank's part of the tokens is a view of it
+        x = add_layer(g, r, Tensor(r.tokens * h * r.element), r.model.num_layers - 1)
+        return _norm(g, r, "mtp.final_layernorm", x)

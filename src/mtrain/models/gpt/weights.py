@@ -1,0 +1,133 @@
+"""The weights of a decoder-only transformer on one rank of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtrain.config.experts import MoEConfig
+from mtrain.config.model import ModelConfig
+from mtrain.config.parallel import ParallelConfig
+from mtrain.config.stages import Stage
+from mtrain.models.weights import Weight, column, expert_tensors, mlp, norm, row
+
+
+def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[Weight]:
+    """Those of a (virtual) stage; a table that several stages have is there for each of them."""
+    rows, h = m.padded_vocab_size // p.tp, m.hidden_size
+    apart = m.tie_word_embeddings and not (held.embedding and held.loss)
+    if held.embedding or held.mtp:
+        again = apart or (bool(m.mtp_num_layers) and not (held.embedding and held.mtp))
+        yield Weight("embedding.word_embeddings.weight", (rows, h), "embedding", shared=again)
+        if m.position_embedding_type == "learned_absolute":
+            shape = (m.max_position_embeddings, h)
+            yield Weight("embedding.position_embeddings.weight", shape, "embedding", whole=True)
+    for number, index in enumerate(held.layers):
+        yield from layer(m, p, f"decoder.layers.{number}", index)
+    if ends(m, held):
+        yield from norm(m, "decoder.final_layernorm", h)
+    for number in range(held.mtp):
+        yield from _prediction(m, p, f"mtp.layers.{number}")
+    if held.loss and not (m.tie_word_embeddings and (held.embedding or held.mtp)):
+        yield Weight("output_layer.weight", (rows, h), "output", shared=m.tie_word_embeddings)
+
+
+def buffers(m: ModelConfig) -> Iterator[Weight]:
+    """The biases that balance routers, which the optimizer does not move."""
+    if m.moe is None or not m.moe.router_enable_expert_bias:
+        return
+    layers = [f"decoder.layers.{index}" for index in range(m.moe.first_dense_layers, m.num_layers)]
+    layers += [f"mtp.layers.{number}.transformer_layer" for number in range(m.mtp_num_layers or 0)]
+    for name in layers:
+        yield Weight(f"{name}.mlp.router.expert_bias", (m.moe.num_experts,), "router", whole=True)
+
+
+def ends(m: ModelConfig, held: Stage) -> bool:
+    """Whether the final norm is on a stage: that of the loss, with multi-token prediction that of the last layer."""
+    return m.num_layers - 1 in held.layers if m.mtp_num_layers else held.loss
+
+
+def layer(m: ModelConfig, p: ParallelConfig, name: str, index: int) -> Iterator[Weight]:
+    """Those of layer `index`, counted from 0."""
+    before = m.norm_placement in ("pre", "pre_and_post")
+    if before:
+        yield from norm(m, f"{name}.input_layernorm", m.hidden_size)
+    yield from (_latent if m.mla else _attention)(m, p, f"{name}.self_attention")
+    if before:
+        yield from norm(m, f"{name}.pre_mlp_layernorm", m.hidden_size)
+    yield from _feed_forward(m, p, f"{name}.mlp", index)
+    if m.norm_placement != "pre":
+        yield from norm(m, f"{name}.post_self_attn_layernorm", m.hidden_size)
+        yield from norm(m, f"{name}.post_mlp_layernorm", m.hidden_size)
+
+
+def _sinks(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
+    if m.softmax_type == "learnable":
+        yield Weight(f"{name}.core_attention.softmax_offset", (m.num_attention_heads // p.tp,), "attention")
+
+
+def _attention(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
+    h, d = m.hidden_size, m.head_dim
+    queries, keys = m.num_attention_heads * d, m.query_groups * d
+    yield from _sinks(m, p, name)
+    bias = m.add_bias_linear or m.add_proj_bias
+    yield from row(f"{name}.linear_proj", "attention", h, queries, p.tp, bias=bias)
+    bias = m.add_bias_linear or m.add_qkv_bias
+    yield from column(f"{name}.linear_qkv", "attention", queries + 2 * keys, h, p.tp, bias=bias)
+    if m.qk_layernorm:
+        across = m.qk_layernorm_across_heads
+        yield from norm(m, f"{name}.q_layernorm", queries if across else d)
+        yield from norm(m, f"{name}.k_layernorm", keys if across else d)
+
+
+def _latent(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
+    mla, h, n = m.mla, m.hidden_size, m.num_attention_heads
+    assert mla is not None
+    wide, low = mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.kv_lora_rank
+    yield from _sinks(m, p, name)
+    yield from row(f"{name}.linear_proj", "attention", h, n * mla.v_head_dim, p.tp, bias=m.add_bias_linear)
+    if mla.q_lora_rank:
+        yield Weight(f"{name}.linear_q_down_proj.weight", (mla.q_lora_rank, h), "attention", whole=True)
+        yield from column(f"{name}.linear_q_up_proj", "attention", n * wide, mla.q_lora_rank, p.tp)
+    else:
+        yield from column(f"{name}.linear_q_proj", "attention", n * wide, h, p.tp)
+    yield Weight(f"{name}.linear_kv_down_proj.weight", (low + mla.qk_pos_emb_head_dim, h), "attention", whole=True)
+    yield from column(f"{name}.linear_kv_up_proj", "attention", n * (mla.qk_head_dim + mla.v_head_dim), low, p.tp)
+    if m.qk_layernorm:
+        yield from norm(m, f"{name}.q_layernorm", mla.q_lora_rank) if mla.q_lora_rank else ()
+        yield from norm(m, f"{name}.kv_layernorm", low)
+
+
+def _feed_forward(m: ModelConfig, p: ParallelConfig, name: str, index: int) -> Iterator[Weight]:
+    moe = m.moe
+    if moe is None or index < moe.first_dense_layers:
+        yield from mlp(m, name, m.ffn_hidden_size, p.tp, bias=m.add_bias_linear or m.add_mlp_bias)
+        return
+    yield Weight(f"{name}.router.weight", (moe.num_experts, m.hidden_size), "router", whole=True)
+    if m.add_bias_linear:
+        yield Weight(f"{name}.router.bias", (moe.num_experts,), "router", whole=True)
+    yield from _experts(m, p, moe, f"{name}.experts")
+    if moe.shared_expert_intermediate_size:
+        shared = f"{name}.shared_experts"
+        if moe.shared_expert_gate:
+            yield Weight(f"{shared}.gate_weight", (1, m.hidden_size), "router", whole=True)
+        yield from mlp(m, shared, moe.shared_expert_intermediate_size, p.tp, bias=m.add_bias_linear)
+
+
+def _experts(m: ModelConfig, p: ParallelConfig, moe: MoEConfig, name: str) -> Iterator[Weight]:
+    width, h = moe.ffn_hidden_size // expert_tensors(p), m.hidden_size
+    apart = p.ep > 1 or expert_tensors(p) != p.tp
+    up = (2 if m.gated else 1) * width
+    for part, shape in (("linear_fc1", (up, h)), ("linear_fc2", (h, width))):
+        for number in range(moe.num_experts // p.ep):
+            yield Weight(f"{name}.{part}.weight{number}", shape, "experts", expert=apart)
+            if m.add_bias_linear:
+                yield Weight(f"{name}.{part}.bias{number}", shape[:1], "experts", expert=apart)
+
+
+def _prediction(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
+    h = m.hidden_size
+    yield from norm(m, f"{name}.enorm", h)
+    yield from norm(m, f"{name}.hnorm", h)
+    yield from column(f"{name}.eh_proj", "mlp", h, 2 * h, p.tp, bias=m.add_bias_linear)
+    yield from layer(m, p, f"{name}.transformer_layer", m.num_layers - 1)
+    yield from norm(m, f"{name}.final_layernorm", h)

@@ -1,0 +1,191 @@
+"""What a part of a model computes on one rank: its operations in order, with their shapes and what autograd keeps.
+
+A family describes its layers with it. Memory is counted from the tensors that are kept, products from the shapes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """Memory that has been allocated; two views of it are the same `Tensor`."""
+
+    bytes: int
+    shared: bool = False
+    """All micro-batches have the same one."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """`batch` products of matrices [m, k] and [k, n]."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Of its forward: an addition and a multiplication for each pair of elements."""
+        return 2 * self.m * self.n * self.k * self.batch
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What the ranks of a group send each other."""
+
+    axis: Literal["tp", "cp", "ep", "etp"]
+    kind: Literal["gather", "scatter", "reduce", "all_to_all", "ring"]
+    """Gather and reduce-scatter of a tensor, the sum of it on all ranks, parts that each rank has for each other, or
+    parts that go round."""
+    bytes: int
+    """Of the whole tensor; of what a rank has for others where all send to all; of what goes round."""
+    messages: int = 1
+    """Copies of a row for as many ranks at most: of a token that several experts take."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation."""
+
+    name: str
+    """Of the module that does it, as `self_attention.linear_qkv`."""
+    keeps: tuple[Tensor, ...] = ()
+    """What autograd keeps of it for the backward, without weights."""
+    products: tuple[Product, ...] = ()
+    moved: int = 0
+    """Bytes that its forward reads and writes beside products."""
+    exchanges: tuple[Exchange, ...] = ()
+    """Of its forward; its backward has as many the other way."""
+    low: bool = False
+    """Its products are in the low precision of the run, where that has one."""
+    seen: float = 1.0
+    """Share of the pairs of queries and keys that a kernel computes which passes over hidden ones."""
+    again: bool = False
+    """It is done once more in the backward, and until then nothing is kept of it."""
+
+
+@dataclass
+class _Block:
+    """Operations that are done once more in the backward."""
+
+    begin: int
+    end: int
+    gives: tuple[Tensor, ...] = ()
+    """What is made again for those who used it."""
+    when: int = 0
+    """Behind so many operations; a backward that has come there does those of the block once more."""
+
+
+@dataclass
+class Graph:
+    """Operations of a forward, in order."""
+
+    ops: list[Op] = field(default_factory=list)
+    _blocks: list[_Block] = field(default_factory=list)
+    _used: list[_Block] = field(default_factory=list)
+    """Blocks whose results are still used."""
+    _again: bool = False
+
+    def add(
+        self,
+        name: str,
+        keeps: Iterable[Tensor] = (),
+        products: Iterable[Product] = (),
+        *,
+        moved: int = 0,
+        exchanges: Iterable[Exchange] = (),
+        low: bool = False,
+        seen: float = 1.0,
+    ) -> None:
+        """One operation more."""
+        ops = Op(name, tuple(keeps), tuple(products), moved, tuple(exchanges), low, seen, self._again)
+        self.ops.append(ops)
+
+    @contextmanager
+    def recomputed(self, name: str, *inputs: Tensor, when: bool = True, discarded: bool = False) -> Iterator[None]:
+        """What is added inside is done once more in the backward, from `inputs`, which are kept.
+
+        With `discarded`, `discard` says what of it is not kept for those who use it either.
+        """
+        if not when or self._again:
+            yield
+            return
+        self.add(name, inputs)
+        begin, self._again = len(self.ops), True
+        try:
+            yield
+        finally:
+            self._again = False
+        self._blocks.append(_Block(begin, len(self.ops), when=len(self.ops)))
+        self._used += self._blocks[-1:] * discarded
+
+    def discard(self, *tensors: Tensor, when: bool = True) -> None:
+        """`tensors`, of the last block that is recomputed, have been used: a backward that comes here makes them
+        again."""
+        if when and not self._again:
+            block = self._used.pop()
+            block.gives, block.when = tensors, len(self.ops)
+
+    def kept(self) -> set[Tensor]:
+        """What autograd keeps from the forward to the backward."""
+        discarded = {tensor for block in self._blocks for tensor in block.gives}
+        return {tensor for op in self.ops if not op.again for tensor in op.keeps} - discarded
+
+    def moves(self) -> Iterator[int]:
+        """Of a backward, step by step: bytes more or less than it began with, without what a loss keeps."""
+        kept, first, made = self.kept(), dict[Tensor, int](), dict[int, set[Tensor]]()
+        for number, op in reversed(list(enumerate(self.ops))):
+            first |= dict.fromkeys(op.keeps, number)
+        for block in self._blocks:
+            inside = {t for op in self.ops[block.begin : block.end] for t in op.keeps} | set(block.gives)
+            made.setdefault(block.when, set()).update(inside & first.keys() - kept)
+        for number, op in reversed(list(enumerate(self.ops))):
+            yield size(made.get(number + 1, ()))
+            if not op.name.endswith("loss"):
+                yield -size(tensor for tensor in set(op.keeps) if first[tensor] == number)
+
+    def flops(self) -> int:
+        """Of the products of the forward."""
+        return sum(product.flops for op in self.ops for product in op.products)
+
+    def largest(self) -> int:
+        """Bytes of the largest tensor that is kept or made again."""
+        return max((tensor.bytes for op in self.ops for tensor in op.keeps), default=0)
+
+
+def size(tensors: Iterable[Tensor]) -> int:
+    """Bytes of all of them."""
+    return sum(tensor.bytes for tensor in tensors)
+
+
+def kept(graphs: Iterable[Graph]) -> int:
+    """Bytes that autograd keeps of several graphs; one that is there several times stands for as many layers."""
+    numbers = Counter(map(id, graphs := list(graphs)))
+    every = {id(graph): graph for graph in graphs}
+    return sum(number * size(every[key].kept()) for key, number in numbers.items())
+
+
+def most_made_again(graphs: Sequence[Graph]) -> int:
+    """The most bytes that a backward comes to have more than were kept, from the last graph to the first."""
+    known: dict[int, tuple[int, int]] = {}
+    now = most = 0
+    for graph in reversed(graphs):
+        if id(graph) not in known:
+            ups = list(accumulate(graph.moves(), initial=0))
+            known[id(graph)] = ups[-1], max(ups)
+        more, highest = known[id(graph)]
+        most, now = max(most, now + highest), now + more
+    return most
+
+
+def shared(graphs: Iterable[Graph]) -> int:
+    """Bytes of that which are the same for all micro-batches."""
+    return size(tensor for graph in graphs for tensor in graph.kept() if tensor.shared)

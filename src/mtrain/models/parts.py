@@ -1,0 +1,181 @@
+"""Parts that families share: what norms, linear layers, activations, embeddings and losses compute and keep.
+
+What the plain torch kernels of a CPU keep is compared with what autograd saves (`tests/dist/test_plan_kept.py`). What
+TransformerEngine's, Triton's and torch's fused kernels keep follows from their sources.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from mtrain.models.adapters import beside
+from mtrain.models.graph import Exchange, Graph, Product, Tensor
+from mtrain.models.rank import Rank
+
+INDEX, FP32, MASK = 8, 4, 1
+"""Bytes of a token id, of a number in fp32 and of a mark in a mask."""
+WRITTEN_OUT = 3
+"""Times as many bytes as one kernel moves that an operation moves which is written out, one kernel after another."""
+FP8_ELEMENT = 1
+"""Bytes of an element that a linear layer keeps of its input where it multiplies in eight bits or fewer."""
+
+
+def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tensor:
+    """A norm of `rows` rows; what it gives."""
+    y, statistics = Tensor(rows * width * r.element), Tensor(rows * FP32)
+    moved = 2 * y.bytes
+    rms, m = r.model.normalization == "RMSNorm", r.model
+    if r.words["norm"] != "reference":
+        g.add(name, [x, statistics] if rms else [x, statistics, Tensor(rows * FP32)], moved=moved)
+        return y
+    copied = not r.wide or m.layernorm_zero_centered_gamma
+    keeps = [statistics, *([Tensor(width * FP32)] if copied else ())]
+    if not rms:
+        keeps += [Tensor(rows * FP32), *([Tensor(width * FP32)] if not r.wide else ())]
+    widened = not r.wide and not (rms and r.host)
+    g.add(
+        name, [*keeps, Tensor(rows * width * FP32) if widened else x], moved=moved * (WRITTEN_OUT if widened else 1)
+    )
+    return y
+
+
+def column(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
+    """A linear layer whose `outputs` are those of this rank; `x` is a part of the tokens where those are split."""
+    arrives = shared_by_tensor_ranks(r, r.tokens * inputs * r.element, "gather")
+    keeps = [] if r.frozen else [_input(r, x, inputs)]
+    g.add(name, keeps, [Product(r.tokens, outputs, inputs)], exchanges=arrives, low=True)
+    beside(g, r, name, x, (inputs, outputs), (r.split_tokens, r.tokens, r.tokens))
+    return Tensor(r.tokens * outputs * r.element)
+
+
+def row(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
+    """A linear layer whose `inputs` are those of this rank; it gives a part of the tokens where those are split."""
+    low = r.run.precision.quantized is not None
+    kept = Tensor(r.tokens * inputs * FP8_ELEMENT) if low else x
+    leaves = shared_by_tensor_ranks(r, r.tokens * outputs * r.element, "scatter")
+    keeps = [] if r.frozen else [kept]
+    g.add(name, keeps, [Product(r.tokens, outputs, inputs)], exchanges=leaves, low=True)
+    beside(g, r, name, x, (inputs, outputs), (r.tokens, r.split_tokens, r.split_tokens))
+    return Tensor(r.split_tokens * outputs * r.element)
+
+
+def whole(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
+    """A linear layer whose whole weight is on every rank, over this rank's part of the tokens."""
+    g.add(name, [] if r.frozen else [x], [Product(r.split_tokens, outputs, inputs)], low=True)
+    beside(g, r, name, x, (inputs, outputs), (r.split_tokens,) * 3)
+    return Tensor(r.split_tokens * outputs * r.element)
+
+
+def shared_by_tensor_ranks(
+    r: Rank, size: int, kind: Literal["gather", "scatter"], *, low: bool = True
+) -> list[Exchange]:
+    """What comes before a column-parallel layer (gather), or behind a row-parallel one (scatter).
+
+    Without sequence parallelism both are one sum: behind the row in the forward, behind the column in the backward.
+    """
+    if r.layout.tp == 1:
+        return []
+    if r.layout.sequence_parallel:
+        # of a gather and the sum that goes back, the gather is in low precision
+        size = size * 3 // 4 if low and r.run.precision.quantized else size
+        return [Exchange("tp", kind, size)]
+    return [Exchange("tp", "reduce", size)] if kind == "scatter" else []
+
+
+def _input(r: Rank, x: Tensor, width: int) -> Tensor:
+    if r.run.precision.quantized is not None:
+        return Tensor(r.split_tokens * width * FP8_ELEMENT)
+    return Tensor(r.tokens * width * r.element) if r.gathers_inputs else x
+
+
+def activation(g: Graph, r: Rank, name: str, x: Tensor, elements: int, *, weighed: int = 0) -> Tensor:
+    """What stands between the two layers of an MLP: `x`, with a gate of twice the `elements`, to so many.
+
+    Of experts, `weighed` rows are multiplied with their weights in the same place.
+    """
+    size = elements * r.element
+    y, weights = Tensor(size), [Tensor(weighed * FP32)] if weighed else []
+    moved = x.bytes + size
+    if fused(r):  # megatron-core's own: one pass, weights included
+        g.add(name, [x, *weights], moved=moved)
+        return y
+    product = Tensor(size)
+    if r.words["activation"] == "triton":
+        g.add(name, [x], moved=moved)
+    else:
+        g.add(name, _plain(r, x, size, product), moved=WRITTEN_OUT * moved)
+    if weighed:
+        g.add(f"{name}.weighed", [product, *weights], moved=2 * size)
+        return y
+    return product
+
+
+def fused(r: Rank) -> bool:
+    """Whether megatron-core's fused activation takes the model's, as `mtrain.config.core_fields` says."""
+    m = r.model
+    plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
+    swiglu = m.activation == "swiglu" or (m.activation == "gelu_tanh" and m.add_bias_linear and m.moe is None)
+    return r.words["linear"] == "te" and plain and swiglu and r.words["activation"] != "triton"
+
+
+def _plain(r: Rank, x: Tensor, size: int, product: Tensor) -> list[Tensor]:
+    """Kept by the activations that are written out in torch."""
+    m = r.model
+    if not m.gated:
+        own = {"relu": [product], "squared_relu": [Tensor(size)], "quick_gelu": [x, Tensor(size)]}
+        return own.get(m.activation, [x])
+    keeps = [x, Tensor(size), Tensor(size)]  # the gate, and the half that it multiplies with its offset added
+    if m.activation == "quick_geglu":  # x sigmoid(1.702 x) of what was clamped
+        keeps += [Tensor(size), *([Tensor(size)] if m.activation_func_clamp_value is not None else ())]
+    return keeps
+
+
+def dropout(g: Graph, r: Rank, name: str, elements: int, p: float) -> None:
+    """Random zeros, of which a CPU keeps numbers and a GPU marks."""
+    if p:
+        g.add(name, [Tensor(elements * (r.element if r.host else MASK))])
+
+
+def embedding(g: Graph, r: Rank, *, tables: int = 0) -> Tensor:
+    """The look-up of tokens, and of positions or kinds in more `tables`."""
+    ids = [Tensor(r.tokens * INDEX) for _ in range(1 + tables)]
+    outside = [Tensor(r.tokens * MASK)] if r.layout.tp > 1 else []
+    g.add("embedding", [] if r.frozen else [*ids, *outside])
+    size = r.split_tokens * r.model.hidden_size
+    g.add("embedding.rows", moved=2 * r.tokens * r.model.hidden_size * r.element, exchanges=_summed(r))
+    dropout(g, r, "embedding.dropout", size, r.model.hidden_dropout)
+    return Tensor(size * r.element)
+
+
+def _summed(r: Rank) -> list[Exchange]:
+    """Rows of a table whose parts are on several ranks."""
+    size = r.tokens * r.model.hidden_size * r.element
+    kind: Literal["scatter", "reduce"] = "scatter" if r.layout.sequence_parallel else "reduce"
+    return [Exchange("tp", kind, size)] if r.layout.tp > 1 else []
+
+
+def loss(g: Graph, r: Rank, hidden: Tensor, *, columns: int = 0) -> None:
+    """Output layer and cross entropy; `columns` more of the hidden state stand for a bias.
+
+    In parts, the gradients of hidden states and weight are made in the forward and kept, and no logits are.
+    """
+    m, rows = r.model, m_rows(r)
+    width = m.hidden_size + columns
+    products = [Product(r.tokens, rows, width)]
+    arrives = shared_by_tensor_ranks(r, r.tokens * width * r.element, "gather", low=False)
+    if r.words["loss"] != "megatron":
+        gradients = [Tensor(r.split_tokens * width * r.element)]
+        gradients += [] if r.frozen else [Tensor(rows * width * r.element)]
+        moved = 3 * r.tokens * rows * r.element
+        g.add("output_layer.loss", [Tensor(r.tokens * FP32), *gradients], products, moved=moved, exchanges=arrives)
+        return
+    logits = Tensor(r.tokens * rows * FP32)
+    marks = [Tensor(r.tokens * MASK), Tensor(r.tokens * INDEX), Tensor(r.tokens * FP32)]
+    capped = [Tensor(r.tokens * rows * FP32)] if m.final_logit_softcapping is not None else []
+    g.add("output_layer", [*([] if r.frozen else [hidden]), *capped], products, exchanges=arrives)
+    g.add("loss", [logits, *marks], moved=3 * logits.bytes)
+
+
+def m_rows(r: Rank) -> int:
+    """Rows of the output layer on a rank."""
+    return r.model.padded_vocab_size // r.layout.tp

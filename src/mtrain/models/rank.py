@@ -1,0 +1,127 @@
+"""What one rank of a layout sees of a micro-batch: how many tokens, how wide, and by whose kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mtrain.config.devices import facts_of
+from mtrain.config.formats import bytes_of
+from mtrain.config.kernels import OPERATIONS, stands_for
+from mtrain.config.model import ModelConfig
+from mtrain.config.parallel import ParallelConfig, RecomputeModule
+from mtrain.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class _Equipped:
+    """A machine with everything that runs on its device: where nobody knows better, `auto` chooses as there."""
+
+    gpus: int = 1
+    transformer_engine: bool = True
+    triton: bool = True
+    triton_interpreted: bool = False
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Sizes on one rank; the same on all of them."""
+
+    run: RunConfig
+    words: Mapping[str, str]
+    """Who does each operation; where the machine that runs it will choose, what is chosen where all is installed."""
+    host: bool
+    """It computes on a CPU."""
+    samples: int
+    """Samples of a micro-batch, one where they are packed."""
+    length: int
+    """Tokens of a sample that are here: all of it, or a part under context parallelism."""
+    frozen: bool = False
+    """Weights have no gradient: linear layers keep none of their inputs."""
+    adapted: bool = False
+    """Layers that the run names have low-rank adapters."""
+
+    @classmethod
+    def of(cls, run: RunConfig) -> Rank:
+        """A rank of a resolved run."""
+        p, micro = run.parallel, run.trainer.micro
+        words = _words(run)
+        samples, length = (1, micro * run.data.length) if run.data.packed else (micro, run.data.length)
+        if p.hybrid_context_parallel:  # documents come one by one, the longest of them over all data-parallel ranks
+            length = p.max_seqlen_per_dp_cp_rank or -(-run.data.length // p.dp)
+        else:
+            length //= p.cp
+        adapted = run.peft.kind is not None
+        on_host = facts_of(run.cluster.device).on_host
+        return cls(run, words, on_host, samples, length, frozen=adapted, adapted=adapted)
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model."""
+        return self.run.model
+
+    @property
+    def layout(self) -> ParallelConfig:
+        """The layout."""
+        return self.run.parallel
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of an activation."""
+        return bytes_of(self.run.precision.format)
+
+    @property
+    def wide(self) -> bool:
+        """Whether an element has 32 bits."""
+        return self.element >= bytes_of("fp32")
+
+    @property
+    def whole(self) -> int:
+        """Tokens of a sequence over all context-parallel ranks."""
+        return self.length * (self.layout.cp if not self.layout.hybrid_context_parallel else 1)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch that attention and MLP compute on here."""
+        return self.samples * self.length
+
+    @property
+    def split_tokens(self) -> int:
+        """Those of them that norms and the residual stream have here: a part under sequence parallelism."""
+        return self.tokens // self.layout.tp if self.layout.sequence_parallel else self.tokens
+
+    @property
+    def heads(self) -> int:
+        """Query heads on a rank."""
+        return max(1, self.model.num_attention_heads // self.layout.tp)
+
+    @property
+    def groups(self) -> int:
+        """Key and value heads on a rank."""
+        return max(1, self.model.query_groups // self.layout.tp)
+
+    @property
+    def gathers_inputs(self) -> bool:
+        """Whether a linear layer keeps its input as it was gathered under sequence parallelism.
+
+        megatron-core's gathers it once more in the backward; the product that adds up fp32 gradients on a CPU does
+        not (`mtrain.mcore.linear`).
+        """
+        return bool(self.layout.sequence_parallel) and self.host and self.wide and self.layout.fsdp == "none"
+
+    def recomputes(self, module: RecomputeModule) -> bool:
+        """Whether a module of every layer is computed again in the backward."""
+        again = self.layout.recompute
+        return again.granularity == "selective" and module in (again.modules or ("core_attn",))
+
+
+def _words(run: RunConfig) -> dict[str, str]:
+    """Who does each operation, one after the other: what is chosen may depend on those before it."""
+    words: dict[str, str] = {}
+    for op in OPERATIONS:
+        word = getattr(run.kernels, op.name)
+        if word in (None, "auto"):
+            chosen = run.model_copy(update={"kernels": run.kernels.model_copy(update=words)})
+            word = stands_for(op, chosen, _Equipped())
+        words[op.name] = word or "reference"
+    return words

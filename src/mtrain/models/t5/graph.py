@@ -1,0 +1,100 @@
+"""An encoder-decoder on one rank: two stacks of layers of different lengths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mtrain.config.stages import Stage
+from mtrain.config.t5 import lengths
+from mtrain.models.attention import Heads, scores_in_fp32
+from mtrain.models.gpt.feed_forward import mlp
+from mtrain.models.gpt.graph import stack, stream
+from mtrain.models.graph import Graph, Product, Tensor
+from mtrain.models.parts import FP32, INDEX, MASK, column, dropout, embedding, loss, norm, row
+from mtrain.models.rank import Rank
+from mtrain.models.t5.count import decoder_layers, section
+
+
+def stage(r: Rank, held: Stage) -> list[Graph]:
+    """What its one stage computes on one micro-batch: what is before the layers, each layer, what is behind."""
+    t = section(r.model)
+    needed = lengths(t, r.run.data.length)
+    reads = replace(r, length=t.encoder_length or needed[0])
+    writes = replace(r, length=t.decoder_length or needed[1])
+    first, last = Graph(), Graph()
+    _read(first, reads, hidden=True)
+    encoder = stack(reads, range(r.model.num_layers), _layer)
+    context = _behind(last, reads)
+    if not reads.gathers_inputs:  # one for all layers of the decoder
+        last.add("context", [context])
+        context = Tensor(0)
+    _read(last, writes, hidden=False)
+    decoder = stack(
+        writes, range(decoder_layers(r.model)), lambda g, _, x, index: _decoder_layer(g, writes, reads, context, x)
+    )
+    loss(last, writes, _behind(last, writes))
+    return [first, *encoder, *decoder, last]
+
+
+def _read(g: Graph, r: Rank, *, hidden: bool) -> Tensor:
+    """The look-up of tokens, and biases by distance with what is hidden."""
+    pairs = r.length**2
+    g.add("relative_pos_emb", [Tensor(pairs * INDEX), Tensor(r.tokens * MASK if hidden else pairs * MASK)])
+    return embedding(g, r)
+
+
+def _behind(g: Graph, r: Rank) -> Tensor:
+    y = norm(g, r, "final_layernorm", stream(r), r.split_tokens, r.model.hidden_size)
+    dropout(g, r, "final_dropout", r.split_tokens * r.model.hidden_size, r.model.hidden_dropout)
+    return y
+
+
+def _layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
+    return _feed_forward(g, r, _attention(g, r, x))
+
+
+def _decoder_layer(g: Graph, r: Rank, reads: Rank, context: Tensor, x: Tensor) -> Tensor:
+    x = _attention(g, r, x)
+    h, d = r.model.hidden_size, r.model.head_dim
+    y = norm(g, r, "pre_cross_attn_layernorm", x, r.split_tokens, h)
+    q = column(g, r, "cross_attention.linear_q", y, h, r.heads * d)
+    kv = column(g, reads, "cross_attention.linear_kv", context, h, 2 * r.heads * d)
+    out, a = Tensor(r.tokens * r.heads * d * r.element), r.element
+    products = [Product(r.length, reads.length, d, r.samples * r.heads) for _ in range(2)]
+    if r.model.attention_dropout and r.host:
+        kept, out = scores_in_fp32(r, Heads(q, kv, kv, r.heads, r.heads, d, d), r.length, reads.length)
+    else:
+        kept = [q, kv, out, Tensor(r.tokens * r.heads * FP32), Tensor(reads.tokens * a)]
+    g.add("cross_attention.core_attention", kept, products)
+    row(g, r, "cross_attention.linear_proj", out, r.heads * d, h)
+    return _feed_forward(g, r, _sum(g, r))
+
+
+def _attention(g: Graph, r: Rank, x: Tensor) -> Tensor:
+    h, d, n = r.model.hidden_size, r.model.head_dim, r.heads
+    y = norm(g, r, "input_layernorm", x, r.split_tokens, h)
+    qkv = column(g, r, "self_attention.linear_qkv", y, h, 3 * n * d)
+    heads = Heads(qkv, qkv, qkv, n, n, d, d)
+    with g.recomputed("core_attention", qkv, when=r.recomputes("core_attn")):
+        kept, out = scores_in_fp32(r, heads, r.length, r.length)
+        products = [Product(r.length, r.length, d, r.samples * n) for _ in range(2)]
+        g.add("self_attention.core_attention", kept, products)
+    row(g, r, "self_attention.linear_proj", out, n * d, h)
+    return _sum(g, r)
+
+
+def _feed_forward(g: Graph, r: Rank, x: Tensor) -> Tensor:
+    y = norm(g, r, "pre_mlp_layernorm", x, r.split_tokens, r.model.hidden_size)
+    width = r.model.ffn_hidden_size
+    with g.recomputed("mlp", y, when=r.recomputes("mlp")):
+        mlp(g, r, y, "mlp", width)
+        inner = r.tokens * width // r.layout.tp
+        dropout(g, r, "mlp.dropout", inner, r.model.hidden_dropout)
+        if r.model.hidden_dropout and r.model.activation == "relu":  # what it gave is kept, and what is left of it
+            g.add("mlp.dropped", [Tensor(inner * r.element)])
+    return _sum(g, r)
+
+
+def _sum(g: Graph, r: Rank) -> Tensor:
+    dropout(g, r, "bda", r.split_tokens * r.model.hidden_size, r.model.hidden_dropout)
+    return stream(r)

@@ -1,0 +1,74 @@
+"""The weights of a stage on one rank, tensor by tensor, in the order in which the builder makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from mtrain.config.model import ModelConfig
+from mtrain.config.parallel import ParallelConfig
+
+Kind = Literal["embedding", "attention", "mlp", "experts", "router", "norm", "output", "vision", "adapters"]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter, or the part of it that a rank has."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+    expert: bool = False
+    """Expert-parallel ranks have others: it is reduced over the ranks of the expert grid."""
+    shared: bool = False
+    """The embedding, which another stage has too."""
+    frozen: bool = False
+    """It has neither gradient nor optimizer state."""
+    whole: bool = False
+    """Every tensor-parallel rank has all of it."""
+
+    @property
+    def numel(self) -> int:
+        """Elements on a rank."""
+        return prod(self.shape)
+
+
+def norm(m: ModelConfig, name: str, width: int) -> Iterator[Weight]:
+    """Weight, and bias where it is a LayerNorm."""
+    yield Weight(f"{name}.weight", (width,), "norm", whole=True)
+    if m.normalization == "LayerNorm":
+        yield Weight(f"{name}.bias", (width,), "norm", whole=True)
+
+
+def column(name: str, kind: Kind, outputs: int, inputs: int, tp: int, *, bias: bool = False) -> Iterator[Weight]:
+    """A linear layer split by outputs."""
+    yield Weight(f"{name}.weight", (outputs // tp, inputs), kind)
+    if bias:
+        yield Weight(f"{name}.bias", (outputs // tp,), kind)
+
+
+def row(name: str, kind: Kind, outputs: int, inputs: int, tp: int, *, bias: bool = False) -> Iterator[Weight]:
+    """A linear layer split by inputs."""
+    yield Weight(f"{name}.weight", (outputs, inputs // tp), kind)
+    if bias:
+        yield Weight(f"{name}.bias", (outputs,), kind, whole=True)
+
+
+def square(name: str, kind: Kind, width: int) -> Iterator[Weight]:
+    """A linear layer from a width to itself with a bias, whole on every rank."""
+    yield Weight(f"{name}.weight", (width, width), kind, whole=True)
+    yield Weight(f"{name}.bias", (width,), kind, whole=True)
+
+
+def mlp(m: ModelConfig, name: str, width: int, tp: int, *, bias: bool) -> Iterator[Weight]:
+    """Its two linear layers."""
+    up = (2 if m.gated else 1) * width
+    yield from column(f"{name}.linear_fc1", "mlp", up, m.hidden_size, tp, bias=bias)
+    yield from row(f"{name}.linear_fc2", "mlp", m.hidden_size, width, tp, bias=bias)
+
+
+def expert_tensors(p: ParallelConfig) -> int:
+    """Tensor-parallel ranks of an expert."""
+    return p.etp or p.tp

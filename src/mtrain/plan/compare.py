@@ -1,0 +1,142 @@
+"""What was planned of a run beside what was measured in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import inf
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from mtrain.config.batches import counted, stages
+from mtrain.config.devices import facts_of
+from mtrain.config.run import RunConfig
+from mtrain.plan.report import report
+
+METRICS = "metrics.jsonl"
+FIRST_STEPS = 3
+"""Steps of a process that measure how it begins: kernels are compiled, memory is asked for."""
+LONGEST, LARGEST = 1 << 20, 1e18
+"""Characters of a line; any number of a run."""
+UPDATE = ("optimizer", "dp")
+"""Parts of the time of a step in which weights are updated, as the trainer measures it."""
+BOUNDS = {"time": 0.15, "memory": 0.1, "size": 0.01}
+"""Kind of part -> how far off what was measured may be, as a share of what was planned. A process on a host has every
+library in its memory: none."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One part."""
+
+    part: str
+    kind: str
+    """time: seconds; memory, size, process: bytes."""
+    planned: float | None
+    """None: it was not known."""
+    measured: float | None
+    """None: it was not measured."""
+
+    @property
+    def off(self) -> float | None:
+        """How much more was measured than planned, as a share of what was planned."""
+        return self.measured / self.planned - 1 if self.planned and self.measured is not None else None
+
+    @property
+    def beyond(self) -> bool:
+        """Whether that is more than the bound of its kind."""
+        return self.off is not None and abs(self.off) > BOUNDS.get(self.kind, inf)
+
+    def data(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {**asdict(self), "off": self.off, "beyond": self.beyond}
+
+
+def planned(run: RunConfig) -> dict[str, Any] | None:
+    """What of a plan can be measured, null where it is not known; None: the family does not say what it has."""
+    try:
+        found = report(run)
+    except ValueError:
+        return None
+    time = found["time"]
+    parts = time.get("parts_s", {})
+    update = sum(parts.get(name, 0.0) for name in UPDATE)
+    known = time["step_s"] is not None
+    return {
+        "step_s": time["step_s"],
+        "forward_backward_s": time["step_s"] - update if known else None,
+        "optimizer_s": update if known else None,
+        "peak_bytes_by_stage": [stage["peak"] for stage in found["memory"]["stages"]],
+        "checkpoint_bytes": found["checkpoint"]["bytes"],
+    }
+
+
+def rows(
+    run: RunConfig,
+    plan: Mapping[str, Any],
+    lines: Sequence[Mapping[str, Any]],
+    peaks: Sequence[int | None],
+    saved: int | None,
+) -> list[Row]:
+    """Planned and measured, part by part.
+
+    Args:
+        run: resolved.
+        plan: of `planned`.
+        lines: of a metrics file; the first steps are left out where there are others, and those of smaller batches.
+        peaks: most bytes of each rank; None where a rank had none to give.
+        saved: bytes of a checkpoint; None: there is none.
+    """
+    full = first_full(run)
+    steps = [line for line in lines if "step_s" in line and line.get("step", full) >= full]
+    steps = steps[FIRST_STEPS:] or steps
+    out = []
+    for key in ("step_s", "forward_backward_s", "optimizer_s"):
+        seen = [line[key] for line in steps if _number(line.get(key))]
+        out.append(
+            Row(key.removesuffix("_s").replace("_", " and "), "time", plan[key], median(seen) if seen else None)
+        )
+    each = max(1, (run.parallel.ranks or 1) // run.parallel.pp)
+    for stage, size in enumerate(plan["peak_bytes_by_stage"]):
+        known = [peak for peak in peaks[stage * each : (stage + 1) * each] if peak is not None]
+        kind = "memory" if counts_memory(run) else "process"
+        out.append(Row(f"memory of stage {stage}", kind, size, max(known, default=None)))
+    return [*out, Row("checkpoint", "size", plan["checkpoint_bytes"], saved)]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The readable lines of a metrics file: one that a kill cut off, or that is none of ours, is left out.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if not path.is_file():
+        return []
+    lines = []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in iter(lambda: file.readline(LONGEST), ""):
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(line, dict) and isinstance(line.get("step"), int) and _number(line["step"]):
+                lines.append(line)
+    return lines
+
+
+def _number(value: Any) -> bool:
+    """Whether it can have been measured."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LARGEST
+
+
+def first_full(run: RunConfig) -> int:
+    """The first step that takes the whole batch, as a plan does."""
+    every = counted(stages(run), run.trainer.train_iters)
+    return sum(steps for steps, size in every if size != run.trainer.batch) + 1
+
+
+def counts_memory(run: RunConfig) -> bool:
+    """Whether a measured peak is that of the device alone; on a host it is of a process, with every library in it."""
+    return not facts_of(run.cluster.device).on_host

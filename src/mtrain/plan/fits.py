@@ -1,0 +1,111 @@
+"""Whether the plan of a step fits a device, and what would make it fit at the least cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mtrain.config.dump import override
+from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.rules import apply, findings
+from mtrain.config.run import RunConfig
+from mtrain.models.registry import family_of
+from mtrain.plan.rank import StageMemory, stage_memories
+from mtrain.units import bytes_
+
+MOST_TENSORS = 20_000
+"""Weights of a rank, and turns of a schedule, up to which a plan is made in passing."""
+
+
+MODULES = "parallel.recompute.modules"
+Change = dict[str, Any]
+"""Key -> value."""
+
+
+@dataclass(frozen=True)
+class Over:
+    """What a device lacks."""
+
+    stage: int
+    needed: int
+    """Bytes, without what the allocator is assumed to hold in pieces."""
+    parts: dict[str, int]
+
+    def largest(self) -> str:
+        """Its three largest parts."""
+        most = sorted(self.parts.items(), key=lambda part: -part[1])[:3]
+        return ", ".join(f"{name} {bytes_(size)}" for name, size in most)
+
+
+def over(run: RunConfig, holds: int) -> Over | None:
+    """The stage that needs the most, where that is more than a device `holds`; None: it fits, or nobody knows."""
+    if not _is_small(run):
+        return None
+    try:
+        stages = stage_memories(run)
+    except ValueError:  # stages that do not fit the model, of which the rules have said so
+        return None
+    worst = max(stages, key=_certain)
+    return Over(worst.stage, _certain(worst), worst.parts) if _certain(worst) > holds else None
+
+
+def _certain(stage: StageMemory) -> int:
+    return stage.peak - stage.parts["reserve"]
+
+
+def _is_small(run: RunConfig) -> bool:
+    m, p = run.model, run.parallel
+    experts = 0 if m.moe is None else 2 * m.moe.num_experts // p.ep
+    known = family_of(m).weights is not None
+    return known and m.num_layers * (20 + experts) <= MOST_TENSORS * p.pp and (p.pp * p.vpp) ** 2 <= MOST_TENSORS
+
+
+def cheapest(run: RunConfig, holds: int) -> str:
+    """The first change, of those that cost little before those that cost much, with which the plan fits and no other
+    rule is broken; empty where there is none."""
+    broken = {finding.code for finding in findings(run)}
+    for step in _changes(run):
+        changed = apply(run, step)
+        fits = _is_small(changed) and over(changed, holds) is None
+        if fits and {finding.code for finding in findings(changed)} <= broken:
+            return " ".join(override(key, value) for key, value in step.items())
+    return ""
+
+
+def _changes(run: RunConfig) -> Iterator[Change]:
+    """What may be changed, the cheapest first: each alone, then one after the other."""
+    steps = list(_steps(run))
+    yield from steps
+    steps = [step for step in steps if not step.get(MODULES)]  # the last one computes whole layers again
+    for number in range(2, len(steps) + 1):
+        yield {key: value for step in steps[:number] for key, value in step.items()}
+
+
+def _steps(run: RunConfig) -> Iterator[Change]:
+    """Keys that are set together, one change after the other."""
+    p, t = run.parallel, run.trainer
+    plain = p.fsdp == "none" and not p.distributed_optimizer and p.dp * p.cp > 1
+    if plain and "distributed_optimizer" not in OPTIMIZERS[run.optim.name].cannot:
+        yield {"parallel.distributed_optimizer": True}
+    if run.kernels.loss == "megatron":
+        yield {"kernels.loss": "auto"}
+    if p.tp > 1 and not p.sequence_parallel and run.data.length % (p.tp * p.cp) == 0:
+        yield {"parallel.sequence_parallel": True}
+    if t.micro % 2 == 0:
+        yield {"trainer.micro_batch_size": t.micro // 2}
+    yield from _recomputed(run)
+    if run.precision.grad_reduce_in_fp32 and run.precision.format == "bf16":
+        yield {"precision.grad_reduce_in_fp32": False}
+
+
+def _recomputed(run: RunConfig) -> Iterator[Change]:
+    """What takes little time to compute again, then whole layers."""
+    again, m = run.parallel.recompute, run.model
+    if again.granularity == "none":
+        modules = ["layernorm", *["moe_act"] * (m.moe is not None), *["mla_up_proj"] * (m.mla is not None)]
+        yield {"parallel.recompute.granularity": "selective", MODULES: modules}
+    if again.granularity != "full":
+        yield {"parallel.recompute.granularity": "full", **({MODULES: None} if again.modules else {})}
+    elif again.method == "block":
+        yield {"parallel.recompute.method": "uniform", "parallel.recompute.num_layers": 1}

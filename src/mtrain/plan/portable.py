@@ -1,0 +1,26 @@
+"""The run as it is traced: on a CPU, with the portable kernels, at its real size."""
+
+from __future__ import annotations
+
+from mtrain.config.devices import CPU
+from mtrain.config.resolve import resolve
+from mtrain.config.run import RunConfig
+from mtrain.plan.shrink import MACHINE, on_a_cpu
+
+
+def portable(run: RunConfig) -> RunConfig:
+    """A resolved run with its model, layout and batch as they are, on synthetic tokens.
+
+    TransformerEngine's, Triton's and torch's kernels for a GPU become those of a CPU, which keep what they keep; who
+    makes the loss stays as it was named. Products in eight bits become products in the format beside them.
+    """
+    kernels = {**on_a_cpu(run), **({"loss": "megatron"} if run.kernels.loss == "megatron" else {})}
+    values = {
+        "precision": run.precision.unquantized(run.precision.format),
+        "data": run.data.model_copy(update={"kind": "mock", "path": None, "blend": None, "blend_weights": None}),
+        "kernels": run.kernels.model_copy(update=kernels),
+        "cluster": run.cluster.model_copy(
+            update={"device": CPU.name, "nodes": 1, "devices_per_node": None, "peak_tflops": {}}
+        ),
+    }
+    return resolve(RunConfig.model_validate(run.model_copy(update=values).model_dump()), MACHINE)

@@ -1,0 +1,266 @@
+"""The memory of a rank of each pipeline stage, by part, at the moment of a step in which it has the most.
+
+Weights, gradients, optimizer state and what autograd keeps are counted tensor by tensor. What a device needs beside
+them follows from the order of operations or is an assumed constant; `HOW` says which is which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mtrain.config.core_fields import frees_sent
+from mtrain.config.devices import facts_of
+from mtrain.config.run import RunConfig
+from mtrain.config.stages import Stage
+from mtrain.layout.stages import held_stages
+from mtrain.models.graph import Graph, Op, kept, most_made_again, shared, size
+from mtrain.models.parts import FP32
+from mtrain.models.rank import Rank
+from mtrain.models.registry import family_of
+from mtrain.plan.schedule import most_in_flight
+from mtrain.plan.states import States, rank_states
+from mtrain.units import MIB
+
+CONTEXT_BYTES = 723 * MIB
+"""Of a process on a GPU before its first tensor: CUDA context and kernels of torch, as reported in
+https://discuss.pytorch.org/t/73021."""
+HOST_BYTES = 300 * MIB
+"""Of a rank on a CPU beside the model: what a forked interpreter with torch comes to own."""
+COMMUNICATOR_BYTES = 128 * MIB
+"""Assumed of a group of ranks that NCCL has a communicator for: 16 channels with two of its buffers, 4 MiB each."""
+RESERVE = 0.04
+"""Assumed share of what is allocated during a step that torch's allocator holds beside it, in pieces."""
+HOST_LOGITS, GPU_LOGITS, CHUNK = 1 << 22, 1 << 27, 64
+"""Logits that are there at once where the loss is made in parts, of a multiple of so many tokens: as in
+`mtrain_kernels.linear_cross_entropy`."""
+QUANTIZED_COPIES = 2
+"""Bytes of an element of a weight in the copies that products in eight bits keep: as it is, and transposed."""
+
+PARTS = (
+    *("weights", "gradients", "optimizer", "low_precision", "activations", "loss"),
+    *("recompute", "working", "communication", "context", "reserve"),
+)
+HOW = {
+    "weights": "counted: every tensor, with the padding of megatron-core's buffers",
+    "gradients": "counted: as the weights",
+    "optimizer": "counted: main weights and moments of the part of a rank",
+    "low_precision": "reasoned: copies of weights for products in eight bits",
+    "activations": "counted: every tensor that autograd keeps, of all micro-batches in flight",
+    "loss": "counted: what a loss in parts keeps, gradients of hidden states and output layer; or all logits",
+    "recompute": "counted: what is computed again of one layer, or of one group of layers",
+    "working": "reasoned: gradients of the largest tensors of a layer, or logits of a part of the tokens",
+    "communication": "reasoned: what is exchanged, gathered or sent beside that; assumed: 128 MiB for each group",
+    "context": "assumed: 723 MiB on a GPU, 300 MiB on a CPU",
+    "reserve": "assumed: 4% of activations, loss, recompute and working that the allocator holds in pieces",
+}
+"""Of each part of the memory: where its number comes from."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Memory of a rank of one pipeline stage."""
+
+    run: RunConfig
+    stage: int
+    held: tuple[Stage, ...]
+    states: States
+    chunks: tuple[tuple[Graph, ...], ...]
+    """What each of its chunks computes on a micro-batch; empty where the family does not say."""
+
+    @cached_property
+    def kept(self) -> list[int]:
+        """Bytes that autograd keeps of a micro-batch, by chunk."""
+        return [kept(chunk) for chunk in self.chunks] or [0] * self.run.parallel.vpp
+
+    @cached_property
+    def in_flight(self) -> tuple[int, list[int]]:
+        """Bytes kept of all micro-batches in flight where they are the most, and how many of each chunk these are."""
+        micro = self.run.trainer.batch // (self.run.trainer.micro * self.run.parallel.dp)
+        once = [shared(chunk) for chunk in self.chunks] or [0] * len(self.kept)
+        each = [kept - common for kept, common in zip(self.kept, once, strict=True)]
+        most, numbers = most_in_flight(self.run, self.stage, each, max(1, micro))
+        return most + sum(common for common, number in zip(once, numbers, strict=True) if number), numbers
+
+    @cached_property
+    def parts(self) -> dict[str, int]:
+        """Bytes by part, in the order of `PARTS`, at the peak."""
+        s, on_host = self.states, facts_of(self.run.cluster.device).on_host
+        moment = max(self._moments(), key=lambda moment: sum(moment.values()))
+        found = {
+            "weights": s.weight_bytes,
+            "gradients": s.gradient_bytes,
+            "optimizer": s.optimizer_bytes(),
+            "low_precision": self._low_precision(),
+            **moment,
+            "communication": self._communication(),
+            "context": HOST_BYTES if on_host else CONTEXT_BYTES,
+        }
+        return found | {"reserve": 0 if on_host else round(RESERVE * sum(moment.values()))}
+
+    def _moments(self) -> tuple[dict[str, int], dict[str, int]]:
+        """What moves, at the end of the last forward with its loss, and in the backward of a layer behind it."""
+        most, losses = self.in_flight[0], self._losses()
+        again = max((most_made_again(chunk) for chunk in self.chunks), default=0)
+        loss, layer = self._working()
+        kept = {"activations": most - sum(losses)}
+        return (
+            {**kept, "loss": sum(losses), "recompute": 0, "working": loss},
+            {**kept, "loss": sum(losses[1:]), "recompute": again, "working": layer},
+        )
+
+    @property
+    def saved(self) -> int:
+        """Bytes that autograd holds where it holds the most: kept, and made again."""
+        return max(moment["activations"] + moment["loss"] + moment["recompute"] for moment in self._moments())
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.parts.values())
+
+    @property
+    def where(self) -> str:
+        """When in a step that is."""
+        if not self.chunks:
+            return "not known: the family does not say what it keeps"
+        micro, again = sum(self.in_flight[1]), self.parts["recompute"]
+        ends = any(held.loss for held in self.held) and self.parts["loss"] >= sum(self._losses())
+        what = "at the loss" if ends else "in the backward of a layer"
+        what = "in the backward of a layer that is computed again" if again else what
+        chunks = " of a chunk" if self.run.parallel.vpp > 1 else ""
+        return f"{what}, with {micro} micro-batch{'es' * (micro > 1)}{chunks} in flight"
+
+    def _losses(self) -> list[int]:
+        """Bytes kept by the losses of each micro-batch in flight that has them."""
+        found: list[int] = []
+        for number, chunk in zip(self.in_flight[1], self.chunks, strict=False):
+            kept = {t for graph in chunk for op in graph.ops if op.name.endswith("loss") for t in op.keeps}
+            found += [size(kept)] * (number if kept else 0)
+        return found
+
+    def _low_precision(self) -> int:
+        low = ("attention", "mlp", "experts")
+        held = sum(w.numel for w in self.states.weights if w.kind in low and len(w.shape) > 1)
+        return quantized_bytes(self.run) * held
+
+    def _working(self) -> tuple[int, int]:
+        """What a loss works with; the gradients of the largest tensor of a layer and of one of half its size: so much
+        traces have."""
+        r = Rank.of(self.run)
+        layers = [graph.largest() for chunk in self.chunks for graph in chunk[1:-1]]
+        logits = max((self._loss_work(r, op) for chunk in self.chunks for op in _losses(chunk)), default=0)
+        return logits, 3 * max(layers, default=0) // 2
+
+    def _loss_work(self, r: Rank, op: Op) -> int:
+        """Beside what a loss keeps: hidden states by sample and gathered, logits of a part of them, and the gradient
+        of the weight while it is added up in fp32. An output layer with a bias multiplies wider copies."""
+        m, columns = self.run.model, self.run.model.padded_vocab_size // self.run.parallel.tp
+        tokens = max((p.m for p in op.products), default=r.tokens)
+        rows, gathered = _rows_of_logits(r, tokens, columns), 1 + bool(self.run.parallel.sequence_parallel)
+        work = rows * (columns * _logit_bytes(r) + m.hidden_size * FP32)
+        work += gathered * tokens * m.hidden_size * r.element
+        if r.words["loss"] != "megatron" and not r.wide and len(op.keeps) > 2:
+            work += columns * m.hidden_size * FP32
+        return work + sum((p.m + p.n) * p.k * r.element for p in op.products if p.k > m.hidden_size)
+
+    def _communication(self) -> int:
+        layer = max(self._layer_weights().values(), default=0)
+        return communication_bytes(self.run, layer, self._working()[1]) + self._sent()
+
+    def _sent(self) -> int:
+        """What was sent to the next stage of all micro-batches in flight, where that is not freed."""
+        run, r = self.run, Rank.of(self.run)
+        if run.parallel.pp == 1 or frees_sent(run):
+            return 0
+        numbers = zip(self.in_flight[1], self.held, strict=True)
+        number = sum(number for number, held in numbers if not held.loss)
+        return number * r.split_tokens * run.model.hidden_size * r.element
+
+    def _layer_weights(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for weight in self.states.weights:
+            if ".layers." in weight.name:
+                layer = weight.name.split(".layers.")[-1].partition(".")[0]
+                found[layer] = found.get(layer, 0) + weight.numel
+        return found
+
+
+def quantized_bytes(run: RunConfig) -> int:
+    """For an element of a layer's products: its copies in eight bits."""
+    return 0 if run.precision.quantized is None else QUANTIZED_COPIES
+
+
+def communication_bytes(run: RunConfig, layer: int, working: int) -> int:
+    """What is gathered, sent and received, where a layer has so many elements of weights at most; and buffers.
+
+    Tokens on their way to experts are in the memory that a layer has for `working`, where that is enough.
+    """
+    p, r, m = run.parallel, Rank.of(run), run.model
+    total = 0
+    if m.moe is not None and p.ep > 1:
+        total += max(0, 2 * r.split_tokens * m.hidden_size * r.element * m.moe.router_topk - working)
+    if p.fsdp != "none":
+        # this layer, the next, and what is in none; gradients of one, and those laid in line to be reduced
+        root = m.padded_vocab_size // p.tp * m.hidden_size
+        reduced = r.element + (FP32 if run.precision.grad_reduce_in_fp32 else r.element)
+        total += (2 * layer + root) * r.element + max(layer, root) * reduced
+    groups = sum(degree > 1 for degree in (p.tp, p.pp, p.cp, p.ep, p.dp))
+    return total + (0 if r.host else groups * COMMUNICATOR_BYTES)
+
+
+def _losses(chunk: Sequence[Graph]) -> Iterator[Op]:
+    return (op for graph in chunk for op in graph.ops if op.name.endswith("loss"))
+
+
+def _rows_of_logits(r: Rank, tokens: int, columns: int) -> int:
+    """Tokens whose logits are there at once."""
+    if r.words["loss"] == "megatron":
+        return tokens
+    rows = max(CHUNK, (HOST_LOGITS if r.host else GPU_LOGITS) // columns // CHUNK * CHUNK)
+    return min(rows, -(-tokens // 2) if r.host else tokens)
+
+
+def _logit_bytes(r: Rank) -> int:
+    """Of a logit while its loss is made: a fused kernel writes the gradient over it, plain torch widens it."""
+    fused = r.words["loss"] == "triton" or (r.words["loss"] != "megatron" and r.wide)
+    return r.element if fused else r.element + 4
+
+
+def stage_memories(run: RunConfig) -> list[StageMemory]:
+    """Of each pipeline stage of a resolved run.
+
+    Raises:
+        ValueError: the family of the model does not say which weights a stage has, or stages do not fit the model.
+    """
+    rank = Rank.of(run)
+    return [_memory(run, rank, number, held) for number, held in enumerate(held_stages(run))]
+
+
+def _memory(run: RunConfig, rank: Rank, number: int, held: Sequence[Stage]) -> StageMemory:
+    stage = family_of(run.model).stage
+    chunks = () if stage is None else tuple(tuple(stage(rank, one)) for one in held)
+    return StageMemory(run, number, tuple(held), rank_states(run, number), chunks)
+
+
+def worst_stage(run: RunConfig) -> StageMemory:
+    """The one with the highest peak; of stages that hold the same the first, which has the most in flight.
+
+    Raises:
+        ValueError: as `stage_memories`.
+    """
+    rank, seen = Rank.of(run), dict[object, StageMemory]()
+    for number, held in enumerate(held_stages(run)):
+        key = number == 0, *(stage_kind(run, stage) for stage in held)
+        if key not in seen:
+            seen[key] = _memory(run, rank, number, held)
+    return max(seen.values(), key=lambda stage: stage.peak)
+
+
+def stage_kind(run: RunConfig, stage: Stage) -> tuple[object, ...]:
+    """What stages have in common that compute the same."""
+    m, layers = run.model, stage.layers
+    dense = 0 if m.moe is None else max(0, min(m.moe.first_dense_layers, layers.stop) - layers.start)
+    turn = [layers.start % every for every in (m.window_attn_skip_freq, m.no_rope_freq) if every]
+    return stage.embedding, stage.loss, stage.mtp, len(layers), dense, *turn

@@ -1,0 +1,184 @@
+"""The plan of a run as data: parameters, operations, memory by stage and part, time, checkpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mtrain.config.devices import facts_of
+from mtrain.config.formats import bytes_of
+from mtrain.config.run import RunConfig
+from mtrain.config.stages import Stage
+from mtrain.layout.grid import RankGrid
+from mtrain.models.rank import Rank
+from mtrain.models.registry import family_of
+from mtrain.models.weights import Weight, expert_tensors
+from mtrain.plan.count import active_parameters, adapter_parameters, flops_of_token, parameters
+from mtrain.plan.rank import HOW, StageMemory, stage_memories
+from mtrain.plan.states import state_bytes_of
+from mtrain.plan.time.report import time_report
+from mtrain.units import GIB
+
+MOST_WORDS = 5
+"""Of a stage's layers that are all printed."""
+
+
+def report(run: RunConfig) -> dict[str, Any]:
+    """Of a resolved run, in plain numbers; bytes where nothing else is said.
+
+    Raises:
+        ValueError: the family of the model does not say which weights a stage has.
+    """
+    stages, memory = stage_memories(run), run.cluster.device_memory_gib
+    worst, size = max(stages, key=lambda stage: stage.peak), checkpoint_bytes(run, stages)
+    holds = None if memory is None else int(memory * GIB)
+    found: dict[str, Any] = {
+        "model": run.model.name,
+        "format": run.precision.format,
+        "layout": RankGrid.of(run).sizes,
+        "ranks": run.parallel.ranks,
+        "cluster": run.cluster.name,
+        "kernels": dict(Rank.of(run).words),
+        "parameters": _parameters(run, stages),
+        "flops_per_token": {
+            "causal": flops_of_token(run),
+            "all_keys": flops_of_token(run, causal=False),
+        },
+        "memory": {
+            "stages": [_stage(stage) for stage in stages],
+            "peak": {"stage": worst.stage, "bytes": worst.peak, "where": worst.where},
+            "device": holds,
+            "headroom": None if holds is None else holds - worst.peak,
+            "how": HOW,
+        },
+        "time": time_report(run, size),
+        "checkpoint": {"bytes": size},
+        "notes": notes(run),
+    }
+    return found
+
+
+def _parameters(run: RunConfig, stages: list[StageMemory]) -> dict[str, Any]:
+    by_kind: Counter[str] = Counter()
+    for stage in stages:
+        for weight in stage.states.weights:
+            by_kind[weight.kind] += 0 if _again(stage, weight) else whole(run, weight)
+    total, (dense, experts), moe = parameters(run.model), adapter_parameters(run), run.model.moe
+    visited = experts * moe.router_topk // moe.num_experts if moe is not None else 0
+    return {
+        "total": total + dense + experts,
+        "active": active_parameters(run.model) + dense + visited,
+        "frozen": total if run.peft.kind else family_of(run.model).frozen_parameters(run.model),
+        "by_kind": dict(by_kind),
+        "by_stage": [
+            {"stage": s.stage, "layers": layers(s.held), "rank": s.states.numbers.total(), **s.states.numbers}
+            for s in stages
+        ],
+    }
+
+
+def whole(run: RunConfig, weight: Weight) -> int:
+    """Elements of a weight over all ranks of a stage that hold a part of it."""
+    p = run.parallel
+    if weight.kind == "experts" or weight.expert:  # their biases have an expert-tensor parallelism of 1
+        return weight.numel * p.ep * expert_tensors(p)
+    return weight.numel * (1 if weight.whole else p.tp)
+
+
+def _again(stage: StageMemory, weight: Weight) -> bool:
+    """Whether an earlier stage has the same table."""
+    return weight.shared and stage.stage > 0
+
+
+def layers(held: tuple[Stage, ...]) -> str:
+    """What a rank of a stage has, as `E 0-3 16-19 L`."""
+    words = []
+    for stage in held:
+        words += ["E"] if stage.embedding else []
+        if stage.layers:
+            first, last = stage.layers[0], stage.layers[-1]
+            words.append(str(first) if first == last else f"{first}-{last}")
+        words += ["MTP"] * bool(stage.mtp) + ["L"] * stage.loss
+    return " ".join(words)
+
+
+def _stage(stage: StageMemory) -> dict[str, Any]:
+    most, numbers = stage.in_flight
+    return {
+        "stage": stage.stage,
+        "layers": layers(stage.held),
+        "parts": stage.parts,
+        "kept_by_chunk": stage.kept,
+        "in_flight_by_chunk": numbers,
+        "kept": most,
+        "peak": stage.peak,
+        "where": stage.where,
+    }
+
+
+def checkpoint_bytes(run: RunConfig, stages: list[StageMemory]) -> int:
+    """Of a checkpoint: every weight once, and its main weight and moments where it is trained."""
+    each, total = bytes_of(run.precision.format), 0
+    for stage in stages:
+        for weight in stage.states.weights:
+            if not _again(stage, weight):
+                number = whole(run, weight)
+                total += number * each + (0 if weight.frozen else state_bytes_of(run, weight, number))
+    return total
+
+
+def notes(run: RunConfig) -> list[str]:
+    """What the numbers assume."""
+    out = []
+    if run.model.moe is not None:
+        out.append(_balance(run))
+    if family_of(run.model).stage is None:
+        out.append(f"the family {run.model.family} does not say what its layers keep: activations are not counted")
+    if not facts_of(run.cluster.device).on_host:
+        out.append("what fused kernels keep follows from their sources, and was not measured on a device")
+    if run.optim.cpu_offload:
+        out.append("moments in host memory are left out; main weights stay on the device")
+    return out
+
+
+def _balance(run: RunConfig) -> str:
+    """What is assumed of experts."""
+    factor = run.parallel.expert_imbalance
+    if run.parallel.ep == 1 or factor == 1:
+        return (
+            "every expert is chosen as often: a rank whose experts are chosen more often keeps more and takes longer"
+        )
+    return f"the busiest rank of experts gets {factor:g} times the average (parallel.expert_imbalance)"
+
+
+def alike(stages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Neighbours whose numbers are the same, in one row."""
+    out: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
+    for stage in stages:
+        numbers = {key: value for key, value in stage.items() if key not in ("stage", "layers")}
+        if out and out[-1][0] == numbers:
+            out[-1][1].append(stage)
+        else:
+            out.append((numbers, [stage]))
+    return [{**numbers, **_joined(group)} for numbers, group in out]
+
+
+def _joined(group: Sequence[dict[str, Any]]) -> dict[str, str]:
+    first, last = group[0], group[-1]
+    if len(group) == 1:
+        return {"stage": str(first["stage"]), "layers": _short(first["layers"])}
+    layers = f"{_short(first['layers'])} to {_short(last['layers'])}"
+    return {"stage": f"{first['stage']}-{last['stage']}", "layers": layers}
+
+
+def _short(layers: str) -> str:
+    """What a stage has, without the middle of many layers."""
+    words = layers.split()
+    return layers if len(words) <= MOST_WORDS else " ".join([*words[:2], "..", *words[-2:]])
+
+
+def headline(found: Mapping[str, Any]) -> str:
+    """What was planned: model, number format, layout and machines."""
+    layout = " ".join(f"{axis}{n}" for axis, n in found["layout"].items() if n > 1 and axis not in ("etp", "edp"))
+    return f"{found['model']}, {found['format']}, {layout or 'one rank'} on {found['ranks']} x {found['cluster']}"

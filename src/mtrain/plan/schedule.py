@@ -1,0 +1,58 @@
+"""Which micro-batches a pipeline rank has in flight, in the order of megatron-core's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtrain.config.run import RunConfig
+
+Turn = tuple[bool, int]
+"""Whether it is a forward, and of which chunk of the rank."""
+
+
+def turns(run: RunConfig, stage: int, microbatches: int) -> Iterator[Turn]:
+    """What pipeline rank `stage` does in a step, one micro-batch of a chunk after the other.
+
+    First forwards alone, then one forward and one backward in turn, then backwards alone; with virtual stages a
+    chunk takes a group of micro-batches before the next chunk does, and backwards go through the chunks from the last
+    to the first (Narayanan et al. 2021, arXiv:2104.04473).
+    """
+    p = run.parallel
+    group = p.microbatch_group_size_per_vp_stage or p.pp
+    order = list(_forwards(microbatches, p.vpp, group))
+    ahead = 0 if p.pp == 1 else p.pp - stage - 1
+    if p.vpp > 1:
+        ahead = 2 * ahead + (p.vpp - 1) * group
+    ahead = min(ahead, len(order))
+    yield from ((True, chunk) for chunk in order[:ahead])
+    backwards = [p.vpp - 1 - chunk for chunk in order]
+    for forward, backward in zip(order[ahead:], backwards, strict=False):
+        yield True, forward
+        yield False, backward
+    yield from ((False, chunk) for chunk in backwards[len(order) - ahead :])
+
+
+def _forwards(microbatches: int, chunks: int, group: int) -> Iterator[int]:
+    for first in range(0, microbatches, group):
+        for chunk in range(chunks):
+            yield from [chunk] * (min(first + group, microbatches) - first)
+
+
+def most_in_flight(run: RunConfig, stage: int, kept: list[int], microbatches: int) -> tuple[int, list[int]]:
+    """The most bytes that pipeline rank `stage` keeps at once, and of each chunk how many micro-batches they are of.
+
+    `kept` are those of one micro-batch of each chunk.
+    """
+    p = run.parallel
+    if p.vpp == 1:
+        number = min(p.pp - stage, microbatches)
+        return number * kept[0], [number]
+    group = p.microbatch_group_size_per_vp_stage or p.pp
+    enough = 4 * max(group, p.pp)  # later ones repeat
+    held, most, best = [0] * p.vpp, 0, [0] * p.vpp
+    for forward, chunk in turns(run, stage, min(microbatches, enough)):
+        held[chunk] += 1 if forward else -1
+        now = sum(number * size for number, size in zip(held, kept, strict=True))
+        if now > most:
+            most, best = now, list(held)
+    return most, best

@@ -1,0 +1,194 @@
+"""Weights, gradients and optimizer state of one rank, with the padding that megatron-core's buffers have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+
+from mtrain.config.formats import bytes_of, is_half
+from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.run import RunConfig
+from mtrain.config.stages import Stage
+from mtrain.layout.grid import RankGrid
+from mtrain.layout.stages import held_stages
+from mtrain.models.registry import family_of
+from mtrain.models.weights import Weight
+
+START, END, END_OF_LARGE = 64, 128, 1 << 16
+"""Elements that a weight begins at a multiple of, and a bucket ends at, where the optimizer is distributed."""
+SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
+"""megatron-core's buckets where nobody says: the first, or the second for each data-parallel rank."""
+SCALED, SCALE_BYTES = 128, 4
+"""Elements of a moment in eight bits that share a scale, and what that takes."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Weights that are reduced in one call."""
+
+    start: int
+    end: int
+    weights: tuple[tuple[int, Weight], ...]
+    """Where each begins."""
+
+
+@dataclass(frozen=True)
+class States:
+    """Of one rank, in bytes."""
+
+    run: RunConfig
+    weights: tuple[Weight, ...]
+    buckets: tuple[tuple[Bucket, int], ...]
+    """With the ranks that each is sharded over."""
+
+    @cached_property
+    def numbers(self) -> Counter[str]:
+        """Parameters by kind."""
+        found: Counter[str] = Counter()
+        for weight in self.weights:
+            found[weight.kind] += weight.numel
+        return found
+
+    def _trained(self, what: str) -> int:
+        """Elements of a rank's part of what is trained; experts have fewer copies to shard than other weights."""
+        sharded = _fsdp_shards(self.run, what)
+        return sum(-(-(bucket.end - bucket.start) // (ranks if sharded else 1)) for bucket, ranks in self.buckets)
+
+    @property
+    def _frozen(self) -> int:
+        return sum(weight.numel for weight in self.weights if weight.frozen)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Of weights."""
+        return (self._trained("weights") + self._frozen) * bytes_of(self.run.precision.format)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Of gradients."""
+        precision = self.run.precision
+        each = bytes_of("fp32" if precision.grad_reduce_in_fp32 else precision.format)
+        return self._trained("gradients") * each
+
+    def optimizer_bytes(self, data_rank: int = 0) -> int:
+        """Of main weights and moments, for a rank of the data-parallel group.
+
+        Of what is offloaded the moments are in host memory: megatron-core keeps main weights on the device.
+        """
+        total, p, on_device = 0.0, self.run.parallel, 1 - self.run.optim.cpu_offload
+        sharded, main = _fsdp_shards(self.run, "optimizer"), main_weight_bytes(self.run)
+        for bucket, ranks in self.buckets:
+            parts = ranks if p.distributed_optimizer else 1
+            share = (bucket.end - bucket.start) // parts
+            first, held = bucket.start + data_rank % parts * share, 0.0
+            for start, weight in bucket.weights:
+                here = min(first + share, start + weight.numel) - max(first, start)
+                if here > 0:
+                    held += here * main + _moments(self.run, weight, here) * on_device
+            total += -(-held // ranks) if sharded else held
+        return round(total)
+
+
+def stage_weights(run: RunConfig, held: Stage) -> list[Weight]:
+    """The weights of a (virtual) stage on one rank with their adapters, in the order in which the builder makes them.
+
+    Raises:
+        ValueError: the family of the model does not say which these are.
+    """
+    family = family_of(run.model)
+    if family.weights is None:
+        raise ValueError(f"the family {family.name} does not say which weights a stage has")
+    weights = family.weights(run.model, run.parallel, held)
+    if run.peft.kind is None:
+        return list(weights)
+    if family.adapted is None:
+        raise ValueError(f"the family {family.name} does not say which adapters a stage has")
+    return list(family.adapted(weights, run))
+
+
+def rank_states(run: RunConfig, stage: int) -> States:
+    """Those of a rank of pipeline stage `stage`; the same on all of them.
+
+    Raises:
+        ValueError: the family of the model does not say which weights a stage has.
+    """
+    every, buckets = list[Weight](), list[tuple[Bucket, int]]()
+    grid, copies = RankGrid.of(run), run.parallel.hsdp_replicas
+    for number, held in enumerate(held_stages(run)[stage]):
+        weights = stage_weights(run, held)
+        every += weights
+        size = _bucket_size(run, grid, stage, number)
+        for expert, ranks in ((False, grid.dp * grid.cp), (True, grid.edp)):
+            chosen = [w for w in weights if w.expert == expert and not w.frozen]
+            buckets += [(b, max(1, ranks // copies)) for b in _buckets(run, chosen, max(1, ranks // copies), size)]
+    return States(run, tuple(every), tuple(buckets))
+
+
+def _bucket_size(run: RunConfig, grid: RankGrid, stage: int, chunk: int) -> int | None:
+    """Elements of a bucket; None: all are in one."""
+    p = run.parallel
+    if not p.overlap_grad_reduce or stage:
+        return None
+    return p.ddp_bucket_size or max(SMALLEST_BUCKET, BUCKET_PER_RANK * grid.dp)
+
+
+def _buckets(run: RunConfig, weights: Sequence[Weight], ranks: int, size: int | None) -> Iterator[Bucket]:
+    """A buffer of weights, the last first, cut into buckets as megatron-core's `_ParamAndGradBuffer` cuts it."""
+    p = run.parallel
+    padded = bool(p.distributed_optimizer)
+    multiple = lcm(ranks, END, END_OF_LARGE if p.ddp_pad_buckets_for_high_nccl_busbw else 1)
+    start = at = 0
+    held: list[tuple[int, Weight]] = []
+    for weight in reversed(weights):
+        at = _up(at, START) if padded else at
+        alone = weight.shared and padded
+        if alone and held:
+            yield (bucket := _bucket(start, at, held, multiple if padded else 1))
+            start = at = bucket.end
+            held = []
+        held.append((at, weight))
+        at += weight.numel
+        if alone or (size is not None and at - start >= size):
+            yield (bucket := _bucket(start, at, held, multiple if padded else 1))
+            start = at = bucket.end
+            held = []
+    if held:
+        yield _bucket(start, at, held, multiple if padded else 1)
+
+
+def _bucket(start: int, end: int, held: Sequence[tuple[int, Weight]], multiple: int) -> Bucket:
+    return Bucket(start, _up(end, multiple), tuple(held))
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def state_bytes_of(run: RunConfig, weight: Weight, elements: int) -> int:
+    """Of the main weight and moments of so many elements of a weight."""
+    return elements * main_weight_bytes(run) + _moments(run, weight, elements)
+
+
+def _moments(run: RunConfig, weight: Weight, elements: int) -> int:
+    formats = list(OPTIMIZERS[run.optim.name].states_of(run, weight.name, len(weight.shape)).values())
+    scales = -(-elements // SCALED) * SCALE_BYTES * formats.count("fp8")
+    return elements * sum(map(bytes_of, formats)) + scales
+
+
+def main_weight_bytes(run: RunConfig) -> int:
+    """Of a main weight beside its weight of 16 bits; of a weight of 32 bits there is none."""
+    if not is_half(run.precision.format) or run.optim.main_params_dtype != "fp32":
+        return 0
+    return 2 if run.optim.store_param_remainders else 4
+
+
+_ALONE = {"optim": ("optimizer",), "optim_grads": ("optimizer", "gradients")}
+
+
+def _fsdp_shards(run: RunConfig, what: str) -> bool:
+    """Whether FSDP shards weights, gradients or optimizer state."""
+    p = run.parallel
+    return p.fsdp != "none" and what in _ALONE.get(p.fsdp_sharding or "", ("optimizer", "gradients", "weights"))

@@ -1,0 +1,111 @@
+"""What kernels, links and hosts reach of what a device states: a few numbers, fitted on published runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mtrain.config.cluster import ClusterConfig
+from mtrain.config.devices import facts_of
+
+FILE = Path(__file__).with_name("efficiencies.yaml")
+
+WIDE = ("bf16", "fp16")
+"""Formats whose products `cluster.reached.products` is of."""
+
+
+@dataclass(frozen=True)
+class Efficiencies:
+    """Shares of a stated rate that are reached, and what is lost beside them."""
+
+    software: str
+    """The release that they belong to."""
+    products: Mapping[str, float]
+    """Of the peak, of a large product: by format, or by recipe of low precision."""
+    grouped: float
+    """Of that, by the products of experts."""
+    grouped_low: float
+    """Of that, where those are in low precision."""
+    attention: float
+    """Of the peak, by the products of attention forward."""
+    attention_backward: float
+    softmax: float
+    """Share of the time of attention's exponentials behind which there are no products."""
+    memory: float
+    """Of the bandwidth of the device's memory."""
+    fast_link: float
+    network: float
+    """Of the bandwidth of links."""
+    waves_lost: float
+    """Waves of tiles over the multiprocessors that a product takes longer than its tiles."""
+    depth_lost: float
+    """Elements of the inner dimension in whose time a tile is begun and ended."""
+    launch_us: float
+    """Of the host, for an operation."""
+    pass_us: float
+    """Lost by the device in a pass through a mixture of experts: small kernels, and waiting for counts."""
+    routing_us: float
+    """Of the host, for a pass through a mixture of experts."""
+    fixed: float
+    """Share of that where every expert takes as many rows, so that nobody waits for counts."""
+    graphed: float
+    """Share of the host's time that is left: 1 without CUDA graphs."""
+    latency_us: float
+    """Of a collective, each time that a group is doubled."""
+    overlapped: Mapping[str, float]
+    """Share of the communication of an axis behind which there is computation."""
+    power: float
+    """Exponent of a device's watts for its peak: how much the rate of large products follows them."""
+    blackwell: float
+    """Share of its peak that a product in low precision reaches on that generation, against the one before."""
+    mixtures: float
+    """Speed of models with experts, against the release that the others belong to."""
+    speed: float
+    """Of the software as a whole, against the release that the others belong to."""
+
+
+def of(values: Mapping[str, Any]) -> Efficiencies:
+    """From plain values, as the file has them."""
+    return Efficiencies(**values)
+
+
+@cache
+def shipped() -> Efficiencies:
+    """Those that were fitted on published runs."""
+    return of(yaml.safe_load(FILE.read_text()))
+
+
+def reached_by(cluster: ClusterConfig) -> Efficiencies:
+    """Those of a cluster: what it states that was measured counts before published runs; a CPU's rates are measured,
+    so they are reached."""
+    found = measured() if facts_of(cluster.device).on_host else shipped()
+    given = cluster.reached
+    attention = given.get("attention", found.attention)
+    products = {name: given.get("products", share) for name, share in found.products.items() if name in WIDE}
+    return replace(
+        found,
+        software=cluster.software or found.software,
+        launch_us=cluster.operation_us or found.launch_us,
+        latency_us=cluster.link_latency_us or found.latency_us,
+        products={**found.products, **products},
+        memory=given.get("memory", found.memory),
+        attention=attention,
+        attention_backward=found.attention_backward * attention / found.attention,
+        speed=given.get("speed", found.speed),
+    )
+
+
+@cache
+def measured() -> Efficiencies:
+    """Of rates that were measured in runs: all of them are reached, and nothing overlaps."""
+    found = shipped()
+    names = ("grouped", "grouped_low", "attention", "attention_backward", "memory", "fast_link", "network")
+    reached: dict[str, Any] = dict.fromkeys((*names, "blackwell"), 1.0)
+    lost = dict.fromkeys(("softmax", "waves_lost", "depth_lost", "pass_us", "routing_us", "power"), 0.0)
+    products, overlapped = dict.fromkeys(found.products, 1.0), dict.fromkeys(found.overlapped, 0.0)
+    return replace(found, **reached, **lost, software="not stated", products=products, overlapped=overlapped)

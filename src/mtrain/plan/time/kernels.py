@@ -1,0 +1,107 @@
+"""Seconds of kernels by their shapes: the larger of arithmetic and memory traffic, with what tiles leave unused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mtrain.config.formats import bytes_of
+from mtrain.models.graph import Product
+from mtrain.plan.time.device import Device
+from mtrain.plan.time.efficiencies import Efficiencies
+from mtrain.plan.time.work import Linear, Pairs
+
+TILE_M, TILE_N = 128, 256
+"""Of the result, that a multiprocessor makes at once."""
+ATTENTION_TILE, HOST_TILE = 128, 64
+"""Queries that attention computes at once; a block on the diagonal is computed whole."""
+PASSES = {"delayed": 1, "tensorwise": 2, "blockwise": 1, "mxfp8": 1, "nvfp4": 2}
+"""Times that a tensor is read to be cast: once more where its largest value has to be known first."""
+BACKWARD_PRODUCTS = 2.5
+"""FLOPs of attention backward, of those of its forward: five products for two."""
+FP8_ATTENTION = 1.3
+"""Rate of cuDNN's attention in 8 bits, against that in 16: its softmax takes as long."""
+PRODUCTS_OF_A_PAIR = 4
+"""FLOPs of attention forward for a query, a key and an element of the width of a head."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What products cost on a device in a run."""
+
+    device: Device
+    reached: Efficiencies
+    format: str
+    """Of activations."""
+    low_format: str
+    recipe: str
+    """Of low precision, or the format again."""
+    element: int
+    attends_in_fp8: bool = False
+
+    def linear(self, one: Linear) -> float:
+        """Seconds of its forward."""
+        p = one.product
+        return self._product(p.m, p.n, p.k, p.batch, one) + self._casts(one, p.m * p.k)
+
+    def linear_back(self, one: Linear) -> float:
+        """Seconds of its backward: the gradients of inputs and of weights."""
+        p = one.product
+        inputs = self._product(p.m, p.k, p.n, p.batch, one)
+        if one.frozen:
+            return inputs
+        weights = self._product(p.n, p.k, p.m, p.batch, one)
+        return inputs + weights + self._casts(one, p.m * p.n) + self._added(p)
+
+    def _added(self, p: Product) -> float:
+        """Gradients of weights are read and written in fp32 by the product that makes them; a host writes and reads
+        them once more."""
+        return (16 if self.device.on_host else 8) * p.n * p.k * p.batch / (self.device.memory * self.reached.memory)
+
+    def _casts(self, one: Linear, elements: int) -> float:
+        """An operand read, and written in low precision as it is and transposed."""
+        if not one.low or self.recipe == self.format:
+            return 0.0
+        each = self.element * PASSES[self.recipe] + 2 * bytes_of(self.low_format)
+        return elements * one.product.batch * each / (self.device.memory * self.reached.memory)
+
+    def _product(self, m: int, n: int, k: int, batch: int, one: Linear) -> float:
+        low = one.low and self.recipe != self.format
+        form = self.low_format if low else self.format
+        peak = self.device.peaks[form]
+        reached = self.reached.products[self.recipe if low else self.format]
+        if one.grouped:
+            reached *= self.reached.grouped * (self.reached.grouped_low if low else 1.0)
+        e, d = self.reached, self.device
+        if low:
+            reached *= d.power.get(form, 1.0) ** e.power * (e.blackwell if d.blackwell else 1.0)
+        waves = max(1, m / TILE_M) * max(1, n / TILE_N) * batch / d.multiprocessors
+        reached *= waves / (waves + e.waves_lost) * k / (k + e.depth_lost)
+        arithmetic = 2 * m * n * k * batch / (peak * reached)
+        each = 1 if low else self.element
+        moved = batch * (each * (m * k + n * k) + self.element * m * n)
+        return max(arithmetic, moved / (d.memory * e.memory))
+
+    def attention(self, pairs: Pairs) -> float:
+        """Seconds of attention forward."""
+        return self._pairs(pairs, 1.0, self.reached.attention)
+
+    def attention_back(self, pairs: Pairs) -> float:
+        """Seconds of attention backward."""
+        return self._pairs(pairs, BACKWARD_PRODUCTS, self.reached.attention_backward)
+
+    def _pairs(self, pairs: Pairs, products: float, reached: float) -> float:
+        """The products, and the exponentials of the softmax that do not hide behind them."""
+        rate, d = self._attention_rate(), self.device
+        blocks = math.ceil(pairs.rows / (HOST_TILE if d.on_host else ATTENTION_TILE))
+        seen = pairs.flops * (1 + 1 / blocks)
+        exponentials = seen / (PRODUCTS_OF_A_PAIR * pairs.width) / (d.peaks[self.format] * d.exponentials)
+        return products * seen / (rate * reached) + self.reached.softmax * exponentials
+
+    def _attention_rate(self) -> float:
+        rate = self.device.peaks[self.format] * math.pow(self.device.power.get(self.format, 1.0), self.reached.power)
+        return rate * FP8_ATTENTION if self.attends_in_fp8 else rate
+
+    def moved(self, size: float) -> float:
+        """Seconds of memory-bound operations on so many bytes."""
+        return size / (self.device.memory * self.reached.memory)

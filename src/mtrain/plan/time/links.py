@@ -1,0 +1,75 @@
+"""Seconds of collectives: on the fast links of a domain, or on the network, by where the ranks of a group are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log2
+
+from mtrain.models.graph import Exchange
+from mtrain.plan.time.device import Device
+from mtrain.plan.time.efficiencies import Efficiencies
+
+MICRO = 1e-6
+ROUNDS = {"gather": 1, "scatter": 1, "reduce": 2, "ring": 1, "all_to_all": 1}
+"""How often a tensor goes around a group."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that are `stride` apart."""
+
+    size: int
+    stride: int
+
+    def inside(self, device: Device) -> int:
+        """Of them so many are in one fast domain."""
+        return max(1, min(self.size, device.domain // self.stride))
+
+
+@dataclass(frozen=True)
+class Links:
+    """What a run's groups send costs on a device."""
+
+    device: Device
+    reached: Efficiencies
+
+    def seconds(self, group: Group, exchange: Exchange, *, once: bool = False) -> float:
+        """Of one exchange; `once`: a row goes to a domain once, however many of its ranks take it."""
+        if group.size == 1:
+            return 0.0
+        waits = self.waits(group)
+        if exchange.kind == "all_to_all":
+            return waits + self._all_to_all(group, exchange, once)
+        share = (group.size - 1) / group.size
+        return waits + ROUNDS[exchange.kind] * exchange.bytes * share / self.rate(group)
+
+    def waits(self, group: Group) -> float:
+        """Seconds before anything arrives."""
+        return self.reached.latency_us * MICRO * log2(group.size)
+
+    def rate(self, group: Group) -> float:
+        """Bytes a second that a ring of a group passes on.
+
+        Neighbours in a domain send by the fast links; a domain sends to the next one by the networks of all the
+        group's ranks in it.
+        """
+        inside, d, e = group.inside(self.device), self.device, self.reached
+        fast = d.fast * e.fast_link
+        return fast if inside == group.size else min(fast, inside * d.network * e.network)
+
+    def _all_to_all(self, group: Group, exchange: Exchange, once: bool) -> float:
+        inside, d, e = group.inside(self.device), self.device, self.reached
+        domains = group.size / inside
+        near = exchange.bytes * (inside - 1) / group.size
+        far = exchange.bytes * (1 - 1 / domains)
+        if once and exchange.messages > 1:
+            met = domains * (1 - (1 - 1 / domains) ** exchange.messages)
+            far = exchange.bytes / exchange.messages * met * (1 - 1 / domains)
+            near = exchange.bytes * (1 - 1 / inside)
+        return max(near / (d.fast * e.fast_link), far / (d.network * e.network))
+
+    def sent(self, size: float, stride: int) -> float:
+        """Seconds of a tensor to the rank `stride` further on."""
+        near = stride < self.device.domain
+        rate = self.device.fast * self.reached.fast_link if near else self.device.network * self.reached.network
+        return self.reached.latency_us * MICRO + size / rate

@@ -1,0 +1,99 @@
+"""The time of a run as data: a step by part, tokens a second, both MFUs, what the whole run takes and costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mtrain.config.batches import counted, stages
+from mtrain.config.run import RunConfig
+from mtrain.plan.time.efficiencies import reached_by
+from mtrain.plan.time.step import StepTime, step_time
+
+GIGA = 1e9
+HOUR = 3600
+FORWARD = 1 / 3
+"""Of what forward and backward compute; of a step that computes layers again it is less."""
+HOW = {
+    "gemm": "products of layers with weights by their shapes, casts to low precision, sums of gradients",
+    "attention": "the products of attention that are not hidden",
+    "memory": "what norms, activations, rotary positions, routers and the residual stream read and write",
+    "host": "what the host takes longer to launch than the device to compute",
+    "tp": "tensor and sequence parallelism",
+    "cp": "context parallelism",
+    "ep": "tokens to their experts and back, and waiting for counts",
+    "pp": "activations to the next stage and gradients back",
+    "bubble": "the slowest stage waits while the pipeline fills and drains",
+    "dp": "gradients and weights of data-parallel ranks, where no computation hides them",
+    "optimizer": "the update: its state read and written",
+}
+"""Of each part of the time: what it is."""
+
+
+def time_report(run: RunConfig, checkpoint_bytes: int) -> dict[str, Any]:
+    """Of a resolved run; null where what is needed is not known, which `missing` names."""
+    try:
+        step = step_time(run)
+    except ValueError as error:
+        return {"missing": [str(error)], "step_s": None}
+    found: dict[str, Any] = {
+        "missing": list(step.missing),
+        "step_s": step.seconds if step.known else None,
+        "save_s": _save(run, checkpoint_bytes),
+    }
+    if not step.known:
+        return found
+    ranks = run.parallel.ranks or 1
+    return found | {
+        "parts_s": dict(step.parts),
+        "tokens_per_s_per_device": step.tokens_per_second_per_device,
+        "tokens_per_s": step.tokens_per_second_per_device * ranks,
+        "mfu": step.mfu,
+        "mfu_all_keys": step.mfu_all_keys,
+        "run": _run(run, step, found["save_s"]),
+        "software": reached_by(run.cluster).software,
+        "how": HOW,
+    }
+
+
+def _save(run: RunConfig, size: int) -> float | None:
+    """Seconds to write a checkpoint."""
+    rate = run.cluster.storage_gbps
+    return None if rate is None else size / (rate * GIGA)
+
+
+def _run(run: RunConfig, step: StepTime, save: float | None) -> dict[str, Any]:
+    """The whole of it, a smaller batch in the same time for each sample."""
+    ranks, price = run.parallel.ranks or 1, run.cluster.price_per_device_hour
+    samples = sum(steps * size for size, steps in counted(stages(run), run.trainer.train_iters))
+    training = samples / run.trainer.batch * step.seconds
+    validation, saving = _validation(run, step), _saving(run, save)
+    seconds = training + validation + saving
+    hours = seconds / HOUR * ranks
+    return {
+        "steps": run.trainer.train_iters,
+        "tokens": samples * run.data.length,
+        "seconds": seconds,
+        "training_s": training,
+        "validation_s": validation,
+        "saving_s": saving,
+        "device_hours": hours,
+        "cost": None if price is None else hours * price,
+    }
+
+
+def _validation(run: RunConfig, step: StepTime) -> float:
+    """Forwards of as many batches as are validated on: of what a step computes, a third."""
+    every, t = run.trainer.eval_interval, run.trainer
+    times = t.train_iters // every + (t.train_iters % every > 0) if every else 1
+    once = sum(step.parts[name] for name in ("dp", "optimizer"))
+    return times * t.eval_iters * (step.seconds - once) * FORWARD
+
+
+def _saving(run: RunConfig, save: float | None) -> float:
+    """Checkpoints, which a run waits for; 0 where nobody knows how long they take."""
+    c, steps = run.checkpoint, run.trainer.train_iters
+    if save is None:
+        return 0.0
+    every = c.save_interval
+    times = steps // every if every else 0
+    return save * (times + (c.save_final and (not every or steps % every > 0)))

@@ -1,0 +1,204 @@
+"""The time of a step: micro-batches through the stages of the pipeline, and what is done once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mtrain.config.formats import bytes_of, is_half
+from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.run import RunConfig
+from mtrain.layout.grid import RankGrid
+from mtrain.layout.stages import held_stages
+from mtrain.models.graph import Exchange
+from mtrain.models.rank import Rank
+from mtrain.models.registry import family_of
+from mtrain.plan.count import flops_per_token
+from mtrain.plan.rank import stage_kind
+from mtrain.plan.states import main_weight_bytes
+from mtrain.plan.time.device import Device, device_of, missing
+from mtrain.plan.time.efficiencies import Efficiencies, reached_by
+from mtrain.plan.time.kernels import Kernels
+from mtrain.plan.time.links import MICRO, Group, Links
+from mtrain.plan.time.sharded import sharded_seconds
+from mtrain.plan.time.work import Work, total
+
+PARTS = ("gemm", "attention", "memory", "host", "tp", "cp", "ep", "pp", "bubble", "dp", "optimizer")
+SHARP = 2.0
+"""How sharply the host shows where it is as slow as the device."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of one optimizer step."""
+
+    seconds: float
+    """nan where the device's facts do not suffice."""
+    parts: Mapping[str, float]
+    """Seconds by part, of the slowest stage; they add up to `seconds`. Communication: what no computation hides."""
+    tokens_per_second_per_device: float
+    mfu: float
+    """Of the peak of the format that linear layers multiply in, with causal attention."""
+    mfu_all_keys: float
+    """The same with attention to every key."""
+    missing: tuple[str, ...] = ()
+    """What has to be known first."""
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a time."""
+        return not self.missing
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Everything of a step that no efficiency decides."""
+
+    run: RunConfig
+    stages: tuple[Work, ...]
+    weights: tuple[tuple[float, float], ...]
+    """Elements of each stage on a rank: of experts, and the others."""
+    sent: int
+    """Bytes from a stage to the next."""
+    grid: RankGrid
+
+
+def step_time(run: RunConfig, reached: Efficiencies | None = None) -> StepTime:
+    """Of a step of a resolved run.
+
+    Raises:
+        ValueError: the family does not say what a stage computes, or stages do not fit the model.
+    """
+    p = run.precision
+    lacks = missing(run.cluster, tuple(dict.fromkeys((p.format, p.multiplies_in))), run.parallel.ranks or 1)
+    if lacks:
+        return StepTime(math.nan, {}, math.nan, math.nan, math.nan, lacks)
+    return priced(step_work(run), device_of(run.cluster), reached or reached_by(run.cluster))
+
+
+def step_work(run: RunConfig) -> StepWork:
+    """What the ranks of each stage do.
+
+    Raises:
+        ValueError: the family does not say what a stage computes, or stages do not fit the model.
+    """
+    family, rank = family_of(run.model), Rank.of(run)
+    if family.stage is None:
+        raise ValueError(f"the family {family.name} does not say what its layers compute")
+    chunks: dict[tuple[object, ...], Work] = {}
+    known: dict[tuple[object, ...], tuple[Work, tuple[float, float]]] = {}
+    stages, weights = [], []
+    for held in held_stages(run):
+        keys = tuple(stage_kind(run, stage) for stage in held)
+        if keys not in known:
+            done, embedded = Work(), 0
+            for key, stage in zip(keys, held, strict=True):
+                if key not in chunks:
+                    chunks[key] = total(family.stage(rank, stage))
+                done.add(chunks[key], 1)
+                embedded += stage.embedding * run.model.padded_vocab_size // run.parallel.tp * run.model.hidden_size
+            known[keys] = done, (weights_of(done, grouped=True), weights_of(done, grouped=False) + embedded)
+        stages.append(known[keys][0])
+        weights.append(known[keys][1])
+    sent = rank.split_tokens * run.model.hidden_size * rank.element
+    return StepWork(run, tuple(stages), tuple(weights), sent, RankGrid.of(run))
+
+
+def weights_of(done: Work, *, grouped: bool) -> float:
+    """Elements of the weights that are trained: of experts, or the others."""
+    every = ((one, number) for one, number in done.backward.items() if one.grouped == grouped and not one.frozen)
+    return sum(one.product.n * one.product.k * one.product.batch * number for one, number in every)
+
+
+def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
+    """The time of what is done."""
+    run, p = work.run, work.run.parallel
+    alike = {id(stage): stage for stage in work.stages}
+    found = {key: micro_batch(work, stage, device, reached) for key, stage in alike.items()}
+    stages = [found[id(stage)] for stage in work.stages]
+    times = [sum(parts.values()) for parts in stages]
+    number = max(1, run.trainer.batch // (run.trainer.micro * p.dp))
+    slowest = max(range(len(times)), key=times.__getitem__)
+    parts = dict.fromkeys(PARTS, 0.0) | {name: number * value for name, value in stages[slowest].items()}
+    parts["bubble"] = (sum(times) - times[slowest]) / p.vpp
+    ends = done_once(work, slowest, device, reached, sum(parts.values()), times[slowest])
+    parts |= {name: value / reached.speed for name, value in ends.items()}
+    seconds = sum(parts.values())
+    tokens = run.trainer.batch * run.data.length / (p.ranks or 1) / seconds
+    peak = device.peaks[run.precision.multiplies_in]
+    causal, every = (flops_per_token(run.model, run.data.length, causal=c) * tokens / peak for c in (True, False))
+    return StepTime(seconds, parts, tokens, causal, every)
+
+
+def micro_batch(work: StepWork, stage: Work, device: Device, reached: Efficiencies) -> dict[str, float]:
+    """Seconds of one micro-batch on a stage, by part."""
+    p = work.run.precision
+    recipe, low = p.quantized or p.format, p.fp8_dot_product_attention
+    kernels = Kernels(device, reached, p.format, p.multiplies_in, recipe, bytes_of(p.format), low)
+    parts = {
+        "gemm": sum(n * kernels.linear(one) for one, n in stage.forward.items())
+        + sum(n * kernels.linear_back(one) for one, n in stage.backward.items()),
+        "attention": sum(n * kernels.attention(one) for one, n in stage.attends.items())
+        + sum(n * kernels.attention_back(one) for one, n in stage.attends_back.items()),
+        "memory": kernels.moved(stage.moved),
+    }
+    parts = parts | _exchanged(work, stage, device, reached)
+    speed = reached.speed * (1.0 if work.run.model.moe is None else reached.mixtures)
+    parts = {name: value / speed for name, value in parts.items()}
+    routed = stage.mixtures - stage.fixed * (1 - reached.fixed)
+    host = (stage.operations * reached.launch_us + routed * reached.routing_us) * reached.graphed * MICRO
+    computes = sum(parts.values())
+    if device.on_host:  # which starts an operation when the one before it is done
+        return parts | {"host": host}
+    return parts | {"host": (computes**SHARP + host**SHARP) ** (1 / SHARP) - computes}
+
+
+def _exchanged(work: StepWork, stage: Work, device: Device, reached: Efficiencies) -> dict[str, float]:
+    links, grid, moe = Links(device, reached), work.grid, work.run.model.moe
+    found = dict.fromkeys(("tp", "cp", "ep", "pp"), 0.0)
+    once = moe is not None and moe.token_dispatcher_type == "flex"
+    for exchange, number in stage.exchanges.items():
+        name = "ep" if exchange.axis == "etp" else exchange.axis
+        found[name] += number * links.seconds(_group(grid, exchange.axis), exchange, once=once)
+    found = {name: time * (1 - reached.overlapped[name]) for name, time in found.items()}
+    found["ep"] += stage.mixtures * reached.pass_us * MICRO
+    if grid.pp > 1:
+        each = links.sent(work.sent, grid.world // grid.pp) * 2 * work.run.parallel.vpp
+        found["pp"] = each * (1 - reached.overlapped["pp"])
+    return found
+
+
+def _group(grid: RankGrid, axis: str) -> Group:
+    strides = {"tp": 1, "cp": grid.tp, "etp": 1, "ep": grid.etp}
+    return Group(grid.sizes[axis], strides[axis])
+
+
+def done_once(
+    work: StepWork, stage: int, device: Device, reached: Efficiencies, computes: float, micro: float
+) -> dict[str, float]:
+    """Data-parallel communication and the update of a stage."""
+    run, p, grid = work.run, work.run.parallel, work.grid
+    links, element = Links(device, reached), bytes_of(run.precision.format)
+    gradient = bytes_of("fp32") if run.precision.grad_reduce_in_fp32 else element
+    experts, others = work.weights[stage]
+    groups = ((experts, Group(grid.edp, grid.etp * grid.ep)), (others, Group(grid.dp * grid.cp, grid.tp)))
+    sharded = p.fsdp != "none"
+    if sharded:
+        left = sharded_seconds(run, groups, computes, device, reached)
+    else:
+        sent = sum(links.seconds(group, _whole("gather", n * element)) for n, group in groups)
+        sent += sum(links.seconds(group, _whole("scatter", n * gradient)) for n, group in groups)
+        # with virtual stages, gradients of a chunk leave while the last micro-batches go through the others
+        window = min(computes, micro * (grid.pp if p.vpp > 1 else 1))
+        left = sent - (min(window, sent) * reached.overlapped["dp"] if p.overlap_grad_reduce else 0.0)
+    state = main_weight_bytes(run) + sum(map(bytes_of, OPTIMIZERS[run.optim.name].states(run).values()))
+    shards = [group.size if p.distributed_optimizer or sharded else 1 for _, group in groups]
+    updated = sum(n / shard for (n, _), shard in zip(groups, shards, strict=True))
+    cleared = sum(n / (shard if sharded else 1) for (n, _), shard in zip(groups, shards, strict=True)) * gradient
+    moved = updated * (2 * state + 2 * gradient + element * (1 + is_half(run.precision.format))) + cleared
+    return {"dp": left, "optimizer": moved / (device.memory * reached.memory)}
+
+
+def _whole(kind: str, size: float) -> Exchange:
+    return Exchange("tp", "gather" if kind == "gather" else "scatter", int(size))

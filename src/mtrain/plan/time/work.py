@@ -1,0 +1,113 @@
+"""What a rank of a stage does for one micro-batch, counted from its graphs of operations; no efficiency is in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mtrain.models.graph import Exchange, Graph, Op, Product
+
+BACKWARD_MOVES = 1.5
+"""Bytes that the backward of a memory-bound operation moves, of those of its forward: it reads a gradient more."""
+ATTENTION = "core_attention"
+EXPERTS = "mlp.experts."
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A product of a layer with weights."""
+
+    product: Product
+    low: bool
+    """In the low precision of the run."""
+    grouped: bool
+    """Of experts, one product for each."""
+    frozen: bool = False
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The two products of attention, without pairs that are hidden."""
+
+    flops: float
+    width: int
+    rows: int
+    """Queries of a head."""
+
+
+@dataclass
+class Work:
+    """Of one micro-batch: kind of work -> how often it is done."""
+
+    forward: Counter[Linear] = field(default_factory=Counter)
+    backward: Counter[Linear] = field(default_factory=Counter)
+    attends: Counter[Pairs] = field(default_factory=Counter)
+    attends_back: Counter[Pairs] = field(default_factory=Counter)
+    exchanges: Counter[Exchange] = field(default_factory=Counter)
+    moved: float = 0.0
+    """Bytes of memory-bound operations."""
+    operations: int = 0
+    """Operations that the host launches."""
+    mixtures: int = 0
+    """Passes through a mixture of experts."""
+    fixed: int = 0
+    """Of them those whose shapes are known before."""
+
+    def add(self, other: Work, times: int) -> None:
+        """So many of another."""
+        for name in ("forward", "backward", "attends", "attends_back", "exchanges"):
+            own = getattr(self, name)
+            for key, number in getattr(other, name).items():
+                own[key] += times * number
+        self.moved += times * other.moved
+        self.operations += times * other.operations
+        self.mixtures += times * other.mixtures
+        self.fixed += times * other.fixed
+
+
+def work_of(graph: Graph) -> Work:
+    """What a graph does in its forward and backward, and once more where it is computed again."""
+    done = Work()
+    for op in graph.ops:
+        passes = 2 if op.again else 1
+        _products(done, op, passes)
+        for exchange in op.exchanges:
+            done.exchanges[exchange] += passes + 1
+        done.moved += op.moved * (passes + BACKWARD_MOVES)
+        done.operations += (passes + 2) * _launched(op)
+        done.mixtures += (passes + 1) * op.name.startswith("mlp.dispatch")
+        done.fixed += (passes + 1) * op.name.endswith("dispatch.fixed")
+    return done
+
+
+def _launched(op: Op) -> int:
+    """Calls of the host for one pass; the products of experts are one each."""
+    if op.name.startswith(EXPERTS) and op.products:
+        return sum(product.batch for product in op.products)
+    return 1 if op.products or op.moved else 0
+
+
+def _products(done: Work, op: Op, passes: int) -> None:
+    if ATTENTION in op.name:
+        if op.products:
+            flops = op.seen * sum(product.flops for product in op.products)
+            first = op.products[0]
+            pairs = Pairs(flops, first.k, first.m)
+            done.attends[pairs] += passes
+            done.attends_back[pairs] += 1
+        return
+    grouped = op.name.startswith(EXPERTS)
+    for product in op.products:
+        linear = Linear(product, op.low, grouped, frozen=not op.keeps)
+        done.forward[linear] += passes
+        done.backward[linear] += 1
+
+
+def total(graphs: Sequence[Graph]) -> Work:
+    """Of a stage; a graph that is there several times stands for as many layers."""
+    every, numbers = {id(graph): graph for graph in graphs}, Counter(map(id, graphs))
+    done = Work()
+    for key, number in numbers.items():
+        done.add(work_of(every[key]), number)
+    return done

@@ -1,0 +1,127 @@
+"""A step of the pipeline over time: what each stage works on, when it waits, and what it keeps meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mtrain.plan.rank import StageMemory
+from mtrain.plan.schedule import turns
+
+BACKWARD = 2.0
+"""A backward multiplies with inputs and with weights: twice the products of its forward."""
+MOST_GROUPS = 3
+"""Micro-batches beyond so many pipelines of them repeat what those before did."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One forward or backward of a chunk on a micro-batch; times in units of the whole model's forward on one."""
+
+    stage: int
+    chunk: int
+    micro: int
+    forward: bool
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What all stages do with the first micro-batches of a step; communication takes no time here."""
+
+    blocks: tuple[tuple[Block, ...], ...]
+    """Of each stage, in order."""
+    micro: int
+    """Micro-batches that are drawn."""
+    of: int
+    """Micro-batches of a step."""
+
+    @property
+    def end(self) -> float:
+        """When the last block ends."""
+        return max(stage[-1].end for stage in self.blocks)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the whole step that the busiest stage waits; more micro-batches add work to it, and no waiting."""
+        busy = max(sum(block.end - block.begin for block in stage) for stage in self.blocks)
+        waits = self.end - busy
+        return waits / (waits + busy * self.of / self.micro)
+
+
+def timeline(stages: Sequence[StageMemory], *, whole: bool = False) -> Timeline:
+    """Of the stages of a run, in the order of megatron-core's schedules; `whole`: all micro-batches of a step.
+
+    Raises:
+        ValueError: the family does not say what a stage computes.
+    """
+    run = stages[0].run
+    p, every = run.parallel, max(1, run.trainer.batch // (run.trainer.micro * run.parallel.dp))
+    if not all(stage.chunks for stage in stages):
+        raise ValueError(f"the family {run.model.family} does not say what its layers compute")
+    group = (p.microbatch_group_size_per_vp_stage or p.pp) if p.vpp > 1 else 1
+    drawn = every if whole else min(every, -(-MOST_GROUPS * p.pp // group) * group)
+    costs = [[_cost(stage, chunk) for chunk in range(p.vpp)] for stage in stages]
+    unit = sum(forward for stage in costs for forward, _ in stage) or 1.0
+    return Timeline(_blocks(stages, costs, drawn, unit), drawn, every)
+
+
+def _cost(stage: StageMemory, chunk: int) -> tuple[float, float]:
+    """Products of a forward, and of a backward with what it computes again."""
+    graphs = stage.chunks[chunk]
+    forward = sum(graph.flops() for graph in graphs)
+    again = sum(product.flops for graph in graphs for op in graph.ops if op.again for product in op.products)
+    return float(forward), BACKWARD * forward + again
+
+
+def _blocks(
+    stages: Sequence[StageMemory], costs: Sequence[Sequence[tuple[float, float]]], micro: int, unit: float
+) -> tuple[tuple[Block, ...], ...]:
+    """Each stage takes its turns in order, and each turn waits for the chunk before it in the model."""
+    run = stages[0].run
+    todo = [list(turns(run, stage.stage, micro)) for stage in stages]
+    made: list[list[Block]] = [[] for _ in stages]
+    ends: dict[tuple[bool, int, int, int], float] = {}
+    seen: dict[tuple[int, bool, int], int] = {}
+    last = len(stages) * run.parallel.vpp - 1
+    left = sum(map(len, todo))
+    while left:
+        before = left
+        for stage, order in enumerate(todo):
+            while len(made[stage]) < len(order):
+                forward, chunk = order[len(made[stage])]
+                number = seen.get((stage, forward, chunk), 0)
+                place = chunk * len(stages) + stage
+                needs = _needed(forward, place, number, last, len(stages))
+                if needs is not None and needs not in ends:
+                    break
+                free = made[stage][-1].end if made[stage] else 0.0
+                begin = max(free, ends[needs] if needs is not None else 0.0)
+                end = begin + costs[stage][chunk][not forward] / unit
+                made[stage].append(Block(stage, chunk, number, forward, begin, end))
+                ends[forward, number, chunk, stage] = end
+                seen[stage, forward, chunk] = number + 1
+                left -= 1
+        if left == before:
+            raise ValueError("the stages of this schedule wait for each other")
+    return tuple(map(tuple, made))
+
+
+def _needed(forward: bool, place: int, micro: int, last: int, stages: int) -> tuple[bool, int, int, int] | None:
+    """What must have ended before the chunk at `place` in the model can begin; None: nothing."""
+    before = place - 1 if forward else place + 1
+    if forward and place == 0:
+        return None
+    if not forward and place == last:
+        return True, micro, last // stages, last % stages
+    return forward, micro, before // stages, before % stages
+
+
+def kept_over_time(stage: StageMemory, blocks: Sequence[Block]) -> list[tuple[float, int]]:
+    """When what autograd keeps on a rank of a stage changes, and to how many bytes."""
+    held, out = 0, [(0.0, 0)]
+    for block in blocks:
+        held += stage.kept[block.chunk] if block.forward else -stage.kept[block.chunk]
+        out.append((block.end, held))
+    return out

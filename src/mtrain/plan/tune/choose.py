@@ -1,0 +1,135 @@
+"""A layout for a run that leaves it open: what is kept of what was said, and what is wrong where none is found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mtrain.config.formats import Format
+from mtrain.config.origins import COMMAND_LINE, DEFAULT
+from mtrain.config.problem import value_at
+from mtrain.config.resolve import Machine, resolve
+from mtrain.config.rules import findings
+from mtrain.config.run import RunConfig
+from mtrain.errors import ConfigError, Problem
+from mtrain.plan.time.device import missing
+from mtrain.plan.tune.search import Found, Search, Task
+from mtrain.plan.tune.space import KEYS, SPLIT, changed
+from mtrain.units import GIB, bytes_
+
+Values = Mapping[str, Any]
+AUTO = "parallel.auto"
+MORE = (2, 4, 8, 16)
+"""Times as many machines that are tried where nothing fits."""
+
+
+def said_of(run: RunConfig, origins: Mapping[str, str], *, command_line: bool) -> dict[str, Any]:
+    """The keys of a layout that somebody set, on the command line alone or anywhere, and not to null."""
+    known = {key: value_at(run, key) for key in (*KEYS, *SPLIT)}
+    mine = {k: v for k, v in known.items() if origins.get(k, DEFAULT) != DEFAULT and v is not None}
+    kept = {k: v for k, v in mine.items() if not command_line or origins[k] == COMMAND_LINE}
+    return kept | ({"optim.cpu_offload": known["optim.cpu_offload"]} if known["optim.cpu_offload"] else {})
+
+
+def search(raw: RunConfig, said: Values, machine: Machine, world_size: int | None, number: int) -> tuple[Found, Task]:
+    """The best layouts of a configuration that is not resolved, with the batch that it has on all its ranks.
+
+    Raises:
+        ConfigError: the devices are not known well enough to say how long a step takes.
+    """
+
+    def resolved(run: RunConfig) -> RunConfig:
+        return resolve(run, machine, world_size)
+
+    raw = cleared(raw, said)
+    run = resolved(raw)
+    raw = changed(raw, {"trainer.global_batch_size": run.trainer.batch, "parallel.ranks": run.parallel.ranks})
+    if lacks := unknown(run):
+        rule = f"the layout is chosen by its time, and of {run.cluster.name} nothing is known: {', '.join(lacks)}"
+        raise ConfigError([Problem("MT256", "cluster.name", run.cluster.name, rule, "cluster=h100x8")])
+    memory = run.cluster.device_memory_gib
+    task = Task(raw, resolved, said, None if memory is None else int(memory * GIB))
+    return Search(task, run).best(number), task
+
+
+def unknown(run: RunConfig) -> tuple[str, ...]:
+    """What has to be known of the devices of a resolved run to say how long a step takes."""
+    formats: tuple[Format, ...] = tuple(dict.fromkeys((run.precision.format, run.precision.multiplies_in)))
+    return missing(run.cluster, formats, run.parallel.ranks or 1)
+
+
+def cleared(raw: RunConfig, said: Values) -> RunConfig:
+    """`raw` with everything that is searched at its default, but for what was said."""
+    again = type(raw.parallel.recompute).model_fields
+    values: dict[str, Any] = {}
+    for key in (*KEYS, *SPLIT):
+        section, name = key.split(".")[0], key.rpartition(".")[2]
+        fields = again if "recompute" in key else type(getattr(raw, section)).model_fields
+        values[key] = said.get(key, fields[name].default)
+    return changed(raw, {**values, AUTO: False})
+
+
+def chosen(
+    raw: RunConfig, origins: Mapping[str, str], machine: Machine, world_size: int | None
+) -> tuple[RunConfig, dict[str, str]]:
+    """`raw` with the fastest layout that fits its cluster, and for every key of it why it is so.
+
+    Where the rest of the configuration breaks a rule, nothing is searched: that is said of it as it is. Where too
+    little is known of the devices, as of a CPU, it is the plainest layout.
+
+    Raises:
+        ConfigError: nothing fits, or no layout keeps all rules.
+    """
+    said = said_of(raw, origins, command_line=False)
+    plain = cleared(raw, said)
+    if lacks := unknown(resolve(plain, machine, world_size)):
+        return plain, {AUTO: f"the plainest layout: no time is known without {lacks[0]}"}
+    found, task = search(raw, said, machine, world_size, 1)
+    if not found.best:
+        refuse(found, task, lambda more: search(changed(raw, more), said, machine, world_size, 1)[0])
+        return task.raw, {}
+    change = {**found.best[0].change, "trainer.global_batch_size": task.raw.trainer.global_batch_size, AUTO: False}
+    for key in said:
+        change.pop(key, None)
+    if raw.trainer.global_batch_size is not None:
+        del change["trainer.global_batch_size"]
+    why = f"chosen by tune for cluster {task.resolve(task.raw).cluster.name}"
+    marked = {key: why for key, value in change.items() if value is not None}
+    return changed(plain, change), marked
+
+
+def refuse(found: Found, task: Task, again: Any) -> None:
+    """Says why there is no layout.
+
+    Raises:
+        ConfigError: with what would help; not where a rule is broken that no layout decides.
+    """
+    run = task.resolve(task.raw)
+    p, name, near = run.parallel, run.cluster.name, found.nearest
+    what = f"{run.model.name} with {run.trainer.batch} samples of {run.data.length} tokens on {p.ranks} x {name}"
+    kept = f" that keeps {', '.join(f'{key} {value}' for key, value in task.said.items())}" if task.said else ""
+    if near is None:
+        if found.wrong:
+            return
+        rule = f"{what}: no layout{kept} keeps all rules{_first(run)}"
+        ranks = p.ranks or 1
+        fix = f"trainer.global_batch_size={-(-run.trainer.batch // ranks) * ranks}"
+        fix = fix if run.trainer.batch % ranks or not task.said else f"leave out {' or '.join(task.said)}"
+        raise ConfigError([Problem("MT258", AUTO, True, rule, fix)])
+    need, holds = near.memory.peak, task.holds or 0
+    least = f"the smallest, {near.words}, needs {bytes_(need)} of the {bytes_(round(task.room()))} that may be taken"
+    rule = f"{what}: no layout{kept} fits; {least} of {bytes_(holds)}"
+    fix = ""
+    for times in MORE:
+        nodes = run.cluster.nodes * times
+        more = {"cluster.nodes": nodes, "parallel.ranks": None}
+        if again(more).best:
+            fix = f"cluster.nodes={nodes}"
+            break
+    raise ConfigError([Problem("MT257", AUTO, True, rule, fix or "a smaller model, or devices with more memory")])
+
+
+def _first(run: RunConfig) -> str:
+    """What the first broken rule says of the plainest layout."""
+    wrong = next((found for found in findings(run) if found.severity == "error"), None)
+    return f"; of the plainest: {wrong.rule}" if wrong is not None else ""

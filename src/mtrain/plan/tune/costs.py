@@ -1,0 +1,326 @@
+"""What a layout takes at least: seconds and bytes from the parts of a micro-batch, each counted once.
+
+A layer costs the same wherever the pipeline is cut and however its state is sharded, so few graphs are made for many
+layouts. The numbers leave out little: what a plan says is never much below, and the best are planned in full.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mtrain.config.devices import facts_of
+from mtrain.config.formats import bytes_of
+from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.parallel import ParallelConfig
+from mtrain.config.run import RunConfig
+from mtrain.config.stages import Stage, stages
+from mtrain.layout.grid import RankGrid
+from mtrain.models.graph import Graph, kept, most_made_again
+from mtrain.models.rank import Rank
+from mtrain.models.registry import family_of
+from mtrain.plan.rank import CONTEXT_BYTES, RESERVE, communication_bytes, quantized_bytes
+from mtrain.plan.schedule import most_in_flight
+from mtrain.plan.states import main_weight_bytes
+from mtrain.plan.time.device import Device, device_of
+from mtrain.plan.time.efficiencies import Efficiencies, shipped
+from mtrain.plan.time.step import SHARP, StepWork, done_once, micro_batch, weights_of
+from mtrain.plan.time.work import total
+from mtrain.plan.tune.space import changed
+
+ONE_STAGE = {
+    **{"parallel.pp": 1, "parallel.vpp": 1, "parallel.layers_per_stage": None, "parallel.pipeline_layout": None},
+    "parallel.account_for_embedding_in_pipeline_split": False,
+    "parallel.account_for_loss_in_pipeline_split": False,
+}
+NONE = {
+    "parallel.recompute.granularity": "none",
+    **dict.fromkeys(f"parallel.recompute.{key}" for key in ("modules", "method", "num_layers")),
+}
+HOST_UPDATE = 20e9
+"""Assumed: bytes of state that the host's share for one device updates in a second."""
+Piece = npt.NDArray[np.float64]
+"""Of a part of a stage and a micro-batch: seconds of the device, and of the host; bytes that autograd keeps; elements
+of weights of experts, of others, and of those that are not trained. Or a row of that for each of several parts."""
+EXPERTS, OTHERS, FROZEN = 3, 4, 5
+
+
+def _took(piece: Piece) -> Any:
+    """Seconds of parts, as the time model adds the host to the device."""
+    return (piece[..., 0] ** SHARP + np.maximum(piece[..., 1], 0.0) ** SHARP) ** (1 / SHARP)
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Those of a whole model."""
+
+    first: Piece
+    layers: Piece
+    """Of all layers before each one, and of all."""
+    behind: Piece
+    """Multi-token prediction, output layer and loss."""
+    working: float
+    """Bytes beside what is kept, while the backward of a layer needs them."""
+    largest: float
+    """Elements of the weights of a layer."""
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of a whole micro-batch."""
+        return float(_took(self.first + self.layers[-1] + self.behind))
+
+    @cached_property
+    def kept(self) -> float:
+        """Bytes of a whole micro-batch."""
+        return float((self.first + self.layers[-1] + self.behind)[2])
+
+    def held(self, cut: Cut, stops: npt.NDArray[np.int64] | None = None) -> Piece:
+        """Those of each stage, or of its layers up to `stops` and what is before them."""
+        out = self.layers[cut.stops if stops is None else stops] - self.layers[cut.starts]
+        out[0] += self.first
+        if stops is None:
+            out[-1] += self.behind
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Stages of a pipeline, in the order of the model: the first has the embedding, the last the loss."""
+
+    starts: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Micro-batches through a pipeline."""
+
+    seconds: float
+    computes: float
+    """Of them, in which the slowest rank has work."""
+    micro: float
+    """Of them, for one micro-batch."""
+    weights: tuple[float, float]
+    """Elements of that rank, of experts and of others."""
+    ranks: tuple[tuple[float, float, float], ...]
+    """Of ranks that may need the most memory: bytes in flight, elements of experts and of others."""
+
+
+class Costs:
+    """Of the layouts of one run."""
+
+    def __init__(self, run: RunConfig, reached: Efficiencies | None = None) -> None:
+        self.device: Device = device_of(run.cluster)
+        self.reached = reached or shipped()
+        self.host = facts_of(run.cluster.device).on_host
+        self._pieces: dict[tuple[object, ...], Pieces] = {}
+        self._flows: dict[tuple[object, ...], Flow] = {}
+        self._flying: dict[tuple[int, ...], npt.NDArray[np.int64]] = {}
+        self._cuts: dict[tuple[object, ...], Cut] = {}
+        self._sent: dict[tuple[object, ...], int] = {}
+
+    def ideal(self, run: RunConfig) -> float:
+        """Seconds of a step whose pipeline never waits, and of which nothing is done once."""
+        p, t = run.parallel, run.trainer
+        return t.batch * self.pieces(run).seconds * p.tp * p.cp / (t.micro * (p.ranks or 1))
+
+    def ends(self, run: RunConfig) -> tuple[float, float]:
+        """Seconds of what is before the layers and behind them, by those of a layer in the mean."""
+        pieces = self.pieces(run)
+        layer = float(_took(pieces.layers[-1])) / run.model.num_layers
+        return float(_took(pieces.first)) / layer, float(_took(pieces.behind)) / layer
+
+    def taken(self, run: RunConfig) -> tuple[float, float]:
+        """Seconds of a micro-batch through all layers, and bytes that autograd keeps of it."""
+        pieces = self.pieces(run)
+        return pieces.seconds, pieces.kept
+
+    def pieces(self, run: RunConfig) -> Pieces:
+        """Those of a layout, by all that decides them."""
+        key = _parts_key(run)
+        if key not in self._pieces:
+            self._pieces[key] = self._made(run)
+        return self._pieces[key]
+
+    def _made(self, run: RunConfig) -> Pieces:
+        again = run.parallel.recompute
+        if again.granularity == "full" and again.method == "block":
+            run = changed(run, {"parallel.recompute.num_layers": None, "parallel.recompute.method": None})
+        one, m = changed(run, ONE_STAGE), run.model
+        make, ends = family_of(m).stage, m.mtp_num_layers or 0
+        assert make is not None
+        graphs = make(Rank.of(one), Stage(range(m.num_layers), True, ends, True))
+        p = run.parallel
+        ranks = math.lcm(p.tp * p.cp, (p.etp or p.tp) * p.ep)  # one copy of all: its groups are as those of more
+        work = StepWork(one, (), (), 0, RankGrid.of(changed(one, {"parallel.ranks": ranks})))
+        known: dict[int, Piece] = {}
+        for graph in graphs:
+            if id(graph) not in known:
+                known[id(graph)] = self._piece(work, graph)
+        made = np.array([known[id(graph)] for graph in graphs])
+        cut = len(made) - 1 - ends
+        body = made[1:cut]
+        if len(body) != m.num_layers:  # groups that are computed again together
+            body = np.repeat(body.sum(0, keepdims=True) / m.num_layers, m.num_layers, 0)
+        before = np.concatenate((np.zeros((1, made.shape[1])), body.cumsum(0)))
+        first = made[0].copy()
+        first[_column(run)] += _table(run)
+        largest = float(body[:, EXPERTS:].sum(1).max())
+        working = 3 * max(g.largest() for g in graphs[1:-1]) // 2 + most_made_again(graphs)
+        return Pieces(first, before, made[cut:].sum(0), working, largest)
+
+    def _piece(self, work: StepWork, graph: Graph) -> Piece:
+        done = total([graph])
+        parts = micro_batch(work, done, self.device, self.reached)
+        seconds = sum(parts.values())
+        device = seconds - parts["host"]
+        host = max(0.0, seconds**SHARP - device**SHARP) ** (1 / SHARP)
+        weights = weights_of(done, grouped=True), weights_of(done, grouped=False)
+        products = ((one.product, number) for one, number in done.backward.items() if one.frozen)
+        frozen = sum(product.n * product.k * product.batch * number for product, number in products)
+        return np.array((device, host, kept([graph]), *weights, frozen))
+
+    def flow(self, run: RunConfig) -> Flow:
+        """Of a layout whose pipeline and recomputation are chosen."""
+        p = run.parallel
+        key = *_parts_key(run), *_cut_key(p), run.parallel.recompute.num_layers
+        if key not in self._flows:
+            self._flows[key] = self._flow(run)
+        return self._flows[key]
+
+    def _flow(self, run: RunConfig) -> Flow:
+        p, held = run.parallel, self._held(run)
+        by_rank = held.reshape(p.vpp, p.pp, held.shape[1])
+        ranks = by_rank.sum(0)
+        if run.model.tie_word_embeddings and p.pp == 1:
+            ranks[0, _column(run)] -= _table(run)
+        times, number = _took(ranks), _micro_batches(run)
+        slowest = int(times.argmax())
+        most = float(times[slowest])
+        working, share = self.pieces(run).working, 1.0 if self.host else 1 + RESERVE
+        full = int((ranks[:, 2] * np.minimum(np.arange(p.pp, 0, -1), number)).argmax())
+        memory = []
+        for rank in sorted({0, full, p.pp - 1}):
+            flying = self._in_flight(run, rank, min(number, 4 * p.pp))
+            kept = float(by_rank[:, rank, 2] @ flying)
+            size = (kept + working) * share + ranks[rank, FROZEN] * bytes_of(run.precision.format)
+            memory.append((float(size), float(ranks[rank, EXPERTS]), float(ranks[rank, OTHERS])))
+        weights = float(ranks[slowest, EXPERTS]), float(ranks[slowest, OTHERS])
+        waits = float(times.sum()) - most
+        return Flow(number * most + waits / p.vpp, number * most, most, weights, tuple(memory))
+
+    def _in_flight(self, run: RunConfig, rank: int, number: int) -> npt.NDArray[np.int64]:
+        """Micro-batches of each chunk that a pipeline rank has in flight, where every chunk keeps as much."""
+        p = run.parallel
+        key = p.pp, p.vpp, rank, number
+        if key not in self._flying:
+            self._flying[key] = np.array(most_in_flight(run, rank, [1] * p.vpp, number)[1])
+        return self._flying[key]
+
+    def _held(self, run: RunConfig) -> Piece:
+        """Pieces of each (virtual) stage, in the order of the model."""
+        again, pieces, cut = run.parallel.recompute, self.pieces(run), self._cut(run)
+        if again.granularity != "full" or again.method != "block":
+            return pieces.held(cut)
+        none, middle = self.pieces(changed(run, NONE)), np.minimum(cut.starts + (again.num_layers or 1), cut.stops)
+        out = pieces.held(cut, middle) + none.layers[cut.stops] - none.layers[middle]
+        out[-1] += none.behind
+        return out
+
+    def _cut(self, run: RunConfig) -> Cut:
+        key = _cut_key(run.parallel)
+        if key not in self._cuts:
+            found = [stage.layers for stage in stages(run)]
+            starts, stops = np.array([held.start for held in found]), np.array([held.stop for held in found])
+            self._cuts[key] = Cut(starts, stops)
+        return self._cuts[key]
+
+    def seconds(self, run: RunConfig) -> float:
+        """Of a step whose layout is chosen."""
+        flow = self.flow(run)
+        work = StepWork(run, (), (flow.weights,), 0, RankGrid.of(run))
+        ends = done_once(work, 0, self.device, self.reached, flow.computes, flow.micro)
+        return flow.seconds + sum(ends.values()) / self.reached.speed + offload_seconds(run, *flow.weights)
+
+    def bytes(self, run: RunConfig, flow: Flow | None = None) -> float:
+        """At the peak of the rank that has the most, where micro-batches flow so."""
+        flow = flow or self.flow(run)
+        least = self._communication(run) + (0.0 if self.host else CONTEXT_BYTES)
+        return least + max(size + state_bytes(run, experts, others) for size, experts, others in flow.ranks)
+
+    def _communication(self, run: RunConfig) -> int:
+        p = run.parallel
+        shards = p.tp, p.sequence_parallel, p.ep, p.etp, p.cp, run.trainer.micro
+        key = *shards, p.pp > 1, p.dp > 1, p.fsdp
+        if key not in self._sent:
+            pieces = self.pieces(changed(run, NONE))
+            self._sent[key] = communication_bytes(run, int(pieces.largest), int(pieces.working))
+        return self._sent[key]
+
+
+def _parts_key(run: RunConfig) -> tuple[object, ...]:
+    p, again = run.parallel, run.parallel.recompute
+    groups = again.num_layers if again.method != "block" else 0
+    shards = p.tp, p.sequence_parallel, p.ep, p.etp or p.tp, p.cp
+    return *shards, run.trainer.micro, again.granularity, again.modules, again.method, groups
+
+
+def _table(run: RunConfig) -> int:
+    """Elements of the embedding on a rank."""
+    return run.model.padded_vocab_size // run.parallel.tp * run.model.hidden_size
+
+
+def _column(run: RunConfig) -> int:
+    """Where they are counted in a piece."""
+    return OTHERS if run.peft.kind is None else FROZEN
+
+
+def _cut_key(p: ParallelConfig) -> tuple[Any, ...]:
+    said = p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split
+    return p.pp, p.vpp, p.layers_per_stage, p.pipeline_layout, said
+
+
+def _micro_batches(run: RunConfig) -> int:
+    return max(1, run.trainer.batch // (run.trainer.micro * run.parallel.dp))
+
+
+def _update_bytes(run: RunConfig) -> int:
+    """Of an element's main weight and moments."""
+    return main_weight_bytes(run) + sum(map(bytes_of, OPTIMIZERS[run.optim.name].states(run).values()))
+
+
+def state_bytes(run: RunConfig, experts: float, others: float) -> float:
+    """Of weights, their copies, gradients and optimizer state on a rank with so many elements of weights."""
+    p, precision = run.parallel, run.precision
+    weights = bytes_of(precision.format) + bytes_of("fp32" if precision.grad_reduce_in_fp32 else precision.format)
+    state = _update_bytes(run) * (1 - run.optim.cpu_offload)
+    tables = 2 * run.model.padded_vocab_size // p.tp * run.model.hidden_size
+    total = quantized_bytes(run) * (experts + max(0.0, others - tables))
+    for number, copies in _copies(run, experts, others):
+        sharded = copies // p.hsdp_replicas if p.fsdp != "none" else 1
+        spread = copies // p.hsdp_replicas if p.distributed_optimizer else sharded
+        total += number * (weights / max(1, sharded) + state / max(1, spread))
+    return total
+
+
+def offload_seconds(run: RunConfig, experts: float, others: float) -> float:
+    """Of an update in host memory: gradients go there, weights come back, and the host reads and writes its state."""
+    part, link, p = run.optim.cpu_offload, run.cluster.host_link_gbps, run.parallel
+    if not part or link is None:
+        return 0.0
+    number = sum(n / (copies if p.distributed_optimizer else 1) for n, copies in _copies(run, experts, others))
+    moved = bytes_of("fp32") + bytes_of(run.precision.format)
+    updated = 2 * (_update_bytes(run) + bytes_of("fp32"))
+    return part * number * (moved / (link * 1e9) + updated / HOST_UPDATE)
+
+
+def _copies(run: RunConfig, experts: float, others: float) -> tuple[tuple[float, int], tuple[float, int]]:
+    """Elements, and how many ranks have the same ones."""
+    p = run.parallel
+    same = max(1, (p.ranks or 1) // (p.pp * p.ep * (p.etp or p.tp)))
+    return (experts, same), (others, p.dp * p.cp)

@@ -1,0 +1,249 @@
+"""The best layouts of a run: best first, by what each takes at least, until no other can be better.
+
+A layout is chosen axis by axis. What is chosen so far bounds the time from below, so what is planned in full is
+little more than what is shown, and nothing better is passed over.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtrain.config.rules import findings
+from mtrain.config.run import RunConfig
+from mtrain.plan.rank import StageMemory, worst_stage
+from mtrain.plan.time import StepTime, step_time
+from mtrain.plan.tune.costs import Costs, offload_seconds
+from mtrain.plan.tune.space import AXES, Change, Space, changed
+
+BEST = 10
+SPARE = 0.04
+"""Of a device that stays free: what the plan of memory may be wrong by, and a driver takes."""
+SLACK = 0.995
+"""Of what is counted in pieces: what the whole plan may be below it."""
+STATE = tuple(AXES).index("state")
+Resolve = Callable[[RunConfig], RunConfig]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One that keeps all rules, planned."""
+
+    run: RunConfig
+    """Resolved."""
+    change: Mapping[str, Any]
+    """The keys that were chosen."""
+    time: StepTime
+    seconds: float
+    """Of a step, with what an offloaded optimizer takes."""
+    memory: StageMemory
+    """Of the rank that has the most."""
+
+    @property
+    def words(self) -> str:
+        """The layout in one line."""
+        p, again = self.run.parallel, self.run.parallel.recompute
+        axes = [f"{k}{n}" for k in ("tp", "pp", "vpp", "cp", "ep") if (n := getattr(p, k)) > 1]
+        axes += [f"etp{p.etp}"] if p.etp not in (None, p.tp) else []
+        out = ["".join([*axes, f"dp{p.dp}"]), f"micro-batch {self.run.trainer.micro}"]
+        out += ["no sequence parallelism"] if p.tp > 1 and not p.sequence_parallel else []
+        out += [p.fsdp] if p.fsdp != "none" else []
+        out += ["whole optimizer"] if p.fsdp == "none" and not p.distributed_optimizer and p.dp * p.cp > 1 else []
+        if again.granularity == "selective":
+            out.append(f"recompute {'+'.join(again.modules or ('core_attn',))}")
+        elif again.granularity == "full":
+            out.append(f"recompute {again.num_layers} layers" if again.method == "block" else "recompute all layers")
+        out += ["offloaded optimizer"] if self.run.optim.cpu_offload else []
+        out += ["uneven stages"] if p.layers_per_stage is not None else []
+        return ", ".join(out)
+
+    @property
+    def tokens(self) -> float:
+        """A second on one device."""
+        return self.time.tokens_per_second_per_device * self.time.seconds / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Of the peak, with causal attention."""
+        return self.time.mfu * self.time.seconds / self.seconds
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to."""
+
+    best: tuple[Layout, ...]
+    """The fastest first."""
+    planned: int
+    """Layouts that were planned in full."""
+    looked_at: int
+    """Layouts and beginnings of layouts whose cost was bounded."""
+    wrong: bool = False
+    """A rule is broken that no layout decides."""
+    nearest: Layout | None = None
+    """Where nothing fits: the one that needs the least memory, of those that were looked at."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is searched, and for what."""
+
+    raw: RunConfig
+    """Before it was resolved, with nothing of what is searched set, but for what was said."""
+    resolve: Resolve
+    said: Mapping[str, Any]
+    holds: int | None
+    """Bytes of a device; None: nobody knows."""
+
+    def room(self) -> float:
+        """Bytes that a layout may take."""
+        return float("inf") if self.holds is None else self.holds * (1 - SPARE)
+
+    def planned(self, change: Mapping[str, Any]) -> Layout | None:
+        """The layout that is chosen so; None where a rule refuses it."""
+        run = self.resolve(changed(self.raw, change))
+        if any(found.severity == "error" for found in findings(run)):
+            return None
+        memory = worst_stage(run)
+        time = step_time(run)
+        experts = sum(w.numel for w in memory.states.weights if w.expert)
+        others = sum(w.numel for w in memory.states.weights) - experts
+        more = offload_seconds(run, experts, others)
+        return Layout(run, change, time, time.seconds + more, memory)
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A layout as far as it is chosen."""
+
+    run: RunConfig
+    change: dict[str, Any]
+    axis: int
+    """How many axes are chosen."""
+    ways: tuple[Change, ...] = ()
+    """What may be computed again, the fastest first; behind those that did not fit."""
+    planned: Layout | None = None
+
+
+class Search:
+    """One search."""
+
+    def __init__(self, task: Task, run: RunConfig) -> None:
+        self.task, self.costs = task, Costs(run)
+        self.space = Space(run, task.said, self.costs.ends)
+        self.looked_at = self.planned = 0
+        self.heap: list[tuple[float, int, _Node]] = []
+        self.least: tuple[float, dict[str, Any]] | None = None
+        """The fewest bytes of what did not fit, and of which layout."""
+
+    def best(self, number: int = BEST) -> Found:
+        """The fastest layouts that fit: of layouts that differ in what is computed again alone, the fastest."""
+        if not self.space.wrong:  # bounds are those of the largest micro-batch, which computes the most in a second
+            micro = next(iter(self.space.options("micro", self.space.run)), {})
+            self._push(0.0, _Node(changed(self.space.run, micro), {}, 0))
+        best: list[Layout] = []
+        while self.heap and len(best) < number:
+            node = heapq.heappop(self.heap)[2]
+            if node.planned is None:
+                self._go_on(node)
+            elif not any(_same(node.planned, other) for other in best):
+                best.append(node.planned)
+        nearest = None
+        if not best and self.least is not None:
+            nearest = self.task.planned(self.least[1])
+        best.sort(key=lambda layout: layout.seconds)  # bounds may be off by a little
+        return Found(tuple(best), self.planned, self.looked_at, self.space.wrong, nearest)
+
+    def _push(self, seconds: float, node: _Node) -> None:
+        self.looked_at += 1
+        heapq.heappush(self.heap, (seconds, self.looked_at, node))
+
+    def _go_on(self, node: _Node) -> None:
+        """Chooses the next axis, or plans what is chosen."""
+        if node.axis == len(AXES):
+            self._plan(node)
+        elif node.axis == STATE:
+            self._choose_state(node)
+        else:
+            axis = tuple(AXES)[node.axis]
+            for more in self.space.options(axis, node.run):
+                child = _Node(changed(node.run, more), {**node.change, **more}, node.axis + 1)
+                if axis == "pipeline":
+                    self._push(SLACK * self.costs.flow(child.run).seconds, child)
+                elif not self.space.broken(axis, child.run):
+                    self._push(SLACK * self.costs.ideal(child.run), child)
+
+    def _choose_state(self, node: _Node) -> None:
+        """Each way to shard the state, with what has to be computed again so that it fits."""
+        if self.space.broken("pipeline", node.run):
+            return
+        ways = self._ways(node.run)
+        most, least = (self.costs.flow(changed(node.run, way)) for way in (ways[0], ways[-1]))
+        enough = set[object]()
+        for state in self.space.options("state", node.run):
+            kind = state["parallel.fsdp"], state["parallel.distributed_optimizer"]
+            if kind in enough:  # without an offload it fits
+                continue
+            child = _Node(changed(node.run, state), {**node.change, **state}, len(AXES), ways)
+            if not self._fits(self.costs.bytes(child.run, most)):
+                size = self.costs.bytes(child.run, least)
+                self._note(size, {**child.change, **ways[-1]})
+                if self._fits(size):
+                    self._push_next(child)
+                continue
+            enough |= set() if state["optim.cpu_offload"] else {kind}
+            self._push(SLACK * self.costs.seconds(changed(child.run, ways[0])), child)
+
+    def _ways(self, run: RunConfig) -> tuple[Change, ...]:
+        """What may be computed again: what takes longer keeps less."""
+        rows: list[tuple[float, float, Change]] = []
+        p, layers = run.parallel, run.model.num_layers
+        for way in self.space.options("recompute", run):
+            cut = way["parallel.recompute.num_layers"]
+            seconds, size = self.costs.taken(changed(run, way))
+            if rows and way["parallel.recompute.method"] == "block" and cut:
+                share = min(1.0, cut * p.pp * p.vpp / layers)
+                seconds, size = (a + share * (b - a) for a, b in zip(rows[0][:2], (seconds, size), strict=True))
+            rows.append((seconds, size, way))
+        out: list[tuple[float, float, Change]] = []
+        for row in sorted(rows, key=lambda row: row[:2]):
+            if not out or row[1] < out[-1][1]:
+                out.append(row)
+        return tuple(way for *_, way in out)
+
+    def _push_next(self, node: _Node) -> None:
+        """What is computed again beside the first of its ways: the fastest that fits by what is counted in pieces."""
+        for number in range(1, len(node.ways)):
+            run = changed(node.run, node.ways[number])
+            if self._fits(self.costs.bytes(node.run, self.costs.flow(run))):
+                ahead = _Node(node.run, node.change, len(AXES), node.ways[number:])
+                self._push(SLACK * self.costs.seconds(run), ahead)
+                return
+
+    def _fits(self, size: float) -> bool:
+        return SLACK * size <= self.task.room()
+
+    def _note(self, size: float, change: Mapping[str, Any]) -> None:
+        if self.least is None or size < self.least[0]:
+            self.least = size, dict(change)
+
+    def _plan(self, node: _Node) -> None:
+        """The layout in full; where it does not fit after all, what computes more again is next."""
+        self.planned += 1
+        change = {**node.change, **node.ways[0]}
+        layout = self.task.planned(change)
+        if layout is not None and layout.memory.peak <= self.task.room():
+            self._push(layout.seconds, _Node(node.run, change, node.axis, node.ways, layout))
+            return
+        if layout is not None:
+            self._note(layout.memory.peak, change)
+        self._push_next(node)
+
+
+def _same(one: Layout, other: Layout) -> bool:
+    """Whether two are one to the plan: as fast, with as much memory, on the same grid."""
+    close = abs(one.seconds / other.seconds - 1) < 1e-9 and one.memory.peak == other.memory.peak
+    a, b = one.run.parallel, other.run.parallel
+    return close and all(getattr(a, k) == getattr(b, k) for k in ("tp", "pp", "vpp", "cp", "ep", "etp"))

@@ -1,0 +1,250 @@
+"""What a layout is chosen from: axis after axis, each with the values that it may have beside those before it.
+
+Nothing here says what is legal: the rules of `config` do, each as soon as all that it reads is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+from typing import Any, TypeVar
+
+from mtrain.config.base import Section
+from mtrain.config.batches import stages as batch_stages
+from mtrain.config.defaults import distributed_optimizer, on_a_cpu, overlap_grad_reduce, overlap_param_gather
+from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.rules import RULES
+from mtrain.config.rules.rule import Rule
+from mtrain.config.run import RunConfig
+from mtrain.plan.tune.split import ends_of, splits
+
+S = TypeVar("S", bound=Section)
+Change = dict[str, Any]
+"""Dotted key -> value."""
+AGAIN = "parallel.recompute"
+AXES: Mapping[str, tuple[str, ...]] = {
+    "shards": ("parallel.tp", "parallel.sequence_parallel", "parallel.ep", "parallel.etp"),
+    "context": ("parallel.cp", "trainer.sample_tokens"),
+    "micro": ("trainer.micro_batch_size",),
+    "pipeline": ("parallel.pp", "parallel.vpp", "parallel.layers_per_stage"),
+    "state": (
+        *("parallel.distributed_optimizer", "parallel.fsdp", "parallel.overlap_grad_reduce"),
+        *("parallel.overlap_param_gather", "optim.cpu_offload"),
+    ),
+    "recompute": tuple(f"{AGAIN}.{key}" for key in ("granularity", "modules", "method", "num_layers")),
+}
+"""In the order in which they are chosen."""
+KEYS = tuple(key for keys in AXES.values() for key in keys)
+SPLIT = (
+    *("parallel.layers_per_stage", "parallel.pipeline_layout"),
+    *("parallel.account_for_embedding_in_pipeline_split", "parallel.account_for_loss_in_pipeline_split"),
+)
+"""Keys that say how layers are split into stages; where one is said, stages are not split otherwise."""
+MOST_TOKENS = 1 << 16
+"""Tokens of a micro-batch."""
+HALVED = 16
+"""A batch that is a multiple of this is cut by powers of two alone."""
+LEAST_LENGTH = 1024
+"""Tokens of a sample that a context-parallel rank has at least."""
+
+
+def changed(run: RunConfig, change: Mapping[str, Any]) -> RunConfig:
+    """`run` with keys set to values of their types; none of them is validated."""
+    sections: dict[str, Change] = {}
+    for key, value in change.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    updates: Change = {}
+    for section, values in sections.items():
+        old, inner = getattr(run, section), {}
+        for name in [name for name in values if "." in name]:
+            inner[name.partition(".")[2]] = values.pop(name)
+        if inner:
+            values["recompute"] = _copy(old.recompute, inner)
+        updates[section] = _copy(old, values)
+    return _copy(run, updates)
+
+
+def _copy(section: S, values: Mapping[str, Any]) -> S:
+    """As `model_copy` makes it, which takes ten times as long."""
+    new = object.__new__(type(section))
+    object.__setattr__(new, "__dict__", {**section.__dict__, **values})
+    object.__setattr__(new, "__pydantic_fields_set__", section.__pydantic_fields_set__ | values.keys())
+    object.__setattr__(new, "__pydantic_extra__", None)
+    object.__setattr__(new, "__pydantic_private__", None)
+    return new
+
+
+@dataclass(frozen=True)
+class Space:
+    """The layouts of a run that keep what was said."""
+
+    run: RunConfig
+    """Resolved; its batch is that of every layout."""
+    said: Mapping[str, Any]
+    """Keys that are kept, with their values."""
+    ends: Callable[[RunConfig], tuple[float, float]] = lambda run: ends_of(run.model)
+    """What the first and the last rank of a pipeline do beside layers, in layers."""
+
+    def options(self, axis: str, run: RunConfig) -> Iterator[Change]:
+        """What an axis may be, where those before it are as in `run`; the simplest first."""
+        makers: dict[str, Callable[[RunConfig], Iterator[Change]]] = {
+            "shards": self._shards,
+            "context": self._context,
+            "micro": self._micro,
+            "pipeline": self._pipeline,
+            "state": self._state,
+            "recompute": self._recompute,
+        }
+        for change in makers[axis](run):
+            if all(self.said.get(key, value) == value for key, value in change.items()):
+                yield change
+
+    def broken(self, axis: str, run: RunConfig) -> bool:
+        """Whether a rule that reads an axis, and none of those behind it, refuses `run`."""
+        return any(found.severity == "error" for rule in self._rules[axis] for found in rule(run))
+
+    @cached_property
+    def wrong(self) -> bool:
+        """Whether a rule that reads nothing of what is chosen refuses the run."""
+        return any(found.severity == "error" for rule in self._rules[""] for found in rule(self.run))
+
+    @cached_property
+    def _rules(self) -> dict[str, list[Rule]]:
+        """By the last axis that they read."""
+        found: dict[str, list[Rule]] = {axis: [] for axis in ("", *AXES)}
+        for rule in RULES:
+            if not rule.disk:
+                read = [axis for axis, keys in AXES.items() if rule.reads_any(*keys)]
+                found[read[-1] if read else ""].append(rule)
+        return found
+
+    def _of(self, key: str, values: list[Any]) -> list[Any]:
+        return [self.said[key]] if key in self.said else values
+
+    def _shards(self, run: RunConfig) -> Iterator[Change]:
+        ranks, moe, cluster = run.parallel.ranks or 1, run.model.moe, run.cluster
+        fast = cluster.fast_link_devices or cluster.devices_per_node or ranks
+        for tp in self._of("parallel.tp", divisors(ranks, min(ranks, fast))):
+            experts = [1] if moe is None else divisors(moe.num_experts, ranks)
+            for ep in self._of("parallel.ep", experts):
+                for etp in self._of("parallel.etp", [None] if moe is None or tp == 1 else [1, None]):
+                    for sp in self._of("parallel.sequence_parallel", self._sequence(run, tp)):
+                        yield dict(zip(AXES["shards"], (tp, sp, ep, etp), strict=True))
+
+    @staticmethod
+    def _sequence(run: RunConfig, tp: int) -> list[Any]:
+        if tp == 1:
+            return [False]
+        return [True] if run.model.moe is not None else [True, False]
+
+    def _context(self, run: RunConfig) -> Iterator[Change]:
+        p = run.parallel
+        most = max(1, run.data.length // LEAST_LENGTH)
+        for cp in self._of("parallel.cp", divisors((p.ranks or 1) // p.tp, most)):
+            change: Change = {"parallel.cp": cp}
+            if "trainer.sample_tokens" not in self.said and run.trainer.sample_tokens and cp > 1:
+                change["trainer.sample_tokens"] = 0
+            yield change
+
+    def _micro(self, run: RunConfig) -> Iterator[Change]:
+        common = gcd(*(size for _, size in batch_stages(run)))
+        sizes = divisors(common, max(1, MOST_TOKENS // run.data.length))
+        halves = [n for n in sizes if n & (n - 1) == 0]
+        for micro in self._of("trainer.micro_batch_size", [*reversed(sizes if common % HALVED else halves)]):
+            yield {"trainer.micro_batch_size": micro}
+
+    def _pipeline(self, run: RunConfig) -> Iterator[Change]:
+        p, layers = run.parallel, run.model.num_layers
+        for pp in self._of("parallel.pp", divisors((p.ranks or 1) // (p.tp * p.cp), layers)):
+            for vpp in self._of("parallel.vpp", chunks(layers, pp)):
+                ways = [None] if self.said.keys() & {*SPLIT} else self._splits(run, pp, vpp)
+                for way in ways:
+                    keep = {} if self.said.keys() & {*SPLIT} else {"parallel.layers_per_stage": way}
+                    yield {"parallel.pp": pp, "parallel.vpp": vpp, **keep}
+
+    def _splits(self, run: RunConfig, pp: int, vpp: int) -> list[tuple[int, ...] | None]:
+        first, last = (round(end, 1) for end in self.ends(run))
+        key = pp, vpp, first, last
+        if key not in self._split:
+            self._split[key] = splits(self.run.model.num_layers, pp, vpp, (first, last))
+        return self._split[key]
+
+    @cached_property
+    def _split(self) -> dict[tuple[float, ...], list[tuple[int, ...] | None]]:
+        return {}
+
+    def _state(self, run: RunConfig) -> Iterator[Change]:
+        p = run.parallel
+        replicated = p.dp * p.cp > 1 or (run.model.moe is not None and p.tp > (p.etp or p.tp))
+        kinds: list[Change] = [{"parallel.fsdp": "none", "parallel.distributed_optimizer": False}]
+        if replicated or {"parallel.fsdp", "parallel.distributed_optimizer"} & self.said.keys():
+            spread: Change = {"parallel.fsdp": "none", "parallel.distributed_optimizer": True}
+            kinds.insert(1 if on_a_cpu(run) else 0, spread)
+            other = "megatron" if "fsdp2" in OPTIMIZERS[run.optim.name].cannot else "fsdp2"
+            for kind in self._of("parallel.fsdp", [other]):
+                kinds += [{"parallel.fsdp": kind, "parallel.distributed_optimizer": False}] if kind != "none" else []
+        offloads = [0.0] if run.cluster.host_link_gbps is None else [0.0, 1.0]
+        for kind in kinds:
+            for part in self._of("optim.cpu_offload", offloads):
+                yield {**self._overlap(run, kind, replicated=p.dp * p.cp > 1), "optim.cpu_offload": part}
+
+    def _overlap(self, run: RunConfig, kind: Change, *, replicated: bool) -> Change:
+        """`kind` with what nobody says of the overlap, as it would be resolved."""
+        known = (*kind.values(), replicated)
+        if known not in self._overlaps:
+            self._overlaps[known] = self._overlapped(run, kind)
+        return self._overlaps[known]
+
+    @cached_property
+    def _overlaps(self) -> dict[tuple[Any, ...], Change]:
+        return {}
+
+    def _overlapped(self, run: RunConfig, kind: Change) -> Change:
+        keys = ("parallel.overlap_grad_reduce", "parallel.overlap_param_gather")
+        unsaid = {key: self.said.get(key) for key in keys}
+        found, run = dict(kind), changed(run, {**kind, **unsaid})
+        for step in (distributed_optimizer, overlap_grad_reduce, overlap_param_gather):
+            filled = {key: value for key, (value, _) in step(run).items()}
+            found, run = {**found, **filled}, changed(run, filled)
+        return found
+
+    def _recompute(self, run: RunConfig) -> Iterator[Change]:
+        keys = AXES["recompute"]
+        if any(key in self.said for key in keys):
+            yield {key: self.said.get(key, getattr(run.parallel.recompute, key.rpartition(".")[2])) for key in keys}
+            return
+        yield dict(zip(keys, ("none", None, None, None), strict=True))
+        for modules in _modules(run):
+            yield dict(zip(keys, ("selective", modules, None, None), strict=True))
+        held = -(-run.model.num_layers // (run.parallel.pp * run.parallel.vpp))
+        for number in sorted({held // 4, held // 2, 3 * held // 4} - {0, held}):
+            yield dict(zip(keys, ("full", None, "block", number), strict=True))
+        yield dict(zip(keys, ("full", None, None, None), strict=True))
+
+
+def _modules(run: RunConfig) -> list[tuple[str, ...]]:
+    """What may be computed again of every layer, from what takes the least time."""
+    m = run.model
+    moe, latent = m.moe is not None, m.mla is not None
+    dense = m.moe is None or m.moe.first_dense_layers > 0
+    cheap = ("layernorm", *(["moe_act"] if moe else []), *(["mla_up_proj"] if latent else []))
+    found: list[tuple[str, ...]] = [("moe_act",) if moe else ("core_attn",), cheap]
+    found += [(*cheap, "mlp")] if dense else []
+    return [*found, *([("layernorm", "moe")] if moe else [])]
+
+
+def chunks(layers: int, pp: int) -> list[int]:
+    """Virtual stages of a rank: as many as there are for a few layers in each."""
+    if pp == 1:
+        return [1]
+    sizes = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+    return sorted({1} | {-(-layers // (pp * size)) for size in sizes if pp * size <= layers})
+
+
+def divisors(number: int, most: int) -> list[int]:
+    """Those of a number up to `most`, rising."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return [n for n in sorted({*small, *(number // n for n in small)}) if n <= most]

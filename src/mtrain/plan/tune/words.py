@@ -1,0 +1,56 @@
+"""Why a layout stands in the list, and what it gives up against the first, in words."""
+
+from __future__ import annotations
+
+from mtrain.plan.tune.search import Layout
+from mtrain.units import GIB
+
+PARTS = {
+    "gemm": "products",
+    "attention": "attention",
+    "memory": "memory-bound kernels",
+    "host": "waiting for the host",
+    "tp": "tensor-parallel communication",
+    "cp": "context-parallel communication",
+    "ep": "expert-parallel communication",
+    "pp": "sends between stages",
+    "bubble": "pipeline bubble",
+    "dp": "data-parallel communication",
+    "optimizer": "optimizer",
+    "offload": "optimizer in host memory",
+}
+ALIKE = 0.003
+"""Of a step: a part that differs by less is not named."""
+
+
+def parts_of(layout: Layout) -> dict[str, float]:
+    """Seconds by part, which add up to those of the layout."""
+    return {**layout.time.parts, "offload": layout.seconds - layout.time.seconds}
+
+
+def part_words(layout: Layout) -> str:
+    """What takes its time."""
+    most = sorted(parts_of(layout).items(), key=lambda part: -part[1])
+    return ", ".join(f"{value / layout.seconds:.0%} {PARTS.get(name, name)}" for name, value in most[:4] if value > 0)
+
+
+def reason(layout: Layout, first: Layout) -> str:
+    """What it gives against the first layout, and what it takes."""
+    if layout is first:
+        return f"the fastest that fits: {part_words(layout)}"
+    slower = layout.seconds / first.seconds - 1
+    own, other = parts_of(layout), parts_of(first)
+    change = {name: own.get(name, 0.0) - other.get(name, 0.0) for name in {**other, **own}}
+    more = sorted((name for name in change if change[name] > ALIKE * first.seconds), key=lambda n: -change[n])
+    less = sorted((name for name in change if change[name] < -ALIKE * first.seconds), key=lambda n: change[n])
+    takes = [f"more {PARTS.get(name, name)}" for name in more[:2]]
+    gives = [f"less {PARTS.get(name, name)}" for name in less[:2]]
+    spare = first.memory.peak - layout.memory.peak
+    if abs(spare) > 0.01 * first.memory.peak:
+        (gives if spare > 0 else takes).append(f"{abs(spare) / GIB:.1f} GiB {'less' if spare > 0 else 'more'} memory")
+    for key, gain in (("pp", "fewer stages"), ("tp", "a smaller tp"), ("ep", "a smaller ep"), ("cp", "a smaller cp")):
+        if not gives and getattr(layout.run.parallel, key) < getattr(first.run.parallel, key):
+            gives.append(gain)
+    gained = f"{', '.join(gives)}; " if gives else ""
+    lost = f": {', '.join(takes)}" if takes else ", in small parts" if slower >= 0.001 else ""
+    return f"{gained}{f'{slower:.1%} slower' if slower >= 0.0005 else 'as fast'}{lost}"

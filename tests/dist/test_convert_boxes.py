@@ -1,0 +1,40 @@
+"""Where the tensors of a model lie in a checkpoint: as its family says it, and as megatron-core does."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtrain.config.choices import choices_of_group
+from mtrain.config.compose import compose
+from mtrain.config.resolve import resolve
+from mtrain.convert.boxes import asked, declared
+from tests.support.configs import LAPTOP
+from tests.support.forked import run_alone
+
+TINY, LARGE = ([n for n in choices_of_group("model") if ("tiny" in n) == small] for small in (True, False))
+OTHERS = (
+    ("llama_tiny", "model.mtp_num_layers=2", "model.tie_word_embeddings=true"),
+    ("mixtral_tiny", "model.qk_layernorm=true", "model.moe.router_enable_expert_bias=false"),
+    ("llama_tiny", "model.normalization=LayerNorm", "model.add_bias_linear=true", "model.norm_placement=post"),
+)
+
+
+def unlike(models: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Those of which megatron-core says something else."""
+    out = []
+    for name, *words in models:
+        run = resolve(compose([f"model={name}", "data=mock", *words]).run, LAPTOP)
+        out += [(name, *words)] * (declared(run) != asked(run))
+    return out
+
+
+@pytest.mark.parametrize("models", [[(n,) for n in TINY] + list(OTHERS)], ids=["tiny"])
+def test_a_family_says_what_megatron_core_does(models: list[tuple[str, ...]]) -> None:
+    assert run_alone(lambda: unlike(models)) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LARGE)
+def test_a_family_says_what_megatron_core_does_of_published_models(name: str) -> None:
+    few = ("model.num_layers=4",) if compose([f"model={name}"]).run.model.moe is not None else ()
+    assert run_alone(lambda: unlike([(name, *few)])) == []

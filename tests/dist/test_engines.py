@@ -1,0 +1,67 @@
+"""One release of megatron-core goes on where another one stopped: the same losses, and checkpoints bit for bit.
+
+`make engines` runs this on 0.19, beside the release that is installed.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtrain.config import engine
+from tests.support.engine_runs import CASES, SAVED, STEPS, in_other_release, resumed, trained
+from tests.support.runs import whole_tensors
+
+_INSTALLED = Path(sysconfig.get_path("purelib"))
+pytestmark = pytest.mark.skipif(
+    engine.folder() is None or _INSTALLED in (engine.folder() or _INSTALLED).parents,
+    reason="there is one megatron-core here: `make engines` has two",
+)
+TOLERANCE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """A folder with what each release left, the numbers of this one, and those of the other."""
+    home = tmp_path_factory.mktemp("engines")
+    here = {name: {"trained": trained(home / "here", name)} for name in CASES}
+    answer = in_other_release(home)
+    if answer["release"] == engine.words(engine.release() or engine.SUPPORTED[0]):
+        pytest.skip("the installed megatron-core is the same")
+    for name in CASES:
+        here[name]["resumed"] = resumed(home / "there", name)
+    return home, here, answer["cases"]
+
+
+def _far(left: Any, right: Any) -> float:
+    pairs = [pair for a, b in zip(left, right, strict=True) for pair in zip(a, b, strict=True)]
+    return max(abs(a / b - 1) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_releases_have_the_losses_of_twenty_steps(name: str, both: Any) -> None:
+    _, here, there = both
+    assert len(here[name]["trained"]) == STEPS
+    assert _far(here[name]["trained"], there[name]["trained"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_goes_on_from_what_the_other_saved(name: str, both: Any) -> None:
+    _, here, there = both
+    assert _far(there[name]["resumed"], here[name]["trained"][SAVED:]) < TOLERANCE
+    assert _far(here[name]["resumed"], there[name]["trained"][SAVED:]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("saved_by", ["here", "there"])
+def test_what_the_other_saved_is_read_bit_for_bit(name: str, saved_by: str, both: Any) -> None:
+    step = f"step_{SAVED:08d}"
+    saved, again = (
+        whole_tensors(folder / name / step) for folder in (both[0] / saved_by, both[0] / saved_by / "again")
+    )
+    assert saved.keys() == again.keys()
+    assert all(torch.equal(saved[key], value) for key, value in again.items())

@@ -1,0 +1,212 @@
+"""What the plan says that autograd keeps is what it keeps, and weights and states are counted to the byte."""
+
+from __future__ import annotations
+
+from statistics import mean
+
+import pytest
+
+from mtrain.cli.setup import load
+from mtrain.config.resolve import Machine
+from mtrain.config.run import RunConfig
+from mtrain.layout.grid import RankGrid
+from mtrain.plan.rank import stage_memories
+from mtrain.plan.states import rank_states
+from tests.support.covering import some
+from tests.support.forked import run_ranks
+from tests.support.kept import held, measured
+
+BIG = Machine(cpu_cores=64, memory_bytes=1 << 40)
+BASE = "data=mock data.seq_length=64 trainer.global_batch_size=8 trainer.micro_batch_size=2"
+NARROW = "model.hidden_size=96 model.ffn_hidden_size=192 model.vocab_size=1000 model.num_attention_heads=4"
+SHORT = "model.num_layers=2"
+KEPT = {
+    "llama": f"parallel=single {SHORT}",
+    "llama bf16": f"parallel=single {SHORT} precision=bf16",
+    "llama megatron's loss": f"parallel=single {SHORT} kernels.loss=megatron",
+    "llama tp": f"parallel=tp2 {SHORT}",
+    "llama tp sp": f"parallel=tp2sp {SHORT}",
+    "llama tp sp bf16": f"parallel=tp2sp {SHORT} precision=bf16",
+    "llama cp": f"parallel=cp2 {SHORT}",
+    "llama cp bf16 packed": f"parallel=cp2 {SHORT} precision=bf16 data.packed=true",
+    "llama cp ring": f"parallel=cp2 {SHORT} parallel.cp_comm_type=p2p",
+    "llama cp ulysses": f"parallel=cp2 {SHORT} parallel.cp_comm_type=a2a",
+    "llama cp both": f"parallel=cp4 {SHORT} parallel.cp_comm_type=a2a+p2p parallel.hierarchical_cp_sizes=[2,2]",
+    "llama packed": f"parallel=tp2sp {SHORT} data.packed=true",
+    "llama dropout": f"parallel=tp2sp {SHORT} model.hidden_dropout=0.1 model.attention_dropout=0.1",
+    "llama fsdp2": f"parallel=dp parallel.ranks=2 parallel.fsdp=fsdp2 parallel.distributed_optimizer=false {SHORT}",
+    "llama pp": "parallel=pp4",
+    "llama interleaved": "parallel=pp2vpp2 model.num_layers=8",
+    "llama interleaved deep": "parallel=pp4vpp2 model.num_layers=8 trainer.micro_batch_size=1",
+    "llama full": "parallel=single parallel.recompute.granularity=full",
+    "llama groups": "parallel=pp2 parallel.recompute.granularity=full parallel.recompute.num_layers=2",
+    "llama block": "parallel=pp2 parallel.recompute.granularity=full parallel.recompute.method=block",
+    "llama core": f"parallel=single {SHORT} parallel.recompute.granularity=selective",
+    "llama norms": f"parallel=tp2sp {SHORT} precision=bf16 parallel.recompute.granularity=selective "
+    "parallel.recompute.modules=[layernorm,mlp]",
+    "relu": f"parallel=single {SHORT} model.activation=relu",
+    "squared relu": f"parallel=single {SHORT} model.activation=squared_relu",
+    "quick geglu": f"parallel=single {SHORT} model.activation=quick_geglu",
+    "l2 norm": f"parallel=single {SHORT} model.qk_l2_norm=true",
+    "off by one": f"parallel=single {SHORT} model.softmax_type=off-by-one",
+    "norms across heads": f"parallel=tp2sp {SHORT} precision=bf16 model.norm_placement=post model.qk_layernorm=true "
+    "model.qk_layernorm_across_heads=true",
+    "gpt": f"model=gpt2 parallel=single {SHORT} {NARROW}",
+    "gpt bf16 tp": f"model=gpt2 parallel=tp2sp {SHORT} {NARROW} precision=bf16",
+    "pythia": f"model=pythia_tiny parallel=tp2 {SHORT}",
+    "phi": f"model=phi3_tiny parallel=single {SHORT}",
+    "mixtral": f"model=mixtral_tiny parallel=tp2sp {SHORT}",
+    "mixtral ep bf16": f"model=mixtral_tiny parallel=ep2 {SHORT} precision=bf16",
+    "mixtral tp ep": f"model=mixtral_tiny parallel=tp2ep2sp {SHORT}",
+    "mixtral etp": f"model=mixtral_tiny parallel=tp2ep2sp parallel.etp=1 {SHORT}",
+    "deepseek": f"model=deepseek_tiny parallel=single {SHORT}",
+    "deepseek bf16 tp": f"model=deepseek_tiny parallel=tp2sp {SHORT} precision=bf16",
+    "deepseek pp": "model=deepseek_tiny parallel=pp2ep2 trainer.micro_batch_size=1",
+    "deepseek full": f"model=deepseek_tiny parallel=single {SHORT} parallel.recompute.granularity=full",
+    "deepseek selective": f"model=deepseek_tiny parallel=single {SHORT} parallel.recompute.granularity=selective "
+    "parallel.recompute.modules=[mla_up_proj,moe_act,layernorm]",
+    "deepseek experts": f"model=deepseek_tiny parallel=single {SHORT} parallel.recompute.granularity=selective "
+    "parallel.recompute.modules=[moe,shared_experts]",
+    "glm": f"model=glm45_tiny parallel=pp2 {SHORT}",
+    "gemma": "model=gemma_tiny model.window_size=32 parallel=single",
+    "gemma bf16 tp": "model=gemma_tiny model.window_size=32 parallel=tp2 precision=bf16 kernels.loss=megatron",
+    "gemma caps": f"model=gemma2_9b {SHORT} {NARROW} model.num_query_groups=2 model.kv_channels=32 "
+    "model.window_size=32 parallel=tp2sp precision=bf16",
+    "gpt oss": f"model=gpt_oss_tiny parallel=single {SHORT}",
+    "gpt oss ep bf16": f"model=gpt_oss_tiny parallel=ep2 {SHORT} precision=bf16",
+    "gpt oss ring": f"model=gpt_oss_tiny parallel=cp2 {SHORT} parallel.cp_comm_type=p2p",
+    "bert": f"model=bert_tiny parallel=tp2sp {SHORT} precision=bf16",
+    "bert pp": "model=bert_tiny parallel=pp2",
+    "t5": f"model=t5_tiny parallel=single {SHORT}",
+    "t5 dropout": f"model=t5_tiny parallel=tp2sp {SHORT} model.hidden_dropout=0.1 model.attention_dropout=0.1",
+    "few groups": f"parallel=tp4sp {SHORT} model.num_query_groups=2 precision=bf16",
+    "fp16 tied pp": f"parallel=pp2tp2 {SHORT} model.tie_word_embeddings=true precision=fp16",
+    "mixtral allgather": f"model=mixtral_tiny parallel=tp2ep2sp {SHORT} model.moe.token_dispatcher_type=allgather",
+    "mixtral shared": f"model=mixtral_tiny parallel=ep2 {SHORT} model.moe.shared_expert_intermediate_size=64 "
+    "model.moe.shared_expert_gate=true model.moe.z_loss_coeff=0.001",
+    "mixtral weighed inputs": f"model=mixtral_tiny parallel=single {SHORT} model.moe.router_topk=1 "
+    "model.moe.apply_probs_on_input=true model.moe.router_pre_softmax=true",
+    "no positions": f"parallel=single {SHORT} model.position_embedding_type=none precision=bf16",
+    "t5 bf16 tp": f"model=t5_tiny parallel=tp2 {SHORT} precision=bf16",
+    "llava": f"model=llava_tiny parallel=single {SHORT}",
+    "llava projector": f"model=llava_tiny parallel=tp2sp {SHORT} model.llava.freeze=[vision,language]",
+    "llava frozen tp": f"model=llava_tiny parallel=tp2 {SHORT} precision=bf16 model.llava.freeze=[vision]",
+}
+LORA, DORA = "peft=lora peft.r=8", "peft=dora peft.r=8"
+KEPT |= {
+    "lora": f"parallel=single {SHORT} {LORA}",
+    "lora tp sp bf16": f"parallel=tp2sp {SHORT} {LORA} precision=bf16",
+    "lora dropout": f"parallel=tp2sp {SHORT} {LORA} peft.dropout=0.1 peft.target=[qkv,fc1]",
+    "lora pp": f"parallel=pp2tp2 {LORA}",
+    "lora full": f"parallel=pp2 {LORA} parallel.recompute.granularity=full",
+    "lora megatron's loss": f"parallel=tp2 {SHORT} {LORA} kernels.loss=megatron",
+    "lora packed": f"parallel=tp2sp {SHORT} {LORA} data.packed=true",
+    "lora gpt": f"model=gpt2 parallel=tp2sp {SHORT} {NARROW} {LORA} precision=bf16",
+    "lora experts": f"model=mixtral_tiny parallel=ep2 {SHORT} {LORA}",
+    "lora experts tp bf16": f"model=mixtral_tiny parallel=tp2ep2sp {SHORT} {LORA} precision=bf16",
+    "lora attention of experts": f"model=mixtral_tiny parallel=ep2 {SHORT} {LORA} peft.target=[qkv,proj]",
+    "lora latent": f"model=deepseek_tiny parallel=tp2sp {SHORT} {LORA}",
+    "lora mtp": f"model=glm45_tiny parallel=pp2 {SHORT} {LORA} trainer.micro_batch_size=1",
+    "lora cp": f"parallel=cp2 {SHORT} {LORA}",
+    "lora ulysses packed": f"parallel=cp2 {SHORT} {LORA} parallel.cp_comm_type=a2a",
+    "lora etp": f"model=mixtral_tiny parallel=tp2ep2sp parallel.etp=1 {SHORT} {LORA}",
+    "lora etp2": f"model=mixtral_tiny parallel=ep2 parallel.ranks=4 parallel.etp=2 {SHORT} {LORA}",
+    "lora gpt oss": f"model=gpt_oss_tiny parallel=ep2 {SHORT} {LORA} precision=bf16",
+    "lora phi": f"model=phi3_tiny parallel=tp2 {SHORT} {LORA}",
+    "lora gemma": f"model=gemma_tiny model.window_size=32 parallel=tp2 {LORA} precision=bf16",
+    "lora selective": f"model=deepseek_tiny parallel=single {SHORT} {LORA} parallel.recompute.granularity=selective "
+    "parallel.recompute.modules=[mla_up_proj,moe_act,layernorm]",
+    "lora moe again": f"model=mixtral_tiny parallel=single {SHORT} {LORA} parallel.recompute.granularity=selective "
+    "parallel.recompute.modules=[moe]",
+    "lora interleaved": f"parallel=pp2vpp2 model.num_layers=8 {LORA}",
+    "lora shared": f"model=mixtral_tiny parallel=tp2sp {SHORT} {LORA} "
+    "model.moe.shared_expert_intermediate_size=64 model.moe.shared_expert_gate=true",
+    "lora output alone": f"parallel=tp2sp {SHORT} {LORA} peft.target=[fc2]",
+    "lora dropout of rows": f"parallel=tp2 {SHORT} {LORA} peft.dropout=0.1 precision=bf16",
+    "lora hidden dropout": f"parallel=tp2sp {SHORT} {LORA} model.hidden_dropout=0.1 model.attention_dropout=0.1",
+    "lora pythia": f"model=pythia_tiny parallel=tp2 {SHORT} {LORA}",
+    "lora olmo": f"parallel=tp2sp {SHORT} {LORA} precision=bf16 model.norm_placement=post model.qk_layernorm=true "
+    "model.qk_layernorm_across_heads=true",
+    "dora": f"parallel=single {SHORT} {DORA}",
+    "dora tp sp bf16": f"parallel=tp2sp {SHORT} {DORA} precision=bf16",
+    "dora bias": f"model=gpt2 parallel=tp2sp {SHORT} {NARROW} {DORA}",
+    "dora latent": f"model=deepseek_tiny parallel=tp2sp {SHORT} {DORA} peft.target=[qkv,proj,fc1]",
+}
+QUICK = ["llama tp sp", "mixtral ep bf16", "deepseek selective", "gemma"]
+STATES = {
+    "llama tp": f"parallel=tp2 {SHORT}",
+    "deepseek": "model=deepseek_tiny parallel=pp2ep2 parallel.distributed_optimizer=true precision=bf16 "
+    "trainer.micro_batch_size=1 parallel.ranks=4",
+    "gemma buckets": "model=gemma_tiny parallel=pp2 parallel.ranks=4 parallel.distributed_optimizer=true "
+    "parallel.overlap_grad_reduce=true parallel.ddp_bucket_size=100000",
+    "muon": f"optim=muon parallel=single {SHORT} precision=bf16",
+    "adamw bf16": f"optim=adamw_bf16 parallel=dp parallel.ranks=2 {SHORT} precision=bf16 "
+    "parallel.distributed_optimizer=true",
+    "adamw fp8": f"optim=adamw_bf16 optim.exp_avg_dtype=fp8 parallel=dp parallel.ranks=2 {SHORT} precision=bf16 "
+    "parallel.distributed_optimizer=true",
+    "lion": f"optim=lion parallel=single {SHORT}",
+    "sgd": f"optim=sgd parallel=single {SHORT}",
+    "gpt": f"model=gpt2 parallel=pp2tp2 {SHORT} {NARROW} precision=bf16",
+    "gradients in bf16": f"parallel=dp parallel.ranks=2 {SHORT} precision=bf16 precision.grad_reduce_in_fp32=false "
+    "parallel.distributed_optimizer=true",
+    "frozen": f"model=llava_tiny parallel=tp2 {SHORT} model.llava.freeze=[vision]",
+    "lora": f"parallel=tp2pp2sp {SHORT} peft=lora precision=bf16 parallel.ranks=8 "
+    "parallel.distributed_optimizer=true",
+    "dora tied": "model=gemma_tiny parallel=pp2 peft=dora parallel.ranks=4 parallel.distributed_optimizer=true "
+    "parallel.overlap_grad_reduce=true parallel.ddp_bucket_size=20000",
+    "lora experts": f"model=mixtral_tiny parallel=tp2ep2 {SHORT} peft=lora parallel.ranks=4 precision=bf16 "
+    "parallel.distributed_optimizer=true",
+    "interleaved": "parallel=pp2vpp2 parallel.ranks=4 model.num_layers=8 parallel.distributed_optimizer=true",
+}
+LIMIT = 0.02
+"""Relative difference; the acceptance of the plan is 3%."""
+
+
+def planned(words: str) -> RunConfig:
+    """The run of a case."""
+    said = {word.partition("=")[0] for word in words.split()}
+    base = [word for word in BASE.split() if word.partition("=")[0] not in said]
+    run = load([*base, *words.split()], BIG, {}).run
+    if run.parallel.pp > 1:
+        return run
+    one = run.trainer.model_copy(update={"global_batch_size": run.trainer.micro * run.parallel.dp})
+    return run.model_copy(update={"trainer": one})  # one micro-batch
+
+
+def difference(run: RunConfig, counted: RunConfig) -> float:
+    """Of what the ranks of `run` keep from what the plan says of `counted`; the largest of the stages.
+
+    Between forward and backward, and with what a backward computes again. Experts are not chosen alike, so that of
+    the ranks of a stage the mean is compared.
+    """
+    grid, found = RankGrid.of(run), run_ranks(run.parallel.ranks or 1, measured, run)
+    out = []
+    for stage in stage_memories(counted):
+        here = [r for r in found if grid.coords(r["rank"])["pp"] == stage.stage]
+        out.append(abs(stage.saved / mean(r["most"] for r in here) - 1))
+        kept = [mean(r["after"]) if grid.pp == 1 else r["kept"] for r in here]
+        out.append(abs(stage.in_flight[0] / mean(kept) - 1))
+    return max(out)
+
+
+@pytest.mark.parametrize("case", some(sorted(KEPT), QUICK))
+def test_autograd_keeps_what_the_plan_says(case: str) -> None:
+    run = planned(KEPT[case])
+    assert difference(run, run) < LIMIT
+
+
+@pytest.mark.full
+def test_another_layout_keeps_something_else() -> None:
+    assert difference(planned(KEPT["llama tp sp"]), planned(KEPT["llama tp"])) > LIMIT
+
+
+@pytest.mark.parametrize("case", some(sorted(STATES), ["deepseek"]))
+def test_weights_gradients_and_states_are_counted_to_the_byte(case: str) -> None:
+    run = planned(STATES[case])
+    grid, found = RankGrid.of(run), run_ranks(run.parallel.ranks or 1, held, run)
+    for rank, here in enumerate(found):
+        states = rank_states(run, grid.coords(rank)["pp"])
+        assert here["numbers"] == states.numbers.total()
+        assert here["weights"] == states.weight_bytes
+        assert here["gradients"] == states.gradient_bytes
+        assert here["optimizer"] == states.optimizer_bytes(here["data_rank"])

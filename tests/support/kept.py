@@ -1,0 +1,154 @@
+"""What autograd keeps between a forward and its backward: a job for `run_ranks` that measures it."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any, cast
+
+import torch
+
+from mtrain.config.run import RunConfig
+
+
+class Kept:
+    """Counts the storages that saved tensors hold, each once, without those that were there before."""
+
+    def __init__(self, known: set[int], *, lines: bool = False) -> None:
+        self.known, self.lines = known, lines
+        self.live: dict[int, list[Any]] = {}
+        self.most = 0
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Called by autograd for a tensor that it saves."""
+        saved = _Saved(self, tensor)
+        self.most = max(self.most, self.now())
+        return saved
+
+    def now(self) -> int:
+        """Bytes at this moment; a storage that was emptied since counts as what it is now."""
+        return sum(found[1].nbytes() for found in self.live.values())
+
+    def table(self) -> list[tuple[int, str, str, str]]:
+        """Of each storage: bytes, shape and dtype of a tensor in it, and the line that saved it."""
+        return [(s.nbytes(), *words) for _, s, words in self.live.values()]
+
+
+class _Saved:
+    """A saved tensor for as long as autograd holds it."""
+
+    def __init__(self, kept: Kept, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.tensor, self.kept, self.key = tensor.detach(), kept, storage._cdata
+        if not storage.nbytes() or storage.data_ptr() in kept.known:
+            self.key = 0
+            return
+        words = str(tuple(tensor.shape)), str(tensor.dtype), _line() if kept.lines else ""
+        kept.live.setdefault(self.key, [0, storage, words])[0] += 1
+
+    def __del__(self) -> None:
+        entry = self.kept.live.get(self.key)
+        if entry is not None:
+            entry[0] -= 1
+            if not entry[0]:
+                del self.kept.live[self.key]
+
+
+def _line() -> str:
+    frames = [f for f in traceback.extract_stack() if "kept.py" not in f.filename]
+    own = [f for f in frames if "/torch/nn/modules" not in f.filename and "torch/autograd" not in f.filename]
+    return " < ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in reversed(own[-5:]))
+
+
+def _held(parts: Any) -> set[int]:
+    """Where the memory of parameters, buffers and gradients begins."""
+    found: set[int] = set()
+    for chunk in parts.state.chunks:
+        for held in (*chunk.parameters(), *torch.nn.Module.buffers(chunk)):
+            held = getattr(held, "_local_tensor", held)  # of what FSDP2 shards
+            found.add(held.untyped_storage().data_ptr())
+            for name in ("main_grad", "grad"):
+                gradient = getattr(held, name, None)
+                if isinstance(gradient, torch.Tensor):
+                    found.add(gradient.untyped_storage().data_ptr())
+    return found - {0}
+
+
+def measured(run: RunConfig, *, lines: bool = False) -> dict[str, Any]:
+    """A job of one rank: one step's forward and backward, and the most that was kept after any forward."""
+    from mtrain.mcore import linear
+    from mtrain.train import step as steps
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.feed import to_device
+    from mtrain.world.init import joined
+
+    with joined(run) as world:
+        parts = assemble(run, world, splits_of(run))
+        kept = Kept(_held(parts), lines=lines)
+        after: list[int] = []
+        best: list[Any] = []
+        real, real_add = steps.forward_step, linear._add_in_place
+        plain = (p for c in parts.state.chunks for p in c.parameters() if not hasattr(p, "_local_tensor"))
+        weights = {p.data_ptr(): p for p in plain}
+
+        def forward_step(iterator: Any, model: Any) -> Any:
+            output, loss = real(iterator, model)
+            after.append(kept.now())
+            if lines and after[-1] == max(after):
+                best[:] = kept.table()
+            return output, loss
+
+        def add_in_place(weight: Any, dy: Any, x: Any) -> Any:  # what comes back from a hook has lost its attributes
+            return real_add(weights[weight.data_ptr()], dy, x)
+
+        steps.forward_step, linear._add_in_place = forward_step, add_in_place
+        try:
+            read = parts.train_data.microbatches(0, run.trainer.batch)
+            batches = [to_device(cast(steps.Batch, b), world) for b in read]
+            with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda saved: saved.tensor):
+                steps.gradients(parts, batches)
+        finally:
+            steps.forward_step, linear._add_in_place = real, real_add
+        sizes = {
+            "weights": sum(p.numel() * p.element_size() for c in parts.state.chunks for p in c.parameters()),
+            "numbers": sum(p.numel() for c in parts.state.chunks for p in c.parameters()),
+        }
+        return {"after": after, "kept": max(after), "most": kept.most, "rank": world.rank, **sizes, "table": best}
+
+
+def held(run: RunConfig) -> dict[str, Any]:
+    """A job of one rank: bytes of weights, gradients and optimizer state after a step, each storage once."""
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.step import train_step
+    from mtrain.world.init import joined
+
+    with joined(run) as world:
+        parts = assemble(run, world, splits_of(run))
+        train_step(parts, stop_requested=False)
+        weights = [p for chunk in parts.state.chunks for p in chunk.parameters()]
+        gradients = [p.main_grad for p in weights if getattr(p, "main_grad", None) is not None]
+        own = _bytes(weights, set())
+        return {
+            "numbers": sum(p.numel() for p in weights),
+            "weights": own,
+            "gradients": _bytes(gradients, set()),
+            "optimizer": _bytes(_states(parts.state.optimizer), {p.untyped_storage().data_ptr() for p in weights}),
+            "data_rank": world.coords["cp"] + world.grid.cp * world.coords["dp"],
+        }
+
+
+def _bytes(tensors: list[torch.Tensor], known: set[int]) -> int:
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(size for place, size in found.items() if place not in known)
+
+
+def _states(optimizer: Any) -> list[torch.Tensor]:
+    """Main weights and moments with their scales; not the number of a step."""
+    found: list[torch.Tensor] = []
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in part.optimizer.param_groups:
+            found += [p for p in group["params"] if p.numel()]
+        for state in part.optimizer.state.values():
+            found += [t for name, t in state.items() if isinstance(t, torch.Tensor) and name != "step" and t.numel()]
+        for scales in getattr(part.optimizer, "_scales", {}).values():
+            found += scales.values()
+    return found

@@ -1,0 +1,203 @@
+"""Rates that are fitted on measured steps: known ones are found again, and bad files are refused in a line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mtrain.cli import measured_files
+from mtrain.cli.main import main
+from mtrain.cli.setup import load
+from mtrain.config.cluster import ClusterConfig
+from mtrain.config.run import RunConfig
+from mtrain.plan.time import step_time
+from mtrain.plan.time.calibrate import Measured, Rates, fitted
+from mtrain.plan.time.efficiencies import shipped
+
+KNOWN = ClusterConfig(
+    name="box",
+    device="cpu",
+    peak_tflops={"fp32": 0.21},
+    memory_gbps=11.0,
+    operation_us=23.0,
+    fast_link_gbps=2.3,
+    fast_link_devices=2,
+    link_latency_us=310.0,
+    reached={"attention": 0.7},
+)
+ON = ["model=llama_tiny", "cluster=cpu", "data=mock"]
+SHAPES = [
+    ["parallel=tp2", "data.seq_length=256", "trainer.micro_batch_size=2", "trainer.global_batch_size=4"],
+    ["parallel=tp2", "data.seq_length=16", "trainer.micro_batch_size=1", "trainer.global_batch_size=4"],
+    ["parallel=tp2", "data.seq_length=1024", "trainer.micro_batch_size=1", "trainer.global_batch_size=2"],
+    ["parallel=pp2", "data.seq_length=256", "trainer.micro_batch_size=1", "trainer.global_batch_size=4"],
+    ["parallel=dp2", "data.seq_length=64", "trainer.micro_batch_size=1", "trainer.global_batch_size=4"],
+]
+
+
+def run_of(words: list[str]) -> RunConfig:
+    return load([*ON, *words], environment={}, to_run=False).run
+
+
+def of_known(run: RunConfig) -> dict[str, float]:
+    step = step_time(run.model_copy(update={"cluster": KNOWN}))
+    return {"step_s": step.seconds, "optimizer_s": step.parts["optimizer"]}
+
+
+def rows(tmp_path: Path, shapes: list[list[str]] = SHAPES) -> Path:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"overrides": [*ON, *words], **of_known(run_of(words))} for words in shapes]))
+    return path
+
+
+def test_known_rates_are_found_again() -> None:
+    runs = [run_of(words) for words in SHAPES]
+    found = fitted([Measured(run, **of_known(run)) for run in runs], runs[0].cluster)
+    for key in ("memory_gbps", "operation_us", "fast_link_gbps", "link_latency_us"):
+        assert getattr(found.cluster, key) == pytest.approx(getattr(KNOWN, key), rel=0.1), key
+    assert found.cluster.peak_tflops["fp32"] == pytest.approx(0.21, rel=0.1)
+    assert found.cluster.fast_link_devices == 2
+    assert max(map(abs, found.errors)) < 0.01
+
+
+def test_a_calibrated_cluster_gives_a_cpu_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "box.yaml"
+    words = ["data.seq_length=128", "parallel=tp2", "model.num_layers=6", "trainer.global_batch_size=4"]
+    assert main(["plan", *ON, *words]) == 0
+    assert "not known without" in capsys.readouterr().out
+    assert main(["plan", "--calibrate", str(rows(tmp_path)), f"out={out}"]) == 0
+    assert "software: torch " in out.read_text().replace('"', "")
+    capsys.readouterr()
+    assert main(["plan", ON[0], ON[2], *words, f"cluster={out}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["time"]
+    assert found["step_s"] == pytest.approx(of_known(run_of(words))["step_s"], rel=0.03)
+    assert found["software"].startswith("torch ")
+
+
+def test_a_run_folder_is_read_without_its_first_steps(tmp_path: Path) -> None:
+    from mtrain.config.dump import run_yaml
+
+    folders = []
+    for number, words in enumerate(SHAPES):
+        run = run_of(words)
+        folder = tmp_path / f"run{number}"
+        folder.mkdir()
+        (folder / "run.yaml").write_text(run_yaml(run))
+        slow = {"step_s": 50.0, "optimizer_s": 9.0}
+        lines = [slow] * measured_files.WARM + [of_known(run)] * 3
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        folders.append(str(folder))
+    assert main(["plan", "--calibrate", *folders, f"out={tmp_path / 'a.yaml'}"]) == 0
+    assert main(["plan", "--calibrate", str(rows(tmp_path)), f"out={tmp_path / 'b.yaml'}"]) == 0
+    assert (tmp_path / "a.yaml").read_text() == (tmp_path / "b.yaml").read_text().replace("name: b", "name: a")
+
+
+def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "box.yaml"
+    out.write_text("mine")
+    assert main(["plan", "--calibrate", str(rows(tmp_path, SHAPES[:1])), f"out={out}"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+
+
+ROW = {"overrides": [*ON, "parallel=tp2"], "step_s": 1.0}
+KERNELS = {"dtype": "bfloat16", "ceilings": {"gemm_flop_per_s": 6.6e14, "copy_bytes_per_s": 2.6e12}, "rows": []}
+BAD = {
+    "no JSON": ("{", "is no JSON"),
+    "no list": ('{"step_s": 1}', "no list"),
+    "no rows": ("[]", "no list"),
+    "deep": ("[" * 100_000, "is no JSON"),
+    "no words": ('[{"step_s": 1}]', "row 1: a row needs overrides"),
+    "no time": (json.dumps([ROW, ROW | {"step_s": None}]), "row 2: seconds"),
+    "a time below 0": (json.dumps([ROW | {"step_s": -1}]), "row 1: seconds"),
+    "no number": ('[{"overrides": [], "step_s": NaN}]', "row 1: seconds"),
+    "a large number": (f"[{json.dumps(ROW)[:-4]}1{'0' * 400}}}]", "row 1: seconds"),
+    "a GPU without its rates": (
+        json.dumps([ROW | {"overrides": [*ON[::2], "cluster=h100", "cluster.memory_gbps=null"]}]),
+        "without cluster.memory_gbps",
+    ),
+    "kernels without numbers": ('{"dtype": "float32", "ceilings": {}}', "gemm_flop_per_s have to be a number"),
+    "kernels of no format": ('{"dtype": ["float32"], "ceilings": {}}', "kernels need dtype, one of bfloat16"),
+    "ceilings that are none": ('{"dtype": "float32", "ceilings": 3}', "a mapping of rates"),
+    "ceilings of infinity": (
+        json.dumps(KERNELS | {"ceilings": {"gemm_flop_per_s": float("inf")}}),
+        "a number above 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_one_clear_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, says = BAD[name]
+    path, out = tmp_path / "rows.json", tmp_path / "out.yaml"
+    path.write_text(text)
+    assert main(["plan", "--calibrate", str(path), f"out={out}"]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert "Traceback" not in said
+    assert said.count("error[") == 1
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("word", ["~nobody-of-that-name", "a\0b", "/dev/zero", "/"])
+def test_a_file_that_is_none_is_said(
+    word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--calibrate", word, f"out={tmp_path / 'a.yaml'}"]) == 2
+    assert main(["plan", "--calibrate", str(rows(tmp_path, SHAPES[:1])), f"out={word}"]) == 2 * (word[0] != "~")
+    assert "unexpected" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["out=a.yaml"], ["rows.json"], ["rows.json", "out="], ["none.json", "out=a.yaml"]])
+def test_what_is_missing_is_said(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["plan", "--calibrate", *(w.replace("a.yaml", str(tmp_path / "a.yaml")) for w in words)]) == 2
+    assert "error[MT0" in capsys.readouterr().err
+
+
+def test_kernels_say_what_a_gpu_reaches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "bench.json", tmp_path / "box.yaml"
+    path.write_text(json.dumps(KERNELS))
+    assert main(["plan", "--calibrate", str(path), "cluster=h100", f"out={out}", "--json"]) == 0
+    reached = json.loads(capsys.readouterr().out)["cluster"]["reached"]
+    assert reached["memory"] == pytest.approx(2.6e12 / 3.35e12, rel=1e-3)
+    assert 6.6e14 / 989e12 < reached["products"] < 1.1 * 6.6e14 / 989e12  # tiles and depth lose the rest
+    words = ["model=llama3_8b", "data=mock", "parallel=dp8", "--json"]
+    seconds = []
+    for cluster in (f"cluster={out}", "cluster=h100"):
+        assert main(["plan", *words, cluster, "cluster.device_memory_gib=1000"]) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["time"]["parts_s"]["memory"])
+    assert seconds[0] / seconds[1] == pytest.approx(shipped().memory / reached["memory"], rel=1e-6)
+
+
+def test_kernels_of_something_else_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "bench.json", tmp_path / "box.yaml"
+    path.write_text(json.dumps(KERNELS | {"ceilings": {"gemm_flop_per_s": 3e10, "copy_bytes_per_s": 8e9}}))
+    assert main(["plan", "--calibrate", str(path), "cluster=h100", f"out={out}"]) == 2
+    assert "ran on something else" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_runs_say_how_fast_a_gpu_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=llama3_8b", "data=mock", "parallel=dp8", "cluster=h100", "cluster.device_memory_gib=1000"]
+    run = load(words, environment={}, to_run=False).run
+    rows = [{"overrides": words, "step_s": 1.25 * step_time(run).seconds}]
+    path, out = tmp_path / "rows.json", tmp_path / "box.yaml"
+    path.write_text(json.dumps(rows))
+    assert main(["plan", "--calibrate", str(path), f"out={out}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"][0]["error"] == pytest.approx(0, abs=0.01)
+    assert found["cluster"]["reached"]["speed"] == pytest.approx(1 / 1.25, rel=0.05)
+
+
+def test_kernels_and_runs_of_a_cpu_are_fitted_together(tmp_path: Path) -> None:
+    kernels = Rates("fp32", 0.21e12, 11e9)
+    run = run_of(SHAPES[0])
+    alone = fitted([], run.cluster, [kernels]).cluster
+    assert alone.peak_tflops["fp32"] == pytest.approx(0.21, rel=0.02)
+    assert alone.memory_gbps == pytest.approx(11.0, rel=0.02)
+    both = fitted([Measured(run, **of_known(run))], run.cluster, [kernels])
+    assert abs(both.errors[0]) < 0.03
+    assert both.cluster.peak_tflops["fp32"] == pytest.approx(0.21, rel=0.15)

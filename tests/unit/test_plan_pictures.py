@@ -1,0 +1,156 @@
+"""The pictures of a plan: a schedule that could run, memory that is the plan's, a page that needs nothing else."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from mtrain.cli.main import main
+from mtrain.config.compose import compose
+from mtrain.config.resolve import resolve
+from mtrain.config.run import RunConfig
+from mtrain.layout.grid import RankGrid
+from mtrain.layout.machines import Machines, machines
+from mtrain.plan.rank import stage_memories
+from mtrain.plan.timeline import kept_over_time, timeline
+from tests.support.configs import LAPTOP
+
+
+def run_of(*words: str) -> RunConfig:
+    given = ["model=llama_tiny", "data=mock", "cluster=h100", "trainer.micro_batch_size=1", *words]
+    return resolve(compose(given).run, LAPTOP)
+
+
+SCHEDULES = {
+    "one stage": ("parallel=single", "trainer.global_batch_size=32"),
+    "1f1b": ("parallel=pp4", "trainer.global_batch_size=12"),
+    "fewer than stages": ("parallel=pp4", "trainer.global_batch_size=2"),
+    "interleaved": ("parallel=pp2", "parallel.vpp=2", "trainer.global_batch_size=8"),
+    "recompute": ("parallel=pp2", "trainer.global_batch_size=6", "parallel.recompute.granularity=full"),
+}
+
+
+@pytest.mark.parametrize("words", SCHEDULES.values(), ids=SCHEDULES)
+def test_each_chunk_waits_for_the_one_before_it(words: tuple[str, ...]) -> None:
+    run = run_of(*words)
+    stages = stage_memories(run)
+    line = timeline(stages, whole=True)
+    assert line.micro == line.of == run.trainer.batch // run.parallel.dp
+    last = len(stages) * run.parallel.vpp - 1
+    ends = {(b.forward, b.micro, b.chunk * len(stages) + b.stage): b for blocks in line.blocks for b in blocks}
+    assert len(ends) == 2 * line.micro * (last + 1)
+    for (forward, micro, place), block in ends.items():
+        before = (forward, micro, place - 1 if forward else place + 1)
+        before = (True, micro, last) if not forward and place == last else before
+        if not forward or place:
+            assert block.begin >= ends[before].end
+    for blocks in line.blocks:
+        assert all(one.end <= two.begin for one, two in pairwise(blocks))
+
+
+@pytest.mark.parametrize(("pp", "vpp", "micro"), [(4, 1, 8), (2, 2, 8), (2, 1, 2)])
+def test_the_bubble_of_equal_stages_is_that_of_the_formula(pp: int, vpp: int, micro: int) -> None:
+    run = run_of(f"parallel=pp{pp}", f"parallel.vpp={vpp}", f"trainer.global_batch_size={micro}")
+    stages = [  # layers alone: no output layer that makes the last stage larger
+        type(stage)(run, stage.stage, stage.held, stage.states, tuple(chunk[1:-1] for chunk in stage.chunks))
+        for stage in stage_memories(run)
+    ]
+    for whole in (False, True):
+        line = timeline(stages, whole=whole)
+        assert line.bubble == pytest.approx((pp - 1) / (vpp * line.of + pp - 1))
+
+
+@pytest.mark.parametrize("words", SCHEDULES.values(), ids=SCHEDULES)
+def test_what_is_kept_over_time_is_what_the_plan_counts(words: tuple[str, ...]) -> None:
+    stages = stage_memories(run_of(*words))
+    line = timeline(stages, whole=True)
+    for stage in stages:
+        series = [size for _, size in kept_over_time(stage, line.blocks[stage.stage])]
+        assert stage.in_flight[0] <= max(series) <= stage.in_flight[0] * 1.01 + sum(stage.kept)
+        assert series[0] == series[-1] == 0
+
+
+def test_machines_with_the_same_stages_stand_together() -> None:
+    assert machines(RankGrid(64, tp=4, pp=4), 8) == [Machines(2 * n, 2, (n,) * 8) for n in range(4)]
+    assert machines(RankGrid(8, tp=2, pp=4), 8) == [Machines(0, 1, (0, 0, 1, 1, 2, 2, 3, 3))]
+
+
+class Reader(HTMLParser):
+    """Tags that are open, and every attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.seen |= {name for name, _ in attrs}
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_page_opens_without_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plan.html"
+    assert main(["plan", "recipe=deepseek/v3_h100x1024", "--html", str(page), "cluster.name=a.b"]) == 0
+    text = page.read_text()
+    reader = Reader()
+    reader.feed(text)
+    assert reader.open == []
+    assert not reader.tags & {"script", "link", "img", "iframe", "object"}
+    assert not reader.seen & {"src", "href", "xlink:href", "onclick", "onload"}
+    assert not re.search(r"https?://|url\(|@import", text)
+    for said in ("Memory of a rank", "Memory over a step", "Pipeline schedule", "Ranks on machines", "Parameters"):
+        assert said in text
+    assert text.count("<rect") > 1000
+    assert main(["plan", f"--html={page}"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert main(["plan", "--html"]) == 2
+    assert "--html FILE" in capsys.readouterr().err
+    assert main(["plan", "--html", str(tmp_path / "no" / "plan.html")]) == 2
+
+
+def test_pictures_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    assert main(["plan", "recipe=llama3/70b_h100x64", "--draw"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    schedule = lines[next(n for n, line in enumerate(lines) if line.startswith("pipeline schedule")) + 1 :][:4]
+    assert [line.split()[:2] for line in schedule] == [["stage", str(n)] for n in range(4)]
+    assert schedule[0].split()[2].startswith("0011223")
+    assert schedule[3].split()[2].startswith("....")
+    assert max(map(len, lines)) <= 140
+
+
+def test_bars_fit_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["plan", "recipe=llama3/70b_h100x64", "--draw"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    bars = [
+        line for line in lines if line.startswith("  stage ") and "layers" not in line and "in flight" not in line
+    ]
+    assert len(bars) == 8
+    assert max(map(len, bars)) <= 60
+
+
+def test_a_timeline_needs_the_operations_of_a_family() -> None:
+    stages = stage_memories(run_of("parallel=pp2"))
+    bare = [type(stage)(stage.run, stage.stage, stage.held, stage.states, ()) for stage in stages]
+    with pytest.raises(ValueError, match="does not say"):
+        timeline(bare)
+
+
+def test_the_first_micro_batches_of_a_long_step_are_drawn() -> None:
+    line = timeline(stage_memories(run_of("parallel=pp4", "trainer.global_batch_size=4096")))
+    assert line.micro == 12
+    assert line.of > 1000

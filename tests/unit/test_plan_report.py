@@ -1,0 +1,194 @@
+"""The plan: what it counts adds up, it is made in a moment and without torch, and what does not fit is said."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mtrain.cli import plan
+from mtrain.cli.setup import load
+from mtrain.config.paths import choices_of_group, recipes_dir
+from mtrain.config.resolve import Machine
+from mtrain.config.run import RunConfig
+from mtrain.layout.stages import held_stages
+from mtrain.models.graph import Graph, Tensor, most_made_again
+from mtrain.models.rank import Rank
+from mtrain.models.registry import family_of
+from mtrain.plan.count import adapter_parameters, flops_per_token, parameters, state_bytes
+from mtrain.plan.fits import cheapest, over
+from mtrain.plan.rank import PARTS, stage_memories
+from mtrain.plan.report import report
+from mtrain.plan.schedule import most_in_flight, turns
+from mtrain.units import GIB
+from tests.support.covering import some
+
+BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
+ON = "data=mock data.seq_length=512 cluster=h100x64 trainer.global_batch_size=256 trainer.micro_batch_size=1"
+
+
+def run_of(words: str) -> RunConfig:
+    return load(words.split(), BIG, {}).run
+
+
+MODELS = [*choices_of_group("model")[::4], "gpt2", "deepseek_v2_lite", "t5_small"]
+NO_STAGES = {"t5"}
+"""Families on one pipeline stage."""
+
+
+@pytest.mark.parametrize("name", some(sorted(set(MODELS)), ["gpt2", "deepseek_v2_lite", "t5_small"]))
+def test_the_weights_of_all_ranks_add_up_to_the_model(name: str) -> None:
+    """Whole and cut in two, by tensor and by pipeline, with the tables that two stages share once."""
+    model = run_of(f"model={name} parallel=single {ON}").model
+    split = "" if model.moe is None or model.add_bias_linear else "ep2"
+    tp = "tp2" if model.num_attention_heads % 2 == 0 and not model.add_bias_linear else ""
+    pp = "pp2" if model.family not in NO_STAGES and model.num_layers % 2 == 0 else ""
+    for layout in ("single", f"{tp}{pp}{split}" or "single"):
+        run = run_of(f"model={name} parallel={layout} {ON}")
+        assert sum(report(run)["parameters"]["by_kind"].values()) == parameters(run.model)
+
+
+@pytest.mark.parametrize("words", [
+    "model=llama3_8b parallel=tp2pp2",
+    "model=mixtral_8x7b parallel=ep4tp2 precision=fp32",
+    "model=deepseek_v2_lite parallel=ep4 parallel.distributed_optimizer=false",
+])  # fmt: skip
+def test_the_bytes_of_all_ranks_are_those_that_the_state_has(words: str) -> None:
+    """But for the padding of buffers."""
+    run = run_of(f"{words} {ON}")
+    stages = stage_memories(run)
+    each = sum(s.parts["weights"] + s.parts["gradients"] + s.parts["optimizer"] for s in stages)
+    assert each * (run.parallel.ranks or 1) / run.parallel.pp == pytest.approx(state_bytes(run), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", some(
+    ["llama3_8b", "gpt3_175b", "mixtral_8x7b", "deepseek_v2_lite", "deepseek_v3", "bert_large", "qwen3_8b"],
+    ["llama3_8b", "deepseek_v2_lite", "bert_large"],
+))  # fmt: skip
+def test_the_products_of_the_operations_are_those_of_a_token(name: str) -> None:
+    run = run_of(f"model={name} parallel=single {ON}")
+    (held,), rank = held_stages(run)[0], Rank.of(run)
+    stage = family_of(run.model).stage
+    assert stage is not None
+    products = sum(graph.flops() for graph in stage(rank, held))
+    assert 3 * products / rank.tokens == pytest.approx(
+        flops_per_token(run.model, run.data.length, causal=False), rel=5e-3
+    )
+
+
+def test_stages_keep_as_many_microbatches_as_wait_for_their_backward() -> None:
+    run = run_of(f"model=llama3_8b parallel=pp4 {ON}")
+    assert [most_in_flight(run, stage, [7], 100) for stage in range(4)] == [
+        (28, [4]), (21, [3]), (14, [2]), (7, [1]),
+    ]  # fmt: skip
+    assert most_in_flight(run, 0, [7], 2) == (14, [2])
+    interleaved = run_of(f"model=llama3_8b parallel=pp4vpp2 {ON}")
+    # 2 (pp - stage - 1) + (vpp - 1) pp forwards first, and one more
+    assert [sum(most_in_flight(interleaved, stage, [7, 7], 100)[1]) for stage in range(4)] == [11, 9, 7, 5]
+    for stage in range(4):
+        done = list(turns(interleaved, stage, 8))
+        assert len(done) == 2 * 2 * 8
+        assert [sum(chunk == c and forward for forward, chunk in done) for c in (0, 1)] == [8, 8]
+
+
+def test_what_does_not_fit_is_said_with_a_change_with_which_it_fits() -> None:
+    words = f"model=llama3_8b parallel=dp {ON}".replace("=512", "=8192")
+    (problem,) = [p for p in load(words.split(), BIG, {}).warnings if p.code == "MT146"]
+    assert "activations" in problem.rule
+    assert over(run_of(words), 80 * GIB) is not None
+    better = run_of(f"{words} {problem.fix}")
+    assert over(better, 80 * GIB) is None
+    assert not [p for p in load([*words.split(), *problem.fix.split()], BIG, {}).warnings if p.code == "MT146"]
+    hopeless = "model=llama3_70b parallel=single data=mock data.seq_length=128 cluster=h100x8"
+    assert cheapest(run_of(hopeless), 80 * GIB) == ""
+
+
+FITS = ["gpt3/175b_h100x128", "llama3/70b_h100x8_lora", "llama3/8b_h100x8_fp8", "llama31/405b_h100x128"]
+RECIPES = sorted(file.relative_to(recipes_dir()).with_suffix("").as_posix() for file in recipes_dir().rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", some(RECIPES, FITS))
+def test_a_recipe_that_ships_fits_its_device(name: str) -> None:
+    loaded = load([f"recipe={name}"], BIG, {})
+    assert not {p.code for p in loaded.warnings} & {"MT146", "MT147", "MT254"}
+    found = report(loaded.run)
+    assert sum(found["parameters"]["by_kind"].values()) == found["parameters"]["total"]
+
+
+@pytest.mark.parametrize("words", [
+    "parallel=tp2pp2ep2sp model=mixtral_8x7b peft=lora",
+    "parallel=tp2ep2sp parallel.etp=1 model=deepseek_v2_lite peft=lora",
+    "parallel=tp2pp2sp model=llama3_8b peft=dora",
+])  # fmt: skip
+def test_adapters_are_all_that_has_gradients_and_states(words: str) -> None:
+    run = run_of(f"{words} {ON}")
+    numbers, count = report(run)["parameters"], sum(adapter_parameters(run))
+    assert numbers["by_kind"]["adapters"] == count
+    assert sum(numbers["by_kind"].values()) == numbers["total"] == count + parameters(run.model)
+    stages = stage_memories(run)
+    each = sum(s.parts["weights"] + s.parts["gradients"] + s.parts["optimizer"] for s in stages)
+    assert each * (run.parallel.ranks or 1) / run.parallel.pp == pytest.approx(state_bytes(run), rel=1e-2)
+
+
+def test_main_weights_stay_on_a_device_that_gives_its_moments_away() -> None:
+    words = f"model=llama3_8b parallel=dp {ON}"
+    plain, half, none = (
+        stage_memories(run_of(f"{words} optim.cpu_offload={share}"))[0].parts["optimizer"] for share in (0, 0.5, 1)
+    )
+    assert half == pytest.approx(plain * 8 / 12, rel=1e-6)
+    assert none == pytest.approx(plain * 4 / 12, rel=1e-6)
+
+
+def test_what_is_made_again_comes_when_a_backward_needs_it() -> None:
+    g, first, second, x = Graph(), Tensor(100), Tensor(10), Tensor(1)
+    for tensor in (first, second):
+        with g.recomputed("norm", x, discarded=True):
+            g.add("norm", [Tensor(1000)])
+        g.add("linear", [tensor])
+        g.discard(tensor)
+    assert sum(t.bytes for t in g.kept()) == 1
+    assert most_made_again([g]) == 1100  # and not 2110: the second is gone when the first comes
+
+
+@pytest.mark.full
+def test_published_peaks_that_state_enough_are_met() -> None:
+    script = Path(__file__).resolve().parents[2] / "benchmarks/plan_memory.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    median, worst = map(float, re.findall(r"([\d.]+)%", done.stdout.splitlines()[-1]))
+    assert median <= 5
+    assert worst <= 12
+    assert done.stdout.count("leaves out") > 5
+
+
+def test_the_page_has_every_part_and_the_json_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"model=mixtral_8x7b parallel=tp2pp4ep4 {ON}".split()
+    assert plan.run(words, as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["memory"]["stages"][0]["parts"]) == set(PARTS) == set(found["memory"]["how"])
+    for stage in found["memory"]["stages"]:
+        assert sum(stage["parts"].values()) == stage["peak"]
+    assert found["memory"]["peak"]["bytes"] == max(stage["peak"] for stage in found["memory"]["stages"])
+    assert found["memory"]["headroom"] == 80 * GIB - found["memory"]["peak"]["bytes"]
+    assert plan.run(words) == 0
+    page = capsys.readouterr().out
+    assert f"{found['memory']['peak']['bytes'] / GIB:.1f}" in page
+    assert all(len(line) <= 130 for line in page.splitlines())
+
+
+def test_6144_devices_are_planned_in_a_second_without_torch() -> None:
+    words = (
+        "model=llama31_405b parallel=tp8pp16vpp8 cluster=h100 cluster.nodes=768 model.num_layers=128 data=mock "
+        "trainer.global_batch_size=3072 trainer.micro_batch_size=1"
+    )
+    code = (
+        "import sys, time; from mtrain.cli import plan; plan.run(sys.argv[1:], as_json=True); "
+        "print(time.process_time(), file=sys.stderr); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ranks"] == 6144
+    assert float(done.stderr.split()[-1]) < 1, "seconds of a core, with all that is imported"

@@ -1,0 +1,223 @@
+"""The time of a step: limits and ratios that physics has, what is published, and how fast it is said."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from time import process_time
+
+import pytest
+
+from mtrain.cli import plan
+from mtrain.cli.setup import load
+from mtrain.config.resolve import Machine
+from mtrain.config.run import RunConfig
+from mtrain.models.graph import Exchange, Product
+from mtrain.plan.rank import stage_memories
+from mtrain.plan.time import step_time
+from mtrain.plan.time.device import device_of
+from mtrain.plan.time.efficiencies import shipped
+from mtrain.plan.time.kernels import Kernels
+from mtrain.plan.time.links import Group, Links
+from mtrain.plan.time.report import time_report
+from mtrain.plan.time.step import priced, step_work
+from mtrain.plan.time.work import Linear, Pairs
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import plan_time_rows as published
+
+BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
+ON = "data=mock data.seq_length=4096 trainer.global_batch_size=256 trainer.micro_batch_size=1"
+DENSE = f"model=llama3_70b parallel=tp4pp4 cluster=h100x64 {ON}"
+EXPERTS = f"model=qwen3_30b_a3b parallel=ep16 cluster=h100x16 {ON}"
+
+
+@cache
+def run_of(words: str) -> RunConfig:
+    return load(words.split(), BIG, {}, to_run=False).run
+
+
+@pytest.mark.parametrize("words", [DENSE, EXPERTS])
+def test_the_parts_add_up_and_the_rate_follows(words: str) -> None:
+    run = run_of(words)
+    step = step_time(run)
+    assert step.known
+    assert min(step.parts.values()) >= 0
+    assert math.isclose(sum(step.parts.values()), step.seconds)
+    tokens = run.trainer.batch * run.data.length / (run.parallel.ranks or 1)
+    assert math.isclose(step.tokens_per_second_per_device, tokens / step.seconds)
+    assert 0 < step.mfu < step.mfu_all_keys < 1
+
+
+@pytest.mark.parametrize(
+    "key", ["memory_gbps", "fast_link_gbps", "network_gbitps", "fast_link_devices", "power_watts"]
+)
+@pytest.mark.parametrize("words", [DENSE, EXPERTS])
+def test_more_of_what_a_device_has_is_never_slower(words: str, key: str) -> None:
+    run = run_of(words)
+    more = run.cluster.model_copy(update={key: getattr(run.cluster, key) * 2})
+    assert step_time(run.model_copy(update={"cluster": more})).seconds <= step_time(run).seconds
+
+
+def test_a_large_product_takes_half_as_long_at_twice_the_peak_and_a_small_one_waits_for_memory() -> None:
+    device = device_of(run_of(DENSE).cluster)
+    twice = replace(device, peaks={form: 2 * peak for form, peak in device.peaks.items()})
+
+    def seconds(size: int, rows: int, of: object) -> float:
+        kernels = Kernels(of, shipped(), "bf16", "bf16", "bf16", 2)  # type: ignore[arg-type]
+        return kernels.linear(Linear(Product(rows, size, size), low=False, grouped=False))
+
+    assert seconds(16384, 16384, device) / seconds(16384, 16384, twice) == pytest.approx(2, rel=0.01)
+    assert seconds(4096, 1, device) / seconds(4096, 1, twice) == pytest.approx(1, rel=0.01)
+
+
+@pytest.mark.parametrize(("vpp", "stages"), [(1, 4), (5, 4)])
+def test_the_bubble_is_that_of_the_schedule(vpp: int, stages: int) -> None:
+    """All stages but one idle for a micro-batch, in as many parts as there are virtual stages."""
+    layout = f"tp4pp{stages}" + (f"vpp{vpp}" if vpp > 1 else "")
+    work = step_work(run_of(DENSE.replace("tp4pp4", layout)))
+    alike = replace(work, stages=(work.stages[1],) * stages, weights=(work.weights[1],) * stages)
+    run = work.run
+    step = priced(alike, device_of(run.cluster), shipped())
+    number = run.trainer.batch // run.parallel.dp
+    once = step.parts["dp"] + step.parts["optimizer"]
+    busy = step.seconds - step.parts["bubble"] - once
+    assert step.parts["bubble"] / busy == pytest.approx((stages - 1) / (vpp * number))
+
+
+def test_the_slowest_stage_decides() -> None:
+    even, uneven = (
+        run_of(f"{DENSE} parallel.layers_per_stage=[20,20,20,20]"),
+        run_of(f"{DENSE} parallel.layers_per_stage=[10,20,20,30]"),
+    )
+    assert step_time(uneven).seconds > 1.3 * step_time(even).seconds
+
+
+def test_experts_in_one_fast_domain_are_reached_sooner() -> None:
+    device = device_of(run_of(EXPERTS).cluster)
+    links, sent = Links(device, shipped()), Exchange("ep", "all_to_all", 1 << 30, 8)
+    inside, across = Group(8, 1), Group(16, 1)
+    assert links.seconds(across, sent) > 3 * links.seconds(inside, sent)
+    assert links.seconds(across, sent, once=True) < links.seconds(across, sent)
+
+
+def test_layers_that_are_computed_again_take_a_third_longer() -> None:
+    again = step_time(run_of(f"{DENSE} parallel.recompute.granularity=full"))
+    assert again.parts["gemm"] / step_time(run_of(DENSE)).parts["gemm"] == pytest.approx(4 / 3, rel=0.05)
+
+
+def test_sharded_weights_and_their_gradients_travel_for_each_micro_batch() -> None:
+    words = "model=llama3_8b parallel=single parallel.fsdp=fsdp2 cluster=h100x64 data=mock data.seq_length=512"
+    words += " trainer.micro_batch_size=1"
+    one, four = (step_time(run_of(f"{words} trainer.global_batch_size={64 * n}")).parts["dp"] for n in (1, 4))
+    assert one > 0
+    assert four == pytest.approx(4 * one, rel=0.01)
+
+
+def test_sharding_over_more_devices_slows_each_of_them_as_published() -> None:
+    """By 37.22% from 128 to 2048 H100, Llama-2 7B with two samples on each (arXiv:2411.13055)."""
+    words = (
+        "model=llama2_7b parallel=dp parallel.fsdp=fsdp2 parallel.distributed_optimizer=false cluster=h100 data=mock"
+    )
+    words += " data.seq_length=4096 trainer.micro_batch_size=2 precision.grad_reduce_in_fp32=false"
+    few, many = (
+        step_time(run_of(f"{words} cluster.nodes={n} trainer.global_batch_size={16 * n}")) for n in (16, 256)
+    )
+    rate = many.tokens_per_second_per_device / few.tokens_per_second_per_device
+    assert 0.5 < rate < 0.75
+
+
+def test_what_is_not_known_is_named() -> None:
+    run = run_of(DENSE)
+    bare = run.cluster.model_copy(update={"memory_gbps": None, "network_gbitps": None, "peak_tflops": {}})
+    step = step_time(run.model_copy(update={"cluster": bare}))
+    assert step.missing == ("cluster.peak_tflops.bf16", "cluster.memory_gbps", "cluster.network_gbitps")
+    assert not step.known
+    assert math.isnan(step.seconds)
+    assert not step_time(run_of("cluster=cpu")).known
+
+
+ROWS = [
+    row
+    for row in published.rows()
+    if row["model"] in ("llama3_70b", "llama31_405b", "gpt_16b", "gpt_177b")
+    and "Megatron" in row["source"]
+    and not published.obstacle(row)
+]
+
+
+@pytest.mark.parametrize("row", ROWS[::2], ids=lambda row: f"{row['model']}-{row['gpu']}-{row['precision']}")
+def test_published_rates_of_dense_models_are_near(row: dict[str, str]) -> None:
+    """By the efficiencies that ship, for software without the overlap of tensor parallelism that these rows have."""
+    found = published.measured(row)
+    assert not isinstance(found, str)
+    reached = replace(shipped(), overlapped={**shipped().overlapped, "tp": 0.6})
+    rate = step_time(found.run, reached).tokens_per_second_per_device
+    assert rate / found.tokens == pytest.approx(1, abs=0.2)
+
+
+def test_the_results_that_are_stored_are_of_models_that_were_left_out() -> None:
+    stored = json.loads((published.ROOT / "benchmarks/results/plan_time.json").read_text())
+    assert stored["model_left_out"]["median"] < 0.065
+    assert stored["pairs"]["right"] >= 0.9 * stored["pairs"]["of"]
+
+
+def test_a_layout_is_timed_in_a_few_milliseconds() -> None:
+    run = run_of(f"model=gpt_462b parallel=tp8pp16 cluster=h100 cluster.nodes=768 {ON.replace('256', '3072')}")
+    step_time(run)
+    start = process_time()
+    for _ in range(5):
+        step_time(run)
+    assert process_time() - start < 5 * 0.02
+
+
+def test_the_plan_says_time_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*DENSE.split(), "cluster.price_per_device_hour=2", "cluster.storage_gbps=10"]
+    assert plan.run(words, as_json=True) == 0
+    said = json.loads(capsys.readouterr().out)
+    time = said["time"]
+    whole = time["run"]
+    assert whole["cost"] == pytest.approx(2 * whole["device_hours"])
+    assert whole["device_hours"] == pytest.approx(64 * whole["seconds"] / 3600)
+    assert time["save_s"] == pytest.approx(said["checkpoint"]["bytes"] / 10e9)
+    assert plan.run(words) == 0
+    text = capsys.readouterr().out
+    assert "time of a step" in text
+    assert "device hours, cost" in text
+    assert plan.run(["cluster=cpu"]) == 0
+    assert "time of a step: not known without" in capsys.readouterr().out
+
+
+def test_the_busiest_rank_of_experts_decides() -> None:
+    even, uneven = (run_of(EXPERTS), run_of(f"{EXPERTS} parallel.expert_imbalance=1.5"))
+    a, b = step_time(even), step_time(uneven)
+    assert 1.1 * a.parts["ep"] < b.parts["ep"]
+    assert a.parts["gemm"] < b.parts["gemm"] < 1.5 * a.parts["gemm"]
+    assert a.parts["attention"] == b.parts["attention"]
+    kept = [max(stage.peak for stage in stage_memories(run)) for run in (even, uneven)]
+    assert kept[0] < kept[1]
+
+
+def test_twice_the_exponentials_help_narrow_heads_most() -> None:
+    b200, b300 = (device_of(run_of(f"model=llama3_8b cluster={name} data=mock").cluster) for name in ("b200", "b300"))
+    alike = replace(b300, peaks=b200.peaks, power=b200.power)
+    gains = []
+    for width in (64, 128, 256):
+        pairs = Pairs(flops=1e12, width=width, rows=4096)
+        slow, fast = (Kernels(d, shipped(), "bf16", "bf16", "bf16", 2).attention(pairs) for d in (b200, alike))
+        gains.append(slow / fast)
+    assert gains[0] > gains[1] > gains[2] > 1
+
+
+def test_validation_and_saving_are_in_the_whole_run() -> None:
+    words = f"{DENSE} cluster.storage_gbps=10 trainer.train_iters=100 trainer.eval_interval=50 trainer.eval_iters=2"
+    run = run_of(f"{words} checkpoint.save_interval=30")
+    whole = time_report(run, 10**12)["run"]
+    assert whole["saving_s"] == pytest.approx(4 * 100)
+    step = step_time(run).seconds
+    assert 0.2 * 4 * step < whole["validation_s"] < 4 * step / 2
+    assert whole["seconds"] == pytest.approx(whole["training_s"] + whole["validation_s"] + whole["saving_s"])

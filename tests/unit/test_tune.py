@@ -1,0 +1,222 @@
+"""The search for a layout: it finds the best there is, keeps what is said, and its choice is written down."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.cli.main import main
+from mtrain.cli.setup import load
+from mtrain.cli.tune import overrides, tuned
+from mtrain.config.compose import compose
+from mtrain.config.dump import run_yaml
+from mtrain.errors import ConfigError
+from mtrain.plan.rank import worst_stage
+from mtrain.plan.time import step_time
+from mtrain.plan.tune.choose import search
+from mtrain.plan.tune.costs import Costs
+from mtrain.plan.tune.search import Found, Task
+from mtrain.plan.tune.space import AXES, Space, changed
+from mtrain.plan.tune.split import balanced
+from tests.support.configs import LAPTOP
+from tests.support.covering import some
+
+FEW = "model=llama32_1b cluster=h100 data.seq_length=4096"
+ONE_B = f"{FEW} cluster.devices_per_node=4 trainer.global_batch_size=16"
+PLAIN = {"optim.cpu_offload": 0.0, "parallel.fsdp": "none", "parallel.cp": 1, "trainer.micro_batch_size": 1}
+
+
+@cache
+def found(words: str, said: tuple[tuple[str, Any], ...] = (), number: int = 3) -> tuple[Found, Task]:
+    return search(compose(words.split()).run, dict(said), LAPTOP, None, number)
+
+
+def every(task: Task, space: Space, axis: int, run: Any, change: Mapping[str, Any]) -> list[float]:
+    """Seconds of all layouts that fit and keep the rules, each planned in full."""
+    if axis == len(AXES):
+        layout = task.planned(change)
+        return [layout.seconds] if layout is not None and layout.memory.peak <= task.room() else []
+    out: list[float] = []
+    for more in space.options(tuple(AXES)[axis], run):
+        out += every(task, space, axis + 1, changed(run, more), {**change, **more})
+    return out
+
+
+@pytest.mark.parametrize("memory", [80.0, 14.0])
+def test_the_best_is_the_best_of_all(memory: float) -> None:
+    words = f"{ONE_B} cluster.device_memory_gib={memory} parallel.vpp=1"
+    said = tuple({**PLAIN, "parallel.vpp": 1, "parallel.distributed_optimizer": True}.items())
+    got, task = found(words, said)
+    run = task.resolve(task.raw)
+    space = Space(run, dict(said), Costs(run).ends)
+    times = every(task, space, 0, space.run, {})
+    assert len(times) > 10
+    assert got.best[0].seconds == min(times)
+    assert [layout.seconds for layout in got.best] == sorted(layout.seconds for layout in got.best)
+
+
+def test_a_search_is_the_same_again() -> None:
+    first = [layout.change for layout in found(ONE_B)[0].best]
+    again = search(compose(ONE_B.split()).run, {}, LAPTOP, None, 3)[0]
+    assert [layout.change for layout in again.best] == first
+
+
+def test_more_memory_is_never_slower() -> None:
+    times = []
+    for memory in (8.0, 12.0, 20.0, 80.0):
+        got, task = found(f"{ONE_B} cluster.device_memory_gib={memory}", (("trainer.micro_batch_size", 1),), 1)
+        times.append(got.best[0].seconds)
+        assert got.best[0].memory.peak <= task.room()
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[-1]
+
+
+def test_what_is_said_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*ONE_B.split(), "parallel.tp=2", "trainer.micro_batch_size=2", "--json"]
+    assert main(["tune", *words]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["kept"] == {"parallel.tp": 2, "trainer.micro_batch_size": 2}
+    assert all(layout["keys"]["parallel.tp"] == 2 for layout in report["layouts"])
+    assert all(layout["keys"]["trainer.micro_batch_size"] == 2 for layout in report["layouts"])
+    assert [layout["seconds"] for layout in report["layouts"]] == sorted(row["seconds"] for row in report["layouts"])
+
+
+def test_the_page_says_why_and_the_file_is_a_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.yaml"
+    assert main(["tune", *ONE_B.split(), "--out", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert " 1  the fastest that fits: " in out
+    assert " slower" in out
+    assert f"wrote {file}" in out
+    best = found(ONE_B)[0].best[0]
+    loaded = load([*ONE_B.split(), f"parallel={file}"], LAPTOP, {}, to_run=False)
+    assert not [problem for problem in loaded.warnings if problem.code == "MT146"]
+    assert loaded.run.parallel == best.run.parallel
+    assert loaded.run.trainer == best.run.trainer
+    assert main(["tune", *ONE_B.split(), "--out", str(file)]) == 2, "nothing is written over"
+
+
+def test_neither_plan_nor_tune_imports_torch() -> None:
+    words = [*FEW.split(), "cluster.devices_per_node=2", "trainer.global_batch_size=4"]
+    code = (
+        "import sys\nfrom mtrain.cli.main import main\n"
+        f"codes = [main([verb, *{words!r}]) for verb in ('plan', 'tune')]\n"
+        "print(codes, sorted(m for m in ('torch', 'megatron') if m in sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "[0, 0] []"
+
+
+def test_one_device() -> None:
+    words = ONE_B.replace("devices_per_node=4", "devices_per_node=1")
+    best = found(words, (), 1)[0].best[0]
+    assert best.run.parallel.ranks == best.run.parallel.tp == best.run.parallel.pp == 1
+
+
+def test_auto_is_recorded_as_what_was_chosen(tmp_path: Path) -> None:
+    words = [*ONE_B.split(), "parallel=auto", "parallel.pp=2"]
+    loaded = load(words, LAPTOP, {}, to_run=False)
+    p = loaded.run.parallel
+    assert not p.auto
+    assert p.pp == 2
+    assert loaded.origins["parallel.tp"] == "chosen by tune for cluster h100"
+    assert loaded.origins["parallel.pp"] == "command line"
+    file = tmp_path / "run.yaml"
+    file.write_text(run_yaml(loaded.run))
+    again = load([f"run={file}"], LAPTOP, {}, to_run=False)
+    assert again.run.digest() == loaded.run.digest()
+    assert again.run.parallel == p
+
+
+def test_where_nothing_fits_it_says_what_comes_near_and_what_helps() -> None:
+    words = "model=llama3_8b parallel=auto cluster=h100 cluster.devices_per_node=1 optim.cpu_offload=1.0"
+    words += " data.seq_length=2048 cluster.device_memory_gib=40.0 trainer.global_batch_size=64"
+    with pytest.raises(ConfigError) as error:
+        load(words.split(), LAPTOP, {}, to_run=False)
+    (problem,) = error.value.problems
+    assert problem.code == "MT257"
+    assert "the smallest, " in problem.rule
+    assert problem.fix in {f"cluster.nodes={n}" for n in (2, 4, 8)}
+    load([*words.split(), problem.fix], LAPTOP, {}, to_run=False)
+
+
+def test_without_facts_of_the_devices_auto_is_the_plainest_and_tune_says_what_lacks() -> None:
+    loaded = load(["parallel=auto"], LAPTOP, {}, to_run=False)
+    assert loaded.run.parallel.ranks == 1
+    assert "no time is known" in loaded.origins["parallel.auto"]
+    with pytest.raises(ConfigError) as error:
+        tuned(["parallel.tp=1"])
+    assert [problem.code for problem in error.value.problems] == ["MT256"]
+
+
+def test_a_broken_rule_of_something_else_is_said_as_it_is() -> None:
+    with pytest.raises(ConfigError) as error:
+        load([*ONE_B.split(), "parallel=auto", "trainer.profile_step=1000"], LAPTOP, {}, to_run=False)
+    assert [problem.code for problem in error.value.problems if problem.severity == "error"] == ["MT134"]
+
+
+TASKS = {
+    "one device": f"{FEW} cluster.devices_per_node=1 trainer.global_batch_size=16",
+    "four devices": ONE_B,
+    "said": f"{ONE_B} parallel.tp=2 parallel.pp=2 parallel.recompute.granularity=full",
+    "said state": f"{ONE_B} parallel.distributed_optimizer=false parallel.fsdp=none",
+    "12 devices": f"{FEW} cluster.devices_per_node=12 trainer.global_batch_size=24",
+    "6 devices, batch 6": f"{FEW} cluster.devices_per_node=6 trainer.global_batch_size=6",
+    "little memory": f"{ONE_B} cluster.device_memory_gib=12.0",
+    "odd batch": f"{FEW} trainer.global_batch_size=15 cluster.devices_per_node=1",
+    "long": "model=llama31_8b cluster=h100 cluster.nodes=2 data.seq_length=131072 trainer.global_batch_size=4",
+    "fp8": f"{ONE_B} precision=fp8_tensorwise",
+    "126 layers": "model=llama31_405b cluster=h100 cluster.nodes=64 trainer.global_batch_size=512 data=mock",
+    "24 devices": "model=gpt_oss_20b cluster=h100 cluster.nodes=3 data.seq_length=4096 trainer.global_batch_size=96",
+    "experts": "model=mixtral_8x7b cluster=h100 cluster.nodes=4 data.seq_length=4096 trainer.global_batch_size=128",
+    "latent": "model=deepseek_v2_lite cluster=h100 data.seq_length=4096 trainer.global_batch_size=64",
+    "lora": f"{ONE_B} peft=lora",
+    "muon": f"{ONE_B} optim=muon",
+    "bert": "model=bert_large cluster=h100 cluster.devices_per_node=4 trainer.global_batch_size=256 data=mock",
+    "t5": "model=t5_base cluster=h100 cluster.devices_per_node=4 trainer.global_batch_size=256 data=mock",
+    "other device": "model=qwen3_8b cluster=a100 data.seq_length=4096 trainer.global_batch_size=64",
+}
+
+
+@pytest.mark.parametrize("name", some(TASKS, ["four devices", "lora"]))
+def test_every_layout_that_is_printed_is_kept_by_the_rules_and_planned_as_printed(name: str) -> None:
+    words = TASKS[name]
+    got, _ = tuned(words.split())
+    for layout in got.best:
+        mine = [word for word in words.split() if word.partition("=")[0] not in {"parallel", *layout.change}]
+        loaded = load([*mine, *shlex.split(overrides(layout))], LAPTOP, {}, to_run=False)
+        assert not [problem for problem in loaded.warnings if problem.code == "MT146"]
+        assert loaded.run.parallel == layout.run.parallel
+        assert worst_stage(loaded.run).peak == layout.memory.peak
+        assert step_time(loaded.run).seconds == layout.time.seconds
+
+
+def test_experts_are_sharded_over_the_ranks_that_have_the_same_ones() -> None:
+    words = "model=mixtral_8x7b cluster=h100 parallel=ep8 parallel.fsdp=fsdp2 data=mock"
+    states = worst_stage(load(words.split(), LAPTOP, {}, to_run=False).run).states
+    experts = sum(weight.numel for weight in states.weights if weight.expert)
+    assert states.weight_bytes > 2 * experts, "each of 8 ranks has experts of its own"
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(15, [15, 5, 3, 1]), (16, [16, 8, 4, 2, 1]), (96, [16, 8, 4, 2, 1])])
+def test_a_micro_batch_divides_the_batch_and_holds_so_many_tokens(batch: int, sizes: list[int]) -> None:
+    words = [*FEW.split(), "cluster.devices_per_node=2", f"trainer.global_batch_size={batch}"]
+    run = load(words, LAPTOP, {}, to_run=False).run
+    options = Space(run, {}).options("micro", run)
+    assert [change["trainer.micro_batch_size"] for change in options] == sizes
+
+
+def test_uneven_stages_are_balanced() -> None:
+    sizes = balanced(126, 8, 8, 0.0, 1.0)
+    assert sum(sizes) == 126
+    held = [sum(sizes[rank::8]) for rank in range(8)]
+    assert max(held) == 16
+    assert held[-1] == 15
