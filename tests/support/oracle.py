@@ -53,6 +53,8 @@ POLICY: dict[str, str] = {
     "MT203": "an odd number of channels that rotate: megatron-core turns one more than was written, or none at all",
     "MT248": "a family is built as it was published: what it does not have would train, and be something else",
     "MT249": UNUSED_KEY,
+    "MT251": "text of one token trains, and there is nothing beside it to learn from",
+    "MT461": "another implementation would update some of the weights, and one was named for all",
     "MT250": "two special tokens with one id train, and mean two things",
     "MT204": "positions that the model was not made for: it trains, and what it learns there is not what was meant",
 }
