@@ -7,6 +7,7 @@ layouts. The numbers leave out little: what a plan says is never much below, and
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -30,14 +31,15 @@ from mtrain.plan.states import main_weight_bytes
 from mtrain.plan.time.device import Device, device_of
 from mtrain.plan.time.efficiencies import Efficiencies, shipped
 from mtrain.plan.time.step import SHARP, StepWork, done_once, micro_batch, weights_of
-from mtrain.plan.time.work import total
-from mtrain.plan.tune.space import changed
+from mtrain.plan.time.work import work_of
+from mtrain.plan.tune.space import Change, changed
 
 ONE_STAGE = {
     **{"parallel.pp": 1, "parallel.vpp": 1, "parallel.layers_per_stage": None, "parallel.pipeline_layout": None},
     "parallel.account_for_embedding_in_pipeline_split": False,
     "parallel.account_for_loss_in_pipeline_split": False,
 }
+AGAIN = ("granularity", "modules", "method", "num_layers")
 NONE = {
     "parallel.recompute.granularity": "none",
     **dict.fromkeys(f"parallel.recompute.{key}" for key in ("modules", "method", "num_layers")),
@@ -68,6 +70,8 @@ class Pieces:
     """Bytes beside what is kept, while the backward of a layer needs them."""
     largest: float
     """Elements of the weights of a layer."""
+    sent: int
+    """Bytes that go from stage to stage."""
 
     @cached_property
     def seconds(self) -> float:
@@ -123,6 +127,7 @@ class Costs:
         self._flying: dict[tuple[int, ...], npt.NDArray[np.int64]] = {}
         self._cuts: dict[tuple[object, ...], Cut] = {}
         self._sent: dict[tuple[object, ...], int] = {}
+        self._states: dict[tuple[object, ...], State] = {}
 
     def ideal(self, run: RunConfig) -> float:
         """Seconds of a step whose pipeline never waits, and of which nothing is done once."""
@@ -135,10 +140,15 @@ class Costs:
         layer = float(_took(pieces.layers[-1])) / run.model.num_layers
         return float(_took(pieces.first)) / layer, float(_took(pieces.behind)) / layer
 
-    def taken(self, run: RunConfig) -> tuple[float, float]:
-        """Seconds of a micro-batch through all layers, and bytes that autograd keeps of it."""
-        pieces = self.pieces(run)
-        return pieces.seconds, pieces.kept
+    def taken(self, run: RunConfig, ways: Sequence[Change]) -> list[tuple[float, float]]:
+        """With each of several ways to recompute: seconds of a micro-batch through all layers, and bytes that
+        autograd keeps of it. What is recomputed of some layers counts as of all."""
+        shards, found = _shards_key(run), []
+        for way in ways:
+            key = *shards, *(_again_key(*(way[f"parallel.recompute.{name}"] for name in AGAIN)))
+            pieces = self._pieces.get(key) or self.pieces(changed(run, way))
+            found.append((pieces.seconds, pieces.kept))
+        return found
 
     def pieces(self, run: RunConfig) -> Pieces:
         """Those of a layout, by all that decides them."""
@@ -154,7 +164,8 @@ class Costs:
         one, m = changed(run, ONE_STAGE), run.model
         make, ends = family_of(m).stage, m.mtp_num_layers or 0
         assert make is not None
-        graphs = make(Rank.of(one), Stage(range(m.num_layers), True, ends, True))
+        r = Rank.of(one)
+        graphs = make(r, Stage(range(m.num_layers), True, ends, True))
         p = run.parallel
         ranks = math.lcm(p.tp * p.cp, (p.etp or p.tp) * p.ep)  # one copy of all: its groups are as those of more
         work = StepWork(one, (), (), 0, RankGrid.of(changed(one, {"parallel.ranks": ranks})))
@@ -171,11 +182,14 @@ class Costs:
         first = made[0].copy()
         first[_column(run)] += _table(run)
         largest = float(body[:, EXPERTS:].sum(1).max())
-        working = 3 * max(g.largest() for g in graphs[1:-1]) // 2 + most_made_again(graphs)
-        return Pieces(first, before, made[cut:].sum(0), working, largest)
+        working = 3 * max(g.largest() for g in {id(g): g for g in graphs[1:-1]}.values()) // 2 + most_made_again(
+            graphs
+        )
+        sent = r.split_tokens * m.hidden_size * r.element
+        return Pieces(first, before, made[cut:].sum(0), working, largest, sent)
 
     def _piece(self, work: StepWork, graph: Graph) -> Piece:
-        done = total([graph])
+        done = work_of(graph)
         parts = micro_batch(work, done, self.device, self.reached)
         seconds = sum(parts.values())
         device = seconds - parts["host"]
@@ -188,7 +202,7 @@ class Costs:
     def flow(self, run: RunConfig) -> Flow:
         """Of a layout whose pipeline and recomputation are chosen."""
         p = run.parallel
-        key = *_parts_key(run), *_cut_key(p), run.parallel.recompute.num_layers
+        key = *_parts_key(run), *_cut_key(p), p.recompute.method, p.recompute.num_layers
         if key not in self._flows:
             self._flows[key] = self._flow(run)
         return self._flows[key]
@@ -204,10 +218,11 @@ class Costs:
         most = float(times[slowest])
         working, share = self.pieces(run).working, 1.0 if self.host else 1 + RESERVE
         full = int((ranks[:, 2] * np.minimum(np.arange(p.pp, 0, -1), number)).argmax())
-        memory = []
-        for rank in sorted({0, full, p.pp - 1}):
+        heavy = int((ranks[:, EXPERTS] + ranks[:, OTHERS]).argmax())
+        memory, sent = [], self.pieces(run).sent if p.vpp > 1 else 0  # without virtual stages it is freed
+        for rank in {0, full, heavy, p.pp - 1}:
             flying = self._in_flight(run, rank, min(number, 4 * p.pp))
-            kept = float(by_rank[:, rank, 2] @ flying)
+            kept = float(by_rank[:, rank, 2] @ flying) + sent * int(flying[:-1].sum())
             size = (kept + working) * share + ranks[rank, FROZEN] * bytes_of(run.precision.format)
             memory.append((float(size), float(ranks[rank, EXPERTS]), float(ranks[rank, OTHERS])))
         weights = float(ranks[slowest, EXPERTS]), float(ranks[slowest, OTHERS])
@@ -251,7 +266,17 @@ class Costs:
         """At the peak of the rank that has the most, where micro-batches flow so."""
         flow = flow or self.flow(run)
         least = self._communication(run) + (0.0 if self.host else CONTEXT_BYTES)
-        return least + max(size + state_bytes(run, experts, others) for size, experts, others in flow.ranks)
+        state = self._state(run)
+        return least + max(size + state.bytes(experts, others) for size, experts, others in flow.ranks)
+
+    def _state(self, run: RunConfig) -> State:
+        """What an element takes, by all that decides it."""
+        p = run.parallel
+        sharded = p.fsdp, p.distributed_optimizer, p.hsdp_replicas, run.optim.cpu_offload
+        key = p.tp, p.cp, p.pp, p.ep, p.etp or p.tp, *sharded
+        if key not in self._states:
+            self._states[key] = state_of(run)
+        return self._states[key]
 
     def _communication(self, run: RunConfig) -> int:
         p = run.parallel
@@ -264,10 +289,18 @@ class Costs:
 
 
 def _parts_key(run: RunConfig) -> tuple[object, ...]:
-    p, again = run.parallel, run.parallel.recompute
-    groups = again.num_layers if again.method != "block" else 0
-    shards = p.tp, p.sequence_parallel, p.ep, p.etp or p.tp, p.cp
-    return *shards, run.trainer.micro, again.granularity, again.modules, again.method, groups
+    again = run.parallel.recompute
+    return *_shards_key(run), *_again_key(again.granularity, again.modules, again.method, again.num_layers)
+
+
+def _shards_key(run: RunConfig) -> tuple[object, ...]:
+    p = run.parallel
+    return p.tp, p.sequence_parallel, p.ep, p.etp or p.tp, p.cp, run.trainer.micro
+
+
+def _again_key(granularity: str, modules: Any, method: str | None, layers: int | None) -> tuple[object, ...]:
+    groups = (None, None) if method == "block" else (method, layers)  # a layer is a layer
+    return granularity, modules, *groups
 
 
 def _table(run: RunConfig) -> int:
@@ -294,18 +327,36 @@ def _update_bytes(run: RunConfig) -> int:
     return main_weight_bytes(run) + sum(map(bytes_of, OPTIMIZERS[run.optim.name].states(run).values()))
 
 
-def state_bytes(run: RunConfig, experts: float, others: float) -> float:
-    """Of weights, their copies, gradients and optimizer state on a rank with so many elements of weights."""
+@dataclass(frozen=True)
+class State:
+    """Bytes of weights, their copies, gradients and optimizer state on a rank."""
+
+    expert: float
+    """An element of the weights of experts."""
+    other: float
+    quantized: float
+    """More, an element in a number format of fewer bits; not of embedding and output layer."""
+    tables: int
+    """Elements of those two."""
+
+    def bytes(self, experts: float, others: float) -> float:
+        """Of a rank with so many elements of weights."""
+        more = self.quantized * (experts + max(0.0, others - self.tables))
+        return self.expert * experts + self.other * others + more
+
+
+def state_of(run: RunConfig) -> State:
+    """What an element takes where the state is sharded as a layout says."""
     p, precision = run.parallel, run.precision
     weights = bytes_of(precision.format) + bytes_of("fp32" if precision.grad_reduce_in_fp32 else precision.format)
     state = _update_bytes(run) * (1 - run.optim.cpu_offload)
-    tables = 2 * run.model.padded_vocab_size // p.tp * run.model.hidden_size
-    total = quantized_bytes(run) * (experts + max(0.0, others - tables))
-    for number, copies in _copies(run, experts, others):
+    took = []
+    for copies in _copies(run):
         sharded = copies // p.hsdp_replicas if p.fsdp != "none" else 1
         spread = copies // p.hsdp_replicas if p.distributed_optimizer else sharded
-        total += number * (weights / max(1, sharded) + state / max(1, spread))
-    return total
+        took.append(weights / max(1, sharded) + state / max(1, spread))
+    tables = 2 * run.model.padded_vocab_size // p.tp * run.model.hidden_size
+    return State(took[0], took[1], quantized_bytes(run), tables)
 
 
 def offload_seconds(run: RunConfig, experts: float, others: float) -> float:
@@ -313,14 +364,15 @@ def offload_seconds(run: RunConfig, experts: float, others: float) -> float:
     part, link, p = run.optim.cpu_offload, run.cluster.host_link_gbps, run.parallel
     if not part or link is None:
         return 0.0
-    number = sum(n / (copies if p.distributed_optimizer else 1) for n, copies in _copies(run, experts, others))
+    elements = zip((experts, others), _copies(run), strict=True)
+    number = sum(n / (copies if p.distributed_optimizer else 1) for n, copies in elements)
     moved = bytes_of("fp32") + bytes_of(run.precision.format)
     updated = 2 * (_update_bytes(run) + bytes_of("fp32"))
     return part * number * (moved / (link * 1e9) + updated / HOST_UPDATE)
 
 
-def _copies(run: RunConfig, experts: float, others: float) -> tuple[tuple[float, int], tuple[float, int]]:
-    """Elements, and how many ranks have the same ones."""
+def _copies(run: RunConfig) -> tuple[int, int]:
+    """How many ranks have the same elements of experts, and of others."""
     p = run.parallel
     same = max(1, (p.ranks or 1) // (p.pp * p.ep * (p.etp or p.tp)))
-    return (experts, same), (others, p.dp * p.cp)
+    return same, p.dp * p.cp

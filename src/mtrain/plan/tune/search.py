@@ -15,7 +15,7 @@ from mtrain.config.rules import findings
 from mtrain.config.run import RunConfig
 from mtrain.plan.rank import StageMemory, worst_stage
 from mtrain.plan.time import StepTime, step_time
-from mtrain.plan.tune.costs import Costs, offload_seconds
+from mtrain.plan.tune.costs import Costs, Flow, offload_seconds
 from mtrain.plan.tune.space import AXES, Change, Space, changed
 
 BEST = 10
@@ -114,6 +114,20 @@ class Task:
         return Layout(run, change, time, time.seconds + more, memory)
 
 
+class _Ways:
+    """What may be computed again in a pipeline, the fastest first; each is counted when it is first asked for."""
+
+    def __init__(self, costs: Costs, run: RunConfig, changes: tuple[Change, ...]) -> None:
+        self.changes, self._costs, self._run = changes, costs, run
+        self._flows: dict[int, Flow] = {}
+
+    def flow(self, number: int) -> Flow:
+        """Of micro-batches, with the way of that number."""
+        if number not in self._flows:
+            self._flows[number] = self._costs.flow(changed(self._run, self.changes[number]))
+        return self._flows[number]
+
+
 @dataclass(frozen=True)
 class _Node:
     """A layout as far as it is chosen."""
@@ -122,8 +136,9 @@ class _Node:
     change: dict[str, Any]
     axis: int
     """How many axes are chosen."""
-    ways: tuple[Change, ...] = ()
-    """What may be computed again, the fastest first; behind those that did not fit."""
+    ways: _Ways | None = None
+    way: int = 0
+    """Which of them is next; those before it did not fit."""
     planned: Layout | None = None
 
 
@@ -179,8 +194,9 @@ class Search:
         """Each way to shard the state, with what has to be computed again so that it fits."""
         if self.space.broken("pipeline", node.run):
             return
-        ways = self._ways(node.run)
-        most, least = (self.costs.flow(changed(node.run, way)) for way in (ways[0], ways[-1]))
+        ways = _Ways(self.costs, node.run, self._ways(node.run))
+        last = len(ways.changes) - 1
+        most, least = ways.flow(0), ways.flow(last)
         enough = set[object]()
         for state in self.space.options("state", node.run):
             kind = state["parallel.fsdp"], state["parallel.distributed_optimizer"]
@@ -189,20 +205,20 @@ class Search:
             child = _Node(changed(node.run, state), {**node.change, **state}, len(AXES), ways)
             if not self._fits(self.costs.bytes(child.run, most)):
                 size = self.costs.bytes(child.run, least)
-                self._note(size, {**child.change, **ways[-1]})
+                self._note(size, {**child.change, **ways.changes[last]})
                 if self._fits(size):
                     self._push_next(child)
                 continue
             enough |= set() if state["optim.cpu_offload"] else {kind}
-            self._push(SLACK * self.costs.seconds(changed(child.run, ways[0])), child)
+            self._push(SLACK * self.costs.seconds(changed(child.run, ways.changes[0])), child)
 
     def _ways(self, run: RunConfig) -> tuple[Change, ...]:
         """What may be computed again: what takes longer keeps less."""
         rows: list[tuple[float, float, Change]] = []
         p, layers = run.parallel, run.model.num_layers
-        for way in self.space.options("recompute", run):
+        ways = list(self.space.options("recompute", run))
+        for way, (seconds, size) in zip(ways, self.costs.taken(run, ways), strict=True):
             cut = way["parallel.recompute.num_layers"]
-            seconds, size = self.costs.taken(changed(run, way))
             if rows and way["parallel.recompute.method"] == "block" and cut:
                 share = min(1.0, cut * p.pp * p.vpp / layers)
                 seconds, size = (a + share * (b - a) for a, b in zip(rows[0][:2], (seconds, size), strict=True))
@@ -214,12 +230,13 @@ class Search:
         return tuple(way for *_, way in out)
 
     def _push_next(self, node: _Node) -> None:
-        """What is computed again beside the first of its ways: the fastest that fits by what is counted in pieces."""
-        for number in range(1, len(node.ways)):
-            run = changed(node.run, node.ways[number])
-            if self._fits(self.costs.bytes(node.run, self.costs.flow(run))):
-                ahead = _Node(node.run, node.change, len(AXES), node.ways[number:])
-                self._push(SLACK * self.costs.seconds(run), ahead)
+        """What is computed again beside the one that is next: the fastest that fits by what is counted in pieces."""
+        ways = node.ways
+        assert ways is not None
+        for number in range(node.way + 1, len(ways.changes)):
+            if self._fits(self.costs.bytes(node.run, ways.flow(number))):
+                ahead = _Node(node.run, node.change, len(AXES), ways, number)
+                self._push(SLACK * self.costs.seconds(changed(node.run, ways.changes[number])), ahead)
                 return
 
     def _fits(self, size: float) -> bool:
@@ -232,10 +249,11 @@ class Search:
     def _plan(self, node: _Node) -> None:
         """The layout in full; where it does not fit after all, what computes more again is next."""
         self.planned += 1
-        change = {**node.change, **node.ways[0]}
+        assert node.ways is not None
+        change = {**node.change, **node.ways.changes[node.way]}
         layout = self.task.planned(change)
         if layout is not None and layout.memory.peak <= self.task.room():
-            self._push(layout.seconds, _Node(node.run, change, node.axis, node.ways, layout))
+            self._push(layout.seconds, _Node(node.run, change, node.axis, planned=layout))
             return
         if layout is not None:
             self._note(layout.memory.peak, change)
