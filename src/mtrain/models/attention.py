@@ -119,7 +119,7 @@ def _flash(r: Rank, h: Heads, s: int, masked: bool) -> tuple[list[Tensor], Tenso
     k, v = h.k, Tensor(b * r.whole * h.groups * h.width * a) if padded else h.v
     if sink:  # a key more
         k, v = (Tensor(b * keys * h.groups * h.width * a) for _ in range(2))
-    mask = [Tensor(h.n * s * keys * FP32 if sink else s * keys * a)] if masked else []
+    mask = [Tensor(h.n * s * keys * FP32) if sink else Tensor(s * keys * a, constant=True)] if masked else []
     keeps = [h.q, k, v, out, Tensor(b * h.n * s * FP32), *mask]
     return keeps, Tensor(b * s * h.n * h.v_width * a) if padded else out
 
@@ -142,7 +142,9 @@ def _capped(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Tensor]:
     b = r.samples
     operands = [b * h.n * s * h.width, b * h.n * t * h.width, b * h.n * t * h.v_width, b * h.n * s]
     keeps = [Tensor(size * FP32) for size in (*operands, *[b * h.n * s * t] * 3)]
-    return [*keeps, Tensor(s * t * MASK), Tensor(b * h.n * s * MASK)], Tensor(b * s * h.n * h.v_width * r.element)
+    return [*keeps, Tensor(s * t * MASK, constant=True), Tensor(b * h.n * s * MASK)], Tensor(
+        b * s * h.n * h.v_width * r.element
+    )
 
 
 def _ring(g: Graph, r: Rank, h: Heads) -> Tensor:
@@ -157,7 +159,7 @@ def _ring(g: Graph, r: Rank, h: Heads) -> Tensor:
         scores = [rows * s] * 2  # the exponentials and the shares
         numbers = [rows] * 2
         sizes = [size * FP32 for size in (*operands, *scores, *numbers)]
-        g.add("core_attention", [*map(Tensor, sizes), Tensor(s * s * MASK)], _products(r, h, s, s, n))
+        g.add("core_attention", [*map(Tensor, sizes), Tensor(s * s * MASK, constant=True)], _products(r, h, s, s, n))
     for _ in range(steps - 1):
         g.add("core_attention.merge", [Tensor(size * FP32) for size in (out, out, *[rows] * 4)])
     return Tensor(r.tokens * h.n * h.v_width * r.element)

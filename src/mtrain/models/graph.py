@@ -20,6 +20,8 @@ class Tensor:
     bytes: int
     shared: bool = False
     """All micro-batches have the same one."""
+    constant: bool = False
+    """It has no gradient."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +159,8 @@ class Graph:
         return sum(product.flops for op in self.ops for product in op.products)
 
     def largest(self) -> int:
-        """Bytes of the largest tensor that is kept or made again."""
-        return max((tensor.bytes for op in self.ops for tensor in op.keeps), default=0)
+        """Bytes of the largest tensor with a gradient that is kept or made again."""
+        return max((tensor.bytes for op in self.ops for tensor in op.keeps if not tensor.constant), default=0)
 
 
 def size(tensors: Iterable[Tensor]) -> int:
