@@ -21,6 +21,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp4 with two key/value heads": {"ranks": 4, "tp": 4, "model": {"num_query_groups": 2}},
     "pp2 tied": {"ranks": 2, "pp": 2, "model": {"tie_word_embeddings": True}},
     "ep2": {"ranks": 2, "ep": 2, **EXPERTS},
+    "dp2 sharded": {"ranks": 2, "distributed_optimizer": True},
+    "dp2 tp2 sharded": {"ranks": 4, "tp": 2, "distributed_optimizer": True, "model": {"num_layers": 3}},
+    "dp4 ep2 sharded": {"ranks": 4, "ep": 2, "distributed_optimizer": True, **EXPERTS},
     "tp2 etp1": {"ranks": 2, "tp": 2, "etp": 1, "sequence_parallel": True, **EXPERTS},
 }
 
@@ -29,7 +32,7 @@ def _run(optim: dict[str, Any] | None = None, **keys: Any) -> Any:
     return tiny_run(**keys, optim={"name": "muon", **(optim or {})})
 
 
-@pytest.mark.parametrize("name", some(LAYOUTS, ("pp2 tied", "tp2 etp1")))
+@pytest.mark.parametrize("name", some(LAYOUTS, ("pp2 tied", "tp2 etp1", "dp2 tp2 sharded")))
 def test_a_layout_trains_as_one_rank_does(name: str) -> None:
     keys = LAYOUTS[name]
     one, many = _run(model=keys.get("model")), _run(**keys)
@@ -46,9 +49,17 @@ def test_blocks_are_orthogonalised_alone_where_that_is_asked_for() -> None:
     assert 1e-6 < abs(a - b) / b < 1e-2
 
 
-@pytest.mark.parametrize("dtype", some(["fp32", "bf16"], []))
-def test_a_resume_changes_no_bit_and_another_layout_goes_on(dtype: str, tmp_path: Path) -> None:
-    run, other = _run(ranks=2, tp=2, dtype=dtype), _run(ranks=2, pp=2, dtype=dtype)
+RESUMED: dict[str, dict[str, Any]] = {
+    "fp32": {"tp": 2, "dtype": "fp32"},
+    "bf16": {"tp": 2, "dtype": "bf16"},
+    "bf16, sharded": {"dtype": "bf16", "distributed_optimizer": True},
+}
+
+
+@pytest.mark.parametrize("name", some(RESUMED, ["bf16, sharded"]))
+def test_a_resume_changes_no_bit_and_another_layout_goes_on(name: str, tmp_path: Path) -> None:
+    keys = RESUMED[name]
+    run, other = _run(ranks=2, **keys), _run(ranks=2, pp=2, dtype=keys["dtype"])
     whole = run_ranks(2, lambda: train_steps(run, 4, save_to=tmp_path / "whole"))[0]
     first = run_ranks(2, lambda: train_steps(run, 2, save_to=tmp_path / "first"))[0]
     point = tmp_path / "first/step_00000002"
@@ -61,6 +72,29 @@ def test_a_resume_changes_no_bit_and_another_layout_goes_on(dtype: str, tmp_path
     left, right = (whole_tensors(folder / "step_00000002") for folder in (tmp_path / "first", tmp_path / "other"))
     assert left.keys() == right.keys()
     assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_a_matrix_in_two_parts_has_one_owner_and_ranks_own_about_as_much() -> None:
+    run = _run(ranks=2, distributed_optimizer=True, model={"num_layers": 3})
+
+    def spread() -> list[Any]:
+        from mtrain.train.assemble import assemble, splits_of
+        from mtrain.world.init import joined
+
+        with joined(run) as world:
+            muon = assemble(run, world, splits_of(run)).state.optimizer.chained_optimizers[0].optimizer
+            return [
+                [m.owner, m.pieces, m.param.numel() * min(m.param.shape), m.param.numel()]
+                for group in muon._spread
+                for m in group
+            ]
+
+    found, other = run_ranks(2, spread)
+    assert found == other
+    assert all(sum(end - start for _, start, end in pieces) == numel for _, pieces, _, numel in found)
+    assert any(len(pieces) == 2 for _, pieces, *_ in found)
+    work = [sum(cost for owner, _, cost, _ in found if owner == rank) for rank in (0, 1)]
+    assert max(work) < 1.5 * min(work)
 
 
 def test_matrices_have_momentum_and_the_rest_moments_at_a_rate_of_its_own() -> None:

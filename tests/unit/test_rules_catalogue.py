@@ -379,7 +379,6 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         "MT466",
         {**ZERO_BF16, "optim.main_params_dtype": "bf16", "parallel.pp": 2, "model.tie_word_embeddings": True},
     ),
-    ("MT426", {"optim.name": "muon", "parallel.distributed_optimizer": True}),
     ("MT165", {"optim.name": "muon", "parallel.fsdp": "megatron", "parallel.ranks": 2}),
     ("MT462", {"optim.name": "muon", "kernels.optimizer": "torch"}),
     ("MT467", {"optim.name": "muon", "optim.muon.momentum": 0.9, "parallel.fsdp": "fsdp2", "parallel.ranks": 2}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from mtrain_kernels.optimizer.fused_adam import FusedAdam
 from mtrain_kernels.optimizer.op import newton_schulz
 
 MOMENTUM = "momentum_buffer"
+BATCH = 1 << 24
+"""Elements of matrices of one shape that are orthogonalised together."""
 SCALES = ("spectral", "shape_scaling", "unit_rms_norm")
 
 
@@ -62,18 +65,15 @@ class Muon(FusedAdam):
         else:
             super().initialize_state(param, store_param_remainders)
 
-    def assembled(self, param: Tensor, group: dict[str, Any], matrix: Tensor) -> Tensor:
-        """The matrix that is to be orthogonalised, from this process's part of it; here the part is all."""
-        return matrix
-
-    def own_part(self, param: Tensor, group: dict[str, Any], matrix: Tensor) -> Tensor:
-        """This process's part of what `assembled` made."""
-        return matrix
+    def orthogonalised(self, group: dict[str, Any], params: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
+        """The updates of the matrices `params` of a group, made of `made`; here each process has them whole."""
+        return self._orthogonal(made, self._rows(group))
 
     def _update(self, group: dict[str, Any], stream: int, grad_scale: Tensor | None) -> None:
         if not group.get("matrix"):
             super()._update(group, stream, grad_scale)
             return
+        params, made = list[Tensor](), list[Tensor]()
         for param in group["params"]:
             if not self.state[param]:
                 self.initialize_state(param)
@@ -84,26 +84,43 @@ class Muon(FusedAdam):
             grad = grad if grad_scale is None else grad * grad_scale
             average = self.state[param][MOMENTUM]
             average.lerp_(grad, 1 - self.momentum)
-            direction = grad.lerp(average, self.momentum) if self.use_nesterov else average
-            rows = group.get("qkv_rows", self.qkv_rows) if self.qkv_rows and group["matrix"] == "qkv" else None
-            update = self._orthogonal(self.assembled(param, group, direction), rows)
+            params.append(param)
+            made.append(grad.lerp(average, self.momentum) if self.use_nesterov else average)
+        for param, update in zip(params, self.orthogonalised(group, params, made), strict=True):
             param.detach().mul_(1 - group["lr"] * group["weight_decay"])
-            param.detach().add_(self.own_part(param, group, update), alpha=-group["lr"])
+            param.detach().add_(update, alpha=-group["lr"])
 
-    def _orthogonal(self, matrix: Tensor, qkv_rows: tuple[int, int, int] | None) -> Tensor:
-        if qkv_rows is not None:
-            heads = matrix.unflatten(0, (-1, sum(qkv_rows)))
-            parts = [self._scaled(part.flatten(0, 1)) for part in heads.split(qkv_rows, dim=1)]
-            rows = [part.unflatten(0, (len(heads), -1)) for part in parts]
-            return torch.cat(rows, dim=1).flatten(0, 1)
-        return self._scaled(matrix)
+    def _rows(self, group: dict[str, Any]) -> tuple[int, int, int] | None:
+        """Rows of queries, keys and values of a group of heads; None where a matrix is one."""
+        return group.get("qkv_rows", self.qkv_rows) if self.qkv_rows and group["matrix"] == "qkv" else None
 
-    def _scaled(self, matrix: Tensor) -> Tensor:
-        rows, columns = matrix.shape
+    def _orthogonal(self, matrices: Sequence[Tensor], qkv_rows: tuple[int, int, int] | None) -> list[Tensor]:
+        """Each of them; those of one shape together."""
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for place, matrix in enumerate(matrices):
+            alike.setdefault((matrix.shape, matrix.dtype), []).append(place)
+        out: dict[int, Tensor] = {}
+        for places in alike.values():
+            most = max(1, BATCH // matrices[places[0]].numel())
+            for first in range(0, len(places), most):
+                some = places[first : first + most]
+                out |= zip(some, self._stacked(torch.stack([matrices[i] for i in some]), qkv_rows), strict=True)
+        return [out[place] for place in range(len(matrices))]
+
+    def _stacked(self, matrices: Tensor, qkv_rows: tuple[int, int, int] | None) -> Tensor:
+        """Of matrices [number, rows, columns]."""
+        if qkv_rows is None:
+            return self._scaled(matrices)
+        heads = matrices.unflatten(1, (-1, sum(qkv_rows)))
+        parts = [self._scaled(part.flatten(1, 2)) for part in heads.split(qkv_rows, dim=2)]
+        return torch.cat([part.unflatten(1, (heads.shape[1], -1)) for part in parts], dim=2).flatten(1, 2)
+
+    def _scaled(self, matrices: Tensor) -> Tensor:
+        rows, columns = matrices.shape[-2:]
         scale = {
             "spectral": max(rows, columns),
             "shape_scaling": max(1.0, rows / columns),
             "unit_rms_norm": rows / columns,
         }[self.scale_mode]
-        orthogonal = newton_schulz(matrix, steps=self.num_ns_steps, dtype=self.ns_dtype)
+        orthogonal = newton_schulz(matrices, steps=self.num_ns_steps, dtype=self.ns_dtype)
         return orthogonal * (scale**0.5 * self.extra_scale_factor)

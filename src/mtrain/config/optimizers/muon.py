@@ -122,7 +122,6 @@ OPTIMIZER = Optimizer(
     },
     groups=_groups,
     cannot={
-        "distributed_optimizer": "it orthogonalises whole matrices, and those are in parts",
         "megatron_fsdp": "it knows the two moments of adamw",
         "fsdp2": "it orthogonalises whole matrices, and fsdp2 leaves some rows of each to a rank",
         "adapters": "it orthogonalises whole matrices, and those of a fused layer are several in one",
