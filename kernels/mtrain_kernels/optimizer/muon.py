@@ -37,7 +37,7 @@ class Muon(FusedAdam):
         ns_dtype: torch.dtype = torch.bfloat16,
         scale_mode: str = "spectral",
         extra_scale_factor: float = 1.0,
-        qkv_rows: tuple[int, int, int] | None = None,
+        qkv_rows: tuple[int, ...] | None = None,
         **adam: Any,
     ) -> None:
         if scale_mode not in SCALES or num_ns_steps < 1 or not 0 <= momentum < 1:
@@ -90,7 +90,7 @@ class Muon(FusedAdam):
             param.detach().mul_(1 - group["lr"] * group["weight_decay"])
             param.detach().add_(self.own_part(param, group, update), alpha=-group["lr"])
 
-    def _orthogonal(self, matrix: Tensor, qkv_rows: tuple[int, int, int] | None) -> Tensor:
+    def _orthogonal(self, matrix: Tensor, qkv_rows: tuple[int, ...] | None) -> Tensor:
         if qkv_rows is not None:
             heads = matrix.unflatten(0, (-1, sum(qkv_rows)))
             parts = [self._scaled(part.flatten(0, 1)) for part in heads.split(qkv_rows, dim=1)]
