@@ -115,7 +115,9 @@ def test_a_state_that_fades_fast_overflows_nowhere() -> None:
 def test_packed_sequences_are_what_they_are_alone_and_a_state_is_gone_on_from() -> None:
     found = inputs("normed")
     parts = ("q", "k", "v", "g", "beta")
-    cut = [{n: v[:, i:j] if n in parts else v for n, v in found.items()} for i, j in itertools.pairwise((0, 4, 5, 13))]
+    cut = [
+        {n: v[:, i:j] if n in parts else v for n, v in found.items()} for i, j in itertools.pairwise((0, 4, 5, 13))
+    ]
     alone = [reference.gated_delta_rule(**each, chunk=3)[0] for each in cut]
     marks = torch.tensor([[5] * 4 + [2] + [5] * 8]).expand(2, 13)
     packed = reference.gated_delta_rule(**found, segments=marks, chunk=3)[0]

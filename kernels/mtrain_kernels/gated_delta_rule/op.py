@@ -62,8 +62,7 @@ class _Chunked(torch.autograd.Function):
         *inputs, segments = ctx.saved_tensors
         needed = ctx.needs_input_grad[: len(inputs)]
         leaves = [
-            None if x is None else x.detach().requires_grad_(wanted)
-            for x, wanted in zip(inputs, needed, strict=True)
+            None if x is None else x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, needed, strict=True)
         ]
         with torch.enable_grad():
             out = reference.gated_delta_rule(*leaves[:-1], state=leaves[-1], segments=segments, **ctx.options)  # type: ignore[arg-type]

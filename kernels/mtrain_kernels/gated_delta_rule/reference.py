@@ -70,9 +70,7 @@ def gated_delta_rule(
     q, k, vw, g, beta = (_chunks(x, chunk) for x in (q, k, vw, g, beta))
     total = g.cumsum(-1)
     seen, into, behind = _decays(total, _marks(segments, times, chunk))
-    written = torch.eye(chunk, dtype=s.dtype, device=s.device) + (
-        beta[..., None] * (k @ k.mT) * seen.tril(-1)
-    )
+    written = torch.eye(chunk, dtype=s.dtype, device=s.device) + (beta[..., None] * (k @ k.mT) * seen.tril(-1))
     system = {"upper": False, "unitriangular": True}
     new = torch.linalg.solve_triangular(written, beta[..., None] * vw, **system)
     read = torch.linalg.solve_triangular(written, (beta * into)[..., None] * k, **system)

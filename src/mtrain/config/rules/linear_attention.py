@@ -138,7 +138,10 @@ def adapters_know_the_projections(run: RunConfig) -> Iterator[Finding]:
         "Products in low precision take whole blocks of rows.",
         example="model=qwen3_next_tiny model.linear_attention.num_value_heads=4 cluster=h100 precision=fp8_tensorwise",
     ),
-    reads=f"{SECTION}.num_value_heads precision.fp8 precision.fp4 parallel.tp",
+    reads=(
+        f"{SECTION}.num_value_heads {SECTION}.num_key_heads {SECTION}.key_head_dim {SECTION}.value_head_dim "
+        "precision.fp8 precision.fp4 precision.fp8_recipe parallel.tp"
+    ),
 )
 def projections_have_whole_blocks(run: RunConfig) -> Iterator[Finding]:
     """Products in low precision take whole blocks of rows."""
