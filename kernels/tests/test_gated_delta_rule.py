@@ -1,4 +1,4 @@
-"""The gated delta rule: both definitions against loops in numbers, against each other, and the calls of the library."""
+"""The gated delta rule: both definitions against loops in numbers and each other, and the calls of the library."""
 
 from __future__ import annotations
 

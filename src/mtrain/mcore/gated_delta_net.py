@@ -1,4 +1,4 @@
-"""megatron-core's gated delta net with the portable operations, packed samples, a cache, and weights of any layout."""
+"""megatron-core's gated delta net with portable operations, packed samples, a cache, and weights of any layout."""
 
 from __future__ import annotations
 

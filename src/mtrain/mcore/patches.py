@@ -326,7 +326,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "gated-delta-norm",
         "distributed/finalize_model_grads.py:354",
-        "Every tensor-parallel rank norms the outputs of its heads with the same weight. Without sequence parallelism "
+        "Tensor-parallel ranks norm the outputs of their heads with the same weight. Without sequence parallelism "
         "the gradients of it are not summed: silently that of a rank's heads, and weights that drift apart (issue "
         "#7452).",
         "everywhere",
@@ -335,7 +335,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "attention-gate",
         "transformer/attention.py:1493",
-        "Where several ranks have the heads of one key, a rank has the gates of all of them: RuntimeError about shapes.",
+        "Where several ranks share the heads of one key, each has the gates of all: RuntimeError about shapes.",
         "everywhere",
         patching_linear.attention_gate,
         UNTIL_0_16,

@@ -184,11 +184,11 @@ VOCABULARY = Operation("padded vocabulary", _padded, _unpadded)
 QKV = Operation("joined by query group", _joined_qkv, _split_qkv)
 """Theirs are queries, keys and values; ours holds, of each query group, its queries, its key and its value."""
 GATED_QKV = Operation("joined by query group, with gates", _joined_gated, _split_gated)
-"""Theirs are queries, each head with its gate behind it, keys and values; ours holds, of each query group, its queries,
-their gates, its key and its value."""
+"""Theirs are queries, each head with its gate behind it, keys and values; ours holds, of each query group, its
+queries, their gates, its key and its value."""
 DELTA = Operation("sections of heads", _joined_delta, _split_delta)
-"""Theirs are, head by head of the keys, its query, key, values and gates, and its betas and decays; ours has each kind
-of all heads behind the other."""
+"""Theirs are, head by head of the keys, its query, key, values and gates, and its betas and decays; ours has each
+kind of all heads behind the other."""
 QKV_ROWS = Operation("rows joined by query group", _joined_rows, _split_rows)
 """Theirs is all queries, then all keys, then all values, in one tensor."""
 GATE_UP = Operation("gate over up", _concatenated, _halves)

@@ -1,4 +1,4 @@
-"""`config.json` of Qwen3-Next: linear attention but in every n-th layer, gated attention, experts beside a shared one."""
+"""`config.json` of Qwen3-Next: linear attention but in every n-th layer, gated attention, experts, a shared one."""
 
 from __future__ import annotations
 

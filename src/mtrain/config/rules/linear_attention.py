@@ -51,8 +51,8 @@ def ranks_share_the_states(run: RunConfig) -> Iterator[Finding]:
         return
     legal = divisors(own.num_key_heads)
     rule = (
-        f"{own.num_key_heads} heads of queries and keys of linear attention do not divide by tp {tp}; tp that divide: "
-        f"{listed(legal)}"
+        f"{own.num_key_heads} heads of queries and keys of linear attention do not divide by tp {tp}; tp that "
+        f"divide: {listed(legal)}"
     )
     fewer: tuple[Change, ...] = tuple({"parallel.tp": n} for n in nearest(tp, legal))
     alone: Change = {"parallel.tp": 1, "parallel.sequence_parallel": False, "parallel.ranks": None}
@@ -136,7 +136,8 @@ def adapters_know_the_projections(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT296",
         "Products in low precision take whole blocks of rows.",
-        example="model=qwen3_next_tiny model.linear_attention.num_value_heads=4 cluster=h100 precision=fp8_tensorwise",
+        example="model=qwen3_next_tiny model.linear_attention.num_value_heads=4 cluster=h100 "
+        "precision=fp8_tensorwise",
     ),
     reads=(
         f"{SECTION}.num_value_heads {SECTION}.num_key_heads {SECTION}.key_head_dim {SECTION}.value_head_dim "
@@ -149,8 +150,8 @@ def projections_have_whole_blocks(run: RunConfig) -> Iterator[Finding]:
     if own is None or run.precision.quantized is None or sum(own.sections) % (LOW_PRECISION_ROWS * tp) == 0:
         return
     rule = (
-        f"the input projection of linear attention has {sum(own.sections)} rows over tp {tp}, with a beta and a decay "
-        f"for each of {own.num_value_heads} heads, and a product in low precision takes {LOW_PRECISION_ROWS} at a time"
+        f"the input projection of linear attention has {sum(own.sections)} rows over tp {tp}, with beta and decay "
+        f"of each of {own.num_value_heads} heads, and products in low precision take {LOW_PRECISION_ROWS} at a time"
     )
     low = {"precision.fp8": None, "precision.fp4": None}
     yield Finding("MT296", f"{SECTION}.num_value_heads", rule, ({f"{SECTION}.num_value_heads": 8 * tp}, low))

@@ -53,7 +53,7 @@ def _decays(g: Graph, r: Rank, own: LinearAttentionConfig) -> None:
 
 
 def _rule(g: Graph, r: Rank, own: LinearAttentionConfig, mixed: Tensor, plain: bool) -> Tensor:
-    """Outputs of heads; the definition in plain torch keeps its inputs alone, and is computed again in the backward."""
+    """Outputs of heads; the definition in plain torch keeps inputs alone, and is computed again in the backward."""
     heads, d, e = own.num_value_heads // r.layout.tp, own.key_head_dim, own.value_head_dim
     size, a, name = r.tokens * heads, r.element, "self_attention.rule"
     each = r.samples * -(-r.length // CHUNK) * heads  # chunks
