@@ -30,7 +30,7 @@ class OutputNorm(Norm):
         self.reset_parameters()
 
 
-class GatedDeltaNet(_GatedDeltaNet):  # type: ignore[misc]
+class GatedDeltaNet(_GatedDeltaNet):
     """Linear attention by the gated delta rule, of this tensor-parallel rank's heads.
 
     `impl` is that of the convolution and of the rule: `reference`, or `auto` for the fastest that takes a call.

@@ -116,6 +116,26 @@ def what_linear_attention_stands_beside(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code(
+        "MT297",
+        "Weights of linear attention are not sharded over data-parallel ranks.",
+        example="model=qwen3_next_tiny parallel=dp2 parallel.fsdp=fsdp2",
+    ),
+    reads=f"{SECTION} parallel.fsdp",
+)
+def states_are_not_fully_sharded(run: RunConfig) -> Iterator[Finding]:
+    """Weights of linear attention are not sharded over data-parallel ranks; their optimizer state may be."""
+    if run.model.linear_attention is None or run.parallel.fsdp == "none":
+        return
+    rule = (
+        f"{run.parallel.fsdp} has not been proven with weights of linear attention; parallel.distributed_optimizer "
+        "shards the state of the optimizer"
+    )
+    off: Change = {"parallel.fsdp": "none", "parallel.fsdp_sharding": None, "parallel.hsdp_replicas": 1}
+    yield Finding("MT297", "parallel.fsdp", rule, (off, {**off, "parallel.distributed_optimizer": True}, NONE))
+
+
+@rule(
+    Code(
         "MT295",
         "Adapters know neither gates of attention nor the projections of linear attention.",
         example="model=qwen3_next_tiny peft=lora",
@@ -162,6 +182,7 @@ RULES = (
     ranks_share_the_states,
     a_state_sees_the_whole_sequence,
     what_linear_attention_stands_beside,
+    states_are_not_fully_sharded,
     adapters_know_the_projections,
     projections_have_whole_blocks,
 )
