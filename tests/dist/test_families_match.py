@@ -65,9 +65,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"ranks": 4, "tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
     ),
     "biased router and shared expert ep2": ({"moe": BIASED}, {"ranks": 2, "ep": 2}),
-    "qwen3 next tp2pp2": ({**NEXT, "moe": MOE}, {"ranks": 4, "tp": 2, "pp": 2}),
+    "qwen3 next tp2pp2": (NEXT, {"ranks": 4, "tp": 2, "pp": 2}),
     "qwen3 next tp4 with fewer keys, sequence parallel": (
-        {**NEXT, "num_query_groups": 2},
+        {**NEXT, "num_query_groups": 2, "moe": MOE},
         {"ranks": 4, "tp": 4, "sequence_parallel": True},
     ),
     "mla tp2": ({"mla": LATENT, "num_query_groups": None, "qk_layernorm": True}, {"ranks": 2, "tp": 2}),

@@ -40,7 +40,7 @@ NEXT = {
 }
 
 CASES: dict[str, dict[str, Any]] = {
-    "tp2pp2 linear attention": {"ranks": 4, "tp": 2, "pp": 2, "model": NEXT},
+    "tp2pp2 linear attention": {"ranks": 4, "tp": 2, "pp": 2, "sequence_parallel": True, "model": NEXT},
     "one rank": {},
     "tp2": {"ranks": 2, "tp": 2},
     "dp2": {"ranks": 2},
