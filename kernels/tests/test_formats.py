@@ -18,6 +18,8 @@ from mtrain_kernels.causal_conv1d import reference as conv_reference
 from mtrain_kernels.cross_entropy import op as cross_entropy
 from mtrain_kernels.cross_entropy import reference as cross_entropy_reference
 from mtrain_kernels.cross_entropy.reference import Terms
+from mtrain_kernels.gated_delta_rule import op as delta
+from mtrain_kernels.gated_delta_rule import reference as delta_reference
 from mtrain_kernels.grouped_gemm import op as grouped_gemm
 from mtrain_kernels.grouped_gemm import reference as grouped_gemm_reference
 from mtrain_kernels.linear_cross_entropy import op as linear_cross_entropy
@@ -174,6 +176,16 @@ CASES: dict[str, Case] = {
         impls=("reference", "triton", "torch"),
     ),
     "causal_conv1d": _of(conv, conv_reference, "causal_conv1d", {"x": (2, 4, ROWS), "weight": (4, 4), "bias": (4,)}),
+    "gated_delta_rule": _of(
+        delta,
+        delta_reference,
+        "gated_delta_rule",
+        {"q": (1, ROWS, 2, 4), "k": (1, ROWS, 2, 4), "v": (1, ROWS, 2, 4), "beta": (1, ROWS, 2)},
+        fixed={"g": -torch.linspace(0.5, 2.0, 2 * ROWS).view(1, ROWS, 2)},
+        scale={"beta": 0.3},
+        options={"l2norm": True},
+        impls=("reference",),
+    ),
     "ssd": _of(
         ssd,
         ssd_reference,

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from mtrain.config.linear_attention import LinearAttentionConfig
 from mtrain.config.model import MLAConfig, MoEConfig
 from mtrain.plan.count import parameters
 from tests.support.covering import some
@@ -22,6 +23,13 @@ BIASED = MoEConfig(
     router_load_balancing_type="none",
 )
 LATENT = MLAConfig(q_lora_rank=32, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=16)
+NEXT: dict[str, Any] = {
+    "linear_attention": LinearAttentionConfig(
+        freq=2, num_key_heads=4, num_value_heads=8, key_head_dim=8, value_head_dim=16
+    ),
+    **{"attention_output_gate": True, "qk_layernorm": True, "layernorm_zero_centered_gamma": True},
+    **{"rotary_percent": 0.5, "kv_channels": 16},
+}
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt tp2pp2 sequence parallel": (
@@ -57,15 +65,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"ranks": 4, "tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
     ),
     "biased router and shared expert ep2": ({"moe": BIASED}, {"ranks": 2, "ep": 2}),
+    "qwen3 next tp2pp2": (NEXT, {"ranks": 4, "tp": 2, "pp": 2}),
+    "qwen3 next tp4 with fewer keys, sequence parallel": (
+        {**NEXT, "num_query_groups": 2, "moe": MOE},
+        {"ranks": 4, "tp": 4, "sequence_parallel": True},
+    ),
     "mla tp2": ({"mla": LATENT, "num_query_groups": None, "qk_layernorm": True}, {"ranks": 2, "tp": 2}),
 }
+ALWAYS = ["gemma 3 tied tp2pp2", "moe tp2ep2 with whole experts", "mla tp2", "qwen3 next tp2pp2"]
 
 
 def _train(run: object, folder: Path) -> list[tuple[float, float]]:
     return train_steps(run, STEPS, save_to=folder)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", some(CASES, ["gemma 3 tied tp2pp2", "moe tp2ep2 with whole experts", "mla tp2"]))
+@pytest.mark.parametrize("name", some(CASES, ALWAYS))
 def test_a_family_trains_sharded_as_on_one_rank(name: str, tmp_path: Path) -> None:
     model, layout = CASES[name]
     whole, sharded = tiny_run(model=model), tiny_run(model=model, **layout)

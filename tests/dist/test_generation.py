@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mtrain.config.linear_attention import LinearAttentionConfig
 from mtrain.config.model import MLAConfig, MoEConfig
 from mtrain.train.request import Sampling
 from tests.support.covering import some
@@ -18,6 +19,12 @@ from tests.support.runs import tiny_run
 LATENT = {"mla": MLAConfig(q_lora_rank=32, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=16)}
 EXPERTS = {"moe": MoEConfig(num_experts=4, ffn_hidden_size=64)}
 LEARNED = {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}
+NEXT = {
+    "linear_attention": LinearAttentionConfig(
+        freq=2, num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=8
+    ),
+    "attention_output_gate": True,
+}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grouped queries": ({}, {}),
     "latent": ({**LATENT, "num_query_groups": None}, {}),
@@ -33,6 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**LATENT, "num_query_groups": None},
         {"ranks": 2, "tp": 2, "sequence_parallel": True},
     ),
+    "linear attention pp2vpp2": (NEXT, {"ranks": 2, "pp": 2, "vpp": 2}),
     "pp2": ({}, {"ranks": 2, "pp": 2}),
     "pp2vpp2": ({}, {"ranks": 2, "pp": 2, "vpp": 2}),
     "ep2": (EXPERTS, {"ranks": 2, "ep": 2}),
@@ -76,7 +84,11 @@ def _alone_without_a_cache(run: Any, sampling: Sampling) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "name", some(CASES, ["latent tp2 sequence parallel", "sinks and every other layer windowed"])
+    "name",
+    some(
+        CASES,
+        ["latent tp2 sequence parallel", "sinks and every other layer windowed", "linear attention pp2vpp2"],
+    ),
 )
 def test_the_cache_changes_no_token_of_prompts_of_unlike_lengths(name: str) -> None:
     model, layout = CASES[name]

@@ -20,6 +20,7 @@ BIG = Machine(cpu_cores=64, memory_bytes=1 << 40)
 BASE = "data=mock data.seq_length=64 trainer.global_batch_size=8 trainer.micro_batch_size=2"
 NARROW = "model.hidden_size=96 model.ffn_hidden_size=192 model.vocab_size=1000 model.num_attention_heads=4"
 SHORT = "model.num_layers=2"
+HALF = f"{SHORT} model.linear_attention.freq=2"
 KEPT = {
     "llama": f"parallel=single {SHORT}",
     "llama bf16": f"parallel=single {SHORT} precision=bf16",
@@ -86,6 +87,13 @@ KEPT = {
     "model.moe.shared_expert_gate=true model.moe.z_loss_coeff=0.001",
     "mixtral weighed inputs": f"model=mixtral_tiny parallel=single {SHORT} model.moe.router_topk=1 "
     "model.moe.apply_probs_on_input=true model.moe.router_pre_softmax=true",
+    "next": f"model=qwen3_next_tiny parallel=single {HALF}",
+    "next bf16": f"model=qwen3_next_tiny parallel=single {HALF} precision=bf16",
+    "next tp sp": f"model=qwen3_next_tiny parallel=tp2sp {HALF}",
+    "next tp bf16 packed": f"model=qwen3_next_tiny parallel=tp2 {HALF} precision=bf16 data.packed=true",
+    "next pp": "model=qwen3_next_tiny parallel=pp2ep2 trainer.micro_batch_size=1",
+    "next full": f"model=qwen3_next_tiny parallel=single {HALF} data.seq_length=256 "
+    "parallel.recompute.granularity=full",
     "no positions": f"parallel=single {SHORT} model.position_embedding_type=none precision=bf16",
     "t5 bf16 tp": f"model=t5_tiny parallel=tp2 {SHORT} precision=bf16",
     "llava": f"model=llava_tiny parallel=single {SHORT}",
@@ -132,8 +140,10 @@ KEPT |= {
     "dora bias": f"model=gpt2 parallel=tp2sp {SHORT} {NARROW} {DORA}",
     "dora latent": f"model=deepseek_tiny parallel=tp2sp {SHORT} {DORA} peft.target=[qkv,proj,fc1]",
 }
-QUICK = ["llama tp sp", "mixtral ep bf16", "deepseek selective", "gemma"]
+QUICK = ["llama tp sp", "mixtral ep bf16", "deepseek selective", "gemma", "next tp sp"]
 STATES = {
+    "next": f"model=qwen3_next_tiny parallel=tp2pp2 {SHORT} precision=bf16 parallel.ranks=8 "
+    "parallel.distributed_optimizer=true",
     "llama tp": f"parallel=tp2 {SHORT}",
     "deepseek": "model=deepseek_tiny parallel=pp2ep2 parallel.distributed_optimizer=true precision=bf16 "
     "trainer.micro_batch_size=1 parallel.ranks=4",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from mtrain.config.linear_attention import LinearAttentionConfig
 from mtrain.config.model import MoEConfig
 from tests.support.covering import some
 from tests.support.forked import run_ranks
@@ -30,7 +31,16 @@ EXPERTS = {"moe": MoEConfig(num_experts=4, ffn_hidden_size=64)}
 DROPS: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 NOISY = MoEConfig(num_experts=4, ffn_hidden_size=64, input_jitter_eps=0.1)
 
+NEXT = {
+    "linear_attention": LinearAttentionConfig(
+        freq=2, num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=8
+    ),
+    "attention_output_gate": True,
+    **EXPERTS,
+}
+
 CASES: dict[str, dict[str, Any]] = {
+    "tp2pp2 linear attention": {"ranks": 4, "tp": 2, "pp": 2, "sequence_parallel": True, "model": NEXT},
     "one rank": {},
     "tp2": {"ranks": 2, "tp": 2},
     "dp2": {"ranks": 2},

@@ -209,6 +209,24 @@ def _qwen2_moe(r: Random) -> Values:
     return {**values, "rope_parameters": _rotary(r, width=_head(values))}
 
 
+def _qwen3_next(r: Random) -> Values:
+    values, keys = _qwen3_moe(r), r.choice([1, 2, 3])
+    for key in ("sliding_window", "use_sliding_window"):
+        values.pop(key, None)
+    values |= {
+        "shared_expert_intermediate_size": r.choice([24, 40]),
+        "head_dim": 16,
+        "rope_parameters": _rotary(r, width=16, partial=True),
+        "full_attention_interval": r.choice([2, 3, 4]),
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": keys * r.choice([1, 2, 3]),
+        "linear_key_head_dim": r.choice([8, 20]),
+        "linear_value_head_dim": r.choice([8, 12]),
+        "linear_conv_kernel_dim": r.choice([1, 2, 4]),
+    }
+    return values
+
+
 def _gpt_oss(r: Random) -> Values:
     values = {**_llama(r), "num_local_experts": r.choice([4, 5]), "num_experts_per_tok": r.randint(2, 3)}
     del values["hidden_act"]
@@ -357,6 +375,7 @@ FAMILIES: dict[str, Callable[[Random], Values]] = {
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "qwen2_moe": _qwen2_moe,
+    "qwen3_next": _qwen3_next,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "olmo2": _olmo2,

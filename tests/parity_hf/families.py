@@ -84,6 +84,18 @@ MOE: dict[str, Any] = {**SIZES, "num_experts_per_tok": 2, "router_aux_loss_coef"
 QWEN_MOE: dict[str, Any] = {**MOE, "num_experts": 6, "moe_intermediate_size": 32, "head_dim": 24}
 QWEN2_MOE: dict[str, Any] = {**MOE, "num_experts": 6, "moe_intermediate_size": 32}
 QWEN2_MOE["shared_expert_intermediate_size"] = 40
+QWEN3_NEXT: dict[str, Any] = {
+    **QWEN2_MOE,
+    "num_hidden_layers": 3,
+    "full_attention_interval": 3,
+    "head_dim": 24,
+    "norm_topk_prob": True,
+    "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
 GPT_OSS: dict[str, Any] = {**MOE, "num_local_experts": 4, "head_dim": 24, "rope_parameters": ROPE}
 V3: dict[str, Any] = {**LATENT, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
 V2: dict[str, Any] = {**LATENT, "norm_topk_prob": False}
@@ -211,6 +223,16 @@ CASES: dict[str, Case] = {
         "olmo2", {**SIZES, "tie_word_embeddings": True, "rope_parameters": {**ROPE, "rope_theta": 500000.0}}
     ),
     "qwen2 moe": Case("qwen2_moe", {**QWEN2_MOE, "norm_topk_prob": False}),
+    "qwen3 next": Case("qwen3_next", QWEN3_NEXT),
+    "qwen3 next, dense, whose last layer is linear, over several chunks": Case(
+        "qwen3_next",
+        {
+            **{**QWEN3_NEXT, "mlp_only_layers": [0, 1, 2], "full_attention_interval": 2, "attention_bias": True},
+            **{"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3},
+            **{"max_position_embeddings": 160, "rope_parameters": ROPE, "tie_word_embeddings": True},
+        },
+        length=150,
+    ),
     "gpt oss beyond its window": Case("gpt_oss", {**GPT_OSS, "sliding_window": 6, "swiglu_limit": 1.0}),
     "gpt oss with its own yarn": Case("gpt_oss", {**GPT_OSS, "rope_parameters": None}),
     "qwen3 moe": Case("qwen3_moe", {**QWEN_MOE, "norm_topk_prob": True}),
@@ -296,6 +318,11 @@ REFUSED: dict[str, tuple[Case, str]] = {
     ),
     "mixtral with noise": (Case("mixtral", {**MOE, "router_jitter_noise": 0.1}), "router_jitter_noise"),
     "qwen3 moe with a dense layer": (Case("qwen3_moe", {**QWEN_MOE, "mlp_only_layers": [1]}), "mlp_only_layers"),
+    "qwen3 next with softmax attention where no pattern has it": (
+        Case("qwen3_next", {**QWEN3_NEXT, "layer_types": ["full_attention", "linear_attention", "full_attention"]}),
+        "layer_types",
+    ),
+    "qwen3 next with a gate of gelu": (Case("qwen3_next", {**QWEN3_NEXT, "hidden_act": "gelu"}), "hidden_act"),
     "deepseek v3 with unnormalised scores": (Case("deepseek_v3", {**V3, "norm_topk_prob": False}), "norm_topk_prob"),
     "deepseek v3 with one expert": (Case("deepseek_v3", {**V3, "num_experts_per_tok": 1}), "num_experts_per_tok"),
     "deepseek v3 with rotary halves": (Case("deepseek_v3", {**V3, "rope_interleave": False}), "rope_interleave"),

@@ -25,6 +25,9 @@ TOLERANCES = {
     "gradient norm": 1e-5,
     "weights after the steps": 1e-3,  # of the update: Adam divides what is small by what is small
 }
+ROUNDING = {"qwen3_next": 10.0}
+"""Times the tolerances: transformers' own two forms of the gated delta rule are a few 1e-6 of the logits apart,
+because the first outputs of a head are small, and normed."""
 NEEDED = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"}
 NEEDED |= {"max_position_embeddings", "n_layer", "n_embd", "n_head", "n_positions"}
 """Without one of these a file is refused."""
@@ -32,11 +35,11 @@ DRAWN = int(os.environ.get("PARITY_CASES", "1"))
 """Random configurations of each family."""
 
 
-def assert_agrees(result: Result) -> None:
+def assert_agrees(result: Result, rounding: float = 1.0) -> None:
     assert not result.refused
     assert not result.problems
     assert result.errors.keys() | {"gradient of padding"} == TOLERANCES.keys()
-    apart = {q: found for q, found in result.errors.items() if not found[0] <= TOLERANCES[q]}
+    apart = {q: found for q, found in result.errors.items() if not found[0] <= rounding * TOLERANCES[q]}
     assert not apart
     ours, expected = result.text
     assert ours == expected
@@ -49,6 +52,7 @@ ALWAYS = (
     "gemma 2",
     "olmo 2 with grouped queries, tied",
     "qwen2 moe",
+    "qwen3 next",
     "gpt oss beyond its window",
     "deepseek v3",
     "gpt2 with exact gelu, untied, narrow",
@@ -59,7 +63,7 @@ ALWAYS = (
 
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
 def test_a_family_computes_what_transformers_computes(name: str) -> None:
-    assert_agrees(run_ranks(1, compare, CASES[name])[0])
+    assert_agrees(run_ranks(1, compare, CASES[name])[0], ROUNDING.get(CASES[name].kind, 1.0))
 
 
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
@@ -82,7 +86,7 @@ def test_a_random_configuration_agrees_or_the_import_names_the_key(kind: str, se
     elif result.problems:
         assert all(" model." in problem for problem in result.problems)
     else:
-        assert_agrees(result)
+        assert_agrees(result, ROUNDING.get(kind, 1.0))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -111,9 +115,10 @@ def test_bf16_is_as_near_to_fp32_as_transformers_bf16(name: str) -> None:
 
 
 def test_every_family_has_a_case_and_random_configurations() -> None:
-    from mtrain.recipes.hf_families import FAMILIES as IMPORTED
+    from mtrain.recipes.hf_kinds import KINDS
 
-    assert {case.kind for case in CASES.values()} == FAMILIES.keys() == TABLES.keys() == IMPORTED.keys()
+    known = {name for name, kind in KINDS.items() if kind.family == "gpt"}
+    assert {case.kind for case in CASES.values()} == FAMILIES.keys() == TABLES.keys() == known
 
 
 def test_a_wrong_weight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def model(config: Any, seed: int) -> Any:
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     made = AutoModelForCausalLM.from_config(config, **plain).float().train()
     made.get_input_embeddings().padding_idx = None  # that id has a gradient too: nothing here is padding
-    kept_from_1 = config.model_type.startswith("gemma")  # a norm's weight is its distance from 1
+    from_1 = config.model_type.startswith(("gemma", "qwen3_next"))  # a norm's weight is its distance from 1
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in tensors(made).items():
@@ -48,6 +48,7 @@ def model(config: Any, seed: int) -> Any:
                 transposed = config.model_type == "gpt2" or (config.model_type == "gpt_oss" and tensor.ndim > 2)
                 tensor.copy_(noise / tensor.shape[-2 if transposed else -1] ** 0.5)
             else:
+                kept_from_1 = from_1 and "linear_attn." not in name
                 scale = ("norm" in name or "ln_" in name) and "bias" not in name and not kept_from_1
                 tensor.copy_(0.2 * noise + float(scale))
     return made
@@ -90,7 +91,7 @@ def loss(made: Any, tokens: Tensor, labels: Tensor) -> Loss:
     return Loss(out.logits, each, balance)
 
 
-BALANCED = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
+BALANCED = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "gpt_oss")
 """Whose own loss has a term for the balance of experts."""
 
 

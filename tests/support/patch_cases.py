@@ -24,7 +24,7 @@ from mtrain import mcore
 from mtrain.config.precision import PrecisionConfig
 from mtrain.devices import registry
 from mtrain.mcore import import_core
-from tests.support import tiny
+from tests.support import tiny, tiny_linear
 from tests.support.engine import import_engine
 from tests.support.forked import RankFailed, run_alone, run_ranks
 from tests.support.runs import tiny_run, train_steps
@@ -358,6 +358,13 @@ CASES: dict[str, Case] = {
         lambda: _trains_as_without(ranks=2, dtype="fp16", **MEGATRON), "AttributeError: 'NoneType'", ranks=2
     ),
     "torch-norm": Case(_default_norm, "AssertionError: sequence parallel not supported", ranks=2),
+    "gated-delta-without-fla": Case(lambda: _train(**tiny_linear.SIZES), "ImportError: FLA is not installed"),
+    "gated-delta-norm": Case(tiny_linear.output_norm, "the gradient of one rank's heads", ranks=2),
+    "attention-gate": Case(
+        lambda: _train({"tp": 2}, attention_output_gate=True, num_query_groups=1),
+        "RuntimeError: (shape|view size)",
+        ranks=2,
+    ),
     "rng-remark": Case(_rng_remark, "CPU RNG state changed"),
 }
 

@@ -26,6 +26,13 @@ def test_llama3_8b_has_its_published_parameters() -> None:
     assert count.parameters(LLAMA3_8B) == 8_030_261_248
 
 
+def test_qwen3_next_80b_has_the_parameters_of_transformers_default_configuration() -> None:
+    model = compose(["model=qwen3_next_80b_a3b"]).run.model
+    # of Qwen3NextForCausalLM(Qwen3NextConfig()) on the meta device
+    assert count.parameters(model) == 79_674_391_296
+    assert model.softmax_layers == 12
+
+
 @pytest.mark.parametrize(("causal", "gflops"), [(True, 51.5), (False, 57.9)])
 def test_llama3_8b_costs_its_published_operations_at_8192_tokens(causal: bool, gflops: float) -> None:
     assert count.flops_per_token(LLAMA3_8B, 8192, causal=causal) / 1e9 == pytest.approx(gflops, abs=0.06)

@@ -40,7 +40,7 @@ class Muon(FusedAdam):
         ns_dtype: torch.dtype = torch.bfloat16,
         scale_mode: str = "spectral",
         extra_scale_factor: float = 1.0,
-        qkv_rows: tuple[int, int, int] | None = None,
+        qkv_rows: tuple[int, ...] | None = None,
         **adam: Any,
     ) -> None:
         if scale_mode not in SCALES or num_ns_steps < 1 or not 0 <= momentum < 1:
@@ -90,11 +90,11 @@ class Muon(FusedAdam):
             param.detach().mul_(1 - group["lr"] * group["weight_decay"])
             param.detach().add_(update, alpha=-group["lr"])
 
-    def _rows(self, group: dict[str, Any]) -> tuple[int, int, int] | None:
+    def _rows(self, group: dict[str, Any]) -> tuple[int, ...] | None:
         """Rows of queries, keys and values of a group of heads; None where a matrix is one."""
         return group.get("qkv_rows", self.qkv_rows) if self.qkv_rows and group["matrix"] == "qkv" else None
 
-    def _orthogonal(self, matrices: Sequence[Tensor], qkv_rows: tuple[int, int, int] | None) -> list[Tensor]:
+    def _orthogonal(self, matrices: Sequence[Tensor], qkv_rows: tuple[int, ...] | None) -> list[Tensor]:
         """Each of them; those of one shape together."""
         alike: dict[tuple[object, ...], list[int]] = {}
         for place, matrix in enumerate(matrices):
@@ -107,7 +107,7 @@ class Muon(FusedAdam):
                 out |= zip(some, self._stacked(torch.stack([matrices[i] for i in some]), qkv_rows), strict=True)
         return [out[place] for place in range(len(matrices))]
 
-    def _stacked(self, matrices: Tensor, qkv_rows: tuple[int, int, int] | None) -> Tensor:
+    def _stacked(self, matrices: Tensor, qkv_rows: tuple[int, ...] | None) -> Tensor:
         """Of matrices [number, rows, columns]."""
         if qkv_rows is None:
             return self._scaled(matrices)

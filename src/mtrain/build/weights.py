@@ -58,7 +58,8 @@ def initialize(chunks: list[Any], seed: int) -> None:
     """Fill every marked parameter of this rank's model chunks from `seed`.
 
     `mtrain_init_scale` of a parameter gives a factor for each of its rows, from their numbers in the whole tensor;
-    `mtrain_init_bound` marks one as uniform between the bound and its negative.
+    `mtrain_init_bound` marks one as uniform between the bound and its negative, `mtrain_init_log_of` as the logarithm
+    of what is uniform between two bounds.
     Unmarked parameters (norms, biases, router biases) keep the constants that their modules gave them.
 
     Raises:
@@ -66,11 +67,15 @@ def initialize(chunks: list[Any], seed: int) -> None:
     """
     for shard in model_shards(chunks, trainable=True):
         assert shard.param is not None
-        std, bound = (getattr(shard.param, f"mtrain_init_{what}", None) for what in ("std", "bound"))
+        std, bound, log_of = (
+            getattr(shard.param, f"mtrain_init_{what}", None) for what in ("std", "bound", "log_of")
+        )
         if std is not None:
             _fill(shard, partial(_normal, std), seed)
         elif bound is not None:
-            _fill(shard, partial(_uniform, bound), seed)
+            _fill(shard, partial(_uniform, -bound, bound), seed)
+        elif log_of is not None:
+            _fill(shard, partial(_log_uniform, *log_of), seed)
         elif len(shard.shape) - shard.lead > 1 and not (shard.tensor == shard.tensor.flatten()[0]).all():
             raise RuntimeError(f"{shard.weight} was initialised by something that mtrain does not control")
     make_main_weights(chunks)
@@ -80,8 +85,12 @@ def _normal(std: float, drawn: torch.Tensor, generator: torch.Generator) -> None
     drawn.normal_(0.0, std, generator=generator)
 
 
-def _uniform(bound: float, drawn: torch.Tensor, generator: torch.Generator) -> None:
-    drawn.uniform_(-bound, bound, generator=generator)
+def _uniform(low: float, high: float, drawn: torch.Tensor, generator: torch.Generator) -> None:
+    drawn.uniform_(low, high, generator=generator)
+
+
+def _log_uniform(low: float, high: float, drawn: torch.Tensor, generator: torch.Generator) -> None:
+    drawn.uniform_(low, high, generator=generator).log_()
 
 
 @torch.no_grad()

@@ -106,6 +106,10 @@ def _require_names(run: RunConfig) -> None:
         raise ConfigError(
             [Problem("MT503", "model.family", family, rule, "convert import or export, without --megatron")]
         )
+    if run.model.linear_attention is not None:
+        rule = "Megatron-LM keeps norms of linear attention less 1 and projections in sections: neither is converted"
+        fix = "convert import or export, without --megatron"
+        raise ConfigError([Problem("MT503", "model.linear_attention", None, rule, fix)])
 
 
 def of_megatron(paths: list[Path]) -> list[Any]:

@@ -26,7 +26,12 @@ Get = Callable[[RunConfig], Any]
 Table = Mapping[str, Get]
 LEFT_OUT = object()
 """Stands for no value: megatron-core's default stays."""
-_OWNERS = {"model.moe.": "moe.", "model.mla.": "mla.", **{f"optim.{name}.": f"{name}." for name in OPTIMIZERS}}
+_OWNERS = {
+    "model.moe.": "moe.",
+    "model.mla.": "mla.",
+    "model.linear_attention.": "linear.",
+    **{f"optim.{name}.": f"{name}." for name in OPTIMIZERS},
+}
 """Sections whose keys feed fields that are only there with them."""
 
 
@@ -147,6 +152,12 @@ MLA_FIELDS: dict[str, Get] = {
 }
 """And with MLA, whose class is MLATransformerConfig."""
 
+LINEAR_FIELDS: dict[str, Get] = {
+    **_fed("linear."),
+    "experimental_attention_variant": lambda r: "gated_delta_net",
+}
+"""And where some layers are gated delta nets."""
+
 GPT_FIELDS: dict[str, Get] = {
     **_fed("gpt."),
     "vocab_size": lambda r: r.model.padded_vocab_size,
@@ -248,6 +259,8 @@ def transformer_values(run: RunConfig) -> dict[str, Any]:
     if run.model.mla is not None:
         out |= values(MLA_FIELDS, run)
         del out["num_query_groups"]
+    if run.model.linear_attention is not None:
+        out |= values(LINEAR_FIELDS, run)
     return out
 
 
@@ -268,6 +281,7 @@ def feeds(run: RunConfig) -> dict[str, list[str]]:
         ("OptimizerParamScheduler", SCHEDULE_FIELDS),
         (config, MOE_FIELDS if run.model.moe is not None else {}),
         (config, MLA_FIELDS if run.model.mla is not None else {}),
+        (config, LINEAR_FIELDS if run.model.linear_attention is not None else {}),
     ):
         for name, get in table.items():
             for key in sorted(_keys_read(get, run)):

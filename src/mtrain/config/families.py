@@ -48,9 +48,10 @@ _BERT_MODEL = (
                 None,
                 "num_query_groups kv_channels moe mla mtp_num_layers rope_scaling rope_scaling_factor window_size",
             ),
+            (None, "linear_attention"),
             (None, "softmax_scale attn_logit_softcapping final_logit_softcapping"),
             (False, "parallel_residual add_qkv_bias qk_layernorm qk_l2_norm scale_embedding"),
-            (False, "layernorm_zero_centered_gamma"),
+            (False, "layernorm_zero_centered_gamma attention_output_gate"),
             ("vanilla", "softmax_type"),
         )
         for key in keys.split()
@@ -83,6 +84,8 @@ _T5_MODEL = (
             (False, "parallel_residual add_bias_linear add_qkv_bias add_proj_bias add_mlp_bias"),
             (False, "qk_layernorm qk_l2_norm scale_embedding"),
             (None, "num_query_groups moe mla mtp_num_layers rope_scaling rope_scaling_factor window_size"),
+            (None, "linear_attention"),
+            (False, "attention_output_gate"),
             (None, "attn_logit_softcapping final_logit_softcapping"),
         )
         for key in keys.split()
@@ -113,6 +116,8 @@ _LLAVA = (
     _WHOLE_MODEL,
     Only("model.moe", (None,), f"{_LLAMA}, without experts"),
     Only("model.mla", (None,), f"{_LLAMA}, without MLA"),
+    Only("model.linear_attention", (None,), f"{_LLAMA}, with softmax attention"),
+    Only("model.attention_output_gate", (False,), f"{_LLAMA}, whose attention has no gate"),
     Only("model.mtp_num_layers", (None,), "MTP layers embed tokens by themselves, and know no images"),
     Only("model.scale_embedding", (False,), f"{_LLAMA}; the scale would not be that of patch features"),
     Only("model.position_embedding_type", ("rope",), f"{_LLAMA}, whose positions are rotary"),

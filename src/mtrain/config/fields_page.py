@@ -10,6 +10,7 @@ from mtrain.config.describe import default_of, example_section, groups, meaning,
 from mtrain.config.experts import MoEConfig
 from mtrain.config.field_versions import FIELD_VERSIONS
 from mtrain.config.keys import schema_keys
+from mtrain.config.linear_attention import LinearAttentionConfig
 from mtrain.config.mla import MLAConfig
 from mtrain.config.model import ModelConfig
 from mtrain.config.run import RunConfig
@@ -23,9 +24,10 @@ Then every field of megatron-core's configurations that no key feeds, and why.
 
 
 def fed() -> dict[str, list[str]]:
-    """Key -> the fields it feeds, for a model with experts and for one with MLA together."""
+    """Key -> the fields it feeds, for a model with experts and linear attention and for one with MLA together."""
     experts = MoEConfig(num_experts=2, ffn_hidden_size=64)
     plain = ModelConfig.model_validate({**example_section(ModelConfig), "moe": experts})
+    plain = plain.model_copy(update={"linear_attention": LinearAttentionConfig()})
     out: dict[str, list[str]] = {}
     for latent in (None, MLAConfig(rope_type="yarn")):
         model = plain.model_copy(update={"mla": latent})

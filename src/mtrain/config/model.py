@@ -20,6 +20,7 @@ from mtrain.config.base import (
 )
 from mtrain.config.bert import BertConfig
 from mtrain.config.experts import MoEConfig
+from mtrain.config.linear_attention import LinearAttentionConfig
 from mtrain.config.llava import LlavaConfig
 from mtrain.config.mla import MLAConfig
 from mtrain.config.rope import RopeScalingConfig
@@ -239,6 +240,11 @@ class ModelConfig(Section):
     ] = "vanilla"
     """Attention sinks: what stands beside the keys in the softmax of each head; off-by-one: a logit of 0, learnable:
     a weight."""
+    attention_output_gate: Annotated[
+        bool, Key(feeds="attention_output_gate", when="model.mla=null", flag="--attention-output-gate")
+    ] = False
+    """What attention gives is multiplied with the sigmoid of a gate, which a wider query projection makes
+    (Qwen3-Next)."""
     mtp_num_layers: Annotated[Width | None, Key(feeds="mtp_num_layers", flag=Flag("--mtp-num-layers", none=(0,)))] = (
         None
     )
@@ -303,6 +309,8 @@ class ModelConfig(Section):
     """Mixture of experts; null: dense."""
     mla: MLAConfig | None = None
     """Multi-head latent attention (MLA); null: standard attention."""
+    linear_attention: LinearAttentionConfig | None = None
+    """Layers that are gated delta nets; null: every layer has softmax attention."""
     bert: BertConfig | None = None
     """What the family bert has beside its layers; null: another family."""
     t5: T5Config | None = None
@@ -340,6 +348,15 @@ class ModelConfig(Section):
     def query_groups(self) -> int:
         """Key/value heads."""
         return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def softmax_layers(self) -> int:
+        """Layers with softmax attention."""
+        return sum(not self.is_linear(index) for index in range(self.num_layers))
+
+    def is_linear(self, index: int) -> bool:
+        """Whether layer `index` (from 0) is a gated delta net."""
+        return self.linear_attention is not None and (index + 1) % self.linear_attention.freq != 0
 
     @property
     def padded_vocab_size(self) -> int:

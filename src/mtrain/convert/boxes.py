@@ -143,8 +143,11 @@ def _place(model: ModelConfig, name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _numbered(model: ModelConfig, name: str) -> bool:
-    """Whether layers are counted in the name of a weight: those of a decoder with experts, and of MTP."""
-    return name.startswith("mtp.") or (model.moe is not None and name.startswith("decoder."))
+    """Whether layers are counted in the name of a weight: those of MTP, and of a decoder with experts or with linear
+    attention.
+    """
+    unlike = model.moe is not None or model.linear_attention is not None
+    return name.startswith("mtp.") or (unlike and name.startswith("decoder."))
 
 
 def _box(key: str, numbers: tuple[int, ...], ends: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]) -> Box:

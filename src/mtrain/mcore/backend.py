@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -28,6 +29,7 @@ from mtrain.mcore import api
 from mtrain.mcore.attention import CoreAttention
 from mtrain.mcore.cache import CachedSelfAttention
 from mtrain.mcore.decoder_layer import DecoderLayer, DecoderLayerSubmodules
+from mtrain.mcore.gated_delta_net import GatedDeltaNet, OutputNorm
 from mtrain.mcore.layers import (
     Activation,
     ColumnGroupedLinear,
@@ -59,6 +61,7 @@ class Parts:
     rotary_base_local: float | None = None
     add_proj_bias: bool = False
     add_mlp_bias: bool = False
+    linear_attention: Any = None
     attn_mask: str = "causal"
     """Which keys a token sees, as megatron-core's AttnMaskType calls it; no key says so, the family does."""
 
@@ -186,8 +189,8 @@ def layer_spec(config: Any, provider: Provider, *, vp_stage: int | None = None, 
 
     Goes to `GPTModel(transformer_layer_spec=...)`. Covers grouped-query attention and MLA.
     """
-    kinds = _moe_pattern(config)
-    specs = {moe: one_layer_spec(config, provider, moe=moe) for moe in set(kinds)}
+    kinds = list(zip(_moe_pattern(config), _linear_pattern(config), strict=True))
+    specs = {kind: one_layer_spec(config, provider, moe=kind[0], linear=kind[1]) for kind in set(kinds)}
     if config.pipeline_model_parallel_layout is not None:
         built = config.pipeline_model_parallel_layout.get_layer_id_list(
             layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank
@@ -211,15 +214,17 @@ def mtp_spec(config: Any, provider: Provider, *, vp_stage: int | None = None, pp
     )
 
 
-def one_layer_spec(config: Any, provider: Provider, *, moe: bool) -> Any:
-    """One transformer layer; `moe` tells whether its MLP is a mixture of experts."""
-    spec = _one_after_the_other(config, provider, moe)
+def one_layer_spec(config: Any, provider: Provider, *, moe: bool, linear: bool = False) -> Any:
+    """One transformer layer; `moe` tells whether its MLP is a mixture of experts, `linear` whether its attention is a
+    gated delta net.
+    """
+    spec = _one_after_the_other(config, provider, moe, linear)
     if getattr(config, "parallel_residual", False):
         spec.module = SIDE_BY_SIDE[spec.module]
     return spec
 
 
-def _one_after_the_other(config: Any, provider: Provider, moe: bool) -> Any:
+def _one_after_the_other(config: Any, provider: Provider, moe: bool, linear: bool) -> Any:
     experts = config.num_moe_experts if moe else None
     if provider.all_te:
         return api.get_gpt_layer_with_transformer_engine_spec(
@@ -233,7 +238,8 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool) -> Any:
     norm, place = provider.layer_norm(_is_rms(config)), provider.parts.norm_placement
     before = IdentityOp if place in ("post", "post_residual") else norm
     behind = IdentityOp if place == "pre" else norm
-    attention = _mla(config, provider) if config.multi_latent_attention else _self_attention(config, provider)
+    attend = _gated_delta_net if linear else _mla if config.multi_latent_attention else _self_attention
+    attention = attend(config, provider)
     mlp = api.get_mlp_module_spec_for_backend(
         backend=provider,
         num_experts=experts,
@@ -259,7 +265,7 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool) -> Any:
     if not config.multi_latent_attention:
         # weights are kept under the names of TransformerEngine's fused norm and linear layer
         layer.sharded_state_dict_keys_map = {
-            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+            "input_layernorm.": f"self_attention.{'in_proj' if linear else 'linear_qkv'}.layer_norm_",
             "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
         }
     return api.ModuleSpec(module=DecoderLayer, submodules=layer)
@@ -282,6 +288,18 @@ def _self_attention(config: Any, provider: Provider) -> Any:
             linear_proj=with_bias(projection) if provider.parts.add_proj_bias else projection,
             q_layernorm=queries,
             k_layernorm=keys,
+        ),
+    )
+
+
+def _gated_delta_net(config: Any, provider: Provider) -> Any:
+    attention, norm = provider.kernels["attention"], provider.kernels["norm"]
+    return api.ModuleSpec(
+        module=chosen(GatedDeltaNet, "reference" if attention == "reference" else "auto"),
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=provider.column_parallel_linear(),
+            out_norm=chosen(OutputNorm, "auto" if norm == "te" else norm),
+            out_proj=provider.row_parallel_linear(),
         ),
     )
 
@@ -337,3 +355,9 @@ def _moe_pattern(config: Any) -> list[bool]:
     if len(every) != config.num_layers or not set(every) <= {0, 1}:
         raise ValueError(f"moe_layer_freq {every} must be {config.num_layers} times 0 or 1")
     return [bool(moe) for moe in every]
+
+
+def _linear_pattern(config: Any) -> list[bool]:
+    """Whether each of the model's layers is a gated delta net."""
+    every = config.linear_attention_freq if config.experimental_attention_variant == "gated_delta_net" else None
+    return [every is not None and (i + 1) % every != 0 for i in range(config.num_layers)]

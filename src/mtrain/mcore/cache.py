@@ -15,13 +15,15 @@ class Cache(StaticInferenceContext):
     """The cache of `rows` sequences of at most `length` tokens, all of them read up to the same token.
 
     Each attention layer keeps its keys and values in it: [length, rows, key heads of this rank, head size], MLA those
-    that it makes of the compressed ones. `last_only`: what is read has no padding, so that logits are made of the
+    that it makes of the compressed ones. A layer of linear attention keeps a state in `states`, by its number and the
+    tokens that were read. `last_only`: what is read has no padding, so that logits are made of the
     last token alone.
     """
 
     def __init__(self, rows: int, length: int, *, last_only: bool) -> None:
         super().__init__(max_batch_size=rows, max_sequence_length=length)
         self.materialize_only_last_token_logits = last_only
+        self.states: dict[tuple[int, int], Any] = {}
 
     @property
     def read(self) -> int:

@@ -14,7 +14,7 @@ from typing import Literal
 from mtrain.config import engine
 from mtrain.config.engine import EVERY, UNTIL_0_16, Release, Versions
 from mtrain.devices.base import Device
-from mtrain.mcore import patching, patching_shards
+from mtrain.mcore import patching, patching_linear, patching_shards
 
 Where = Literal["everywhere", "without TransformerEngine", "off CUDA"]
 
@@ -315,6 +315,31 @@ PATCHES: tuple[Patch, ...] = (
         "The norm that models take by default refuses sequence parallelism and zero-centered scales: AssertionError.",
         _NO_TE,
         patching.torch_norm,
+    ),
+    Patch(
+        "gated-delta-without-fla",
+        "ssm/gated_delta_net.py:101",
+        "A gated delta net is not built where fla is not installed, on a CPU for one: ImportError.",
+        "everywhere",
+        patching_linear.gated_delta_without_fla,
+    ),
+    Patch(
+        "gated-delta-norm",
+        "distributed/finalize_model_grads.py:354",
+        "Tensor-parallel ranks norm the outputs of their heads with the same weight. Without sequence parallelism "
+        "the gradients of it are not summed: silently that of a rank's heads, and weights that drift apart (issue "
+        "#7452).",
+        "everywhere",
+        patching_linear.gated_delta_norm,
+    ),
+    Patch(
+        "attention-gate",
+        "transformer/attention.py:1493",
+        "Where several ranks share the heads of one key, each has the gates of all: RuntimeError about shapes.",
+        "everywhere",
+        patching_linear.attention_gate,
+        UNTIL_0_16,
+        "#3575",
     ),
     Patch(
         "rng-remark",

@@ -95,6 +95,8 @@ class Graph:
     _used: list[_Block] = field(default_factory=list)
     """Blocks whose results are still used."""
     _again: bool = False
+    _own: list[_Block] = field(default_factory=list)
+    """Blocks that operations do once more in their own backward, whether they stand in another block or not."""
 
     def add(
         self,
@@ -129,6 +131,17 @@ class Graph:
         self._blocks.append(_Block(begin, len(self.ops), when=len(self.ops)))
         self._used += self._blocks[-1:] * discarded
 
+    @contextmanager
+    def made_again(self, name: str, *inputs: Tensor) -> Iterator[None]:
+        """What is added inside is done once more in the backward of this one operation, which keeps its `inputs`."""
+        self.add(name, inputs)
+        begin, outer, self._again = len(self.ops), self._again, True
+        try:
+            yield
+        finally:
+            self._again = outer
+        self._own.append(_Block(begin, len(self.ops), when=len(self.ops)))
+
     def discard(self, *tensors: Tensor, when: bool = True) -> None:
         """`tensors`, of the last block that is recomputed, have been used: a backward that comes here makes them
         again."""
@@ -146,8 +159,11 @@ class Graph:
         kept, first, made = self.kept(), dict[Tensor, int](), dict[int, set[Tensor]]()
         for number, op in reversed(list(enumerate(self.ops))):
             first |= dict.fromkeys(op.keeps, number)
-        for block in self._blocks:
-            inside = {t for op in self.ops[block.begin : block.end] for t in op.keeps} | set(block.gives)
+        own = {number for block in self._own for number in range(block.begin, block.end)}
+        for block in (*self._blocks, *self._own):
+            left_out = own if block in self._blocks else ()
+            numbers = [number for number in range(block.begin, block.end) if number not in left_out]
+            inside = {t for number in numbers for t in self.ops[number].keeps} | set(block.gives)
             made.setdefault(block.when, set()).update(inside & first.keys() - kept)
         for number, op in reversed(list(enumerate(self.ops))):
             yield size(made.get(number + 1, ()))

@@ -76,6 +76,50 @@ def _split_qkv(tensors: list[Any], model: Any) -> list[Any]:
     return [parts[:, cut].reshape(-1, *rest) for cut in cuts]
 
 
+def _joined_gated(tensors: list[Any], model: Any) -> list[Any]:
+    queries, keys, values = tensors
+    halves = queries.reshape(model.num_attention_heads, 2, model.head_dim, *queries.shape[1:])
+    parts = [halves[:, 0], halves[:, 1], keys, values]
+    return _joined_qkv([part.reshape(-1, *queries.shape[1:]) for part in parts], model)
+
+
+def _split_gated(tensors: list[Any], model: Any) -> list[Any]:
+    (fused,), rest = tensors, tensors[0].shape[1:]
+    each, groups, d = model.num_attention_heads // model.query_groups, model.query_groups, model.head_dim
+    parts = fused.reshape(groups, 2 * each + 2, d, *rest)
+    heads = library_of(tensors).stack([parts[:, :each], parts[:, each : 2 * each]], 2)
+    return [part.reshape(-1, *rest) for part in (heads, parts[:, -2], parts[:, -1])]
+
+
+def _delta_rows(model: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of each head of queries and keys: rows of its query, key, values and gates, and of its betas and decays."""
+    own = model.linear_attention
+    share = own.num_value_heads // own.num_key_heads
+    values = share * own.value_head_dim
+    return (own.key_head_dim, own.key_head_dim, values, values), (share, share)
+
+
+def _joined_delta(tensors: list[Any], model: Any) -> list[Any]:
+    parts = []
+    for tensor, rows in zip(tensors, _delta_rows(model), strict=True):
+        heads = tensor.reshape(-1, sum(rows), *tensor.shape[1:])
+        for begin, end in pairwise((0, *accumulate(rows))):
+            parts.append(heads[:, begin:end].reshape(-1, *tensor.shape[1:]))
+    return [joined(parts)]
+
+
+def _split_delta(tensors: list[Any], model: Any) -> list[Any]:
+    (fused,), heads, begin, out = tensors, model.linear_attention.num_key_heads, 0, []
+    for rows in _delta_rows(model):
+        parts = []
+        for each in rows:
+            end = begin + heads * each
+            parts.append(fused[begin:end].reshape(heads, each, *fused.shape[1:]))
+            begin = end
+        out.append(joined(parts, 1).reshape(-1, *fused.shape[1:]))
+    return out
+
+
 def _joined_rows(tensors: list[Any], model: Any) -> list[Any]:
     ends = list(accumulate(n * model.head_dim for n in (model.num_attention_heads, *[model.query_groups] * 2)))
     if ends[-1] != len(tensors[0]):
@@ -139,6 +183,12 @@ VOCABULARY = Operation("padded vocabulary", _padded, _unpadded)
 """Ours has rows up to a multiple of 128."""
 QKV = Operation("joined by query group", _joined_qkv, _split_qkv)
 """Theirs are queries, keys and values; ours holds, of each query group, its queries, its key and its value."""
+GATED_QKV = Operation("joined by query group, with gates", _joined_gated, _split_gated)
+"""Theirs are queries, each head with its gate behind it, keys and values; ours holds, of each query group, its
+queries, their gates, its key and its value."""
+DELTA = Operation("sections of heads", _joined_delta, _split_delta)
+"""Theirs are, head by head of the keys, its query, key, values and gates, and its betas and decays; ours has each
+kind of all heads behind the other."""
 QKV_ROWS = Operation("rows joined by query group", _joined_rows, _split_rows)
 """Theirs is all queries, then all keys, then all values, in one tensor."""
 GATE_UP = Operation("gate over up", _concatenated, _halves)

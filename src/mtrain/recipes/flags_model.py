@@ -13,6 +13,7 @@ from mtrain.recipes.arithmetic import pattern_of
 from mtrain.recipes.flags import one, spelled, switch
 
 ACTIVATIONS = {"--swiglu": "swiglu", "--squared-relu": "squared_relu", "--quick-geglu": "quick_geglu"}
+VARIANT = "gated_delta_net"
 NEAREST = {"quick_geglu": "geglu"}
 
 
@@ -130,6 +131,19 @@ def _latent_words(d: Values) -> list[str]:
     return ["--multi-latent-attention"] if "model.mla.kv_lora_rank" in d else []
 
 
+def _variant(a: Arguments, d: Draft) -> Draft:
+    flag = "--experimental-attention-variant"
+    word = a.word(flag) if a.has(flag) else None
+    if word not in (None, VARIANT):
+        a.refuse(flag, "not supported", f"changes the numbers: there is {VARIANT}")
+    return {"model.linear_attention": {} if word == VARIANT else None}
+
+
+def _variant_words(d: Values) -> list[str]:
+    there = "model.linear_attention.freq" in d
+    return ["--experimental-attention-variant", VARIANT] if there else []
+
+
 def _rope_type(a: Arguments, d: Draft) -> Draft:
     kind = a.word("--rope-type")
     if d["model.mla"] is None:
@@ -240,6 +254,7 @@ def _flex_words(d: Values) -> list[str]:
 
 MODEL: tuple[Entry, ...] = (
     Entry(("--multi-latent-attention",), ("model.mla",), _latent, _latent_words),
+    Entry(("--experimental-attention-variant",), ("model.linear_attention",), _variant, _variant_words),
     Entry(
         (*ACTIVATIONS, "--no-bias-gelu-fusion", "--openai-gelu"),
         ("model.activation",),

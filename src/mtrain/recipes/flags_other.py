@@ -151,8 +151,6 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         --heterogeneous-layers-config-encoded-json --hybrid-attention-ratio --hybrid-mlp-ratio
         --hybrid-override-pattern --is-hybrid-model --mamba-state-dim --mamba-head-dim
         --mamba-num-groups --mamba-num-heads --use-legacy-models --decoder-num-layers
-        --experimental-attention-variant --linear-attention-freq --linear-conv-kernel-dim --linear-num-key-heads
-        --linear-num-value-heads --linear-key-head-dim --linear-value-head-dim --attention-output-gate
         --dsa-indexer-n-heads --dsa-indexer-head-dim --dsa-indexer-topk --dsa-indexer-loss-coeff --enable-gpt-oss
         --gated-linear-unit --activation-func
         --use-mup --mup-base-hidden-size --mup-base-head-dim --mup-width-mult --mup-output-mult

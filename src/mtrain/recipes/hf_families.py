@@ -81,7 +81,7 @@ _OLD: dict[str, Any] = {
     "initializer_range": 0.02,
 }
 _QWEN = {**_OLD, "max_position_embeddings": 32768, "num_key_value_heads": 32}
-_QWEN_MOE = {
+QWEN_MOE = {
     **_QWEN,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
@@ -166,7 +166,7 @@ FAMILIES: dict[str, Family] = {
         LLAMA,
         GATED,
         {
-            **_QWEN_MOE,
+            **QWEN_MOE,
             "num_key_value_heads": 16,
             "num_experts_per_tok": 4,
             "num_local_experts": 60,
@@ -186,7 +186,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(
         LLAMA,
         {**GATED, "model.qk_layernorm": True},
-        {**_QWEN_MOE, "num_key_value_heads": 4},
+        {**QWEN_MOE, "num_key_value_heads": 4},
         (gate, attention_biases, all_or_none_slide, rotary, qwen_experts),
         _ALIASES,
         {"max_window_layers": "is not read for this family"},

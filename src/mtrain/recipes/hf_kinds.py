@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mtrain.config.model import ModelConfig
-from mtrain.recipes import hf_llava
+from mtrain.recipes import hf_llava, hf_qwen3_next
 from mtrain.recipes.hf_bert import BERT
 from mtrain.recipes.hf_families import FAMILIES
 from mtrain.recipes.hf_kind import Kind
@@ -41,6 +41,7 @@ def _always(name: str) -> Callable[[ModelConfig], str]:
 
 KINDS: dict[str, Kind] = {
     **{kind: Kind(FAMILIES[kind], WRITERS[kind], _always(name)) for kind, name in DECODERS.items()},
+    "qwen3_next": Kind(hf_qwen3_next.QWEN3_NEXT, hf_qwen3_next.writes, _always("Qwen3NextForCausalLM")),
     "bert": BERT,
     "t5": T5,
     "llava": Kind(hf_llava.READS, hf_llava.writes, _always("LlavaForConditionalGeneration")),

@@ -125,9 +125,14 @@ def qwen_experts(f: ConfigFile) -> None:
 def qwen2_experts(f: ConfigFile) -> None:
     """Experts of Qwen2-MoE, beside shared ones with a gate."""
     qwen_experts(f)
+    shared_expert(f)
+    f.out["model.add_qkv_bias"] = f.get("qkv_bias")
+
+
+def shared_expert(f: ConfigFile) -> None:
+    """An expert that every token visits, with a gate (Qwen2-MoE, Qwen3-Next)."""
     shared = f.get("shared_expert_intermediate_size") or None
     f.out |= {
-        "model.add_qkv_bias": f.get("qkv_bias"),
         "model.moe.shared_expert_intermediate_size": shared,
         "model.moe.shared_expert_gate": shared is not None,
     }

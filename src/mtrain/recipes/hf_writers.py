@@ -20,7 +20,8 @@ def _word(m: ModelConfig, words: Mapping[str, str]) -> str:
     return preferred.get(m.activation, found[0])
 
 
-def _gate(m: ModelConfig) -> Json:
+def gate_of(m: ModelConfig) -> Json:
+    """The activation of a gate."""
     return {"hidden_act": _word(m, GATED_WORDS)}
 
 
@@ -39,7 +40,8 @@ def _rope(m: ModelConfig) -> Json:
     return out
 
 
-def _partly(m: ModelConfig) -> Json:
+def partly(m: ModelConfig) -> Json:
+    """Rotary positions of a part of each head."""
     return {**_rope(m), "partial_rotary_factor": m.rotary_percent}
 
 
@@ -59,7 +61,7 @@ def _everywhere(m: ModelConfig) -> Json:
 
 
 def _llama(m: ModelConfig) -> Json:
-    return {**_gate(m), **_rope(m), **_biases(m)}
+    return {**gate_of(m), **_rope(m), **_biases(m)}
 
 
 def _biases(m: ModelConfig) -> Json:
@@ -70,12 +72,12 @@ def _biases(m: ModelConfig) -> Json:
 
 
 def _mistral(m: ModelConfig) -> Json:
-    return {**_gate(m), **_rope(m), **_everywhere(m)}
+    return {**gate_of(m), **_rope(m), **_everywhere(m)}
 
 
 def _qwen(m: ModelConfig) -> Json:
     windows = _layer_types(m) if m.window_size is not None else {"use_sliding_window": False}
-    return {**_gate(m), **_rope(m), **windows, **({"attention_bias": True} if m.add_proj_bias else {})}
+    return {**gate_of(m), **_rope(m), **windows, **({"attention_bias": True} if m.add_proj_bias else {})}
 
 
 def _experts(m: ModelConfig) -> MoEConfig:
@@ -99,7 +101,8 @@ def _mixtral(m: ModelConfig) -> Json:
     return {**_mistral(m), **_moe(m, "num_local_experts", "intermediate_size")}
 
 
-def _qwen_moe(m: ModelConfig) -> Json:
+def qwen_moe(m: ModelConfig) -> Json:
+    """Qwen3-MoE, and what its successors have in common with it."""
     dense = _experts(m).first_dense_layers
     windows: Json = {"use_sliding_window": False}
     if m.window_size is not None:
@@ -107,7 +110,7 @@ def _qwen_moe(m: ModelConfig) -> Json:
     first = {"mlp_only_layers": list(range(dense)), "decoder_sparse_step": 1}
     normed = {"norm_topk_prob": not _experts(m).router_pre_softmax}
     return {
-        **_gate(m),
+        **gate_of(m),
         **_rope(m),
         **windows,
         **_moe(m, "num_experts", "moe_intermediate_size", dense),
@@ -119,7 +122,7 @@ def _qwen_moe(m: ModelConfig) -> Json:
 def _qwen2_moe(m: ModelConfig) -> Json:
     shared = {"shared_expert_intermediate_size": _experts(m).shared_expert_intermediate_size or 0}
     windows = _layer_types(m) if m.window_size is not None else {}
-    return {**_qwen_moe(m), **windows, **shared, "qkv_bias": m.add_qkv_bias}
+    return {**qwen_moe(m), **windows, **shared, "qkv_bias": m.add_qkv_bias}
 
 
 def _gpt_oss(m: ModelConfig) -> Json:
@@ -155,7 +158,7 @@ def _latent(m: ModelConfig) -> Json:
     if mla is None:
         raise ValueError("there is no MLA")
     out = {
-        **_gate(m),
+        **gate_of(m),
         **_behind_dense_layers(m),
         "rope_theta": m.rotary_base,
         "rope_scaling": None,
@@ -191,8 +194,8 @@ def _deepseek_v3(m: ModelConfig) -> Json:
 def _glm4_moe(m: ModelConfig) -> Json:
     moe = _experts(m)
     return {
-        **_gate(m),
-        **_partly(m),
+        **gate_of(m),
+        **partly(m),
         **_behind_dense_layers(m),
         "attention_bias": m.add_qkv_bias,
         "use_qk_norm": m.qk_layernorm,
@@ -206,18 +209,18 @@ def _glm4_moe(m: ModelConfig) -> Json:
 def _minimax_m2(m: ModelConfig) -> Json:
     moe = _experts(m)
     sizes = {"num_local_experts": moe.num_experts, "num_experts_per_tok": moe.router_topk}
-    return {**_gate(m), **_partly(m), **sizes, "intermediate_size": moe.ffn_hidden_size}
+    return {**gate_of(m), **partly(m), **sizes, "intermediate_size": moe.ffn_hidden_size}
 
 
 def _phi3(m: ModelConfig) -> Json:
     before = m.rope_scaling.original_max_position_embeddings if m.rope_scaling else None
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
     length = before or m.max_position_embeddings
-    return {**_gate(m), **_partly(m), **_everywhere(m), **drops, "original_max_position_embeddings": length}
+    return {**gate_of(m), **partly(m), **_everywhere(m), **drops, "original_max_position_embeddings": length}
 
 
 def _olmo2(m: ModelConfig) -> Json:
-    return {**_gate(m), **_rope(m), "attention_bias": False}
+    return {**gate_of(m), **_rope(m), "attention_bias": False}
 
 
 def _gemma(m: ModelConfig) -> Json:
@@ -269,7 +272,7 @@ WRITERS: dict[str, Extra] = {
     "qwen2": _qwen,
     "qwen3": _qwen,
     "mixtral": _mixtral,
-    "qwen3_moe": _qwen_moe,
+    "qwen3_moe": qwen_moe,
     "qwen2_moe": _qwen2_moe,
     "gpt_oss": _gpt_oss,
     "deepseek_v2": _deepseek_v2,

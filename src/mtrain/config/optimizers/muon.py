@@ -101,7 +101,8 @@ def _build(run: Run) -> tuple[type, dict[str, Any]]:
     from mtrain.mcore.muon import ParallelMuon
 
     m, muon = run.model, run.optim.muon
-    rows = (m.num_attention_heads // m.query_groups * m.head_dim, m.head_dim, m.head_dim)
+    queries = m.num_attention_heads // m.query_groups * m.head_dim
+    rows = (queries, *((queries,) if m.attention_output_gate else ()), m.head_dim, m.head_dim)
     kept = muon.model_dump(exclude={"split_qkv", "adamw_lr"})
     kept |= {"ns_dtype": torch_dtype(muon.ns_dtype), "qkv_rows": rows if muon.split_qkv else None}
     return ParallelMuon, {**adamw.arguments(run), **kept}

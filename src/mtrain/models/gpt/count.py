@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from mtrain.config.model import ModelConfig
 
 
@@ -13,9 +15,11 @@ def parameters(model: ModelConfig) -> int:
         total += model.max_position_embeddings * model.hidden_size
     total += _norm(model, model.hidden_size)
     total += (model.mtp_num_layers or 0) * prediction_parameters(model)
-    dense = model.num_layers if model.moe is None else min(model.moe.first_dense_layers, model.num_layers)
-    first, last = layer_parameters(model, 0), layer_parameters(model, model.num_layers - 1)
-    return total + dense * first + (model.num_layers - dense) * last
+    kinds = Counter(
+        (model.moe is not None and index >= model.moe.first_dense_layers, model.is_linear(index))
+        for index in range(model.num_layers)
+    )
+    return total + sum(number * _layer(model, *kind) for kind, number in kinds.items())
 
 
 def active_parameters(model: ModelConfig) -> int:
@@ -29,10 +33,17 @@ def active_parameters(model: ModelConfig) -> int:
 
 def layer_parameters(model: ModelConfig, index: int) -> int:
     """Trainable parameters of layer `index` (counted from 0)."""
+    moe = model.moe is not None and index >= model.moe.first_dense_layers
+    return _layer(model, moe, model.is_linear(index))
+
+
+def _layer(model: ModelConfig, moe: bool, linear: bool) -> int:
     norms = (4 if model.norm_placement == "pre_and_post" else 2) * _norm(model, model.hidden_size)
+    if linear:
+        return norms + _gated_delta_net(model) + _feed_forward(model, moe)
     attention = _mla(model) if model.mla else _attention(model)
     sinks = model.num_attention_heads if model.softmax_type == "learnable" else 0
-    return norms + attention + sinks + _feed_forward(model, index)
+    return norms + attention + sinks + _feed_forward(model, moe)
 
 
 def prediction_parameters(model: ModelConfig) -> int:
@@ -50,7 +61,7 @@ def _norm(model: ModelConfig, width: int) -> int:
 
 def _attention(model: ModelConfig) -> int:
     hidden, heads = model.hidden_size, model.num_attention_heads * model.head_dim
-    qkv = heads + 2 * model.query_groups * model.head_dim
+    qkv = heads * (2 if model.attention_output_gate else 1) + 2 * model.query_groups * model.head_dim
     total = hidden * qkv + heads * hidden
     if model.add_bias_linear or model.add_qkv_bias:
         total += qkv
@@ -60,6 +71,13 @@ def _attention(model: ModelConfig) -> int:
         whole = heads + model.query_groups * model.head_dim
         total += _norm(model, whole if model.qk_layernorm_across_heads else 2 * model.head_dim)
     return total
+
+
+def _gated_delta_net(model: ModelConfig) -> int:
+    own = model.linear_attention
+    assert own is not None
+    projections = model.hidden_size * (sum(own.sections) + own.value_channels)
+    return projections + own.conv_channels * own.conv_kernel_dim + 2 * own.num_value_heads + own.value_head_dim
 
 
 def _mla(model: ModelConfig) -> int:
@@ -84,9 +102,9 @@ def _mlp(model: ModelConfig, width: int) -> int:
     return total + (up + model.hidden_size if model.add_bias_linear or model.add_mlp_bias else 0)
 
 
-def _feed_forward(model: ModelConfig, index: int) -> int:
+def _feed_forward(model: ModelConfig, sparse: bool) -> int:
     moe = model.moe
-    if moe is None or index < moe.first_dense_layers:
+    if moe is None or not sparse:
         return _mlp(model, model.ffn_hidden_size)
     router = model.hidden_size + (1 if model.add_bias_linear else 0)
     total = moe.num_experts * (router + _mlp(model, moe.ffn_hidden_size))
@@ -101,7 +119,8 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
 
     6 per weight that multiplies (2 forward, 4 backward), the embedding's look-up excluded, and 12 per layer,
     query head width and key for attention, halved when `causal` (published figures use both conventions). Layers
-    with a window count the keys in it under both.
+    with a window count the keys in it under both; a layer of linear attention counts 6 for each element of its state,
+    forward.
     Source: Chowdhery et al. 2022 (PaLM), appendix B.
     """
     weights = active_parameters(model)
@@ -116,9 +135,19 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
         widths = 2 * model.mla.qk_head_dim + 2 * model.mla.qk_pos_emb_head_dim + 2 * model.mla.v_head_dim
     else:
         widths = 4 * model.head_dim
-    keys = sum(_keys(model, layer, seq_length, causal=causal) for layer in range(model.num_layers))
+    softmax = [layer for layer in range(model.num_layers) if not model.is_linear(layer)]
+    keys = sum(_keys(model, layer, seq_length, causal=causal) for layer in softmax)
     keys += (model.mtp_num_layers or 0) * _keys(model, 0, seq_length, causal=causal)
-    return 6.0 * weights + 3.0 * model.num_attention_heads * widths * keys
+    return 6.0 * weights + 3.0 * model.num_attention_heads * widths * keys + _states(model)
+
+
+def _states(model: ModelConfig) -> float:
+    """Of the states of linear attention: each token reads, corrects and asks one for each head of values."""
+    own = model.linear_attention
+    if own is None:
+        return 0.0
+    layers = model.num_layers - model.softmax_layers
+    return 18.0 * layers * own.num_value_heads * own.key_head_dim * own.value_head_dim
 
 
 def _keys(model: ModelConfig, layer: int, seq_length: int, *, causal: bool) -> float:

@@ -75,10 +75,10 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
     return [first, *graphs, *predictions, last]
 
 
-def kind(r: Rank, index: int) -> tuple[bool, bool, bool]:
-    """What layers have in common that compute the same: experts, a window, rotary positions."""
+def kind(r: Rank, index: int) -> tuple[bool, ...]:
+    """What layers have in common that compute the same: experts, linear attention, a window, rotary positions."""
     moe = r.model.moe is not None and index >= r.model.moe.first_dense_layers
-    return moe, windowed(r, index), rotates(r, index)
+    return moe, r.model.is_linear(index), windowed(r, index), rotates(r, index)
 
 
 def stack(

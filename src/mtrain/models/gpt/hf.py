@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mtrain.models.table import (
+    DELTA,
     EXPERTS,
     GATE_UP,
+    GATED_QKV,
     PAIRS,
     QKV,
     QKV_ROWS,
@@ -124,7 +126,34 @@ PHI3 = Table(
         Entry(f"{_MLP}linear_fc2.weight", (f"{_THEIR_MLP}down_proj.weight",)),
     ),
 )
+_DELTA = "model.layers.{i}.linear_attn."
+_LINEAR_ATTENTION = (
+    Entry(f"{_ATTENTION}in_proj.weight", (f"{_DELTA}in_proj_qkvz.weight", f"{_DELTA}in_proj_ba.weight"), DELTA),
+    *(
+        Entry(f"{_ATTENTION}{ours}", (f"{_DELTA}{theirs}",))
+        for ours, theirs in (
+            ("conv1d.weight", "conv1d.weight"),
+            ("dt_bias", "dt_bias"),
+            ("A_log", "A_log"),
+            ("out_norm.weight", "norm.weight"),
+            ("out_proj.weight", "out_proj.weight"),
+        )
+    ),
+)
 QWEN2_MOE = replace(LLAMA, experts=_GATED_SHARED)
+QWEN3_NEXT = replace(
+    QWEN2_MOE,
+    layer=(
+        *_NORMS,
+        *(
+            replace(entry, operation=GATED_QKV) if entry.operation is QKV else entry
+            for kind in ("weight", "bias")
+            for entry in _grouped_query(kind)
+        ),
+        *_QK_NORMS,
+        *_LINEAR_ATTENTION,
+    ),
+)
 GPT_OSS = Table(
     _ENDS,
     (
@@ -184,6 +213,7 @@ TABLES: dict[str, Table] = {
     "minimax_m2": MINIMAX_M2,
     "phi3": PHI3,
     "qwen2_moe": QWEN2_MOE,
+    "qwen3_next": QWEN3_NEXT,
     "gpt_oss": GPT_OSS,
     "gpt2": GPT2,
     "gpt_neox": NEOX,

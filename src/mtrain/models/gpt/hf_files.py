@@ -12,6 +12,8 @@ from mtrain.models.table import EXPERTS, GATE_UP, Copy, Entry, Table
 Rename = Callable[[str], str]
 COMPUTED = (r".*\.rotary_emb\.inv_freq", r".*\.attn\.(masked_)?bias", r".*\.attention\.(masked_)?bias")
 """Of older files: angles of positions and causal masks."""
+UNREAD = (r"mtp\..*",)
+"""Of files of Qwen3-Next: a layer that predicts one token further, which transformers does not build either."""
 TIED = (Copy("lm_head.weight", "model.embed_tokens.weight"),)
 _MTP = "model.layers.{i}."
 
@@ -86,5 +88,7 @@ def files(kind: str, model: Any) -> tuple[Table, ...]:
         return table, replace(bare, copies=(Copy("lm_head.weight", "wte.weight"),))
     if kind in ("deepseek_v3", "glm4_moe"):
         return (_with_mtp(_apart(table)),)
+    if kind == "qwen3_next":
+        table = replace(table, ignored=(*table.ignored, *UNREAD))
     apart = _apart(table)
     return (table,) if apart == table else (apart, table)

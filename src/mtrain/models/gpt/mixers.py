@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mtrain.models.attention import Heads, core_attention
+from mtrain.models.gpt.linear_attention import gated_delta_net
 from mtrain.models.graph import Graph, Tensor
 from mtrain.models.parts import FP32, WRITTEN_OUT, column, norm, row, whole
 from mtrain.models.rank import Rank
@@ -10,6 +11,8 @@ from mtrain.models.rank import Rank
 
 def attention(g: Graph, r: Rank, x: Tensor, layer: int, *, causal: bool = True) -> Tensor:
     """What a layer's attention adds to the residual stream, from its normed input."""
+    if r.model.is_linear(layer):
+        return gated_delta_net(g, r, x)
     return (_latent if r.model.mla else _standard)(g, r, x, layer, causal)
 
 
@@ -27,7 +30,7 @@ def rotates(r: Rank, layer: int) -> bool:
 
 def _standard(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
     m, t, a, n, groups, d = r.model, r.tokens, r.element, r.heads, r.groups, r.model.head_dim
-    every = (m.num_attention_heads + 2 * m.query_groups) * d
+    every = ((1 + m.attention_output_gate) * m.num_attention_heads + 2 * m.query_groups) * d
     qkv = column(g, r, "self_attention.linear_qkv", x, m.hidden_size, every // r.layout.tp)
     if m.query_groups < r.layout.tp:  # of heads that several ranks have, all are gathered
         qkv = Tensor(t * every * a)
@@ -43,6 +46,9 @@ def _standard(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
     partly = rotates(r, layer) and m.rotary_dim < d  # then queries lie sample by sample, and so does what comes out
     if r.adapted and r.host and partly and r.samples > 1 and any(out in op.keeps for op in g.ops):
         out = Tensor(out.bytes)  # and its rows in the order of tokens are a copy
+    if m.attention_output_gate:
+        g.add("output_gate", [out, Tensor(t * n * d * FP32)], moved=WRITTEN_OUT * 3 * out.bytes)
+        out = Tensor(t * n * d * a)
     return row(g, r, "self_attention.linear_proj", out, n * d, m.hidden_size)
 
 

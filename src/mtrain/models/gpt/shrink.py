@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mtrain.config.experts import MoEConfig
+from mtrain.config.linear_attention import LinearAttentionConfig
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.rope import RopeScalingConfig
@@ -46,6 +47,8 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
         update["window_attn_skip_freq"] = min(model.window_attn_skip_freq, max(2, layers))
     if model.rope_scaling is not None:
         update["rope_scaling"] = _scaling(model.rope_scaling, int(HEAD * model.rotary_percent) // 2)
+    if model.linear_attention is not None:
+        update["linear_attention"] = _gated_delta_net(model.linear_attention, p, layers)
     if model.moe is not None:
         update["moe"] = _experts(model.moe, p, layers)
     if model.mla is not None:
@@ -66,6 +69,19 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
 def _scaling(scaling: RopeScalingConfig, turns: int) -> RopeScalingConfig:
     short, long = scaling.short_factor, scaling.long_factor
     return scaling.model_copy(update={"short_factor": short and short[:turns], "long_factor": long and long[:turns]})
+
+
+def _gated_delta_net(own: LinearAttentionConfig, p: ParallelConfig, layers: int) -> LinearAttentionConfig:
+    """One head of queries and keys on a rank, as many of values as share it, at most two; a layer of each kind."""
+    return own.model_copy(
+        update={
+            "freq": min(own.freq, max(2, layers)),
+            "num_key_heads": p.tp,
+            "num_value_heads": p.tp * min(2, own.num_value_heads // own.num_key_heads),
+            "key_head_dim": HEAD,
+            "value_head_dim": HEAD if own.key_head_dim == own.value_head_dim else 2 * HEAD,
+        }
+    )
 
 
 def _experts(moe: MoEConfig, p: ParallelConfig, layers: int) -> MoEConfig:

@@ -30,12 +30,15 @@ _ONE_BY_ONE = (
 """Names of an expert as its module has them: one by one, or grouped."""
 _OWN = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.in_proj.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
 """Begin of a norm's name in the linear layer behind it -> of its own."""
-_FUSED = {own: fused for fused, own in _OWN.items()}
+_FUSED = {own: fused for fused, own in _OWN.items() if ".in_proj." not in fused}
+_IN_PROJ = "self_attention.in_proj.layer_norm_"
+"""What a norm in front of linear attention is fused into."""
 GATE, UP = "_w", "_v"
 """Behind the name of a gated MLP's weight that is kept in halves."""
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -78,9 +81,11 @@ def names_written(name: str, model: ModelConfig) -> tuple[str, ...]:
         "self_attention.q_layernorm.": (latent, False),
         "self_attention.kv_layernorm.": (latent, False),
     }
+    linear = not name.startswith("mtp.") and model.is_linear(layer_of(name))
     for own, by in fused.items():
         if f".{own}" in name:
-            return tuple(dict.fromkeys(name.replace(own, _FUSED[own]) if fuses else name for fuses in by))
+            behind = _IN_PROJ if linear and own == "input_layernorm." else _FUSED[own]
+            return tuple(dict.fromkeys(name.replace(own, behind) if fuses else name for fuses in by))
     return (name,)
 
 
@@ -117,4 +122,5 @@ def gathered(name: str, *, layers: bool) -> tuple[str, tuple[int, ...]]:
 
 def layers_are_alike(model: ModelConfig) -> bool:
     """Whether every layer of the decoder has the same weights, so that one tensor can hold those of all."""
-    return model.moe is None or model.moe.first_dense_layers in (0, model.num_layers)
+    dense = model.moe is None or model.moe.first_dense_layers in (0, model.num_layers)
+    return dense and model.linear_attention is None

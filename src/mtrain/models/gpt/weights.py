@@ -51,7 +51,8 @@ def layer(m: ModelConfig, p: ParallelConfig, name: str, index: int) -> Iterator[
     before = m.norm_placement in ("pre", "pre_and_post")
     if before:
         yield from norm(m, f"{name}.input_layernorm", m.hidden_size)
-    yield from (_latent if m.mla else _attention)(m, p, f"{name}.self_attention")
+    attention = _gated_delta_net if m.is_linear(index) else _latent if m.mla else _attention
+    yield from attention(m, p, f"{name}.self_attention")
     if before:
         yield from norm(m, f"{name}.pre_mlp_layernorm", m.hidden_size)
     yield from _feed_forward(m, p, f"{name}.mlp", index)
@@ -72,11 +73,23 @@ def _attention(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]
     bias = m.add_bias_linear or m.add_proj_bias
     yield from row(f"{name}.linear_proj", "attention", h, queries, p.tp, bias=bias)
     bias = m.add_bias_linear or m.add_qkv_bias
-    yield from column(f"{name}.linear_qkv", "attention", queries + 2 * keys, h, p.tp, bias=bias)
+    gates = queries if m.attention_output_gate else 0
+    yield from column(f"{name}.linear_qkv", "attention", queries + gates + 2 * keys, h, p.tp, bias=bias)
     if m.qk_layernorm:
         across = m.qk_layernorm_across_heads
         yield from norm(m, f"{name}.q_layernorm", queries if across else d)
         yield from norm(m, f"{name}.k_layernorm", keys if across else d)
+
+
+def _gated_delta_net(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
+    own = m.linear_attention
+    assert own is not None
+    for each in ("dt_bias", "A_log"):
+        yield Weight(f"{name}.{each}", (own.num_value_heads // p.tp,), "attention")
+    yield from column(f"{name}.in_proj", "attention", sum(own.sections), m.hidden_size, p.tp)
+    yield Weight(f"{name}.conv1d.weight", (own.conv_channels // p.tp, 1, own.conv_kernel_dim), "attention")
+    yield Weight(f"{name}.out_norm.weight", (own.value_head_dim,), "norm", whole=True)
+    yield from row(f"{name}.out_proj", "attention", m.hidden_size, own.value_channels, p.tp)
 
 
 def _latent(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:

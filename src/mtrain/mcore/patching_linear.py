@@ -1,0 +1,119 @@
+"""Patches of linear and gated attention: a function each, which changes megatron-core in this process."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtrain.config import engine
+
+
+def _core(module: str) -> Any:
+    return importlib.import_module(f"megatron.core.{module}")
+
+
+def gated_delta_without_fla() -> None:
+    """Give a gated delta net the portable rule, norm and convolution where fla is not installed."""
+    if importlib.util.find_spec("fla") is not None:
+        return
+    parts = ("common", "gdn") if engine.at_least(0, 19) else ()
+    for module in [_core("ssm.gated_delta_net"), *(_core(f"ssm.gated_delta_net.{part}") for part in parts)]:
+        module.HAVE_FLA = True
+        module.l2norm = _l2norm
+        module.chunk_gated_delta_rule = _rule
+        if parts:
+            module.causal_conv1d = _convolution
+
+
+def _l2norm(x: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def segments_of(cu_seqlens: Tensor | None, times: int) -> Tensor | None:
+    """Which of the sequences that begin and end at `cu_seqlens` each of `times` tokens belongs to, [1, times]."""
+    if cu_seqlens is None:
+        return None
+    at = torch.arange(times, device=cu_seqlens.device)
+    return torch.bucketize(at, cu_seqlens[1:].to(at.dtype), right=True)[None]
+
+
+def _rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    from mtrain_kernels.gated_delta_rule.op import gated_delta_rule
+
+    marks = segments_of(cu_seqlens, q.shape[1])
+    options: dict[str, Any] = {"l2norm": use_qk_l2norm_in_kernel, "state": initial_state, "segments": marks}
+    y, state = gated_delta_rule(q, k, v, g, beta, **options)
+    return y, state if output_final_state else None
+
+
+def _convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, cu_seqlens: Tensor | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    from mtrain_kernels.causal_conv1d.op import causal_conv1d
+
+    marks = segments_of(cu_seqlens, x.shape[1])
+    kind = "silu" if activation == "swish" else activation
+    return causal_conv1d(x.mT, weight, bias, activation=kind, segments=marks).mT, None
+
+
+class _Renamed:
+    """A chunk of a model whose output norms are called as norms of queries, of which every rank has some heads."""
+
+    def __init__(self, chunk: Any) -> None:
+        self._chunk, self.ddp_config = chunk, chunk.ddp_config
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Those of the chunk."""
+        for name, parameter in _core("utils").get_attr_wrapped_model(self._chunk, "named_parameters")():
+            yield name.replace(".out_norm.", ".q_layernorm."), parameter
+
+
+def gated_delta_norm() -> None:
+    """Sum the gradients of output norms over tensor-parallel ranks, as those of norms of queries and keys."""
+    module = _core("distributed.finalize_model_grads")
+    original = module._allreduce_non_tensor_model_parallel_grads
+
+    @functools.wraps(original)
+    def summed(model: Any, config: Any, tp_group: Any = None) -> None:
+        if config.experimental_attention_variant == "gated_delta_net" and not config.sequence_parallel:
+            model = [_Renamed(chunk) for chunk in model]
+            config = SimpleNamespace(sequence_parallel=False, qk_layernorm=True)
+        original(model, config, tp_group)
+
+    module._allreduce_non_tensor_model_parallel_grads = summed
+
+
+def attention_gate() -> None:
+    """Take the gates of a rank's own query heads where several ranks have the heads of one key."""
+    cls = _core("transformer.attention").SelfAttention
+    original = cls.get_query_key_value_tensors
+
+    @functools.wraps(original)
+    def sliced(self: Any, *args: Any, output_gate: bool = False, **kwargs: Any) -> Any:
+        found = original(self, *args, output_gate=output_gate, **kwargs)
+        ranks = self.world_size // self.config.num_query_groups
+        if not output_gate or ranks <= 1:
+            return found
+        query, key, value, gate = found
+        own, at = query.shape[2], self.pg_collection.tp.rank() % ranks
+        return query, key, value, gate[:, :, at * own : (at + 1) * own]
+
+    cls.get_query_key_value_tensors = sliced

@@ -1,0 +1,90 @@
+"""A gated delta net on one rank: projections, a convolution, the gated delta rule by chunks, and a gated norm."""
+
+from __future__ import annotations
+
+from mtrain.config.linear_attention import LinearAttentionConfig
+from mtrain.models.graph import Graph, Product, Tensor
+from mtrain.models.parts import FP32, INDEX, MASK, WRITTEN_OUT, column, row
+from mtrain.models.rank import Rank
+
+CHUNK = 64
+"""Times of a chunk, of `mtrain_kernels.gated_delta_rule` and of fla."""
+
+
+def gated_delta_net(g: Graph, r: Rank, x: Tensor) -> Tensor:
+    """What linear attention adds to the residual stream, from its normed input."""
+    own, tp, place = r.model.linear_attention, r.layout.tp, "self_attention"
+    assert own is not None
+    rows, values, h = sum(own.sections) // tp, own.value_channels // tp, r.model.hidden_size
+    plain = r.words["attention"] == "reference"
+    projected = column(g, r, f"{place}.in_proj", x, h, rows)
+    mixed = _convolution(g, r, own, projected, plain)
+    _decays(g, r, own)
+    y = _rule(g, r, own, mixed, plain)
+    normed = _norm(g, r, own, y)
+    gate = projected if r.wide else Tensor(r.tokens * values * FP32)
+    g.add(f"{place}.gate", [gate, normed, Tensor(r.tokens * values * FP32)], moved=WRITTEN_OUT * 3 * normed.bytes)
+    out = Tensor(r.tokens * values * r.element)
+    return row(g, r, f"{place}.out_proj", out, values, h)
+
+
+def _convolution(g: Graph, r: Rank, own: LinearAttentionConfig, x: Tensor, plain: bool) -> Tensor:
+    channels, width = own.conv_channels // r.layout.tp, own.conv_kernel_dim
+    out = Tensor(r.tokens * channels * r.element)
+    name = "self_attention.conv1d"
+    if not plain:
+        g.add(name, [x], moved=2 * out.bytes)
+        return out
+    padded = r.samples * (r.length + width - 1) * channels * FP32
+    before = Tensor(r.tokens * channels * FP32)  # the activation
+    keeps = [Tensor(padded), before]
+    if r.run.data.packed:  # what is seen of each earlier time, and where it is
+        keeps = [before, *(Tensor(r.tokens * channels * FP32) for _ in range(width))]
+        keeps += [Tensor(r.tokens * MASK) for _ in range(width)]
+    g.add(name, keeps, moved=WRITTEN_OUT * width * out.bytes)
+    return out
+
+
+def _decays(g: Graph, r: Rank, own: LinearAttentionConfig) -> None:
+    """How much a state fades, and how much of a token is written, of each head."""
+    size = r.tokens * own.num_value_heads // r.layout.tp
+    keeps = [Tensor(size * FP32), Tensor(size * FP32)]
+    g.add("self_attention.decay", keeps, moved=8 * size * FP32)
+
+
+def _rule(g: Graph, r: Rank, own: LinearAttentionConfig, mixed: Tensor, plain: bool) -> Tensor:
+    """Outputs of heads; the definition in plain torch keeps inputs alone, and is computed again in the backward."""
+    heads, d, e = own.num_value_heads // r.layout.tp, own.key_head_dim, own.value_head_dim
+    size, a, name = r.tokens * heads, r.element, "self_attention.rule"
+    each = r.samples * -(-r.length // CHUNK) * heads  # chunks
+    inputs = [mixed, Tensor(size * FP32), Tensor(size * a)]
+    if r.run.data.packed:
+        inputs.append(Tensor(r.tokens * INDEX))
+    products = [
+        *[Product(CHUNK, CHUNK, d, each)] * 2,  # keys with keys, queries with keys
+        Product(CHUNK, d + e, CHUNK, each),  # the system, solved for both sides
+        *[Product(CHUNK, e, d, each)] * 2,  # what is read of the state, and what is asked of it
+        Product(CHUNK, e, CHUNK, each),
+        Product(d, e, CHUNK, each),
+    ]
+    moved = 2 * a * size * (2 * d + 2 * e)
+    if not plain:  # a query and a key for each head, and the solved systems
+        inputs += [Tensor(2 * size * d * a), Tensor(size * CHUNK * a), Tensor(2 * size * FP32)]
+        g.add(name, inputs, products, moved=moved)
+        return Tensor(size * e * a)
+    with g.made_again(name, *inputs):
+        squares, sides = 7 * CHUNK * CHUNK, CHUNK * (5 * d + 3 * e)
+        copied = 2 * r.tokens * own.num_key_heads // r.layout.tp * d
+        g.add(name, [Tensor((each * (squares + sides + d * e) + copied) * FP32)], products, moved=WRITTEN_OUT * moved)
+    return Tensor(each * CHUNK * e * FP32 if r.wide else size * e * a)
+
+
+def _norm(g: Graph, r: Rank, own: LinearAttentionConfig, y: Tensor) -> Tensor:
+    """The norm of each head, whose weight is kept as it is."""
+    rows = r.tokens * own.num_value_heads // r.layout.tp
+    size = rows * own.value_head_dim
+    keeps = [Tensor(rows * FP32), y]
+    if r.words["norm"] == "reference" and not r.wide:
+        keeps = [Tensor(rows * FP32), Tensor(own.value_head_dim * FP32), y if r.host else Tensor(size * FP32)]
+    g.add("self_attention.out_norm", keeps, moved=2 * size * r.element)
+    return Tensor(size * r.element)
