@@ -178,6 +178,27 @@ def _gathered_pieces() -> str:
     return FINE if found.tolist() == [0.0] * 6 + [1.0] * 6 else f"gathered {found.tolist()}"
 
 
+def _host_weights() -> str:
+    """Whether weights drawn on the host are those of the host's seed, whatever the device's is."""
+    from mtrain.mcore import api
+
+    tiny.start_world()
+    drawn, after = [], []
+    for seed in (1, 2):
+        torch.manual_seed(42)
+        api.model_parallel_cuda_manual_seed(seed)
+        layer = api.tensor_parallel.ColumnParallelLinear(
+            4, 6, config=tiny.config(), init_method=torch.nn.init.normal_, bias=False
+        )
+        drawn.append(layer.weight)
+        after.append(torch.rand(1).item())
+    expected = torch.empty(6, 4).normal_(generator=torch.Generator().manual_seed(42))
+    if not all(torch.equal(weight, expected) for weight in drawn):
+        return "weights of the host follow the seed of the device"
+    torch.manual_seed(1)
+    return FINE if after[0] == torch.rand(1).item() != after[1] else "the device's numbers are others than its seed's"
+
+
 def _division() -> str:
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 
@@ -317,6 +338,7 @@ CASES: dict[str, Case] = {
     "reduce-result": Case(_reduce, "sum over two ranks of 1 is 1", ranks=2),
     "uneven-splits": Case(_uneven_splits, "RuntimeError: .*invalid tensor size", ranks=2),
     "gathered-pieces": Case(_gathered_pieces, "RuntimeError|ValueError", ranks=2),
+    "host-weights": Case(_host_weights, "weights of the host follow the seed of the device"),
     "gradient-norm": Case(_gradient_norm, "off by more than 1e-5"),
     "optimizer-state-before-first-step": Case(_state_before_first_step, "AssertionError"),
     "optimizer-state-loading": Case(

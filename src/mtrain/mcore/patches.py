@@ -170,6 +170,14 @@ PATCHES: tuple[Patch, ...] = (
         patching.gathered_pieces,
     ),
     Patch(
+        "host-weights",
+        "tensor_parallel/layers.py:154",
+        "Weights that are drawn on the host are alike on all ranks because the device's seeds leave the host's random "
+        "numbers alone. Where the CPU is the device there is one generator: they silently follow the device's seed.",
+        "off CUDA",
+        patching.host_weights,
+    ),
+    Patch(
         "gradient-norm",
         "utils.py:1205",
         "Without Apex the norm is torch.norm in fp32, on a CPU with an error of 1e-5 at a million elements "

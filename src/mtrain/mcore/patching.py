@@ -6,12 +6,14 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from packaging.version import Version
 
 from mtrain.config import engine
+from mtrain.mcore.installed import installed
 
 
 def _core(module: str) -> Any:
@@ -212,6 +214,21 @@ def gathered_pieces() -> None:
 
     for module in (utils, parallel, _core("tensor_parallel.random")):
         module.gather_split_1d_tensor = gather
+
+
+def host_weights() -> None:
+    """Draw them as a host does that has a generator of its own; a device that is no CPU has one."""
+    layers = _core("tensor_parallel.layers")
+    original = layers._initialize_affine_weight_cpu
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        with getattr(getattr(installed.device, "namespace", None), "host_random", nullcontext)():
+            return original(*args, **kwargs)
+
+    for module in (layers, _core("transformer.moe.experts")):
+        if hasattr(module, original.__name__):
+            setattr(module, original.__name__, initialize)
 
 
 def gradient_norm() -> None:
