@@ -13,8 +13,8 @@ Sources are rewritten as syntax trees while they are imported, with their line n
 | `pin_memory=...`, `x.pin_memory()`    | `False`, `x`, where the device cannot pin  |
 | `x.cpu()`, `x.to("cpu")`, `x.pin_memory()` | a copy of `x`, where the CPU is the device |
 
-A tensor that megatron-core takes to host memory is a copy for it, which outlives the original; so it is where both are
-the same memory. On CUDA this module is not used at all.
+A tensor that megatron-core takes to host memory is a copy for it, which outlives the original; so it is where both
+are the same memory. On CUDA this module is not used at all.
 """
 
 from __future__ import annotations

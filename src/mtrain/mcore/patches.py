@@ -130,6 +130,16 @@ PATCHES: tuple[Patch, ...] = (
         UNTIL_0_16,
     ),
     Patch(
+        "expert-norm",
+        "tensor_parallel/layers.py:96",
+        "What experts hold whole (biases behind them) counts in the gradient norm on the first tensor-parallel rank "
+        "alone. Where others hold other experts (ep beside tp) theirs silently do not count.",
+        "everywhere",
+        patching.expert_norm,
+        UNTIL_0_16,
+        "#5916",
+    ),
+    Patch(
         "mtp-tied-output",
         "models/gpt/gpt_model.py:248",
         "Where a stage predicts several tokens with tied embeddings, the output layer has a weight of its own beside "
@@ -171,9 +181,9 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "host-weights",
-        "tensor_parallel/layers.py:154",
-        "Weights that are drawn on the host are alike on all ranks because the device's seeds leave the host's random "
-        "numbers alone. Where the CPU is the device there is one generator: they silently follow the device's seed.",
+        "tensor_parallel/layers.py:149",
+        "Weights drawn on the host are alike on all ranks because the device's seeds leave the host's random numbers "
+        "alone. Where the CPU is the device there is one generator: they silently follow the device's seed.",
         "off CUDA",
         patching.host_weights,
     ),
