@@ -358,6 +358,13 @@ CASES: dict[str, Case] = {
     "sequence-loss-batch": Case(_sequence_loss, "gradient times 0.500"),
     "expert-gradients": Case(_expert_gradients, "have different gradients", ranks=2),
     "expert-norm": Case(_expert_norm, "norm times 0.9", ranks=2),
+    "gate-slices": Case(
+        lambda: _train(
+            {"tp": 2}, num_query_groups=1, attention_output_gate=True, moe_grouped_gemm=False, num_layers=1
+        ),
+        "RuntimeError: (shape|The size)",
+        ranks=2,
+    ),
     "mtp-tied-output": Case(_predicting_and_tied, "AssertionError: dict_keys", ranks=2),
     "mtp-without-labels": Case(_generating_with_predictions, "AttributeError: 'NoneType' object has no attribute"),
     "reduce-result": Case(_reduce, "sum over two ranks of 1 is 1", ranks=2),

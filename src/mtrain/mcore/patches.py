@@ -109,6 +109,7 @@ PATCHES: tuple[Patch, ...] = (
         "learnt from.",
         "everywhere",
         patching.moe_loss_tokens,
+        upstream="#5047",
     ),
     Patch(
         "sequence-loss-batch",
@@ -138,6 +139,16 @@ PATCHES: tuple[Patch, ...] = (
         patching.expert_norm,
         UNTIL_0_16,
         "#5916",
+    ),
+    Patch(
+        "gate-slices",
+        "transformer/attention.py:1488",
+        "With fewer key/value heads than tensor-parallel ranks the gate of attention stays that of all query heads "
+        "of a group: RuntimeError about its shape.",
+        "everywhere",
+        patching.gate_slices,
+        UNTIL_0_16,
+        "#3575",
     ),
     Patch(
         "mtp-tied-output",

@@ -164,6 +164,23 @@ def expert_norm() -> None:
         module.copy_tensor_model_parallel_attributes = copy_attributes
 
 
+def gate_slices() -> None:
+    """Cut the gate as the queries are cut."""
+    cls = _core("transformer.attention").SelfAttention
+    original = cls.get_query_key_value_tensors
+
+    @functools.wraps(original)
+    def cut(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found, groups = original(self, *args, **kwargs), self.config.num_query_groups
+        if groups >= self.world_size or len(found) != 4:
+            return found
+        share = self.world_size // groups
+        size, at = self.num_attention_heads_per_partition // share, self.pg_collection.tp.rank() % share
+        return *found[:3], found[3][:, :, at * size : (at + 1) * size]
+
+    cls.get_query_key_value_tensors = cut
+
+
 def mtp_tied_output() -> None:
     """Take the unused weight out of a tied output layer."""
     cls = _core("models.gpt.gpt_model").GPTModel
