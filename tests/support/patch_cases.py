@@ -119,6 +119,30 @@ def _expert_gradients() -> str:
     return FINE if torch.equal(*both) else "ranks that hold the same experts have different gradients"
 
 
+def _expert_norm() -> str:
+    """Whether the norm is that of all gradients; each rank of two holds two experts with biases."""
+    from mtrain.mcore import api
+
+    tiny.start_world(tp=2, ep=2, etp=1)
+    degrees = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    cfg = tiny.config(**degrees, sequence_parallel=True, add_bias_linear=True, moe_grouped_gemm=True, **tiny.MOE)
+    model = tiny.model(cfg)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and "bias" in name:  # as TransformerEngine's layers leave them
+            parameter.tensor_model_parallel = False
+    tiny.accumulate_gradients(model, cfg)
+    optimizer = api.get_megatron_optimizer(api.OptimizerConfig(optimizer="adam", lr=1e-2), [model])
+    optimizer.prepare_grads()
+    squares = torch.zeros(2, dtype=torch.float64)
+    for parameter in model.parameters():
+        sharded = getattr(parameter, "tensor_model_parallel", False) or not getattr(parameter, "allreduce", True)
+        squares[int(sharded)] += parameter.main_grad.double().square().sum()
+    torch.distributed.all_reduce(squares)
+    expected = (squares[0] / 2 + squares[1]).sqrt().item()
+    found = optimizer.get_grad_norm()
+    return FINE if abs(found / expected - 1) < 1e-5 else f"norm times {found / expected:.4f}"
+
+
 def _predicting_and_tied() -> str:
     from mtrain.mcore import api, backend
 
@@ -176,6 +200,27 @@ def _gathered_pieces() -> str:
     own = torch.full((2, 3), float(torch.distributed.get_rank()))
     found = api.tensor_parallel.gather_split_1d_tensor(own)
     return FINE if found.tolist() == [0.0] * 6 + [1.0] * 6 else f"gathered {found.tolist()}"
+
+
+def _host_weights() -> str:
+    """Whether weights drawn on the host are those of the host's seed, whatever the device's is."""
+    from mtrain.mcore import api
+
+    tiny.start_world()
+    drawn, after = [], []
+    for seed in (1, 2):
+        torch.manual_seed(42)
+        api.model_parallel_cuda_manual_seed(seed)
+        layer = api.tensor_parallel.ColumnParallelLinear(
+            4, 6, config=tiny.config(), init_method=torch.nn.init.normal_, bias=False
+        )
+        drawn.append(layer.weight)
+        after.append(torch.rand(1).item())
+    expected = torch.empty(6, 4).normal_(generator=torch.Generator().manual_seed(42))
+    if not all(torch.equal(weight, expected) for weight in drawn):
+        return "weights of the host follow the seed of the device"
+    torch.manual_seed(1)
+    return FINE if after[0] == torch.rand(1).item() != after[1] else "the device's numbers are others than its seed's"
 
 
 def _division() -> str:
@@ -312,11 +357,20 @@ CASES: dict[str, Case] = {
     "moe-loss-tokens": Case(_moe_loss_tokens, "(6|12) of 12 tokens, z-loss gradient (0.5|1)$", ranks=2),
     "sequence-loss-batch": Case(_sequence_loss, "gradient times 0.500"),
     "expert-gradients": Case(_expert_gradients, "have different gradients", ranks=2),
+    "expert-norm": Case(_expert_norm, "norm times 0.9", ranks=2),
+    "gate-slices": Case(
+        lambda: _train(
+            {"tp": 2}, num_query_groups=1, attention_output_gate=True, moe_grouped_gemm=False, num_layers=1
+        ),
+        "RuntimeError: (shape|The size)",
+        ranks=2,
+    ),
     "mtp-tied-output": Case(_predicting_and_tied, "AssertionError: dict_keys", ranks=2),
     "mtp-without-labels": Case(_generating_with_predictions, "AttributeError: 'NoneType' object has no attribute"),
     "reduce-result": Case(_reduce, "sum over two ranks of 1 is 1", ranks=2),
     "uneven-splits": Case(_uneven_splits, "RuntimeError: .*invalid tensor size", ranks=2),
     "gathered-pieces": Case(_gathered_pieces, "RuntimeError|ValueError", ranks=2),
+    "host-weights": Case(_host_weights, "weights of the host follow the seed of the device"),
     "gradient-norm": Case(_gradient_norm, "off by more than 1e-5"),
     "optimizer-state-before-first-step": Case(_state_before_first_step, "AssertionError"),
     "optimizer-state-loading": Case(

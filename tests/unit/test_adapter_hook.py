@@ -49,7 +49,20 @@ def _rewritten(source: str, device: Any = CPU) -> str:
         ("f'cuda:{i}'", "__device_adapter__.indexed(i)", "__device_adapter__.indexed(i)"),
         ("x = 'torch.cuda.HalfTensor'", "x = 'torch.HalfTensor'", "x = 'torch.musa.HalfTensor'"),
         ("f(pin_memory=True)", "f(pin_memory=False)", "f(pin_memory=True)"),
-        ("a.cpu().pin_memory()", "a.cpu()", "a.cpu().pin_memory()"),
+        ("a.cpu().pin_memory()", "__device_adapter__.to_host(a)", "a.cpu().pin_memory()"),
+        ("a.pin_memory()", "__device_adapter__.to_host(a)", "a.pin_memory()"),
+        (
+            "a.to('cpu', non_blocking=b)",
+            "__device_adapter__.to_host(a, 'cpu', non_blocking=b)",
+            "a.to('cpu', non_blocking=b)",
+        ),
+        (
+            "a.b.to(torch.device('cpu'))",
+            "__device_adapter__.to_host(a.b, torch.device('cpu'))",
+            "a.b.to(torch.device('cpu'))",
+        ),
+        ("a.to(device='cpu')", "__device_adapter__.to_host(a, device='cpu')", "a.to(device='cpu')"),
+        ("a.to('cuda')", "a.to('cpu')", "a.to('musa')"),
         ("from torch.cuda import A as B", "B = __device_adapter__.pick('A')", "B = __device_adapter__.pick('A')"),
         (
             "from torch.cuda.nvtx import a, b",
@@ -72,6 +85,8 @@ def test_each_way_to_say_cuda_is_rewritten(source: str, on_cpu: str, on_musa: st
         "x = 'cuda_graph'",
         "x = 'a cuda'",
         "cuda = 1",
+        "f(device='cpu')",
+        "torch.cpu()",
         "self.cuda_graphs",
         "f'a cuda:{i}'",
         "mod.cuda",
@@ -89,6 +104,14 @@ def test_the_adapter_moves_indexes_and_picks() -> None:
     assert adapter.indexed(CPU.namespace.current_device()) == "cpu"
     assert elsewhere.indexed(3) == "musa:3"
     assert elsewhere.pick("nvtx.range_pop") == 7
+    held = (
+        adapter.to_host(tensor),
+        adapter.to_host(tensor, "cpu", non_blocking=True),
+        adapter.to_host(tensor, device="cpu"),
+    )
+    assert all(copy is not tensor and copy.data_ptr() != tensor.data_ptr() for copy in held)
+    layer = torch.nn.Linear(1, 1)
+    assert adapter.to_host(layer).weight is layer.weight
     with pytest.raises(ImportError, match=r"musa.*nvtx\.nothing"):
         elsewhere.pick("nvtx.nothing")
 
@@ -110,7 +133,7 @@ def test_the_rewrites_of_the_pinned_version_are_counted() -> None:
     total: Counter[str] = Counter()
     for path in sorted(_core_folder().rglob("*.py")):
         source = path.read_bytes()
-        if any(word in source for word in (b"cuda", b"pin_memory", b"nccl")):
+        if any(word in source for word in hook.WORDS):
             total += hook.rewrite(source, str(path), CPU)[1]
     assert dict(total) == {
         "namespace": 450,
@@ -121,6 +144,7 @@ def test_the_rewrites_of_the_pinned_version_are_counted() -> None:
         "import": 10,
         "type string": 9,
         "backend": 2,
+        "host copy": 46,
     }
 
 

@@ -42,6 +42,7 @@ LLAVA = {"model.family": "llava", "model.llava": {"image_token_id": 4000}, "data
 CHANGES += [{**LLAVA, "parallel.tp": 2}, {**LLAVA, "model.hidden_dropout": 0.1}]
 CHANGES.append({**LLAVA, "data.kind": "image_text", "data.path": "images"})
 NO_EXAMPLE = {
+    "MT045": "another release than the one that is installed; tested with both",
     "MT321": "a folder with more files than are looked at; tested with one",
     "MT607": "a tokenizer; tested with one",
     "MT611": "a corpus; tested with one",

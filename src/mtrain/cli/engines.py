@@ -8,6 +8,7 @@ from mtrain import strict_json
 from mtrain.cli.options import read_options
 from mtrain.cli.tables import table
 from mtrain.config import engine
+from mtrain.config.capabilities import CAPABILITIES, is_here
 from mtrain.config.field_versions import FIELD_VERSIONS
 from mtrain.config.fields_page import fed
 from mtrain.errors import ConfigError, Problem, say_page
@@ -19,10 +20,14 @@ def run(argv: list[str], *, debug: bool) -> int:
     Raises:
         ConfigError: a word that means nothing here.
     """
-    options = read_options(argv)
+    options = read_options(argv, ("--fixes",))
     if options.words:
         rule = f"{options.words[0]}: engines takes no words"
         raise ConfigError([Problem("MT010", "", None, rule, "engines", "command line")])
+    if "--fixes" in options.flags:
+        rows = _fixes()
+        say_page(strict_json.dumps(rows, indent=2) if options.as_json else _fixes_page(rows))
+        return 0
     facts = _facts()
     say_page(strict_json.dumps(facts, indent=2) if options.as_json else _page(facts))
     return 0
@@ -43,6 +48,16 @@ def _facts() -> dict[str, Any]:
             {"field": field, "versions": str(FIELD_VERSIONS[field]), "keys": keys}
             for field, keys in sorted(_keys_of_fields().items())
         ],
+        "capabilities": [
+            {
+                "kind": row.kind,
+                "when": row.when,
+                "versions": str(row.versions),
+                "is_here": is_here(row, found),
+                "about": row.about,
+            }
+            for row in CAPABILITIES
+        ],
         "patches": [
             {
                 "name": patch.name,
@@ -56,6 +71,27 @@ def _facts() -> dict[str, Any]:
             for patch, why_not in standing(device, found)
         ],
     }
+
+
+def _fixes() -> list[dict[str, Any]]:
+    from dataclasses import asdict
+
+    from mtrain.mcore.fixes import FIXES
+
+    return [asdict(fix) for fix in FIXES]
+
+
+def _fixes_page(rows: list[dict[str, Any]]) -> str:
+    lines = []
+    for became in dict.fromkeys(row["became"] for row in rows):
+        those = [row for row in rows if row["became"] == became]
+        lines += [f"{became}: {len(those)}"]
+        for row in those:
+            by, since = f", {row['by']}" if row["by"] else "", "; 0.19.2 has the change" if row["is_in_0_19"] else ""
+            lines.append(f"  {row['number']}: {row['about']}{by}{since}")
+            place = f"{row['where']}: " if row["where"] else ""
+            lines += [f"    {place}{row['why']}".rstrip(": ")] if place or row["why"] else []
+    return "\n".join(lines)
 
 
 def _keys_of_fields() -> dict[str, list[str]]:
@@ -82,6 +118,8 @@ def _page(facts: dict[str, Any]) -> str:
         "fields of megatron-core that only some releases have, and the keys that feed them",
         *table(rows, left=3),
     ]
+    able = [(row["when"], row["versions"], "here" if row["is_here"] else "not here") for row in facts["capabilities"]]
+    lines += ["", "what only some releases can do", *table(able, left=3)]
     lines += ["", f"patches of megatron-core: {len(active)} of {len(facts['patches'])} act, on {facts['device']}"]
     for row in facts["patches"]:
         mended = f"; {row['upstream']} mends it" if row["upstream"] else ""

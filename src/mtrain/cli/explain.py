@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtrain import strict_json
 from mtrain.cli.options import read_options
+from mtrain.config.capabilities import of_key, where_it_is
 from mtrain.config.compose import Composed, compose
 from mtrain.config.conditional import CONDITIONAL
 from mtrain.config.core_fields import feeds
@@ -166,6 +167,7 @@ def _key(path: str, composed: Composed) -> dict[str, Any]:
         "changes": EFFECTS[effect_of(path)],
         "needs": next((key.needs for key in CONDITIONAL if key.path == path), ""),
         "feeds": _fed(path, resolved),
+        "release": [where_it_is(row) for row in of_key(path)],
         "flags": list(flags_of().get(path, ())),
         "validated_by": validating(path),
     }

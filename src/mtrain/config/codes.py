@@ -12,7 +12,7 @@ from mtrain.config.rules.rule import Code, Rule
 FAMILIES = {
     "MT00": "a file that cannot be read as data",
     "MT01": "the command line and the schema",
-    "MT04": "devices",
+    "MT04": "devices and releases of megatron-core",
     "MT1": "layout, batch and steps against each other",
     "MT2": "the model",
     "MT3": "data",

@@ -199,6 +199,7 @@ OPTIMIZER_FIELDS: dict[str, Get] = {
     "min_lr": lambda r: r.optim.min_lr or 0.0,
     # Without clipping the norm is still wanted for the log: no norm exceeds infinity.
     "clip_grad": lambda r: r.optim.clip_grad if r.optim.clip_grad is not None else float("inf"),
+    "grad_norm_skip_threshold": lambda r: r.optim.skip_above_grad_norm or float("inf"),
     "bf16": lambda r: r.precision.format == "bf16",
     "fp16": lambda r: r.precision.format == "fp16",
     "use_distributed_optimizer": lambda r: r.parallel.distributed_optimizer or r.parallel.fsdp == "megatron",

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from dataclasses import dataclass
 from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 Release = tuple[int, int, int]
@@ -56,7 +58,12 @@ def is_supported(release: Release) -> bool:
 def folder() -> Path | None:
     """The folder of the module `megatron.core` that Python finds; None where there is none."""
     try:
-        spec = importlib.util.find_spec("megatron.core")
+        if "megatron.core" in sys.modules:
+            spec = sys.modules["megatron.core"].__spec__
+        else:  # what stands above it is found and not imported
+            above = importlib.util.find_spec("megatron")
+            places = above.submodule_search_locations if above is not None else None
+            spec = PathFinder.find_spec("megatron.core", list(places)) if places is not None else None
     except (ImportError, AttributeError, ValueError):
         return None
     return Path(spec.origin).parent if spec is not None and spec.origin else None
@@ -67,6 +74,12 @@ def release() -> Release | None:
     """The release of that module; None where there is none, or where it does not say."""
     found = folder()
     return None if found is None else release_in(found)
+
+
+def version() -> str | None:
+    """That release as it is written; None where there is none."""
+    found = release()
+    return None if found is None else words(found)
 
 
 def at_least(*first: int) -> bool:

@@ -141,7 +141,7 @@ class MoEConfig(Section):
     ] = "alltoall"
     """How tokens travel to the ranks of their experts; flex: by the kernels of `flex_dispatcher_backend`, on GPUs."""
     flex_dispatcher_backend: Annotated[
-        Literal["deepep", "hybridep"] | None,
+        Literal["deepep", "hybridep", "ncclep"] | None,
         Key(
             feeds="moe_flex_dispatcher_backend",
             when="model.moe.token_dispatcher_type=flex",
@@ -149,7 +149,8 @@ class MoEConfig(Section):
             effect=Effect.PARALLELISM,
         ),
     ] = None
-    """token_dispatcher_type=flex: whose kernels; null: deepep."""
+    """token_dispatcher_type=flex: whose kernels; null: deepep. ncclep: NCCL's, through TransformerEngine, with
+    megatron-core 0.19."""
     expert_capacity_factor: Annotated[
         PositiveFloat | None,
         Key(feeds="moe_expert_capacity_factor", effect=Effect.NUMERICS, flag="--moe-expert-capacity-factor"),

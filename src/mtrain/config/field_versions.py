@@ -15,6 +15,7 @@ _RENAMED = {
     "DistributedDataParallelConfig.megatron_fsdp_main_params_dtype": SINCE_0_19,
     "DistributedDataParallelConfig.megatron_fsdp_main_grads_dtype": SINCE_0_19,
 }
+_NEW = ("OptimizerConfig.grad_norm_skip_threshold", "TransformerConfig.mtp_detach_heads")
 _GONE = (
     "TransformerConfig.async_tensor_model_parallel_allreduce",
     "TransformerConfig.moe_extended_tp",
@@ -23,6 +24,7 @@ _GONE = (
 
 FIELD_VERSIONS: dict[str, Versions] = {
     **_RENAMED,
+    **dict.fromkeys(_NEW, SINCE_0_19),
     **dict.fromkeys(_GONE, UNTIL_0_16),
     **{f"{owner}.{name}": SINCE_0_19 for owner, _, _, names in LATER for name in names.split()},
 }

@@ -119,6 +119,9 @@ class _OptimKeys(Section):
     """sgd: momentum."""
     clip_grad: Annotated[PositiveFloat | None, Key(aka="max_grad_norm grad_clip")] = 1.0
     """Largest global gradient norm; null: no clipping."""
+    skip_above_grad_norm: Annotated[PositiveFloat | None, Key(aka="grad_norm_skip_threshold")] = None
+    """An update is skipped where the global gradient norm, before clipping, is larger; null: none is. With
+    megatron-core 0.19."""
     cpu_offload: Annotated[
         float, Field(ge=0, le=1), Key(feeds="optimizer.optimizer_offload_fraction", effect=Effect.PARALLELISM)
     ] = 0.0

@@ -260,6 +260,11 @@ class ModelConfig(Section):
         ),
     ] = None
     """mtp_num_layers: weight of their mean loss; null: 0.1."""
+    mtp_detach_heads: Annotated[
+        bool, Key(feeds="mtp_detach_heads", when="model.mtp_num_layers", effect=Effect.NUMERICS)
+    ] = False
+    """mtp_num_layers: their loss trains their own layers alone, whose gradient norm is taken and clipped apart.
+    With megatron-core 0.19."""
     final_logit_softcapping: Annotated[
         PositiveFloat | None, Key(effect=Effect.NUMERICS, hf="final_logit_softcapping")
     ] = None

@@ -26,8 +26,8 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     (
         "TransformerConfig",
         "not offered",
-        "multi-token prediction with one layer each, trained with the model, as in every release",
-        "mtp_use_repeated_layer mtp_detach_heads mtp_hybrid_override_pattern",
+        "multi-token prediction with one layer for each further token, as in every release",
+        "mtp_use_repeated_layer mtp_hybrid_override_pattern",
     ),
     (
         "TransformerConfig",
@@ -121,12 +121,6 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
         """lion_beta1 lion_beta2 soap_shampoo_beta soap_precondition_frequency soap_use_kl_shampoo
         adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps muon_coefficient_type
         muon_scalar_optimizer use_layer_wise_distributed_optimizer""",
-    ),
-    (
-        "OptimizerConfig",
-        "not offered",
-        "an update is skipped where a gradient is not finite; a threshold has no key yet",
-        "grad_norm_skip_threshold",
     ),
     ("OptimizerConfig", "not offered", "CUDA graphs: the trainer captures none", "optimizer_cuda_graph"),
     (

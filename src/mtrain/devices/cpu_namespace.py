@@ -2,7 +2,7 @@
 
 Names and signatures are those of `torch.cuda` (torch 2.10 to 2.13), as far as megatron.core 0.16.1 touches
 them. Work on a CPU is synchronous, so streams and events order nothing; there is one generator, so the
-device's random state is torch's own.
+device's random state is torch's own, and the host's is put aside when the device is seeded.
 """
 
 from __future__ import annotations
@@ -207,13 +207,52 @@ def get_rng_state_all() -> list[torch.Tensor]:
     return [torch.get_rng_state()]
 
 
+_MARK = 1 << 63
+"""In the number that a state says it was seeded with (its first eight bytes): the device seeded it, not the host."""
+_host: list[torch.Tensor] = []
+"""Where the host's own random numbers went on when the device was seeded."""
+
+
+def _is_hosts() -> bool:
+    return torch.initial_seed() < _MARK
+
+
 def manual_seed(seed: int) -> None:
-    """Seeds torch's default generator."""
-    torch.default_generator.manual_seed(seed)
+    """Seeds torch's default generator for the device, with the numbers that `torch.manual_seed` gives.
+
+    The host's numbers, as a GPU would leave them, are kept for `host_random`.
+    """
+    if _is_hosts():
+        _host[:] = [torch.get_rng_state()]
+    state = torch.default_generator.manual_seed(seed).get_state()
+    state[:8].view(torch.int64)[0] |= -_MARK
+    torch.default_generator.set_state(state)
 
 
 manual_seed_all = manual_seed
-initial_seed = torch.initial_seed
+
+
+def initial_seed() -> int:
+    """The number that the device was seeded with."""
+    return torch.initial_seed() & (_MARK - 1)
+
+
+@contextlib.contextmanager
+def host_random() -> Iterator[None]:
+    """Random numbers inside are the host's, whatever the device was seeded with; the device's go on afterwards.
+
+    megatron-core draws weights so with use_cpu_initialization: the same on ranks whose devices have other seeds.
+    """
+    if _is_hosts() or not _host:
+        yield
+        return
+    devices = torch.get_rng_state()
+    torch.set_rng_state(_host[0])
+    try:
+        yield
+    finally:
+        _host[:] = [torch.get_rng_state()]
+        torch.set_rng_state(devices)
 
 
 class _Generators:

@@ -15,7 +15,7 @@ from typing import Any
 
 from mtrain import durable, strict_json
 from mtrain.ckpt import folder as ckpt_folder
-from mtrain.config import kernels
+from mtrain.config import engine, kernels
 from mtrain.config.base import Effect
 from mtrain.config.batches import counted, samples_of, stages
 from mtrain.config.dump import override, run_yaml
@@ -44,7 +44,8 @@ PREAMBLE = (
     ERRORS,
     METRICS,
 )
-PACKAGES = ("mtrain", "torch", "megatron-core", "pydantic", "hydra-core")
+PACKAGES = ("mtrain", "torch", "pydantic", "hydra-core")
+"""Beside megatron-core, of which the module that is loaded counts."""
 
 
 @dataclass(frozen=True)
@@ -199,10 +200,14 @@ def _describe(run: RunConfig, chosen: Plan, argv: list[str]) -> None:
         os.link(current, folder / f"run.{number}.yaml")
     draft.replace(current)
     (folder / "overrides.txt").write_text("\n".join(argv) + "\n")
-    versions = {name: metadata.version(name) for name in PACKAGES}
-    facts = {"python": platform.python_version(), "platform": platform.platform(), "versions": versions}
+    facts = {"python": platform.python_version(), "platform": platform.platform(), "versions": versions()}
     (folder / "env.json").write_text(strict_json.dumps(facts, indent=1))
     (folder / "plan.json").write_text(strict_json.dumps(_planned(run, chosen, why), indent=1))
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of the packages that a run is made of."""
+    return {name: metadata.version(name) for name in PACKAGES} | {"megatron-core": engine.version()}
 
 
 def _planned(run: RunConfig, chosen: Plan, why: dict[str, str]) -> dict[str, Any]:

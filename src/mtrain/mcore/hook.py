@@ -11,8 +11,10 @@ Sources are rewritten as syntax trees while they are imported, with their line n
 | `x.cuda(...)`, `x.is_cuda`            | `x.to(...)`, `x.is_<type>`                 |
 | `backend="nccl"`                      | the device's backend                       |
 | `pin_memory=...`, `x.pin_memory()`    | `False`, `x`, where the device cannot pin  |
+| `x.cpu()`, `x.to("cpu")`, `x.pin_memory()` | a copy of `x`, where the CPU is the device |
 
-On CUDA this module is not used at all.
+A tensor that megatron-core takes to host memory is a copy for it, which outlives the original; so it is where both
+are the same memory. On CUDA this module is not used at all.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ PACKAGE = "megatron.core"
 _NAMESPACE, _ADAPTER = "__device_namespace__", "__device_adapter__"
 _DEVICE_STRING = re.compile(r"cuda(:\d+)?")
 _TYPE_STRING = re.compile(r"torch\.cuda\.(\w+Tensor)")
+WORDS = (b"cuda", b"pin_memory", b"nccl", b".cpu(", b"'cpu'", b'"cpu"')
+"""A source without any of them is loaded as it is."""
 _REWRITER = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 _rewrites: dict[str, Counter[str]] = {}
@@ -86,8 +90,18 @@ class _Rewriter(ast.NodeTransformer):
                 node.func = self._adapter("move", method)
             elif method.attr == "pin_memory" and not self.device.pin_memory:
                 self.counts["pin_memory"] += 1
-                return self.visit(method.value)
+                if self.device.is_indexed or _is_to_host(method.value):
+                    return self.visit(method.value)
+                node = self._copied(node, method)
+            elif _is_to_host(node) and not self.device.is_indexed:
+                node = self._copied(node, method)
         self.generic_visit(node)
+        return node
+
+    def _copied(self, node: ast.Call, method: ast.Attribute) -> ast.Call:
+        self.counts["host copy"] += 1
+        node.args.insert(0, method.value)
+        node.func = self._adapter("to_host", method)
         return node
 
     def visit_keyword(self, node: ast.keyword) -> ast.keyword:
@@ -154,6 +168,20 @@ def _is_torch(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id == "torch"
 
 
+def _is_to_host(node: ast.expr) -> bool:
+    """Whether it is `x.cpu(...)`, or `x.to(...)` with the CPU written out."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or _is_torch(node.func.value):
+        return False
+    given = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "device")]
+    return node.func.attr == "cpu" or (node.func.attr == "to" and any(map(_is_cpu, given)))
+
+
+def _is_cpu(node: ast.expr) -> bool:
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.device" and node.args:
+        node = node.args[0]
+    return isinstance(node, ast.Constant) and node.value == "cpu"
+
+
 class _Adapter:
     """What rewritten code calls where a name alone does not do."""
 
@@ -167,6 +195,12 @@ class _Adapter:
             return value.to(target)
         # what has a shape and no memory has nothing to move
         return value if value.is_meta else value.to(target, non_blocking=non_blocking)
+
+    def to_host(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """`value.cpu()`, `value.to("cpu", ...)` or `value.pin_memory()`: memory of its own, but for a module's."""
+        if _is_module(value):
+            return value.to(*(args or ("cpu",)), **kwargs)
+        return value.to(*args, **kwargs, copy=True) if args or kwargs else value.clone()
 
     def indexed(self, index: int | str | torch.device) -> str:
         """The device string of an index; a namespace may as well call a device by its torch.device."""
@@ -195,7 +229,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType | None:
         path = self.get_filename(fullname)
         source = self.get_data(path)
-        if not any(word in source for word in (b"cuda", b"pin_memory", b"nccl")):
+        if not any(word in source for word in WORDS):
             return super().get_code(fullname)
         key = _cache_key(source, path, self._device)
         found = code_cache.load(key)

@@ -109,6 +109,7 @@ PATCHES: tuple[Patch, ...] = (
         "learnt from.",
         "everywhere",
         patching.moe_loss_tokens,
+        upstream="#5047",
     ),
     Patch(
         "sequence-loss-batch",
@@ -128,6 +129,26 @@ PATCHES: tuple[Patch, ...] = (
         "everywhere",
         patching.expert_gradients,
         UNTIL_0_16,
+    ),
+    Patch(
+        "expert-norm",
+        "tensor_parallel/layers.py:96",
+        "What experts hold whole (biases behind them) counts in the gradient norm on the first tensor-parallel rank "
+        "alone. Where others hold other experts (ep beside tp) theirs silently do not count.",
+        "everywhere",
+        patching.expert_norm,
+        UNTIL_0_16,
+        "#5916",
+    ),
+    Patch(
+        "gate-slices",
+        "transformer/attention.py:1488",
+        "With fewer key/value heads than tensor-parallel ranks the gate of attention stays that of all query heads "
+        "of a group: RuntimeError about its shape.",
+        "everywhere",
+        patching.gate_slices,
+        UNTIL_0_16,
+        "#3575",
     ),
     Patch(
         "mtp-tied-output",
@@ -168,6 +189,14 @@ PATCHES: tuple[Patch, ...] = (
         "Gathers a tensor of several dimensions into one of one dimension, which gloo refuses: RuntimeError.",
         "off CUDA",
         patching.gathered_pieces,
+    ),
+    Patch(
+        "host-weights",
+        "tensor_parallel/layers.py:149",
+        "Weights drawn on the host are alike on all ranks because the device's seeds leave the host's random numbers "
+        "alone. Where the CPU is the device there is one generator: they silently follow the device's seed.",
+        "off CUDA",
+        patching.host_weights,
     ),
     Patch(
         "gradient-norm",

@@ -18,26 +18,22 @@ def _core(module: str) -> Any:
 
 
 def offloaded_shards() -> None:
-    """Let views of fp32 weights be optimized."""
+    """Let views of fp32 weights be optimized, in whatever form parameters are handed over."""
     cls = _core("optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
-    original = cls.__init__
+    original = cls.add_param_group
 
     @functools.wraps(original)
-    def __init__(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-        groups = [_group(group) for group in params]
-        for param in (p for group in groups for p in group["params"]):
-            if not param.is_leaf:
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        params = param_group["params"]
+        if not isinstance(params, torch.Tensor | list | tuple | set):  # read twice: here and by torch
+            params = param_group["params"] = list(params)
+        for given in [params] if isinstance(params, torch.Tensor) else params:
+            param = given[1] if isinstance(given, tuple) else given  # torch takes pairs with a name, too
+            if isinstance(param, torch.Tensor) and not param.is_leaf:
                 param.retain_grad()
-        original(self, groups, *args, **kwargs)
+        original(self, param_group)
 
-    cls.__init__ = __init__
-
-
-def _group(given: Any) -> dict[str, Any]:
-    """A group of parameters as torch's optimizers take it: a dictionary, or a parameter alone."""
-    group = given if isinstance(given, dict) else {"params": given}
-    params = group["params"]
-    return {**group, "params": [params] if torch.is_tensor(params) else list(params)}
+    cls.add_param_group = add_param_group
 
 
 def offloaded_main_weights() -> None:

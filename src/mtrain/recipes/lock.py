@@ -13,6 +13,7 @@ from importlib import metadata
 from typing import Literal
 
 import mtrain
+from mtrain.config import engine
 from mtrain.config.devices import facts_of
 from mtrain.config.dump import run_yaml, spell
 from mtrain.config.locked import HEAD, Lock, content
@@ -41,13 +42,14 @@ class Mismatch:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes, as installed here; nothing is imported for it."""
+    """Versions of what computes, as installed here, and of megatron-core as Python finds it; nothing is imported."""
     out = {"python": platform.python_version(), "mtrain": mtrain.__version__}
     for name in PACKAGES:
         try:
             out[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             out[name] = NONE
+    out["megatron-core"] = engine.version() or NONE
     return out
 
 

@@ -183,7 +183,8 @@ def update(state: TrainState, counts: str) -> tuple[bool, float, float]:
     """Update the weights at the rate that the schedule has by what it `counts` (`optim.schedule_counts`).
 
     Returns:
-        Whether fp16 did not skip the update, the gradient's norm before clipping, and the rate.
+        Whether the update was not skipped (fp16, `optim.skip_above_grad_norm`), the gradient's norm before clipping,
+        and the rate.
     """
     ahead = 0 if counts == "past_updates" else 1
     state.schedule.step(ahead)

@@ -18,6 +18,7 @@ from mtrain.config.rules import (
     chats,
     corpus,
     data,
+    engines,
     experts,
     families,
     layout,
@@ -68,6 +69,7 @@ _MODULES = (
     storage,
     t5,
     unused,
+    engines,
 )
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 

@@ -210,7 +210,7 @@ def flex_dispatcher(run: RunConfig) -> Iterator[Finding]:
     if moe is None or moe.token_dispatcher_type != "flex":
         return
     alltoall: Change = {**ALLTOALL, "model.moe.flex_dispatcher_backend": None}
-    package = {"hybridep": "HybridEP"}.get(moe.flex_dispatcher_backend or "", "DeepEP")
+    package = {"hybridep": "HybridEP", "ncclep": "NCCL EP"}.get(moe.flex_dispatcher_backend or "", "DeepEP")
     if not facts_of(run.cluster.device).cuda_kernels:
         where = f"on {with_cuda_kernels()}, and the device is {run.cluster.device}"
         rule = f"the flex dispatcher is {package}'s kernels {where}"
@@ -218,7 +218,7 @@ def flex_dispatcher(run: RunConfig) -> Iterator[Finding]:
     if p.ep * (p.etp or p.tp) == 1:
         rule = "the flex dispatcher sends tokens between ranks, and ep 1 * etp 1 keeps them"
         yield Finding("MT236", "model.moe.token_dispatcher_type", rule, (alltoall,))
-    if moe.pad_expert_input_to_capacity and moe.flex_dispatcher_backend != "hybridep":
+    if moe.pad_expert_input_to_capacity and moe.flex_dispatcher_backend in (None, "deepep"):
         rule = "DeepEP's dispatcher pads no expert to its capacity"
         off: Change = {"model.moe.pad_expert_input_to_capacity": False}
         yield Finding(

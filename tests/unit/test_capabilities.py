@@ -1,0 +1,101 @@
+"""What only some releases of megatron-core can do: refused where it is not, explained, and listed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.cli.main import main
+from mtrain.cli.setup import load
+from mtrain.config import engine
+from mtrain.config.capabilities import CAPABILITIES, Capability
+from mtrain.config.condition import condition
+from mtrain.config.engine import Release
+from mtrain.config.keys import choices_of, schema_keys
+from mtrain.errors import ConfigError
+from mtrain.launching import folder
+from mtrain.recipes import lock
+
+ASKED = {
+    "optim.skip_above_grad_norm": "optim.skip_above_grad_norm=10",
+    "model.mtp_detach_heads": "model.mtp_num_layers=1 model.mtp_detach_heads=true",
+    "model.moe.flex_dispatcher_backend=ncclep": "model=mixtral_tiny cluster=h100 parallel=ep2 "
+    "model.moe.token_dispatcher_type=flex model.moe.flex_dispatcher_backend=ncclep",
+}
+"""Row -> a command line that asks for it."""
+ROWS = pytest.mark.parametrize("row", CAPABILITIES, ids=lambda row: row.when)
+
+
+def _codes(words: str) -> set[str]:
+    try:
+        return {problem.code for problem in load(words.split()).warnings}
+    except ConfigError as error:
+        return {problem.code for problem in error.problems}
+
+
+def _here(patch: pytest.MonkeyPatch, release: Release | None) -> None:
+    patch.setattr(engine, "release", lambda: release)
+
+
+@ROWS
+def test_it_is_refused_by_the_releases_that_cannot_and_by_no_other(
+    row: Capability, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    able = {release: release in row.versions for release in engine.SUPPORTED}
+    assert set(able.values()) == {True, False}, "a row is for one of the releases that are supported"
+    for release, is_able in able.items():
+        _here(monkeypatch, release)
+        assert ("MT045" in _codes(ASKED[row.when])) is not is_able
+        without = [f"{key}={'null' if value is None else str(value).lower()}" for key, value in row.without.items()]
+        assert "MT045" not in _codes(" ".join([*ASKED[row.when].split(), *without]))
+    _here(monkeypatch, None)
+    assert "MT045" not in _codes(ASKED[row.when])
+
+
+@ROWS
+def test_a_row_is_about_keys_and_values_that_there_are(row: Capability) -> None:
+    for term in condition(row.when).terms:
+        assert term.key in schema_keys()
+        assert all(word in (choices_of(term.key) or ("true", "false")) for word in term.words)
+
+
+@ROWS
+def test_explain_says_which_release_has_it_and_which_is_here(
+    row: Capability, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _here(monkeypatch, (0, 16, 1))
+    assert main(["explain", row.keys[0], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["release"] == [
+        f"{row.when}: megatron-core {row.versions}; 0.16.1 is installed"
+    ]
+
+
+def test_engines_lists_every_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for release, here in (((0, 16, 1), False), ((0, 19, 2), True)):
+        _here(monkeypatch, release)
+        assert main(["engines", "--json"]) == 0
+        rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["capabilities"]
+        assert {row["when"]: row["is_here"] for row in rows} == dict.fromkeys(ASKED, here)
+
+
+def test_what_is_kept_of_a_run_names_the_module_that_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path in front of the installed megatron-core has its own."""
+    assert engine.version() == engine.words(engine.release() or (0, 0, 0))
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").touch()
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 7\n")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    engine.release.cache_clear()
+    try:
+        assert lock.versions()["megatron-core"] == folder.versions()["megatron-core"] == "0.19.7"
+    finally:
+        engine.release.cache_clear()

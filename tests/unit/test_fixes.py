@@ -1,0 +1,58 @@
+"""The table of known bugs: every name in it is there, and what is patched is shown to be needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mtrain.cli.main import main
+from mtrain.config import engine
+from mtrain.config.codes import codes
+from mtrain.mcore.fixes import FIXES, Fix
+from mtrain.mcore.patches import PATCHES
+from tests.support.patch_cases import CASES
+
+ROOT = Path(__file__).parents[2]
+ROWS = pytest.mark.parametrize("fix", FIXES, ids=lambda fix: fix.number)
+
+
+@ROWS
+def test_what_became_of_it_names_what_there_is(fix: Fix) -> None:
+    known = {patch.name: patch for patch in PATCHES}
+    if fix.became == "patched":
+        assert fix.by in CASES, "a case of tests/dist/test_adapter_patches.py fails without the patch"
+        assert known[fix.by].upstream == (fix.number if fix.number.startswith("#") else "")
+        assert (fix.is_in_0_19 is True) >= ((0, 19, 2) not in known[fix.by].versions)
+    elif fix.became == "refused":
+        assert fix.by in codes()
+    elif fix.became == "kept by tests":
+        assert (ROOT / fix.by).is_file()
+    else:
+        assert not fix.by
+        assert fix.why
+
+
+@ROWS
+@pytest.mark.skipif(engine.release() != (0, 16, 1), reason="places are those of 0.16.1")
+def test_a_place_is_a_line_of_megatron_core(fix: Fix) -> None:
+    folder = engine.folder()
+    assert folder is not None
+    if fix.where:
+        file, line = fix.where.split(":")
+        assert (folder / file).read_text().splitlines()[int(line) - 1].strip()
+
+
+def test_every_change_that_a_patch_names_is_a_row_and_no_row_stands_twice() -> None:
+    numbers = [fix.number for fix in FIXES]
+    assert len(set(numbers)) == len(numbers)
+    assert {patch.upstream for patch in PATCHES if patch.upstream} <= set(numbers)
+
+
+def test_engines_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["engines", "--fixes"]) == 0
+    page = capsys.readouterr().out
+    assert all(f"  {fix.number}: {fix.about}" in page for fix in FIXES)
+    assert main(["engines", "--fixes", "--json"]) == 0
+    assert [row["number"] for row in json.loads(capsys.readouterr().out)] == [fix.number for fix in FIXES]
