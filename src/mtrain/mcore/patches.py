@@ -362,15 +362,6 @@ PATCHES: tuple[Patch, ...] = (
         patching_linear.gated_delta_norm,
     ),
     Patch(
-        "attention-gate",
-        "transformer/attention.py:1493",
-        "Where several ranks share the heads of one key, each has the gates of all: RuntimeError about shapes.",
-        "everywhere",
-        patching_linear.attention_gate,
-        UNTIL_0_16,
-        "#3575",
-    ),
-    Patch(
         "rng-remark",
         "tensor_parallel/random.py:265",
         "Warns at every dropout that the CPU's random state changed, as it must where the CPU is the device.",

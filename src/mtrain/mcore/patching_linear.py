@@ -99,21 +99,3 @@ def gated_delta_norm() -> None:
         original(model, config, tp_group)
 
     module._allreduce_non_tensor_model_parallel_grads = summed
-
-
-def attention_gate() -> None:
-    """Take the gates of a rank's own query heads where several ranks have the heads of one key."""
-    cls = _core("transformer.attention").SelfAttention
-    original = cls.get_query_key_value_tensors
-
-    @functools.wraps(original)
-    def sliced(self: Any, *args: Any, output_gate: bool = False, **kwargs: Any) -> Any:
-        found = original(self, *args, output_gate=output_gate, **kwargs)
-        ranks = self.world_size // self.config.num_query_groups
-        if not output_gate or ranks <= 1:
-            return found
-        query, key, value, gate = found
-        own, at = query.shape[2], self.pg_collection.tp.rank() % ranks
-        return query, key, value, gate[:, :, at * own : (at + 1) * own]
-
-    cls.get_query_key_value_tensors = sliced
