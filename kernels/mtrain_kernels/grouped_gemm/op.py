@@ -99,6 +99,14 @@ def grouped_gated(
     return _Activated.apply(_added(x, weight, ends, h, "triton", main_grads), share, y, kind)  # type: ignore[no-any-return]
 
 
+def rows_of(bias: Tensor, counts: Tensor, rows: int, *, impl: str = "auto") -> Tensor:
+    """The row of `bias` [g, n] of each of `rows` rows' group, zeros behind the last group: [rows, n]."""
+    name = pick("grouped_gemm", impl, bias.device, _triton_obstacle(bias))
+    if name == "reference":
+        return reference.bias_rows(bias, counts, rows)
+    return _bias_rows(bias, counts.cumsum(0).to(torch.int32), rows, name)
+
+
 def _listed(weight: Weights) -> list[Tensor]:
     return [weight] if isinstance(weight, Tensor) else list(weight)
 
