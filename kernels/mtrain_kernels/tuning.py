@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -69,8 +69,7 @@ def add(path: Path, kernel: str, shapes: str, variant: str) -> None:
     os.replace(file.name, path)
 
 
-def fastest(variants: Sequence[str], seconds: Callable[[str], float], margin: float = 0.03) -> str:
-    """The variant that takes the least time; one before it in the order where that is less than `margin` slower."""
-    times = {name: seconds(name) for name in variants}
+def fastest(times: Mapping[str, float], margin: float = 0.03) -> str:
+    """The variant that takes the least time, or one before it that is less than `margin` slower."""
     least = min(times.values())
-    return next(name for name in variants if times[name] <= least * (1 + margin))
+    return next(name for name, time in times.items() if time <= least * (1 + margin))

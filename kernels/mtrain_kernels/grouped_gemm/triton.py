@@ -67,11 +67,13 @@ def clear_kernel(y_ptr, ends_ptr, rows, n, GROUPS: tl.constexpr, SIZE: tl.conste
 def _x_tile(x, r, inner, first, i, end, k, TMA: tl.constexpr, EVEN: tl.constexpr):
     """The tile of rows r and columns `inner`: by a descriptor, or by pointers."""
     if TMA:  # rows of the next group come along; their sums are not stored
-        return x.load([first, i])
-    mask = (r < end)[:, None]
-    if not EVEN:
-        mask = mask & (inner < k)[None, :]
-    return tl.load(x + r.to(tl.int64)[:, None] * k + inner[None, :], mask=mask, other=0.0)
+        tile = x.load([first, i])
+    else:
+        mask = (r < end)[:, None]
+        if not EVEN:
+            mask = mask & (inner < k)[None, :]
+        tile = tl.load(x + r.to(tl.int64)[:, None] * k + inner[None, :], mask=mask, other=0.0)
+    return tile
 
 
 @triton.jit
@@ -96,13 +98,16 @@ def _w_tile(
     """The tile [K, N] of the group's weight, [n, k] or, TURNED, [k, n]."""
     if TMA:
         if TURNED:
-            return w.load([group, i, c]).reshape(K, N)
-        return w.load([group, c, i]).reshape(N, K).T
-    mask = (column < n)[None, :]
-    if not EVEN:
-        mask = mask & (inner < k)[:, None]
-    at = w + place + column.to(tl.int64)[None, :] * stride_n + inner.to(tl.int64)[:, None] * stride_k
-    return tl.load(at, mask=mask, other=0.0)
+            tile = w.load([group, i, c]).reshape(K, N)
+        else:
+            tile = w.load([group, c, i]).reshape(N, K).T
+    else:
+        mask = (column < n)[None, :]
+        if not EVEN:
+            mask = mask & (inner < k)[:, None]
+        at = w + place + column.to(tl.int64)[None, :] * stride_n + inner.to(tl.int64)[:, None] * stride_k
+        tile = tl.load(at, mask=mask, other=0.0)
+    return tile
 
 
 @triton.jit

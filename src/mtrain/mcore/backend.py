@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from mtrain.config import engine
 from mtrain.errors import BadEnvironment
-from mtrain.mcore import api
+from mtrain.mcore import api, dispatch
 from mtrain.mcore.attention import CoreAttention
 from mtrain.mcore.cache import CachedSelfAttention
 from mtrain.mcore.decoder_layer import DecoderLayer, DecoderLayerSubmodules
@@ -248,6 +248,7 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool) -> Any:
     )
     if moe and provider.sparse:
         layers_of(mlp).router = SparseRouter
+        dispatch.use_in_layers()
     if provider.parts.add_mlp_bias:
         layers = layers_of(mlp)
         layers.linear_fc1, layers.linear_fc2 = map(

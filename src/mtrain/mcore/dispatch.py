@@ -8,6 +8,8 @@ before the tokens are sorted.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from mtrain_kernels.moe_permute.op import permute, plan, row_weights, unpermute
 from torch import Tensor
@@ -139,3 +142,16 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         """This rank's part of the sum over ranks, made in the dtype of the weights."""
         wide = reduce_scatter_to_sequence_parallel_region(x.to(self._wide), group=group, input_split_sizes=sizes)
         return wide.to(x.dtype)  # type: ignore[no-any-return]
+
+
+def _dispatcher(*args: Any, original: Callable[..., Any], config: Any, **more: Any) -> Any:
+    """megatron-core's dispatcher, or ours for a config whose router gives lists of experts."""
+    kind = original if getattr(config, "sparse_experts", None) is None else SparseDispatcher
+    return kind(*args, config=config, **more)
+
+
+@functools.cache
+def use_in_layers() -> None:
+    """Let megatron-core's layers of experts make our dispatcher where their config asks for it: once per process."""
+    for name in ("MoEAlltoAllTokenDispatcher", "MoEAllGatherTokenDispatcher"):
+        setattr(moe_layer, name, functools.partial(_dispatcher, original=getattr(moe_layer, name)))

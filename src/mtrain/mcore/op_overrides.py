@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.common.embeddings import rope_utils
-from megatron.core.transformer.moe import moe_layer, router, token_dispatcher
+from megatron.core.transformer.moe import router, token_dispatcher
 from mtrain_kernels import linear
 from mtrain_kernels.moe_permute.op import Plan
 from mtrain_kernels.moe_permute.op import permute as permute_rows
@@ -22,7 +22,6 @@ from mtrain_kernels.rope.op import rotate
 from torch import Tensor
 
 from mtrain.errors import BadEnvironment
-from mtrain.mcore.dispatch import SparseDispatcher
 
 
 class Override(NamedTuple):
@@ -129,16 +128,6 @@ def unpermuted(
     """Tokens [t, h] from their copies: the sum of each token's, in fp32; weights were applied by the experts."""
     assert probs is None, "the weights of experts are applied before their outputs are added up"
     return unpermute_rows(permuted_tokens, sorted_indices, impl=impl)
-
-
-def dispatcher_of(*args: Any, original: Callable[..., Any], config: Any, **more: Any) -> Any:
-    """megatron-core's dispatcher, or ours for a config whose router gives lists of experts."""
-    kind = original if getattr(config, "sparse_experts", None) is None else SparseDispatcher
-    return kind(*args, config=config, **more)
-
-
-for _name in ("MoEAlltoAllTokenDispatcher", "MoEAllGatherTokenDispatcher"):
-    setattr(moe_layer, _name, functools.partial(dispatcher_of, original=getattr(moe_layer, _name)))
 
 
 def plan_of(routing_map: Tensor) -> Plan:
