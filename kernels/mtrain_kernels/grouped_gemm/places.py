@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 _TABLES: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
-"""Of each uneven set of tensors its distances, on the device; kept, since a captured graph may read them."""
+"""Of each uneven set of tensors its distances, on the device; kept, since a captured graph may read them.
+
+Weights that are gathered anew lie elsewhere in every step: of more than `MOST` sets those met longest ago go.
+"""
+MOST = 4096
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,10 @@ def _distances(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
 
 def _table(like: Tensor, distances: tuple[int, ...]) -> Tensor:
     key = (like.device, distances)
-    if key not in _TABLES:
-        _TABLES[key] = torch.tensor(distances, dtype=torch.int64).to(like.device, non_blocking=True)
-    return _TABLES[key]
+    table = _TABLES.pop(key, None)
+    if table is None:
+        table = torch.tensor(distances, dtype=torch.int64).to(like.device, non_blocking=True)
+        if len(_TABLES) >= MOST:
+            del _TABLES[next(iter(_TABLES))]
+    _TABLES[key] = table
+    return table

@@ -64,6 +64,7 @@ TABLES = {
 }
 """Of each product the tiles that are tried; the first one that can run is taken where nothing was measured."""
 
+LEAST = 64  # sizes from which descriptors are worth their while
 EXACT = {"rows": Tile(64, 64, 32), "gated": Tile(64, 32, 32), "weights": Tile(32, 64, 64)}
 """fp32 without tensor cores."""
 
@@ -80,15 +81,14 @@ def tile_for(product: str, x: Tensor, rows: int, n: int, k: int, groups: int, de
 
     The choice depends on the device, the dtype, the sizes and the recorded measurements alone, not on timing.
     """
-    if x.numel() and x.data_ptr() % 16 and not x.is_meta:
-        descriptors = False
+    descriptors = descriptors and min(n, k) >= LEAST and (x.is_meta or x.data_ptr() % 16 == 0)
     found = candidates(product, x, descriptors)
     wanted = tuning.recorded(f"grouped_gemm.{product}", shape_class(x, rows, n, k, groups))
     tile = next((tile for tile in found if tile.name == wanted), found[0])
     if tile.tma:
         return tile
-    sizes = {"rows": rows, "n": n, "k": k}
-    return Tile(*(_side(sizes[s], getattr(tile, s)) for s in sizes), tile.warps, tile.stages)
+    sides = _side(rows, tile.rows), _side(n, tile.n), _side(k, tile.k)
+    return Tile(*sides, warps=tile.warps, stages=tile.stages)
 
 
 def shape_class(x: Tensor, rows: int, n: int, k: int, groups: int) -> str:

@@ -66,7 +66,8 @@ def transformer_config(run: RunConfig, device: Device) -> Any:
     config.sparse_experts = None
     if routes_by_lists(run):
         members = run.model.moe.group_score_topk if run.model.moe else None
-        config.sparse_experts = mcore.Sparse(run.kernels.moe_router, run.kernels.moe_permute, members)
+        words = str(run.kernels.moe_router), str(run.kernels.moe_permute)
+        config.sparse_experts = mcore.Sparse(*words, members)
     if run.peft.kind is not None:  # the biases that balance routers are frozen with them
         config.moe_router_bias_update_rate = 0.0
     config.latent_layernorm_epsilon = run.model.mla.layernorm_epsilon if run.model.mla else None

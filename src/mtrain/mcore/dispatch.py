@@ -146,7 +146,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
 
 def _dispatcher(*args: Any, original: Callable[..., Any], config: Any, **more: Any) -> Any:
     """megatron-core's dispatcher, or ours for a config whose router gives lists of experts."""
-    kind = original if getattr(config, "sparse_experts", None) is None else SparseDispatcher
+    kind: Callable[..., Any] = original if getattr(config, "sparse_experts", None) is None else SparseDispatcher
     return kind(*args, config=config, **more)
 
 

@@ -25,10 +25,11 @@ class GroupedExperts(TEGroupedMLP):  # type: ignore[misc]
         `tokens_per_expert` [e] may be on the device, where it stays, or on the host; rows behind the last expert's
         give zeros.
         """
-        x, share = permuted_local_hidden_states, permuted_probs
+        x = permuted_local_hidden_states
+        share: Tensor | None = permuted_probs
         counts = tokens_per_expert.to(x.device, non_blocking=True)
         if self.config.moe_apply_probs_on_input:
-            x, share = (share[:, None] * x).to(x.dtype), None
+            x, share = (permuted_probs[:, None] * x).to(x.dtype), None
         if self.activation_recompute:
             h, _none = self.linear_fc1(x, counts)
             self.activation_checkpoint = tensor_parallel.CheckpointWithoutOutput()
