@@ -25,8 +25,9 @@ Seconds = Callable[[Callable[[], object]], float]
 def products(rows: int, groups: int, hidden: int, ffn: int) -> list[tuple[str, int, int]]:
     """The products of a layer of gated experts, both ways, and the gradients of weights: kind, n and k of each."""
     up = 2 * ffn
-    found = [("gated", ffn, hidden), ("rows", up, hidden), ("rows", hidden, up), ("rows", hidden, ffn)]
-    return [*found, ("rows", ffn, hidden), ("weights", up, hidden), ("weights", hidden, ffn)]
+    found = [("gated", ffn, hidden), ("rows", up, hidden), ("rows", hidden, ffn)]
+    found += [("turned", hidden, up), ("turned", ffn, hidden)]
+    return [*found, ("weights", up, hidden), ("weights", hidden, ffn)]
 
 
 def measure(
@@ -47,10 +48,12 @@ def measure(
     for kind, n, k in products(rows, groups, hidden, ffn):
         x = torch.randn(rows, k, device=device, dtype=dtype)
         other = torch.randn(rows, n, device=device, dtype=dtype)
-        weight = torch.randn(groups, 2 * n if kind == "gated" else n, k, device=device, dtype=dtype)
+        shape = {"gated": (groups, 2 * n, k), "turned": (groups, k, n)}.get(kind, (groups, n, k))
+        weight = torch.randn(shape, device=device, dtype=dtype)
         share = torch.rand(rows, device=device)
         calls: dict[str, Callable[[], object]] = {
             "rows": lambda x=x, weight=weight: triton.rows_product(x, [weight], ends),  # type: ignore[misc]
+            "turned": lambda x=x, weight=weight: triton.rows_product(x, [weight], ends, transposed=True),  # type: ignore[misc]
             "gated": lambda x=x, weight=weight, share=share: triton.gated_product(x, [weight], ends, share, "swiglu"),  # type: ignore[misc]
             "weights": lambda x=x, other=other: triton.weights_product(other, x, ends),  # type: ignore[misc]
         }

@@ -113,7 +113,7 @@ def test_what_is_no_number_stays_in_its_row_and_group() -> None:
         ("mask = (column < n)[None, :]", "mask = (column < n - 1)[None, :]"),
         ("at = tl.cast(group, tl.int64) * step", "at = tl.cast(0, tl.int64) * step"),
         ("(upto <= high)", "(upto < high)"),
-        ("(high - upto + tiles) * R", "(high - upto + tiles + 1) * R"),
+        ("base = start - (upto - tiles) * R", "base = start - (upto - tiles - 1) * R"),
         ("first = tl.minimum(tl.load(ends_ptr + GROUPS - 1), rows)", "first = tl.cast(rows, tl.int32)"),
         ("for i in range(whole, end, R)", "for i in range(whole, end - 1, R)"),
         ("mask=(r < end)[:, None] & (column < k)", "mask=(r < rows)[:, None] & (column < k - 1)"),

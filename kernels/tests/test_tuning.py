@@ -66,7 +66,7 @@ def test_descriptors_are_for_the_devices_that_have_them(monkeypatch: pytest.Monk
 def test_a_layer_is_measured_and_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(tuning.FOLDER, str(tmp_path))
     path = tuning.file_of(CPU)
-    slow = itertools.count(100, -1)  # each call is faster than the one before
+    slow = itertools.count(1000, -50)  # each call is faster than the one before
     found = tune.measure(path, CPU, 16, 2, 32, 24, torch.bfloat16, lambda call: (call(), float(next(slow)))[1])
     assert len(found) == len(tune.products(16, 2, 32, 24))
     noted = tuning.read(path)

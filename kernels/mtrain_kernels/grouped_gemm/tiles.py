@@ -42,6 +42,13 @@ class Tile:
 
 TABLES = {
     "rows": (
+        Tile(128, 128, 64, tma=True),
+        Tile(128, 256, 64, stages=3, tma=True),
+        Tile(64, 128, 64, warps=4, stages=4, tma=True),
+        Tile(128, 128, 64),
+        Tile(64, 128, 64, warps=4),
+    ),
+    "turned": (
         Tile(128, 128, 64, stages=3, tma=True),
         Tile(128, 256, 64, stages=3, tma=True),
         Tile(64, 128, 64, warps=4, stages=4, tma=True),
@@ -62,10 +69,13 @@ TABLES = {
         Tile(32, 128, 128),
     ),
 }
-"""Of each product the tiles that are tried; the first one that can run is taken where nothing was measured."""
+"""Of each product the tiles that are tried; the first one that can run is taken where nothing was measured.
+
+`rows` multiplies with weights, `turned` with transposed ones, `gated` makes an activation, `weights` a gradient.
+"""
 
 LEAST = 64  # sizes from which descriptors are worth their while
-EXACT = {"rows": Tile(64, 64, 32), "gated": Tile(64, 32, 32), "weights": Tile(32, 64, 64)}
+EXACT = {"rows": Tile(64, 64, 32), "turned": Tile(64, 64, 32), "gated": Tile(64, 32, 32), "weights": Tile(32, 64, 64)}
 """fp32 without tensor cores."""
 
 
@@ -77,7 +87,7 @@ def candidates(product: str, x: Tensor, descriptors: bool) -> list[Tile]:
 
 
 def tile_for(product: str, x: Tensor, rows: int, n: int, k: int, groups: int, descriptors: bool) -> Tile:
-    """The tile of a product `rows`, `gated` or `weights`: what was measured for this class of shapes, or the first.
+    """The tile of a product of `TABLES`: what was measured for this class of shapes, or the first.
 
     The choice depends on the device, the dtype, the sizes and the recorded measurements alone, not on timing.
     """

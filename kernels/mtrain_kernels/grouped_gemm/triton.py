@@ -29,12 +29,17 @@ def _dot(a, b, total, EXACT: tl.constexpr):
 
 @triton.jit
 def _bounds(ends_ptr, rows, R: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr):
-    """First and last row of each group, and how many tiles of R rows there are up to its end; [G] each."""
+    """Of each group where tile 0 of all would begin, its last row, and the tiles of R rows up to its end.
+
+    [G] each, and how many tiles there are in all.
+    """
     group = tl.arange(0, G)
     end = tl.minimum(tl.load(ends_ptr + group, mask=group < GROUPS, other=0), rows)
     start = tl.minimum(tl.load(ends_ptr + group - 1, mask=(group > 0) & (group < GROUPS), other=0), rows)
     tiles = (tl.maximum(end - start, 0) + R - 1) // R
-    return start, end, tl.cumsum(tiles, 0), tiles
+    upto = tl.cumsum(tiles, 0)
+    base = start - (upto - tiles) * R
+    return base, end, upto, tl.sum(tiles, 0)
 
 
 @triton.jit
@@ -141,14 +146,13 @@ def rows_kernel(
 
     Each program finds the group of its tile among the bounds of all; rows behind the last group get zeros.
     """
-    start, ends, upto, tiles = _bounds(ends_ptr, rows, R, GROUPS, G)
+    base, ends, upto, high_tiles = _bounds(ends_ptr, rows, R, GROUPS, G)
     tiles_n = tl.cdiv(n, N)
-    every = tl.sum(tiles, 0) * tiles_n
-    for tile in range(tl.program_id(0), every, tl.num_programs(0)):
+    for tile in range(tl.program_id(0), high_tiles * tiles_n, tl.num_programs(0)):
         high, c = tile // tiles_n, tile % tiles_n * N
         group = tl.sum((upto <= high).to(tl.int32), 0)
         here = tl.arange(0, G) == group
-        first = tl.sum(tl.where(here, start + (high - upto + tiles) * R, 0), 0)
+        first = tl.sum(tl.where(here, base, 0), 0) + high * R
         end = tl.sum(tl.where(here, ends, 0), 0)
         place = _place(offsets_ptr, step, group, TABLE, ALIGNED)
         r, column = first + tl.arange(0, R), c + tl.arange(0, N)
@@ -196,14 +200,13 @@ def gated_kernel(
 
     A tile has the same columns of both, so that the activation needs nothing but its registers.
     """
-    start, ends, upto, tiles = _bounds(ends_ptr, rows, R, GROUPS, G)
+    base, ends, upto, high_tiles = _bounds(ends_ptr, rows, R, GROUPS, G)
     tiles_n = tl.cdiv(width, N)
-    every = tl.sum(tiles, 0) * tiles_n
-    for tile in range(tl.program_id(0), every, tl.num_programs(0)):
+    for tile in range(tl.program_id(0), high_tiles * tiles_n, tl.num_programs(0)):
         high, c = tile // tiles_n, tile % tiles_n * N
         group = tl.sum((upto <= high).to(tl.int32), 0)
         here = tl.arange(0, G) == group
-        first = tl.sum(tl.where(here, start + (high - upto + tiles) * R, 0), 0)
+        first = tl.sum(tl.where(here, base, 0), 0) + high * R
         end = tl.sum(tl.where(here, ends, 0), 0)
         place = _place(offsets_ptr, step, group, TABLE, ALIGNED)
         r, column = first + tl.arange(0, R), c + tl.arange(0, N)
@@ -326,7 +329,7 @@ def rows_product(x: Tensor, weights: Sequence[Tensor], ends: Tensor, transposed:
     y = x.new_empty(rows, n)
     if y.numel() == 0:
         return y
-    tile = tile_for("rows", x, rows, n, k, groups, descriptors=places.even)
+    tile = tile_for("turned" if transposed else "rows", x, rows, n, k, groups, descriptors=places.even)
     most = (ceil_div(rows, tile.rows) + groups) * ceil_div(n, tile.n)
     source, kept = (x, places.base)
     if tile.tma:
