@@ -26,4 +26,4 @@ def use_measured(run: RunConfig, world: World) -> None:
             record = tuning.read(tuning.file_of(world.torch_device))
         except (ImportError, ValueError) as error:
             warn(f"kernels take their first variants: {error}")
-    tuning.use(json.loads(world.tell(json.dumps(record))))
+    tuning.use(json.loads(world.tell(json.dumps(record, allow_nan=False))))
