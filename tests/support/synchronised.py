@@ -61,7 +61,8 @@ def _main() -> None:
             mock.patch.object(recorder, "OPDEFS", {}),  # shapes of our operations are asked, and kernels not run
         ):
             _Evenly.met = 0
-            found[name] = dict(trace.trace(load(words, big, {}).run, 0).recorder.found)
+            watched: Any = trace.trace(load(words, big, {}).run, 0).recorder
+            found[name] = dict(watched.found)
         if _Evenly.met:
             found[name]["rows that are exchanged"] = _Evenly.met
     print(json.dumps(found))
