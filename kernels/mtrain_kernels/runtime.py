@@ -77,6 +77,17 @@ def processors(device: torch.device) -> int:
     return torch.get_device_module(device).get_device_properties(device).multi_processor_count
 
 
+def capability(device: torch.device) -> int:
+    """The compute capability of an NVIDIA GPU without its dot, else 0; of meta tensors that which is compiled for."""
+    if device.type == "cuda" and torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        return 10 * major + minor
+    if device.type == "meta" and HAS_TRITON and (active := triton.runtime.driver._active) is not None:
+        target = active.get_current_target()
+        return int(target.arch) if target.backend == "cuda" else 0
+    return 0
+
+
 def on_device_of(x: Tensor) -> AbstractContextManager[None]:
     """Makes x's GPU the current one, where Triton launches; does nothing for other tensors."""
     return torch.cuda.device_of(x)

@@ -70,7 +70,7 @@ def _experts_are_off_by(run: RunConfig) -> float:
 
     from mtrain.build.transformer import transformer_config
     from mtrain.devices import registry
-    from mtrain.mcore.layers import ColumnGroupedLinear, RowGroupedLinear
+    from mtrain.mcore.grouped_linear import ColumnGroupedLinear, RowGroupedLinear
 
     experts = TEGroupedMLP(
         3,

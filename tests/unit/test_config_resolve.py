@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from mtrain.cli.setup import load
 from mtrain.config.groups import KernelsConfig
-from mtrain.config.kernels import OPERATIONS, problems, reasons
+from mtrain.config.kernels import OPERATIONS, problems, reasons, routes_by_lists
 from mtrain.config.resolve import Machine, machine_problems, resolve, smallest_world, world_size_of
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError
@@ -156,10 +156,27 @@ def test_auto_takes_the_first_that_can_run() -> None:
     }
     plain = _words(resolve(tiny(model__moe=MOE, precision__dtype="bf16"), TRITON))
     assert (plain["norm"], plain["attention"], plain["linear"]) == ("triton", "torch", "reference")
-    assert (plain["experts"], plain["activation"], plain["moe_permute"]) == ("torch", "triton", "triton")
-    assert _words(resolve(tiny(model__moe=MOE, precision__dtype="fp32"), TRITON))["experts"] == "triton", (
-        "torch's product takes bf16 only"
-    )
+    assert (plain["experts"], plain["activation"], plain["moe_permute"]) == ("triton", "triton", "triton")
+    bare = replace(TRITON, triton=False)
+    words = [_words(resolve(tiny(model__moe=MOE, precision__dtype=d), bare))["experts"] for d in ("bf16", "fp32")]
+    assert words == ["torch", "reference"], "torch's product takes bf16 only"
+    assert _words(resolve(tiny(model__moe=MOE, precision__dtype="bf16", cluster__sm=100), bare))["experts"] == (
+        "reference"
+    ), "torch's product is wrong there for experts without tokens"
+
+
+def test_experts_are_routed_to_by_lists_where_kernels_do_it_and_nobody_needs_a_map() -> None:
+    run = resolve(tiny(model__moe=MOE, precision__dtype="bf16"), TRITON)
+    assert routes_by_lists(run)
+    for keys in (
+        {"kernels__moe_router": "reference"},
+        {"kernels__moe_permute": "reference"},
+        {"model__moe": {**MOE, "expert_capacity_factor": 1.0}},
+        {"model__moe": {**MOE, "token_dispatcher_type": "flex"}},
+    ):
+        assert not routes_by_lists(resolve(tiny(**{"model__moe": MOE, "precision__dtype": "bf16", **keys}), TRITON))
+    assert not routes_by_lists(resolve(tiny(precision__dtype="bf16"), TRITON))
+    assert not routes_by_lists(resolve(tiny(model__moe=MOE), LAPTOP))
 
 
 def test_a_default_is_taken_by_operations_that_have_it_and_a_named_choice_stays() -> None:

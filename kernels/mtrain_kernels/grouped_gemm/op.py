@@ -3,41 +3,116 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mtrain_kernels.activation.op import _activation_backward, activation
 from mtrain_kernels.grouped_gemm import reference
-from mtrain_kernels.registry import REFERENCE, TRITON, Case, Cost, Implementation, Model, Op, choose
+from mtrain_kernels.grouped_gemm.products import _add_dw, _bias_rows, _gated, _grouped, _grouped_dx
+from mtrain_kernels.registry import REFERENCE, TRITON, Case, Cost, Implementation, Model, Op, choose, pick
+from mtrain_kernels.runtime import capability
 
 log = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Name of a GPU -> the implementation that bench/run.py found faster there, forward and backward together. A GPU that
-# is not listed was not measured, and gets the library's.
+# is not listed was not measured, and gets the kernels here, which copy no weights.
 MEASURED: dict[str, str] = {}
+WRONG_EMPTY_GROUPS = 100  # compute capability from which torch's product is wrong for groups without rows
+FUSED = ("swiglu", "geglu", "geglu_tanh")  # activations that the kernel knows
+
+Weights = Tensor | Sequence[Tensor]
+MainGrads = Callable[[], Sequence[Tensor]]
 
 
 def grouped_gemm(
-    x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, *, impl: str = "auto"
+    x: Tensor,
+    weight: Weights,
+    counts: Tensor,
+    bias: Tensor | None = None,
+    *,
+    impl: str = "auto",
+    main_grads: MainGrads | None = None,
 ) -> Tensor:
     """`y_r = W_g x_r + b_g` for the group g of row r; groups are neighbours, and `counts` says how long each is.
 
-    `x` [r, k], `weight` [g, n, k], `bias` [g, n] of one dtype (fp32, fp16 or bf16; products are summed in fp32),
-    `counts` [g] integers on the same device, which the host never waits for. The result is [r, n] in x's dtype;
-    rows behind the last group's give zeros and get gradient zero. `impl` is `reference`, `triton`, `torch` (its
-    grouped product: bf16, rows of a multiple of 16 bytes) or `auto`: on a GPU what was measured to be faster there,
-    elsewhere as for every op. Raises `ValueError` where shapes do not fit, `Unavailable` where the named one cannot
-    run.
+    `x` [r, k], `weight` [g, n, k] or a list of g [n, k], which are read where they lie, `bias` [g, n], of one dtype
+    (fp32, fp16 or bf16; products are summed in fp32), `counts` [g] integers on the same device, which the host never
+    waits for. The result is [r, n] in x's dtype; rows behind the last group's give zeros and get gradient zero.
+
+    `main_grads()` is called in the backward and gives the buffers [n, k], one for each of a list of weights, that
+    their gradients are added to there and then; autograd gets memory that nobody wrote, as with megatron-core's
+    gradient_accumulation_fusion.
+
+    `impl` is `reference`, `triton`, `torch` (its grouped product: bf16, rows of a multiple of 16 bytes, which copies
+    a list of weights; never chosen by `auto` on sm_100, pytorch issue 172439) or `auto`: on a GPU what was measured
+    to be faster there, elsewhere as for every op. Raises `ValueError` where shapes do not fit, `Unavailable` where
+    the named one cannot run.
     """
     reference.require_grouped(x, weight, counts, bias)
     name = _pick(impl, x.device, _triton_obstacle(x), _torch_obstacle(x, weight))
-    if name == "reference":
+    if name == "reference" and main_grads is None:
         return reference.grouped_gemm(x, weight, counts, bias)
+    if name == "reference":
+        y = _added(x, weight, counts, reference.grouped_gemm(x, _detached(weight), counts), name, main_grads)
+        return y if bias is None else y + reference.bias_rows(bias, counts, x.shape[0])
     ends = counts.cumsum(0).to(torch.int32)
-    y = _grouped(x, weight, ends, name)
+    if main_grads is None:
+        y = _grouped(x, _listed(weight), ends, name)
+    else:
+        y = _added(x, weight, ends, _grouped(x.detach(), _detached(weight), ends, name), name, main_grads)
     return y if bias is None else y + _bias_rows(bias, ends, x.shape[0], name)
+
+
+def grouped_gated(
+    x: Tensor,
+    weight: Weights,
+    counts: Tensor,
+    kind: str,
+    share: Tensor | None = None,
+    *,
+    impl: str = "auto",
+    main_grads: MainGrads | None = None,
+) -> Tensor:
+    """`activation(grouped_gemm(x, weight, counts), kind, weight=share)` in one kernel: [r, n / 2] in x's dtype.
+
+    `kind` is `swiglu`, `geglu` or `geglu_tanh`; `share` [r] weighs rows and gets a gradient. The product is kept for
+    the backward, rounded as it would be between the two. `impl` is `reference`, `triton` or `auto`; the rest is as
+    in `grouped_gemm`.
+    """
+    reference.require_grouped(x, weight, counts, None)
+    if kind not in FUSED:
+        raise ValueError(f"{kind!r} is none of {', '.join(FUSED)}")
+    if share is not None and share.shape != x.shape[:1]:
+        raise ValueError(f"share {tuple(share.shape)} must be one number for each row of x {tuple(x.shape)}")
+    if pick("grouped_gemm", impl, x.device, _triton_obstacle(x)) != "triton":
+        y = grouped_gemm(x, weight, counts, impl="reference", main_grads=main_grads)
+        return activation(y, kind, weight=share, impl="reference")
+    ends = counts.cumsum(0).to(torch.int32)
+    if main_grads is None:
+        return _gated(x, _listed(weight), ends, share, kind)[0]
+    with torch.no_grad():
+        y, h = _gated(x, _listed(weight), ends, share, kind)
+    return _Activated.apply(_added(x, weight, ends, h, "triton", main_grads), share, y, kind)  # type: ignore[no-any-return]
+
+
+def rows_of(bias: Tensor, counts: Tensor, rows: int, *, impl: str = "auto") -> Tensor:
+    """The row of `bias` [g, n] of each of `rows` rows' group, zeros behind the last group: [rows, n]."""
+    name = pick("grouped_gemm", impl, bias.device, _triton_obstacle(bias))
+    if name == "reference":
+        return reference.bias_rows(bias, counts, rows)
+    return _bias_rows(bias, counts.cumsum(0).to(torch.int32), rows, name)
+
+
+def _listed(weight: Weights) -> list[Tensor]:
+    return [weight] if isinstance(weight, Tensor) else list(weight)
+
+
+def _detached(weight: Weights) -> list[Tensor]:
+    return [w.detach() for w in _listed(weight)]
 
 
 @torch.compiler.assume_constant_result
@@ -45,11 +120,9 @@ def _pick(impl: str, device: torch.device, triton: str | None, library: str | No
     """The implementation to take; `triton` and `library` say why it or torch's cannot take this input."""
     if impl == "auto" and device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
-        favourite = MEASURED.get(gpu, "torch")
-        if (library if favourite == "torch" else triton) is None:
-            log.debug(
-                "grouped_gemm on %s: %s (%s)", gpu, favourite, "measured" if gpu in MEASURED else "not measured"
-            )
+        favourite = MEASURED.get(gpu, "triton")
+        if favourite == "torch" and capability(device) < WRONG_EMPTY_GROUPS and library is None:
+            log.debug("grouped_gemm on %s: torch (measured)", gpu)
             return favourite
     return choose(OPS[0], impl, device, library if impl == "torch" else triton)[0]
 
@@ -58,107 +131,57 @@ def _triton_obstacle(x: Tensor) -> str | None:
     return None if x.dtype in DTYPES else f"{x.dtype} is none of fp32, fp16 and bf16"
 
 
-def _torch_obstacle(x: Tensor, weight: Tensor) -> str | None:
+def _torch_obstacle(x: Tensor, weight: Weights) -> str | None:
+    n, k = _listed(weight)[0].shape[-2:]
     if x.dtype != torch.bfloat16:
         return f"torch's grouped product takes bfloat16, not {x.dtype}"
-    if weight.shape[1] % 8 or weight.shape[2] % 8:
-        return f"torch's grouped product needs rows of a multiple of 16 bytes, not {tuple(weight.shape[1:])} elements"
+    if n % 8 or k % 8:
+        return f"torch's grouped product needs rows of a multiple of 16 bytes, not {(n, k)} elements"
     return None
 
 
-@torch.library.custom_op("mtrain::grouped_gemm", mutates_args=())
-def _grouped(x: Tensor, weight: Tensor, ends: Tensor, implementation: str) -> Tensor:
-    if implementation == "torch":
-        return _cleared(torch._grouped_mm(_dense(x), _dense(weight).transpose(1, 2), offs=ends), ends)
-    from mtrain_kernels.grouped_gemm import triton
+class _Added(torch.autograd.Function):
+    """A product that is known already, whose weights' gradients are added to buffers."""
 
-    return triton.rows_product(x, weight, ends)
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ends: Tensor, y: Tensor, name: str, buffers: MainGrads, *weights: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, ends, *weights)
+        ctx.name, ctx.buffers = name, buffers
+        return y.view_as(y)
 
-
-@_grouped.register_fake
-def _(x, weight, ends, implementation):
-    return x.new_empty(x.shape[0], weight.shape[1])
-
-
-@torch.library.custom_op("mtrain::grouped_gemm_backward", mutates_args=())
-def _grouped_backward(
-    d_y: Tensor, x: Tensor, weight: Tensor, ends: Tensor, implementation: str
-) -> tuple[Tensor, Tensor]:
-    if implementation == "torch":
-        d_y, x = _dense(d_y), _dense(x)
-        d_x = _cleared(torch._grouped_mm(d_y, _dense(weight), offs=ends), ends)
-        return d_x, torch._grouped_mm(d_y.T, x, offs=ends)
-    from mtrain_kernels.grouped_gemm import triton
-
-    return triton.rows_product(d_y, weight, ends, transposed=True), triton.weights_product(d_y, x, ends)
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
+        x, ends, *weights = ctx.saved_tensors
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            if ctx.name == "reference":
+                d_x = reference.grouped_gemm(d_y, [w.t() for w in weights], ends)
+            else:
+                d_x = _grouped_dx(d_y, weights, ends, ctx.name)
+        _add_dw(d_y, x, ends, list(ctx.buffers()), ctx.name)
+        return d_x, None, None, None, None, *(torch.empty_like(w) for w in weights)
 
 
-@_grouped_backward.register_fake
-def _(d_y, x, weight, ends, implementation):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+def _added(x: Tensor, weight: Weights, ends: Tensor, y: Tensor, name: str, buffers: MainGrads | None) -> Tensor:
+    return _Added.apply(x, ends, y.detach(), name, buffers, *_listed(weight))  # type: ignore[no-any-return]
 
 
-def _dense(x: Tensor) -> Tensor:
-    """`x` in dense rows: `contiguous` leaves the stride of a single row as it is, and torch's product refuses it."""
-    return x.contiguous().view(-1).view(x.shape)
+class _Activated(torch.autograd.Function):
+    """The activation `y` of `h`, known already."""
 
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, share: Tensor | None, y: Tensor, kind: str) -> Tensor:
+        ctx.save_for_backward(h, share)
+        ctx.kind = kind
+        return y.view_as(y)
 
-def _cleared(y: Tensor, ends: Tensor) -> Tensor:
-    """`y` with zeros behind the last group, where torch's product leaves what the memory held."""
-    row = torch.arange(y.shape[0], device=y.device)
-    return y.masked_fill_((row >= ends[-1])[:, None], 0.0)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.implementation = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
-    return *_grouped_backward(d_y, *ctx.saved_tensors, ctx.implementation), None, None
-
-
-_grouped.register_autograd(_differentiate, setup_context=_save)
-
-
-@torch.library.custom_op("mtrain::grouped_bias", mutates_args=())
-def _bias_rows(bias: Tensor, ends: Tensor, rows: int, implementation: str) -> Tensor:
-    """The bias of each of `rows` rows' group, zeros behind the last group."""
-    owner = torch.searchsorted(ends, torch.arange(rows, device=bias.device, dtype=torch.int32), right=True)
-    return torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[owner]  # the last row is that of nobody
-
-
-@_bias_rows.register_fake
-def _(bias, ends, rows, implementation):
-    return bias.new_empty(rows, bias.shape[1])
-
-
-@torch.library.custom_op("mtrain::grouped_bias_backward", mutates_args=())
-def _bias_rows_backward(d_y: Tensor, ends: Tensor, implementation: str) -> Tensor:
-    """A bias is the weight of an input that is always 1: its gradient is a grouped product too, summed in fp32."""
-    ones = d_y.new_ones(d_y.shape[0], 16 // d_y.element_size())  # rows of 16 bytes, as torch's product wants them
-    if implementation == "torch":
-        return torch._grouped_mm(_dense(d_y).T, ones, offs=ends)[..., 0].contiguous()
-    from mtrain_kernels.grouped_gemm import triton
-
-    return triton.weights_product(d_y.contiguous(), ones, ends)[..., 0].contiguous()
-
-
-@_bias_rows_backward.register_fake
-def _(d_y, ends, implementation):
-    return d_y.new_empty(ends.shape[0], d_y.shape[1])
-
-
-def _save_bias(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ends, _, ctx.implementation = inputs
-    ctx.save_for_backward(ends)
-
-
-def _differentiate_bias(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
-    return _bias_rows_backward(d_y, *ctx.saved_tensors, ctx.implementation), None, None, None
-
-
-_bias_rows.register_autograd(_differentiate_bias, setup_context=_save_bias)
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
+        h, share = ctx.saved_tensors
+        d_h, d_share = _activation_backward(d_y, h, share, ctx.kind, 0.0, 0.0)
+        return d_h, None if share is None else d_share, None, None
 
 
 def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -187,10 +210,13 @@ def _launch(model: Model) -> None:
     x = torch.empty(rows, model.hidden, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(model.experts, n, model.hidden, dtype=torch.bfloat16, device="meta")
     ends = torch.empty(model.experts, dtype=torch.int32, device="meta")
-    y = triton.rows_product(x, weight, ends)
-    triton.rows_product(y, weight, ends, transposed=True)
+    y = triton.rows_product(x, [weight], ends)
+    triton.gated_product(x, [weight], ends, torch.empty(rows, device="meta"), "swiglu")
+    triton.rows_product(y, [weight], ends, transposed=True)
     triton.weights_product(y, x, ends)
+    triton.weights_product(y, x, ends, [torch.empty(model.experts, n, model.hidden, device="meta")])
     triton.weights_product(y, y.new_empty(rows, 8), ends)  # of biases
+    triton.clear_behind(y, ends)
 
 
 OPS = (

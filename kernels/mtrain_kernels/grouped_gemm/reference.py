@@ -32,12 +32,13 @@ def grouped_linear(
     )
 
 
-def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
+def grouped_gemm(x: Tensor, weight: Tensor | Sequence[Tensor], counts: Tensor, bias: Tensor | None = None) -> Tensor:
     """`grouped_linear` with the counts on the device: `y_r = W_g x_r + b_g` for the group g of row r.
 
-    `x` [r, k], `weight` [g, n, k], `counts` [g] integers, `bias` [g, n]; the result is [r, n] in x's dtype. Rows
-    behind the last group's belong to nobody and give zeros. Raises `ValueError` where the shapes do not fit or the
-    groups have more rows than there are (the reference alone looks at the counts; kernels leave out what is beyond).
+    `x` [r, k], `weight` [g, n, k] or g of [n, k], `counts` [g] integers, `bias` [g, n]; the result is [r, n] in x's
+    dtype. Rows behind the last group's belong to nobody and give zeros. Raises `ValueError` where the shapes do not
+    fit or the groups have more rows than there are (the reference alone looks at the counts; kernels leave out what
+    is beyond).
     """
     require_grouped(x, weight, counts, bias)
     rows = counts.tolist()
@@ -45,11 +46,21 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None 
     if held > x.shape[0] or min(rows, default=0) < 0:
         raise ValueError(f"groups of {rows} rows do not fit x {tuple(x.shape)}")
     y = grouped_linear(x[:held], list(weight), rows, None if bias is None else list(bias))
-    return torch.cat([y, y.new_zeros(x.shape[0] - held, weight.shape[1])])
+    return y if held == x.shape[0] else torch.cat([y, y.new_zeros(x.shape[0] - held, y.shape[1])])
 
 
-def require_grouped(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None) -> None:
+def bias_rows(bias: Tensor, counts: Tensor, rows: int) -> Tensor:
+    """The bias [g, n] of each of `rows` rows' group, zeros behind the last group: [rows, n]."""
+    held = counts.tolist()
+    return torch.cat([bias.repeat_interleave(counts, 0), bias.new_zeros(rows - sum(held), bias.shape[1])])
+
+
+def require_grouped(x: Tensor, weight: Tensor | Sequence[Tensor], counts: Tensor, bias: Tensor | None) -> None:
     """Raise `ValueError` unless the arguments of `grouped_gemm` belong together."""
+    if not isinstance(weight, Tensor):
+        if len({(w.shape, w.dtype, w.device) for w in weight}) != 1:
+            raise ValueError(f"a list of {len(weight)} weights must hold [n, k] alike, one for each group")
+        weight = weight[0].expand(len(weight), *weight[0].shape)
     if x.ndim != 2 or weight.ndim != 3 or weight.shape[0] == 0 or weight.shape[2] != x.shape[1]:
         raise ValueError(f"weight {tuple(weight.shape)} must be [groups, n, k] and x {tuple(x.shape)} [rows, k]")
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):

@@ -13,7 +13,7 @@ from mtrain_kernels.registry import Case, Cost, Model, Op, pick
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-__all__ = ["OPS", "Plan", "permute", "plan", "unpermute"]
+__all__ = ["OPS", "Plan", "permute", "plan", "row_weights", "unpermute"]
 
 
 def permute(x: Tensor, plan: Plan, *, impl: str = "auto") -> Tensor:
@@ -39,6 +39,34 @@ def unpermute(rows: Tensor, plan: Plan, weights: Tensor | None = None, *, impl: 
     if pick("moe_permute", impl, rows.device, _obstacle(rows, weights)) == "reference":
         return reference.unpermute(rows, plan, weights)
     return _unpermute(rows, plan.position, plan.source, weights)
+
+
+def row_weights(weights: Tensor, plan: Plan) -> Tensor:
+    """The weight of each row [r] from those of copies `weights` [t, k]; zero in rows that hold no copy.
+
+    Both directions gather, so that a gradient is not added up from several places. Raises `ValueError` where weights
+    and plan do not belong together.
+    """
+    if weights.shape != plan.position.shape:
+        raise ValueError(f"weights {tuple(weights.shape)} must be {tuple(plan.position.shape)}, one for each copy")
+    return _RowWeights.apply(weights, plan.position, plan.source)  # type: ignore[no-any-return]
+
+
+class _RowWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, position: Tensor, source: Tensor) -> Tensor:
+        ctx.save_for_backward(position)
+        return _taken(weights, source)
+
+    @staticmethod
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[Any, ...]:
+        return _taken(d_rows, ctx.saved_tensors[0]), None, None
+
+
+def _taken(values: Tensor, places: Tensor) -> Tensor:
+    """Those of the flat `values` at `places`, zero where a place is negative."""
+    padded = torch.cat([values.reshape(-1), values.new_zeros(1)])
+    return padded[torch.where(places < 0, values.numel(), places)]
 
 
 def _obstacle(*tensors: Tensor | None) -> str | None:

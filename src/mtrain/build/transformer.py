@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from mtrain.build.weights import Normal
 from mtrain.config.core_fields import transformer_values
+from mtrain.config.kernels import routes_by_lists
 from mtrain.config.run import RunConfig
 from mtrain.devices.base import Device
 from mtrain.devices.dtypes import torch_dtype
@@ -62,6 +63,11 @@ def transformer_config(run: RunConfig, device: Device) -> Any:
     # megatron-core then asks a layer for the activation, and wrongly believes that it can only be TransformerEngine's
     config.use_te_activation_func = run.kernels.activation == "triton"
     config.parallel_residual = run.model.parallel_residual
+    config.sparse_experts = None
+    if routes_by_lists(run):
+        members = run.model.moe.group_score_topk if run.model.moe else None
+        words = str(run.kernels.moe_router), str(run.kernels.moe_permute)
+        config.sparse_experts = mcore.Sparse(*words, members)
     if run.peft.kind is not None:  # the biases that balance routers are frozen with them
         config.moe_router_bias_update_rate = 0.0
     config.latent_layernorm_epsilon = run.model.mla.layernorm_epsilon if run.model.mla else None

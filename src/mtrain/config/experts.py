@@ -139,7 +139,9 @@ class MoEConfig(Section):
             flag=Flag("--moe-token-dispatcher-type", absent="allgather"),
         ),
     ] = "alltoall"
-    """How tokens travel to the ranks of their experts; flex: by the kernels of `flex_dispatcher_backend`, on GPUs."""
+    """How tokens travel to the ranks of their experts; flex: by the kernels of `flex_dispatcher_backend`, on GPUs.
+    With kernels.moe_router and moe_permute triton, alltoall tells the host how many rows go where, once in a layer,
+    and allgather tells it nothing, with room for the most rows that a rank can get."""
     flex_dispatcher_backend: Annotated[
         Literal["deepep", "hybridep", "ncclep"] | None,
         Key(

@@ -66,13 +66,25 @@ OPERATIONS = (
         _activates,
         "model.activation swiglu, geglu, geglu_tanh or squared_relu, without offset and clamp",
     ),
-    Operation("experts", ("te", "torch", "triton", "reference"), lambda r: r.model.moe is not None, "a model.moe"),
+    Operation("experts", ("te", "triton", "torch", "reference"), lambda r: r.model.moe is not None, "a model.moe"),
     Operation("moe_router", ("triton", "reference"), _routes, "a model.moe that is not balanced by sinkhorn"),
     Operation("moe_permute", ("triton", "reference"), lambda r: r.model.moe is not None, "a model.moe"),
     Operation("loss", ("triton", "reference", "megatron")),
     Operation("optimizer", ("triton", "te", "torch", "reference")),
 )
 """All of them, in the order of the keys of `kernels`."""
+
+
+def routes_by_lists(run: RunConfig) -> bool:
+    """Whether experts of a resolved run are routed to by lists of them, so that no layer waits for the device.
+
+    That is where routing and permutation are by kernels, no token is dropped, and nobody else needs a map.
+    """
+    moe, k = run.model.moe, run.kernels
+    if moe is None or (k.moe_router, k.moe_permute) != ("triton", "triton") or k.experts == "te":
+        return False
+    dropless = moe.expert_capacity_factor is None and not moe.router_padding_for_quantization
+    return dropless and moe.token_dispatcher_type != "flex" and moe.router_load_balancing_type != "sinkhorn"
 
 
 def stands_for(op: Operation, run: RunConfig, machine: Facts) -> str | None:
@@ -193,6 +205,8 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
         return f"nobody has said that it serves {device}"
     if op == "norm" and word == "te" and (why := te_norm_obstacle(run)):
         return why
+    if (op, word) == ("experts", "torch") and (run.cluster.sm or 0) >= 100:
+        return "torch's grouped product is wrong for experts without tokens on sm_100 (pytorch issue 172439)"
     if op == "activation" and word == "triton" and run.kernels.linear == "te":
         return "megatron-core's fused activations go with TransformerEngine's layers"
     return None

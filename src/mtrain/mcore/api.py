@@ -81,6 +81,9 @@ from mtrain.mcore.layers import gelu_tanh
 # Which class those optimizers are built of
 from mtrain.mcore.optimizers import OwnOptimizerConfig, use_own, use_te, use_torch
 
+# How experts are routed to
+from mtrain.mcore.router import Sparse
+
 
 def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None) -> Any:
     """This rank's part of the sequences of a batch that is not packed."""

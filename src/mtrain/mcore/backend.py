@@ -25,25 +25,26 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from mtrain.config import engine
 from mtrain.errors import BadEnvironment
-from mtrain.mcore import api
+from mtrain.mcore import api, dispatch
 from mtrain.mcore.attention import CoreAttention
 from mtrain.mcore.cache import CachedSelfAttention
 from mtrain.mcore.decoder_layer import DecoderLayer, DecoderLayerSubmodules
+from mtrain.mcore.experts import GroupedExperts
 from mtrain.mcore.gated_delta_net import GatedDeltaNet, OutputNorm
+from mtrain.mcore.grouped_linear import ColumnGroupedLinear, RowGroupedLinear
 from mtrain.mcore.layers import (
     Activation,
-    ColumnGroupedLinear,
     DuplicatedLinear,
     KeyNorm,
     Norm,
     QueryNorm,
-    RowGroupedLinear,
     chosen,
     with_bias,
     with_epsilon,
 )
 from mtrain.mcore.linear import ColumnLinear, RowLinear
 from mtrain.mcore.parallel_residual import SIDE_BY_SIDE
+from mtrain.mcore.router import SparseRouter
 
 _BUILDS_EXPERTS = engine.at_least(0, 19)
 """Whether megatron-core asks for what makes experts, and not for a class and its layers."""
@@ -74,6 +75,9 @@ class Parts:
 
 class Provider(BackendSpecProvider):
     """megatron-core's question "which class?" answered per operation: the portable layer, or TransformerEngine's."""
+
+    sparse = False
+    """Whether experts are routed to by lists, as `config.sparse_experts` says."""
 
     def __init__(self, kernels: dict[str, Any], te: Any, parts: Parts = Parts()) -> None:
         self.kernels = kernels
@@ -140,7 +144,8 @@ class Provider(BackendSpecProvider):
             return SequentialMLP, layers
         first, second = (chosen(c, self.kernels["experts"]) for c in (ColumnGroupedLinear, RowGroupedLinear))
         activation = self.activation_func()
-        return TEGroupedMLP, MLPSubmodules(linear_fc1=first, linear_fc2=second, activation_func=activation)
+        kind = TEGroupedMLP if self.kernels["experts"] == "reference" and not self.sparse else GroupedExperts
+        return kind, MLPSubmodules(linear_fc1=first, linear_fc2=second, activation_func=activation)
 
     def activation_func(self) -> type | None:
         """The layer between the two of an MLP, or None: megatron-core calls the config's function."""
@@ -240,12 +245,16 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool, linear: boo
     behind = IdentityOp if place == "pre" else norm
     attend = _gated_delta_net if linear else _mla if config.multi_latent_attention else _self_attention
     attention = attend(config, provider)
+    provider.sparse = getattr(config, "sparse_experts", None) is not None
     mlp = api.get_mlp_module_spec_for_backend(
         backend=provider,
         num_experts=experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         use_te_activation_func=config.use_te_activation_func,
     )
+    if moe and provider.sparse:
+        layers_of(mlp).router = SparseRouter
+        dispatch.use_in_layers()
     if provider.parts.add_mlp_bias:
         layers = layers_of(mlp)
         layers.linear_fc1, layers.linear_fc2 = map(

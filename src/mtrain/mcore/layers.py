@@ -7,27 +7,17 @@ kernels compute it where `chosen` says so.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import (
-    _initialize_affine_weight_cpu,
-    _initialize_affine_weight_gpu,
-    set_tensor_model_parallel_attributes,
-)
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from megatron.core.utils import divide
 from mtrain_kernels.activation.op import activation
-from mtrain_kernels.grouped_gemm.op import grouped_gemm
-from mtrain_kernels.grouped_gemm.reference import grouped_linear
 from mtrain_kernels.linear import linear
 from mtrain_kernels.norm.op import layer_norm, rms_norm
 from torch import Tensor, nn
@@ -226,141 +216,3 @@ class DuplicatedLinear(nn.Module):
 
     def _product(self, x: Tensor) -> Tensor:
         return linear(x, self.weight)
-
-
-class _GroupedLinear(nn.Module):
-    """This rank's experts' layers of one kind, applied to the rows that were sent to each.
-
-    Named and called as TransformerEngine's grouped layers, so that megatron-core's `TEGroupedMLP` takes either, with
-    checkpoints that `SequentialMLP` reads. The token dispatcher does all communication, over expert-tensor
-    ranks too.
-    """
-
-    partition_dim: int
-    impl = "reference"
-
-    def __init__(
-        self,
-        num_gemms: int,
-        input_size: int,
-        output_size: int,
-        *,
-        config: Any,
-        init_method: Init,
-        bias: bool,
-        skip_bias_add: bool,
-        is_expert: bool = True,
-        pg_collection: Any = None,
-        **_: Any,
-    ) -> None:
-        super().__init__()
-        self._groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        self._tp = self._groups.expt_tp
-        ranks = self._tp.size()
-        if bias and self.partition_dim == 1 and ranks > 1:
-            raise ValueError("a bias after a row-parallel expert layer would be added once per rank")
-        self._config, self._init_method = config, init_method
-        self._whole = (output_size, input_size)
-        shape = list(self._whole)
-        shape[self.partition_dim] = divide(shape[self.partition_dim], ranks)
-        self.num_gemms, self._returns_bias = num_gemms, bias and skip_bias_add
-        self._adds_bias = bias and not skip_bias_add
-        for i in range(num_gemms):
-            self.register_parameter(f"weight{i}", nn.Parameter(torch.empty(shape, dtype=config.params_dtype)))
-            if bias:
-                parameter = nn.Parameter(torch.zeros(shape[0], dtype=config.params_dtype))
-                # no two ranks that add up a gradient norm of experts hold the same one, whatever their tp rank
-                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
-                self.register_parameter(f"bias{i}", parameter)
-        if not self.weight0.is_meta:
-            self.reset_parameters()
-        as_dense = config.expert_model_parallel_size == 1 and ranks == config.tensor_model_parallel_size
-        for parameter in self.parameters():
-            parameter.allreduce = as_dense  # type: ignore[attr-defined]
-
-    def reset_parameters(self) -> None:
-        """Draw the weights, as megatron-core's own layers do: from the whole weight if it is done on the CPU."""
-        config = self._config
-        for weight in self._each("weight"):
-            if not config.perform_initialization:
-                continue
-            if config.use_cpu_initialization:
-                _initialize_affine_weight_cpu(
-                    weight,
-                    *self._whole,
-                    weight.shape[self.partition_dim],
-                    self.partition_dim,
-                    self._init_method,
-                    params_dtype=config.params_dtype,
-                    rank=self._tp.rank(),
-                    world_size=self._tp.size(),
-                )
-            else:
-                _initialize_affine_weight_gpu(weight, self._init_method, self.partition_dim, is_expert=True)
-
-    def forward(self, x: Tensor, rows: Sequence[int]) -> tuple[Tensor, list[Tensor] | None]:
-        """`x` [sum(rows), input] to [sum(rows), output]; the biases too, where the caller adds them."""
-        biases = self._each("bias") if self._adds_bias else None
-        if self.impl == "reference":
-            y = grouped_linear(x, self._each("weight"), rows, biases)
-        else:  # one kernel reads all weights, so they are copied behind each other
-            counts = torch.as_tensor(rows, dtype=torch.int32, device=x.device)
-            stacked = None if biases is None else torch.stack(biases)
-            y = grouped_gemm(x, torch.stack(self._each("weight")), counts, stacked, impl=self.impl)
-        return y, self._each("bias") if self._returns_bias else None
-
-    def backward_dw(self) -> None:
-        """Nothing: weight gradients are made in the backward pass."""
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Each expert's tensors at its place among all experts, under the keys of `SequentialMLP`."""
-        axes = {"weight": self.partition_dim} | ({"bias": 0} if self.partition_dim == 0 else {})
-        return self.sharded_by_expert(("weight", "bias"), axes, prefix, sharded_offsets, metadata or {})
-
-    def sharded_by_expert(
-        self,
-        names: Sequence[str],
-        axes: dict[str, int],
-        prefix: str,
-        sharded_offsets: tuple[Any, ...],
-        metadata: dict[str, Any],
-    ) -> dict[str, Any]:
-        """Those of its tensors with these names and an expert's number; `axes` are split over expert-tensor ranks."""
-        alone = metadata.get("singleton_local_shards", False)
-        first = self._groups.ep.rank() * self.num_gemms
-        result: dict[str, Any] = {}
-        for i in range(self.num_gemms):
-            sharded = make_sharded_tensors_for_checkpoint(
-                {n: getattr(self, f"{n}{i}") for n in names if hasattr(self, f"{n}{i}")},
-                f"{first + i}.{prefix}" if alone else prefix,
-                axes,
-                sharded_offsets if alone else self.offsets_of_expert(i, sharded_offsets),
-                tp_group=self._tp,
-                dp_cp_group=metadata["dp_cp_group"],
-            )
-            for key, tensor in sharded.items():
-                tensor.replica_id = (*tensor.replica_id[:2], self._groups.expt_dp.rank())
-                result[f"{prefix}{key.rsplit('.', 1)[-1]}{i}"] = tensor
-        return result
-
-    def offsets_of_expert(self, i: int, sharded_offsets: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The place of this rank's expert `i` among all, behind what counts layers."""
-        first, experts = self._groups.ep.rank() * self.num_gemms, self._groups.ep.size() * self.num_gemms
-        return (*sharded_offsets, (len(sharded_offsets), first + i, experts))
-
-    def _each(self, name: str) -> list[Any]:
-        return [getattr(self, f"{name}{i}") for i in range(self.num_gemms)]
-
-
-class ColumnGroupedLinear(_GroupedLinear):
-    """Experts' first layers: each expert-tensor rank holds part of the output features."""
-
-    partition_dim = 0
-
-
-class RowGroupedLinear(_GroupedLinear):
-    """Experts' second layers: each expert-tensor rank holds part of the input features."""
-
-    partition_dim = 1

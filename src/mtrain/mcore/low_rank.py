@@ -28,11 +28,13 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from mtrain_kernels.grouped_gemm.op import grouped_gemm
 from mtrain_kernels.grouped_gemm.reference import grouped_linear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mtrain.mcore.layers import ColumnGroupedLinear, DuplicatedLinear, RowGroupedLinear
+from mtrain.mcore.grouped_linear import ColumnGroupedLinear, RowGroupedLinear
+from mtrain.mcore.layers import DuplicatedLinear
 from mtrain.mcore.linear import ColumnLinear, RowLinear
 
 A, B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
@@ -314,8 +316,15 @@ class _LowRankExperts:
             a = self._gathered(torch.stack(a)).unbind()
         elif self._tp.size() > 1:
             b = self._gathered(torch.stack(b).mT.contiguous()).mT.unbind()
-        compressed = grouped_linear(x, a, rows) * self.adapter.scale
-        return y + grouped_linear(compressed, b, rows), biases
+        compressed = self._product(x, a, rows) * self.adapter.scale
+        return y + self._product(compressed, b, rows), biases
+
+    may_gate = False
+
+    def _product(self: Any, x: Tensor, weights: Any, rows: Any) -> Tensor:
+        if self.impl == "reference" and not isinstance(rows, Tensor):
+            return grouped_linear(x, weights, rows)
+        return grouped_gemm(x, weights, torch.as_tensor(rows, device=x.device), impl=self.impl)
 
     def sharded_state_dict(
         self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -133,8 +133,8 @@ def unpermuted(
 def plan_of(routing_map: Tensor) -> Plan:
     """The plan of a map [t, e] that is true where a token goes: rows of one expert after another, tokens in order.
 
-    A token has as many copies as the busiest one, so the host learns that number from the device, and the number of
-    rows with it.
+    For routers that give maps: those that drop tokens, or are balanced by sinkhorn. A token has as many copies as the
+    busiest one, so the host learns that number from the device, and the number of rows with it.
     """
     goes = routing_map.bool()
     held = goes.sum(1)

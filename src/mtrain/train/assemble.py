@@ -34,6 +34,7 @@ from mtrain.plan.count import adapter_parameters, parameters
 from mtrain.train import hooks
 from mtrain.train.dynamic import run_documents
 from mtrain.train.generate import Sampler
+from mtrain.train.measured import use_measured
 from mtrain.train.planned import Planned
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts
@@ -85,6 +86,7 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
                 run = run.model_copy(
                     update={"kernels": run.kernels.model_copy(update={"cpu_matmul": paths.cpu_matmul})}
                 )
+            use_measured(run, world)
             splits = splits_of(run)
             if world.is_rank0:
                 _keep_tokenizer(splits, paths.folder)

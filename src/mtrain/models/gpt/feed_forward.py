@@ -99,7 +99,7 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, rows: int) -> None:
     width, local = moe.ffn_hidden_size // etp, moe.num_experts // r.layout.ep
     up, each = (2 if r.model.gated else 1) * width, rows // local
     low = 1 if r.run.precision.quantized is not None else a
-    stacked = r.words["experts"] in ("triton", "torch")  # one kernel reads all weights, so they are copied together
+    stacked = r.words["experts"] == "torch"  # its product wants all weights behind each other: a copy is kept
     first, second = (Tensor(local * h * n * a) if stacked else None for n in (up, width))
     sent = Tensor(rows * h * low)
     kept = [*([] if r.frozen else [sent]), *([first] if first else [])]

@@ -1,0 +1,206 @@
+"""The registered products of rows with their groups' weights, forward and backward; `op` says what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtrain_kernels.activation.op import _activation_backward
+from mtrain_kernels.grouped_gemm.places import Places
+from mtrain_kernels.linear import add_weight_gradient
+from mtrain_kernels.runtime import triton_obstacle
+
+
+@torch.library.custom_op("mtrain::grouped_gemm", mutates_args=())
+def _grouped(x: Tensor, weights: Sequence[Tensor], ends: Tensor, implementation: str) -> Tensor:
+    if implementation == "torch":
+        return _cleared(torch._grouped_mm(_dense(x), _stacked(weights).transpose(1, 2), offs=ends), ends)
+    from mtrain_kernels.grouped_gemm import triton
+
+    return triton.rows_product(x, weights, ends)
+
+
+@_grouped.register_fake
+def _(x, weights, ends, implementation):
+    return x.new_empty(x.shape[0], weights[0].shape[-2])
+
+
+@torch.library.custom_op("mtrain::grouped_gemm_dx", mutates_args=())
+def _grouped_dx(d_y: Tensor, weights: Sequence[Tensor], ends: Tensor, implementation: str) -> Tensor:
+    if implementation == "torch":
+        return _cleared(torch._grouped_mm(_dense(d_y), _stacked(weights), offs=ends), ends)
+    from mtrain_kernels.grouped_gemm import triton
+
+    return triton.rows_product(d_y, weights, ends, transposed=True)
+
+
+@_grouped_dx.register_fake
+def _(d_y, weights, ends, implementation):
+    return d_y.new_empty(d_y.shape[0], weights[0].shape[-1])
+
+
+@torch.library.custom_op("mtrain::grouped_gemm_dw", mutates_args=())
+def _grouped_dw(d_y: Tensor, x: Tensor, ends: Tensor, implementation: str) -> Tensor:
+    if implementation == "torch":
+        return torch._grouped_mm(_dense(d_y).T, _dense(x), offs=ends)
+    from mtrain_kernels.grouped_gemm import triton
+
+    made = triton.weights_product(d_y, x, ends)
+    assert made is not None
+    return made
+
+
+@_grouped_dw.register_fake
+def _(d_y, x, ends, implementation):
+    return x.new_empty(ends.shape[0], d_y.shape[1], x.shape[1])
+
+
+@torch.library.custom_op("mtrain::grouped_gemm_add_dw", mutates_args=("into",))
+def _add_dw(d_y: Tensor, x: Tensor, ends: Tensor, into: Sequence[Tensor], implementation: str) -> None:
+    if any(not buffer.is_contiguous() for buffer in into):
+        raise ValueError("gradients are added to dense buffers")
+    if implementation == "triton":
+        from mtrain_kernels.grouped_gemm import triton
+
+        triton.weights_product(d_y, x, ends, into)
+        return
+    made = _grouped_dw(d_y, x, ends, implementation) if implementation == "torch" else None
+    rows = None if made is not None else ends.tolist()  # of the reference, which is given counts
+    for g, buffer in enumerate(into):
+        if made is not None:
+            buffer.add_(made[g])
+        else:
+            assert rows is not None
+            mine = slice(sum(rows[:g]), sum(rows[: g + 1]))
+            add_weight_gradient(buffer, d_y[mine].to(buffer.dtype), x[mine].to(buffer.dtype))
+
+
+@_add_dw.register_fake
+def _(d_y, x, ends, into, implementation):
+    return None
+
+
+def _dense(x: Tensor) -> Tensor:
+    """`x` in dense rows: `contiguous` leaves the stride of a single row as it is, and torch's product refuses it."""
+    return x.contiguous().view(-1).view(x.shape)
+
+
+def _stacked(weights: Sequence[Tensor]) -> Tensor:
+    """[g, n, k] of weights: a view where they lie one behind the other, else a copy, as torch's product wants it."""
+    if weights[0].ndim == 3:
+        return _dense(weights[0])
+    places = Places.of(weights)
+    n, k = places.shape
+    if (
+        places.table is None
+        and places.step == n * k
+        and places.base.untyped_storage().nbytes()
+        >= ((places.base.storage_offset() + places.groups * n * k) * places.base.element_size())
+    ):
+        return places.base.as_strided((places.groups, n, k), (n * k, k, 1))
+    return torch.stack(list(weights))
+
+
+def _cleared(y: Tensor, ends: Tensor) -> Tensor:
+    """`y` with zeros behind the last group, where torch's product leaves what the memory held; the rest stays."""
+    if triton_obstacle(y.device) is None:
+        from mtrain_kernels.grouped_gemm import triton
+
+        return triton.clear_behind(y, ends)
+    if y.is_cpu:
+        y[int(ends[-1]) :] = 0.0
+        return y
+    return y.masked_fill_((torch.arange(y.shape[0], device=y.device) >= ends[-1])[:, None], 0.0)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weights, ends, ctx.implementation = inputs
+    ctx.save_for_backward(x, ends, *weights)
+
+
+def _gradients(ctx: Any, d_y: Tensor, implementation: str) -> tuple[Tensor | None, list[Tensor] | list[None]]:
+    """Of x and of the weights, as far as they are asked for."""
+    x, ends, *rest = ctx.saved_tensors
+    weights = rest[: len(ctx.needs_input_grad[1])]
+    d_x = _grouped_dx(d_y, weights, ends, implementation) if ctx.needs_input_grad[0] else None
+    if not any(ctx.needs_input_grad[1]):
+        return d_x, [None] * len(weights)
+    d_w = _grouped_dw(d_y, x, ends, implementation)
+    return d_x, [d_w] if weights[0].ndim == 3 else list(d_w.unbind())
+
+
+def _differentiate(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
+    return *_gradients(ctx, d_y, ctx.implementation), None, None
+
+
+_grouped.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("mtrain::grouped_gated", mutates_args=())
+def _gated(
+    x: Tensor, weights: Sequence[Tensor], ends: Tensor, share: Tensor | None, kind: str
+) -> tuple[Tensor, Tensor]:
+    from mtrain_kernels.grouped_gemm import triton
+
+    return triton.gated_product(x, weights, ends, share, kind)
+
+
+@_gated.register_fake
+def _(x, weights, ends, share, kind):
+    n = weights[0].shape[-2]
+    return x.new_empty(x.shape[0], n // 2), x.new_empty(x.shape[0], n)
+
+
+def _save_gated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weights, ends, share, ctx.kind = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, ends, *weights, output[1], share)
+
+
+def _differentiate_gated(ctx: Any, d_y: Tensor, _: Any) -> tuple[Any, ...]:
+    *_kept, h, share = ctx.saved_tensors
+    d_h, d_share = _activation_backward(d_y, h, share, ctx.kind, 0.0, 0.0)
+    d_x, d_w = _gradients(ctx, d_h, "triton")
+    return d_x, d_w, None, None if share is None else d_share, None
+
+
+_gated.register_autograd(_differentiate_gated, setup_context=_save_gated)
+
+
+@torch.library.custom_op("mtrain::grouped_bias", mutates_args=())
+def _bias_rows(bias: Tensor, ends: Tensor, rows: int, implementation: str) -> Tensor:
+    """The bias of each of `rows` rows' group, zeros behind the last group."""
+    owner = torch.searchsorted(ends, torch.arange(rows, device=bias.device, dtype=torch.int32), right=True)
+    return torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[owner]  # the last row is that of nobody
+
+
+@_bias_rows.register_fake
+def _(bias, ends, rows, implementation):
+    return bias.new_empty(rows, bias.shape[1])
+
+
+@torch.library.custom_op("mtrain::grouped_bias_backward", mutates_args=())
+def _bias_rows_backward(d_y: Tensor, ends: Tensor, implementation: str) -> Tensor:
+    """A bias is the weight of an input that is always 1: its gradient is a grouped product too, summed in fp32."""
+    ones = d_y.new_ones(d_y.shape[0], 16 // d_y.element_size())  # rows of 16 bytes, as torch's product wants them
+    return _grouped_dw(d_y.contiguous(), ones, ends, implementation)[..., 0].contiguous()
+
+
+@_bias_rows_backward.register_fake
+def _(d_y, ends, implementation):
+    return d_y.new_empty(ends.shape[0], d_y.shape[1])
+
+
+def _save_bias(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ends, _, ctx.implementation = inputs
+    ctx.save_for_backward(ends)
+
+
+def _differentiate_bias(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
+    return _bias_rows_backward(d_y, *ctx.saved_tensors, ctx.implementation), None, None, None
+
+
+_bias_rows.register_autograd(_differentiate_bias, setup_context=_save_bias)

@@ -1,0 +1,104 @@
+"""Measures the variants of kernels on this device and notes the fastest: `python -m mtrain_kernels.tune`.
+
+The grouped products of a layer of experts, forward and backward, are measured with rows shared out evenly. What is
+found goes into the file that `mtrain_kernels.tuning` reads; runs that begin later take it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from mtrain_kernels import tuning
+from mtrain_kernels.grouped_gemm import tiles
+from mtrain_kernels.registry import MODELS
+from mtrain_kernels.runtime import triton_obstacle
+
+Seconds = Callable[[Callable[[], object]], float]
+"""How long a call takes."""
+
+
+def products(rows: int, groups: int, hidden: int, ffn: int) -> list[tuple[str, int, int]]:
+    """The products of a layer of gated experts, both ways, and the gradients of weights: kind, n and k of each."""
+    up = 2 * ffn
+    found = [("gated", ffn, hidden), ("rows", up, hidden), ("rows", hidden, ffn)]
+    found += [("turned", hidden, up), ("turned", ffn, hidden)]
+    return [*found, ("weights", up, hidden), ("weights", hidden, ffn)]
+
+
+def measure(
+    path: Path,
+    device: torch.device,
+    rows: int,
+    groups: int,
+    hidden: int,
+    ffn: int,
+    dtype: torch.dtype,
+    seconds: Seconds,
+) -> dict[str, str]:
+    """Measures all products of a layer and notes the fastest tiles in the file at `path`: product -> tile."""
+    from mtrain_kernels.grouped_gemm import triton
+
+    before, chosen = tuning.read(path), {}
+    ends = (torch.arange(1, groups + 1, device=device) * (rows // groups)).int()
+    for kind, n, k in products(rows, groups, hidden, ffn):
+        x = torch.randn(rows, k, device=device, dtype=dtype)
+        other = torch.randn(rows, n, device=device, dtype=dtype)
+        shape = {"gated": (groups, 2 * n, k), "turned": (groups, k, n)}.get(kind, (groups, n, k))
+        weight = torch.randn(shape, device=device, dtype=dtype)
+        share = torch.rand(rows, device=device)
+        calls: dict[str, Callable[[], object]] = {
+            "rows": lambda x=x, weight=weight: triton.rows_product(x, [weight], ends),  # type: ignore[misc]
+            "turned": lambda x=x, weight=weight: triton.rows_product(x, [weight], ends, transposed=True),  # type: ignore[misc]
+            "gated": lambda x=x, weight=weight, share=share: triton.gated_product(x, [weight], ends, share, "swiglu"),  # type: ignore[misc]
+            "weights": lambda x=x, other=other: triton.weights_product(other, x, ends),  # type: ignore[misc]
+        }
+        kernel, shapes = f"grouped_gemm.{kind}", tiles.shape_class(x, rows, n, k, groups)
+
+        taken: dict[str, float] = {}
+        for tile in tiles.candidates(kind, x, descriptors=True):
+            tuning.use({kernel: {shapes: tile.name}})
+            taken[tile.name] = seconds(calls[kind])
+        fastest = tuning.fastest(taken)
+        tuning.add(path, kernel, shapes, fastest)
+        chosen[f"{kernel} {shapes}"] = fastest
+    tuning.use(before)
+    return chosen
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures on the first GPU; the exit code is 1 where there is none that Triton serves."""
+    parser = argparse.ArgumentParser(prog="python -m mtrain_kernels.tune", description=__doc__)
+    parser.add_argument("--model", choices=[m.name for m in MODELS.values() if m.experts], help="sizes of a layer")
+    parser.add_argument("--rows", type=int, help="copies of tokens that the experts of a rank get")
+    parser.add_argument("--experts", type=int, help="experts of a rank")
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--ffn", type=int, help="width of an expert on a rank")
+    said = parser.parse_args(arguments)
+    model = MODELS[said.model or "qwen3_30b_a3b"]
+    sizes = {
+        "rows": said.rows or model.tokens * model.top_k,
+        "groups": said.experts or model.experts,
+        "hidden": said.hidden or model.hidden,
+        "ffn": said.ffn or model.expert_ffn,
+    }
+    device = torch.device("cuda")
+    why = triton_obstacle(device) if torch.cuda.is_available() else "there is no GPU here"
+    if why is not None:
+        print(why, file=sys.stderr)
+        return 1
+    from triton.testing import do_bench
+
+    found = measure(
+        tuning.file_of(device), device, **sizes, dtype=torch.bfloat16, seconds=lambda call: do_bench(call) / 1e3
+    )
+    print(*(f"{what}: {tile}" for what, tile in found.items()), f"noted in {tuning.file_of(device)}", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Variants of kernels are what was measured, the same wherever the record is, and repeatable on request."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mtrain_kernels import tune, tuning
+from mtrain_kernels.grouped_gemm import tiles
+
+CPU = torch.device("cpu")
+X = torch.empty(64, 32, dtype=torch.bfloat16)
+SIZES = {"rows": 64, "n": 96, "k": 32, "groups": 4}
+SHAPES = tiles.shape_class(X, **SIZES)
+
+
+@pytest.fixture(autouse=True)
+def no_record() -> Iterator[None]:
+    tuning.use({})
+    yield
+    tuning.use({})
+
+
+def taken(**other: Any) -> tiles.Tile:
+    return tiles.tile_for("rows", X, **SIZES | other, descriptors=False)
+
+
+def test_what_was_measured_is_taken_and_else_the_first() -> None:
+    first, second = tiles.candidates("rows", X, descriptors=False)
+    assert taken().warps == first.warps
+    tuning.use({"grouped_gemm.rows": {SHAPES: second.name}})
+    assert second.warps != first.warps
+    assert taken().warps == second.warps
+    assert taken(n=128).warps == first.warps, "another layer was not measured"
+    assert taken(rows=64 + 8).warps == first.warps, "nor were so many rows"
+    tuning.use({"grouped_gemm.rows": {SHAPES: "a tile that is not there any more"}})
+    assert taken().warps == first.warps
+
+
+def test_what_has_to_be_repeatable_does_not_depend_on_measurements() -> None:
+    first, second = tiles.candidates("rows", X, descriptors=False)
+    tuning.use({"grouped_gemm.rows": {SHAPES: second.name}})
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert taken().warps == first.warps
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert taken().warps == second.warps
+
+
+def test_descriptors_are_for_the_devices_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, tma in ((80, False), (90, True), (100, True)):
+        monkeypatch.setattr(tiles, "capability", lambda device, c=capability: c)
+        for product in tiles.TABLES:
+            found = tiles.candidates(product, X, descriptors=True)
+            assert any(tile.tma for tile in found) == tma
+            assert not any(tile.tma for tile in tiles.candidates(product, X, descriptors=False))
+            assert not any(tile.tma for tile in tiles.candidates(product, X[:, :3], descriptors=True))
+            assert not any(tile.tma for tile in tiles.candidates(product, X.float(), descriptors=True))
+
+
+def test_a_layer_is_measured_and_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tuning.FOLDER, str(tmp_path))
+    path = tuning.file_of(CPU)
+    slow = itertools.count(1000, -50)  # each call is faster than the one before
+    found = tune.measure(path, CPU, 16, 2, 32, 24, torch.bfloat16, lambda call: (call(), float(next(slow)))[1])
+    assert len(found) == len(tune.products(16, 2, 32, 24))
+    noted = tuning.read(path)
+    assert {f"{kernel} {shapes}": tile for kernel, own in noted.items() for shapes, tile in own.items()} == found
+    for what, name in found.items():
+        kind = what.partition(" ")[0].removeprefix("grouped_gemm.")
+        assert name == tiles.candidates(kind, X, descriptors=False)[-1].name
+
+
+def test_the_first_of_those_that_are_about_as_fast_is_taken() -> None:
+    times = {"a": 1.02, "b": 1.0, "c": 1.5}
+    assert tuning.fastest(times) == "a"
+    assert tuning.fastest({**times, "a": 1.2}) == "b"
+
+
+def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    assert tuning.read(path) == {}
+    for text in ("{", "[1]", '{"a": 1}', '{"a": {"b": 1}}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"not JSON|does not map"):
+            tuning.read(path)
+    path.unlink()
+    tuning.add(path, "kernel", "shapes", "variant")
+    tuning.add(path, "kernel", "others", "variant")
+    assert tuning.read(path) == {"kernel": {"shapes": "variant", "others": "variant"}}
+
+
+def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert tune.main(["--model", "tiny"]) == 1
+    assert "no GPU" in capsys.readouterr().err
