@@ -206,3 +206,10 @@ def test_a_list_of_unlike_weights_is_refused() -> None:
         op.grouped_gated(x, torch.ones(2, 6, 4), counts, "squared_relu")
     with pytest.raises(ValueError, match="one number for each row"):
         op.grouped_gated(x, torch.ones(2, 6, 4), counts, "swiglu", torch.ones(3))
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_a_row_has_the_bias_of_its_group(counts: list[int]) -> None:
+    bias = torch.randn(len(counts), 7, device=DEVICE).requires_grad_()
+    found = {"bias": bias, "counts": torch.tensor(counts, device=DEVICE), "rows": sum(counts) + 3}
+    parity.check(partial(op.rows_of, impl="triton"), partial(op.rows_of, impl="reference"), found)

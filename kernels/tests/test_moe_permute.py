@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from typing import Any
 
@@ -184,3 +185,21 @@ def test_what_does_not_fit_is_refused() -> None:
         plan(torch.zeros(2, 2, dtype=torch.int64), 3, pad_to=0)
     with pytest.raises(Unavailable, match="float64"):
         op.permute(forth["x"].double(), forth["plan"], impl="triton")
+
+
+def by_index(weights: Tensor, plan: Plan) -> Tensor:
+    held = plan.source >= 0
+    return torch.where(held, weights.flatten()[plan.source.clamp_min(0).long()], 0.0)
+
+
+@pytest.mark.parametrize("way", PLANS)
+def test_a_row_has_the_weight_of_its_copy(way: str) -> None:
+    _, back = inputs(way)
+    found = {"weights": back["weights"], "plan": back["plan"]}
+    parity.check(op.row_weights, by_index, found, exact=True)
+    with pytest.raises(ValueError, match="one for each copy"):
+        op.row_weights(back["weights"][:, 1:], back["plan"])
+    if way == "nothing kept":  # then no gradient is wrong
+        return
+    with parity.caught("mtrain_kernels.moe_permute.op", "return _taken(d_rows, ctx", "return _taken(d_rows * 2, ctx"):
+        parity.check(importlib.import_module("mtrain_kernels.moe_permute.op").row_weights, by_index, found)
