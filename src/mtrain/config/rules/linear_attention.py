@@ -161,7 +161,7 @@ def adapters_know_the_projections(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=(
         f"{SECTION}.num_value_heads {SECTION}.num_key_heads {SECTION}.key_head_dim {SECTION}.value_head_dim "
-        "precision.fp8 precision.fp4 precision.fp8_recipe parallel.tp"
+        "precision.fp8 precision.fp4 precision.fp8_recipe precision.fp4_recipe parallel.tp"
     ),
 )
 def projections_have_whole_blocks(run: RunConfig) -> Iterator[Finding]:
