@@ -43,7 +43,7 @@ $(ENGINE): $(STAMP)
 	$(BIN)/python -m pip install -q --no-deps --ignore-requires-python --target $@ megatron-core==0.19.2
 
 ENGINE_SAMPLE := $(addprefix tests/dist/test_,$(addsuffix .py,engines fields_are_accounted_for core_fields \
-  adapter_patches layouts_match families_match resume)) \
+  adapter_patches later_releases convert_boxes layouts_match families_match resume)) \
   tests/dist/test_fully_sharded.py::test_a_layout_is_proven
 
 # A sample on that release: fields, patches, layouts, resume, and runs of either release that go on in the other

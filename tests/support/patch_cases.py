@@ -170,6 +170,15 @@ def _generating_with_predictions() -> str:
     return FINE if logits.shape == (tiny.BATCH, tiny.TOKENS, tiny.VOCAB) else f"logits {tuple(logits.shape)}"
 
 
+def _names_of_predictions() -> str:
+    tiny.start_world()
+    cfg = tiny.config(mtp_num_layers=1)
+    model = tiny.model(cfg)
+    tiny.accumulate_gradients(model, cfg)
+    names = [tiny.whole_name(name) for name, _ in model.named_parameters() if ".mlp." in name and "mtp." in name]
+    return FINE if all(".transformer_layer." in name for name in names) else names[0]
+
+
 def _reduce() -> str:
     from mtrain.mcore import api
 
@@ -365,6 +374,7 @@ CASES: dict[str, Case] = {
     ),
     "mtp-tied-output": Case(_predicting_and_tied, "AssertionError: dict_keys", ranks=2),
     "mtp-without-labels": Case(_generating_with_predictions, "AttributeError: 'NoneType' object has no attribute"),
+    "mtp-names": Case(_names_of_predictions, r"mtp\.layers\.0\.mtp_model_layer"),
     "reduce-result": Case(_reduce, "sum over two ranks of 1 is 1", ranks=2),
     "uneven-splits": Case(_uneven_splits, "RuntimeError: .*invalid tensor size", ranks=2),
     "gathered-pieces": Case(_gathered_pieces, "RuntimeError|ValueError", ranks=2),

@@ -41,17 +41,20 @@ def rotary(
     multi_latent_attention: bool = False,
     mscale: float = 1.0,
     *,
+    mla_rotary_interleaved: bool = False,
     impl: str,
 ) -> Tensor:
     """Rotates the first r elements of the heads `t` [s, b, n, d] by the angles `freqs` [s, 1, 1, r].
 
-    MLA's pairs are neighbours. megatron-core moves them apart on the way, in queries and in keys; here
-    they stay where they are: scores are sums over the elements, in another order.
+    MLA's pairs are neighbours (`multi_latent_attention`, since 0.19 `mla_rotary_interleaved`). megatron-core moves
+    them apart on the way, in queries and in keys; here they stay where they are: scores are sums over the elements,
+    in another order.
     """
     angles = freqs.reshape(freqs.shape[0], -1)
     angles = angles[:, ::2] if rotary_interleaved else angles[:, : angles.shape[1] // 2]
     cos, sin = angles.cos() * mscale, angles.sin() * mscale
-    turned = rotate(t.transpose(0, 1), cos, sin, interleaved=rotary_interleaved or multi_latent_attention, impl=impl)
+    neighbours = rotary_interleaved or bool(multi_latent_attention) or mla_rotary_interleaved
+    turned = rotate(t.transpose(0, 1), cos, sin, interleaved=neighbours, impl=impl)
     return turned.transpose(0, 1)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mtrain.config import engine
-from mtrain.config.engine import EVERY, UNTIL_0_16, Release, Versions
+from mtrain.config.engine import EVERY, SINCE_0_19, UNTIL_0_16, Release, Versions
 from mtrain.devices.base import Device
 from mtrain.mcore import patching, patching_linear, patching_shards
 
@@ -165,6 +165,15 @@ PATCHES: tuple[Patch, ...] = (
         "everywhere",
         patching.mtp_without_labels,
         UNTIL_0_16,
+    ),
+    Patch(
+        "mtp-names",
+        "transformer/multi_token_prediction.py:622",
+        "Since 0.19 the weights of multi-token prediction have other names (mtp_model_layer): another release's "
+        "checkpoints lack them, and initial weights, which are drawn by name, are silently others.",
+        "everywhere",
+        patching.mtp_names,
+        SINCE_0_19,
     ),
     Patch(
         "reduce-result",

@@ -214,6 +214,20 @@ def mtp_without_labels() -> None:
     cls._postprocess = _postprocess
 
 
+def mtp_names() -> None:
+    """Hold the layer under the name that it had."""
+    cls = _core("transformer.multi_token_prediction").MultiTokenPredictionLayer
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.transformer_layer = self._modules.pop("mtp_model_layer")
+
+    cls.__init__ = __init__
+    cls.mtp_model_layer = property(lambda self: self.transformer_layer)
+
+
 def uneven_splits() -> None:
     """Gather and scatter pieces of different sizes with collectives that gloo has."""
     mappings, dist = _core("tensor_parallel.mappings"), torch.distributed
