@@ -3,8 +3,8 @@
     python kernels/bench/first_touch.py [--out first_touch] [--stages parity,ops] [--budget 540] [--again]
     python kernels/bench/first_touch.py --dry-run     # walks all of it on a CPU: tiny shapes, Triton's interpreter
 
-Each stage is a process of its own with a time limit. Every result is a line of JSON in OUT/results.jsonl as soon as it
-is there, so that a call which is cut off loses nothing and the next one goes on (`--again` begins anew). A stage
+Each stage is a process of its own with a time limit. Every result is a line of JSON in OUT/results.jsonl as soon as
+it is there, so that a call which is cut off loses nothing and the next one goes on (`--again` begins anew). A stage
 that dies or takes too long ends with that as the result of what it was doing, and goes on with the rest.
 """
 
