@@ -87,7 +87,7 @@ def test_all_three_products_are_off_by_what_eight_bits_leave(recipe: Recipe) -> 
         ("columns // B_ROWS * b_blocks", "0 * columns // B_ROWS"),
         ("(at[None, :] < k)", "(at[None, :] < k - 1)"),
         ("total += part", "total = part"),
-        ("inside // size * TILE", "0 * inside // size * TILE"),
+        ("inside // size * ACROSS", "0 * inside // size * ACROSS"),
     ],
 )
 def test_a_seeded_bug_is_caught(old: str, new: str) -> None:

@@ -20,16 +20,17 @@ GROUP = 8  # tiles of rows that run side by side, so that operands are read from
 @triton.jit
 def scaled_product_kernel(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, y_ptr, m, n, k, a_row, b_row, a_blocks, b_blocks,
-    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, TILE: tl.constexpr, ACROSS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """A tile of the product; `ROWS` of an operand share a scale for each 128 columns, 0: one is for all."""
-    program, down, across = tl.program_id(0), tl.cdiv(m, TILE), tl.cdiv(n, TILE)
+    program, down, across = tl.program_id(0), tl.cdiv(m, TILE), tl.cdiv(n, ACROSS)
     group, inside = program // (GROUP * across), program % (GROUP * across)
     size = tl.minimum(down - group * GROUP, GROUP)
     rows = (group * GROUP + inside % size) * TILE + tl.arange(0, TILE)
-    columns = inside // size * TILE + tl.arange(0, TILE)
+    columns = inside // size * ACROSS + tl.arange(0, ACROSS)
     step = tl.arange(0, TILE)
-    total = tl.zeros((TILE, TILE), tl.float32)
+    total = tl.zeros((TILE, ACROSS), tl.float32)
     for block in range(0, tl.cdiv(k, TILE)):
         at = block * TILE + step
         a = tl.load(
@@ -65,10 +66,11 @@ def scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype
     y = a.new_empty((m, n), dtype=dtype)
     if y.numel():
         a_rows, b_rows = rows_of(a, a_scale), rows_of(b, b_scale)
+        across = TILE // 2 if a_rows == b_rows == 1 else TILE  # scales of both take registers
         blocks = [scale.stride(0) if rows else 0 for rows, scale in ((a_rows, a_scale), (b_rows, b_scale))]
         with on_device_of(a):
-            scaled_product_kernel[(ceil_div(m, TILE) * ceil_div(n, TILE),)](
+            scaled_product_kernel[(ceil_div(m, TILE) * ceil_div(n, across),)](
                 a, a_scale, b, b_scale, y, m, n, k, a.stride(0), b.stride(0), *blocks,
-                A_ROWS=a_rows, B_ROWS=b_rows, TILE=TILE, GROUP=GROUP, num_warps=8, num_stages=3,
+                A_ROWS=a_rows, B_ROWS=b_rows, TILE=TILE, ACROSS=across, GROUP=GROUP, num_warps=8, num_stages=3,
             )  # fmt: skip
     return y
