@@ -2,9 +2,10 @@
 
     python kernels/bench/run.py [op ...] [--shapes llama3_8b,llama3_70b] [--device cuda] [--json bench.json]
 
-Each contender gets the same inputs: the Triton kernel, the reference run eagerly and under torch.compile, and Liger
-and TransformerEngine where they are installed. `share` is the least time that the op's bytes and FLOPs take at the
-rates measured in the same run, divided by the measured time. `--device cpu --tiny` tries the program, not the device.
+Each contender gets the same inputs: what `auto` takes in training, the Triton kernel, the reference run eagerly and
+under torch.compile, and Liger and TransformerEngine where they are installed. `share` is the least time that the op's
+bytes and FLOPs take at the rates measured in the same run at the size of the case, divided by the measured time.
+`--device cpu --tiny` tries the program, not the device.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mtrain_kernels import parity
 from mtrain_kernels.registry import MODELS, Case, Cost, Model, Unavailable, ops
 
-FLUSH_BYTES = 2 << 30  # larger than any L2 cache, and longer to write than the host needs to launch a call
+FLUSH_BYTES = 2 << 30  # larger than any L2 cache, and longer to read than the host needs to launch a call
+WARM_S = 0.05  # of calls before one counts: clocks rise, caches of compiled code fill
 
 
 @dataclass
@@ -51,25 +53,33 @@ class Row:
     backward_share: float | None = None
     forward_bytes: int | None = None
     backward_bytes: int | None = None
+    copy_gb_per_s: float | None = None
     agrees: bool | None = None
     note: str = ""
 
 
 class Clock:
-    """Times calls on a device; `repeat` measurements each, the cache flushed between them, and the median told."""
+    """Times calls on a device; `repeat` measurements each, the cache flushed between them, and the median told.
+
+    The cache is flushed by reading: lines that were written would be on their way to memory while a call is timed.
+    """
 
     def __init__(self, device: torch.device, repeat: int, tiny: bool) -> None:
         self.device, self.repeat, self.gpu = device, repeat, device.type != "cpu"
         self.api = torch.get_device_module(device) if self.gpu else None
+        self.warm_s = 0.0 if tiny else WARM_S
         size = FLUSH_BYTES if self.gpu and not tiny else 0
-        self.flush = torch.empty(size, dtype=torch.uint8, device=device)
+        self.flush = torch.zeros(size // 4, dtype=torch.float32, device=device)
 
     def seconds(self, call: Callable[..., Any], prepare: Callable[[], Any] = tuple) -> float:
-        """The median time of `call(*prepare())`, what is prepared not counted, after one call that warms up."""
-        return statistics.median([self._once(call, prepare()) for _ in range(self.repeat + 1)][1:])
+        """The median time of `call(*prepare())`, what is prepared not counted, after calls that warm up."""
+        warm = self._once(call, prepare())
+        while warm < self.warm_s:
+            warm += max(self._once(call, prepare()), 1e-4)
+        return statistics.median([self._once(call, prepare()) for _ in range(self.repeat)])
 
     def _once(self, call: Callable[..., Any], arguments: Any) -> float:
-        self.flush.zero_()
+        self.flush.sum()
         if self.api is None:
             start = time.perf_counter()
             call(*arguments)
@@ -95,9 +105,11 @@ class Clock:
         return self.api.max_memory_allocated() - before
 
 
-def ceilings(clock: Clock, dtype: torch.dtype, tiny: bool) -> dict[str, float]:
-    """The measured copy rate in bytes/s, both ways counted, and the matrix rate in FLOP/s."""
-    n, side = (1 << 16, 64) if tiny else (1 << 30, 8192)
+def ceilings(
+    clock: Clock, dtype: torch.dtype, tiny: bool, copied: int = 1 << 30, side: int = 8192
+) -> dict[str, float]:
+    """The measured copy rate in bytes/s, both ways counted, and the matrix rate in FLOP/s, of bytes and a side."""
+    n, side = (1 << 16, 64) if tiny else (copied, side)
     source, target = (torch.zeros(n, dtype=torch.uint8, device=clock.device) for _ in range(2))
     a, b = (torch.randn(side, side, device=clock.device).to(dtype) for _ in range(2))
     return {
@@ -106,10 +118,23 @@ def ceilings(clock: Clock, dtype: torch.dtype, tiny: bool) -> dict[str, float]:
     }
 
 
+def ceilings_of(cost: Cost, setting: Setting) -> dict[str, float]:
+    """The rates at the size of a case: as many bytes copied, matrices of as many FLOPs."""
+    if cost.bytes >= 1 << 31 or setting.clock.warm_s == 0.0:
+        return setting.rates
+    side = min(8192, max(256, round((cost.flops / 2) ** (1 / 3) / 256) * 256))
+    copied = max(1 << 20, 1 << (cost.bytes // 2).bit_length() - 1)
+    key = (copied, side)
+    if key not in setting.known:
+        setting.known[key] = ceilings(setting.clock, setting.dtype, False, copied, side)
+    return setting.known[key]
+
+
 def contenders(case: Case, inputs: dict[str, Any]) -> dict[str, Callable[[], Callable[[], Any]]]:
     """Who computes the case, each as a function that sets it up and returns the call."""
     return {
         "eager": lambda: lambda: case.call(inputs, "reference"),
+        "auto": lambda: lambda: case.call(inputs, "auto"),
         "triton": lambda: lambda: case.call(inputs, "triton"),
         "compile": lambda: _compiled(case, inputs),
         **{name: lambda rival=rival: rival(inputs) for name, rival in case.rivals.items()},
@@ -130,6 +155,8 @@ class Setting:
     dtype: torch.dtype
     rates: dict[str, float]
     contenders: list[str]
+    known: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
+    """Rates by bytes copied and side of matrices."""
 
 
 def measure(op: str, case: Case, model: Model, setting: Setting) -> Iterator[Row]:
@@ -143,10 +170,10 @@ def measure(op: str, case: Case, model: Model, setting: Setting) -> Iterator[Row
         row = Row(op, case.name, model.name, name)
         try:
             call = prepare()
-            values = [out.detach() for out in _tensors(call())]
+            values = _values_and_gradients(call, inputs) if name in OURS else []
             if name == "eager":
                 truth = values
-            elif name in ("triton", "compile") and truth:
+            elif values and truth:
                 row.agrees = _agree(values, truth)
             del values
             _time(row, case, model, call, setting)
@@ -155,12 +182,39 @@ def measure(op: str, case: Case, model: Model, setting: Setting) -> Iterator[Row
         except Unavailable as error:
             row.note = str(error)
         except Exception as error:  # a contender that breaks is a result, and the others go on
-            row.note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            row.note = last_line(error)
         yield row
 
 
+OURS = ("eager", "auto", "triton", "compile")
+"""Contenders that are called with the inputs themselves, so that values and gradients can be compared."""
+
+
+def last_line(error: BaseException) -> str:
+    """An error in a line: the last of what the compiler said, which names the fault, under the innermost cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [text.strip() for text in str(error).splitlines() if text.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"
+
+
+def _values_and_gradients(call: Callable[[], Any], inputs: dict[str, Any]) -> list[Tensor]:
+    """Outputs, and gradients of the inputs that want them, in one direction for all contenders."""
+    outputs = _tensors(call())
+    wanted = [given for given in inputs.values() if isinstance(given, Tensor) and given.requires_grad]
+    roots = [out for out in outputs if out.requires_grad]
+    found = [out.detach() for out in outputs]
+    if roots and wanted:
+        generator = torch.Generator(roots[0].device).manual_seed(1)
+        steps = [torch.randn(out.shape, generator=generator, device=out.device).to(out.dtype) for out in roots]
+        given = torch.autograd.grad(roots, wanted, steps, allow_unused=True)
+        found += [x for x in given if x is not None]
+    return found
+
+
 def _time(row: Row, case: Case, model: Model, call: Callable[[], Any], setting: Setting) -> None:
-    clock, rates = setting.clock, setting.rates
+    clock, rates = setting.clock, ceilings_of(case.forward(model), setting)
+    row.copy_gb_per_s = rates["copy_bytes_per_s"] / 1e9
     row.forward_bytes = clock.memory(call)
     row.forward_s = clock.seconds(call)
     row.forward_gb_per_s, row.forward_tflop_per_s, row.forward_share = _rates(
@@ -179,7 +233,7 @@ def _time(row: Row, case: Case, model: Model, call: Callable[[], Any], setting: 
     row.backward_bytes = clock.memory(backward, fresh)
     row.backward_s = clock.seconds(backward, fresh)
     row.backward_gb_per_s, row.backward_tflop_per_s, row.backward_share = _rates(
-        case.backward(model), row.backward_s, rates
+        case.backward(model), row.backward_s, ceilings_of(case.backward(model), setting)
     )
 
 

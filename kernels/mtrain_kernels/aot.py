@@ -175,6 +175,7 @@ def compile_all(
         for name in (list(names) or ops())
         for model in (models or ops()[name].aot_models)
         for arch in archs
+        if arch >= ops()[name].oldest
     ]
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         found = list(pool.map(_attempt, *zip(*jobs, strict=True)))

@@ -114,10 +114,16 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 def add_weight_gradient(into: Tensor, dy: Tensor, x: Tensor) -> None:
     """Adds `dy^T x` to `into` [n, k], in one call where the BLAS makes it: `dy` [t, n] and `x` [t, k].
 
+    `into` in fp32 gets the products of half precision unrounded: cuBLAS adds to it as it multiplies, a CPU widens.
+
     oneDNN copies its first operand where that is transposed. Into a transposed `into` (see `zero_gradient`) it is
     `x` that is copied, not `dy`.
     """
-    if not fits(dy.t(), x.t()):
+    if into.dtype != x.dtype and into.is_cuda and into.dtype == torch.float32:
+        torch.addmm(into, dy.t(), x, out_dtype=torch.float32, out=into)
+    elif into.dtype != x.dtype:
+        into.addmm_(dy.t().to(into.dtype), x.to(into.dtype))
+    elif not fits(dy.t(), x.t()):
         into.addmm_(dy.t(), x)
     elif into.stride(0) == 1 != into.stride(1):
         into.t().add_(product(x.t(), dy.t()))

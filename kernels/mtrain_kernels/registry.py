@@ -115,6 +115,8 @@ class Op:
     launch: Callable[[Model], None]
     aot_models: tuple[str, ...] = ("llama3_405b",)
     implementations: Mapping[str, Implementation] = field(default_factory=lambda: STANDARD)
+    oldest: int = 80
+    """The first compute capability that its kernels are for."""
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "mtrain_kernels").rglob("*.py")) + sorted((ROOT / "bench").rglob("*.py"))
-STANDARD = {"torch", "triton", "numpy", "mtrain_kernels"}
+STANDARD = {"torch", "triton", "numpy", "mtrain_kernels", *(path.stem for path in (ROOT / "bench").glob("*.py"))}
 RIVALS = {
     "liger_kernel",
     "transformer_engine",
@@ -20,6 +20,8 @@ RIVALS = {
     "flash_attn",
     "flash_attn_interface",
     "fla",
+    "transformers",
+    "yaml",
 }
 KERNEL_LINES, FUNCTION_LINES, FILE_LINES = 120, 60, 400
 

@@ -99,3 +99,14 @@ def test_the_library_is_the_one_whose_products_take_less_time(monkeypatch: pytes
     rates["onednn"] = 0.5
     assert faster() == ("blas", pytest.approx(0.5))
     assert module._library == "blas", "measuring does not choose"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_half_precision_are_added_to_fp32_unrounded(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    dy, x, into = torch.randn(33, 7).to(dtype), torch.randn(33, 11).to(dtype), torch.randn(7, 11)
+    wanted = into.double() + dy.double().t() @ x.double()
+    added, rounded = into.clone(), into + dy.t() @ x
+    add_weight_gradient(added, dy, x)
+    assert (added.double() - wanted).norm() <= 1e-6 * wanted.norm()
+    assert (rounded.double() - wanted).norm() > 1e-4 * wanted.norm(), "rounding the product would pass, too"

@@ -159,7 +159,8 @@ def test_a_second_backward_is_refused():
 def test_opcheck(impl):
     given = inputs(4, 8, 40, torch.float32)
     settings = ("", False, *Terms(40, 0.1, 1e-3, 5.0), 3)
-    torch.library.opcheck(op._linear_cross_entropy, (*given.values(), *settings, True, True, False, impl))
+    for wide in (False, True):
+        torch.library.opcheck(op._linear_cross_entropy, (*given.values(), *settings, True, True, False, wide, impl))
     given.pop("token_weights")
     torch.library.opcheck(op._token_cross_entropy, (*given.values(), *settings, impl))
 

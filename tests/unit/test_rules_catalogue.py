@@ -206,7 +206,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         "MT319",
         {"data.packed": True, "model.mtp_num_layers": 1, "parallel.recompute.granularity": "full"},
     ),
-    ("MT404", {"kernels.gradient_accumulation_fusion": True}),
+    ("MT404", {"kernels.gradient_accumulation_fusion": True, "parallel.fsdp": "fsdp2", "parallel.ranks": 2}),
     ("MT428", {"optim.cpu_offload": 1.0, "parallel.fsdp": "fsdp2", "parallel.ranks": 2}),
     ("MT201", {"model.hidden_size": 250}),
     ("MT202", {"model.num_query_groups": 3}),

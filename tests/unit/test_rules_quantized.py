@@ -38,7 +38,7 @@ BROKEN: list[tuple[str, str, dict[str, Any]]] = [
     ("MT440", "in 8 bits or in 4", {**FP4, "precision.fp8": "e4m3"}),
     ("MT441", "precision.dtype is fp32", {**FP8, "precision.dtype": "fp32"}),
     ("MT441", "precision.dtype is fp16", {**FP4, "precision.dtype": "fp16"}),
-    ("MT442", "kernels.linear is reference", {**FP8, "kernels.linear": "reference"}),
+    ("MT442", "kernels.linear is reference", {**DELAYED, "kernels.linear": "reference"}),
     ("MT442", "kernels.experts is reference", {**FP8, "model.moe": MOE, "kernels.experts": "reference"}),
     (
         "MT442",
@@ -123,7 +123,7 @@ def test_what_a_recipe_has_is_no_problem(change: dict[str, Any]) -> None:
     assert validate(apply(tiny(), change)) == []
 
 
-@pytest.mark.parametrize("choice", ["fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("choice", ["fp8_delayed", "mxfp8", "nvfp4"])
 def test_on_a_cpu_each_choice_says_in_one_line_what_it_needs_and_bf16_is_the_fix(choice: str) -> None:
     raw = compose([f"precision={choice}", "cluster=cpu"]).run
     (problem,) = errors(raw)
@@ -132,6 +132,17 @@ def test_on_a_cpu_each_choice_says_in_one_line_what_it_needs_and_bf16_is_the_fix
     assert problem.fix.endswith(" or precision=bf16")
     assert errors(apply(raw, first_fix(problem))) == []
     assert errors(compose(["precision=bf16", "cluster=cpu"]).run) == []
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference", "triton"])
+@pytest.mark.parametrize("choice", ["fp8_tensorwise", "fp8_blockwise"])
+def test_products_of_ours_need_no_transformer_engine_but_for_experts(choice: str, kernels: str) -> None:
+    for cluster in ("cpu", "h100x8"):
+        words = [f"precision={choice}", f"cluster={cluster}", f"kernels={kernels}", "data=mock"]
+        assert errors(compose(words).run) == []
+    if kernels != "auto":
+        found = errors(compose([f"precision={choice}", "model=mixtral_tiny", f"kernels={kernels}"]).run)
+        assert "MT442" in {problem.code for problem in found}
 
 
 @pytest.mark.parametrize(

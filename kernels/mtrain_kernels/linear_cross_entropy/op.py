@@ -11,6 +11,7 @@ from torch import Tensor
 from mtrain_kernels.cross_entropy.op import obstacle
 from mtrain_kernels.cross_entropy.reference import Terms, valid_terms
 from mtrain_kernels.cross_entropy.vocabulary import Vocabulary, name_of, size_of
+from mtrain_kernels.linear import WeightGradient
 from mtrain_kernels.linear_cross_entropy.reference import MOST_PARTS, Gradients, Open, ReferenceChunks, chunked
 from mtrain_kernels.registry import Case, Cost, Model, Op, pick
 from mtrain_kernels.runtime import ceil_div
@@ -33,6 +34,7 @@ def linear_cross_entropy(
     group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     chunk: int | None = None,
+    gradient: WeightGradient | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`(sum_i token_weights_i loss_i, losses)` of the logits `hidden weight^T`, which are never held whole.
@@ -48,7 +50,9 @@ def linear_cross_entropy(
     `hidden` is this rank's [t / ranks, h], gathered here, and its gradient this rank's part. `chunk` is how many
     tokens are done at a time (by default as many as make 2^27 logits, 2^22 on a CPU). The gradient of a weight in
     half precision is added up over more than three chunks in fp32, at 4 bytes an element until it is rounded: what
-    is off is less than two roundings of the sum, however many chunks there are.
+    is off is less than two roundings of the sum, however many chunks there are. `gradient(weight, dweight, factor)`
+    makes what autograd gets as the weight's gradient of one in fp32 and the scalar that it is to be multiplied by: it
+    may add both to where gradients are kept.
     The loss and the remaining arguments, also the errors raised, are those of `cross_entropy`; rows of the weight
     from `vocab_size` on are padding, take no part, and have a gradient of 0.
     """
@@ -63,21 +67,36 @@ def linear_cross_entropy(
     backend = pick("linear_cross_entropy", impl, hidden.device, obstacle(hidden, weight))
     accumulated = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     grad = torch.is_grad_enabled()
-    total, losses, *_ = _linear_cross_entropy(
-        hidden,
-        weight,
-        labels,
-        token_weights.to(accumulated),
-        name_of(group),
-        sequence_parallel,
-        *terms,
-        chunk or 0,
-        grad and hidden.requires_grad,
-        grad and weight.requires_grad,
-        not torch.compiler.is_compiling(),
-        backend,
-    )
+    given = (
+        labels, token_weights.to(accumulated), name_of(group), sequence_parallel, *terms, chunk or 0,
+        grad and hidden.requires_grad, grad and weight.requires_grad, not torch.compiler.is_compiling(),
+        gradient is not None, backend,
+    )  # fmt: skip
+    if gradient is not None and grad and weight.requires_grad:
+        total, losses = _Given.apply(hidden, weight, gradient, *given)
+    else:
+        total, losses, *_ = _linear_cross_entropy(hidden, weight, *given)
     return total, losses
+
+
+class _Given(torch.autograd.Function):
+    """The same with the weight's gradient given to somebody, once."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, gradient: WeightGradient, *given: Any) -> Any:
+        total, losses, dhidden, dweight, scale = _linear_cross_entropy(hidden, weight, *given)
+        ctx.mark_non_differentiable(losses)
+        ctx.gradient, ctx.given = gradient, (weight, dhidden, dweight, scale)
+        return total, losses
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor, _: Tensor) -> tuple[Any, ...]:
+        if ctx.given is None:
+            raise RuntimeError("linear_cross_entropy made its gradients once and has given them away")
+        (weight, dhidden, dweight, scale), ctx.given = ctx.given, None
+        factor = dtotal * scale
+        given = ctx.gradient(weight, dweight, factor)
+        return (dhidden.mul_(factor) if ctx.needs_input_grad[0] else None, given, *[None] * 16)
 
 
 def token_cross_entropy(
@@ -165,6 +184,7 @@ def _run(
     chunk: int,
     need_hidden: bool,
     need_weight: bool,
+    wide: bool,
     backend: str,
 ) -> Gradients:
     vocabulary = Vocabulary(group)
@@ -179,6 +199,7 @@ def _run(
         need_hidden=need_hidden,
         need_weight=need_weight,
         open_chunk=ReferenceChunks() if backend == "reference" else _triton_chunks(),
+        wide=wide,
     )
     if need_hidden:
         dhidden = vocabulary.scatter_sum(found.hidden) if sequence_parallel else vocabulary.sum(found.hidden)
@@ -203,13 +224,14 @@ def _linear_cross_entropy(
     need_hidden: bool,
     need_weight: bool,
     in_place: bool,
+    wide: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`in_place` lets the backward multiply the gradients where they lie, which a traced graph could not express."""
     terms = Terms(vocab, label_smoothing, z_loss, soft_cap, ignore_index)
     found = _run(
         hidden, weight, labels, token_weights, group, sequence_parallel, terms, chunk, need_hidden, need_weight,
-        backend,
+        wide, backend,
     )  # fmt: skip
     total = (found.losses * token_weights).sum()
     return total, found.losses, found.hidden, found.weight, found.scale
@@ -217,12 +239,15 @@ def _linear_cross_entropy(
 
 @_linear_cross_entropy.register_fake
 def _(hidden, weight, labels, token_weights, group, sequence_parallel, *rest):
-    need_hidden, need_weight = rest[6:8]
+    need_hidden, need_weight, _, wide = rest[6:10]
     return (
         token_weights.new_empty(()),
         token_weights.new_empty(labels.shape),
         hidden.new_empty(hidden.shape if need_hidden else (0, hidden.shape[1])),
-        weight.new_empty(weight.shape if need_weight else (0, weight.shape[1])),
+        weight.new_empty(
+            weight.shape if need_weight else (0, weight.shape[1]),
+            dtype=torch.promote_types(weight.dtype, torch.float32) if wide else weight.dtype,
+        ),
         token_weights.new_empty(()),
     )
 
@@ -230,7 +255,7 @@ def _(hidden, weight, labels, token_weights, group, sequence_parallel, *rest):
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, losses, dhidden, dweight, scale = output
     ctx.mark_non_differentiable(losses, dhidden, dweight, scale)
-    ctx.need_hidden, ctx.need_weight, ctx.in_place, _ = inputs[12:]
+    ctx.need_hidden, ctx.need_weight, ctx.in_place, *_ = inputs[12:]
     ctx.spent = False
     ctx.save_for_backward(losses, dhidden, dweight, scale)
 
@@ -246,7 +271,7 @@ def _differentiate(ctx: Any, dtotal: Tensor, *_: Tensor) -> tuple[Any, ...]:
         times(dweight, dtotal * scale) if ctx.need_weight else None,
         None,
         losses * dtotal if ctx.needs_input_grad[3] else None,
-        *[None] * 12,
+        *[None] * 13,
     )
 
 
@@ -270,7 +295,9 @@ def _token_cross_entropy(
 ) -> Tensor:
     terms = Terms(vocab, label_smoothing, z_loss, soft_cap, ignore_index)
     ones = _token_ones(hidden, labels)
-    return _run(hidden, weight, labels, ones, group, sequence_parallel, terms, chunk, False, False, backend).losses
+    return _run(
+        hidden, weight, labels, ones, group, sequence_parallel, terms, chunk, False, False, False, backend
+    ).losses
 
 
 def _token_ones(hidden: Tensor, labels: Tensor) -> Tensor:
@@ -291,7 +318,7 @@ def _differentiate_tokens(ctx: Any, dlosses: Tensor) -> tuple[Any, ...]:
     need_hidden, need_weight = ctx.needs_input_grad[:2]
     *settings, backend = ctx.settings
     _, _, dhidden, dweight, scale = _linear_cross_entropy(
-        *ctx.saved_tensors, dlosses.contiguous(), *settings, need_hidden, need_weight, False, backend
+        *ctx.saved_tensors, dlosses.contiguous(), *settings, need_hidden, need_weight, False, False, backend
     )
     times = Tensor.mul if torch.compiler.is_compiling() else Tensor.mul_
     return (

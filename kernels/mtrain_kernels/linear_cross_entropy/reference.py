@@ -64,19 +64,21 @@ def chunked(
     need_hidden: bool,
     need_weight: bool,
     open_chunk: Open,
+    wide: bool = False,
 ) -> Gradients:
     """Losses and gradients of the weighted sum, `rows` tokens at a time; see `linear_cross_entropy` and `Gradients`.
 
     The weights of the tokens multiply hidden states and their gradients instead of the logits' gradient, divided
     by the largest of them: masks of zeros and ones are exact, and nothing underflows in fp16. Rows of the weight
-    that are padding are left out of every product, and their gradient stays 0.
+    that are padding are left out of every product, and their gradient stays 0. `wide`: it is added up in fp32 and
+    left so.
     """
     scale = token_weights.abs().amax() if len(token_weights) else token_weights.new_zeros(())
     factors = (token_weights / scale.where(scale != 0, 1))[:, None]
     counted = (labels != terms.ignore_index).to(scale.dtype)
     losses = torch.empty_like(token_weights)
     dhidden = hidden.new_empty(hidden.shape if need_hidden else (0, hidden.shape[1]))
-    many = len(labels) > MOST_PARTS * rows
+    many = wide or len(labels) > MOST_PARTS * rows
     kept = torch.promote_types(weight.dtype, torch.float32) if many else weight.dtype
     dweight = zero_gradient(weight if need_weight else weight[:0], kept, min(rows, len(labels)))
     first = vocabulary.rank * weight.shape[0]
@@ -98,11 +100,8 @@ def chunked(
             torch.mul(product(dlogits, weight.T), factors[part], out=dhidden[part])
         if need_weight:
             weighted = (hidden[part] * factors[part]).to(hidden.dtype)
-            if real.dtype == dlogits.dtype:
-                add_weight_gradient(real, dlogits, weighted)
-            else:
-                real += dlogits.T @ weighted
-    return Gradients(losses, dhidden, dweight.to(weight.dtype).contiguous(), scale)
+            add_weight_gradient(real, dlogits, weighted)
+    return Gradients(losses, dhidden, (dweight if wide else dweight.to(weight.dtype)).contiguous(), scale)
 
 
 class ReferenceChunks:

@@ -147,7 +147,7 @@ _rope.register_autograd(_differentiate, setup_context=_save)
 
 
 def _launch(model: Model) -> None:
-    from mtrain_kernels.rope import triton
+    from mtrain_kernels.rope import packed_triton, triton
 
     x = torch.empty((1, model.tokens, model.heads, model.head_dim), dtype=torch.bfloat16, device="meta")
     table = torch.empty((model.tokens, model.rope_dim // 2), dtype=torch.float32, device="meta")
@@ -156,6 +156,12 @@ def _launch(model: Model) -> None:
     for at, interleaved in ((None, False), (positions, True)):
         triton.forward(x, x[0, 0, 0], table, table, at, interleaved, 1e-6, False, False)
         triton.backward(x, x, x[0, 0, 0], table, table, at, interleaved, 1e-6, False)
+    row = (model.heads + 2 * model.kv_heads) * model.head_dim
+    packed = torch.empty((model.tokens, 1, row), dtype=torch.bfloat16, device="meta")
+    for w in (None, x[0, 0, 0]):
+        given = (w, w, table, table, model.heads, model.kv_heads, True, False, 1e-6, False)
+        q, k, v = packed_triton.forward(packed, *given)
+        packed_triton.backward(q, k, v, packed, *given)
 
 
 def _keys(model: Model) -> int:
@@ -208,4 +214,36 @@ def _liger(inputs: dict[str, Any]) -> Any:
     return lambda: liger_rotary_pos_emb(q, k, cos, sin)
 
 
-OPS = (Op("rope", cases=(_case("rope", False), _case("rope_qk_norm", True)), launch=_launch),)
+def _packed_case() -> Case:
+    def make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+        row = (model.heads + 2 * model.kv_heads) * model.head_dim
+        found = _CASES[0].make(model, device, dtype)
+        weights = [torch.randn(model.head_dim, device=device, dtype=dtype).requires_grad_() for _ in range(2)]
+        given = {"qkv": torch.randn((model.tokens, 1, row), device=device, dtype=dtype).requires_grad_()}
+        given |= {"cos": found["cos"], "sin": found["sin"], "heads": model.heads, "groups": model.kv_heads}
+        return given | {"q_weight": weights[0], "k_weight": weights[1]}
+
+    def call(inputs: dict[str, Any], impl: str) -> Any:
+        from mtrain_kernels.rope.packed import rotate_packed
+
+        return rotate_packed(**inputs, impl=impl)
+
+    def moves(times: int) -> Any:
+        def cost(model: Model) -> Cost:
+            row = (model.heads + 2 * model.kv_heads) * model.head_dim
+            return Cost(bytes=2 * times * model.tokens * row + 4 * model.tokens * model.rope_dim)
+
+        return cost
+
+    return Case(
+        "rope_packed",
+        make,
+        call,
+        forward=moves(2),
+        backward=moves(3),
+        applies=lambda model: model.rope_dim == model.head_dim,
+    )
+
+
+_CASES = (_case("rope", False), _case("rope_qk_norm", True))
+OPS = (Op("rope", cases=(*_CASES, _packed_case()), launch=_launch),)

@@ -70,6 +70,53 @@ def rotate(
     return torch.cat((turned, rest), dim=-1).to(x.dtype)
 
 
+def rotate_packed(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    heads: int,
+    groups: int,
+    grouped: bool = True,
+    interleaved: bool = False,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [s, b, n, d], keys and values [s, b, g, d] of `qkv` [s, b, (n + 2 g) d], the first two by `rotate`.
+
+    `grouped`: a row is the queries of one group, its key, its value, then the next group; else all queries, all keys,
+    all values. Token t is turned by entry t of the tables.
+    """
+    require_packed(qkv, cos, sin, heads, groups, q_weight, k_weight)
+    width, per = qkv.shape[-1] // (heads + 2 * groups), heads // groups
+    if grouped:
+        q, k, v = qkv.unflatten(-1, (groups, per + 2, width)).split((per, 1, 1), dim=-2)
+        q, k, v = (x.flatten(-3, -2) for x in (q, k, v))
+    else:
+        q, k, v = qkv.unflatten(-1, (heads + 2 * groups, width)).split((heads, groups, groups), dim=-2)
+    options: dict[str, Any] = {"interleaved": interleaved, "eps": eps, "zero_centered": zero_centered}
+    q, k = (
+        rotate(x.transpose(0, 1), cos, sin, weight=w, **options).transpose(0, 1)
+        for x, w in ((q, q_weight), (k, k_weight))
+    )
+    return q, k, v
+
+
+def require_packed(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, groups: int, q_weight: Tensor | None, k_weight: Tensor | None
+) -> None:
+    """Raises `ValueError` where packed rows, tables, numbers of heads and weights do not belong together."""
+    if groups < 1 or heads % groups or qkv.ndim != 3 or qkv.shape[-1] % (heads + 2 * groups):
+        raise ValueError(f"qkv {tuple(qkv.shape)} holds no {heads} queries, {groups} keys and {groups} values")
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("queries and keys are normalised both, or neither")
+    width = qkv.shape[-1] // (heads + 2 * groups)
+    for weight in (q_weight, k_weight):
+        require(qkv[..., :width], cos, sin, None, weight)
+
+
 def require(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, weight: Tensor | None) -> None:
     """Raises `ValueError` where x, tables, positions and weight do not belong together."""
     if x.ndim not in (3, 4):

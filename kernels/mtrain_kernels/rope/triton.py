@@ -46,6 +46,75 @@ def _store(
 
 
 @triton.jit
+def _load_rest(x_ptr, at, live, half, width, REST: tl.constexpr):
+    """What does not turn, in fp32; one zero where all of a head turns."""
+    if REST > 0:
+        column = tl.arange(0, REST)[None, None, :] + 2 * half
+        rest = tl.load(x_ptr + at + column, mask=live & (column < width), other=0.0).to(tl.float32)
+    else:
+        rest = tl.zeros((1, 1, 1), tl.float32)
+    return rest
+
+
+@triton.jit
+def _store_rest(y_ptr, at, live, half, width, rest, REST: tl.constexpr):
+    if REST > 0:
+        column = tl.arange(0, REST)[None, None, :] + 2 * half
+        tl.store(y_ptr + at + column, cast(rest, y_ptr.dtype.element_ty), mask=live & (column < width))
+
+
+@triton.jit
+def _over_head(both, rest, REST: tl.constexpr):
+    """The sum over each head, of pairs and of what does not turn."""
+    total = tl.sum(both, axis=2)
+    if REST > 0:
+        total += tl.sum(rest, axis=2)
+    return total[:, :, None]
+
+
+@triton.jit
+def _rstd(a, b, rest, width, eps, REST: tl.constexpr):
+    """1 over the root mean square of each head."""
+    squares = _over_head(a * a + b * b, rest * rest, REST)
+    return 1.0 / tl.sqrt(squares / width + eps)
+
+
+@triton.jit
+def _weights(
+    weight_ptr, half, width, HALF: tl.constexpr, REST: tl.constexpr, PAIRED: tl.constexpr, ZERO_CENTERED: tl.constexpr
+):
+    """What normed elements are multiplied by: first and second of each pair, and the rest."""
+    origin = tl.zeros((1, 1, 1), tl.int64)
+    wa, wb = _load(weight_ptr, origin, True, half, 1, 1, HALF, PAIRED)
+    w = _load_rest(weight_ptr, origin, True, half, width, REST)
+    if ZERO_CENTERED:
+        wa, wb, w = wa + 1.0, wb + 1.0, w + 1.0
+    return wa, wb, w
+
+
+@triton.jit
+def _through_norm(da, db, drest, a, b, rest, rstd, width, REST: tl.constexpr):
+    """Gradients of what was normed to `a`, `b` and `rest`, from those of what they were multiplied to."""
+    along = _over_head(da * a + db * b, drest * rest, REST) / width
+    return rstd * (da - a * along), rstd * (db - b * along), rstd * (drest - rest * along)
+
+
+@triton.jit
+def _store_sums(
+    dweight_ptr, program, half, width, sum_a, sum_b, sum_rest,
+    HALF: tl.constexpr, REST: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """The sums of a program over tokens and heads, in its row."""
+    at = tl.zeros((1, 1, 1), tl.int64) + program * width
+    sum_a = tl.sum(tl.sum(sum_a, axis=1, keep_dims=True), axis=0, keep_dims=True)
+    sum_b = tl.sum(tl.sum(sum_b, axis=1, keep_dims=True), axis=0, keep_dims=True)
+    _store(dweight_ptr, at, True, half, sum_a, sum_b, 1, 1, HALF, PAIRED)
+    if REST > 0:
+        sum_rest = tl.sum(tl.sum(sum_rest, axis=1, keep_dims=True), axis=0, keep_dims=True)
+        _store_rest(dweight_ptr, at, True, half, width, sum_rest, REST)
+
+
+@triton.jit
 def _angles(
     cos_ptr, sin_ptr, positions_ptr, batch, token, live, half, table, batch_stride, token_stride,
     HALF: tl.constexpr, POSITIONS: tl.constexpr,
@@ -57,7 +126,7 @@ def _angles(
         position = token
     column = tl.arange(0, HALF)[None, None, :]
     known = (position >= 0) & (position < table) & (column < half)
-    outside = tl.where(column < half, float("nan"), 0.0)
+    outside = tl.where(live & (column < half), float("nan"), 0.0)
     at = position.to(tl.int64) * half + column
     cos = tl.load(cos_ptr + at, mask=known, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + at, mask=known, other=0.0).to(tl.float32)
@@ -67,101 +136,89 @@ def _angles(
 @triton.jit
 def forward_kernel(
     x_ptr, weight_ptr, cos_ptr, sin_ptr, positions_ptr, y_ptr,
-    tokens, length, heads, width, half, table, eps,
+    length, heads, width, half, table, eps,
     x_batch, x_token, x_head, y_batch, y_token, y_head, positions_batch, positions_token,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
     PAIRED: tl.constexpr, POSITIONS: tl.constexpr, NORM: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """One tile of tokens and heads; `BACKWARD` turns the other way, which is the gradient where nothing is normed."""
-    row = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64))[:, None, None]
+    batch = tl.program_id(2).to(tl.int64)
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64))[:, None, None]
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS).to(tl.int64))[None, :, None]
-    live = (row < tokens) & (head < heads)
-    batch, token = row // length, row % length
+    live = (token < length) & (head < heads)
     start = batch * x_batch + token * x_token + head * x_head
     to = batch * y_batch + token * y_token + head * y_head
-    column = tl.arange(0, REST)[None, None, :] + 2 * half
-    beyond = live & (column < width)
     a, b = _load(x_ptr, start, live, half, TOKENS, HEADS, HALF, PAIRED)
-    rest = tl.load(x_ptr + start + column, mask=beyond, other=0.0).to(tl.float32)
+    rest = _load_rest(x_ptr, start, live, half, width, REST)
     if NORM:
-        squares = tl.sum(a * a + b * b, axis=2) + tl.sum(rest * rest, axis=2)
-        rstd = (1.0 / tl.sqrt(squares / width + eps))[:, :, None]
-        wa, wb = _load(weight_ptr, tl.zeros((1, 1, 1), tl.int64), True, half, 1, 1, HALF, PAIRED)
-        w = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-        if ZERO_CENTERED:
-            wa, wb, w = wa + 1.0, wb + 1.0, w + 1.0
+        rstd = _rstd(a, b, rest, width, eps, REST)
+        wa, wb, w = _weights(weight_ptr, half, width, HALF, REST, PAIRED, ZERO_CENTERED)
         a, b, rest = a * rstd * wa, b * rstd * wb, rest * rstd * w
     cos, sin = _angles(
-        cos_ptr, sin_ptr, positions_ptr, batch, token, row < tokens, half, table,
+        cos_ptr, sin_ptr, positions_ptr, batch, token, token < length, half, table,
         positions_batch, positions_token, HALF, POSITIONS,
     )  # fmt: skip
     if BACKWARD:
         sin = -sin
     _store(y_ptr, to, live, half, a * cos - b * sin, b * cos + a * sin, TOKENS, HEADS, HALF, PAIRED)
-    tl.store(y_ptr + to + column, cast(rest, y_ptr.dtype.element_ty), mask=beyond)
+    _store_rest(y_ptr, to, live, half, width, rest, REST)
 
 
 @triton.jit
 def backward_kernel(
     dy_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, positions_ptr, dx_ptr, dweight_ptr,
-    tokens, length, heads, width, half, table, eps,
+    length, heads, width, half, table, eps,
     dy_batch, dy_token, dy_head, x_batch, x_token, x_head, dx_batch, dx_token, dx_head,
     positions_batch, positions_token,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
     PAIRED: tl.constexpr, POSITIONS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of normed and turned heads; each program walks over tiles and leaves fp32 sums for the weight."""
+    """Gradients of normed and turned heads; each program walks over tiles and leaves fp32 sums for the weight.
+
+    The sums stay apart for each token and head of a tile until the end: only then do warps wait for each other.
+    """
+    batch = tl.program_id(2).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS).to(tl.int64))[None, :, None]
-    column = tl.arange(0, REST)[None, None, :] + 2 * half
-    origin = tl.zeros((1, 1, 1), tl.int64)
-    wa, wb = _load(weight_ptr, origin, True, half, 1, 1, HALF, PAIRED)
-    w = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    if ZERO_CENTERED:
-        wa, wb, w = wa + 1.0, wb + 1.0, w + 1.0
-    sum_a, sum_b = tl.zeros((1, 1, HALF), tl.float32), tl.zeros((1, 1, HALF), tl.float32)
-    sum_rest = tl.zeros((1, 1, REST), tl.float32)
-    for first in range(tl.program_id(0) * TOKENS, tokens, tl.num_programs(0) * TOKENS):
-        row = (first + tl.arange(0, TOKENS).to(tl.int64))[:, None, None]
-        live = (row < tokens) & (head < heads)
-        beyond = live & (column < width)
-        batch, token = row // length, row % length
+    wa, wb, w = _weights(weight_ptr, half, width, HALF, REST, PAIRED, ZERO_CENTERED)
+    sum_a, sum_b = tl.zeros((TOKENS, HEADS, HALF), tl.float32), tl.zeros((TOKENS, HEADS, HALF), tl.float32)
+    sum_rest = tl.zeros((TOKENS, HEADS, max(REST, 1)), tl.float32)
+    for first in range(tl.program_id(0) * TOKENS, length, tl.num_programs(0) * TOKENS):
+        token = (first + tl.arange(0, TOKENS).to(tl.int64))[:, None, None]
+        live = (token < length) & (head < heads)
         start = batch * x_batch + token * x_token + head * x_head
         above = batch * dy_batch + token * dy_token + head * dy_head
         to = batch * dx_batch + token * dx_token + head * dx_head
         a, b = _load(x_ptr, start, live, half, TOKENS, HEADS, HALF, PAIRED)
-        rest = tl.load(x_ptr + start + column, mask=beyond, other=0.0).to(tl.float32)
-        squares = tl.sum(a * a + b * b, axis=2) + tl.sum(rest * rest, axis=2)
-        rstd = (1.0 / tl.sqrt(squares / width + eps))[:, :, None]
-        a, b, rest = a * rstd, b * rstd, rest * rstd
+        rest = _load_rest(x_ptr, start, live, half, width, REST)
         cos, sin = _angles(
-            cos_ptr, sin_ptr, positions_ptr, batch, token, row < tokens, half, table,
+            cos_ptr, sin_ptr, positions_ptr, batch, token, token < length, half, table,
             positions_batch, positions_token, HALF, POSITIONS,
         )  # fmt: skip
         ya, yb = _load(dy_ptr, above, live, half, TOKENS, HEADS, HALF, PAIRED)
-        drest = tl.load(dy_ptr + above + column, mask=beyond, other=0.0).to(tl.float32)
+        drest = _load_rest(dy_ptr, above, live, half, width, REST)
+        rstd = _rstd(a, b, rest, width, eps, REST)
+        a, b, rest = a * rstd, b * rstd, rest * rstd
         da, db = ya * cos + yb * sin, yb * cos - ya * sin
-        sum_a += tl.sum(tl.sum(da * a, axis=1, keep_dims=True), axis=0, keep_dims=True)
-        sum_b += tl.sum(tl.sum(db * b, axis=1, keep_dims=True), axis=0, keep_dims=True)
-        sum_rest += tl.sum(tl.sum(drest * rest, axis=1, keep_dims=True), axis=0, keep_dims=True)
-        da, db, drest = da * wa, db * wb, drest * w
-        along = ((tl.sum(da * a + db * b, axis=2) + tl.sum(drest * rest, axis=2)) / width)[:, :, None]
-        da, db, drest = rstd * (da - a * along), rstd * (db - b * along), rstd * (drest - rest * along)
+        sum_a += da * a
+        sum_b += db * b
+        sum_rest += drest * rest
+        da, db, drest = _through_norm(da * wa, db * wb, drest * w, a, b, rest, rstd, width, REST)
         _store(dx_ptr, to, live, half, da, db, TOKENS, HEADS, HALF, PAIRED)
-        tl.store(dx_ptr + to + column, cast(drest, dx_ptr.dtype.element_ty), mask=beyond)
-    at = origin + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * width
-    _store(dweight_ptr, at, True, half, sum_a, sum_b, 1, 1, HALF, PAIRED)
-    tl.store(dweight_ptr + at + column, sum_rest, mask=column < width)
+        _store_rest(dx_ptr, to, live, half, width, drest, REST)
+    program = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + tl.program_id(1)
+    _store_sums(dweight_ptr, program, half, width, sum_a, sum_b, sum_rest, HALF, REST, PAIRED)
 
 
-def _grid(x: Tensor, half: int, elements: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """Tiles of x [b, s, n, d] along tokens and heads, and the constants of a tile."""
+def _grid(x: Tensor, half: int, elements: int) -> tuple[tuple[int, int, int], dict[str, int]]:
+    """Tiles of x [b, s, n, d] along tokens and heads of each row of the batch, and the constants of a tile."""
     batch, length, heads, width = x.shape
-    block, rest = power_of_two(half), power_of_two(width - 2 * half)
+    block, rest = power_of_two(half), width - 2 * half
     some_heads = min(power_of_two(heads), max(1, elements // (2 * block)))
-    some_tokens = max(1, min(elements // (2 * block * some_heads), power_of_two(batch * length)))
-    grid = (ceil_div(batch * length, some_tokens), ceil_div(heads, some_heads))
-    return grid, {"TOKENS": some_tokens, "HEADS": some_heads, "HALF": block, "REST": rest}
+    some_tokens = max(1, min(elements // (2 * block * some_heads), power_of_two(length)))
+    grid = (ceil_div(length, some_tokens), ceil_div(heads, some_heads), batch)
+    tile = {"TOKENS": some_tokens, "HEADS": some_heads, "HALF": block}
+    return grid, tile | {"REST": power_of_two(rest) if rest else 0}
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -188,7 +245,7 @@ def forward(
         with on_device_of(x):
             forward_kernel[grid](
                 source, weight if weight is None else weight.contiguous(), cos.contiguous(), sin.contiguous(),
-                positions, into, x.shape[0] * x.shape[1], x.shape[1], x.shape[2], x.shape[3], half, cos.shape[0], eps,
+                positions, into, x.shape[1], x.shape[2], x.shape[3], half, cos.shape[0], eps,
                 *source.stride()[:3], *into.stride()[:3], *((0, 0) if positions is None else positions.stride()),
                 **tile, PAIRED=interleaved, POSITIONS=positions is not None, NORM=weight is not None,
                 ZERO_CENTERED=zero_centered, BACKWARD=backward, num_warps=4,
@@ -215,13 +272,13 @@ def backward(
         return dx, torch.zeros_like(weight)
     source, above, into = _unit(x), _unit(dy), dx if dx.stride(-1) == 1 else dx.new_empty(dx.shape)
     half = cos.shape[1]
-    (rows, columns), tile = _grid(x, half, BACKWARD_ELEMENTS)
-    grid = (min(rows, ceil_div(4 * processors(x.device), columns)), columns)
-    dweight = x.new_empty((grid[0] * columns, x.shape[-1]), dtype=torch.float32)
+    (rows, columns, batch), tile = _grid(x, half, BACKWARD_ELEMENTS)
+    grid = (min(rows, ceil_div(4 * processors(x.device), columns * batch)), columns, batch)
+    dweight = x.new_empty((grid[0] * columns * batch, x.shape[-1]), dtype=torch.float32)
     with on_device_of(x):
         backward_kernel[grid](
             above, source, weight.contiguous(), cos.contiguous(), sin.contiguous(), positions, into, dweight,
-            x.shape[0] * x.shape[1], x.shape[1], x.shape[2], x.shape[3], half, cos.shape[0], eps,
+            x.shape[1], x.shape[2], x.shape[3], half, cos.shape[0], eps,
             *above.stride()[:3], *source.stride()[:3], *into.stride()[:3],
             *((0, 0) if positions is None else positions.stride()),
             **tile, PAIRED=interleaved, POSITIONS=positions is not None, ZERO_CENTERED=zero_centered, num_warps=4,

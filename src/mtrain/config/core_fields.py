@@ -112,6 +112,8 @@ FIELDS: dict[str, Get] = {
     "window_size": lambda r: (r.model.window_size - 1, 0) if r.model.window_size else None,
     "bf16": lambda r: r.precision.format == "bf16",
     "fp16": lambda r: r.precision.format == "fp16",
+    # megatron-core gives these to TransformerEngine alone; layers of ours are told apart.
+    "fp8": lambda r: None if r.kernels.linear in ("triton", "reference") else r.precision.fp8,
     "first_last_layers_bf16": _some_layers_in_bf16,
     # Interleaving between two stages is silently wrong with batched p2p: both neighbours are the same rank.
     "overlap_p2p_comm": lambda r: r.parallel.vpp > 1,

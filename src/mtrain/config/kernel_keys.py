@@ -18,8 +18,9 @@ class KernelsConfig(Section):
     attention: Annotated[Literal["auto", "reference", "torch", "te"] | None, Key(aka="attention_backend")] = None
     """Core attention; torch: the fastest of FlashAttention-3 and torch's kernels that takes a call, with windows and
     packed documents but no mask where it can; null: kernels.default."""
-    linear: Annotated[Literal["auto", "reference", "te"] | None, Key(aka="transformer_impl")] = None
-    """Row- and column-parallel linear layers; null: kernels.default."""
+    linear: Annotated[Literal["auto", "reference", "triton", "te"] | None, Key(aka="transformer_impl")] = None
+    """Row- and column-parallel linear layers; triton: for precision.fp8, with cuBLAS where a tensor has one scale;
+    reference: in fp8 the same rounding in plain torch; null: kernels.default."""
     activation: Literal["auto", "reference", "triton"] | None = None
     """Gated and squared activations of MLPs and experts; null: kernels.default."""
     experts: Literal["auto", "reference", "triton", "torch", "te"] | None = None
@@ -40,4 +41,5 @@ class KernelsConfig(Section):
     """fp32 products on a CPU: by the BLAS of torch, mostly MKL, or by oneDNN; null, auto: what is measured to be
     faster, once per machine, the same on all ranks."""
     gradient_accumulation_fusion: Annotated[bool, Key(feeds="gradient_accumulation_fusion")] = False
-    """Weight gradients are added up inside the GEMM that makes them; needs linear=te on a GPU."""
+    """Weight gradients of linear layers and of the output layer are added up in the product that makes them, in fp32
+    and unrounded, instead of in a pass of their own."""

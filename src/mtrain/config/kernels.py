@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mtrain.config.devices import facts_of, with_cuda_kernels
+from mtrain.config.fusions import fusions
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.problem import problem_of
 from mtrain.config.run import RunConfig
@@ -59,7 +60,7 @@ OPERATIONS = (
         "model.position_embedding_type=rope",
     ),
     Operation("attention", ("te", "torch", "reference")),
-    Operation("linear", ("te", "reference")),
+    Operation("linear", ("te", "triton", "reference")),
     Operation(
         "activation",
         ("triton", "reference"),
@@ -113,7 +114,8 @@ def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
         impl, against = _auto(op, run, run.cluster.device, machine)
         refused = "; ".join(f"no {name}: {why}" for name, why in against.items())
         out[op.name] = (refused or "the first that can run") if word == impl else "named"
-    return out
+    more = fusions(run)
+    return {name: f"{why}; {more[name]}" if name in more else why for name, why in out.items()}
 
 
 def summary(run: RunConfig) -> str:
@@ -157,6 +159,10 @@ def lacks(op: str, word: str, run: RunConfig) -> str | None:
     """Why an implementation has not what this run asks of an operation, on any device, or None."""
     if op == "optimizer":
         return update_obstacle(word, run)
+    if (op, word) == ("linear", "triton") and run.precision.quantized not in ("tensorwise", "blockwise"):
+        return (
+            "Triton multiplies for linear layers in precision.fp8, with precision.fp8_recipe tensorwise or blockwise"
+        )
     if op in ("linear", "experts") and word == "te" and run.peft.kind is not None:
         return f"TransformerEngine's layers have no adapters, which peft.kind {run.peft.kind} asks for"
     if (op, word) == ("attention", "te") and run.model.position_embedding_type == "relative":

@@ -5,6 +5,7 @@ Every spec is built with the provider given explicitly; none of megatron-core's 
 
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import dataclass, fields
 from functools import partial
@@ -22,6 +23,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from mtrain_kernels.fp8_linear.op import Recipe
 
 from mtrain.config import engine
 from mtrain.errors import BadEnvironment
@@ -44,6 +46,7 @@ from mtrain.mcore.layers import (
 )
 from mtrain.mcore.linear import ColumnLinear, RowLinear
 from mtrain.mcore.parallel_residual import SIDE_BY_SIDE
+from mtrain.mcore.residual import ResidualNorm
 from mtrain.mcore.router import SparseRouter
 
 _BUILDS_EXPERTS = engine.at_least(0, 19)
@@ -79,8 +82,18 @@ class Provider(BackendSpecProvider):
     sparse = False
     """Whether experts are routed to by lists, as `config.sparse_experts` says."""
 
-    def __init__(self, kernels: dict[str, Any], te: Any, parts: Parts = Parts()) -> None:
+    def __init__(
+        self,
+        kernels: dict[str, Any],
+        te: Any,
+        parts: Parts = Parts(),
+        *,
+        norms_add: bool = False,
+        packed: str | None = None,
+        fp8: Recipe | None = None,
+    ) -> None:
         self.kernels = kernels
+        self.norms_add, self.packed, self.fp8 = norms_add, packed, fp8
         self.parts = parts
         self._te = te
 
@@ -101,11 +114,16 @@ class Provider(BackendSpecProvider):
 
     def column_parallel_linear(self) -> type:
         """A linear layer split by output features."""
-        return self._te.column_parallel_linear() if self._uses_te("linear") else ColumnLinear
+        return self._te.column_parallel_linear() if self._uses_te("linear") else self._product(ColumnLinear)
 
     def row_parallel_linear(self) -> type:
         """A linear layer split by input features."""
-        return self._te.row_parallel_linear() if self._uses_te("linear") else RowLinear
+        return self._te.row_parallel_linear() if self._uses_te("linear") else self._product(RowLinear)
+
+    def _product(self, layer: type) -> type:
+        """A layer of ours with what it multiplies in: by the reference, or by the fastest that takes a product."""
+        impl = "reference" if self.kernels["linear"] == "reference" else "auto"
+        return layer if self.fp8 is None else chosen(layer, impl, fp8=self.fp8)
 
     def fuse_layernorm_and_linear(self) -> bool:
         """One module for a norm and the linear layer behind it: only where everything is TransformerEngine's."""
@@ -116,10 +134,10 @@ class Provider(BackendSpecProvider):
         return self._te.column_parallel_layer_norm_linear() if self.all_te else None
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
-        """A norm; which kind, the model's config says. None of ours adds the residual stream itself."""
+        """A norm; which kind, the model's config says. Ours makes the sum before it where `norms_add`."""
         if self._uses_te("norm"):
             return self._te.layer_norm(rms_norm, for_qk)  # type: ignore[no-any-return]
-        return chosen(Norm, self.kernels["norm"])
+        return chosen(ResidualNorm if self.norms_add else Norm, self.kernels["norm"])
 
     def core_attention(self) -> type:
         """Softmax attention of this rank's heads."""
@@ -152,8 +170,19 @@ class Provider(BackendSpecProvider):
         return Activation if self.kernels["activation"] == "triton" else None
 
 
-def provider(kernels: Any, parts: Parts = Parts()) -> Provider:
+def provider(
+    kernels: Any,
+    parts: Parts = Parts(),
+    *,
+    norms_add: bool = False,
+    packed: str | None = None,
+    fp8: Recipe | None = None,
+) -> Provider:
     """The provider for resolved implementations; operations that the model does not have may be None.
+
+    `norms_add`: norms make the sums of the residual stream that they read. `packed`: the implementation of the rotary
+    op that norms and turns queries and keys as they are unpacked. `fp8`: what linear layers multiply in, if they are
+    ours.
 
     Raises `BadEnvironment` where `te` is named but TransformerEngine does not import, `ValueError` for a word that
     is no implementation, or one without the cap of `parts`.
@@ -167,13 +196,15 @@ def provider(kernels: Any, parts: Parts = Parts()) -> Provider:
     if impls["attention"] == "te" and parts.attn_logit_softcapping:
         raise ValueError("TransformerEngine's attention knows no cap of logits")
     named = [f"kernels.{operation}" for operation, impl in impls.items() if impl == "te"]
-    return Provider(impls, _transformer_engine(named) if named else None, parts)
+    return Provider(
+        impls, _transformer_engine(named) if named else None, parts, norms_add=norms_add, packed=packed, fp8=fp8
+    )
 
 
 _WORDS: dict[str, tuple[str | None, ...]] = {
     "norm": ("reference", "triton", "te"),
     "attention": ("reference", "torch", "te"),
-    "linear": ("reference", "te"),
+    "linear": ("reference", "triton", "te"),
     "activation": ("reference", "triton", None),
     "experts": ("reference", "triton", "torch", "te", None),
 }
@@ -289,7 +320,7 @@ def _self_attention(config: Any, provider: Provider) -> Any:
     queries, keys = _qk_norms(config, provider)
     projection = provider.row_parallel_linear()
     return api.ModuleSpec(
-        module=CachedSelfAttention,
+        module=chosen_attention(provider.packed),
         params={"attn_mask_type": api.AttnMaskType[provider.parts.attn_mask]},
         submodules=SelfAttentionSubmodules(
             linear_qkv=provider.column_parallel_linear(),
@@ -311,6 +342,13 @@ def _gated_delta_net(config: Any, provider: Provider) -> Any:
             out_proj=provider.row_parallel_linear(),
         ),
     )
+
+
+@functools.cache
+def chosen_attention(packed: str | None) -> type:
+    """Self-attention with `packed` as the implementation of what is made of packed products: a class for specs."""
+    names = {"__doc__": CachedSelfAttention.__doc__, "__module__": CachedSelfAttention.__module__}
+    return type(CachedSelfAttention.__name__, (CachedSelfAttention,), {"packed_impl": packed, **names})
 
 
 def _mla(config: Any, provider: Provider) -> Any:

@@ -8,7 +8,11 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb
 from megatron.core.transformer import attention
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from mtrain_kernels.rope.packed import rotate_packed
 from torch import Tensor
+
+from mtrain.mcore.op_overrides import tables
 
 
 class Cache(StaticInferenceContext):
@@ -36,7 +40,47 @@ class Cache(StaticInferenceContext):
 
 
 class CachedSelfAttention(SelfAttention):
-    """megatron-core's self-attention with rotated keys in its cache: it would rotate all of them for every token."""
+    """megatron-core's self-attention with rotated keys in its cache: it would rotate all of them for every token.
+
+    With `packed_impl`, an implementation of the rotary op, training norms and turns queries and keys on their way out
+    of the packed product, in one launch; where documents are packed or a cache is read, it is megatron-core's way.
+    """
+
+    packed_impl: str | None = None
+    _turns: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, *args: Any, rotary_pos_emb: Any = None, **given: Any) -> Any:
+        """As megatron-core's."""
+        skipped = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
+        elsewhere = given.get("inference_context") is not None or given.get("packed_seq_params") is not None
+        plain = isinstance(rotary_pos_emb, Tensor) and rotary_pos_emb.shape[1:3] == (1, 1)
+        if self.packed_impl is None or skipped or elsewhere or not plain:
+            return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **given)
+        scale = attention._yarn_get_concentration_factor_from_config(self.config)  # `rotary` may have replaced it
+        self._turns = tables(rotary_pos_emb, self.config.rotary_interleaved, scale)
+        try:
+            return super().forward(*args, rotary_pos_emb=None, **given)
+        finally:
+            self._turns = None
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
+        """Queries [s, b, n, d], keys and values [s, b, g, d] of `hidden_states` [s, b, h]."""
+        if self._turns is None:
+            return super().get_query_key_value_tensors(hidden_states, *args, **given)
+        packed, _ = self.linear_qkv(hidden_states)
+        norms: dict[str, Any] = {}
+        if self.q_layernorm is not None and not isinstance(self.q_layernorm, IdentityOp):
+            norms = {"q_weight": self.q_layernorm(None), "k_weight": self.k_layernorm(None)}
+            norms |= {"eps": self.q_layernorm.eps, "zero_centered": self.q_layernorm.zero_centered}
+        return rotate_packed(
+            packed,
+            *self._turns,
+            heads=self.num_attention_heads_per_partition,
+            groups=self.num_query_groups_per_partition,
+            interleaved=self.config.rotary_interleaved,
+            impl=self.packed_impl,
+            **norms,
+        )
 
     def _adjust_key_value_for_inference(
         self, context: Any, query: Tensor, key: Tensor, value: Tensor, rotary: Any, *others: Any, **named: Any

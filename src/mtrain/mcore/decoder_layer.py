@@ -12,6 +12,8 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from mtrain.mcore.residual import ResidualNorm, added_by
+
 
 @dataclass
 class DecoderLayerSubmodules(TransformerLayerSubmodules):
@@ -26,22 +28,47 @@ class DecoderLayerSubmodules(TransformerLayerSubmodules):
 class DecoderLayer(TransformerLayer):
     """A layer that may have norms behind attention and MLP, and other rotary positions where it has a window.
 
-    Rotary angles [2, s, 1, 1, r] are those of layers with a window, and of all others.
+    Rotary angles [2, s, 1, 1, r] are those of layers with a window, and of all others. Sums are made by the norm that
+    reads them where that can do it.
     """
+
+    _mlp_reads_the_sum = True
+    """Whether the MLP reads what attention has been added to."""
 
     def __init__(self, config: Any, submodules: DecoderLayerSubmodules, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, submodules, *args, **kwargs)
-        for part in ("self_attn", "mlp"):
+        self._adds = {part: getattr(self, f"{part}_bda") for part in ("self_attn", "mlp")}
+        self._places: dict[str, Any] = {}
+        for part in self._adds:
             name = f"post_{part}_layernorm"
             # a module that is never called makes megatron-core's FSDP leave the gradient of tied stages undefined
             if getattr(submodules, name) is not IdentityOp:
                 options = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
                 norm = build_module(getattr(submodules, name), **options)
                 setattr(self, name, norm)
-                place = _sum_normed if submodules.norms_the_sum else _normed
-                setattr(self, f"{part}_bda", partial(place, norm, getattr(self, f"{part}_bda")))
+                self._places[part] = partial(_sum_normed if submodules.norms_the_sum else _normed, norm)
+                setattr(self, f"{part}_bda", partial(self._places[part], self._adds[part]))
+                if submodules.norms_the_sum and isinstance(norm, ResidualNorm):
+                    self.let_add(part, norm)
+        norm, direct = self.pre_mlp_layernorm, isinstance(self.pre_cross_attn_layernorm, IdentityOp)
+        again = self.recompute_pre_mlp_layernorm or not (direct and self._mlp_reads_the_sum)
+        if isinstance(norm, ResidualNorm) and not again:
+            self.let_add("self_attn", norm)
+        if (
+            not config.num_layers_at_start_in_bf16
+            < self.layer_number
+            <= config.num_layers - config.num_layers_at_end_in_bf16
+        ):
+            for module in self.modules():
+                if getattr(module, "fp8", None) is not None:
+                    module.fp8 = None
         skipped = config.window_attn_skip_freq
         self._has_window = is_layer_window_attention(config.window_size, skipped, max(1, self.layer_number))
+
+    def let_add(self, part: str, norm: ResidualNorm) -> None:
+        """Let the norm that reads the sum behind a part, self_attn or mlp, make it."""
+        add = partial(added_by, norm, self._adds[part])
+        setattr(self, f"{part}_bda", partial(self._places[part], add) if part in self._places else add)
 
     def forward(self, *args: Any, rotary_pos_emb: Any = None, **kwargs: Any) -> Any:
         """Hidden states [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism, to the same."""

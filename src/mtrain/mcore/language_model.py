@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mtrain.mcore.embedding import add_in_fp32
-from mtrain.mcore.linear import ColumnLinear
+from mtrain.mcore.linear import ColumnLinear, add_scaled, adds_to_main_grad
+from mtrain.mcore.residual import join_layers
 from mtrain.mcore.rotary import Frequencies, ScaledRotary, TwoBases
 
 
@@ -65,6 +66,7 @@ class OutputLayer(ColumnLinear):
             soft_cap=self.soft_cap,
             group=self.tp_group if self.tp_group.size() > 1 else None,
             sequence_parallel=self.sequence_parallel,
+            gradient=add_scaled if self.gradient_accumulation_fusion and adds_to_main_grad(weight) else None,
             impl=impl,
         )[0]
 
@@ -129,6 +131,7 @@ class LanguageModel(SummedLosses, GPTModel):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        join_layers(self.decoder)
         self.sum_losses_by(loss, loss_vocab_size)
         if hasattr(self, "embedding"):
             add_in_fp32(self.embedding, embedding_scale)

@@ -66,8 +66,13 @@ class Norm(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The normalised input, in its shape and dtype."""
+    def forward(self, x: Tensor | None) -> Tensor:
+        """The normalised input, in its shape and dtype; for None the weight, for a kernel that norms on its way.
+
+        Who gathers a weight when its module is called does so then, too.
+        """
+        if x is None:
+            return self.weight
         # One gradient leaves this layer for x, as from a fused kernel. Several would be added to the residual's in
         # another order than where the norm is computed again: recomputation changes no bit.
         x = x.view_as(x)

@@ -5,17 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    layers,
 )
+from mtrain_kernels.fp8_linear.op import Recipe, Share, Shares, fp8_linear
 from mtrain_kernels.linear import add_weight_gradient, fits, linear
 from torch import Tensor
 
 
 class _Product:
+    fp8: Recipe | None = None
+    impl = "reference"
+
     """`_forward_impl` of both: what megatron-core does, or the same by `mtrain_kernels.linear` where that is faster.
 
     On a CPU there is no stream to hide a reduction behind, so nothing is lost with megatron-core's overlap.
@@ -32,9 +38,12 @@ class _Product:
         tp_group: Any,
         **more: Any,
     ) -> Tensor:
+        if self.fp8 is not None:
+            return self._in_fp8(input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group, more)
         fused = _adds_in_place(input, weight)
         forward_only = input.is_cpu and not torch.is_grad_enabled()
-        if not (fused or forward_only or fits(input, weight)) or more.get("grad_output_buffer") is not None:
+        asked = more.get("gradient_accumulation_fusion", False) and not fused
+        if asked or not (fused or forward_only or fits(input, weight)) or more.get("grad_output_buffer") is not None:
             given = {"allreduce_dgrad": allreduce_dgrad, "sequence_parallel": sequence_parallel, "tp_group": tp_group}
             return super()._forward_impl(input=input, weight=weight, bias=bias, **given, **more)  # type: ignore[misc,no-any-return]
         if sequence_parallel:
@@ -42,6 +51,46 @@ class _Product:
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         return linear(input, weight, bias, gradient=_add_in_place if fused else None)
+
+    def _in_fp8(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, sums: bool, gathers: bool, group: Any, more: Any
+    ) -> Tensor:
+        """The product in FP8. One scale for a tensor is that of the whole, of which ranks have parts.
+
+        Of a layer split by outputs these are the weight and the gradient of the output, else weight and input; under
+        context parallelism tokens, too.
+        """
+        if group is None:
+            group = parallel_state.get_tensor_model_parallel_group()
+        if gathers:
+            x = gather_from_sequence_parallel_region(x, group=group)
+        elif sums:
+            x = copy_to_tensor_model_parallel_region(x, group=group)
+        column = isinstance(self, ColumnParallelLinear)
+        tp, cp = [group], [parallel_state.get_context_parallel_group()]
+        shares = Shares(_greatest(cp if column else tp + cp), _greatest(tp), _greatest(tp + cp if column else cp))
+        into = more.get("gradient_accumulation_fusion") and torch.is_grad_enabled() and adds_to_main_grad(weight)
+        assert self.fp8 is not None
+        y = fp8_linear(x, weight, self.fp8, shares=shares, gradient=_add_whole if into else None, impl=self.impl)
+        return y if bias is None else y + bias
+
+
+def _greatest(groups: list[Any]) -> Share | None:
+    """Makes the greatest value of a part that of all ranks of these groups, or None where each has one rank."""
+    several = [group for group in groups if group.size() > 1]
+    if not several:
+        return None
+
+    def of_all(amax: Tensor) -> Tensor:
+        for group in several:
+            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=group)
+        return amax
+
+    return of_all
+
+
+def _add_whole(weight: Tensor, dweight: Tensor) -> Tensor:
+    return add_scaled(weight, dweight, dweight.new_ones(()))
 
 
 def _adds_in_place(x: Tensor, weight: Tensor) -> bool:
@@ -68,6 +117,44 @@ def _add_in_place(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     add_weight_gradient(weight.main_grad, dy, x)  # type: ignore[attr-defined]
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.empty_like(weight)
+
+
+class _Accumulation:
+    """What megatron-core asks APEX's extension for: products that are added to gradients in one call."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
+        """Adds `dy^T x` [n, k] to `main_grad` in fp32: `x` [t, k] and `dy` [t, n] in their format."""
+        add_weight_gradient(main_grad, dy, x)
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+def accumulate_in_products() -> None:
+    """Let megatron-core's `gradient_accumulation_fusion` be made by `mtrain_kernels` where there is no APEX."""
+    if not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = _Accumulation
+        layers._grad_accum_fusion_available = True
+
+
+def adds_to_main_grad(weight: Tensor) -> bool:
+    """Whether a gradient may go to the buffer of megatron-core's data parallelism, and nobody wants to see it."""
+    there = hasattr(weight, "grad_added_to_main_grad") and not hasattr(weight, "__fsdp_param__")
+    return there and getattr(weight, "main_grad", None) is not None and not weight._backward_hooks
+
+
+def add_scaled(weight: Tensor, dweight: Tensor, factor: Tensor) -> Tensor:
+    """Adds `dweight` times the scalar `factor` to `weight.main_grad`; autograd gets what nobody reads, see below.
+
+    The weight of a tied embedding has other gradients, too: for it that is zeros.
+    """
+    main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    if main_grad.dtype == dweight.dtype:
+        main_grad.addcmul_(dweight, factor.to(dweight.dtype))
+    else:
+        main_grad.add_((dweight * factor).to(main_grad.dtype))
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
 class ColumnLinear(_Product, ColumnParallelLinear):

@@ -22,6 +22,7 @@ from mtrain_kernels.rope.op import rotate
 from torch import Tensor
 
 from mtrain.errors import BadEnvironment
+from mtrain.mcore.linear import accumulate_in_products
 
 
 class Override(NamedTuple):
@@ -50,12 +51,17 @@ def rotary(
     them apart on the way, in queries and in keys; here they stay where they are: scores are sums over the elements,
     in another order.
     """
-    angles = freqs.reshape(freqs.shape[0], -1)
-    angles = angles[:, ::2] if rotary_interleaved else angles[:, : angles.shape[1] // 2]
-    cos, sin = angles.cos() * mscale, angles.sin() * mscale
+    cos, sin = tables(freqs, rotary_interleaved, mscale)
     neighbours = rotary_interleaved or bool(multi_latent_attention) or mla_rotary_interleaved
     turned = rotate(t.transpose(0, 1), cos, sin, interleaved=neighbours, impl=impl)
     return turned.transpose(0, 1)
+
+
+def tables(freqs: Tensor, interleaved: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [s, r/2] of megatron-core's angles [s, 1, 1, r], times `scale`."""
+    angles = freqs.reshape(freqs.shape[0], -1)
+    angles = angles[:, ::2] if interleaved else angles[:, : angles.shape[1] // 2]
+    return angles.cos() * scale, angles.sin() * scale
 
 
 def rotary_on_cpu(t: Tensor, freqs: Tensor, *args: Any, original: Callable[..., Tensor], **options: Any) -> Tensor:
@@ -170,13 +176,15 @@ def override_operations(kernels: Any, group_score_topk: int | None = None) -> No
 
     With groups of experts, each worth its `group_score_topk` best scores, routing is ours also then: megatron-core's
     own takes topk // group_topk of them, no other number for DeepSeek-V2 than for DeepSeek-V3. The library of
-    a CPU's products is set where it was chosen.
+    a CPU's products is set where it was chosen, and what adds weight gradients up where it was asked for.
     """
     if kernels.cpu_matmul not in (None, "auto"):
         try:
             linear.use(kernels.cpu_matmul)
         except ValueError as error:
             raise BadEnvironment(f"kernels.cpu_matmul = {kernels.cpu_matmul}: {error}") from None
+    if kernels.gradient_accumulation_fusion and kernels.linear != "te":
+        accumulate_in_products()
     for operation, overrides in OVERRIDES.items():
         impl = getattr(kernels, operation) or "reference"
         for override in overrides:

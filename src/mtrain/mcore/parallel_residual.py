@@ -29,6 +29,8 @@ class ParallelResidualLayer(TransformerLayer):
 class ParallelDecoderLayer(DecoderLayer, ParallelResidualLayer):
     """The same with the norms and positions that only some families have."""
 
+    _mlp_reads_the_sum = False
+
 
 SIDE_BY_SIDE: dict[type, type] = {TransformerLayer: ParallelResidualLayer, DecoderLayer: ParallelDecoderLayer}
 """A layer with one part behind the other -> the one with both side by side."""

@@ -22,6 +22,8 @@ GENERATIONS: dict[str, tuple[int, int]] = {
 }
 MULTIPLES = {"mxfp8": 32}
 """Recipe -> what every width must be a multiple of; 16 for the others, whose last block may be partly empty."""
+OURS = ("tensorwise", "blockwise")
+"""Recipes that linear layers of ours know."""
 PLAIN = "precision=bf16"
 _FORMAT = tuple(f"precision.{name}" for name in PrecisionConfig.model_fields if name.startswith(LOW_PRECISION))
 FORMATS = " ".join(_FORMAT)
@@ -71,15 +73,17 @@ def one_low_precision_format(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(
-    Code("MT442", example="precision=fp8_tensorwise"),
+    Code("MT442", example="precision=fp8_delayed"),
     reads=f"kernels.linear {FORMATS} model.moe kernels.experts cluster.device kernels.default kernels.attention",
 )
 def low_precision_needs_transformer_engine(run: RunConfig) -> Iterator[Finding]:
-    """Only TransformerEngine's layers read the recipe; others would go on in bf16 without a word."""
+    """Layers that do not read the recipe would go on in bf16 without a word: ours know two of them."""
     p, k = run.precision, run.kernels
     layers = ("linear", "experts") if run.model.moe is not None else ("linear",)
     used = (*layers, "attention") if p.fp8_dot_product_attention else layers
     words = {name: getattr(k, name) or ("reference" if k.default == "reference" else "auto") for name in used}
+    if p.quantized in OURS:
+        words["linear"] = "te"  # or ours
     others = [f"kernels.{name} is {word}" for name, word in words.items() if word not in ("te", "auto")]
     if p.quantized is None or not others:
         return

@@ -289,18 +289,13 @@ def recomputed_layers_are_in_a_stage(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(
-    Code("MT404", example="kernels.gradient_accumulation_fusion=true"),
-    reads="kernels.gradient_accumulation_fusion kernels.linear parallel.fsdp",
+    Code("MT404", example="kernels.gradient_accumulation_fusion=true parallel=dp2 parallel.fsdp=fsdp2"),
+    reads="kernels.gradient_accumulation_fusion parallel.fsdp",
 )
 def fused_accumulation(run: RunConfig) -> Iterator[Finding]:
-    """Only TransformerEngine's GEMM adds to the gradient that is there."""
-    linear = run.kernels.linear  # null, auto: the machine that runs it decides
-    if run.kernels.gradient_accumulation_fusion and linear not in ("te", "auto", None):
-        rule = f"only TransformerEngine's GEMM adds to a gradient, and kernels.linear is {linear}"
+    """A product adds to the gradient that is there, so that there must be one."""
+    if run.kernels.gradient_accumulation_fusion and run.parallel.fsdp != "none":
         off: Change = {"kernels.gradient_accumulation_fusion": False}
-        yield Finding("MT404", "kernels.gradient_accumulation_fusion", rule, (off,))
-    elif run.kernels.gradient_accumulation_fusion and run.parallel.fsdp != "none":
-        off = {"kernels.gradient_accumulation_fusion": False}
         rule = "the gradient of a weight that is freed after use has no place to be added to"
         yield Finding("MT404", "kernels.gradient_accumulation_fusion", rule, (off,))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mtrain.config.fusions import sums_apart
 from mtrain.config.run import RunConfig
 from mtrain.mcore import api as mcore
 from mtrain.mcore import backend
@@ -15,7 +16,9 @@ from mtrain.models.bert.count import own
 def chunk(run: RunConfig, config: Any, stage: int | None) -> BertModel:
     """The layers of one virtual pipeline stage of this rank, with embedding and heads where they belong to it."""
     ps, m, bert = mcore.parallel_state, run.model, own(run.model)
-    provider = backend.provider(run.kernels, backend.Parts.of(m, attn_mask="no_mask"))
+    provider = backend.provider(
+        run.kernels, backend.Parts.of(m, attn_mask="no_mask"), norms_add=sums_apart(run) is None
+    )
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
     override_operations(run.kernels, None)
     return BertModel(

@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mtrain_kernels.fp8_linear.op import Recipe
+
 from mtrain.config.core_fields import GPT_FIELDS, values
+from mtrain.config.fusions import positions_apart, sums_apart
 from mtrain.config.run import RunConfig
 from mtrain.mcore import api as mcore
 from mtrain.mcore import backend
 from mtrain.mcore.language_model import LanguageModel
 from mtrain.mcore.op_overrides import override_operations
 from mtrain.mcore.rotary import frequencies, multiply_turns
+
+
+def _recipe(run: RunConfig) -> Recipe | None:
+    """What linear layers of ours multiply in, where that is FP8."""
+    p = run.precision
+    if p.fp8 is None or run.kernels.linear == "te":
+        return None
+    return Recipe(p.fp8_recipe or "tensorwise", backward="e5m2" if p.fp8 == "hybrid" else "e4m3")
 
 
 def chunk(
@@ -27,7 +38,10 @@ def chunk(
     `kind` is the class of the model, a `LanguageModel`; `more` are arguments of its own.
     """
     ps, m = mcore.parallel_state, run.model
-    provider = backend.provider(run.kernels, backend.Parts.of(m))
+    packed = run.kernels.rope if positions_apart(run) is None else None
+    provider = backend.provider(
+        run.kernels, backend.Parts.of(m), norms_add=sums_apart(run) is None, packed=packed, fp8=_recipe(run)
+    )
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
     override_operations(run.kernels, m.moe.group_score_topk if m.moe else None)
     if scaling := m.rope_scaling:

@@ -1,0 +1,1 @@
+"""Linear layers whose three products multiply in FP8."""

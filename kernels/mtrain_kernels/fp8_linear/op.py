@@ -1,0 +1,195 @@
+"""Linear layers in FP8: what is quantised how, the three products, gradients, registration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtrain_kernels.fp8_linear import reference
+from mtrain_kernels.quantize import reference as formats
+from mtrain_kernels.quantize.op import Quantized, quantize_blocks, quantize_tensorwise
+from mtrain_kernels.registry import REFERENCE, TRITON, Case, Cost, Implementation, Model, Op, pick
+
+Gradient = Callable[[Tensor, Tensor], Tensor]
+Share = Callable[[Tensor], Tensor]
+
+
+class Recipe(NamedTuple):
+    """What has a scale, `tensorwise` or `blockwise` (128 elements of a row, 128 x 128 of a weight), and the formats.
+
+    Scales are made of what they are for, as TransformerEngine's current and block scaling; those of blocks are powers
+    of two. `forward` is the format of inputs and weights, `backward` of gradients of outputs: e4m3 or e5m2.
+    """
+
+    kind: str
+    forward: str = "e4m3"
+    backward: str = "e4m3"
+
+
+class Shares(NamedTuple):
+    """Of tensors that are parts of one over several ranks: makes the greatest value [1] that of the whole."""
+
+    x: Share | None = None
+    weight: Share | None = None
+    dy: Share | None = None
+
+
+WHOLE = Shares()
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    recipe: Recipe,
+    *,
+    shares: Shares = WHOLE,
+    gradient: Gradient | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """`x weight^T` with gradients, all three products in FP8 and added up in fp32; `x` [..., k], `weight` [n, k].
+
+    The result [..., n] has the format of x. `gradient(weight, dweight)` makes what autograd gets, of the gradient
+    [n, k] in fp32; None: that is rounded to the format of the weight. `impl` is `reference`, `triton`, `torch`
+    (cuBLAS, tensorwise on sm_89 and newer) or `auto`. Raises `ValueError` for an unknown recipe, `Unavailable` where
+    the named implementation cannot run.
+    """
+    if recipe.kind not in ("tensorwise", "blockwise"):
+        raise ValueError(f"no recipe {recipe.kind!r}; choose tensorwise or blockwise")
+    rows = x.reshape(-1, x.shape[-1])
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        y: Tensor = _Linear.apply(rows, weight, recipe, shares, gradient, impl)
+    else:
+        a = quantized(rows, recipe, recipe.forward, shares.x, False, impl)
+        b = quantized(weight, recipe, recipe.forward, shares.weight, False, impl, weight=True)
+        y = scaled_product(a.data, a.scale, b.data, b.scale, dtype=x.dtype, impl=impl)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def quantized(
+    x: Tensor, recipe: Recipe, format: str, share: Share | None, transpose: bool, impl: str, *, weight: bool = False
+) -> Quantized:
+    """`x` [m, k] as a recipe says; `share` is the way from a part's greatest value to that of the whole."""
+    ours = "auto" if impl == "torch" else impl
+    if recipe.kind == "tensorwise":
+        given = None
+        if share is not None:
+            given = formats.multiplier(share(formats.finite_amax(x.detach()).view(1)), format)
+        return quantize_tensorwise(x, format=format, multiplier=given, transpose=transpose, impl=ours)
+    layout = "128x128_power_of_two" if weight else "1x128_power_of_two"
+    return quantize_blocks(x, format=format, layout=layout, transpose=transpose, impl=ours)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, shares: Shares, gradient: Gradient | None, impl: str
+    ) -> Tensor:
+        a = quantized(x, recipe, recipe.forward, shares.x, ctx.needs_input_grad[1], impl)
+        b = quantized(weight, recipe, recipe.forward, shares.weight, ctx.needs_input_grad[0], impl, weight=True)
+        ctx.save_for_backward(weight, a.transposed, a.transposed_scale, b.transposed, b.transposed_scale)
+        ctx.options = recipe, shares.dy, gradient, impl
+        ctx.dtype = x.dtype
+        return scaled_product(a.data, a.scale, b.data, b.scale, dtype=x.dtype, impl=impl)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        weight, x, x_scale, w, w_scale = ctx.saved_tensors
+        recipe, share, gradient, impl = ctx.options
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        d = quantized(dy, recipe, recipe.backward, share, need_weight, impl)
+        dx = scaled_product(d.data, d.scale, w, w_scale, dtype=ctx.dtype, impl=impl) if need_x else None
+        if not need_weight:
+            return dx, *[None] * 5
+        wide = torch.float32 if gradient is not None else weight.dtype
+        dweight = scaled_product(d.transposed, d.transposed_scale, x, x_scale, dtype=wide, impl=impl)
+        return dx, dweight if gradient is None else gradient(weight, dweight), *[None] * 4
+
+
+def scaled_product(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, dtype: torch.dtype = torch.bfloat16, impl: str = "auto"
+) -> Tensor:
+    """`(a_scale a) (b_scale b)^T` [m, n] in `dtype`, added up in fp32, without gradients; see `reference`.
+
+    `a` [m, k] and `b` [n, k] in e4m3 or e5m2, scales in fp32. Raises `ValueError` where they do not fit.
+    """
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} must be [m, k] and [n, k]")
+    kinds = reference.rows_of(a, a_scale), reference.rows_of(b, b_scale)
+    backend = pick("fp8_linear", impl, a.device)
+    if backend == "torch" and (any(kinds) or a.shape[1] % 16 or b.shape[0] % 16):
+        backend = "triton"  # cuBLAS takes one scale for all, and widths by 16
+    return _product(a.contiguous(), a_scale.contiguous(), b.contiguous(), b_scale.contiguous(), dtype, backend)
+
+
+@torch.library.custom_op("mtrain::scaled_product", mutates_args=())
+def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+    if backend == "torch":
+        return torch._scaled_mm(a, b.t(), a_scale.view(()), b_scale.view(()), out_dtype=dtype)
+    if backend == "reference":
+        return reference.scaled_product(a, a_scale, b, b_scale, dtype)
+    from mtrain_kernels.fp8_linear import triton
+
+    return triton.scaled_product(a, a_scale, b, b_scale, dtype)
+
+
+@_product.register_fake
+def _(a, a_scale, b, b_scale, dtype, backend):
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+def _old(device: torch.device) -> str | None:
+    """Why products of FP8 cannot run on a device, or None."""
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 9):
+        return f"{torch.cuda.get_device_name(device)} is older than sm_89"
+    return None
+
+
+def _cublas(device: torch.device) -> str | None:
+    return _old(device) if device.type == "cuda" else "cuBLAS runs on NVIDIA's GPUs"
+
+
+def _launch(model: Model) -> None:
+    from mtrain_kernels.fp8_linear import triton
+
+    k, n = model.hidden, model.ffn
+    a, b = (torch.empty((m, k), dtype=torch.float8_e4m3fn, device="meta") for m in (model.tokens, n))
+    one = torch.empty(1, dtype=torch.float32, device="meta")
+    rows, other = (torch.empty((m, k // 128), dtype=torch.float32, device="meta") for m in (model.tokens, n))
+    triton.scaled_product(a, one, b, one, torch.bfloat16)
+    triton.scaled_product(a, rows, b, other[: n // 128], torch.bfloat16)
+    triton.scaled_product(a, rows, b, other, torch.float32)
+
+
+def _case(name: str, kind: str) -> Case:
+    def make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+        x = torch.randn((model.tokens, model.hidden), device=device, dtype=dtype).requires_grad_()
+        weight = (torch.randn((model.ffn, model.hidden), device=device) * 0.02).to(dtype).requires_grad_()
+        return {"x": x, "weight": weight}
+
+    def cost(products: int) -> Callable[[Model], Cost]:
+        def of(model: Model) -> Cost:
+            elements = model.tokens * (model.hidden + model.ffn) + model.hidden * model.ffn
+            return Cost(bytes=2 * products * elements, flops=2 * products * model.tokens * model.hidden * model.ffn)
+
+        return of
+
+    recipe = Recipe(kind)
+    return Case(name, make, lambda i, c: fp8_linear(**i, recipe=recipe, impl=c), forward=cost(1), backward=cost(2))
+
+
+OPS = (
+    Op(
+        "fp8_linear",
+        cases=(_case("linear_tensorwise", "tensorwise"), _case("linear_blockwise", "blockwise")),
+        launch=_launch,
+        implementations={
+            "torch": Implementation("torch", _cublas),
+            "triton": Implementation("triton", lambda device: TRITON.obstacle(device) or _old(device)),
+            "reference": REFERENCE,
+        },
+        oldest=89,
+    ),
+)

@@ -1,0 +1,120 @@
+"""Queries, keys and values out of one packed product, normed and turned on the way: contract and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtrain_kernels.registry import pick
+from mtrain_kernels.rope import reference
+from mtrain_kernels.rope.op import _obstacle
+
+
+def rotate_packed(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    heads: int,
+    groups: int,
+    grouped: bool = True,
+    interleaved: bool = False,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [s, b, n, d], keys and values [s, b, g, d] of packed rows; queries and keys as `reference.rotate`.
+
+    `qkv` [s, b, (n + 2 g) d], with `heads` n of queries and `groups` g of keys. `grouped`: a row is the queries of
+    one group, its key, its value, then the next group (Megatron); else all queries, all keys, all values (Hugging
+    Face). Token t is turned by entry t of the tables `cos` and `sin` [p, r/2], p >= s; `q_weight` and `k_weight` [d],
+    both or neither, normalise each head before. `qkv` and the weights get gradients. `impl` is `reference`, `triton`
+    or `auto`. Raises `ValueError` where shapes do not fit, `Unavailable` where the named implementation cannot run.
+    """
+    reference.require_packed(qkv, cos, sin, heads, groups, q_weight, k_weight)
+    if cos.requires_grad or sin.requires_grad:
+        raise ValueError("the tables of cosines and sines get no gradient; detach them")
+    width = qkv.shape[-1] // (heads + 2 * groups)
+    if pick("rope", impl, qkv.device, _obstacle(qkv[..., :width], cos, sin, q_weight, k_weight)) == "reference":
+        return reference.rotate_packed(
+            qkv, cos, sin, heads=heads, groups=groups, grouped=grouped, interleaved=interleaved, q_weight=q_weight,
+            k_weight=k_weight, eps=eps, zero_centered=zero_centered,
+        )  # fmt: skip
+    return _packed(qkv, q_weight, k_weight, cos, sin, heads, groups, grouped, interleaved, eps, zero_centered)
+
+
+@torch.library.custom_op("mtrain::rope_packed", mutates_args=())
+def _packed(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    groups: int,
+    grouped: bool,
+    interleaved: bool,
+    eps: float,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from mtrain_kernels.rope import packed_triton
+
+    return packed_triton.forward(
+        qkv, q_weight, k_weight, cos, sin, heads, groups, grouped, interleaved, eps, zero_centered
+    )
+
+
+@_packed.register_fake
+def _(qkv, q_weight, k_weight, cos, sin, heads, groups, *_):
+    width = qkv.shape[-1] // (heads + 2 * groups)
+    q, k, v = (qkv.new_empty((*qkv.shape[:2], n, width)) for n in (heads, groups, groups))
+    return q, k, v
+
+
+@torch.library.custom_op("mtrain::rope_packed_backward", mutates_args=())
+def _packed_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    groups: int,
+    grouped: bool,
+    interleaved: bool,
+    eps: float,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from mtrain_kernels.rope import packed_triton
+
+    return packed_triton.backward(
+        dq, dk, dv, dq if qkv is None else qkv, q_weight, k_weight, cos, sin, heads, groups, grouped, interleaved,
+        eps, zero_centered,
+    )  # fmt: skip
+
+
+@_packed_backward.register_fake
+def _(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, heads, groups, *_):
+    dqkv = dq.new_empty((*dq.shape[:2], (heads + 2 * groups) * dq.shape[3]))
+    return (dqkv, *(dq.new_empty(0) if w is None else w.new_empty(w.shape) for w in (q_weight, k_weight)))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    qkv, q_weight, k_weight, cos, sin, *ctx.options = inputs
+    ctx.save_for_backward(None if q_weight is None else qkv, q_weight, k_weight, cos, sin)
+
+
+def _differentiate(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Any, ...]:
+    dqkv, dq_weight, dk_weight = _packed_backward(dq, dk, dv, *ctx.saved_tensors, *ctx.options)
+    normed = ctx.saved_tensors[1] is not None
+    return dqkv, dq_weight if normed else None, dk_weight if normed else None, *[None] * 8
+
+
+_packed.register_autograd(_differentiate, setup_context=_save)

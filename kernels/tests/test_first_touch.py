@@ -1,0 +1,154 @@
+"""The first hour with a GPU, walked on a CPU: results as they come, going on, and what dies or takes too long."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+
+
+@pytest.fixture
+def touch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The program as a module."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import first_touch
+
+    return first_touch
+
+
+def walk(folder: Path, *words: str) -> tuple[int, str]:
+    """Exit code and output of a dry run."""
+    command = [sys.executable, str(BENCH / "first_touch.py"), "--dry-run", "--out", str(folder), *words]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return done.returncode, done.stdout + done.stderr
+
+
+def ends(folder: Path) -> dict[str, dict[str, Any]]:
+    """The last line of each unit."""
+    lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    return {f"{line['stage']} {line['unit']}": line for line in lines}
+
+
+def test_a_walk_compares_and_measures_and_the_next_call_goes_on_behind_it(tmp_path: Path) -> None:
+    some = ("--ops", "norm", "--stages")
+    code, said = walk(tmp_path, *some, "environment,parity")
+    assert code == 0, said
+    found = ends(tmp_path)
+    assert found["environment machine"]["result"]["versions"]["torch"]
+    assert found["parity rms_norm tiny"]["result"]["triton"] == "as fp64"
+    results = tmp_path / "results.jsonl"
+    before = [line for line in results.read_text().splitlines() if "layer_norm" not in line]
+    results.write_text("\n".join(before) + '\n{"stage": "parity", "unit": "layer_norm ti')  # cut off here
+    code, said = walk(tmp_path, *some, "parity")
+    assert code == 0, said
+    after = results.read_text().splitlines()
+    assert after[: len(before)] == before
+    assert [json.loads(line)["unit"] for line in after[len(before) + 1 :]] == ["layer_norm tiny"] * 2
+
+
+@pytest.mark.full
+def test_all_of_it_is_walked_on_a_cpu(tmp_path: Path) -> None:
+    code, said = walk(tmp_path)
+    assert code == 0, said
+    found = ends(tmp_path)
+    assert {key.split()[0] for key in found} == {
+        *("environment", "parity", "autotune", "ops", "train", "rivals", "profile")
+    }
+    assert all("result" in line or "skipped" in line for line in found.values()), found
+    assert len(found["train tiny bf16 triton"]["result"]["losses"]) == 3
+    assert found["profile tiny bf16 triton"]["result"]["gaps"]
+
+
+def test_a_stage_that_dies_or_is_too_slow_is_a_result_and_the_rest_goes_on(
+    touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, tried = touch.Results(tmp_path), []
+
+    def start(stage: str, results: Any, walk: Any, limit_s: float) -> tuple[int | None, str]:
+        tried.append(stage)
+        done = results.done(stage)
+        for unit in ("one", "two"):
+            if unit not in done:
+                results.add(stage, unit, begin=True)
+                if (stage, unit) == ("parity", "one"):
+                    return -11, "Segmentation fault"
+                if (stage, unit) == ("ops", "two"):
+                    return None, ""
+                results.add(stage, unit, result=1)
+        return 0, ""
+
+    monkeypatch.setattr(touch, "_start", start)
+    assert touch.drive(["parity", "ops", "train"], results, touch.Walk(True, ()), 3600)
+    found = ends(tmp_path)
+    assert found["parity one"]["error"] == "died with -11: Segmentation fault"
+    assert found["ops two"]["error"] == "ran past the limit of its stage"
+    assert found["parity two"]["result"] == found["ops one"]["result"] == found["train two"]["result"] == 1
+    assert tried == ["parity", "parity", "ops", "train"]
+
+
+def test_a_budget_that_is_spent_leaves_the_unit_to_the_next_call(
+    touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = touch.Results(tmp_path)
+
+    def cut(stage: str, results: Any, *_: Any) -> tuple[int | None, str]:
+        results.add(stage, "one", begin=True)
+        return None, ""
+
+    monkeypatch.setattr(touch, "_start", cut)
+    assert not touch.drive(["parity"], results, touch.Walk(True, ()), 5)
+    assert results.done("parity") == set()
+    assert results.open("parity") == "one"
+
+
+def test_an_error_is_told_by_the_last_line_of_its_cause(touch: ModuleType) -> None:
+    import run
+
+    error = RuntimeError("compilation of kernel")
+    error.__cause__ = ValueError("at 3:5:\n    x = tl.dot(a, b)\n\nshapes do not fit\n")
+    assert run.last_line(error) == "ValueError: shapes do not fit"
+
+
+def test_gaps_of_a_trace_are_where_nothing_ran(touch: ModuleType) -> None:
+    import first_touch_stages as stages
+
+    def event(name: str, start: float, length: float, cat: str = "kernel") -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": length}
+
+    trace = [
+        event("a", 0, 10),
+        event("b", 5, 10),
+        event("c", 40, 10),
+        event("a", 52, 8),
+        event("host", 0, 99, "cpu_op"),
+    ]
+    found = stages.gaps_of(trace)
+    assert found["gaps"] == [{"us": 25, "behind": "b", "before": "c"}, {"us": 2, "behind": "c", "before": "a"}]
+    assert found["busy_share"] == round(33 / 60, 4)
+    assert found["longest"][0] == {"us": 18, "name": "a"}
+    assert stages.gaps_of(trace[-1:])["of"] == "operations of the host"
+
+
+def test_the_bench_notices_a_wrong_gradient(touch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import run
+    import torch
+    from mtrain_kernels.registry import MODELS, ops
+
+    case = ops()["norm"].cases[0]
+    clock = run.Clock(torch.device("cpu"), 1, True)
+    rates = run.ceilings(clock, torch.bfloat16, True)
+    setting = run.Setting(clock, torch.bfloat16, rates, ["eager", "auto"])
+    assert [row.agrees for row in run.measure("norm", case, MODELS["tiny"], setting)] == [None, True]
+    made = case.make(MODELS["tiny"], torch.device("cpu"), torch.bfloat16)
+    first = run._values_and_gradients(lambda: case.call(made, "auto"), made)
+    wrong = [first[0], *(2 * x for x in first[1:])]
+    assert run._agree(first, first)
+    assert not run._agree(wrong, first)

@@ -1,0 +1,141 @@
+"""FP8 products and linear layers: Triton's against the definition, the definition against fp64, seeded bugs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from mtrain_kernels import parity
+from mtrain_kernels.fp8_linear import op, reference
+from mtrain_kernels.fp8_linear.op import Recipe, Shares, fp8_linear
+from mtrain_kernels.quantize.op import quantize_blocks, quantize_tensorwise
+from mtrain_kernels.registry import Unavailable
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS = "mtrain_kernels.fp8_linear.triton"
+RECIPES = [Recipe("tensorwise", backward="e5m2"), Recipe("tensorwise"), Recipe("blockwise")]
+SIZES = [(1, 1, 1), (3, 130, 257), (129, 48, 160), (200, 300, 384)]
+
+
+def operands(m: int, n: int, k: int, kinds: tuple[str, str]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    found = {}
+    for name, rows, kind in (("a", m, kinds[0]), ("b", n, kinds[1])):
+        x = torch.randn(rows, k, device=DEVICE) * torch.logspace(-2, 2, rows, device=DEVICE)[:, None]
+        q = quantize_tensorwise(x, impl="reference") if kind == "one" else None
+        q = quantize_blocks(x, layout=kind, impl="reference") if q is None else q
+        found |= {name: q.data, f"{name}_scale": q.scale}
+    return found
+
+
+@pytest.mark.parametrize("kinds", [("one", "one"), ("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_products_are_those_of_what_operands_stand_for(sizes: tuple[int, int, int], kinds: tuple[str, str]) -> None:
+    given = operands(*sizes, kinds)
+    if sizes == (1, 1, 1) and kinds[0] != kinds[1]:
+        return
+    exact = reference.decoded(given["a"], given["a_scale"]).double()
+    exact = exact @ reference.decoded(given["b"], given["b_scale"]).double().T
+    for impl in ("reference", "triton"):
+        with parity.poisoned():
+            found = op.scaled_product(**given, dtype=torch.float32, impl=impl)
+        parity.assert_near(impl, found, exact, 1e-5)
+
+
+def layer(recipe: Recipe, impl: str, x: Tensor, weight: Tensor) -> Tensor:
+    return fp8_linear(x, weight, recipe, impl=impl)
+
+
+def inputs(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, m, k, device=DEVICE), torch.randn(n, k, device=DEVICE)
+    return {"x": x.to(dtype).requires_grad_(), "weight": weight.to(dtype).requires_grad_()}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_value_and_gradients_are_those_of_the_definition(recipe: Recipe, dtype: torch.dtype) -> None:
+    for m, n, k in SIZES[1:]:
+        given = inputs(m, n, k, dtype)
+        parity.check(partial(layer, recipe, "triton"), partial(layer, recipe, "reference"), given, upcast=False)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_all_three_products_are_off_by_what_eight_bits_leave(recipe: Recipe) -> None:
+    given = inputs(64, 96, 256, torch.float32)
+    step = torch.randn(2, 64, 96, device=DEVICE)
+    leaves = list(given.values())
+    ours = layer(recipe, "reference", **given)
+    plain = given["x"] @ given["weight"].T
+    pairs = [(ours, plain)]
+    pairs += zip(torch.autograd.grad(ours, leaves, step), torch.autograd.grad(plain, leaves, step), strict=True)
+    errors = [float(((a - b).norm() / b.norm()).detach()) for a, b in pairs]
+    # e4m3 rounds by at most 2^-4, e5m2 by 2^-3; of a sum of random signs the mean error remains
+    assert all(0.005 < error < 0.09 for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("a_scale_ptr + rows // A_ROWS * a_blocks + block", "a_scale_ptr + rows // A_ROWS * a_blocks"),
+        ("columns // B_ROWS * b_blocks", "0 * columns // B_ROWS"),
+        ("(at[None, :] < k)", "(at[None, :] < k - 1)"),
+        ("total += part", "total = part"),
+        ("inside // size * ACROSS", "0 * inside // size * ACROSS"),
+    ],
+)
+def test_a_seeded_bug_is_caught(old: str, new: str) -> None:
+    given = operands(200, 300, 384, ("1x128", "128x128"))
+    wanted = op.scaled_product(**given, dtype=torch.float32, impl="reference")
+    with parity.caught(KERNELS, old, new), parity.poisoned():
+        parity.assert_near("y", op.scaled_product(**given, dtype=torch.float32, impl="triton"), wanted)
+
+
+def test_parts_that_share_their_greatest_value_multiply_as_the_whole() -> None:
+    recipe, given = RECIPES[0], inputs(8, 12, 32)
+    x, weight = given["x"].detach(), given["weight"].detach()
+    whole = fp8_linear(x, weight, recipe, impl="reference")
+
+    def parts(shares: Shares) -> Tensor:
+        return torch.cat([fp8_linear(x, w, recipe, shares=shares, impl="reference") for w in weight.chunk(2)], -1)
+
+    amax = weight.float().abs().amax().view(1)
+    assert torch.equal(parts(Shares(weight=lambda part: amax)), whole)
+    assert not torch.equal(parts(Shares()), whole)
+
+
+def test_a_gradient_goes_where_it_is_sent_in_fp32() -> None:
+    kept: list[Tensor] = []
+
+    def keep(weight: Tensor, dweight: Tensor) -> Tensor:
+        kept.append(dweight)
+        return torch.zeros_like(weight)
+
+    given = inputs(8, 12, 32)
+    plain = fp8_linear(**given, recipe=RECIPES[2], impl="reference").sum()
+    (wanted,) = torch.autograd.grad(plain, given["weight"])
+    fp8_linear(**given, recipe=RECIPES[2], gradient=keep, impl="reference").sum().backward()
+    assert kept[0].dtype == torch.float32
+    assert torch.equal(kept[0].bfloat16(), wanted)
+    assert not given["weight"].grad.any()
+
+
+def test_torch_accepts_the_registration_and_what_does_not_fit_is_refused() -> None:
+    given: dict[str, Any] = operands(5, 6, 130, ("1x128", "128x128"))
+    arguments = (*given.values(), torch.bfloat16, "triton")
+    torch.library.opcheck(op._product, arguments, test_utils="test_faketensor")  # others multiply what FP8 has not
+    with pytest.raises(ValueError, match="must be"):
+        op.scaled_product(given["a"], given["a_scale"], given["b"][:, :9], given["b_scale"])
+    with pytest.raises(ValueError, match="belongs to no blocks"):
+        op.scaled_product(given["a"], given["a_scale"][:2], given["b"], given["b_scale"])
+    with pytest.raises(ValueError, match="no recipe"):
+        fp8_linear(torch.ones(2, 3), torch.ones(4, 3), Recipe("mx"))
+    if DEVICE == "cpu":
+        with pytest.raises(Unavailable, match="NVIDIA"):
+            op.scaled_product(*given.values(), impl="torch")

@@ -1,0 +1,60 @@
+"""The sum of the residual stream made together with the norm that reads it: one pass over memory instead of two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mtrain_kernels.norm.op import layer_norm_residual, rms_norm_residual
+from torch import Tensor
+
+from mtrain.mcore.layers import Norm
+
+
+class ResidualNorm(Norm):
+    """A norm that makes the sum before it, too: `norm(x, residual)` gives the sum, and `norm(sum)` then its norm.
+
+    Both are calls of this module, so that whoever gathers its weight does so in time. One gradient leaves the kernel,
+    to which that of the residual stream has been added.
+    """
+
+    _ahead: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor | None, residual: Tensor | None = None) -> Tensor:
+        """`x` [..., hidden_size] normalised; or its sum with `residual`, in their shape and dtype."""
+        if x is None or residual is None:
+            ahead, self._ahead = self._ahead, None
+            return ahead[1] if ahead is not None and ahead[0] is x else super().forward(x)
+        options: dict[str, Any] = {"zero_centered": self.zero_centered, "impl": self.impl}
+        if self._rms:
+            normed, total = rms_norm_residual(x, residual, self.weight, self.eps, **options)
+        else:
+            normed, total = layer_norm_residual(x, residual, self.weight, self.bias, self.eps, **options)
+        self._ahead = total, normed
+        return total
+
+
+def added_by(norm: Any, add: Callable[..., Any], training: bool, fused: bool) -> Callable[..., Any]:
+    """megatron-core's sum of a part's output, its bias and the residual, made by the norm that reads it."""
+
+    def summed(output_with_bias: Any, residual: Any, dropout_p: float) -> Any:
+        output, bias = output_with_bias
+        if (training and dropout_p) or output.dtype != residual.dtype:
+            return add(training, fused)(output_with_bias, residual, dropout_p)
+        return norm(output if bias is None else output + bias, residual)
+
+    return summed
+
+
+def join_layers(block: Any) -> None:
+    """Let the first norm of each layer, or the last norm of all, make the sum that the layer before ends with.
+
+    Where whole layers are computed again, a layer begins with a tensor of its own, and nothing of the next one is
+    made ahead; nor is what a norm alone makes again.
+    """
+    if block.config.recompute_granularity == "full":
+        return
+    for layer, after in zip(block.layers, [*block.layers[1:], None], strict=True):
+        norm = block.final_layernorm if after is None else getattr(after, "input_layernorm", None)
+        if isinstance(norm, ResidualNorm) and not getattr(after, "recompute_input_layernorm", False):
+            layer.let_add("mlp", norm)

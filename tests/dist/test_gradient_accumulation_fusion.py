@@ -1,0 +1,67 @@
+"""Weight gradients that products add to the buffers of data parallelism: the same steps, and no rounding between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtrain.config.rules import apply
+from mtrain.config.run import RunConfig
+from tests.support.covering import some
+from tests.support.forked import run_ranks
+from tests.support.runs import tiny_run, train_steps, whole_tensors
+
+FUSED = {"kernels.gradient_accumulation_fusion": True}
+SP = {"ranks": 2, "tp": 2, "sequence_parallel": True}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one rank": ({}, {}),
+    "tp2 sequence parallel, tied": ({"tie_word_embeddings": True}, SP),
+    "tp2, two predictions more": ({"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}, {"ranks": 2, "tp": 2}),
+    "pp2, tied": ({"tie_word_embeddings": True}, {"ranks": 2, "pp": 2}),
+    "dp2 overlapped": ({}, {"ranks": 2, "distributed_optimizer": True, "overlap_grad_reduce": True}),
+}
+
+
+def _trained(run: RunConfig, folder: Path, steps: int = 3) -> tuple[list[tuple[float, float]], dict[str, Any]]:
+    values = run_ranks(run.parallel.ranks, lambda: train_steps(run, steps, gradients_to=folder))[0]
+    return values, whole_tensors(folder / "step_00000000")
+
+
+def _errors(found: Any, right: Any) -> dict[str, float]:
+    assert found[1].keys() == right[1].keys()
+    return {key: float((found[1][key] - g).norm() / g.norm()) for key, g in right[1].items()}
+
+
+@pytest.mark.parametrize("name", some(CASES, ["tp2 sequence parallel, tied"]))
+def test_products_that_add_train_as_products_and_sums(name: str, tmp_path: Path) -> None:
+    model, parallel = CASES[name]
+    run = tiny_run(model=model, **parallel)
+    right, found = _trained(run, tmp_path / "apart"), _trained(apply(run, FUSED), tmp_path / "fused")
+    assert max(_errors(found, right).values()) < 1e-5
+    for (loss, norm), (wanted, wanted_norm) in zip(found[0], right[0], strict=True):
+        assert loss == pytest.approx(wanted, rel=1e-6)
+        assert norm == pytest.approx(wanted_norm, rel=1e-5)
+
+
+def test_in_half_precision_what_is_added_was_not_rounded(tmp_path: Path) -> None:
+    run = tiny_run(dtype="bf16", **SP)
+    right, found = _trained(run, tmp_path / "apart", 1), _trained(apply(run, FUSED), tmp_path / "fused", 1)
+    errors = _errors(found, right)
+    weights = [
+        key for key in errors if key.endswith(("linear_proj.weight", "linear_fc2.weight", "output_layer.weight"))
+    ]
+    assert len(weights) == 3
+    assert all(0 < errors[key] < 2e-2 for key in weights), {key: errors[key] for key in weights}
+    key = "model/output_layer.weight"
+
+    def whole(gradient: torch.Tensor) -> float:
+        return float((gradient - gradient.bfloat16().float()).norm() / gradient.norm())
+
+    # of one micro-batch of 64 tokens: what was rounded once is exactly a number of bf16, what was not is none
+    alone = tiny_run(dtype="bf16", trainer={"global_batch_size": 2, "micro_batch_size": 2})
+    apart, fused = (_trained(r, tmp_path / n, 1)[1][key] for n, r in (("a", alone), ("b", apply(alone, FUSED))))
+    assert whole(apart) == 0
+    assert whole(fused) > 1e-4

@@ -1,0 +1,34 @@
+"""What a kernel does beside its operation, and what speaks against it, is said with the reasons of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mtrain.config.fusions import fusions
+from mtrain.config.rules import apply
+from tests.support.runs import tiny_run
+
+TRITON = {"kernels.norm": "triton", "kernels.rope": "triton"}
+
+
+def test_nothing_is_said_of_what_triton_does_not_do() -> None:
+    assert fusions(tiny_run()) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "words"),
+    [
+        ({}, "norm", "makes the sums"),
+        ({}, "rope", "as it unpacks"),
+        ({"model.hidden_dropout": 0.1}, "norm", "hidden_dropout 0.1 lies between"),
+        ({"parallel.fsdp": "fsdp2"}, "norm", "fsdp2 gathers a layer"),
+        ({"data.packed": True}, "rope", "each document begin at 0"),
+        ({"model.qk_layernorm": True, "kernels.norm": "reference"}, "rope", "kernels.norm is reference"),
+        ({"model.qk_layernorm": True, "model.qk_layernorm_across_heads": True}, "rope", "not RMSNorm of each head"),
+        ({"parallel.ranks": 8, "parallel.tp": 8}, "rope", "num_query_groups 4 are fewer than parallel.tp 8"),
+    ],
+)
+def test_a_fusion_or_the_reason_against_it_is_told(change: dict[str, Any], name: str, words: str) -> None:
+    assert words in fusions(apply(tiny_run(), {**TRITON, **change}))[name]
