@@ -233,7 +233,7 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool) -> Any:
     norm, place = provider.layer_norm(_is_rms(config)), provider.parts.norm_placement
     before = IdentityOp if place in ("post", "post_residual") else norm
     behind = IdentityOp if place == "pre" else norm
-    attention = _mla(config, provider) if config.multi_latent_attention else _self_attention(config, provider)
+    attention = _mla(config, provider) if config.multi_latent_attention else self_attention(config, provider)
     mlp = api.get_mlp_module_spec_for_backend(
         backend=provider,
         num_experts=experts,
@@ -270,7 +270,8 @@ def layers_of(mlp: Any) -> Any:
     return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 
-def _self_attention(config: Any, provider: Provider) -> Any:
+def self_attention(config: Any, provider: Provider) -> Any:
+    """Attention of one layer, grouped-query or not."""
     queries, keys = _qk_norms(config, provider)
     projection = provider.row_parallel_linear()
     return api.ModuleSpec(
