@@ -91,3 +91,51 @@ def test_the_plan_counts_the_parameters_that_are_built() -> None:
             return sum(shard.tensor.numel() for shard in shards if shard.primary)
 
     assert sum(run_ranks(4, job)) == parameters(run.model)
+
+
+def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(tmp_path: Path) -> None:
+    run = hybrid_run(model={"hidden_dropout": 0.1}, ranks=2, tp=2, sequence_parallel=True)
+
+    def whole() -> list[tuple[float, float]]:
+        return train_steps(run, 3, save_to=tmp_path / "whole", save_after=1)
+
+    def rest() -> list[tuple[float, float]]:
+        return train_steps(run, 2, save_to=tmp_path / "rest", load_from=tmp_path / "whole/step_00000001")
+
+    expected = run_ranks(2, whole)[0]
+    assert run_ranks(2, rest)[0] == expected[1:]
+    left, right = (whole_tensors(tmp_path / name / "step_00000003") for name in ("whole", "rest"))
+    assert [key for key in left if not torch.equal(left[key], right[key])] == []
+
+
+def _mixed(run: RunConfig, chunk: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A job of one rank: what a mixer of the run makes of drawn input, and all gradients, by chunks of so many tokens;
+    0: by the recurrence, one token after the other.
+    """
+    from mtrain_kernels.ssd import reference
+
+    from mtrain.build.model import build_model
+    from mtrain.mcore import mamba_mixer
+    from mtrain.mcore.local_params import unwrap
+    from mtrain.world.init import joined
+
+    def one_by_one(*args: Any, chunk: int, **more: Any) -> Any:
+        return reference.ssd_sequential(*args, **more)
+
+    with joined(run) as world:
+        mixer = unwrap(build_model(run, world)[0]).decoder.layers[0].mixer
+        if chunk:
+            mixer.scan = mamba_mixer.Scan(mixer.scan.conv_kernel, chunk)
+        else:
+            mamba_mixer.ssd = one_by_one
+        drawn = torch.randn(30, 2, run.model.hidden_size, generator=torch.Generator().manual_seed(1))
+        out, _ = mixer(drawn.requires_grad_())
+        gradients = torch.autograd.grad(out.square().sum(), [drawn, mixer.dt_bias, mixer.A_log, mixer.D])
+        return out.detach(), list(gradients)
+
+
+@pytest.mark.parametrize("chunk", [8, 30, 64])
+def test_chunks_of_any_size_are_the_recurrence(chunk: int) -> None:
+    found, expected = (run_ranks(1, _mixed, hybrid_run(), size)[0] for size in (chunk, 0))
+    for ours, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
+        assert float((ours - other).abs().max()) <= 2e-5 * float(other.abs().max())

@@ -10,7 +10,7 @@ MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
 KINDS = {MAMBA: "Mamba-2", ATTENTION: "attention", MLP: "an MLP", EXPERTS: "experts"}
 """Letter of a pattern -> the layer that it stands for."""
 ABSENT = {
-    "G": "a gated delta net is of the family gpt",
+    "G": "hybrids have no gated delta net here",
     "+": "multi-latent attention is of the family gpt",
     "D": "there is no sparse attention here",
     "|": "the layout says where pipeline stages end: parallel.pp, parallel.pipeline_layout",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mtrain.config.hybrid import KINDS
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
-from mtrain.models.gpt import shrink as gpt
+from mtrain.models.gpt.shrink import shrink as shrink_decoder
 from mtrain.models.hybrid.count import own
 
 HEAD, STATE, CHUNK = 16, 16, 8
@@ -18,7 +18,7 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
     splits, several heads of a group where there were several, and several chunks in a sequence.
     """
     hybrid = own(model)
-    small = gpt.shrink(model, p, layers=layers, seq_length=seq_length)
+    small = shrink_decoder(model, p, layers=layers, seq_length=seq_length)
     groups = p.tp * (2 if hybrid.mamba_num_groups >= 2 * p.tp else 1)
     each = 2 if hybrid.mamba_num_heads > hybrid.mamba_num_groups else 1
     update = {
