@@ -24,9 +24,12 @@ CHOICES = [
     for i, choice in enumerate(choices_of_group(group))
 ]
 
-# What the default layout, tp 2, refuses: 25 heads, and biases of experts that are split.
+# What the default layout, tp 2, refuses: 25 heads, biases of experts that are split, one group of states.
 UNFIT_FOR_TP2 = {"gpt2_xl": ["parallel=single"]}
 UNFIT_FOR_TP2 |= {name: ["parallel.etp=1"] for name in ("gpt_oss_tiny", "gpt_oss_20b", "gpt_oss_120b")}
+UNFIT_FOR_TP2 |= {f"mamba2_{size}": ["parallel=single"] for size in ("130m", "370m", "780m", "1.3b", "2.7b")}
+UNFIT_FOR_TP2["mamba2_130m"].append("trainer.global_batch_size=1")
+UNFIT_FOR_TP2["mamba2_370m"].append("trainer.global_batch_size=1")
 UNFIT_FOR_TP2["image_text"] = ["model=llava_tiny"]
 
 

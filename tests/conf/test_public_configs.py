@@ -42,6 +42,7 @@ FAMILIES_IN_SMALL = (
     "llama",
     "llava",
     "mixtral",
+    "nemotron_h",
     "phi3",
     "pythia",
     "t5",
@@ -58,11 +59,17 @@ V3: Told = {
     "init_method_std": (0.02, 0.006, "0.006 in arXiv 2412.19437, section 4.2"),
     "mtp_loss_scaling_factor": (None, 0.3, "no file says it; 0.3 at first in arXiv 2412.19437, section 4.2"),
 }
+DRAWN: Told = {"init_method_std": (0.1, 0.02, "the code that it was trained with draws so: state-spaces/mamba")}
 BALANCED = "0.9 of config.json is of no report; the weight of the default is trained with"
 UNDROPPED = "0.1 is of fine-tuning: T5 v1.1 was pre-trained without (its README)"
 T5: Told = dict.fromkeys(("attention_dropout", "hidden_dropout"), (0.1, 0.0, UNDROPPED))
 TRAINED: dict[str, Told] = {
     **{name: T5 for name in CONFIGS if name.startswith("t5_v1_1")},
+    **{name: DRAWN for name in CONFIGS if name.startswith("mamba2_")},
+    "nemotron3_nano_30b_a3b": {
+        "moe.router_load_balancing_type": ("none", "seq_aux_loss", "no file says it; of its published training"),
+        "moe.aux_loss_coeff": (0.0, 1e-4, "no file says it; of its published training"),
+    },
     "deepseek_v2": {**V2, "moe.aux_loss_coeff": (0.001, 0.003, "alpha_1 in arXiv 2405.04434, section 3.1.2")},
     "deepseek_v2_lite": V2,
     "deepseek_v3": V3,
@@ -185,7 +192,8 @@ def test_a_model_has_the_published_number_of_parameters(name: str) -> None:
     m, known = shipped(name), FACTS[name]
     biases = 0
     if m.moe is not None and m.moe.router_enable_expert_bias:
-        biases = m.moe.num_experts * (m.num_layers - m.moe.first_dense_layers)
+        layers = m.hybrid.pattern.count("E") if m.hybrid else m.num_layers - m.moe.first_dense_layers
+        biases = m.moe.num_experts * layers
     rounded = pytest.approx(known.get("billions", 0.0) * 1e9, rel=1e-5)
     assert own(m) + biases == known.get("parameters", rounded)
 

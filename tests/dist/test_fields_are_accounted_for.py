@@ -43,7 +43,10 @@ def declared() -> dict[str, set[str]]:
 def tabled() -> Iterator[str]:
     """Every field that a table sets."""
     for owner, tables in (
-        (unmapped.TRANSFORMER, (core_fields.FIELDS, core_fields.MOE_FIELDS, core_fields.LINEAR_FIELDS)),
+        (
+            unmapped.TRANSFORMER,
+            (core_fields.FIELDS, core_fields.MOE_FIELDS, core_fields.LINEAR_FIELDS, core_fields.HYBRID_FIELDS),
+        ),
         (unmapped.LATENT, (core_fields.MLA_FIELDS,)),
         (unmapped.GPT, (core_fields.GPT_FIELDS,)),
         (unmapped.DDP, (core_fields.DDP_FIELDS, core_fields.FSDP_FIELDS)),

@@ -58,8 +58,8 @@ def initialize(chunks: list[Any], seed: int) -> None:
     """Fill every marked parameter of this rank's model chunks from `seed`.
 
     `mtrain_init_scale` of a parameter gives a factor for each of its rows, from their numbers in the whole tensor;
-    `mtrain_init_bound` marks one as uniform between the bound and its negative, `mtrain_init_log_of` as the logarithm
-    of what is uniform between two bounds.
+    `mtrain_init_bound` marks one as uniform between the bound and its negative, `mtrain_init_of_share` as a function
+    of what is uniform in [0, 1).
     Unmarked parameters (norms, biases, router biases) keep the constants that their modules gave them.
 
     Raises:
@@ -67,15 +67,14 @@ def initialize(chunks: list[Any], seed: int) -> None:
     """
     for shard in model_shards(chunks, trainable=True):
         assert shard.param is not None
-        std, bound, log_of = (
-            getattr(shard.param, f"mtrain_init_{what}", None) for what in ("std", "bound", "log_of")
-        )
+        marks = ("std", "bound", "of_share")
+        std, bound, of_share = (getattr(shard.param, f"mtrain_init_{what}", None) for what in marks)
         if std is not None:
             _fill(shard, partial(_normal, std), seed)
         elif bound is not None:
-            _fill(shard, partial(_uniform, -bound, bound), seed)
-        elif log_of is not None:
-            _fill(shard, partial(_log_uniform, *log_of), seed)
+            _fill(shard, partial(_uniform, bound), seed)
+        elif of_share is not None:
+            _fill(shard, partial(_of_share, of_share), seed)
         elif len(shard.shape) - shard.lead > 1 and not (shard.tensor == shard.tensor.flatten()[0]).all():
             raise RuntimeError(f"{shard.weight} was initialised by something that mtrain does not control")
     make_main_weights(chunks)
@@ -85,12 +84,12 @@ def _normal(std: float, drawn: torch.Tensor, generator: torch.Generator) -> None
     drawn.normal_(0.0, std, generator=generator)
 
 
-def _uniform(low: float, high: float, drawn: torch.Tensor, generator: torch.Generator) -> None:
-    drawn.uniform_(low, high, generator=generator)
+def _uniform(bound: float, drawn: torch.Tensor, generator: torch.Generator) -> None:
+    drawn.uniform_(-bound, bound, generator=generator)
 
 
-def _log_uniform(low: float, high: float, drawn: torch.Tensor, generator: torch.Generator) -> None:
-    drawn.uniform_(low, high, generator=generator).log_()
+def _of_share(made: Callable[[torch.Tensor], torch.Tensor], drawn: torch.Tensor, generator: torch.Generator) -> None:
+    drawn.copy_(made(drawn.uniform_(0.0, 1.0, generator=generator)))
 
 
 @torch.no_grad()

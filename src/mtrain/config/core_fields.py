@@ -30,6 +30,7 @@ _OWNERS = {
     "model.moe.": "moe.",
     "model.mla.": "mla.",
     "model.linear_attention.": "linear.",
+    "model.hybrid.": "hybrid.",
     **{f"optim.{name}.": f"{name}." for name in OPTIMIZERS},
 }
 """Sections whose keys feed fields that are only there with them."""
@@ -88,7 +89,8 @@ def _activation(run: RunConfig) -> str:
 def _output_init_std(run: RunConfig) -> float:
     """Of what adds to the residual stream, smaller the more there is; where sums are normed, nothing piles up."""
     m = run.model
-    return m.init_method_std / (1.0 if m.norm_placement == "post_residual" else math.sqrt(2 * m.num_layers))
+    each = 2 if m.hybrid is None else 1  # a hybrid's layer is a mixer or an MLP
+    return m.init_method_std / (1.0 if m.norm_placement == "post_residual" else math.sqrt(each * m.num_layers))
 
 
 def _some_layers_in_bf16(run: RunConfig) -> bool:
@@ -139,9 +141,16 @@ def _moe(run: RunConfig) -> MoEConfig:
     return run.model.moe
 
 
+def _layers_with_experts(run: RunConfig) -> list[int]:
+    hybrid = run.model.hybrid
+    if hybrid is not None:
+        return [int(kind == "E") for kind in hybrid.pattern]
+    return [int(i >= _moe(run).first_dense_layers) for i in range(run.model.num_layers)]
+
+
 MOE_FIELDS: dict[str, Get] = {
     **_fed("moe."),
-    "moe_layer_freq": lambda r: [int(i >= _moe(r).first_dense_layers) for i in range(r.model.num_layers)],
+    "moe_layer_freq": _layers_with_experts,
     "moe_aux_loss_coeff": lambda r: 0.0 if _moe(r).router_load_balancing_type == "none" else _moe(r).aux_loss_coeff,
     "moe_router_dtype": lambda r: "fp32",
     "moe_grouped_gemm": lambda r: True,
@@ -159,6 +168,12 @@ LINEAR_FIELDS: dict[str, Get] = {
     "experimental_attention_variant": lambda r: "gated_delta_net",
 }
 """And where some layers are gated delta nets."""
+
+HYBRID_FIELDS: dict[str, Get] = {
+    **_fed("hybrid."),
+    "is_hybrid_model": lambda r: True,
+}
+"""And in the family hybrid."""
 
 GPT_FIELDS: dict[str, Get] = {
     **_fed("gpt."),
@@ -259,6 +274,8 @@ def transformer_values(run: RunConfig) -> dict[str, Any]:
     out = values(FIELDS, run)
     if run.model.moe is not None:
         out |= values(MOE_FIELDS, run)
+    if run.model.hybrid is not None:
+        out |= values(HYBRID_FIELDS, run)
     if run.model.mla is not None:
         out |= values(MLA_FIELDS, run)
         del out["num_query_groups"]
@@ -285,6 +302,7 @@ def feeds(run: RunConfig) -> dict[str, list[str]]:
         (config, MOE_FIELDS if run.model.moe is not None else {}),
         (config, MLA_FIELDS if run.model.mla is not None else {}),
         (config, LINEAR_FIELDS if run.model.linear_attention is not None else {}),
+        (config, HYBRID_FIELDS if run.model.hybrid is not None else {}),
     ):
         for name, get in table.items():
             for key in sorted(_keys_read(get, run)):

@@ -27,7 +27,7 @@ _NO_ADAPTERS = "adapters are of decoder-only transformers"
 _WHOLE_MODEL = Only(
     "peft.kind", (None,), _NO_ADAPTERS, tuple((f"peft.{key}", None) for key in ("r", "alpha", "target"))
 )
-SECTIONS = {"bert": "model.bert", "t5": "model.t5", "llava": "model.llava"}
+SECTIONS = {"bert": "model.bert", "t5": "model.t5", "llava": "model.llava", "hybrid": "model.hybrid"}
 """Family -> the section of its own keys, which no other shipped family may have."""
 
 _NO_NORMS_ON_SUMS = Only(
@@ -134,6 +134,44 @@ _LLAVA = (
     Only("data.eod_mask_loss", (False,), "a sample is one text, and nothing follows its end"),
     Only("trainer.sample_tokens", (0,), "text about an image is not generated yet"),
 )
+_NOT_HYBRID = "is no part of a hybrid here: its layers are those of Nemotron-H"
+_STATES = "the sequence is not sharded over ranks: states of Mamba-2 layers are carried along it"
+_HYBRID = (
+    _WHOLE_MODEL,
+    Only("model.norm_placement", ("pre",), "each layer of a hybrid has its norm in front"),
+    Only(
+        "model.position_embedding_type",
+        ("none", "rope", "learned_absolute"),
+        "a bias of attention by distance is of the family t5",
+    ),
+    Only("model.softmax_type", ("vanilla",), _NOT_HYBRID),
+    *(
+        Only(f"model.{key}", (off,), _NOT_HYBRID)
+        for off, keys in (
+            (False, "parallel_residual add_bias_linear add_qkv_bias add_proj_bias add_mlp_bias scale_embedding"),
+            (False, "qk_layernorm qk_l2_norm rotary_interleaved"),
+            (None, "mla mtp_num_layers rope_scaling rope_scaling_factor no_rope_freq rotary_base_local window_size"),
+            (None, "attn_logit_softcapping final_logit_softcapping"),
+        )
+        for key in keys.split()
+    ),
+    Only("parallel.cp", (1,), _STATES),
+    Only("parallel.hybrid_context_parallel", (False,), _STATES),
+    Only(
+        "parallel.recompute.granularity",
+        ("none",),
+        "layers of a hybrid keep their activations",
+        tuple(
+            (f"parallel.recompute.{key}", off)
+            for key, off in (
+                *((key, None) for key in ("modules", "method", "num_layers")),
+                ("distribute_saved_activations", False),
+            )
+        ),
+    ),
+    Only("precision.fp8", (None,), "hybrids have weights in 16 or 32 bits"),
+    Only("precision.fp4", (None,), "hybrids have weights in 16 or 32 bits"),
+)
 ONLY: dict[str, tuple[Only, ...]] = {
     "gpt": (
         Only(
@@ -146,6 +184,7 @@ ONLY: dict[str, tuple[Only, ...]] = {
     "bert": (*_BERT_MODEL, *_ENCODER_RUN),
     "t5": (*_T5_MODEL, *_T5_RUN),
     "llava": _LLAVA,
+    "hybrid": _HYBRID,
 }
 """Family -> what its keys are limited to."""
 

@@ -9,6 +9,7 @@ from mtrain.config.core_fields import feeds
 from mtrain.config.describe import default_of, example_section, groups, meaning, type_of
 from mtrain.config.experts import MoEConfig
 from mtrain.config.field_versions import FIELD_VERSIONS
+from mtrain.config.hybrid import HybridConfig
 from mtrain.config.keys import schema_keys
 from mtrain.config.linear_attention import LinearAttentionConfig
 from mtrain.config.mla import MLAConfig
@@ -24,13 +25,14 @@ Then every field of megatron-core's configurations that no key feeds, and why.
 
 
 def fed() -> dict[str, list[str]]:
-    """Key -> the fields it feeds, for a model with experts and linear attention and for one with MLA together."""
+    """Key -> the fields it feeds, for models with experts and linear attention, with MLA, and hybrids, together."""
     experts = MoEConfig(num_experts=2, ffn_hidden_size=64)
     plain = ModelConfig.model_validate({**example_section(ModelConfig), "moe": experts})
     plain = plain.model_copy(update={"linear_attention": LinearAttentionConfig()})
     out: dict[str, list[str]] = {}
-    for latent in (None, MLAConfig(rope_type="yarn")):
-        model = plain.model_copy(update={"mla": latent})
+    hybrid = HybridConfig(pattern="ME", mamba_num_heads=8)
+    for update in ({}, {"mla": MLAConfig(rope_type="yarn")}, {"hybrid": hybrid}):
+        model = plain.model_copy(update=update)
         for key, fields in feeds(RunConfig(model=model)).items():
             known = out.setdefault(key, [])
             known += [name for name in map(_owned, fields) if name not in known]

@@ -20,6 +20,7 @@ from mtrain.config.base import (
 )
 from mtrain.config.bert import BertConfig
 from mtrain.config.experts import MoEConfig
+from mtrain.config.hybrid import HybridConfig
 from mtrain.config.linear_attention import LinearAttentionConfig
 from mtrain.config.llava import LlavaConfig
 from mtrain.config.mla import MLAConfig
@@ -50,7 +51,7 @@ class ModelConfig(Section):
     family: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = "gpt"
     """Who counts, shrinks and builds it: gpt, a decoder-only transformer, bert, an encoder that is trained on masked
     tokens, t5, an encoder-decoder, whose num_layers are those of the encoder, llava, a decoder-only transformer that
-    reads images, or a family that a plug-in adds."""
+    reads images, hybrid, a decoder of Mamba-2 layers, attention and MLPs, or a family that a plug-in adds."""
     num_layers: Annotated[
         Width,
         Key(
@@ -322,6 +323,8 @@ class ModelConfig(Section):
     """An encoder-decoder (T5), of the family t5; null: another family."""
     llava: LlavaConfig | None = None
     """Vision tower and projector of the family llava; null: another family."""
+    hybrid: HybridConfig | None = None
+    """Layers of the family hybrid, and its Mamba-2 mixers; null: another family."""
     published: Annotated[PublishedConfig | None, Key(effect=Effect.RUNTIME)] = None
     """How the model was trained; null: unknown."""
 

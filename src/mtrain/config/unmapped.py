@@ -39,6 +39,7 @@ _TRANSFORMER: tuple[tuple[Why, str, str], ...] = (
         use_fused_weighted_squared_relu use_te_activation_func attention_backend moe_use_legacy_grouped_gemm""",
     ),
     ("fixed", "the reference attention and TransformerEngine's compute softmax in fp32", "attention_softmax_in_fp32"),
+    ("fixed", "mixers of Mamba-2 are ours, and their scan takes the library where it is", "use_mamba_mem_eff_path"),
     ("fixed", "every micro-batch has the same number of tokens, packed or not", "variable_seq_lengths"),
     (
         "fixed",
@@ -103,11 +104,10 @@ _TRANSFORMER: tuple[tuple[Why, str, str], ...] = (
     ),
     (
         "not offered",
-        "families that are not there yet: sparse attention, Mamba, images, latent experts",
+        "families that are not there yet: sparse attention, images, latent experts",
         """dsa_indexer_n_heads dsa_indexer_head_dim
         dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
-        mrope_section is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
-        use_mamba_mem_eff_path moe_latent_size heterogeneous_block_specs hetereogenous_dist_checkpoint""",
+        mrope_section moe_latent_size heterogeneous_block_specs hetereogenous_dist_checkpoint""",
     ),
     (
         "not offered",
@@ -231,6 +231,7 @@ FIXED_IN_TABLES = {
     "TransformerConfig.cuda_graph_scope": "CUDA graphs: the trainer captures none",
     "TransformerConfig.cuda_graph_modules": "CUDA graphs: the trainer captures none",
     "TransformerConfig.experimental_attention_variant": "linear attention is that of gated delta nets",
+    "TransformerConfig.is_hybrid_model": "it is so in the family hybrid",
     "TransformerConfig.moe_router_dtype": "routers compute in fp32",
     "TransformerConfig.moe_grouped_gemm": "experts in one grouped call",
     "DistributedDataParallelConfig.check_for_nan_in_grad": "a NaN is found by the trainer, which can say which step",

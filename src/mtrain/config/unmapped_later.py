@@ -32,10 +32,15 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     (
         "TransformerConfig",
         "not offered",
-        "families that are not there yet: sparse attention and Mamba",
+        "families that are not there yet: sparse attention",
         """dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_kernel_backend dsa_indexer_rope_interleaved
-        dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32
-        mamba_training_ssm_states_dtype""",
+        dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32""",
+    ),
+    (
+        "TransformerConfig",
+        "fixed",
+        "mixers of Mamba-2 are ours, and keep their states in fp32",
+        "mamba_training_ssm_states_dtype",
     ),
     (
         "TransformerConfig",

@@ -73,7 +73,8 @@ def declared(run: RunConfig) -> dict[str, Box]:
     one, family = alone(_plain(run)), family_of(run.model)
     assert family.weights is not None
     ((held,),) = held_stages(one)
-    every = (*family.weights(one.model, one.parallel, held), *family.buffers(one.model))
+    fused = (*family.weights(one.model, one.parallel, held), *family.buffers(one.model))
+    every = [part for weight in fused for part in family.apart(one.model, weight)]
     places = {w.name: _place(one.model, family.saved_as(one.model, w.name)) for w in every}
     ends: dict[str, tuple[int, ...]] = {}
     for key, numbers in places.values():
@@ -143,11 +144,9 @@ def _place(model: ModelConfig, name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _numbered(model: ModelConfig, name: str) -> bool:
-    """Whether layers are counted in the name of a weight: those of MTP, and of a decoder with experts or with linear
-    attention.
-    """
-    unlike = model.moe is not None or model.linear_attention is not None
-    return name.startswith("mtp.") or (unlike and name.startswith("decoder."))
+    """Whether layers are counted in the name of a weight: those of MTP, and of a decoder whose layers differ."""
+    differ = model.moe is not None or model.linear_attention is not None or model.hybrid is not None
+    return name.startswith("mtp.") or (differ and name.startswith("decoder."))
 
 
 def _box(key: str, numbers: tuple[int, ...], ends: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]) -> Box:

@@ -274,7 +274,7 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool, linear: boo
     norm, place = provider.layer_norm(_is_rms(config)), provider.parts.norm_placement
     before = IdentityOp if place in ("post", "post_residual") else norm
     behind = IdentityOp if place == "pre" else norm
-    attend = _gated_delta_net if linear else _mla if config.multi_latent_attention else _self_attention
+    attend = _gated_delta_net if linear else _mla if config.multi_latent_attention else self_attention
     attention = attend(config, provider)
     provider.sparse = getattr(config, "sparse_experts", None) is not None
     mlp = api.get_mlp_module_spec_for_backend(
@@ -316,7 +316,8 @@ def layers_of(mlp: Any) -> Any:
     return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 
-def _self_attention(config: Any, provider: Provider) -> Any:
+def self_attention(config: Any, provider: Provider) -> Any:
+    """Attention of one layer, grouped-query or not."""
     queries, keys = _qk_norms(config, provider)
     projection = provider.row_parallel_linear()
     return api.ModuleSpec(

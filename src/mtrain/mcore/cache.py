@@ -101,6 +101,8 @@ def obstacle(config: Any, core: str | None) -> str:
 
     `config` is megatron-core's, `core` the implementation of core attention.
     """
+    if config.is_hybrid_model:
+        return "nothing keeps the states of Mamba-2 layers"
     if core == "te":
         return "TransformerEngine's attention has no causal mask behind a cache; kernels.attention=torch has one"
     if config.apply_rope_fusion and config.multi_latent_attention:

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from mtrain.mcore.layers import Norm
 from mtrain.mcore.patching_linear import segments_of
 
-DECAY_RANGE = (1.0, 16.0)
-"""What the logarithms of decays are drawn between, as exponentials."""
+DECAYS = (1.0, 16.0)
+"""Range of the decays at the start, of which each head draws its own."""
 
 
 class OutputNorm(Norm):
@@ -43,7 +43,7 @@ class GatedDeltaNet(_GatedDeltaNet):
         """Constants, and marks that say how the rest is drawn; see `mtrain.build.weights`."""
         weight = self.conv1d.weight
         weight.mtrain_init_bound = weight.shape[-1] ** -0.5
-        self.A_log.mtrain_init_log_of = DECAY_RANGE
+        self.A_log.mtrain_init_of_share = _decay_at_the_start
         with torch.no_grad():
             self.dt_bias.fill_(1.0)
             self.A_log.fill_(0.0)
@@ -153,3 +153,9 @@ def _behind_each_other(key: str, sections: Sequence[ShardedTensor]) -> list[Shar
         places = {"global_shape": tuple(shape), "global_offset": tuple(offset), "axis_fragmentations": None}
         out.append(replace(section, key=key, **places))
     return out
+
+
+def _decay_at_the_start(share: Tensor) -> Tensor:
+    """The logarithm of the decays of heads that drew a share in [0, 1)."""
+    low, high = DECAYS
+    return (low + share * (high - low)).log()

@@ -88,6 +88,8 @@ class Family:
     """Those of routed experts, which expert parallelism shards."""
     flops_per_token: Flops
     shrink: Shrink
+    fewest_layers: Callable[[ModelConfig], int] = lambda model: 2
+    """Layers of a model that is shrunk, so that there is one of every kind, where its stages are equal."""
     frozen_parameters: Callable[[ModelConfig], int] = lambda model: 0
     """Those of `parameters` that are not trained: they have neither gradient nor optimizer state."""
     weights: Callable[[ModelConfig, ParallelConfig, Stage], Iterable[Weight]] | None = None
@@ -97,6 +99,9 @@ class Family:
     """What checkpoints hold of the whole model beside `weights`."""
     saved_as: Callable[[ModelConfig, str], str] = lambda model, name: name
     """What checkpoints call one of `weights` or `buffers` of the whole model, with all its numbers."""
+    apart: Callable[[ModelConfig, Weight], Iterable[Weight]] = lambda model, weight: (weight,)
+    """What checkpoints hold one of `weights` of the whole model as, in the order of its rows: itself, or each part of a
+    fused one. Tables of other names speak of the parts."""
     stage: Callable[[Rank, Stage], list[Graph]] | None = None
     """What a (virtual) stage computes on one micro-batch: before its layers, each layer, behind them. None: nobody
     says, and the plan counts no activations."""

@@ -15,13 +15,14 @@ from mtrain.errors import ConfigError, Problem
 from mtrain.models.base import Family
 from mtrain.models.bert import BERT
 from mtrain.models.gpt import GPT
+from mtrain.models.hybrid import HYBRID
 from mtrain.models.llava import LLAVA
 from mtrain.models.t5 import T5
 
 GROUP = "mtrain.models"
 """Entry point group of families; the entry point's value is a `Family`."""
 
-_SHIPPED = {family.name: family for family in (GPT, BERT, T5, LLAVA)}
+_SHIPPED = {family.name: family for family in (GPT, BERT, T5, LLAVA, HYBRID)}
 
 
 def names() -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Literal
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
 
-Kind = Literal["embedding", "attention", "mlp", "experts", "router", "norm", "output", "vision", "adapters"]
+Kind = Literal["embedding", "attention", "mlp", "experts", "router", "norm", "output", "vision", "adapters", "mamba"]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from mtrain.config.batches import stages
 from mtrain.config.devices import facts_of
+from mtrain.config.families import limited
 from mtrain.config.problem import problem_of
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
@@ -133,7 +134,8 @@ def _sample_and_batch(run: RunConfig, memory: _Memory, origins: Mapping[str, str
         if t.micro > 1 and held // t.micro + tokens <= left:
             key, fits = "trainer.micro_batch_size", _power_of_two(t.micro * (left - tokens) // held)
     fix = f"{key}={fits}" if fits > 1 else "less of both: trainer.global_batch_size and data.seq_length"
-    if key == "data.seq_length" and memory.activations(_again(run)) + tokens <= left:
+    kept = limited(run.model.family, "parallel.recompute.granularity") is not None
+    if key == "data.seq_length" and not kept and memory.activations(_again(run)) + tokens <= left:
         fix = f"parallel.recompute.granularity=full or {fix}"
     rule = f"{what} need at least {bytes_(need - memory.state)}{beside}; {memory.name} has {bytes_(memory.holds)}"
     # alone it would fit: then the model is what is too large for this machine, and a run here is refused

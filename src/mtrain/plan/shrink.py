@@ -43,9 +43,10 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
     batch = smallest * max(1, 4 // taken)
     group = {"microbatch_group_size_per_vp_stage": taken if taken > p.pp else None}
     p = p.model_copy(update={**group, "recompute": _one_layer_groups(p.recompute)})
-    layers, p = _depth(p, deep)
+    family = family_of(run.model)
+    layers, p = _depth(p, deep, family.fewest_layers(run.model))
     values: dict[str, Any] = {
-        "model": family_of(run.model).shrink(run.model, p, layers=layers, seq_length=seq),
+        "model": family.shrink(run.model, p, layers=layers, seq_length=seq),
         "parallel": p,
         "precision": run.precision.unquantized(dtype),
         "data": _tokens(run.data, seq),
@@ -198,8 +199,9 @@ def _final_decay(run: RunConfig) -> dict[str, Any]:
     return {"wsd_decay_iters": 1} if run.optim.schedule == "wsd" else {}
 
 
-def _depth(p: ParallelConfig, deep: list[Stage]) -> tuple[int, ParallelConfig]:
-    """Layers of the small model, and the layout that says how they are sharded."""
+def _depth(p: ParallelConfig, deep: list[Stage], fewest: int) -> tuple[int, ParallelConfig]:
+    """Layers of the small model, `fewest` at least where stages are equal, and the layout that says how they are
+    sharded."""
     blocks, smallest = p.pp * p.vpp, min((len(s.layers) for s in deep if s.layers), default=0)
     sizes = [min(len(s.layers), 1 + (len(s.layers) > smallest)) for s in deep]
     if p.pipeline_layout is not None:
@@ -211,4 +213,4 @@ def _depth(p: ParallelConfig, deep: list[Stage]) -> tuple[int, ParallelConfig]:
     more = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
     if more:
         return 2 * blocks - more, p
-    return max(blocks, 2), p
+    return blocks * -(-fewest // blocks), p

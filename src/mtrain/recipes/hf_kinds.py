@@ -8,6 +8,7 @@ from mtrain.config.model import ModelConfig
 from mtrain.recipes import hf_llava, hf_qwen3_next
 from mtrain.recipes.hf_bert import BERT
 from mtrain.recipes.hf_families import FAMILIES
+from mtrain.recipes.hf_hybrid import MAMBA2, NEMOTRON_H
 from mtrain.recipes.hf_kind import Kind
 from mtrain.recipes.hf_t5 import T5
 from mtrain.recipes.hf_writers import WRITERS
@@ -44,6 +45,8 @@ KINDS: dict[str, Kind] = {
     "qwen3_next": Kind(hf_qwen3_next.QWEN3_NEXT, hf_qwen3_next.writes, _always("Qwen3NextForCausalLM")),
     "bert": BERT,
     "t5": T5,
+    "mamba2": MAMBA2,
+    "nemotron_h": NEMOTRON_H,
     "llava": Kind(hf_llava.READS, hf_llava.writes, _always("LlavaForConditionalGeneration")),
 }
 """`model_type` -> how it is read and written."""

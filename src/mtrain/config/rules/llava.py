@@ -122,7 +122,7 @@ def embeddings_are_dropped_alike(run: RunConfig) -> Iterator[Finding]:
 def images_are_for_llava(run: RunConfig) -> Iterator[Finding]:
     """Images with texts are what LLaVA learns from, and no other family of those that ship."""
     family, kind = run.model.family, run.data.kind
-    if kind == "image_text" and family in ("gpt", "bert", "t5"):
+    if kind == "image_text" and family in ("gpt", "bert", "t5", "hybrid"):
         none: Change = {"data.kind": "mock", "data.path": None}
         yield Finding("MT323", "data.kind", f"a model of the family {family} reads no images", (none,))
     if family == "llava" and kind not in ("image_text", "mock"):

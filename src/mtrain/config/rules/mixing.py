@@ -117,7 +117,7 @@ def marks_of_the_middle(run: RunConfig) -> Iterator[Finding]:
     off: Change = {"data.fim.rate": 0.0, "data.fim.ids": None, "data.fim.spm_rate": 0.5}
     if not fim.rate:
         return
-    if run.model.family != "gpt":
+    if run.model.family not in ("gpt", "hybrid"):
         rule = f"model.family {run.model.family} does not predict the next token of a text"
         yield Finding("MT356", "data.fim.rate", rule, (off,))
     hint = "data.fim.ids=[PREFIX,SUFFIX,MIDDLE]"

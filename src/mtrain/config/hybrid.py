@@ -1,0 +1,48 @@
+"""`model.hybrid`: what a decoder of Mamba-2 layers, attention and MLPs has beside the keys of every model."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from mtrain.config.base import Effect, Key, NonNegativeFloat, Section, Width
+
+MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
+KINDS = {MAMBA: "Mamba-2", ATTENTION: "attention", MLP: "an MLP", EXPERTS: "experts"}
+"""Letter of a pattern -> the layer that it stands for."""
+ABSENT = {
+    "G": "hybrids have no gated delta net here",
+    "+": "multi-latent attention is of the family gpt",
+    "D": "there is no sparse attention here",
+    "|": "the layout says where pipeline stages end: parallel.pp, parallel.pipeline_layout",
+    "/": "hybrids have no layers of multi-token prediction here",
+}
+"""Other letters that megatron-core reads -> why they are refused."""
+
+
+class HybridConfig(Section):
+    """`model.hybrid`: which layer is of which kind, and the sizes of Mamba-2 mixers (Dao and Gu 2024,
+    arXiv:2405.21060).
+
+    Each layer is one norm and one of: a Mamba-2 mixer, attention, an MLP, experts.
+    """
+
+    pattern: Annotated[str, Field(min_length=1, max_length=4096), Key(hf="hybrid_override_pattern")]
+    """The kind of each layer, a letter for one: M Mamba-2, * attention, - MLP, E experts, as M-M-M-M*-. Pipeline
+    stages end where the layout says, anywhere in it."""
+    mamba_num_heads: Annotated[Width, Key(feeds="mamba_num_heads", hf="mamba_num_heads")]
+    """Heads of a Mamba-2 mixer, each with a state of its own."""
+    mamba_head_dim: Annotated[Width, Key(feeds="mamba_head_dim", hf="mamba_head_dim", unit="channels")] = 64
+    """Width of such a head."""
+    mamba_state_dim: Annotated[Width, Key(feeds="mamba_state_dim", hf="ssm_state_size", aka="state_size d_state")] = (
+        128
+    )
+    """Numbers in the state of each of its channels."""
+    mamba_num_groups: Annotated[Width, Key(feeds="mamba_num_groups", hf="n_groups", aka="ngroups")] = 8
+    """Groups of heads; those of a group share what is written into their states and read from them, and its channels
+    are normed together."""
+    conv_kernel: Annotated[Width, Key(hf="conv_kernel", aka="d_conv", unit="tokens")] = 4
+    """Tokens that the convolution in front of the states sees, the present one included."""
+    time_step_min: Annotated[NonNegativeFloat, Key(effect=Effect.NUMERICS, hf="time_step_min")] = 0.0
+    """Lower bound of a time step, by which a state fades and is written to; 0: none."""
+    chunk_size: Annotated[Width, Key(effect=Effect.PARALLELISM, hf="chunk_size", unit="tokens")] = 128
+    """Tokens that are computed by one product of matrices; the states between them are carried on."""

@@ -1,0 +1,128 @@
+"""Rules of the family hybrid: a pattern that can be built, and mixers that tensor parallelism can split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from mtrain.config.hybrid import ABSENT, EXPERTS, KINDS, HybridConfig
+from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
+from mtrain.config.rules.rule import Code, rule
+from mtrain.config.run import RunConfig
+
+TINY = "model=nemotron_h_tiny"
+PATTERN = "model.hybrid.pattern"
+
+
+def _own(run: RunConfig) -> HybridConfig | None:
+    """The section of the family, where the model is of it."""
+    return run.model.hybrid if run.model.family == "hybrid" else None
+
+
+@rule(
+    Code("MT285", example=f"{TINY} model.num_layers=4 model.hybrid.pattern=MG*-"),
+    reads=f"model.family {PATTERN}",
+)
+def every_letter_is_a_layer(run: RunConfig) -> Iterator[Finding]:
+    """Each letter of a pattern is one of the layers that there are."""
+    h = _own(run)
+    wrong = sorted({kind for kind in h.pattern if kind not in KINDS}) if h is not None else []
+    if h is None or not wrong:
+        return
+    known = ", ".join(f"{letter} {words}" for letter, words in KINDS.items())
+    why = "; ".join(f"{letter}: {ABSENT.get(letter, 'no layer')}" for letter in wrong[:4])
+    without = "".join(kind for kind in h.pattern if kind in KINDS)
+    fixes: tuple[Change, ...] = ({PATTERN: without},) if without else ()
+    fixes += ({PATTERN: without, "model.num_layers": len(without)},) if without else ()
+    yield Finding("MT285", PATTERN, f"{why}; layers are {known}", fixes)
+
+
+@rule(
+    Code("MT286", example=f"{TINY} model.num_layers=8"),
+    reads=f"model.family model.num_layers {PATTERN}",
+)
+def the_pattern_has_every_layer(run: RunConfig) -> Iterator[Finding]:
+    """The pattern has a letter for each layer."""
+    h, layers = _own(run), run.model.num_layers
+    if h is not None and len(h.pattern) != layers:
+        rule = f"{len(h.pattern)} letters for model.num_layers {layers}"
+        fixes: list[Change] = [{"model.num_layers": len(h.pattern)}]
+        fixes += [{PATTERN: h.pattern[:layers]}] if len(h.pattern) > layers else []
+        yield Finding("MT286", PATTERN, rule, tuple(fixes))
+
+
+@rule(
+    Code("MT287", example=f"{TINY} model.num_layers=4 model.hybrid.pattern=ME*-"),
+    Code("MT288", "Experts that no layer has.", example=f"{TINY} model.moe={{num_experts:4,ffn_hidden_size:64}}"),
+    Code(
+        "MT289",
+        "Which layers of a hybrid have experts, its pattern says.",
+        example=f"{TINY} model.num_layers=4 model.hybrid.pattern=MEM* "
+        "model.moe={num_experts:4,ffn_hidden_size:64,first_dense_layers:1}",
+    ),
+    reads=f"model.family model.moe.first_dense_layers {PATTERN}",
+)
+def experts_are_where_the_pattern_has_them(run: RunConfig) -> Iterator[Finding]:
+    """Layers with experts need a section that describes them, and the section layers."""
+    h, moe = _own(run), run.model.moe
+    if h is None:
+        return
+    has = EXPERTS in h.pattern
+    if has and moe is None:
+        dense: Change = {PATTERN: h.pattern.replace(EXPERTS, "-")}
+        yield Finding("MT287", PATTERN, "E is a layer with experts, and model.moe is null", (dense,))
+    if moe is not None and not has:
+        yield Finding("MT288", "model.moe", f"{PATTERN} {h.pattern} has no E", ({"model.moe": None},))
+    if moe is not None and moe.first_dense_layers:
+        rule = f"{PATTERN} says which layers have experts, not how many first ones have none"
+        yield Finding("MT289", "model.moe.first_dense_layers", rule, ({"model.moe.first_dense_layers": 0},))
+
+
+@rule(
+    Code("MT290", example=f"{TINY} model.hybrid.mamba_num_heads=18"),
+    reads="model.family model.hybrid.mamba_num_heads model.hybrid.mamba_num_groups",
+)
+def groups_divide_mamba_heads(run: RunConfig) -> Iterator[Finding]:
+    """Every group of a Mamba-2 mixer has as many heads."""
+    h = _own(run)
+    if h is not None and h.mamba_num_heads % h.mamba_num_groups:
+        legal = divisors(h.mamba_num_heads)
+        rule = f"{h.mamba_num_heads} heads do not divide into {h.mamba_num_groups} groups"
+        rule = f"{rule} (model.hybrid.mamba_num_groups); groups that divide: {listed(legal)}"
+        near: tuple[Change, ...] = tuple(
+            {"model.hybrid.mamba_num_heads": n} for n in multiples(h.mamba_num_heads, h.mamba_num_groups)
+        )
+        fewer: tuple[Change, ...] = tuple(
+            {"model.hybrid.mamba_num_groups": n} for n in nearest(h.mamba_num_groups, legal)
+        )
+        yield Finding("MT290", "model.hybrid.mamba_num_heads", rule, (*near, *fewer))
+
+
+@rule(
+    Code("MT291", example=f"{TINY} parallel=tp8 parallel.ranks=8"),
+    reads=(
+        "model.family parallel.tp model.hybrid.mamba_num_groups model.hybrid.mamba_num_heads parallel.ranks "
+        "parallel.sequence_parallel"
+    ),
+)
+def tp_divides_mamba_groups(run: RunConfig) -> Iterator[Finding]:
+    """Every tp rank has whole groups of a Mamba-2 mixer, with their heads: each is normed by itself."""
+    h, tp = _own(run), run.parallel.tp
+    if h is None or not (h.mamba_num_groups % tp or h.mamba_num_heads % tp):
+        return
+    legal = divisors(math.gcd(h.mamba_num_groups, h.mamba_num_heads))
+    rule = f"{h.mamba_num_groups} groups of {h.mamba_num_heads} heads do not divide by tp {tp}"
+    fixes: list[Change] = []
+    for degree in nearest(tp, legal):
+        alone = {"parallel.sequence_parallel": False} if degree == 1 else {}
+        fixes += [{"parallel.tp": degree, **alone}, {"parallel.tp": degree, "parallel.ranks": None, **alone}]
+    yield Finding("MT291", "parallel.tp", f"{rule}; tp that divide: {listed(legal)}", tuple(fixes))
+
+
+RULES = (
+    every_letter_is_a_layer,
+    the_pattern_has_every_layer,
+    experts_are_where_the_pattern_has_them,
+    groups_divide_mamba_heads,
+    tp_divides_mamba_groups,
+)

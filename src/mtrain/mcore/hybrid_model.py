@@ -1,0 +1,174 @@
+"""megatron-core's hybrid models, of Mamba-2 layers, attention, MLPs and experts in any order, one layer each.
+
+They are its HybridModel since 0.19, and its MambaModel before: `core` is the one place that knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from torch import Tensor
+
+from mtrain.config import engine
+from mtrain.mcore import api, backend
+from mtrain.mcore.decoder_layer import DecoderLayer, DecoderLayerSubmodules
+from mtrain.mcore.embedding import add_in_fp32
+from mtrain.mcore.language_model import OutputLayer, SummedLosses
+from mtrain.mcore.mamba_mixer import Mamba2Mixer, Mamba2MixerSubmodules, Scan
+
+UNIFIED = engine.at_least(0, 19)
+"""Whether the model is HybridModel, whose pattern says where stages end, and not MambaModel, which cuts evenly."""
+
+if UNIFIED:
+    from megatron.core.models.hybrid.hybrid_block import HybridStack as _CoreStack
+    from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules as _CoreSubmodules
+    from megatron.core.models.hybrid.hybrid_model import HybridModel as _CoreModel
+else:
+    from megatron.core.models.mamba import MambaModel as _CoreModel
+    from megatron.core.ssm.mamba_block import MambaStack as _CoreStack
+    from megatron.core.ssm.mamba_block import MambaStackSubmodules as _CoreSubmodules
+
+
+class Stack(_CoreStack):
+    """megatron-core's stack with the layers of any stage, and a final norm of any kind; its own is Transformer-
+    Engine's."""
+
+    def __init__(self, config: Any, *args: Any, layers: range, norm: Any, **kwargs: Any) -> None:
+        self.__dict__["held"] = layers  # before there is a module that could have attributes
+        super().__init__(config, *args, post_layer_norm=False, **kwargs)
+        self.post_layer_norm = True
+        if self.post_process:
+            self.final_norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def _select_layers_for_pipeline_parallel(self, kinds: Sequence[str]) -> tuple[int, list[str]]:
+        """0.16.1: the stage's layers, wherever the layout has cut."""
+        return self.held.start, list(kinds[self.held.start : self.held.stop])
+
+
+class HybridModel(SummedLosses, _CoreModel):
+    """A hybrid model that gives the sum of its losses where there are labels, as `LanguageModel` does."""
+
+    def __init__(
+        self,
+        config: Any,
+        spec: Any,
+        *,
+        pattern: str,
+        stages: Sequence[range],
+        loss: str,
+        loss_vocab_size: int,
+        vp_stage: int | None,
+        **kwargs: Any,
+    ) -> None:
+        self.__dict__["_vp_stage"] = vp_stage
+        super().__init__(config, spec, **core_arguments(pattern, stages, vp_stage), **kwargs)
+        self.sum_losses_by(loss, loss_vocab_size)
+        if hasattr(self, "embedding"):
+            add_in_fp32(self.embedding)
+        if self.post_process:
+            self.output_layer.__class__ = OutputLayer  # megatron-core names the class itself
+
+    @property
+    def vp_stage(self) -> int | None:
+        """The virtual stage, of which MambaModel knows nothing, but the class below it asks while it is made."""
+        found: int | None = self.__dict__["_vp_stage"]
+        return found
+
+    @vp_stage.setter
+    def vp_stage(self, value: int | None) -> None:
+        """It is known from the start."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        **more: Any,
+    ) -> Tensor:
+        """The sum of losses of tokens [b, s], or without `labels` the logits [b, s, v / tp]; of a stage that is not
+        the last its hidden states [s, b, h]."""
+        if labels is None or not self.post_process:
+            return super().forward(input_ids, position_ids, attention_mask, **more)  # type: ignore[no-any-return]
+        with _before_the_output_layer(self):
+            hidden = super().forward(input_ids, position_ids, attention_mask, **more)
+        mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
+        if self.loss != "megatron":
+            return self.sum_of_losses(hidden, labels, mask)
+        tied = self.share_embeddings_and_output_weights
+        logits, _ = self.output_layer(hidden, self.shared_embedding_or_output_weight() if tied else None)
+        return (self.compute_language_model_loss(labels, logits).float() * mask).sum()
+
+
+@contextmanager
+def _before_the_output_layer(model: Any) -> Iterator[None]:
+    """Let megatron-core's forward end with the hidden states, as it does on a stage without output layer."""
+    model.post_process = False
+    try:
+        yield
+    finally:
+        model.post_process = True
+
+
+def core_arguments(pattern: str, stages: Sequence[range], vp_stage: int | None) -> dict[str, Any]:
+    """What the model of this release is told of a pattern and of the layers of each (virtual) stage."""
+    if UNIFIED:
+        cut = "|".join(pattern[held.start : held.stop] for held in stages)
+        return {"hybrid_layer_pattern": cut, "vp_stage": vp_stage}
+    return {"hybrid_override_pattern": pattern}
+
+
+def stack_spec(config: Any, provider: Any, scan: Scan, layers: range, *, vp_stage: int | None = None) -> Any:
+    """The specification of the layers `layers` of a stage, with the implementations of a provider."""
+    norm = provider.layer_norm(config.normalization == "RMSNorm")
+    kinds = _CoreSubmodules(
+        mamba_layer=_mamba_layer(config, provider, norm, scan),
+        attention_layer=_layer(
+            vp_stage,
+            "self_attention.linear_qkv",
+            input_layernorm=norm,
+            self_attention=backend.self_attention(config, provider),
+            self_attn_bda=get_bias_dropout_add,
+        ),
+        mlp_layer=_layer(vp_stage, "mlp.linear_fc1", **_mlp(config, provider, norm, None)),
+        moe_layer=_layer(vp_stage, "", **_mlp(config, provider, norm, config.num_moe_experts or 1)),
+    )
+    return api.ModuleSpec(module=Stack, params={"layers": layers, "norm": norm}, submodules=kinds)
+
+
+def _mamba_layer(config: Any, provider: Any, norm: Any, scan: Scan) -> Any:
+    linear = Mamba2MixerSubmodules(provider.column_parallel_linear(), provider.row_parallel_linear())
+    parts = MambaLayerSubmodules(
+        # MambaModel's layer does not say the epsilon, and takes what a specification says
+        norm=norm if UNIFIED else api.ModuleSpec(module=norm, params={"eps": config.layernorm_epsilon}),
+        mixer=api.ModuleSpec(module=Mamba2Mixer, params={"scan": scan}, submodules=linear),
+        mamba_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+    )
+    return api.ModuleSpec(module=MambaLayer, submodules=parts)
+
+
+def _layer(vp_stage: int | None, fused: str, **parts: Any) -> Any:
+    """A layer that has attention or an MLP alone; its norm is saved as if it were part of the layer `fused`."""
+    layer = DecoderLayerSubmodules(**parts)
+    if fused:
+        norm = next(name for name in parts if name.endswith("layernorm"))
+        layer.sharded_state_dict_keys_map = {f"{norm}.": f"{fused}.layer_norm_"}
+    return api.ModuleSpec(module=DecoderLayer, params={"vp_stage": vp_stage}, submodules=layer)
+
+
+def _mlp(config: Any, provider: Any, norm: Any, experts: int | None) -> dict[str, Any]:
+    mlp = api.get_mlp_module_spec_for_backend(
+        backend=provider,
+        num_experts=experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        use_te_activation_func=config.use_te_activation_func,
+    )
+    return {"pre_mlp_layernorm": norm, "mlp": mlp, "mlp_bda": get_bias_dropout_add}

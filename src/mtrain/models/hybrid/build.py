@@ -1,0 +1,42 @@
+"""This rank's chunk of a hybrid, with the layers that `kernels` chose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mtrain.config.core_fields import GPT_FIELDS, values
+from mtrain.config.run import RunConfig
+from mtrain.config.stages import stages
+from mtrain.mcore import api as mcore
+from mtrain.mcore import backend
+from mtrain.mcore.hybrid_model import HybridModel, stack_spec
+from mtrain.mcore.mamba_mixer import Scan
+from mtrain.mcore.op_overrides import override_operations
+from mtrain.models.hybrid.count import own
+
+_NOT_ASKED = ("rope_scaling", "rope_scaling_factor")
+"""Of GPTModel alone."""
+
+
+def chunk(run: RunConfig, config: Any, stage: int | None) -> HybridModel:
+    """The layers of one virtual pipeline stage of this rank, with embedding and loss where they belong to it."""
+    ps, m, hybrid = mcore.parallel_state, run.model, own(run.model)
+    provider = backend.provider(run.kernels, backend.Parts.of(m))
+    assert run.kernels.loss is not None, "a resolved run says who makes its loss"
+    override_operations(run.kernels, m.moe.group_score_topk if m.moe else None)
+    held = [each.layers for each in stages(run)]
+    here = held[(stage or 0) * run.parallel.pp + ps.get_pipeline_model_parallel_rank()]
+    scan = Scan(hybrid.conv_kernel, hybrid.chunk_size, hybrid.time_step_min)
+    return HybridModel(
+        config,
+        stack_spec(config, provider, scan, here, vp_stage=stage),
+        pattern=hybrid.pattern,
+        stages=held,
+        loss=run.kernels.loss,
+        loss_vocab_size=m.loss_vocab_size,
+        vp_stage=stage,
+        pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        parallel_output=True,
+        **{name: value for name, value in values(GPT_FIELDS, run).items() if name not in _NOT_ASKED},
+    )

@@ -1,0 +1,102 @@
+"""Parameters and floating-point operations of a hybrid, from its configuration alone."""
+
+from __future__ import annotations
+
+from mtrain.config.hybrid import ATTENTION, EXPERTS, MAMBA, MLP, HybridConfig
+from mtrain.config.model import ModelConfig
+
+
+def own(model: ModelConfig) -> HybridConfig:
+    """The section of the family's own keys, which is there."""
+    assert model.hybrid is not None, "a model of the family hybrid has the section model.hybrid"
+    return model.hybrid
+
+
+def channels(h: HybridConfig) -> int:
+    """Of all heads of a Mamba-2 mixer."""
+    return h.mamba_num_heads * h.mamba_head_dim
+
+
+def states(h: HybridConfig) -> int:
+    """Numbers that a token writes into the states of a Mamba-2 mixer; as many read from them."""
+    return h.mamba_num_groups * h.mamba_state_dim
+
+
+def parameters(model: ModelConfig) -> int:
+    """Trainable parameters of the model as built, with the padded vocabulary; a tied weight once."""
+    table = model.padded_vocab_size * model.hidden_size
+    ends = (1 if model.tie_word_embeddings else 2) * table + _norm(model)
+    if model.position_embedding_type == "learned_absolute":
+        ends += model.max_position_embeddings * model.hidden_size
+    each = {kind: layer_parameters(model, kind) for kind in set(own(model).pattern)}
+    return ends + sum(each[kind] for kind in own(model).pattern)
+
+
+def active_parameters(model: ModelConfig) -> int:
+    """Those that one token visits."""
+    if model.moe is None:
+        return parameters(model)
+    idle = model.moe.num_experts - model.moe.router_topk
+    return parameters(model) - own(model).pattern.count(EXPERTS) * idle * _mlp(model, model.moe.ffn_hidden_size)
+
+
+def expert_parameters(model: ModelConfig) -> int:
+    """Those of routed experts."""
+    if model.moe is None:
+        return 0
+    return own(model).pattern.count(EXPERTS) * model.moe.num_experts * _mlp(model, model.moe.ffn_hidden_size)
+
+
+def layer_parameters(model: ModelConfig, kind: str) -> int:
+    """Those of a layer, its norm among them."""
+    made = {MAMBA: _mamba, ATTENTION: _attention, MLP: lambda m: _mlp(m, m.ffn_hidden_size), EXPERTS: _experts}
+    return _norm(model) + (made[kind](model) if kind in made else 0)  # another letter is refused by a rule
+
+
+def _norm(model: ModelConfig) -> int:
+    return model.hidden_size if model.normalization == "RMSNorm" else 2 * model.hidden_size
+
+
+def _mamba(model: ModelConfig) -> int:
+    h, mixed = own(model), channels(own(model)) + 2 * states(own(model))
+    linear = model.hidden_size * (channels(h) + mixed + h.mamba_num_heads + channels(h))
+    return linear + mixed * (h.conv_kernel + 1) + channels(h) + 3 * h.mamba_num_heads
+
+
+def _attention(model: ModelConfig) -> int:
+    queries, keys = model.num_attention_heads * model.head_dim, model.query_groups * model.head_dim
+    return model.hidden_size * (2 * queries + 2 * keys)
+
+
+def _mlp(model: ModelConfig, width: int) -> int:
+    return (3 if model.gated else 2) * model.hidden_size * width
+
+
+def _experts(model: ModelConfig) -> int:
+    moe = model.moe
+    if moe is None:
+        return 0
+    total = moe.num_experts * (model.hidden_size + _mlp(model, moe.ffn_hidden_size))
+    if moe.shared_expert_intermediate_size:
+        total += _mlp(model, moe.shared_expert_intermediate_size)
+        total += model.hidden_size if moe.shared_expert_gate else 0
+    return total
+
+
+def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
+    """Model FLOPs of one token's forward and backward, without recomputation.
+
+    6 per weight that multiplies and, of each layer of attention, 12 per query channel and key, halved when `causal`.
+    Of a Mamba-2 layer: in a chunk each token is multiplied with half of it (all of it, unless `causal`), with what it
+    wrote for each group and with the channels of each head, and each channel with its state twice.
+    Source: Dao and Gu 2024, arXiv:2405.21060, section 6.
+    """
+    h, table = own(model), model.padded_vocab_size * model.hidden_size
+    weights = active_parameters(model) - (0 if model.tie_word_embeddings else table)
+    if model.position_embedding_type == "learned_absolute":
+        weights -= model.max_position_embeddings * model.hidden_size
+    share = 0.5 if causal else 1.0
+    keys = share * seq_length * h.pattern.count(ATTENTION)
+    chunk = share * min(h.chunk_size, seq_length)
+    scan = h.pattern.count(MAMBA) * (chunk * (states(h) + channels(h)) + 2 * channels(h) * h.mamba_state_dim)
+    return 6.0 * weights + 12.0 * keys * model.num_attention_heads * model.head_dim + 6.0 * scan

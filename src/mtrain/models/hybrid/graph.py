@@ -1,0 +1,99 @@
+"""A hybrid on one rank: its layers, and what stands before and behind them on a stage."""
+
+from __future__ import annotations
+
+from mtrain.config.hybrid import ATTENTION, EXPERTS, MAMBA
+from mtrain.config.stages import Stage
+from mtrain.models.gpt.feed_forward import feed_forward, mlp
+from mtrain.models.gpt.graph import stack, stream
+from mtrain.models.gpt.mixers import attention
+from mtrain.models.graph import Graph, Product, Tensor
+from mtrain.models.hybrid.count import channels, own, states
+from mtrain.models.parts import FP32, MASK, column, dropout, embedding, loss, norm, row
+from mtrain.models.rank import Rank
+
+
+def stage(r: Rank, held: Stage) -> list[Graph]:
+    """What a (virtual) stage computes on one micro-batch: what is before the layers, each layer, what is behind."""
+    first, last = Graph(), Graph()
+    if held.embedding:
+        embedding(first, r, tables=int(r.model.position_embedding_type == "learned_absolute"))
+    layers = stack(r, held.layers, add_layer, lambda index: own(r.model).pattern[index])
+    if held.loss:
+        loss(last, r, norm(last, r, "final_norm", stream(r), r.split_tokens, r.model.hidden_size))
+    return [first, *layers, last]
+
+
+def add_layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
+    """Layer `index` (from 0) on the residual stream; the stream behind it."""
+    m, kind = r.model, own(r.model).pattern[index]
+    normed = norm(g, r, "norm", x, r.split_tokens, m.hidden_size)
+    if kind == MAMBA:
+        _mixer(g, r, normed)
+    elif kind == ATTENTION:
+        attention(g, r, normed, index)
+    elif kind == EXPERTS:
+        feed_forward(g, r, normed, index)
+    else:
+        mlp(g, r, normed, "mlp", m.ffn_hidden_size)
+    size = r.split_tokens * m.hidden_size
+    g.add("bda.sum", moved=3 * size * r.element)
+    dropout(g, r, "bda", size, m.hidden_dropout)
+    return Tensor(size * r.element)
+
+
+def _mixer(g: Graph, r: Rank, x: Tensor) -> None:
+    h, tp, m = own(r.model), r.layout.tp, r.model
+    width, heads = channels(h) // tp, h.mamba_num_heads // tp
+    mixed = width + 2 * states(h) // tp
+    fused = column(g, r, "mixer.in_proj", x, m.hidden_size, width + mixed + heads)
+    _convolution(g, r, fused, mixed)
+    g.add("mixer.dt", [Tensor(r.tokens * heads * FP32) for _ in range(2)])
+    _scan(g, r, width, mixed, heads)
+    _gated_norm(g, r, fused, width)
+    row(g, r, "mixer.out_proj", Tensor(r.tokens * width * r.element), width, m.hidden_size)
+
+
+def _convolution(g: Graph, r: Rank, fused: Tensor, mixed: int) -> None:
+    """Each channel over its last tokens, and the SiLU behind it."""
+    taps, size = own(r.model).conv_kernel, r.tokens * mixed * FP32
+    moved = 2 * r.tokens * mixed * r.element
+    if not r.host:
+        g.add("mixer.conv1d", [fused], moved=moved)
+        return
+    weights = [] if r.wide else [Tensor(mixed * taps * FP32) for _ in range(taps)]
+    if r.run.data.packed:  # of each tap what it sees, without what is of another document
+        seen = [Tensor(size) for _ in range(taps)] + [Tensor(r.tokens * MASK) for _ in range(taps)]
+    else:
+        seen = [Tensor(r.samples * mixed * (r.length + taps - 1) * FP32)]
+    g.add("mixer.conv1d", [*seen, *weights, Tensor(size)], moved=taps * moved)
+
+
+def _scan(g: Graph, r: Rank, width: int, mixed: int, heads: int) -> None:
+    """The states of all heads, chunk by chunk: a kernel keeps what it reads, plain torch every product's operands."""
+    h, b = own(r.model), r.samples
+    p, s, rows = h.mamba_head_dim, h.mamba_state_dim, b * heads
+    read = Tensor(r.tokens * (mixed if r.wide or not r.host else width) * (r.element if not r.host else FP32))
+    moved = r.tokens * (2 * width + 2 * (mixed - width)) * r.element
+    if not r.host:  # the library keeps its decays and what it gives, too
+        decays, given = Tensor(r.tokens * heads * FP32), Tensor(r.tokens * width * r.element)
+        g.add("mixer.scan", [read, given, decays], moved=moved)
+    else:
+        g.add("mixer.scan", [read, Tensor(heads * FP32), Tensor(heads * FP32)], moved=3 * moved)
+    for begin in range(0, r.length, h.chunk_size):
+        n = min(h.chunk_size, r.length - begin)
+        products = [Product(n, n, s, rows), Product(n, p, n, rows), Product(n, p, s, rows), Product(p, s, n, rows)]
+        first, last = begin == 0, begin + n == r.length
+        copies = 2 if b == 1 else 4 - first - last  # of what is written and read, where samples lie side by side
+        numbers = [n * n] * 3 + [n * p] * (3 - last) + [n * s] * copies + [p * s, n, *[1] * (not last)]
+        marks = n * n * MASK * (b if r.run.data.packed else 1)
+        kept = [Tensor(rows * size * FP32) for size in numbers] + [Tensor(marks)]
+        g.add("mixer.scan.chunk", kept if r.host else (), products)
+
+
+def _gated_norm(g: Graph, r: Rank, fused: Tensor, width: int) -> None:
+    """Written out: the gate, its SiLU, what is gated, normed and scaled, in fp32."""
+    size, groups = r.tokens * width * FP32, own(r.model).mamba_num_groups // r.layout.tp
+    gate = [fused] if r.wide else [Tensor(size), Tensor(width * FP32)]
+    kept = [*gate, *[Tensor(size) for _ in range(4)], Tensor(r.tokens * groups * FP32)]
+    g.add("mixer.norm", kept, moved=8 * size)

@@ -1,0 +1,38 @@
+"""A hybrid, small enough for a laptop: narrower, with as many layers as it is given, of every kind that it has."""
+
+from __future__ import annotations
+
+from mtrain.config.hybrid import KINDS
+from mtrain.config.model import ModelConfig
+from mtrain.config.parallel import ParallelConfig
+from mtrain.models.gpt.shrink import shrink as shrink_decoder
+from mtrain.models.hybrid.count import own
+
+HEAD, STATE, CHUNK = 16, 16, 8
+
+
+def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int) -> ModelConfig:
+    """`model` with so many layers, for the layout `p` and sequences of `seq_length`.
+
+    Attention, MLPs and experts shrink as a decoder-only transformer's do. Mixers keep groups and heads that tp
+    splits, several heads of a group where there were several, and several chunks in a sequence.
+    """
+    hybrid = own(model)
+    small = shrink_decoder(model, p, layers=layers, seq_length=seq_length)
+    groups = p.tp * (2 if hybrid.mamba_num_groups >= 2 * p.tp else 1)
+    each = 2 if hybrid.mamba_num_heads > hybrid.mamba_num_groups else 1
+    update = {
+        "pattern": pattern(hybrid.pattern, layers),
+        "mamba_num_heads": each * groups,
+        "mamba_head_dim": HEAD,
+        "mamba_state_dim": STATE,
+        "mamba_num_groups": groups,
+        "chunk_size": min(hybrid.chunk_size, CHUNK),
+    }
+    return small.model_copy(update={"hybrid": hybrid.model_copy(update=update)})
+
+
+def pattern(whole: str, layers: int) -> str:
+    """So many layers that every kind is among them, if there is room: those that come first, then others in turn."""
+    kinds = list(dict.fromkeys(kind for kind in whole if kind in KINDS)) or ["M"]
+    return "".join(kinds[i % len(kinds)] for i in range(layers))

@@ -1,0 +1,135 @@
+"""The weights of a hybrid on one rank of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+
+from mtrain.config.hybrid import ATTENTION, EXPERTS, MAMBA, MLP
+from mtrain.config.model import ModelConfig
+from mtrain.config.parallel import ParallelConfig
+from mtrain.config.stages import Stage
+from mtrain.models.gpt.torch_dist import one_name
+from mtrain.models.hybrid.count import channels, own, states
+from mtrain.models.weights import Weight, column, expert_tensors, mlp, norm, row
+
+FUSED = {
+    ".mixer.in_proj.weight": ("z", "x", "B", "C", "dt"),
+    ".mixer.conv1d.weight": ("x", "B", "C"),
+    ".mixer.conv1d.bias": ("x", "B", "C"),
+}
+"""End of a fused weight's name -> its parts, each of which is a tensor of a checkpoint."""
+_NORMS = {
+    MAMBA: ("norm.", "mixer.in_proj.layer_norm_"),
+    ATTENTION: ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    MLP: ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+}
+"""Kind of layer -> begin of the name of its norm, and of what checkpoints call it."""
+
+
+def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[Weight]:
+    """Those of a (virtual) stage; a tied table is there for the first and for the last."""
+    rows, h = m.padded_vocab_size // p.tp, m.hidden_size
+    apart = m.tie_word_embeddings and not (held.embedding and held.loss)
+    if held.embedding:
+        yield Weight("embedding.word_embeddings.weight", (rows, h), "embedding", shared=apart)
+        if m.position_embedding_type == "learned_absolute":
+            yield Weight(
+                "embedding.position_embeddings.weight", (m.max_position_embeddings, h), "embedding", whole=True
+            )
+    for number, index in enumerate(held.layers):
+        yield from _layer(m, p, f"decoder.layers.{number}", own(m).pattern[index])
+    if held.loss:
+        yield from norm(m, "decoder.final_norm", h)
+        if not (m.tie_word_embeddings and held.embedding):
+            yield Weight("output_layer.weight", (rows, h), "output", shared=m.tie_word_embeddings)
+
+
+def buffers(m: ModelConfig) -> Iterator[Weight]:
+    """The biases that balance routers, which the optimizer does not move."""
+    if m.moe is None or not m.moe.router_enable_expert_bias:
+        return
+    for index, kind in enumerate(own(m).pattern):
+        if kind == EXPERTS:
+            yield Weight(f"decoder.layers.{index}.mlp.router.expert_bias", (m.moe.num_experts,), "router", whole=True)
+
+
+def saved_as(m: ModelConfig, name: str) -> str:
+    """What checkpoints call a weight: the norm of a layer as if it were a part of the linear layer behind it."""
+    layer, _, part = name.partition(".layers.")
+    number, _, inner = part.partition(".")
+    if not number.isdigit():
+        return name
+    if ".experts." in inner:
+        return one_name(name)
+    mine, theirs = _NORMS.get(own(m).pattern[int(number)], ("", ""))
+    return f"{layer}.layers.{number}.{theirs}{inner.removeprefix(mine)}" if mine and inner.startswith(mine) else name
+
+
+def apart(m: ModelConfig, weight: Weight) -> Iterator[Weight]:
+    """A weight as checkpoints hold it: each part of what a mixer has fused is a tensor of its own."""
+    names = next((parts for end, parts in FUSED.items() if weight.name.endswith(end)), None)
+    if names is None:
+        yield weight
+        return
+    for name, rows in zip(names, part_rows(m, names), strict=True):
+        yield replace(weight, name=f"{weight.name}.{name}", shape=(rows, *weight.shape[1:]))
+
+
+def part_rows(m: ModelConfig, names: tuple[str, ...]) -> list[int]:
+    """Rows of each named part of the first linear layer of a mixer, or of its convolution."""
+    h = own(m)
+    rows = {"z": channels(h), "x": channels(h), "B": states(h), "C": states(h), "dt": h.mamba_num_heads}
+    return [rows[name] for name in names]
+
+
+def part_ends(m: ModelConfig, names: tuple[str, ...]) -> list[int]:
+    """Row behind each of them."""
+    return list(accumulate(part_rows(m, names)))
+
+
+def _layer(m: ModelConfig, p: ParallelConfig, name: str, kind: str) -> Iterator[Weight]:
+    if kind == MAMBA:
+        yield from _mixer(m, p, f"{name}.mixer")
+        yield from norm(m, f"{name}.norm", m.hidden_size)
+    elif kind == ATTENTION:
+        yield from norm(m, f"{name}.input_layernorm", m.hidden_size)
+        queries, keys = m.num_attention_heads * m.head_dim, m.query_groups * m.head_dim
+        place = f"{name}.self_attention"
+        yield from row(f"{place}.linear_proj", "attention", m.hidden_size, queries, p.tp)
+        yield from column(f"{place}.linear_qkv", "attention", queries + 2 * keys, m.hidden_size, p.tp)
+    elif kind == MLP:
+        yield from norm(m, f"{name}.pre_mlp_layernorm", m.hidden_size)
+        yield from mlp(m, f"{name}.mlp", m.ffn_hidden_size, p.tp, bias=False)
+    elif kind == EXPERTS:
+        yield from norm(m, f"{name}.pre_mlp_layernorm", m.hidden_size)
+        yield from _experts(m, p, f"{name}.mlp")
+
+
+def _mixer(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
+    h = own(m)
+    heads, width, mixed = h.mamba_num_heads // p.tp, channels(h) // p.tp, (channels(h) + 2 * states(h)) // p.tp
+    for vector in ("dt_bias", "A_log", "D"):
+        yield Weight(f"{name}.{vector}", (heads,), "mamba")
+    yield from column(f"{name}.in_proj", "mamba", p.tp * (width + mixed + heads), m.hidden_size, p.tp)
+    yield Weight(f"{name}.conv1d.weight", (mixed, 1, h.conv_kernel), "mamba")
+    yield Weight(f"{name}.conv1d.bias", (mixed,), "mamba")
+    yield Weight(f"{name}.norm.weight", (width,), "mamba")
+    yield from row(f"{name}.out_proj", "mamba", m.hidden_size, p.tp * width, p.tp)
+
+
+def _experts(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
+    moe, h = m.moe, m.hidden_size
+    if moe is None:
+        return
+    yield Weight(f"{name}.router.weight", (moe.num_experts, h), "router", whole=True)
+    width = moe.ffn_hidden_size // expert_tensors(p)
+    apart = p.ep > 1 or expert_tensors(p) != p.tp
+    for part, shape in (("linear_fc1", ((2 if m.gated else 1) * width, h)), ("linear_fc2", (h, width))):
+        for number in range(moe.num_experts // p.ep):
+            yield Weight(f"{name}.experts.{part}.weight{number}", shape, "experts", expert=apart)
+    if moe.shared_expert_intermediate_size:
+        if moe.shared_expert_gate:
+            yield Weight(f"{name}.shared_experts.gate_weight", (1, h), "router", whole=True)
+        yield from mlp(m, f"{name}.shared_experts", moe.shared_expert_intermediate_size, p.tp, bias=False)

@@ -1,0 +1,295 @@
+"""Mamba-2 and Nemotron-H beside transformers': logits, losses, gradients and steps, on one rank and sharded; files
+in and out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtrain.cli.main import main
+from mtrain.models.hybrid import hf
+from mtrain.models.table import to_theirs
+from tests.parity_hf.theirs import Biases
+from tests.support.forked import run_alone, run_ranks
+
+MIXER = {"n_groups": 2, "conv_kernel": 4, "chunk_size": 8, "vocab_size": 331, "hidden_size": 48}
+NEMOTRON = {
+    **MIXER,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 80,
+    "max_position_embeddings": 64,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+    "time_step_min": 0.1,
+}
+EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba 2": (
+        "mamba2",
+        {
+            **MIXER,
+            "num_heads": 6,
+            "head_dim": 16,
+            "state_size": 16,
+            "num_hidden_layers": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "nemotron h": ("nemotron_h", {**NEMOTRON, "hybrid_override_pattern": "M-*M"}),
+    "nemotron 3": ("nemotron_h", {**NEMOTRON, **EXPERTS, "hybrid_override_pattern": "ME*E"}),
+}
+SAMPLES, LENGTH, STEPS = 4, 30, 2
+WORDS = (
+    f"data=mock data.seq_length={LENGTH} trainer.global_batch_size={SAMPLES} optim.lr=1e-2 optim.warmup_iters=0 "
+    "optim.schedule=constant optim.clip_grad=0.5 optim.eps=1e-3 optim.weight_decay=0.1 trainer.eval_iters=0 "
+    "cluster=cpu kernels=reference"
+)
+LAYOUTS = {
+    "single": (1, "parallel=single trainer.micro_batch_size=4"),
+    "tp2sp": (2, "parallel=tp2sp trainer.micro_batch_size=2"),
+    "pp2": (2, "parallel=pp2 trainer.micro_batch_size=2"),
+    "tp2pp2sp": (4, "parallel=tp2pp2sp trainer.micro_batch_size=1"),
+}
+ALWAYS = {("mamba 2", "single"), ("nemotron h", "tp2sp"), ("nemotron 3", "single")}
+CASES = [
+    pytest.param(name, layout, marks=() if (name, layout) in ALWAYS else pytest.mark.full)
+    for name in KINDS
+    for layout in LAYOUTS
+]
+Sides = Callable[[str], tuple[Path, dict[str, Any]]]
+
+
+def _model(name: str) -> Any:
+    """A model of transformers whose every weight has an effect."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, values = KINDS[name]
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values), **plain).float().train()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in _tensors(made).items():
+            noise = torch.randn(tensor.shape, generator=draw)
+            scale = 1.0 if "norm" in name or name.endswith(".D") else 0.0
+            tensor.copy_(noise / tensor.shape[-1] ** 0.5 if tensor.ndim > 1 else 0.2 * noise + scale)
+    return made
+
+
+def _tensors(made: Any) -> dict[str, Tensor]:
+    saved = made.state_dict().keys()
+    return dict(made.named_parameters()) | {name: b for name, b in made.named_buffers() if name in saved}
+
+
+def _saved(name: str, folder: Path) -> Path:
+    run_alone(lambda: _model(name).save_pretrained(folder))
+    return folder
+
+
+def _convert(*words: object) -> int:
+    return int(run_alone(lambda: main(["convert", *map(str, words)])))
+
+
+def _bytes(folder: Path) -> dict[str, bytes]:
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
+
+
+def _loaded(run: Path, layout: str = "single") -> Any:
+    from mtrain.cli.setup import load
+
+    return load([f"run={run / 'run.yaml'}", *WORDS.split(), *LAYOUTS[layout][1].split()]).run
+
+
+def _ours(layout: str, run: Path, out: Path, flaw: float) -> list[tuple[float, float]]:
+    """Losses and norms of two steps in a layout from imported weights; `out` gets the weights before and behind them,
+    the first gradient and, on one rank, the logits. `flaw` is added to a weight before.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from mtrain.ckpt import state
+    from mtrain.ckpt.store import Checkpoint
+    from mtrain.mcore.local_params import unwrap
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.prove import record_gradients
+    from mtrain.train.step import train_step
+    from mtrain.world.init import joined
+
+    found = _loaded(run, layout)
+    with joined(found) as world:
+        parts = assemble(found, world, splits_of(found))
+        state.load_weights(Checkpoint.open(run / "checkpoints/step_00000000"), parts.state)
+        if flaw:
+            unwrap(parts.state.chunks[0]).decoder.layers[0].mixer.dt_bias.data += flaw
+        if world.size == 1:
+            (batch,) = parts.train_data.microbatches(0)
+            with torch.no_grad():
+                logits = parts.state.chunks[0](batch["tokens"], batch["position_ids"], None)
+            torch.save(logits[..., : found.model.vocab_size], out / "logits.pt")
+        state.save(out, found, world, parts.state, {})
+        record_gradients(parts, out / "gradients")
+        results = [train_step(parts, stop_requested=False) for _ in range(STEPS)]
+        state.save(out, found, world, parts.state, {})
+    return [(r.loss, r.grad_norm) for r in results]
+
+
+def _batches(run: Path) -> list[dict[str, Tensor]]:
+    """What is learned in each step, whole."""
+    from mtrain.data.batch import GlobalBatches
+    from mtrain.models.gpt.form import form
+    from mtrain.train.assemble import splits_of
+
+    found = _loaded(run)
+    splits = splits_of(found)
+    data = GlobalBatches(splits.train, SAMPLES, SAMPLES, 0, 1, form(found, splits, "train"))
+    return [dict(data.microbatches(step * SAMPLES)[0]) for step in range(STEPS)]  # type: ignore[arg-type]
+
+
+def _theirs(name: str, run: Path) -> dict[str, Any]:
+    """Logits, losses, norms, the first gradient, and the weights before and behind the steps, by transformers."""
+    made, found = _model(name), _loaded(run)
+    o, named = found.optim, dict(made.named_parameters())
+    moved = found.model.moe.router_bias_update_rate if found.model.moe is not None else None
+    biases = Biases(made, moved or 0.0)
+    matrices, others = ([p for p in named.values() if (p.ndim > 1) == many] for many in (True, False))
+    groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
+    every = _tensors(made)
+    out: dict[str, Any] = {"losses": [], "norms": [], "before": {k: t.detach().clone() for k, t in every.items()}}
+    for batch in _batches(run):
+        logits = made(input_ids=batch["tokens"]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        out.setdefault("logits", logits.detach())
+        loss.backward()
+        out.setdefault("gradients", {name: p.grad.clone() for name, p in named.items()})
+        out["losses"].append(float(loss.detach()))
+        out["norms"].append(float(torch.nn.utils.clip_grad_norm_(made.parameters(), o.clip_grad)))
+        adam.step()
+        biases.move()
+        adam.zero_grad()
+    return {**out, "weights": {name: t.detach() for name, t in _tensors(made).items()}}
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory: pytest.TempPathFactory) -> Sides:
+    """Our run folder with transformers' weights, and what transformers computes; made once for each class."""
+    known: dict[str, tuple[Path, dict[str, Any]]] = {}
+
+    def of(name: str) -> tuple[Path, dict[str, Any]]:
+        if name not in known:
+            home = tmp_path_factory.mktemp(name.replace(" ", "-"))
+            assert _convert("import", _saved(name, home / "theirs"), home / "run") == 0
+            known[name] = home / "run", run_alone(lambda: _theirs(name, home / "run"))
+        return known[name]
+
+    return of
+
+
+def _as_theirs(name: str, checkpoint: Path, run: Path, layers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights, or gradients, that a checkpoint holds, by the names of `layers`."""
+    from mtrain.models.hybrid import HYBRID
+    from mtrain.train.prove import whole_tensors
+
+    model = _loaded(run).model
+    keys = {key.removeprefix("model/"): t for key, t in whole_tensors(checkpoint).items() if key.startswith("model/")}
+    out = {}
+    for step in hf.LAYERS[KINDS[name][0]].entries(model):
+        for ours in step.ours:
+            key = HYBRID.saved_as(model, ours)
+            expert = re.search(r"\.experts\.experts\.(\d+)\.", key)
+            key = key.replace(f".{expert[1]}.linear", ".linear") if expert else key  # all experts are one tensor
+            if key in keys:
+                out[ours] = keys[key][int(expert[1])] if expert else keys[key]
+    found = to_theirs(hf.LAYERS[KINDS[name][0]], model, out)
+    return {key: tensor for key, tensor in found.items() if key in layers}
+
+
+def _apart(
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], scale: dict[str, Tensor], floor: float
+) -> tuple[float, str]:
+    """The largest difference of a tensor as a share of the largest of its `scale`, which is at least the share
+    `floor` of the largest of all, and where it is.
+    """
+    assert ours.keys() == theirs.keys()
+    least = floor * max(float(t.abs().max()) for t in scale.values())
+    sizes = {name: max(float(scale[name].abs().max()), least) for name in scale}
+    errors = {name: float((ours[name] - t).abs().max()) / sizes[name] for name, t in theirs.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    return errors[worst], worst
+
+
+def _differences(name: str, layout: str, sides: Sides, out: Path, flaw: float = 0.0) -> dict[str, tuple[float, str]]:
+    """The largest relative difference of each quantity, and where it is."""
+    run, theirs = sides(name)
+    ranks, _ = LAYOUTS[layout]
+    found = run_ranks(ranks, _ours, layout, run, out, flaw)[0]
+    errors = {}
+    for i, what in enumerate(("losses", "norms")):
+        apart = [abs(one[i] / other - 1) for one, other in zip(found, theirs[what], strict=True)]
+        errors[what] = max(apart), ""
+    if ranks == 1:
+        logits = torch.load(out / "logits.pt")
+        errors["logits"] = float((logits - theirs["logits"]).abs().max() / theirs["logits"].abs().max()), ""
+    gradients = _as_theirs(name, out / "gradients/step_00000000", run, theirs["gradients"])
+    errors["gradients"] = _apart(gradients, theirs["gradients"], theirs["gradients"], 1e-2)
+    moved = {name: after - theirs["before"][name] for name, after in theirs["weights"].items()}
+    after = _as_theirs(name, out / f"step_{STEPS:08d}", run, theirs["weights"])
+    errors["weights"] = _apart(after, theirs["weights"], moved, 1.0)
+    return errors
+
+
+LIMITS = {"losses": 1e-5, "norms": 1e-5, "logits": 1e-5, "gradients": 1e-5, "weights": 1e-4}
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_two_steps_are_those_of_transformers(name: str, layout: str, sides: Sides, tmp_path: Path) -> None:
+    errors = _differences(name, layout, sides, tmp_path)
+    assert {what: found for what, found in errors.items() if found[0] > LIMITS[what]} == {}
+    assert _convert("export", tmp_path / "step_00000000", tmp_path / "again") == 0
+    assert _bytes(tmp_path / "again") == _bytes(sides(name)[0].parent / "theirs")
+
+
+def test_a_time_step_that_is_another_one_is_seen(sides: Sides, tmp_path: Path) -> None:
+    errors = _differences("mamba 2", "single", sides, tmp_path, flaw=1e-3)
+    assert errors["logits"][0] > 3 * LIMITS["logits"]
+    assert errors["gradients"][0] > 3 * LIMITS["gradients"]
+
+
+REFUSED = {
+    "mlp_hidden_act": "silu",
+    "mamba_hidden_act": "gelu",
+    "use_bias": True,
+    "use_conv_bias": False,
+    "mlp_bias": True,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_is_not_built_is_refused_by_name(key: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from mtrain.convert.hugging_face import configuration
+    from mtrain.errors import ConfigError
+
+    values = {**KINDS["nemotron h"][1], "model_type": "nemotron_h", key: REFUSED[key]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError) as raised:
+        configuration(tmp_path / "config.json")
+    assert any(key in problem.rule for problem in raised.value.problems)
