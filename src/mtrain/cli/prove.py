@@ -143,7 +143,7 @@ def masks(small: RunConfig) -> list[tuple[str, str]]:
         local.observe_masks(small, Path(scratch))
         from mtrain.train.chance import wrong_masks
 
-        return wrong_masks(Path(scratch), sequence_parallel=small.parallel.sequence_parallel)
+        return wrong_masks(Path(scratch), sequence_parallel=bool(small.parallel.sequence_parallel))
 
 
 def in_words(found: Difference | None) -> str:

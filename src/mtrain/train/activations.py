@@ -57,7 +57,7 @@ class Recorder:
         rank, world = self.parts.world.rank, self.parts.world
         facts = {"coords": world.coords, "sizes": world.grid.sizes, "events": self.events}
         (folder / EVENTS.format(rank)).write_text(strict_json.dumps(facts))
-        np.savez(folder / ARRAYS.format(rank), **self.arrays)
+        np.savez(folder / ARRAYS.format(rank), allow_pickle=False, **self.arrays)
 
 
 class _Chunk:

@@ -49,22 +49,40 @@ def _follow(module: Any, name: str, inside: list[str]) -> None:
 
 @contextmanager
 def _recorded(inside: list[str]) -> Iterator[list[dict[str, Any]]]:
-    """What torch's dropout leaves: the module, the axes, and a hash of where it is zero."""
+    """What torch's dropout draws: the module, the axes, and a hash of where it is zero; of attention's, a hash of the
+    generator's state before it.
+    """
     found: list[dict[str, Any]] = []
-    real = F.dropout
+    real, attend = F.dropout, F.scaled_dot_product_attention
+
+    def keep(axes: int, drawn: torch.Tensor) -> None:
+        digest = hashlib.sha256(drawn.cpu().contiguous().numpy().tobytes()).hexdigest()
+        found.append({"module": inside[-1] if inside else "", "axes": axes, "drawn": digest})
 
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         out = real(input, p, training, inplace)
         if training and p:
-            zeros = hashlib.sha256((out == 0).cpu().contiguous().numpy().tobytes()).hexdigest()
-            found.append({"module": inside[-1] if inside else "", "axes": out.dim(), "zeros": zeros})
+            keep(out.dim(), out == 0)
         return out
 
-    F.dropout = dropout
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **more: Any,
+    ) -> torch.Tensor:
+        if dropout_p:  # its mask is not to be seen
+            keep(HEADS, torch.get_rng_state())
+        return attend(query, key, value, attn_mask, dropout_p, *args, **more)
+
+    F.dropout, F.scaled_dot_product_attention = dropout, attention  # type: ignore[assignment]
     try:
         yield found
     finally:
-        F.dropout = real
+        F.dropout, F.scaled_dot_product_attention = real, attend
 
 
 def wrong_masks(folder: Path, *, sequence_parallel: bool) -> list[tuple[str, str]]:
@@ -83,7 +101,7 @@ def _of_two(a: dict[str, Any], b: dict[str, Any], sequence_parallel: bool) -> It
     who = f"ranks {a['rank']} and {b['rank']} ({', '.join(others)})"
     for x, y in zip(_masks(a), _masks(b), strict=False):
         copies = others == ["tp"] and x["axes"] < HEADS and not sequence_parallel
-        alike = x["zeros"] == y["zeros"]
+        alike = x["drawn"] == y["drawn"]
         if alike and not copies:
             yield x["module"], f"{who} drop the same of different tokens or heads"
         elif copies and not alike:
