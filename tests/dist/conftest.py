@@ -34,15 +34,15 @@ def _one_rank_once(_one_rank_runs: tuple[Path, dict[str, Path]]) -> Iterator[Non
     real, unbroken = local.observe, local._observe
     home, known = _one_rank_runs
 
-    def observe(run: RunConfig, folder: Path, *, by_document: bool = False) -> None:
-        key = f"{by_document} {run.model_dump_json()}"
+    def observe(run: RunConfig, folder: Path, **how: bool) -> None:
+        key = f"{how} {run.model_dump_json()}"
         if run.parallel.ranks != 1 or local._observe is not unbroken:  # by a test that seeds a fault
-            real(run, folder, by_document=by_document)
+            real(run, folder, **how)
             return
         if key not in known:
             known[key] = home / str(len(known))
             known[key].mkdir()
-            real(run, known[key], by_document=by_document)
+            real(run, known[key], **how)
         shutil.copytree(known[key], folder, dirs_exist_ok=True)
 
     with pytest.MonkeyPatch.context() as patch:

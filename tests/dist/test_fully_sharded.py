@@ -5,7 +5,6 @@ memory compute what one rank computes, and go on from a checkpoint as if nothing
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from mtrain.cli import prove
 from mtrain.cli.setup import load
 from mtrain.config.run import RunConfig
 from mtrain.plan.shrink import alone
+from tests.museum.exhibit import seeded
+from tests.museum.resumes import unreduced
 from tests.support.covering import some
-from tests.support.faults import seed
 from tests.support.forked import run_ranks
 from tests.support.runs import Uninterrupted, rank_tensors, train_steps, whole_tensors
 
@@ -260,33 +260,13 @@ def test_a_model_that_is_spread_is_evaluated_and_writes_text_between_steps(name:
         assert following == pytest.approx(expected_next, rel=1e-5)
 
 
-def _unreduced() -> None:
-    """Every fifth gradient that should be summed over ranks stays this rank's own."""
-    import torch.distributed as dist
-
-    calls = [0]
-
-    def faulty(real: Callable[..., Any]) -> Callable[..., Any]:
-        def reduce(output: torch.Tensor, input: torch.Tensor, *args: Any, group: Any = None, **more: Any) -> Any:
-            calls[0] += 1
-            if calls[0] % 5 == 0:
-                return output.copy_(input.view(group.size(), -1)[group.rank()])
-            return real(output, input, *args, group=group, **more)
-
-        return reduce
-
-    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # megatron-core's name, and that of newer torch
-        if hasattr(dist, name):
-            setattr(dist, name, faulty(getattr(dist, name)))
-
-
 UNREDUCED = ["fsdp2", "fsdp2 replicas", "megatron", "megatron replicas"]
 
 
 @pytest.mark.parametrize("name", some(UNREDUCED, ["megatron"]))
-def test_a_shard_that_is_not_reduced_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seed(_unreduced, monkeypatch)
-    rows = prove.compared(_run(LAYOUTS[name]))
+def test_a_shard_that_is_not_reduced_is_found(name: str) -> None:
+    with seeded(unreduced):
+        rows = prove.compared(_run(LAYOUTS[name]))
     assert any(row.what == "gradient" and row.error > 0.1 for row in rows), prove.table(rows)
 
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from mtrain.cli import prove
 from mtrain.cli.setup import load
 from mtrain.config.resolve import resolve
 from mtrain.config.run import RunConfig
 from mtrain.launching import local
+from tests.museum.exhibit import Exhibit, seeded
+from tests.museum.packed import EXHIBITS
 from tests.support.configs import LAPTOP
 from tests.support.covering import some
-from tests.support.faults import seed
 from tests.support.runs import tiny_run
 
 if TYPE_CHECKING:
@@ -134,97 +133,11 @@ def _packed(micro: int, layout: dict[str, Any]) -> RunConfig:
     return resolve(run.model_copy(update={"data": run.data.model_copy(update=packed)}), LAPTOP)
 
 
-def _merged(bounds: torch.Tensor) -> torch.Tensor:
-    """The first two documents as one."""
-    return bounds if len(bounds) < 3 else torch.cat([bounds[:1], bounds[2:]])
-
-
-def _boundaries(change: Callable[[torch.Tensor], torch.Tensor | None], wrong: Callable[[], bool]) -> None:
-    from mtrain.train import step
-
-    real = step.packed_params
-    step.packed_params = lambda bounds: real(change(bounds) if bounds is not None and wrong() else bounds)  # type: ignore[assignment]
-
-
-def _middle_stage_without_boundaries() -> None:
-    from mtrain.mcore.api import parallel_state as ranks
-
-    _boundaries(lambda bounds: None, lambda: ranks.get_pipeline_model_parallel_rank() == 1)
-
-
-def _leaked_attention() -> None:
-    _boundaries(_merged, lambda: torch.distributed.get_rank() == 1)
-
-
-def _packed_otherwise(change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    from mtrain.data import batch, chat_batch
-
-    def changed(real: Callable[..., Any]) -> Callable[..., Any]:
-        def pack(*args: Any, **more: Any) -> Any:
-            packed = real(*args, **more)
-            change(packed)
-            return packed
-
-        return pack
-
-    batch.pack, chat_batch.batch_of = changed(batch.pack), changed(chat_batch.batch_of)
-
-
-def _shifted(packed: dict[str, torch.Tensor]) -> None:
-    packed["position_ids"] = packed["position_ids"] + 1
-
-
-def _end_counted(packed: dict[str, torch.Tensor]) -> None:
-    packed["loss_mask"] = torch.ones_like(packed["loss_mask"])
-
-
-def _one_boundary_less(packed: dict[str, torch.Tensor]) -> None:
-    packed["cu_seqlens"] = _merged(packed["cu_seqlens"])
-
-
-def _rotary_positions_go_on() -> None:
-    from megatron.core.transformer import attention
-
-    real = attention.apply_rotary_pos_emb
-    attention.apply_rotary_pos_emb = lambda t, freqs, config, cu_seqlens=None, **more: real(t, freqs, config, **more)
-
-
-def _token_counted_twice_under_context_parallelism() -> None:
-    from mtrain.train import feed
-
-    real = feed._part_of_context
-
-    def part(batch: Any, world: Any) -> Any:
-        found = dict(real(batch, world))
-        if world.coords["cp"] == 1:
-            counted = found["loss_mask"][0].nonzero()
-            found["loss_mask"] = found["loss_mask"].clone()
-            found["loss_mask"][0, counted[:1]] = 2.0
-        return found
-
-    feed._part_of_context = part
-
-
-FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
-    "a middle stage without boundaries": ("parallel=pp4", _middle_stage_without_boundaries),
-    "attention that leaks on one rank": ("parallel=dp2", _leaked_attention),
-    "positions of the data that begin at 1": (f"parallel=dp2 {LEARNED}", lambda: _packed_otherwise(_shifted)),
-    "a loss beyond the end of a document": ("parallel=dp2", lambda: _packed_otherwise(_end_counted)),
-    "documents of the data that are not told apart": ("", lambda: _packed_otherwise(_one_boundary_less)),
-    "rotary positions that go on": ("", _rotary_positions_go_on),
-    "a token that counts twice under context parallelism": (
-        "parallel=cp2",
-        _token_counted_twice_under_context_parallelism,
-    ),
-}
-
-
-@pytest.mark.parametrize("packed_by", ["", pytest.param(WHOLE, marks=pytest.mark.full)], ids=["stream", "documents"])
-@pytest.mark.parametrize("name", some(FAULTS, ["a middle stage without boundaries"]))
-def test_a_seeded_fault_of_packing_is_found(name: str, packed_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    words, fault = FAULTS[name]
-    seed(fault, monkeypatch)
-    rows = _compared(f"{words} {packed_by}")
+@pytest.mark.full
+@pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda exhibit: exhibit.name)
+def test_a_seeded_fault_of_packing_is_found_among_whole_documents_too(exhibit: Exhibit) -> None:
+    with seeded(exhibit.fault):
+        rows = _compared(f"{exhibit.layout} {WHOLE}")
     assert any(not row.equal for row in rows), prove.table(rows)
 
 

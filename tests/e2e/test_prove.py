@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,22 +46,32 @@ def _norms_not_summed(parts: Any) -> None:
 
 
 FAULTS = {
-    "a gradient with the wrong sign on one rank": (["parallel=dp2"], _wrong_sign, "gradient"),
-    "norms of sequence-parallel ranks that are not summed": (["parallel=tp2sp"], _norms_not_summed, "gradient"),
+    "a gradient with the wrong sign on one rank": (
+        ["parallel=dp2"],
+        _wrong_sign,
+        "gradient",
+        "embedding.word_embeddings, gradient",
+    ),
+    "norms of sequence-parallel ranks that are not summed": (
+        ["parallel=tp2sp"],
+        _norms_not_summed,
+        "gradient",
+        "decoder.*norm.*, gradient",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_layout_is_not_proven_and_the_difference_is_named(name: str, tmp_path: Path) -> None:
-    words, fault, kind = FAULTS[name]
+    words, fault, kind, module = FAULTS[name]
 
     def seed_fault() -> None:
         from mtrain.train import prove
 
-        record = prove.record_gradients
+        assemble = prove.assemble
 
-        def seeded(parts: Any, folder: Path) -> None:
-            record(parts, folder)
+        def seeded(*given: Any) -> Any:
+            parts = assemble(*given)
             config = parts.state.chunks[0].config
             real = config.finalize_model_grads_func
 
@@ -69,13 +80,15 @@ def test_a_wrong_layout_is_not_proven_and_the_difference_is_named(name: str, tmp
                 return real(*arguments, **named)
 
             config.finalize_model_grads_func = faulty
+            return parts
 
-        prove.record_gradients = seeded
+        prove.assemble = seeded
 
     done = Launched("prove", *words, cwd=tmp_path, patch=seed_fault)
     assert done.wait() == 5, done.said
     assert any(line.startswith(kind) and "<- differs" in line for line in done.said.splitlines()), done.said
     assert "NOT equal" in done.said
+    assert re.search(rf"^where: {module}", done.said, re.MULTILINE), done.said
 
 
 REHEARSED = ("parallel=tp2pp2", "model=mixtral_8x7b parallel=ep2 precision=bf16")

@@ -82,7 +82,8 @@ PAGES: dict[str, Page] = {
     "prove": Page(
         f"prove {OVERRIDES}",
         "Trains the layout and one rank from the same weights on the same samples, shrunk to this machine,\n"
-        "and compares losses, gradient norms, gradients and weights. Exit code 5 where they differ.",
+        "and compares losses, gradient norms, gradients and weights. The layout is resumed in the middle.\n"
+        "Exit code 5 where they differ; then the first module that computes something else is named.",
         SETTINGS,
         (),
         (("prove recipe=llama3/70b_h100x64", "its layout, with as many processes as fit here"),),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from mtrain.plan.shrink import alone, by_document, differences, shrink, without_
 from mtrain.units import count
 
 if TYPE_CHECKING:
+    from mtrain.train.locate import Difference
     from mtrain.train.prove import Row
 
 STEPS = 4
@@ -32,6 +34,10 @@ TOLERANCES = {
     # Half a bit decides which expert a token visits: single gradients of experts are then of other tokens.
     "bf16 with experts": {"loss": 5e-3, "gradient norm": 5e-2, "gradient": UNCOMPARED, "weight": UNCOMPARED},
 }
+MODULE = {"fp32": 3e-5, "bf16": 1e-1}
+"""What a token that passes a module may differ by in the first step, relative to the size of a token."""
+MOST_MASKS = 5
+"""Modules with wrong dropout that are said."""
 FAULT = 5
 """The exit code of a layout that is not equal: a training fault."""
 
@@ -40,7 +46,10 @@ def run(argv: list[str], *, debug: bool) -> int:
     """Prove the layout that `argv` describes, at a size that fits this machine; returns the exit code.
 
     In fp32, where an error of the layout shows above the rounding; a bf16 run is then proven in bf16 too. Dropout and
-    the noise of routers are off, and listed so: other layouts draw other numbers.
+    the noise of routers are off, and listed so: other layouts draw other numbers. Which ranks drop alike is looked at
+    apart. The layout is resumed from a
+    checkpoint after half of the steps, one rank is not. After a failure both run again and the first module that
+    computes something else is named.
     """
     full = load(argv).run
     equal = True
@@ -53,7 +62,16 @@ def run(argv: list[str], *, debug: bool) -> int:
         say_page(table(rows))
         if any(row.error for row in rows):
             say(f"not bitwise, because {why_not_bitwise(small)}")
-        equal = equal and all(row.equal for row in rows)
+        if equal and not all(row.equal for row in rows):
+            equal = False
+            say_page(in_words(located(small)))
+    if draws(full):
+        problems = masks(shrunk(full, argv, 1, "fp32"))
+        for module, what in problems[:MOST_MASKS]:
+            say_page(f"dropout: {module}: {what}")
+        equal = equal and not problems
+        if not problems:
+            say_page("dropout: ranks drop alike what each of them holds whole, and nothing else alike")
     say_page(
         "proven: the layout computes what one rank computes"
         if equal
@@ -94,25 +112,67 @@ def shrunk(full: RunConfig, argv: list[str], steps: int, dtype: str) -> RunConfi
 
 
 def compared(small: RunConfig) -> list[Row]:
-    """Train `small` as laid out and on one rank, and compare what both computed."""
-    with tempfile.TemporaryDirectory(prefix="mtrain-prove-") as scratch:
-        homes = {"one": Path(scratch) / "one", "many": Path(scratch) / "many"}
-        for home in homes.values():
-            home.mkdir()
-        local.observe(small, homes["many"])
-        local.observe(alone(small), homes["one"], by_document=small.data.packed and by_document(small) == small)
+    """Train `small` as laid out, resumed in the middle, and on one rank without that, and compare both."""
+    with _observed(small) as (one, many):
         from mtrain.train.prove import compare
 
-        dtype = small.precision.format
-        kind: str = dtype
-        if dtype == "bf16" and small.model.moe is not None:
-            kind = "bf16 with experts"
-        elif dtype == "bf16" and small.model.norm_placement == "post_residual":
-            kind = "bf16 with norms on sums"
         centered = small.model.layernorm_zero_centered_gamma
-        return compare(
-            homes["one"], homes["many"], small.trainer.train_iters, TOLERANCES[kind], zero_centered=centered
-        )
+        return compare(one, many, small.trainer.train_iters, _tolerances(small), zero_centered=centered)
+
+
+def located(small: RunConfig) -> Difference | None:
+    """The first module, in the order of execution, that computes something else than on one rank; None: none is
+    found. Trains both again, with all that passes each module kept.
+    """
+    with _observed(small, traced=True) as (one, many):
+        from mtrain.train.where import Bounds, where
+
+        told, dtype = _tolerances(small), small.precision.format
+        bounds = Bounds(MODULE[dtype], told["loss"], told["gradient"], told["gradient norm"], told["weight"])
+        return where(one, many, small.trainer.train_iters, bounds)
+
+
+def draws(full: RunConfig) -> bool:
+    """Whether several ranks of a run have dropout in the model."""
+    return bool(full.model.hidden_dropout or full.model.attention_dropout) and RankGrid.of(full).world > 1
+
+
+def masks(small: RunConfig) -> list[tuple[str, str]]:
+    """Modules whose dropout is wrong over ranks, with what is wrong; see `train.chance.wrong_masks`."""
+    with tempfile.TemporaryDirectory(prefix="mtrain-prove-") as scratch:
+        local.observe_masks(small, Path(scratch))
+        from mtrain.train.chance import wrong_masks
+
+        return wrong_masks(Path(scratch), sequence_parallel=bool(small.parallel.sequence_parallel))
+
+
+def in_words(found: Difference | None) -> str:
+    """The line that says where to look."""
+    if found is None:
+        return "where: nothing that passes the modules differs by more than rounding, nor do gradients and weights"
+    return f"where: {found.module}, {found.way} of step {found.step}: {found.what} (relative error {found.error:.1e})"
+
+
+@contextmanager
+def _observed(small: RunConfig, *, traced: bool = False) -> Iterator[tuple[Path, Path]]:
+    """Folders in which one rank and the layout left what they computed."""
+    with tempfile.TemporaryDirectory(prefix="mtrain-prove-") as scratch:
+        one, many = Path(scratch) / "one", Path(scratch) / "many"
+        one.mkdir()
+        many.mkdir()
+        local.observe(small, many, resumed=True, traced=traced)
+        documents = small.data.packed and by_document(small) == small
+        local.observe(alone(small), one, by_document=documents, traced=traced)
+        yield one, many
+
+
+def _tolerances(small: RunConfig) -> dict[str, float]:
+    dtype = small.precision.format
+    if dtype == "bf16" and small.model.moe is not None:
+        return TOLERANCES["bf16 with experts"]
+    if dtype == "bf16" and small.model.norm_placement == "post_residual":
+        return TOLERANCES["bf16 with norms on sums"]
+    return TOLERANCES[dtype]
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -81,14 +81,25 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
     return owned.folder
 
 
-def observe(run: RunConfig, home: Path, *, by_document: bool = False) -> None:
+def observe(
+    run: RunConfig, home: Path, *, by_document: bool = False, resumed: bool = False, traced: bool = False
+) -> None:
     """Train a small run in local processes and leave in `home` what `train.prove.compare` reads.
 
-    `by_document`: packed samples one document at a time; see `train.prove.observe`.
+    `by_document`: packed samples one document at a time; `resumed`: over a checkpoint; `traced`: with what passes
+    each module; see `train.prove.observe`.
     """
     _warm(run)
     run = _with_products(run)
-    _run_ranks(run, home, lambda ending: _observe(run, home, by_document, ending))
+    how = {"by_document": by_document, "resumed": resumed, "traced": traced}
+    _run_ranks(run, home, lambda ending: _observe(run, home, how, ending))
+
+
+def observe_masks(run: RunConfig, home: Path) -> None:
+    """Train one step in local processes and leave in `home` what `train.chance.wrong_masks` reads."""
+    _warm(run)
+    run = _with_products(run)
+    _run_ranks(run, home, lambda ending: _observe_masks(run, home, ending))
 
 
 def say(run: RunConfig, text: str) -> None:
@@ -186,11 +197,18 @@ def _import(run: RunConfig, source: Path, home: Path) -> None:
     take(run, source, home)
 
 
-def _observe(run: RunConfig, home: Path, by_document: bool, ending: End) -> None:
+def _observe(run: RunConfig, home: Path, how: dict[str, bool], ending: End) -> None:
     enter(run, ending)
     from mtrain.train import prove
 
-    prove.observe(run, home, by_document=by_document)
+    prove.observe(run, home, **how)
+
+
+def _observe_masks(run: RunConfig, home: Path, ending: End) -> None:
+    enter(run, ending)
+    from mtrain.train import chance
+
+    chance.observe_masks(run, home)
 
 
 def _logits(run: RunConfig, checkpoint: Path, ids: list[int], out: Path, ending: End) -> None:

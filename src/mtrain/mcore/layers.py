@@ -204,6 +204,7 @@ class DuplicatedLinear(nn.Module):
         self.tp_group = parallel_state.get_tensor_model_parallel_group() if tp_group is None else tp_group
         self.sequence_parallel = config.sequence_parallel
         self._summed = position_size if shares_keys and split else 0
+        self.gives_partial_gradients = bool(self._summed)
 
     def reset_parameters(self) -> None:
         """Draw the weight; every rank must draw from the same random state."""

@@ -27,9 +27,9 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
     A layout that needs more has its degrees halved, the largest first, until it fits.
 
     Layers become one or two per (virtual) stage, heads and key/value heads the fewest that keep how they are sharded,
-    experts at most two per rank. Everything that decides which code runs stays as it was: norm, activation, biases,
-    positions, windows, sinks, tying, routing, recomputation, optimizer, schedule. Products in 8 or 4 bits do not: no
-    CPU has them.
+    experts at most two per rank; a micro-batch has one sample, or two where experts are balanced sequence by
+    sequence. Everything that decides which code runs stays as it was: norm, activation, biases, positions, windows,
+    sinks, tying, routing, recomputation, optimizer, schedule. Products in 8 or 4 bits do not: no CPU has them.
     """
     p, deep = _fitting(run.parallel, max_ranks), stages(run)
     if p.pp * p.vpp < len(deep):  # written stages are of a pipeline that no longer exists
@@ -39,7 +39,8 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
         seq *= 4
         p = p.model_copy(update={"max_seqlen_per_dp_cp_rank": None})
     taken = _taken_in_turn(run.parallel, p)
-    smallest = p.dp * taken
+    rows = 2 if run.trainer.micro > 1 and balances_sequences(run) else 1
+    smallest = p.dp * taken * rows
     batch = smallest * max(1, 4 // taken)
     group = {"microbatch_group_size_per_vp_stage": taken if taken > p.pp else None}
     p = p.model_copy(update={**group, "recompute": _one_layer_groups(p.recompute)})
@@ -62,7 +63,7 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
             update={
                 "train_iters": steps,
                 "global_batch_size": batch,
-                "micro_batch_size": 1,
+                "micro_batch_size": rows,
                 **_ramp(run, smallest, batch, seq),
                 "eval_iters": 0,
                 "eval_interval": None,
@@ -132,11 +133,23 @@ def _ramp(run: RunConfig, smallest: int, batch: int, seq: int) -> dict[str, Any]
 
 
 def alone(run: RunConfig) -> RunConfig:
-    """The same run on one rank, with everything kept on it: the same samples in the same micro-batches."""
+    """The same run on one rank, with everything kept on it: the same samples in the same micro-batches.
+
+    Where experts are balanced sequence by sequence, each in a micro-batch of its own: nothing may depend on that.
+    """
+    micro = {"micro_batch_size": 1} if balances_sequences(run) else {}
     optim = run.optim.model_copy(update={"cpu_offload": 0.0})
     # what replaces main weights is the distributed optimizer's, on one rank too
     parallel = ParallelConfig(ranks=1, distributed_optimizer=optim.holds_main_weights)
-    return run.model_copy(update={"parallel": parallel, "optim": optim})
+    trainer = run.trainer.model_copy(update=micro)
+    return run.model_copy(update={"parallel": parallel, "optim": optim, "trainer": trainer})
+
+
+def balances_sequences(run: RunConfig) -> bool:
+    """Whether routers balance each sequence for itself, so that it does not matter which are in a micro-batch."""
+    moe = run.model.moe
+    alone = moe is not None and moe.router_load_balancing_type == "seq_aux_loss" and not moe.expert_capacity_factor
+    return alone and not run.data.packed
 
 
 def without_chance(run: RunConfig) -> RunConfig:

@@ -17,37 +17,74 @@ from mtrain.ckpt import store
 from mtrain.ckpt.folder import MODEL, folder_name
 from mtrain.config.batches import size_after
 from mtrain.config.run import RunConfig
+from mtrain.data import Splits
 from mtrain.mcore import sharding
 from mtrain.train import documents
+from mtrain.train.activations import Recorder
 from mtrain.train.assemble import assemble, splits_of
 from mtrain.train.feed import to_device
 from mtrain.train.step import Parts, gradients, reduce_report, train_step
-from mtrain.world.init import joined
+from mtrain.world.init import World, joined
 
 SMALL = 1e-3
 STEPS, DOCUMENTS = "steps.json", "documents.json"
+MIDDLE, RESTORED = "middle", "restored"
+"""Folders of the checkpoint that a run goes on from, and of what it is once that is read."""
 
 
-def observe(run: RunConfig, folder: Path, *, by_document: bool = False) -> None:
+def observe(
+    run: RunConfig, folder: Path, *, by_document: bool = False, resumed: bool = False, traced: bool = False
+) -> None:
     """Train `run` to its end on this rank, and leave in `folder`: losses and norms of each step, the whole gradient
     that the first update was made from, and the weights after the last.
 
     Of packed samples also the loss and the gradient of a few documents alone. With `by_document` nothing is packed:
-    one rank runs each document as a sequence of its own.
+    one rank runs each document as a sequence of its own. With `resumed` the second half of the steps is made by what
+    was built anew and read back from a checkpoint. With `traced`, what every module takes and gives is kept, and the
+    gradient and the weights of every step, for `train.locate`; documents are not looked at alone.
     """
     with joined(run) as world:
         splits = splits_of(run)
-        parts = assemble(run, world, splits)
-        if by_document:
-            parts.schedule = documents.alone(splits.document_ends)
-        of_documents = _documents(parts, folder) if run.data.packed else []
+        parts = _assembled(run, world, splits, by_document)
+        of_documents = _documents(parts, folder) if run.data.packed and not traced else []
+        recorder = Recorder(parts, by_document=by_document) if traced else None
         record_gradients(parts, folder / "gradients")
-        results = [train_step(parts, stop_requested=False) for _ in range(run.trainer.train_iters)]
+        results = []
+        for made in range(run.trainer.train_iters):
+            if resumed and made and made == run.trainer.train_iters // 2:
+                parts = _resumed(parts, folder / MIDDLE, splits, by_document)
+                if recorder is not None:
+                    recorder.follow(parts)
+                    ckpt_state.save(folder / RESTORED, run, world, parts.state, {})
+            if traced:
+                record_gradients(parts, folder / f"gradients_{made + 1}")
+            results.append(train_step(parts, stop_requested=False))
+            if traced:
+                ckpt_state.save(folder / f"weights_{made + 1}", run, world, parts.state, {})
         ckpt_state.save(folder, run, world, parts.state, {})
+        if recorder is not None:
+            recorder.save(folder)
         if world.is_rank0:
             rows = [{"loss": r.loss, "grad_norm": r.grad_norm} for r in results]
             (folder / STEPS).write_text(strict_json.dumps(rows))
             (folder / DOCUMENTS).write_text(strict_json.dumps(of_documents))
+
+
+def _assembled(run: RunConfig, world: World, splits: Splits, by_document: bool) -> Parts:
+    parts = assemble(run, world, splits)
+    if by_document:
+        parts.schedule = documents.alone(splits.document_ends)
+    return parts
+
+
+def _resumed(parts: Parts, folder: Path, splits: Splits, by_document: bool) -> Parts:
+    """The run as it goes on in parts that are built anew and read back what it saves here."""
+    run, world = parts.run, parts.world
+    path = ckpt_state.save(folder, run, world, parts.state, {})
+    parts.close()
+    anew = _assembled(run, world, splits, by_document)
+    ckpt_state.load(store.Checkpoint.open(path), world, anew.state, seed=run.trainer.seed)
+    return anew
 
 
 def _documents(parts: Parts, folder: Path) -> list[dict[str, Any]]:
@@ -111,8 +148,8 @@ def compare(
     own after a few steps.
     """
     a, b = (json.loads((folder / STEPS).read_text()) for folder in (one, many))
-    losses = {f"step {i}": _relative(x["loss"], y["loss"]) for i, (x, y) in enumerate(zip(a, b, strict=True), 1)}
-    norm = {"step 1": _relative(a[0]["grad_norm"], b[0]["grad_norm"])}
+    losses = {f"step {i}": relative(x["loss"], y["loss"]) for i, (x, y) in enumerate(zip(a, b, strict=True), 1)}
+    norm = {"step 1": relative(a[0]["grad_norm"], b[0]["grad_norm"])}
     rows = [
         _worst("loss", losses, tolerances["loss"]),
         _worst("gradient norm", norm, tolerances["gradient norm"]),
@@ -132,7 +169,7 @@ def _of_documents(one: Path, many: Path, tolerances: dict[str, float]) -> list[R
     for x, y in zip(a, b, strict=True):
         where = f"document {x['number']}, in sample {x['sample']}"
         same = all(x[key] == y[key] for key in ("number", "start", "stop", "tokens"))
-        losses[where] = _relative(x["loss"], y["loss"]) if same else float("inf")
+        losses[where] = relative(x["loss"], y["loss"]) if same else float("inf")
         inside = f"document_{x['number']}/{folder_name(0)}"
         # a token that attends to itself alone gives norms of queries a gradient of rounding
         found = _of_tensors(one / inside, many / inside, small=SMALL)
@@ -151,7 +188,7 @@ def _of_tensors(one: Path, many: Path, *, offset: bool = False, small: float = 0
     A tensor whose norm is less than `small` of that of all tensors is compared with that.
     """
     left, right = (
-        {key.removeprefix(MODEL): value for key, value in whole_tensors(folder).items() if _is_weight(key)}
+        {key.removeprefix(MODEL): value for key, value in whole_tensors(folder).items() if is_weight(key)}
         for folder in (one, many)
     )
     if left.keys() != right.keys():
@@ -162,12 +199,12 @@ def _of_tensors(one: Path, many: Path, *, offset: bool = False, small: float = 0
     return {key: _distance(value, right[key], 1.0 if key in factors else 0.0, least) for key, value in left.items()}
 
 
-def _is_weight(key: str) -> bool:
+def is_weight(key: str) -> bool:
     """Whether a key is of a weight or its gradient: not of the optimizer or of a router's counters."""
     return key.startswith(MODEL) and "tokens_per_expert" not in key
 
 
-def _relative(a: float | None, b: float | None) -> float:
+def relative(a: float | None, b: float | None) -> float:
     if a is None or b is None:  # not a number
         return float("inf")
     return abs(a - b) / max(abs(a), 1e-12)

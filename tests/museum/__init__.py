@@ -1,0 +1,1 @@
+"""Real silent bugs of the field, each brought back by a small change, for `prove` to find and to name."""

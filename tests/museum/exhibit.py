@@ -1,0 +1,130 @@
+"""What an exhibit is, and how one is shown to `prove`."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from mtrain.cli import prove
+from mtrain.cli.setup import load
+from mtrain.errors import TrainingError
+from mtrain.launching import local
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """A bug, and where it bites."""
+
+    name: str
+    source: str
+    """Issue, change or place that it is known from."""
+    layout: str
+    """The command line that it is proven with."""
+    does: str
+    """What it does to the numbers."""
+    fault: Callable[[], None]
+    """Brings it back in this process."""
+    named: str
+    """What the module must be called: a regular expression of all of it."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `prove` says of an exhibit."""
+
+    found: bool
+    module: str
+    """Where it says to look; empty if it names nothing."""
+    said: str
+    named: bool
+    seconds: float
+
+
+@contextmanager
+def seeded(fault: Callable[[], None]) -> Iterator[None]:
+    """Every rank that is started has the fault; this process does not."""
+    kept = {name: getattr(local, name) for name in ("_observe", "_observe_masks")}
+
+    def faulty(real: Callable[..., None]) -> Callable[..., None]:
+        def observe(*args: Any) -> None:
+            fault()
+            real(*args)
+
+        return observe
+
+    for name, real in kept.items():
+        setattr(local, name, faulty(real))
+    try:
+        yield
+    finally:
+        for name, real in kept.items():
+            setattr(local, name, real)
+
+
+def show(exhibit: Exhibit) -> Verdict:
+    """Prove the layout of an exhibit, as `python launch.py prove` does, on ranks that all have its bug."""
+    begun = time.monotonic()
+    with seeded(exhibit.fault):
+        found, module, said = judged(exhibit.layout)
+    named = found and re.fullmatch(exhibit.named, module) is not None
+    return Verdict(found, module, said, named, time.monotonic() - begun)
+
+
+def judged(words: str) -> tuple[bool, str, str]:
+    """Whether a layout is not what one rank computes, the module that is named, and what is said of it."""
+    argv = words.split()
+    full = load(argv).run
+    for dtype in prove.formats(full):
+        small = prove.comparable(full, argv, prove.STEPS, dtype)
+        try:
+            rows = prove.compared(small)
+            if all(row.equal for row in rows):
+                continue
+            where = prove.located(small)
+        except TrainingError as refused:
+            return True, "refused", str(refused).strip().splitlines()[-1]
+        worst = max((row for row in rows if not row.equal), key=lambda row: row.error / row.tolerance)
+        summary = f"{worst.what} off by {worst.error:.1e}; "
+        return True, where.module if where else "", summary + prove.in_words(where)
+    if prove.draws(full):
+        problems = prove.masks(prove.shrunk(full, argv, 1, "fp32"))
+        if problems:
+            return True, problems[0][0], problems[0][1]
+    return False, "", "equal"
+
+
+def replace(module: str, name: str, value: Any) -> None:
+    """Put `value` where `module` (a module, or a class in it after a colon) has `name`."""
+    setattr(owner(module), name, value)
+
+
+def wrap(module: str, name: str, change: Callable[..., Any]) -> None:
+    """Put `change` around a function or a method: it is called with the real one before the arguments."""
+    real = getattr(owner(module), name)
+
+    def changed(*args: Any, **more: Any) -> Any:
+        return change(real, *args, **more)
+
+    replace(module, name, changed)
+
+
+def unwrap(module: str, name: str) -> None:
+    """Take the outermost wrapper off."""
+    replace(module, name, getattr(owner(module), name).__wrapped__)
+
+
+def without(name: str, method: str) -> Any:
+    """A fault that takes one of mtrain's patches off a method."""
+    return lambda: unwrap(name, method)
+
+
+def owner(module: str) -> Any:
+    """A module, or a class in it after a colon."""
+    name, _, inside = module.partition(":")
+    found = importlib.import_module(name)
+    return getattr(found, inside) if inside else found
