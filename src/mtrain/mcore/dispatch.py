@@ -26,7 +26,7 @@ from torch import Tensor
 
 def begin_copy(values: Tensor) -> tuple[Tensor, Any]:
     """`values` on their way to the host, and the event to wait for before they are read; None on a CPU."""
-    if values.device.type in ("cpu", "meta"):
+    if values.is_cpu or values.is_meta:
         return values, None
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
     event = torch.get_device_module(values.device).Event()
