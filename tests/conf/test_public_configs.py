@@ -45,6 +45,7 @@ FAMILIES_IN_SMALL = (
     "nemotron_h",
     "phi3",
     "pythia",
+    "qwen3_next",
     "t5",
 )
 OURS = {f"{family}_tiny" for family in FAMILIES_IN_SMALL}
