@@ -219,7 +219,9 @@ def _packed_case() -> Case:
         row = (model.heads + 2 * model.kv_heads) * model.head_dim
         found = _CASES[0].make(model, device, dtype)
         weights = [torch.randn(model.head_dim, device=device, dtype=dtype).requires_grad_() for _ in range(2)]
-        given = {"qkv": torch.randn((model.tokens, 1, row), device=device, dtype=dtype).requires_grad_()}
+        given: dict[str, Any] = {
+            "qkv": torch.randn((model.tokens, 1, row), device=device, dtype=dtype).requires_grad_()
+        }
         given |= {"cos": found["cos"], "sin": found["sin"], "heads": model.heads, "groups": model.kv_heads}
         return given | {"q_weight": weights[0], "k_weight": weights[1]}
 

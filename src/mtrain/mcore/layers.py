@@ -120,8 +120,10 @@ class _NormAcrossHeads(Norm):
         super().__init__(config, self.heads * hidden_size, eps, **more)
         self._tp = parallel_state.get_tensor_model_parallel_group()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The normalised heads, in their shape and dtype."""
+    def forward(self, x: Tensor | None) -> Tensor:
+        """The normalised heads, in their shape and dtype; for None the weight."""
+        if x is None:
+            return self.weight
         ranks, (n, d) = self._tp.size(), x.shape[-2:]
         if ranks == 1:
             return super().forward(x.flatten(-2)).view_as(x)
