@@ -17,10 +17,10 @@ from tests.support.runs import tiny_run, train_steps, trained, whole_tensors
 
 STEPS = 3
 MIXER: dict[str, Any] = {
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 16,
-    "mamba_state_dim": 16,
-    "mamba_num_groups": 4,
+    "num_heads": 8,
+    "head_dim": 16,
+    "state_dim": 16,
+    "num_groups": 4,
     "chunk_size": 8,
 }
 HYBRID: dict[str, Any] = {

@@ -166,7 +166,7 @@ OTHERS = (
         "MT254",
         "The family of the model, which a plug-in adds, does not say which weights a stage has: there is no plan.",
         "Ask its author for `Family.weights`.",
-        says="the family hybrid does not say which weights a stage has",
+        says="the family theirs does not say which weights a stage has",
     ),
     Code(
         "MT255",

@@ -30,7 +30,7 @@ def fed() -> dict[str, list[str]]:
     plain = ModelConfig.model_validate({**example_section(ModelConfig), "moe": experts})
     plain = plain.model_copy(update={"linear_attention": LinearAttentionConfig()})
     out: dict[str, list[str]] = {}
-    hybrid = HybridConfig(pattern="ME", mamba_num_heads=8)
+    hybrid = HybridConfig(pattern="ME", num_heads=8)
     for update in ({}, {"mla": MLAConfig(rope_type="yarn")}, {"hybrid": hybrid}):
         model = plain.model_copy(update=update)
         for key, fields in feeds(RunConfig(model=model)).items():

@@ -29,15 +29,19 @@ class HybridConfig(Section):
     pattern: Annotated[str, Field(min_length=1, max_length=4096), Key(hf="hybrid_override_pattern")]
     """The kind of each layer, a letter for one: M Mamba-2, * attention, - MLP, E experts, as M-M-M-M*-. Pipeline
     stages end where the layout says, anywhere in it."""
-    mamba_num_heads: Annotated[Width, Key(feeds="mamba_num_heads", hf="mamba_num_heads")]
+    num_heads: Annotated[Width, Key(feeds="mamba_num_heads", hf="mamba_num_heads")]
     """Heads of a Mamba-2 mixer, each with a state of its own."""
-    mamba_head_dim: Annotated[Width, Key(feeds="mamba_head_dim", hf="mamba_head_dim", unit="channels")] = 64
+    head_dim: Annotated[
+        Width, Key(feeds="mamba_head_dim", hf="mamba_head_dim", unit="channels")
+    ] = 64
     """Width of such a head."""
-    mamba_state_dim: Annotated[Width, Key(feeds="mamba_state_dim", hf="ssm_state_size", aka="state_size d_state")] = (
-        128
-    )
+    state_dim: Annotated[
+        Width, Key(feeds="mamba_state_dim", hf="ssm_state_size", aka="state_size d_state")
+    ] = 128
     """Numbers in the state of each of its channels."""
-    mamba_num_groups: Annotated[Width, Key(feeds="mamba_num_groups", hf="n_groups", aka="ngroups")] = 8
+    num_groups: Annotated[
+        Width, Key(feeds="mamba_num_groups", hf="n_groups", aka="ngroups")
+    ] = 8
     """Groups of heads; those of a group share what is written into their states and read from them, and its channels
     are normed together."""
     conv_kernel: Annotated[Width, Key(hf="conv_kernel", aka="d_conv", unit="tokens")] = 4

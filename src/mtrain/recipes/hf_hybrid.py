@@ -36,7 +36,7 @@ _SIZES = {
     "tie_word_embeddings": "model.tie_word_embeddings",
     "initializer_range": "model.init_method_std",
     "layer_norm_epsilon": "model.layernorm_epsilon",
-    "n_groups": "model.hybrid.mamba_num_groups",
+    "n_groups": "model.hybrid.num_groups",
     "conv_kernel": "model.hybrid.conv_kernel",
     "chunk_size": "model.hybrid.chunk_size",
 }
@@ -64,7 +64,7 @@ def _mamba2(f: ConfigFile) -> None:
     f.out |= {
         "model.num_layers": layers,
         "model.hybrid.pattern": MAMBA * layers,
-        "model.hybrid.mamba_num_heads": heads,
+        "model.hybrid.num_heads": heads,
         "model.num_attention_heads": f.get("num_attention_heads", heads),
         "model.ffn_hidden_size": f.get("intermediate_size", width),
         "model.max_position_embeddings": f.get("max_position_embeddings", POSITIONS),
@@ -81,8 +81,8 @@ def _mamba2(f: ConfigFile) -> None:
 MAMBA2_READS = Family(
     {
         **_SIZES,
-        "head_dim": "model.hybrid.mamba_head_dim",
-        "state_size": "model.hybrid.mamba_state_dim",
+        "head_dim": "model.hybrid.head_dim",
+        "state_size": "model.hybrid.state_dim",
     },
     {**_BASE, "model.activation": "squared_relu"},
     {
@@ -184,9 +184,9 @@ NEMOTRON_READS = Family(
         **_SIZES,
         "num_key_value_heads": "model.num_query_groups",
         "head_dim": "model.kv_channels",
-        "mamba_num_heads": "model.hybrid.mamba_num_heads",
-        "mamba_head_dim": "model.hybrid.mamba_head_dim",
-        "ssm_state_size": "model.hybrid.mamba_state_dim",
+        "mamba_num_heads": "model.hybrid.num_heads",
+        "mamba_head_dim": "model.hybrid.head_dim",
+        "ssm_state_size": "model.hybrid.state_dim",
     },
     {**_BASE, "model.activation": "squared_relu"},
     {
@@ -244,18 +244,18 @@ def _own(m: ModelConfig) -> HybridConfig:
 
 def _writes_mamba2(m: ModelConfig) -> Json:
     h = _own(m)
-    expand, rest = divmod(h.mamba_num_heads * h.mamba_head_dim, m.hidden_size)
+    expand, rest = divmod(h.num_heads * h.head_dim, m.hidden_size)
     if set(h.pattern) != {MAMBA} or rest:
         raise ValueError("it has other layers than Mamba-2, or heads that are no multiple of hidden_size")
     more: dict[str, Any] = {
-        "num_attention_heads": (m.num_attention_heads, h.mamba_num_heads),
+        "num_attention_heads": (m.num_attention_heads, h.num_heads),
         "intermediate_size": (m.ffn_hidden_size, expand * m.hidden_size),
         "max_position_embeddings": (m.max_position_embeddings, POSITIONS),
     }
     return {
         "num_hidden_layers": m.num_layers,
-        "num_heads": h.mamba_num_heads,
-        "head_dim": h.mamba_head_dim,
+        "num_heads": h.num_heads,
+        "head_dim": h.head_dim,
         "expand": expand,
         "time_step_limit": [h.time_step_min, _NO_BOUND[1]],
         "use_bias": False,

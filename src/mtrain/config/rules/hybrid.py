@@ -79,39 +79,39 @@ def experts_are_where_the_pattern_has_them(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(
-    Code("MT290", example=f"{TINY} model.hybrid.mamba_num_heads=18"),
-    reads="model.family model.hybrid.mamba_num_heads model.hybrid.mamba_num_groups",
+    Code("MT290", example=f"{TINY} model.hybrid.num_heads=18"),
+    reads="model.family model.hybrid.num_heads model.hybrid.num_groups",
 )
 def groups_divide_mamba_heads(run: RunConfig) -> Iterator[Finding]:
     """Every group of a Mamba-2 mixer has as many heads."""
     h = _own(run)
-    if h is not None and h.mamba_num_heads % h.mamba_num_groups:
-        legal = divisors(h.mamba_num_heads)
-        rule = f"{h.mamba_num_heads} heads do not divide into {h.mamba_num_groups} groups"
-        rule = f"{rule} (model.hybrid.mamba_num_groups); groups that divide: {listed(legal)}"
+    if h is not None and h.num_heads % h.num_groups:
+        legal = divisors(h.num_heads)
+        rule = f"{h.num_heads} heads do not divide into {h.num_groups} groups"
+        rule = f"{rule} (model.hybrid.num_groups); groups that divide: {listed(legal)}"
         near: tuple[Change, ...] = tuple(
-            {"model.hybrid.mamba_num_heads": n} for n in multiples(h.mamba_num_heads, h.mamba_num_groups)
+            {"model.hybrid.num_heads": n} for n in multiples(h.num_heads, h.num_groups)
         )
         fewer: tuple[Change, ...] = tuple(
-            {"model.hybrid.mamba_num_groups": n} for n in nearest(h.mamba_num_groups, legal)
+            {"model.hybrid.num_groups": n} for n in nearest(h.num_groups, legal)
         )
-        yield Finding("MT290", "model.hybrid.mamba_num_heads", rule, (*near, *fewer))
+        yield Finding("MT290", "model.hybrid.num_heads", rule, (*near, *fewer))
 
 
 @rule(
     Code("MT291", example=f"{TINY} parallel=tp8 parallel.ranks=8"),
     reads=(
-        "model.family parallel.tp model.hybrid.mamba_num_groups model.hybrid.mamba_num_heads parallel.ranks "
+        "model.family parallel.tp model.hybrid.num_groups model.hybrid.num_heads parallel.ranks "
         "parallel.sequence_parallel"
     ),
 )
 def tp_divides_mamba_groups(run: RunConfig) -> Iterator[Finding]:
     """Every tp rank has whole groups of a Mamba-2 mixer, with their heads: each is normed by itself."""
     h, tp = _own(run), run.parallel.tp
-    if h is None or not (h.mamba_num_groups % tp or h.mamba_num_heads % tp):
+    if h is None or not (h.num_groups % tp or h.num_heads % tp):
         return
-    legal = divisors(math.gcd(h.mamba_num_groups, h.mamba_num_heads))
-    rule = f"{h.mamba_num_groups} groups of {h.mamba_num_heads} heads do not divide by tp {tp}"
+    legal = divisors(math.gcd(h.num_groups, h.num_heads))
+    rule = f"{h.num_groups} groups of {h.num_heads} heads do not divide by tp {tp}"
     fixes: list[Change] = []
     for degree in nearest(tp, legal):
         alone = {"parallel.sequence_parallel": False} if degree == 1 else {}

@@ -14,12 +14,12 @@ def own(model: ModelConfig) -> HybridConfig:
 
 def channels(h: HybridConfig) -> int:
     """Of all heads of a Mamba-2 mixer."""
-    return h.mamba_num_heads * h.mamba_head_dim
+    return h.num_heads * h.head_dim
 
 
 def states(h: HybridConfig) -> int:
     """Numbers that a token writes into the states of a Mamba-2 mixer; as many read from them."""
-    return h.mamba_num_groups * h.mamba_state_dim
+    return h.num_groups * h.state_dim
 
 
 def parameters(model: ModelConfig) -> int:
@@ -59,8 +59,8 @@ def _norm(model: ModelConfig) -> int:
 
 def _mamba(model: ModelConfig) -> int:
     h, mixed = own(model), channels(own(model)) + 2 * states(own(model))
-    linear = model.hidden_size * (channels(h) + mixed + h.mamba_num_heads + channels(h))
-    return linear + mixed * (h.conv_kernel + 1) + channels(h) + 3 * h.mamba_num_heads
+    linear = model.hidden_size * (channels(h) + mixed + h.num_heads + channels(h))
+    return linear + mixed * (h.conv_kernel + 1) + channels(h) + 3 * h.num_heads
 
 
 def _attention(model: ModelConfig) -> int:
@@ -98,5 +98,5 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     share = 0.5 if causal else 1.0
     keys = share * seq_length * h.pattern.count(ATTENTION)
     chunk = share * min(h.chunk_size, seq_length)
-    scan = h.pattern.count(MAMBA) * (chunk * (states(h) + channels(h)) + 2 * channels(h) * h.mamba_state_dim)
+    scan = h.pattern.count(MAMBA) * (chunk * (states(h) + channels(h)) + 2 * channels(h) * h.state_dim)
     return 6.0 * weights + 12.0 * keys * model.num_attention_heads * model.head_dim + 6.0 * scan

@@ -44,7 +44,7 @@ def add_layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
 
 def _mixer(g: Graph, r: Rank, x: Tensor) -> None:
     h, tp, m = own(r.model), r.layout.tp, r.model
-    width, heads = channels(h) // tp, h.mamba_num_heads // tp
+    width, heads = channels(h) // tp, h.num_heads // tp
     mixed = width + 2 * states(h) // tp
     fused = column(g, r, "mixer.in_proj", x, m.hidden_size, width + mixed + heads)
     _convolution(g, r, fused, mixed)
@@ -72,7 +72,7 @@ def _convolution(g: Graph, r: Rank, fused: Tensor, mixed: int) -> None:
 def _scan(g: Graph, r: Rank, width: int, mixed: int, heads: int) -> None:
     """The states of all heads, chunk by chunk: a kernel keeps what it reads, plain torch every product's operands."""
     h, b = own(r.model), r.samples
-    p, s, rows = h.mamba_head_dim, h.mamba_state_dim, b * heads
+    p, s, rows = h.head_dim, h.state_dim, b * heads
     read = Tensor(r.tokens * (mixed if r.wide or not r.host else width) * (r.element if not r.host else FP32))
     moved = r.tokens * (2 * width + 2 * (mixed - width)) * r.element
     if not r.host:  # the library keeps its decays and what it gives, too
@@ -93,7 +93,7 @@ def _scan(g: Graph, r: Rank, width: int, mixed: int, heads: int) -> None:
 
 def _gated_norm(g: Graph, r: Rank, fused: Tensor, width: int) -> None:
     """Written out: the gate, its SiLU, what is gated, normed and scaled, in fp32."""
-    size, groups = r.tokens * width * FP32, own(r.model).mamba_num_groups // r.layout.tp
+    size, groups = r.tokens * width * FP32, own(r.model).num_groups // r.layout.tp
     gate = [fused] if r.wide else [Tensor(size), Tensor(width * FP32)]
     kept = [*gate, *[Tensor(size) for _ in range(4)], Tensor(r.tokens * groups * FP32)]
     g.add("mixer.norm", kept, moved=8 * size)

@@ -19,14 +19,14 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
     """
     hybrid = own(model)
     small = shrink_decoder(model, p, layers=layers, seq_length=seq_length)
-    groups = p.tp * (2 if hybrid.mamba_num_groups >= 2 * p.tp else 1)
-    each = 2 if hybrid.mamba_num_heads > hybrid.mamba_num_groups else 1
+    groups = p.tp * (2 if hybrid.num_groups >= 2 * p.tp else 1)
+    each = 2 if hybrid.num_heads > hybrid.num_groups else 1
     update = {
         "pattern": pattern(hybrid.pattern, layers),
-        "mamba_num_heads": each * groups,
-        "mamba_head_dim": HEAD,
-        "mamba_state_dim": STATE,
-        "mamba_num_groups": groups,
+        "num_heads": each * groups,
+        "head_dim": HEAD,
+        "state_dim": STATE,
+        "num_groups": groups,
         "chunk_size": min(hybrid.chunk_size, CHUNK),
     }
     return small.model_copy(update={"hybrid": hybrid.model_copy(update=update)})

@@ -80,7 +80,7 @@ def apart(m: ModelConfig, weight: Weight) -> Iterator[Weight]:
 def part_rows(m: ModelConfig, names: tuple[str, ...]) -> list[int]:
     """Rows of each named part of the first linear layer of a mixer, or of its convolution."""
     h = own(m)
-    rows = {"z": channels(h), "x": channels(h), "B": states(h), "C": states(h), "dt": h.mamba_num_heads}
+    rows = {"z": channels(h), "x": channels(h), "B": states(h), "C": states(h), "dt": h.num_heads}
     return [rows[name] for name in names]
 
 
@@ -109,7 +109,7 @@ def _layer(m: ModelConfig, p: ParallelConfig, name: str, kind: str) -> Iterator[
 
 def _mixer(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
     h = own(m)
-    heads, width, mixed = h.mamba_num_heads // p.tp, channels(h) // p.tp, (channels(h) + 2 * states(h)) // p.tp
+    heads, width, mixed = h.num_heads // p.tp, channels(h) // p.tp, (channels(h) + 2 * states(h)) // p.tp
     for vector in ("dt_bias", "A_log", "D"):
         yield Weight(f"{name}.{vector}", (heads,), "mamba")
     yield from column(f"{name}.in_proj", "mamba", p.tp * (width + mixed + heads), m.hidden_size, p.tp)
