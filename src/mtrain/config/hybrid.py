@@ -31,17 +31,11 @@ class HybridConfig(Section):
     stages end where the layout says, anywhere in it."""
     num_heads: Annotated[Width, Key(feeds="mamba_num_heads", hf="mamba_num_heads")]
     """Heads of a Mamba-2 mixer, each with a state of its own."""
-    head_dim: Annotated[
-        Width, Key(feeds="mamba_head_dim", hf="mamba_head_dim", unit="channels")
-    ] = 64
+    head_dim: Annotated[Width, Key(feeds="mamba_head_dim", hf="mamba_head_dim", unit="channels")] = 64
     """Width of such a head."""
-    state_dim: Annotated[
-        Width, Key(feeds="mamba_state_dim", hf="ssm_state_size", aka="state_size d_state")
-    ] = 128
+    state_dim: Annotated[Width, Key(feeds="mamba_state_dim", hf="ssm_state_size", aka="state_size d_state")] = 128
     """Numbers in the state of each of its channels."""
-    num_groups: Annotated[
-        Width, Key(feeds="mamba_num_groups", hf="n_groups", aka="ngroups")
-    ] = 8
+    num_groups: Annotated[Width, Key(feeds="mamba_num_groups", hf="n_groups", aka="ngroups")] = 8
     """Groups of heads; those of a group share what is written into their states and read from them, and its channels
     are normed together."""
     conv_kernel: Annotated[Width, Key(hf="conv_kernel", aka="d_conv", unit="tokens")] = 4

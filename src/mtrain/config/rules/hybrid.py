@@ -89,12 +89,8 @@ def groups_divide_mamba_heads(run: RunConfig) -> Iterator[Finding]:
         legal = divisors(h.num_heads)
         rule = f"{h.num_heads} heads do not divide into {h.num_groups} groups"
         rule = f"{rule} (model.hybrid.num_groups); groups that divide: {listed(legal)}"
-        near: tuple[Change, ...] = tuple(
-            {"model.hybrid.num_heads": n} for n in multiples(h.num_heads, h.num_groups)
-        )
-        fewer: tuple[Change, ...] = tuple(
-            {"model.hybrid.num_groups": n} for n in nearest(h.num_groups, legal)
-        )
+        near: tuple[Change, ...] = tuple({"model.hybrid.num_heads": n} for n in multiples(h.num_heads, h.num_groups))
+        fewer: tuple[Change, ...] = tuple({"model.hybrid.num_groups": n} for n in nearest(h.num_groups, legal))
         yield Finding("MT290", "model.hybrid.num_heads", rule, (*near, *fewer))
 
 
