@@ -204,7 +204,7 @@ def _cost(products: int) -> Any:
 
 
 def _launch(model: Model) -> None:
-    from mtrain_kernels.grouped_gemm import triton
+    from mtrain_kernels.grouped_gemm import clear_triton, triton
 
     rows, n = model.tokens * model.top_k, 2 * model.expert_ffn
     x = torch.empty(rows, model.hidden, dtype=torch.bfloat16, device="meta")
@@ -216,7 +216,7 @@ def _launch(model: Model) -> None:
     triton.weights_product(y, x, ends)
     triton.weights_product(y, x, ends, [torch.empty(model.experts, n, model.hidden, device="meta")])
     triton.weights_product(y, y.new_empty(rows, 8), ends)  # of biases
-    triton.clear_behind(y, ends)
+    clear_triton.clear_behind(y, ends)
 
 
 OPS = (

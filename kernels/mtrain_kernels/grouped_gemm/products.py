@@ -107,9 +107,9 @@ def _stacked(weights: Sequence[Tensor]) -> Tensor:
 def _cleared(y: Tensor, ends: Tensor) -> Tensor:
     """`y` with zeros behind the last group, where torch's product leaves what the memory held; the rest stays."""
     if triton_obstacle(y.device) is None:
-        from mtrain_kernels.grouped_gemm import triton
+        from mtrain_kernels.grouped_gemm import clear_triton
 
-        return triton.clear_behind(y, ends)
+        return clear_triton.clear_behind(y, ends)
     if y.is_cpu:
         y[int(ends[-1]) :] = 0.0
         return y

@@ -63,12 +63,6 @@ def _clear(y_ptr, ends_ptr, rows, n, GROUPS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def clear_kernel(y_ptr, ends_ptr, rows, n, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """`_clear` alone, behind a product of somebody else's."""
-    _clear(y_ptr, ends_ptr, rows, n, GROUPS, SIZE)
-
-
-@triton.jit
 def _x_tile(x, r, inner, first, i, end, k, TMA: tl.constexpr, EVEN: tl.constexpr):
     """The tile of rows r and columns `inner`: by a descriptor, or by pointers."""
     if TMA:  # rows of the next group come along; their sums are not stored
@@ -290,14 +284,6 @@ def weights_kernel(
         if ADD:
             total += tl.load(to, mask=inside, other=0.0).to(tl.float32)
         tl.store(to, cast(total, d_w_ptr.dtype.element_ty), mask=inside)
-
-
-def clear_behind(y: Tensor, ends: Tensor) -> Tensor:
-    """`y` [r, n], dense, with zeros in the rows behind the last group, and nothing else written."""
-    if y.numel():
-        with on_device_of(y):
-            clear_kernel[(processors(y.device),)](y, ends, *y.shape, GROUPS=ends.shape[0], SIZE=CLEARED, num_warps=4)
-    return y
 
 
 def _constants(places: Places, groups: int, tile: Tile, k: int) -> dict[str, object]:
