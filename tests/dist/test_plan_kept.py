@@ -147,8 +147,6 @@ KEPT |= {
 }
 QUICK = ["llama tp sp", "mixtral ep bf16", "deepseek selective", "gemma", "next tp sp"]
 STATES = {
-    "next": f"model=qwen3_next_tiny parallel=tp2pp2 {SHORT} precision=bf16 parallel.ranks=8 "
-    "parallel.distributed_optimizer=true",
     "llama tp": f"parallel=tp2 {SHORT}",
     "deepseek": "model=deepseek_tiny parallel=pp2ep2 parallel.distributed_optimizer=true precision=bf16 "
     "trainer.micro_batch_size=1 parallel.ranks=4",
