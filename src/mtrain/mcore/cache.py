@@ -65,7 +65,7 @@ class CachedSelfAttention(SelfAttention):
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
         """Queries [s, b, n, d], keys and values [s, b, g, d] of `hidden_states` [s, b, h]."""
-        if self._turns is None:
+        if self._turns is None or self.packed_impl is None:
             return super().get_query_key_value_tensors(hidden_states, *args, **given)
         packed, _ = self.linear_qkv(hidden_states)
         norms: dict[str, Any] = {}
