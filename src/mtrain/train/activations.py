@@ -18,7 +18,7 @@ from mtrain.mcore.local_params import unwrap
 from mtrain.mcore.shard_specs import shard_specs_of
 from mtrain.train.step import Parts
 
-EVENTS, ARRAYS = "events_{:05d}.json", "arrays_{:05d}.npz"
+EVENTS, ARRAYS = "events_{:05d}.json", "arrays_{:05d}.f32"
 _EXPERTS = re.compile(r"\.experts(\.|$)")
 _SILENT = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Identity)
 """What computes nothing; what holds a list of layers has another border on every stage."""
@@ -37,7 +37,7 @@ class Recorder:
     def __init__(self, parts: Parts, *, by_document: bool) -> None:
         self.by_document = by_document
         self.events: list[dict[str, Any]] = []
-        self.arrays: dict[str, np.ndarray] = {}
+        self.arrays: list[np.ndarray] = []
         self.follow(parts)
 
     def follow(self, parts: Parts) -> None:
@@ -48,16 +48,16 @@ class Recorder:
 
     def keep(self, event: dict[str, Any], values: torch.Tensor) -> None:
         """Keep the values of an event."""
-        name = str(len(self.events))
-        self.arrays[name] = values.detach().float().cpu().contiguous().numpy()
-        self.events.append({**event, "array": name, "step": self.parts.state.step + 1})
+        own = values.detach().float().cpu().contiguous().numpy()
+        self.arrays.append(own.ravel().copy())
+        self.events.append({**event, "shape": list(own.shape), "step": self.parts.state.step + 1})
 
     def save(self, folder: Path) -> None:
-        """Write what this rank kept, as JSON and plain arrays."""
+        """Write what this rank kept, as JSON and plain fp32 numbers."""
         rank, world = self.parts.world.rank, self.parts.world
         facts = {"coords": world.coords, "sizes": world.grid.sizes, "events": self.events}
         (folder / EVENTS.format(rank)).write_text(strict_json.dumps(facts))
-        np.savez(folder / ARRAYS.format(rank), allow_pickle=False, **self.arrays)
+        np.concatenate([np.zeros(0, np.float32), *self.arrays]).tofile(folder / ARRAYS.format(rank))
 
 
 class _Chunk:
@@ -280,9 +280,12 @@ def _feature_rows(root: Any) -> dict[str, list[int]]:
     return found
 
 
-def read(folder: Path) -> Iterator[tuple[dict[str, Any], Any]]:
-    """What each rank kept: its facts, and its arrays by name."""
+def read(folder: Path) -> Iterator[tuple[dict[str, Any], list[np.ndarray]]]:
+    """What each rank kept: its facts, and the values of each event."""
     for path in sorted(folder.glob("events_*.json")):
         facts = json.loads(path.read_text())
-        with np.load(path.with_name(path.name.replace("events", "arrays")).with_suffix(".npz")) as arrays:
-            yield facts, {name: arrays[name] for name in arrays.files}
+        shapes = [event["shape"] for event in facts["events"]]
+        numbers = np.fromfile(path.with_name(path.name.replace("events", "arrays")).with_suffix(".f32"), np.float32)
+        cuts = np.cumsum([int(np.prod(shape)) for shape in shapes])
+        parts = np.split(numbers, cuts[:-1]) if shapes else []
+        yield facts, [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]

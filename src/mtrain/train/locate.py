@@ -51,12 +51,12 @@ class Recorded:
         self.order: list[Passed] = []
         self.parts: dict[Passed, list[Entry]] = {}
         for facts, arrays in activations.read(folder):
-            for event in facts["events"]:
+            for event, values in zip(facts["events"], arrays, strict=True):
                 passed = Passed(event["key"], event["side"], event["way"], event["step"])
                 if passed not in self.parts:
                     self.order.append(passed)
                     self.parts[passed] = []
-                self.parts[passed].append((facts, event, arrays[event["array"]]))
+                self.parts[passed].append((facts, event, values))
 
     def steps(self) -> list[int]:
         """The steps that were recorded."""

@@ -205,6 +205,7 @@ def is_weight(key: str) -> bool:
 
 
 def relative(a: float | None, b: float | None) -> float:
+    """The difference of two numbers as a part of the first; infinite where one is none."""
     if a is None or b is None:  # not a number
         return float("inf")
     return abs(a - b) / max(abs(a), 1e-12)
