@@ -109,8 +109,8 @@ def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(tmp_path: Path) -> 
 
 
 def _mixed(run: RunConfig, chunk: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A job of one rank: what a mixer of the run makes of drawn input, and all gradients, by chunks of so many tokens;
-    0: by the recurrence, one token after the other.
+    """A job of one rank: what a mixer of the run makes of drawn input, and all gradients, by chunks of so many
+    tokens; 0: by the recurrence, one token after the other.
     """
     from mtrain_kernels.ssd import reference
 

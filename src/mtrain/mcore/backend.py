@@ -5,7 +5,6 @@ Every spec is built with the provider given explicitly; none of megatron-core's 
 
 from __future__ import annotations
 
-import functools
 import importlib
 from dataclasses import dataclass, fields
 from functools import partial
@@ -13,14 +12,10 @@ from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
-from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
-from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
-from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from mtrain_kernels.fp8_linear.op import Recipe
@@ -29,20 +24,16 @@ from mtrain.config import engine
 from mtrain.errors import BadEnvironment
 from mtrain.mcore import api, dispatch
 from mtrain.mcore.attention import CoreAttention
-from mtrain.mcore.cache import CachedSelfAttention
+from mtrain.mcore.attention_spec import attention_spec, is_rms
 from mtrain.mcore.decoder_layer import DecoderLayer, DecoderLayerSubmodules
 from mtrain.mcore.experts import GroupedExperts
-from mtrain.mcore.gated_delta_net import GatedDeltaNet, OutputNorm
 from mtrain.mcore.grouped_linear import ColumnGroupedLinear, RowGroupedLinear
 from mtrain.mcore.layers import (
     Activation,
     DuplicatedLinear,
-    KeyNorm,
     Norm,
-    QueryNorm,
     chosen,
     with_bias,
-    with_epsilon,
 )
 from mtrain.mcore.linear import ColumnLinear, RowLinear
 from mtrain.mcore.parallel_residual import SIDE_BY_SIDE
@@ -235,7 +226,7 @@ def layer_spec(config: Any, provider: Provider, *, vp_stage: int | None = None, 
         first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
         built = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank))
     # where each layer ends with a norm, none comes behind the last
-    last = None if provider.parts.norm_placement == "post_residual" else provider.layer_norm(_is_rms(config))
+    last = None if provider.parts.norm_placement == "post_residual" else provider.layer_norm(is_rms(config))
     return api.TransformerBlockSubmodules(layer_specs=[specs[kinds[i]] for i in built], layer_norm=last)
 
 
@@ -244,7 +235,7 @@ def mtp_spec(config: Any, provider: Provider, *, vp_stage: int | None = None, pp
     if not config.mtp_num_layers:
         return None
     last = one_layer_spec(config, provider, moe=_moe_pattern(config)[-1])
-    block = api.TransformerBlockSubmodules(layer_specs=[last], layer_norm=provider.layer_norm(_is_rms(config)))
+    block = api.TransformerBlockSubmodules(layer_specs=[last], layer_norm=provider.layer_norm(is_rms(config)))
     return api.get_gpt_mtp_block_spec_for_backend(
         config=config, spec=block, backend=provider, vp_stage=vp_stage, pp_rank=pp_rank
     )
@@ -271,11 +262,10 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool, linear: boo
             qk_l2_norm=config.qk_l2_norm,
             use_te_activation_func=config.use_te_activation_func,
         )
-    norm, place = provider.layer_norm(_is_rms(config)), provider.parts.norm_placement
+    norm, place = provider.layer_norm(is_rms(config)), provider.parts.norm_placement
     before = IdentityOp if place in ("post", "post_residual") else norm
     behind = IdentityOp if place == "pre" else norm
-    attend = _gated_delta_net if linear else _mla if config.multi_latent_attention else self_attention
-    attention = attend(config, provider)
+    attention = attention_spec(config, provider, linear=linear)
     provider.sparse = getattr(config, "sparse_experts", None) is not None
     mlp = api.get_mlp_module_spec_for_backend(
         backend=provider,
@@ -314,83 +304,6 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool, linear: boo
 def layers_of(mlp: Any) -> Any:
     """The two layers of an MLP's specification, or of what makes one since 0.19."""
     return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
-
-
-def self_attention(config: Any, provider: Provider) -> Any:
-    """Attention of one layer, grouped-query or not."""
-    queries, keys = _qk_norms(config, provider)
-    projection = provider.row_parallel_linear()
-    return api.ModuleSpec(
-        module=chosen_attention(provider.packed),
-        params={"attn_mask_type": api.AttnMaskType[provider.parts.attn_mask]},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=provider.column_parallel_linear(),
-            core_attention=provider.core_attention(),
-            linear_proj=with_bias(projection) if provider.parts.add_proj_bias else projection,
-            q_layernorm=queries,
-            k_layernorm=keys,
-        ),
-    )
-
-
-def _gated_delta_net(config: Any, provider: Provider) -> Any:
-    attention, norm = provider.kernels["attention"], provider.kernels["norm"]
-    return api.ModuleSpec(
-        module=chosen(GatedDeltaNet, "reference" if attention == "reference" else "auto"),
-        submodules=GatedDeltaNetSubmodules(
-            in_proj=provider.column_parallel_linear(),
-            out_norm=chosen(OutputNorm, "auto" if norm == "te" else norm),
-            out_proj=provider.row_parallel_linear(),
-        ),
-    )
-
-
-@functools.cache
-def chosen_attention(packed: str | None) -> type:
-    """Self-attention with `packed` as the implementation of what is made of packed products: a class for specs."""
-    names = {"__doc__": CachedSelfAttention.__doc__, "__module__": CachedSelfAttention.__module__}
-    return type(CachedSelfAttention.__name__, (CachedSelfAttention,), {"packed_impl": packed, **names})
-
-
-def _mla(config: Any, provider: Provider) -> Any:
-    norm, epsilon = _qk_norm(config, provider), getattr(config, "latent_layernorm_epsilon", None)
-    if epsilon is not None and config.qk_layernorm:
-        norm = with_epsilon(norm, epsilon)
-    return api.ModuleSpec(
-        module=MLASelfAttention,
-        params={"attn_mask_type": api.AttnMaskType[provider.parts.attn_mask]},
-        submodules=MLASelfAttentionSubmodules(
-            linear_q_proj=provider.column_parallel_linear(),
-            linear_q_down_proj=provider.linear(),
-            linear_q_up_proj=provider.column_parallel_linear(),
-            linear_kv_down_proj=provider.linear(),
-            linear_kv_up_proj=provider.column_parallel_linear(),
-            core_attention=provider.core_attention(),
-            linear_proj=provider.row_parallel_linear(),
-            q_layernorm=norm,
-            kv_layernorm=norm,
-        ),
-    )
-
-
-def _qk_norms(config: Any, provider: Provider) -> tuple[type, type]:
-    """Those of queries and of keys; over all heads they are ours in any case."""
-    if provider.parts.qk_layernorm_across_heads:
-        impl = "reference" if provider.kernels["norm"] == "te" else provider.kernels["norm"]
-        return chosen(QueryNorm, impl), chosen(KeyNorm, impl)
-    return (_qk_norm(config, provider),) * 2
-
-
-def _qk_norm(config: Any, provider: Provider) -> type:
-    if config.qk_l2_norm:
-        if config.multi_latent_attention:
-            raise ValueError("qk_l2_norm is not defined for MLA")
-        return L2Norm
-    return provider.layer_norm(_is_rms(config), for_qk=True) if config.qk_layernorm else IdentityOp
-
-
-def _is_rms(config: Any) -> bool:
-    return config.normalization == "RMSNorm"
 
 
 def _moe_pattern(config: Any) -> list[bool]:

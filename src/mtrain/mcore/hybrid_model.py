@@ -15,7 +15,8 @@ from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from torch import Tensor
 
 from mtrain.config import engine
-from mtrain.mcore import api, backend
+from mtrain.mcore import api
+from mtrain.mcore.attention_spec import attention_spec
 from mtrain.mcore.decoder_layer import DecoderLayer, DecoderLayerSubmodules
 from mtrain.mcore.embedding import add_in_fp32
 from mtrain.mcore.language_model import OutputLayer, SummedLosses
@@ -134,7 +135,7 @@ def stack_spec(config: Any, provider: Any, scan: Scan, layers: range, *, vp_stag
             vp_stage,
             "self_attention.linear_qkv",
             input_layernorm=norm,
-            self_attention=backend.self_attention(config, provider),
+            self_attention=attention_spec(config, provider),
             self_attn_bda=get_bias_dropout_add,
         ),
         mlp_layer=_layer(vp_stage, "mlp.linear_fc1", **_mlp(config, provider, norm, None)),

@@ -212,7 +212,9 @@ class Mamba2Mixer(MegatronModule):
                 out |= sharded_state_dict_default(
                     module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
                 )
-        fused = {"in_proj.weight": (self.parts, ["z", "x", "B", "C", "dt"])}
+        fused: dict[str, tuple[tuple[int, ...], list[str]]] = {
+            "in_proj.weight": (self.parts, ["z", "x", "B", "C", "dt"])
+        }
         fused |= {f"conv1d.{kind}": (self.parts[1:4], ["x", "B", "C"]) for kind in ("weight", "bias")}
         for name, (sizes, names) in fused.items():
             key = f"{prefix}{name}"

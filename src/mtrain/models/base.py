@@ -100,8 +100,8 @@ class Family:
     saved_as: Callable[[ModelConfig, str], str] = lambda model, name: name
     """What checkpoints call one of `weights` or `buffers` of the whole model, with all its numbers."""
     apart: Callable[[ModelConfig, Weight], Iterable[Weight]] = lambda model, weight: (weight,)
-    """What checkpoints hold one of `weights` of the whole model as, in the order of its rows: itself, or each part of a
-    fused one. Tables of other names speak of the parts."""
+    """What checkpoints hold one of `weights` of the whole model as, in the order of its rows: itself, or each part of
+    a fused one. Tables of other names speak of the parts."""
     stage: Callable[[Rank, Stage], list[Graph]] | None = None
     """What a (virtual) stage computes on one micro-batch: before its layers, each layer, behind them. None: nobody
     says, and the plan counts no activations."""
