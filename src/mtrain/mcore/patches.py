@@ -136,7 +136,7 @@ PATCHES: tuple[Patch, ...] = (
         "What experts hold whole (biases behind them) counts in the gradient norm on the first tensor-parallel rank "
         "alone. Where others hold other experts (ep beside tp) theirs silently do not count.",
         "everywhere",
-        patching.expert_norm,
+        patching_shards.expert_norm,
         UNTIL_0_16,
         "#5916",
     ),
@@ -146,7 +146,7 @@ PATCHES: tuple[Patch, ...] = (
         "With fewer key/value heads than tensor-parallel ranks the gate of attention stays that of all query heads "
         "of a group: RuntimeError about its shape.",
         "everywhere",
-        patching.gate_slices,
+        patching_shards.gate_slices,
         UNTIL_0_16,
         "#3575",
     ),

@@ -142,45 +142,6 @@ def expert_gradients() -> None:
     cls.__init__ = __init__
 
 
-def expert_norm() -> None:
-    """Count what an expert holds whole once for each group that shares the expert, in main weights too."""
-    package, layers = _core("tensor_parallel"), _core("tensor_parallel.layers")
-    asked, copied = layers.param_is_not_tensor_parallel_duplicate, layers.copy_tensor_model_parallel_attributes
-
-    @functools.wraps(asked)
-    def is_no_duplicate(param: Any, tp_group: Any = None) -> bool:
-        expert = not getattr(param, "allreduce", True)
-        return bool(asked(param, _core("parallel_state").get_expert_tensor_parallel_group() if expert else tp_group))
-
-    @functools.wraps(copied)
-    def copy_attributes(destination: Any, source: Any) -> None:
-        copied(destination, source)
-        if hasattr(source, "allreduce"):
-            destination.allreduce = source.allreduce
-
-    for module in (package, layers, _core("optimizer.clip_grads")):
-        module.param_is_not_tensor_parallel_duplicate = is_no_duplicate
-    for module in (package, layers):
-        module.copy_tensor_model_parallel_attributes = copy_attributes
-
-
-def gate_slices() -> None:
-    """Cut the gate as the queries are cut."""
-    cls = _core("transformer.attention").SelfAttention
-    original = cls.get_query_key_value_tensors
-
-    @functools.wraps(original)
-    def cut(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found, groups = original(self, *args, **kwargs), self.config.num_query_groups
-        if groups >= self.world_size or len(found) != 4:
-            return found
-        share = self.world_size // groups
-        size, at = self.num_attention_heads_per_partition // share, self.pg_collection.tp.rank() % share
-        return *found[:3], found[3][:, :, at * size : (at + 1) * size]
-
-    cls.get_query_key_value_tensors = cut
-
-
 def mtp_tied_output() -> None:
     """Take the unused weight out of a tied output layer."""
     cls = _core("models.gpt.gpt_model").GPTModel
