@@ -79,7 +79,7 @@ def experts_are_where_the_pattern_has_them(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(
-    Code("MT290", example=f"{TINY} model.hybrid.num_heads=18"),
+    Code("MT298", example=f"{TINY} model.hybrid.num_heads=18"),
     reads="model.family model.hybrid.num_heads model.hybrid.num_groups",
 )
 def groups_divide_mamba_heads(run: RunConfig) -> Iterator[Finding]:
@@ -91,11 +91,11 @@ def groups_divide_mamba_heads(run: RunConfig) -> Iterator[Finding]:
         rule = f"{rule} (model.hybrid.num_groups); groups that divide: {listed(legal)}"
         near: tuple[Change, ...] = tuple({"model.hybrid.num_heads": n} for n in multiples(h.num_heads, h.num_groups))
         fewer: tuple[Change, ...] = tuple({"model.hybrid.num_groups": n} for n in nearest(h.num_groups, legal))
-        yield Finding("MT290", "model.hybrid.num_heads", rule, (*near, *fewer))
+        yield Finding("MT298", "model.hybrid.num_heads", rule, (*near, *fewer))
 
 
 @rule(
-    Code("MT291", example=f"{TINY} parallel=tp8 parallel.ranks=8"),
+    Code("MT299", example=f"{TINY} parallel=tp8 parallel.ranks=8"),
     reads=(
         "model.family parallel.tp model.hybrid.num_groups model.hybrid.num_heads parallel.ranks "
         "parallel.sequence_parallel"
@@ -112,7 +112,7 @@ def tp_divides_mamba_groups(run: RunConfig) -> Iterator[Finding]:
     for degree in nearest(tp, legal):
         alone = {"parallel.sequence_parallel": False} if degree == 1 else {}
         fixes += [{"parallel.tp": degree, **alone}, {"parallel.tp": degree, "parallel.ranks": None, **alone}]
-    yield Finding("MT291", "parallel.tp", f"{rule}; tp that divide: {listed(legal)}", tuple(fixes))
+    yield Finding("MT299", "parallel.tp", f"{rule}; tp that divide: {listed(legal)}", tuple(fixes))
 
 
 RULES = (
