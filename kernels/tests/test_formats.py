@@ -42,6 +42,7 @@ from torch import Tensor
 ROWS = 1536
 HALF = [torch.bfloat16, torch.float16]
 ELSEWHERE = {
+    "fp8_linear": "its operands are rounded to eight bits: test_fp8_linear",
     "optimizer": "it updates fp32 masters, or rounds as its definition says: test_optimizer",
     "quantize": "rounding is what it defines: test_quantize",
 }

@@ -118,7 +118,7 @@ def test_experts_of_limited_capacity_have_no_cache_and_say_so() -> None:
 
     def config(**fields: Any) -> Any:
         plain = {"apply_rope_fusion": False, "multi_latent_attention": False, "moe_expert_capacity_factor": None}
-        return SimpleNamespace(**{**plain, **fields})
+        return SimpleNamespace(**{**plain, "is_hybrid_model": False, **fields})
 
     assert obstacle(config(), "reference") == ""
     assert "capacity" in obstacle(config(moe_expert_capacity_factor=1.0), "reference")

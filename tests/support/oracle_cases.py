@@ -124,6 +124,7 @@ LEFT_ALONE = (
         "model.name",
         "model.family",
         "model.published",
+        "model.hybrid.",  # other layers: test_hybrid has its layouts
         "data.kind",
         "data.path",
         "data.tokenizer",

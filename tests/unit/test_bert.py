@@ -148,6 +148,8 @@ ODD: dict[str, Any] = {
     "model.rope_scaling": {"rope_type": "yarn", "factor": 4.0},
     "model.rope_scaling_factor": 8.0,
     "model.window_size": 16,
+    "model.linear_attention": {},
+    "model.attention_output_gate": True,
     "model.softmax_scale": 0.5,
     "model.attn_logit_softcapping": 50.0,
     "model.final_logit_softcapping": 30.0,

@@ -30,7 +30,7 @@ def test_qwen3_next_80b_has_the_parameters_of_transformers_default_configuration
     model = compose(["model=qwen3_next_80b_a3b"]).run.model
     # of Qwen3NextForCausalLM(Qwen3NextConfig()) on the meta device
     assert count.parameters(model) == 79_674_391_296
-    assert model.softmax_layers == 12
+    assert model.softmax_among(48) == 12
 
 
 @pytest.mark.parametrize(("causal", "gflops"), [(True, 51.5), (False, 57.9)])

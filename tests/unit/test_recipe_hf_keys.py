@@ -26,7 +26,9 @@ SHAPE: dict[str, Any] = {
     "num_experts_per_tok": 2,
 }
 T5_SHAPE = ("d_model", "num_layers", "num_decoder_layers")
+MAMBA2 = {"num_hidden_layers": 4, "hidden_size": 64, "num_heads": 8, "head_dim": 16, "vocab_size": 300}
 GPT2 = {"n_layer": 4, "n_embd": 64, "n_head": 8, "vocab_size": 300}
+OTHER_SHAPES = {"gpt2": GPT2, "mamba2": MAMBA2}
 NESTED = {"rope_type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor", "beta_fast", "beta_slow"}
 NESTED |= {"mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "short_factor", "type"}
 NESTED |= {"original_max_position_embeddings"}
@@ -55,7 +57,7 @@ ROPE: list[dict[str, Any]] = [
 def defaults(kind: str) -> dict[str, Any]:
     """Every key of a family: of a default configuration, annotated in its class, and read under another name."""
     of_class = transformers.CONFIG_MAPPING[kind]
-    shape = GPT2 if kind == "gpt2" else {k: v for k, v in SHAPE.items() if hasattr(of_class(), k)}
+    shape = OTHER_SHAPES.get(kind) or {k: v for k, v in SHAPE.items() if hasattr(of_class(), k)}
     values = json.loads(json.dumps(of_class(**shape).to_dict()))
     noted = {name for base in of_class.__mro__ for name in getattr(base, "__annotations__", {})}
     plans = {
@@ -169,7 +171,7 @@ def test_transformers_4_and_5_say_the_same_of_two_bases(rope: dict[str, Any], tm
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_key_that_is_left_out_is_the_default_of_the_class(kind: str, tmp_path: Path) -> None:
     whole = defaults(kind)
-    shape = GPT2 if kind == "gpt2" else {k: whole[k] for k in (*SHAPE, *T5_SHAPE) if k in whole}
+    shape = OTHER_SHAPES.get(kind) or {k: whole[k] for k in (*SHAPE, *T5_SHAPE) if k in whole}
     found, wanted = read(tmp_path, {"model_type": kind, **shape}), read(tmp_path, whole)
     head = {"kv_channels": None}  # a width that the class computes, said or not
     assert found.run.model.model_copy(update=head) == wanted.run.model.model_copy(update=head)

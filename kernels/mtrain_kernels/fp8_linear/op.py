@@ -157,9 +157,9 @@ def _launch(model: Model) -> None:
     k, n = model.hidden, model.ffn
     a, b = (torch.empty((m, k), dtype=torch.float8_e4m3fn, device="meta") for m in (model.tokens, n))
     one = torch.empty(1, dtype=torch.float32, device="meta")
-    rows, other = (torch.empty((m, k // 128), dtype=torch.float32, device="meta") for m in (model.tokens, n))
+    rows, other = (torch.empty((m, -(-k // 128)), dtype=torch.float32, device="meta") for m in (model.tokens, n))
     triton.scaled_product(a, one, b, one, torch.bfloat16)
-    triton.scaled_product(a, rows, b, other[: n // 128], torch.bfloat16)
+    triton.scaled_product(a, rows, b, other[: -(-n // 128)], torch.bfloat16)
     triton.scaled_product(a, rows, b, other, torch.float32)
 
 

@@ -89,7 +89,7 @@ def _activation(run: RunConfig) -> str:
 def _output_init_std(run: RunConfig) -> float:
     """Of what adds to the residual stream, smaller the more there is; where sums are normed, nothing piles up."""
     m = run.model
-    each = 2 if m.hybrid is None else 1  # a hybrid's layer is a mixer or an MLP
+    each = 1 if m.family == "hybrid" else 2  # a hybrid's layer is a mixer or an MLP
     return m.init_method_std / (1.0 if m.norm_placement == "post_residual" else math.sqrt(each * m.num_layers))
 
 
@@ -142,9 +142,9 @@ def _moe(run: RunConfig) -> MoEConfig:
 
 
 def _layers_with_experts(run: RunConfig) -> list[int]:
-    hybrid = run.model.hybrid
-    if hybrid is not None:
-        return [int(kind == "E") for kind in hybrid.pattern]
+    if run.model.family == "hybrid":
+        assert run.model.hybrid is not None
+        return [int(kind == "E") for kind in run.model.hybrid.pattern]
     return [int(i >= _moe(run).first_dense_layers) for i in range(run.model.num_layers)]
 
 

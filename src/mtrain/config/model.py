@@ -357,10 +357,9 @@ class ModelConfig(Section):
         """Key/value heads."""
         return self.num_query_groups or self.num_attention_heads
 
-    @property
-    def softmax_layers(self) -> int:
-        """Layers with softmax attention."""
-        return sum(not self.is_linear(index) for index in range(self.num_layers))
+    def softmax_among(self, first: int) -> int:
+        """Of the first so many layers, those with softmax attention."""
+        return first if self.linear_attention is None else first // self.linear_attention.freq
 
     def is_linear(self, index: int) -> bool:
         """Whether layer `index` (from 0) is a gated delta net."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -16,18 +16,15 @@ from mtrain.mcore.cache import CachedSelfAttention
 from mtrain.mcore.gated_delta_net import GatedDeltaNet, OutputNorm
 from mtrain.mcore.layers import KeyNorm, QueryNorm, chosen, with_bias, with_epsilon
 
-if TYPE_CHECKING:
-    from mtrain.mcore.backend import Provider
 
-
-def attention_spec(config: Any, provider: Provider, *, linear: bool = False) -> Any:
+def attention_spec(config: Any, provider: Any, *, linear: bool = False) -> Any:
     """Attention of one layer: grouped-query, MLA or, with `linear`, a gated delta net."""
     if linear:
         return _gated_delta_net(config, provider)
     return _mla(config, provider) if config.multi_latent_attention else _self_attention(config, provider)
 
 
-def _self_attention(config: Any, provider: Provider) -> Any:
+def _self_attention(config: Any, provider: Any) -> Any:
     queries, keys = _qk_norms(config, provider)
     projection = provider.row_parallel_linear()
     return api.ModuleSpec(
@@ -43,7 +40,7 @@ def _self_attention(config: Any, provider: Provider) -> Any:
     )
 
 
-def _gated_delta_net(config: Any, provider: Provider) -> Any:
+def _gated_delta_net(config: Any, provider: Any) -> Any:
     attention, norm = provider.kernels["attention"], provider.kernels["norm"]
     return api.ModuleSpec(
         module=chosen(GatedDeltaNet, "reference" if attention == "reference" else "auto"),
@@ -62,7 +59,7 @@ def _chosen(packed: str | None) -> type:
     return type(CachedSelfAttention.__name__, (CachedSelfAttention,), {"packed_impl": packed, **names})
 
 
-def _mla(config: Any, provider: Provider) -> Any:
+def _mla(config: Any, provider: Any) -> Any:
     norm, epsilon = _qk_norm(config, provider), getattr(config, "latent_layernorm_epsilon", None)
     if epsilon is not None and config.qk_layernorm:
         norm = with_epsilon(norm, epsilon)
@@ -83,7 +80,7 @@ def _mla(config: Any, provider: Provider) -> Any:
     )
 
 
-def _qk_norms(config: Any, provider: Provider) -> tuple[type, type]:
+def _qk_norms(config: Any, provider: Any) -> tuple[type, type]:
     """Those of queries and of keys; over all heads they are ours in any case."""
     if provider.parts.qk_layernorm_across_heads:
         impl = "reference" if provider.kernels["norm"] == "te" else provider.kernels["norm"]
@@ -91,7 +88,7 @@ def _qk_norms(config: Any, provider: Provider) -> tuple[type, type]:
     return (_qk_norm(config, provider),) * 2
 
 
-def _qk_norm(config: Any, provider: Provider) -> type:
+def _qk_norm(config: Any, provider: Any) -> type:
     if config.qk_l2_norm:
         if config.multi_latent_attention:
             raise ValueError("qk_l2_norm is not defined for MLA")

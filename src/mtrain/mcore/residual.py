@@ -54,7 +54,7 @@ def join_layers(block: Any) -> None:
     """
     if block.config.recompute_granularity == "full":
         return
-    for layer, after in zip(block.layers, [*block.layers[1:], None], strict=True):
+    for layer, after in zip(block.layers, [*block.layers, None][1:], strict=True):
         norm = block.final_layernorm if after is None else getattr(after, "input_layernorm", None)
         if isinstance(norm, ResidualNorm) and not getattr(after, "recompute_input_layernorm", False):
             layer.let_add("mlp", norm)

@@ -111,8 +111,8 @@ MAMBA2_READS = Family(
 
 def _pattern(f: ConfigFile) -> str:
     """The letters of all layers, from either way to say them."""
-    said, listed = f.get("hybrid_override_pattern"), f.get("layers_block_type", f.get("layer_types"))
-    f.read |= {"layers_block_type", "layer_types", "num_hidden_layers"}
+    said, listed = f.get("hybrid_override_pattern"), f.get("layers_block_type")
+    f.read.add("num_hidden_layers")
     if isinstance(listed, list):
         unknown = [word for word in listed if word not in _WORDS]
         if unknown:
@@ -148,7 +148,6 @@ _EXPERTS = [
     "topk_group",
     "moe_latent_size",
     "n_shared_experts",
-    "moe_shared_expert_overlap",
 ]
 
 
@@ -172,6 +171,9 @@ def _nemotron_experts(f: ConfigFile, has: bool) -> None:
         "model.moe.router_group_score_topk": 2 if many else None,
     }
     f.must("norm_topk_prob", (True,), "changes the numbers: chosen scores of this family are normalised")
+    f.must("n_shared_experts", (1,), "has no effect: moe_shared_expert_intermediate_size is the width of all of them")
+    if not many:
+        f.must("topk_group", (1,), "has no effect where experts are one group")
     f.must("moe_latent_size", (None,), "changes the numbers: experts read the residual stream")
     if f.get("num_experts_per_tok") == 1:
         text = "changes the numbers: the score of one chosen expert is 1 there, and what the router says here"
@@ -217,6 +219,7 @@ NEMOTRON_READS = Family(
         "routed_scaling_factor": 1.0,
         "n_group": 1,
         "topk_group": 1,
+        "n_shared_experts": 1,
         "norm_topk_prob": True,
         "use_bias": False,
         "initializer_range": 0.02,
@@ -224,6 +227,7 @@ NEMOTRON_READS = Family(
     },
     (_nemotron,),
     {
+        "layer_types": "layers_block_type",
         "attention_head_dim": "head_dim",
         "mamba_n_groups": "n_groups",
         "mamba_d_conv": "conv_kernel",
@@ -232,7 +236,7 @@ NEMOTRON_READS = Family(
         "mamba_chunk_size": "chunk_size",
         "num_local_experts": "n_routed_experts",
     },
-    irrelevant=_OF_BOTH,
+    irrelevant={**_OF_BOTH, "moe_shared_expert_overlap": "says when shared experts are computed"},
 )
 
 

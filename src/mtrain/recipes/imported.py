@@ -51,9 +51,10 @@ def read_flags(words: Sequence[str], world: World | None) -> tuple[Arguments, Dr
     del d["ranks"]
     for part, key, flag in (
         ("moe", "model.moe.num_experts", "--num-experts"),
-        ("mla", "model.mla.kv_lora_rank", "--multi-latent-attention"),
+        ("mla", "model.mla", "--multi-latent-attention"),
+        ("linear_attention", "model.linear_attention", "--experimental-attention-variant"),
     ):
-        present = d.get(key) is not None if part == "moe" else d.pop("model.mla") is not None
+        present = d.get(key) is not None if part == "moe" else d.pop(key) is not None
         if not present:
             _drop(a, d, f"model.{part}.", flag)
             d[f"model.{part}"] = None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from mtrain.config.model import ModelConfig
 
 
@@ -15,11 +13,13 @@ def parameters(model: ModelConfig) -> int:
         total += model.max_position_embeddings * model.hidden_size
     total += _norm(model, model.hidden_size)
     total += (model.mtp_num_layers or 0) * prediction_parameters(model)
-    kinds = Counter(
-        (model.moe is not None and index >= model.moe.first_dense_layers, model.is_linear(index))
-        for index in range(model.num_layers)
-    )
-    return total + sum(number * _layer(model, *kind) for kind, number in kinds.items())
+    dense = model.num_layers if model.moe is None else min(model.moe.first_dense_layers, model.num_layers)
+    for moe, first, end in ((False, 0, dense), (True, dense, model.num_layers)):
+        if first < end:
+            softmax = model.softmax_among(end) - model.softmax_among(first)
+            total += softmax * _layer(model, moe, False)
+            total += (end - first - softmax) * _layer(model, moe, True) if softmax < end - first else 0
+    return total
 
 
 def active_parameters(model: ModelConfig) -> int:
@@ -146,7 +146,7 @@ def _states(model: ModelConfig) -> float:
     own = model.linear_attention
     if own is None:
         return 0.0
-    layers = model.num_layers - model.softmax_layers
+    layers = model.num_layers - model.softmax_among(model.num_layers)
     return 18.0 * layers * own.num_value_heads * own.key_head_dim * own.value_head_dim
 
 
