@@ -44,3 +44,7 @@ class HybridConfig(Section):
     """Lower bound of a time step, by which a state fades and is written to; 0: none."""
     chunk_size: Annotated[Width, Key(effect=Effect.PARALLELISM, hf="chunk_size", unit="tokens")] = 128
     """Tokens that are computed by one product of matrices; the states between them are carried on."""
+
+    def kind(self, index: int) -> str:
+        """The letter of layer `index` (from 0); empty behind the end of a pattern that is too short."""
+        return self.pattern[index : index + 1]

@@ -18,7 +18,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
     first, last = Graph(), Graph()
     if held.embedding:
         embedding(first, r, tables=int(r.model.position_embedding_type == "learned_absolute"))
-    layers = stack(r, held.layers, add_layer, lambda index: own(r.model).pattern[index])
+    layers = stack(r, held.layers, add_layer, own(r.model).kind)
     if held.loss:
         loss(last, r, norm(last, r, "final_norm", stream(r), r.split_tokens, r.model.hidden_size))
     return [first, *layers, last]
@@ -26,7 +26,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 
 def add_layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
     """Layer `index` (from 0) on the residual stream; the stream behind it."""
-    m, kind = r.model, own(r.model).pattern[index]
+    m, kind = r.model, own(r.model).kind(index)
     normed = norm(g, r, "norm", x, r.split_tokens, m.hidden_size)
     if kind == MAMBA:
         _mixer(g, r, normed)

@@ -39,7 +39,7 @@ def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[We
                 "embedding.position_embeddings.weight", (m.max_position_embeddings, h), "embedding", whole=True
             )
     for number, index in enumerate(held.layers):
-        yield from _layer(m, p, f"decoder.layers.{number}", own(m).pattern[index])
+        yield from _layer(m, p, f"decoder.layers.{number}", own(m).kind(index))
     if held.loss:
         yield from norm(m, "decoder.final_norm", h)
         if not (m.tie_word_embeddings and held.embedding):
@@ -63,7 +63,7 @@ def saved_as(m: ModelConfig, name: str) -> str:
         return name
     if ".experts." in inner:
         return one_name(name)
-    mine, theirs = _NORMS.get(own(m).pattern[int(number)], ("", ""))
+    mine, theirs = _NORMS.get(own(m).kind(int(number)), ("", ""))
     return f"{layer}.layers.{number}.{theirs}{inner.removeprefix(mine)}" if mine and inner.startswith(mine) else name
 
 
