@@ -119,7 +119,7 @@ def _mixed(run: RunConfig, chunk: int) -> tuple[torch.Tensor, list[torch.Tensor]
     from mtrain.mcore.local_params import unwrap
     from mtrain.world.init import joined
 
-    def one_by_one(*args: Any, chunk: int, **more: Any) -> Any:
+    def one_by_one(*args: Any, chunk: int, impl: str, **more: Any) -> Any:
         return reference.ssd_sequential(*args, **more)
 
     with joined(run) as world:

@@ -20,6 +20,7 @@ from mtrain.mcore.attention_spec import attention_spec
 from mtrain.mcore.decoder_layer import DecoderLayer, DecoderLayerSubmodules
 from mtrain.mcore.embedding import add_in_fp32
 from mtrain.mcore.language_model import OutputLayer, SummedLosses
+from mtrain.mcore.layers import chosen
 from mtrain.mcore.mamba_mixer import Mamba2Mixer, Mamba2MixerSubmodules, Scan
 
 UNIFIED = engine.at_least(0, 19)
@@ -146,10 +147,11 @@ def stack_spec(config: Any, provider: Any, scan: Scan, layers: range, *, vp_stag
 
 def _mamba_layer(config: Any, provider: Any, norm: Any, scan: Scan) -> Any:
     linear = Mamba2MixerSubmodules(provider.column_parallel_linear(), provider.row_parallel_linear())
+    impl = "reference" if provider.kernels["attention"] == "reference" else "auto"
     parts = MambaLayerSubmodules(
         # MambaModel's layer does not say the epsilon, and takes what a specification says
         norm=norm if UNIFIED else api.ModuleSpec(module=norm, params={"eps": config.layernorm_epsilon}),
-        mixer=api.ModuleSpec(module=Mamba2Mixer, params={"scan": scan}, submodules=linear),
+        mixer=api.ModuleSpec(module=chosen(Mamba2Mixer, impl), params={"scan": scan}, submodules=linear),
         mamba_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
     )

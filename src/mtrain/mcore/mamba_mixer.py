@@ -98,8 +98,11 @@ class Mamba2Mixer(MegatronModule):
 
     One linear layer makes of each token a gate z, channels x, input B and output C of each group's state, and a time
     step of each head. x, B and C go through a causal convolution of each channel, then the state of each head is
-    scanned (`mtrain_kernels.ssd`). Each tensor-parallel rank has whole groups with their heads.
+    scanned (`mtrain_kernels.ssd`). Each tensor-parallel rank has whole groups with their heads. `impl` is that of the
+    convolution and of the scan: `reference`, or `auto` for the fastest that takes a call.
     """
+
+    impl = "reference"
 
     def __init__(
         self,
@@ -176,7 +179,7 @@ class Mamba2Mixer(MegatronModule):
         z, xbc, dt = mixed.split([self.channels, self.channels + 2 * self.states, self.heads], dim=-1)
         marks = _segments(packed_seq_params, mixed)
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
-        xbc = causal_conv1d(xbc.permute(1, 2, 0), weight, bias, segments=marks).transpose(1, 2)
+        xbc = causal_conv1d(xbc.permute(1, 2, 0), weight, bias, segments=marks, impl=self.impl).transpose(1, 2)
         x, b, c = xbc.split([self.channels, self.states, self.states], dim=-1)
         y, _state = ssd(
             x.unflatten(-1, (self.heads, -1)),
@@ -187,6 +190,7 @@ class Mamba2Mixer(MegatronModule):
             d=self.D.float(),
             segments=marks,
             chunk=self.scan.chunk,
+            impl=self.impl,
         )
         out: tuple[Tensor, Tensor | None] = self.out_proj(self.norm(y.flatten(2).transpose(0, 1), z))
         return out

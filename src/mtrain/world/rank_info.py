@@ -81,14 +81,17 @@ class RendezvousState:
         """Those that came and still import."""
         return [c for i, c in enumerate(self.infos) if i not in self.ready and i not in self.failed]
 
+    def able(self) -> list[RankInfo]:
+        """Those that did not fail, and came with a configuration: the others say at once why they have none."""
+        return [info for i, info in enumerate(self.infos) if i not in self.failed and info.digest]
+
     def is_wrong(self) -> bool:
         """Whether no further rank can make this a world."""
-        able = [info for i, info in enumerate(self.infos) if i not in self.failed]
         return (
             bool(self.failed)
             or len({info.rank for info in self.infos}) < len(self.infos)
             or len({info.size for info in self.infos}) > 1
-            or len({info.signature for info in able}) > 1
+            or len({info.signature for info in self.able()}) > 1
         )
 
     def is_world(self, size: int) -> bool:
@@ -107,7 +110,7 @@ def faults(state: RendezvousState, config_of: Callable[[str], dict[str, Any] | N
         each = [f"{size} on {_named(c for c in state.infos if c.size == size)}" for size, _ in sizes.most_common()]
         found.append(f"WORLD_SIZE differs: {', '.join(each)}\n  fix: start every rank with the same WORLD_SIZE")
     else:
-        found += _differences([info for i, info in enumerate(state.infos) if i not in state.failed], config_of)
+        found += _differences(state.able(), config_of)
     return found
 
 
