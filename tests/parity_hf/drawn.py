@@ -210,14 +210,16 @@ def _qwen2_moe(r: Random) -> Values:
 
 
 def _qwen3_next(r: Random) -> Values:
-    values, keys = _qwen3_moe(r), r.choice([1, 2, 3])
+    values, keys, every = _qwen3_moe(r), r.choice([1, 2, 3]), r.choice([2, 3, 4])
+    # transformers writes no text without a layer of attention
+    values["num_hidden_layers"] = max(values["num_hidden_layers"], every)
     for key in ("sliding_window", "use_sliding_window"):
         values.pop(key, None)
     values |= {
         "shared_expert_intermediate_size": r.choice([24, 40]),
         "head_dim": 16,
         "rope_parameters": _rotary(r, width=16, partial=True),
-        "full_attention_interval": r.choice([2, 3, 4]),
+        "full_attention_interval": every,
         "linear_num_key_heads": keys,
         "linear_num_value_heads": keys * r.choice([1, 2, 3]),
         "linear_key_head_dim": r.choice([8, 20]),

@@ -78,10 +78,11 @@ def loss(made: Any, tokens: Tensor, labels: Tensor) -> Loss:
     the same wherever one layer has experts.
     """
     config, kind = made.config, made.config.model_type
-    out = made(input_ids=tokens, output_router_logits=True) if kind in BALANCED else made(input_ids=tokens)
+    routed = kind in BALANCED and any("experts" in name for name, _ in made.named_modules())
+    out = made(input_ids=tokens, output_router_logits=True) if routed else made(input_ids=tokens)
     each = made.loss_function(logits=out.logits, labels=labels, shift_labels=labels, vocab_size=config.vocab_size)
     balance = torch.zeros(())
-    if kind in BALANCED:
+    if routed:
         function = importlib.import_module(type(made).__module__).load_balancing_loss_func
         layers = [function((one,), config.num_experts, config.num_experts_per_tok) for one in out.router_logits]
         balance = config.router_aux_loss_coef * torch.stack(layers).mean()
