@@ -95,8 +95,9 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
     assert tuning.read(path) == {"kernel": {"shapes": "variant", "others": "variant"}}
 
 
-def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
+def test_without_a_gpu_the_command_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tune.main(["--model", "tiny"]) == 1
     assert "no GPU" in capsys.readouterr().err

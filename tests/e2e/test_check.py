@@ -49,7 +49,7 @@ def test_no_judgement_imports_torch(argv: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_validation_takes_under_a_second_or_so_and_a_fifth_of_importing_the_engine() -> None:
+def test_a_validation_takes_under_a_second_and_a_sixth_of_importing_the_engine() -> None:
     """In seconds of the CPU, which a busy machine disturbs least."""
     spec = importlib.util.spec_from_file_location("check_time", ROOT / "benchmarks/check_time.py")
     assert spec is not None
@@ -57,8 +57,8 @@ def test_a_validation_takes_under_a_second_or_so_and_a_fifth_of_importing_the_en
     bench = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bench)
     result = bench.measured(["deepseek/v3_h100x1024"], rounds=1)
-    assert result["ratio"]["cpu"] >= 5, result
-    assert max(result["check_cpu_s"].values()) < 1.2, result
+    assert result["ratio"]["cpu"] >= 6, result
+    assert max(result["check_cpu_s"].values()) < 0.9, result
 
 
 def test_errors_go_to_stderr_all_at_once_without_a_traceback() -> None:

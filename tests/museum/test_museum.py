@@ -16,6 +16,8 @@ ALWAYS = (
     "norm gradients of sequence parallel not summed",
     "tied embedding counted twice in the norm",
     "divided by tokens without those of cp",
+    "expert gradients divided by ep",
+    "balancing loss of a rank's tokens",
     "rotary positions from 0 on every cp rank",
     "activation sent before it is whole",
     "rotary positions go on over documents",

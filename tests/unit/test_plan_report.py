@@ -191,4 +191,4 @@ def test_6144_devices_are_planned_in_a_second_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ranks"] == 6144
-    assert float(done.stderr.split()[-1]) < 1.5, "seconds of a core, with all that is imported, beside other tests"
+    assert float(done.stderr.split()[-1]) < 1, "seconds of a core, with all that is imported"
