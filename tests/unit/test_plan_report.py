@@ -45,7 +45,8 @@ def test_the_weights_of_all_ranks_add_up_to_the_model(name: str) -> None:
     """Whole and cut in two, by tensor and by pipeline, with the tables that two stages share once."""
     model = run_of(f"model={name} parallel=single {ON}").model
     split = "" if model.moe is None or model.add_bias_linear else "ep2"
-    tp = "tp2" if model.num_attention_heads % 2 == 0 and not model.add_bias_linear else ""
+    groups = model.hybrid.num_groups if model.hybrid else 2
+    tp = "tp2" if model.num_attention_heads % 2 == 0 == groups % 2 and not model.add_bias_linear else ""
     pp = "pp2" if model.family not in NO_STAGES and model.num_layers % 2 == 0 else ""
     for layout in ("single", f"{tp}{pp}{split}" or "single"):
         run = run_of(f"model={name} parallel={layout} {ON}")
