@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
+import torch
 
 from mtrain.cli import trace as verb
 from mtrain.cli.setup import load
@@ -113,6 +115,35 @@ def test_what_cannot_be_traced_is_refused(words: str, code: str) -> None:
     with pytest.raises(ConfigError) as caught:
         verb.run(words.split())
     assert [problem.code for problem in caught.value.problems] == [code]
+
+
+def _own_defect() -> None:
+    raise NotImplementedError("a padding mask is not sharded over context-parallel ranks")
+
+
+@pytest.mark.parametrize(
+    ("fails", "expected"),
+    [
+        (lambda: torch.empty(1, device="meta").tolist(), "MT255"),
+        (lambda: torch.bincount(torch.empty(1, device="meta", dtype=torch.long)), "MT255"),
+        (_own_defect, "NotImplementedError"),
+    ],
+)
+def test_only_an_operation_that_asks_for_values_is_a_problem_of_the_configuration(
+    fails: Callable[[], object], expected: str
+) -> None:
+    def told() -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("mtrain.train.trace.trace", lambda *_: fails())
+            try:
+                verb.run(["recipe=llama/tiny_cpu"])
+            except ConfigError as error:
+                return " ".join(problem.code for problem in error.problems)
+            except NotImplementedError as error:
+                return type(error).__name__
+        return ""
+
+    assert run_alone(told) == expected
 
 
 @pytest.mark.full

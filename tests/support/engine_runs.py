@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {**SMALL, "moe": EXPERTS},
     },
     "latent attention pp2": {"ranks": 2, "pp": 2, "model": {**SMALL, "mla": LATENT, "num_query_groups": None}},
+    "two predictions more": {"model": {**SMALL, "mtp_num_layers": 2}},
 }
 
 

@@ -46,8 +46,6 @@ def _rank(words: Sequence[str], world: int) -> int:
 
 def _traced(run: RunConfig, rank: int) -> dict[str, Any]:
     """Raises ConfigError where an operation needs values, or the family does not say what the plan beside it has."""
-    from torch._subclasses import fake_tensor
-
     from mtrain import mcore
     from mtrain.devices import registry
 
@@ -58,16 +56,26 @@ def _traced(run: RunConfig, rank: int) -> dict[str, Any]:
     _require_plan(run)
     try:
         return trace_report(run, trace(run, rank))
-    except (
-        NotImplementedError,
+    except RuntimeError as error:
+        if not _asks_for_values(error):
+            raise
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        rule = f"a step of it does not run on shapes alone: {first}"
+        raise ConfigError([Problem("MT255", "model.name", run.model.name, rule, "plan, without --trace")]) from error
+
+
+def _asks_for_values(error: RuntimeError) -> bool:
+    """Whether torch says that an operation does not run on shapes alone; another error is a defect, and stays one."""
+    from torch._subclasses import fake_tensor
+
+    says_so = (
         fake_tensor.DataDependentOutputException,
         fake_tensor.DynamicOutputShapeException,
         fake_tensor.UnsupportedFakeTensorException,
         fake_tensor.UnsupportedOperatorException,
-    ) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        rule = f"a step of it does not run on shapes alone: {first}"
-        raise ConfigError([Problem("MT255", "model.name", run.model.name, rule, "plan, without --trace")]) from error
+    )
+    no_kernel = isinstance(error, NotImplementedError) and "meta" in str(error).lower()
+    return isinstance(error, says_so) or no_kernel
 
 
 def _require_plan(run: RunConfig) -> None:

@@ -165,7 +165,7 @@ class BertModel(SummedLosses, LanguageModule):
             logits, _ = self.output_layer(said, self.shared_embedding_or_output_weight())
             return logits.transpose(0, 1).contiguous()  # type: ignore[no-any-return]
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
-        total = self._masked_token_losses(said, labels, mask)
+        total = self.sum_of_losses(said, labels, mask)
         if next_sentence is not None and self.next_sentence is not None:
             losses = F.cross_entropy(self.next_sentence_logits(hidden), next_sentence, reduction="none")
             total = total + (losses * mask.sum(dim=1)).sum()
@@ -180,12 +180,6 @@ class BertModel(SummedLosses, LanguageModule):
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         return self.next_sentence(torch.tanh(self.pooler(hidden[0]))).float()  # type: ignore[no-any-return]
-
-    def _masked_token_losses(self, said: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-        if self.loss != "megatron":
-            return self.sum_of_losses(said, labels, mask)
-        logits, _ = self.output_layer(said, self.shared_embedding_or_output_weight())
-        return (self.compute_language_model_loss(labels, logits).float() * mask).sum()
 
 
 def _linear(config: Any, width: int) -> nn.Linear:

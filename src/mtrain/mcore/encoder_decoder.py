@@ -135,11 +135,8 @@ class EncoderDecoder(SummedLosses, T5Model):
     def _output(self, hidden: Tensor, labels: Tensor | None, loss_mask: Tensor | None) -> Tensor:
         if self._logit_scale is not None:
             hidden = hidden * self._logit_scale
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if labels is None:
+            weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
             return self.output_layer(hidden, weight)[0].transpose(0, 1).contiguous()  # type: ignore[no-any-return]
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
-        if self.loss != "megatron":
-            return self.sum_of_losses(hidden, labels, mask)
-        logits, _ = self.output_layer(hidden, weight)
-        return (self.compute_language_model_loss(labels, logits).float() * mask).sum()
+        return self.sum_of_losses(hidden, labels, mask)

@@ -102,11 +102,7 @@ class HybridModel(SummedLosses, _CoreModel):
         with _before_the_output_layer(self):
             hidden = super().forward(input_ids, position_ids, attention_mask, **more)
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
-        if self.loss != "megatron":
-            return self.sum_of_losses(hidden, labels, mask)
-        tied = self.share_embeddings_and_output_weights
-        logits, _ = self.output_layer(hidden, self.shared_embedding_or_output_weight() if tied else None)
-        return (self.compute_language_model_loss(labels, logits).float() * mask).sum()
+        return self.sum_of_losses(hidden, labels, mask)
 
 
 @contextmanager

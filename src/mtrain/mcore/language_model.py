@@ -104,6 +104,9 @@ class SummedLosses:
     def sum_of_losses(self: Any, hidden: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         """Of what the output layer reads, [s, b, h] or this rank's part: each token's loss times `mask` [b, s]."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        if self.loss == "megatron":
+            logits, _ = self.output_layer(hidden, weight)
+            return (self.compute_language_model_loss(labels, logits).float() * mask).sum()
         given = {"labels": labels, "token_weights": mask, "vocab_size": self.loss_vocab_size}
         return self.output_layer(hidden, weight, **given, impl=self.loss)  # type: ignore[no-any-return]
 
@@ -112,7 +115,8 @@ class LanguageModel(SummedLosses, GPTModel):
     """A GPT that gives the sum of its losses where there are labels: a scalar, each token's loss times `loss_mask`.
 
     `loss` says who makes them, as `SummedLosses` does. Losses of MTP layers are added to the gradient as
-    megatron-core does it, weighted by the mask of their own tokens. Every loss is over the first `loss_vocab_size`
+    megatron-core 0.16.1 does it, weighted by the mask of their own tokens. (0.19 divides by the tokens of a
+    micro-batch, so that another micro-batch size is another gradient.) Every loss is over the first `loss_vocab_size`
     ids; logits that are asked for without labels have all of the padded vocabulary. `soft_cap` bounds logits as
     `OutputLayer` says; the embeddings of tokens are multiplied by `embedding_scale`. `frequencies` are those of the
     rotary positions where megatron-core's are not; layers with a window have rotary positions by
@@ -155,9 +159,6 @@ class LanguageModel(SummedLosses, GPTModel):
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, *args, labels=labels, loss_mask=loss_mask, **context)
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
-        if self.loss == "megatron":
-            losses = super()._postprocess(hidden_states, *args, labels=labels, loss_mask=mask, **context)
-            return (losses.float() * mask).sum()
         if context.pop("mtp_in_postprocess", False):
             hidden_states = self._further_hidden(hidden_states, context)
         head, *further = hidden_states.chunk(1 + (self.config.mtp_num_layers or 0))
