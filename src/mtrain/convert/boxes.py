@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -98,7 +98,24 @@ def asked(run: RunConfig) -> dict[str, Box]:
         (chunk,) = blank_model(one, world)
         specs = shard_specs_of(chunk)
         shapes = {n: tuple(t.shape) for n, t in [*chunk.named_parameters(), *chunk.named_buffers()]}
-        return {name: box_of(name, shapes[name], specs[name]) for name in specs}
+        return {part: box for name in specs for part, box in boxes_of(name, shapes[name], specs[name])}
+
+
+def boxes_of(name: str, shape: tuple[int, ...], specs: Sequence[ShardSpec]) -> Iterator[tuple[str, Box]]:
+    """A tensor's name and box; of one that lies in several of a checkpoint each part, `name.part` as there.
+
+    Raises:
+        ValueError: as `box_of` does.
+    """
+    keys = {spec.key: [part for part in specs if part.key == spec.key] for spec in specs}
+    if len(keys) == 1:
+        yield name, box_of(name, shape, specs)
+        return
+    for key, parts in keys.items():
+        inner, first = shape[1:], parts[0].first
+        rows = sum(part.numel for part in parts) // prod(inner)
+        own = [replace(part, first=part.first - first) for part in parts]
+        yield (part := f"{name}.{key.rpartition('.')[2]}"), box_of(part, (rows, *inner), own)
 
 
 def box_of(name: str, shape: tuple[int, ...], specs: Sequence[ShardSpec]) -> Box:
