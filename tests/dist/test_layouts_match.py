@@ -26,6 +26,7 @@ LAYOUTS = {
         "overlap_param_gather": True,
     },
     "cp2": {"ranks": 2, "cp": 2},
+    "tp2cp2": {"ranks": 4, "tp": 2, "cp": 2},
     "pp2vpp2": {"ranks": 2, "pp": 2, "vpp": 2},
 }
 
@@ -56,7 +57,7 @@ def _largest_errors(
 
 
 @pytest.mark.parametrize(
-    "name", some(LAYOUTS, ("tp2pp2", "tp2 sequence parallel", "dp2 overlapped", "cp2", "pp2vpp2"))
+    "name", some(LAYOUTS, ("tp2pp2", "tp2 sequence parallel", "dp2 overlapped", "cp2", "tp2cp2", "pp2vpp2"))
 )
 def test_a_layout_trains_as_one_rank_does(name: str, one_rank: tuple, tmp_path: Path) -> None:
     run = tiny_run(**LAYOUTS[name])

@@ -86,6 +86,6 @@ from mtrain.mcore.router import Sparse
 
 
 def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None) -> Any:
-    """This rank's part of the sequences of a batch that is not packed."""
-    new = {"is_hybrid_cp": False} if engine.at_least(0, 19) else {}
-    return _part_of_context(batch, cp_group=cp_group, **new)
+    """This rank's part of the sequences of a batch that is not packed; without a group over context-parallel ranks."""
+    new = {"is_hybrid_cp": False} if engine.at_least(0, 19) else {}  # to which no group means all ranks
+    return _part_of_context(batch, cp_group=cp_group or parallel_state.get_context_parallel_group(), **new)

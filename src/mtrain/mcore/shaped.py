@@ -52,7 +52,7 @@ def shaped() -> Iterator[None]:
             return real_shapes(self, schema)
 
     def free(out: Any, *args: Any) -> None:
-        if out is None or out.numel() > 1:  # a loss has nothing to free, and would become another type of tensor
+        if not isinstance(out, Tensor) or out.numel() > 1:  # a loss has nothing to free, and would become another type of tensor
             real_free(out, *args)
 
     with (
