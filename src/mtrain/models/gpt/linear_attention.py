@@ -73,9 +73,10 @@ def _rule(g: Graph, r: Rank, own: LinearAttentionConfig, mixed: Tensor, plain: b
         g.add(name, inputs, products, moved=moved)
         return Tensor(size * e * a)
     with g.made_again(name, *inputs):
-        squares, sides = 7 * CHUNK * CHUNK, CHUNK * (5 * d + 3 * e)
-        copied = 2 * r.tokens * own.num_key_heads // r.layout.tp * d
-        g.add(name, [Tensor((each * (squares + sides + d * e) + copied) * FP32)], products, moved=WRITTEN_OUT * moved)
+        of_chunks = [CHUNK * CHUNK] * 7 + [CHUNK * d] * 5 + [CHUNK * e] * 3 + [d * e]
+        copied = [r.tokens * own.num_key_heads // r.layout.tp * d] * 2
+        made = [Tensor(FP32 * n) for n in (*(each * part for part in of_chunks), *copied)]
+        g.add(name, made, products, moved=WRITTEN_OUT * moved)
     return Tensor(each * CHUNK * e * FP32 if r.wide else size * e * a)
 
 
