@@ -22,7 +22,8 @@ import torch.distributed as dist
 from mtrain.config.run import RunConfig
 from tests.support.commands import SMALL
 from tests.support.covering import some
-from tests.support.forked import run_ranks
+from tests.support.engine import import_engine
+from tests.support.forked import run_alone, run_ranks
 from tests.support.launched import Launched
 from tests.support.runs import tiny_run
 
@@ -315,3 +316,19 @@ def test_any_damage_that_any_rank_reads_ends_all_ranks_before_a_step(tmp_path: P
             assert end.error == "CorruptData", (name, copy)
             assert name in end.said
             assert end.lines == 0
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"), [(None, "grad norm 4.300, update skipped"), (64.0, "update skipped at loss scale 64")]
+)
+def test_a_skipped_update_is_said_with_what_it_exceeded(scale: float | None, words: str) -> None:
+    def line() -> str:
+        import_engine()
+        from mtrain.train.progress import Progress
+
+        said = {"step": 1, "batch_size": 8, "computed": 10, "grad_norm": 4.3, "loss": 2.0, "lr": 0.1}
+        times = {"seconds": {"step": 1.0}, "data_wait_share": 0.0}
+        result = SimpleNamespace(**said, **times, updated=False, loss_scale=scale)
+        return Progress(tiny_run(), speaks=False)._line(result)  # type: ignore[arg-type]
+
+    assert words in run_alone(line)

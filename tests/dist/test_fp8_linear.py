@@ -9,9 +9,11 @@ import pytest
 import torch
 from mtrain_kernels.fp8_linear import op
 
+from mtrain.cli.setup import load
 from mtrain.config.rules import apply
 from mtrain.config.run import RunConfig
-from tests.support.forked import run_ranks
+from tests.support.engine import import_engine
+from tests.support.forked import run_alone, run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
 
 WIDE = {"hidden_size": 256, "ffn_hidden_size": 256, "num_layers": 2, "num_query_groups": 8, "vocab_size": 128}
@@ -47,7 +49,7 @@ def test_ranks_that_share_scales_train_as_one_does(
     assert _worst(two, alone) < 2e-3, "scales differ"
     assert two[0][1][0] == pytest.approx(alone[0][1][0], rel=1e-4)
     if recipe == "tensorwise":
-        monkeypatch.setattr("mtrain.mcore.linear._greatest", lambda groups: None)
+        monkeypatch.setattr("mtrain.mcore.linear.greatest", lambda groups: None)
         apart = _trained(runs[1], tmp_path / "apart", 2)
         assert _worst(apart, alone) > 5e-3, "scales of parts would pass, too"
 
@@ -73,6 +75,34 @@ def test_first_and_last_layers_may_stay_and_the_others_are_in_8_bits(
 
     micro = run.trainer.batch // run.trainer.micro
     assert run_ranks(1, job)[0] == micro * 4 * (run.model.num_layers - 1)
+
+
+LATENT = "model.moe=null model.mtp_num_layers=null model.mtp_loss_scaling_factor=null"
+
+
+@pytest.mark.parametrize("words", [
+    "model=llama_tiny model.mtp_num_layers=1",
+    f"model=deepseek_tiny {LATENT}",
+    "model=bert_tiny",
+    "model=llava_tiny",
+])  # fmt: skip
+def test_no_linear_layer_is_left_out_but_the_one_that_makes_logits(words: str) -> None:
+    def job() -> set[str]:
+        import_engine()
+        from mtrain.build.model import blank_model
+        from mtrain.mcore.layers import DuplicatedLinear
+        from mtrain.mcore.linear import ColumnLinear, RowLinear
+        from mtrain.world.fake_world import fake_world
+
+        run = load([*words.split(), "parallel=single", "precision=fp8_tensorwise"], to_run=False).run
+        with fake_world(run, 0) as world:
+            (chunk,) = blank_model(run, world)
+            kinds = ColumnLinear, RowLinear, DuplicatedLinear
+            ours = [(name, module) for name, module in chunk.named_modules() if isinstance(module, kinds)]
+            assert len(ours) > 8
+            return {name for name, layer in ours if layer.fp8 is None}
+
+    assert run_alone(job) == {"output_layer"}
 
 
 @pytest.mark.full

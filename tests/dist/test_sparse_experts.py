@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,6 +53,24 @@ def steps(run: RunConfig, lists: bool) -> list[tuple[float, float]]:
         return train_steps(run, 2)
 
     return run_ranks(run.parallel.ranks, job)[0]  # type: ignore[no-any-return]
+
+
+def test_maps_are_followed_by_kernels_as_by_megatron_core() -> None:
+    """Where tokens are dropped; megatron-core asks for what its release gives."""
+    run = run_of("one rank")
+    moe = {"moe": run.model.moe.model_copy(update={"expert_capacity_factor": 1.0})}  # type: ignore[union-attr]
+    run = run.model_copy(update={"model": run.model.model_copy(update=moe)})
+
+    def job(ours: bool) -> Any:
+        from mtrain.mcore import op_overrides
+
+        if ours:
+            for each in op_overrides.OVERRIDES["moe_permute"]:
+                setattr(each.module, each.name, partial(each.ours, impl="reference"))
+            op_overrides.override_operations = lambda *_: None
+        return [number for step in train_steps(run, 2) for number in step]
+
+    assert run_ranks(1, job, True)[0] == pytest.approx(run_ranks(1, job, False)[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
@@ -124,6 +143,7 @@ SMALL = (
     *("model.num_layers=2", "model.vocab_size=128"),
 )
 MIXTRAL = ("model=mixtral_tiny", *SMALL)
+HYBRID = ("model.hybrid.pattern=*E", "+model.moe={num_experts: 4, ffn_hidden_size: 32}")
 STEPS = {
     "dense": ["kernels=triton", "parallel=tp2sp", *SMALL],
     "experts": ["kernels=triton", "parallel=single", *MIXTRAL],
@@ -131,6 +151,7 @@ STEPS = {
     "experts, tp2": ["kernels=triton", "parallel=tp2sp", *MIXTRAL],
     "experts, gathered": ["kernels=triton", "parallel=ep2", "model.moe.token_dispatcher_type=allgather", *MIXTRAL],
     "experts, exchanged": ["kernels=triton", "parallel=tp2ep2sp", *MIXTRAL],
+    "a hybrid": ["kernels=triton", "parallel=single", "model=nemotron_h_tiny", *SMALL, *HYBRID],
     "maps": ["kernels=reference", "parallel=single", *MIXTRAL],
 }
 WAITS = {"experts, exchanged": {"rows that are exchanged": 2}}

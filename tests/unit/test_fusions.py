@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from mtrain.config.fusions import fusions
+from mtrain.config.hybrid import HybridConfig
 from mtrain.config.rules import apply
 from tests.support.runs import tiny_run
 
+HYBRID = HybridConfig(pattern="M*", num_heads=8)
 TRITON = {"kernels.norm": "triton", "kernels.rope": "triton"}
 
 
@@ -27,6 +29,9 @@ def test_nothing_is_said_of_what_triton_does_not_do() -> None:
         ({"data.packed": True}, "rope", "each document begin at 0"),
         ({"model.qk_layernorm": True, "kernels.norm": "reference"}, "rope", "kernels.norm is reference"),
         ({"model.qk_layernorm": True, "model.qk_layernorm_across_heads": True}, "rope", "not RMSNorm of each head"),
+        ({"model.attention_output_gate": True}, "rope", "gates stand between queries and keys"),
+        ({"model.hybrid": HYBRID}, "rope", "hybrids norm and turn apart"),
+        ({"model.hybrid": HYBRID}, "norm", "hybrids make it apart"),
         ({"parallel.ranks": 8, "parallel.tp": 8}, "rope", "num_query_groups 4 are fewer than parallel.tp 8"),
     ],
 )

@@ -17,6 +17,8 @@ def sums_apart(run: RunConfig) -> str | None:
         )
     if run.model.hidden_dropout:
         return f"model.hidden_dropout {run.model.hidden_dropout:g} lies between output and sum"
+    if run.model.hybrid is not None:
+        return "the layers of hybrids make it apart"
     return None if run.model.t5 is None else "the layers of T5 are megatron-core's own"
 
 
@@ -25,6 +27,10 @@ def positions_apart(run: RunConfig) -> str | None:
     m, k = run.model, run.kernels
     if m.mla is not None:
         return "the positions of model.mla are a part of a head that is made apart"
+    if m.hybrid is not None:
+        return "the layers of hybrids norm and turn apart"
+    if m.attention_output_gate:
+        return "model.attention_output_gate: gates stand between queries and keys in the packed product"
     if k.rope != "triton" or m.position_embedding_type != "rope":
         return f"kernels.rope is {k.rope}, and Triton's kernel unpacks"
     if m.query_groups < run.parallel.tp:

@@ -56,6 +56,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -86,6 +87,6 @@ from mtrain.mcore.router import Sparse
 
 
 def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None) -> Any:
-    """This rank's part of the sequences of a batch that is not packed; without a group over context-parallel ranks."""
+    """This rank's part of the sequences of a batch that is not packed, over context-parallel ranks or a group."""
     new = {"is_hybrid_cp": False} if engine.at_least(0, 19) else {}  # to which no group means all ranks
     return _part_of_context(batch, cp_group=cp_group or parallel_state.get_context_parallel_group(), **new)

@@ -101,7 +101,7 @@ class Provider(BackendSpecProvider):
 
     def linear(self) -> type:
         """A linear layer with the whole weight on every tensor-parallel rank."""
-        return self._te.linear() if self._uses_te("linear") else DuplicatedLinear
+        return self._te.linear() if self._uses_te("linear") else self._product(DuplicatedLinear)
 
     def column_parallel_linear(self) -> type:
         """A linear layer split by output features."""
@@ -266,16 +266,7 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool, linear: boo
     before = IdentityOp if place in ("post", "post_residual") else norm
     behind = IdentityOp if place == "pre" else norm
     attention = attention_spec(config, provider, linear=linear)
-    provider.sparse = getattr(config, "sparse_experts", None) is not None
-    mlp = api.get_mlp_module_spec_for_backend(
-        backend=provider,
-        num_experts=experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        use_te_activation_func=config.use_te_activation_func,
-    )
-    if moe and provider.sparse:
-        layers_of(mlp).router = SparseRouter
-        dispatch.use_in_layers()
+    mlp = mlp_spec(config, provider, experts)
     if provider.parts.add_mlp_bias:
         layers = layers_of(mlp)
         layers.linear_fc1, layers.linear_fc2 = map(
@@ -299,6 +290,21 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool, linear: boo
             "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
         }
     return api.ModuleSpec(module=DecoderLayer, submodules=layer)
+
+
+def mlp_spec(config: Any, provider: Provider, experts: int | None) -> Any:
+    """An MLP, or a mixture of `experts`, which are routed to by lists where the config says so."""
+    provider.sparse = getattr(config, "sparse_experts", None) is not None
+    mlp = api.get_mlp_module_spec_for_backend(
+        backend=provider,
+        num_experts=experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        use_te_activation_func=config.use_te_activation_func,
+    )
+    if experts is not None and provider.sparse:
+        layers_of(mlp).router = SparseRouter
+        dispatch.use_in_layers()
+    return mlp
 
 
 def layers_of(mlp: Any) -> Any:

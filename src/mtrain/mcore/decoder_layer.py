@@ -54,11 +54,10 @@ class DecoderLayer(TransformerLayer):
         again = self.recompute_pre_mlp_layernorm or not (direct and self._mlp_reads_the_sum)
         if isinstance(norm, ResidualNorm) and not again:
             self.let_add("self_attn", norm)
-        if (
-            not config.num_layers_at_start_in_bf16
-            < self.layer_number
-            <= config.num_layers - config.num_layers_at_end_in_bf16
-        ):
+        first, last = config.num_layers_at_start_in_bf16, config.num_layers - config.num_layers_at_end_in_bf16
+        # a layer of MTP is counted on from the others, since 0.19 from 1
+        predicts = getattr(self, "is_mtp_layer", False) or self.layer_number > config.num_layers
+        if not predicts and not first < self.layer_number <= last:
             for module in self.modules():
                 if getattr(module, "fp8", None) is not None:
                     module.fp8 = None

@@ -12,6 +12,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mtrain.mcore import api as mcore
 
+LAYERS = (mcore.TransformerLayer, mcore.MambaLayer)
+"""What is gathered, computed and freed at once."""
+
 
 class FullySharded(mcore.TorchFullyShardedDataParallel):
     """A chunk whose weights, gradients and optimizer state are sharded over data-parallel ranks, layer by layer.
@@ -80,8 +83,8 @@ def _units(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, bool]]:
     """What is gathered and freed at once, inner ones first, and whether it is of experts that other ranks hold."""
     tied = any(getattr(m, "share_embeddings_and_output_weights", False) for m in model.modules())
     for module in model.modules():
-        if isinstance(module, mcore.TransformerLayer):
-            experts = getattr(module.mlp, "experts", None)
+        if isinstance(module, LAYERS):
+            experts = getattr(getattr(module, "mlp", None), "experts", None)
             if experts is not None and not all(getattr(p, "allreduce", True) for p in experts.parameters()):
                 yield experts, True
             yield module, False

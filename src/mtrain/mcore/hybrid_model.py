@@ -1,6 +1,6 @@
 """megatron-core's hybrid models, of Mamba-2 layers, attention, MLPs and experts in any order, one layer each.
 
-They are its HybridModel since 0.19, and its MambaModel before: `core` is the one place that knows it.
+They are its HybridModel since 0.19, and its MambaModel before: `UNIFIED` says which.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from mtrain.config import engine
 from mtrain.mcore import api
 from mtrain.mcore.attention_spec import attention_spec
+from mtrain.mcore.backend import mlp_spec
 from mtrain.mcore.decoder_layer import DecoderLayer, DecoderLayerSubmodules
 from mtrain.mcore.embedding import add_in_fp32
 from mtrain.mcore.language_model import OutputLayer, SummedLosses
@@ -164,10 +165,8 @@ def _layer(vp_stage: int | None, fused: str, **parts: Any) -> Any:
 
 
 def _mlp(config: Any, provider: Any, norm: Any, experts: int | None) -> dict[str, Any]:
-    mlp = api.get_mlp_module_spec_for_backend(
-        backend=provider,
-        num_experts=experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        use_te_activation_func=config.use_te_activation_func,
-    )
-    return {"pre_mlp_layernorm": norm, "mlp": mlp, "mlp_bda": get_bias_dropout_add}
+    return {
+        "pre_mlp_layernorm": norm,
+        "mlp": mlp_spec(config, provider, experts),
+        "mlp_bda": get_bias_dropout_add,
+    }

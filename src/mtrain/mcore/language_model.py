@@ -101,9 +101,14 @@ class SummedLosses:
             logits.data[..., real:] = -torch.inf
         return super().compute_language_model_loss(labels, logits)  # type: ignore[misc,no-any-return]
 
-    def sum_of_losses(self: Any, hidden: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-        """Of what the output layer reads, [s, b, h] or this rank's part: each token's loss times `mask` [b, s]."""
+    def sum_of_losses(self: Any, hidden: Tensor, labels: Tensor, mask: Tensor, *, detached: bool = False) -> Tensor:
+        """Of what the output layer reads, [s, b, h] or this rank's part: each token's loss times `mask` [b, s].
+
+        `detached`: the weight of the output layer learns nothing from it.
+        """
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        if detached:
+            weight = (self.output_layer.weight if weight is None else weight).detach()
         if self.loss == "megatron":
             logits, _ = self.output_layer(hidden, weight)
             return (self.compute_language_model_loss(labels, logits).float() * mask).sum()
@@ -157,19 +162,24 @@ class LanguageModel(SummedLosses, GPTModel):
         **context: Any,
     ) -> Tensor:
         if labels is None or not self.post_process:
+            cache = context.get("inference_context")
+            if self.post_process and cache is not None and cache.materialize_only_last_token_logits:
+                hidden_states = hidden_states[-1:]  # 0.19 looks elsewhere for that wish
             return super()._postprocess(hidden_states, *args, labels=labels, loss_mask=loss_mask, **context)
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
         if context.pop("mtp_in_postprocess", False):
             hidden_states = self._further_hidden(hidden_states, context)
         head, *further = hidden_states.chunk(1 + (self.config.mtp_num_layers or 0))
         packed, rolled, rolled_mask = context.get("packed_seq_params"), labels, mask
+        detached = getattr(self.config, "mtp_detach_heads", False)
         for hidden in further if torch.is_grad_enabled() else ():
             rolled, _ = self._rolled(rolled, packed)
             rolled_mask, count = self._rolled(rolled_mask, packed)
             scale = self.config.mtp_loss_scaling_factor / len(further)
             if not self.config.calculate_per_token_loss:
                 scale = scale / count
-            head = MTPLossAutoScaler.apply(head, scale * self.sum_of_losses(hidden, rolled, rolled_mask))
+            loss = self.sum_of_losses(hidden, rolled, rolled_mask, detached=detached)
+            head = MTPLossAutoScaler.apply(head, scale * loss)
         return self.sum_of_losses(head, labels, mask)
 
     def _further_hidden(self, hidden_states: Tensor, context: dict[str, Any]) -> Tensor:

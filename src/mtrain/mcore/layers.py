@@ -18,10 +18,13 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.module import MegatronModule
 from mtrain_kernels.activation.op import activation
+from mtrain_kernels.fp8_linear.op import Recipe, Shares, fp8_linear
 from mtrain_kernels.linear import linear
 from mtrain_kernels.norm.op import layer_norm, rms_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from mtrain.mcore.linear import greatest
 
 Init = Callable[[Tensor], Any]
 
@@ -180,6 +183,9 @@ class DuplicatedLinear(nn.Module):
     1e-3 at tp 2). Here the output is whole from the start and that half's gradient is summed over the ranks.
     """
 
+    fp8: Recipe | None = None
+    impl = "reference"
+
     def __init__(
         self,
         input_size: int,
@@ -223,4 +229,9 @@ class DuplicatedLinear(nn.Module):
         return y, None
 
     def _product(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        """In FP8 one scale for a tensor is that of all ranks that have a part of its tokens."""
+        if self.fp8 is None:
+            return linear(x, self.weight)
+        groups = [parallel_state.get_context_parallel_group(), *[self.tp_group] * self.sequence_parallel]
+        tokens = greatest(groups)
+        return fp8_linear(x, self.weight, self.fp8, shares=Shares(tokens, None, tokens), impl=self.impl)

@@ -68,15 +68,15 @@ class _Product:
             x = copy_to_tensor_model_parallel_region(x, group=group)
         column = isinstance(self, ColumnParallelLinear)
         tp, cp = [group], [parallel_state.get_context_parallel_group()]
-        shares = Shares(_greatest(cp if column else tp + cp), _greatest(tp), _greatest(tp + cp if column else cp))
+        shares = Shares(greatest(cp if column else tp + cp), greatest(tp), greatest(tp + cp if column else cp))
         into = more.get("gradient_accumulation_fusion") and torch.is_grad_enabled() and adds_to_main_grad(weight)
         assert self.fp8 is not None
         y = fp8_linear(x, weight, self.fp8, shares=shares, gradient=_add_whole if into else None, impl=self.impl)
         return y if bias is None else y + bias
 
 
-def _greatest(groups: list[Any]) -> Share | None:
-    """Makes the greatest value of a part that of all ranks of these groups, or None where each has one rank."""
+def greatest(groups: list[Any]) -> Share | None:
+    """What makes the greatest value of a part that of all ranks of these groups, or None where each has one rank."""
     several = [group for group in groups if group.size() > 1]
     if not several:
         return None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mtrain.mcore import api as mcore
+from mtrain.mcore.fsdp2 import LAYERS
 
 
 class FullyShardedBuffers(mcore.MegatronFSDP):
@@ -27,7 +28,8 @@ class FullyShardedBuffers(mcore.MegatronFSDP):
                 _forget(owner._parameters[name])
             owner.reset_parameters = partial(_restore, owner, before, constants)  # type: ignore[assignment]
         config.init_model_with_meta_device = bool(deferred)
-        super().__init__(config, ddp_config, module, device=device)
+        every = ddp_config.data_parallel_sharding_strategy == "optim_grads_params"
+        super().__init__(config, ddp_config, module, list(LAYERS) if every else None, device=device)
         for owner in deferred:
             del owner.reset_parameters
         if ddp_config.data_parallel_sharding_strategy == "optim_grads_params":
@@ -40,7 +42,7 @@ def communication_elements(model: torch.nn.Module) -> int:
 
     Its own default is no less than 10^9 elements, which would gather a small model whole.
     """
-    layers = [m for m in model.modules() if isinstance(m, mcore.TransformerLayer)]
+    layers = [m for m in model.modules() if isinstance(m, LAYERS)]
     return 2 * max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=1)
 
 

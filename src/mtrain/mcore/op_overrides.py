@@ -21,6 +21,7 @@ from mtrain_kernels.moe_router.op import moe_router
 from mtrain_kernels.rope.op import rotate
 from torch import Tensor
 
+from mtrain.config import engine
 from mtrain.errors import BadEnvironment
 from mtrain.mcore.linear import accumulate_in_products
 
@@ -114,13 +115,19 @@ def permuted(
     num_out_tokens: int | None = None,
     fused: bool = False,
     drop_and_pad: bool = False,
+    tokens_per_expert: Tensor | None = None,
+    align_size: int = 0,
     *,
     impl: str,
-) -> tuple[Tensor, Tensor | None, Plan]:
-    """Copies [r, h] of `tokens` [t, h] sorted by expert, their weights [r], and the plan that leads back."""
+) -> tuple[Any, ...]:
+    """Copies [r, h] of `tokens` [t, h] sorted by expert, their weights [r], and the plan that leads back.
+
+    Since 0.19 also where each expert's rows were padded and how many it then has: they are not padded.
+    """
     plan = plan_of(routing_map)
     weights = None if probs is None else probs.T.contiguous().masked_select(routing_map.bool().T)
-    return permute_rows(tokens, plan, impl=impl), weights, plan
+    found = permute_rows(tokens, plan, impl=impl), weights, plan
+    return (*found, None, tokens_per_expert) if engine.at_least(0, 19) else found
 
 
 def unpermuted(
@@ -131,6 +138,7 @@ def unpermuted(
     routing_map: Tensor | None = None,
     fused: bool = False,
     drop_and_pad: bool = False,
+    pad_offsets: Tensor | None = None,
     *,
     impl: str,
 ) -> Tensor:

@@ -161,10 +161,10 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "mtp-without-labels",
         "models/gpt/gpt_model.py:605",
-        "A model that was trained with multi-token prediction asks for labels when it generates: AttributeError.",
+        "A model that was trained with multi-token prediction asks for labels when it generates: AttributeError; "
+        "since 0.19 it makes all further tokens' logits, too, and does not know where its cache is: RuntimeError.",
         "everywhere",
         patching.mtp_without_labels,
-        UNTIL_0_16,
     ),
     Patch(
         "mtp-names",
@@ -365,10 +365,10 @@ PATCHES: tuple[Patch, ...] = (
         "gated-delta-norm",
         "distributed/finalize_model_grads.py:354",
         "Tensor-parallel ranks norm the outputs of their heads with the same weight. Without sequence parallelism "
-        "the gradients of it are not summed: silently that of a rank's heads, and weights that drift apart (issue "
-        "#7452).",
+        "the gradients of it are not summed: silently that of a rank's heads, and weights that drift apart.",
         "everywhere",
         patching_linear.gated_delta_norm,
+        upstream="#7452",
     ),
     Patch(
         "rng-remark",

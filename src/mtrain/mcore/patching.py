@@ -39,7 +39,7 @@ def mla_down_projection() -> None:
 
 
 class _AnyOf:
-    """Equal to each of several classes: megatron-core looks a class up in a list."""
+    """Equal to each of several classes and what is derived of them: megatron-core looks a class up in a list."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -47,7 +47,7 @@ class _AnyOf:
         self.kinds = kinds
 
     def __eq__(self, other: object) -> bool:
-        return any(other is kind for kind in self.kinds if kind is not None)
+        return isinstance(other, type) and any(issubclass(other, kind) for kind in self.kinds if kind is not None)
 
 
 def mla_query_norm() -> None:

@@ -52,7 +52,8 @@ def shaped() -> Iterator[None]:
             return real_shapes(self, schema)
 
     def free(out: Any, *args: Any) -> None:
-        if not isinstance(out, Tensor) or out.numel() > 1:  # a loss has nothing to free, and would become another type of tensor
+        # a loss has nothing to free, and would become another type of tensor; of several megatron-core frees each
+        if not isinstance(out, Tensor) or out.numel() > 1:
             real_free(out, *args)
 
     with (

@@ -74,7 +74,8 @@ class Progress(Hook):
         rate = units.count(result.computed / result.seconds["step"])
         norm = f"grad norm {result.grad_norm:.3f}"
         if not result.updated:
-            norm = f"update skipped at loss scale {result.loss_scale:g}"
+            at = "" if result.loss_scale is None else f" at loss scale {result.loss_scale:g}"
+            norm = f"update skipped{at}" if at else f"{norm}, update skipped"
         wait = f"data wait {100 * result.data_wait_share:.1f}%"
         return (
             f"loss {result.loss:.4f}  {norm}  lr {result.lr:.2e}  {batch}{rate} tokens/s  {wait}  "

@@ -80,11 +80,11 @@ class StepResult:
     loss: float
     """Mean cross entropy of the global batch in nats, as `trainer.loss_average` says."""
     grad_norm: float
-    """Global norm of the gradient before clipping; not a number where fp16 skipped the update."""
+    """Global norm of the gradient before clipping; not a number where it overflowed in fp16."""
     lr: float
     """The rate that the update had, or would have had."""
     updated: bool
-    """False where fp16 skipped the update because of an overflow."""
+    """False where the update was skipped: an overflow in fp16, or a norm above `optim.skip_above_grad_norm`."""
     skipped_updates: int
     """Updates skipped in a row, up to this step."""
     loss_scale: float | None

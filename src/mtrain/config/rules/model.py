@@ -167,17 +167,21 @@ def layers_without_rotation_divide(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT241", example="model.no_rope_freq=2 model.mtp_num_layers=1"),
-    reads="model.no_rope_freq model.mtp_num_layers model.num_layers",
+    reads="model.no_rope_freq model.window_attn_skip_freq model.mtp_num_layers model.num_layers",
 )
-def predictions_know_their_rotation(run: RunConfig) -> Iterator[Finding]:
-    """megatron-core's list of layers without rotation ends with the model's own layers."""
+def predictions_know_their_rotation_and_window(run: RunConfig) -> Iterator[Finding]:
+    """megatron-core's list of layers without rotation ends with the model's own layers; as which layer of a pattern
+    of windows one of MTP counts, its releases say differently."""
     m = run.model
-    if m.no_rope_freq is None or not m.mtp_num_layers:
+    if not m.mtp_num_layers:
         return
-    rule = f"says which of {m.num_layers} layers rotate, and not of the {m.mtp_num_layers} that predict further"
-    every: Change = {"model.no_rope_freq": None}
     none: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_factor": None}
-    yield Finding("MT241", "model.no_rope_freq", rule, (every, none))
+    for key, does in {"no_rope_freq": "rotate", "window_attn_skip_freq": "have a window"}.items():
+        if getattr(m, key) is not None:
+            rule = (
+                f"says which of {m.num_layers} layers {does}, and not of the {m.mtp_num_layers} that predict further"
+            )
+            yield Finding("MT241", f"model.{key}", rule, ({f"model.{key}": None}, none))
 
 
 @rule(Code("MT211", severity="warning", example="model.init_method_std=20"), reads="model.init_method_std")
@@ -257,6 +261,6 @@ RULES = (
     latent_attention,
     one_norm_of_queries_and_keys,
     layers_without_rotation_divide,
-    predictions_know_their_rotation,
+    predictions_know_their_rotation_and_window,
     initial_weights_are_small,
 )

@@ -11,13 +11,14 @@ from mtrain.mcore import backend
 from mtrain.mcore.bert_model import BertModel
 from mtrain.mcore.op_overrides import override_operations
 from mtrain.models.bert.count import own
+from mtrain.models.gpt.build import recipe
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> BertModel:
     """The layers of one virtual pipeline stage of this rank, with embedding and heads where they belong to it."""
     ps, m, bert = mcore.parallel_state, run.model, own(run.model)
     provider = backend.provider(
-        run.kernels, backend.Parts.of(m, attn_mask="no_mask"), norms_add=sums_apart(run) is None
+        run.kernels, backend.Parts.of(m, attn_mask="no_mask"), norms_add=sums_apart(run) is None, fp8=recipe(run)
     )
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
     override_operations(run.kernels, None)

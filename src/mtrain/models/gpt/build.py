@@ -17,7 +17,7 @@ from mtrain.mcore.op_overrides import override_operations
 from mtrain.mcore.rotary import frequencies, multiply_turns
 
 
-def _recipe(run: RunConfig) -> Recipe | None:
+def recipe(run: RunConfig) -> Recipe | None:
     """What linear layers of ours multiply in, where that is FP8."""
     p = run.precision
     if p.fp8 is None or run.kernels.linear == "te":
@@ -40,7 +40,7 @@ def chunk(
     ps, m = mcore.parallel_state, run.model
     packed = run.kernels.rope if positions_apart(run) is None else None
     provider = backend.provider(
-        run.kernels, backend.Parts.of(m), norms_add=sums_apart(run) is None, packed=packed, fp8=_recipe(run)
+        run.kernels, backend.Parts.of(m), norms_add=sums_apart(run) is None, packed=packed, fp8=recipe(run)
     )
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
     override_operations(run.kernels, m.moe.group_score_topk if m.moe else None)

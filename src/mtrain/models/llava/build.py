@@ -8,11 +8,12 @@ from mtrain.config.run import RunConfig
 from mtrain.mcore import backend
 from mtrain.mcore.image_language_model import ImageLanguageModel
 from mtrain.models.gpt.build import chunk as language_chunk
+from mtrain.models.gpt.build import recipe
 from mtrain.models.llava.count import of
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> ImageLanguageModel:
     """The layers of one pipeline stage of this rank."""
-    more = {"own": of(run.model), "provider": backend.provider(run.kernels)}
+    more = {"own": of(run.model), "provider": backend.provider(run.kernels, fp8=recipe(run))}
     built: ImageLanguageModel = language_chunk(run, config, stage, kind=ImageLanguageModel, more=more)
     return built
