@@ -118,6 +118,41 @@ def test_verbs_that_read_their_own_words_refuse_what_is_no_flag() -> None:
     assert main(["choices", "--nope"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "said", "fix"),
+    [
+        ("--compare runs/one", "--compare: a flag of plan, not of train", "plan --compare runs/one"),
+        ("--calibrate", "--calibrate: a flag of plan, not of train", "plan --calibrate"),
+        ("check --html x.html", "--html: a flag of plan, not of check", "plan --html x.html"),
+        ("show --draw", "--draw: a flag of plan, not of show", "plan --draw"),
+        ("rehearse --all", "--all: a flag of check, not of rehearse", "check --all"),
+        ("--resolved choices", "--resolved: there is no such flag here", ""),
+        ("plan --trace --html f.html", "--trace and --html: plan answers one", "plan --trace"),
+        ("plan --compare runs/one --draw", "--compare and --draw: plan answers one", "plan --compare"),
+        ("plan --json --draw", "--draw and --json: plan answers one", "plan --draw"),
+    ],
+)
+def test_a_flag_that_would_be_ignored_is_refused(
+    words: str, said: str, fix: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: object, **__: object) -> int:
+        raise AssertionError(f"`{words}` starts something")
+
+    for verb in ("check", "plan", "show", "train"):
+        monkeypatch.setattr(f"mtrain.cli.{verb}.run", started)
+    assert main(words.split()) == 2
+    shown = "".join(capsys.readouterr())
+    assert said in shown
+    assert fix in shown
+
+
+def test_a_flag_before_a_verb_is_one_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(["--resolved", "recipe", "show", "r.yaml"]).arguments == ["show", "--resolved", "r.yaml"]
+    assert parse(["--json", "recipe", "list"]).arguments == ["list", "--json"]
+    assert main(["check", "--draw", "--help"]) == 0
+    assert " check " in capsys.readouterr().out
+
+
 def test_hints_say_how_the_program_is_called_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert program() == "python launch.py"
     installed = tmp_path / "lib/python3.11/site-packages/mtrain"

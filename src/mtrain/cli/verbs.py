@@ -44,5 +44,9 @@ FLAGS = {
 CONFIG_DIR = "--config-dir"
 VALUED = {"--html": "FILE", "--compare": "RUN_FOLDER"}
 """Flags with a value -> what it is."""
+OF_ALL = frozenset({"--json", "--multirun", "--debug", "--help", "--version"})
+"""Flags that every verb takes, or refuses itself; the pages say which verbs have the others."""
+ANSWERS = ("--compare", "--trace", "--calibrate", "--html", "--draw")
+"""Flags of `plan`, each of which asks for something else."""
 SHORT = {"-h": "--help", "-m": "--multirun"}
 HELP = ("--help", "-h")
