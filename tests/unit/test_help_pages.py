@@ -98,7 +98,7 @@ def test_an_example_is_read_as_it_is_written(verb: tuple[str, ...], words: str) 
     elif call.verb == "explain":
         assert field_of(arguments[0]) is not None or arguments[0].startswith("MT")
     else:
-        own = {"completion": SHELLS, "choices": GROUPS, "engines": ()}
+        own = {"completion": SHELLS, "choices": GROUPS, "engines": ("--fixes",)}
         known = {"schema": (*KINDS, "fields", "-o", "."), **own}[call.verb]
         assert set(arguments) <= set(known)
 
@@ -194,6 +194,7 @@ def test_no_hint_names_the_program_by_itself() -> None:
         ("mtrain check parallel=tp4pp4", "parallel=tp4pp4sp", "parallel=tp4pp4pp2"),
         ("mtrain check --", "--all", "--resolved"),
         ("mtrain show --", "--resolved", "--all"),
+        ("mtrain engines --", "--fixes", "--all"),
         ("mtrain recipe import -", "-o", "--megatron"),
         ("mtrain choices mo", "model", "mod"),
         ("mtrain checkpoint.resume=", "checkpoint.resume=latest", "checkpoint.resume=1"),
