@@ -219,6 +219,11 @@ def dropout_of_copies_differs() -> None:
     wrap("mtrain.world.generators", "stream_seed", seeded)
 
 
+def adapters_drop_features_alike() -> None:
+    """Tensor-parallel ranks draw the same dropout for the features that each has of an adapter's input."""
+    replace("mtrain.mcore.low_rank:_LowRankRow", "_inputs_differ", lambda self: False)
+
+
 def norm_of_stage() -> None:
     """Every pipeline stage clips by the norm of its own weights."""
 
@@ -259,6 +264,14 @@ EXHIBITS = (
         "copies of the residual stream part",
         dropout_of_copies_differs,
         r"embedding.*",
+    ),
+    Exhibit(
+        "dropout of adapters alike over tp",
+        "low_rank.py",
+        "parallel=tp2 peft=lora peft.dropout=0.1",
+        "features of adapters drop alike",
+        adapters_drop_features_alike,
+        r"decoder\.layers\.\d\.(self_attention\.linear_proj|mlp\.linear_fc2)",
     ),
     Exhibit(
         "wrong sign on one rank",

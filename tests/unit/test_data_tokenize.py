@@ -10,6 +10,7 @@ import signal
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -321,6 +322,12 @@ def test_what_cannot_be_is_refused_with_a_fix(
     assert f"[{code}]" in err
     assert "fix:" in err
     assert {path.name for path in tmp_path.iterdir()} == {"d.jsonl", "d.xyz", "tokenizer.json"}
+
+
+def test_gigatoken_is_not_tried_where_names_of_special_tokens_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_gigatoken, "find_spec", lambda _: object())
+    encoder: Any = SimpleNamespace(spec=SimpleNamespace(plain=True), file="tokenizer.json")
+    assert of_gigatoken.fastest(encoder, "H", "{}") == (None, "")
 
 
 def test_gigatoken_with_other_ids_is_left_for_tokenizers_and_a_line_says_so(

@@ -98,7 +98,7 @@ def test_an_example_is_read_as_it_is_written(verb: tuple[str, ...], words: str) 
     elif call.verb == "explain":
         assert field_of(arguments[0]) is not None or arguments[0].startswith("MT")
     else:
-        own = {"completion": SHELLS, "choices": GROUPS, "engines": ()}
+        own = {"completion": SHELLS, "choices": GROUPS, "engines": ("--fixes",)}
         known = {"schema": (*KINDS, "fields", "-o", "."), **own}[call.verb]
         assert set(arguments) <= set(known)
 
@@ -116,6 +116,41 @@ def test_choices_lists_every_choice_of_a_group(group: str, capsys: pytest.Captur
 def test_verbs_that_read_their_own_words_refuse_what_is_no_flag() -> None:
     assert set(OWN_WORDS) - {"__complete"} <= set(VERBS)
     assert main(["choices", "--nope"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "fix"),
+    [
+        ("--compare runs/one", "--compare: a flag of plan, not of train", "plan --compare runs/one"),
+        ("--calibrate", "--calibrate: a flag of plan, not of train", "plan --calibrate"),
+        ("check --html x.html", "--html: a flag of plan, not of check", "plan --html x.html"),
+        ("show --draw", "--draw: a flag of plan, not of show", "plan --draw"),
+        ("rehearse --all", "--all: a flag of check, not of rehearse", "check --all"),
+        ("--resolved choices", "--resolved: there is no such flag here", ""),
+        ("plan --trace --html f.html", "--trace and --html: plan answers one", "plan --trace"),
+        ("plan --compare runs/one --draw", "--compare and --draw: plan answers one", "plan --compare"),
+        ("plan --json --draw", "--draw and --json: plan answers one", "plan --draw"),
+    ],
+)
+def test_a_flag_that_would_be_ignored_is_refused(
+    words: str, said: str, fix: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: object, **__: object) -> int:
+        raise AssertionError(f"`{words}` starts something")
+
+    for verb in ("check", "plan", "show", "train"):
+        monkeypatch.setattr(f"mtrain.cli.{verb}.run", started)
+    assert main(words.split()) == 2
+    shown = "".join(capsys.readouterr())
+    assert said in shown
+    assert fix in shown
+
+
+def test_a_flag_before_a_verb_is_one_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(["--resolved", "recipe", "show", "r.yaml"]).arguments == ["show", "--resolved", "r.yaml"]
+    assert parse(["--json", "recipe", "list"]).arguments == ["list", "--json"]
+    assert main(["check", "--draw", "--help"]) == 0
+    assert " check " in capsys.readouterr().out
 
 
 def test_hints_say_how_the_program_is_called_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +194,7 @@ def test_no_hint_names_the_program_by_itself() -> None:
         ("mtrain check parallel=tp4pp4", "parallel=tp4pp4sp", "parallel=tp4pp4pp2"),
         ("mtrain check --", "--all", "--resolved"),
         ("mtrain show --", "--resolved", "--all"),
+        ("mtrain engines --", "--fixes", "--all"),
         ("mtrain recipe import -", "-o", "--megatron"),
         ("mtrain choices mo", "model", "mod"),
         ("mtrain checkpoint.resume=", "checkpoint.resume=latest", "checkpoint.resume=1"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.ckpt.folder import commit
+from mtrain.config import engine
 from mtrain.config.dump import run_yaml
 from mtrain.config.resolve import resolve
 from mtrain.config.run import RunConfig
@@ -266,3 +267,10 @@ def test_gpus_that_are_missing_are_counted() -> None:
     run = run_of(cluster__device="cuda", cluster__devices_per_node=8, parallel__tp=2)
     with pytest.raises(BadEnvironment, match="needs 8 GPUs on this machine; here: 0"):
         preflight.check(run, [], LAPTOP)
+
+
+def test_a_module_megatron_without_its_core_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "release", lambda: None)
+    monkeypatch.setattr(engine, "folder", lambda: None)
+    with pytest.raises(BadEnvironment, match="there is no module megatron"):
+        preflight.check(run_of(), [], LAPTOP)

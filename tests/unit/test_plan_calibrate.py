@@ -11,7 +11,9 @@ from mtrain.cli import measured_files
 from mtrain.cli.main import main
 from mtrain.cli.setup import load
 from mtrain.config.cluster import ClusterConfig
+from mtrain.config.dump import run_yaml
 from mtrain.config.run import RunConfig
+from mtrain.plan.compare import FIRST_STEPS, METRICS, first_full
 from mtrain.plan.time import step_time
 from mtrain.plan.time.calibrate import Measured, Rates, fitted
 from mtrain.plan.time.efficiencies import shipped
@@ -77,8 +79,6 @@ def test_a_calibrated_cluster_gives_a_cpu_a_time(tmp_path: Path, capsys: pytest.
 
 
 def test_a_run_folder_is_read_without_its_first_steps(tmp_path: Path) -> None:
-    from mtrain.config.dump import run_yaml
-
     folders = []
     for number, words in enumerate(SHAPES):
         run = run_of(words)
@@ -86,12 +86,23 @@ def test_a_run_folder_is_read_without_its_first_steps(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "run.yaml").write_text(run_yaml(run))
         slow = {"step_s": 50.0, "optimizer_s": 9.0}
-        lines = [slow] * measured_files.WARM + [of_known(run)] * 3
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        lines = [{"step": n, **values} for n, values in enumerate([slow] * FIRST_STEPS + [of_known(run)] * 3, 1)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "metrics.jsonl").write_text(text + '{"step": 7, "step_')  # a kill cut it off
         folders.append(str(folder))
     assert main(["plan", "--calibrate", *folders, f"out={tmp_path / 'a.yaml'}"]) == 0
     assert main(["plan", "--calibrate", str(rows(tmp_path)), f"out={tmp_path / 'b.yaml'}"]) == 0
     assert (tmp_path / "a.yaml").read_text() == (tmp_path / "b.yaml").read_text().replace("name: b", "name: a")
+
+
+def test_steps_of_a_batch_that_grows_are_left_out(tmp_path: Path) -> None:
+    run = run_of([*SHAPES[0], "trainer.rampup_batch_size=[2,2,10]"])
+    (tmp_path / "run.yaml").write_text(run_yaml(run))
+    assert first_full(run) == 6
+    lines = [{"step": n, "step_s": 9.0 if n < 6 + FIRST_STEPS else 1.0} for n in range(1, 11)]
+    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ((_, one),) = measured_files.found([tmp_path]).runs
+    assert one.step_s == 1.0
 
 
 def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +201,27 @@ def test_runs_say_how_fast_a_gpu_is(tmp_path: Path, capsys: pytest.CaptureFixtur
     found = json.loads(capsys.readouterr().out)
     assert found["runs"][0]["error"] == pytest.approx(0, abs=0.01)
     assert found["cluster"]["reached"]["speed"] == pytest.approx(1 / 1.25, rel=0.05)
+
+
+ON_GPUS = ["model=llama3_8b", "data=mock", "parallel=dp8", "cluster.device_memory_gib=1000"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([("h100x8", 10.0), ("a100", 20.0)], "cuda sm_80 with 2039"),
+        ([("h100x8", 1e-4)], "no rates explain the runs"),
+        ([("h100x8", 1e6)], "no rates explain the runs"),
+    ],
+)
+def test_runs_of_other_machines_or_of_no_machine_are_refused(
+    rows: list[tuple[str, float]], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "rows.json", tmp_path / "box.yaml"
+    path.write_text(json.dumps([{"overrides": [*ON_GPUS, f"cluster={on}"], "step_s": s} for on, s in rows]))
+    assert main(["plan", "--calibrate", str(path), f"out={out}"]) == 2
+    assert says in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_kernels_and_runs_of_a_cpu_are_fitted_together(tmp_path: Path) -> None:

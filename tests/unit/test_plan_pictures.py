@@ -119,6 +119,25 @@ def test_a_page_opens_without_a_network(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["plan", "--html"]) == 2
     assert "--html FILE" in capsys.readouterr().err
     assert main(["plan", "--html", str(tmp_path / "no" / "plan.html")]) == 2
+    assert "fix: --html FILE in a folder that is there" in capsys.readouterr().err
+    (tmp_path / "link.html").symlink_to(tmp_path / "elsewhere.html")
+    assert main(["plan", "--html", str(tmp_path / "link.html")]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert not (tmp_path / "elsewhere.html").exists()
+
+
+def test_a_machine_of_many_devices_stays_in_its_picture(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    words = ["model=llama3_8b", "parallel=tp8pp16", "parallel.ranks=128", "cluster=cpu", "data=mock"]
+    assert main(["plan", *words, "--html", str(page)]) == 0
+    picture = page.read_text().partition("<h2>Ranks on machines</h2>")[2].partition("</svg>")[0]
+    places = [
+        tuple(map(float, at)) for at in re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"', picture)
+    ]
+    assert len(places) == len({at[:2] for at in places}) == 128
+    assert max(x + width for x, _, width in places) <= 1000
+    height = float(re.findall(r'viewBox="0 0 1000 ([\d.]+)"', picture)[0])
+    assert max(y + width for _, y, width in places) <= height
 
 
 def test_pictures_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

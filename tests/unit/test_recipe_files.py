@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtrain.cli import multirun, setup
 from mtrain.cli.main import main
 from mtrain.config import engine, paths
 from mtrain.config.compose import compose
@@ -192,6 +193,24 @@ def test_equal_things_of_different_kinds_are_equal(run: Run, tmp_path: Path) -> 
         # the recipe names the CPU; the default finds it
         assert (code, "cluster" in out or "equal" in out) == (1, True), other
         assert run("recipe", "diff", "whole.yaml", other)[0] == 0
+
+
+def test_a_layout_that_is_left_to_the_plan_is_compared_as_what_it_is(run: Run, tmp_path: Path) -> None:
+    words = ["model=llama32_1b", "data=mock", "cluster=h100", "cluster.devices_per_node=2", "parallel=auto"]
+    defaults = ", ".join(f"override /{w.replace('=', ': ')}" for w in words if "." not in w)
+    folder = tmp_path / "conf/recipes"
+    folder.mkdir(parents=True)
+    (folder / "open.yaml").write_text(f"defaults: [{defaults}]\ncluster: {{devices_per_node: 2}}\n")
+    loaded = setup.load(words, environment={}, to_run=False).run
+    (tmp_path / "run.yaml").write_text(run_yaml(loaded))
+    assert run("recipe", "diff", str(folder / "open.yaml"), "run.yaml")[:2] == (
+        0, f"equal: {folder}/open.yaml and run.yaml are the same run\n"
+    )  # fmt: skip
+    swept = multirun._composed(words)
+    assert swept is not None
+    assert swept.parallel == loaded.parallel
+    cards = json.loads(run("recipe", "list", "--json", "--config-dir", str(tmp_path / "conf"))[1])
+    assert [card["layout"] for card in cards if card["name"] == "open"] == ["auto on 2 ranks"]
 
 
 def test_a_section_that_is_there_on_one_side_is_told_by_its_keys() -> None:

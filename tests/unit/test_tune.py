@@ -15,7 +15,7 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.cli.setup import load
-from mtrain.cli.tune import overrides, tuned
+from mtrain.cli.tune import left_of, overrides, tuned
 from mtrain.config.compose import compose
 from mtrain.config.dump import run_yaml
 from mtrain.errors import ConfigError
@@ -104,6 +104,36 @@ def test_the_page_says_why_and_the_file_is_a_choice(tmp_path: Path, capsys: pyte
     assert main(["tune", *ONE_B.split(), "--out", str(file)]) == 2, "nothing is written over"
 
 
+RECIPES = {
+    "recompute": "trainer: {micro_batch_size: 16}\nparallel: {recompute: {granularity: selective, modules: [mlp]}}\n",
+    "stages": "parallel: {pp: 2, layers_per_stage: [9, 7], overlap_grad_reduce: false}\n",
+    "ends": "parallel: {pp: 2, account_for_embedding_in_pipeline_split: true, "
+    "account_for_loss_in_pipeline_split: true, ranks: 4}\n",
+    "layout": "parallel: {pp: 2, pipeline_layout: 'Et*8|t*8L'}\n",
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_printed_beside_a_recipe_is_what_was_tuned(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(
+        "recipe: {title: t, purpose: p, hardware: h, source: s, verified: no}\n" + RECIPES[name]
+    )
+    words = ["recipe=r.yaml", *ONE_B.split()]
+    assert main(["tune", *words, "--out", "mine.yaml"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    best = tuned(words)[0].best[0].run
+    typed = next(line for line in lines if line.startswith("the first: ")).partition("launch.py ")[2]
+    taken = next(line for line in lines if line.startswith("wrote mine.yaml: ")).partition(": ")[2]
+    for more in (shlex.split(typed), [*words, *shlex.split(taken)]):
+        run = load(more, LAPTOP, {}, to_run=False).run
+        assert run.parallel == best.parallel
+        assert run.trainer == best.trainer
+        assert run.optim == best.optim
+
+
 def test_neither_plan_nor_tune_imports_torch() -> None:
     words = [*FEW.split(), "cluster.devices_per_node=2", "trainer.global_batch_size=4"]
     code = (
@@ -189,10 +219,11 @@ TASKS = {
 @pytest.mark.parametrize("name", some(TASKS, ["four devices", "lora"]))
 def test_every_layout_that_is_printed_is_kept_by_the_rules_and_planned_as_printed(name: str) -> None:
     words = TASKS[name]
-    got, _ = tuned(words.split())
+    got, task = tuned(words.split())
     for layout in got.best:
-        mine = [word for word in words.split() if word.partition("=")[0] not in {"parallel", *layout.change}]
-        loaded = load([*mine, *shlex.split(overrides(layout))], LAPTOP, {}, to_run=False)
+        loaded = load(
+            [*left_of(words.split()), *shlex.split(overrides(layout, task, words.split()))], LAPTOP, {}, to_run=False
+        )
         assert not [problem for problem in loaded.warnings if problem.code == "MT146"]
         assert loaded.run.parallel == layout.run.parallel
         assert worst_stage(loaded.run).peak == layout.memory.peak

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from math import exp, log
 from os.path import expanduser
 from pathlib import Path
+from statistics import median
 
 from mtrain import strict_json
 from mtrain.cli.measured_files import Found, bad, found
@@ -23,6 +25,8 @@ from mtrain.units import duration
 USAGE = "plan --calibrate RUN_OR_FILE... out=FILE.yaml, with cluster=NAME where only kernels of a GPU were measured"
 SHARES, LEAST, MOST = ("products", "memory"), 0.02, 1.25
 """Shares of what a data sheet states, and within which bounds they can have been measured."""
+FARTHEST = 3
+"""Times that half of the steps may be longer or shorter than planned with the rates that are found."""
 UNSAID = ("price_per_device_hour",)
 """Keys that no file of rates says."""
 
@@ -57,7 +61,9 @@ def _fitted(measured: Found, words: Sequence[str]) -> Fit:
         raise bad(f"{words[0]}: the runs say on which cluster they were", USAGE)
     for name, value in (("device", _device), ("number format", _format)):
         if len(kinds := {value(run) for run in runs}) > 1:
-            raise bad(f"the runs differ in their {name}: {', '.join(sorted(kinds))}", "runs of one kind of machine")
+            raise bad(
+                f"the runs differ in their {name}: {' and '.join(sorted(kinds))}", "runs of one kind of machine"
+            )
     _one_format(runs)
     start = runs[0].cluster if runs else _named(words)
     _stated_enough(start, measured)
@@ -65,6 +71,11 @@ def _fitted(measured: Found, words: Sequence[str]) -> Fit:
         best = fitted([one for _, one in measured.runs], start, measured.kernels)
     except ValueError as error:
         raise bad(str(error), "runs of another model", "MT254") from None
+    if runs and (off := median(abs(log(1 + error)) for error in best.errors)) > log(FARTHEST):
+        rule = (
+            f"no rates explain the runs: with the best, a step is planned {exp(off):.3g} times too long or too short"
+        )
+        raise bad(rule, "seconds of whole steps, and the cluster that they were measured on", "MT254")
     for name, share in best.cluster.reached.items():
         if name in SHARES and not LEAST <= share <= MOST:
             rule = (
@@ -105,7 +116,8 @@ def _stated_enough(start: ClusterConfig, measured: Found) -> None:
 
 
 def _device(run: RunConfig) -> str:
-    return run.cluster.device
+    c = run.cluster
+    return c.device if facts_of(c.device).on_host else f"{c.device} sm_{c.sm} with {c.memory_gbps} GB/s"
 
 
 def _format(run: RunConfig) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from mtrain import strict_json
-from mtrain.cli.verbs import CONFIG_DIR, FLAGS, HELP, JSON_VERBS, OWN_WORDS, SHORT, VALUED, VERBS
+from mtrain.cli.verbs import ANSWERS, CONFIG_DIR, FLAGS, HELP, JSON_VERBS, OF_ALL, OWN_WORDS, SHORT, VALUED, VERBS
 from mtrain.collecting import without_collecting
 from mtrain.config.paths import config_dirs
 from mtrain.errors import MAX_PROBLEMS, ConfigError, MtrainError, Problem, message, say_page
@@ -131,8 +131,10 @@ def parse(arguments: Sequence[str]) -> Call:
     if verb in OWN_WORDS:
         place = arguments.index(verb)
         flags = {SHORT.get(a, a) for a in arguments[:place]}
+        own = [a for a in arguments[:place] if a == "--json" or SHORT.get(a, a) not in OF_ALL]
         rest = [a for a in arguments[place + 1 :] if a != "--debug"]
-        return Call(verb, [*(["--json"] if "--json" in flags else []), *rest], flags)
+        after = int(bool(rest) and not rest[0].startswith("-"))  # a subverb comes first
+        return Call(verb, [*rest[:after], *own, *rest[after:]], flags)
     values, arguments = _values([SHORT.get(a, a) for a in arguments])
     flags = {a for a in arguments if a in FLAGS}
     rest = [a for a in arguments if a not in flags]
@@ -142,6 +144,7 @@ def parse(arguments: Sequence[str]) -> Call:
         verb, rest = rest[0], rest[1:]
     elif rest and "=" not in rest[0] and not rest[0].startswith(("+", "~")):
         problems.append(_unknown_verb(rest[0]))
+    problems += _of_another_verb(verb, flags, values)
     if problems:
         raise ConfigError(problems)
     return Call(verb, rest, flags, named, values)
@@ -183,8 +186,36 @@ def dispatch(call: Call) -> int:
     return _worker_verb(call.verb)(call.arguments, debug="--debug" in call.flags, **options)
 
 
+def _of_another_verb(verb: str, flags: set[str], values: Mapping[str, str]) -> list[Problem]:
+    """A problem for each flag that the page of the verb does not have."""
+    strange = sorted({*flags, *values} - OF_ALL)
+    if not strange or "--help" in flags:
+        return []
+    from mtrain.cli.pages import PAGES, flags_of
+
+    problems = list[Problem]()
+    for flag in strange:
+        of = [each for each in PAGES if flag in flags_of(each)]
+        if verb not in of:
+            fix = " or ".join(" ".join([each, flag, *([values[flag]] if flag in values else [])]) for each in of)
+            rule = f"{flag}: a flag of {' and '.join(of)}, not of {verb}"
+            problems.append(Problem("MT010", "", None, rule, fix, "command line"))
+    return problems
+
+
+def _one_answer(call: Call) -> None:
+    """Raises ConfigError where flags of `plan` ask for several things, of which one would be given."""
+    asked = [flag for flag in ANSWERS if flag in call.flags or flag in call.values]
+    if "--json" in call.flags and asked == ["--draw"]:
+        asked.append("--json")
+    if len(asked) > 1:
+        rule = f"{' and '.join(asked)}: plan answers one of them"
+        raise ConfigError([Problem("MT010", "", None, rule, f"plan {asked[0]}", "command line")])
+
+
 def _plan(call: Call, as_json: bool) -> int:
     """The plan of a configuration, or what one of its flags asks for."""
+    _one_answer(call)
     if "--compare" in call.values:
         from mtrain.cli import plan_compare
 

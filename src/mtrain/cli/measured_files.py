@@ -14,10 +14,9 @@ from mtrain.config.files import read_bytes
 from mtrain.config.formats import Format
 from mtrain.config.run_file import read_run_file
 from mtrain.errors import ConfigError, Problem
+from mtrain.plan.compare import FIRST_STEPS, METRICS, first_full, lines_of
 from mtrain.plan.time.calibrate import Measured, Rates
 
-WARM = 3
-"""First steps of a run, which are slower."""
 LARGEST = 64 << 20
 """Bytes of a file of measurements."""
 ROWS = '[{"overrides": ["model=llama_tiny"], "step_s": 0.2}]'
@@ -112,20 +111,17 @@ def _above_0(value: Any, what: str, fix: str, source: str) -> float:
 
 
 def _of_run(folder: Path) -> Measured:
-    path = folder / "metrics.jsonl"
-    steps, updates = list[float](), list[float]()
-    for number, line in enumerate(read_bytes(path, str(path), LARGEST).splitlines(), start=1):
-        source = f"{path}:{number}"
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise bad(f"is no JSON: {str(error)[:200]}", "another run", "MT001", source) from None
-        if isinstance(values, Mapping) and "step_s" in values:
-            steps.append(_seconds(values["step_s"], source))
-            if values.get("optimizer_s") is not None:
-                updates.append(_seconds(values["optimizer_s"], source))
-    if len(steps) <= WARM:
-        rule = f"has {len(steps)} steps, and the first {WARM} are not counted"
-        raise bad(rule, f"a run of more than {WARM} steps", "MT001", str(path))
-    update = median(updates[WARM:]) if len(updates) == len(steps) else None
-    return Measured(read_run_file(folder / "run.yaml"), median(steps[WARM:]), update)
+    path, run = folder / METRICS, read_run_file(folder / "run.yaml")
+    full = first_full(run)
+    try:
+        steps = [line for line in lines_of(path) if "step_s" in line and line["step"] >= full]
+    except OSError as error:
+        raise bad(f"cannot be read: {error.strerror}", "another run", "MT001", str(path)) from None
+    if len(steps) <= FIRST_STEPS:
+        of = f" from step {full} on, the first of the whole batch" if full > 1 else ""
+        rule = f"has {len(steps)} steps{of}, and the first {FIRST_STEPS} are not counted"
+        raise bad(rule, f"a run of more than {FIRST_STEPS} steps", "MT001", str(path))
+    warm, source = steps[FIRST_STEPS:], f"{path}: step "
+    seconds = median(_seconds(line["step_s"], f"{source}{line['step']}") for line in warm)
+    updates = [_seconds(v, f"{source}{line['step']}") for line in warm if (v := line.get("optimizer_s")) is not None]
+    return Measured(run, seconds, median(updates) if len(updates) == len(warm) else None)

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from mtrain import strict_json
+from mtrain.cli.setup import load, settled
 from mtrain.config.compose import compose
 from mtrain.config.paths import user_path
 from mtrain.config.resolve import Machine, resolve, world_size_of
@@ -79,7 +80,6 @@ def train(argv: Sequence[str], main: Main, *, debug: bool, as_json: bool = False
 def check(argv: Sequence[str], *, as_json: bool = False) -> int:
     """Validates every combination without running any; the worst exit code."""
     from mtrain.cli.check import report
-    from mtrain.cli.setup import load
 
     out: list[dict[str, Any]] = []
     for job in jobs(argv):
@@ -173,7 +173,8 @@ def _command(main: Main, argv: Sequence[str], parent: int, fresh: bool) -> NoRet
 def _composed(words: Sequence[str]) -> RunConfig | None:
     """The configuration of a run, resolved on this machine; None for one that is refused when it is started."""
     try:
-        return resolve(compose(words).run, Machine.here())
+        machine = Machine.here()
+        return resolve(settled(compose(words), machine, None)[0].run, machine)
     except ConfigError:
         return None
 

@@ -57,7 +57,10 @@ PAGES: dict[str, Page] = {
             ("--html FILE", "the pictures as one page, that opens without a network"),
             ("--compare RUN", "of a run that was made: what was planned beside what was measured"),
             ("--trace", "run a step of one rank without its memory, and compare"),
-            ("--calibrate RUN_OR_FILE... out=FILE", "the rates of a CPU from measured runs, as a cluster file"),
+            (
+                "--calibrate RUN_OR_FILE... out=FILE",
+                "what a CPU or GPU reaches, from measured runs and kernels, as a cluster file",
+            ),
         ),
         (
             ("plan --calibrate runs/one runs/two out=box.yaml", "then: plan cluster=./box.yaml"),
@@ -215,11 +218,11 @@ PAGES: dict[str, Page] = {
         (("choices", "all of them"), ("choices cluster", "clusters, with what each is")),
     ),
     "engines": Page(
-        "engines",
+        "engines [FLAGS]",
         "Which megatron-core Python finds, which are supported, what only some have, and which patches act and why.",
         (),
-        (JSON,),
-        (("engines", "of this installation"),),
+        (JSON, ("--fixes", "known bugs of megatron-core, and what became of each")),
+        (("engines", "of this installation"), ("engines --fixes", "known bugs, by what became of them")),
     ),
     "completion": Page(
         "completion bash|zsh|fish",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -14,6 +15,7 @@ from mtrain.errors import ConfigError, Problem, say_page, say_styled, visible
 from mtrain.plan.report import alike, headline
 from mtrain.units import GIB, MIB, bytes_, count, duration, in_unit, seconds
 
+ELSEWHERE = "--html FILE in a folder that is there, and that may be written to"
 LEAST_SHARE = 0.001
 """Of a step, that a part takes which is shown."""
 
@@ -59,10 +61,15 @@ def run(argv: Sequence[str], *, as_json: bool = False, draw: bool = False, html:
 
 
 def _new(path: Path) -> Path:
-    if path.exists():
-        rule = f"{path} is there already; nothing is written over"
-        raise ConfigError([Problem("MT704", "html", str(path), rule, "another name", "command line")])
+    if os.path.lexists(path):
+        raise _unwritten(path, f"{path} is there already; nothing is written over", "--html FILE with another name")
+    if not path.parent.is_dir():
+        raise _unwritten(path, f"{path.parent} is no folder", ELSEWHERE)
     return path
+
+
+def _unwritten(path: Path, rule: str, fix: str) -> ConfigError:
+    return ConfigError([Problem("MT704", "html", str(path), rule, fix, "command line")])
 
 
 def _draw(loaded: Loaded, found: dict[str, Any], to: Path | None, *, beside: bool) -> None:
@@ -81,10 +88,10 @@ def _draw(loaded: Loaded, found: dict[str, Any], to: Path | None, *, beside: boo
     from mtrain.cli.plan_page import page_of
 
     try:
-        to.write_text(page_of(found, stages, line), encoding="utf-8")
+        with to.open("x", encoding="utf-8") as file:
+            file.write(page_of(found, stages, line))
     except OSError as error:
-        rule = f"cannot be written: {error.strerror}"
-        raise ConfigError([Problem("MT704", "html", str(to), rule, "another name", "command line")]) from None
+        raise _unwritten(to, f"cannot be written: {error.strerror}", ELSEWHERE) from None
     if not beside:
         say_page(f"plan of {found['model']}: {to}")
 

@@ -38,6 +38,8 @@ STAGES_DRAWN = 16
 """Stages whose memory over time is drawn; of more, the first and the last ones."""
 NODES_DRAWN = 12
 """Machines of a kind that are drawn; the others are alike."""
+SIDE, GAP = 15, 26
+"""Of a device and between machines, in a picture that is 1000 wide."""
 STANDING = ("context", "communication", "reserve", "weights", "gradients", "low_precision", "optimizer")
 """Parts of the memory that do not change in a step, from below."""
 
@@ -250,23 +252,25 @@ def _grid(stages: Sequence[StageMemory]) -> list[str]:
     run = stages[0].run
     grid, devices = RankGrid.of(run), run.cluster.devices_per_node or run.parallel.ranks or 1
     groups = machines(grid, devices)
-    side, gap, per_row = 15, 26, max(1, 1000 // (15 * devices + 26))
+    columns = min(devices, (1000 - GAP) // SIDE)
     svg, y = Svg(1000, 0), 18.0
     for group in groups:
-        y = _group(svg, grid, group, devices, (y, side, gap, per_row))
+        y = _group(svg, grid, group, devices, columns, y)
     svg.height = y
     names = [(f"stage {stage}", hue(stage, grid.pp)) for stage in range(grid.pp)] if grid.pp <= 16 else []
+    of = f"a row of {devices}" if columns == devices else f"{devices} in rows of {columns}"
     return [
         "<h2>Ranks on machines</h2>",
-        f"<p>{_text(str(grid))}: a square is a device, a row of {devices} a machine; the colour is its stage. "
+        f"<p>{_text(str(grid))}: a square is a device, {of} a machine; the colour is its stage. "
         "Outlined: one copy of the model, the ranks with dp 0. A square under the pointer says its place.</p>",
         legend(names),
         svg.markup(),
     ]
 
 
-def _group(svg: Svg, grid: RankGrid, group: Machines, devices: int, place: tuple[float, int, int, int]) -> float:
-    y, side, gap, per_row = place
+def _group(svg: Svg, grid: RankGrid, group: Machines, devices: int, columns: int, y: float) -> float:
+    """Draws machines of a kind from `y` on, the devices of each in rows of `columns`; returns where they end."""
+    per_row, high = max(1, 1000 // (SIDE * columns + GAP)), SIDE * -(-devices // columns) + 6
     drawn = min(group.number, NODES_DRAWN)
     last = group.first + group.number - 1
     name = f"machine {group.first}" if group.number == 1 else f"machines {group.first} to {last}"
@@ -275,13 +279,14 @@ def _group(svg: Svg, grid: RankGrid, group: Machines, devices: int, place: tuple
     of = f"stage {held[0]}" if len(held) == 1 else f"stages {held[0]} to {held[-1]}"
     svg.text(0, y - 5, f"{name}{more}: {of}")
     for number in range(drawn):
-        left, top = number % per_row * (side * devices + gap), y + number // per_row * (side + 6)
+        left, top = number % per_row * (SIDE * columns + GAP), y + number // per_row * high
         for index, stage in enumerate(group.stages):
             rank = (group.first + number) * devices + index
             at = grid.coords(rank)
             title = f"rank {rank}: " + ", ".join(f"{axis} {n}" for axis, n in at.items() if grid.sizes[axis] > 1)
-            svg.box(left + index * side, top, side - 2, side - 2, hue(stage, grid.pp), title, outline=at["dp"] == 0)
-    return y + -(-drawn // per_row) * (side + 6) + 24
+            x, down = left + index % columns * SIDE, top + index // columns * SIDE
+            svg.box(x, down, SIDE - 2, SIDE - 2, hue(stage, grid.pp), title, outline=at["dp"] == 0)
+    return y + -(-drawn // per_row) * high + 24
 
 
 def _parameters(found: Mapping[str, Any]) -> list[str]:

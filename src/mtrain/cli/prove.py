@@ -133,17 +133,19 @@ def located(small: RunConfig) -> Difference | None:
 
 
 def draws(full: RunConfig) -> bool:
-    """Whether several ranks of a run have dropout in the model."""
-    return bool(full.model.hidden_dropout or full.model.attention_dropout) and RankGrid.of(full).world > 1
+    """Whether several ranks of a run have dropout in the model or its adapters."""
+    m, adapters = full.model, full.peft
+    rate = m.hidden_dropout or m.attention_dropout or (adapters.kind is not None and adapters.dropout)
+    return bool(rate) and RankGrid.of(full).world > 1
 
 
 def masks(small: RunConfig) -> list[tuple[str, str]]:
-    """Modules whose dropout is wrong over ranks, with what is wrong; see `train.chance.wrong_masks`."""
+    """Modules whose dropout is wrong over ranks, with what is wrong; see `train.dropped.wrong_masks`."""
     with tempfile.TemporaryDirectory(prefix="mtrain-prove-") as scratch:
         local.observe_masks(small, Path(scratch))
-        from mtrain.train.chance import wrong_masks
+        from mtrain.train.dropped import wrong_masks
 
-        return wrong_masks(Path(scratch), sequence_parallel=bool(small.parallel.sequence_parallel))
+        return wrong_masks(Path(scratch), small)
 
 
 def in_words(found: Difference | None) -> str:

@@ -14,16 +14,20 @@ from mtrain.collecting import without_collecting
 from mtrain.config.compose import Rejected, compose
 from mtrain.config.dump import override, spell
 from mtrain.config.paths import program
-from mtrain.config.problem import plain
+from mtrain.config.problem import plain, value_at
 from mtrain.config.resolve import Machine, world_size_of
 from mtrain.config.rules import check
+from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, say_page, visible
 from mtrain.plan.tune.choose import cleared, refuse, said_of, search
 from mtrain.plan.tune.search import BEST, Found, Layout, Task
-from mtrain.plan.tune.space import changed
+from mtrain.plan.tune.space import KEYS, SPLIT, changed
 from mtrain.plan.tune.words import reason
 from mtrain.recipes.diff import overrides_of
 from mtrain.units import GIB
+
+PLAINEST = "single"
+"""The choice of `parallel` that layouts are said on."""
 
 
 def run(argv: list[str], *, debug: bool) -> int:
@@ -41,11 +45,11 @@ def run(argv: list[str], *, debug: bool) -> int:
         path = Path(out) if out.endswith((".yaml", ".yml")) else Path(f"{out}.yaml")
         write_new(path, choice(found.best[0]))
     if options.as_json:
-        say_page(strict_json.dumps(report(found, task), indent=2))
+        say_page(strict_json.dumps(report(found, task, words), indent=2))
         return 0
     say_page("\n".join(map(visible, page(found, task, words))))
     if out is not None:
-        say_page(f"wrote {path}: parallel={path if path.is_absolute() else f'./{path}'}")
+        say_page(_as_file(found.best[0], task, words, path))
     return 0
 
 
@@ -71,7 +75,7 @@ def tuned(words: Sequence[str]) -> tuple[Found, Task]:
     return found, task
 
 
-def report(found: Found, task: Task) -> dict[str, Any]:
+def report(found: Found, task: Task, words: Sequence[str]) -> dict[str, Any]:
     """What a machine reads."""
     best, first = found.best, found.best[0]
     run = first.run
@@ -96,7 +100,7 @@ def report(found: Found, task: Task) -> dict[str, Any]:
                 "headroom": None if task.holds is None else task.holds - layout.memory.peak,
                 "why": reason(layout, first),
                 "keys": {key: plain(value) for key, value in layout.change.items()},
-                "overrides": overrides(layout),
+                "overrides": overrides(layout, task, words),
             }
             for layout in best
         ],
@@ -124,8 +128,8 @@ def page(found: Found, task: Task, words: Sequence[str]) -> Iterator[str]:
     yield from (f"{number:2}  {reason(layout, first)}" for number, layout in enumerate(found.best[1:], 2))
     yield ""
     yield f"tokens/s of a device; {found.looked_at} layouts and parts of them bounded, {found.planned} planned"
-    mine = [word for word in words if word.partition("=")[0] not in {"parallel", *first.change}]
-    yield f"the first: {program()} {' '.join([*map(shlex.quote, mine), overrides(first)])}"
+    command = [program(), *map(shlex.quote, left_of(words)), overrides(first, task, words)]
+    yield f"the first: {' '.join(command)}"
 
 
 def _rate(tokens: float) -> str:
@@ -133,16 +137,66 @@ def _rate(tokens: float) -> str:
     return f"{tokens:.0f}" if tokens >= 1000 else f"{tokens:.4g}"
 
 
-def overrides(layout: Layout) -> str:
-    """A layout as a user types it."""
-    return " ".join(["parallel=single", *(override(key, plain(value)) for key, value in _told(layout).items())])
+def overrides(layout: Layout, task: Task, words: Sequence[str]) -> str:
+    """A layout as a user types it behind what is left of `words`, whatever a recipe among them says of layouts."""
+    told = _told(layout, task, _composed(words, PLAINEST))
+    return " ".join([f"parallel={PLAINEST}", *(override(key, plain(value)) for key, value in told.items())])
 
 
-def _told(layout: Layout) -> dict[str, Any]:
-    """The keys that say it, whatever a recipe says; without what follows from others."""
+def left_of(words: Sequence[str]) -> list[str]:
+    """`words` without those that say a layout."""
+    return [word for word in words if word.partition("=")[0].lstrip("+~") not in {"parallel", *KEYS}]
+
+
+def _composed(words: Sequence[str], choice: str) -> RunConfig:
+    """What `words` are with a choice of `parallel` in place of their layout.
+
+    Raises:
+        ConfigError: they cannot be composed without it.
+    """
+    try:
+        return compose([*left_of(words), f"parallel={choice}"]).run
+    except Rejected as error:
+        raise ConfigError(error.problems) from None
+
+
+def _told(layout: Layout, task: Task, before: RunConfig) -> dict[str, Any]:
+    """The keys that say it: those of a layout, but for what follows from others, and what `before` says otherwise."""
+    return {**_chosen(layout), **_other(layout, task, before)}
+
+
+def _chosen(layout: Layout) -> dict[str, Any]:
+    """The keys that were chosen, without what follows from others or is so where nobody says it."""
     left = {key for key, value in layout.change.items() if value is None or "overlap" in key}
     left |= {"optim.cpu_offload"} if not layout.run.optim.cpu_offload else set()
     return {key: value for key, value in layout.change.items() if key not in left}
+
+
+def _other(layout: Layout, task: Task, before: RunConfig) -> dict[str, Any]:
+    """Keys of the layout that `before` has otherwise; what it leaves open follows from others as it did here."""
+    wanted, found = changed(task.raw, layout.change), dict[str, Any]()
+    parallel = type(wanted.parallel).model_fields.keys() - {"recompute", "ranks"}
+    for key in dict.fromkeys([*KEYS, *SPLIT, *sorted(f"parallel.{name}" for name in parallel)]):
+        value, old = value_at(wanted, key), value_at(before, key)
+        if old != value and not (old is None and "overlap" in key):
+            found[key] = value
+    again = task.resolve(changed(before, found))
+    if again.parallel.ranks != layout.run.parallel.ranks:
+        found["parallel.ranks"] = layout.run.parallel.ranks
+    if again.trainer.batch != layout.run.trainer.batch:
+        found["trainer.global_batch_size"] = layout.run.trainer.batch
+    return found
+
+
+def _as_file(first: Layout, task: Task, words: Sequence[str], path: Path) -> str:
+    """How the file is taken: with the keys that a recipe says otherwise, which counts before it."""
+    word = f"parallel={path if path.is_absolute() else f'./{path}'}"
+    more = _other(first, task, _composed(words, str(path.absolute())))
+    if not more:
+        return f"wrote {path}: {word}"
+    said = " ".join(override(key, plain(value)) for key, value in more.items())
+    why = "keys behind the file are what the recipe says otherwise: a recipe counts before a file"
+    return f"wrote {path}: {word} {said}\n{why}"
 
 
 def choice(layout: Layout) -> str:
@@ -157,7 +211,7 @@ def choice(layout: Layout) -> str:
     ]
     sections: dict[str, list[str]] = {}
     again: list[str] = []
-    for key, value in _told(layout).items():
+    for key, value in _chosen(layout).items():
         section, name = key.split(".")[0], key.rpartition(".")[2]
         if "recompute" in key:
             again.append(f"    {name}: {spell(plain(value))}")

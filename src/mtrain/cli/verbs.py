@@ -31,7 +31,7 @@ FLAGS = {
     "--resolved": "show: print the bare file that run=FILE reads",
     "--megatron": "convert import, export: the other side is a checkpoint of megatron-core",
     "--draw": "plan: pictures of memory, schedule, time and machines",
-    "--calibrate": "plan: the rates of a CPU from measured runs: --calibrate RUN_OR_FILE... out=FILE",
+    "--calibrate": "plan: what a CPU or GPU reaches, from what was measured: --calibrate RUN_OR_FILE... out=FILE",
     "--all": "check: every model in every layout, precision and cluster that ships",
     "--compare": "plan: what was planned of a finished run beside what was measured: --compare RUN_FOLDER",
     "--html": "plan: a page with the pictures, that opens without a network: --html FILE",
@@ -44,5 +44,9 @@ FLAGS = {
 CONFIG_DIR = "--config-dir"
 VALUED = {"--html": "FILE", "--compare": "RUN_FOLDER"}
 """Flags with a value -> what it is."""
+OF_ALL = frozenset({"--json", "--multirun", "--debug", "--help", "--version"})
+"""Flags that every verb takes, or refuses itself; the pages say which verbs have the others."""
+ANSWERS = ("--compare", "--trace", "--calibrate", "--html", "--draw")
+"""Flags of `plan`, each of which asks for something else."""
 SHORT = {"-h": "--help", "-m": "--multirun"}
 HELP = ("--help", "-h")

@@ -22,6 +22,10 @@ from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
 NOTHING = "leave it out"
+NEAREST = "is the nearest"
+"""Said of the choice that a misspelt one was meant as."""
+FOREIGN_WORDS = {"data.kind": dict.fromkeys(("gpt", "megatron", "mmap", "bin"), "indexed")}
+"""What other systems call a choice of a key."""
 INSTEAD: dict[str, Callable[[Any], str]] = {
     **{
         word: lambda value, word=word: f"precision.dtype={word}" if value is True else NOTHING  # type: ignore[misc]

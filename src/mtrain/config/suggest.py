@@ -14,13 +14,16 @@ from mtrain.config.grammar import parse_value
 from mtrain.config.keys import field_of
 from mtrain.config.layout_string import parse_layout
 from mtrain.config.load import load
+from mtrain.config.near import NEAREST
 from mtrain.config.paths import find_config
 from mtrain.config.rules import Answers, apply, findings
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem
 
 PROPOSED = ("MT013", "MT014", "MT007")
-"""Codes whose fix is a value of ours, which must not even be unusual; others repeat the value that was written."""
+"""Codes whose fix is a value of ours, which must not even be unusual; others repeat the value that was written, or
+what is nearest to it.
+"""
 
 
 def with_fixes(
@@ -34,11 +37,21 @@ def with_fixes(
     """
     trial = _Trial(partial, resolve)
     return [
-        replace(p, fix=trial.best(p.fix, p.path, unusual=p.code not in PROPOSED, keep=p.code in ("MT012", "MT013")))
+        replace(
+            p,
+            fix=trial.best(
+                p.fix, p.path, unusual=_is_meant(p), keep=p.code in ("MT012", "MT013") or p.rule.endswith(NEAREST)
+            ),
+        )
         if p.code not in ("MT003", "MT004", "MT018")
         else p
         for p in problems
     ]
+
+
+def _is_meant(problem: Problem) -> bool:
+    """Whether the fix is what was written, in other words."""
+    return problem.code not in PROPOSED or problem.rule.endswith(NEAREST)
 
 
 class _Trial:
@@ -98,9 +111,9 @@ class _Trial:
             return False
 
     def _said(self, run: RunConfig, *, unusual: bool) -> set[tuple[str, str]]:
-        """What the rules say of a run; warnings only where nothing `unusual` may be."""
+        """What the rules say of a run; warnings, and inputs that lack, only where nothing `unusual` may be."""
         found = findings(self.resolve(run), self.answers)
-        return {(f.code, f.path) for f in found if f.severity == "error" or not unusual}
+        return {(f.code, f.path) for f in found if not unusual or (f.severity == "error" and f.lacks != "input")}
 
 
 @dataclass(frozen=True)

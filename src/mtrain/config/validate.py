@@ -16,7 +16,17 @@ from mtrain.config.dump import override, spell
 from mtrain.config.intended import as_key
 from mtrain.config.interpolate import leaves
 from mtrain.config.keys import MERGE, choices_of, field_of, schema_keys, section_in, suggest
-from mtrain.config.near import accepts, as_shipped, at_default, choice_fix, near_choice, suggestions, taken
+from mtrain.config.near import (
+    FOREIGN_WORDS,
+    NEAREST,
+    accepts,
+    as_shipped,
+    at_default,
+    choice_fix,
+    near_choice,
+    suggestions,
+    taken,
+)
 from mtrain.config.paths import choices_of_group
 from mtrain.config.run import GROUPS, RunConfig
 from mtrain.errors import MAX_PROBLEMS, Problem
@@ -165,10 +175,11 @@ def _literal(path: str, value: Any, where: Where) -> Problem:
         rule = f"there is no such key; one of {', '.join(choices_of(section))}"
         return Problem("MT012", key, value, rule, at_default(section), where(key))
     choices = choices_of(path)
-    near = near_choice(str(value), choices)
+    foreign = FOREIGN_WORDS.get(path, {}).get(str(value))
+    near = [foreign] if foreign is not None else near_choice(str(value), choices)
     default = _default(path)
     best = near or ([] if default is None and accepts(path, None) else [str(default)] if default is not None else [])
-    rule = f"must be one of {', '.join(choices)}" + (f"; {near[0]} is the nearest" if near else "")
+    rule = f"must be one of {', '.join(choices)}" + (f"; {near[0]} {NEAREST}" if near else "")
     fix = f"{path}={best[0]}" if best else at_default(path) or f"{path}={choices[0]}"
     return Problem("MT014", path, value, rule, _indexed(path, fix), where(path))
 

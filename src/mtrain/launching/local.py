@@ -96,7 +96,7 @@ def observe(
 
 
 def observe_masks(run: RunConfig, home: Path) -> None:
-    """Train one step in local processes and leave in `home` what `train.chance.wrong_masks` reads."""
+    """Train one step in local processes and leave in `home` what `train.dropped.wrong_masks` reads."""
     _warm(run)
     run = _with_products(run)
     _run_ranks(run, home, lambda ending: _observe_masks(run, home, ending))

@@ -37,7 +37,9 @@ def check(
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("torch") is None:
         shortages.append("needs torch and megatron-core, which are not installed: pip install mtrain")
     elif not engine.is_supported(engine.release() or (0, 0, 0)):
-        shortages.append(f"needs megatron-core {engine.supported_words()}, not what is in {engine.folder()}")
+        lies = engine.folder()
+        there = f"not what is in {lies}" if lies else "and there is no module megatron.core: pip install mtrain"
+        shortages.append(f"needs megatron-core {engine.supported_words()}, {there}")
     if run.cluster.nodes > 1 and ranks_here is None:
         shortages.append(
             f"needs {run.cluster.nodes} machines ({run.cluster.name}); this command starts ranks on one: "

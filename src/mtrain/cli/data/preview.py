@@ -43,7 +43,7 @@ def preview(argv: Sequence[str], *, as_json: bool) -> int:
     page: Path | None = values["html"]
     if page is not None and os.path.lexists(page):
         rule = f"{page} is there already; nothing is written over"
-        raise ConfigError([Problem("MT704", "html", str(page), rule, "another name", COMMAND_LINE)])
+        raise ConfigError([Problem("MT704", "html", str(page), rule, "--html FILE with another name", COMMAND_LINE)])
     from mtrain.data import open_splits, prepare
     from mtrain.train.preview import previewed
 
@@ -54,10 +54,11 @@ def preview(argv: Sequence[str], *, as_json: bool) -> int:
         from mtrain.cli.data.preview_page import page_of
 
         try:
-            page.write_text(page_of(found, remarks), encoding="utf-8")
+            with page.open("x", encoding="utf-8") as file:
+                file.write(page_of(found, remarks))
         except OSError as error:
-            rule = f"cannot be written: {error.strerror}"
-            raise ConfigError([Problem("MT704", "html", str(page), rule, "another name", COMMAND_LINE)]) from None
+            rule, fix = f"cannot be written: {error.strerror}", "--html FILE in a folder that is there"
+            raise ConfigError([Problem("MT704", "html", str(page), rule, fix, COMMAND_LINE)]) from None
         say_page(f"{len(found)} samples: {page}")
     elif as_json:
         rows = [{**dataclasses.asdict(shown), "counts": shown.counts} for shown in found]

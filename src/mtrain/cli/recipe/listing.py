@@ -38,7 +38,8 @@ def _card(name: str) -> dict[str, str]:
     run = resolve(compose([f"recipe={name}"]).run, Machine.here())
     grid = RankGrid.of(run)
     words = {key: str(block.get(key, "")) for key in WORDS}
-    layout = f"{grid} on {grid.world} rank{'s' if grid.world > 1 else ''}"
+    said = "auto" if run.parallel.auto else grid
+    layout = f"{said} on {grid.world} rank{'s' if grid.world > 1 else ''}"
     return {"name": name, **words, "model": run.model.name, "layout": layout}
 
 

@@ -87,7 +87,7 @@ class OfGigatoken(Packer):
 
 def fastest(encoder: Encoder, code: str, body: str) -> tuple[Packer | None, str]:
     """What packs with gigatoken, where it is installed and has the same ids on a sample; or why nothing does."""
-    if find_spec("gigatoken") is None:
+    if encoder.spec.plain or find_spec("gigatoken") is None:  # names of special tokens as text are not its own
         return None, ""
     try:
         made = OfGigatoken(encoder, code, body)
