@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ def configuration(kind: str, values: dict[str, Any]) -> Any:
     """The configuration object of a `model_type`."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(kind, **values)
+    return AutoConfig.for_model(kind, **deepcopy(values))  # which writes into what it is given
 
 
 def model(config: Any, seed: int) -> Any:
