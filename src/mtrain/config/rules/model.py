@@ -167,21 +167,30 @@ def layers_without_rotation_divide(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT241", example="model.no_rope_freq=2 model.mtp_num_layers=1"),
-    reads="model.no_rope_freq model.window_attn_skip_freq model.mtp_num_layers model.num_layers",
+    reads="model.no_rope_freq model.mtp_num_layers model.num_layers",
 )
-def predictions_know_their_rotation_and_window(run: RunConfig) -> Iterator[Finding]:
-    """megatron-core's list of layers without rotation ends with the model's own layers; as which layer of a pattern
-    of windows one of MTP counts, its releases say differently."""
+def predictions_know_their_rotation(run: RunConfig) -> Iterator[Finding]:
+    """megatron-core's list of layers without rotation ends with the model's own layers."""
+    yield from _predictions_are_not_in(run, "MT241", "no_rope_freq", "rotate")
+
+
+@rule(
+    Code("MT268", example="model.window_size=64 model.window_attn_skip_freq=2 model.mtp_num_layers=1"),
+    reads="model.window_attn_skip_freq model.mtp_num_layers model.num_layers",
+)
+def predictions_know_their_window(run: RunConfig) -> Iterator[Finding]:
+    """A layer of multi-token prediction counts differently in megatron-core's releases: with a window, or without."""
+    yield from _predictions_are_not_in(run, "MT268", "window_attn_skip_freq", "have a window")
+
+
+def _predictions_are_not_in(run: RunConfig, code: str, key: str, does: str) -> Iterator[Finding]:
+    """A `key` of each layer beside layers that predict further."""
     m = run.model
-    if not m.mtp_num_layers:
+    if getattr(m, key) is None or not m.mtp_num_layers:
         return
+    rule = f"says which of {m.num_layers} layers {does}, and not of the {m.mtp_num_layers} that predict further"
     none: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_factor": None}
-    for key, does in {"no_rope_freq": "rotate", "window_attn_skip_freq": "have a window"}.items():
-        if getattr(m, key) is not None:
-            rule = (
-                f"says which of {m.num_layers} layers {does}, and not of the {m.mtp_num_layers} that predict further"
-            )
-            yield Finding("MT241", f"model.{key}", rule, ({f"model.{key}": None}, none))
+    yield Finding(code, f"model.{key}", rule, ({f"model.{key}": None}, none))
 
 
 @rule(Code("MT211", severity="warning", example="model.init_method_std=20"), reads="model.init_method_std")
@@ -261,6 +270,7 @@ RULES = (
     latent_attention,
     one_norm_of_queries_and_keys,
     layers_without_rotation_divide,
-    predictions_know_their_rotation_and_window,
+    predictions_know_their_rotation,
+    predictions_know_their_window,
     initial_weights_are_small,
 )
