@@ -53,6 +53,10 @@ class Exchange:
     """Copies of a row for as many ranks at most: of a token that several experts take."""
 
 
+Factors = Literal["weights", "frozen", "activations"]
+"""What products multiply activations with: weights, weights that have no gradient, or other activations."""
+
+
 @dataclass(frozen=True)
 class Op:
     """One operation."""
@@ -70,6 +74,8 @@ class Op:
     """Its products are in the low precision of the run, where that has one."""
     seen: float = 1.0
     """Share of the pairs of queries and keys that a kernel computes which passes over hidden ones."""
+    factors: Factors = "weights"
+    """Of its products."""
     again: bool = False
     """It is done once more in the backward, and until then nothing is kept of it."""
 
@@ -108,10 +114,11 @@ class Graph:
         exchanges: Iterable[Exchange] = (),
         low: bool = False,
         seen: float = 1.0,
+        factors: Factors = "weights",
     ) -> None:
         """One operation more."""
-        ops = Op(name, tuple(keeps), tuple(products), moved, tuple(exchanges), low, seen, self._again)
-        self.ops.append(ops)
+        op = Op(name, tuple(keeps), tuple(products), moved, tuple(exchanges), low, seen, factors, self._again)
+        self.ops.append(op)
 
     @contextmanager
     def recomputed(self, name: str, *inputs: Tensor, when: bool = True, discarded: bool = False) -> Iterator[None]:

@@ -11,6 +11,7 @@ from mtrain.config.kernels import OPERATIONS, stands_for
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig, RecomputeModule
 from mtrain.config.run import RunConfig
+from mtrain.models.graph import Factors
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class Rank:
     def layout(self) -> ParallelConfig:
         """The layout."""
         return self.run.parallel
+
+    @property
+    def factors(self) -> Factors:
+        """What linear layers multiply with."""
+        return "frozen" if self.frozen else "weights"
 
     @property
     def element(self) -> int:

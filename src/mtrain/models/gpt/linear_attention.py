@@ -70,13 +70,13 @@ def _rule(g: Graph, r: Rank, own: LinearAttentionConfig, mixed: Tensor, plain: b
     moved = 2 * a * size * (2 * d + 2 * e)
     if not plain:  # a query and a key for each head, and the solved systems
         inputs += [Tensor(2 * size * d * a), Tensor(size * CHUNK * a), Tensor(2 * size * FP32)]
-        g.add(name, inputs, products, moved=moved)
+        g.add(name, inputs, products, moved=moved, factors="activations")
         return Tensor(size * e * a)
     with g.made_again(name, *inputs):
         of_chunks = [CHUNK * CHUNK] * 7 + [CHUNK * d] * 5 + [CHUNK * e] * 3 + [d * e]
         copied = [r.tokens * own.num_key_heads // r.layout.tp * d] * 2
         made = [Tensor(FP32 * n) for n in (*(each * part for part in of_chunks), *copied)]
-        g.add(name, made, products, moved=WRITTEN_OUT * moved)
+        g.add(name, made, products, moved=WRITTEN_OUT * moved, factors="activations")
     return Tensor(each * CHUNK * e * FP32 if r.wide else size * e * a)
 
 

@@ -88,7 +88,7 @@ def _scan(g: Graph, r: Rank, width: int, mixed: int, heads: int) -> None:
         numbers = [n * n] * 3 + [n * p] * (3 - last) + [n * s] * copies + [p * s, n, *[1] * (not last)]
         marks = n * n * MASK * (b if r.run.data.packed else 1)
         kept = [Tensor(rows * size * FP32) for size in numbers] + [Tensor(marks)]
-        g.add("mixer.scan.chunk", kept if r.host else (), products)
+        g.add("mixer.scan.chunk", kept if r.host else (), products, factors="activations")
 
 
 def _gated_norm(g: Graph, r: Rank, fused: Tensor, width: int) -> None:

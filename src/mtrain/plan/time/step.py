@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mtrain.config.formats import bytes_of, is_half
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.run import RunConfig
+from mtrain.config.stages import Stage
 from mtrain.layout.grid import RankGrid
 from mtrain.layout.stages import held_stages
 from mtrain.models.graph import Exchange
@@ -16,13 +17,13 @@ from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.count import flops_per_token
 from mtrain.plan.rank import stage_kind
-from mtrain.plan.states import main_weight_bytes
+from mtrain.plan.states import main_weight_bytes, stage_weights
 from mtrain.plan.time.device import Device, device_of, missing
 from mtrain.plan.time.efficiencies import Efficiencies, reached_by
 from mtrain.plan.time.kernels import Kernels
 from mtrain.plan.time.links import MICRO, Group, Links
 from mtrain.plan.time.sharded import sharded_seconds
-from mtrain.plan.time.work import Work, total
+from mtrain.plan.time.work import Linear, Work, total
 
 PARTS = ("gemm", "attention", "memory", "host", "tp", "cp", "ep", "pp", "bubble", "dp", "optimizer")
 SHARP = 2.0
@@ -58,7 +59,7 @@ class StepWork:
     run: RunConfig
     stages: tuple[Work, ...]
     weights: tuple[tuple[float, float], ...]
-    """Elements of each stage on a rank: of experts, and the others."""
+    """Elements that are trained of each stage on a rank: of experts that other ranks do not have, and the others."""
     sent: int
     """Bytes from a stage to the next."""
     grid: RankGrid
@@ -86,29 +87,45 @@ def step_work(run: RunConfig) -> StepWork:
     family, rank = family_of(run.model), Rank.of(run)
     if family.stage is None:
         raise ValueError(f"the family {family.name} does not say what its layers compute")
-    chunks: dict[tuple[object, ...], Work] = {}
+    chunks: dict[tuple[object, ...], tuple[Work, tuple[int, int]]] = {}
     known: dict[tuple[object, ...], tuple[Work, tuple[float, float]]] = {}
     stages, weights = [], []
     for held in held_stages(run):
         keys = tuple(stage_kind(run, stage) for stage in held)
         if keys not in known:
-            done, embedded = Work(), 0
+            done, experts, others = Work(), 0, 0
             for key, stage in zip(keys, held, strict=True):
                 if key not in chunks:
-                    chunks[key] = total(family.stage(rank, stage))
-                done.add(chunks[key], 1)
-                embedded += stage.embedding * run.model.padded_vocab_size // run.parallel.tp * run.model.hidden_size
-            known[keys] = done, (weights_of(done, grouped=True), weights_of(done, grouped=False) + embedded)
+                    chunks[key] = total(family.stage(rank, stage)), _trained(run, stage)
+                done.add(chunks[key][0], 1)
+                experts, others = experts + chunks[key][1][0], others + chunks[key][1][1]
+            known[keys] = done, (experts, others)
         stages.append(known[keys][0])
         weights.append(known[keys][1])
     sent = rank.split_tokens * run.model.hidden_size * rank.element
     return StepWork(run, tuple(stages), tuple(weights), sent, RankGrid.of(run))
 
 
+def _trained(run: RunConfig, stage: Stage) -> tuple[int, int]:
+    """Elements of the weights of a stage on a rank that are trained: of experts, and the others."""
+    trained = [weight for weight in stage_weights(run, stage) if not weight.frozen]
+    experts = sum(weight.numel for weight in trained if weight.expert)
+    return experts, sum(weight.numel for weight in trained) - experts
+
+
 def weights_of(done: Work, *, grouped: bool) -> float:
     """Elements of the weights that are trained: of experts, or the others."""
-    every = ((one, number) for one, number in done.backward.items() if one.grouped == grouped and not one.frozen)
-    return sum(one.product.n * one.product.k * one.product.batch * number for one, number in every)
+    every = ((one, number) for one, number in done.backward.items() if one.grouped == grouped)
+    return sum(_elements(one) * number for one, number in every if one.factors == "weights")
+
+
+def frozen_of(done: Work) -> float:
+    """Elements of the weights that are not trained."""
+    return sum(_elements(one) * number for one, number in done.backward.items() if one.factors == "frozen")
+
+
+def _elements(one: Linear) -> int:
+    return one.product.n * one.product.k * one.product.batch
 
 
 def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:

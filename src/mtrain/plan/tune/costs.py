@@ -27,10 +27,10 @@ from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.rank import CONTEXT_BYTES, RESERVE, communication_bytes, quantized_bytes
 from mtrain.plan.schedule import most_in_flight
-from mtrain.plan.states import main_weight_bytes
+from mtrain.plan.states import main_weight_bytes, stage_weights
 from mtrain.plan.time.device import Device, device_of
 from mtrain.plan.time.efficiencies import Efficiencies, shipped
-from mtrain.plan.time.step import SHARP, StepWork, done_once, micro_batch, weights_of
+from mtrain.plan.time.step import SHARP, StepWork, done_once, frozen_of, micro_batch, weights_of
 from mtrain.plan.time.work import work_of
 from mtrain.plan.tune.space import Change, changed
 
@@ -195,9 +195,7 @@ class Costs:
         device = seconds - parts["host"]
         host = max(0.0, seconds**SHARP - device**SHARP) ** (1 / SHARP)
         weights = weights_of(done, grouped=True), weights_of(done, grouped=False)
-        products = ((one.product, number) for one, number in done.backward.items() if one.frozen)
-        frozen = sum(product.n * product.k * product.batch * number for product, number in products)
-        return np.array((device, host, kept([graph]), *weights, frozen))
+        return np.array((device, host, kept([graph]), *weights, frozen_of(done)))
 
     def flow(self, run: RunConfig) -> Flow:
         """Of a layout whose pipeline and recomputation are chosen."""
@@ -310,7 +308,8 @@ def _table(run: RunConfig) -> int:
 
 def _column(run: RunConfig) -> int:
     """Where they are counted in a piece."""
-    return OTHERS if run.peft.kind is None else FROZEN
+    table = next(iter(stage_weights(run, Stage(range(0), embedding=True))))
+    return FROZEN if table.frozen else OTHERS
 
 
 def _cut_key(p: ParallelConfig) -> tuple[Any, ...]:

@@ -1,0 +1,56 @@
+"""What a step's time is made of: which products have weights, which weights travel and are updated, and by what."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from mtrain.cli.setup import load
+from mtrain.config.resolve import Machine
+from mtrain.config.run import RunConfig
+from mtrain.models.graph import Graph, Product
+from mtrain.plan.rank import worst_stage
+from mtrain.plan.time.device import device_of
+from mtrain.plan.time.efficiencies import shipped
+from mtrain.plan.time.kernels import Kernels
+from mtrain.plan.time.step import step_work
+from mtrain.plan.time.work import work_of
+
+BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
+SMALL = "model=llama32_1b cluster=h100x8 parallel=dp data=mock data.seq_length=4096 trainer.global_batch_size=16"
+
+
+@cache
+def run_of(words: str) -> RunConfig:
+    return load(words.split(), BIG, {}, to_run=False).run
+
+
+def test_a_frozen_weight_has_no_gradient_and_a_product_of_activations_two() -> None:
+    device, seconds = device_of(run_of(SMALL).cluster), dict[str, float]()
+    kernels = Kernels(device, shipped(), "bf16", "bf16", "bf16", 2)
+    for factors in ("frozen", "activations", "weights"):
+        g = Graph()
+        g.add("x", products=[Product(4096, 4096, 4096)], factors=factors)  # type: ignore[arg-type]
+        (one,) = work_of(g).backward
+        seconds[factors] = kernels.linear_back(one)
+    assert seconds["activations"] == pytest.approx(2 * seconds["frozen"])
+    assert seconds["weights"] > seconds["activations"], "it adds up in fp32"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "recipe=qwen3_next/80b_a3b_h100x64",
+        "recipe=nemotron_h/8b_h100x64",
+        "recipe=llama3/70b_h100x8_lora",
+        "recipe=llava/15_7b_h100x8_projector",
+        "model=gemma2_9b parallel=tp1 cluster=h100x8 data=mock",
+        "recipe=bert/large_h100x8",
+    ],
+)
+def test_the_weights_that_are_updated_are_those_that_the_memory_counts(words: str) -> None:
+    run = run_of(words)
+    states = worst_stage(run).states
+    trained = sum(weight.numel for weight in states.weights if not weight.frozen)
+    assert trained in {sum(stage) for stage in step_work(run).weights}
