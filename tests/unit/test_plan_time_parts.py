@@ -54,3 +54,11 @@ def test_the_weights_that_are_updated_are_those_that_the_memory_counts(words: st
     states = worst_stage(run).states
     trained = sum(weight.numel for weight in states.weights if not weight.frozen)
     assert trained in {sum(stage) for stage in step_work(run).weights}
+
+
+def test_stages_with_other_layers_of_linear_attention_are_of_other_kinds() -> None:
+    words = "model=qwen3_next_80b_a3b cluster=h100x64 data=mock data.seq_length=4096 trainer.global_batch_size=256"
+    words += " trainer.micro_batch_size=1"
+    whole, cut = (step_work(run_of(f"{words} parallel={layout}")) for layout in ("pp8ep8", "pp8vpp6ep8"))
+    attended = [sum(sum(stage.attends.values()) for stage in work.stages) for work in (whole, cut)]
+    assert attended == [12, 12], "each fourth of 48 layers"

@@ -263,5 +263,6 @@ def stage_kind(run: RunConfig, stage: Stage) -> tuple[object, ...]:
     m, layers = run.model, stage.layers
     dense = 0 if m.moe is None else max(0, min(m.moe.first_dense_layers, layers.stop) - layers.start)
     kinds = "" if m.hybrid is None else m.hybrid.pattern[layers.start : layers.stop]
+    linear = () if m.linear_attention is None else tuple(map(m.is_linear, layers))
     turn = [layers.start % every for every in (m.window_attn_skip_freq, m.no_rope_freq) if every]
-    return stage.embedding, stage.loss, stage.mtp, len(layers), dense, kinds, *turn
+    return stage.embedding, stage.loss, stage.mtp, len(layers), dense, kinds, linear, *turn
