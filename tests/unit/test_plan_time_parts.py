@@ -12,10 +12,11 @@ from mtrain.config.run import RunConfig
 from mtrain.models.graph import Graph, Product
 from mtrain.plan.rank import worst_stage
 from mtrain.plan.time.device import device_of
-from mtrain.plan.time.efficiencies import shipped
+from mtrain.plan.time.efficiencies import reached_by, shipped
 from mtrain.plan.time.kernels import Kernels
-from mtrain.plan.time.step import step_work
+from mtrain.plan.time.step import step_time, step_work
 from mtrain.plan.time.work import work_of
+from mtrain.plan.tune.costs import Costs
 
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
 SMALL = "model=llama32_1b cluster=h100x8 parallel=dp data=mock data.seq_length=4096 trainer.global_batch_size=16"
@@ -62,3 +63,9 @@ def test_stages_with_other_layers_of_linear_attention_are_of_other_kinds() -> No
     whole, cut = (step_work(run_of(f"{words} parallel={layout}")) for layout in ("pp8ep8", "pp8vpp6ep8"))
     attended = [sum(sum(stage.attends.values()) for stage in work.stages) for work in (whole, cut)]
     assert attended == [12, 12], "each fourth of 48 layers"
+
+
+def test_a_search_counts_what_was_measured_on_a_cluster_as_a_plan_does() -> None:
+    run = run_of(f"{SMALL} cluster.reached={{speed:2.0}}")
+    assert Costs(run).reached == reached_by(run.cluster)
+    assert Costs(run).seconds(run) <= step_time(run).seconds

@@ -29,7 +29,7 @@ from mtrain.plan.rank import CONTEXT_BYTES, RESERVE, communication_bytes, quanti
 from mtrain.plan.schedule import most_in_flight
 from mtrain.plan.states import main_weight_bytes, stage_weights
 from mtrain.plan.time.device import Device, device_of
-from mtrain.plan.time.efficiencies import Efficiencies, shipped
+from mtrain.plan.time.efficiencies import reached_by
 from mtrain.plan.time.step import SHARP, StepWork, done_once, frozen_of, micro_batch, weights_of
 from mtrain.plan.time.work import work_of
 from mtrain.plan.tune.space import Change, changed
@@ -118,9 +118,9 @@ class Flow:
 class Costs:
     """Of the layouts of one run."""
 
-    def __init__(self, run: RunConfig, reached: Efficiencies | None = None) -> None:
+    def __init__(self, run: RunConfig) -> None:
         self.device: Device = device_of(run.cluster)
-        self.reached = reached or shipped()
+        self.reached = reached_by(run.cluster)
         self.host = facts_of(run.cluster.device).on_host
         self._pieces: dict[tuple[object, ...], Pieces] = {}
         self._flows: dict[tuple[object, ...], Flow] = {}
