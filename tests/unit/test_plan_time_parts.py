@@ -69,3 +69,32 @@ def test_a_search_counts_what_was_measured_on_a_cluster_as_a_plan_does() -> None
     run = run_of(f"{SMALL} cluster.reached={{speed:2.0}}")
     assert Costs(run).reached == reached_by(run.cluster)
     assert Costs(run).seconds(run) <= step_time(run).seconds
+
+
+def parts_of(words: str) -> dict[str, float]:
+    return dict(step_time(run_of(words)).parts)
+
+
+def test_gradients_that_all_ranks_add_up_are_sent_twice_as_often_as_those_that_are_sharded() -> None:
+    words = f"{SMALL} parallel.overlap_grad_reduce=false parallel.distributed_optimizer="
+    sharded, whole = (parts_of(f"{words}{on}")["dp"] for on in ("true", "false"))
+    assert whole / sharded == pytest.approx((2 * 4) / (2 + 4), rel=0.01), "twice fp32, or bf16 and fp32"
+
+
+FSDP = "model=llama32_1b cluster=h100 cluster.nodes=2 data=mock data.seq_length=4096 trainer.global_batch_size=64"
+FSDP += " trainer.micro_batch_size=1 parallel=dp parallel.distributed_optimizer=false"
+
+
+def test_a_copy_in_each_domain_gathers_on_its_fast_links() -> None:
+    words = f"{FSDP.replace('nodes=2', 'nodes=16').replace('size=64', 'size=128')} parallel.fsdp=fsdp2"
+    one, many = (parts_of(f"{words} parallel.hsdp_replicas={n}") for n in (1, 16))
+    assert many["dp"] < one["dp"]
+    assert many["optimizer"] == pytest.approx(16 * one["optimizer"], rel=0.01)
+
+
+def test_weights_that_fsdp_leaves_whole_are_gathered_once_a_step() -> None:
+    words = f"{FSDP} parallel.fsdp=megatron parallel.fsdp_sharding="
+    every, grads, state = (
+        parts_of(f"{words}{what}")["dp"] for what in ("optim_grads_params", "optim_grads", "optim")
+    )
+    assert every > grads > state > 0

@@ -6,23 +6,21 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mtrain.config.formats import bytes_of, is_half
-from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.formats import bytes_of
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import Stage
 from mtrain.layout.grid import RankGrid
 from mtrain.layout.stages import held_stages
-from mtrain.models.graph import Exchange
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.count import flops_per_token
 from mtrain.plan.rank import stage_kind
-from mtrain.plan.states import main_weight_bytes, stage_weights
+from mtrain.plan.states import stage_weights
 from mtrain.plan.time.device import Device, device_of, missing
 from mtrain.plan.time.efficiencies import Efficiencies, reached_by
 from mtrain.plan.time.kernels import Kernels
 from mtrain.plan.time.links import MICRO, Group, Links
-from mtrain.plan.time.sharded import sharded_seconds
+from mtrain.plan.time.update import done_once
 from mtrain.plan.time.work import Linear, Work, total
 
 PARTS = ("gemm", "attention", "memory", "host", "tp", "cp", "ep", "pp", "bubble", "dp", "optimizer")
@@ -139,7 +137,7 @@ def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
     slowest = max(range(len(times)), key=times.__getitem__)
     parts = dict.fromkeys(PARTS, 0.0) | {name: number * value for name, value in stages[slowest].items()}
     parts["bubble"] = (sum(times) - times[slowest]) / p.vpp
-    ends = done_once(work, slowest, device, reached, sum(parts.values()), times[slowest])
+    ends = done_once(run, work.grid, work.weights[slowest], device, reached, sum(parts.values()), times[slowest])
     parts |= {name: value / reached.speed for name, value in ends.items()}
     seconds = sum(parts.values())
     tokens = run.trainer.batch * run.data.length / (p.ranks or 1) / seconds
@@ -189,33 +187,3 @@ def _exchanged(work: StepWork, stage: Work, device: Device, reached: Efficiencie
 def _group(grid: RankGrid, axis: str) -> Group:
     strides = {"tp": 1, "cp": grid.tp, "etp": 1, "ep": grid.etp}
     return Group(grid.sizes[axis], strides[axis])
-
-
-def done_once(
-    work: StepWork, stage: int, device: Device, reached: Efficiencies, computes: float, micro: float
-) -> dict[str, float]:
-    """Data-parallel communication and the update of a stage."""
-    run, p, grid = work.run, work.run.parallel, work.grid
-    links, element = Links(device, reached), bytes_of(run.precision.format)
-    gradient = bytes_of("fp32") if run.precision.grad_reduce_in_fp32 else element
-    experts, others = work.weights[stage]
-    groups = ((experts, Group(grid.edp, grid.etp * grid.ep)), (others, Group(grid.dp * grid.cp, grid.tp)))
-    sharded = p.fsdp != "none"
-    if sharded:
-        left = sharded_seconds(run, groups, computes, device, reached)
-    else:
-        sent = sum(links.seconds(group, _whole("gather", n * element)) for n, group in groups)
-        sent += sum(links.seconds(group, _whole("scatter", n * gradient)) for n, group in groups)
-        # with virtual stages, gradients of a chunk leave while the last micro-batches go through the others
-        window = min(computes, micro * (grid.pp if p.vpp > 1 else 1))
-        left = sent - (min(window, sent) * reached.overlapped["dp"] if p.overlap_grad_reduce else 0.0)
-    state = main_weight_bytes(run) + sum(map(bytes_of, OPTIMIZERS[run.optim.name].states(run).values()))
-    shards = [group.size if p.distributed_optimizer or sharded else 1 for _, group in groups]
-    updated = sum(n / shard for (n, _), shard in zip(groups, shards, strict=True))
-    cleared = sum(n / (shard if sharded else 1) for (n, _), shard in zip(groups, shards, strict=True)) * gradient
-    moved = updated * (2 * state + 2 * gradient + element * (1 + is_half(run.precision.format))) + cleared
-    return {"dp": left, "optimizer": moved / (device.memory * reached.memory)}
-
-
-def _whole(kind: str, size: float) -> Exchange:
-    return Exchange("tp", "gather" if kind == "gather" else "scatter", int(size))

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from mtrain.config.devices import facts_of
 from mtrain.config.formats import bytes_of
-from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import Stage, stages
@@ -27,10 +26,11 @@ from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.rank import CONTEXT_BYTES, RESERVE, communication_bytes, quantized_bytes
 from mtrain.plan.schedule import most_in_flight
-from mtrain.plan.states import main_weight_bytes, stage_weights
+from mtrain.plan.states import stage_weights
 from mtrain.plan.time.device import Device, device_of
 from mtrain.plan.time.efficiencies import reached_by
-from mtrain.plan.time.step import SHARP, StepWork, done_once, frozen_of, micro_batch, weights_of
+from mtrain.plan.time.step import SHARP, StepWork, frozen_of, micro_batch, weights_of
+from mtrain.plan.time.update import done_once, update_bytes
 from mtrain.plan.time.work import work_of
 from mtrain.plan.tune.space import Change, changed
 
@@ -256,8 +256,8 @@ class Costs:
     def seconds(self, run: RunConfig) -> float:
         """Of a step whose layout is chosen."""
         flow = self.flow(run)
-        work = StepWork(run, (), (flow.weights,), 0, RankGrid.of(run))
-        ends = done_once(work, 0, self.device, self.reached, flow.computes, flow.micro)
+        grid, device = RankGrid.of(run), self.device
+        ends = done_once(run, grid, flow.weights, device, self.reached, flow.computes, flow.micro)
         return flow.seconds + sum(ends.values()) / self.reached.speed + offload_seconds(run, *flow.weights)
 
     def bytes(self, run: RunConfig, flow: Flow | None = None) -> float:
@@ -321,11 +321,6 @@ def _micro_batches(run: RunConfig) -> int:
     return max(1, run.trainer.batch // (run.trainer.micro * run.parallel.dp))
 
 
-def _update_bytes(run: RunConfig) -> int:
-    """Of an element's main weight and moments."""
-    return main_weight_bytes(run) + sum(map(bytes_of, OPTIMIZERS[run.optim.name].states(run).values()))
-
-
 @dataclass(frozen=True)
 class State:
     """Bytes of weights, their copies, gradients and optimizer state on a rank."""
@@ -348,7 +343,7 @@ def state_of(run: RunConfig) -> State:
     """What an element takes where the state is sharded as a layout says."""
     p, precision = run.parallel, run.precision
     weights = bytes_of(precision.format) + bytes_of("fp32" if precision.grad_reduce_in_fp32 else precision.format)
-    state = _update_bytes(run) * (1 - run.optim.cpu_offload)
+    state = update_bytes(run) * (1 - run.optim.cpu_offload)
     took = []
     for copies in _copies(run):
         sharded = copies // p.hsdp_replicas if p.fsdp != "none" else 1
@@ -366,7 +361,7 @@ def offload_seconds(run: RunConfig, experts: float, others: float) -> float:
     elements = zip((experts, others), _copies(run), strict=True)
     number = sum(n / (copies if p.distributed_optimizer else 1) for n, copies in elements)
     moved = bytes_of("fp32") + bytes_of(run.precision.format)
-    updated = 2 * (_update_bytes(run) + bytes_of("fp32"))
+    updated = 2 * (update_bytes(run) + bytes_of("fp32"))
     return part * number * (moved / (link * 1e9) + updated / HOST_UPDATE)
 
 
