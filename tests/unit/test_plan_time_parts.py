@@ -10,6 +10,7 @@ from mtrain.cli.setup import load
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.models.graph import Graph, Product
+from mtrain.plan.count import flops_of_token
 from mtrain.plan.rank import worst_stage
 from mtrain.plan.time.device import device_of
 from mtrain.plan.time.efficiencies import reached_by, shipped
@@ -98,3 +99,30 @@ def test_weights_that_fsdp_leaves_whole_are_gathered_once_a_step() -> None:
         parts_of(f"{words}{what}")["dp"] for what in ("optim_grads_params", "optim_grads", "optim")
     )
     assert every > grads > state > 0
+
+
+def test_a_plan_and_a_search_count_an_optimizer_in_host_memory_alike() -> None:
+    words = "model=llama3_8b cluster=h100x8 parallel=tp2 data=mock data.seq_length=4096 trainer.global_batch_size=64"
+    here, there = run_of(words), run_of(f"{words} optim.cpu_offload=1.0")
+    step = step_time(there)
+    assert step_time(here).parts["offload"] == 0
+    assert step.parts["offload"] > 10 * step.parts["optimizer"]
+    assert step.seconds == pytest.approx(step_time(here).seconds + step.parts["offload"])
+    assert Costs(there).seconds(there) == pytest.approx(step.seconds, rel=0.01)
+    bare = there.cluster.model_copy(update={"host_link_gbps": None})
+    assert step_time(there.model_copy(update={"cluster": bare})).missing == ("cluster.host_link_gbps",)
+
+
+def test_frozen_weights_are_not_updated_in_host_memory() -> None:
+    run = run_of("recipe=llama3/70b_h100x8_lora optim.cpu_offload=1.0")
+    step = step_time(run)
+    assert step.parts["offload"] < 0.1 * step.seconds
+    assert Costs(run).seconds(run) <= step.seconds / 0.995
+
+
+def test_the_mfu_of_adapters_is_of_the_operations_that_the_page_says() -> None:
+    run = run_of("recipe=llama3/70b_h100x8_lora")
+    step = step_time(run)
+    rate = step.tokens_per_second_per_device * flops_of_token(run)
+    assert step.mfu == pytest.approx(rate / device_of(run.cluster).peaks["bf16"])
+    assert step.mfu < 0.6

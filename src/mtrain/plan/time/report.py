@@ -25,6 +25,7 @@ HOW = {
     "bubble": "the slowest stage waits while the pipeline fills and drains",
     "dp": "gradients and weights of data-parallel ranks, where no computation hides them",
     "optimizer": "the update: its state read and written",
+    "offload": "the update in host memory: gradients sent there, state read and written, weights sent back",
 }
 """Of each part of the time: what it is."""
 
@@ -85,7 +86,7 @@ def _validation(run: RunConfig, step: StepTime) -> float:
     """Forwards of as many batches as are validated on: of what a step computes, a third."""
     every, t = run.trainer.eval_interval, run.trainer
     times = t.train_iters // every + (t.train_iters % every > 0) if every else 1
-    once = sum(step.parts[name] for name in ("dp", "optimizer"))
+    once = sum(step.parts[name] for name in ("dp", "optimizer", "offload"))
     return times * t.eval_iters * (step.seconds - once) * FORWARD
 
 

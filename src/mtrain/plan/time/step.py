@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mtrain.config.devices import facts_of
 from mtrain.config.formats import bytes_of
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import Stage
@@ -13,7 +14,7 @@ from mtrain.layout.grid import RankGrid
 from mtrain.layout.stages import held_stages
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
-from mtrain.plan.count import flops_per_token
+from mtrain.plan.count import flops_of_token
 from mtrain.plan.rank import stage_kind
 from mtrain.plan.states import stage_weights
 from mtrain.plan.time.device import Device, device_of, missing
@@ -23,7 +24,7 @@ from mtrain.plan.time.links import MICRO, Group, Links
 from mtrain.plan.time.update import done_once
 from mtrain.plan.time.work import Linear, Work, total
 
-PARTS = ("gemm", "attention", "memory", "host", "tp", "cp", "ep", "pp", "bubble", "dp", "optimizer")
+PARTS = ("gemm", "attention", "memory", "host", "tp", "cp", "ep", "pp", "bubble", "dp", "optimizer", "offload")
 SHARP = 2.0
 """How sharply the host shows where it is as slow as the device."""
 
@@ -38,7 +39,8 @@ class StepTime:
     """Seconds by part, of the slowest stage; they add up to `seconds`. Communication: what no computation hides."""
     tokens_per_second_per_device: float
     mfu: float
-    """Of the peak of the format that linear layers multiply in, with causal attention."""
+    """Of the peak of the format that linear layers multiply in, with causal attention and the gradients of what is
+    trained."""
     mfu_all_keys: float
     """The same with attention to every key."""
     missing: tuple[str, ...] = ()
@@ -69,11 +71,17 @@ def step_time(run: RunConfig, reached: Efficiencies | None = None) -> StepTime:
     Raises:
         ValueError: the family does not say what a stage computes, or stages do not fit the model.
     """
-    p = run.precision
-    lacks = missing(run.cluster, tuple(dict.fromkeys((p.format, p.multiplies_in))), run.parallel.ranks or 1)
-    if lacks:
+    if lacks := unknown(run):
         return StepTime(math.nan, {}, math.nan, math.nan, math.nan, lacks)
     return priced(step_work(run), device_of(run.cluster), reached or reached_by(run.cluster))
+
+
+def unknown(run: RunConfig) -> tuple[str, ...]:
+    """Keys of the cluster of a resolved run that have to be known to say how long a step takes."""
+    p, cluster = run.precision, run.cluster
+    found = missing(cluster, tuple(dict.fromkeys((p.format, p.multiplies_in))), run.parallel.ranks or 1)
+    away = run.optim.cpu_offload > 0 and not facts_of(cluster.device).on_host
+    return (*found, "cluster.host_link_gbps") if away and cluster.host_link_gbps is None else found
 
 
 def step_work(run: RunConfig) -> StepWork:
@@ -142,7 +150,7 @@ def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
     seconds = sum(parts.values())
     tokens = run.trainer.batch * run.data.length / (p.ranks or 1) / seconds
     peak = device.peaks[run.precision.multiplies_in]
-    causal, every = (flops_per_token(run.model, run.data.length, causal=c) * tokens / peak for c in (True, False))
+    causal, every = (flops_of_token(run, causal=c) * tokens / peak for c in (True, False))
     return StepTime(seconds, parts, tokens, causal, every)
 
 

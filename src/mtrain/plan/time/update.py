@@ -7,10 +7,13 @@ from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.run import RunConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.states import fsdp_shards, main_weight_bytes
-from mtrain.plan.time.device import Device
+from mtrain.plan.time.device import GIGA, Device
 from mtrain.plan.time.efficiencies import Efficiencies
 from mtrain.plan.time.links import Group, Links, Share
 from mtrain.plan.time.sharded import sharded_seconds
+
+HOST_UPDATE = 20e9
+"""Assumed: bytes of state that the host's share for one device updates in a second."""
 
 
 def done_once(
@@ -41,7 +44,8 @@ def done_once(
         # with virtual stages, gradients of a chunk leave while the last micro-batches go through the others
         window = min(computes, micro * (grid.pp if run.parallel.vpp > 1 else 1))
         left = sent - (min(window, sent) * reached.overlapped["dp"] if run.parallel.overlap_grad_reduce else 0.0)
-    return {"dp": left, "optimizer": _moved(run, shares) / (device.memory * reached.memory)}
+    update = _moved(run, shares) / (device.memory * reached.memory)
+    return {"dp": left, "optimizer": update, "offload": _offloaded(run, shares)}
 
 
 def shares_of(run: RunConfig, grid: RankGrid, weights: tuple[float, float]) -> tuple[Share, ...]:
@@ -86,6 +90,18 @@ def _moved(run: RunConfig, shares: tuple[Share, ...]) -> float:
     spread = fsdp_shards(run, "gradients")
     cleared = sum(share.elements / (share.group.size if spread else 1) for share in shares) * gradient
     return updated * (2 * update_bytes(run) + 2 * gradient + element * (1 + is_half(run.precision.format))) + cleared
+
+
+def _offloaded(run: RunConfig, shares: tuple[Share, ...]) -> float:
+    """Seconds of an update in host memory: gradients go there, weights come back, and the host reads and writes its
+    state."""
+    part, link = run.optim.cpu_offload, run.cluster.host_link_gbps
+    if not part or link is None:
+        return 0.0
+    number = sum(s.elements / (s.group.size if run.parallel.distributed_optimizer else 1) for s in shares)
+    moved = bytes_of("fp32") + bytes_of(run.precision.format)
+    updated = 2 * (update_bytes(run) + bytes_of("fp32"))
+    return part * number * (moved / (link * GIGA) + updated / HOST_UPDATE)
 
 
 def update_bytes(run: RunConfig) -> int:

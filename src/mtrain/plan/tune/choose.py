@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mtrain.config.formats import Format
 from mtrain.config.origins import COMMAND_LINE, DEFAULT
 from mtrain.config.problem import value_at
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import findings
 from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, Problem
-from mtrain.plan.time.device import missing
+from mtrain.plan.time.step import unknown
 from mtrain.plan.tune.search import Found, Search, Task
 from mtrain.plan.tune.space import KEYS, SPLIT, changed
 from mtrain.units import GIB, bytes_
@@ -50,12 +49,6 @@ def search(raw: RunConfig, said: Values, machine: Machine, world_size: int | Non
     memory = run.cluster.device_memory_gib
     task = Task(raw, resolved, said, None if memory is None else int(memory * GIB))
     return Search(task, run).best(number), task
-
-
-def unknown(run: RunConfig) -> tuple[str, ...]:
-    """What has to be known of the devices of a resolved run to say how long a step takes."""
-    formats: tuple[Format, ...] = tuple(dict.fromkeys((run.precision.format, run.precision.multiplies_in)))
-    return missing(run.cluster, formats, run.parallel.ranks or 1)
 
 
 def cleared(raw: RunConfig, said: Values) -> RunConfig:

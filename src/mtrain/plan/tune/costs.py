@@ -44,8 +44,6 @@ NONE = {
     "parallel.recompute.granularity": "none",
     **dict.fromkeys(f"parallel.recompute.{key}" for key in ("modules", "method", "num_layers")),
 }
-HOST_UPDATE = 20e9
-"""Assumed: bytes of state that the host's share for one device updates in a second."""
 Piece = npt.NDArray[np.float64]
 """Of a part of a stage and a micro-batch: seconds of the device, and of the host; bytes that autograd keeps; elements
 of weights of experts, of others, and of those that are not trained. Or a row of that for each of several parts."""
@@ -258,7 +256,7 @@ class Costs:
         flow = self.flow(run)
         grid, device = RankGrid.of(run), self.device
         ends = done_once(run, grid, flow.weights, device, self.reached, flow.computes, flow.micro)
-        return flow.seconds + sum(ends.values()) / self.reached.speed + offload_seconds(run, *flow.weights)
+        return flow.seconds + sum(ends.values()) / self.reached.speed
 
     def bytes(self, run: RunConfig, flow: Flow | None = None) -> float:
         """At the peak of the rank that has the most, where micro-batches flow so."""
@@ -351,18 +349,6 @@ def state_of(run: RunConfig) -> State:
         took.append(weights / max(1, sharded) + state / max(1, spread))
     tables = 2 * run.model.padded_vocab_size // p.tp * run.model.hidden_size
     return State(took[0], took[1], quantized_bytes(run), tables)
-
-
-def offload_seconds(run: RunConfig, experts: float, others: float) -> float:
-    """Of an update in host memory: gradients go there, weights come back, and the host reads and writes its state."""
-    part, link, p = run.optim.cpu_offload, run.cluster.host_link_gbps, run.parallel
-    if not part or link is None:
-        return 0.0
-    elements = zip((experts, others), _copies(run), strict=True)
-    number = sum(n / (copies if p.distributed_optimizer else 1) for n, copies in elements)
-    moved = bytes_of("fp32") + bytes_of(run.precision.format)
-    updated = 2 * (update_bytes(run) + bytes_of("fp32"))
-    return part * number * (moved / (link * 1e9) + updated / HOST_UPDATE)
 
 
 def _copies(run: RunConfig) -> tuple[int, int]:
