@@ -126,3 +126,10 @@ def test_the_mfu_of_adapters_is_of_the_operations_that_the_page_says() -> None:
     rate = step.tokens_per_second_per_device * flops_of_token(run)
     assert step.mfu == pytest.approx(rate / device_of(run.cluster).peaks["bf16"])
     assert step.mfu < 0.6
+
+
+def test_a_scan_is_a_few_launches_however_many_chunks_it_has() -> None:
+    words = "model=nemotron_nano_9b_v2 cluster=h100x8 parallel=tp4 data=mock trainer.global_batch_size=8"
+    words += " trainer.micro_batch_size=1 data.seq_length="
+    short, long = (step_work(run_of(f"{words}{length}")).stages[0].operations for length in (4096, 16384))
+    assert short == long
