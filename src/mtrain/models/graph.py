@@ -76,6 +76,9 @@ class Op:
     """Share of the pairs of queries and keys that a kernel computes which passes over hidden ones."""
     factors: Factors = "weights"
     """Of its products."""
+    works: int = 0
+    """Bytes that its backward has beside what is kept and made again, where that is more than the gradients of a tensor
+    or two."""
     again: bool = False
     """It is done once more in the backward, and until then nothing is kept of it."""
 
@@ -115,9 +118,10 @@ class Graph:
         low: bool = False,
         seen: float = 1.0,
         factors: Factors = "weights",
+        works: int = 0,
     ) -> None:
         """One operation more."""
-        op = Op(name, tuple(keeps), tuple(products), moved, tuple(exchanges), low, seen, factors, self._again)
+        op = Op(name, tuple(keeps), tuple(products), moved, tuple(exchanges), low, seen, factors, works, self._again)
         self.ops.append(op)
 
     @contextmanager
@@ -181,9 +185,11 @@ class Graph:
         """Of the products of the forward."""
         return sum(product.flops for op in self.ops for product in op.products)
 
-    def largest(self) -> int:
-        """Bytes of the largest tensor with a gradient that is kept or made again."""
-        return max((tensor.bytes for op in self.ops for tensor in op.keeps if not tensor.constant), default=0)
+    def working(self) -> int:
+        """Bytes that a backward has beside what is kept and made again: the gradients of the largest tensor and of one
+        of half its size, as traces have them, or what an operation is known to work with."""
+        largest = max((tensor.bytes for op in self.ops for tensor in op.keeps if not tensor.constant), default=0)
+        return max(3 * largest // 2, max((op.works for op in self.ops), default=0))
 
 
 def size(tensors: Iterable[Tensor]) -> int:

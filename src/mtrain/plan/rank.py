@@ -146,12 +146,11 @@ class StageMemory:
         return quantized_bytes(self.run) * held
 
     def _working(self) -> tuple[int, int]:
-        """What a loss works with; the gradients of the largest tensor of a layer and of one of half its size: so much
-        traces have."""
+        """What a loss works with, and what the layer that works with the most."""
         r = Rank.of(self.run)
-        layers = [graph.largest() for chunk in self.chunks for graph in chunk[1:-1]]
+        layers = [graph.working() for chunk in self.chunks for graph in chunk[1:-1]]
         logits = max((self._loss_work(r, op) for chunk in self.chunks for op in _losses(chunk)), default=0)
-        return logits, 3 * max(layers, default=0) // 2
+        return logits, max(layers, default=0)
 
     def _loss_work(self, r: Rank, op: Op) -> int:
         """Beside what a loss keeps: hidden states by sample and gathered, logits of a part of them, and the gradient

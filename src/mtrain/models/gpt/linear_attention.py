@@ -76,7 +76,10 @@ def _rule(g: Graph, r: Rank, own: LinearAttentionConfig, mixed: Tensor, plain: b
         of_chunks = [CHUNK * CHUNK] * 7 + [CHUNK * d] * 5 + [CHUNK * e] * 3 + [d * e]
         copied = [r.tokens * own.num_key_heads // r.layout.tp * d] * 2
         made = [Tensor(FP32 * n) for n in (*(each * part for part in of_chunks), *copied)]
-        g.add(name, made, products, moved=WRITTEN_OUT * moved, factors="activations")
+        # gradients of what is read chunk by chunk, of squares one more and their sum; outputs, and gradients around them
+        works = FP32 * each * (3 * CHUNK * CHUNK + CHUNK * (3 * d + 2 * e)) + size * e * (FP32 + a)
+        works += 2 * r.split_tokens * r.model.hidden_size * a
+        g.add(name, made, products, moved=WRITTEN_OUT * moved, factors="activations", works=works)
     return Tensor(each * CHUNK * e * FP32 if r.wide else size * e * a)
 
 

@@ -180,9 +180,7 @@ class Costs:
         first = made[0].copy()
         first[_column(run)] += _table(run)
         largest = float(body[:, EXPERTS:].sum(1).max())
-        working = 3 * max(g.largest() for g in {id(g): g for g in graphs[1:-1]}.values()) // 2 + most_made_again(
-            graphs
-        )
+        working = max(g.working() for g in {id(g): g for g in graphs[1:-1]}.values()) + most_made_again(graphs)
         sent = r.split_tokens * m.hidden_size * r.element
         return Pieces(first, before, made[cut:].sum(0), working, largest, sent)
 
