@@ -117,17 +117,17 @@ def rank_states(run: RunConfig, stage: int) -> States:
     """
     every, buckets = list[Weight](), list[tuple[Bucket, int]]()
     grid, copies = RankGrid.of(run), run.parallel.hsdp_replicas
-    for number, held in enumerate(held_stages(run)[stage]):
+    size = _bucket_size(run, grid, stage)
+    for held in held_stages(run)[stage]:
         weights = stage_weights(run, held)
         every += weights
-        size = _bucket_size(run, grid, stage, number)
         for expert, ranks in ((False, grid.dp * grid.cp), (True, grid.edp)):
             chosen = [w for w in weights if w.expert == expert and not w.frozen]
             buckets += [(b, max(1, ranks // copies)) for b in _buckets(run, chosen, max(1, ranks // copies), size)]
     return States(run, tuple(every), tuple(buckets))
 
 
-def _bucket_size(run: RunConfig, grid: RankGrid, stage: int, chunk: int) -> int | None:
+def _bucket_size(run: RunConfig, grid: RankGrid, stage: int) -> int | None:
     """Elements of a bucket; None: all are in one."""
     p = run.parallel
     if not p.overlap_grad_reduce or stage:

@@ -16,7 +16,8 @@ NEAR_HOP_US, FAR_HOP_US = 3.4, 14.0
 """Of a large tensor's way to the next device of a ring, in a domain and to another one: `hwLat` of NCCL's
 src/graph/tuning.cc (b647562). Gathers and reductions go around rings, past every device of a group."""
 FORWARD = 1 / 3
-"""Share of the computation that is there to hide what a forward gathers; a backward multiplies twice as much."""
+"""Share of the computation that a forward is; a backward multiplies twice as much, and more where it computes layers
+again."""
 
 
 def sharded_seconds(
