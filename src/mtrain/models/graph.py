@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
+INDEX, FP32, MASK = 8, 4, 1
+"""Bytes of a token id, of a number in fp32 and of a mark in a mask."""
+
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
@@ -77,8 +80,8 @@ class Op:
     factors: Factors = "weights"
     """Of its products."""
     works: int = 0
-    """Bytes that its backward has beside what is kept and made again, where that is more than the gradients of a tensor
-    or two."""
+    """Bytes that its backward has beside what is kept and made again, where those are more than the gradients of the
+    largest tensor and of one of half its size."""
     again: bool = False
     """It is done once more in the backward, and until then nothing is kept of it."""
 
@@ -186,8 +189,11 @@ class Graph:
         return sum(product.flops for op in self.ops for product in op.products)
 
     def working(self) -> int:
-        """Bytes that a backward has beside what is kept and made again: the gradients of the largest tensor and of one
-        of half its size, as traces have them, or what an operation is known to work with."""
+        """Bytes that a backward has beside what is kept and made again.
+
+        These are the gradients of the largest tensor and of one of half its size, as traces have them, or what an
+        operation is known to work with.
+        """
         largest = max((tensor.bytes for op in self.ops for tensor in op.keeps if not tensor.constant), default=0)
         return max(3 * largest // 2, max((op.works for op in self.ops), default=0))
 

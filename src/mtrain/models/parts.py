@@ -9,11 +9,9 @@ from __future__ import annotations
 from typing import Literal
 
 from mtrain.models.adapters import beside
-from mtrain.models.graph import Exchange, Graph, Product, Tensor
+from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
 from mtrain.models.rank import Rank
 
-INDEX, FP32, MASK = 8, 4, 1
-"""Bytes of a token id, of a number in fp32 and of a mark in a mask."""
 WRITTEN_OUT = 3
 """Times as many bytes as one kernel moves that an operation moves which is written out, one kernel after another."""
 FP8_ELEMENT = 1

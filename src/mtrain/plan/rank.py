@@ -15,8 +15,7 @@ from mtrain.config.devices import facts_of
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import Stage
 from mtrain.layout.stages import held_stages
-from mtrain.models.graph import Graph, Op, kept, most_made_again, shared, size
-from mtrain.models.parts import FP32
+from mtrain.models.graph import FP32, Graph, Op, kept, most_made_again, shared, size
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.schedule import most_in_flight

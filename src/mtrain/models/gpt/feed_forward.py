@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from mtrain.config.experts import MoEConfig
 from mtrain.models.adapters import beside_experts
-from mtrain.models.graph import Exchange, Graph, Product, Tensor
-from mtrain.models.parts import FP32, INDEX, MASK, activation, column, row
+from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
+from mtrain.models.parts import activation, column, row
 from mtrain.models.rank import Rank
 
 

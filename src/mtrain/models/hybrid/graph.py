@@ -7,9 +7,9 @@ from mtrain.config.stages import Stage
 from mtrain.models.gpt.feed_forward import feed_forward, mlp
 from mtrain.models.gpt.graph import stack, stream
 from mtrain.models.gpt.mixers import attention
-from mtrain.models.graph import Graph, Product, Tensor
+from mtrain.models.graph import FP32, MASK, Graph, Product, Tensor
 from mtrain.models.hybrid.count import channels, own, states
-from mtrain.models.parts import FP32, MASK, column, dropout, embedding, loss, norm, row
+from mtrain.models.parts import column, dropout, embedding, loss, norm, row
 from mtrain.models.rank import Rank
 
 

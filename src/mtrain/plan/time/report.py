@@ -31,7 +31,7 @@ HOW = {
 
 
 def time_report(run: RunConfig, checkpoint_bytes: int) -> dict[str, Any]:
-    """Of a resolved run; null where what is needed is not known: the keys that are missing, or `unknown`, a sentence."""
+    """Of a resolved run; null where it is not known without the keys that are `missing`, or as `unknown` says."""
     try:
         step = step_time(run)
     except ValueError as error:
