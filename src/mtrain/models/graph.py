@@ -184,6 +184,17 @@ class Graph:
             if not op.name.endswith("loss"):
                 yield -size(tensor for tensor in set(op.keeps) if first[tensor] == number)
 
+    def rises(self) -> tuple[int, int]:
+        """Of a backward: bytes more at its end than it began with, and the most on its way."""
+        if not self._blocks and not self._own:  # nothing is made again: it only frees
+            first: dict[Tensor, Op] = {}
+            for op in self.ops:
+                for tensor in op.keeps:
+                    first.setdefault(tensor, op)
+            return -size(tensor for tensor, op in first.items() if not op.name.endswith("loss")), 0
+        ups = list(accumulate(self.moves(), initial=0))
+        return ups[-1], max(ups)
+
     def flops(self) -> int:
         """Of the products of the forward."""
         return sum(product.flops for op in self.ops for product in op.products)
@@ -216,8 +227,7 @@ def most_made_again(graphs: Sequence[Graph]) -> int:
     now = most = 0
     for graph in reversed(graphs):
         if id(graph) not in known:
-            ups = list(accumulate(graph.moves(), initial=0))
-            known[id(graph)] = ups[-1], max(ups)
+            known[id(graph)] = graph.rises()
         more, highest = known[id(graph)]
         most, now = max(most, now + highest), now + more
     return most

@@ -43,10 +43,10 @@ class Rank:
     """Layers that the run names have low-rank adapters."""
 
     @classmethod
-    def of(cls, run: RunConfig) -> Rank:
-        """A rank of a resolved run."""
+    def of(cls, run: RunConfig, words: Mapping[str, str] | None = None) -> Rank:
+        """A rank of a resolved run; `words` are those of a run that differs in nothing that decides them."""
         p, micro = run.parallel, run.trainer.micro
-        words = _words(run)
+        words = words or _words(run)
         samples, length = (1, micro * run.data.length) if run.data.packed else (micro, run.data.length)
         if p.hybrid_context_parallel:  # documents come one by one, the longest of them over all data-parallel ranks
             length = p.max_seqlen_per_dp_cp_rank or -(-run.data.length // p.dp)

@@ -7,7 +7,7 @@ layouts. The numbers leave out little: what a plan says is never much below, and
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -126,6 +126,7 @@ class Costs:
         self._cuts: dict[tuple[object, ...], Cut] = {}
         self._sent: dict[tuple[object, ...], int] = {}
         self._states: dict[tuple[object, ...], State] = {}
+        self._words: dict[tuple[object, ...], Mapping[str, str]] = {}
 
     def ideal(self, run: RunConfig) -> float:
         """Seconds of a step whose pipeline never waits, and of which nothing is done once."""
@@ -162,7 +163,9 @@ class Costs:
         one, m = changed(run, ONE_STAGE), run.model
         make, ends = family_of(m).stage, m.mtp_num_layers or 0
         assert make is not None
-        r = Rank.of(one)
+        shards = _shards_key(run)  # who does an operation does not depend on what is computed again
+        r = Rank.of(one, self._words.get(shards))
+        self._words[shards] = r.words
         graphs = make(r, Stage(range(m.num_layers), True, ends, True))
         p = run.parallel
         ranks = math.lcm(p.tp * p.cp, (p.etp or p.tp) * p.ep)  # one copy of all: its groups are as those of more
