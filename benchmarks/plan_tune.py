@@ -90,8 +90,7 @@ def planned(words: list[str]) -> Layout:
     wrong = [found.rule for found in findings(run) if found.severity == "error"]
     if wrong:
         raise ValueError(wrong[0])
-    of_step = step_time(run)
-    return Layout(run, {}, of_step, of_step.seconds, worst_stage(run))
+    return Layout(run, {}, step_time(run), worst_stage(run))
 
 
 def of_memory(row: published.Row) -> str:

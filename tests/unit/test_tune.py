@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from mtrain.cli.tune import left_of, overrides, tuned
 from mtrain.config.compose import compose
 from mtrain.config.dump import run_yaml
 from mtrain.errors import ConfigError
+from mtrain.models.registry import family_of
 from mtrain.plan.rank import worst_stage
-from mtrain.plan.time import step_time
+from mtrain.plan.time import step, step_time
+from mtrain.plan.time.report import no_time, time_report
+from mtrain.plan.tune import choose
 from mtrain.plan.tune.choose import search
 from mtrain.plan.tune.costs import Costs
 from mtrain.plan.tune.search import Found, Task
@@ -185,6 +189,29 @@ def test_without_facts_of_the_devices_auto_is_the_plainest_and_tune_says_what_la
     with pytest.raises(ConfigError) as error:
         tuned(["parallel.tp=1"])
     assert [problem.code for problem in error.value.problems] == ["MT256"]
+
+
+def test_a_family_that_does_not_say_what_it_computes_has_the_plainest_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [*ONE_B.split(), "parallel.tp=2"]
+    silent = replace(family_of(load(words, LAPTOP, {}, to_run=False).run.model), stage=None)
+    for module in (choose, step):
+        monkeypatch.setattr(module, "family_of", lambda model: silent)
+    with pytest.raises(ConfigError) as error:
+        tuned(words)
+    assert [problem.code for problem in error.value.problems] == ["MT254"]
+    loaded = load([*words, "parallel=auto"], LAPTOP, {}, to_run=False)
+    assert loaded.run.parallel.tp == 2
+    assert loaded.origins["parallel.auto"] == "the plainest layout: gpt does not say what its layers compute"
+    said = time_report(loaded.run, 0)
+    assert not said["missing"]
+    assert no_time(said) == "not known: the family gpt does not say what its layers compute"
+
+
+def test_a_batch_keeps_its_own_reason_beside_a_layout_that_was_chosen() -> None:
+    words = ["model=llama32_1b", "cluster=h100", "data.seq_length=4096", "cluster.devices_per_node=1"]
+    auto, said = (load([*words, f"parallel={way}"], LAPTOP, {}, to_run=False).origins for way in ("auto", "single"))
+    assert auto["trainer.global_batch_size"] == said["trainer.global_batch_size"]
+    assert auto["parallel.auto"] == "answered by tune"
 
 
 def test_a_broken_rule_of_something_else_is_said_as_it_is() -> None:

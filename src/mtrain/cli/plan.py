@@ -13,6 +13,7 @@ from mtrain.cli.setup import Loaded, load
 from mtrain.cli.tables import table
 from mtrain.errors import ConfigError, Problem, say_page, say_styled, visible
 from mtrain.plan.report import alike, headline
+from mtrain.plan.time.report import no_time
 from mtrain.units import GIB, MIB, bytes_, count, duration, in_unit, seconds
 
 ELSEWHERE = "--html FILE in a folder that is there, and that may be written to"
@@ -164,7 +165,7 @@ def _runs(numbers: Sequence[int]) -> str:
 def _time(time: dict[str, Any]) -> Iterator[str]:
     """A step by part, and the whole run."""
     if time["step_s"] is None:
-        yield f"time of a step: not known without {', '.join(time['missing'])}"
+        yield f"time of a step: {no_time(time)}"
         return
     step, whole = time["step_s"], time["run"]
     yield f"time of a step, {duration(step)}"

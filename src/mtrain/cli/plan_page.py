@@ -13,6 +13,7 @@ from mtrain.layout.grid import RankGrid
 from mtrain.layout.machines import Machines, machines
 from mtrain.plan.rank import StageMemory
 from mtrain.plan.report import alike, headline
+from mtrain.plan.time.report import no_time
 from mtrain.plan.timeline import Block, Timeline, kept_over_time
 from mtrain.units import GIB, MIB, bytes_, count, duration, in_unit, seconds
 
@@ -220,7 +221,7 @@ def _time(found: Mapping[str, Any]) -> list[str]:
     """A bar of the time of a step by part, where there is one."""
     time = found["time"]
     if time["step_s"] is None:
-        return ["<h2>Time of a step</h2>", f"<p>Not known without {_text(', '.join(time['missing']))}.</p>"]
+        return ["<h2>Time of a step</h2>", f"<p>It is {_text(no_time(time))}.</p>"]
     parts, total = {name: value for name, value in time["parts_s"].items() if value}, time["step_s"]
     svg, rows = Svg(1000, 44), []
     svg.add(

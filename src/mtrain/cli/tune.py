@@ -93,8 +93,8 @@ def report(found: Found, task: Task, words: Sequence[str]) -> dict[str, Any]:
             {
                 "layout": layout.words,
                 "seconds": layout.seconds,
-                "tokens_per_second_per_device": layout.tokens,
-                "mfu": layout.mfu,
+                "tokens_per_second_per_device": layout.time.tokens_per_second_per_device,
+                "mfu": layout.time.mfu,
                 "parts": dict(layout.time.parts),
                 "peak_bytes": layout.memory.peak,
                 "headroom": None if task.holds is None else task.holds - layout.memory.peak,
@@ -118,7 +118,7 @@ def page(found: Found, task: Task, words: Sequence[str]) -> Iterator[str]:
     rows = [("", "step", "tokens/s", "MFU", "peak", "left", "layout")]
     for number, layout in enumerate(found.best, 1):
         left = "-" if task.holds is None else f"{(task.holds - layout.memory.peak) / GIB:.1f} GiB"
-        cells = f"{layout.seconds:.4g} s", _rate(layout.tokens), f"{layout.mfu:.1%}"
+        cells = f"{layout.seconds:.4g} s", _rate(layout.time.tokens_per_second_per_device), f"{layout.time.mfu:.1%}"
         rows.append((str(number), *cells, f"{layout.memory.peak / GIB:.1f} GiB", left, layout.words))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     for *texts, layout_words in rows:
@@ -206,7 +206,7 @@ def choice(layout: Layout) -> str:
         "# @package _global_",
         f"# {run.model.name} on {run.parallel.ranks} x {run.cluster.name}, {run.trainer.batch} samples of "
         f"{run.data.length} tokens: {layout.words}.",
-        f"# Chosen by tune: by the plan {_rate(layout.tokens)} tokens/s a device, "
+        f"# Chosen by tune: by the plan {_rate(layout.time.tokens_per_second_per_device)} tokens/s a device, "
         f"{layout.memory.peak / GIB:.1f} GiB.",
     ]
     sections: dict[str, list[str]] = {}

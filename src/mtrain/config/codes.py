@@ -164,8 +164,8 @@ OTHERS = (
     ),
     Code(
         "MT254",
-        "The family of the model, which a plug-in adds, does not say which weights a stage has: there is no plan.",
-        "Ask its author for `Family.weights`.",
+        "The family of the model, which a plug-in adds, does not say which weights a stage has, or what it computes.",
+        "Ask its author for `Family.weights` and `Family.stage`.",
         says="the family theirs does not say which weights a stage has",
     ),
     Code(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from mtrain.config.run import RunConfig
-from mtrain.models.graph import Graph, Product, Tensor
+from mtrain.models.graph import FP32, MASK, Graph, Product, Tensor
 from mtrain.models.rank import Rank
 
-FP32, MASK = 4, 1
 LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
 """What MLA makes queries, keys and values with."""
 

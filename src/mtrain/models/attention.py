@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtrain.models.graph import Exchange, Graph, Product, Tensor
-from mtrain.models.parts import FP32, INDEX, MASK
+from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
 from mtrain.models.rank import Rank
 
 MOST_SCORES = 1 << 23

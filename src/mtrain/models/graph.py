@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
+INDEX, FP32, MASK = 8, 4, 1
+"""Bytes of a token id, of a number in fp32 and of a mark in a mask."""
+
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
@@ -53,6 +56,10 @@ class Exchange:
     """Copies of a row for as many ranks at most: of a token that several experts take."""
 
 
+Factors = Literal["weights", "frozen", "activations"]
+"""What products multiply activations with: weights, weights that have no gradient, or other activations."""
+
+
 @dataclass(frozen=True)
 class Op:
     """One operation."""
@@ -70,6 +77,11 @@ class Op:
     """Its products are in the low precision of the run, where that has one."""
     seen: float = 1.0
     """Share of the pairs of queries and keys that a kernel computes which passes over hidden ones."""
+    factors: Factors = "weights"
+    """Of its products."""
+    works: int = 0
+    """Bytes that its backward has beside what is kept and made again, where those are more than the gradients of the
+    largest tensor and of one of half its size."""
     again: bool = False
     """It is done once more in the backward, and until then nothing is kept of it."""
 
@@ -108,10 +120,12 @@ class Graph:
         exchanges: Iterable[Exchange] = (),
         low: bool = False,
         seen: float = 1.0,
+        factors: Factors = "weights",
+        works: int = 0,
     ) -> None:
         """One operation more."""
-        ops = Op(name, tuple(keeps), tuple(products), moved, tuple(exchanges), low, seen, self._again)
-        self.ops.append(ops)
+        op = Op(name, tuple(keeps), tuple(products), moved, tuple(exchanges), low, seen, factors, works, self._again)
+        self.ops.append(op)
 
     @contextmanager
     def recomputed(self, name: str, *inputs: Tensor, when: bool = True, discarded: bool = False) -> Iterator[None]:
@@ -170,13 +184,29 @@ class Graph:
             if not op.name.endswith("loss"):
                 yield -size(tensor for tensor in set(op.keeps) if first[tensor] == number)
 
+    def rises(self) -> tuple[int, int]:
+        """Of a backward: bytes more at its end than it began with, and the most on its way."""
+        if not self._blocks and not self._own:  # nothing is made again: it only frees
+            first: dict[Tensor, Op] = {}
+            for op in self.ops:
+                for tensor in op.keeps:
+                    first.setdefault(tensor, op)
+            return -size(tensor for tensor, op in first.items() if not op.name.endswith("loss")), 0
+        ups = list(accumulate(self.moves(), initial=0))
+        return ups[-1], max(ups)
+
     def flops(self) -> int:
         """Of the products of the forward."""
         return sum(product.flops for op in self.ops for product in op.products)
 
-    def largest(self) -> int:
-        """Bytes of the largest tensor with a gradient that is kept or made again."""
-        return max((tensor.bytes for op in self.ops for tensor in op.keeps if not tensor.constant), default=0)
+    def working(self) -> int:
+        """Bytes that a backward has beside what is kept and made again.
+
+        These are the gradients of the largest tensor and of one of half its size, as traces have them, or what an
+        operation is known to work with.
+        """
+        largest = max((tensor.bytes for op in self.ops for tensor in op.keeps if not tensor.constant), default=0)
+        return max(3 * largest // 2, max((op.works for op in self.ops), default=0))
 
 
 def size(tensors: Iterable[Tensor]) -> int:
@@ -197,8 +227,7 @@ def most_made_again(graphs: Sequence[Graph]) -> int:
     now = most = 0
     for graph in reversed(graphs):
         if id(graph) not in known:
-            ups = list(accumulate(graph.moves(), initial=0))
-            known[id(graph)] = ups[-1], max(ups)
+            known[id(graph)] = graph.rises()
         more, highest = known[id(graph)]
         most, now = max(most, now + highest), now + more
     return most

@@ -9,11 +9,9 @@ from __future__ import annotations
 from typing import Literal
 
 from mtrain.models.adapters import beside
-from mtrain.models.graph import Exchange, Graph, Product, Tensor
+from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
 from mtrain.models.rank import Rank
 
-INDEX, FP32, MASK = 8, 4, 1
-"""Bytes of a token id, of a number in fp32 and of a mark in a mask."""
 WRITTEN_OUT = 3
 """Times as many bytes as one kernel moves that an operation moves which is written out, one kernel after another."""
 FP8_ELEMENT = 1
@@ -43,7 +41,7 @@ def column(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -
     """A linear layer whose `outputs` are those of this rank; `x` is a part of the tokens where those are split."""
     arrives = shared_by_tensor_ranks(r, r.tokens * inputs * r.element, "gather")
     keeps = [] if r.frozen else [_input(r, x, inputs)]
-    g.add(name, keeps, [Product(r.tokens, outputs, inputs)], exchanges=arrives, low=True)
+    g.add(name, keeps, [Product(r.tokens, outputs, inputs)], exchanges=arrives, low=True, factors=r.factors)
     beside(g, r, name, x, (inputs, outputs), (r.split_tokens, r.tokens, r.tokens))
     return Tensor(r.tokens * outputs * r.element)
 
@@ -54,14 +52,15 @@ def row(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> T
     kept = Tensor(r.tokens * inputs * FP8_ELEMENT) if low else x
     leaves = shared_by_tensor_ranks(r, r.tokens * outputs * r.element, "scatter")
     keeps = [] if r.frozen else [kept]
-    g.add(name, keeps, [Product(r.tokens, outputs, inputs)], exchanges=leaves, low=True)
+    g.add(name, keeps, [Product(r.tokens, outputs, inputs)], exchanges=leaves, low=True, factors=r.factors)
     beside(g, r, name, x, (inputs, outputs), (r.tokens, r.split_tokens, r.split_tokens))
     return Tensor(r.split_tokens * outputs * r.element)
 
 
 def whole(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
     """A linear layer whose whole weight is on every rank, over this rank's part of the tokens."""
-    g.add(name, [] if r.frozen else [x], [Product(r.split_tokens, outputs, inputs)], low=True)
+    keeps = [] if r.frozen else [x]
+    g.add(name, keeps, [Product(r.split_tokens, outputs, inputs)], low=True, factors=r.factors)
     beside(g, r, name, x, (inputs, outputs), (r.split_tokens,) * 3)
     return Tensor(r.split_tokens * outputs * r.element)
 
@@ -167,12 +166,14 @@ def loss(g: Graph, r: Rank, hidden: Tensor, *, columns: int = 0) -> None:
         gradients = [Tensor(r.split_tokens * width * r.element)]
         gradients += [] if r.frozen else [Tensor(rows * width * r.element)]
         moved = 3 * r.tokens * rows * r.element
-        g.add("output_layer.loss", [Tensor(r.tokens * FP32), *gradients], products, moved=moved, exchanges=arrives)
+        keeps = [Tensor(r.tokens * FP32), *gradients]
+        g.add("output_layer.loss", keeps, products, moved=moved, exchanges=arrives, factors=r.factors)
         return
     logits = Tensor(r.tokens * rows * FP32)
     marks = [Tensor(r.tokens * MASK), Tensor(r.tokens * INDEX), Tensor(r.tokens * FP32)]
     capped = [Tensor(r.tokens * rows * FP32)] if m.final_logit_softcapping is not None else []
-    g.add("output_layer", [*([] if r.frozen else [hidden]), *capped], products, exchanges=arrives)
+    keeps = [*([] if r.frozen else [hidden]), *capped]
+    g.add("output_layer", keeps, products, exchanges=arrives, factors=r.factors)
     g.add("loss", [logits, *marks], moved=3 * logits.bytes)
 
 

@@ -11,6 +11,7 @@ from mtrain.config.kernels import OPERATIONS, stands_for
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig, RecomputeModule
 from mtrain.config.run import RunConfig
+from mtrain.models.graph import Factors
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,10 @@ class Rank:
     """Layers that the run names have low-rank adapters."""
 
     @classmethod
-    def of(cls, run: RunConfig) -> Rank:
-        """A rank of a resolved run."""
+    def of(cls, run: RunConfig, words: Mapping[str, str] | None = None) -> Rank:
+        """A rank of a resolved run; `words` are those of a run that differs in nothing that decides them."""
         p, micro = run.parallel, run.trainer.micro
-        words = _words(run)
+        words = words or _words(run)
         samples, length = (1, micro * run.data.length) if run.data.packed else (micro, run.data.length)
         if p.hybrid_context_parallel:  # documents come one by one, the longest of them over all data-parallel ranks
             length = p.max_seqlen_per_dp_cp_rank or -(-run.data.length // p.dp)
@@ -64,6 +65,11 @@ class Rank:
     def layout(self) -> ParallelConfig:
         """The layout."""
         return self.run.parallel
+
+    @property
+    def factors(self) -> Factors:
+        """What linear layers multiply with."""
+        return "frozen" if self.frozen else "weights"
 
     @property
     def element(self) -> int:

@@ -20,7 +20,7 @@ FIRST_STEPS = 3
 """Steps of a process that measure how it begins: kernels are compiled, memory is asked for."""
 LONGEST, LARGEST = 1 << 20, 1e18
 """Characters of a line; any number of a run."""
-UPDATE = ("optimizer", "dp")
+UPDATE = ("optimizer", "offload", "dp")
 """Parts of the time of a step in which weights are updated, as the trainer measures it."""
 BOUNDS = {"time": 0.15, "memory": 0.1, "size": 0.01}
 """Kind of part -> how far off what was measured may be, as a share of what was planned. A process on a host has every

@@ -15,8 +15,7 @@ from mtrain.config.devices import facts_of
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import Stage
 from mtrain.layout.stages import held_stages
-from mtrain.models.graph import Graph, Op, kept, most_made_again, shared, size
-from mtrain.models.parts import FP32
+from mtrain.models.graph import FP32, Graph, Op, kept, most_made_again, shared, size
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.schedule import most_in_flight
@@ -146,12 +145,11 @@ class StageMemory:
         return quantized_bytes(self.run) * held
 
     def _working(self) -> tuple[int, int]:
-        """What a loss works with; the gradients of the largest tensor of a layer and of one of half its size: so much
-        traces have."""
+        """What a loss works with, and what the layer that works with the most."""
         r = Rank.of(self.run)
-        layers = [graph.largest() for chunk in self.chunks for graph in chunk[1:-1]]
+        layers = [graph.working() for chunk in self.chunks for graph in chunk[1:-1]]
         logits = max((self._loss_work(r, op) for chunk in self.chunks for op in _losses(chunk)), default=0)
-        return logits, 3 * max(layers, default=0) // 2
+        return logits, max(layers, default=0)
 
     def _loss_work(self, r: Rank, op: Op) -> int:
         """Beside what a loss keeps: hidden states by sample and gathered, logits of a part of them, and the gradient
@@ -263,5 +261,6 @@ def stage_kind(run: RunConfig, stage: Stage) -> tuple[object, ...]:
     m, layers = run.model, stage.layers
     dense = 0 if m.moe is None else max(0, min(m.moe.first_dense_layers, layers.stop) - layers.start)
     kinds = "" if m.hybrid is None else m.hybrid.pattern[layers.start : layers.stop]
+    linear = () if m.linear_attention is None else tuple(map(m.is_linear, layers))
     turn = [layers.start % every for every in (m.window_attn_skip_freq, m.no_rope_freq) if every]
-    return stage.embedding, stage.loss, stage.mtp, len(layers), dense, kinds, *turn
+    return stage.embedding, stage.loss, stage.mtp, len(layers), dense, kinds, linear, *turn

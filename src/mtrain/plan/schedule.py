@@ -49,10 +49,10 @@ def most_in_flight(run: RunConfig, stage: int, kept: list[int], microbatches: in
         return number * kept[0], [number]
     group = p.microbatch_group_size_per_vp_stage or p.pp
     enough = 4 * max(group, p.pp)  # later ones repeat
-    held, most, best = [0] * p.vpp, 0, [0] * p.vpp
+    held, now, most, best = [0] * p.vpp, 0, 0, [0] * p.vpp
     for forward, chunk in turns(run, stage, min(microbatches, enough)):
         held[chunk] += 1 if forward else -1
-        now = sum(number * size for number, size in zip(held, kept, strict=True))
+        now += kept[chunk] if forward else -kept[chunk]
         if now > most:
             most, best = now, list(held)
     return most, best

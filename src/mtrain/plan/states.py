@@ -54,7 +54,7 @@ class States:
 
     def _trained(self, what: str) -> int:
         """Elements of a rank's part of what is trained; experts have fewer copies to shard than other weights."""
-        sharded = _fsdp_shards(self.run, what)
+        sharded = fsdp_shards(self.run, what)
         return sum(-(-(bucket.end - bucket.start) // (ranks if sharded else 1)) for bucket, ranks in self.buckets)
 
     @property
@@ -79,7 +79,7 @@ class States:
         Of what is offloaded the moments are in host memory: megatron-core keeps main weights on the device.
         """
         total, p, on_device = 0.0, self.run.parallel, 1 - self.run.optim.cpu_offload
-        sharded, main = _fsdp_shards(self.run, "optimizer"), main_weight_bytes(self.run)
+        sharded, main = fsdp_shards(self.run, "optimizer"), main_weight_bytes(self.run)
         for bucket, ranks in self.buckets:
             parts = ranks if p.distributed_optimizer else 1
             share = (bucket.end - bucket.start) // parts
@@ -117,17 +117,17 @@ def rank_states(run: RunConfig, stage: int) -> States:
     """
     every, buckets = list[Weight](), list[tuple[Bucket, int]]()
     grid, copies = RankGrid.of(run), run.parallel.hsdp_replicas
-    for number, held in enumerate(held_stages(run)[stage]):
+    size = _bucket_size(run, grid, stage)
+    for held in held_stages(run)[stage]:
         weights = stage_weights(run, held)
         every += weights
-        size = _bucket_size(run, grid, stage, number)
         for expert, ranks in ((False, grid.dp * grid.cp), (True, grid.edp)):
             chosen = [w for w in weights if w.expert == expert and not w.frozen]
             buckets += [(b, max(1, ranks // copies)) for b in _buckets(run, chosen, max(1, ranks // copies), size)]
     return States(run, tuple(every), tuple(buckets))
 
 
-def _bucket_size(run: RunConfig, grid: RankGrid, stage: int, chunk: int) -> int | None:
+def _bucket_size(run: RunConfig, grid: RankGrid, stage: int) -> int | None:
     """Elements of a bucket; None: all are in one."""
     p = run.parallel
     if not p.overlap_grad_reduce or stage:
@@ -188,7 +188,7 @@ def main_weight_bytes(run: RunConfig) -> int:
 _ALONE = {"optim": ("optimizer",), "optim_grads": ("optimizer", "gradients")}
 
 
-def _fsdp_shards(run: RunConfig, what: str) -> bool:
+def fsdp_shards(run: RunConfig, what: str) -> bool:
     """Whether FSDP shards weights, gradients or optimizer state."""
     p = run.parallel
     return p.fsdp != "none" and what in _ALONE.get(p.fsdp_sharding or "", ("optimizer", "gradients", "weights"))

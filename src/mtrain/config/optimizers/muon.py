@@ -128,5 +128,6 @@ OPTIMIZER = Optimizer(
         "adapters": "it orthogonalises whole matrices, and those of a fused layer are several in one",
         "cpu_offload": "the processor would take long for its matrix products",
     },
+    untimed="the products that orthogonalise matrices, and what ranks send each other for them",
     megatron_name="muon",
 )

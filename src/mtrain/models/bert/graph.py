@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mtrain.config.stages import Stage
 from mtrain.models.gpt.graph import add_layer, stack, stream
-from mtrain.models.graph import Graph, Tensor
-from mtrain.models.parts import FP32, INDEX, dropout, loss, norm, whole
+from mtrain.models.graph import FP32, INDEX, Graph, Tensor
+from mtrain.models.parts import dropout, loss, norm, whole
 from mtrain.models.rank import Rank
 
 BIAS_COLUMNS = 8

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from mtrain.config.experts import MoEConfig
 from mtrain.models.adapters import beside_experts
-from mtrain.models.graph import Exchange, Graph, Product, Tensor
-from mtrain.models.parts import FP32, INDEX, MASK, activation, column, row
+from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
+from mtrain.models.parts import activation, column, row
 from mtrain.models.rank import Rank
 
 
@@ -71,7 +71,7 @@ def _route(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> None:
         keeps += [Tensor(t * r.model.hidden_size * r.element)]
     if moe.z_loss_coeff:
         keeps.append(Tensor(t * e * FP32))
-    g.add("mlp.router", keeps, [Product(t, e, r.model.hidden_size)], moved=6 * t * e * FP32)
+    g.add("mlp.router", keeps, [Product(t, e, r.model.hidden_size)], moved=6 * t * e * FP32, factors=r.factors)
 
 
 def _rows(r: Rank, moe: MoEConfig) -> int:
@@ -104,7 +104,8 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, rows: int) -> None:
     sent = Tensor(rows * h * low)
     kept = [*([] if r.frozen else [sent]), *([first] if first else [])]
     biased = 2 * rows * a * r.model.add_bias_linear  # a bias of each expert is added behind its product
-    g.add("mlp.experts.linear_fc1", kept, [Product(each, up, h, local)], low=True, moved=biased * up)
+    products, moved = [Product(each, up, h, local)], biased * up
+    g.add("mlp.experts.linear_fc1", kept, products, low=True, moved=moved, factors=r.factors)
     beside_experts(g, r, "mlp.experts.linear_fc1", sent, (each, local), (h, up))
     hidden = Tensor(rows * up * a)
     again = r.recomputes("moe_act")
@@ -115,6 +116,7 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, rows: int) -> None:
     with g.recomputed("moe_act", hidden, Tensor(rows * FP32), when=again, discarded=True):
         y = activation(g, r, "mlp.experts.activation", hidden, rows * width, weighed=weighed)
     kept = [*([] if r.frozen else [y if low == a else Tensor(rows * width * low)]), *([second] if second else [])]
-    g.add("mlp.experts.linear_fc2", kept, [Product(each, h, width, local)], low=True, moved=biased * h)
+    products, moved = [Product(each, h, width, local)], biased * h
+    g.add("mlp.experts.linear_fc2", kept, products, low=True, moved=moved, factors=r.factors)
     beside_experts(g, r, "mlp.experts.linear_fc2", y, (each, local), (width, h))
     g.discard(y, when=again)

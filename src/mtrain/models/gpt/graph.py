@@ -10,8 +10,8 @@ from mtrain.config.stages import Stage
 from mtrain.models.gpt.feed_forward import feed_forward
 from mtrain.models.gpt.mixers import attention, rotates, windowed
 from mtrain.models.gpt.weights import ends
-from mtrain.models.graph import Graph, Tensor
-from mtrain.models.parts import FP32, column, dropout, embedding, loss, norm
+from mtrain.models.graph import FP32, Graph, Tensor
+from mtrain.models.parts import column, dropout, embedding, loss, norm
 from mtrain.models.rank import Rank
 
 AddLayer = Callable[[Graph, Rank, Tensor, int], Tensor]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mtrain.config.linear_attention import LinearAttentionConfig
-from mtrain.models.graph import Graph, Product, Tensor
-from mtrain.models.parts import FP32, INDEX, MASK, WRITTEN_OUT, column, row
+from mtrain.models.graph import FP32, INDEX, MASK, Graph, Product, Tensor
+from mtrain.models.parts import WRITTEN_OUT, column, row
 from mtrain.models.rank import Rank
 
 CHUNK = 64
@@ -70,13 +70,16 @@ def _rule(g: Graph, r: Rank, own: LinearAttentionConfig, mixed: Tensor, plain: b
     moved = 2 * a * size * (2 * d + 2 * e)
     if not plain:  # a query and a key for each head, and the solved systems
         inputs += [Tensor(2 * size * d * a), Tensor(size * CHUNK * a), Tensor(2 * size * FP32)]
-        g.add(name, inputs, products, moved=moved)
+        g.add(name, inputs, products, moved=moved, factors="activations")
         return Tensor(size * e * a)
     with g.made_again(name, *inputs):
         of_chunks = [CHUNK * CHUNK] * 7 + [CHUNK * d] * 5 + [CHUNK * e] * 3 + [d * e]
         copied = [r.tokens * own.num_key_heads // r.layout.tp * d] * 2
         made = [Tensor(FP32 * n) for n in (*(each * part for part in of_chunks), *copied)]
-        g.add(name, made, products, moved=WRITTEN_OUT * moved)
+        # gradients of what is read by chunks, of squares one more and their sum; outputs; gradients around the rule
+        works = FP32 * each * (3 * CHUNK * CHUNK + CHUNK * (3 * d + 2 * e)) + size * e * (FP32 + a)
+        works += 2 * r.split_tokens * r.model.hidden_size * a
+        g.add(name, made, products, moved=WRITTEN_OUT * moved, factors="activations", works=works)
     return Tensor(each * CHUNK * e * FP32 if r.wide else size * e * a)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mtrain.models.attention import Heads, core_attention
 from mtrain.models.gpt.linear_attention import gated_delta_net
-from mtrain.models.graph import Graph, Tensor
-from mtrain.models.parts import FP32, WRITTEN_OUT, column, norm, row, whole
+from mtrain.models.graph import FP32, Graph, Tensor
+from mtrain.models.parts import WRITTEN_OUT, column, norm, row, whole
 from mtrain.models.rank import Rank
 
 

@@ -51,8 +51,8 @@ def layer(m: ModelConfig, p: ParallelConfig, name: str, index: int) -> Iterator[
     before = m.norm_placement in ("pre", "pre_and_post")
     if before:
         yield from norm(m, f"{name}.input_layernorm", m.hidden_size)
-    attention = _gated_delta_net if m.is_linear(index) else _latent if m.mla else _attention
-    yield from attention(m, p, f"{name}.self_attention")
+    mixer = _gated_delta_net if m.is_linear(index) else _latent if m.mla else attention
+    yield from mixer(m, p, f"{name}.self_attention")
     if before:
         yield from norm(m, f"{name}.pre_mlp_layernorm", m.hidden_size)
     yield from _feed_forward(m, p, f"{name}.mlp", index)
@@ -66,7 +66,8 @@ def _sinks(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
         yield Weight(f"{name}.core_attention.softmax_offset", (m.num_attention_heads // p.tp,), "attention")
 
 
-def _attention(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
+def attention(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
+    """Of softmax attention with queries, keys and values from one linear layer."""
     h, d = m.hidden_size, m.head_dim
     queries, keys = m.num_attention_heads * d, m.query_groups * d
     yield from _sinks(m, p, name)
@@ -115,6 +116,11 @@ def _feed_forward(m: ModelConfig, p: ParallelConfig, name: str, index: int) -> I
     if moe is None or index < moe.first_dense_layers:
         yield from mlp(m, name, m.ffn_hidden_size, p.tp, bias=m.add_bias_linear or m.add_mlp_bias)
         return
+    yield from mixture(m, p, moe, name)
+
+
+def mixture(m: ModelConfig, p: ParallelConfig, moe: MoEConfig, name: str) -> Iterator[Weight]:
+    """Router and experts."""
     yield Weight(f"{name}.router.weight", (moe.num_experts, m.hidden_size), "router", whole=True)
     if m.add_bias_linear:
         yield Weight(f"{name}.router.bias", (moe.num_experts,), "router", whole=True)

@@ -7,9 +7,9 @@ from mtrain.config.stages import Stage
 from mtrain.models.gpt.feed_forward import feed_forward, mlp
 from mtrain.models.gpt.graph import stack, stream
 from mtrain.models.gpt.mixers import attention
-from mtrain.models.graph import Graph, Product, Tensor
+from mtrain.models.graph import FP32, MASK, Graph, Product, Tensor
 from mtrain.models.hybrid.count import channels, own, states
-from mtrain.models.parts import FP32, MASK, column, dropout, embedding, loss, norm, row
+from mtrain.models.parts import column, dropout, embedding, loss, norm, row
 from mtrain.models.rank import Rank
 
 
@@ -75,20 +75,26 @@ def _scan(g: Graph, r: Rank, width: int, mixed: int, heads: int) -> None:
     p, s, rows = h.head_dim, h.state_dim, b * heads
     read = Tensor(r.tokens * (mixed if r.wide or not r.host else width) * (r.element if not r.host else FP32))
     moved = r.tokens * (2 * width + 2 * (mixed - width)) * r.element
-    if not r.host:  # the library keeps its decays and what it gives, too
+    if not r.host:  # the library keeps its decays and what it gives, too; a kernel multiplies in all chunks
         decays, given = Tensor(r.tokens * heads * FP32), Tensor(r.tokens * width * r.element)
-        g.add("mixer.scan", [read, given, decays], moved=moved)
-    else:
-        g.add("mixer.scan", [read, Tensor(heads * FP32), Tensor(heads * FP32)], moved=3 * moved)
+        n = min(h.chunk_size, r.length)
+        products = _chunk(n, p, s, rows * -(-r.length // n))
+        g.add("mixer.scan", [read, given, decays], products, moved=moved, factors="activations")
+        return
+    g.add("mixer.scan", [read, Tensor(heads * FP32), Tensor(heads * FP32)], moved=3 * moved)
     for begin in range(0, r.length, h.chunk_size):
         n = min(h.chunk_size, r.length - begin)
-        products = [Product(n, n, s, rows), Product(n, p, n, rows), Product(n, p, s, rows), Product(p, s, n, rows)]
         first, last = begin == 0, begin + n == r.length
         copies = 2 if b == 1 else 4 - first - last  # of what is written and read, where samples lie side by side
         numbers = [n * n] * 3 + [n * p] * (3 - last) + [n * s] * copies + [p * s, n, *[1] * (not last)]
         marks = n * n * MASK * (b if r.run.data.packed else 1)
         kept = [Tensor(rows * size * FP32) for size in numbers] + [Tensor(marks)]
-        g.add("mixer.scan.chunk", kept if r.host else (), products)
+        g.add("mixer.scan.chunk", kept, _chunk(n, p, s, rows), factors="activations")
+
+
+def _chunk(n: int, p: int, s: int, each: int) -> list[Product]:
+    """Of a chunk of `n` tokens: what they see of each other, what they are worth, what the state gives and takes."""
+    return [Product(n, n, s, each), Product(n, p, n, each), Product(n, p, s, each), Product(p, s, n, each)]
 
 
 def _gated_norm(g: Graph, r: Rank, fused: Tensor, width: int) -> None:

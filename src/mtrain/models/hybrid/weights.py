@@ -11,8 +11,9 @@ from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.stages import Stage
 from mtrain.models.gpt.torch_dist import one_name
+from mtrain.models.gpt.weights import attention, mixture
 from mtrain.models.hybrid.count import channels, own, states
-from mtrain.models.weights import Weight, column, expert_tensors, mlp, norm, row
+from mtrain.models.weights import Weight, column, mlp, norm, row
 
 FUSED = {
     ".mixer.in_proj.weight": ("z", "x", "B", "C", "dt"),
@@ -95,16 +96,13 @@ def _layer(m: ModelConfig, p: ParallelConfig, name: str, kind: str) -> Iterator[
         yield from norm(m, f"{name}.norm", m.hidden_size)
     elif kind == ATTENTION:
         yield from norm(m, f"{name}.input_layernorm", m.hidden_size)
-        queries, keys = m.num_attention_heads * m.head_dim, m.query_groups * m.head_dim
-        place = f"{name}.self_attention"
-        yield from row(f"{place}.linear_proj", "attention", m.hidden_size, queries, p.tp)
-        yield from column(f"{place}.linear_qkv", "attention", queries + 2 * keys, m.hidden_size, p.tp)
+        yield from attention(m, p, f"{name}.self_attention")
     elif kind == MLP:
         yield from norm(m, f"{name}.pre_mlp_layernorm", m.hidden_size)
         yield from mlp(m, f"{name}.mlp", m.ffn_hidden_size, p.tp, bias=False)
-    elif kind == EXPERTS:
+    elif kind == EXPERTS and m.moe is not None:
         yield from norm(m, f"{name}.pre_mlp_layernorm", m.hidden_size)
-        yield from _experts(m, p, f"{name}.mlp")
+        yield from mixture(m, p, m.moe, f"{name}.mlp")
 
 
 def _mixer(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
@@ -117,19 +115,3 @@ def _mixer(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
     yield Weight(f"{name}.conv1d.bias", (mixed,), "mamba")
     yield Weight(f"{name}.norm.weight", (width,), "mamba")
     yield from row(f"{name}.out_proj", "mamba", m.hidden_size, p.tp * width, p.tp)
-
-
-def _experts(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
-    moe, h = m.moe, m.hidden_size
-    if moe is None:
-        return
-    yield Weight(f"{name}.router.weight", (moe.num_experts, h), "router", whole=True)
-    width = moe.ffn_hidden_size // expert_tensors(p)
-    apart = p.ep > 1 or expert_tensors(p) != p.tp
-    for part, shape in (("linear_fc1", ((2 if m.gated else 1) * width, h)), ("linear_fc2", (h, width))):
-        for number in range(moe.num_experts // p.ep):
-            yield Weight(f"{name}.experts.{part}.weight{number}", shape, "experts", expert=apart)
-    if moe.shared_expert_intermediate_size:
-        if moe.shared_expert_gate:
-            yield Weight(f"{name}.shared_experts.gate_weight", (1, h), "router", whole=True)
-        yield from mlp(m, f"{name}.shared_experts", moe.shared_expert_intermediate_size, p.tp, bias=False)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from mtrain.config.stages import Stage
 from mtrain.models.gpt import graph as language
-from mtrain.models.graph import Graph, Tensor
+from mtrain.models.graph import MASK, Graph, Tensor
 from mtrain.models.llava.count import of
-from mtrain.models.parts import MASK, column, norm, row
+from mtrain.models.parts import column, norm, row
 from mtrain.models.rank import Rank
 
 

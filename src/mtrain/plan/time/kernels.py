@@ -45,13 +45,15 @@ class Kernels:
         return self._product(p.m, p.n, p.k, p.batch, one) + self._casts(one, p.m * p.k)
 
     def linear_back(self, one: Linear) -> float:
-        """Seconds of its backward: the gradients of inputs and of weights."""
+        """Seconds of its backward: the gradients of inputs, and of what has one of the factors."""
         p = one.product
         inputs = self._product(p.m, p.k, p.n, p.batch, one)
-        if one.frozen:
+        if one.factors == "frozen":
             return inputs
-        weights = self._product(p.n, p.k, p.m, p.batch, one)
-        return inputs + weights + self._casts(one, p.m * p.n) + self._added(p)
+        both = inputs + self._product(p.n, p.k, p.m, p.batch, one)
+        if one.factors == "activations":
+            return both
+        return both + self._casts(one, p.m * p.n) + self._added(p)
 
     def _added(self, p: Product) -> float:
         """Gradients of weights are read and written in fp32 by the product that makes them; a host writes and reads

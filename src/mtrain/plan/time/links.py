@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import log2
+from typing import Literal
 
 from mtrain.models.graph import Exchange
 from mtrain.plan.time.device import Device
@@ -27,6 +28,17 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Share:
+    """Weights of a rank that are trained, and the ranks that have the same."""
+
+    elements: float
+    group: Group
+    """Those of a copy, which may be sharded over them."""
+    copies: Group
+    """One of each copy (HSDP): they have the same shard."""
+
+
+@dataclass(frozen=True)
 class Links:
     """What a run's groups send costs on a device."""
 
@@ -42,6 +54,10 @@ class Links:
             return waits + self._all_to_all(group, exchange, once)
         share = (group.size - 1) / group.size
         return waits + ROUNDS[exchange.kind] * exchange.bytes * share / self.rate(group)
+
+    def collective(self, group: Group, kind: Literal["gather", "scatter", "reduce"], size: float) -> float:
+        """Seconds of a collective on a tensor of so many bytes in all."""
+        return self.seconds(group, Exchange("tp", kind, int(size)))
 
     def waits(self, group: Group) -> float:
         """Seconds before anything arrives."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mtrain.config.batches import counted, stages
 from mtrain.config.run import RunConfig
+from mtrain.plan.time.device import GIGA
 from mtrain.plan.time.efficiencies import reached_by
+from mtrain.plan.time.sharded import FORWARD
 from mtrain.plan.time.step import StepTime, step_time
 
-GIGA = 1e9
 HOUR = 3600
-FORWARD = 1 / 3
-"""Of what forward and backward compute; of a step that computes layers again it is less."""
 HOW = {
     "gemm": "products of layers with weights by their shapes, casts to low precision, sums of gradients",
     "attention": "the products of attention that are not hidden",
@@ -25,16 +25,17 @@ HOW = {
     "bubble": "the slowest stage waits while the pipeline fills and drains",
     "dp": "gradients and weights of data-parallel ranks, where no computation hides them",
     "optimizer": "the update: its state read and written",
+    "offload": "the update in host memory: gradients sent there, state read and written, weights sent back",
 }
 """Of each part of the time: what it is."""
 
 
 def time_report(run: RunConfig, checkpoint_bytes: int) -> dict[str, Any]:
-    """Of a resolved run; null where what is needed is not known, which `missing` names."""
+    """Of a resolved run; null where it is not known without the keys that are `missing`, or as `unknown` says."""
     try:
         step = step_time(run)
     except ValueError as error:
-        return {"missing": [str(error)], "step_s": None}
+        return {"missing": [], "unknown": str(error), "step_s": None}
     found: dict[str, Any] = {
         "missing": list(step.missing),
         "step_s": step.seconds if step.known else None,
@@ -53,6 +54,11 @@ def time_report(run: RunConfig, checkpoint_bytes: int) -> dict[str, Any]:
         "software": reached_by(run.cluster).software,
         "how": HOW,
     }
+
+
+def no_time(time: Mapping[str, Any]) -> str:
+    """Why a report has no time of a step."""
+    return f"not known: {time['unknown']}" if "unknown" in time else f"not known without {', '.join(time['missing'])}"
 
 
 def _save(run: RunConfig, size: int) -> float | None:
@@ -85,7 +91,7 @@ def _validation(run: RunConfig, step: StepTime) -> float:
     """Forwards of as many batches as are validated on: of what a step computes, a third."""
     every, t = run.trainer.eval_interval, run.trainer
     times = t.train_iters // every + (t.train_iters % every > 0) if every else 1
-    once = sum(step.parts[name] for name in ("dp", "optimizer"))
+    once = sum(step.parts[name] for name in ("dp", "optimizer", "offload"))
     return times * t.eval_iters * (step.seconds - once) * FORWARD
 
 

@@ -6,25 +6,25 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mtrain.config.formats import bytes_of, is_half
-from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.devices import facts_of
+from mtrain.config.formats import bytes_of
 from mtrain.config.run import RunConfig
+from mtrain.config.stages import Stage
 from mtrain.layout.grid import RankGrid
 from mtrain.layout.stages import held_stages
-from mtrain.models.graph import Exchange
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
-from mtrain.plan.count import flops_per_token
+from mtrain.plan.count import flops_of_token
 from mtrain.plan.rank import stage_kind
-from mtrain.plan.states import main_weight_bytes
+from mtrain.plan.states import stage_weights
 from mtrain.plan.time.device import Device, device_of, missing
 from mtrain.plan.time.efficiencies import Efficiencies, reached_by
 from mtrain.plan.time.kernels import Kernels
 from mtrain.plan.time.links import MICRO, Group, Links
-from mtrain.plan.time.sharded import sharded_seconds
-from mtrain.plan.time.work import Work, total
+from mtrain.plan.time.update import done_once
+from mtrain.plan.time.work import Linear, Work, total
 
-PARTS = ("gemm", "attention", "memory", "host", "tp", "cp", "ep", "pp", "bubble", "dp", "optimizer")
+PARTS = ("gemm", "attention", "memory", "host", "tp", "cp", "ep", "pp", "bubble", "dp", "optimizer", "offload")
 SHARP = 2.0
 """How sharply the host shows where it is as slow as the device."""
 
@@ -39,7 +39,8 @@ class StepTime:
     """Seconds by part, of the slowest stage; they add up to `seconds`. Communication: what no computation hides."""
     tokens_per_second_per_device: float
     mfu: float
-    """Of the peak of the format that linear layers multiply in, with causal attention."""
+    """Of the peak of the format that linear layers multiply in, with causal attention and the gradients of what is
+    trained."""
     mfu_all_keys: float
     """The same with attention to every key."""
     missing: tuple[str, ...] = ()
@@ -58,7 +59,7 @@ class StepWork:
     run: RunConfig
     stages: tuple[Work, ...]
     weights: tuple[tuple[float, float], ...]
-    """Elements of each stage on a rank: of experts, and the others."""
+    """Elements that are trained of each stage on a rank: of experts that other ranks do not have, and the others."""
     sent: int
     """Bytes from a stage to the next."""
     grid: RankGrid
@@ -70,11 +71,17 @@ def step_time(run: RunConfig, reached: Efficiencies | None = None) -> StepTime:
     Raises:
         ValueError: the family does not say what a stage computes, or stages do not fit the model.
     """
-    p = run.precision
-    lacks = missing(run.cluster, tuple(dict.fromkeys((p.format, p.multiplies_in))), run.parallel.ranks or 1)
-    if lacks:
+    if lacks := unknown(run):
         return StepTime(math.nan, {}, math.nan, math.nan, math.nan, lacks)
     return priced(step_work(run), device_of(run.cluster), reached or reached_by(run.cluster))
+
+
+def unknown(run: RunConfig) -> tuple[str, ...]:
+    """Keys of the cluster of a resolved run that have to be known to say how long a step takes."""
+    p, cluster = run.precision, run.cluster
+    found = missing(cluster, tuple(dict.fromkeys((p.format, p.multiplies_in))), run.parallel.ranks or 1)
+    away = run.optim.cpu_offload > 0 and not facts_of(cluster.device).on_host
+    return (*found, "cluster.host_link_gbps") if away and cluster.host_link_gbps is None else found
 
 
 def step_work(run: RunConfig) -> StepWork:
@@ -86,29 +93,45 @@ def step_work(run: RunConfig) -> StepWork:
     family, rank = family_of(run.model), Rank.of(run)
     if family.stage is None:
         raise ValueError(f"the family {family.name} does not say what its layers compute")
-    chunks: dict[tuple[object, ...], Work] = {}
+    chunks: dict[tuple[object, ...], tuple[Work, tuple[int, int]]] = {}
     known: dict[tuple[object, ...], tuple[Work, tuple[float, float]]] = {}
     stages, weights = [], []
     for held in held_stages(run):
         keys = tuple(stage_kind(run, stage) for stage in held)
         if keys not in known:
-            done, embedded = Work(), 0
+            done, experts, others = Work(), 0, 0
             for key, stage in zip(keys, held, strict=True):
                 if key not in chunks:
-                    chunks[key] = total(family.stage(rank, stage))
-                done.add(chunks[key], 1)
-                embedded += stage.embedding * run.model.padded_vocab_size // run.parallel.tp * run.model.hidden_size
-            known[keys] = done, (weights_of(done, grouped=True), weights_of(done, grouped=False) + embedded)
+                    chunks[key] = total(family.stage(rank, stage)), _trained(run, stage)
+                done.add(chunks[key][0], 1)
+                experts, others = experts + chunks[key][1][0], others + chunks[key][1][1]
+            known[keys] = done, (experts, others)
         stages.append(known[keys][0])
         weights.append(known[keys][1])
     sent = rank.split_tokens * run.model.hidden_size * rank.element
     return StepWork(run, tuple(stages), tuple(weights), sent, RankGrid.of(run))
 
 
+def _trained(run: RunConfig, stage: Stage) -> tuple[int, int]:
+    """Elements of the weights of a stage on a rank that are trained: of experts, and the others."""
+    trained = [weight for weight in stage_weights(run, stage) if not weight.frozen]
+    experts = sum(weight.numel for weight in trained if weight.expert)
+    return experts, sum(weight.numel for weight in trained) - experts
+
+
 def weights_of(done: Work, *, grouped: bool) -> float:
     """Elements of the weights that are trained: of experts, or the others."""
-    every = ((one, number) for one, number in done.backward.items() if one.grouped == grouped and not one.frozen)
-    return sum(one.product.n * one.product.k * one.product.batch * number for one, number in every)
+    every = ((one, number) for one, number in done.backward.items() if one.grouped == grouped)
+    return sum(_elements(one) * number for one, number in every if one.factors == "weights")
+
+
+def frozen_of(done: Work) -> float:
+    """Elements of the weights that are not trained."""
+    return sum(_elements(one) * number for one, number in done.backward.items() if one.factors == "frozen")
+
+
+def _elements(one: Linear) -> int:
+    return one.product.n * one.product.k * one.product.batch
 
 
 def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
@@ -122,12 +145,12 @@ def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
     slowest = max(range(len(times)), key=times.__getitem__)
     parts = dict.fromkeys(PARTS, 0.0) | {name: number * value for name, value in stages[slowest].items()}
     parts["bubble"] = (sum(times) - times[slowest]) / p.vpp
-    ends = done_once(work, slowest, device, reached, sum(parts.values()), times[slowest])
+    ends = done_once(run, work.grid, work.weights[slowest], device, reached, sum(parts.values()), times[slowest])
     parts |= {name: value / reached.speed for name, value in ends.items()}
     seconds = sum(parts.values())
     tokens = run.trainer.batch * run.data.length / (p.ranks or 1) / seconds
     peak = device.peaks[run.precision.multiplies_in]
-    causal, every = (flops_per_token(run.model, run.data.length, causal=c) * tokens / peak for c in (True, False))
+    causal, every = (flops_of_token(run, causal=c) * tokens / peak for c in (True, False))
     return StepTime(seconds, parts, tokens, causal, every)
 
 
@@ -172,33 +195,3 @@ def _exchanged(work: StepWork, stage: Work, device: Device, reached: Efficiencie
 def _group(grid: RankGrid, axis: str) -> Group:
     strides = {"tp": 1, "cp": grid.tp, "etp": 1, "ep": grid.etp}
     return Group(grid.sizes[axis], strides[axis])
-
-
-def done_once(
-    work: StepWork, stage: int, device: Device, reached: Efficiencies, computes: float, micro: float
-) -> dict[str, float]:
-    """Data-parallel communication and the update of a stage."""
-    run, p, grid = work.run, work.run.parallel, work.grid
-    links, element = Links(device, reached), bytes_of(run.precision.format)
-    gradient = bytes_of("fp32") if run.precision.grad_reduce_in_fp32 else element
-    experts, others = work.weights[stage]
-    groups = ((experts, Group(grid.edp, grid.etp * grid.ep)), (others, Group(grid.dp * grid.cp, grid.tp)))
-    sharded = p.fsdp != "none"
-    if sharded:
-        left = sharded_seconds(run, groups, computes, device, reached)
-    else:
-        sent = sum(links.seconds(group, _whole("gather", n * element)) for n, group in groups)
-        sent += sum(links.seconds(group, _whole("scatter", n * gradient)) for n, group in groups)
-        # with virtual stages, gradients of a chunk leave while the last micro-batches go through the others
-        window = min(computes, micro * (grid.pp if p.vpp > 1 else 1))
-        left = sent - (min(window, sent) * reached.overlapped["dp"] if p.overlap_grad_reduce else 0.0)
-    state = main_weight_bytes(run) + sum(map(bytes_of, OPTIMIZERS[run.optim.name].states(run).values()))
-    shards = [group.size if p.distributed_optimizer or sharded else 1 for _, group in groups]
-    updated = sum(n / shard for (n, _), shard in zip(groups, shards, strict=True))
-    cleared = sum(n / (shard if sharded else 1) for (n, _), shard in zip(groups, shards, strict=True)) * gradient
-    moved = updated * (2 * state + 2 * gradient + element * (1 + is_half(run.precision.format))) + cleared
-    return {"dp": left, "optimizer": moved / (device.memory * reached.memory)}
-
-
-def _whole(kind: str, size: float) -> Exchange:
-    return Exchange("tp", "gather" if kind == "gather" else "scatter", int(size))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mtrain.models.graph import Exchange, Graph, Op, Product
+from mtrain.models.graph import Exchange, Factors, Graph, Op, Product
 
 BACKWARD_MOVES = 1.5
 """Bytes that the backward of a memory-bound operation moves, of those of its forward: it reads a gradient more."""
@@ -16,14 +16,14 @@ EXPERTS = "mlp.experts."
 
 @dataclass(frozen=True)
 class Linear:
-    """A product of a layer with weights."""
+    """A product of a layer."""
 
     product: Product
     low: bool
     """In the low precision of the run."""
     grouped: bool
     """Of experts, one product for each."""
-    frozen: bool = False
+    factors: Factors = "weights"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _products(done: Work, op: Op, passes: int) -> None:
         return
     grouped = op.name.startswith(EXPERTS)
     for product in op.products:
-        linear = Linear(product, op.low, grouped, frozen=not op.keeps)
+        linear = Linear(product, op.low, grouped, op.factors)
         done.forward[linear] += passes
         done.backward[linear] += 1
 

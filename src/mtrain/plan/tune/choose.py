@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mtrain.config.formats import Format
 from mtrain.config.origins import COMMAND_LINE, DEFAULT
 from mtrain.config.problem import value_at
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import findings
 from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, Problem
-from mtrain.plan.time.device import missing
+from mtrain.models.registry import family_of
+from mtrain.plan.time.step import unknown
 from mtrain.plan.tune.search import Found, Search, Task
 from mtrain.plan.tune.space import KEYS, SPLIT, changed
 from mtrain.units import GIB, bytes_
 
 Values = Mapping[str, Any]
-AUTO = "parallel.auto"
+AUTO, BATCH = "parallel.auto", "trainer.global_batch_size"
 MORE = (2, 4, 8, 16)
 """Times as many machines that are tried where nothing fits."""
 
@@ -35,7 +35,7 @@ def search(raw: RunConfig, said: Values, machine: Machine, world_size: int | Non
     """The best layouts of a configuration that is not resolved, with the batch that it has on all its ranks.
 
     Raises:
-        ConfigError: the devices are not known well enough to say how long a step takes.
+        ConfigError: the devices, or the layers, are not known well enough to say how long a step takes.
     """
 
     def resolved(run: RunConfig) -> RunConfig:
@@ -47,15 +47,18 @@ def search(raw: RunConfig, said: Values, machine: Machine, world_size: int | Non
     if lacks := unknown(run):
         rule = f"the layout is chosen by its time, and of {run.cluster.name} nothing is known: {', '.join(lacks)}"
         raise ConfigError([Problem("MT256", "cluster.name", run.cluster.name, rule, "cluster=h100x8")])
+    if not described(run):
+        rule, fix = "the family does not say what its layers compute", "parallel=tp2pp2, or a family that says so"
+        raise ConfigError([Problem("MT254", "model.family", run.model.family, rule, fix)])
     memory = run.cluster.device_memory_gib
     task = Task(raw, resolved, said, None if memory is None else int(memory * GIB))
     return Search(task, run).best(number), task
 
 
-def unknown(run: RunConfig) -> tuple[str, ...]:
-    """What has to be known of the devices of a resolved run to say how long a step takes."""
-    formats: tuple[Format, ...] = tuple(dict.fromkeys((run.precision.format, run.precision.multiplies_in)))
-    return missing(run.cluster, formats, run.parallel.ranks or 1)
+def described(run: RunConfig) -> bool:
+    """Whether the family of the model says what its layers compute, and which weights they have."""
+    family = family_of(run.model)
+    return family.stage is not None and family.weights is not None
 
 
 def cleared(raw: RunConfig, said: Values) -> RunConfig:
@@ -75,27 +78,29 @@ def chosen(
     """`raw` with the fastest layout that fits its cluster, and for every key of it why it is so.
 
     Where the rest of the configuration breaks a rule, nothing is searched: that is said of it as it is. Where too
-    little is known of the devices, as of a CPU, it is the plainest layout.
+    little is known of the devices, as of a CPU, or of the layers, it is the plainest layout.
 
     Raises:
         ConfigError: nothing fits, or no layout keeps all rules.
     """
     said = said_of(raw, origins, command_line=False)
-    plain = cleared(raw, said)
-    if lacks := unknown(resolve(plain, machine, world_size)):
+    plain, reasons = cleared(raw, said), dict[str, str]()
+    run = resolve(plain, machine, world_size, why=reasons)
+    if lacks := unknown(run):
         return plain, {AUTO: f"the plainest layout: no time is known without {lacks[0]}"}
+    if not described(run):
+        return plain, {AUTO: f"the plainest layout: {run.model.family} does not say what its layers compute"}
     found, task = search(raw, said, machine, world_size, 1)
     if not found.best:
         refuse(found, task, lambda more: search(changed(raw, more), said, machine, world_size, 1)[0])
         return task.raw, {}
-    change = {**found.best[0].change, "trainer.global_batch_size": task.raw.trainer.global_batch_size, AUTO: False}
-    for key in said:
-        change.pop(key, None)
-    if raw.trainer.global_batch_size is not None:
-        del change["trainer.global_batch_size"]
-    why = f"chosen by tune for cluster {task.resolve(task.raw).cluster.name}"
-    marked = {key: why for key, value in change.items() if value is not None}
-    return changed(plain, change), marked
+    change = {key: value for key, value in found.best[0].change.items() if key not in said}
+    why = f"chosen by tune for cluster {run.cluster.name}"
+    marked = {key: why for key, value in change.items() if value is not None} | {AUTO: "answered by tune"}
+    if raw.trainer.global_batch_size is None:  # for which the layouts were searched
+        change[BATCH] = task.raw.trainer.global_batch_size
+        marked |= {key: reason for key, reason in reasons.items() if key == BATCH}
+    return changed(plain, {**change, AUTO: False}), marked
 
 
 def refuse(found: Found, task: Task, again: Any) -> None:

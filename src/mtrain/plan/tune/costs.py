@@ -7,7 +7,7 @@ layouts. The numbers leave out little: what a plan says is never much below, and
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from mtrain.config.devices import facts_of
 from mtrain.config.formats import bytes_of
-from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import Stage, stages
@@ -27,10 +26,11 @@ from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.rank import CONTEXT_BYTES, RESERVE, communication_bytes, quantized_bytes
 from mtrain.plan.schedule import most_in_flight
-from mtrain.plan.states import main_weight_bytes
+from mtrain.plan.states import stage_weights
 from mtrain.plan.time.device import Device, device_of
-from mtrain.plan.time.efficiencies import Efficiencies, shipped
-from mtrain.plan.time.step import SHARP, StepWork, done_once, micro_batch, weights_of
+from mtrain.plan.time.efficiencies import reached_by
+from mtrain.plan.time.step import SHARP, StepWork, frozen_of, micro_batch, weights_of
+from mtrain.plan.time.update import done_once, update_bytes
 from mtrain.plan.time.work import work_of
 from mtrain.plan.tune.space import Change, changed
 
@@ -44,8 +44,6 @@ NONE = {
     "parallel.recompute.granularity": "none",
     **dict.fromkeys(f"parallel.recompute.{key}" for key in ("modules", "method", "num_layers")),
 }
-HOST_UPDATE = 20e9
-"""Assumed: bytes of state that the host's share for one device updates in a second."""
 Piece = npt.NDArray[np.float64]
 """Of a part of a stage and a micro-batch: seconds of the device, and of the host; bytes that autograd keeps; elements
 of weights of experts, of others, and of those that are not trained. Or a row of that for each of several parts."""
@@ -118,9 +116,9 @@ class Flow:
 class Costs:
     """Of the layouts of one run."""
 
-    def __init__(self, run: RunConfig, reached: Efficiencies | None = None) -> None:
+    def __init__(self, run: RunConfig) -> None:
         self.device: Device = device_of(run.cluster)
-        self.reached = reached or shipped()
+        self.reached = reached_by(run.cluster)
         self.host = facts_of(run.cluster.device).on_host
         self._pieces: dict[tuple[object, ...], Pieces] = {}
         self._flows: dict[tuple[object, ...], Flow] = {}
@@ -128,6 +126,7 @@ class Costs:
         self._cuts: dict[tuple[object, ...], Cut] = {}
         self._sent: dict[tuple[object, ...], int] = {}
         self._states: dict[tuple[object, ...], State] = {}
+        self._words: dict[tuple[object, ...], Mapping[str, str]] = {}
 
     def ideal(self, run: RunConfig) -> float:
         """Seconds of a step whose pipeline never waits, and of which nothing is done once."""
@@ -164,7 +163,9 @@ class Costs:
         one, m = changed(run, ONE_STAGE), run.model
         make, ends = family_of(m).stage, m.mtp_num_layers or 0
         assert make is not None
-        r = Rank.of(one)
+        shards = _shards_key(run)  # who does an operation does not depend on what is computed again
+        r = Rank.of(one, self._words.get(shards))
+        self._words[shards] = r.words
         graphs = make(r, Stage(range(m.num_layers), True, ends, True))
         p = run.parallel
         ranks = math.lcm(p.tp * p.cp, (p.etp or p.tp) * p.ep)  # one copy of all: its groups are as those of more
@@ -182,9 +183,7 @@ class Costs:
         first = made[0].copy()
         first[_column(run)] += _table(run)
         largest = float(body[:, EXPERTS:].sum(1).max())
-        working = 3 * max(g.largest() for g in {id(g): g for g in graphs[1:-1]}.values()) // 2 + most_made_again(
-            graphs
-        )
+        working = max(g.working() for g in {id(g): g for g in graphs[1:-1]}.values()) + most_made_again(graphs)
         sent = r.split_tokens * m.hidden_size * r.element
         return Pieces(first, before, made[cut:].sum(0), working, largest, sent)
 
@@ -195,9 +194,7 @@ class Costs:
         device = seconds - parts["host"]
         host = max(0.0, seconds**SHARP - device**SHARP) ** (1 / SHARP)
         weights = weights_of(done, grouped=True), weights_of(done, grouped=False)
-        products = ((one.product, number) for one, number in done.backward.items() if one.frozen)
-        frozen = sum(product.n * product.k * product.batch * number for product, number in products)
-        return np.array((device, host, kept([graph]), *weights, frozen))
+        return np.array((device, host, kept([graph]), *weights, frozen_of(done)))
 
     def flow(self, run: RunConfig) -> Flow:
         """Of a layout whose pipeline and recomputation are chosen."""
@@ -258,9 +255,9 @@ class Costs:
     def seconds(self, run: RunConfig) -> float:
         """Of a step whose layout is chosen."""
         flow = self.flow(run)
-        work = StepWork(run, (), (flow.weights,), 0, RankGrid.of(run))
-        ends = done_once(work, 0, self.device, self.reached, flow.computes, flow.micro)
-        return flow.seconds + sum(ends.values()) / self.reached.speed + offload_seconds(run, *flow.weights)
+        grid, device = RankGrid.of(run), self.device
+        ends = done_once(run, grid, flow.weights, device, self.reached, flow.computes, flow.micro)
+        return flow.seconds + sum(ends.values()) / self.reached.speed
 
     def bytes(self, run: RunConfig, flow: Flow | None = None) -> float:
         """At the peak of the rank that has the most, where micro-batches flow so."""
@@ -310,7 +307,8 @@ def _table(run: RunConfig) -> int:
 
 def _column(run: RunConfig) -> int:
     """Where they are counted in a piece."""
-    return OTHERS if run.peft.kind is None else FROZEN
+    table = next(iter(stage_weights(run, Stage(range(0), embedding=True))))
+    return FROZEN if table.frozen else OTHERS
 
 
 def _cut_key(p: ParallelConfig) -> tuple[Any, ...]:
@@ -320,11 +318,6 @@ def _cut_key(p: ParallelConfig) -> tuple[Any, ...]:
 
 def _micro_batches(run: RunConfig) -> int:
     return max(1, run.trainer.batch // (run.trainer.micro * run.parallel.dp))
-
-
-def _update_bytes(run: RunConfig) -> int:
-    """Of an element's main weight and moments."""
-    return main_weight_bytes(run) + sum(map(bytes_of, OPTIMIZERS[run.optim.name].states(run).values()))
 
 
 @dataclass(frozen=True)
@@ -349,7 +342,7 @@ def state_of(run: RunConfig) -> State:
     """What an element takes where the state is sharded as a layout says."""
     p, precision = run.parallel, run.precision
     weights = bytes_of(precision.format) + bytes_of("fp32" if precision.grad_reduce_in_fp32 else precision.format)
-    state = _update_bytes(run) * (1 - run.optim.cpu_offload)
+    state = update_bytes(run) * (1 - run.optim.cpu_offload)
     took = []
     for copies in _copies(run):
         sharded = copies // p.hsdp_replicas if p.fsdp != "none" else 1
@@ -357,18 +350,6 @@ def state_of(run: RunConfig) -> State:
         took.append(weights / max(1, sharded) + state / max(1, spread))
     tables = 2 * run.model.padded_vocab_size // p.tp * run.model.hidden_size
     return State(took[0], took[1], quantized_bytes(run), tables)
-
-
-def offload_seconds(run: RunConfig, experts: float, others: float) -> float:
-    """Of an update in host memory: gradients go there, weights come back, and the host reads and writes its state."""
-    part, link, p = run.optim.cpu_offload, run.cluster.host_link_gbps, run.parallel
-    if not part or link is None:
-        return 0.0
-    elements = zip((experts, others), _copies(run), strict=True)
-    number = sum(n / (copies if p.distributed_optimizer else 1) for n, copies in elements)
-    moved = bytes_of("fp32") + bytes_of(run.precision.format)
-    updated = 2 * (_update_bytes(run) + bytes_of("fp32"))
-    return part * number * (moved / (link * 1e9) + updated / HOST_UPDATE)
 
 
 def _copies(run: RunConfig) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from mtrain.config.rules import findings
 from mtrain.config.run import RunConfig
 from mtrain.plan.rank import StageMemory, worst_stage
 from mtrain.plan.time import StepTime, step_time
-from mtrain.plan.tune.costs import Costs, Flow, offload_seconds
+from mtrain.plan.tune.costs import Costs, Flow
 from mtrain.plan.tune.space import AXES, Change, Space, changed
 
 BEST = 10
@@ -36,10 +36,13 @@ class Layout:
     change: Mapping[str, Any]
     """The keys that were chosen."""
     time: StepTime
-    seconds: float
-    """Of a step, with what an offloaded optimizer takes."""
     memory: StageMemory
     """Of the rank that has the most."""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.time.seconds
 
     @property
     def words(self) -> str:
@@ -58,16 +61,6 @@ class Layout:
         out += ["offloaded optimizer"] if self.run.optim.cpu_offload else []
         out += ["uneven stages"] if p.layers_per_stage is not None else []
         return ", ".join(out)
-
-    @property
-    def tokens(self) -> float:
-        """A second on one device."""
-        return self.time.tokens_per_second_per_device * self.time.seconds / self.seconds
-
-    @property
-    def mfu(self) -> float:
-        """Of the peak, with causal attention."""
-        return self.time.mfu * self.time.seconds / self.seconds
 
 
 @dataclass(frozen=True)
@@ -106,12 +99,7 @@ class Task:
         run = self.resolve(changed(self.raw, change))
         if any(found.severity == "error" for found in findings(run)):
             return None
-        memory = worst_stage(run)
-        time = step_time(run)
-        experts = sum(w.numel for w in memory.states.weights if w.expert)
-        others = sum(w.numel for w in memory.states.weights) - experts
-        more = offload_seconds(run, experts, others)
-        return Layout(run, change, time, time.seconds + more, memory)
+        return Layout(run, change, step_time(run), worst_stage(run))
 
 
 class _Ways:

@@ -23,14 +23,9 @@ ALIKE = 0.003
 """Of a step: a part that differs by less is not named."""
 
 
-def parts_of(layout: Layout) -> dict[str, float]:
-    """Seconds by part, which add up to those of the layout."""
-    return {**layout.time.parts, "offload": layout.seconds - layout.time.seconds}
-
-
 def part_words(layout: Layout) -> str:
     """What takes its time."""
-    most = sorted(parts_of(layout).items(), key=lambda part: -part[1])
+    most = sorted(layout.time.parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{value / layout.seconds:.0%} {PARTS.get(name, name)}" for name, value in most[:4] if value > 0)
 
 
@@ -39,7 +34,7 @@ def reason(layout: Layout, first: Layout) -> str:
     if layout is first:
         return f"the fastest that fits: {part_words(layout)}"
     slower = layout.seconds / first.seconds - 1
-    own, other = parts_of(layout), parts_of(first)
+    own, other = layout.time.parts, first.time.parts
     change = {name: own.get(name, 0.0) - other.get(name, 0.0) for name in {**other, **own}}
     more = sorted((name for name in change if change[name] > ALIKE * first.seconds), key=lambda n: -change[n])
     less = sorted((name for name in change if change[name] < -ALIKE * first.seconds), key=lambda n: change[n])

@@ -1,0 +1,144 @@
+"""What a step's time is made of: which products have weights, which weights travel and are updated, and by what."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from mtrain.cli.setup import load
+from mtrain.config.resolve import Machine
+from mtrain.config.run import RunConfig
+from mtrain.models.graph import Graph, Product
+from mtrain.plan.count import flops_of_token
+from mtrain.plan.rank import worst_stage
+from mtrain.plan.report import notes
+from mtrain.plan.time.device import device_of
+from mtrain.plan.time.efficiencies import reached_by, shipped
+from mtrain.plan.time.kernels import Kernels
+from mtrain.plan.time.step import step_time, step_work
+from mtrain.plan.time.work import work_of
+from mtrain.plan.tune.costs import Costs
+
+BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
+SMALL = "model=llama32_1b cluster=h100x8 parallel=dp data=mock data.seq_length=4096 trainer.global_batch_size=16"
+
+
+@cache
+def run_of(words: str) -> RunConfig:
+    return load(words.split(), BIG, {}, to_run=False).run
+
+
+def test_a_frozen_weight_has_no_gradient_and_a_product_of_activations_two() -> None:
+    device, seconds = device_of(run_of(SMALL).cluster), dict[str, float]()
+    kernels = Kernels(device, shipped(), "bf16", "bf16", "bf16", 2)
+    for factors in ("frozen", "activations", "weights"):
+        g = Graph()
+        g.add("x", products=[Product(4096, 4096, 4096)], factors=factors)  # type: ignore[arg-type]
+        (one,) = work_of(g).backward
+        seconds[factors] = kernels.linear_back(one)
+    assert seconds["activations"] == pytest.approx(2 * seconds["frozen"])
+    assert seconds["weights"] > seconds["activations"], "it adds up in fp32"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "recipe=qwen3_next/80b_a3b_h100x64",
+        "recipe=nemotron_h/8b_h100x64",
+        "recipe=llama3/70b_h100x8_lora",
+        "recipe=llava/15_7b_h100x8_projector",
+        "model=gemma2_9b parallel=tp1 cluster=h100x8 data=mock",
+        "recipe=bert/large_h100x8",
+    ],
+)
+def test_the_weights_that_are_updated_are_those_that_the_memory_counts(words: str) -> None:
+    run = run_of(words)
+    states = worst_stage(run).states
+    trained = sum(weight.numel for weight in states.weights if not weight.frozen)
+    assert trained in {sum(stage) for stage in step_work(run).weights}
+
+
+def test_stages_with_other_layers_of_linear_attention_are_of_other_kinds() -> None:
+    words = "model=qwen3_next_80b_a3b cluster=h100x64 data=mock data.seq_length=4096 trainer.global_batch_size=256"
+    words += " trainer.micro_batch_size=1"
+    whole, cut = (step_work(run_of(f"{words} parallel={layout}")) for layout in ("pp8ep8", "pp8vpp6ep8"))
+    attended = [sum(sum(stage.attends.values()) for stage in work.stages) for work in (whole, cut)]
+    assert attended == [12, 12], "each fourth of 48 layers"
+
+
+def test_a_search_counts_what_was_measured_on_a_cluster_as_a_plan_does() -> None:
+    run = run_of(f"{SMALL} cluster.reached={{speed:2.0}}")
+    assert Costs(run).reached == reached_by(run.cluster)
+    assert Costs(run).seconds(run) <= step_time(run).seconds
+
+
+def parts_of(words: str) -> dict[str, float]:
+    return dict(step_time(run_of(words)).parts)
+
+
+def test_gradients_that_all_ranks_add_up_are_sent_twice_as_often_as_those_that_are_sharded() -> None:
+    words = f"{SMALL} parallel.overlap_grad_reduce=false parallel.distributed_optimizer="
+    sharded, whole = (parts_of(f"{words}{on}")["dp"] for on in ("true", "false"))
+    assert whole / sharded == pytest.approx((2 * 4) / (2 + 4), rel=0.01), "twice fp32, or bf16 and fp32"
+
+
+FSDP = "model=llama32_1b cluster=h100 cluster.nodes=2 data=mock data.seq_length=4096 trainer.global_batch_size=64"
+FSDP += " trainer.micro_batch_size=1 parallel=dp parallel.distributed_optimizer=false"
+
+
+def test_a_copy_in_each_domain_gathers_on_its_fast_links() -> None:
+    words = f"{FSDP.replace('nodes=2', 'nodes=16').replace('size=64', 'size=128')} parallel.fsdp=fsdp2"
+    one, many = (parts_of(f"{words} parallel.hsdp_replicas={n}") for n in (1, 16))
+    assert many["dp"] < one["dp"]
+    assert many["optimizer"] == pytest.approx(16 * one["optimizer"], rel=0.01)
+
+
+def test_weights_that_fsdp_leaves_whole_are_gathered_once_a_step() -> None:
+    words = f"{FSDP} parallel.fsdp=megatron parallel.fsdp_sharding="
+    every, grads, state = (
+        parts_of(f"{words}{what}")["dp"] for what in ("optim_grads_params", "optim_grads", "optim")
+    )
+    assert every > grads > state > 0
+
+
+def test_a_plan_and_a_search_count_an_optimizer_in_host_memory_alike() -> None:
+    words = "model=llama3_8b cluster=h100x8 parallel=tp2 data=mock data.seq_length=4096 trainer.global_batch_size=64"
+    here, there = run_of(words), run_of(f"{words} optim.cpu_offload=1.0")
+    step = step_time(there)
+    assert step_time(here).parts["offload"] == 0
+    assert step.parts["offload"] > 10 * step.parts["optimizer"]
+    assert step.seconds == pytest.approx(step_time(here).seconds + step.parts["offload"])
+    assert Costs(there).seconds(there) == pytest.approx(step.seconds, rel=0.01)
+    bare = there.cluster.model_copy(update={"host_link_gbps": None})
+    assert step_time(there.model_copy(update={"cluster": bare})).missing == ("cluster.host_link_gbps",)
+
+
+def test_frozen_weights_are_not_updated_in_host_memory() -> None:
+    run = run_of("recipe=llama3/70b_h100x8_lora optim.cpu_offload=1.0")
+    step = step_time(run)
+    assert step.parts["offload"] < 0.1 * step.seconds
+    assert Costs(run).seconds(run) <= step.seconds / 0.995
+
+
+def test_the_mfu_of_adapters_is_of_the_operations_that_the_page_says() -> None:
+    run = run_of("recipe=llama3/70b_h100x8_lora")
+    step = step_time(run)
+    rate = step.tokens_per_second_per_device * flops_of_token(run)
+    assert step.mfu == pytest.approx(rate / device_of(run.cluster).peaks["bf16"])
+    assert step.mfu < 0.6
+
+
+def test_a_scan_is_a_few_launches_however_many_chunks_it_has() -> None:
+    words = "model=nemotron_nano_9b_v2 cluster=h100x8 parallel=tp4 data=mock trainer.global_batch_size=8"
+    words += " trainer.micro_batch_size=1 data.seq_length="
+    short, long = (step_work(run_of(f"{words}{length}")).stages[0].operations for length in (4096, 16384))
+    assert short == long
+
+
+def test_what_an_optimizer_does_and_no_time_counts_is_said() -> None:
+    said = {
+        name: [note for note in notes(run_of(f"{SMALL} optim={name}")) if name in note] for name in ("muon", "lion")
+    }
+    assert not said["lion"]
+    assert "orthogonalise" in said["muon"][0]
