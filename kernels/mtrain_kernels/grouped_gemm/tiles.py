@@ -29,8 +29,8 @@ class Tile:
         return f"{self.rows}x{self.n}x{self.k} w{self.warps} s{self.stages}{' tma' if self.tma else ''}"
 
     def descriptor(self, x: Tensor, block: list[int]) -> Any:
-        """A TMA descriptor of a dense matrix."""
-        return self.described(x, list(x.shape), list(x.stride()), block)
+        """A TMA descriptor of a dense matrix, also of one row, whose stride may be any."""
+        return self.described(x, list(x.shape), [x.shape[1], 1], block)
 
     @staticmethod
     def described(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:

@@ -373,7 +373,8 @@ def weights_product(d_y: Tensor, x: Tensor, ends: Tensor, into: Sequence[Tensor]
     places = Places.of([d_w] if d_w is not None else into or ())
     if n * k == 0:
         return d_w
-    tile = tile_for("weights", x, rows, n, k, groups, descriptors=n % 8 == 0)
+    tma = rows > 0 and n % 8 == 0 and (d_y.is_meta or d_y.data_ptr() % 16 == 0)
+    tile = tile_for("weights", x, rows, n, k, groups, descriptors=tma)
     most = groups * ceil_div(n, tile.n) * ceil_div(k, tile.k)
     left, right = (d_y, x)
     if tile.tma:
