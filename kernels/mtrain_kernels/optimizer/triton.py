@@ -293,7 +293,8 @@ def device_numbers(clock: Tensor, hyper: Hyper) -> Tensor:
     """What the weight is multiplied by, `lr / bias1` and the root of `bias2`, from `clock` (lr, step) in fp64."""
     lr, step = clock
     beta1, beta2 = (torch.full_like(step, beta) for beta in (hyper.beta1, hyper.beta2))
-    bias1, bias2 = (1 - beta**step if hyper.bias1 != 1 else torch.ones_like(step) for beta in (beta1, beta2))
+    corrected = not hyper.bias1 == hyper.bias2 == 1
+    bias1, bias2 = (1 - beta**step if corrected else torch.ones_like(step) for beta in (beta1, beta2))
     return torch.stack((1 - lr * hyper.weight_decay, lr / bias1, bias2.sqrt())).float()
 
 
