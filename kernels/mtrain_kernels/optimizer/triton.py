@@ -199,7 +199,7 @@ def adamw_kernel(
             g += weight_decay * w
         m = m * beta1 + rest1 * g
         v = v * beta2 + rest2 * (g * g)
-        w -= lr_over_bias1 * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), v * 0.0 + root_bias2) + eps)
+        w -= lr_over_bias1 * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + root_bias2) + eps)
         w0 = at
         w1 = at
         w2 = at
