@@ -21,7 +21,9 @@ from mtrain_kernels.rope.triton import (
     _store_rest,
     _store_sums,
     _through_norm,
+    _unit,
     _weights,
+    head_sides,
 )
 from mtrain_kernels.runtime import ceil_div, on_device_of, power_of_two, processors
 
@@ -145,16 +147,12 @@ def _tiles(
     length: int, batch: int, heads: int, groups: int, width: int, half: int, elements: int
 ) -> tuple[tuple[int, int, int], tuple[int, int], dict[str, int]]:
     """The grid along tokens, blocks of heads and batch; blocks of queries and of keys; the constants of a tile."""
-    pairs, rest = power_of_two(half), width - 2 * half
-    some_heads = min(power_of_two(groups), max(1, elements // (2 * pairs)))
-    some_tokens = max(1, min(elements // (2 * pairs * some_heads), power_of_two(length)))
+    sides, each = head_sides(width, half)
+    some_heads = min(power_of_two(groups), max(1, elements // each))
+    some_tokens = max(1, min(elements // (each * some_heads), power_of_two(length)))
     blocks = ceil_div(heads, some_heads), ceil_div(groups, some_heads)
-    tile = {"TOKENS": some_tokens, "HEADS": some_heads, "HALF": pairs, "REST": power_of_two(rest) if rest else 0}
+    tile = {"TOKENS": some_tokens, "HEADS": some_heads, **sides}
     return (ceil_div(length, some_tokens), blocks[0] + 2 * blocks[1], batch), blocks, tile
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def forward(
