@@ -174,8 +174,10 @@ def test_the_named_one_runs_or_says_why_not() -> None:
     found = inputs("all of it", dtype=torch.float32)
     with pytest.raises(Unavailable, match=r"fla"):
         op.gated_delta_rule(**found, impl="fla")
-    assert "edges" in (op._call_obstacle(found["v"], found["segments"]) or "")
-    assert op._call_obstacle(found["v"][:1], found["segments"][:1]) is None
+    half = found["v"].half()
+    assert "edges" in (op._call_obstacle(half, found["segments"]) or "")
+    assert op._call_obstacle(half[:1], found["segments"][:1]) is None
+    assert "float32" in (op._call_obstacle(found["v"][:1], None) or ""), "fla asserts that it is none"
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mtrain_kernels.gated_delta_rule import reference
 from mtrain_kernels.registry import REFERENCE, Case, Cost, Implementation, Model, Op, pick
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 
 
 def gated_delta_rule(
@@ -74,8 +74,8 @@ class _Chunked(torch.autograd.Function):
 
 def _call_obstacle(v: Tensor, segments: Tensor | None) -> str | None:
     """Why the library cannot take this call, whatever the device."""
-    if v.dtype not in DTYPES:
-        return f"{v.dtype} is none of fp32, fp16 and bf16"
+    if v.dtype not in HALF:
+        return f"fla takes fp16 and bf16, not {v.dtype}"
     if segments is not None and v.shape[0] > 1:
         return "fla takes the edges of sequences packed into one row, and there are several rows"
     return None
