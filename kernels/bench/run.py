@@ -28,8 +28,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mtrain_kernels import parity
+from mtrain_kernels import parity, tuning
 from mtrain_kernels.registry import MODELS, Case, Cost, Model, Unavailable, ops
+from mtrain_kernels.runtime import HAS_TRITON
 
 FLUSH_BYTES = 2 << 30  # larger than any L2 cache, and longer to read than the host needs to launch a call
 WARM_S = 0.05  # of calls before one counts: clocks rise, caches of compiled code fill
@@ -145,6 +146,12 @@ def _compiled(case: Case, inputs: dict[str, Any]) -> Callable[[], Any]:
     torch.compiler.reset()
     compiled = torch.compile(lambda given: case.call(given, "reference"))
     return lambda: compiled(inputs)
+
+
+def use_measured(device: torch.device) -> None:
+    """Take the variants of kernels that a run takes: those that `mtrain_kernels.tune` noted for this device."""
+    if device.type == "cuda" and HAS_TRITON:
+        tuning.use(tuning.read(tuning.file_of(device)))
 
 
 @dataclass(frozen=True)
@@ -354,6 +361,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; ops are {', '.join(ops())}, shapes {', '.join(MODELS)}")
     device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
+    use_measured(device)
     clock = Clock(device, 1 if chosen.tiny else chosen.repeat, chosen.tiny)
     rates = ceilings(clock, dtype, chosen.tiny)
     setting = Setting(clock, dtype, rates, [name for name in chosen.contenders.split(",") if name])

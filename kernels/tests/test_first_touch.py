@@ -152,3 +152,43 @@ def test_the_bench_notices_a_wrong_gradient(touch: ModuleType, monkeypatch: pyte
     wrong = [first[0], *(2 * x for x in first[1:])]
     assert run._agree(first, first)
     assert not run._agree(wrong, first)
+
+
+def test_what_liger_changes_in_the_process_is_measured_last(touch: ModuleType, tmp_path: Path) -> None:
+    import first_touch_stages as stages
+
+    names = list(stages.rivals(touch.Walk(False, ()), tmp_path))
+    assert ["liger" in name for name in names] == [False] * 2 + [True] * 4
+
+
+def test_tiles_are_measured_for_models_of_experts(
+    touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import first_touch_stages as stages
+    from mtrain_kernels import tune
+
+    asked: list[Any] = []
+    monkeypatch.setattr(stages, "_needs_device", lambda walk: None)
+    monkeypatch.setattr(tune, "measure", lambda path, device, *sizes, seconds: asked.append(sizes[:4]) or {})
+    assert not stages.autotune(touch.Walk(False, ("norm",)), tmp_path)
+    for unit in stages.autotune(touch.Walk(False, ()), tmp_path).values():
+        assert unit() == {}
+    assert asked == [(65536, 128, 2048, 768), (65536, 256, 7168, 2048)]
+
+
+def test_the_bench_measures_the_tiles_that_a_run_takes(
+    touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import run
+    import torch
+    from mtrain_kernels import tuning
+
+    tuning.add(tmp_path / "gpu.json", "kernel", "shapes", "variant")
+    monkeypatch.setattr(tuning, "file_of", lambda device: tmp_path / "gpu.json")
+    try:
+        run.use_measured(torch.device("cpu"))
+        assert tuning.recorded("kernel", "shapes") is None
+        run.use_measured(torch.device("cuda"))
+        assert tuning.recorded("kernel", "shapes") == "variant"
+    finally:
+        tuning.use({})
