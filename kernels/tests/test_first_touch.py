@@ -108,6 +108,9 @@ def test_a_budget_that_is_spent_leaves_the_unit_to_the_next_call(
     assert not touch.drive(["parity"], results, touch.Walk(True, ()), 5)
     assert results.done("parity") == set()
     assert results.open("parity") == "one"
+    assert not touch.drive(["parity"], results, touch.Walk(True, ()), 5)
+    assert results.done("parity") == {"one"}, "longer than two budgets is longer than all"
+    assert "two calls" in ends(tmp_path)["parity one"]["error"]
 
 
 def test_an_error_is_told_by_the_last_line_of_its_cause(touch: ModuleType) -> None:
