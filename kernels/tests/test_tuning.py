@@ -111,6 +111,7 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
     tuning.add(path, "kernel", "shapes", "variant")
     tuning.add(path, "kernel", "others", "variant")
     assert tuning.read(path) == {"kernel": {"shapes": "variant", "others": "variant"}}
+    assert path.stat().st_mode & 0o777 == 0o644, "others may read it"
 
 
 def test_without_a_gpu_the_command_says_so(
