@@ -116,6 +116,8 @@ def test_what_does_not_fit_is_refused() -> None:
         packed.rotate_packed(**found, heads=3, groups=2)
     with pytest.raises(ValueError, match="both, or neither"):
         packed.rotate_packed(**{**found, "k_weight": None}, **sizes)
+    with pytest.raises(ValueError, match="a weight on meta"):
+        packed.rotate_packed(**{**found, "k_weight": found["k_weight"].to("meta")}, **sizes)
     with pytest.raises(ValueError, match="end at position 4"):
         packed.rotate_packed(**{**found, **tables(4, 6)}, **sizes)
 

@@ -38,6 +38,9 @@ def rotate_packed(
     reference.require_packed(qkv, cos, sin, heads, groups, q_weight, k_weight)
     if cos.requires_grad or sin.requires_grad:
         raise ValueError("the tables of cosines and sines get no gradient; detach them")
+    for other in (cos, sin, q_weight, k_weight):
+        if other is not None and other.device != qkv.device:
+            raise ValueError(f"qkv is on {qkv.device}, but a table or a weight on {other.device}")
     width = qkv.shape[-1] // (heads + 2 * groups)
     if pick("rope", impl, qkv.device, _obstacle(qkv[..., :width], cos, sin, q_weight, k_weight)) == "reference":
         return reference.rotate_packed(
