@@ -53,6 +53,7 @@ def grouped_gemm(
     the named one cannot run.
     """
     reference.require_grouped(x, weight, counts, bias)
+    _require_list(weight, main_grads)
     name = _pick(impl, x.device, _triton_obstacle(x), _torch_obstacle(x, weight))
     if name == "reference" and main_grads is None:
         return reference.grouped_gemm(x, weight, counts, bias)
@@ -84,6 +85,7 @@ def grouped_gated(
     in `grouped_gemm`.
     """
     reference.require_grouped(x, weight, counts, None)
+    _require_list(weight, main_grads)
     if kind not in FUSED:
         raise ValueError(f"{kind!r} is none of {', '.join(FUSED)}")
     if share is not None and share.shape != x.shape[:1]:
@@ -105,6 +107,11 @@ def rows_of(bias: Tensor, counts: Tensor, rows: int, *, impl: str = "auto") -> T
     if name == "reference":
         return reference.bias_rows(bias, counts, rows)
     return _bias_rows(bias, counts.cumsum(0).to(torch.int32), rows, name)
+
+
+def _require_list(weight: Weights, main_grads: MainGrads | None) -> None:
+    if main_grads is not None and isinstance(weight, Tensor):
+        raise ValueError("main_grads are of a list of weights, one for each group")
 
 
 def _listed(weight: Weights) -> list[Tensor]:
