@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtrain_kernels.device_tables import DeviceTables
 from mtrain_kernels.optimizer.reference import Hyper, Lists
 from mtrain_kernels.optimizer.rounding import MOMENT_BLOCK
 from mtrain_kernels.quantize.triton import decode, encode, finite, scales
@@ -17,6 +17,7 @@ from mtrain_kernels.runtime import cast, on_device_of
 
 BLOCK = 2048  # elements in the registers of one program
 CHUNK = 1 << 16  # elements that one program walks over
+_TABLES, _CHUNKS = DeviceTables(64), DeviceTables(64)
 TYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -360,19 +361,16 @@ def tables(
     ]
 
 
-@functools.lru_cache(maxsize=64)
 def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """The rows as int64 on the device, kept while pointers stay."""
-    return _upload(torch.tensor(rows, dtype=torch.int64), device)
+    return _TABLES.of(rows, device, lambda: torch.tensor(rows, dtype=torch.int64))
 
 
-@functools.lru_cache(maxsize=64)
 def _chunks(sizes: tuple[int, ...], length: int, device: torch.device) -> Tensor:
     """(tensor, chunk) of every chunk of `length` of tensors of these sizes, as int32 on the device."""
-    chunks = [(i, c) for i, size in enumerate(sizes) for c in range(-(-size // length))]
-    return _upload(torch.tensor(chunks, dtype=torch.int32).view(-1, 2), device)
 
+    def make() -> Tensor:
+        chunks = [(i, c) for i, size in enumerate(sizes) for c in range(-(-size // length))]
+        return torch.tensor(chunks, dtype=torch.int32).view(-1, 2)
 
-def _upload(x: Tensor, device: torch.device) -> Tensor:
-    """`x` on the device; the host does not wait for a GPU."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    return _CHUNKS.of((sizes, length), device, make)
