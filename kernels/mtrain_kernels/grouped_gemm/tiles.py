@@ -40,21 +40,15 @@ class Tile:
         return TensorDescriptor(x, shape, strides, block)
 
 
+_MORE = (
+    Tile(128, 256, 64, stages=3, tma=True),
+    Tile(64, 128, 64, warps=4, stages=4, tma=True),
+    Tile(128, 128, 64),
+    Tile(64, 128, 64, warps=4),
+)
 TABLES = {
-    "rows": (
-        Tile(128, 128, 64, tma=True),
-        Tile(128, 256, 64, stages=3, tma=True),
-        Tile(64, 128, 64, warps=4, stages=4, tma=True),
-        Tile(128, 128, 64),
-        Tile(64, 128, 64, warps=4),
-    ),
-    "turned": (
-        Tile(128, 128, 64, stages=3, tma=True),
-        Tile(128, 256, 64, stages=3, tma=True),
-        Tile(64, 128, 64, warps=4, stages=4, tma=True),
-        Tile(128, 128, 64),
-        Tile(64, 128, 64, warps=4),
-    ),
+    "rows": (Tile(128, 128, 64, tma=True), *_MORE),
+    "turned": (Tile(128, 128, 64, stages=3, tma=True), *_MORE),
     "gated": (
         Tile(128, 64, 64, stages=3, tma=True),
         Tile(128, 128, 64, stages=3, tma=True),
