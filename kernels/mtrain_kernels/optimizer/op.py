@@ -265,7 +265,7 @@ def _drawn(lists: Lists) -> Lists:
         for old, x in zip(lists.masters, params, strict=True)
     ]
     grads = [x.to(g.dtype) for g, x in zip(lists.grads, draw(lists.grads, 1e-3), strict=True)]
-    return Lists(params, grads, *kept, masters, *scales)
+    return Lists(params, grads, kept[0], kept[1], masters, scales[0], scales[1])
 
 
 def _checked(inputs: dict[str, Any], impl: str) -> tuple[Tensor, ...]:

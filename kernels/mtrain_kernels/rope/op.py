@@ -160,14 +160,17 @@ def _launch(model: Model) -> None:
         triton.forward(x, x[0, 0, 0], table, table, at, interleaved, 1e-6, False, False)
         triton.backward(x, x, x[0, 0, 0], table, table, at, interleaved, 1e-6, False)
     sizes = (model.heads, model.kv_heads, model.head_dim)
-    launches = [(sizes, table, None), (sizes, table, x[0, 0, 0])]
-    launches.append((PARTIAL, table.new_empty(model.tokens, 32), x.new_empty(PARTIAL[2])))
-    for (heads, groups, width), angles, w in launches:
+    part, weight = table.new_empty(model.tokens, PARTIAL[2] // 8), x.new_empty(PARTIAL[2])
+    for (heads, groups, width), angles, w in (
+        (sizes, table, None),
+        (sizes, table, x[0, 0, 0]),
+        (PARTIAL, part, weight),
+    ):
         packed = x.new_empty(model.tokens, 1, (heads + 2 * groups) * width)
         given = (w, w, angles, angles, heads, groups, True, False, 1e-6, False)
         q, k, v = packed_triton.forward(packed, *given)
         packed_triton.backward(q, k, v, packed, *given)
-    triton.backward(q[None, :, 0], q[None, :, 0], w, angles, angles, None, False, 1e-6, False)
+    triton.backward(q[None, :, 0], q[None, :, 0], weight, part, part, None, False, 1e-6, False)
 
 
 def _keys(model: Model) -> int:
