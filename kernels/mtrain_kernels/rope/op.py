@@ -167,7 +167,7 @@ def _launch(model: Model) -> None:
         (PARTIAL, part, weight),
     ):
         packed = x.new_empty(model.tokens, 1, (heads + 2 * groups) * width)
-        given = (w, w, angles, angles, heads, groups, True, False, 1e-6, False)
+        given = (w, w, angles, angles, packed_triton.Packing(heads, groups, True, False, 1e-6, False))
         q, k, v = packed_triton.forward(packed, *given)
         packed_triton.backward(q, k, v, packed, *given)
     triton.backward(q[None, :, 0], q[None, :, 0], weight, part, part, None, False, 1e-6, False)

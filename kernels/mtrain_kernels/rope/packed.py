@@ -66,9 +66,8 @@ def _packed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from mtrain_kernels.rope import packed_triton
 
-    return packed_triton.forward(
-        qkv, q_weight, k_weight, cos, sin, heads, groups, grouped, interleaved, eps, zero_centered
-    )
+    how = packed_triton.Packing(heads, groups, grouped, interleaved, eps, zero_centered)
+    return packed_triton.forward(qkv, q_weight, k_weight, cos, sin, how)
 
 
 @_packed.register_fake
@@ -97,10 +96,8 @@ def _packed_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from mtrain_kernels.rope import packed_triton
 
-    return packed_triton.backward(
-        dq, dk, dv, dq if qkv is None else qkv, q_weight, k_weight, cos, sin, heads, groups, grouped, interleaved,
-        eps, zero_centered,
-    )  # fmt: skip
+    how = packed_triton.Packing(heads, groups, grouped, interleaved, eps, zero_centered)
+    return packed_triton.backward(dq, dk, dv, dq if qkv is None else qkv, q_weight, k_weight, cos, sin, how)
 
 
 @_packed_backward.register_fake

@@ -5,6 +5,8 @@ A program has heads of one kind. Where its heads begin in the packed rows is wor
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -143,6 +145,21 @@ def packed_backward_kernel(
         _store_sums(dweight_ptr, program, half, width, sum_a, sum_b, sum_rest, HALF, REST, PAIRED)
 
 
+class Packing(NamedTuple):
+    """How rows are packed, and what is done to queries and keys on the way; see `packed.rotate_packed`."""
+
+    heads: int
+    groups: int
+    grouped: bool
+    interleaved: bool
+    eps: float
+    zero_centered: bool
+
+    def constants(self) -> dict[str, bool]:
+        """What the kernels are compiled for."""
+        return {"PAIRED": self.interleaved, "ZERO_CENTERED": self.zero_centered, "GROUPED": self.grouped}
+
+
 def _tiles(
     length: int, batch: int, heads: int, groups: int, width: int, half: int, elements: int
 ) -> tuple[tuple[int, int, int], tuple[int, int], dict[str, int]]:
@@ -161,15 +178,10 @@ def forward(
     k_weight: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    heads: int,
-    groups: int,
-    grouped: bool,
-    interleaved: bool,
-    eps: float,
-    zero_centered: bool,
+    how: Packing,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the forward kernel on `x` [s, b, (n + 2 g) d]: queries [s, b, n, d], keys and values [s, b, g, d]."""
-    length, batch = x.shape[:2]
+    (length, batch), (heads, groups) = x.shape[:2], how[:2]
     width, half = x.shape[2] // (heads + 2 * groups), cos.shape[1]
     q = x.new_empty((length, batch, heads, width))
     k, v = (x.new_empty((length, batch, groups, width)) for _ in range(2))
@@ -180,9 +192,8 @@ def forward(
         with on_device_of(x):
             packed_forward_kernel[grid](
                 source, *(w if w is None else w.contiguous() for w in weights), cos.contiguous(), sin.contiguous(),
-                q, k, v, length, batch, heads, groups, width, half, cos.shape[0], eps, *source.stride()[:2], *blocks,
-                **tile, PAIRED=interleaved, NORM=weights[0] is not None, ZERO_CENTERED=zero_centered,
-                GROUPED=grouped, num_warps=4,
+                q, k, v, length, batch, heads, groups, width, half, cos.shape[0], how.eps, *source.stride()[:2],
+                *blocks, **tile, **how.constants(), NORM=weights[0] is not None, num_warps=4,
             )  # fmt: skip
     return q, k, v
 
@@ -196,15 +207,10 @@ def backward(
     k_weight: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    heads: int,
-    groups: int,
-    grouped: bool,
-    interleaved: bool,
-    eps: float,
-    zero_centered: bool,
+    how: Packing,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the backward kernel: gradients of `x` [s, b, (n + 2 g) d], and of both weights [d] or empty ones."""
-    length, batch = dq.shape[:2]
+    (length, batch), (heads, groups) = dq.shape[:2], how[:2]
     width, half = dq.shape[3], cos.shape[1]
     dx = dq.new_empty((length, batch, (heads + 2 * groups) * width))
     norm = q_weight is not None and k_weight is not None
@@ -220,9 +226,10 @@ def backward(
     with on_device_of(dq):
         packed_backward_kernel[grid](
             *given, source, *weights, cos.contiguous(), sin.contiguous(), dx, sums,
-            length, batch, heads, groups, width, half, cos.shape[0], eps, *(source.stride()[:2] if norm else (0, 0)),
+            length, batch, heads, groups, width, half, cos.shape[0], how.eps,
+            *(source.stride()[:2] if norm else (0, 0)),
             *blocks, *(step for t in given for step in (t.stride(0), t.stride(1), t.stride(2))),
-            **tile, PAIRED=interleaved, NORM=norm, ZERO_CENTERED=zero_centered, GROUPED=grouped, num_warps=4,
+            **tile, **how.constants(), NORM=norm, num_warps=4,
         )  # fmt: skip
     if not norm:
         return dx, dx.new_empty(0), dx.new_empty(0)
