@@ -62,31 +62,42 @@ def worker(rounds: int, steps: int, out: Path) -> None:
 
     Each turn is a process of its own: what a world leaves behind, as the threads of its groups, ends with it.
     """
-    from multiprocessing import get_context
-
     from mtrain import mcore as adapter
     from mtrain.devices import registry
 
     adapter.install(registry.get("cpu"))
     from mtrain.train import assemble, step  # noqa: F401  # imported once, before processes are forked
 
-    every, context = CALIBRATED | PREDICTED, get_context("fork")
+    every = CALIBRATED | PREDICTED
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in [*every, KERNELS]}
     for number in range(rounds):
         for name in seconds:
-            store, queue = out.with_name(f"{number}-{name}"), context.SimpleQueue()
-            process = context.Process(target=turn, args=(every.get(name), steps, store, queue))
-            process.start()
-            process.join()
-            if process.exitcode:
-                raise SystemExit(f"{name}: a rank failed")
-            seconds[name] += queue.get()
+            seconds[name] += apart(name, every.get(name), steps, out.with_name(f"{number}-{name}"))
         if os.environ["RANK"] == "0":
             out.write_text(json.dumps(seconds))
 
 
-def turn(words: str | None, steps: int, store: Path, queue: Any) -> None:
-    """Seconds of steps of a configuration, or of kernels; in a world that ends with this process."""
+def apart(name: str, words: str | None, steps: int, store: Path) -> list[dict[str, float]]:
+    """What a turn in a process of its own sends, read before it is waited for: it may wait until somebody reads."""
+    from multiprocessing import get_context
+
+    context = get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=turn, args=(words, steps, store, send))
+    process.start()
+    send.close()  # the process has its own: when that is closed nothing more comes
+    try:
+        found: list[dict[str, float]] = receive.recv()
+    except EOFError:
+        found = []
+    process.join()
+    if process.exitcode or not found:
+        raise SystemExit(f"{name}: a rank failed")
+    return found
+
+
+def turn(words: str | None, steps: int, store: Path, send: Any) -> None:
+    """Sends seconds of steps of a configuration, or of kernels; in a world that ends with this process."""
     import torch.distributed as dist
 
     from mtrain.cli.setup import load
@@ -96,7 +107,7 @@ def turn(words: str | None, steps: int, store: Path, queue: Any) -> None:
 
     dist.init_process_group("gloo", f"file://{store}", rank=int(os.environ["RANK"]), world_size=2)
     if words is None:
-        queue.put([kernels()])
+        send.send([kernels()])
         return
     run = load(f"{COMMON} {words}".split(), to_run=False).run
     with joined(run) as world:
@@ -104,7 +115,7 @@ def turn(words: str | None, steps: int, store: Path, queue: Any) -> None:
         parts.begin()
         results = [train_step(parts, stop_requested=False) for _ in range(WARM + steps)]
         parts.close()
-    queue.put([result.seconds for result in results[WARM:]])
+    send.send([result.seconds for result in results[WARM:]])
 
 
 def kernels() -> dict[str, float]:

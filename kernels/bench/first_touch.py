@@ -60,8 +60,15 @@ class Results:
 
     def open(self, stage: str) -> str | None:
         """The unit that a stage began last, if it has no end."""
-        begun = [line["unit"] for line in self.lines() if line["stage"] == stage and line.get("begin")]
+        begun = self._begun(stage)
         return begun[-1] if begun and begun[-1] not in self.done(stage) else None
+
+    def tries(self, stage: str, unit: str) -> int:
+        """How often a unit was begun."""
+        return self._begun(stage).count(unit)
+
+    def _begun(self, stage: str) -> list[str]:
+        return [line["unit"] for line in self.lines() if line["stage"] == stage and line.get("begin")]
 
     def add(self, stage: str, unit: str, **said: Any) -> None:
         """One more line, on disk when this returns."""
@@ -122,6 +129,9 @@ def drive(stages: list[str], results: Results, walk: Walk, budget_s: float) -> b
                 break
             unit = results.open(stage)
             if code is None and stage_end == end:
+                if unit and results.tries(stage, unit) > 1:  # it would be begun anew by every call
+                    results.add(stage, unit, error="did not end within the budgets of two calls")
+                    unit = None
                 print(f"{stage}: the budget is spent; call again to go on" + (f" with {unit}" if unit else ""))
                 return False
             if code != POISONED:

@@ -28,8 +28,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mtrain_kernels import parity
+from mtrain_kernels import parity, tuning
 from mtrain_kernels.registry import MODELS, Case, Cost, Model, Unavailable, ops
+from mtrain_kernels.runtime import HAS_TRITON
 
 FLUSH_BYTES = 2 << 30  # larger than any L2 cache, and longer to read than the host needs to launch a call
 WARM_S = 0.05  # of calls before one counts: clocks rise, caches of compiled code fill
@@ -147,6 +148,12 @@ def _compiled(case: Case, inputs: dict[str, Any]) -> Callable[[], Any]:
     return lambda: compiled(inputs)
 
 
+def use_measured(device: torch.device) -> None:
+    """Take the variants of kernels that a run takes: those that `mtrain_kernels.tune` noted for this device."""
+    if device.type == "cuda" and HAS_TRITON:
+        tuning.use(tuning.read(tuning.file_of(device)))
+
+
 @dataclass(frozen=True)
 class Setting:
     """What all measurements share; `contenders` are those to measure, all if empty."""
@@ -170,12 +177,15 @@ def measure(op: str, case: Case, model: Model, setting: Setting) -> Iterator[Row
         row = Row(op, case.name, model.name, name)
         try:
             call = prepare()
-            values = _values_and_gradients(call, inputs) if name in OURS else []
-            if name == "eager":
-                truth = values
-            elif values and truth:
-                row.agrees = _agree(values, truth)
-            del values
+            try:
+                values = _compared(case, name, call, inputs)
+                if name == "eager":
+                    truth = values
+                elif values and truth:
+                    row.agrees = _agree(values, truth)
+            except RuntimeError as error:  # as too little memory for what is compared; the time counts nonetheless
+                row.note = f"not compared: {last_line(error)}"
+            values = []
             _time(row, case, model, call, setting)
         except ImportError as error:
             row.note = f"not installed: {error}"
@@ -186,8 +196,9 @@ def measure(op: str, case: Case, model: Model, setting: Setting) -> Iterator[Row
         yield row
 
 
-OURS = ("eager", "auto", "triton", "compile")
-"""Contenders that are called with the inputs themselves, so that values and gradients can be compared."""
+OURS = {"eager": "reference", "auto": "auto", "triton": "triton", "compile": "reference"}
+"""Contenders that are called with the inputs themselves, so that all can be compared, and as which implementation."""
+PIECE = 1 << 28  # elements that are compared at a time: fp64 of more has no room beside the tensors
 
 
 def last_line(error: BaseException) -> str:
@@ -196,6 +207,13 @@ def last_line(error: BaseException) -> str:
         error = error.__cause__
     lines = [text.strip() for text in str(error).splitlines() if text.strip()]
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"
+
+
+def _compared(case: Case, name: str, call: Callable[[], Any], inputs: dict[str, Any]) -> list[Tensor]:
+    """What a contender is compared by; nothing of one that has inputs of its own."""
+    if case.checked is not None:
+        return _tensors(case.checked(inputs, OURS[name])) if name in OURS and name != "compile" else []
+    return _values_and_gradients(call, inputs) if name in OURS else []
 
 
 def _values_and_gradients(call: Callable[[], Any], inputs: dict[str, Any]) -> list[Tensor]:
@@ -264,7 +282,9 @@ def _tensors(outputs: Any) -> list[Tensor]:
 def _agree(found: list[Tensor], wanted: list[Tensor]) -> bool:
     try:
         for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
-            parity.assert_near(f"output {i}", a, b, parity.TOLERANCE[torch.bfloat16])
+            assert a.shape == b.shape, f"output {i}: {tuple(a.shape)} for {tuple(b.shape)}"
+            for pieces in zip(a.flatten().split(PIECE), b.flatten().split(PIECE), strict=True):
+                parity.assert_near(f"output {i}", *pieces, parity.TOLERANCE[torch.bfloat16])
     except AssertionError:
         return False
     return True
@@ -354,6 +374,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; ops are {', '.join(ops())}, shapes {', '.join(MODELS)}")
     device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
+    use_measured(device)
     clock = Clock(device, 1 if chosen.tiny else chosen.repeat, chosen.tiny)
     rates = ceilings(clock, dtype, chosen.tiny)
     setting = Setting(clock, dtype, rates, [name for name in chosen.contenders.split(",") if name])

@@ -90,7 +90,8 @@ class Case:
     `call(inputs, impl)` runs the op. `forward` and `backward` give its cost at a model in BF16; `backward` is
     None for an op without gradients. `applies` is False for a model that has no such layer. `rivals` maps a
     library's name to a function that takes the inputs and returns a call of that library without arguments, or
-    raises ImportError.
+    raises ImportError. Where `call` changes its inputs in place, `checked(inputs, impl)` does so on copies of them
+    with numbers worth comparing, and returns what is to be compared, to the tolerance of bf16.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Case:
     backward: Callable[[Model], Cost] | None = None
     applies: Callable[[Model], bool] = lambda model: True
     rivals: Mapping[str, Callable[[dict[str, Any]], Callable[[], Any]]] = field(default_factory=dict)
+    checked: Callable[[dict[str, Any], str], Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ found goes into the file that `mtrain_kernels.tuning` reads; runs that begin lat
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from mtrain_kernels import tuning
 from mtrain_kernels.grouped_gemm import tiles
 from mtrain_kernels.registry import MODELS
 from mtrain_kernels.runtime import triton_obstacle
+
+log = logging.getLogger(__name__)
 
 Seconds = Callable[[Callable[[], object]], float]
 """How long a call takes."""
@@ -40,34 +43,59 @@ def measure(
     dtype: torch.dtype,
     seconds: Seconds,
 ) -> dict[str, str]:
-    """Measures all products of a layer and notes the fastest tiles in the file at `path`: product -> tile."""
-    from mtrain_kernels.grouped_gemm import triton
+    """Measures all products of a layer and notes the fastest tiles in the file at `path`: product -> tile.
 
+    A tile that the device cannot launch is left out.
+    """
     before, chosen = tuning.read(path), {}
     ends = (torch.arange(1, groups + 1, device=device) * (rows // groups)).int()
-    for kind, n, k in products(rows, groups, hidden, ffn):
-        x = torch.randn(rows, k, device=device, dtype=dtype)
-        other = torch.randn(rows, n, device=device, dtype=dtype)
-        shape = {"gated": (groups, 2 * n, k), "turned": (groups, k, n)}.get(kind, (groups, n, k))
-        weight = torch.randn(shape, device=device, dtype=dtype)
-        share = torch.rand(rows, device=device)
-        calls: dict[str, Callable[[], object]] = {
-            "rows": lambda x=x, weight=weight: triton.rows_product(x, [weight], ends),  # type: ignore[misc]
-            "turned": lambda x=x, weight=weight: triton.rows_product(x, [weight], ends, transposed=True),  # type: ignore[misc]
-            "gated": lambda x=x, weight=weight, share=share: triton.gated_product(x, [weight], ends, share, "swiglu"),  # type: ignore[misc]
-            "weights": lambda x=x, other=other: triton.weights_product(other, x, ends),  # type: ignore[misc]
-        }
-        kernel, shapes = f"grouped_gemm.{kind}", tiles.shape_class(x, rows, n, k, groups)
-
-        taken: dict[str, float] = {}
-        for tile in tiles.candidates(kind, x, descriptors=True):
-            tuning.use({kernel: {shapes: tile.name}})
-            taken[tile.name] = seconds(calls[kind])
-        fastest = tuning.fastest(taken)
-        tuning.add(path, kernel, shapes, fastest)
-        chosen[f"{kernel} {shapes}"] = fastest
-    tuning.use(before)
+    try:
+        for kind, n, k in products(rows, groups, hidden, ffn):
+            x = torch.randn(rows, k, device=device, dtype=dtype)
+            kernel, shapes = f"grouped_gemm.{kind}", tiles.shape_class(x, rows, n, k, groups)
+            taken = _times(
+                kernel, shapes, tiles.candidates(kind, x, descriptors=True), _call(kind, x, n, ends), seconds
+            )
+            fastest = tuning.fastest(taken)
+            tuning.add(path, kernel, shapes, fastest)
+            chosen[f"{kernel} {shapes}"] = fastest
+    finally:
+        tuning.use(before)
     return chosen
+
+
+def _call(kind: str, x: torch.Tensor, n: int, ends: torch.Tensor) -> Callable[[], object]:
+    """A product of a kind with random tensors."""
+    from mtrain_kernels.grouped_gemm import triton
+
+    (rows, k), groups = x.shape, len(ends)
+    if kind == "weights":
+        other = torch.randn(rows, n, device=x.device, dtype=x.dtype)
+        return lambda: triton.weights_product(other, x, ends)
+    shape = {"gated": (groups, 2 * n, k), "turned": (groups, k, n)}.get(kind, (groups, n, k))
+    weight = torch.randn(shape, device=x.device, dtype=x.dtype)
+    if kind == "gated":
+        share = torch.rand(rows, device=x.device)
+        return lambda: triton.gated_product(x, [weight], ends, share, "swiglu")
+    return lambda: triton.rows_product(x, [weight], ends, transposed=kind == "turned")
+
+
+def _times(
+    kernel: str, shapes: str, candidates: list[tiles.Tile], call: Callable[[], object], seconds: Seconds
+) -> dict[str, float]:
+    """How long a call takes with each tile that the device can launch. Raises what the last one did if none can."""
+    taken: dict[str, float] = {}
+    why: Exception | None = None
+    for tile in candidates:
+        tuning.use({kernel: {shapes: tile.name}})
+        try:
+            taken[tile.name] = seconds(call)
+        except Exception as error:  # one that wants more than the device has, which Triton says in many ways
+            why = error
+            log.warning("%s, tile %s: %s", kernel, tile.name, error)
+    if why is not None and not taken:
+        raise why
+    return taken
 
 
 def main(arguments: list[str] | None = None) -> int:

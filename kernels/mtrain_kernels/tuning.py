@@ -66,6 +66,7 @@ def add(path: Path, kernel: str, shapes: str, variant: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
         json.dump(known, file, indent=1, sort_keys=True)
+    os.chmod(file.name, 0o644)  # a temporary file is its maker's alone, and a folder may be for all
     os.replace(file.name, path)
 
 

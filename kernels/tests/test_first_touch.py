@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -107,6 +108,9 @@ def test_a_budget_that_is_spent_leaves_the_unit_to_the_next_call(
     assert not touch.drive(["parity"], results, touch.Walk(True, ()), 5)
     assert results.done("parity") == set()
     assert results.open("parity") == "one"
+    assert not touch.drive(["parity"], results, touch.Walk(True, ()), 5)
+    assert results.done("parity") == {"one"}, "longer than two budgets is longer than all"
+    assert "two calls" in ends(tmp_path)["parity one"]["error"]
 
 
 def test_an_error_is_told_by_the_last_line_of_its_cause(touch: ModuleType) -> None:
@@ -152,3 +156,114 @@ def test_the_bench_notices_a_wrong_gradient(touch: ModuleType, monkeypatch: pyte
     wrong = [first[0], *(2 * x for x in first[1:])]
     assert run._agree(first, first)
     assert not run._agree(wrong, first)
+
+
+def test_what_liger_changes_in_the_process_is_measured_last(touch: ModuleType, tmp_path: Path) -> None:
+    import first_touch_stages as stages
+
+    names = list(stages.rivals(touch.Walk(False, ()), tmp_path))
+    assert ["liger" in name for name in names] == [False] * 2 + [True] * 4
+
+
+def test_tiles_are_measured_for_models_of_experts(
+    touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import first_touch_stages as stages
+    from mtrain_kernels import tune
+
+    asked: list[Any] = []
+    monkeypatch.setattr(stages, "_needs_device", lambda walk: None)
+    monkeypatch.setattr(tune, "measure", lambda path, device, *sizes, seconds: asked.append(sizes[:4]) or {})
+    assert not stages.autotune(touch.Walk(False, ("norm",)), tmp_path)
+    for unit in stages.autotune(touch.Walk(False, ()), tmp_path).values():
+        assert unit() == {}
+    assert asked == [(65536, 128, 2048, 768), (65536, 256, 7168, 2048)]
+
+
+def test_the_bench_measures_the_tiles_that_a_run_takes(
+    touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import run
+    import torch
+    from mtrain_kernels import tuning
+
+    tuning.add(tmp_path / "gpu.json", "kernel", "shapes", "variant")
+    monkeypatch.setattr(tuning, "file_of", lambda device: tmp_path / "gpu.json")
+    try:
+        run.use_measured(torch.device("cpu"))
+        assert tuning.recorded("kernel", "shapes") is None
+        run.use_measured(torch.device("cuda"))
+        assert tuning.recorded("kernel", "shapes") == "variant"
+    finally:
+        tuning.use({})
+
+
+def test_a_step_of_the_optimizer_is_compared_by_what_it_changes(
+    touch: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import first_touch_stages as stages
+    from mtrain_kernels import parity
+    from mtrain_kernels.registry import MODELS, ops
+
+    walk, seen = touch.Walk(True, ()), []
+    near = parity.assert_near
+    monkeypatch.setattr(parity, "assert_near", lambda *given: seen.append(given[1].norm()) or near(*given))
+    for case in ops()["optimizer"].cases:
+        said = stages._compare(walk, "optimizer", case, MODELS["tiny"])
+        assert said["triton"] == "as the definition in its own format", said
+    assert len(seen) == 3 * 3 * 5
+    assert all(seen)
+    for old, new in (
+        ("m = m * beta1 + rest1 * g", "m = m + rest1 * g"),
+        ("v = v * beta2 + rest2 * (g * g)", "v = v * beta2"),
+        ("w *= kept", "w *= 1"),
+        ("w -= lr_over_bias1", "w += lr_over_bias1"),
+    ):
+        with parity.mutated("mtrain_kernels.optimizer.triton", old, new):
+            said = stages._compare(walk, "optimizer", ops()["optimizer"].cases[1], MODELS["tiny"])
+            assert said["wrong"] == ["triton"], (new, said)
+
+
+def test_a_kernel_that_cannot_run_on_a_gpu_is_wrong(touch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import first_touch_stages as stages
+    from mtrain_kernels.registry import MODELS, ops
+
+    monkeypatch.setattr("mtrain_kernels.runtime.HAS_TRITON", False)
+    monkeypatch.setattr(stages, "_needs_device", lambda walk: None)
+    for oldest, wrong in ((80, ["triton"]), (100, None)):
+        monkeypatch.setattr("mtrain_kernels.runtime.capability", lambda device: 90)
+        op = dataclasses.replace(ops()["norm"], oldest=oldest)
+        monkeypatch.setitem(ops(), "norm", op)
+        said = stages._compare(touch.Walk(False, ()), "norm", op.cases[0], MODELS["tiny"])
+        assert said["triton"].startswith("cannot run")
+        assert said.get("wrong") == wrong
+
+
+def test_what_cannot_be_compared_is_timed(touch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import run
+    import torch
+    from mtrain_kernels.registry import MODELS, ops
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    clock = run.Clock(torch.device("cpu"), 1, True)
+    setting = run.Setting(clock, torch.bfloat16, run.ceilings(clock, torch.bfloat16, True), ["eager", "auto"])
+    monkeypatch.setattr(run, "_agree", refuse)
+    _, auto = run.measure("norm", ops()["norm"].cases[0], MODELS["tiny"], setting)
+    assert auto.note == "not compared: RuntimeError: out of memory"
+    assert auto.forward_s is not None
+    assert auto.backward_s is not None
+
+
+def test_tensors_are_compared_to_their_end_in_pieces(touch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import run
+    import torch
+
+    monkeypatch.setattr(run, "PIECE", 8)
+    x = torch.randn(5, 4)
+    wrong = x.clone()
+    wrong[-1, -1] += 1
+    assert run._agree([x], [x])
+    assert not run._agree([wrong], [x])
+    assert not run._agree([x.t()], [x])

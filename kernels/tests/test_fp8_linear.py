@@ -126,6 +126,32 @@ def test_a_gradient_goes_where_it_is_sent_in_fp32() -> None:
     assert not given["weight"].grad.any()
 
 
+def test_what_cublas_does_not_take_is_refused_where_it_is_named_and_else_goes_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(op, "pick", lambda name, impl, *_: "torch")
+    monkeypatch.setattr(op, "_product", lambda *given: taken.append(given[-1]))
+    plain, blocks = operands(16, 32, 48, ("one", "one")), operands(16, 32, 48, ("1x128", "1x128"))
+    both = plain | {name: plain[name].to(torch.float8_e5m2) for name in "ab"}
+    for given, said in (
+        (blocks, "one scale"),
+        (operands(3, 32, 47, ("one", "one")), "by 16"),
+        (operands(3, 31, 48, ("one", "one")), "by 16"),
+        (both, "e5m2"),
+    ):
+        with pytest.raises(Unavailable, match=said):
+            op.scaled_product(**given, impl="torch")
+        op.scaled_product(**given)
+        with monkeypatch.context() as without:
+            without.setattr("mtrain_kernels.runtime.HAS_TRITON", False)
+            op.scaled_product(**given)
+    assert taken == ["triton", "reference"] * 4
+    op.scaled_product(**plain, impl="torch")
+    op.scaled_product(**plain | {"b": both["b"]})
+    assert taken[8:] == ["torch"] * 2
+
+
 def test_torch_accepts_the_registration_and_what_does_not_fit_is_refused() -> None:
     given: dict[str, Any] = operands(5, 6, 130, ("1x128", "128x128"))
     arguments = (*given.values(), torch.bfloat16, "triton")

@@ -155,11 +155,16 @@ def fla_stand_in(
     return torch.cat(ys, 1), torch.cat(states)
 
 
+@pytest.mark.parametrize("edges", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_library_is_called_as_it_wants(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_called_as_it_wants(way: str, edges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = inputs(way, dtype=torch.float32)
+    more = {}
     if "segments" in found:
         found = {n: v[:1] if isinstance(v, Tensor) else v for n, v in found.items()}
+        if edges:  # then nothing waits for the device
+            more = {"edges": torch.tensor([0, 3, 5, 6, 11, 13], dtype=torch.int32)}
+            monkeypatch.setattr(torch, "nonzero", None)
     module = ModuleType("stand-in")
     module.chunk_gated_delta_rule = fla_stand_in  # type: ignore[attr-defined]
     for name in ("fla", "fla.ops"):
@@ -167,15 +172,17 @@ def test_the_library_is_called_as_it_wants(way: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", module)
     monkeypatch.setattr(op, "pick", lambda name, impl, *rest: impl)
     wanted = reference.gated_delta_rule_sequential(**found)
-    torch.testing.assert_close(op.gated_delta_rule(**found, impl="fla"), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(op.gated_delta_rule(**found, **more, impl="fla"), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_the_named_one_runs_or_says_why_not() -> None:
     found = inputs("all of it", dtype=torch.float32)
     with pytest.raises(Unavailable, match=r"fla"):
         op.gated_delta_rule(**found, impl="fla")
-    assert "edges" in (op._call_obstacle(found["v"], found["segments"]) or "")
-    assert op._call_obstacle(found["v"][:1], found["segments"][:1]) is None
+    half = found["v"].half()
+    assert "edges" in (op._call_obstacle(half, found["segments"]) or "")
+    assert op._call_obstacle(half[:1], found["segments"][:1]) is None
+    assert "float32" in (op._call_obstacle(found["v"][:1], None) or ""), "fla asserts that it is none"
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -190,5 +197,7 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             op.gated_delta_rule(**found | change)
+    with pytest.raises(ValueError, match="beside the segments"):
+        op.gated_delta_rule(**found | {"segments": None}, edges=torch.tensor([0, 13]))
     with pytest.raises(ValueError, match="chunk 0"):
         op.gated_delta_rule(**found, chunk=0)

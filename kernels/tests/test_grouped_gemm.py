@@ -74,16 +74,6 @@ def test_programs_walk_over_many_tiles() -> None:
         compare(inputs([40, 0, 21], rest=18))
 
 
-def test_torchs_product_is_not_taken_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = inputs([4], (8, 16), torch.bfloat16)
-    for capability, wanted in ((90, "torch"), (100, "triton"), (120, "triton")):
-        monkeypatch.setattr(op, "capability", lambda device, c=capability: c)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-        monkeypatch.setitem(op.MEASURED, "a GPU", "torch")
-        monkeypatch.setattr(op, "choose", lambda *_: ("triton", ""))
-        assert op._pick("auto", torch.device("cuda"), None, op._torch_obstacle(found["x"], found["weight"])) == wanted
-
-
 def test_strides_do_not_matter() -> None:
     found = inputs([3, 4])
     layouts = {n: dict(parity.layouts(found[n])) for n in ("x", "weight", "bias")}

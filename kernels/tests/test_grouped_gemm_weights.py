@@ -213,3 +213,12 @@ def test_a_row_has_the_bias_of_its_group(counts: list[int]) -> None:
     bias = torch.randn(len(counts), 7, device=DEVICE).requires_grad_()
     found = {"bias": bias, "counts": torch.tensor(counts, device=DEVICE), "rows": sum(counts) + 3}
     parity.check(partial(op.rows_of, impl="triton"), partial(op.rows_of, impl="reference"), found)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_buffers_of_gradients_are_of_a_list_of_weights(impl: str) -> None:
+    found = inputs([2, 3], (16, 24), rest=0)
+    with pytest.raises(ValueError, match="a list of weights"):
+        op.grouped_gemm(**found, impl=impl, main_grads=list)
+    with pytest.raises(ValueError, match="a list of weights"):
+        op.grouped_gated(**found, kind="swiglu", impl=impl, main_grads=list)

@@ -287,6 +287,22 @@ def test_padding_lies_on_the_last_ranks_whole_and_in_part():
                 torch.testing.assert_close(whole, dhidden, **close)
 
 
+def test_a_gradient_of_the_weight_that_is_sent_somewhere_leaves_the_others_as_they_are():
+    given, sent = inputs(7, 24, 45, torch.float32), []
+
+    def keep(weight: Tensor, dweight: Tensor, factor: Tensor) -> Tensor:
+        sent.append(dweight * factor)
+        return torch.zeros_like(weight)
+
+    leaves = [given[name] for name in ("hidden", "weight", "token_weights")]
+    plain, apart = (
+        torch.autograd.grad(3 * op.linear_cross_entropy(**given, impl="reference", **more)[0], leaves)
+        for more in ({}, {"gradient": keep})
+    )
+    torch.testing.assert_close((apart[0], sent[0], apart[2]), plain)
+    assert not apart[1].any()
+
+
 MEASURE = """
 import re, sys, torch
 from pathlib import Path

@@ -102,6 +102,14 @@ def test_not_a_number_stays_in_its_element():
             assert found.isnan().nonzero().tolist() == [[7]], (kind, impl)
 
 
+def test_a_second_moment_beyond_fp32_leaves_the_weight_a_number():
+    lists = make("fp32", (300,))
+    lists.grads[0][7] = 1e25
+    found, wanted = (step(lists, HYPER, impl) for impl in ("triton", "reference"))
+    assert found.exp_avg_sqs[0][7] == torch.inf
+    torch.testing.assert_close(found.params[0], wanted.params[0])
+
+
 def test_stochastic_rounding_is_the_same_in_both_and_right_on_average():
     lists = make("bf16", (2500,))
     hyper = HYPER._replace(stochastic=True)

@@ -18,6 +18,8 @@ def test_step_and_learning_rate_may_lie_on_the_device(impl):
     clock = torch.tensor((hyper.lr, hyper.step), dtype=torch.float64)
     other = hyper._replace(lr=5.0, step=77, bias1=0.5, bias2=0.5)
     assert_same(step(lists, other, impl, clock=clock), step(lists, hyper, "reference"))
+    late = other._replace(bias1=1.0)  # 1 - 0.9^356 is 1 in fp64, long before the second moment's is
+    assert_same(step(lists, late, impl, clock=clock), step(lists, hyper, "reference"))
     uncorrected = {"bias1": 1.0, "bias2": 1.0}
     found = step(lists, other._replace(**uncorrected), impl, clock=clock)
     assert_same(found, step(lists, hyper._replace(**uncorrected), "reference"))

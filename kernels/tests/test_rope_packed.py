@@ -116,5 +116,19 @@ def test_what_does_not_fit_is_refused() -> None:
         packed.rotate_packed(**found, heads=3, groups=2)
     with pytest.raises(ValueError, match="both, or neither"):
         packed.rotate_packed(**{**found, "k_weight": None}, **sizes)
+    with pytest.raises(ValueError, match="a weight on meta"):
+        packed.rotate_packed(**{**found, "k_weight": found["k_weight"].to("meta")}, **sizes)
     with pytest.raises(ValueError, match="end at position 4"):
         packed.rotate_packed(**{**found, **tables(4, 6)}, **sizes)
+
+
+@pytest.mark.parametrize("turning", [2, 64, 128, 256])
+def test_a_tile_counts_what_does_not_turn(turning: int) -> None:
+    """Else a head of 256 of which a quarter turns needs four times the registers that there are."""
+    from mtrain_kernels.rope import packed_triton, triton
+
+    for most in (triton.ELEMENTS, triton.BACKWARD_ELEMENTS):
+        tiles = [packed_triton._tiles(4096, 1, 16, 2, 256, turning // 2, most)[2]]
+        tiles.append(triton._grid(torch.empty(1, 4096, 16, 256, device="meta"), turning // 2, most)[1])
+        for tile in tiles:
+            assert tile["TOKENS"] * tile["HEADS"] * (2 * tile["HALF"] + tile["REST"]) <= most, tile

@@ -76,6 +76,24 @@ def test_a_layer_is_measured_and_noted(tmp_path: Path, monkeypatch: pytest.Monke
         assert name == tiles.candidates(kind, X, descriptors=False)[-1].name
 
 
+def test_a_tile_that_does_not_launch_is_left_out(tmp_path: Path) -> None:
+    path, tried = tmp_path / "record.json", []
+    tuning.add(path, "other", "shapes", "variant")
+
+    def seconds(call: Any) -> float:
+        tried.append(call)
+        if len(tried) % 2 or len(tried) > 4:
+            raise RuntimeError("out of resource: shared memory")
+        return 1.0
+
+    with pytest.raises(RuntimeError, match="out of resource"):  # of the third product no tile can be launched
+        tune.measure(path, CPU, 16, 2, 32, 24, torch.bfloat16, seconds)
+    assert tuning.recorded("other", "shapes") == "variant", "what counted before counts again"
+    noted = tuning.read(path)
+    assert set(noted) == {"other", "grouped_gemm.gated", "grouped_gemm.rows"}
+    assert set(noted["grouped_gemm.rows"].values()) == {tiles.candidates("rows", X, descriptors=False)[1].name}
+
+
 def test_the_first_of_those_that_are_about_as_fast_is_taken() -> None:
     times = {"a": 1.02, "b": 1.0, "c": 1.5}
     assert tuning.fastest(times) == "a"
@@ -93,6 +111,7 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
     tuning.add(path, "kernel", "shapes", "variant")
     tuning.add(path, "kernel", "others", "variant")
     assert tuning.read(path) == {"kernel": {"shapes": "variant", "others": "variant"}}
+    assert path.stat().st_mode & 0o777 == 0o644, "others may read it"
 
 
 def test_without_a_gpu_the_command_says_so(

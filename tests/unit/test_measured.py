@@ -61,3 +61,15 @@ def test_a_damaged_file_is_a_warning(file: Path, capsys: pytest.CaptureFixture[s
     file.write_text("{")
     assert taken() is None
     assert "not JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [PermissionError("not yours"), RuntimeError("no home")])
+def test_a_file_that_cannot_be_read_is_a_warning(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(tuning, "read", refuse)
+    assert taken() is None
+    assert str(error) in capsys.readouterr().err

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -233,3 +236,26 @@ def test_kernels_and_runs_of_a_cpu_are_fitted_together(tmp_path: Path) -> None:
     both = fitted([Measured(run, **of_known(run))], run.cluster, [kernels])
     assert abs(both.errors[0]) < 0.03
     assert both.cluster.peak_tflops["fp32"] == pytest.approx(0.21, rel=0.15)
+
+
+@pytest.mark.timeout(60)
+def test_a_turn_of_the_benchmark_may_say_more_than_a_pipe_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.spec_from_file_location(
+        "calibrate", Path(__file__).parents[2] / "benchmarks/plan_calibrate.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    said = [{"step": float(i)} for i in range(20_000)]
+    monkeypatch.setattr(benchmark, "turn", lambda words, steps, store, send: send.send(said))
+    assert benchmark.apart("dp2", "words", 4, tmp_path) == said
+
+    def dies(words: str, steps: int, store: Path, send: Any) -> None:
+        os._exit(1)
+
+    monkeypatch.setattr(benchmark, "turn", dies)
+    with pytest.raises(SystemExit, match="dp2: a rank failed"):
+        benchmark.apart("dp2", "words", 4, tmp_path)

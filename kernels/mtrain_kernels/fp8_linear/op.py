@@ -11,7 +11,7 @@ from torch import Tensor
 from mtrain_kernels.fp8_linear import reference
 from mtrain_kernels.quantize import reference as formats
 from mtrain_kernels.quantize.op import Quantized, quantize_blocks, quantize_tensorwise
-from mtrain_kernels.registry import REFERENCE, TRITON, Case, Cost, Implementation, Model, Op, pick
+from mtrain_kernels.registry import REFERENCE, TRITON, Case, Cost, Implementation, Model, Op, Unavailable, pick
 
 Gradient = Callable[[Tensor, Tensor], Tensor]
 Share = Callable[[Tensor], Tensor]
@@ -53,8 +53,8 @@ def fp8_linear(
 
     The result [..., n] has the format of x. `gradient(weight, dweight)` makes what autograd gets, of the gradient
     [n, k] in fp32; None: that is rounded to the format of the weight. `impl` is `reference`, `triton`, `torch`
-    (cuBLAS, tensorwise on sm_89 and newer) or `auto`. Raises `ValueError` for an unknown recipe, `Unavailable` where
-    the named implementation cannot run.
+    (cuBLAS, tensorwise on sm_89 and newer, all sizes by 16) or `auto`. Raises `ValueError` for an unknown recipe,
+    `Unavailable` where the named implementation cannot run, in the backward if that is where it cannot.
     """
     if recipe.kind not in ("tensorwise", "blockwise"):
         raise ValueError(f"no recipe {recipe.kind!r}; choose tensorwise or blockwise")
@@ -119,9 +119,26 @@ def scaled_product(
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} must be [m, k] and [n, k]")
     kinds = reference.rows_of(a, a_scale), reference.rows_of(b, b_scale)
     backend = pick("fp8_linear", impl, a.device)
-    if backend == "torch" and (any(kinds) or a.shape[1] % 16 or b.shape[0] % 16):
-        backend = "triton"  # cuBLAS takes one scale for all, and widths by 16
+    if backend == "torch" and (why := _refused(a, b, any(kinds))):
+        if impl == "torch":
+            raise Unavailable(f"fp8_linear: torch cannot run: {why}")
+        backend = _instead(a.device)
     return _product(a.contiguous(), a_scale.contiguous(), b.contiguous(), b_scale.contiguous(), dtype, backend)
+
+
+def _refused(a: Tensor, b: Tensor, blocks: bool) -> str | None:
+    """Why cuBLAS does not take these operands, or None."""
+    if blocks:
+        return "cuBLAS takes one scale for all of an operand"
+    if a.shape[1] % 16 or b.shape[0] % 16:
+        return f"cuBLAS takes widths by 16, not {a.shape[1]} and {b.shape[0]}"
+    return "cuBLAS takes no two operands in e5m2" if a.dtype == b.dtype == torch.float8_e5m2 else None
+
+
+@torch.compiler.assume_constant_result
+def _instead(device: torch.device) -> str:
+    """What `auto` takes where cuBLAS does not take the operands."""
+    return "triton" if OPS[0].implementations["triton"].available(device) is None else "reference"
 
 
 @torch.library.custom_op("mtrain::scaled_product", mutates_args=())

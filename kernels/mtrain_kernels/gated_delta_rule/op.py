@@ -11,7 +11,7 @@ from torch import Tensor
 from mtrain_kernels.gated_delta_rule import reference
 from mtrain_kernels.registry import REFERENCE, Case, Cost, Implementation, Model, Op, pick
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 
 
 def gated_delta_rule(
@@ -25,6 +25,7 @@ def gated_delta_rule(
     scale: float | None = None,
     state: Tensor | None = None,
     segments: Tensor | None = None,
+    edges: Tensor | None = None,
     chunk: int = 64,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -32,13 +33,19 @@ def gated_delta_rule(
 
     Arguments and results are those of `reference.gated_delta_rule`: `q` and `k` [n, t, h, d], `v` [n, t, w, e], `g`
     and `beta` [n, t, w], `state` [n, w, d, e], `segments` [n, t]; y has v's shape and dtype, the last state is fp32.
+    `edges` may say of one row of `segments` where its runs begin, none empty, and that the last ends at t: integers
+    that are worked out otherwise for fla, which waits for the device. The same tensor in all layers is best.
     `impl` is `fla` (a library, on CUDA), `reference`, which computes chunks of `chunk` times and keeps nothing but
     its inputs for the backward, or `auto`. Raises `ValueError` where the shapes do not fit, `Unavailable` where the
     named one cannot run.
     """
     reference.require_gated_delta_rule(q, k, v, g, beta, state, segments)
+    if edges is not None and (segments is None or edges.ndim != 1 or edges.is_floating_point()):
+        raise ValueError("edges are integers in a row, beside the segments that they bound")
     if pick("gated_delta_rule", impl, v.device, _call_obstacle(v, segments)) == "fla":
-        return by_fla(q, k, v, g, beta, l2norm=l2norm, scale=scale, state=state, segments=segments)
+        if edges is None and segments is not None:
+            edges = _edges(segments[0])
+        return by_fla(q, k, v, g, beta, l2norm=l2norm, scale=scale, state=state, edges=edges)
     options: dict[str, Any] = {"l2norm": l2norm, "scale": scale, "chunk": chunk}
     if not v.shape[1]:  # the last state is the first one
         return reference.gated_delta_rule(q, k, v, g, beta, state=state, segments=segments, **options)
@@ -74,8 +81,8 @@ class _Chunked(torch.autograd.Function):
 
 def _call_obstacle(v: Tensor, segments: Tensor | None) -> str | None:
     """Why the library cannot take this call, whatever the device."""
-    if v.dtype not in DTYPES:
-        return f"{v.dtype} is none of fp32, fp16 and bf16"
+    if v.dtype not in HALF:
+        return f"fla takes fp16 and bf16, not {v.dtype}"
     if segments is not None and v.shape[0] > 1:
         return "fla takes the edges of sequences packed into one row, and there are several rows"
     return None
@@ -97,7 +104,7 @@ def by_fla(
     l2norm: bool,
     scale: float | None,
     state: Tensor | None,
-    segments: Tensor | None,
+    edges: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The rule by fla, with a query and a key for each head of v; of packed sequences it is told the edges.
 
@@ -106,7 +113,6 @@ def by_fla(
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     share = v.shape[2] // q.shape[2]
-    edges = None if segments is None else _edges(segments[0])
     if state is not None and edges is not None:
         rest = state.new_zeros(len(edges) - 2, *state.shape[1:])
         state = torch.cat([state, rest])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,15 +12,8 @@ from mtrain_kernels.activation.op import _activation_backward, activation
 from mtrain_kernels.grouped_gemm import reference
 from mtrain_kernels.grouped_gemm.products import _add_dw, _bias_rows, _gated, _grouped, _grouped_dx
 from mtrain_kernels.registry import REFERENCE, TRITON, Case, Cost, Implementation, Model, Op, choose, pick
-from mtrain_kernels.runtime import capability
-
-log = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Name of a GPU -> the implementation that bench/run.py found faster there, forward and backward together. A GPU that
-# is not listed was not measured, and gets the kernels here, which copy no weights.
-MEASURED: dict[str, str] = {}
-WRONG_EMPTY_GROUPS = 100  # compute capability from which torch's product is wrong for groups without rows
 FUSED = ("swiglu", "geglu", "geglu_tanh")  # activations that the kernel knows
 
 Weights = Tensor | Sequence[Tensor]
@@ -48,11 +40,11 @@ def grouped_gemm(
     gradient_accumulation_fusion.
 
     `impl` is `reference`, `triton`, `torch` (its grouped product: bf16, rows of a multiple of 16 bytes, which copies
-    a list of weights; never chosen by `auto` on sm_100, pytorch issue 172439) or `auto`: on a GPU what was measured
-    to be faster there, elsewhere as for every op. Raises `ValueError` where shapes do not fit, `Unavailable` where
-    the named one cannot run.
+    a list of weights, and is wrong for groups without rows on sm_100, pytorch issue 172439; never chosen by `auto`)
+    or `auto`. Raises `ValueError` where shapes do not fit, `Unavailable` where the named one cannot run.
     """
     reference.require_grouped(x, weight, counts, bias)
+    _require_list(weight, main_grads)
     name = _pick(impl, x.device, _triton_obstacle(x), _torch_obstacle(x, weight))
     if name == "reference" and main_grads is None:
         return reference.grouped_gemm(x, weight, counts, bias)
@@ -84,6 +76,7 @@ def grouped_gated(
     in `grouped_gemm`.
     """
     reference.require_grouped(x, weight, counts, None)
+    _require_list(weight, main_grads)
     if kind not in FUSED:
         raise ValueError(f"{kind!r} is none of {', '.join(FUSED)}")
     if share is not None and share.shape != x.shape[:1]:
@@ -107,6 +100,11 @@ def rows_of(bias: Tensor, counts: Tensor, rows: int, *, impl: str = "auto") -> T
     return _bias_rows(bias, counts.cumsum(0).to(torch.int32), rows, name)
 
 
+def _require_list(weight: Weights, main_grads: MainGrads | None) -> None:
+    if main_grads is not None and isinstance(weight, Tensor):
+        raise ValueError("main_grads are of a list of weights, one for each group")
+
+
 def _listed(weight: Weights) -> list[Tensor]:
     return [weight] if isinstance(weight, Tensor) else list(weight)
 
@@ -118,12 +116,6 @@ def _detached(weight: Weights) -> list[Tensor]:
 @torch.compiler.assume_constant_result
 def _pick(impl: str, device: torch.device, triton: str | None, library: str | None) -> str:
     """The implementation to take; `triton` and `library` say why it or torch's cannot take this input."""
-    if impl == "auto" and device.type == "cuda":
-        gpu = torch.cuda.get_device_name(device)
-        favourite = MEASURED.get(gpu, "triton")
-        if favourite == "torch" and capability(device) < WRONG_EMPTY_GROUPS and library is None:
-            log.debug("grouped_gemm on %s: torch (measured)", gpu)
-            return favourite
     return choose(OPS[0], impl, device, library if impl == "torch" else triton)[0]
 
 

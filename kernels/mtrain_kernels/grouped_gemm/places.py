@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_TABLES: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
-"""Of each uneven set of tensors its distances, on the device; kept, since a captured graph may read them.
+from mtrain_kernels.device_tables import DeviceTables
 
-Weights that are gathered anew lie elsewhere in every step: of more than `MOST` sets those met longest ago go.
-"""
-MOST = 4096
+_TABLES = DeviceTables(4096)
+"""Of each uneven set of tensors its distances. Weights that are gathered anew lie elsewhere in every step."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +77,4 @@ def _distances(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
 
 
 def _table(like: Tensor, distances: tuple[int, ...]) -> Tensor:
-    key = (like.device, distances)
-    table = _TABLES.pop(key, None)
-    if table is None:
-        table = torch.tensor(distances, dtype=torch.int64).to(like.device, non_blocking=True)
-        if len(_TABLES) >= MOST:
-            del _TABLES[next(iter(_TABLES))]
-    _TABLES[key] = table
-    return table
+    return _TABLES.of(distances, like.device, lambda: torch.tensor(distances, dtype=torch.int64))

@@ -29,8 +29,8 @@ class Tile:
         return f"{self.rows}x{self.n}x{self.k} w{self.warps} s{self.stages}{' tma' if self.tma else ''}"
 
     def descriptor(self, x: Tensor, block: list[int]) -> Any:
-        """A TMA descriptor of a dense matrix."""
-        return self.described(x, list(x.shape), list(x.stride()), block)
+        """A TMA descriptor of a dense matrix, also of one row, whose stride may be any."""
+        return self.described(x, list(x.shape), [x.shape[1], 1], block)
 
     @staticmethod
     def described(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
@@ -40,21 +40,15 @@ class Tile:
         return TensorDescriptor(x, shape, strides, block)
 
 
+_MORE = (
+    Tile(128, 256, 64, stages=3, tma=True),
+    Tile(64, 128, 64, warps=4, stages=4, tma=True),
+    Tile(128, 128, 64),
+    Tile(64, 128, 64, warps=4),
+)
 TABLES = {
-    "rows": (
-        Tile(128, 128, 64, tma=True),
-        Tile(128, 256, 64, stages=3, tma=True),
-        Tile(64, 128, 64, warps=4, stages=4, tma=True),
-        Tile(128, 128, 64),
-        Tile(64, 128, 64, warps=4),
-    ),
-    "turned": (
-        Tile(128, 128, 64, stages=3, tma=True),
-        Tile(128, 256, 64, stages=3, tma=True),
-        Tile(64, 128, 64, warps=4, stages=4, tma=True),
-        Tile(128, 128, 64),
-        Tile(64, 128, 64, warps=4),
-    ),
+    "rows": (Tile(128, 128, 64, tma=True), *_MORE),
+    "turned": (Tile(128, 128, 64, stages=3, tma=True), *_MORE),
     "gated": (
         Tile(128, 64, 64, stages=3, tma=True),
         Tile(128, 128, 64, stages=3, tma=True),

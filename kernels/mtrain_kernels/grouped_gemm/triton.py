@@ -53,6 +53,22 @@ def _place(offsets_ptr, step, group, TABLE: tl.constexpr, ALIGNED: tl.constexpr)
 
 
 @triton.jit
+def _tile(
+    tile, tiles_n, base, ends, upto, offsets_ptr, step, R: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
+    GROUPS: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr, DOWNWARD: tl.constexpr,
+):  # fmt: skip
+    """Of a tile: first row, end of its group, first column, all rows and columns, where its weight is, and which."""
+    high, c = tile // tiles_n, tile % tiles_n * N
+    group = tl.sum((upto <= high).to(tl.int32), 0)
+    here = tl.arange(0, G) == group
+    first = tl.sum(tl.where(here, base, 0), 0) + high * R
+    end = tl.sum(tl.where(here, ends, 0), 0)
+    place = _place(offsets_ptr, step, group, TABLE, ALIGNED)
+    at = GROUPS - 1 - group if DOWNWARD else group
+    return first, end, c, first + tl.arange(0, R), c + tl.arange(0, N), place, at
+
+
+@triton.jit
 def _clear(y_ptr, ends_ptr, rows, n, GROUPS: tl.constexpr, SIZE: tl.constexpr):
     """Zeros in the rows [rows, n] behind the last group: those of nobody, and no others."""
     first = tl.minimum(tl.load(ends_ptr + GROUPS - 1), rows).to(tl.int64) * n
@@ -77,23 +93,9 @@ def _x_tile(x, r, inner, first, i, end, k, TMA: tl.constexpr, EVEN: tl.constexpr
 
 @triton.jit
 def _w_tile(
-    w,
-    place,
-    group,
-    c,
-    column,
-    inner,
-    i,
-    n,
-    k,
-    stride_n,
-    stride_k,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TMA: tl.constexpr,
-    TURNED: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    w, place, group, c, column, inner, i, n, k, stride_n, stride_k,
+    N: tl.constexpr, K: tl.constexpr, TMA: tl.constexpr, TURNED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """The tile [K, N] of the group's weight, [n, k] or, TURNED, [k, n]."""
     if TMA:
         if TURNED:
@@ -143,14 +145,9 @@ def rows_kernel(
     base, ends, upto, high_tiles = _bounds(ends_ptr, rows, R, GROUPS, G)
     tiles_n = tl.cdiv(n, N)
     for tile in range(tl.program_id(0), high_tiles * tiles_n, tl.num_programs(0)):
-        high, c = tile // tiles_n, tile % tiles_n * N
-        group = tl.sum((upto <= high).to(tl.int32), 0)
-        here = tl.arange(0, G) == group
-        first = tl.sum(tl.where(here, base, 0), 0) + high * R
-        end = tl.sum(tl.where(here, ends, 0), 0)
-        place = _place(offsets_ptr, step, group, TABLE, ALIGNED)
-        r, column = first + tl.arange(0, R), c + tl.arange(0, N)
-        at = GROUPS - 1 - group if DOWNWARD else group
+        first, end, c, r, column, place, at = _tile(
+            tile, tiles_n, base, ends, upto, offsets_ptr, step, R, N, G, GROUPS, TABLE, ALIGNED, DOWNWARD
+        )
         total = tl.zeros([R, N], tl.float32)
         for i in range(0, k, K):
             inner = i + tl.arange(0, K)
@@ -197,14 +194,9 @@ def gated_kernel(
     base, ends, upto, high_tiles = _bounds(ends_ptr, rows, R, GROUPS, G)
     tiles_n = tl.cdiv(width, N)
     for tile in range(tl.program_id(0), high_tiles * tiles_n, tl.num_programs(0)):
-        high, c = tile // tiles_n, tile % tiles_n * N
-        group = tl.sum((upto <= high).to(tl.int32), 0)
-        here = tl.arange(0, G) == group
-        first = tl.sum(tl.where(here, base, 0), 0) + high * R
-        end = tl.sum(tl.where(here, ends, 0), 0)
-        place = _place(offsets_ptr, step, group, TABLE, ALIGNED)
-        r, column = first + tl.arange(0, R), c + tl.arange(0, N)
-        at = GROUPS - 1 - group if DOWNWARD else group
+        first, end, c, r, column, place, at = _tile(
+            tile, tiles_n, base, ends, upto, offsets_ptr, step, R, N, G, GROUPS, TABLE, ALIGNED, DOWNWARD
+        )
         gate, up = tl.zeros([R, N], tl.float32), tl.zeros([R, N], tl.float32)
         for i in range(0, k, K):
             inner = i + tl.arange(0, K)
@@ -373,7 +365,8 @@ def weights_product(d_y: Tensor, x: Tensor, ends: Tensor, into: Sequence[Tensor]
     places = Places.of([d_w] if d_w is not None else into or ())
     if n * k == 0:
         return d_w
-    tile = tile_for("weights", x, rows, n, k, groups, descriptors=n % 8 == 0)
+    tma = rows > 0 and n % 8 == 0 and (d_y.is_meta or d_y.data_ptr() % 16 == 0)
+    tile = tile_for("weights", x, rows, n, k, groups, descriptors=tma)
     most = groups * ceil_div(n, tile.n) * ceil_div(k, tile.k)
     left, right = (d_y, x)
     if tile.tma:

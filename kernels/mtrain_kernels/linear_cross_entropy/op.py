@@ -87,6 +87,7 @@ class _Given(torch.autograd.Function):
         total, losses, dhidden, dweight, scale = _linear_cross_entropy(hidden, weight, *given)
         ctx.mark_non_differentiable(losses)
         ctx.gradient, ctx.given = gradient, (weight, dhidden, dweight, scale)
+        ctx.save_for_backward(losses)
         return total, losses
 
     @staticmethod
@@ -96,7 +97,9 @@ class _Given(torch.autograd.Function):
         (weight, dhidden, dweight, scale), ctx.given = ctx.given, None
         factor = dtotal * scale
         given = ctx.gradient(weight, dweight, factor)
-        return (dhidden.mul_(factor) if ctx.needs_input_grad[0] else None, given, *[None] * 16)
+        (losses,), wanted = ctx.saved_tensors, ctx.needs_input_grad
+        d_tokens = losses * dtotal if wanted[4] else None
+        return (dhidden.mul_(factor) if wanted[0] else None, given, None, None, d_tokens, *[None] * 13)
 
 
 def token_cross_entropy(

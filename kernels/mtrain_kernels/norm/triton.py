@@ -282,9 +282,8 @@ def backward(
     if programs:
         with on_device_of(x):
             if columns > WIDE:
-                warps = 16 if columns <= 2 * WIDE else 32
-                pieces = {"PIECE": PIECE, "PIECES": columns // PIECE}
-                wide_backward_kernel[(programs,)](*operands, *sizes, **pieces, **settings, num_warps=warps)
+                pieces = {"PIECE": PIECE, "PIECES": ceil_div(width, PIECE)}
+                wide_backward_kernel[(programs,)](*operands, *sizes, **pieces, **settings, num_warps=16)
                 dbias = grad.sum(0, keepdim=True, dtype=torch.float32) if has_bias else dbias
             else:
                 shape = {"ROWS": tile_rows, "COLUMNS": columns, "BIAS": has_bias}

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mtrain_kernels.optimizer import reference
 from mtrain_kernels.optimizer.reference import Hyper, Lists, clip_factor
-from mtrain_kernels.optimizer.rounding import scales_of
+from mtrain_kernels.optimizer.rounding import MOMENT_BLOCK, scales_of, store_moment
 from mtrain_kernels.registry import Case, Cost, Model, Op, pick
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -243,6 +244,44 @@ def _launch(model: Model) -> None:
     triton.scale_(lists.grads, one)
 
 
+def _drawn(lists: Lists) -> Lists:
+    """Tensors as these with numbers drawn at random; what is in eight bits has scales of its own."""
+    p = lists.params[0]
+    generator = torch.Generator(p.device).manual_seed(0)
+
+    def draw(like: Sequence[Tensor], size: float) -> list[Tensor]:
+        return [size * torch.randn(x.shape, generator=generator, device=p.device) for x in like]
+
+    moments = draw(lists.params, 1e-3), [x.square() for x in draw(lists.params, 1e-3)]
+    kept: list[list[Tensor]] = []
+    scales: list[list[Tensor]] = []
+    for second, (old, new) in enumerate(zip((lists.exp_avgs, lists.exp_avg_sqs), moments, strict=True)):
+        stored = [store_moment(x.view(-1), a.dtype, bool(second)) for a, x in zip(old, new, strict=True)]
+        kept.append([x.view(a.shape).contiguous() for a, (x, _) in zip(old, stored, strict=True)])
+        scales.append([scale for _, scale in stored if scale is not None])
+    params = [x.to(p.dtype) for x in draw(lists.params, 0.02)]
+    masters = [
+        torch.zeros_like(old) if old.dtype == torch.int16 else x.to(old.dtype)
+        for old, x in zip(lists.masters, params, strict=True)
+    ]
+    grads = [x.to(g.dtype) for g, x in zip(lists.grads, draw(lists.grads, 1e-3), strict=True)]
+    return Lists(params, grads, kept[0], kept[1], masters, scales[0], scales[1])
+
+
+def _checked(inputs: dict[str, Any], impl: str) -> tuple[Tensor, ...]:
+    """By how much a step changes weights, and mean sizes of moments in blocks, where a rounding that tips is little.
+
+    Weights change by moments that are not yet rounded, and decay enough to be seen.
+    """
+    lists = _drawn(inputs["lists"])
+    before = [x.clone() for x in reference._read(lists)[0]]
+    adamw_(lists, HYPER._replace(weight_decay=100.0), impl=impl)
+    after, *moments = reference._read(lists)
+    changes = (new - old for new, old in zip(after, before, strict=True))
+    blocks = (pad(x, (0, -len(x) % MOMENT_BLOCK)).view(-1, MOMENT_BLOCK) for found in moments for x in found)
+    return *changes, *(block.abs().mean(1) for block in blocks)
+
+
 def _case(kind: str) -> Case:
     def cost(model: Model) -> Cost:
         return Cost(bytes=KINDS[kind][3] * sum(torch.Size(shape).numel() for shape in _weights(model)))
@@ -252,6 +291,7 @@ def _case(kind: str) -> Case:
         lambda model, device, dtype: {"lists": tensors(model, kind, device)},
         lambda inputs, impl: adamw_(inputs["lists"], HYPER, impl=impl),
         forward=cost,
+        checked=_checked,
     )
 
 

@@ -91,7 +91,8 @@ def adamw_(
 def at(clock: Tensor, hyper: Hyper) -> Hyper:
     """`hyper` at the learning rate and the step of `clock` [2] fp64."""
     lr, step = clock.tolist()
-    bias1, bias2 = (1 - hyper.beta1**step, 1 - hyper.beta2**step) if hyper.bias1 != 1 else (1.0, 1.0)
+    corrected = not hyper.bias1 == hyper.bias2 == 1
+    bias1, bias2 = (1 - hyper.beta1**step, 1 - hyper.beta2**step) if corrected else (1.0, 1.0)
     return hyper._replace(lr=lr, step=int(step), bias1=bias1, bias2=bias2)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtrain_kernels.device_tables import DeviceTables
 from mtrain_kernels.optimizer.reference import Hyper, Lists
 from mtrain_kernels.optimizer.rounding import MOMENT_BLOCK
 from mtrain_kernels.quantize.triton import decode, encode, finite, scales
@@ -17,6 +17,7 @@ from mtrain_kernels.runtime import cast, on_device_of
 
 BLOCK = 2048  # elements in the registers of one program
 CHUNK = 1 << 16  # elements that one program walks over
+_TABLES, _CHUNKS = DeviceTables(64), DeviceTables(64)
 TYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -199,7 +200,7 @@ def adamw_kernel(
             g += weight_decay * w
         m = m * beta1 + rest1 * g
         v = v * beta2 + rest2 * (g * g)
-        w -= lr_over_bias1 * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), v * 0.0 + root_bias2) + eps)
+        w -= lr_over_bias1 * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + root_bias2) + eps)
         w0 = at
         w1 = at
         w2 = at
@@ -293,7 +294,8 @@ def device_numbers(clock: Tensor, hyper: Hyper) -> Tensor:
     """What the weight is multiplied by, `lr / bias1` and the root of `bias2`, from `clock` (lr, step) in fp64."""
     lr, step = clock
     beta1, beta2 = (torch.full_like(step, beta) for beta in (hyper.beta1, hyper.beta2))
-    bias1, bias2 = (1 - beta**step if hyper.bias1 != 1 else torch.ones_like(step) for beta in (beta1, beta2))
+    corrected = not hyper.bias1 == hyper.bias2 == 1
+    bias1, bias2 = (1 - beta**step if corrected else torch.ones_like(step) for beta in (beta1, beta2))
     return torch.stack((1 - lr * hyper.weight_decay, lr / bias1, bias2.sqrt())).float()
 
 
@@ -359,19 +361,16 @@ def tables(
     ]
 
 
-@functools.lru_cache(maxsize=64)
 def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """The rows as int64 on the device, kept while pointers stay."""
-    return _upload(torch.tensor(rows, dtype=torch.int64), device)
+    return _TABLES.of(rows, device, lambda: torch.tensor(rows, dtype=torch.int64))
 
 
-@functools.lru_cache(maxsize=64)
 def _chunks(sizes: tuple[int, ...], length: int, device: torch.device) -> Tensor:
     """(tensor, chunk) of every chunk of `length` of tensors of these sizes, as int32 on the device."""
-    chunks = [(i, c) for i, size in enumerate(sizes) for c in range(-(-size // length))]
-    return _upload(torch.tensor(chunks, dtype=torch.int32).view(-1, 2), device)
 
+    def make() -> Tensor:
+        chunks = [(i, c) for i, size in enumerate(sizes) for c in range(-(-size // length))]
+        return torch.tensor(chunks, dtype=torch.int32).view(-1, 2)
 
-def _upload(x: Tensor, device: torch.device) -> Tensor:
-    """`x` on the device; the host does not wait for a GPU."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    return _CHUNKS.of((sizes, length), device, make)

@@ -146,6 +146,9 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 _rope.register_autograd(_differentiate, setup_context=_save)
 
 
+PARTIAL = (16, 2, 256)  # heads, groups and width of Qwen3-Next's attention, of which a quarter turns
+
+
 def _launch(model: Model) -> None:
     from mtrain_kernels.rope import packed_triton, triton
 
@@ -156,12 +159,18 @@ def _launch(model: Model) -> None:
     for at, interleaved in ((None, False), (positions, True)):
         triton.forward(x, x[0, 0, 0], table, table, at, interleaved, 1e-6, False, False)
         triton.backward(x, x, x[0, 0, 0], table, table, at, interleaved, 1e-6, False)
-    row = (model.heads + 2 * model.kv_heads) * model.head_dim
-    packed = torch.empty((model.tokens, 1, row), dtype=torch.bfloat16, device="meta")
-    for w in (None, x[0, 0, 0]):
-        given = (w, w, table, table, model.heads, model.kv_heads, True, False, 1e-6, False)
+    sizes = (model.heads, model.kv_heads, model.head_dim)
+    part, weight = table.new_empty(model.tokens, PARTIAL[2] // 8), x.new_empty(PARTIAL[2])
+    for (heads, groups, width), angles, w in (
+        (sizes, table, None),
+        (sizes, table, x[0, 0, 0]),
+        (PARTIAL, part, weight),
+    ):
+        packed = x.new_empty(model.tokens, 1, (heads + 2 * groups) * width)
+        given = (w, w, angles, angles, packed_triton.Packing(heads, groups, True, False, 1e-6, False))
         q, k, v = packed_triton.forward(packed, *given)
         packed_triton.backward(q, k, v, packed, *given)
+    triton.backward(q[None, :, 0], q[None, :, 0], weight, part, part, None, False, 1e-6, False)
 
 
 def _keys(model: Model) -> int:

@@ -38,6 +38,9 @@ def rotate_packed(
     reference.require_packed(qkv, cos, sin, heads, groups, q_weight, k_weight)
     if cos.requires_grad or sin.requires_grad:
         raise ValueError("the tables of cosines and sines get no gradient; detach them")
+    for other in (cos, sin, q_weight, k_weight):
+        if other is not None and other.device != qkv.device:
+            raise ValueError(f"qkv is on {qkv.device}, but a table or a weight on {other.device}")
     width = qkv.shape[-1] // (heads + 2 * groups)
     if pick("rope", impl, qkv.device, _obstacle(qkv[..., :width], cos, sin, q_weight, k_weight)) == "reference":
         return reference.rotate_packed(
@@ -63,9 +66,8 @@ def _packed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from mtrain_kernels.rope import packed_triton
 
-    return packed_triton.forward(
-        qkv, q_weight, k_weight, cos, sin, heads, groups, grouped, interleaved, eps, zero_centered
-    )
+    how = packed_triton.Packing(heads, groups, grouped, interleaved, eps, zero_centered)
+    return packed_triton.forward(qkv, q_weight, k_weight, cos, sin, how)
 
 
 @_packed.register_fake
@@ -94,10 +96,8 @@ def _packed_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from mtrain_kernels.rope import packed_triton
 
-    return packed_triton.backward(
-        dq, dk, dv, dq if qkv is None else qkv, q_weight, k_weight, cos, sin, heads, groups, grouped, interleaved,
-        eps, zero_centered,
-    )  # fmt: skip
+    how = packed_triton.Packing(heads, groups, grouped, interleaved, eps, zero_centered)
+    return packed_triton.backward(dq, dk, dv, dq if qkv is None else qkv, q_weight, k_weight, cos, sin, how)
 
 
 @_packed_backward.register_fake

@@ -5,6 +5,8 @@ A program has heads of one kind. Where its heads begin in the packed rows is wor
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +23,9 @@ from mtrain_kernels.rope.triton import (
     _store_rest,
     _store_sums,
     _through_norm,
+    _unit,
     _weights,
+    head_sides,
 )
 from mtrain_kernels.runtime import ceil_div, on_device_of, power_of_two, processors
 
@@ -141,20 +145,31 @@ def packed_backward_kernel(
         _store_sums(dweight_ptr, program, half, width, sum_a, sum_b, sum_rest, HALF, REST, PAIRED)
 
 
+class Packing(NamedTuple):
+    """How rows are packed, and what is done to queries and keys on the way; see `packed.rotate_packed`."""
+
+    heads: int
+    groups: int
+    grouped: bool
+    interleaved: bool
+    eps: float
+    zero_centered: bool
+
+    def constants(self) -> dict[str, bool]:
+        """What the kernels are compiled for."""
+        return {"PAIRED": self.interleaved, "ZERO_CENTERED": self.zero_centered, "GROUPED": self.grouped}
+
+
 def _tiles(
     length: int, batch: int, heads: int, groups: int, width: int, half: int, elements: int
 ) -> tuple[tuple[int, int, int], tuple[int, int], dict[str, int]]:
     """The grid along tokens, blocks of heads and batch; blocks of queries and of keys; the constants of a tile."""
-    pairs, rest = power_of_two(half), width - 2 * half
-    some_heads = min(power_of_two(groups), max(1, elements // (2 * pairs)))
-    some_tokens = max(1, min(elements // (2 * pairs * some_heads), power_of_two(length)))
+    sides, each = head_sides(width, half)
+    some_heads = min(power_of_two(groups), max(1, elements // each))
+    some_tokens = max(1, min(elements // (each * some_heads), power_of_two(length)))
     blocks = ceil_div(heads, some_heads), ceil_div(groups, some_heads)
-    tile = {"TOKENS": some_tokens, "HEADS": some_heads, "HALF": pairs, "REST": power_of_two(rest) if rest else 0}
+    tile = {"TOKENS": some_tokens, "HEADS": some_heads, **sides}
     return (ceil_div(length, some_tokens), blocks[0] + 2 * blocks[1], batch), blocks, tile
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def forward(
@@ -163,15 +178,10 @@ def forward(
     k_weight: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    heads: int,
-    groups: int,
-    grouped: bool,
-    interleaved: bool,
-    eps: float,
-    zero_centered: bool,
+    how: Packing,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the forward kernel on `x` [s, b, (n + 2 g) d]: queries [s, b, n, d], keys and values [s, b, g, d]."""
-    length, batch = x.shape[:2]
+    (length, batch), (heads, groups) = x.shape[:2], how[:2]
     width, half = x.shape[2] // (heads + 2 * groups), cos.shape[1]
     q = x.new_empty((length, batch, heads, width))
     k, v = (x.new_empty((length, batch, groups, width)) for _ in range(2))
@@ -182,9 +192,8 @@ def forward(
         with on_device_of(x):
             packed_forward_kernel[grid](
                 source, *(w if w is None else w.contiguous() for w in weights), cos.contiguous(), sin.contiguous(),
-                q, k, v, length, batch, heads, groups, width, half, cos.shape[0], eps, *source.stride()[:2], *blocks,
-                **tile, PAIRED=interleaved, NORM=weights[0] is not None, ZERO_CENTERED=zero_centered,
-                GROUPED=grouped, num_warps=4,
+                q, k, v, length, batch, heads, groups, width, half, cos.shape[0], how.eps, *source.stride()[:2],
+                *blocks, **tile, **how.constants(), NORM=weights[0] is not None, num_warps=4,
             )  # fmt: skip
     return q, k, v
 
@@ -198,15 +207,10 @@ def backward(
     k_weight: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    heads: int,
-    groups: int,
-    grouped: bool,
-    interleaved: bool,
-    eps: float,
-    zero_centered: bool,
+    how: Packing,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the backward kernel: gradients of `x` [s, b, (n + 2 g) d], and of both weights [d] or empty ones."""
-    length, batch = dq.shape[:2]
+    (length, batch), (heads, groups) = dq.shape[:2], how[:2]
     width, half = dq.shape[3], cos.shape[1]
     dx = dq.new_empty((length, batch, (heads + 2 * groups) * width))
     norm = q_weight is not None and k_weight is not None
@@ -222,9 +226,10 @@ def backward(
     with on_device_of(dq):
         packed_backward_kernel[grid](
             *given, source, *weights, cos.contiguous(), sin.contiguous(), dx, sums,
-            length, batch, heads, groups, width, half, cos.shape[0], eps, *(source.stride()[:2] if norm else (0, 0)),
+            length, batch, heads, groups, width, half, cos.shape[0], how.eps,
+            *(source.stride()[:2] if norm else (0, 0)),
             *blocks, *(step for t in given for step in (t.stride(0), t.stride(1), t.stride(2))),
-            **tile, PAIRED=interleaved, NORM=norm, ZERO_CENTERED=zero_centered, GROUPED=grouped, num_warps=4,
+            **tile, **how.constants(), NORM=norm, num_warps=4,
         )  # fmt: skip
     if not norm:
         return dx, dx.new_empty(0), dx.new_empty(0)

@@ -210,15 +210,21 @@ def backward_kernel(
     _store_sums(dweight_ptr, program, half, width, sum_a, sum_b, sum_rest, HALF, REST, PAIRED)
 
 
+def head_sides(width: int, half: int) -> tuple[dict[str, int], int]:
+    """Pairs that turn and the rest of a head in a tile, and how many elements a head has there."""
+    rest = width - 2 * half
+    sides = {"HALF": power_of_two(half), "REST": power_of_two(rest) if rest else 0}
+    return sides, power_of_two(2 * sides["HALF"] + sides["REST"])
+
+
 def _grid(x: Tensor, half: int, elements: int) -> tuple[tuple[int, int, int], dict[str, int]]:
     """Tiles of x [b, s, n, d] along tokens and heads of each row of the batch, and the constants of a tile."""
     batch, length, heads, width = x.shape
-    block, rest = power_of_two(half), width - 2 * half
-    some_heads = min(power_of_two(heads), max(1, elements // (2 * block)))
-    some_tokens = max(1, min(elements // (2 * block * some_heads), power_of_two(length)))
+    sides, each = head_sides(width, half)
+    some_heads = min(power_of_two(heads), max(1, elements // each))
+    some_tokens = max(1, min(elements // (each * some_heads), power_of_two(length)))
     grid = (ceil_div(length, some_tokens), ceil_div(heads, some_heads), batch)
-    tile = {"TOKENS": some_tokens, "HEADS": some_heads, "HALF": block}
-    return grid, tile | {"REST": power_of_two(rest) if rest else 0}
+    return grid, {"TOKENS": some_tokens, "HEADS": some_heads, **sides}
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -65,7 +65,8 @@ class GatedDeltaNet(_GatedDeltaNet):
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)
         k, v, heads = self.qk_dim // self.tp_size, self.v_dim // self.tp_size, self.num_v_heads_local_tp
         qkv, gate, beta, alpha = projected.split([2 * k + v, v, heads, heads], -1)
-        marks = segments_of(_boundaries(packed_seq_params), qkv.shape[1])
+        edges = _boundaries(packed_seq_params)
+        marks = segments_of(edges, qkv.shape[1])
         before = _State.of(inference_context, self.layer_number)
         mixed, tail = self._convolved(qkv.mT, marks, before)
         queries, keys, values = mixed.mT.split([k, k, v], -1)
@@ -79,6 +80,7 @@ class GatedDeltaNet(_GatedDeltaNet):
             l2norm=True,
             state=None if before is None else before.state,
             segments=marks,
+            edges=edges,
             impl=self.impl,
         )
         if inference_context is not None:

@@ -24,6 +24,6 @@ def use_measured(run: RunConfig, world: World) -> None:
     if world.is_rank0 and not run.trainer.deterministic:
         try:
             record = tuning.read(tuning.file_of(world.torch_device))
-        except (ImportError, ValueError) as error:
+        except (ImportError, OSError, RuntimeError, ValueError) as error:  # the other ranks wait for an answer
             warn(f"kernels take their first variants: {error}")
     tuning.use(json.loads(world.tell(json.dumps(record, allow_nan=False))))

@@ -1,0 +1,46 @@
+"""Small tables of integers that kernels read on a device: made once for what is in them, without waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+_READ_BY_GRAPHS: list[Tensor] = []
+"""What CUDA graphs copy from and read each time that they run; nobody says when the last one is gone."""
+
+
+class DeviceTables:
+    """Tables by key and device. Of more than `most` those met longest ago go.
+
+    While a CUDA graph is captured, a table that is found is kept for ever, as the graph reads it. One that is made
+    then is written when the graph runs: it stays with what it is copied from, and nobody else gets it.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: dict[tuple[torch.device, Hashable], Tensor] = {}
+
+    def of(self, key: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+        """The table of a key on a device, made on the host by `make` where it is not known."""
+        captured = capturing(device)
+        table = self._known.pop((device, key), None)
+        if table is None:
+            host = make()
+            host = host.pin_memory() if device.type == "cuda" else host
+            table = host.to(device, non_blocking=True)
+            if captured:
+                _READ_BY_GRAPHS.extend((host, table))
+                return table
+            if len(self._known) >= self._most:
+                self._known.pop(next(iter(self._known)), None)
+        elif captured:
+            _READ_BY_GRAPHS.append(table)
+        self._known[device, key] = table
+        return table
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what is launched now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

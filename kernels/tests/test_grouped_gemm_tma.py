@@ -1,0 +1,84 @@
+"""The grouped products by TMA descriptors, which sm_90 and later take, interpreted: no row, one, odd places."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mtrain_kernels import parity
+from mtrain_kernels.grouped_gemm import op, reference, tiles
+from torch import Tensor
+
+SIZES = 32, 48  # n and k
+
+
+@pytest.fixture(autouse=True)
+def by_descriptors(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Small tiles, all by descriptors; the answer says of each descriptor that it was made."""
+    made: list[bool] = []
+    described = tiles.Tile.described
+
+    def noted(*given: Any) -> Any:
+        made.append(True)
+        return described(*given)
+
+    monkeypatch.setattr(tiles, "capability", lambda device: 90)
+    monkeypatch.setattr(tiles, "LEAST", 16)
+    monkeypatch.setattr(
+        tiles, "TABLES", {name: (tiles.Tile(16, 16, 16, tma=True), tiles.Tile(16, 16, 16)) for name in tiles.TABLES}
+    )
+    monkeypatch.setattr(tiles.Tile, "described", staticmethod(noted))
+    return made
+
+
+def inputs(counts: list[int], rest: int = 0) -> dict[str, Any]:
+    torch.manual_seed(0)
+    shapes = {"x": (sum(counts) + rest, SIZES[1]), "weight": (len(counts), *SIZES)}
+    found: dict[str, Any] = {n: torch.randn(s).half().requires_grad_() for n, s in shapes.items()}
+    return found | {"counts": torch.tensor(counts)}
+
+
+def compare(found: dict[str, Any]) -> None:
+    parity.check(partial(op.grouped_gemm, impl="triton"), reference.grouped_gemm, found)
+
+
+@pytest.mark.parametrize("counts", [[0, 0], [1], [0, 1], [17, 0, 2]])
+def test_values_and_gradients_are_those_of_the_definition(counts: list[int], by_descriptors: list[bool]) -> None:
+    compare(inputs(counts))
+    compare(inputs(counts, rest=1))
+    assert by_descriptors
+
+
+def test_the_activation_in_the_product_is_the_one_behind_it(by_descriptors: list[bool]) -> None:
+    ways = (partial(op.grouped_gated, kind="swiglu", impl=impl) for impl in ("triton", "reference"))
+    parity.check(*ways, inputs([3, 0, 18]))
+    assert by_descriptors
+
+
+def test_one_row_may_be_part_of_a_wider_one() -> None:
+    found = inputs([0, 1])
+    row = torch.randn(1, SIZES[1] + 3).half()[:, : SIZES[1]]
+    assert row.is_contiguous()
+    compare(found | {"x": row.requires_grad_()})
+
+    def summed(x: Tensor, weight: Tensor, counts: Tensor, impl: str) -> Tensor:
+        return op.grouped_gemm(x, weight, counts, impl=impl).sum(0)  # its gradient has a stride of 0
+
+    parity.check(partial(summed, impl="triton"), partial(summed, impl="reference"), found)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_a_gradient_may_begin_anywhere(rows: int) -> None:
+    from mtrain_kernels.grouped_gemm import triton
+
+    x, ends = torch.randn(rows, SIZES[1]).half(), torch.tensor([0, rows], dtype=torch.int32)
+    d_y = torch.randn(rows * SIZES[0] + 1).half()[1:].view(rows, SIZES[0])
+    assert rows == 0 or d_y.data_ptr() % 16
+    found = triton.weights_product(d_y, x, ends)
+    assert found is not None
+    parity.assert_near("gradient", found, torch.stack([torch.zeros(SIZES), d_y.float().t() @ x.float()]))
