@@ -41,7 +41,7 @@ def _by_te() -> None:
     from mtrain.models.gpt import build
 
     core_fields.FIELDS["fp8"] = lambda r: r.precision.fp8
-    build._recipe = lambda run: None
+    build.recipe = lambda run: None
 
 
 @pytest.mark.parametrize("name", FORMATS)

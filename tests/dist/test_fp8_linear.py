@@ -12,8 +12,7 @@ from mtrain_kernels.fp8_linear import op
 from mtrain.cli.setup import load
 from mtrain.config.rules import apply
 from mtrain.config.run import RunConfig
-from tests.support.engine import import_engine
-from tests.support.forked import run_alone, run_ranks
+from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
 
 WIDE = {"hidden_size": 256, "ffn_hidden_size": 256, "num_layers": 2, "num_query_groups": 8, "vocab_size": 128}
@@ -87,22 +86,23 @@ LATENT = "model.moe=null model.mtp_num_layers=null model.mtp_loss_scaling_factor
     "model=llava_tiny",
 ])  # fmt: skip
 def test_no_linear_layer_is_left_out_but_the_one_that_makes_logits(words: str) -> None:
+    ends = ["precision.num_layers_at_start_in_bf16=0", "precision.num_layers_at_end_in_bf16=0"]
+    run = load([*words.split(), "parallel=single", "precision=fp8_tensorwise", *ends]).run
+
     def job() -> set[str]:
-        import_engine()
-        from mtrain.build.model import blank_model
+        from mtrain.build.model import build_model
         from mtrain.mcore.layers import DuplicatedLinear
         from mtrain.mcore.linear import ColumnLinear, RowLinear
-        from mtrain.world.fake_world import fake_world
+        from mtrain.world.init import joined
 
-        run = load([*words.split(), "parallel=single", "precision=fp8_tensorwise"], to_run=False).run
-        with fake_world(run, 0) as world:
-            (chunk,) = blank_model(run, world)
+        with joined(run) as world:
+            (chunk,) = build_model(run, world, wrap=False)
             kinds = ColumnLinear, RowLinear, DuplicatedLinear
             ours = [(name, module) for name, module in chunk.named_modules() if isinstance(module, kinds)]
             assert len(ours) > 8
-            return {name for name, layer in ours if layer.fp8 is None}
+            return {name.removeprefix("module.") for name, layer in ours if layer.fp8 is None}
 
-    assert run_alone(job) == {"output_layer"}
+    assert run_ranks(1, job)[0] == {"output_layer"}
 
 
 @pytest.mark.full
