@@ -154,6 +154,9 @@ def one_norm_of_queries_and_keys(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT212", "model.qk_l2_norm", rule, (off, {"model.qk_layernorm": False}))
 
 
+NO_PREDICTIONS: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_factor": None}
+
+
 @rule(Code("MT213", example="model.no_rope_freq=3"), reads="model.no_rope_freq model.num_layers")
 def layers_without_rotation_divide(run: RunConfig) -> Iterator[Finding]:
     """Layers without rotary positions come in whole periods."""
@@ -171,26 +174,37 @@ def layers_without_rotation_divide(run: RunConfig) -> Iterator[Finding]:
 )
 def predictions_know_their_rotation(run: RunConfig) -> Iterator[Finding]:
     """megatron-core's list of layers without rotation ends with the model's own layers."""
-    yield from _predictions_are_not_in(run, "MT241", "no_rope_freq", "rotate")
+    m = run.model
+    if m.no_rope_freq is None or not m.mtp_num_layers:
+        return
+    rule = f"says which of {m.num_layers} layers rotate, and not of the {m.mtp_num_layers} that predict further"
+    yield Finding("MT241", "model.no_rope_freq", rule, ({"model.no_rope_freq": None}, NO_PREDICTIONS))
 
 
 @rule(
-    Code("MT268", example="model.window_size=64 model.window_attn_skip_freq=2 model.mtp_num_layers=1"),
+    Code(
+        "MT268",
+        example="model.num_layers=5 model.window_size=64 model.window_attn_skip_freq=2 model.mtp_num_layers=1",
+    ),
     reads="model.window_attn_skip_freq model.mtp_num_layers model.num_layers",
 )
 def predictions_know_their_window(run: RunConfig) -> Iterator[Finding]:
-    """A layer of multi-token prediction counts differently in megatron-core's releases: with a window, or without."""
-    yield from _predictions_are_not_in(run, "MT268", "window_attn_skip_freq", "have a window")
-
-
-def _predictions_are_not_in(run: RunConfig, code: str, key: str, does: str) -> Iterator[Finding]:
-    """A `key` of each layer beside layers that predict further."""
+    """megatron-core counts layers of multi-token prediction behind the others, since 0.19 from 1: both ways they have
+    the same window."""
     m = run.model
-    if getattr(m, key) is None or not m.mtp_num_layers:
+    every = m.window_attn_skip_freq
+    if every is None:
         return
-    rule = f"says which of {m.num_layers} layers {does}, and not of the {m.mtp_num_layers} that predict further"
-    none: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_factor": None}
-    yield Finding(code, f"model.{key}", rule, ({f"model.{key}": None}, none))
+    for number in range(1, (m.mtp_num_layers or 0) + 1):
+        if (number % every == 0) != ((m.num_layers + number) % every == 0):
+            rule = (
+                f"layer {number} that predicts further is layer {m.num_layers + number} up to megatron-core 0.16.1 "
+                f"and layer {number} since 0.19: one of them has a window, the other none"
+            )
+            yield Finding(
+                "MT268", "model.window_attn_skip_freq", rule, ({"model.window_attn_skip_freq": None}, NO_PREDICTIONS)
+            )
+            return
 
 
 @rule(Code("MT211", severity="warning", example="model.init_method_std=20"), reads="model.init_method_std")
