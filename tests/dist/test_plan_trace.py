@@ -118,7 +118,7 @@ def test_what_cannot_be_traced_is_refused(words: str, code: str) -> None:
 
 
 def _own_defect() -> None:
-    raise NotImplementedError("a padding mask is not sharded over context-parallel ranks")
+    raise NotImplementedError("a padding mask is not sharded over context-parallel ranks, nor is its metadata")
 
 
 @pytest.mark.parametrize(

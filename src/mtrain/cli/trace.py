@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -74,7 +75,8 @@ def _asks_for_values(error: RuntimeError) -> bool:
         fake_tensor.UnsupportedFakeTensorException,
         fake_tensor.UnsupportedOperatorException,
     )
-    no_kernel = isinstance(error, NotImplementedError) and "meta" in str(error).lower()
+    of_meta = re.compile(r"\b(register_)?meta\b", re.IGNORECASE)  # the words of torch's dispatcher, and no "metadata"
+    no_kernel = isinstance(error, NotImplementedError) and of_meta.search(str(error)) is not None
     return isinstance(error, says_so) or no_kernel
 
 
