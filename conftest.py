@@ -1,4 +1,4 @@
-"""Which tests run: what of a product of parameters is `full`, and the parts of a run that is too long for one."""
+"""Which tests run: what of many cases or of a product is `full`, and the parts of a run that is too long for one."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Raises:
         pytest.UsageError: `--part` is not K/N with K from 1 to N.
     """
+    _mark_samples(items)
     _mark_products(items)
     said = config.getoption("--part")
     part, _, parts = (int(word) if word.isdigit() else 0 for word in said.partition("/"))
@@ -33,6 +34,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
         gone = set(others)
         items[:] = [item for item in items if item not in gone]
+
+
+def _mark_samples(items: list[pytest.Item]) -> None:
+    """A test marked `sampled` keeps each third of its cases that are not `full`; with `sampled(n)`, each n-th."""
+    seen: defaultdict[tuple[object, ...], int] = defaultdict(int)
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is None or not isinstance(item, pytest.Function) or item.get_closest_marker("full"):
+            continue
+        name = (item.path, item.cls, item.originalname)
+        if seen[name] % (marker.args[0] if marker.args else 3):
+            item.add_marker(pytest.mark.full)
+        seen[name] += 1
 
 
 def _mark_products(items: list[pytest.Item]) -> None:

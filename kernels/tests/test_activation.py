@@ -34,6 +34,7 @@ def compare(kind: str, found: dict[str, Any], **options: Any) -> None:
     parity.check(partial(op.activation, impl="triton", **options), partial(reference.activation, **options), found)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", reference.KINDS)
 def test_value_and_gradients_are_those_of_the_definition(kind: str, dtype: torch.dtype) -> None:
@@ -82,6 +83,7 @@ def test_the_edge_of_the_clamp_has_the_gradient_of_torch() -> None:
     compare("swiglu_clamped", {"x": edge.requires_grad_()})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "old", "new"),
     [

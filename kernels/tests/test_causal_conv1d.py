@@ -101,6 +101,7 @@ def test_what_is_no_number_goes_no_further_than_the_taps_and_the_segment() -> No
     compare(found)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -58,6 +58,7 @@ def inputs(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> dict[
     return {"x": x.to(dtype).requires_grad_(), "weight": weight.to(dtype).requires_grad_()}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_value_and_gradients_are_those_of_the_definition(recipe: Recipe, dtype: torch.dtype) -> None:
@@ -80,6 +81,7 @@ def test_all_three_products_are_off_by_what_eight_bits_leave(recipe: Recipe) -> 
     assert all(0.005 < error < 0.09 for error in errors), errors
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("old", "new"),
     [

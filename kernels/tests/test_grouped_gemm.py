@@ -96,6 +96,7 @@ def test_what_is_no_number_stays_in_its_row_and_group() -> None:
     assert gradient[1].count_nonzero() == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -129,6 +129,7 @@ def test_there_and_back_is_the_identity() -> None:
         torch.testing.assert_close(back, x)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("old", "new"),
     [

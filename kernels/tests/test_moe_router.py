@@ -151,6 +151,7 @@ def test_the_bias_gets_no_gradient_and_changes_no_weight() -> None:
         assert torch.autograd.grad(weights.sum(), bias, allow_unused=True) == (None,)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -44,6 +44,7 @@ def compare(name: str, found: dict[str, Any], zero_centered: bool = False) -> No
     parity.check(kernel, partial(getattr(reference, name), **options), found)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_value_and_gradients_are_those_of_the_definition(name: str, dtype: torch.dtype) -> None:
@@ -112,6 +113,7 @@ def test_a_residual_that_alone_is_used_gets_its_gradient() -> None:
     assert gradients[2] is None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -112,6 +112,7 @@ def test_a_position_outside_of_the_table_gives_no_number() -> None:
     assert y[1:, :, 4:].isfinite().all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("old", "new", "norm"),
     [

@@ -94,7 +94,7 @@ BUGS = {
     "da * cos + db * sin": "da * cos - db * sin",
     "ends[0] : ends[1]": "ends[1] :",
 }
-ALWAYS = ("weight_ptr = k_weight_ptr", "sum_a += da * a", "if kind < 2:")
+ALWAYS = ("weight_ptr = k_weight_ptr",)
 
 
 @pytest.mark.parametrize("old", [pytest.param(old, marks=() if old in ALWAYS else pytest.mark.full) for old in BUGS])

@@ -110,6 +110,7 @@ def test_what_is_no_number_or_enormous_stays_in_its_row() -> None:
     compare(inputs("sink") | {"sink": torch.tensor([1e4, -1e4, float("-inf")], device=DEVICE).requires_grad_()})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("old", "new"),
     [

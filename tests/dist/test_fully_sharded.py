@@ -98,7 +98,6 @@ def test_ranks_that_divide_no_weight_evenly_are_proven(name: str) -> None:
 
 ALWAYS = (
     "fsdp2 tied",
-    "fsdp2 tp2ep2 etp1",
     "megatron biases",
     "megatron optimizer bf16",
     "distributed optimizer replicas",

@@ -113,12 +113,10 @@ ALWAYS = (
     "uneven stages by a layout",
     "dp2 distributed optimizer overlapped",
     "cp2 all-gather",
-    "ep2tp2 etp2",
     "multi-token prediction in a stage of its own",
     "capacity and padding",
     "Gemma 3 pp2vpp3",
     "tp2pp2ep2 of a small GLM-4.5",
-    "ep2 bf16",
 )
 """Every axis and every kind of layer; the tests of families and of positions have more of them."""
 

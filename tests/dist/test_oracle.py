@@ -13,6 +13,7 @@ CASES = 10
 SEED = 5
 
 
+@pytest.mark.full
 def test_a_sample_of_configurations_trains_where_check_says_so_and_nowhere_else() -> None:
     found = [validated(drawn) for drawn in cases(CASES, SEED)]
     wrong = [case for case in found if case.report.startswith("too")]

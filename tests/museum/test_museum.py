@@ -14,17 +14,10 @@ from tests.support.covering import some
 BY_NAME = {exhibit.name: exhibit for exhibit in EXHIBITS}
 ALWAYS = (
     "norm gradients of sequence parallel not summed",
-    "tied embedding counted twice in the norm",
-    "divided by tokens without those of cp",
-    "expert gradients divided by ep",
-    "balancing loss of a rank's tokens",
     "rotary positions from 0 on every cp rank",
-    "activation sent before it is whole",
-    "rotary positions go on over documents",
     "optimizer step lost at resume",
-    "gradient of a lone rank doubled",
 )
-"""A forward, a backward, each kind of sum, packed documents, a resume, FSDP."""
+"""A forward, a backward, a resume: each fifth of the others has a dozen of the museum's."""
 
 
 @pytest.mark.parametrize("name", some(BY_NAME, ALWAYS))
@@ -47,7 +40,7 @@ CLEAN = {
 }
 
 
-@pytest.mark.parametrize("name", some(CLEAN, ["packed, pp2cp2", "pp2vpp2"]))
+@pytest.mark.parametrize("name", some(CLEAN, ["packed, pp2cp2"]))
 def test_what_passes_the_modules_of_a_clean_layout_is_what_passes_those_of_one_rank(name: str) -> None:
     argv = CLEAN[name].split()
     small = prove.comparable(load(argv).run, argv, 2, "fp32")

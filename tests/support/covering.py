@@ -15,6 +15,14 @@ def some(table: Iterable[str], always: Iterable[str]) -> list[Any]:
     return [pytest.param(name, id=name, marks=() if name in kept else pytest.mark.full) for name in names]
 
 
+def some_recipes(names: Iterable[str]) -> list[Any]:
+    """The names of recipes as parameters: `full` but for the first of each folder."""
+    first: dict[str, str] = {}
+    for name in sorted(names):
+        first.setdefault(name.partition("/")[0], name)
+    return some(sorted(names), first.values())
+
+
 def cover(features: Sequence[frozenset[Hashable]]) -> list[int]:
     """Indices of cases that together have every feature: again and again the one with most new ones."""
     missing: set[Hashable] = set().union(*features)

@@ -96,6 +96,7 @@ VERBS = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "text"), list(_recipes()), ids=lambda value: value if len(value) < 40 else "")
 def test_no_verb_prints_what_a_terminal_would_obey(shown: Shown, tmp_path: Path, kind: str, text: str) -> None:
     (tmp_path / "r.yaml").write_text(text, newline="")

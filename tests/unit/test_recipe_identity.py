@@ -14,6 +14,7 @@ from mtrain.recipes.megatron import MARK, export_script, import_texts
 from mtrain.recipes.table import flags_of, table
 from mtrain.recipes.write import unequal
 from tests.support.configs import LAPTOP
+from tests.support.covering import some_recipes
 from tests.support.strategies import runs
 
 RECIPES = [file.relative_to(recipes_dir()).with_suffix("").as_posix() for file in recipes_dir().rglob("*.yaml")]
@@ -33,16 +34,14 @@ def marked(text: str) -> list[str]:
     return [line[len(MARK) :].partition("=")[0] for line in text.splitlines() if line.startswith(MARK)]
 
 
-@pytest.mark.parametrize("argv", [(f"recipe={name}",) for name in sorted(RECIPES)], ids=lambda a: a[0])
-def test_a_shared_recipe_comes_back_as_the_same_run(argv: tuple[str, ...]) -> None:
-    run = resolved(*argv)
+@pytest.mark.parametrize("name", some_recipes(RECIPES))
+def test_a_shared_recipe_comes_back_as_the_same_run(name: str) -> None:
+    run = resolved(f"recipe={name}")
     assert resolve(back(export_script(run)), LAPTOP).digest() == run.digest()
 
 
-@pytest.mark.parametrize(
-    "model",
-    [pytest.param(m, marks=pytest.mark.full if i % 3 else ()) for i, m in enumerate(choices_of_group("model"))],
-)
+@pytest.mark.sampled
+@pytest.mark.parametrize("model", choices_of_group("model"))
 def test_every_model_comes_back_and_its_flags_say_all_but_the_name(model: str) -> None:
     run = resolved(f"model={model}", "cluster=h100x64", "precision=bf16", "data=mock")
     text = export_script(run)
