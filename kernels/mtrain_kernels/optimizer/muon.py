@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtrain_kernels.newton_schulz.op import newton_schulz
 from mtrain_kernels.optimizer.fused_adam import FusedAdam
-from mtrain_kernels.optimizer.op import newton_schulz
 
 MOMENTUM = "momentum_buffer"
 BATCH = 1 << 24
@@ -122,5 +122,5 @@ class Muon(FusedAdam):
             "shape_scaling": max(1.0, rows / columns),
             "unit_rms_norm": rows / columns,
         }[self.scale_mode]
-        orthogonal = newton_schulz(matrices, steps=self.num_ns_steps, dtype=self.ns_dtype)
+        orthogonal = newton_schulz(matrices, steps=self.num_ns_steps, dtype=self.ns_dtype, impl=self.impl)
         return orthogonal * (scale**0.5 * self.extra_scale_factor)

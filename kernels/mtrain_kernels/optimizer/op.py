@@ -1,4 +1,4 @@
-"""AdamW over many tensors in one call, gradient norm and clipping, Newton-Schulz: contract and registration."""
+"""AdamW over many tensors in one call, gradient norm and clipping: contract and registration."""
 
 from __future__ import annotations
 
@@ -64,19 +64,6 @@ def clip_grad_norm_(
     for same in _by_dtype([g.detach() for g in grads]):
         _scale(same, factor, pick("optimizer", impl, same[0].device))
     return norm
-
-
-def newton_schulz(
-    gradient: Tensor, *, steps: int = 5, eps: float = 1e-7, dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
-    """The orthogonalisation of Muon by `steps` matrix products' worth of a quintic, in `dtype`; see the reference.
-
-    `gradient` [..., m, n]; the result has its shape and dtype. It is made of torch.matmul, which is already fast.
-    Raises `ValueError` for less than two dimensions.
-    """
-    if gradient.ndim < 2:
-        raise ValueError(f"newton_schulz takes matrices, not {tuple(gradient.shape)}")
-    return reference.newton_schulz(gradient, steps, eps, dtype)
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

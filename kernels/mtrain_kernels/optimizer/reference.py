@@ -1,4 +1,4 @@
-"""Definition of AdamW on tensors kept in low precision, of the gradient norm, and of Muon's orthogonalisation."""
+"""Definition of AdamW on tensors kept in low precision, and of the gradient norm."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from mtrain_kernels.optimizer.rounding import (
     stochastic_bf16,
     store_moment,
 )
-
-QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024, kellerjordan.github.io/posts/muon
 
 
 class Hyper(NamedTuple):
@@ -146,20 +144,3 @@ def grad_norm(grads: Sequence[Tensor]) -> Tensor:
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """What gradients of a `norm` are multiplied by so that it does not exceed `max_norm`; at most 1."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
-
-
-def newton_schulz(gradient: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Brings the singular values of each matrix near 1, keeping its singular vectors, with `steps` quintic steps.
-
-    `gradient` [..., m, n]; the result has its shape and dtype, worked out in `dtype` (at least fp32 is exact, bf16 is
-    what GPUs multiply fast). Of X over its Frobenius norm, `X = a X + (b A + c A^2) X` with `A = X X^T`.
-    """
-    a, b, c = QUINTIC
-    x = gradient.to(torch.promote_types(dtype, torch.float32))
-    x = (x / (x.norm(dim=(-2, -1), keepdim=True) + eps)).to(dtype)
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
-    for _ in range(steps):
-        square = x @ x.mT
-        x = a * x + (b * square + c * square @ square) @ x
-    return (x.mT if tall else x).to(gradient.dtype)
