@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,35 @@ def test_first_and_last_layers_may_stay_and_the_others_are_in_8_bits(
 
     micro = run.trainer.batch // run.trainer.micro
     assert run_ranks(1, job)[0] == micro * 4 * (run.model.num_layers - 1)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_weight_is_quantised_once_a_step_and_no_bit_depends_on_it(recompute: bool) -> None:
+    run = fp8(tiny_run(), "tensorwise")
+    full = {"granularity": "full", "method": "uniform", "num_layers": 1}
+    run = apply(run, {f"parallel.recompute.{key}": value for key, value in full.items() if recompute})
+    micro = run.trainer.batch // run.trainer.micro
+    assert micro > 1
+
+    def job(stays: bool) -> tuple[list[tuple[float, float]], int]:
+        made: list[int] = []
+        whole = op.quantized
+
+        def counted(*args: Any, weight: bool = False, **given: Any) -> Any:
+            made.append(weight)
+            return whole(*args, weight=weight, **given)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(op, "quantized", counted)
+            if not stays:
+                patch.setattr("mtrain.train.step.weights_stay", nullcontext)
+            return train_steps(run, 2), sum(made)
+
+    once, again = (run_ranks(1, partial(job, stays))[0] for stays in (True, False))
+    assert once[0] == again[0]
+    weights = 4 * run.model.num_layers
+    assert once[1] == 2 * weights
+    assert again[1] == 2 * micro * weights * (2 if recompute else 1)
 
 
 LATENT = "model.moe=null model.mtp_num_layers=null model.mtp_loss_scaling_factor=null"

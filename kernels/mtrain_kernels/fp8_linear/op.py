@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,21 @@ class Shares(NamedTuple):
 
 
 WHOLE = Shares()
+_kept: dict[tuple[int, Recipe], tuple[Tensor, Quantized]] | None = None
+
+
+@contextmanager
+def weights_stay() -> Iterator[None]:
+    """While it is open no weight changes: each is quantised when it is first used, and kept both ways until the end.
+
+    That is one byte of an element for each of two directions, for all micro-batches and recomputations of a step.
+    """
+    global _kept
+    before, _kept = _kept, {}
+    try:
+        yield
+    finally:
+        _kept = before
 
 
 def fp8_linear(
@@ -63,7 +79,7 @@ def fp8_linear(
         y: Tensor = _Linear.apply(rows, weight, recipe, shares, gradient, impl)
     else:
         a = quantized(rows, recipe, recipe.forward, shares.x, False, impl)
-        b = quantized(weight, recipe, recipe.forward, shares.weight, False, impl, weight=True)
+        b = _weight(weight, recipe, shares.weight, False, impl)
         y = scaled_product(a.data, a.scale, b.data, b.scale, dtype=x.dtype, impl=impl)
     return y.view(*x.shape[:-1], weight.shape[0])
 
@@ -82,13 +98,23 @@ def quantized(
     return quantize_blocks(x, format=format, layout=layout, transpose=transpose, impl=ours)
 
 
+def _weight(weight: Tensor, recipe: Recipe, share: Share | None, transpose: bool, impl: str) -> Quantized:
+    """The weight as a recipe says, made once while `weights_stay`."""
+    if _kept is None:
+        return quantized(weight, recipe, recipe.forward, share, transpose, impl, weight=True)
+    key = id(weight), recipe
+    if key not in _kept:
+        _kept[key] = weight, quantized(weight, recipe, recipe.forward, share, True, impl, weight=True)
+    return _kept[key][1]
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, shares: Shares, gradient: Gradient | None, impl: str
     ) -> Tensor:
         a = quantized(x, recipe, recipe.forward, shares.x, ctx.needs_input_grad[1], impl)
-        b = quantized(weight, recipe, recipe.forward, shares.weight, ctx.needs_input_grad[0], impl, weight=True)
+        b = _weight(weight, recipe, shares.weight, ctx.needs_input_grad[0], impl)
         ctx.save_for_backward(weight, a.transposed, a.transposed_scale, b.transposed, b.transposed_scale)
         ctx.options = recipe, shares.dy, gradient, impl
         ctx.dtype = x.dtype

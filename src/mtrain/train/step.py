@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from mtrain_kernels.fp8_linear.op import weights_stay
 
 from mtrain.ckpt.state import TrainState, generators_kept
 from mtrain.config.batches import Stage, samples_of, size_after, stages
@@ -235,7 +236,9 @@ def _next_step(plan: Sequence[Stage], end: int, place: Place) -> Place | None:
 
 def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:
     """Run the micro-batches of a step; on the last stage, what `sum_loss` reports of each."""
-    return (parts.schedule or run_pipeline)(parts, batches, forward_only=forward_only)
+    stays = not forward_only and parts.run.parallel.fsdp == "none"  # FSDP gathers a weight anew for each use
+    with weights_stay() if stays else nullcontext():
+        return (parts.schedule or run_pipeline)(parts, batches, forward_only=forward_only)
 
 
 def run_pipeline(
