@@ -11,14 +11,18 @@ import pytest
 import torch
 from mtrain_kernels.fp8_linear import op
 
+from mtrain.cli import prove
 from mtrain.cli.setup import load
 from mtrain.config.rules import apply
 from mtrain.config.run import RunConfig
+from tests.support.covering import some
+from tests.support.engine import import_engine
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
 
 WIDE = {"hidden_size": 256, "ffn_hidden_size": 256, "num_layers": 2, "num_query_groups": 8, "vocab_size": 128}
 SP = {"ranks": 2, "tp": 2, "sequence_parallel": True}
+LATENT = "model.moe=null model.mtp_num_layers=null model.mtp_loss_scaling_factor=null"
 BOUND = 2.5e-3
 """Relative error of the loss that DeepSeek-V3 stayed below against bf16 (arXiv:2412.19437, section 3.3)."""
 
@@ -38,21 +42,33 @@ def _worst(found: Any, right: Any) -> float:
     return max(float((found[1][key] - g).norm() / g.norm()) for key, g in right[1].items())
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("blockwise", marks=pytest.mark.full)])
-def test_ranks_that_share_scales_train_as_one_does(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In fp32 beside the products, so that nothing but scales can differ; rules ask for bf16."""
-    runs = [fp8(tiny_run(model=WIDE, **layout), recipe) for layout in ({}, SP)]
-    alone, two = (_trained(run, tmp_path / str(i), 2) for i, run in enumerate(runs))
-    plain = _trained(tiny_run(model=WIDE), tmp_path / "plain", 2)
-    assert _worst(alone, plain) > 1e-2, "nothing was in 8 bits"
-    assert _worst(two, alone) < 2e-3, "scales differ"
-    assert two[0][1][0] == pytest.approx(alone[0][1][0], rel=1e-4)
-    if recipe == "tensorwise":
-        monkeypatch.setattr("mtrain.mcore.linear.greatest", lambda groups: None)
-        apart = _trained(runs[1], tmp_path / "apart", 2)
-        assert _worst(apart, alone) > 5e-3, "scales of parts would pass, too"
+PROVEN = {
+    "tensorwise, tp2 sequence parallel": "precision=fp8_tensorwise parallel=tp2sp",
+    "blockwise, tp2cp2": "precision=fp8_blockwise parallel=tp2cp2sp",
+    "MLA, tp2pp2": f"precision=fp8_tensorwise parallel=tp2pp2 model=deepseek_tiny {LATENT}",
+    "packed, tp2pp2": "precision=fp8_tensorwise parallel=tp2pp2 data.packed=true",
+    "predicting, tp2": "precision=fp8_tensorwise parallel=tp2 model.mtp_num_layers=1",
+}
+
+
+def _proven(words: str) -> list[prove.Row]:
+    argv = [*words.split(), "kernels=reference"]
+    full = load(argv).run
+    assert prove.formats(full) == ["fp32", "bf16", "fp8"]
+    return prove.compared(prove.comparable(full, argv, 2, "fp8"))
+
+
+@pytest.mark.parametrize("name", some(PROVEN, ["tensorwise, tp2 sequence parallel"]))
+def test_a_layout_is_proven_in_8_bits(name: str) -> None:
+    rows = _proven(PROVEN[name])
+    assert all(row.equal for row in rows), prove.table(rows)
+
+
+def test_a_scale_that_is_of_a_part_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_engine()
+    monkeypatch.setattr("mtrain.mcore.linear.greatest", lambda groups: None)
+    rows = {row.what: row for row in _proven("precision=fp8_tensorwise parallel=tp2")}
+    assert rows["gradient"].error > 3 * rows["gradient"].tolerance
 
 
 def test_first_and_last_layers_may_stay_and_the_others_are_in_8_bits(
@@ -105,9 +121,6 @@ def test_a_weight_is_quantised_once_a_step_and_no_bit_depends_on_it(recompute: b
     weights = 4 * run.model.num_layers
     assert once[1] == 2 * weights
     assert again[1] == 2 * micro * weights * (2 if recompute else 1)
-
-
-LATENT = "model.moe=null model.mtp_num_layers=null model.mtp_loss_scaling_factor=null"
 
 
 @pytest.mark.parametrize("words", [

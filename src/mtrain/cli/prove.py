@@ -16,7 +16,7 @@ from mtrain.errors import BadEnvironment, ConfigError, say, say_page
 from mtrain.launching import local, preflight
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import parameters
-from mtrain.plan.shrink import alone, by_document, differences, shrink, without_chance
+from mtrain.plan.shrink import alone, by_document, differences, in_eight_bits, shrink, without_chance
 from mtrain.units import count
 
 if TYPE_CHECKING:
@@ -25,16 +25,20 @@ if TYPE_CHECKING:
 
 STEPS = 4
 MAX_RANKS = 16
+EIGHT_BITS = "fp8"
+"""Linear layers in FP8 by their emulation in plain torch, all else in fp32."""
 UNCOMPARED = float("inf")
 TOLERANCES = {
     "fp32": {"loss": 1e-5, "gradient norm": 1e-5, "gradient": 1e-4, "weight": 1e-3},
     "bf16": {"loss": 2e-3, "gradient norm": 2e-2, "gradient": 5e-2, "weight": 5e-2},
-    # A bias begins at 0: where norms take most of its gradient away, its first steps have the signs of rounding.
-    "bf16 with norms on sums": {"loss": 2e-3, "gradient norm": 2e-2, "gradient": 5e-2, "weight": 1e-1},
+    # A bias begins at 0 and its first steps are signs of gradients: where those are small, the signs of rounding.
+    "bf16 with biases": {"loss": 2e-3, "gradient norm": 2e-2, "gradient": 5e-2, "weight": 1e-1},
     # Half a bit decides which expert a token visits: single gradients of experts are then of other tokens.
     "bf16 with experts": {"loss": 5e-3, "gradient norm": 5e-2, "gradient": UNCOMPARED, "weight": UNCOMPARED},
+    # Rounding in fp32 tips single elements to the other of two numbers of 8 bits.
+    EIGHT_BITS: {"loss": 2e-3, "gradient norm": 1e-3, "gradient": 5e-3, "weight": 5e-2},
 }
-MODULE = {"fp32": 3e-5, "bf16": 1e-1}
+MODULE = {"fp32": 3e-5, "bf16": 1e-1, EIGHT_BITS: 1e-1}
 """What a token that passes a module may differ by in the first step, relative to the size of a token."""
 MOST_MASKS = 5
 """Modules with wrong dropout that are said."""
@@ -45,7 +49,8 @@ FAULT = 5
 def run(argv: list[str], *, debug: bool) -> int:
     """Prove the layout that `argv` describes, at a size that fits this machine; returns the exit code.
 
-    In fp32, where an error of the layout shows above the rounding; a bf16 run is then proven in bf16 too. Dropout and
+    In fp32, where an error of the layout shows above the rounding; a bf16 run is then proven in bf16 too, and FP8 of
+    our linear layers, emulated in plain torch, with all else in fp32. Dropout and
     the noise of routers are off, and listed so: other layouts draw other numbers. Which ranks drop alike is looked at
     apart. The layout is resumed from a
     checkpoint after half of the steps, one rank is not. After a failure both run again and the first module that
@@ -82,13 +87,17 @@ def run(argv: list[str], *, debug: bool) -> int:
 
 def formats(full: RunConfig) -> list[str]:
     """The number formats that a run is proven in."""
-    return ["fp32", "bf16"] if full.precision.dtype == "bf16" else ["fp32"]
+    half = ["bf16"] if full.precision.dtype == "bf16" else []
+    ours = full.precision.quantized in ("tensorwise", "blockwise") and full.kernels.linear != "te"
+    return ["fp32", *half, *([EIGHT_BITS] if ours and full.model.moe is None else [])]
 
 
 def comparable(full: RunConfig, argv: list[str], steps: int, dtype: str) -> RunConfig:
     """`shrunk`, with nothing left that another layout does otherwise; of packed samples, nothing that looks beyond a
     document, where that can be.
     """
+    if dtype == EIGHT_BITS:  # a scale is that of a micro-batch: no document has one of its own
+        return in_eight_bits(without_chance(shrunk(full, argv, steps, "fp32")), full)
     small = without_chance(shrunk(full, argv, steps, dtype))
     return (by_document(small) or small) if small.data.packed else small
 
@@ -127,7 +136,7 @@ def located(small: RunConfig) -> Difference | None:
     with _observed(small, traced=True) as (one, many):
         from mtrain.train.where import Bounds, where
 
-        told, dtype = _tolerances(small), small.precision.format
+        told, dtype = _tolerances(small), EIGHT_BITS if small.precision.quantized else small.precision.format
         bounds = Bounds(MODULE[dtype], told["loss"], told["gradient"], told["gradient norm"], told["weight"])
         return where(one, many, small.trainer.train_iters, bounds)
 
@@ -163,17 +172,24 @@ def _observed(small: RunConfig, *, traced: bool = False) -> Iterator[tuple[Path,
         one.mkdir()
         many.mkdir()
         local.observe(small, many, resumed=True, traced=traced)
-        documents = small.data.packed and by_document(small) == small
-        local.observe(alone(small), one, by_document=documents, traced=traced)
+        local.observe(alone(small), one, by_document=_one_at_a_time(small), traced=traced)
         yield one, many
+
+
+def _one_at_a_time(small: RunConfig) -> bool:
+    """Whether one rank runs a packed sample's documents alone; a scale of FP8 or a router looks at all of them."""
+    return small.data.packed and small.precision.quantized is None and by_document(small) == small
 
 
 def _tolerances(small: RunConfig) -> dict[str, float]:
     dtype = small.precision.format
+    if small.precision.quantized is not None:
+        return TOLERANCES[EIGHT_BITS]
     if dtype == "bf16" and small.model.moe is not None:
         return TOLERANCES["bf16 with experts"]
-    if dtype == "bf16" and small.model.norm_placement == "post_residual":
-        return TOLERANCES["bf16 with norms on sums"]
+    biases = small.model.add_bias_linear or small.model.add_qkv_bias or small.model.norm_placement == "post_residual"
+    if dtype == "bf16" and biases:
+        return TOLERANCES["bf16 with biases"]
     return TOLERANCES[dtype]
 
 
@@ -208,9 +224,10 @@ def why_not_bitwise(run: RunConfig) -> str:
 def _reference(small: RunConfig) -> str:
     if not small.data.packed:
         return "one rank"
-    if by_document(small) == small:
+    if _one_at_a_time(small):
         return "one rank with one document at a time"
-    return "one rank that packs too, since the router looks at all tokens of a micro-batch"
+    who = "the router" if small.precision.quantized is None else "a scale of FP8"
+    return f"one rank that packs too, since {who} looks at all tokens of a micro-batch"
 
 
 def _layout(small: RunConfig) -> str:

@@ -232,6 +232,6 @@ class DuplicatedLinear(nn.Module):
         """In FP8 one scale for a tensor is that of all ranks that have a part of its tokens."""
         if self.fp8 is None:
             return linear(x, self.weight)
-        groups = [parallel_state.get_context_parallel_group(), *[self.tp_group] * self.sequence_parallel]
-        tokens = greatest(groups)
+        context = [parallel_state.get_context_parallel_group()]
+        tokens = greatest([*context, self.tp_group] if self.sequence_parallel else context)
         return fp8_linear(x, self.weight, self.fp8, shares=Shares(tokens, None, tokens), impl=self.impl)

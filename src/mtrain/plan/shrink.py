@@ -29,7 +29,7 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
     Layers become one or two per (virtual) stage, heads and key/value heads the fewest that keep how they are sharded,
     experts at most two per rank; a micro-batch has one sample, or two where experts are balanced sequence by
     sequence. Everything that decides which code runs stays as it was: norm, activation, biases, positions, windows,
-    sinks, tying, routing, recomputation, optimizer, schedule. Products in 8 or 4 bits do not: no CPU has them.
+    sinks, tying, routing, recomputation, optimizer, schedule. Products in 8 or 4 bits do not: see `in_eight_bits`.
     """
     p, deep = _fitting(run.parallel, max_ranks), stages(run)
     if p.pp * p.vpp < len(deep):  # written stages are of a pipeline that no longer exists
@@ -150,6 +150,15 @@ def balances_sequences(run: RunConfig) -> bool:
     moe = run.model.moe
     alone = moe is not None and moe.router_load_balancing_type == "seq_aux_loss" and not moe.expert_capacity_factor
     return alone and not run.data.packed
+
+
+def in_eight_bits(small: RunConfig, full: RunConfig) -> RunConfig:
+    """A small run in fp32 whose linear layers, all of them, multiply in the 8 bits that `full` says.
+
+    No rule is asked: they want bf16 beside 8 bits and the sizes that GPUs multiply, and an emulation needs neither.
+    """
+    eight = {"fp8": full.precision.fp8, "fp8_recipe": full.precision.fp8_recipe}
+    return small.model_copy(update={"precision": small.precision.model_copy(update=eight)})
 
 
 def without_chance(run: RunConfig) -> RunConfig:
