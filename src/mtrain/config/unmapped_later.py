@@ -18,8 +18,8 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "TransformerConfig",
-        "not offered",
-        "learning rates and multipliers by width: no key of muP yet",
+        "derived",
+        "model.mup is made here, the same in every release",
         """use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
         mup_attn_scale_power""",
     ),
@@ -127,7 +127,12 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
         adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps muon_coefficient_type
         muon_scalar_optimizer use_layer_wise_distributed_optimizer""",
     ),
-    ("OptimizerConfig", "not offered", "CUDA graphs: the trainer captures none", "optimizer_cuda_graph"),
+    (
+        "OptimizerConfig",
+        "not offered",
+        "the update is launched kernel by kernel: trainer.cuda_graph_impl captures the rest",
+        "optimizer_cuda_graph",
+    ),
     (
         "GPTDatasetConfig",
         "derived",

@@ -22,7 +22,7 @@ from mtrain.errors import BadEnvironment
 from mtrain.layout import stages
 from mtrain.layout.grid import RankGrid
 from mtrain.world import join
-from mtrain.world.generators import seed_generators
+from mtrain.world.generators import seed_generators, tracker_of
 from mtrain.world.rank_env import RankEnv
 
 GROUP_SLACK_S = 60.0
@@ -154,7 +154,7 @@ def _join(run: RunConfig, env: RankEnv, device: Device) -> World:
     embedding_stages = stages.embedding_stages(run)
     make_groups(grid, run, embedding_stages, timeout)
     coords = grid.coords(env.rank)
-    seed_generators(run.trainer.seed, coords)
+    seed_generators(run.trainer.seed, coords, tracker=tracker_of(run))
     torch_device = device.device(env.local_rank)
     return World(env.rank, env.local_rank, grid, device, torch_device, coords, embedding_stages, store)
 
