@@ -25,23 +25,13 @@ from mtrain.config.linear_attention import LinearAttentionConfig
 from mtrain.config.llava import LlavaConfig
 from mtrain.config.mla import MLAConfig
 from mtrain.config.mup import MupConfig
+from mtrain.config.published import PublishedConfig
 from mtrain.config.rope import RopeScalingConfig
 from mtrain.config.t5 import T5Config
 
 VOCAB_MULTIPLE = 128
 GATED = "model.activation=swiglu|geglu|geglu_tanh|quick_geglu"
 """The condition of keys that only an MLP with a gate reads."""
-
-
-class PublishedConfig(Section):
-    """`model.published`: how the model was trained, for `optim.lr` and `trainer.global_batch_size` that are null."""
-
-    peak_lr: PositiveFloat | None = None
-    """Largest learning rate; null: not published."""
-    batch_tokens: PositiveInt | None = None
-    """Tokens per optimizer step; null: not published."""
-    source: Annotated[str, Field(max_length=200)]
-    """Where that is said."""
 
 
 class ModelConfig(Section):
@@ -267,6 +257,10 @@ class ModelConfig(Section):
     ] = False
     """mtp_num_layers: their loss trains their own layers alone, whose gradient norm is taken and clipped apart.
     With megatron-core 0.19."""
+    mtp_use_repeated_layer: Annotated[bool, Key(when="model.mtp_num_layers>1", flag="--mtp-use-repeated-layer")] = (
+        False
+    )
+    """mtp_num_layers above 1: one layer is used so many times, each time on what it gave, with the same weights."""
     final_logit_softcapping: Annotated[
         PositiveFloat | None, Key(effect=Effect.NUMERICS, hf="final_logit_softcapping")
     ] = None
@@ -350,6 +344,11 @@ class ModelConfig(Section):
     def width_mult(self) -> float:
         """How many times as wide as the base of muP it is; 1 without."""
         return 1.0 if self.mup is None else self.mup.width_mult(self.hidden_size)
+
+    @property
+    def mtp_held(self) -> int:
+        """MTP layers with weights of their own."""
+        return 1 if self.mtp_use_repeated_layer else self.mtp_num_layers or 0
 
     @property
     def rotary_dim(self) -> int:

@@ -3,6 +3,7 @@
 It is ours, as megatron-core 0.19 defines it, and so the same in every release.
 """
 
+import math
 from typing import Annotated
 
 from pydantic import Field
@@ -51,4 +52,4 @@ class MupConfig(Section):
 
     def softmax_scale(self, head_dim: int) -> float:
         """The factor on attention logits."""
-        return (self.base_head_dim or 1.0) ** 0.5 / head_dim**self.attn_scale_power
+        return math.sqrt(self.base_head_dim or 1.0) / math.pow(head_dim, self.attn_scale_power)

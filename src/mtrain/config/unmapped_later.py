@@ -25,9 +25,15 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "TransformerConfig",
+        "derived",
+        "model.mtp_use_repeated_layer is made here, the same in every release",
+        "mtp_use_repeated_layer",
+    ),
+    (
+        "TransformerConfig",
         "not offered",
-        "multi-token prediction with one layer for each further token, as in every release",
-        "mtp_use_repeated_layer mtp_hybrid_override_pattern",
+        "multi-token prediction of the family gpt, whose layers are those of its stack",
+        "mtp_hybrid_override_pattern",
     ),
     (
         "TransformerConfig",

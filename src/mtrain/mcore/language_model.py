@@ -130,7 +130,7 @@ class LanguageModel(SummedLosses, GPTModel):
     `OutputLayer` says, and `logit_scale` multiplies them; an output layer of its own starts with the deviation
     `output_init_std`, where that is given. The embeddings of tokens are multiplied by `embedding_scale`.
     `frequencies` are those of the rotary positions where megatron-core's are not; layers with a window have rotary
-    positions by `rotary_base_local`.
+    positions by `rotary_base_local`. With `repeats_mtp` the first MTP layer stands in the place of all.
     """
 
     def __init__(
@@ -143,12 +143,15 @@ class LanguageModel(SummedLosses, GPTModel):
         output_init_std: float | None = None,
         embedding_scale: float | None = None,
         rotary_base_local: float | None = None,
+        repeats_mtp: bool = False,
         frequencies: Frequencies | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         join_layers(self.decoder)
         self.sum_losses_by(loss, loss_vocab_size)
+        if repeats_mtp and self.mtp_process:
+            self.mtp.layers = torch.nn.ModuleList([self.mtp.layers[0]] * len(self.mtp.layers))
         if hasattr(self, "embedding"):
             add_in_fp32(self.embedding, embedding_scale)
         if self.post_process:

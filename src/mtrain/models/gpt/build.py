@@ -66,6 +66,7 @@ def chunk(
         output_init_std=(m.embedding_init_method_std or m.init_method_std) if m.mup else None,
         embedding_scale=embedding_scale(m),
         rotary_base_local=m.rotary_base_local,
+        repeats_mtp=m.mtp_use_repeated_layer,
         config=config,
         transformer_layer_spec=backend.layer_spec(config, provider, vp_stage=stage),
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
