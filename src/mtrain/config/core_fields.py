@@ -143,6 +143,8 @@ FIELDS: dict[str, Get] = {
     "deallocate_pipeline_outputs": frees_sent,
     # The loss is a mean over the tokens of the global batch, so that no layout weighs a sample differently.
     "calculate_per_token_loss": lambda r: True,
+    "fine_grained_activation_offloading": lambda r: bool(r.parallel.activation_offload.modules),
+    "offload_modules": lambda r: list(r.parallel.activation_offload.modules or ()),
     "cuda_graph_impl": _graphs,
     "cuda_graph_scope": lambda r: ["full_iteration"] if _one_graph(r) else _graph_modules(r),
     "cuda_graph_modules": _graph_modules,

@@ -96,9 +96,9 @@ _TRANSFORMER: tuple[tuple[Why, str, str], ...] = (
     ),
     (
         "not offered",
-        "activations in host memory need CUDA streams; recomputation saves the same memory on every device",
+        "whole layers in host memory; parallel.activation_offload names modules",
         """cpu_offloading cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights
-        cpu_offloading_double_buffering fine_grained_activation_offloading offload_modules min_offloaded_tensor_size
+        cpu_offloading_double_buffering
         num_microbatches_with_partial_activation_checkpoints""",
     ),
     (

@@ -75,9 +75,9 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     (
         "TransformerConfig",
         "not offered",
-        "activations in host memory need CUDA streams; recomputation saves the same memory on every device",
-        """cpu_offloading_retain_pinned_cpu_buffers delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks
-        activation_offload_fraction fine_grained_offloading_max_inflight_offloads moe_paged_stash
+        "beside CUDA graphs, or of whole layers and pages; parallel.activation_offload names modules",
+        """cpu_offloading_retain_pinned_cpu_buffers delay_offload_until_cuda_graph
+        fine_grained_offloading_max_inflight_offloads moe_paged_stash
         moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu""",
     ),
     (

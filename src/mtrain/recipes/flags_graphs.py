@@ -1,4 +1,4 @@
-"""Megatron-LM's flags for CUDA graphs, whose words changed with its releases."""
+"""Megatron-LM's flags for CUDA graphs, whose words changed with its releases, and for offloaded activations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from mtrain.config.keys import choices_of
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values
 from mtrain.recipes.flags_layout import words_of
 
+OFFLOADED = "parallel.activation_offload.modules"
 IMPL, MODULES = "trainer.cuda_graph_impl", "trainer.cuda_graph_modules"
 OLD = {"--enable-cuda-graph": "local", "--external-cuda-graph": "transformer_engine"}
 SCOPES = ("--cuda-graph-modules", "--cuda-graph-scope")
@@ -42,4 +43,21 @@ def _write(d: Values) -> list[str]:
     return out + (["--cuda-graph-modules", *modules] if modules else [])
 
 
-GRAPHS: tuple[Entry, ...] = (Entry(("--cuda-graph-impl", *SCOPES, *OLD), (IMPL, MODULES), _read, _write),)
+def _offload(a: Arguments, d: Draft) -> Draft:
+    flag, known = "--offload-modules", words_of(OFFLOADED)
+    modules = [word for given in a.words(flag) or () for word in given.replace(",", " ").split()]
+    for word in (word for word in modules if word not in known):
+        a.refuse(flag, "not supported", f"{word}: modules are {', '.join(known)}")
+    is_read = a.has("--fine-grained-activation-offloading")
+    return {OFFLOADED: [word for word in modules if word in known] or None if is_read else None}
+
+
+def _offload_words(d: Values) -> list[str]:
+    modules: Any = d[OFFLOADED]
+    return ["--fine-grained-activation-offloading", "--offload-modules", *modules] if modules else []
+
+
+GRAPHS: tuple[Entry, ...] = (
+    Entry(("--fine-grained-activation-offloading", "--offload-modules"), (OFFLOADED,), _offload, _offload_words),
+    Entry(("--cuda-graph-impl", *SCOPES, *OLD), (IMPL, MODULES), _read, _write),
+)

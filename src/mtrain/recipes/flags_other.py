@@ -108,7 +108,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         "not supported",
         "changes speed or memory, not the numbers",
         """
-        --cpu-offloading-num-layers --tp-comm-overlap --fine-grained-activation-offloading --offload-modules
+        --cpu-offloading-num-layers --tp-comm-overlap
         --async-strategy --async-ckpt-use-cpu-shm --fsdp-manual-registration --outer-dp-sharding-strategy
         --use-transformer-engine-op-fuser --no-use-layer-wise-param-layout
         --check-weight-hash-across-dp-replicas-interval --verify-integrity --DDP-impl

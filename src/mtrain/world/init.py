@@ -128,6 +128,8 @@ def _prepare(run: RunConfig, env: RankEnv) -> Device:
     """Import and set up what this rank needs before it meets the others."""
     if run.trainer.deterministic:
         _insist_on_determinism()
+    if run.parallel.activation_offload.modules:  # else TransformerEngine copies weights too
+        os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
     grid = RankGrid.of(run)
     if env.size != grid.world:
         raise BadEnvironment(f"the layout has {grid.world} ranks ({grid}), but {env.size} were started")

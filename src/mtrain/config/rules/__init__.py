@@ -29,6 +29,7 @@ from mtrain.config.rules import (
     mixing,
     model,
     mup,
+    offload,
     optim,
     peft,
     pipeline,
@@ -74,6 +75,7 @@ _MODULES = (
     storage,
     t5,
     graphs,
+    offload,
     unused,
     engines,
 )
