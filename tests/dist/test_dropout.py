@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from mtrain.config.model import MoEConfig
-from tests.support.forked import run_ranks
+from tests.support.forked import run_alone, run_ranks
 from tests.support.runs import tiny_run, train_steps
 
 RATE = 0.25
@@ -172,3 +172,35 @@ def test_an_evaluation_changes_nothing_that_is_drawn_after_it() -> None:
 
     run = tiny_run(model=DROPS | {"moe": MOE, "num_layers": 2}, trainer=SMALL)
     assert run_ranks(1, steps, True) == run_ranks(1, steps, False)
+
+
+class _Tracker:
+    """As megatron-core's: a dictionary of states, replaced as a whole or not."""
+
+    def __init__(self, states: dict[str, Any]) -> None:
+        self.states = states
+
+    def get_states(self) -> dict[str, Any]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        self.states = states
+
+
+def test_generators_that_graphs_know_stay_and_go_on_where_they_were() -> None:
+    def job() -> tuple[bool, bool, bool]:
+        from mtrain.ckpt import state
+
+        known, held = torch.Generator().manual_seed(7), torch.zeros(3, dtype=torch.uint8)
+        tracker = _Tracker({"model-parallel-rng": known})
+        state.mcore.get_cuda_rng_tracker = lambda: tracker
+        kept = state.tracker_tensors()
+        expected = torch.rand(4, generator=known)
+        state.set_tracker(kept)
+        same = tracker.states["model-parallel-rng"] is known
+        goes_on = torch.equal(torch.rand(4, generator=known), expected)
+        tracker.states = {"model-parallel-rng": held}
+        state.set_tracker(kept)
+        return same, goes_on, torch.equal(tracker.states["model-parallel-rng"], kept["model-parallel-rng"])
+
+    assert run_alone(job) == (True, True, True)

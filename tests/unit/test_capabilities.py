@@ -20,9 +20,13 @@ from mtrain.errors import ConfigError
 from mtrain.launching import folder
 from mtrain.recipes import lock
 
+OFFLOADED = "cluster=h100 parallel.activation_offload.modules=[core_attn]"
 ASKED = {
     "optim.skip_above_grad_norm": "optim.skip_above_grad_norm=10",
     "model.mtp_detach_heads": "model.mtp_num_layers=1 model.mtp_detach_heads=true",
+    "parallel.activation_offload.fraction": f"{OFFLOADED} parallel.activation_offload.fraction=0.5",
+    "parallel.activation_offload.delta_bytes_across_stages": f"{OFFLOADED} parallel=pp2 cluster.devices_per_node=2 "
+    "parallel.activation_offload.delta_bytes_across_stages=1048576",
     "model.moe.flex_dispatcher_backend=ncclep": "model=mixtral_tiny cluster=h100 parallel=ep2 "
     "model.moe.token_dispatcher_type=flex model.moe.flex_dispatcher_backend=ncclep",
 }

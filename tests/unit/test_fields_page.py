@@ -43,7 +43,7 @@ def test_a_key_of_experts_and_one_of_latent_attention_say_what_they_feed() -> No
         ("model.apply_residual_connection_post_layernorm=true", "no layer reads it"),
         ("parallel.tp_comm_overlap=true", "not offered"),
         ("parallel.average_in_collective=true", "a mean per rank is wrong"),
-        ("model.cuda_graph_impl=local", "the trainer captures none"),
+        ("trainer.cuda_graph_use_single_mempool=true", "pools of CUDA graphs are megatron-core's"),
         ("precision.fp8_param_gather=true", "only products are in 8 bits"),
     ],
 )

@@ -70,6 +70,7 @@ def blank_model(run: RunConfig, world: World) -> list[Any]:
     words = {key: "reference" for key, value in run.kernels if not isinstance(value, bool)}
     off = {"gradient_accumulation_fusion": False, "cpu_matmul": None}
     kernels = run.kernels.model_copy(update={**words, **off})
+    run = run.on_any_device()
     run = run.model_copy(update={"kernels": kernels, "precision": run.precision.unquantized(run.precision.format)})
     return _chunks(run, transformer_config(run, world.device))
 

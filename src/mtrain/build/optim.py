@@ -9,7 +9,7 @@ import torch
 from mtrain.config.core_fields import OPTIMIZER_FIELDS, OWN_FIELDS, SCHEDULE_FIELDS, values
 from mtrain.config.devices import facts_of
 from mtrain.config.optimizer import ParamGroup
-from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.optimizers import OPTIMIZERS, mup_groups
 from mtrain.config.run import RunConfig
 from mtrain.devices.dtypes import with_dtypes
 from mtrain.mcore import api as mcore
@@ -20,7 +20,7 @@ def build_optimizer(run: RunConfig, chunks: list[Any]) -> Any:
     """megatron-core's optimizer over this rank's chunks: distributed or not, mixed precision or not."""
     spec, config = OPTIMIZERS[run.optim.name], optimizer_config(run)
     overrides = mcore.get_standard_config_overrides(config)
-    overrides |= {_matching(group): dict(group.settings) for group in spec.groups(run)}
+    overrides |= {_matching(group): dict(group.settings) for group in (*spec.groups(run), *mup_groups(run))}
     optimizer = mcore.get_megatron_optimizer(
         config, chunks, config_overrides=overrides, use_gloo_process_groups=False
     )

@@ -141,8 +141,7 @@ def renew(state: TrainState) -> None:
 def rng_tensors(world: World) -> dict[str, torch.Tensor]:
     """The state of every generator of this rank, as byte tensors by name."""
     tensors = {"rng/torch": torch.get_rng_state(), "rng/device": world.device.rng_state()}
-    for name, value in mcore.get_cuda_rng_tracker().get_states().items():
-        tensors[f"rng/tracker/{name}"] = value
+    tensors |= {f"rng/tracker/{name}": value for name, value in tracker_tensors().items()}
     kind, keys, position, has_gauss, cached = np.random.get_state()
     assert kind == "MT19937"
     tensors["rng/numpy"] = torch.tensor([*(int(k) for k in keys), position, has_gauss], dtype=torch.int64)
@@ -158,7 +157,7 @@ def set_rng_tensors(world: World, tensors: dict[str, torch.Tensor]) -> None:
     """Put every generator of this rank back to what `rng_tensors` returned."""
     prefix = "rng/tracker/"
     states = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-    mcore.get_cuda_rng_tracker().set_states(states)
+    set_tracker(states)
     numbers = tensors["rng/numpy"].tolist()
     cached = float(tensors["rng/numpy_gauss"][0])
     np.random.set_state(("MT19937", np.array(numbers[:-2], dtype=np.uint32), numbers[-2], numbers[-1], cached))
@@ -166,6 +165,23 @@ def set_rng_tensors(world: World, tensors: dict[str, torch.Tensor]) -> None:
     random.setstate((3, tuple(tensors["rng/python"].tolist()), gauss[0] if gauss else None))
     world.device.set_rng_state(tensors["rng/device"])
     torch.set_rng_state(tensors["rng/torch"])
+
+
+def tracker_tensors() -> dict[str, torch.Tensor]:
+    """The state of each stream of megatron-core's tracker, as byte tensors."""
+    states = mcore.get_cuda_rng_tracker().get_states()
+    return {name: s.get_state() if isinstance(s, torch.Generator) else s for name, s in states.items()}
+
+
+def set_tracker(states: dict[str, torch.Tensor]) -> None:
+    """Put the streams of megatron-core's tracker back; CUDA graphs know its generators, which stay the same ones."""
+    tracker = mcore.get_cuda_rng_tracker()
+    there = tracker.get_states()
+    if not any(isinstance(value, torch.Generator) for value in there.values()):
+        tracker.set_states(states)
+        return
+    for name, value in states.items():
+        there[name].set_state(value)
 
 
 @contextmanager

@@ -52,6 +52,20 @@ CAPABILITIES: tuple[Capability, ...] = (
         {"model.mtp_detach_heads": False},
     ),
     Capability(
+        "key",
+        "parallel.activation_offload.fraction",
+        "a part of the activations that could wait in host memory does",
+        SINCE_0_19,
+        {"parallel.activation_offload.fraction": None},
+    ),
+    Capability(
+        "key",
+        "parallel.activation_offload.delta_bytes_across_stages",
+        "later stages copy fewer activations to host memory",
+        SINCE_0_19,
+        {"parallel.activation_offload.delta_bytes_across_stages": None},
+    ),
+    Capability(
         "dispatcher",
         "model.moe.flex_dispatcher_backend=ncclep",
         "tokens travel to experts by NCCL's own kernels, through TransformerEngine",

@@ -90,7 +90,25 @@ def _output_init_std(run: RunConfig) -> float:
     """Of what adds to the residual stream, smaller the more there is; where sums are normed, nothing piles up."""
     m = run.model
     each = 1 if m.family == "hybrid" else 2  # a hybrid's layer is a mixer or an MLP
-    return m.init_method_std / (1.0 if m.norm_placement == "post_residual" else math.sqrt(each * m.num_layers))
+    return _init_std(run) / (1.0 if m.norm_placement == "post_residual" else math.sqrt(each * m.num_layers))
+
+
+def _init_std(run: RunConfig) -> float:
+    """Of matrices between embedding and output layer: with muP smaller the wider the model is."""
+    return run.model.init_method_std / math.sqrt(run.model.width_mult)
+
+
+def _one_graph(run: RunConfig) -> bool:
+    return run.trainer.cuda_graph_impl == "full_iteration"
+
+
+def _graphs(run: RunConfig) -> str:
+    """Until 0.16 a whole step is a scope of megatron-core's own graphs."""
+    return "local" if _one_graph(run) and is_there("cuda_graph_scope") else run.trainer.cuda_graph_impl
+
+
+def _graph_modules(run: RunConfig) -> list[str]:
+    return list(run.trainer.cuda_graph_modules or ())
 
 
 def _some_layers_in_bf16(run: RunConfig) -> bool:
@@ -103,6 +121,8 @@ FIELDS: dict[str, Get] = {
     "kv_channels": lambda r: r.model.head_dim,
     "gated_linear_unit": lambda r: r.model.gated,
     "activation_func": _activation,
+    "init_method": _init_std,
+    "softmax_scale": lambda r: r.model.attention_scale if r.model.mla is None else LEFT_OUT,
     "embedding_init_method_std": lambda r: r.model.embedding_init_method_std or r.model.init_method_std,
     "embedding_init_method": lambda r: r.model.embedding_init_method_std or r.model.init_method_std,
     "output_layer_init_method": _output_init_std,
@@ -123,8 +143,11 @@ FIELDS: dict[str, Get] = {
     "deallocate_pipeline_outputs": frees_sent,
     # The loss is a mean over the tokens of the global batch, so that no layout weighs a sample differently.
     "calculate_per_token_loss": lambda r: True,
-    "cuda_graph_scope": lambda r: [],
-    "cuda_graph_modules": lambda r: [],
+    "fine_grained_activation_offloading": lambda r: bool(r.parallel.activation_offload.modules),
+    "offload_modules": lambda r: list(r.parallel.activation_offload.modules or ()),
+    "cuda_graph_impl": _graphs,
+    "cuda_graph_scope": lambda r: ["full_iteration"] if _one_graph(r) else _graph_modules(r),
+    "cuda_graph_modules": _graph_modules,
     "transformer_impl": lambda r: "transformer_engine" if r.kernels.linear == "te" else "local",
     # Fusions of megatron-core need TransformerEngine; without it every one is off.
     # Its grouped experts refuse this one where layers have biases.
@@ -314,4 +337,4 @@ def feeds(run: RunConfig) -> dict[str, list[str]]:
 def _keys_read(get: Get, run: RunConfig) -> set[str]:
     reads: set[str] = set()
     get(watched(run, reads))
-    return {key for key in reads if not key.endswith(".")}
+    return reads & schema_keys().keys()

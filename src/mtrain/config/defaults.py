@@ -240,6 +240,8 @@ def sample_tokens(run: RunConfig) -> Filled:
         return {}
     if limited(run.model.family, "trainer.sample_tokens") is not None:
         return {"trainer.sample_tokens": (0, f"model.family {run.model.family}, which continues no text")}
+    if run.trainer.cuda_graph_impl != "none":
+        return {"trainer.sample_tokens": (0, f"trainer.cuda_graph_impl {run.trainer.cuda_graph_impl}")}
     d, cp = run.data, run.parallel.cp
     tokenizer = d.kind == "text" or (d.kind == "indexed" and d.tokenizer is not None)
     why = f"parallel.cp {cp}" if tokenizer and cp > 1 else f"data.kind {d.kind}"

@@ -48,7 +48,7 @@ _BERT_MODEL = (
                 None,
                 "num_query_groups kv_channels moe mla mtp_num_layers rope_scaling rope_scaling_factor window_size",
             ),
-            (None, "linear_attention"),
+            (None, "linear_attention mup"),
             (None, "softmax_scale attn_logit_softcapping final_logit_softcapping"),
             (False, "parallel_residual add_qkv_bias qk_layernorm qk_l2_norm scale_embedding"),
             (False, "layernorm_zero_centered_gamma attention_output_gate"),
@@ -84,7 +84,7 @@ _T5_MODEL = (
             (False, "parallel_residual add_bias_linear add_qkv_bias add_proj_bias add_mlp_bias"),
             (False, "qk_layernorm qk_l2_norm scale_embedding"),
             (None, "num_query_groups moe mla mtp_num_layers rope_scaling rope_scaling_factor window_size"),
-            (None, "linear_attention"),
+            (None, "linear_attention mup"),
             (False, "attention_output_gate"),
             (None, "attn_logit_softcapping final_logit_softcapping"),
         )
@@ -117,6 +117,7 @@ _LLAVA = (
     Only("model.moe", (None,), f"{_LLAMA}, without experts"),
     Only("model.mla", (None,), f"{_LLAMA}, without MLA"),
     Only("model.linear_attention", (None,), f"{_LLAMA}, with softmax attention"),
+    Only("model.mup", (None,), f"{_LLAMA}, and a vision tower has a width of its own"),
     Only("model.attention_output_gate", (False,), f"{_LLAMA}, whose attention has no gate"),
     Only("model.mtp_num_layers", (None,), "MTP layers embed tokens by themselves, and know no images"),
     Only("model.scale_embedding", (False,), f"{_LLAMA}; the scale would not be that of patch features"),
@@ -151,6 +152,7 @@ _HYBRID = (
             (False, "parallel_residual add_bias_linear add_qkv_bias add_proj_bias add_mlp_bias scale_embedding"),
             (False, "qk_layernorm qk_l2_norm rotary_interleaved"),
             (None, "mla mtp_num_layers rope_scaling rope_scaling_factor no_rope_freq rotary_base_local window_size"),
+            (None, "mup"),
             (None, "attn_logit_softcapping final_logit_softcapping"),
         )
         for key in keys.split()

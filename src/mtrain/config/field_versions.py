@@ -15,7 +15,12 @@ _RENAMED = {
     "DistributedDataParallelConfig.megatron_fsdp_main_params_dtype": SINCE_0_19,
     "DistributedDataParallelConfig.megatron_fsdp_main_grads_dtype": SINCE_0_19,
 }
-_NEW = ("OptimizerConfig.grad_norm_skip_threshold", "TransformerConfig.mtp_detach_heads")
+_NEW = (
+    "OptimizerConfig.grad_norm_skip_threshold",
+    "TransformerConfig.mtp_detach_heads",
+    "TransformerConfig.activation_offload_fraction",
+    "TransformerConfig.delta_offload_bytes_across_pp_ranks",
+)
 _GONE = (
     "TransformerConfig.async_tensor_model_parallel_allreduce",
     "TransformerConfig.moe_extended_tp",

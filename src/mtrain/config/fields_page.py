@@ -14,6 +14,7 @@ from mtrain.config.keys import schema_keys
 from mtrain.config.linear_attention import LinearAttentionConfig
 from mtrain.config.mla import MLAConfig
 from mtrain.config.model import ModelConfig
+from mtrain.config.mup import MupConfig
 from mtrain.config.run import RunConfig
 
 HEAD = """# Keys and fields
@@ -31,7 +32,7 @@ def fed() -> dict[str, list[str]]:
     plain = plain.model_copy(update={"linear_attention": LinearAttentionConfig()})
     out: dict[str, list[str]] = {}
     hybrid = HybridConfig(pattern="ME", num_heads=8)
-    for update in ({}, {"mla": MLAConfig(rope_type="yarn")}, {"hybrid": hybrid}):
+    for update in ({}, {"mla": MLAConfig(rope_type="yarn")}, {"hybrid": hybrid}, {"mup": MupConfig()}):
         model = plain.model_copy(update=update)
         for key, fields in feeds(RunConfig(model=model)).items():
             known = out.setdefault(key, [])

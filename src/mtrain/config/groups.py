@@ -23,6 +23,7 @@ from mtrain.config.kernel_keys import KernelsConfig as KernelsConfig
 from mtrain.config.optimizers import OPTIMIZERS, read_by
 
 Seconds = Annotated[float, Field(gt=0, le=10**8)]
+GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"]
 
 
 class _OptimKeys(Section):
@@ -210,6 +211,30 @@ class TrainerConfig(Section):
     ] = False
     """Only algorithms that give the same bits every time, where a GPU has faster ones; an operation without any is an
     error. On a CPU every run is so."""
+    cuda_graph_impl: Annotated[
+        Literal["none", "local", "transformer_engine", "full_iteration"], Key(effect=Effect.PARALLELISM)
+    ] = "none"
+    """What is captured into CUDA graphs after some steps, and launched as one from then on: parts of layers, by
+    megatron-core (local) or TransformerEngine, or the forward and backward of a whole step (full_iteration). On GPUs
+    alone; composed, validated and handed to megatron-core, but captured on no GPU yet."""
+    cuda_graph_modules: Annotated[
+        tuple[GraphModule, ...] | None,
+        Key(when="trainer.cuda_graph_impl=local|transformer_engine", effect=Effect.PARALLELISM),
+    ] = Field(default=None, strict=False)
+    """local, transformer_engine: what of a layer is captured; null: whole layers. moe is a layer's experts, padded
+    to their capacity; moe_router and moe_preprocess are what comes before tokens are exchanged."""
+    cuda_graph_warmup_steps: Annotated[
+        PositiveInt | None,
+        Key(
+            feeds="cuda_graph_warmup_steps",
+            when="trainer.cuda_graph_impl=local|transformer_engine|full_iteration",
+            null=3,
+            effect=Effect.RUNTIME,
+            flag=Flag("--cuda-graph-warmup-steps", absent=3),
+            unit="steps",
+        ),
+    ] = None
+    """Steps before anything is captured, and with local forwards of a layer before its capture; null: 3."""
     sample_tokens: Annotated[
         Annotated[int, Field(ge=0, le=1 << 20)] | None, Key(effect=Effect.RUNTIME, unit="tokens")
     ] = None

@@ -24,23 +24,14 @@ from mtrain.config.hybrid import HybridConfig
 from mtrain.config.linear_attention import LinearAttentionConfig
 from mtrain.config.llava import LlavaConfig
 from mtrain.config.mla import MLAConfig
+from mtrain.config.mup import MupConfig
+from mtrain.config.published import PublishedConfig
 from mtrain.config.rope import RopeScalingConfig
 from mtrain.config.t5 import T5Config
 
 VOCAB_MULTIPLE = 128
 GATED = "model.activation=swiglu|geglu|geglu_tanh|quick_geglu"
 """The condition of keys that only an MLP with a gate reads."""
-
-
-class PublishedConfig(Section):
-    """`model.published`: how the model was trained, for `optim.lr` and `trainer.global_batch_size` that are null."""
-
-    peak_lr: PositiveFloat | None = None
-    """Largest learning rate; null: not published."""
-    batch_tokens: PositiveInt | None = None
-    """Tokens per optimizer step; null: not published."""
-    source: Annotated[str, Field(max_length=200)]
-    """Where that is said."""
 
 
 class ModelConfig(Section):
@@ -157,7 +148,7 @@ class ModelConfig(Section):
     """Queries and keys are divided by the root of their mean square, without a weight (Llama 4)."""
     softmax_scale: Annotated[
         Annotated[float, Field(gt=0, le=100)] | None,
-        Key(feeds="softmax_scale", when="model.mla=null", effect=Effect.NUMERICS),
+        Key(when="model.mla=null and model.mup=null", effect=Effect.NUMERICS),
     ] = None
     """Factor on attention logits; null: 1 / sqrt(width of a head)."""
     attn_logit_softcapping: Annotated[
@@ -266,6 +257,10 @@ class ModelConfig(Section):
     ] = False
     """mtp_num_layers: their loss trains their own layers alone, whose gradient norm is taken and clipped apart.
     With megatron-core 0.19."""
+    mtp_use_repeated_layer: Annotated[bool, Key(when="model.mtp_num_layers>1", flag="--mtp-use-repeated-layer")] = (
+        False
+    )
+    """mtp_num_layers above 1: one layer is used so many times, each time on what it gave, with the same weights."""
     final_logit_softcapping: Annotated[
         PositiveFloat | None, Key(effect=Effect.NUMERICS, hf="final_logit_softcapping")
     ] = None
@@ -299,7 +294,7 @@ class ModelConfig(Section):
         float,
         Field(gt=0, le=20),
         Key(
-            feeds="init_method_std init_method",
+            feeds="init_method_std",
             effect=Effect.NUMERICS,
             flag="--init-method-std",
             hf="initializer_range",
@@ -315,6 +310,8 @@ class ModelConfig(Section):
     """Mixture of experts; null: dense."""
     mla: MLAConfig | None = None
     """Multi-head latent attention (MLA); null: standard attention."""
+    mup: MupConfig | None = None
+    """Rates, deviations and factors by width (muP); null: the usual ones."""
     linear_attention: LinearAttentionConfig | None = None
     """Layers that are gated delta nets; null: every layer has softmax attention."""
     bert: BertConfig | None = None
@@ -337,6 +334,21 @@ class ModelConfig(Section):
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_scale(self) -> float | None:
+        """Factor on attention logits, outside MLA; None: 1 / sqrt(head_dim)."""
+        return self.softmax_scale if self.mup is None else self.mup.softmax_scale(self.head_dim)
+
+    @property
+    def width_mult(self) -> float:
+        """How many times as wide as the base of muP it is; 1 without."""
+        return 1.0 if self.mup is None else self.mup.width_mult(self.hidden_size)
+
+    @property
+    def mtp_held(self) -> int:
+        """MTP layers with weights of their own."""
+        return 1 if self.mtp_use_repeated_layer else self.mtp_num_layers or 0
 
     @property
     def rotary_dim(self) -> int:

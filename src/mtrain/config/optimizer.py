@@ -13,6 +13,10 @@ Run = Any
 Feature = Literal["distributed_optimizer", "fsdp2", "megatron_fsdp", "cpu_offload", "adapters"]
 
 
+NO_MATRICES = ("embedding", "relative_attention_bias", "output_layer")
+"""In names of tables that are looked up in and of output layers, which are no maps from width to width."""
+
+
 @dataclass(frozen=True)
 class ParamGroup:
     """Parameters that an optimizer updates in a way of their own."""

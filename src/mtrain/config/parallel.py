@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from mtrain.config.activation_offload import ActivationOffloadConfig
 from mtrain.config.base import Degree, Effect, Flag, Key, PositiveInt, Section
 
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
@@ -183,6 +184,8 @@ class ParallelConfig(Section):
     gradients are reduced inside a group and then between groups."""
     recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
     """Activations computed again in the backward."""
+    activation_offload: ActivationOffloadConfig = Field(default_factory=ActivationOffloadConfig)
+    """Activations that wait for the backward in host memory."""
 
     @property
     def model_ranks(self) -> int:

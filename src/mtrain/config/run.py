@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from mtrain.config.activation_offload import ActivationOffloadConfig
 from mtrain.config.base import Effect, Key, Section
 from mtrain.config.cluster import ClusterConfig
 from mtrain.config.groups import (
@@ -68,6 +69,15 @@ class RunConfig(Section):
     log: Annotated[LogConfig, Key(effect=Effect.RUNTIME)] = Field(default_factory=LogConfig)
     cluster: Annotated[ClusterConfig, Key(effect=Effect.RUNTIME)] = Field(default_factory=ClusterConfig)
     recipe: RecipeConfig = Field(default_factory=RecipeConfig)
+
+    def on_any_device(self) -> RunConfig:
+        """Without what a GPU alone does beside its kernels and changes no number: graphs, copies to host memory."""
+        graphs = {"cuda_graph_impl": "none", "cuda_graph_modules": None, "cuda_graph_warmup_steps": None}
+        update = {
+            "trainer": self.trainer.model_copy(update=graphs),
+            "parallel": self.parallel.model_copy(update={"activation_offload": ActivationOffloadConfig()}),
+        }
+        return self.model_copy(update=update)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-like values of every key."""

@@ -86,15 +86,19 @@ _TRANSFORMER: tuple[tuple[Why, str, str], ...] = (
     ),
     (
         "not offered",
-        "CUDA graphs: the trainer captures none",
-        """cuda_graph_impl cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps
-        use_te_rng_tracker""",
+        "pools of CUDA graphs are megatron-core's, and backwards are captured as they run",
+        "cuda_graph_use_single_mempool cuda_graph_retain_backward_graph",
+    ),
+    (
+        "derived",
+        "TransformerEngine tracks random numbers where its layers or its graphs are captured",
+        "use_te_rng_tracker",
     ),
     (
         "not offered",
-        "activations in host memory need CUDA streams; recomputation saves the same memory on every device",
+        "whole layers in host memory; parallel.activation_offload names modules",
         """cpu_offloading cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights
-        cpu_offloading_double_buffering fine_grained_activation_offloading offload_modules min_offloaded_tensor_size
+        cpu_offloading_double_buffering
         num_microbatches_with_partial_activation_checkpoints""",
     ),
     (
@@ -228,8 +232,6 @@ _OTHERS: tuple[tuple[str, Why, str, str], ...] = (
 
 FIXED_IN_TABLES = {
     "TransformerConfig.calculate_per_token_loss": "the loss is a mean over the tokens of the global batch",
-    "TransformerConfig.cuda_graph_scope": "CUDA graphs: the trainer captures none",
-    "TransformerConfig.cuda_graph_modules": "CUDA graphs: the trainer captures none",
     "TransformerConfig.experimental_attention_variant": "linear attention is that of gated delta nets",
     "TransformerConfig.is_hybrid_model": "it is so in the family hybrid",
     "TransformerConfig.moe_router_dtype": "routers compute in fp32",

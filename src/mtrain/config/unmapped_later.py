@@ -18,16 +18,22 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "TransformerConfig",
-        "not offered",
-        "learning rates and multipliers by width: no key of muP yet",
+        "derived",
+        "model.mup is made here, the same in every release",
         """use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
         mup_attn_scale_power""",
     ),
     (
         "TransformerConfig",
+        "derived",
+        "model.mtp_use_repeated_layer is made here, the same in every release",
+        "mtp_use_repeated_layer",
+    ),
+    (
+        "TransformerConfig",
         "not offered",
-        "multi-token prediction with one layer for each further token, as in every release",
-        "mtp_use_repeated_layer mtp_hybrid_override_pattern",
+        "multi-token prediction of the family gpt, whose layers are those of its stack",
+        "mtp_hybrid_override_pattern",
     ),
     (
         "TransformerConfig",
@@ -69,9 +75,9 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     (
         "TransformerConfig",
         "not offered",
-        "activations in host memory need CUDA streams; recomputation saves the same memory on every device",
-        """cpu_offloading_retain_pinned_cpu_buffers delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks
-        activation_offload_fraction fine_grained_offloading_max_inflight_offloads moe_paged_stash
+        "beside CUDA graphs, or of whole layers and pages; parallel.activation_offload names modules",
+        """cpu_offloading_retain_pinned_cpu_buffers delay_offload_until_cuda_graph
+        fine_grained_offloading_max_inflight_offloads moe_paged_stash
         moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu""",
     ),
     (
@@ -127,7 +133,12 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
         adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps muon_coefficient_type
         muon_scalar_optimizer use_layer_wise_distributed_optimizer""",
     ),
-    ("OptimizerConfig", "not offered", "CUDA graphs: the trainer captures none", "optimizer_cuda_graph"),
+    (
+        "OptimizerConfig",
+        "not offered",
+        "the update is launched kernel by kernel: trainer.cuda_graph_impl captures the rest",
+        "optimizer_cuda_graph",
+    ),
     (
         "GPTDatasetConfig",
         "derived",

@@ -23,10 +23,12 @@ class OutputLayer(ColumnLinear):
     """The layer that makes logits; given labels, it makes their loss instead, a part of the tokens at a time.
 
     The loss belongs inside of this module: whoever gathers its weight (FSDP, overlapped parameter gather) does so
-    when the module is called, and frees it afterwards. Logits x become c tanh(x / c) where `soft_cap` is c.
+    when the module is called, and frees it afterwards. Logits are multiplied by `scale`, and then
+    x becomes c tanh(x / c) where `soft_cap` is c.
     """
 
     soft_cap: float | None = None
+    scale: float | None = None
 
     def _forward_impl(self, *args: Any, **more: Any) -> Tensor:
         """With gradients megatron-core's own product: its loss of all logits writes over them."""
@@ -49,6 +51,8 @@ class OutputLayer(ColumnLinear):
         `input_` is [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism. Ids from `vocab_size` on have
         no part in the losses.
         """
+        if self.scale is not None:
+            input_ = input_ * self.scale
         if labels is None or token_weights is None:
             logits, bias = super().forward(input_, weight, runtime_gather_output)
             if self.soft_cap is not None:
@@ -123,9 +127,10 @@ class LanguageModel(SummedLosses, GPTModel):
     megatron-core 0.16.1 does it, weighted by the mask of their own tokens. (0.19 divides by the tokens of a
     micro-batch, so that another micro-batch size is another gradient.) Every loss is over the first `loss_vocab_size`
     ids; logits that are asked for without labels have all of the padded vocabulary. `soft_cap` bounds logits as
-    `OutputLayer` says; the embeddings of tokens are multiplied by `embedding_scale`. `frequencies` are those of the
-    rotary positions where megatron-core's are not; layers with a window have rotary positions by
-    `rotary_base_local`.
+    `OutputLayer` says, and `logit_scale` multiplies them; an output layer of its own starts with the deviation
+    `output_init_std`, where that is given. The embeddings of tokens are multiplied by `embedding_scale`.
+    `frequencies` are those of the rotary positions where megatron-core's are not; layers with a window have rotary
+    positions by `rotary_base_local`. With `repeats_mtp` the first MTP layer stands in the place of all.
     """
 
     def __init__(
@@ -134,19 +139,26 @@ class LanguageModel(SummedLosses, GPTModel):
         loss: str,
         loss_vocab_size: int,
         soft_cap: float | None = None,
+        logit_scale: float | None = None,
+        output_init_std: float | None = None,
         embedding_scale: float | None = None,
         rotary_base_local: float | None = None,
+        repeats_mtp: bool = False,
         frequencies: Frequencies | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         join_layers(self.decoder)
         self.sum_losses_by(loss, loss_vocab_size)
+        if repeats_mtp and self.mtp_process:
+            self.mtp.layers = torch.nn.ModuleList([self.mtp.layers[0]] * len(self.mtp.layers))
         if hasattr(self, "embedding"):
             add_in_fp32(self.embedding, embedding_scale)
         if self.post_process:
             self.output_layer.__class__ = OutputLayer  # GPTModel makes the layer itself, of the class that it names
-            self.output_layer.soft_cap = soft_cap
+            self.output_layer.soft_cap, self.output_layer.scale = soft_cap, logit_scale
+            if output_init_std is not None and self.output_layer.weight is not None:
+                self.output_layer.weight.mtrain_init_std = output_init_std
         if frequencies is not None:
             self.rotary_pos_emb.__class__ = ScaledRotary
             self.rotary_pos_emb.frequencies = frequencies

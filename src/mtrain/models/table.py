@@ -268,7 +268,7 @@ class Table:
         for i in range(model.num_layers):
             for entry in self.layer + (self.experts if i >= sparse_from else self.dense):
                 yield from entry.steps(model, i=i)
-        for m in range(model.mtp_num_layers or 0):
+        for m in range(model.mtp_held):
             for entry in self.mtp:
                 yield from entry.steps(model, i=model.num_layers + m, m=m)
 
@@ -277,7 +277,7 @@ class Table:
         out = {}
         for copy in self.copies:
             if copy.of_mtp:
-                for m in range(model.mtp_num_layers or 0):
+                for m in range(model.mtp_held):
                     out[copy.name.replace("{i}", str(model.num_layers + m))] = copy.of
             elif copy.always or model.tie_word_embeddings:
                 out[copy.name] = copy.of

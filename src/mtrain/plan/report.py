@@ -140,6 +140,8 @@ def notes(run: RunConfig) -> list[str]:
         out.append("what fused kernels keep follows from their sources, and was not measured on a device")
     if untimed := OPTIMIZERS[run.optim.name].untimed:
         out.append(f"the time of a step is without {untimed} ({run.optim.name})")
+    if run.parallel.activation_offload.modules:
+        out.append("activations that wait in host memory are counted on the device, and their copies take no time")
     if run.optim.cpu_offload:
         out.append("moments in host memory are left out; main weights stay on the device")
     return out

@@ -31,6 +31,7 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
     sequence. Everything that decides which code runs stays as it was: norm, activation, biases, positions, windows,
     sinks, tying, routing, recomputation, optimizer, schedule. Products in 8 or 4 bits do not: see `in_eight_bits`.
     """
+    run = run.on_any_device()
     p, deep = _fitting(run.parallel, max_ranks), stages(run)
     if p.pp * p.vpp < len(deep):  # written stages are of a pipeline that no longer exists
         p, deep = p.model_copy(update=EQUAL_STAGES), []

@@ -153,7 +153,7 @@ def _recompute(a: Arguments, d: Draft) -> Draft:
         a.refuse("--moe-layer-recompute", "no effect", "Megatron-LM refuses it beside full recomputation")
     elif a.has("--moe-layer-recompute"):  # it adds to the modules, which are core_attn where none are said
         kind, modules = "selective", list(dict.fromkeys([*(["core_attn"] if modules is None else modules), "moe"]))
-    known = _words_of("parallel.recompute.modules")
+    known = words_of("parallel.recompute.modules")
     strange = [word for word in modules or () if word not in known]
     if strange:
         a.refuse("--recompute-modules", "not supported", f"{', '.join(strange)}: modules are {', '.join(known)}")
@@ -176,7 +176,7 @@ def _recompute_words(d: Values) -> list[str]:
     return out + (["--recompute-num-layers", str(get("num_layers"))] if get("num_layers") else [])
 
 
-def _words_of(key: str) -> list[str]:
+def words_of(key: str) -> list[str]:
     """The words that a key's list may hold."""
     from typing import Literal, get_args, get_origin
 

@@ -254,6 +254,12 @@ def _flex_words(d: Values) -> list[str]:
 
 MODEL: tuple[Entry, ...] = (
     Entry(("--multi-latent-attention",), ("model.mla",), _latent, _latent_words),
+    Entry(
+        ("--use-mup",),
+        ("model.mup",),
+        lambda a, d: {"model.mup": {} if a.has("--use-mup") else None},
+        lambda d: ["--use-mup"] if "model.mup.embedding_mult" in d else [],
+    ),
     Entry(("--experimental-attention-variant",), ("model.linear_attention",), _variant, _variant_words),
     Entry(
         (*ACTIVATIONS, "--no-bias-gelu-fusion", "--openai-gelu"),

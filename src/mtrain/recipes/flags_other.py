@@ -108,9 +108,9 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         "not supported",
         "changes speed or memory, not the numbers",
         """
-        --cpu-offloading-num-layers --tp-comm-overlap --fine-grained-activation-offloading --offload-modules
+        --cpu-offloading-num-layers --tp-comm-overlap
         --async-strategy --async-ckpt-use-cpu-shm --fsdp-manual-registration --outer-dp-sharding-strategy
-        --cuda-graph-modules --use-transformer-engine-op-fuser --no-use-layer-wise-param-layout
+        --use-transformer-engine-op-fuser --no-use-layer-wise-param-layout
         --check-weight-hash-across-dp-replicas-interval --verify-integrity --DDP-impl
         --tp-comm-overlap-cfg --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs
         --tp-comm-overlap-rs-dgrad --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad
@@ -122,8 +122,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         --suggested-communication-unit-size --torch-fsdp2-no-reshard-after-forward
         --enable-full-sharding-in-hsdp --keep-fp8-transpose-cache
         --moe-deepep-num-sms --overlap-moe-expert-parallel-comm --delay-wgrad-compute
-        --enable-cuda-graph --external-cuda-graph --cuda-graph-impl --cuda-graph-scope
-        --cuda-graph-warmup-steps --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d
+        --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d
         --no-pin-cpu-grads --no-pin-cpu-params --moe-per-layer-logging --record-memory-history
         --memory-snapshot-path --profile-ranks --distributed-timeout-seconds-after-init
         --decrease-batch-size-if-needed
@@ -153,7 +152,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         --mamba-num-groups --mamba-num-heads --use-legacy-models --decoder-num-layers
         --dsa-indexer-n-heads --dsa-indexer-head-dim --dsa-indexer-topk --dsa-indexer-loss-coeff --enable-gpt-oss
         --gated-linear-unit --activation-func
-        --use-mup --mup-base-hidden-size --mup-base-head-dim --mup-width-mult --mup-output-mult
+        --mup-width-mult
         --decoder-seq-length --vocab-extra-ids --bert-no-binary-head
         """,
     ),

@@ -7,6 +7,7 @@ from functools import cache
 from mtrain.config.keys import flag_of, keys
 from mtrain.recipes.arguments import Entry
 from mtrain.recipes.flags import of_schema
+from mtrain.recipes.flags_graphs import GRAPHS
 from mtrain.recipes.flags_layout import AXES, CUTS
 from mtrain.recipes.flags_model import EXPERTS, LATENT, MODEL
 from mtrain.recipes.flags_optim import OPTIM
@@ -14,7 +15,19 @@ from mtrain.recipes.flags_other import OTHERS
 from mtrain.recipes.flags_precision import PRECISION
 from mtrain.recipes.flags_training import DATA, REST, TRAINER
 
-WRITTEN: tuple[Entry, ...] = (*MODEL, *EXPERTS, *LATENT, *AXES, *CUTS, *PRECISION, *DATA, *TRAINER, *OPTIM, *REST)
+WRITTEN: tuple[Entry, ...] = (
+    *MODEL,
+    *EXPERTS,
+    *LATENT,
+    *AXES,
+    *CUTS,
+    *PRECISION,
+    *DATA,
+    *TRAINER,
+    *GRAPHS,
+    *OPTIM,
+    *REST,
+)
 """What is more than one flag with one value."""
 
 

@@ -34,6 +34,7 @@ from mtrain.plan.count import adapter_parameters, parameters
 from mtrain.train import hooks
 from mtrain.train.dynamic import run_documents
 from mtrain.train.generate import Sampler
+from mtrain.train.graphs import Graphs
 from mtrain.train.measured import use_measured
 from mtrain.train.planned import Planned
 from mtrain.train.progress import Progress
@@ -118,6 +119,8 @@ def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> Path
     chain: list[Hook] = [metrics, progress, checkpoints, evaluation, hooks.Memory(paths.folder), Planned(progress)]
     if run.trainer.profile_step:
         chain.insert(0, hooks.Profile(paths.folder, run.trainer.profile_step))
+    if run.trainer.cuda_graph_impl == "transformer_engine":
+        chain.append(Graphs(run))
     _introduce(parts, splits, progress)
     begun_at = parts.state.step
     Trainer(parts, chain).fit()

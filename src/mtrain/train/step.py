@@ -18,6 +18,7 @@ from mtrain.config.batches import Stage, samples_of, size_after, stages
 from mtrain.config.run import RunConfig
 from mtrain.data.batch import GlobalBatches, MicroBatch
 from mtrain.mcore import api as mcore
+from mtrain.mcore.cuda_graphs import whole_steps
 from mtrain.mcore.optimizer_state import loss_scale
 from mtrain.mcore.patching import ROUTER_LOSS_SHARE
 from mtrain.mcore.sharding import gathered
@@ -60,6 +61,14 @@ class Parts:
         plan = self.batch_sizes
         end = samples_of(plan, self.run.trainer.train_iters)
         return Feed(self.train_data, self.world, self.needs, partial(_next_step, plan, end), self.run.data.prefetch)
+
+    @cached_property
+    def pipeline(self) -> Callable[..., Any]:
+        """megatron-core's schedule of micro-batches, in one CUDA graph where that is asked for."""
+        schedule, steps = mcore.get_forward_backward_func(), self.run.trainer.cuda_graph_warmup_steps
+        if self.run.trainer.cuda_graph_impl == "full_iteration" and steps is not None:
+            return whole_steps(schedule, steps)
+        return schedule  # type: ignore[no-any-return]
 
     def begin(self) -> None:
         """Begin to read for the next step."""
@@ -247,7 +256,7 @@ def run_pipeline(
     """`run_schedule` by megatron-core's schedules, with or without stages; `forward` stands for `forward_step`."""
     chunks, run = parts.state.chunks, parts.run
     iterators = [iter(batches) for _ in chunks]
-    reports = mcore.get_forward_backward_func()(
+    reports = (mcore.get_forward_backward_func() if forward else parts.pipeline)(
         forward_step_func=forward or forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],

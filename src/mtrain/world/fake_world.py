@@ -15,7 +15,7 @@ from mtrain.config.run import RunConfig
 from mtrain.devices import cpu_namespace, registry
 from mtrain.layout import stages
 from mtrain.layout.grid import RankGrid
-from mtrain.world.generators import seed_generators
+from mtrain.world.generators import seed_generators, tracker_of
 from mtrain.world.init import World, make_groups
 
 
@@ -57,7 +57,7 @@ def silent_world(run: RunConfig, rank: int, torch_device: torch.device) -> Itera
     dist.init_process_group("fake", store=store, rank=rank, world_size=grid.world)
     try:
         make_groups(grid, run, embedding_stages, timedelta(seconds=1))
-        seed_generators(run.trainer.seed, coords)
+        seed_generators(run.trainer.seed, coords, tracker=tracker_of(run))
         yield World(rank, 0, grid, device, torch_device, coords, embedding_stages, store)
     finally:
         mcore.parallel_state.destroy_model_parallel()

@@ -9,11 +9,22 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from mtrain.config.run import RunConfig
+
 DATA_STREAM = "data-parallel-rng"
 """The stream of megatron-core's tracker that tensor-parallel ranks share."""
 
 
-def seed_generators(seed: int, coords: Mapping[str, int], step: int = 0) -> None:
+def tracker_of(run: RunConfig) -> dict[str, bool]:
+    """The kind of megatron-core's tracker: CUDA graphs go on with numbers of generators that they know."""
+    graphs = run.trainer.cuda_graph_impl
+    theirs = graphs == "transformer_engine" or run.kernels.linear == "te"
+    return {"use_cudagraphable_rng": graphs != "none", "te_rng_tracker": graphs != "none" and theirs}
+
+
+def seed_generators(
+    seed: int, coords: Mapping[str, int], step: int = 0, tracker: Mapping[str, bool] | None = None
+) -> None:
     """Start every generator of the rank at `coords` (`RankGrid.coords`) for the steps after `step`.
 
     Ranks that hold other layers or read other tokens draw other numbers from everything: pipeline stages, data- and
@@ -23,7 +34,7 @@ def seed_generators(seed: int, coords: Mapping[str, int], step: int = 0) -> None
 
     Weights and the order of samples depend on none of these. Megatron-LM adds 100 to the seed for a stage and, with
     --data-parallel-random-init, 10 for a data-parallel rank, so that rank 10 of stage 0 draws what rank 0 of stage 1
-    draws; hashes do not meet.
+    draws; hashes do not meet. A new tracker of the kind `tracker` is made; None: the one that is there is seeded.
     """
     from mtrain.mcore import api as mcore
 
@@ -31,13 +42,14 @@ def seed_generators(seed: int, coords: Mapping[str, int], step: int = 0) -> None
     random.seed(shared)
     np.random.seed(shared % 2**32)
     torch.manual_seed(shared)
-    mcore.model_parallel_cuda_manual_seed(shared, tp_rank=0, ep_rank=0, etp_rank=0, force_reset_rng=True)
-    tracker = mcore.get_cuda_rng_tracker()
-    streams = tuple(tracker.get_states())
-    tracker.reset()
+    kind = {"force_reset_rng": tracker is not None, **(tracker or {})}
+    mcore.model_parallel_cuda_manual_seed(shared, tp_rank=0, ep_rank=0, etp_rank=0, **kind)
+    tracked = mcore.get_cuda_rng_tracker()
+    streams = tuple(tracked.get_states())
+    tracked.reset()
     for name in streams:
         axes = ("pp", "dp", "cp") if name == DATA_STREAM else ("pp", "dp", "cp", "tp")
-        tracker.add(name, stream_seed(seed, step, name, coords, axes))
+        tracked.add(name, stream_seed(seed, step, name, coords, axes))
 
 
 def stream_seed(seed: int, step: int, name: str, coords: Mapping[str, int], axes: tuple[str, ...]) -> int:

@@ -22,7 +22,7 @@ from mtrain.errors import BadEnvironment
 from mtrain.layout import stages
 from mtrain.layout.grid import RankGrid
 from mtrain.world import join
-from mtrain.world.generators import seed_generators
+from mtrain.world.generators import seed_generators, tracker_of
 from mtrain.world.rank_env import RankEnv
 
 GROUP_SLACK_S = 60.0
@@ -128,6 +128,8 @@ def _prepare(run: RunConfig, env: RankEnv) -> Device:
     """Import and set up what this rank needs before it meets the others."""
     if run.trainer.deterministic:
         _insist_on_determinism()
+    if run.parallel.activation_offload.modules:  # else TransformerEngine copies weights too
+        os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
     grid = RankGrid.of(run)
     if env.size != grid.world:
         raise BadEnvironment(f"the layout has {grid.world} ranks ({grid}), but {env.size} were started")
@@ -154,7 +156,7 @@ def _join(run: RunConfig, env: RankEnv, device: Device) -> World:
     embedding_stages = stages.embedding_stages(run)
     make_groups(grid, run, embedding_stages, timeout)
     coords = grid.coords(env.rank)
-    seed_generators(run.trainer.seed, coords)
+    seed_generators(run.trainer.seed, coords, tracker=tracker_of(run))
     torch_device = device.device(env.local_rank)
     return World(env.rank, env.local_rank, grid, device, torch_device, coords, embedding_stages, store)
 

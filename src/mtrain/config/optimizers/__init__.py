@@ -4,13 +4,31 @@ from __future__ import annotations
 
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any
 
-from mtrain.config.optimizer import Optimizer
+from mtrain.config.optimizer import NO_MATRICES, Optimizer, ParamGroup, Run
 
 OPTIMIZERS: dict[str, Optimizer] = {
     found.name: import_module(f"{__name__}.{found.name}").OPTIMIZER for found in iter_modules(__path__)
 }
 """By name, which is that of the module, in the order of the alphabet."""
+
+
+def mup_groups(run: Run) -> tuple[ParamGroup, ...]:
+    """The parameters whose rate follows the width of the model (`model.mup`)."""
+    o, m = run.optim, run.model.width_mult
+    if m == 1:
+        return ()
+
+    def hidden(param: Any, name: str) -> bool:
+        return param.ndim > 1 and not any(word in name for word in NO_MATRICES)
+
+    if o.name == "sgd":
+        rates = {"max_lr": o.rate * m, "min_lr": (o.min_lr or 0.0) * m}
+        return (ParamGroup("mup, as wide as one", lambda p, name: not hidden(p, name), rates),)
+    rates = {"max_lr": o.rate / m, "min_lr": (o.min_lr or 0.0) / m}
+    rates |= {"eps": o.eps / m} if "eps" in OPTIMIZERS[o.name].keys else {}
+    return (ParamGroup("mup, wide on both sides", hidden, rates),)
 
 
 def read_by(key: str) -> str:

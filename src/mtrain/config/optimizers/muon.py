@@ -7,7 +7,7 @@ from pydantic import Field
 
 from mtrain.config.base import Beta, Flag, Key, PositiveFloat, Section
 from mtrain.config.formats import MainFormat
-from mtrain.config.optimizer import Optimizer, ParamGroup, Run, only
+from mtrain.config.optimizer import NO_MATRICES, Optimizer, ParamGroup, Run, only
 from mtrain.config.optimizers import adamw
 
 
@@ -54,16 +54,13 @@ class MuonConfig(Section):
     """Largest learning rate of what is no matrix, and of embedding and output layer; null: optim.lr."""
 
 
-_NO_MATRICES = ("embedding", "relative_attention_bias", "output_layer")
-
-
 def is_matrix(param: Any, name: str) -> bool:
     """Whether Muon takes a parameter: a matrix, but for tables that are looked up in and the output layer."""
     return _takes(name, param.ndim)
 
 
 def _takes(name: str, axes: int) -> bool:
-    return axes == 2 and not any(word in name for word in _NO_MATRICES)
+    return axes == 2 and not any(word in name for word in NO_MATRICES)
 
 
 def _states(run: Run, name: str, axes: int) -> Mapping[str, str]:

@@ -9,6 +9,7 @@ from mtrain_kernels.fp8_linear.op import Recipe
 
 from mtrain.config.core_fields import GPT_FIELDS, values
 from mtrain.config.fusions import positions_apart, sums_apart
+from mtrain.config.model import ModelConfig
 from mtrain.config.run import RunConfig
 from mtrain.mcore import api as mcore
 from mtrain.mcore import backend
@@ -23,6 +24,14 @@ def recipe(run: RunConfig) -> Recipe | None:
     if p.fp8 is None or run.kernels.linear == "te":
         return None
     return Recipe(p.fp8_recipe or "tensorwise", backward="e5m2" if p.fp8 == "hybrid" else "e4m3")
+
+
+def embedding_scale(model: ModelConfig) -> float | None:
+    """What the embeddings of tokens are multiplied by; None: nothing."""
+    by_width = model.hidden_size**0.5 if model.scale_embedding else None
+    if model.mup is None or model.mup.embedding_mult == 1:
+        return by_width
+    return (by_width or 1.0) * model.mup.embedding_mult
 
 
 def chunk(
@@ -53,8 +62,11 @@ def chunk(
         loss_vocab_size=m.loss_vocab_size,
         soft_cap=m.final_logit_softcapping,
         frequencies=frequencies(m),
-        embedding_scale=m.hidden_size**0.5 if m.scale_embedding else None,
+        logit_scale=m.mup.logit_mult(m.hidden_size) if m.mup else None,
+        output_init_std=(m.embedding_init_method_std or m.init_method_std) if m.mup else None,
+        embedding_scale=embedding_scale(m),
         rotary_base_local=m.rotary_base_local,
+        repeats_mtp=m.mtp_use_repeated_layer,
         config=config,
         transformer_layer_spec=backend.layer_spec(config, provider, vp_stage=stage),
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),

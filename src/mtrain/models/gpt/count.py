@@ -12,7 +12,7 @@ def parameters(model: ModelConfig) -> int:
     if model.position_embedding_type == "learned_absolute":
         total += model.max_position_embeddings * model.hidden_size
     total += _norm(model, model.hidden_size)
-    total += (model.mtp_num_layers or 0) * prediction_parameters(model)
+    total += model.mtp_held * prediction_parameters(model)
     dense = model.num_layers if model.moe is None else min(model.moe.first_dense_layers, model.num_layers)
     for moe, first, end in ((False, 0, dense), (True, dense, model.num_layers)):
         if first < end:
@@ -27,7 +27,7 @@ def active_parameters(model: ModelConfig) -> int:
     if model.moe is None:
         return parameters(model)
     idle = model.moe.num_experts - model.moe.router_topk
-    layers = model.num_layers - model.moe.first_dense_layers + (model.mtp_num_layers or 0)
+    layers = model.num_layers - model.moe.first_dense_layers + model.mtp_held
     return parameters(model) - layers * idle * _mlp(model, model.moe.ffn_hidden_size)
 
 
@@ -129,7 +129,8 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
         weights -= table
     if model.position_embedding_type == "learned_absolute":
         weights -= model.max_position_embeddings * model.hidden_size
-    # every MTP layer multiplies with the output layer once more
+    # a layer that is used several times multiplies each time, and every MTP layer with the output layer once more
+    weights += ((model.mtp_num_layers or 0) - model.mtp_held) * _visited_by_prediction(model)
     weights += (model.mtp_num_layers or 0) * table
     if model.mla:
         widths = 2 * model.mla.qk_head_dim + 2 * model.mla.qk_pos_emb_head_dim + 2 * model.mla.v_head_dim
@@ -139,6 +140,14 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     keys = sum(_keys(model, layer, seq_length, causal=causal) for layer in softmax)
     keys += (model.mtp_num_layers or 0) * _keys(model, 0, seq_length, causal=causal)
     return 6.0 * weights + 3.0 * model.num_attention_heads * widths * keys + _states(model)
+
+
+def _visited_by_prediction(model: ModelConfig) -> int:
+    """Parameters of an MTP layer that one token visits."""
+    idle = (
+        (model.moe.num_experts - model.moe.router_topk) * _mlp(model, model.moe.ffn_hidden_size) if model.moe else 0
+    )
+    return prediction_parameters(model) - idle
 
 
 def _states(model: ModelConfig) -> float:
@@ -164,5 +173,5 @@ def expert_parameters(model: ModelConfig) -> int:
     """Trainable parameters of routed experts: what expert parallelism shards."""
     if model.moe is None:
         return 0
-    layers = model.num_layers - model.moe.first_dense_layers + (model.mtp_num_layers or 0)
+    layers = model.num_layers - model.moe.first_dense_layers + model.mtp_held
     return layers * model.moe.num_experts * _mlp(model, model.moe.ffn_hidden_size)

@@ -49,6 +49,9 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
         update["rope_scaling"] = _scaling(model.rope_scaling, int(HEAD * model.rotary_percent) // 2)
     if model.linear_attention is not None:
         update["linear_attention"] = _gated_delta_net(model.linear_attention, p, layers)
+    if model.mup is not None:  # as many times as wide as its base
+        base = max(1, round(update["hidden_size"] / model.width_mult))
+        update["mup"] = model.mup.model_copy(update={"base_hidden_size": base})
     if model.moe is not None:
         update["moe"] = _experts(model.moe, p, layers)
     if model.mla is not None:

@@ -25,7 +25,7 @@ def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[We
         yield from layer(m, p, f"decoder.layers.{number}", index)
     if ends(m, held):
         yield from norm(m, "decoder.final_layernorm", h)
-    for number in range(held.mtp):
+    for number in range(min(held.mtp, m.mtp_held)):
         yield from _prediction(m, p, f"mtp.layers.{number}")
     if held.loss and not (m.tie_word_embeddings and (held.embedding or held.mtp)):
         yield Weight("output_layer.weight", (rows, h), "output", shared=m.tie_word_embeddings)
@@ -36,7 +36,7 @@ def buffers(m: ModelConfig) -> Iterator[Weight]:
     if m.moe is None or not m.moe.router_enable_expert_bias:
         return
     layers = [f"decoder.layers.{index}" for index in range(m.moe.first_dense_layers, m.num_layers)]
-    layers += [f"mtp.layers.{number}.transformer_layer" for number in range(m.mtp_num_layers or 0)]
+    layers += [f"mtp.layers.{number}.transformer_layer" for number in range(m.mtp_held)]
     for name in layers:
         yield Weight(f"{name}.mlp.router.expert_bias", (m.moe.num_experts,), "router", whole=True)
 

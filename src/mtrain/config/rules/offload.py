@@ -1,0 +1,88 @@
+"""Activations in host memory: what copies them, and which inputs can be copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtrain.config.devices import facts_of, with_cuda_kernels
+from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.rules.rule import Code, rule
+from mtrain.config.run import RunConfig
+
+MODULES = "parallel.activation_offload.modules"
+NONE: Change = {
+    MODULES: None,
+    "parallel.activation_offload.min_tensor_elements": None,
+    "parallel.activation_offload.fraction": None,
+    "parallel.activation_offload.delta_bytes_across_stages": None,
+}
+OF_EXPERTS = ("expert_fc1", "moe_act")
+_H100 = "cluster=h100 cluster.devices_per_node=1 parallel=single"
+
+
+@rule(
+    Code("MT174", "Activations are copied to the host on streams of CUDA.", example=f"{MODULES}=[core_attn]"),
+    Code(
+        "MT175",
+        "megatron-core copies activations of TransformerEngine's layers.",
+        example=f"{MODULES}=[core_attn] kernels.linear=triton {_H100}",
+    ),
+    reads=f"{MODULES} cluster.device kernels.linear",
+)
+def offload_has_a_device(run: RunConfig) -> Iterator[Finding]:
+    """Activations go to host memory from CUDA devices, out of TransformerEngine's layers."""
+    if not run.parallel.activation_offload.modules:
+        return
+    device, linear = run.cluster.device, run.kernels.linear
+    if not facts_of(device).cuda_kernels:
+        rule = f"activations are copied to the host on {with_cuda_kernels()}, and the device is {device}"
+        yield Finding("MT174", MODULES, rule, (NONE,), lacks="device")
+    elif linear not in ("te", "auto", None):
+        rule = f"megatron-core copies activations of TransformerEngine's layers, and kernels.linear is {linear}"
+        yield Finding("MT175", MODULES, rule, ({"kernels.linear": "te"}, NONE))
+
+
+@rule(
+    Code(
+        "MT176",
+        "What is copied to the host is an activation of the model that waits for the backward.",
+        example=f"{MODULES}=[attn_proj] {_H100}",
+    ),
+    reads=(
+        f"{MODULES} model.family model.moe parallel.recompute.granularity parallel.recompute.modules "
+        "parallel.hybrid_context_parallel trainer.cuda_graph_impl"
+    ),
+)
+def offloaded_modules_are_kept(run: RunConfig) -> Iterator[Finding]:
+    """Modules that are offloaded are there, keep their input, and nobody else keeps it."""
+    chosen, again, m = run.parallel.activation_offload.modules, run.parallel.recompute, run.model
+    if not chosen:
+        return
+    experts = tuple(word for word in chosen if word in OF_EXPERTS)
+    rest = tuple(word for word in chosen if word not in OF_EXPERTS)
+    if m.family != "gpt":
+        yield Finding("MT176", MODULES, f"layers of the family {m.family} copy no activations", (NONE,))
+    if "attn_proj" in chosen and "core_attn" not in chosen:
+        rule = "the input of attn_proj is what core_attn gives, which keeps it for its own backward"
+        both: Change = {MODULES: (*chosen, "core_attn")}
+        yield Finding("MT176", MODULES, rule, (both, NONE))
+    if experts and m.moe is None:
+        change: Change = {MODULES: rest} if rest else NONE
+        yield Finding("MT176", MODULES, f"{', '.join(experts)}: the model has no experts", (change,))
+    if again.granularity == "full":
+        rule = "whole layers are computed again, and keep no activations of their modules"
+        yield Finding("MT176", MODULES, rule, (NONE,), also=("parallel.recompute.granularity",))
+    if experts and again.granularity == "selective" and "moe" in (again.modules or ()):
+        rule = f"moe is computed again, with {', '.join(experts)} in it"
+        yield Finding("MT176", MODULES, rule, ({MODULES: rest} if rest else NONE,))
+    if run.parallel.hybrid_context_parallel:
+        rule = "documents of different lengths are no fixed order of activations"
+        yield Finding("MT176", MODULES, rule, (NONE,), also=("parallel.hybrid_context_parallel",))
+    if run.trainer.cuda_graph_impl != "none":
+        rule = "CUDA graphs and copies to the host have not been tried together"
+        off: Change = {f"trainer.cuda_graph_{key}": value for key, value in _GRAPHS}
+        yield Finding("MT176", MODULES, rule, (NONE, off), also=("trainer.cuda_graph_impl",))
+
+
+_GRAPHS = (("impl", "none"), ("modules", None), ("warmup_steps", None))
+RULES = (offload_has_a_device, offloaded_modules_are_kept)

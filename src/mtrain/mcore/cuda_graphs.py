@@ -1,0 +1,50 @@
+"""megatron-core's CUDA graphs of training: of whole steps, and of layers by TransformerEngine.
+
+Those of `trainer.cuda_graph_impl=local` are layers' own: megatron-core's schedules capture them after a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def whole_steps(schedule: Callable[..., Any], warmup_steps: int) -> Callable[..., Any]:
+    """`schedule` of keyword arguments, captured with its backward after so many calls and replayed from then on.
+
+    What a micro-batch holds is copied to where the graph reads it; what is returned lies in the memory of the graph
+    until the next call. Calls with and without backward are two graphs.
+    """
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+    return FullCudaGraphWrapper(schedule, cuda_graph_warmup_steps=warmup_steps)  # type: ignore[no-any-return]
+
+
+class CapturedLayers:
+    """The layers of the chunks of a rank, captured by TransformerEngine."""
+
+    def __init__(self, chunks: list[Any], optimizer: Any, seq_length: int, micro_batch_size: int) -> None:
+        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+        self.chunks = chunks
+        self.graphs = TECudaGraphHelper(
+            model=chunks,
+            config=chunks[0].config,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            optimizers=[optimizer],
+        )
+
+    def capture(self, *, gathers: bool) -> None:
+        """Capture them between two steps.
+
+        `gathers`: hooks of their modules gather weights before they are read; a graph cannot, so megatron-core calls
+        those hooks before it runs one.
+        """
+        for chunk in self.chunks if gathers else ():
+            chunk.disable_forward_pre_hook(param_sync=False)
+        self.graphs.create_cudagraphs()
+        for chunk in self.chunks if gathers else ():
+            chunk.enable_forward_pre_hook()
+        if gathers:
+            self.graphs.cuda_graph_set_manual_hooks()

@@ -1,0 +1,27 @@
+"""CUDA graphs of layers that TransformerEngine captures between two steps."""
+
+from __future__ import annotations
+
+from mtrain.config.run import RunConfig
+from mtrain.mcore.cuda_graphs import CapturedLayers
+from mtrain.train.step import Parts, StepResult
+from mtrain.train.trainer import Hook
+
+
+class Graphs(Hook):
+    """Captures this rank's layers after `trainer.cuda_graph_warmup_steps` steps of this process."""
+
+    collective = True
+
+    def __init__(self, run: RunConfig) -> None:
+        self.waits = run.trainer.cuda_graph_warmup_steps
+
+    def after_step(self, parts: Parts, result: StepResult) -> None:
+        """Counts, and captures once."""
+        if not self.waits:
+            return
+        self.waits -= 1
+        if not self.waits:
+            run, state = parts.run, parts.state
+            layers = CapturedLayers(state.chunks, state.optimizer, run.data.length, run.trainer.micro)
+            layers.capture(gathers=bool(run.parallel.overlap_param_gather))
