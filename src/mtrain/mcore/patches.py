@@ -262,6 +262,16 @@ PATCHES: tuple[Patch, ...] = (
         patching.recomputed_bias,
     ),
     Patch(
+        "short-groups",
+        "transformer/transformer_block.py:539",
+        "Layers are computed again in groups, and the last one is taken to be as large as the others: IndexError where "
+        "a stage's layers do not divide by it.",
+        "everywhere",
+        patching.short_groups,
+        UNTIL_0_16,
+        "#3562",
+    ),
+    Patch(
         "offloaded-shards",
         "optimizer/distrib_optimizer.py:603",
         "The distributed optimizer's shards of fp32 weights are views, which the offloading optimizer does not take: "

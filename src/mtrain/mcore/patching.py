@@ -355,6 +355,28 @@ def recomputed_bias() -> None:
     cls.forward = staticmethod(forward)
 
 
+class _Behind:
+    """What stands behind the last layer of a stage: hands on what arrives."""
+
+    def __init__(self, last: Any) -> None:
+        self.layer_number = last.layer_number
+
+    def __call__(self, hidden_states: Any, context: Any = None, **_: Any) -> tuple[Any, Any]:
+        return hidden_states, context
+
+
+def short_groups() -> None:
+    """Let the last group of layers end with the stage."""
+    cls = _core("transformer.transformer_block").TransformerBlock
+    original = cls._get_layer
+
+    @functools.wraps(original)
+    def _get_layer(self: Any, layer_number: int) -> Any:
+        return original(self, layer_number) if layer_number < len(self.layers) else _Behind(self.layers[-1])
+
+    cls._get_layer = _get_layer
+
+
 def torch_norm() -> None:
     """Let the portable norm stand for the one that models take by default."""
     from mtrain.mcore.layers import Norm
