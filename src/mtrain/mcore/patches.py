@@ -83,6 +83,7 @@ PATCHES: tuple[Patch, ...] = (
         _NO_TE,
         patching.mla_flag,
         UNTIL_0_16,
+        "#3763",
     ),
     Patch(
         "mla-down-projection",
@@ -264,8 +265,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "short-groups",
         "transformer/transformer_block.py:539",
-        "Layers are computed again in groups, and the last one is taken to be as large as the others: IndexError where "
-        "a stage's layers do not divide by it.",
+        "Layers are computed again in groups, and the last is taken to be as large as the others: IndexError where a "
+        "stage's layers do not divide by it.",
         "everywhere",
         patching.short_groups,
         UNTIL_0_16,
@@ -310,6 +311,7 @@ PATCHES: tuple[Patch, ...] = (
         _NO_TE,
         patching_shards.fsdp_te_linear,
         UNTIL_0_16,
+        "#3191",
     ),
     Patch(
         "fsdp-optim-replicas",
