@@ -149,8 +149,7 @@ def test_weights_of_another_model_are_named_and_nothing_is_written(
     capfd.readouterr()
     words = [*case.words.split(), "model.rotary_base=500000.0"]
     assert command("import", "--megatron", tmp_path / "theirs", tmp_path / "run", *words) == 2
-    assert "common.pt says that the weights were trained with rotary_base 10000" in capfd.readouterr().err
-    (tmp_path / "theirs/common.pt").unlink()
+    assert " says that the weights were trained with rotary_base 10000" in capfd.readouterr().err
     for word, said in WRONG.values():
         words = [*(known for known in case.words.split() if known.split("=")[0] != word.split("=")[0]), word]
         assert command("import", "--megatron", tmp_path / "theirs", tmp_path / "run", *words) == 4

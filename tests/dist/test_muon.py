@@ -127,3 +127,23 @@ def test_matrices_have_momentum_and_the_rest_moments_at_a_rate_of_its_own() -> N
         "embedding",
         "output_layer",
     }
+
+
+def test_queries_their_gate_keys_and_values_are_matrices_of_their_own() -> None:
+    run = _run(model={"attention_output_gate": True})
+
+    def cut() -> tuple[Any, int]:
+        from mtrain.train.assemble import assemble, splits_of
+        from mtrain.world.init import joined
+
+        with joined(run) as world:
+            state = assemble(run, world, splits_of(run)).state
+            weights = dict(state.chunks[0].named_parameters())
+            fused = next(p for name, p in weights.items() if name.endswith("linear_qkv.weight"))
+            return state.optimizer.chained_optimizers[0].optimizer.qkv_rows, fused.shape[0]
+
+    rows, height = run_ranks(1, cut)[0]
+    model = run.model
+    queries = model.num_attention_heads // model.query_groups * model.head_dim
+    assert rows == (queries, queries, model.head_dim, model.head_dim)
+    assert sum(rows) * model.query_groups == height

@@ -159,7 +159,7 @@ def _beside_weights() -> dict[str, Any]:
     moments = torch.ones(2, 3)
     kept = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"
     return {
-        "args": Namespace(num_layers=2, rotary_base=10000, add_bias_linear=None, data_path=["a"], hidden_size=32),
+        "args": Namespace(rotary_base=10000, add_bias_linear=None, data_path=["a"], hidden_size=32),
         "iteration": 100,
         "moments": ShardedTensor.from_rank_offsets(kept, moments, (0, dist.get_rank(), dist.get_world_size())),
         "generators": ShardedObject("rng_state", {"seed": 3}, place[1], place[0]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -314,6 +315,25 @@ def _recomputed_bias() -> str:
     return f"{outputs[0]} became an output of its own recomputation" if outputs else FINE
 
 
+def _short_groups() -> str:
+    """Whether three layers that are computed again two and one give the gradients of three that are kept."""
+    tiny.start_world()
+    found = []
+    for again in ({}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}):
+        cfg = tiny.config(num_layers=3, **again)
+        model = tiny.model(cfg)
+        tiny.redraw_matrices(model)
+        tiny.accumulate_gradients(model, cfg)
+        found.append(tiny.gradients(model))
+    return FINE if all(torch.equal(found[0][name], found[1][name]) for name in found[0]) else "other gradients"
+
+
+def _refilled_outputs() -> str:
+    """Whether a norm is computed again where there is no ninja."""
+    os.environ["PATH"] = ""
+    return _train(recompute_granularity="selective", recompute_modules=["layernorm"])
+
+
 def _trains_as_without(optim: dict[str, Any] | None = None, **parallel: Any) -> str:
     """Whether mtrain's own run with these keys of `parallel` and `optim` has the losses and norms of a plain one."""
     # it is installed already, with the patches of this case
@@ -394,6 +414,8 @@ CASES: dict[str, Case] = {
         "NameError: name 'FP8GlobalStateManager'",
     ),
     "recomputed-bias": Case(_recomputed_bias, "mlp.linear_fc2.bias became an output of its own recomputation"),
+    "short-groups": Case(_short_groups, "IndexError: index 3 is out of range"),
+    "refilled-outputs": Case(_refilled_outputs, "RuntimeError: Ninja is required"),
     "offloaded-shards": Case(
         lambda: _trains_as_without({"cpu_offload": 0.5}, distributed_optimizer=True), "non-leaf Tensor"
     ),

@@ -6,6 +6,7 @@ import shutil
 import struct
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,7 @@ def test_arguments_beside_the_weights_run_nothing_and_are_only_a_hint(name: str,
     import zipfile
 
     from mtrain.convert.megatron_args import read_arguments
+    from mtrain.convert.torch_dist import Chunk
 
     canary = tmp_path / "ran"
     with zipfile.ZipFile(tmp_path / "common.pt", "w") as archive:
@@ -153,5 +155,10 @@ def test_arguments_beside_the_weights_run_nothing_and_are_only_a_hint(name: str,
     assert not canary.exists()
     (tmp_path / "common.pt").write_bytes(hostile.pickles(canary)[name])
     assert read_arguments(tmp_path) == {}
+    inside = Chunk((), (), tmp_path / "__0_0.distcp", 3, (tmp_path / "common.pt").stat().st_size)
+    (tmp_path / "common.pt").rename(tmp_path / "whole")
+    inside.path.write_bytes(b"abc" + (tmp_path / "whole").read_bytes() + b"rest")
+    assert read_arguments(tmp_path, inside) == {}
+    assert read_arguments(tmp_path, replace(inside, length=1 << 40)) == {}
     assert read_arguments(good) == {}
     assert not canary.exists()

@@ -340,6 +340,10 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT171", {"parallel.recompute.granularity": "full", "parallel.recompute.num_layers": 5}),
     ("MT171", {"parallel.recompute.granularity": "full", "parallel.recompute.num_layers": 3, "parallel.pp": 2}),
     (
+        "MT171",
+        {"parallel.recompute.granularity": "full", "parallel.recompute.num_layers": 2, "model.mtp_num_layers": 1},
+    ),
+    (
         "MT218",
         {"model.mla": MLA, "model.num_query_groups": None, "model.rotary_interleaved": True},
     ),

@@ -28,7 +28,7 @@ def import_megatron(argv: list[str]) -> int:
     source, out, extra = source_and_new(argv, IMPORT)
     from mtrain.convert import certificate
     from mtrain.convert.megatron import KIND, open_weights, take_megatron
-    from mtrain.convert.megatron_args import COMMON, differing, read_arguments
+    from mtrain.convert.megatron_args import COMMON, differing, kept_in, read_arguments
 
     if not any(word.partition("=")[0].partition(".")[0].lstrip("+") in _SAY_A_MODEL for word in extra):
         rule = f"which model it is, {source} does not say as data; the command line has to"
@@ -41,15 +41,17 @@ def import_megatron(argv: list[str]) -> int:
         fix = f"{program()} convert import HF_DIR RUN, without --megatron"
         raise ConfigError([Problem("MT521", "peft.init_from", run.peft.init_from, rule, fix)])
     opened = open_weights(source)
-    wrong = differing(read_arguments(opened.path), run)
+    wrong = differing(read_arguments(opened.path, opened.common), run)
     if wrong:
+        file = kept_in(opened.path, opened.common)
+        without = f", or take {COMMON} away where it is wrong" if file.name == COMMON else ""
         problems = [
             Problem(
                 "MT503",
                 key,
                 here,
-                f"{opened.path / COMMON} says that the weights were trained with {name} {there}",
-                f"{key}={there}, or take {COMMON} away where it is wrong",
+                f"{file} says that the weights were trained with {name} {there}",
+                f"{key}={there}{without}",
                 "command line",
             )
             for name, there, key, here in wrong

@@ -14,7 +14,8 @@ from mtrain.config.model import ModelConfig
 from mtrain.config.run import RunConfig
 from mtrain.convert import pickled
 from mtrain.convert.pickled import Mapped, Record
-from mtrain.convert.plain_file import read_plain
+from mtrain.convert.plain_file import open_plain, read_plain
+from mtrain.convert.torch_dist import Chunk
 
 COMMON = "common.pt"
 MAX_COMMON_BYTES = 64 << 20
@@ -45,20 +46,37 @@ class _Every:
         return True
 
 
-def read_arguments(folder: Path) -> dict[str, Any]:
-    """The plain values among the arguments that a checkpoint keeps; empty where it keeps none that can be read."""
+def read_arguments(folder: Path, common: Chunk | None = None) -> dict[str, Any]:
+    """The plain values among the arguments that a checkpoint keeps; empty where it keeps none that can be read.
+
+    They are in `common.pt`, or since megatron-core 0.19 among the objects of the checkpoint: `common` says where.
+    """
     try:
-        data = read_plain(folder / COMMON, MAX_COMMON_BYTES)
+        data = _saved(folder, common)
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             (info,) = [one for one in archive.infolist() if one.filename.endswith("/data.pkl")]
             if info.compress_type != zipfile.ZIP_STORED or info.file_size > len(data):
                 return {}
-            top = pickled.read(archive.read(info), _Every(), str(folder / COMMON))
+            top = pickled.read(archive.read(info), _Every(), str(kept_in(folder, common)))
     except Exception:  # of whatever zipfile makes of what it is given
         return {}
-    kept = _texts(top).get("args")
+    kept = _texts(top[0] if isinstance(top, list) and top else top).get("args")
     found = _texts(kept.state) if isinstance(kept, Record) and kept.name == "argparse.Namespace" else {}
     return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
+
+
+def kept_in(folder: Path, common: Chunk | None = None) -> Path:
+    """The file that has a checkpoint's arguments: `common.pt` where there is one, as megatron-core reads it."""
+    return folder / COMMON if common is None or (folder / COMMON).exists() else common.path
+
+
+def _saved(folder: Path, common: Chunk | None) -> bytes:
+    file = kept_in(folder, common)
+    if common is None or file.name == COMMON:
+        return read_plain(file, MAX_COMMON_BYTES)
+    with open_plain(file) as opened:
+        opened.seek(common.start)
+        return opened.read(min(common.length, MAX_COMMON_BYTES))
 
 
 def _texts(value: Any) -> dict[str, Any]:

@@ -63,6 +63,10 @@ ADMITTED = frozenset(
 """What `.metadata` may name: what it is made of, and the plan that megatron-core 0.14 and 0.15 keep beside it."""
 
 
+_COMMON = "common_state/shard_0_1"
+"""The name of the object that holds what 0.16.1 writes to `common.pt`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A box of a tensor, and where the file is that holds it as torch saved it."""
@@ -98,6 +102,8 @@ class TorchDist:
     path: Path
     tensors: dict[str, Stored] = field(default_factory=dict)
     objects: int = 0
+    common: Chunk | None = None
+    """What is kept beside the weights, which since megatron-core 0.19 is one of the objects."""
 
 
 def is_torch_dist(path: Path) -> bool:
@@ -187,7 +193,9 @@ class _Reading:
                 objects += 1
             else:
                 out[name] = self.tensor(name, self.fields(value), places if is_weight(name) else None)
-        return TorchDist(self.path, out, objects)
+        kept = places.get((_COMMON, None))
+        common = Chunk((), (), self.path / kept[0], *kept[1:]) if kept is not None else None
+        return TorchDist(self.path, out, objects, common)
 
     def fields(self, record: Record) -> dict[str, Any]:
         """The fields of a record, whose state is a dict with texts as keys."""

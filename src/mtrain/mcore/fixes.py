@@ -6,44 +6,20 @@ checks every name in it, and that each patch of it has a case that fails without
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from mtrain.mcore.fix import LAYOUTS, MOE, NOT_OFFERED, OPTIM, OWN_STORE, Fix
+from mtrain.mcore.fixes_since import SINCE
 
-Became = Literal["patched", "refused", "out of reach", "kept by tests"]
-
-
-@dataclass(frozen=True, slots=True)
-class Fix:
-    """One row."""
-
-    number: str
-    """Of the change or the issue, in Megatron-LM where no other project is named."""
-    about: str
-    became: Became
-    by: str
-    """The patch, the code of the rule, or the test; empty for what is out of reach."""
-    why: str
-    """Why our paths do not reach it, or what keeps it away."""
-    where: str = ""
-    """File under megatron/core and line in 0.16.1; empty for what is no code of megatron-core."""
-    is_in_0_19: bool | None = None
-    """Whether 0.19.2's source has the change; None: its code was rewritten, and reading did not tell."""
-
-
-_OWN_STORE = "no checkpoint of ours is written or read by megatron-core's optimizers: ckpt/state.py does it by weight"
 _LOSS = "gradients are sums over tokens, divided once by those of the global batch, in every layout"
-_NOT_OFFERED = "no key feeds it: "
-_LAYOUTS = "tests/dist/test_layouts_are_proven.py"
-_MOE, _OPTIM = "transformer/moe", "optimizer/distrib_optimizer.py"
 
 FIXES: tuple[Fix, ...] = (
+    *SINCE,
     Fix(
         "#5047",
         "balancing and z-losses too small with tensor parallelism",
         "patched",
         "moe-loss-tokens",
         "0.19 has it but for the loss over data-parallel ranks and tokens that are not learnt from",
-        f"{_MOE}/router.py:465",
+        f"{MOE}/router.py:465",
         is_in_0_19=True,
     ),
     Fix(
@@ -64,13 +40,13 @@ FIXES: tuple[Fix, ...] = (
         "pipeline_parallel/schedules.py:1522",
         True,
     ),
-    Fix("#5077", "resharding of the optimizer's state", "out of reach", "", _OWN_STORE, f"{_OPTIM}:1280"),
+    Fix("#5077", "resharding of the optimizer's state", "out of reach", "", OWN_STORE, f"{OPTIM}:1280"),
     Fix(
         "#4705",
         "learning rates of groups overwritten at load",
         "out of reach",
         "",
-        f"{_OWN_STORE}; rates come from the configuration",
+        f"{OWN_STORE}; rates come from the configuration",
         "optimizer/optimizer.py:96",
         True,
     ),
@@ -89,7 +65,7 @@ FIXES: tuple[Fix, ...] = (
         "patched",
         "sequence-loss-batch",
         "",
-        f"{_MOE}/router.py:366",
+        f"{MOE}/router.py:366",
         True,
     ),
     Fix(
@@ -125,7 +101,7 @@ FIXES: tuple[Fix, ...] = (
         "out of reach",
         "",
         "losses are read from the step itself; the tracker is never reduced over ranks",
-        f"{_MOE}/moe_utils.py:910",
+        f"{MOE}/moe_utils.py:910",
         True,
     ),
     Fix(
@@ -151,7 +127,7 @@ FIXES: tuple[Fix, ...] = (
         "residuals in fp32 are cast back between layers",
         "out of reach",
         "",
-        f"{_NOT_OFFERED}fp32_residual_connection",
+        f"{NOT_OFFERED}fp32_residual_connection",
         "models/common/embeddings/language_model_embedding.py:131",
         True,
     ),
@@ -161,7 +137,7 @@ FIXES: tuple[Fix, ...] = (
         "out of reach",
         "",
         "routers compute in fp32 (moe_router_dtype is fixed), so their scores are in fp32",
-        f"{_MOE}/moe_utils.py:783",
+        f"{MOE}/moe_utils.py:783",
         True,
     ),
     Fix(
@@ -196,7 +172,7 @@ FIXES: tuple[Fix, ...] = (
         "out of reach",
         "",
         "no padding mask is handed to a model: padded samples are documents of their own",
-        f"{_MOE}/router.py:542",
+        f"{MOE}/router.py:542",
         False,
     ),
     Fix(
@@ -207,8 +183,8 @@ FIXES: tuple[Fix, ...] = (
         "it changes memory and no number; what is kept is measured by tests/dist/test_plan_kept.py",
         "tensor_parallel/random.py:508",
     ),
-    Fix("#3569", "main weights are not loaded", "out of reach", "", _OWN_STORE, f"{_OPTIM}:940"),
-    Fix("#3537", "state that is no tensor is loaded as one", "out of reach", "", _OWN_STORE, f"{_OPTIM}:940", True),
+    Fix("#3569", "main weights are not loaded", "out of reach", "", OWN_STORE, f"{OPTIM}:940"),
+    Fix("#3537", "state that is no tensor is loaded as one", "out of reach", "", OWN_STORE, f"{OPTIM}:940", True),
     Fix(
         "#4448",
         "a checkpoint is written of a step that the rerun machine rejected",
@@ -232,7 +208,7 @@ FIXES: tuple[Fix, ...] = (
         "clipping of attention logits leaks",
         "out of reach",
         "",
-        f"{_NOT_OFFERED}qk_clip",
+        f"{NOT_OFFERED}qk_clip",
         "transformer/attention.py:1517",
         True,
     ),
@@ -292,7 +268,7 @@ FIXES: tuple[Fix, ...] = (
         "a checkpoint of Megatron-FSDP counts each stage's layers from 0",
         "out of reach",
         "",
-        f"{_OWN_STORE}, and layers are counted over all stages",
+        f"{OWN_STORE}, and layers are counted over all stages",
         "distributed/fsdp/mcore_fsdp_adapter.py:369",
     ),
     Fix(
@@ -303,9 +279,9 @@ FIXES: tuple[Fix, ...] = (
         "model.moe.aux_loss_coeff is a key whose value the table hands over in any case",
         "transformer/transformer_config.py:659",
     ),
-    Fix("#5956", "expert gradients divided by ep", "kept by tests", _LAYOUTS, f"{_LOSS}; layouts with ep"),
-    Fix("#673", "a loss divided by a rank's tokens under cp", "kept by tests", _LAYOUTS, f"{_LOSS}; layouts with cp"),
-    Fix("#1532", "predictions of further tokens not averaged", "kept by tests", _LAYOUTS, f"{_LOSS}; a prediction"),
+    Fix("#5956", "expert gradients divided by ep", "kept by tests", LAYOUTS, f"{_LOSS}; layouts with ep"),
+    Fix("#673", "a loss divided by a rank's tokens under cp", "kept by tests", LAYOUTS, f"{_LOSS}; layouts with cp"),
+    Fix("#1532", "predictions of further tokens not averaged", "kept by tests", LAYOUTS, f"{_LOSS}; a prediction"),
     Fix(
         "NVIDIA-NeMo/Megatron-Bridge#2952",
         "packed samples without boundaries on stages in between",
@@ -317,11 +293,11 @@ FIXES: tuple[Fix, ...] = (
         "PrimeIntellect-ai/prime-rl#1957",
         "a loss divided by one micro-batch's tokens",
         "kept by tests",
-        _LAYOUTS,
+        LAYOUTS,
         _LOSS,
     ),
-    Fix("PrimeIntellect-ai/prime-rl#1960", "a loss averaged over dp ranks", "kept by tests", _LAYOUTS, _LOSS),
-    Fix("PrimeIntellect-ai/prime-rl#1961", "a loss divided twice under cp", "kept by tests", _LAYOUTS, _LOSS),
+    Fix("PrimeIntellect-ai/prime-rl#1960", "a loss averaged over dp ranks", "kept by tests", LAYOUTS, _LOSS),
+    Fix("PrimeIntellect-ai/prime-rl#1961", "a loss divided twice under cp", "kept by tests", LAYOUTS, _LOSS),
     Fix("SkyRL#1420", "a loss divided by a rank's own tokens", "kept by tests", "tests/dist/test_chats.py", _LOSS),
     Fix("tunix#1662", "accumulation divides by micro-batches", "kept by tests", "tests/dist/test_chats.py", _LOSS),
     Fix(
@@ -330,7 +306,7 @@ FIXES: tuple[Fix, ...] = (
         "patched",
         "optimizer-step-counters",
         "get_step of mcore/optimizer_state.py refuses parameters that disagree",
-        f"{_OPTIM}:820",
+        f"{OPTIM}:820",
     ),
     Fix(
         "NVIDIA-NeMo/Megatron-Bridge#3397",

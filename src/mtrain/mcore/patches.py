@@ -14,7 +14,7 @@ from typing import Literal
 from mtrain.config import engine
 from mtrain.config.engine import EVERY, SINCE_0_19, UNTIL_0_16, Release, Versions
 from mtrain.devices.base import Device
-from mtrain.mcore import patching, patching_linear, patching_shards
+from mtrain.mcore import patching, patching_linear, patching_recompute, patching_shards
 
 Where = Literal["everywhere", "without TransformerEngine", "off CUDA"]
 
@@ -83,6 +83,7 @@ PATCHES: tuple[Patch, ...] = (
         _NO_TE,
         patching.mla_flag,
         UNTIL_0_16,
+        "#3763",
     ),
     Patch(
         "mla-down-projection",
@@ -240,8 +241,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "te-version",
         "utils.py:348",
-        "Where TransformerEngine is not installed, asking for a version of it raises TypeError; an optimizer that "
-        "holds main weights does.",
+        "Without TransformerEngine, an optimizer with main weights asks for a version of it: TypeError.",
         _NO_TE,
         patching.te_version,
         UNTIL_0_16,
@@ -251,7 +251,7 @@ PATCHES: tuple[Patch, ...] = (
         "tensor_parallel/random.py:635",
         "CheckpointWithoutOutput(fp8=False) reads as 'fp8 is on': NameError when a norm or MLP is recomputed.",
         _NO_TE,
-        patching.checkpoint_without_fp8,
+        patching_recompute.checkpoint_without_fp8,
     ),
     Patch(
         "recomputed-bias",
@@ -259,7 +259,26 @@ PATCHES: tuple[Patch, ...] = (
         "A recomputed MLP returns its bias for a later addition. The parameter itself then counts as output of the "
         "recomputation, whose backward runs into itself without end: training hangs.",
         "everywhere",
-        patching.recomputed_bias,
+        patching_recompute.recomputed_bias,
+    ),
+    Patch(
+        "short-groups",
+        "transformer/transformer_block.py:539",
+        "Layers are computed again in groups, and the last is taken to be as large as the others: IndexError where a "
+        "stage's layers do not divide by it.",
+        "everywhere",
+        patching_recompute.short_groups,
+        UNTIL_0_16,
+        "#3562",
+    ),
+    Patch(
+        "refilled-outputs",
+        "tensor_parallel/random.py:742",
+        "Since 0.19 an output that is computed again is given memory by C++ that is compiled in the backward: "
+        "RuntimeError without ninja, and a lock that a killed process leaves behind.",
+        "everywhere",
+        patching_recompute.refilled_outputs,
+        SINCE_0_19,
     ),
     Patch(
         "offloaded-shards",
@@ -272,8 +291,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "offloaded-main-weights",
         "optimizer/optimizer.py:676",
-        "Main weights replace 16-bit ones in an offloading optimizer that has copied those already: KeyError at the "
-        "first update.",
+        "Main weights replace 16-bit ones that an offloading optimizer has copied already: KeyError at an update.",
         "everywhere",
         patching_shards.offloaded_main_weights,
     ),
@@ -300,6 +318,7 @@ PATCHES: tuple[Patch, ...] = (
         _NO_TE,
         patching_shards.fsdp_te_linear,
         UNTIL_0_16,
+        "#3191",
     ),
     Patch(
         "fsdp-optim-replicas",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -183,7 +182,9 @@ def mtp_names() -> None:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self.transformer_layer = self._modules.pop("mtp_model_layer")
+        parts = {name.replace("mtp_model_layer", "transformer_layer"): part for name, part in self._modules.items()}
+        self._modules.clear()  # and filled in the same order, which is that of weights in a checkpoint's buffers
+        self._modules.update(parts)
 
     cls.__init__ = __init__
     cls.mtp_model_layer = property(lambda self: self.transformer_layer)
@@ -330,29 +331,6 @@ def optimizer_step_counters() -> None:
 def te_version() -> None:
     """Say that it is older than any."""
     _core("utils").get_te_version = lambda: Version("0")
-
-
-def checkpoint_without_fp8() -> None:
-    """Make the default of the flag mean that FP8 is off."""
-    _core("tensor_parallel.random").CheckpointWithoutOutput.__init__.__defaults__ = (None,)
-
-
-def recomputed_bias() -> None:
-    """Hand a bias out of the first forward as a copy that has no history."""
-    cls = _core("tensor_parallel.random").CheckpointFunction
-    original = cls.forward
-
-    def forward(ctx: Any, run_function: Callable[..., Any], distribute: bool, *args: Any) -> Any:
-        @functools.wraps(run_function)
-        def without_parameters(*inputs: Any) -> Any:
-            outputs = run_function(*inputs)
-            if torch.is_grad_enabled() or not isinstance(outputs, tuple):
-                return outputs
-            return tuple(o.detach() if isinstance(o, torch.nn.Parameter) else o for o in outputs)
-
-        return original(ctx, without_parameters, distribute, *args)
-
-    cls.forward = staticmethod(forward)
 
 
 def torch_norm() -> None:

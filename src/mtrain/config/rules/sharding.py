@@ -268,13 +268,19 @@ def recomputed_modules_exist(run: RunConfig) -> Iterator[Finding]:
     Code("MT171", example="parallel.recompute.granularity=full parallel.recompute.num_layers=5"),
     reads=(
         f"parallel.recompute.granularity {SPLIT} parallel.pp parallel.recompute.num_layers parallel.vpp "
-        "model.num_layers model.mtp_num_layers"
+        "model.num_layers model.mtp_num_layers parallel.recompute.method"
     ),
 )
 def recomputed_layers_are_in_a_stage(run: RunConfig) -> Iterator[Finding]:
-    """No group of layers is larger than what a stage holds."""
+    """No group of layers is larger than what a stage holds, and MTP layers are in none."""
     r, p = run.parallel.recompute, run.parallel
     if r.granularity != "full" or r.num_layers is None:
+        return
+    one: Change = {"parallel.recompute.num_layers": 1}
+    if run.model.mtp_num_layers and r.method != "block" and r.num_layers > 1:
+        rule = f"an MTP layer is computed again by itself, and groups are of {r.num_layers} layers"
+        block: Change = {"parallel.recompute.method": "block"}
+        yield Finding("MT171", "parallel.recompute.num_layers", rule, (one, block), also=("model.mtp_num_layers",))
         return
     try:
         held = max(len(s.layers) for s in stages(run)) if uneven(run) else run.model.num_layers // (p.pp * p.vpp)
@@ -284,7 +290,7 @@ def recomputed_layers_are_in_a_stage(run: RunConfig) -> Iterator[Finding]:
         rule = f"{r.num_layers} layers are to be computed again of each stage, and none holds more than {held}"
         if p.vpp > 1:
             rule += f" (vpp {p.vpp})"
-        fixes: tuple[Change, ...] = ({"parallel.recompute.num_layers": held}, {"parallel.recompute.num_layers": 1})
+        fixes: tuple[Change, ...] = ({"parallel.recompute.num_layers": held}, one)
         yield Finding("MT171", "parallel.recompute.num_layers", rule, fixes)
 
 
