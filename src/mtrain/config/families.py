@@ -134,7 +134,7 @@ _LLAVA = (
     Only("data.eod_mask_loss", (False,), "a sample is one text, and nothing follows its end"),
     Only("trainer.sample_tokens", (0,), "text about an image is not generated yet"),
 )
-_NOT_HYBRID = "is no part of a hybrid here: its layers are those of Nemotron-H"
+_NOT_HYBRID = "is no part of a hybrid here: its layers are those of Nemotron-H and Granite 4"
 _STATES = "the sequence is not sharded over ranks: states of Mamba-2 layers are carried along it"
 _HYBRID = (
     _WHOLE_MODEL,

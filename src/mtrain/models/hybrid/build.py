@@ -29,12 +29,21 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> HybridModel:
     scan = Scan(hybrid.conv_kernel, hybrid.chunk_size, hybrid.time_step_min)
     return HybridModel(
         config,
-        stack_spec(config, provider, scan, here, vp_stage=stage),
+        stack_spec(
+            config,
+            provider,
+            scan,
+            here,
+            vp_stage=stage,
+            residual_multiplier=hybrid.residual_multiplier,
+            logits_scaling=hybrid.logits_scaling,
+        ),
         pattern=hybrid.pattern,
         stages=held,
         loss=run.kernels.loss,
         loss_vocab_size=m.loss_vocab_size,
         vp_stage=stage,
+        embedding_multiplier=hybrid.embedding_multiplier,
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,
