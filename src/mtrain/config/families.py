@@ -157,18 +157,6 @@ _HYBRID = (
     ),
     Only("parallel.cp", (1,), _STATES),
     Only("parallel.hybrid_context_parallel", (False,), _STATES),
-    Only(
-        "parallel.recompute.granularity",
-        ("none",),
-        "layers of a hybrid keep their activations",
-        tuple(
-            (f"parallel.recompute.{key}", off)
-            for key, off in (
-                *((key, None) for key in ("modules", "method", "num_layers")),
-                ("distribute_saved_activations", False),
-            )
-        ),
-    ),
     Only("precision.fp8", (None,), "hybrids have weights in 16 or 32 bits"),
     Only("precision.fp4", (None,), "hybrids have weights in 16 or 32 bits"),
 )

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from mtrain.config import engine
@@ -51,15 +54,54 @@ class Stack(_CoreStack):
             self.final_norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
         self._logits_scaling = logits_scaling
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Any, attention_mask: Tensor | None = None, **given: Any) -> Tensor:
         """Hidden states [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism, to the same; what the
         output layer reads is divided by `logits_scaling`, and so are the logits."""
-        out: Tensor = super().forward(*args, **kwargs)
+        again = self.training and self.config.recompute_granularity == "full"
+        whole = self._recomputed if again else super().forward
+        out: Tensor = whole(hidden_states, attention_mask, **given)
         return out / self._logits_scaling if self.post_process and self._logits_scaling != 1.0 else out
+
+    def _recomputed(
+        self,
+        hidden_states: Any,
+        attention_mask: Tensor | None,
+        *,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """The forward of training, of whose layers the backward computes some again: in groups, or the first ones.
+
+        0.16.1 has none, and that of 0.19 asks TransformerEngine for layers in 8 bits.
+        """
+        x: Tensor = hidden_states if self.pre_process else self.input_tensor
+        c, layers = self.config, list(self.layers)
+        uniform, size = c.recompute_method == "uniform", c.recompute_num_layers
+        for start in range(0, len(layers), size if uniform else 1):
+            group = layers[start : start + size] if uniform else layers[start : start + 1]
+            run = partial(_one_after_the_other, group, attention_mask, packed_seq_params)
+            if uniform or start < size:
+                x = checkpoint(run, c.distribute_saved_activations, x, rotary_pos_emb)
+            else:
+                x = run(x, rotary_pos_emb)
+        x = self.final_norm(x) if self.post_process else x
+        return make_viewless_tensor(inp=x, requires_grad=x.requires_grad, keep_graph=True)  # type: ignore[no-any-return]
 
     def _select_layers_for_pipeline_parallel(self, kinds: Sequence[str]) -> tuple[int, list[str]]:
         """0.16.1: the stage's layers, wherever the layout has cut."""
         return self.held.start, list(kinds[self.held.start : self.held.stop])
+
+
+def _one_after_the_other(
+    layers: Sequence[Any], attention_mask: Tensor | None, packed: Any, x: Tensor, rotary: Tensor | None
+) -> Tensor:
+    """Layers of a stack on the residual stream; those with attention or an MLP give a context beside it."""
+    for layer in layers:
+        given = {"rotary_pos_emb": rotary, "packed_seq_params": packed}
+        found = layer(hidden_states=x, attention_mask=attention_mask, **given)
+        x = found[0] if isinstance(found, tuple) else found
+    return x
 
 
 class HybridModel(SummedLosses, _CoreModel):

@@ -18,6 +18,8 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
     first, last = Graph(), Graph()
     if held.embedding:
         embedding(first, r, tables=int(r.model.position_embedding_type == "learned_absolute"))
+    if r.layout.recompute.granularity == "full" and held.layers and r.model.position_embedding_type == "rope":
+        first.add("rotary_pos_emb", [Tensor(r.whole * r.model.rotary_dim * FP32, shared=True)])
     layers = stack(r, held.layers, add_layer, own(r.model).kind)
     if held.loss:
         loss(last, r, norm(last, r, "final_norm", stream(r), r.split_tokens, r.model.hidden_size))
@@ -27,7 +29,9 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 def add_layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
     """Layer `index` (from 0) on the residual stream; the stream behind it."""
     m, kind = r.model, own(r.model).kind(index)
-    normed = norm(g, r, "norm", x, r.split_tokens, m.hidden_size)
+    again = r.recomputes("layernorm") and kind != MAMBA
+    with g.recomputed("norm", x, when=again, discarded=True):
+        normed = norm(g, r, "norm", x, r.split_tokens, m.hidden_size)
     if kind == MAMBA:
         _mixer(g, r, normed)
     elif kind == ATTENTION:
@@ -35,7 +39,9 @@ def add_layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
     elif kind == EXPERTS:
         feed_forward(g, r, normed, index)
     else:
-        mlp(g, r, normed, "mlp", m.ffn_hidden_size)
+        with g.recomputed("mlp", normed, when=r.recomputes("mlp")):
+            mlp(g, r, normed, "mlp", m.ffn_hidden_size)
+    g.discard(normed, when=again)
     size = r.split_tokens * m.hidden_size
     g.add("bda.sum", moved=3 * size * r.element)
     dropout(g, r, "bda", size, m.hidden_dropout)
