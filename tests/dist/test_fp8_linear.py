@@ -10,6 +10,7 @@ import torch
 from mtrain_kernels.fp8_linear import op
 
 from mtrain.cli.setup import load
+from mtrain.config.hybrid import HybridConfig
 from mtrain.config.rules import apply
 from mtrain.config.run import RunConfig
 from tests.support.forked import run_ranks
@@ -36,14 +37,30 @@ def _worst(found: Any, right: Any) -> float:
     return max(float((found[1][key] - g).norm() / g.norm()) for key, g in right[1].items())
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("blockwise", marks=pytest.mark.full)])
+MIXERS = {
+    **WIDE,
+    "family": "hybrid",
+    "num_layers": 3,
+    "position_embedding_type": "none",
+    "hybrid": HybridConfig(pattern="M-*", num_heads=32, head_dim=8, state_dim=16, num_groups=2, chunk_size=8),
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model"),
+    [
+        ("tensorwise", WIDE),
+        pytest.param("blockwise", WIDE, marks=pytest.mark.full),
+        pytest.param("tensorwise", MIXERS, marks=pytest.mark.full),
+    ],
+)
 def test_ranks_that_share_scales_train_as_one_does(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: str, model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In fp32 beside the products, so that nothing but scales can differ; rules ask for bf16."""
-    runs = [fp8(tiny_run(model=WIDE, **layout), recipe) for layout in ({}, SP)]
+    runs = [fp8(tiny_run(model=model, **layout), recipe) for layout in ({}, SP)]
     alone, two = (_trained(run, tmp_path / str(i), 2) for i, run in enumerate(runs))
-    plain = _trained(tiny_run(model=WIDE), tmp_path / "plain", 2)
+    plain = _trained(tiny_run(model=model), tmp_path / "plain", 2)
     assert _worst(alone, plain) > 1e-2, "nothing was in 8 bits"
     assert _worst(two, alone) < 2e-3, "scales differ"
     assert two[0][1][0] == pytest.approx(alone[0][1][0], rel=1e-4)
@@ -84,6 +101,7 @@ LATENT = "model.moe=null model.mtp_num_layers=null model.mtp_loss_scaling_factor
     f"model=deepseek_tiny {LATENT}",
     "model=bert_tiny",
     "model=llava_tiny",
+    "model=nemotron_h_tiny",
 ])  # fmt: skip
 def test_no_linear_layer_is_left_out_but_the_one_that_makes_logits(words: str) -> None:
     ends = ["precision.num_layers_at_start_in_bf16=0", "precision.num_layers_at_end_in_bf16=0"]

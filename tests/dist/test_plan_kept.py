@@ -92,6 +92,9 @@ KEPT = {
     "hybrid packed": "model=nemotron_h_tiny parallel=single data.packed=true data.seq_length=200",
     "hybrid packed bf16": "model=nemotron_h_tiny parallel=tp2 data.packed=true precision=bf16",
     "hybrid dropout": "model=nemotron_h_tiny parallel=tp2 model.hidden_dropout=0.1",
+    "hybrid cp": "model=nemotron_h_tiny parallel=cp2 data.seq_length=160",
+    "hybrid cp packed bf16": "model=nemotron_h_tiny parallel=cp2 data.packed=true precision=bf16",
+    "hybrid cp of one group": "model=nemotron_h_tiny parallel=cp4 parallel.tp=1 model.hybrid.num_groups=2",
     "hybrid full": "model=nemotron_h_tiny parallel=pp2 precision=bf16 parallel.recompute.granularity=full "
     "parallel.recompute.num_layers=2 model.position_embedding_type=rope",
     "hybrid block": "model=nemotron_h_tiny parallel=tp2 parallel.recompute.granularity=full "

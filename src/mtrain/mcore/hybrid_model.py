@@ -21,7 +21,7 @@ from mtrain.config import engine
 from mtrain.mcore import api
 from mtrain.mcore.attention_spec import attention_spec
 from mtrain.mcore.backend import mlp_spec
-from mtrain.mcore.decoder_layer import DecoderLayer, DecoderLayerSubmodules
+from mtrain.mcore.decoder_layer import DecoderLayer, DecoderLayerSubmodules, leave_in_bf16
 from mtrain.mcore.embedding import add_in_fp32
 from mtrain.mcore.language_model import OutputLayer, SummedLosses
 from mtrain.mcore.layers import chosen
@@ -53,6 +53,8 @@ class Stack(_CoreStack):
         if self.post_process:
             self.final_norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
         self._logits_scaling = logits_scaling
+        for layer in self.layers:
+            leave_in_bf16(layer)
 
     def forward(self, hidden_states: Any, attention_mask: Tensor | None = None, **given: Any) -> Tensor:
         """Hidden states [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism, to the same; what the
