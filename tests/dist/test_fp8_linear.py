@@ -47,6 +47,7 @@ PROVEN = {
     "blockwise, tp2cp2": "precision=fp8_blockwise parallel=tp2cp2sp",
     "MLA, tp2pp2": f"precision=fp8_tensorwise parallel=tp2pp2 model=deepseek_tiny {LATENT}",
     "packed, tp2pp2": "precision=fp8_tensorwise parallel=tp2pp2 data.packed=true",
+    "hybrid, tp2 sequence parallel": "precision=fp8_tensorwise parallel=tp2sp model=nemotron_h_tiny",
     "predicting, tp2": "precision=fp8_tensorwise parallel=tp2 model.mtp_num_layers=1",
 }
 
@@ -128,6 +129,7 @@ def test_a_weight_is_quantised_once_a_step_and_no_bit_depends_on_it(recompute: b
     f"model=deepseek_tiny {LATENT}",
     "model=bert_tiny",
     "model=llava_tiny",
+    "model=nemotron_h_tiny",
 ])  # fmt: skip
 def test_no_linear_layer_is_left_out_but_the_one_that_makes_logits(words: str) -> None:
     ends = ["precision.num_layers_at_start_in_bf16=0", "precision.num_layers_at_end_in_bf16=0"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mtrain.config.hybrid import HybridConfig
 from mtrain.config.linear_attention import LinearAttentionConfig
 from mtrain.config.model import MLAConfig, MoEConfig
 from mtrain.train.request import Sampling
@@ -24,6 +25,12 @@ NEXT = {
         freq=2, num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=8
     ),
     "attention_output_gate": True,
+}
+MIXERS: dict[str, Any] = {
+    "family": "hybrid",
+    "num_layers": 5,
+    "position_embedding_type": "rope",
+    "hybrid": HybridConfig(pattern="MM*-M", num_heads=4, head_dim=16, state_dim=8, num_groups=2, chunk_size=4),
 }
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grouped queries": ({}, {}),
@@ -41,6 +48,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"ranks": 2, "tp": 2, "sequence_parallel": True},
     ),
     "linear attention pp2vpp2": (NEXT, {"ranks": 2, "pp": 2, "vpp": 2}),
+    "hybrid pp2": (MIXERS, {"ranks": 2, "pp": 2, "layers_per_stage": (2, 3)}),
+    "hybrid tp2": (MIXERS, {"ranks": 2, "tp": 2}),
+    "hybrid tp2 sequence parallel, without a cache": (MIXERS, {"ranks": 2, "tp": 2, "sequence_parallel": True}),
     "pp2": ({}, {"ranks": 2, "pp": 2}),
     "pp2vpp2": ({}, {"ranks": 2, "pp": 2, "vpp": 2}),
     "ep2": (EXPERTS, {"ranks": 2, "ep": 2}),
@@ -51,7 +61,7 @@ TOKENS = 24
 """Beyond the 32 tokens of the context for every prompt."""
 
 
-def _texts(run: Any, cache: bool, prompts: list[list[int]], sampling: Sampling, forgets: bool = False) -> Any:
+def _texts(run: Any, cache: bool, prompts: list[list[int]], sampling: Sampling, forgets: str = "") -> Any:
     from mtrain.build.model import build_model
     from mtrain.mcore import api as mcore
     from mtrain.train.generate import Sampler
@@ -70,7 +80,10 @@ def _texts(run: Any, cache: bool, prompts: list[list[int]], sampling: Sampling, 
             advance = mcore.Cache.advance
 
             def forgetful(self: Any, tokens: int) -> None:
-                self.key_value_memory_dict[1][1].zero_()  # the values of the first layer
+                for _, values in list(self.key_value_memory_dict.values())[:1]:  # of the first layer with attention
+                    values.zero_()
+                for state in self.states.values():
+                    (state.state if forgets == "states" else state.tail).zero_()
                 advance(self, tokens)
 
             mcore.Cache.advance = forgetful  # type: ignore[method-assign]
@@ -87,7 +100,10 @@ def _alone_without_a_cache(run: Any, sampling: Sampling) -> list[list[int]]:
     "name",
     some(
         CASES,
-        ["sinks and every other layer windowed", "linear attention pp2vpp2", "multi-token prediction tp2"],
+        [
+            *("sinks and every other layer windowed", "linear attention pp2vpp2"),
+            *("multi-token prediction tp2", "hybrid pp2"),
+        ],
     ),
 )
 def test_the_cache_changes_no_token_of_prompts_of_unlike_lengths(name: str) -> None:
@@ -100,9 +116,16 @@ def test_the_cache_changes_no_token_of_prompts_of_unlike_lengths(name: str) -> N
         assert texts == expected
 
 
-def test_a_cache_that_forgets_is_caught() -> None:
-    greedy = Sampling(TOKENS, temperature=0)
-    whole, spoilt = (run_ranks(1, _texts, tiny_run(), True, PROMPTS, greedy, f)[0] for f in (False, True))
+MAMBA = {**MIXERS, "num_layers": 2, "hybrid": MIXERS["hybrid"].model_copy(update={"pattern": "MM"})}
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [({}, "values"), (MAMBA, "states"), pytest.param(MAMBA, "inputs of convolutions", marks=pytest.mark.full)],
+)
+def test_a_cache_that_forgets_is_caught(model: dict[str, Any], what: str) -> None:
+    greedy, run = Sampling(TOKENS, temperature=0), tiny_run(model=model)
+    whole, spoilt = (run_ranks(1, _texts, run, True, PROMPTS, greedy, f)[0] for f in ("", what))
     assert all(a != b for a, b in zip(whole, spoilt, strict=True))
 
 
@@ -118,7 +141,7 @@ def test_experts_of_limited_capacity_have_no_cache_and_say_so() -> None:
 
     def config(**fields: Any) -> Any:
         plain = {"apply_rope_fusion": False, "multi_latent_attention": False, "moe_expert_capacity_factor": None}
-        return SimpleNamespace(**{**plain, "is_hybrid_model": False, **fields})
+        return SimpleNamespace(**{**plain, **fields})
 
     assert obstacle(config(), "reference") == ""
     assert "capacity" in obstacle(config(moe_expert_capacity_factor=1.0), "reference")

@@ -39,9 +39,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"ranks": 2, "pp": 2},
     "pp2 unlike stages": {"ranks": 2, "pp": 2, "layers_per_stage": (4, 2)},
     "pp2vpp3": {"ranks": 2, "pp": 2, "vpp": 3},
+    "cp2": {"ranks": 2, "cp": 2},
+    "tp2cp2, sequence parallel, a group of two ranks": {"ranks": 4, "tp": 2, "cp": 2, "sequence_parallel": True},
+    "cp2 ring": {"ranks": 2, "cp": 2, "cp_comm_type": "p2p"},
+    "cp4, a group of four ranks": {"ranks": 4, "cp": 4},
     "dp2 fsdp2": {"ranks": 2, "fsdp": "fsdp2"},
     "dp2 megatron fsdp": {"ranks": 2, "fsdp": "megatron", "fsdp_sharding": "optim_grads_params"},
 }
+
+
+ALWAYS = ["tp2pp2, sequence parallel", "pp2 unlike stages", "cp2"]
 
 
 def hybrid_run(**more: Any) -> RunConfig:
@@ -59,7 +66,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[float
     return run_ranks(1, _train, hybrid_run(), home)[0], whole_tensors(home / f"step_{STEPS:08d}")
 
 
-@pytest.mark.parametrize("name", some(LAYOUTS, ["tp2pp2, sequence parallel", "pp2 unlike stages"]))
+@pytest.mark.parametrize("name", some(LAYOUTS, ALWAYS))
 def test_a_layout_computes_what_one_rank_does(name: str, one_rank: Any, tmp_path: Path) -> None:
     run = hybrid_run(**LAYOUTS[name])
     values = run_ranks(run.parallel.ranks or 1, _train, run, tmp_path)[0]

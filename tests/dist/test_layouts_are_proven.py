@@ -149,6 +149,18 @@ RECOMPUTED = {
         "model=pythia_tiny parallel=tp2sp",
         "granularity=selective parallel.recompute.modules=[layernorm,mlp]",
     ),
+    "a hybrid, block": (
+        "model=nemotron_h_tiny model.hidden_dropout=0.1 parallel=pp2",
+        "granularity=full parallel.recompute.method=block",
+    ),
+    "a hybrid, groups": (
+        "model=nemotron_h_tiny parallel=tp2sp",
+        "granularity=full parallel.recompute.num_layers=2",
+    ),
+    "a hybrid's attention, norms and MLPs": (
+        "model=nemotron_h_tiny parallel=tp2sp",
+        "granularity=selective parallel.recompute.modules=[core_attn,layernorm,mlp]",
+    ),
     "latent projections": (
         f"{DEEPSEEK} parallel=tp2sp",
         "granularity=selective parallel.recompute.modules=[mla_up_proj,shared_experts]",
@@ -156,7 +168,7 @@ RECOMPUTED = {
 }
 
 
-RECOMPUTED_ALWAYS = ("full, block", "expert activations")
+RECOMPUTED_ALWAYS = ("full, block", "expert activations", "a hybrid, block")
 
 
 @pytest.mark.parametrize("name", some(RECOMPUTED, RECOMPUTED_ALWAYS))

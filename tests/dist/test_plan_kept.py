@@ -21,6 +21,13 @@ BASE = "data=mock data.seq_length=64 trainer.global_batch_size=8 trainer.micro_b
 NARROW = "model.hidden_size=96 model.ffn_hidden_size=192 model.vocab_size=1000 model.num_attention_heads=4"
 SHORT = "model.num_layers=2"
 HALF = f"{SHORT} model.linear_attention.freq=2"
+GRANITE = (
+    "model=granite4_h_tiny model.num_layers=4 model.hybrid.pattern=ME*E model.hidden_size=96 model.vocab_size=1000 "
+    "model.ffn_hidden_size=64 model.num_attention_heads=4 model.num_query_groups=2 model.hybrid.num_heads=8 "
+    "model.hybrid.head_dim=16 model.hybrid.state_dim=16 model.hybrid.num_groups=2 model.hybrid.chunk_size=16 "
+    "model.moe.num_experts=4 model.moe.router_topk=2 model.moe.ffn_hidden_size=64 "
+    "model.moe.shared_expert_intermediate_size=64"
+)
 KEPT = {
     "llama": f"parallel=single {SHORT}",
     "llama bf16": f"parallel=single {SHORT} precision=bf16",
@@ -85,6 +92,18 @@ KEPT = {
     "hybrid packed": "model=nemotron_h_tiny parallel=single data.packed=true data.seq_length=200",
     "hybrid packed bf16": "model=nemotron_h_tiny parallel=tp2 data.packed=true precision=bf16",
     "hybrid dropout": "model=nemotron_h_tiny parallel=tp2 model.hidden_dropout=0.1",
+    "hybrid cp": "model=nemotron_h_tiny parallel=cp2 data.seq_length=160",
+    "hybrid cp packed bf16": "model=nemotron_h_tiny parallel=cp2 data.packed=true precision=bf16",
+    "hybrid cp of one group": "model=nemotron_h_tiny parallel=cp4 parallel.tp=1 model.hybrid.num_groups=2",
+    "hybrid full": "model=nemotron_h_tiny parallel=pp2 precision=bf16 parallel.recompute.granularity=full "
+    "parallel.recompute.num_layers=2 model.position_embedding_type=rope",
+    "hybrid block": "model=nemotron_h_tiny parallel=tp2 parallel.recompute.granularity=full "
+    "parallel.recompute.method=block parallel.recompute.num_layers=6",
+    "hybrid selective": "model=nemotron_h_tiny parallel=tp2sp parallel.recompute.granularity=selective "
+    "parallel.recompute.modules=[core_attn,layernorm,mlp]",
+    "hybrid experts": f"{GRANITE} parallel=ep2",
+    "hybrid experts again": f"{GRANITE} parallel=tp2sp precision=bf16 parallel.recompute.granularity=selective "
+    "parallel.recompute.modules=[moe_act,shared_experts]",
     "few groups": f"parallel=tp4sp {SHORT} model.num_query_groups=2 precision=bf16",
     "fp16 tied pp": f"parallel=pp2tp2 {SHORT} model.tie_word_embeddings=true precision=fp16",
     "mixtral allgather": f"model=mixtral_tiny parallel=tp2ep2sp {SHORT} model.moe.token_dispatcher_type=allgather",

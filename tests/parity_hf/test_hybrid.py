@@ -1,5 +1,5 @@
-"""Mamba-2 and Nemotron-H beside transformers': logits, losses, gradients and steps, on one rank and sharded; files
-in and out.
+"""Mamba-2, Nemotron-H and Granite 4 beside transformers': logits, losses, gradients and steps, on one rank and
+sharded; files in and out.
 """
 
 from __future__ import annotations
@@ -41,6 +41,26 @@ EXPERTS = {
     "moe_shared_expert_intermediate_size": 40,
     "routed_scaling_factor": 2.5,
 }
+GRANITE = {
+    "vocab_size": 331,
+    "hidden_size": 48,
+    "intermediate_size": 32,
+    "shared_intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 1.7,
+    "router_aux_loss_coef": 0.0,
+    "rms_norm_eps": 1e-5,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba 2": (
         "mamba2",
@@ -55,6 +75,26 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron h": ("nemotron_h", {**NEMOTRON, "hybrid_override_pattern": "M-*M"}),
     "nemotron 3": ("nemotron_h", {**NEMOTRON, **EXPERTS, "hybrid_override_pattern": "ME*E"}),
+    "granite": (
+        "granitemoehybrid",
+        {
+            **GRANITE,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_local_experts": 0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite experts": (
+        "granitemoehybrid",
+        {
+            **GRANITE,
+            "num_hidden_layers": 2,
+            "layer_types": ["full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
 }
 SAMPLES, LENGTH, STEPS = 4, 30, 2
 WORDS = (
@@ -68,7 +108,10 @@ LAYOUTS = {
     "pp2": (2, "parallel=pp2 trainer.micro_batch_size=2"),
     "tp2pp2sp": (4, "parallel=tp2pp2sp trainer.micro_batch_size=1"),
 }
-ALWAYS = {("mamba 2", "single"), ("nemotron h", "tp2sp"), ("nemotron 3", "single")}
+ALWAYS = {
+    *(("mamba 2", "single"), ("nemotron h", "tp2sp"), ("nemotron 3", "single")),
+    *(("granite", "pp2"), ("granite experts", "single")),
+}
 CASES = [
     pytest.param(name, layout, marks=() if (name, layout) in ALWAYS else pytest.mark.full)
     for name in KINDS
@@ -114,15 +157,15 @@ def _bytes(folder: Path) -> dict[str, bytes]:
         return {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
 
 
-def _loaded(run: Path, layout: str = "single") -> Any:
+def _loaded(run: Path, layout: str = "single", *more: str) -> Any:
     from mtrain.cli.setup import load
 
-    return load([f"run={run / 'run.yaml'}", *WORDS.split(), *LAYOUTS[layout][1].split()]).run
+    return load([f"run={run / 'run.yaml'}", *WORDS.split(), *LAYOUTS[layout][1].split(), *more]).run
 
 
-def _ours(layout: str, run: Path, out: Path, flaw: float) -> list[tuple[float, float]]:
+def _ours(layout: str, run: Path, out: Path, flaw: float, *more: str) -> list[tuple[float, float]]:
     """Losses and norms of two steps in a layout from imported weights; `out` gets the weights before and behind them,
-    the first gradient and, on one rank, the logits. `flaw` is added to a weight before.
+    the first gradient and, on one rank, the logits. `flaw` is added to a weight before; `more` are keys of the run.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     from mtrain.ckpt import state
@@ -133,7 +176,7 @@ def _ours(layout: str, run: Path, out: Path, flaw: float) -> list[tuple[float, f
     from mtrain.train.step import train_step
     from mtrain.world.init import joined
 
-    found = _loaded(run, layout)
+    found = _loaded(run, layout, *more)
     with joined(found) as world:
         parts = assemble(found, world, splits_of(found))
         state.load_weights(Checkpoint.open(run / "checkpoints/step_00000000"), parts.state)
@@ -236,11 +279,13 @@ def _apart(
     return errors[worst], worst
 
 
-def _differences(name: str, layout: str, sides: Sides, out: Path, flaw: float = 0.0) -> dict[str, tuple[float, str]]:
+def _differences(
+    name: str, layout: str, sides: Sides, out: Path, *more: str, flaw: float = 0.0
+) -> dict[str, tuple[float, str]]:
     """The largest relative difference of each quantity, and where it is."""
     run, theirs = sides(name)
     ranks, _ = LAYOUTS[layout]
-    found = run_ranks(ranks, _ours, layout, run, out, flaw)[0]
+    found = run_ranks(ranks, _ours, layout, run, out, flaw, *more)[0]
     errors = {}
     for i, what in enumerate(("losses", "norms")):
         apart = [abs(one[i] / other - 1) for one, other in zip(found, theirs[what], strict=True)]
@@ -273,6 +318,17 @@ def test_a_time_step_that_is_another_one_is_seen(sides: Sides, tmp_path: Path) -
     assert errors["gradients"][0] > 3 * LIMITS["gradients"]
 
 
+FACTORS = ("hybrid.residual_multiplier", "hybrid.embedding_multiplier", "hybrid.logits_scaling", "softmax_scale")
+
+
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=pytest.mark.full if number else ()) for number, key in enumerate(FACTORS)]
+)
+def test_a_factor_that_is_another_one_is_seen(key: str, sides: Sides, tmp_path: Path) -> None:
+    errors = _differences("granite experts", "single", sides, tmp_path, f"model.{key}=1.1")
+    assert min(errors[what][0] / LIMITS[what] for what in ("losses", "logits", "gradients")) > 3
+
+
 REFUSED = {
     "mlp_hidden_act": "silu",
     "mamba_hidden_act": "gelu",
@@ -289,6 +345,28 @@ def test_what_is_not_built_is_refused_by_name(key: str, tmp_path: Path, capfd: p
     from mtrain.errors import ConfigError
 
     values = {**KINDS["nemotron h"][1], "model_type": "nemotron_h", key: REFUSED[key]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError) as raised:
+        configuration(tmp_path / "config.json")
+    assert any(key in problem.rule for problem in raised.value.problems)
+
+
+REFUSED_OF_GRANITE = {
+    "position_embedding_type": "rope",
+    "layer_types": ["mlp", "full_attention"],
+    "attention_bias": True,
+    "mamba_conv_bias": False,
+    "mamba_expand": 3,
+    "hidden_act": "gelu",
+}
+
+
+@pytest.mark.parametrize("key", REFUSED_OF_GRANITE)
+def test_what_is_not_built_of_granite_is_refused_by_name(key: str, tmp_path: Path) -> None:
+    from mtrain.convert.hugging_face import configuration
+    from mtrain.errors import ConfigError
+
+    values = {**KINDS["granite"][1], "model_type": "granitemoehybrid", key: REFUSED_OF_GRANITE[key]}
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ConfigError) as raised:
         configuration(tmp_path / "config.json")

@@ -135,8 +135,8 @@ _LLAVA = (
     Only("data.eod_mask_loss", (False,), "a sample is one text, and nothing follows its end"),
     Only("trainer.sample_tokens", (0,), "text about an image is not generated yet"),
 )
-_NOT_HYBRID = "is no part of a hybrid here: its layers are those of Nemotron-H"
-_STATES = "the sequence is not sharded over ranks: states of Mamba-2 layers are carried along it"
+_NOT_HYBRID = "is no part of a hybrid here: its layers are those of Nemotron-H and Granite 4"
+_STATES = "mixers exchange their heads among the ranks of parallel.cp, not among those of each document"
 _HYBRID = (
     _WHOLE_MODEL,
     Only("model.norm_placement", ("pre",), "each layer of a hybrid has its norm in front"),
@@ -157,22 +157,13 @@ _HYBRID = (
         )
         for key in keys.split()
     ),
-    Only("parallel.cp", (1,), _STATES),
     Only("parallel.hybrid_context_parallel", (False,), _STATES),
     Only(
-        "parallel.recompute.granularity",
-        ("none",),
-        "layers of a hybrid keep their activations",
-        tuple(
-            (f"parallel.recompute.{key}", off)
-            for key, off in (
-                *((key, None) for key in ("modules", "method", "num_layers")),
-                ("distribute_saved_activations", False),
-            )
-        ),
+        "precision.fp8_recipe",
+        (None, "tensorwise", "blockwise"),
+        "linear layers of hybrids are tried with ours alone",
     ),
-    Only("precision.fp8", (None,), "hybrids have weights in 16 or 32 bits"),
-    Only("precision.fp4", (None,), "hybrids have weights in 16 or 32 bits"),
+    Only("precision.fp4", (None,), "hybrids have weights in 8, 16 or 32 bits"),
 )
 ONLY: dict[str, tuple[Only, ...]] = {
     "gpt": (

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from mtrain.config.base import Effect, Key, NonNegativeFloat, Section, Width
+from mtrain.config.base import Effect, Key, NonNegativeFloat, PositiveFloat, Section, Width
 
 MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
 KINDS = {MAMBA: "Mamba-2", ATTENTION: "attention", MLP: "an MLP", EXPERTS: "experts"}
@@ -44,6 +44,13 @@ class HybridConfig(Section):
     """Lower bound of a time step, by which a state fades and is written to; 0: none."""
     chunk_size: Annotated[Width, Key(effect=Effect.PARALLELISM, hf="chunk_size", unit="tokens")] = 128
     """Tokens that are computed by one product of matrices; the states between them are carried on."""
+    embedding_multiplier: Annotated[PositiveFloat, Key(effect=Effect.NUMERICS, hf="embedding_multiplier")] = 1.0
+    """Factor on the embeddings of tokens, rounded to the dtype of the weights (12 in Granite 4)."""
+    residual_multiplier: Annotated[PositiveFloat, Key(effect=Effect.NUMERICS, hf="residual_multiplier")] = 1.0
+    """Factor on what each layer adds to the residual stream (0.22 in Granite 4)."""
+    logits_scaling: Annotated[PositiveFloat, Key(effect=Effect.NUMERICS, hf="logits_scaling")] = 1.0
+    """What logits are divided by: the output layer reads hidden states that are divided by it (8 in Granite 4 H
+    Micro)."""
 
     def kind(self, index: int) -> str:
         """The letter of layer `index` (from 0); empty behind the end of a pattern that is too short."""

@@ -19,9 +19,9 @@ class Cache(StaticInferenceContext):
     """The cache of `rows` sequences of at most `length` tokens, all of them read up to the same token.
 
     Each attention layer keeps its keys and values in it: [length, rows, key heads of this rank, head size], MLA those
-    that it makes of the compressed ones. A layer of linear attention keeps a state in `states`, by its number and the
-    tokens that were read. `last_only`: what is read has no padding, so that logits are made of the
-    last token alone.
+    that it makes of the compressed ones. A layer of linear attention or of Mamba-2 keeps a state in
+    `states`, by its number and the tokens that were read. `last_only`: what is read has no padding, and the
+    logits are those of the last token alone.
     """
 
     def __init__(self, rows: int, length: int, *, last_only: bool) -> None:
@@ -37,6 +37,28 @@ class Cache(StaticInferenceContext):
     def advance(self, tokens: int) -> None:
         """Count tokens as read after all chunks of the model have seen them; what was padding is written over."""
         self.increment_sequence_len_offset(tokens)
+
+
+class State:
+    """What a layer keeps of the tokens before: the last inputs of its convolution, and its state."""
+
+    def __init__(self, tail: Tensor, state: Tensor) -> None:
+        self.tail, self.state = tail, state
+
+    @classmethod
+    def of(cls, context: Any, layer: int) -> State | None:
+        """That behind the tokens that a context has read; None where it has read none."""
+        if context is None or not context.sequence_len_offset:
+            return None
+        found: State = context.states[layer, context.sequence_len_offset]
+        return found
+
+    def keep(self, context: Any, layer: int, read: int) -> None:
+        """Keep it behind `read` tokens more. What was before stays: a pass may be repeated."""
+        begin = context.sequence_len_offset
+        for known in [key for key in context.states if key[0] == layer and key[1] != begin]:
+            del context.states[known]
+        context.states[layer, begin + read] = self
 
 
 class CachedSelfAttention(SelfAttention):
@@ -101,8 +123,6 @@ def obstacle(config: Any, core: str | None) -> str:
 
     `config` is megatron-core's, `core` the implementation of core attention.
     """
-    if config.is_hybrid_model:
-        return "nothing keeps the states of Mamba-2 layers"
     if core == "te":
         return "TransformerEngine's attention has no causal mask behind a cache; kernels.attention=torch has one"
     if config.apply_rope_fusion and config.multi_latent_attention:

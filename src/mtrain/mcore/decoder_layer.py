@@ -54,13 +54,9 @@ class DecoderLayer(TransformerLayer):
         again = self.recompute_pre_mlp_layernorm or not (direct and self._mlp_reads_the_sum)
         if isinstance(norm, ResidualNorm) and not again:
             self.let_add("self_attn", norm)
-        first, last = config.num_layers_at_start_in_bf16, config.num_layers - config.num_layers_at_end_in_bf16
         # a layer of MTP is counted on from the others, since 0.19 from 1
-        predicts = getattr(self, "is_mtp_layer", False) or self.layer_number > config.num_layers
-        if not predicts and not first < self.layer_number <= last:
-            for module in self.modules():
-                if getattr(module, "fp8", None) is not None:
-                    module.fp8 = None
+        if not (getattr(self, "is_mtp_layer", False) or self.layer_number > config.num_layers):
+            leave_in_bf16(self)
         skipped = config.window_attn_skip_freq
         self._has_window = is_layer_window_attention(config.window_size, skipped, max(1, self.layer_number))
 
@@ -74,6 +70,16 @@ class DecoderLayer(TransformerLayer):
         if rotary_pos_emb is not None and rotary_pos_emb.dim() == 5:
             rotary_pos_emb = rotary_pos_emb[0 if self._has_window else 1]
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+
+def leave_in_bf16(layer: Any) -> None:
+    """Let the products of a layer be in bf16 where it is one of the first or last that stay so."""
+    config = layer.config
+    first, last = config.num_layers_at_start_in_bf16, config.num_layers - config.num_layers_at_end_in_bf16
+    if not first < layer.layer_number <= last:
+        for module in layer.modules():
+            if getattr(module, "fp8", None) is not None:
+                module.fp8 = None
 
 
 def _normed(norm: Any, add: Callable[..., Any], training: bool, fused: bool) -> Callable[..., Any]:

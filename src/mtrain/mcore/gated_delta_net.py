@@ -14,6 +14,7 @@ from mtrain_kernels.gated_delta_rule.op import gated_delta_rule
 from torch import Tensor
 from torch.nn import functional as F
 
+from mtrain.mcore.cache import State
 from mtrain.mcore.layers import Norm
 from mtrain.mcore.patching_linear import segments_of
 
@@ -67,7 +68,7 @@ class GatedDeltaNet(_GatedDeltaNet):
         qkv, gate, beta, alpha = projected.split([2 * k + v, v, heads, heads], -1)
         edges = _boundaries(packed_seq_params)
         marks = segments_of(edges, qkv.shape[1])
-        before = _State.of(inference_context, self.layer_number)
+        before = State.of(inference_context, self.layer_number)
         mixed, tail = self._convolved(qkv.mT, marks, before)
         queries, keys, values = mixed.mT.split([k, k, v], -1)
         decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
@@ -84,12 +85,12 @@ class GatedDeltaNet(_GatedDeltaNet):
             impl=self.impl,
         )
         if inference_context is not None:
-            _State(tail, state).keep(inference_context, self.layer_number, qkv.shape[1])
+            State(tail, state).keep(inference_context, self.layer_number, qkv.shape[1])
         y = self.out_norm(y) * F.silu(gate.unflatten(-1, (-1, self.value_head_dim)).float())
         out, _bias = self.out_proj(y.to(qkv.dtype).flatten(2).transpose(0, 1).contiguous())
         return out, None
 
-    def _convolved(self, x: Tensor, marks: Tensor | None, before: _State | None) -> tuple[Tensor, Tensor]:
+    def _convolved(self, x: Tensor, marks: Tensor | None, before: State | None) -> tuple[Tensor, Tensor]:
         """`x` [b, d, s] convolved, and the inputs that those behind it reach back to."""
         weight, times = self.conv1d.weight.squeeze(1), x.shape[-1]
         if before is not None:
@@ -102,28 +103,6 @@ class GatedDeltaNet(_GatedDeltaNet):
         found: dict[str, Any] = super().sharded_state_dict(*args, **kwargs)
         factories = {name: _joined(t) for name, t in found.items() if isinstance(t, ShardedTensorFactory)}
         return found | factories
-
-
-class _State:
-    """What a layer keeps of the tokens before: the last inputs of its convolution, and the state of its rule."""
-
-    def __init__(self, tail: Tensor, state: Tensor) -> None:
-        self.tail, self.state = tail, state
-
-    @classmethod
-    def of(cls, context: Any, layer: int) -> _State | None:
-        """That behind the tokens that a context has read; None where it has read none."""
-        if context is None or not context.sequence_len_offset:
-            return None
-        found: _State = context.states[layer, context.sequence_len_offset]
-        return found
-
-    def keep(self, context: Any, layer: int, read: int) -> None:
-        """Keep it behind `read` tokens more. What was before stays: a pass may be repeated."""
-        begin = context.sequence_len_offset
-        for known in [key for key in context.states if key[0] == layer and key[1] != begin]:
-            del context.states[known]
-        context.states[layer, begin + read] = self
 
 
 def _boundaries(packed: Any) -> Tensor | None:

@@ -5,20 +5,23 @@ They are its HybridModel since 0.19, and its MambaModel before: `UNIFIED` says w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from mtrain.config import engine
 from mtrain.mcore import api
 from mtrain.mcore.attention_spec import attention_spec
 from mtrain.mcore.backend import mlp_spec
-from mtrain.mcore.decoder_layer import DecoderLayer, DecoderLayerSubmodules
+from mtrain.mcore.decoder_layer import DecoderLayer, DecoderLayerSubmodules, leave_in_bf16
 from mtrain.mcore.embedding import add_in_fp32
 from mtrain.mcore.language_model import OutputLayer, SummedLosses
 from mtrain.mcore.layers import chosen
@@ -41,16 +44,66 @@ class Stack(_CoreStack):
     """megatron-core's stack with the layers of any stage, and a final norm of any kind; its own is Transformer-
     Engine's."""
 
-    def __init__(self, config: Any, *args: Any, layers: range, norm: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, *args: Any, layers: range, norm: Any, logits_scaling: float, **kwargs: Any
+    ) -> None:
         self.__dict__["held"] = layers  # before there is a module that could have attributes
         super().__init__(config, *args, post_layer_norm=False, **kwargs)
         self.post_layer_norm = True
         if self.post_process:
             self.final_norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        self._logits_scaling = logits_scaling
+        for layer in self.layers:
+            leave_in_bf16(layer)
+
+    def forward(self, hidden_states: Any, attention_mask: Tensor | None = None, **given: Any) -> Tensor:
+        """Hidden states [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism, to the same; what the
+        output layer reads is divided by `logits_scaling`, and so are the logits."""
+        again = self.training and self.config.recompute_granularity == "full"
+        whole = self._recomputed if again else super().forward
+        out: Tensor = whole(hidden_states, attention_mask, **given)
+        return out / self._logits_scaling if self.post_process and self._logits_scaling != 1.0 else out
+
+    def _recomputed(
+        self,
+        hidden_states: Any,
+        attention_mask: Tensor | None,
+        *,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """The forward of training, of whose layers the backward computes some again: in groups, or the first ones.
+
+        0.16.1 has none, and that of 0.19 asks TransformerEngine for layers in 8 bits.
+        """
+        x: Tensor = hidden_states if self.pre_process else self.input_tensor
+        c, layers = self.config, list(self.layers)
+        uniform, size = c.recompute_method == "uniform", c.recompute_num_layers
+        for start in range(0, len(layers), size if uniform else 1):
+            group = layers[start : start + size] if uniform else layers[start : start + 1]
+            run = partial(_one_after_the_other, group, attention_mask, packed_seq_params)
+            if uniform or start < size:
+                x = checkpoint(run, c.distribute_saved_activations, x, rotary_pos_emb)
+            else:
+                x = run(x, rotary_pos_emb)
+        x = self.final_norm(x) if self.post_process else x
+        return make_viewless_tensor(inp=x, requires_grad=x.requires_grad, keep_graph=True)  # type: ignore[no-any-return]
 
     def _select_layers_for_pipeline_parallel(self, kinds: Sequence[str]) -> tuple[int, list[str]]:
         """0.16.1: the stage's layers, wherever the layout has cut."""
         return self.held.start, list(kinds[self.held.start : self.held.stop])
+
+
+def _one_after_the_other(
+    layers: Sequence[Any], attention_mask: Tensor | None, packed: Any, x: Tensor, rotary: Tensor | None
+) -> Tensor:
+    """Layers of a stack on the residual stream; those with attention or an MLP give a context beside it."""
+    for layer in layers:
+        given = {"rotary_pos_emb": rotary, "packed_seq_params": packed}
+        found = layer(hidden_states=x, attention_mask=attention_mask, **given)
+        x = found[0] if isinstance(found, tuple) else found
+    return x
 
 
 class HybridModel(SummedLosses, _CoreModel):
@@ -66,13 +119,14 @@ class HybridModel(SummedLosses, _CoreModel):
         loss: str,
         loss_vocab_size: int,
         vp_stage: int | None,
+        embedding_multiplier: float = 1.0,
         **kwargs: Any,
     ) -> None:
         self.__dict__["_vp_stage"] = vp_stage
         super().__init__(config, spec, **core_arguments(pattern, stages, vp_stage), **kwargs)
         self.sum_losses_by(loss, loss_vocab_size)
         if hasattr(self, "embedding"):
-            add_in_fp32(self.embedding)
+            add_in_fp32(self.embedding, None if embedding_multiplier == 1.0 else embedding_multiplier)
         if self.post_process:
             self.output_layer.__class__ = OutputLayer  # megatron-core names the class itself
 
@@ -124,32 +178,72 @@ def core_arguments(pattern: str, stages: Sequence[range], vp_stage: int | None) 
     return {"hybrid_override_pattern": pattern}
 
 
-def stack_spec(config: Any, provider: Any, scan: Scan, layers: range, *, vp_stage: int | None = None) -> Any:
-    """The specification of the layers `layers` of a stage, with the implementations of a provider."""
-    norm = provider.layer_norm(config.normalization == "RMSNorm")
-    kinds = _CoreSubmodules(
-        mamba_layer=_mamba_layer(config, provider, norm, scan),
+def stack_spec(
+    config: Any,
+    provider: Any,
+    scan: Scan,
+    layers: range,
+    *,
+    vp_stage: int | None = None,
+    residual_multiplier: float = 1.0,
+    logits_scaling: float = 1.0,
+) -> Any:
+    """The specification of the layers `layers` of a stage, with the implementations of a provider; what they add is
+    multiplied with `residual_multiplier`, and logits are divided by `logits_scaling`."""
+    return api.ModuleSpec(
+        module=Stack,
+        params={"layers": layers, "norm": _norm_of(config, provider), "logits_scaling": logits_scaling},
+        submodules=_kinds(config, provider, scan, scaled_add(residual_multiplier), vp_stage),
+    )
+
+
+def _norm_of(config: Any, provider: Any) -> Any:
+    return provider.layer_norm(config.normalization == "RMSNorm")
+
+
+def _kinds(config: Any, provider: Any, scan: Scan, add: Any, vp_stage: int | None) -> Any:
+    norm = _norm_of(config, provider)
+    return _CoreSubmodules(
+        mamba_layer=_mamba_layer(config, provider, norm, add, scan),
         attention_layer=_layer(
             vp_stage,
             "self_attention.linear_qkv",
             input_layernorm=norm,
             self_attention=attention_spec(config, provider),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=add,
         ),
-        mlp_layer=_layer(vp_stage, "mlp.linear_fc1", **_mlp(config, provider, norm, None)),
-        moe_layer=_layer(vp_stage, "", **_mlp(config, provider, norm, config.num_moe_experts or 1)),
+        mlp_layer=_layer(vp_stage, "mlp.linear_fc1", **_mlp(config, provider, norm, add, None)),
+        moe_layer=_layer(vp_stage, "", **_mlp(config, provider, norm, add, config.num_moe_experts or 1)),
     )
-    return api.ModuleSpec(module=Stack, params={"layers": layers, "norm": norm}, submodules=kinds)
 
 
-def _mamba_layer(config: Any, provider: Any, norm: Any, scan: Scan) -> Any:
+def scaled_add(factor: float) -> Callable[..., Any]:
+    """megatron-core's sum of a layer's output, its bias and the residual stream, where output and bias are multiplied
+    with `factor` first."""
+    if factor == 1.0:
+        return get_bias_dropout_add  # type: ignore[no-any-return]
+
+    def chosen(training: bool, fused: bool) -> Callable[..., Tensor]:
+        add = get_bias_dropout_add(training, fused)
+
+        def summed(output_with_bias: Any, residual: Tensor, dropout_p: float) -> Tensor:
+            output, bias = output_with_bias
+            scaled = output * factor, None if bias is None else bias * factor
+            return add(scaled, residual, dropout_p)  # type: ignore[no-any-return]
+
+        return summed
+
+    return chosen
+
+
+def _mamba_layer(config: Any, provider: Any, norm: Any, add: Any, scan: Scan) -> Any:
     linear = Mamba2MixerSubmodules(provider.column_parallel_linear(), provider.row_parallel_linear())
     impl = "reference" if provider.kernels["attention"] == "reference" else "auto"
     parts = MambaLayerSubmodules(
         # MambaModel's layer does not say the epsilon, and takes what a specification says
         norm=norm if UNIFIED else api.ModuleSpec(module=norm, params={"eps": config.layernorm_epsilon}),
         mixer=api.ModuleSpec(module=chosen(Mamba2Mixer, impl), params={"scan": scan}, submodules=linear),
-        mamba_bda=get_bias_dropout_add,
+        mamba_bda=add,
         sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
     )
     return api.ModuleSpec(module=MambaLayer, submodules=parts)
@@ -164,9 +258,9 @@ def _layer(vp_stage: int | None, fused: str, **parts: Any) -> Any:
     return api.ModuleSpec(module=DecoderLayer, params={"vp_stage": vp_stage}, submodules=layer)
 
 
-def _mlp(config: Any, provider: Any, norm: Any, experts: int | None) -> dict[str, Any]:
+def _mlp(config: Any, provider: Any, norm: Any, add: Any, experts: int | None) -> dict[str, Any]:
     return {
         "pre_mlp_layernorm": norm,
         "mlp": mlp_spec(config, provider, experts),
-        "mlp_bda": get_bias_dropout_add,
+        "mlp_bda": add,
     }

@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mtrain.config import engine
+from mtrain.mcore.cache import State
+from mtrain.mcore.mamba_context import HeadExchange
 
 if engine.at_least(0, 19):
     from megatron.core.ssm.utils import _split_tensor_factory
@@ -98,8 +100,9 @@ class Mamba2Mixer(MegatronModule):
 
     One linear layer makes of each token a gate z, channels x, input B and output C of each group's state, and a time
     step of each head. x, B and C go through a causal convolution of each channel, then the state of each head is
-    scanned (`mtrain_kernels.ssd`). Each tensor-parallel rank has whole groups with their heads. `impl` is that of the
-    convolution and of the scan: `reference`, or `auto` for the fastest that takes a call.
+    scanned (`mtrain_kernels.ssd`). Each tensor-parallel rank has whole groups with their heads; under context
+    parallelism, what is convolved and scanned is exchanged so that each rank has some heads of all tokens. `impl` is
+    that of the convolution and of the scan: `reference`, or `auto` for the fastest that takes a call.
     """
 
     impl = "reference"
@@ -121,6 +124,8 @@ class Mamba2Mixer(MegatronModule):
         self.head_dim, ranks = config.mamba_head_dim, pg_collection.tp.size()
         self.heads, self.groups = (divide(n, ranks) for n in (config.mamba_num_heads, config.mamba_num_groups))
         self.channels, self.states = self.heads * self.head_dim, self.groups * config.mamba_state_dim
+        sizes = {name: getattr(self, name) for name in ("heads", "channels", "groups", "states")}
+        self._exchange = HeadExchange(pg_collection.cp, **sizes) if pg_collection.cp.size() > 1 else None
         dtype, mixed = config.params_dtype, self.channels + 2 * self.states
         self.dt_bias = nn.Parameter(_blank(self.heads, dtype))
         self.A_log = nn.Parameter(_blank(self.heads, torch.float32))
@@ -168,36 +173,55 @@ class Mamba2Mixer(MegatronModule):
     def forward(
         self, hidden_states: Tensor, inference_context: Any = None, *, packed_seq_params: Any = None, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Of packed documents each begins with an empty state and an empty convolution.
-
-        Raises:
-            ValueError: a state is to be kept between calls.
-        """
-        if inference_context is not None:
-            raise ValueError("no state of what was read is kept between calls")
+        """Of packed documents each begins with an empty state and an empty convolution. With a context the state
+        behind what it has read is gone on from, and kept there."""
         mixed, _bias = self.in_proj(hidden_states)
         z, xbc, dt = mixed.split([self.channels, self.channels + 2 * self.states, self.heads], dim=-1)
-        marks = _segments(packed_seq_params, mixed)
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
-        xbc = causal_conv1d(xbc.permute(1, 2, 0), weight, bias, segments=marks, impl=self.impl).transpose(1, 2)
-        x, b, c = xbc.split([self.channels, self.states, self.states], dim=-1)
-        y, _state = ssd(
-            x.unflatten(-1, (self.heads, -1)),
-            self._steps(dt).transpose(0, 1),
-            -self.A_log.float().exp(),
-            b.unflatten(-1, (self.groups, -1)),
-            c.unflatten(-1, (self.groups, -1)),
-            d=self.D.float(),
+        if self._exchange is None:
+            y = self._scanned(xbc, dt, _segments(packed_seq_params, mixed), inference_context)
+        else:
+            xbc, dt, places = self._exchange.to_heads(xbc, dt, _ends(packed_seq_params))
+            y = self._exchange.to_tokens(self._scanned(xbc, dt, _segments(packed_seq_params, xbc), None), places)
+        out: tuple[Tensor, Tensor | None] = self.out_proj(self.norm(y, z))
+        return out
+
+    def _scanned(self, xbc: Tensor, dt: Tensor, marks: Tensor | None, context: Any) -> Tensor:
+        """Convolution and scan of [s, b, channels] and time steps [s, b, heads], of all heads of this rank or of its
+        part of them: [s, b, channels of heads]."""
+        own, (weight, bias, dt_bias, a_log, d) = self._exchange or self, self._weights()
+        before = State.of(context, self.layer_number)
+        x, times = xbc.permute(1, 2, 0), xbc.shape[0]
+        if before is not None:
+            x = torch.cat([before.tail, x], -1)
+        mixed = causal_conv1d(x, weight, bias, segments=marks, impl=self.impl)[..., -times:].transpose(1, 2)
+        channels, b, c = mixed.split([own.channels, own.states, own.states], dim=-1)
+        y, state = ssd(
+            channels.unflatten(-1, (own.heads, -1)),
+            self._steps(dt, dt_bias).transpose(0, 1),
+            -a_log.float().exp(),
+            b.unflatten(-1, (own.groups, -1)),
+            c.unflatten(-1, (own.groups, -1)),
+            d=d.float(),
+            state=None if before is None else before.state,
             segments=marks,
             chunk=self.scan.chunk,
             impl=self.impl,
         )
-        out: tuple[Tensor, Tensor | None] = self.out_proj(self.norm(y.flatten(2).transpose(0, 1), z))
-        return out
+        if context is not None:
+            tail = F.pad(x, (weight.shape[-1] - 1, 0))[..., x.shape[-1] :]
+            State(tail, state).keep(context, self.layer_number, times)
+        return y.flatten(2).transpose(0, 1)
 
-    def _steps(self, dt: Tensor) -> Tensor:
+    def _weights(self) -> tuple[Tensor, ...]:
+        """Of convolution, time steps, decays and skips: all rows, or this rank's part of them."""
+        channels, heads = (self.conv1d.weight.squeeze(1), self.conv1d.bias), (self.dt_bias, self.A_log, self.D)
+        if self._exchange is None:
+            return *channels, *heads
+        return *map(self._exchange.own_channels, channels), *map(self._exchange.own_heads, heads)
+
+    def _steps(self, dt: Tensor, bias: Tensor) -> Tensor:
         """Time steps, in fp32."""
-        steps = F.softplus(dt.float() + self.dt_bias.float())
+        steps = F.softplus(dt.float() + bias.float())
         return steps.clamp(min=self.scan.least_step) if self.scan.least_step else steps
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
@@ -243,10 +267,18 @@ def _step_at_the_start(share: Tensor) -> Tensor:
     return step + (-torch.expm1(-step)).log()
 
 
-def _segments(packed: Any, mixed: Tensor) -> Tensor | None:
-    """The document [1, t] of each token of packed samples; what is behind the last is one of its own."""
+def _ends(packed: Any) -> Tensor | None:
+    """Where packed samples begin and end, padding included; None where they are not packed."""
     if packed is None:
         return None
-    ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    ends: Tensor = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    return ends
+
+
+def _segments(packed: Any, mixed: Tensor) -> Tensor | None:
+    """The document [1, t] of each token of packed samples; what is behind the last is one of its own."""
+    ends = _ends(packed)
+    if ends is None:
+        return None
     tokens = torch.arange(mixed.shape[0], device=mixed.device, dtype=ends.dtype)
     return torch.searchsorted(ends, tokens, right=True).to(torch.int32)[None]

@@ -13,9 +13,9 @@ from mtrain.recipes.hf_kind import Kind
 
 POSITIONS = 2048
 """Tokens of a sample that Mamba-2 was trained with; its file names none, and it has no positions."""
-_NO_BOUND = (math.inf, {"__float__": "Infinity"})
+NO_BOUND = (math.inf, {"__float__": "Infinity"})
 """As a file may say it: JSON has no word for it, and transformers 5 writes the latter."""
-_WORDS = {
+WORDS = {
     "linear_attention": MAMBA,
     "mamba": MAMBA,
     "full_attention": ATTENTION,
@@ -24,7 +24,7 @@ _WORDS = {
     "moe": EXPERTS,
 }
 """Kind of a layer in files of transformers 5, and before -> its letter."""
-_BASE = {
+BASE = {
     "model.family": "hybrid",
     "model.normalization": "RMSNorm",
     "model.position_embedding_type": "none",
@@ -41,7 +41,7 @@ _SIZES = {
     "chunk_size": "model.hybrid.chunk_size",
 }
 _INITIAL = "says how weights begin"
-_OF_BOTH = {
+OF_BOTH = {
     "time_step_max": _INITIAL,
     "time_step_floor": _INITIAL,
     "rescale_prenorm_residual": _INITIAL,
@@ -70,7 +70,7 @@ def _mamba2(f: ConfigFile) -> None:
         "model.max_position_embeddings": f.get("max_position_embeddings", POSITIONS),
         "model.hybrid.time_step_min": float(limits[0]),
     }
-    if len(limits) != 2 or limits[1] not in _NO_BOUND:
+    if len(limits) != 2 or limits[1] not in NO_BOUND:
         f.refuse("time_step_limit", "not supported", "changes the numbers: time steps have a lower bound alone")
     if width != heads * f.get("head_dim"):
         f.refuse("expand", "not supported", "changes the numbers: the heads have another width in all")
@@ -84,7 +84,7 @@ MAMBA2_READS = Family(
         "head_dim": "model.hybrid.head_dim",
         "state_size": "model.hybrid.state_dim",
     },
-    {**_BASE, "model.activation": "squared_relu"},
+    {**BASE, "model.activation": "squared_relu"},
     {
         "num_heads": 128,
         "head_dim": 64,
@@ -105,7 +105,7 @@ MAMBA2_READS = Family(
         "tie_word_embeddings": False,
     },
     (_mamba2,),
-    irrelevant={**_OF_BOTH, "time_step_rank": "is read by no layer of this family", "time_step_min": _INITIAL},
+    irrelevant={**OF_BOTH, "time_step_rank": "is read by no layer of this family", "time_step_min": _INITIAL},
 )
 
 
@@ -114,10 +114,10 @@ def _pattern(f: ConfigFile) -> str:
     said, listed = f.get("hybrid_override_pattern"), f.get("layers_block_type")
     f.read.add("num_hidden_layers")
     if isinstance(listed, list):
-        unknown = [word for word in listed if word not in _WORDS]
+        unknown = [word for word in listed if word not in WORDS]
         if unknown:
             f.refuse("layers_block_type", "not supported", f"changes the numbers: there is no layer {unknown[0]}")
-        return "".join(_WORDS.get(word, MLP) for word in listed)
+        return "".join(WORDS.get(word, MLP) for word in listed)
     return said if isinstance(said, str) else f"{MAMBA}{EXPERTS}{ATTENTION}{MLP}"
 
 
@@ -190,7 +190,7 @@ NEMOTRON_READS = Family(
         "mamba_head_dim": "model.hybrid.head_dim",
         "ssm_state_size": "model.hybrid.state_dim",
     },
-    {**_BASE, "model.activation": "squared_relu"},
+    {**BASE, "model.activation": "squared_relu"},
     {
         "vocab_size": 131072,
         "hidden_size": 4096,
@@ -236,18 +236,19 @@ NEMOTRON_READS = Family(
         "mamba_chunk_size": "chunk_size",
         "num_local_experts": "n_routed_experts",
     },
-    irrelevant={**_OF_BOTH, "moe_shared_expert_overlap": "says when shared experts are computed"},
+    irrelevant={**OF_BOTH, "moe_shared_expert_overlap": "says when shared experts are computed"},
 )
 
 
-def _own(m: ModelConfig) -> HybridConfig:
+def own(m: ModelConfig) -> HybridConfig:
+    """The section of a hybrid without positions. Raises `ValueError` for another model."""
     if m.hybrid is None or m.position_embedding_type != "none":
         raise ValueError("it is no hybrid without positions")
     return m.hybrid
 
 
 def _writes_mamba2(m: ModelConfig) -> Json:
-    h = _own(m)
+    h = own(m)
     expand, rest = divmod(h.num_heads * h.head_dim, m.hidden_size)
     if set(h.pattern) != {MAMBA} or rest:
         raise ValueError("it has other layers than Mamba-2, or heads that are no multiple of hidden_size")
@@ -261,7 +262,7 @@ def _writes_mamba2(m: ModelConfig) -> Json:
         "num_heads": h.num_heads,
         "head_dim": h.head_dim,
         "expand": expand,
-        "time_step_limit": [h.time_step_min, _NO_BOUND[1]],
+        "time_step_limit": [h.time_step_min, NO_BOUND[1]],
         "use_bias": False,
         "use_conv_bias": True,
         "hidden_act": "silu",
@@ -270,7 +271,7 @@ def _writes_mamba2(m: ModelConfig) -> Json:
 
 
 def _writes_nemotron(m: ModelConfig) -> Json:
-    h, moe = _own(m), m.moe
+    h, moe = own(m), m.moe
     experts: Json = {}
     if moe is not None:
         experts = {

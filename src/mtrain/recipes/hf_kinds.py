@@ -8,6 +8,7 @@ from mtrain.config.model import ModelConfig
 from mtrain.recipes import hf_llava, hf_qwen3_next
 from mtrain.recipes.hf_bert import BERT
 from mtrain.recipes.hf_families import FAMILIES
+from mtrain.recipes.hf_granite import GRANITE
 from mtrain.recipes.hf_hybrid import MAMBA2, NEMOTRON_H
 from mtrain.recipes.hf_kind import Kind
 from mtrain.recipes.hf_t5 import T5
@@ -47,6 +48,7 @@ KINDS: dict[str, Kind] = {
     "t5": T5,
     "mamba2": MAMBA2,
     "nemotron_h": NEMOTRON_H,
+    "granitemoehybrid": GRANITE,
     "llava": Kind(hf_llava.READS, hf_llava.writes, _always("LlavaForConditionalGeneration")),
 }
 """`model_type` -> how it is read and written."""

@@ -91,14 +91,15 @@ def _balance(m: ModelConfig, dense: int = 0) -> float:
     return float(f"{moe.aux_loss_coeff * max(1, m.num_layers - dense) / moe.router_topk:.6g}")
 
 
-def _moe(m: ModelConfig, count: str, width: str, dense: int = 0) -> Json:
+def mixture(m: ModelConfig, count: str, width: str, dense: int = 0) -> Json:
+    """Keys of a mixture of experts, which `dense` layers do not have; `count` and `width` are two of their names."""
     moe = _experts(m)
     sizes = {count: moe.num_experts, "num_experts_per_tok": moe.router_topk, width: moe.ffn_hidden_size}
     return {**sizes, "router_aux_loss_coef": _balance(m, dense)}
 
 
 def _mixtral(m: ModelConfig) -> Json:
-    return {**_mistral(m), **_moe(m, "num_local_experts", "intermediate_size")}
+    return {**_mistral(m), **mixture(m, "num_local_experts", "intermediate_size")}
 
 
 def qwen_moe(m: ModelConfig) -> Json:
@@ -113,7 +114,7 @@ def qwen_moe(m: ModelConfig) -> Json:
         **gate_of(m),
         **_rope(m),
         **windows,
-        **_moe(m, "num_experts", "moe_intermediate_size", dense),
+        **mixture(m, "num_experts", "moe_intermediate_size", dense),
         **first,
         **normed,
     }
@@ -133,7 +134,7 @@ def _gpt_oss(m: ModelConfig) -> Json:
     return {
         "rope_parameters": {**turned, "rope_theta": m.rotary_base},
         **kinds,
-        **_moe(m, "num_local_experts", "intermediate_size"),
+        **mixture(m, "num_local_experts", "intermediate_size"),
         **limits,
     }
 

@@ -67,8 +67,11 @@ class Sampler:
         if model.rope_scaling is not None and min(self.context, tokens) + self.multiple > model.rotary_constant_to:
             kind = model.rope_scaling.rope_type
             return f"{kind} frequencies change beyond {model.rotary_constant_to} tokens, and kept keys would not"
-        if model.linear_attention is not None and self.multiple > 1:
-            return f"states of linear attention take no padding back, and texts are padded to {self.multiple} tokens"
+        mixers = (
+            "linear attention" if model.linear_attention is not None else "Mamba-2 layers" if model.hybrid else ""
+        )
+        if mixers and self.multiple > 1:
+            return f"states of {mixers} take no padding back, and texts are padded to {self.multiple} tokens"
         return mcore.cache_obstacle(self.chunks[0].config, self.run.kernels.attention)
 
     @property

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mtrain.config.hybrid import ABSENT, EXPERTS, KINDS, HybridConfig
+from mtrain.config.devices import facts_of
+from mtrain.config.hybrid import ABSENT, EXPERTS, KINDS, MAMBA, HybridConfig
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
+from mtrain.config.rules.sharding import NO_CONTEXT
 from mtrain.config.run import RunConfig
 
 TINY = "model=nemotron_h_tiny"
@@ -115,10 +117,44 @@ def tp_divides_mamba_groups(run: RunConfig) -> Iterator[Finding]:
     yield Finding("MT299", "parallel.tp", f"{rule}; tp that divide: {listed(legal)}", tuple(fixes))
 
 
+@rule(
+    Code("MT279", example=f"{TINY} parallel=cp3 data.seq_length=252"),
+    reads=f"model.family parallel.cp parallel.tp model.hybrid.num_groups model.hybrid.num_heads {PATTERN}",
+)
+def cp_divides_mamba_heads(run: RunConfig) -> Iterator[Finding]:
+    """Under context parallelism every rank scans some heads of a mixer, of whole groups or of one alone."""
+    h, p = _own(run), run.parallel
+    if h is None or p.cp == 1 or MAMBA not in h.pattern or h.num_groups % p.tp or h.num_heads % p.tp:
+        return
+    heads, groups = h.num_heads // p.tp, h.num_groups // p.tp
+    if heads % math.lcm(groups, p.cp):
+        rule = f"cp {p.cp} shares out the {heads} heads, in {groups} groups, that a rank of tp {p.tp} has of a mixer"
+        legal = [degree for degree in divisors(heads) if heads % math.lcm(groups, degree) == 0]
+        fixes: list[Change] = [{"parallel.cp": degree} for degree in nearest(p.cp, legal) if degree > 1]
+        yield Finding("MT279", "parallel.cp", f"{rule}; cp that divide: {listed(legal)}", (*fixes, NO_CONTEXT))
+
+
+@rule(
+    Code("MT278", example=f"{TINY} precision=fp8_tensorwise cluster=h100 kernels.linear=te"),
+    reads="model.family precision.fp8 kernels.linear kernels.default cluster.device",
+)
+def products_in_8_bits_are_ours(run: RunConfig) -> Iterator[Finding]:
+    """TransformerEngine wants a context around each layer in 8 bits, which recomputed ones would not have."""
+    k = run.kernels
+    word = k.linear or ("reference" if k.default == "reference" else "auto")
+    cuda = facts_of(run.cluster.device).cuda_kernels
+    if _own(run) is None or run.precision.fp8 is None or word not in ("te", "auto") or not cuda:
+        return
+    rule = f"linear layers of hybrids multiply in 8 bits by kernels of ours, and kernels.linear is {word}"
+    yield Finding("MT278", "kernels.linear", rule, ({"kernels.linear": "triton"},), also=("precision.fp8",))
+
+
 RULES = (
     every_letter_is_a_layer,
     the_pattern_has_every_layer,
     experts_are_where_the_pattern_has_them,
     groups_divide_mamba_heads,
     tp_divides_mamba_groups,
+    cp_divides_mamba_heads,
+    products_in_8_bits_are_ours,
 )

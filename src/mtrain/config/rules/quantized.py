@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from mtrain.config.conditional import QUANTIZED
 from mtrain.config.devices import facts_of, with_cuda_kernels
+from mtrain.config.hybrid import MAMBA
 from mtrain.config.precision import LOW_PRECISION, PrecisionConfig
 from mtrain.config.rules.finding import Change, Finding, multiples
 from mtrain.config.rules.rule import Code, rule
@@ -115,6 +116,11 @@ def _widths(run: RunConfig) -> Iterator[tuple[str, str, int, int]]:
     """Key, words, width and over how many ranks it is sharded, of every matrix multiplied in low precision."""
     m, p = run.model, run.parallel
     yield "model.hidden_size", "the hidden size", m.hidden_size, 1
+    if m.hybrid is not None and MAMBA in m.hybrid.pattern:
+        h = m.hybrid
+        width, states = h.num_heads * h.head_dim, h.num_groups * h.state_dim
+        yield "model.hybrid.num_heads", "all channels of a mixer", width, p.tp
+        yield "model.hybrid.num_heads", "the first layer of a mixer", 2 * (width + states) + h.num_heads, p.tp
     if m.moe is None or m.moe.first_dense_layers:
         yield "model.ffn_hidden_size", "the MLP", m.ffn_hidden_size, p.tp
     if m.moe is not None:
@@ -156,7 +162,9 @@ def _widths(run: RunConfig) -> Iterator[tuple[str, str, int, int]]:
         "parallel.sequence_parallel parallel.tp trainer.micro_batch_size model.ffn_hidden_size "
         "model.mla.kv_lora_rank model.mla.q_lora_rank model.mla.qk_head_dim model.mla.qk_pos_emb_head_dim "
         "model.mla.v_head_dim model.kv_channels model.num_query_groups model.moe.ffn_hidden_size "
-        "model.moe.first_dense_layers model.moe.shared_expert_intermediate_size parallel.etp"
+        "model.moe.first_dense_layers model.moe.shared_expert_intermediate_size parallel.etp "
+        "model.hybrid.pattern model.hybrid.num_heads model.hybrid.head_dim model.hybrid.num_groups "
+        "model.hybrid.state_dim"
     ),
 )
 def widths_fill_the_tensor_cores(run: RunConfig) -> Iterator[Finding]:

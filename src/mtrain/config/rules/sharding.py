@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtrain.config.hybrid import ATTENTION, MAMBA, MLP
 from mtrain.config.rules.finding import DP, Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.pipeline import SPLIT
 from mtrain.config.rules.rule import Code, rule
@@ -231,7 +232,7 @@ def replicas_divide(run: RunConfig) -> Iterator[Finding]:
     Code("MT168", example="parallel.recompute.granularity=selective parallel.recompute.modules=[moe]"),
     reads=(
         "parallel.recompute.granularity parallel.recompute.modules model.mla model.moe.first_dense_layers "
-        "model.moe.shared_expert_intermediate_size model.moe.shared_expert_overlap"
+        "model.moe.shared_expert_intermediate_size model.moe.shared_expert_overlap model.hybrid.pattern"
     ),
 )
 def recomputed_modules_exist(run: RunConfig) -> Iterator[Finding]:
@@ -239,11 +240,12 @@ def recomputed_modules_exist(run: RunConfig) -> Iterator[Finding]:
     r, m = run.parallel.recompute, run.model
     if r.granularity != "selective" or r.modules is None:
         return
-    dense = m.moe is None or m.moe.first_dense_layers > 0
+    kinds = m.hybrid.pattern if m.hybrid is not None else ""
+    dense = MLP in kinds if kinds else m.moe is None or m.moe.first_dense_layers > 0
     shared = bool(m.moe and m.moe.shared_expert_intermediate_size)
     there = {
-        "core_attn": True,
-        "layernorm": True,
+        "core_attn": ATTENTION in kinds if kinds else True,
+        "layernorm": kinds.strip(MAMBA) != "" if kinds else True,  # that of a mixer is kept
         "mlp": dense,
         "mla_up_proj": m.mla is not None,
         "moe": m.moe is not None,

@@ -10,8 +10,8 @@ from mtrain.mcore import api as mcore
 from mtrain.mcore import backend
 from mtrain.mcore.bert_model import BertModel
 from mtrain.mcore.op_overrides import override_operations
+from mtrain.mcore.recipe import recipe
 from mtrain.models.bert.count import own
-from mtrain.models.gpt.build import recipe
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> BertModel:

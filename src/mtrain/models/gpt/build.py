@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mtrain_kernels.fp8_linear.op import Recipe
-
 from mtrain.config.core_fields import GPT_FIELDS, values
 from mtrain.config.fusions import positions_apart, sums_apart
 from mtrain.config.model import ModelConfig
@@ -15,15 +13,8 @@ from mtrain.mcore import api as mcore
 from mtrain.mcore import backend
 from mtrain.mcore.language_model import LanguageModel
 from mtrain.mcore.op_overrides import override_operations
+from mtrain.mcore.recipe import recipe
 from mtrain.mcore.rotary import frequencies, multiply_turns
-
-
-def recipe(run: RunConfig) -> Recipe | None:
-    """What linear layers of ours multiply in, where that is FP8."""
-    p = run.precision
-    if p.fp8 is None or run.kernels.linear == "te":
-        return None
-    return Recipe(p.fp8_recipe or "tensorwise", backward="e5m2" if p.fp8 == "hybrid" else "e4m3")
 
 
 def embedding_scale(model: ModelConfig) -> float | None:

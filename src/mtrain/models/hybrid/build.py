@@ -12,6 +12,7 @@ from mtrain.mcore import backend
 from mtrain.mcore.hybrid_model import HybridModel, stack_spec
 from mtrain.mcore.mamba_mixer import Scan
 from mtrain.mcore.op_overrides import override_operations
+from mtrain.mcore.recipe import recipe
 from mtrain.models.hybrid.count import own
 
 _NOT_ASKED = ("rope_scaling", "rope_scaling_factor")
@@ -21,7 +22,7 @@ _NOT_ASKED = ("rope_scaling", "rope_scaling_factor")
 def chunk(run: RunConfig, config: Any, stage: int | None) -> HybridModel:
     """The layers of one virtual pipeline stage of this rank, with embedding and loss where they belong to it."""
     ps, m, hybrid = mcore.parallel_state, run.model, own(run.model)
-    provider = backend.provider(run.kernels, backend.Parts.of(m))
+    provider = backend.provider(run.kernels, backend.Parts.of(m), fp8=recipe(run))
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
     override_operations(run.kernels, m.moe.group_score_topk if m.moe else None)
     held = [each.layers for each in stages(run)]
@@ -29,12 +30,21 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> HybridModel:
     scan = Scan(hybrid.conv_kernel, hybrid.chunk_size, hybrid.time_step_min)
     return HybridModel(
         config,
-        stack_spec(config, provider, scan, here, vp_stage=stage),
+        stack_spec(
+            config,
+            provider,
+            scan,
+            here,
+            vp_stage=stage,
+            residual_multiplier=hybrid.residual_multiplier,
+            logits_scaling=hybrid.logits_scaling,
+        ),
         pattern=hybrid.pattern,
         stages=held,
         loss=run.kernels.loss,
         loss_vocab_size=m.loss_vocab_size,
         vp_stage=stage,
+        embedding_multiplier=hybrid.embedding_multiplier,
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,

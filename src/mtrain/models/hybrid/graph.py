@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import lcm
+
 from mtrain.config.hybrid import ATTENTION, EXPERTS, MAMBA
 from mtrain.config.stages import Stage
 from mtrain.models.gpt.feed_forward import feed_forward, mlp
 from mtrain.models.gpt.graph import stack, stream
 from mtrain.models.gpt.mixers import attention
-from mtrain.models.graph import FP32, MASK, Graph, Product, Tensor
+from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
 from mtrain.models.hybrid.count import channels, own, states
 from mtrain.models.parts import column, dropout, embedding, loss, norm, row
 from mtrain.models.rank import Rank
@@ -18,6 +21,8 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
     first, last = Graph(), Graph()
     if held.embedding:
         embedding(first, r, tables=int(r.model.position_embedding_type == "learned_absolute"))
+    if r.layout.recompute.granularity == "full" and held.layers and r.model.position_embedding_type == "rope":
+        first.add("rotary_pos_emb", [Tensor(r.whole * r.model.rotary_dim * FP32, shared=True)])
     layers = stack(r, held.layers, add_layer, own(r.model).kind)
     if held.loss:
         loss(last, r, norm(last, r, "final_norm", stream(r), r.split_tokens, r.model.hidden_size))
@@ -27,7 +32,9 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 def add_layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
     """Layer `index` (from 0) on the residual stream; the stream behind it."""
     m, kind = r.model, own(r.model).kind(index)
-    normed = norm(g, r, "norm", x, r.split_tokens, m.hidden_size)
+    again = r.recomputes("layernorm") and kind != MAMBA
+    with g.recomputed("norm", x, when=again, discarded=True):
+        normed = norm(g, r, "norm", x, r.split_tokens, m.hidden_size)
     if kind == MAMBA:
         _mixer(g, r, normed)
     elif kind == ATTENTION:
@@ -35,7 +42,9 @@ def add_layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
     elif kind == EXPERTS:
         feed_forward(g, r, normed, index)
     else:
-        mlp(g, r, normed, "mlp", m.ffn_hidden_size)
+        with g.recomputed("mlp", normed, when=r.recomputes("mlp")):
+            mlp(g, r, normed, "mlp", m.ffn_hidden_size)
+    g.discard(normed, when=again)
     size = r.split_tokens * m.hidden_size
     g.add("bda.sum", moved=3 * size * r.element)
     dropout(g, r, "bda", size, m.hidden_dropout)
@@ -43,15 +52,30 @@ def add_layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
 
 
 def _mixer(g: Graph, r: Rank, x: Tensor) -> None:
-    h, tp, m = own(r.model), r.layout.tp, r.model
+    h, tp, cp, m = own(r.model), r.layout.tp, r.layout.cp, r.model
     width, heads = channels(h) // tp, h.num_heads // tp
     mixed = width + 2 * states(h) // tp
     fused = column(g, r, "mixer.in_proj", x, m.hidden_size, width + mixed + heads)
+    if cp == 1:
+        _scanned(g, r, fused, width, mixed, heads)
+    else:  # some heads of all tokens
+        inside, shared = replace(r, length=r.whole), lcm(h.num_groups // tp, cp) // cp
+        part = width // cp + 2 * shared * h.state_dim
+        sent = Tensor(inside.tokens * (part + heads // cp) * r.element)
+        order = [Tensor(r.whole * INDEX, constant=True)]
+        g.add("mixer.exchange", order, moved=3 * sent.bytes, exchanges=[Exchange("cp", "all_to_all", sent.bytes)])
+        _scanned(g, inside, sent, width // cp, part, heads // cp)
+        back = inside.tokens * width // cp * r.element
+        order = [Tensor(r.whole * INDEX, constant=True)]
+        g.add("mixer.exchange.back", order, moved=2 * back, exchanges=[Exchange("cp", "all_to_all", back)])
+    _gated_norm(g, r, fused, width)
+    row(g, r, "mixer.out_proj", Tensor(r.tokens * width * r.element), width, m.hidden_size)
+
+
+def _scanned(g: Graph, r: Rank, fused: Tensor, width: int, mixed: int, heads: int) -> None:
     _convolution(g, r, fused, mixed)
     g.add("mixer.dt", [Tensor(r.tokens * heads * FP32) for _ in range(2)])
     _scan(g, r, width, mixed, heads)
-    _gated_norm(g, r, fused, width)
-    row(g, r, "mixer.out_proj", Tensor(r.tokens * width * r.element), width, m.hidden_size)
 
 
 def _convolution(g: Graph, r: Rank, fused: Tensor, mixed: int) -> None:
@@ -62,6 +86,8 @@ def _convolution(g: Graph, r: Rank, fused: Tensor, mixed: int) -> None:
         g.add("mixer.conv1d", [fused], moved=moved)
         return
     weights = [] if r.wide else [Tensor(mixed * taps * FP32) for _ in range(taps)]
+    if r.wide and r.layout.cp > 1:  # its rows that are of this rank's heads
+        weights = [Tensor(mixed * taps * FP32)]
     if r.run.data.packed:  # of each tap what it sees, without what is of another document
         seen = [Tensor(size) for _ in range(taps)] + [Tensor(r.tokens * MASK) for _ in range(taps)]
     else:

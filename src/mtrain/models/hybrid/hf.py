@@ -1,4 +1,4 @@
-"""Hugging Face's names of the weights of hybrids: Mamba-2 and Nemotron-H."""
+"""Hugging Face's names of the weights of hybrids: Mamba-2, Nemotron-H and Granite 4."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Fused(Entry):
 
 @dataclass(frozen=True)
 class ByKind(Table):
-    """A table with entries of each layer by the letter that a pattern has for it."""
+    """A table with entries of each layer by the letter that a pattern has for it; `{p}` counts pairs of layers."""
 
     kinds: Mapping[str, tuple[Entry, ...]] = field(default_factory=dict)
 
@@ -40,7 +40,7 @@ class ByKind(Table):
             yield from entry.steps(model)
         for i, kind in enumerate(model.hybrid.pattern):
             for entry in self.kinds[kind]:
-                yield from entry.steps(model, i=i)
+                yield from entry.steps(model, i=i, p=i // 2)
 
 
 def _parts(ours: str, theirs: str) -> Fused:
@@ -57,24 +57,37 @@ def _parts(ours: str, theirs: str) -> Fused:
 
 
 _LAYER = "decoder.layers.{i}."
+_NORMS = {MAMBA: "norm", ATTENTION: "input_layernorm", MLP: "pre_mlp_layernorm", EXPERTS: "pre_mlp_layernorm"}
+
+
+def _norm(kind: str, theirs: str) -> Entry:
+    return Entry(f"{_LAYER}{_NORMS[kind]}.weight", (theirs,))
+
+
+def _mixer(theirs: str) -> tuple[Entry, ...]:
+    ours = f"{_LAYER}mixer."
+    return (
+        *(Entry(f"{ours}{name}", (f"{theirs}{name}",)) for name in ("dt_bias", "A_log", "D")),
+        *(_parts(f"{ours}{n}", f"{theirs}{n}") for n in ("in_proj.weight", "conv1d.weight", "conv1d.bias")),
+        *(Entry(f"{ours}{name}.weight", (f"{theirs}{name}.weight",)) for name in ("norm", "out_proj")),
+    )
+
+
+def _attention(theirs: str) -> tuple[Entry, ...]:
+    qkv = tuple(f"{theirs}{name}_proj.weight" for name in "qkv")
+    return (
+        Entry(f"{_LAYER}self_attention.linear_qkv.weight", qkv, QKV),
+        Entry(f"{_LAYER}self_attention.linear_proj.weight", (f"{theirs}o_proj.weight",)),
+    )
 
 
 def _table(prefix: str, *, apart: bool) -> ByKind:
     """Names below `prefix`; with `apart`, those of each expert."""
     theirs = f"{prefix}.layers.{{i}}."
-    mixer, ours = f"{theirs}mixer.", f"{_LAYER}mixer."
-    norms = {MAMBA: "norm", ATTENTION: "input_layernorm", MLP: "pre_mlp_layernorm", EXPERTS: "pre_mlp_layernorm"}
-    qkv = tuple(f"{mixer}{name}_proj.weight" for name in "qkv")
+    mixer = f"{theirs}mixer."
     kinds: dict[str, tuple[Entry, ...]] = {
-        MAMBA: (
-            *(Entry(f"{ours}{name}", (f"{mixer}{name}",)) for name in ("dt_bias", "A_log", "D")),
-            *(_parts(f"{ours}{n}", f"{mixer}{n}") for n in ("in_proj.weight", "conv1d.weight", "conv1d.bias")),
-            *(Entry(f"{ours}{name}.weight", (f"{mixer}{name}.weight",)) for name in ("norm", "out_proj")),
-        ),
-        ATTENTION: (
-            Entry(f"{_LAYER}self_attention.linear_qkv.weight", qkv, QKV),
-            Entry(f"{_LAYER}self_attention.linear_proj.weight", (f"{mixer}o_proj.weight",)),
-        ),
+        MAMBA: _mixer(mixer),
+        ATTENTION: _attention(mixer),
         MLP: _mlp(f"{_LAYER}mlp.", mixer),
         EXPERTS: (
             Entry(f"{_LAYER}mlp.router.weight", (f"{mixer}gate.weight",)),
@@ -94,7 +107,7 @@ def _table(prefix: str, *, apart: bool) -> ByKind:
         (),
         copies=(Copy("lm_head.weight", f"{prefix}.embeddings.weight"),),
         ignored=(r"mtp\..*",),
-        kinds={k: (Entry(f"{_LAYER}{norms[k]}.weight", (norm,)), *entries) for k, entries in kinds.items()},
+        kinds={kind: (_norm(kind, norm), *entries) for kind, entries in kinds.items()},
     )
 
 
@@ -112,12 +125,52 @@ def _experts(mixer: str, apart: bool) -> Iterator[Entry]:
             yield Entry(ours, (f"{mixer}experts.{other}",), OF_EACH_EXPERT)
 
 
+def _granite(router: str, first: str, second: str) -> ByKind:
+    """Granite 4, of whose layers each is two of ours; `router`, `first` and `second` are those of routed experts."""
+    theirs, experts = "model.layers.{p}.", f"{_LAYER}mlp.experts."
+    mixer, mlp = f"{theirs}input_layernorm.weight", f"{theirs}post_attention_layernorm.weight"
+    shared = (f"{theirs}shared_mlp.input_linear.weight",), (f"{theirs}shared_mlp.output_linear.weight",)
+
+    def dense(ours: str) -> tuple[Entry, ...]:
+        return Entry(f"{ours}linear_fc1.weight", shared[0]), Entry(f"{ours}linear_fc2.weight", shared[1])
+
+    return ByKind(
+        (
+            Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VOCABULARY),
+            Entry("decoder.final_norm.weight", ("model.norm.weight",)),
+            Entry("output_layer.weight", ("lm_head.weight",), VOCABULARY),
+        ),
+        (),
+        copies=(Copy("lm_head.weight", "model.embed_tokens.weight"),),
+        kinds={
+            MAMBA: (_norm(MAMBA, mixer), *_mixer(f"{theirs}mamba.")),
+            ATTENTION: (_norm(ATTENTION, mixer), *_attention(f"{theirs}self_attn.")),
+            MLP: (_norm(MLP, mlp), *dense(f"{_LAYER}mlp.")),
+            EXPERTS: (
+                _norm(EXPERTS, mlp),
+                Entry(f"{_LAYER}mlp.router.weight", (f"{theirs}block_sparse_moe.{router}",)),
+                Entry(f"{experts}linear_fc1.weight{{e}}", (f"{theirs}block_sparse_moe.{first}",), OF_EACH_EXPERT),
+                Entry(f"{experts}linear_fc2.weight{{e}}", (f"{theirs}block_sparse_moe.{second}",), OF_EACH_EXPERT),
+                *dense(f"{_LAYER}mlp.shared_experts."),
+            ),
+        },
+    )
+
+
 FILES = _table("backbone", apart=True)
 """As files have them, of Mamba-2 and of Nemotron-H."""
-LAYERS = {"mamba2": _table("backbone", apart=False), "nemotron_h": _table("model", apart=False)}
+GRANITE = _granite("router.layer.weight", "input_linear.weight", "output_linear.weight")
+"""As files of Granite 4 have them."""
+LAYERS = {
+    "mamba2": _table("backbone", apart=False),
+    "nemotron_h": _table("model", apart=False),
+    "granitemoehybrid": _granite("router.weight", "experts.gate_up_proj", "experts.down_proj"),
+}
 """`model_type` -> as transformers' own layers have them."""
 
 
 def files(kind: str, model: Any) -> tuple[Table, ...]:
     """The tables that a file of a `model_type` may follow; the first is the one that is written."""
+    if kind == "granitemoehybrid":
+        return GRANITE, LAYERS[kind]
     return FILES, _table("backbone", apart=False), _table("model", apart=True), _table("model", apart=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import lcm
+
 from mtrain.config.hybrid import KINDS
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
@@ -15,18 +17,18 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
     """`model` with so many layers, for the layout `p` and sequences of `seq_length`.
 
     Attention, MLPs and experts shrink as a decoder-only transformer's do. Mixers keep groups and heads that tp
-    splits, several heads of a group where there were several, and several chunks in a sequence.
+    and cp split, several heads of a group where there were several, and several chunks in a sequence.
     """
     hybrid = own(model)
     small = shrink_decoder(model, p, layers=layers, seq_length=seq_length)
-    groups = p.tp * (2 if hybrid.num_groups >= 2 * p.tp else 1)
+    own_groups = 2 if hybrid.num_groups >= 2 * p.tp else 1
     each = 2 if hybrid.num_heads > hybrid.num_groups else 1
     update = {
         "pattern": pattern(hybrid.pattern, layers),
-        "num_heads": each * groups,
+        "num_heads": each * p.tp * lcm(own_groups, p.cp),
         "head_dim": HEAD,
         "state_dim": STATE,
-        "num_groups": groups,
+        "num_groups": p.tp * own_groups,
         "chunk_size": min(hybrid.chunk_size, CHUNK),
     }
     return small.model_copy(update={"hybrid": hybrid.model_copy(update=update)})

@@ -7,8 +7,8 @@ from typing import Any
 from mtrain.config.run import RunConfig
 from mtrain.mcore import backend
 from mtrain.mcore.image_language_model import ImageLanguageModel
+from mtrain.mcore.recipe import recipe
 from mtrain.models.gpt.build import chunk as language_chunk
-from mtrain.models.gpt.build import recipe
 from mtrain.models.llava.count import of
 
 

@@ -1,0 +1,15 @@
+"""What linear layers of ours multiply in, as a run says it."""
+
+from __future__ import annotations
+
+from mtrain_kernels.fp8_linear.op import Recipe
+
+from mtrain.config.run import RunConfig
+
+
+def recipe(run: RunConfig) -> Recipe | None:
+    """What linear layers of ours multiply in, where that is FP8."""
+    p = run.precision
+    if p.fp8 is None or run.kernels.linear == "te":
+        return None
+    return Recipe(p.fp8_recipe or "tensorwise", backward="e5m2" if p.fp8 == "hybrid" else "e4m3")
