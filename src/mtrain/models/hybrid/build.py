@@ -29,7 +29,7 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> HybridModel:
     scan = Scan(hybrid.conv_kernel, hybrid.chunk_size, hybrid.time_step_min)
     return HybridModel(
         config,
-        stack_spec(config, provider, scan, here, vp_stage=stage),
+        stack_spec(config, provider, scan, hybrid.pattern, here, vp_stage=stage),
         pattern=hybrid.pattern,
         stages=held,
         loss=run.kernels.loss,
