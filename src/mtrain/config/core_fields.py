@@ -186,8 +186,16 @@ MLA_FIELDS: dict[str, Get] = {
 }
 """And with MLA, whose class is MLATransformerConfig."""
 
+
+def _linear_layers(run: RunConfig) -> int | list[int]:
+    m = run.model
+    assert m.linear_attention is not None
+    return m.linear_attention.freq if m.hybrid is None else [int(m.is_linear(i)) for i in range(m.num_layers)]
+
+
 LINEAR_FIELDS: dict[str, Get] = {
     **_fed("linear."),
+    "linear_attention_freq": _linear_layers,
     "experimental_attention_variant": lambda r: "gated_delta_net",
 }
 """And where some layers are gated delta nets."""

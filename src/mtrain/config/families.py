@@ -150,8 +150,8 @@ _HYBRID = (
         Only(f"model.{key}", (off,), _NOT_HYBRID)
         for off, keys in (
             (False, "parallel_residual add_bias_linear add_qkv_bias add_proj_bias add_mlp_bias scale_embedding"),
-            (False, "qk_layernorm qk_l2_norm rotary_interleaved"),
-            (None, "mla mtp_num_layers rope_scaling rope_scaling_factor no_rope_freq rotary_base_local window_size"),
+            (False, "qk_l2_norm rotary_interleaved"),
+            (None, "mtp_num_layers rope_scaling rope_scaling_factor no_rope_freq rotary_base_local window_size"),
             (None, "mup"),
             (None, "attn_logit_softcapping final_logit_softcapping"),
         )
@@ -165,6 +165,32 @@ _HYBRID = (
     ),
     Only("precision.fp4", (None,), "hybrids have weights in 8, 16 or 32 bits"),
 )
+_ONE_BY_ONE = "attention and MLP of a layer are built as layers of their own"
+BUILDER: tuple[Only, ...] = (
+    Only("model.parallel_residual", (False,), f"{_ONE_BY_ONE}, and the one reads what the other has added"),
+    Only(
+        "model.mtp_num_layers",
+        (None,),
+        "layers of multi-token prediction are built behind those of a GPTModel",
+        (("model.mtp_loss_scaling_factor", None), ("model.mtp_detach_heads", False)),
+    ),
+    Only(
+        "parallel.recompute.granularity",
+        ("none", "selective"),
+        f"{_ONE_BY_ONE}, and no two of them are computed again together",
+        tuple(
+            (f"parallel.recompute.{key}", off)
+            for key, off in (("method", None), ("num_layers", None), ("distribute_saved_activations", False))
+        ),
+    ),
+    Only(
+        "parallel.hybrid_context_parallel",
+        (False,),
+        "its rotary positions are made for one group of context-parallel ranks",
+        (("parallel.max_seqlen_per_dp_cp_rank", None),),
+    ),
+)
+"""What `model.builder=hybrid` is limited to, in the family gpt."""
 ONLY: dict[str, tuple[Only, ...]] = {
     "gpt": (
         Only(

@@ -17,7 +17,7 @@ def sums_apart(run: RunConfig) -> str | None:
         )
     if run.model.hidden_dropout:
         return f"model.hidden_dropout {run.model.hidden_dropout:g} lies between output and sum"
-    if run.model.hybrid is not None:
+    if run.model.hybrid is not None or run.model.builder == "hybrid":
         return "the layers of hybrids make it apart"
     return None if run.model.t5 is None else "the layers of T5 are megatron-core's own"
 

@@ -8,7 +8,8 @@ from mtrain.config.base import MOST, Key, Section, Width
 
 
 class LinearAttentionConfig(Section):
-    """`model.linear_attention`: gated delta nets in place of attention, but in every n-th layer (Qwen3-Next).
+    """`model.linear_attention`: gated delta nets in place of attention, but in every n-th layer (Qwen3-Next), or
+    where the pattern of a hybrid has a G.
 
     Such a layer has a state of fixed size instead of keys and values: it fades, and each token corrects what it reads
     of it (Yang et al. 2024, arXiv:2412.06464). Its convolution, its gate and its norm of values are SiLU, SiLU and
@@ -17,9 +18,10 @@ class LinearAttentionConfig(Section):
 
     freq: Annotated[
         Annotated[int, Field(ge=2, le=MOST)],
-        Key(feeds="linear_attention_freq", flag="--linear-attention-freq", hf="full_attention_interval"),
+        Key(when="model.family=gpt", flag="--linear-attention-freq", hf="full_attention_interval"),
     ] = 4
-    """Every n-th layer has softmax attention, all others are gated delta nets."""
+    """Every n-th layer has softmax attention, all others are gated delta nets. Of a hybrid, model.hybrid.pattern says
+    which layers they are."""
     num_key_heads: Annotated[
         Width, Key(feeds="linear_num_key_heads", flag="--linear-num-key-heads", hf="linear_num_key_heads")
     ] = 16

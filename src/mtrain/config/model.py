@@ -20,7 +20,7 @@ from mtrain.config.base import (
 )
 from mtrain.config.bert import BertConfig
 from mtrain.config.experts import MoEConfig
-from mtrain.config.hybrid import HybridConfig
+from mtrain.config.hybrid import DELTA, HybridConfig
 from mtrain.config.linear_attention import LinearAttentionConfig
 from mtrain.config.llava import LlavaConfig
 from mtrain.config.mla import MLAConfig
@@ -43,6 +43,10 @@ class ModelConfig(Section):
     """Who counts, shrinks and builds it: gpt, a decoder-only transformer, bert, an encoder that is trained on masked
     tokens, t5, an encoder-decoder, whose num_layers are those of the encoder, llava, a decoder-only transformer that
     reads images, hybrid, a decoder of Mamba-2 layers, attention and MLPs, or a family that a plug-in adds."""
+    builder: Annotated[Literal["gpt", "hybrid"], Key(when="model.family=gpt", effect=Effect.PARALLELISM)] = "gpt"
+    """The model of megatron-core that the layers are built into: gpt, its GPTModel, or hybrid, its HybridModel
+    (MambaModel before 0.19), in which attention and MLP are a layer each. Weights, their names and the numbers that
+    come out are the same."""
     num_layers: Annotated[
         Width,
         Key(
@@ -375,6 +379,8 @@ class ModelConfig(Section):
 
     def is_linear(self, index: int) -> bool:
         """Whether layer `index` (from 0) is a gated delta net."""
+        if self.hybrid is not None:
+            return self.linear_attention is not None and self.hybrid.kind(index) == DELTA
         return self.linear_attention is not None and (index + 1) % self.linear_attention.freq != 0
 
     @property

@@ -5,25 +5,27 @@ They are its HybridModel since 0.19, and its MambaModel before: `UNIFIED` says w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from mtrain.config import engine
+from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT, MAMBA, MLP
 from mtrain.mcore import api
 from mtrain.mcore.attention_spec import attention_spec
 from mtrain.mcore.backend import mlp_spec
 from mtrain.mcore.decoder_layer import DecoderLayer, DecoderLayerSubmodules, leave_in_bf16
-from mtrain.mcore.embedding import add_in_fp32
-from mtrain.mcore.language_model import OutputLayer, SummedLosses
+from mtrain.mcore.language_model import SummedLosses
 from mtrain.mcore.layers import chosen
 from mtrain.mcore.mamba_mixer import Mamba2Mixer, Mamba2MixerSubmodules, Scan
 
@@ -32,12 +34,32 @@ UNIFIED = engine.at_least(0, 19)
 
 if UNIFIED:
     from megatron.core.models.hybrid.hybrid_block import HybridStack as _CoreStack
-    from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules as _CoreSubmodules
+    from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules as stack_submodules
     from megatron.core.models.hybrid.hybrid_model import HybridModel as _CoreModel
 else:
     from megatron.core.models.mamba import MambaModel as _CoreModel
     from megatron.core.ssm.mamba_block import MambaStack as _CoreStack
-    from megatron.core.ssm.mamba_block import MambaStackSubmodules as _CoreSubmodules
+    from megatron.core.ssm.mamba_block import MambaStackSubmodules as stack_submodules
+
+
+_LAYERS = ("attention_layer", "mla_layer", "gdn_layer", "mlp_layer", "moe_layer")
+"""What a stack calls the layers of a pattern but Mamba-2's."""
+
+
+class PatternLayer(DecoderLayer):
+    """A layer with attention or an MLP alone: that of `parts` which the pattern has in its place.
+
+    MambaModel knows one kind of attention, and its layers say of themselves which one they are.
+    """
+
+    def __init__(
+        self, config: Any, submodules: Mapping[str, Any], layer_number: int, *, kinds: str, **more: Any
+    ) -> None:
+        super().__init__(config, submodules[kinds[layer_number - 1]], self.number(layer_number), **more)
+
+    def number(self, layer_number: int) -> int:
+        """That of a layer among the layers of the model, from its number in the stack."""
+        return layer_number
 
 
 class Stack(_CoreStack):
@@ -45,7 +67,7 @@ class Stack(_CoreStack):
     Engine's."""
 
     def __init__(
-        self, config: Any, *args: Any, layers: range, norm: Any, logits_scaling: float, **kwargs: Any
+        self, config: Any, *args: Any, layers: range, norm: Any, logits_scaling: float = 1.0, **kwargs: Any
     ) -> None:
         self.__dict__["held"] = layers  # before there is a module that could have attributes
         super().__init__(config, *args, post_layer_norm=False, **kwargs)
@@ -58,10 +80,14 @@ class Stack(_CoreStack):
 
     def forward(self, hidden_states: Any, attention_mask: Tensor | None = None, **given: Any) -> Tensor:
         """Hidden states [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism, to the same; what the
-        output layer reads is divided by `logits_scaling`, and so are the logits."""
+        output layer reads is divided by `logits_scaling`, and so are the logits.
+
+        Under sequence parallelism ranks have other tokens, and drop other ones, as in megatron-core's GPTModel.
+        """
         again = self.training and self.config.recompute_granularity == "full"
         whole = self._recomputed if again else super().forward
-        out: Tensor = whole(hidden_states, attention_mask, **given)
+        with get_cuda_rng_tracker().fork() if self.config.sequence_parallel else nullcontext():
+            out: Tensor = whole(hidden_states, attention_mask, **given)
         return out / self._logits_scaling if self.post_process and self._logits_scaling != 1.0 else out
 
     def _recomputed(
@@ -107,7 +133,11 @@ def _one_after_the_other(
 
 
 class HybridModel(SummedLosses, _CoreModel):
-    """A hybrid model that gives the sum of its losses where there are labels, as `LanguageModel` does."""
+    """A hybrid model that gives the sum of its losses where there are labels, as `LanguageModel` does.
+
+    `pattern` has a letter for each layer, `stages` the layers of each (virtual) stage; `features` are what
+    `complete` takes beside the loss.
+    """
 
     def __init__(
         self,
@@ -119,16 +149,14 @@ class HybridModel(SummedLosses, _CoreModel):
         loss: str,
         loss_vocab_size: int,
         vp_stage: int | None,
-        embedding_multiplier: float = 1.0,
+        features: Mapping[str, Any] = {},
         **kwargs: Any,
     ) -> None:
         self.__dict__["_vp_stage"] = vp_stage
+        if config.multi_latent_attention and kwargs.get("position_embedding_type") == "rope":
+            kwargs["position_embedding_type"] = "none"  # MLA turns a part of its heads itself
         super().__init__(config, spec, **core_arguments(pattern, stages, vp_stage), **kwargs)
-        self.sum_losses_by(loss, loss_vocab_size)
-        if hasattr(self, "embedding"):
-            add_in_fp32(self.embedding, None if embedding_multiplier == 1.0 else embedding_multiplier)
-        if self.post_process:
-            self.output_layer.__class__ = OutputLayer  # megatron-core names the class itself
+        self.complete(loss, loss_vocab_size, **features)
 
     @property
     def vp_stage(self) -> int | None:
@@ -175,13 +203,14 @@ def core_arguments(pattern: str, stages: Sequence[range], vp_stage: int | None) 
     if UNIFIED:
         cut = "|".join(pattern[held.start : held.stop] for held in stages)
         return {"hybrid_layer_pattern": cut, "vp_stage": vp_stage}
-    return {"hybrid_override_pattern": pattern}
+    return {"hybrid_override_pattern": pattern.replace(LATENT, ATTENTION).replace(DELTA, ATTENTION)}
 
 
 def stack_spec(
     config: Any,
     provider: Any,
     scan: Scan,
+    pattern: str,
     layers: range,
     *,
     vp_stage: int | None = None,
@@ -190,30 +219,19 @@ def stack_spec(
 ) -> Any:
     """The specification of the layers `layers` of a stage, with the implementations of a provider; what they add is
     multiplied with `residual_multiplier`, and logits are divided by `logits_scaling`."""
-    return api.ModuleSpec(
-        module=Stack,
-        params={"layers": layers, "norm": _norm_of(config, provider), "logits_scaling": logits_scaling},
-        submodules=_kinds(config, provider, scan, scaled_add(residual_multiplier), vp_stage),
+    norm, add = provider.layer_norm(config.normalization == "RMSNorm"), scaled_add(residual_multiplier)
+    softmax = [kind for kind in (ATTENTION, LATENT, DELTA) if kind in pattern]
+    parts = {
+        **{kind: _attention(config, provider, norm, add, kind) for kind in softmax},
+        MLP: _layer("mlp.linear_fc1", **_mlp(config, provider, norm, add, None)),
+        EXPERTS: _layer("", **_mlp(config, provider, norm, add, config.num_moe_experts or 1)),
+    }
+    kinds = stack_submodules(
+        mamba_layer=_mamba_layer(config, provider, norm, add, scan) if MAMBA in pattern else IdentityOp,
+        **pattern_layers(PatternLayer, parts, pattern, layers, vp_stage=vp_stage),
     )
-
-
-def _norm_of(config: Any, provider: Any) -> Any:
-    return provider.layer_norm(config.normalization == "RMSNorm")
-
-
-def _kinds(config: Any, provider: Any, scan: Scan, add: Any, vp_stage: int | None) -> Any:
-    norm = _norm_of(config, provider)
-    return _CoreSubmodules(
-        mamba_layer=_mamba_layer(config, provider, norm, add, scan),
-        attention_layer=_layer(
-            vp_stage,
-            "self_attention.linear_qkv",
-            input_layernorm=norm,
-            self_attention=attention_spec(config, provider),
-            self_attn_bda=add,
-        ),
-        mlp_layer=_layer(vp_stage, "mlp.linear_fc1", **_mlp(config, provider, norm, add, None)),
-        moe_layer=_layer(vp_stage, "", **_mlp(config, provider, norm, add, config.num_moe_experts or 1)),
+    return api.ModuleSpec(
+        module=Stack, params={"layers": layers, "norm": norm, "logits_scaling": logits_scaling}, submodules=kinds
     )
 
 
@@ -236,6 +254,27 @@ def scaled_add(factor: float) -> Callable[..., Any]:
     return chosen
 
 
+def pattern_layers(kind: type, parts: Mapping[str, Any], pattern: str, layers: range, **more: Any) -> dict[str, Any]:
+    """The specification of every layer but Mamba-2's, for each that a stack of this release knows.
+
+    `kind` is a `PatternLayer`, which is told a letter of `pattern` for each number that the stack gives its layers:
+    0.16.1 counts those of a stage.
+    """
+    letters = pattern if UNIFIED else pattern[layers.start : layers.stop]
+    spec = api.ModuleSpec(module=kind, params={"kinds": letters, **more}, submodules=parts)
+    return {field.name: spec for field in fields(stack_submodules) if field.name in _LAYERS}
+
+
+def _attention(config: Any, provider: Any, norm: Any, add: Any, kind: str) -> Any:
+    fused = {ATTENTION: "self_attention.linear_qkv", DELTA: "self_attention.in_proj", LATENT: ""}
+    return _layer(
+        fused[kind],
+        input_layernorm=norm,
+        self_attention=attention_spec(config, provider, linear=kind == DELTA),
+        self_attn_bda=add,
+    )
+
+
 def _mamba_layer(config: Any, provider: Any, norm: Any, add: Any, scan: Scan) -> Any:
     linear = Mamba2MixerSubmodules(provider.column_parallel_linear(), provider.row_parallel_linear())
     impl = "reference" if provider.kernels["attention"] == "reference" else "auto"
@@ -249,13 +288,13 @@ def _mamba_layer(config: Any, provider: Any, norm: Any, add: Any, scan: Scan) ->
     return api.ModuleSpec(module=MambaLayer, submodules=parts)
 
 
-def _layer(vp_stage: int | None, fused: str, **parts: Any) -> Any:
-    """A layer that has attention or an MLP alone; its norm is saved as if it were part of the layer `fused`."""
+def _layer(fused: str, **parts: Any) -> DecoderLayerSubmodules:
+    """Parts of a layer with attention or an MLP alone; its norm is saved as if it were part of the layer `fused`."""
     layer = DecoderLayerSubmodules(**parts)
     if fused:
         norm = next(name for name in parts if name.endswith("layernorm"))
         layer.sharded_state_dict_keys_map = {f"{norm}.": f"{fused}.layer_norm_"}
-    return api.ModuleSpec(module=DecoderLayer, params={"vp_stage": vp_stage}, submodules=layer)
+    return layer
 
 
 def _mlp(config: Any, provider: Any, norm: Any, add: Any, experts: int | None) -> dict[str, Any]:

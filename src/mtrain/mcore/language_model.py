@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -96,6 +97,43 @@ class SummedLosses:
         """Say how losses are made."""
         self.loss, self.loss_vocab_size = loss, loss_vocab_size
 
+    def complete(
+        self: Any,
+        loss: str,
+        loss_vocab_size: int,
+        *,
+        soft_cap: float | None = None,
+        logit_scale: float | None = None,
+        output_init_std: float | None = None,
+        embedding_scale: float | None = None,
+        rotary_base_local: float | None = None,
+        repeats_mtp: bool = False,
+        frequencies: Frequencies | None = None,
+    ) -> None:
+        """Give what megatron-core made of a language model, whose classes it names itself, what it lacks.
+
+        `soft_cap` bounds logits as `OutputLayer` says, and `logit_scale` multiplies them; an output layer of its own
+        starts with the deviation `output_init_std`, where that is given. The embeddings of tokens are multiplied by
+        `embedding_scale`. `frequencies` are those of the rotary positions where megatron-core's are not; layers with
+        a window have rotary positions by `rotary_base_local`. With `repeats_mtp` the first MTP layer stands in the
+        place of all.
+        """
+        self.sum_losses_by(loss, loss_vocab_size)
+        if repeats_mtp and self.mtp_process:
+            self.mtp.layers = torch.nn.ModuleList([self.mtp.layers[0]] * len(self.mtp.layers))
+        if hasattr(self, "embedding"):
+            add_in_fp32(self.embedding, embedding_scale)
+        if self.post_process:
+            self.output_layer.__class__ = OutputLayer
+            self.output_layer.soft_cap, self.output_layer.scale = soft_cap, logit_scale
+            if output_init_std is not None and self.output_layer.weight is not None:
+                self.output_layer.weight.mtrain_init_std = output_init_std
+        if frequencies is not None:
+            self.rotary_pos_emb.__class__ = ScaledRotary
+            self.rotary_pos_emb.frequencies = frequencies
+        if rotary_base_local is not None:
+            self.rotary_pos_emb = TwoBases(self.rotary_pos_emb, rotary_base_local)
+
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
         """megatron-core's loss of each token [b, s], for logits [s, b, v / tp] whose padding is overwritten."""
         real = max(0, self.loss_vocab_size - self.pg_collection.tp.rank() * logits.shape[-1])
@@ -126,44 +164,16 @@ class LanguageModel(SummedLosses, GPTModel):
     `loss` says who makes them, as `SummedLosses` does. Losses of MTP layers are added to the gradient as
     megatron-core 0.16.1 does it, weighted by the mask of their own tokens. (0.19 divides by the tokens of a
     micro-batch, so that another micro-batch size is another gradient.) Every loss is over the first `loss_vocab_size`
-    ids; logits that are asked for without labels have all of the padded vocabulary. `soft_cap` bounds logits as
-    `OutputLayer` says, and `logit_scale` multiplies them; an output layer of its own starts with the deviation
-    `output_init_std`, where that is given. The embeddings of tokens are multiplied by `embedding_scale`.
-    `frequencies` are those of the rotary positions where megatron-core's are not; layers with a window have rotary
-    positions by `rotary_base_local`. With `repeats_mtp` the first MTP layer stands in the place of all.
+    ids; logits that are asked for without labels have all of the padded vocabulary. `features` are what `complete`
+    takes beside the loss.
     """
 
     def __init__(
-        self,
-        *args: Any,
-        loss: str,
-        loss_vocab_size: int,
-        soft_cap: float | None = None,
-        logit_scale: float | None = None,
-        output_init_std: float | None = None,
-        embedding_scale: float | None = None,
-        rotary_base_local: float | None = None,
-        repeats_mtp: bool = False,
-        frequencies: Frequencies | None = None,
-        **kwargs: Any,
+        self, *args: Any, loss: str, loss_vocab_size: int, features: Mapping[str, Any] = {}, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         join_layers(self.decoder)
-        self.sum_losses_by(loss, loss_vocab_size)
-        if repeats_mtp and self.mtp_process:
-            self.mtp.layers = torch.nn.ModuleList([self.mtp.layers[0]] * len(self.mtp.layers))
-        if hasattr(self, "embedding"):
-            add_in_fp32(self.embedding, embedding_scale)
-        if self.post_process:
-            self.output_layer.__class__ = OutputLayer  # GPTModel makes the layer itself, of the class that it names
-            self.output_layer.soft_cap, self.output_layer.scale = soft_cap, logit_scale
-            if output_init_std is not None and self.output_layer.weight is not None:
-                self.output_layer.weight.mtrain_init_std = output_init_std
-        if frequencies is not None:
-            self.rotary_pos_emb.__class__ = ScaledRotary
-            self.rotary_pos_emb.frequencies = frequencies
-        if rotary_base_local is not None:
-            self.rotary_pos_emb: Any = TwoBases(self.rotary_pos_emb, rotary_base_local)
+        self.complete(loss, loss_vocab_size, **features)
 
     def _postprocess(
         self,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from mtrain.config.families import ONLY, SECTIONS
+from mtrain.config.families import BUILDER, ONLY, SECTIONS, Only
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, Rule, rule
 from mtrain.config.run import RunConfig
@@ -24,18 +24,39 @@ def family_has_it(family: str) -> Rule:
 
     @rule(ABSENT, reads=" ".join(("model.family", *(only.key for only in limits))))
     def has_it(run: RunConfig) -> Iterator[Finding]:
-        if run.model.family != family:
-            return
-        for only in limits:
-            node: Any = run
-            for name in only.key.split("."):
-                node = getattr(node, name)
-            if not any(node == value and type(node) is type(value) for value in only.values):
-                fixes: tuple[Change, ...] = tuple({only.key: value} for value in only.values)
-                fixes = (*({**fix, **dict(only.also)} for fix in fixes if only.also), *fixes)
+        if run.model.family == family:
+            for only, fixes in _beyond(run, limits):
                 yield Finding("MT248", only.key, only.why, fixes, also=("model.family",))
 
     return has_it
+
+
+def _beyond(run: RunConfig, limits: Iterable[Only]) -> Iterator[tuple[Only, tuple[Change, ...]]]:
+    """The keys that have another value than they may, and what would make it one."""
+    for only in limits:
+        node: Any = run
+        for name in only.key.split("."):
+            node = getattr(node, name)
+        if not any(node == value and type(node) is type(value) for value in only.values):
+            fixes: tuple[Change, ...] = tuple({only.key: value} for value in only.values)
+            yield only, (*({**fix, **dict(only.also)} for fix in fixes if only.also), *fixes)
+
+
+@rule(
+    Code(
+        "MT284",
+        "A key says something that a decoder-only transformer built as a hybrid model does not have.",
+        "Take the key away, or build a GPTModel: model.builder=gpt.",
+        example="model.builder=hybrid model.parallel_residual=true",
+    ),
+    reads=" ".join(("model.family", "model.builder", *(only.key for only in BUILDER))),
+)
+def builder_has_it(run: RunConfig) -> Iterator[Finding]:
+    """A decoder-only transformer that is built as a hybrid model keeps to what that has."""
+    if run.model.family == "gpt" and run.model.builder == "hybrid":
+        for only, fixes in _beyond(run, BUILDER):
+            rule = f"model.builder=hybrid: {only.why}"
+            yield Finding("MT284", only.key, rule, ({"model.builder": "gpt"}, *fixes), also=("model.builder",))
 
 
 @rule(
@@ -50,4 +71,4 @@ def sections_of_other_families_are_absent(run: RunConfig) -> Iterator[Finding]:
             yield Finding("MT249", path, rule, ({path: None},), also=("model.family",))
 
 
-RULES = (*map(family_has_it, ONLY), sections_of_other_families_are_absent)
+RULES = (*map(family_has_it, ONLY), builder_has_it, sections_of_other_families_are_absent)

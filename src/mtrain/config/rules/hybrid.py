@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from mtrain.config.devices import facts_of
-from mtrain.config.hybrid import ABSENT, EXPERTS, KINDS, MAMBA, HybridConfig
+from mtrain.config.hybrid import ABSENT, ATTENTION, DESCRIBED, EXPERTS, KINDS, LATENT, MAMBA, HybridConfig
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.rules.sharding import NO_CONTEXT
@@ -22,7 +22,7 @@ def _own(run: RunConfig) -> HybridConfig | None:
 
 
 @rule(
-    Code("MT285", example=f"{TINY} model.num_layers=4 model.hybrid.pattern=MG*-"),
+    Code("MT285", example=f"{TINY} model.num_layers=4 model.hybrid.pattern=MD*-"),
     reads=f"model.family {PATTERN}",
 )
 def every_letter_is_a_layer(run: RunConfig) -> Iterator[Finding]:
@@ -78,6 +78,42 @@ def experts_are_where_the_pattern_has_them(run: RunConfig) -> Iterator[Finding]:
     if moe is not None and moe.first_dense_layers:
         rule = f"{PATTERN} says which layers have experts, not how many first ones have none"
         yield Finding("MT289", "model.moe.first_dense_layers", rule, ({"model.moe.first_dense_layers": 0},))
+
+
+SECTION_OF = {kind: f"model.{section}" for kind, section in DESCRIBED.items() if kind != EXPERTS}
+"""Letter of a pattern -> the section that describes its layers, if they have attention."""
+
+
+@rule(
+    Code("MT278", example=f"{TINY} model.num_layers=4 model.hybrid.pattern=MG*-"),
+    Code(
+        "MT279",
+        "The section of a kind of layer that the pattern does not have.",
+        example=f"{TINY} model.linear_attention={{}}",
+    ),
+    Code(
+        "MT259",
+        "megatron-core builds one kind of softmax attention into a model.",
+        example=f"{TINY} model.num_layers=4 model.hybrid.pattern=M+*- model.mla={{}}",
+    ),
+    reads=f"model.family {PATTERN} {' '.join(SECTION_OF.values())}",
+)
+def attention_is_described(run: RunConfig) -> Iterator[Finding]:
+    """Layers of MLA and gated delta nets need a section that describes them, and the section layers."""
+    h = _own(run)
+    if h is None:
+        return
+    for kind, path in SECTION_OF.items():
+        described, has = getattr(run.model, path.removeprefix("model.")) is not None, kind in h.pattern
+        others: Change = {PATTERN: h.pattern.replace(kind, ATTENTION)}
+        if has and not described:
+            yield Finding("MT278", PATTERN, f"{kind} is {KINDS[kind]}, and {path} is null", (others, {path: {}}))
+        if described and not has:
+            yield Finding("MT279", path, f"{PATTERN} {h.pattern} has no {kind}", ({path: None},))
+    if ATTENTION in h.pattern and LATENT in h.pattern:
+        rule = f"{ATTENTION} beside {LATENT}: megatron-core builds no model with both kinds of softmax attention"
+        without: Change = {PATTERN: h.pattern.replace(LATENT, ATTENTION), "model.mla": None}
+        yield Finding("MT259", PATTERN, rule, ({PATTERN: h.pattern.replace(ATTENTION, LATENT)}, without))
 
 
 @rule(
@@ -152,6 +188,7 @@ def products_in_8_bits_are_ours(run: RunConfig) -> Iterator[Finding]:
 RULES = (
     every_letter_is_a_layer,
     the_pattern_has_every_layer,
+    attention_is_described,
     experts_are_where_the_pattern_has_them,
     groups_divide_mamba_heads,
     tp_divides_mamba_groups,

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mtrain.config.blocks import letters, pattern
 from mtrain.config.core_fields import GPT_FIELDS, values
 from mtrain.config.fusions import positions_apart, sums_apart
 from mtrain.config.model import ModelConfig
 from mtrain.config.run import RunConfig
+from mtrain.config.stages import stages
 from mtrain.mcore import api as mcore
 from mtrain.mcore import backend
+from mtrain.mcore.block_model import BlockModel, block_spec
 from mtrain.mcore.language_model import LanguageModel
 from mtrain.mcore.op_overrides import override_operations
 from mtrain.mcore.recipe import recipe
@@ -48,23 +51,34 @@ def chunk(
         multiply_turns(
             config, scaling.attention(scaling.original_max_position_embeddings or m.max_position_embeddings)
         )
+    features = {
+        "soft_cap": m.final_logit_softcapping,
+        "frequencies": frequencies(m),
+        "embedding_scale": embedding_scale(m),
+        "logit_scale": m.mup.logit_mult(m.hidden_size) if m.mup else None,
+        "output_init_std": (m.embedding_init_method_std or m.init_method_std) if m.mup else None,
+        "repeats_mtp": m.mtp_use_repeated_layer,
+        "rotary_base_local": m.rotary_base_local,
+    }
+    shared = {
+        "loss": run.kernels.loss,
+        "loss_vocab_size": m.loss_vocab_size,
+        "features": features,
+        "pre_process": ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        "post_process": ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        "parallel_output": True,
+        "vp_stage": stage,
+        **values(GPT_FIELDS, run),
+    }
+    if m.builder == "hybrid":
+        held = [letters(each.layers) for each in stages(run)]
+        here = held[(stage or 0) * run.parallel.pp + ps.get_pipeline_model_parallel_rank()]
+        spec = block_spec(config, provider, pattern(m), here, vp_stage=stage)
+        return BlockModel(config, spec, pattern=pattern(m), stages=held, **shared)
     return kind(
-        loss=run.kernels.loss,
-        loss_vocab_size=m.loss_vocab_size,
-        soft_cap=m.final_logit_softcapping,
-        frequencies=frequencies(m),
-        logit_scale=m.mup.logit_mult(m.hidden_size) if m.mup else None,
-        output_init_std=(m.embedding_init_method_std or m.init_method_std) if m.mup else None,
-        embedding_scale=embedding_scale(m),
-        rotary_base_local=m.rotary_base_local,
-        repeats_mtp=m.mtp_use_repeated_layer,
         config=config,
         transformer_layer_spec=backend.layer_spec(config, provider, vp_stage=stage),
-        pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-        post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        parallel_output=True,
         mtp_block_spec=backend.mtp_spec(config, provider, vp_stage=stage),
-        vp_stage=stage,
-        **values(GPT_FIELDS, run),
+        **shared,
         **more,
     )

@@ -40,10 +40,10 @@ def layer_parameters(model: ModelConfig, index: int) -> int:
 def _layer(model: ModelConfig, moe: bool, linear: bool) -> int:
     norms = (4 if model.norm_placement == "pre_and_post" else 2) * _norm(model, model.hidden_size)
     if linear:
-        return norms + _gated_delta_net(model) + _feed_forward(model, moe)
-    attention = _mla(model) if model.mla else _attention(model)
+        return norms + gated_delta_net(model) + _feed_forward(model, moe)
+    mixer = latent_attention(model) if model.mla else attention(model)
     sinks = model.num_attention_heads if model.softmax_type == "learnable" else 0
-    return norms + attention + sinks + _feed_forward(model, moe)
+    return norms + mixer + sinks + _feed_forward(model, moe)
 
 
 def prediction_parameters(model: ModelConfig) -> int:
@@ -59,7 +59,8 @@ def _norm(model: ModelConfig, width: int) -> int:
     return width if model.normalization == "RMSNorm" else 2 * width
 
 
-def _attention(model: ModelConfig) -> int:
+def attention(model: ModelConfig) -> int:
+    """Trainable parameters of one layer's softmax attention."""
     hidden, heads = model.hidden_size, model.num_attention_heads * model.head_dim
     qkv = heads * (2 if model.attention_output_gate else 1) + 2 * model.query_groups * model.head_dim
     total = hidden * qkv + heads * hidden
@@ -73,14 +74,16 @@ def _attention(model: ModelConfig) -> int:
     return total
 
 
-def _gated_delta_net(model: ModelConfig) -> int:
+def gated_delta_net(model: ModelConfig) -> int:
+    """Trainable parameters of one gated delta net."""
     own = model.linear_attention
     assert own is not None
     projections = model.hidden_size * (sum(own.sections) + own.value_channels)
     return projections + own.conv_channels * own.conv_kernel_dim + 2 * own.num_value_heads + own.value_head_dim
 
 
-def _mla(model: ModelConfig) -> int:
+def latent_attention(model: ModelConfig) -> int:
+    """Trainable parameters of one layer's multi-latent attention."""
     mla = model.mla
     assert mla is not None
     hidden, heads = model.hidden_size, model.num_attention_heads
@@ -139,7 +142,8 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     softmax = [layer for layer in range(model.num_layers) if not model.is_linear(layer)]
     keys = sum(_keys(model, layer, seq_length, causal=causal) for layer in softmax)
     keys += (model.mtp_num_layers or 0) * _keys(model, 0, seq_length, causal=causal)
-    return 6.0 * weights + 3.0 * model.num_attention_heads * widths * keys + _states(model)
+    states = state_flops(model, model.num_layers - model.softmax_among(model.num_layers))
+    return 6.0 * weights + 3.0 * model.num_attention_heads * widths * keys + states
 
 
 def _visited_by_prediction(model: ModelConfig) -> int:
@@ -150,12 +154,13 @@ def _visited_by_prediction(model: ModelConfig) -> int:
     return prediction_parameters(model) - idle
 
 
-def _states(model: ModelConfig) -> float:
-    """Of the states of linear attention: each token reads, corrects and asks one for each head of values."""
+def state_flops(model: ModelConfig, layers: int) -> float:
+    """Of a token and the states of so many layers of linear attention: it reads, corrects and asks one for each head
+    of values.
+    """
     own = model.linear_attention
     if own is None:
         return 0.0
-    layers = model.num_layers - model.softmax_among(model.num_layers)
     return 18.0 * layers * own.num_value_heads * own.key_head_dim * own.value_head_dim
 
 

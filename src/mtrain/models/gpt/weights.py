@@ -51,7 +51,7 @@ def layer(m: ModelConfig, p: ParallelConfig, name: str, index: int) -> Iterator[
     before = m.norm_placement in ("pre", "pre_and_post")
     if before:
         yield from norm(m, f"{name}.input_layernorm", m.hidden_size)
-    mixer = _gated_delta_net if m.is_linear(index) else _latent if m.mla else attention
+    mixer = gated_delta_net if m.is_linear(index) else latent if m.mla else attention
     yield from mixer(m, p, f"{name}.self_attention")
     if before:
         yield from norm(m, f"{name}.pre_mlp_layernorm", m.hidden_size)
@@ -82,7 +82,8 @@ def attention(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
         yield from norm(m, f"{name}.k_layernorm", keys if across else d)
 
 
-def _gated_delta_net(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
+def gated_delta_net(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
+    """Of linear attention."""
     own = m.linear_attention
     assert own is not None
     for each in ("dt_bias", "A_log"):
@@ -93,7 +94,8 @@ def _gated_delta_net(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[W
     yield from row(f"{name}.out_proj", "attention", m.hidden_size, own.value_channels, p.tp)
 
 
-def _latent(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
+def latent(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
+    """Of multi-latent attention."""
     mla, h, n = m.mla, m.hidden_size, m.num_attention_heads
     assert mla is not None
     wide, low = mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.kv_lora_rank

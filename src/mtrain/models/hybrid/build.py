@@ -28,12 +28,14 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> HybridModel:
     held = [each.layers for each in stages(run)]
     here = held[(stage or 0) * run.parallel.pp + ps.get_pipeline_model_parallel_rank()]
     scan = Scan(hybrid.conv_kernel, hybrid.chunk_size, hybrid.time_step_min)
+    factor = hybrid.embedding_multiplier
     return HybridModel(
         config,
         stack_spec(
             config,
             provider,
             scan,
+            hybrid.pattern,
             here,
             vp_stage=stage,
             residual_multiplier=hybrid.residual_multiplier,
@@ -44,7 +46,7 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> HybridModel:
         loss=run.kernels.loss,
         loss_vocab_size=m.loss_vocab_size,
         vp_stage=stage,
-        embedding_multiplier=hybrid.embedding_multiplier,
+        features={"embedding_scale": None if factor == 1.0 else factor},
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,

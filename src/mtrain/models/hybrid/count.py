@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from mtrain.config.hybrid import ATTENTION, EXPERTS, MAMBA, MLP, HybridConfig
+from mtrain.config.hybrid import ATTENTION, DELTA, DESCRIBED, EXPERTS, KINDS, LATENT, MAMBA, MLP, HybridConfig
 from mtrain.config.model import ModelConfig
+from mtrain.models.gpt.count import attention, gated_delta_net, latent_attention, state_flops
 
 
 def own(model: ModelConfig) -> HybridConfig:
     """The section of the family's own keys, which is there."""
     assert model.hybrid is not None, "a model of the family hybrid has the section model.hybrid"
     return model.hybrid
+
+
+def is_described(model: ModelConfig, kind: str) -> bool:
+    """Whether the model says what a layer of this kind is; a rule refuses those of which it does not."""
+    return kind in KINDS and (kind not in DESCRIBED or getattr(model, DESCRIBED[kind]) is not None)
 
 
 def channels(h: HybridConfig) -> int:
@@ -49,8 +55,15 @@ def expert_parameters(model: ModelConfig) -> int:
 
 def layer_parameters(model: ModelConfig, kind: str) -> int:
     """Those of a layer, its norm among them."""
-    made = {MAMBA: _mamba, ATTENTION: _attention, MLP: lambda m: _mlp(m, m.ffn_hidden_size), EXPERTS: _experts}
-    return _norm(model) + (made[kind](model) if kind in made else 0)  # another letter is refused by a rule
+    made = {
+        MAMBA: _mamba,
+        ATTENTION: attention,
+        LATENT: latent_attention,
+        DELTA: gated_delta_net,
+        MLP: lambda m: _mlp(m, m.ffn_hidden_size),
+        EXPERTS: _experts,
+    }
+    return _norm(model) + (made[kind](model) if is_described(model, kind) else 0)
 
 
 def _norm(model: ModelConfig) -> int:
@@ -61,11 +74,6 @@ def _mamba(model: ModelConfig) -> int:
     h, mixed = own(model), channels(own(model)) + 2 * states(own(model))
     linear = model.hidden_size * (channels(h) + mixed + h.num_heads + channels(h))
     return linear + mixed * (h.conv_kernel + 1) + channels(h) + 3 * h.num_heads
-
-
-def _attention(model: ModelConfig) -> int:
-    queries, keys = model.num_attention_heads * model.head_dim, model.query_groups * model.head_dim
-    return model.hidden_size * (2 * queries + 2 * keys)
 
 
 def _mlp(model: ModelConfig, width: int) -> int:
@@ -86,7 +94,8 @@ def _experts(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
     """Model FLOPs of one token's forward and backward, without recomputation.
 
-    6 per weight that multiplies and, of each layer of attention, 12 per query channel and key, halved when `causal`.
+    6 per weight that multiplies and, of each layer of attention, 12 per query channel and key, halved when `causal`;
+    of MLA 6 per channel of a query and of a value. A gated delta net as in `models.gpt.count`.
     Of a Mamba-2 layer: in a chunk each token is multiplied with half of it (all of it, unless `causal`), with what it
     wrote for each group and with the channels of each head, and each channel with its state twice.
     Source: Dao and Gu 2024, arXiv:2405.21060, section 6.
@@ -96,7 +105,11 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     if model.position_embedding_type == "learned_absolute":
         weights -= model.max_position_embeddings * model.hidden_size
     share = 0.5 if causal else 1.0
-    keys = share * seq_length * h.pattern.count(ATTENTION)
+    widths = 2 * model.head_dim * h.pattern.count(ATTENTION)
+    if model.mla is not None:
+        latent = model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim + model.mla.v_head_dim
+        widths += latent * h.pattern.count(LATENT)
+    logits = 6.0 * share * seq_length * model.num_attention_heads * widths
     chunk = share * min(h.chunk_size, seq_length)
     scan = h.pattern.count(MAMBA) * (chunk * (states(h) + channels(h)) + 2 * channels(h) * h.state_dim)
-    return 6.0 * weights + 12.0 * keys * model.num_attention_heads * model.head_dim + 6.0 * scan
+    return 6.0 * weights + logits + 6.0 * scan + state_flops(model, h.pattern.count(DELTA))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from math import lcm
 
-from mtrain.config.hybrid import ATTENTION, EXPERTS, MAMBA
+from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT, MAMBA
 from mtrain.config.stages import Stage
 from mtrain.models.gpt.feed_forward import feed_forward, mlp
 from mtrain.models.gpt.graph import stack, stream
 from mtrain.models.gpt.mixers import attention
 from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
-from mtrain.models.hybrid.count import channels, own, states
+from mtrain.models.hybrid.count import channels, is_described, own, states
 from mtrain.models.parts import column, dropout, embedding, loss, norm, row
 from mtrain.models.rank import Rank
 
@@ -37,7 +37,7 @@ def add_layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
         normed = norm(g, r, "norm", x, r.split_tokens, m.hidden_size)
     if kind == MAMBA:
         _mixer(g, r, normed)
-    elif kind == ATTENTION:
+    elif kind in (ATTENTION, LATENT, DELTA) and is_described(m, kind):
         attention(g, r, normed, index)
     elif kind == EXPERTS:
         feed_forward(g, r, normed, index)

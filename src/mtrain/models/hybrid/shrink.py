@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import lcm
+from typing import Any
 
 from mtrain.config.hybrid import KINDS
 from mtrain.config.model import ModelConfig
@@ -31,7 +32,11 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
         "num_groups": p.tp * own_groups,
         "chunk_size": min(hybrid.chunk_size, CHUNK),
     }
-    return small.model_copy(update={"hybrid": hybrid.model_copy(update=update)})
+    changed: dict[str, Any] = {"hybrid": hybrid.model_copy(update=update)}
+    if model.linear_attention is not None and small.linear_attention is not None:  # the pattern says which layers
+        freq = model.linear_attention.freq
+        changed["linear_attention"] = small.linear_attention.model_copy(update={"freq": freq})
+    return small.model_copy(update=changed)
 
 
 def pattern(whole: str, layers: int) -> str:

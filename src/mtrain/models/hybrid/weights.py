@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from mtrain.config.hybrid import ATTENTION, EXPERTS, MAMBA, MLP
+from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT, MAMBA, MLP
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.stages import Stage
 from mtrain.models.gpt.torch_dist import one_name
-from mtrain.models.gpt.weights import attention, mixture
-from mtrain.models.hybrid.count import channels, own, states
+from mtrain.models.gpt.weights import attention, gated_delta_net, latent, mixture
+from mtrain.models.hybrid.count import channels, is_described, own, states
 from mtrain.models.weights import Weight, column, mlp, norm, row
 
 FUSED = {
@@ -24,9 +24,13 @@ FUSED = {
 _NORMS = {
     MAMBA: ("norm.", "mixer.in_proj.layer_norm_"),
     ATTENTION: ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    DELTA: ("input_layernorm.", "self_attention.in_proj.layer_norm_"),
     MLP: ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 }
 """Kind of layer -> begin of the name of its norm, and of what checkpoints call it."""
+
+
+_MIXERS = {ATTENTION: attention, LATENT: latent, DELTA: gated_delta_net}
 
 
 def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[Weight]:
@@ -91,12 +95,14 @@ def part_ends(m: ModelConfig, names: tuple[str, ...]) -> list[int]:
 
 
 def _layer(m: ModelConfig, p: ParallelConfig, name: str, kind: str) -> Iterator[Weight]:
+    if not is_described(m, kind):
+        return
     if kind == MAMBA:
         yield from _mixer(m, p, f"{name}.mixer")
         yield from norm(m, f"{name}.norm", m.hidden_size)
-    elif kind == ATTENTION:
+    elif kind in _MIXERS:
         yield from norm(m, f"{name}.input_layernorm", m.hidden_size)
-        yield from attention(m, p, f"{name}.self_attention")
+        yield from _MIXERS[kind](m, p, f"{name}.self_attention")
     elif kind == MLP:
         yield from norm(m, f"{name}.pre_mlp_layernorm", m.hidden_size)
         yield from mlp(m, f"{name}.mlp", m.ffn_hidden_size, p.tp, bias=False)
