@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from mtrain.config.model import MoEConfig
+from mtrain.layout.grid import RankGrid
+from mtrain.layout.stages import held_stages
+from mtrain.plan.time.orthogonal import Matrix, matrices_of, shared_out
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, trained, whole_tensors
@@ -95,6 +98,57 @@ def test_a_matrix_in_two_parts_has_one_owner_and_ranks_own_about_as_much() -> No
     assert any(len(pieces) == 2 for _, pieces, *_ in found)
     work = [sum(cost for owner, _, cost, _ in found if owner == rank) for rank in (0, 1)]
     assert max(work) < 1.5 * min(work)
+
+
+@pytest.mark.parametrize(
+    "name", some({n: LAYOUTS[n] for n in ("dp2 tp2 sharded", "dp4 ep2 sharded", "tp2 etp1")}, ["dp2 tp2 sharded"])
+)
+def test_each_rank_multiplies_what_the_plan_says(name: str) -> None:
+    run = _run(**LAYOUTS[name])
+
+    def counted() -> list[int]:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        from mtrain.train.assemble import assemble, splits_of
+        from mtrain.train.step import train_step
+        from mtrain.world.init import joined
+
+        found: list[int] = []
+
+        def orthogonal(multiply: Any) -> Any:
+            def wrapped(*args: Any) -> Any:
+                with FlopCounterMode(display=False) as counter:
+                    out = multiply(*args)
+                found.append(counter.get_total_flops())
+                return out
+
+            return wrapped
+
+        with joined(run) as world:
+            parts = assemble(run, world, splits_of(run))
+            for one in parts.state.optimizer.chained_optimizers:
+                one.optimizer._orthogonal = orthogonal(one.optimizer._orthogonal)
+            train_step(parts, stop_requested=False)
+        return found
+
+    groups = zip(*run_ranks(run.parallel.ranks or 1, counted), strict=True)
+    assert sum(map(max, groups)) == _planned(run), "ranks wait for each other behind each group of parameters"
+
+
+def _planned(run: Any) -> int:
+    """FLOPs of the most that a rank has of each group of parameters."""
+    grid, steps, total = RankGrid.of(run), run.optim.muon.num_ns_steps, 0
+    every = matrices_of(run, held_stages(run)[0])
+    for kind in {(one.expert, len(one.parts)) for one in every}:
+        of = {one: number for one, number in every.items() if (one.expert, len(one.parts)) == kind}
+        ranks = (grid.edp if kind[0] else grid.dp) if run.parallel.distributed_optimizer else 1
+        total += max(sum(n * _flops(one, steps) for one, n in owned) for owned in shared_out(of, ranks))
+    return total
+
+
+def _flops(matrix: Matrix, steps: int) -> int:
+    sides = [sorted(part) for part in matrix.parts]
+    return steps * sum(4 * short**2 * long + 2 * short**3 for short, long in sides)
 
 
 def test_matrices_have_momentum_and_the_rest_moments_at_a_rate_of_its_own() -> None:

@@ -12,7 +12,6 @@ from mtrain.config.run import RunConfig
 from mtrain.models.graph import Graph, Product
 from mtrain.plan.count import flops_of_token
 from mtrain.plan.rank import worst_stage
-from mtrain.plan.report import notes
 from mtrain.plan.time.device import device_of
 from mtrain.plan.time.efficiencies import reached_by, shipped
 from mtrain.plan.time.kernels import Kernels
@@ -134,11 +133,3 @@ def test_a_scan_is_a_few_launches_however_many_chunks_it_has() -> None:
     words += " trainer.micro_batch_size=1 data.seq_length="
     short, long = (step_work(run_of(f"{words}{length}")).stages[0].operations for length in (4096, 16384))
     assert short == long
-
-
-def test_what_an_optimizer_does_and_no_time_counts_is_said() -> None:
-    said = {
-        name: [note for note in notes(run_of(f"{SMALL} optim={name}")) if name in note] for name in ("muon", "lion")
-    }
-    assert not said["lion"]
-    assert "orthogonalise" in said["muon"][0]

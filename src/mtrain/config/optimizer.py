@@ -56,8 +56,8 @@ class Optimizer:
     groups: Callable[[Run], tuple[ParamGroup, ...]] = lambda run: ()
     cannot: Mapping[Feature, str] = field(default_factory=dict)
     """What it cannot be combined with, and why: the clause after a sentence that says so."""
-    untimed: str = ""
-    """What of its update a plan does not count in the time of a step: a clause for its notes; empty: nothing."""
+    matrices: Callable[[Run, str, tuple[int, ...]], tuple[tuple[int, int], ...]] | None = None
+    """Rows and columns of what its update orthogonalises of the parameter `name` of such a shape; None: of none."""
     of_adamw_lr: float = 1.0
     """Its rate where adamw takes 1, as published rates are those of adamw."""
     usual_lr: tuple[float, float] | None = None

@@ -8,7 +8,6 @@ from typing import Any
 
 from mtrain.config.devices import facts_of
 from mtrain.config.formats import bytes_of
-from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import Stage
 from mtrain.layout.grid import RankGrid
@@ -138,8 +137,6 @@ def notes(run: RunConfig) -> list[str]:
         out.append(f"the family {run.model.family} does not say what its layers keep: activations are not counted")
     if not facts_of(run.cluster.device).on_host:
         out.append("what fused kernels keep follows from their sources, and was not measured on a device")
-    if untimed := OPTIMIZERS[run.optim.name].untimed:
-        out.append(f"the time of a step is without {untimed} ({run.optim.name})")
     if run.parallel.activation_offload.modules:
         out.append("activations that wait in host memory are counted on the device, and their copies take no time")
     if run.optim.cpu_offload:

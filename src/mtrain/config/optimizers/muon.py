@@ -84,7 +84,7 @@ def _groups(run: Run) -> tuple[ParamGroup, ...]:
         ParamGroup("qkv", lambda p, name: is_matrix(p, name) and _is_qkv(name), {"matrix": "qkv"}),
     )
     if own is not None:
-        rows = {"qkv_rows": (own.head_dim,) * 3}
+        rows = {"qkv_rows": _qkv_rows(run, "vision.linear_qkv.")}
         groups += (ParamGroup("vision tower", lambda p, name: is_matrix(p, name) and _is_qkv_of_tower(name), rows),)
     if o.muon.adamw_lr in (None, o.rate):
         return groups
@@ -93,15 +93,32 @@ def _groups(run: Run) -> tuple[ParamGroup, ...]:
     return (*groups, ParamGroup("no matrix", lambda p, name: not is_matrix(p, name), rates))
 
 
+def _qkv_rows(run: Run, name: str) -> tuple[int, ...]:
+    """Of queries, keys and values of a group of heads, and of gates."""
+    m = run.model
+    if m.llava is not None and _is_qkv_of_tower(name):
+        return (m.llava.head_dim,) * 3
+    queries = m.num_attention_heads // m.query_groups * m.head_dim
+    return (queries, *((queries,) if m.attention_output_gate else ()), m.head_dim, m.head_dim)
+
+
+def _matrices(run: Run, name: str, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    if not _takes(name, len(shape)):
+        return ()
+    rows, columns = shape
+    if not (_is_qkv(name) and run.optim.muon.split_qkv):
+        return ((rows, columns),)
+    each = _qkv_rows(run, name)
+    return tuple((rows // sum(each) * part, columns) for part in each)
+
+
 def _build(run: Run) -> tuple[type, dict[str, Any]]:
     from mtrain.devices.dtypes import torch_dtype
     from mtrain.mcore.muon import ParallelMuon
 
-    m, muon = run.model, run.optim.muon
-    queries = m.num_attention_heads // m.query_groups * m.head_dim
-    rows = (queries, *((queries,) if m.attention_output_gate else ()), m.head_dim, m.head_dim)
+    muon = run.optim.muon
     kept = muon.model_dump(exclude={"split_qkv", "adamw_lr"})
-    kept |= {"ns_dtype": torch_dtype(muon.ns_dtype), "qkv_rows": rows if muon.split_qkv else None}
+    kept |= {"ns_dtype": torch_dtype(muon.ns_dtype), "qkv_rows": _qkv_rows(run, "") if muon.split_qkv else None}
     return ParallelMuon, {**adamw.arguments(run), **kept}
 
 
@@ -125,6 +142,6 @@ OPTIMIZER = Optimizer(
         "adapters": "it orthogonalises whole matrices, and those of a fused layer are several in one",
         "cpu_offload": "the processor would take long for its matrix products",
     },
-    untimed="the products that orthogonalise matrices, and what ranks send each other for them",
+    matrices=_matrices,
     megatron_name="muon",
 )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtrain.config.devices import facts_of
 from mtrain.config.formats import bytes_of
+from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import Stage
 from mtrain.layout.grid import RankGrid
@@ -21,6 +23,7 @@ from mtrain.plan.time.device import Device, device_of, missing
 from mtrain.plan.time.efficiencies import Efficiencies, reached_by
 from mtrain.plan.time.kernels import Kernels
 from mtrain.plan.time.links import MICRO, Group, Links
+from mtrain.plan.time.orthogonal import Matrix, matrices_of, orthogonal_seconds
 from mtrain.plan.time.update import done_once
 from mtrain.plan.time.work import Linear, Work, total
 
@@ -63,6 +66,8 @@ class StepWork:
     sent: int
     """Bytes from a stage to the next."""
     grid: RankGrid
+    matrices: tuple[Mapping[Matrix, int], ...] = ()
+    """What the update orthogonalises of each stage, where it does."""
 
 
 def step_time(run: RunConfig, reached: Efficiencies | None = None) -> StepTime:
@@ -79,7 +84,9 @@ def step_time(run: RunConfig, reached: Efficiencies | None = None) -> StepTime:
 def unknown(run: RunConfig) -> tuple[str, ...]:
     """Keys of the cluster of a resolved run that have to be known to say how long a step takes."""
     p, cluster = run.precision, run.cluster
-    found = missing(cluster, tuple(dict.fromkeys((p.format, p.multiplies_in))), run.parallel.ranks or 1)
+    formats = [p.format, p.multiplies_in]
+    formats += [run.optim.muon.ns_dtype or p.format] if OPTIMIZERS[run.optim.name].matrices else []
+    found = missing(cluster, tuple(dict.fromkeys(formats)), run.parallel.ranks or 1)
     away = run.optim.cpu_offload > 0 and not facts_of(cluster.device).on_host
     return (*found, "cluster.host_link_gbps") if away and cluster.host_link_gbps is None else found
 
@@ -94,8 +101,8 @@ def step_work(run: RunConfig) -> StepWork:
     if family.stage is None:
         raise ValueError(f"the family {family.name} does not say what its layers compute")
     chunks: dict[tuple[object, ...], tuple[Work, tuple[int, int]]] = {}
-    known: dict[tuple[object, ...], tuple[Work, tuple[float, float]]] = {}
-    stages, weights = [], []
+    known: dict[tuple[object, ...], tuple[Work, tuple[float, float], Counter[Matrix]]] = {}
+    stages, weights, matrices = [], [], []
     for held in held_stages(run):
         keys = tuple(stage_kind(run, stage) for stage in held)
         if keys not in known:
@@ -105,11 +112,12 @@ def step_work(run: RunConfig) -> StepWork:
                     chunks[key] = total(family.stage(rank, stage)), _trained(run, stage)
                 done.add(chunks[key][0], 1)
                 experts, others = experts + chunks[key][1][0], others + chunks[key][1][1]
-            known[keys] = done, (experts, others)
+            known[keys] = done, (experts, others), matrices_of(run, held)
         stages.append(known[keys][0])
         weights.append(known[keys][1])
+        matrices.append(known[keys][2])
     sent = rank.split_tokens * run.model.hidden_size * rank.element
-    return StepWork(run, tuple(stages), tuple(weights), sent, RankGrid.of(run))
+    return StepWork(run, tuple(stages), tuple(weights), sent, RankGrid.of(run), tuple(matrices))
 
 
 def _trained(run: RunConfig, stage: Stage) -> tuple[int, int]:
@@ -146,6 +154,8 @@ def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
     parts = dict.fromkeys(PARTS, 0.0) | {name: number * value for name, value in stages[slowest].items()}
     parts["bubble"] = (sum(times) - times[slowest]) / p.vpp
     ends = done_once(run, work.grid, work.weights[slowest], device, reached, sum(parts.values()), times[slowest])
+    if work.matrices:
+        ends["optimizer"] += orthogonal_seconds(run, work.grid, work.matrices[slowest], device, reached)
     parts |= {name: value / reached.speed for name, value in ends.items()}
     seconds = sum(parts.values())
     tokens = run.trainer.batch * run.data.length / (p.ranks or 1) / seconds

@@ -1,0 +1,83 @@
+"""The time of muon's update: products by hand, ranks that share them, and what is not a matrix."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+from mtrain.cli.setup import load
+from mtrain.config.resolve import Machine
+from mtrain.config.run import RunConfig
+from mtrain.layout.stages import held_stages
+from mtrain.plan.time import step_time
+from mtrain.plan.time.orthogonal import Matrix, matrices_of, shared_out
+
+BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
+LARGE = "model=llama3_70b cluster=h100x64 data=mock data.seq_length=4096 trainer.global_batch_size=256"
+LARGE += " trainer.micro_batch_size=1"
+
+
+@cache
+def run_of(words: str) -> RunConfig:
+    return load(words.split(), BIG, {}, to_run=False).run
+
+
+def update_of(words: str) -> float:
+    return step_time(run_of(f"{LARGE} {words}")).parts["optimizer"]
+
+
+def muon_of(words: str, own: str = "") -> float:
+    """Seconds that muon, with keys of its own, takes more than adamw."""
+    return update_of(f"{words} optim=muon {own}") - update_of(words)
+
+
+def test_products_take_what_their_operations_take_at_the_rate_of_large_ones() -> None:
+    h, up, down, keys = 8192, 2 * 28672, 28672, 1024
+
+    def of(short: int, long: int) -> int:
+        return 5 * (4 * short**2 * long + 2 * short**3)
+
+    layer = of(h, h) * 2 + 2 * of(keys, h) + of(h, up) + of(h, down)
+    seconds = muon_of("parallel=tp2pp8 parallel.distributed_optimizer=false")
+    rate = 10 * layer / seconds / 989e12
+    assert 0.5 < rate < 0.75, "ten layers, each matrix whole on both tensor-parallel ranks"
+
+
+def test_data_parallel_ranks_share_matrices_and_tensor_parallel_ranks_do_not() -> None:
+    alone, shared = (muon_of(f"parallel=tp2pp8 parallel.distributed_optimizer={on}") for on in ("false", "true"))
+    assert 3.5 < alone / shared < 4.1, "four of them"
+    two, eight = (muon_of(f"parallel=tp{tp}pp4") for tp in (2, 8))
+    assert 3 < eight / two < 4.5, "as many layers, and a fourth of the data-parallel ranks"
+    whole, blocks = (muon_of("parallel=tp8pp4", f"optim.muon.tp_mode={mode}") for mode in ("duplicated", "blockwise"))
+    assert whole > 4 * blocks
+
+
+def test_steps_and_their_format_decide_the_time() -> None:
+    three, six = (muon_of("parallel=tp2pp8", f"optim.muon.num_ns_steps={n}") for n in (3, 6))
+    assert 1.8 < six / three < 2.05
+    assert muon_of("parallel=tp2pp8", "optim.muon.ns_dtype=fp32") > 5 * muon_of("parallel=tp2pp8")
+    run = run_of(f"{LARGE} parallel=tp2pp8 optim=muon optim.muon.ns_dtype=fp32")
+    bare = run.cluster.model_copy(update={"peak_tflops": {"bf16": 989.0}})
+    assert step_time(run.model_copy(update={"cluster": bare})).missing == ("cluster.peak_tflops.fp32",)
+
+
+def test_tables_norms_and_other_optimizers_have_no_matrices() -> None:
+    run = run_of("model=llama3_8b cluster=h100x8 parallel=dp data=mock trainer.global_batch_size=8 optim=muon")
+    (held,) = held_stages(run)
+    found = matrices_of(run, held)
+    assert found == Counter(
+        {
+            Matrix((4096, 4096), ((4096, 4096),), expert=False, gathered=False): 32,
+            Matrix((6144, 4096), ((4096, 4096), (1024, 4096), (1024, 4096)), expert=False, gathered=False): 32,
+            Matrix((28672, 4096), ((28672, 4096),), expert=False, gathered=False): 32,
+            Matrix((4096, 14336), ((4096, 14336),), expert=False, gathered=False): 32,
+        }
+    )
+    adamw = run_of("model=llama3_8b cluster=h100x8 parallel=dp data=mock trainer.global_batch_size=8")
+    assert not matrices_of(adamw, held)
+
+
+def test_a_matrix_that_is_alone_is_not_shared() -> None:
+    large, small = (Matrix((n, n), ((n, n),), expert=False, gathered=False) for n in (1024, 64))
+    assert shared_out({large: 1, small: 3}, 4) == {frozenset({(large, 1)}), frozenset({(small, 1)})}
+    assert shared_out({large: 5}, 4) == {frozenset({(large, 1)}), frozenset({(large, 2)})}
