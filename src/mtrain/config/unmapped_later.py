@@ -12,7 +12,8 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     (
         "TransformerConfig",
         "not offered",
-        "weights that are sharded once more and gathered layer by layer: TransformerEngine alone, and experimental",
+        "weights that are sharded once more and gathered layer by layer (GTP): with TransformerEngine alone, "
+        "experimental, and not known to the checkpoints here",
         """tensor_parallel_num_weight_shards gtp_weight_remat_size expert_tensor_parallel_num_weight_shards
         expert_gtp_weight_remat_size""",
     ),
@@ -38,7 +39,8 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     (
         "TransformerConfig",
         "not offered",
-        "families that are not there yet: sparse attention",
+        "sparse attention (DSA): megatron-core 0.19 builds it of TransformerEngine's layers, and 0.16 needs a "
+        "library that is compiled for CUDA",
         """dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_kernel_backend dsa_indexer_rope_interleaved
         dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32""",
     ),
@@ -128,8 +130,15 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     (
         "OptimizerConfig",
         "not offered",
-        "megatron-core's own forms of Lion, SOAP and muon: optim.lion and optim.muon are the same in every release",
-        """lion_beta1 lion_beta2 soap_shampoo_beta soap_precondition_frequency soap_use_kl_shampoo
+        "SOAP: its state has other shapes than a weight, which no checkpoint here holds or cuts otherwise, and "
+        "megatron-core's is of the package emerging_optimizers, for Python 3.12",
+        "soap_shampoo_beta soap_precondition_frequency soap_use_kl_shampoo",
+    ),
+    (
+        "OptimizerConfig",
+        "not offered",
+        "megatron-core's own forms of Lion and muon: optim.lion and optim.muon are the same in every release",
+        """lion_beta1 lion_beta2
         adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps muon_coefficient_type
         muon_scalar_optimizer use_layer_wise_distributed_optimizer""",
     ),
