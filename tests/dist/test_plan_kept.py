@@ -48,6 +48,8 @@ KEPT = {
     "llama interleaved deep": "parallel=pp4vpp2 model.num_layers=8 trainer.micro_batch_size=1",
     "llama full": "parallel=single parallel.recompute.granularity=full",
     "llama groups": "parallel=pp2 parallel.recompute.granularity=full parallel.recompute.num_layers=2",
+    "llama odd groups": "parallel=single model.num_layers=3 parallel.recompute.granularity=full "
+    "parallel.recompute.num_layers=2",
     "llama block": "parallel=pp2 parallel.recompute.granularity=full parallel.recompute.method=block",
     "llama core": f"parallel=single {SHORT} parallel.recompute.granularity=selective",
     "llama norms": f"parallel=tp2sp {SHORT} precision=bf16 parallel.recompute.granularity=selective "

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtrain.config import engine
 from mtrain.config.experts import MoEConfig
 from mtrain.config.run import RunConfig
 from tests.support import interpreted, synchronised, tiny
@@ -160,7 +161,8 @@ WAITS = {"experts, exchanged": {"rows that are exchanged": 2}}
 
 def test_forward_and_backward_of_a_step_wait_for_the_device_where_it_is_said() -> None:
     found = synchronised.waits(STEPS)
-    assert sum(found.pop("maps").values()) >= 4, "megatron-core's maps do wait, and this test sees it"
+    waiting = sum(found.pop("maps").values())
+    assert waiting >= 4 or engine.at_least(0, 19), "megatron-core's maps wait until 0.19, and this test sees it"
     assert found == {name: WAITS.get(name, {}) for name in found}
 
 

@@ -382,6 +382,9 @@ CASES: dict[str, Case] = {
     "router-gemm": Case(lambda: _train(**tiny.MOE), "NameError: name 'te_general_gemm'"),
     "mla-flag": Case(lambda: _train(**tiny.MLA), "TypeError: isinstance"),
     "mla-down-projection": Case(lambda: _train(**tiny.MLA), "ValueError: Unsupported linear_q_down_proj"),
+    "mla-query-projection": Case(
+        lambda: _train(**tiny.MLA | {"q_lora_rank": None}), "RuntimeError: qk_layernorm requires TransformerEngine"
+    ),
     "mla-query-norm": Case(_query_norm, "gradient times 2.000", ranks=2),
     "moe-loss-tokens": Case(_moe_loss_tokens, "(6|12) of 12 tokens, z-loss gradient (0.5|1)$", ranks=2),
     "sequence-loss-batch": Case(_sequence_loss, "gradient times 0.500"),

@@ -74,7 +74,7 @@ def _mla(config: Any, provider: Any) -> Any:
             linear_kv_up_proj=provider.column_parallel_linear(),
             core_attention=provider.core_attention(),
             linear_proj=provider.row_parallel_linear(),
-            q_layernorm=norm,
+            q_layernorm=IdentityOp if config.q_lora_rank is None else norm,
             kv_layernorm=norm,
         ),
     )

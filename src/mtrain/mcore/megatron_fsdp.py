@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
+from mtrain.config import engine
 from mtrain.mcore import api as mcore
 from mtrain.mcore.fsdp2 import LAYERS
 
@@ -35,6 +36,11 @@ class FullyShardedBuffers(mcore.MegatronFSDP):
         if ddp_config.data_parallel_sharding_strategy == "optim_grads_params":
             # The forward gathers what it needs; what is gathered at the end of a step would be kept until then.
             self.start_param_sync = lambda *_, **__: None
+        if engine.at_least(
+            0, 19
+        ):  # what is in no layer, embedding and output layer, is kept whole between steps there
+            gathers = self.module.all_gather_pipeline
+            gathers.reset = partial(_reset, gathers.reset)
 
 
 def communication_elements(model: torch.nn.Module) -> int:
@@ -53,6 +59,11 @@ def flat_buffers(chunk: Any) -> Iterator[dict[str, list[torch.Tensor]]]:
         for group in chunk.param_and_grad_buffer.parameter_groups:
             buffers = {part: getattr(group, name) for part, name in kept.items()}
             yield {part: [b.data] if b is not None and b.data is not None else [] for part, b in buffers.items()}
+
+
+def _reset(reset: Callable[..., None], **_: Any) -> None:
+    """Free all that was gathered, as 0.16.1 does: the next forward gathers it again in any case."""
+    reset(preserve_non_fsdp_units=False)
 
 
 def _forget(parameter: Any) -> None:

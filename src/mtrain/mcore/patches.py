@@ -7,36 +7,13 @@ upgrade of megatron-core every entry is to be looked up again: the reason says w
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
 
 from mtrain.config import engine
-from mtrain.config.engine import EVERY, SINCE_0_19, UNTIL_0_16, Release, Versions
+from mtrain.config.engine import SINCE_0_19, UNTIL_0_16, Release
 from mtrain.devices.base import Device
 from mtrain.mcore import patching, patching_linear, patching_recompute, patching_shards
-
-Where = Literal["everywhere", "without TransformerEngine", "off CUDA"]
-
-
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """A patched defect."""
-
-    name: str
-    """What tests and messages call it."""
-    where: str
-    """File under megatron/core and line in 0.16.1."""
-    reason: str
-    """What is wrong, and what happens without the patch."""
-    applies: Where
-    """Where it is needed."""
-    apply: Callable[[], None]
-    """Patches it in this process."""
-    versions: Versions = EVERY
-    """The releases that have the defect."""
-    upstream: str = ""
-    """Number of the change to Megatron-LM that mends it, as far as it is known."""
+from mtrain.mcore.patch import Patch, Where
 
 
 def apply_patches(device: Device, without: frozenset[str] = frozenset()) -> None:
@@ -92,6 +69,15 @@ PATCHES: tuple[Patch, ...] = (
         "weight; the key position's gradient then misses other tensor-parallel ranks' heads: silent, 1e-3 relative.",
         "everywhere",
         patching.mla_down_projection,
+    ),
+    Patch(
+        "mla-query-projection",
+        "transformer/multi_latent_attention.py:497",
+        "Since 0.19 MLA without a rank of queries takes TransformerEngine's projection with a norm in it, whatever "
+        "a spec says: silently another model (DeepSeek-V2-Lite has no such norm), or RuntimeError.",
+        "everywhere",
+        patching.mla_query_projection,
+        SINCE_0_19,
     ),
     Patch(
         "mla-query-norm",

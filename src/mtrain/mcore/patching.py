@@ -49,6 +49,18 @@ class _AnyOf:
         return isinstance(other, type) and any(issubclass(other, kind) for kind in self.kinds if kind is not None)
 
 
+def mla_query_projection() -> None:
+    """Take the projection of queries that a spec names."""
+    cls = _core("transformer.mla_qk_norm_config").QKNormConfigResolver
+    original = cls._mla_fused_linear_or_default
+
+    @functools.wraps(original)
+    def projection(self: Any, module_spec: Any, module_name: str) -> Any:
+        return module_spec if module_name == "linear_q_proj" else original(self, module_spec, module_name)
+
+    cls._mla_fused_linear_or_default = projection
+
+
 def mla_query_norm() -> None:
     """Mark the query norm for a mean over tensor-parallel ranks where the sum would be wrong."""
     cls = _core("transformer.multi_latent_attention").MLASelfAttention
