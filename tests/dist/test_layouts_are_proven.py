@@ -157,6 +157,7 @@ RECOMPUTED = {
         "model=nemotron_h_tiny model.hidden_dropout=0.1 parallel=pp2",
         "granularity=full parallel.recompute.method=block",
     ),
+    "a hybrid, FSDP": ("model=nemotron_h_tiny parallel=dp2 parallel.fsdp=fsdp2", "granularity=full"),
     "a hybrid, groups": (
         "model=nemotron_h_tiny parallel=tp2sp",
         "granularity=full parallel.recompute.num_layers=2",

@@ -97,6 +97,7 @@ LAYOUTS = {
     "mla": "model=deepseek_tiny peft=lora parallel=tp2sp",
     "shared experts": "model=glm45_tiny peft=lora parallel=tp2ep2etp1sp",
     "a hybrid": "model=nemotron_h_tiny peft=lora parallel=tp2sp",
+    "a hybrid, recomputed, cp2": "model=nemotron_h_tiny peft=lora parallel=cp2 parallel.recompute.granularity=full",
     "a hybrid, dora": "model=nemotron_h_tiny peft=dora parallel=pp2tp2 "
     "peft.target=[qkv,proj,fc1,fc2,in_proj,out_proj]",
     "overlapped": "model=llama_tiny peft=lora parallel=tp2dp2 parallel.distributed_optimizer=true "

@@ -18,9 +18,7 @@ from torch import Tensor
 from mtrain.cli.main import main
 from mtrain.models.hybrid import hf
 from mtrain.models.table import to_theirs
-from tests.parity_hf.test_peft import logits_of, trained
 from tests.parity_hf.theirs import Biases
-from tests.support.covering import some
 from tests.support.forked import run_alone, run_ranks
 
 MIXER = {"n_groups": 2, "conv_kernel": 4, "chunk_size": 8, "vocab_size": 331, "hidden_size": 48}
@@ -112,7 +110,7 @@ LAYOUTS = {
 }
 ALWAYS = {
     *(("mamba 2", "single"), ("nemotron h", "tp2sp"), ("nemotron 3", "single")),
-    *(("granite", "pp2"), ("granite experts", "single")),
+    ("granite experts", "single"),
 }
 CASES = [
     pytest.param(name, layout, marks=() if (name, layout) in ALWAYS else pytest.mark.full)
@@ -143,12 +141,14 @@ def _tensors(made: Any) -> dict[str, Tensor]:
     return dict(made.named_parameters()) | {name: b for name, b in made.named_buffers() if name in saved}
 
 
-def _saved(name: str, folder: Path) -> Path:
+def saved(name: str, folder: Path) -> Path:
+    """The folder, in which transformers has saved a model of the case `name`."""
     run_alone(lambda: _model(name).save_pretrained(folder))
     return folder
 
 
-def _convert(*words: object) -> int:
+def convert(*words: object) -> int:
+    """`convert WORDS` in a process of its own."""
     return int(run_alone(lambda: main(["convert", *map(str, words)])))
 
 
@@ -241,7 +241,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Sides:
     def of(name: str) -> tuple[Path, dict[str, Any]]:
         if name not in known:
             home = tmp_path_factory.mktemp(name.replace(" ", "-"))
-            assert _convert("import", _saved(name, home / "theirs"), home / "run") == 0
+            assert convert("import", saved(name, home / "theirs"), home / "run") == 0
             known[name] = home / "run", run_alone(lambda: _theirs(name, home / "run"))
         return known[name]
 
@@ -310,7 +310,7 @@ LIMITS = {"losses": 1e-5, "norms": 1e-5, "logits": 1e-5, "gradients": 1e-5, "wei
 def test_two_steps_are_those_of_transformers(name: str, layout: str, sides: Sides, tmp_path: Path) -> None:
     errors = _differences(name, layout, sides, tmp_path)
     assert {what: found for what, found in errors.items() if found[0] > LIMITS[what]} == {}
-    assert _convert("export", tmp_path / "step_00000000", tmp_path / "again") == 0
+    assert convert("export", tmp_path / "step_00000000", tmp_path / "again") == 0
     assert _bytes(tmp_path / "again") == _bytes(sides(name)[0].parent / "theirs")
 
 
@@ -320,58 +320,11 @@ def test_a_time_step_that_is_another_one_is_seen(sides: Sides, tmp_path: Path) -
     assert errors["gradients"][0] > 3 * LIMITS["gradients"]
 
 
-EVERY = "peft.target=[qkv,proj,fc1,fc2,in_proj,out_proj,experts]"
-ADAPTED = {"nemotron h": "peft=dora", "granite experts": f"peft=lora {EVERY}", "mamba 2": "peft=lora"}
-
-
-@pytest.mark.parametrize("name", some(ADAPTED, ["nemotron h"]))
-def test_adapters_of_mixers_attention_and_mlps_go_to_peft_and_come_back(name: str, tmp_path: Path) -> None:
-    base, run, merged, alone, again = (tmp_path / part for part in ("base", "run", "merged", "alone", "again"))
-    _saved(name, base)
-    given = [*ADAPTED[name].split(), "peft.r=4", "peft.alpha=10.5"]
-    assert _convert("import", base, run, *given) == 0
-    run_ranks(1, lambda: trained(run))
-    assert _convert("export", run, merged) == 0
-    assert _convert("export", run, alone, "peft=0.19") == 0
-
-    def apart() -> tuple[float, float]:
-        whole = logits_of(merged, None)
-        others = logits_of(base, alone), logits_of(base, None)
-        return tuple(float((other - whole).abs().max() / whole.abs().max()) for other in others)  # type: ignore[return-value]
-
-    error, change = run_alone(apart)
-    assert error < 1e-5 < 1e-2 < change
-    assert _convert("import", base, again, *given, f"peft.init_from={alone}") == 0
-
-    def tensors(folder: Path) -> dict[str, Tensor]:
-        from mtrain.train.prove import whole_tensors
-
-        return {key: tensor for key, tensor in whole_tensors(folder).items() if key.startswith("model/")}
-
-    first, second = (
-        run_alone(lambda at=at: tensors(at))
-        for at in (run / "checkpoints/step_00000001", again / "checkpoints/step_00000000")
-    )
-    assert first.keys() == second.keys()
-    assert any("mixer.in_proj.lora_b" in key for key in first)
-    assert all(torch.equal(first[key], second[key]) for key in first)
-
-
-@pytest.mark.full
-def test_what_peft_refuses_is_merged_or_nothing(tmp_path: Path) -> None:
-    run, given = tmp_path / "run", ("peft=lora", "peft.target=[out_proj]")
-    assert _convert("import", _saved("mamba 2", tmp_path / "base"), run, *given) == 0
-    run_ranks(1, lambda: trained(run))
-    assert _convert("export", run, tmp_path / "alone", "peft=0.19") == 2
-    assert _convert("export", run, tmp_path / "merged") == 0
-
-
 FACTORS = ("hybrid.residual_multiplier", "hybrid.embedding_multiplier", "hybrid.logits_scaling", "softmax_scale")
 
 
-@pytest.mark.parametrize(
-    "key", [pytest.param(key, marks=pytest.mark.full if number else ()) for number, key in enumerate(FACTORS)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("key", FACTORS)
 def test_a_factor_that_is_another_one_is_seen(key: str, sides: Sides, tmp_path: Path) -> None:
     errors = _differences("granite experts", "single", sides, tmp_path, f"model.{key}=1.1")
     assert min(errors[what][0] / LIMITS[what] for what in ("losses", "logits", "gradients")) > 3
