@@ -129,7 +129,7 @@ def test_a_weight_is_quantised_once_a_step_and_no_bit_depends_on_it(recompute: b
     f"model=deepseek_tiny {LATENT}",
     "model=bert_tiny",
     "model=llava_tiny",
-    "model=nemotron_h_tiny",
+    pytest.param("model=nemotron_h_tiny", marks=pytest.mark.full),
 ])  # fmt: skip
 def test_no_linear_layer_is_left_out_but_the_one_that_makes_logits(words: str) -> None:
     ends = ["precision.num_layers_at_start_in_bf16=0", "precision.num_layers_at_end_in_bf16=0"]

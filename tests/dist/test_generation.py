@@ -121,7 +121,10 @@ MAMBA = {**MIXERS, "num_layers": 2, "hybrid": MIXERS["hybrid"].model_copy(update
 
 @pytest.mark.parametrize(
     ("model", "what"),
-    [({}, "values"), (MAMBA, "states"), pytest.param(MAMBA, "inputs of convolutions", marks=pytest.mark.full)],
+    [
+        ({}, "values"),
+        *(pytest.param(MAMBA, what, marks=pytest.mark.full) for what in ("states", "inputs of convolutions")),
+    ],
 )
 def test_a_cache_that_forgets_is_caught(model: dict[str, Any], what: str) -> None:
     greedy, run = Sampling(TOKENS, temperature=0), tiny_run(model=model)

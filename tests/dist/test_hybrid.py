@@ -80,6 +80,20 @@ def test_a_layout_computes_what_one_rank_does(name: str, one_rank: Any, tmp_path
         assert error < (1e-3 if "bias" in key else 2e-5), (key, float(error))
 
 
+@pytest.mark.full
+def test_chunks_that_stay_as_ranks_hold_them_are_found(one_rank: Any) -> None:
+    run = hybrid_run(**LAYOUTS["cp2"])
+
+    def job() -> list[tuple[float, float]]:
+        from mtrain.mcore import mamba_context
+
+        mamba_context.context_positions = lambda tokens, ranks, ends, device: torch.arange(tokens)  # type: ignore
+        return train_steps(run, STEPS)
+
+    pairs = zip(run_ranks(2, job)[0], one_rank[0], strict=True)
+    assert max(abs(found[0] / expected[0] - 1) for found, expected in pairs) > 1e-4
+
+
 def test_twenty_steps_learn() -> None:
     losses = [loss for loss, _ in trained(hybrid_run(), 20)]
     assert sum(losses[-5:]) / 5 < losses[0] - 0.3

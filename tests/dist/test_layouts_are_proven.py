@@ -90,6 +90,8 @@ LAYOUTS = {
     "yarn under cp": "parallel=tp2cp2 "
     "model.rope_scaling={rope_type:yarn,factor:8.0,original_max_position_embeddings:64}",
     "full recomputation": "parallel=tp2pp2sp parallel.recompute.granularity=full parallel.recompute.method=block",
+    "a hybrid, tp2cp2": "model=nemotron_h_tiny parallel=tp2cp2sp",
+    "a hybrid, pp2cp2 bf16": "model=nemotron_h_tiny parallel=pp2cp2 precision=bf16",
     "tp2 bf16": "parallel=tp2sp precision=bf16",
     "tp2cp2 bf16": "parallel=tp2cp2 precision=bf16 parallel.cp_comm_type=p2p",
     "ep2 bf16": f"{MIXTRAL} parallel=ep2 precision=bf16",
@@ -153,6 +155,7 @@ RECOMPUTED = {
         "model=nemotron_h_tiny model.hidden_dropout=0.1 parallel=pp2",
         "granularity=full parallel.recompute.method=block",
     ),
+    "a hybrid, FSDP": ("model=nemotron_h_tiny parallel=dp2 parallel.fsdp=fsdp2", "granularity=full"),
     "a hybrid, groups": (
         "model=nemotron_h_tiny parallel=tp2sp",
         "granularity=full parallel.recompute.num_layers=2",

@@ -58,6 +58,8 @@ LAYOUTS = {
     "dynamic context, ring": "parallel=tp2dp2sp parallel.hybrid_context_parallel=true parallel.cp_comm_type=p2p",
     "Gemma with caps, cp2 all-to-all": f"{GEMMA} parallel=cp2 parallel.cp_comm_type=a2a "
     "model.attn_logit_softcapping=0.5 model.final_logit_softcapping=2",
+    "a hybrid, tp2cp2": "model=nemotron_h_tiny parallel=tp2cp2sp",
+    "a hybrid, recomputed": "model=nemotron_h_tiny parallel=pp2 parallel.recompute.granularity=full",
     "fsdp2": "parallel=dp2 parallel.fsdp=fsdp2",
 }
 

@@ -96,6 +96,10 @@ LAYOUTS = {
     "tp2ep2etp1": "model=mixtral_tiny peft=lora parallel=tp2ep2etp1sp",
     "mla": "model=deepseek_tiny peft=lora parallel=tp2sp",
     "shared experts": "model=glm45_tiny peft=lora parallel=tp2ep2etp1sp",
+    "a hybrid": "model=nemotron_h_tiny peft=lora parallel=tp2sp",
+    "a hybrid, recomputed, cp2": "model=nemotron_h_tiny peft=lora parallel=cp2 parallel.recompute.granularity=full",
+    "a hybrid, dora": "model=nemotron_h_tiny peft=dora parallel=pp2tp2 "
+    "peft.target=[qkv,proj,fc1,fc2,in_proj,out_proj]",
     "overlapped": "model=llama_tiny peft=lora parallel=tp2dp2 parallel.distributed_optimizer=true "
     "parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true precision=bf16",
 }
@@ -122,6 +126,7 @@ COUNTED = {
     "mla and shared experts": "model=deepseek_tiny peft=lora",
     "mtp, shared experts, a dense layer": "model=glm45_tiny peft=lora",
     "without gates": "model=pythia_tiny peft=dora",
+    "a hybrid": "model=nemotron_h_tiny peft=dora peft.target=[qkv,proj,fc1,fc2,in_proj,out_proj]",
 }
 
 

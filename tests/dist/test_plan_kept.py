@@ -152,6 +152,9 @@ KEPT |= {
     "parallel.recompute.modules=[mla_up_proj,moe_act,layernorm]",
     "lora moe again": f"model=mixtral_tiny parallel=single {SHORT} {LORA} parallel.recompute.granularity=selective "
     "parallel.recompute.modules=[moe]",
+    "lora hybrid": f"model=nemotron_h_tiny parallel=tp2sp {LORA} peft.target=[qkv,proj,fc1,fc2,in_proj,out_proj]",
+    "lora hybrid packed bf16": f"model=nemotron_h_tiny parallel=single {LORA} precision=bf16 data.packed=true",
+    "lora hybrid experts": f"{GRANITE} parallel=tp2 {LORA}",
     "lora interleaved": f"parallel=pp2vpp2 model.num_layers=8 {LORA}",
     "lora shared": f"model=mixtral_tiny parallel=tp2sp {SHORT} {LORA} "
     "model.moe.shared_expert_intermediate_size=64 model.moe.shared_expert_gate=true",

@@ -110,7 +110,7 @@ LAYOUTS = {
 }
 ALWAYS = {
     *(("mamba 2", "single"), ("nemotron h", "tp2sp"), ("nemotron 3", "single")),
-    *(("granite", "pp2"), ("granite experts", "single")),
+    ("granite experts", "single"),
 }
 CASES = [
     pytest.param(name, layout, marks=() if (name, layout) in ALWAYS else pytest.mark.full)
@@ -141,12 +141,14 @@ def _tensors(made: Any) -> dict[str, Tensor]:
     return dict(made.named_parameters()) | {name: b for name, b in made.named_buffers() if name in saved}
 
 
-def _saved(name: str, folder: Path) -> Path:
+def saved(name: str, folder: Path) -> Path:
+    """The folder, in which transformers has saved a model of the case `name`."""
     run_alone(lambda: _model(name).save_pretrained(folder))
     return folder
 
 
-def _convert(*words: object) -> int:
+def convert(*words: object) -> int:
+    """`convert WORDS` in a process of its own."""
     return int(run_alone(lambda: main(["convert", *map(str, words)])))
 
 
@@ -239,7 +241,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Sides:
     def of(name: str) -> tuple[Path, dict[str, Any]]:
         if name not in known:
             home = tmp_path_factory.mktemp(name.replace(" ", "-"))
-            assert _convert("import", _saved(name, home / "theirs"), home / "run") == 0
+            assert convert("import", saved(name, home / "theirs"), home / "run") == 0
             known[name] = home / "run", run_alone(lambda: _theirs(name, home / "run"))
         return known[name]
 
@@ -308,7 +310,7 @@ LIMITS = {"losses": 1e-5, "norms": 1e-5, "logits": 1e-5, "gradients": 1e-5, "wei
 def test_two_steps_are_those_of_transformers(name: str, layout: str, sides: Sides, tmp_path: Path) -> None:
     errors = _differences(name, layout, sides, tmp_path)
     assert {what: found for what, found in errors.items() if found[0] > LIMITS[what]} == {}
-    assert _convert("export", tmp_path / "step_00000000", tmp_path / "again") == 0
+    assert convert("export", tmp_path / "step_00000000", tmp_path / "again") == 0
     assert _bytes(tmp_path / "again") == _bytes(sides(name)[0].parent / "theirs")
 
 
@@ -321,9 +323,8 @@ def test_a_time_step_that_is_another_one_is_seen(sides: Sides, tmp_path: Path) -
 FACTORS = ("hybrid.residual_multiplier", "hybrid.embedding_multiplier", "hybrid.logits_scaling", "softmax_scale")
 
 
-@pytest.mark.parametrize(
-    "key", [pytest.param(key, marks=pytest.mark.full if number else ()) for number, key in enumerate(FACTORS)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("key", FACTORS)
 def test_a_factor_that_is_another_one_is_seen(key: str, sides: Sides, tmp_path: Path) -> None:
     errors = _differences("granite experts", "single", sides, tmp_path, f"model.{key}=1.1")
     assert min(errors[what][0] / LIMITS[what] for what in ("losses", "logits", "gradients")) > 3

@@ -12,6 +12,7 @@ from typing import Any
 
 from mtrain.config.condition import condition
 from mtrain.config.devices import facts_of
+from mtrain.config.hybrid import MAMBA
 from mtrain.config.kernels import OPERATIONS
 from mtrain.config.keys import RESOLVED, key_of, schema_keys, when_of
 from mtrain.config.optimizers import OPTIMIZERS
@@ -82,6 +83,13 @@ def takes_experts(run: RunConfig) -> bool:
     return run.model.moe is not None and run.peft.kind == "lora" and not run.peft.dropout
 
 
+def _adapted(run: RunConfig) -> tuple[str, ...]:
+    """The kinds of layers that a model has, and its adapters take here and in `peft`."""
+    without = {"out_proj"} if takes_experts(run) else {"out_proj", "experts"}
+    without |= {"in_proj"} if run.model.hybrid is None or MAMBA not in run.model.hybrid.pattern else set()
+    return tuple(target for target in TARGETS if target not in without)
+
+
 def _layers_may_differ(run: RunConfig) -> bool:
     return run.precision.quantized not in (None, "delayed")
 
@@ -109,7 +117,7 @@ _DEFAULTS: dict[str, Callable[[RunConfig], Any]] = {
     "data.packed_multiple": chunks_of_a_document,
     "parallel.microbatch_group_size_per_vp_stage": lambda r: r.parallel.pp,
     **{f"optim.{name}.{key}": get for name, spec in OPTIMIZERS.items() for key, get in spec.defaults.items()},
-    "peft.target": lambda r: tuple(t for t in TARGETS if t != "experts" or takes_experts(r)),
+    "peft.target": _adapted,
     "model.rope_scaling.original_max_position_embeddings": lambda r: r.model.max_position_embeddings,
     "model.moe.router_group_score_topk": lambda r: r.model.moe.group_score_topk if r.model.moe else None,
 }

@@ -138,7 +138,6 @@ _LLAVA = (
 _NOT_HYBRID = "is no part of a hybrid here: its layers are those of Nemotron-H and Granite 4"
 _STATES = "mixers exchange their heads among the ranks of parallel.cp, not among those of each document"
 _HYBRID = (
-    _WHOLE_MODEL,
     Only("model.norm_placement", ("pre",), "each layer of a hybrid has its norm in front"),
     Only(
         "model.position_embedding_type",

@@ -6,8 +6,10 @@ from pydantic import Field
 
 from mtrain.config.base import Effect, Key, PositiveFloat, Probability, Section, Width
 
-Target = Literal["qkv", "proj", "fc1", "fc2", "experts"]
-TARGETS: tuple[Target, ...] = ("qkv", "proj", "fc1", "fc2", "experts")
+Target = Literal["qkv", "proj", "fc1", "fc2", "in_proj", "out_proj", "experts"]
+TARGETS: tuple[Target, ...] = ("qkv", "proj", "fc1", "fc2", "in_proj", "out_proj", "experts")
+MIXERS: tuple[Target, ...] = ("in_proj", "out_proj")
+"""Of Mamba-2 mixers."""
 
 
 class PeftConfig(Section):
@@ -30,8 +32,9 @@ class PeftConfig(Section):
         tuple[Target, ...] | None, Key(when="peft.kind", effect=Effect.ARCHITECTURE, aka="target_modules")
     ] = Field(default=None, strict=False)
     """Layers with adapters: qkv (queries, keys, values; all of MLA's), proj (the output of attention), fc1 and fc2
-    (gate and up, and down projection, of dense MLPs and shared experts), experts (both layers of each routed expert).
-    Those that the model has not are passed over, and MTP layers have none; null: all that the kind takes."""
+    (gate and up, and down projection, of dense MLPs and shared experts), in_proj and out_proj (the first and last
+    layer of a Mamba-2 mixer), experts (both layers of each routed expert). Those that the model has not are passed
+    over, and MTP layers have none; null: all that the kind takes but out_proj, which `peft` adapts in few models."""
     init_from: Annotated[str | None, Key(when="peft.kind")] = None
     """A folder of `peft` whose adapters a new run begins with, beside the Hugging Face folder of
     checkpoint.init_from or of `convert import`; null: A is drawn from trainer.seed, and B is 0."""

@@ -28,6 +28,8 @@ from mtrain.errors import ConfigError, CorruptData, Problem, show
 from mtrain.mcore.merging import Whole, names_beside
 from mtrain.models.table import Table
 
+NOT_ADAPTED = ".mixer.out_proj"
+"""End of the name of a layer of Mamba-2 and Nemotron-H that `peft` refuses."""
 TENSORS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 MAX_CONFIG_BYTES = 16 << 20
 MOST_RANK = 1 << 40
@@ -50,6 +52,9 @@ def write_adapters(weights: Weights, table: Table, out: Path, version: str, base
         raise ConfigError([Problem("MT521", "", None, rule, "convert export without peft=", "command line")])
     made = to_peft(table, weights.model, own, swapped=version == SWAPPED)
     peft = weights.run.peft
+    if last := next((name for name in made.modules if name.endswith(NOT_ADAPTED)), None):
+        rule = f"`peft` adapts no {last} of this kind of model: its kernels read the weight alone"
+        raise ConfigError([Problem("MT521", "", None, rule, "convert export without peft=: a merged model")])
     if made.parameters and (peft.kind != "lora" or peft.dropout):
         asked = f"peft.kind={peft.kind}" if peft.kind != "lora" else "peft.dropout"
         rule = f"`peft` adapts {made.parameters[0]} as a parameter, which knows no {asked}"

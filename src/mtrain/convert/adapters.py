@@ -12,7 +12,7 @@ each other's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -55,11 +55,33 @@ def to_peft(table: Table, model: Any, held: Mapping[str, Whole], *, swapped: boo
     """The adapters `held` of our weights, by the name of the weight, as `peft` has them; `swapped`: until 0.18."""
     out = Theirs()
     for step, own in steps_of(table, model, held):
-        if len(own) > 1:
+        if _is_one_layer(step):
+            _layers_out(out, step, _of_parts(own), model)
+        elif len(own) > 1:
             _experts_out(out, step, own, model, swapped)
         else:
             _layers_out(out, step, own[0], model)
     return out
+
+
+def _is_one_layer(step: Step) -> bool:
+    """Whether weights of ours are parts of one layer, with one A."""
+    names = [names_beside(name) for name in step.ours]
+    return len(names) == 1 or len({one.a for one in names if one is not None}) == 1
+
+
+def _of_parts(own: Sequence[Whole]) -> Whole:
+    """The adapters of the parts of a layer as one."""
+    magnitudes = [one.magnitude for one in own if one.magnitude is not None]
+    return Whole(own[0].a, torch.cat([one.b for one in own]), torch.cat(magnitudes) if magnitudes else None)
+
+
+def _parts_of(own: Whole, step: Step, rows: Sequence[int]) -> dict[str, Whole]:
+    """The adapter of a layer as those of its parts, of so many rows."""
+    magnitudes: Sequence[Tensor | None] = [None] * len(rows)
+    magnitudes = magnitudes if own.magnitude is None else own.magnitude.split(list(rows))
+    parts = zip(step.ours, own.b.split(list(rows)), magnitudes, strict=True)
+    return {name: Whole(own.a, b, magnitude) for name, b, magnitude in parts}
 
 
 def _turned(rows: Tensor, step: Step, model: Any) -> list[Tensor]:
@@ -133,7 +155,11 @@ def from_peft(
     """
     left, out = dict(given), dict[str, Whole]()
     for step, shapes in steps_of(table, model, wanted):
-        if len(shapes) > 1:
+        if _is_one_layer(step):
+            rows = [one.b[0] for one in shapes]
+            whole = replace(shapes[0], b=(sum(rows), shapes[0].b[1]))
+            out |= _parts_of(_layer_in(left, step, whole, model), step, rows)
+        elif len(shapes) > 1:
             out |= _experts_in(left, step, shapes, model, swapped)
         else:
             out[step.ours[0]] = _layer_in(left, step, shapes[0], model)
@@ -186,7 +212,7 @@ def _fill_absent(left: dict[str, Tensor], at: Sequence[str], shapes: Shapes, ste
 def _joined(rows: list[Tensor], step: Step, model: Any) -> Tensor:
     turned = [t.mT if _TRANSPOSED in step.operation.name else t for t in rows]
     made: list[Tensor] = step.operation.apply(turned, model, inward=True)
-    return made[0]
+    return torch.cat(made)
 
 
 def _parted(left: dict[str, Tensor], step: Step, shapes: Shapes, model: Any, at: str) -> Whole:

@@ -68,10 +68,12 @@ def layers(kind: str) -> Table:
         ConfigError: it is of a family whose layers have no adapters.
     """
     from mtrain.models.gpt.hf import TABLES
+    from mtrain.models.hybrid.hf import LAYERS
 
-    if kind not in TABLES:
+    known: dict[str, Table] = {**TABLES, **LAYERS}
+    if kind not in known:
         raise ConfigError([Problem("MT521", "", kind, "models of this kind have no adapters", "peft=none")])
-    return TABLES[kind]
+    return known[kind]
 
 
 def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, Folder]:

@@ -40,6 +40,8 @@ from mtrain.mcore.linear import ColumnLinear, RowLinear
 A, B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
 LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
 """What MLA makes queries, keys and values with."""
+OF_MIXERS = (".mixer.in_proj", ".mixer.out_proj")
+"""Ends of the names of linear layers of Mamba-2 mixers."""
 NORM_ELEMENTS = 1 << 24
 """Elements of a weight that are in memory in fp32 at once while norms of its rows are computed."""
 
@@ -115,7 +117,8 @@ def _parts_of(name: str, layer: Any, config: Any, target: tuple[str, ...]) -> Pa
     if isinstance(layer, ColumnGroupedLinear | RowGroupedLinear):
         # transformers has gate and up projection of an expert in one weight
         return Parts(1, torch.zeros(0)) if "experts" in target else None
-    if not isinstance(layer, ColumnLinear | RowLinear | DuplicatedLinear) or kind == own:
+    known = kind != own or name.endswith(OF_MIXERS)
+    if not isinstance(layer, ColumnLinear | RowLinear | DuplicatedLinear) or not known:
         return None
     if ("qkv" if kind in LATENT else kind) not in target:
         return None

@@ -115,7 +115,7 @@ class Mamba2Mixer(MegatronModule):
         *,
         scan: Scan,
         pg_collection: Any,
-        layer_number: int | None = None,
+        layer_number: int = 1,
         pp_layer_offset: int = 0,
         name: str | None = None,
     ) -> None:
@@ -214,7 +214,9 @@ class Mamba2Mixer(MegatronModule):
 
     def _weights(self) -> tuple[Tensor, ...]:
         """Of convolution, time steps, decays and skips: all rows, or this rank's part of them."""
-        channels, heads = (self.conv1d.weight.squeeze(1), self.conv1d.bias), (self.dt_bias, self.A_log, self.D)
+        assert self.conv1d.bias is not None
+        channels: tuple[Tensor, ...] = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        heads: tuple[Tensor, ...] = self.dt_bias, self.A_log, self.D
         if self._exchange is None:
             return *channels, *heads
         return *map(self._exchange.own_channels, channels), *map(self._exchange.own_heads, heads)
@@ -243,6 +245,8 @@ class Mamba2Mixer(MegatronModule):
         fused: dict[str, tuple[tuple[int, ...], list[str]]] = {
             "in_proj.weight": (self.parts, ["z", "x", "B", "C", "dt"])
         }
+        own_adapter = [name for name in ("in_proj.lora_b", "in_proj.magnitude") if f"{prefix}{name}" in out]
+        fused |= dict.fromkeys(own_adapter, fused["in_proj.weight"])
         fused |= {f"conv1d.{kind}": (self.parts[1:4], ["x", "B", "C"]) for kind in ("weight", "bias")}
         for name, (sizes, names) in fused.items():
             key = f"{prefix}{name}"

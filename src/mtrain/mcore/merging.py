@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from mtrain.mcore.low_rank import LATENT, MAGNITUDE, A, B, parts_of_halves, parts_of_qkv, spread
 
 _KINDS = "|".join(("qkv", "proj", "fc1", "fc2", *LATENT))
-_WEIGHT = re.compile(rf"(?P<layer>.*\blinear_(?P<kind>{_KINDS}))\.weight(?P<expert>\d*)")
-_OWN = re.compile(rf".*\.({A}|{B}|{MAGNITUDE})\d*")
+_WEIGHT = re.compile(
+    rf"(?P<layer>.*\b(?:linear_(?P<kind>{_KINDS})|mixer\.(?:in|out)_proj))\.weight(?P<expert>\d*)(?P<part>\.\w+)?"
+)
+_OWN = re.compile(rf".*\.({A}|{B}|{MAGNITUDE})\d*(\.\w+)?")
 
 
 class Names(NamedTuple):
@@ -38,9 +40,15 @@ def is_adapter(name: str) -> bool:
 
 
 def names_beside(weight: str) -> Names | None:
-    """The names of the adapter that the weight of this name may have; None: it can have none."""
+    """The names of the adapter that the weight of this name may have; None: it can have none.
+
+    Parts of a weight that are tensors of their own in a checkpoint share one A.
+    """
     found = _WEIGHT.fullmatch(weight)
-    return Names(*(f"{found['layer']}.{own}{found['expert']}" for own in (A, B, MAGNITUDE))) if found else None
+    if found is None:
+        return None
+    layer, expert, part = found["layer"], found["expert"], found["part"] or ""
+    return Names(f"{layer}.{A}{expert}", *(f"{layer}.{own}{expert}{part}" for own in (B, MAGNITUDE)))
 
 
 def one_hot_of(weight: str, adapter: Whole, model: Any) -> Tensor | None:

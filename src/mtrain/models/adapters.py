@@ -10,11 +10,15 @@ LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
 """What MLA makes queries, keys and values with."""
 
 
+OF_MIXERS = ("mixer.in_proj", "mixer.out_proj")
+"""Ends of the names of linear layers of Mamba-2 mixers."""
+
+
 def parts_of(layer: str, run: RunConfig) -> int:
     """Of how many layers a linear layer is made, each of which has an A of its own; 0: it has no adapter."""
     own, peft = layer.rpartition(".")[2], run.peft
     kind = own.removeprefix("linear_")
-    if peft.kind is None or kind == own:
+    if peft.kind is None or (kind == own and not layer.endswith(OF_MIXERS)):
         return 0
     if ("qkv" if kind in LATENT else kind) not in (peft.target or ()):
         return 0

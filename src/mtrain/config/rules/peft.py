@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from mtrain.config.hybrid import ATTENTION, MAMBA, MLP
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.paths import names_near, user_path
-from mtrain.config.peft import PeftConfig
+from mtrain.config.peft import MIXERS, PeftConfig
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.optim import another_optimizer
 from mtrain.config.rules.quantized import FORMATS, without_low_precision
@@ -28,16 +29,19 @@ def _without(run: RunConfig, *names: str) -> Change:
 
 @rule(
     Code("MT481", example="model=mixtral_tiny peft=lora peft.target=[]"),
-    reads="peft.kind peft.target model.moe",
+    reads="peft.kind peft.target model.moe model.hybrid.pattern",
 )
 def something_has_an_adapter(run: RunConfig) -> Iterator[Finding]:
     """Some layer of the model has an adapter, or there is nothing to train."""
     target, moe = run.peft.target, run.model.moe
     if run.peft.kind is None or target is None:
         return
-    has = {"qkv", "proj"}
+    kinds = run.model.hybrid.pattern if run.model.hybrid is not None else f"{ATTENTION}{MLP}"
+    has = {"qkv", "proj"} if ATTENTION in kinds else set()
     has |= {"experts"} if moe is not None else set()
-    if moe is None or moe.shared_expert_intermediate_size or moe.first_dense_layers:
+    has |= set(MIXERS) if MAMBA in kinds else set()
+    dense = MLP in kinds if moe is None or run.model.hybrid is not None else moe.first_dense_layers
+    if dense or (moe is not None and moe.shared_expert_intermediate_size):
         has |= {"fc1", "fc2"}
     if not has & set(target):
         rule = f"the model has no layer of {list(target)}: its layers are {', '.join(sorted(has))}"

@@ -21,23 +21,25 @@ def adapter_parameters(model: ModelConfig, peft: PeftConfig) -> tuple[int, int]:
     target, moe = peft.target or (), model.moe
     sparse = 0 if moe is None else model.num_layers - min(moe.first_dense_layers, model.num_layers)
     shared = moe.shared_expert_intermediate_size if moe is not None else None
-    total = model.num_layers * _adapters(_attention(model, target), peft)
-    total += (model.num_layers - sparse) * _adapters(_mlp(model, model.ffn_hidden_size, target), peft)
-    total += sparse * _adapters(_mlp(model, shared, target), peft) if shared else 0
+    total = model.num_layers * adapters_of(attention_layers(model, target), peft)
+    total += (model.num_layers - sparse) * adapters_of(mlp_layers(model, model.ffn_hidden_size, target), peft)
+    total += sparse * adapters_of(mlp_layers(model, shared, target), peft) if shared else 0
     if moe is None or "experts" not in target:
         return total, 0
     # gate and up projection of an expert are one weight
-    layers = [(inputs, outputs, 1) for inputs, outputs, _ in _mlp(model, moe.ffn_hidden_size, ("fc1", "fc2"))]
-    return total, sparse * moe.num_experts * _adapters(layers, peft)
+    layers = [(inputs, outputs, 1) for inputs, outputs, _ in mlp_layers(model, moe.ffn_hidden_size, ("fc1", "fc2"))]
+    return total, sparse * moe.num_experts * adapters_of(layers, peft)
 
 
-def _adapters(layers: Iterable[Size], peft: PeftConfig) -> int:
+def adapters_of(layers: Iterable[Size], peft: PeftConfig) -> int:
+    """Parameters of the adapters of layers."""
     assert peft.r is not None
     magnitudes = int(peft.kind == "dora")
     return sum(peft.r * (parts * inputs + outputs) + magnitudes * outputs for inputs, outputs, parts in layers)
 
 
-def _attention(model: ModelConfig, target: Iterable[str]) -> list[Size]:
+def attention_layers(model: ModelConfig, target: Iterable[str]) -> list[Size]:
+    """Layers of attention that are in `target`."""
     hidden, heads, mla = model.hidden_size, model.num_attention_heads, model.mla
     if mla is None:
         width = heads * model.head_dim
@@ -53,7 +55,8 @@ def _attention(model: ModelConfig, target: Iterable[str]) -> list[Size]:
     return [*(qkv if "qkv" in target else ()), *([(width, hidden, 1)] if "proj" in target else ())]
 
 
-def _mlp(model: ModelConfig, width: int, target: Iterable[str]) -> list[Size]:
+def mlp_layers(model: ModelConfig, width: int, target: Iterable[str]) -> list[Size]:
+    """Layers of an MLP of a width that are in `target`."""
     parts = 2 if model.gated else 1
     first, second = (model.hidden_size, parts * width, parts), (width, model.hidden_size, 1)
     return [size for name, size in (("fc1", first), ("fc2", second)) if name in target]
@@ -75,7 +78,7 @@ def adapted(weights: Iterable[Weight], run: RunConfig) -> Iterator[Weight]:
 def _of_layer(name: str, weight: Weight, parts: int, peft: PeftConfig) -> Iterator[Weight]:
     """`lora_a` is split as the columns of the weight are, `lora_b` and magnitudes as its rows."""
     rows, columns = weight.shape
-    by_columns = name.endswith(("linear_proj", "linear_fc2"))
+    by_columns = name.endswith(("linear_proj", "linear_fc2", "out_proj"))
     own = Weight(f"{name}.lora_a", (parts * (peft.r or 0), columns), "adapters", whole=weight.whole or not by_columns)
     b = replace(own, name=f"{name}.lora_b", shape=(rows, peft.r or 0), whole=weight.whole or by_columns)
     yield from (own, b)

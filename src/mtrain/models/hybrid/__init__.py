@@ -1,7 +1,9 @@
 """Hybrids: decoders of Mamba-2 layers, attention, MLPs and experts, in the order of a pattern."""
 
 from mtrain.models.base import Family
+from mtrain.models.gpt.adapters import adapted
 from mtrain.models.hybrid import count
+from mtrain.models.hybrid.adapters import adapter_parameters
 from mtrain.models.hybrid.graph import stage
 from mtrain.models.hybrid.shrink import shrink
 from mtrain.models.hybrid.weights import apart, buffers, saved_as, stage_weights
@@ -23,4 +25,6 @@ HYBRID = Family(
     saved_as=saved_as,
     apart=apart,
     stage=stage,
+    adapted=adapted,
+    adapter_parameters=adapter_parameters,
 )

@@ -92,6 +92,8 @@ def _convolution(g: Graph, r: Rank, fused: Tensor, mixed: int) -> None:
         seen = [Tensor(size) for _ in range(taps)] + [Tensor(r.tokens * MASK) for _ in range(taps)]
     else:
         seen = [Tensor(r.samples * mixed * (r.length + taps - 1) * FP32)]
+    if r.frozen:  # what taps saw is of their gradient
+        seen = seen[taps:]
     g.add("mixer.conv1d", [*seen, *weights, Tensor(size)], moved=taps * moved)
 
 
@@ -127,5 +129,5 @@ def _gated_norm(g: Graph, r: Rank, fused: Tensor, width: int) -> None:
     """Written out: the gate, its SiLU, what is gated, normed and scaled, in fp32."""
     size, groups = r.tokens * width * FP32, own(r.model).num_groups // r.layout.tp
     gate = [fused] if r.wide else [Tensor(size), Tensor(width * FP32)]
-    kept = [*gate, *[Tensor(size) for _ in range(4)], Tensor(r.tokens * groups * FP32)]
+    kept = [*gate, *[Tensor(size) for _ in range(3 if r.frozen else 4)], Tensor(r.tokens * groups * FP32)]
     g.add("mixer.norm", kept, moved=8 * size)
