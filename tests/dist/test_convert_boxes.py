@@ -15,6 +15,12 @@ TINY, LARGE = ([n for n in choices_of_group("model") if ("tiny" in n) == small] 
 OTHERS = (
     ("llama_tiny", "model.mtp_num_layers=2", "model.tie_word_embeddings=true"),
     ("mixtral_tiny", "model.qk_layernorm=true", "model.moe.router_enable_expert_bias=false"),
+    ("nemotron_h_tiny", "model.num_layers=4", "model.hybrid.pattern=MG*-", "model.linear_attention={}"),
+    (
+        *("nemotron_h_tiny", "model.num_layers=4", "model.hybrid.pattern=M+-E", "model.mla={q_lora_rank:64}"),
+        *("model.qk_layernorm=true", "model.position_embedding_type=rope", "model.num_query_groups=null"),
+        "model.moe={num_experts:4,ffn_hidden_size:64}",
+    ),
     ("llama_tiny", "model.normalization=LayerNorm", "model.add_bias_linear=true", "model.norm_placement=post"),
 )
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mtrain.config import engine
-from tests.support.engine_runs import CASES, SAVED, STEPS, in_other_release, resumed, trained
+from tests.support.engine_runs import CASES, IN_HALVES, SAVED, STEPS, in_other_release, resumed, trained
 from tests.support.runs import whole_tensors
 
 _INSTALLED = Path(sysconfig.get_path("purelib"))
@@ -50,6 +50,19 @@ def test_both_releases_have_the_losses_of_twenty_steps(name: str, both: Any) -> 
     _, here, there = both
     assert len(here[name]["trained"]) == STEPS
     assert _far(here[name]["trained"], there[name]["trained"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", IN_HALVES)
+def test_a_hybrid_model_of_a_release_has_the_losses_of_a_gpt_of_the_other(name: str, both: Any) -> None:
+    home, here, there = both
+    for left, right in ((here, there), (there, here)):
+        assert _far(left[f"{name}, hybrid"]["trained"], right[name]["trained"]) < TOLERANCE
+    step = f"step_{SAVED:08d}"
+    for side in ("here", "there"):
+        one, other = (whole_tensors(home / side / case / step) for case in (name, f"{name}, hybrid"))
+        assert {key: (t.shape, t.dtype) for key, t in one.items()} == {
+            key: (t.shape, t.dtype) for key, t in other.items()
+        }
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -93,6 +93,12 @@ KEPT = {
     "hybrid bf16 pp": "model=nemotron_h_tiny parallel=pp2 precision=bf16",
     "hybrid packed": "model=nemotron_h_tiny parallel=single data.packed=true data.seq_length=200",
     "hybrid packed bf16": "model=nemotron_h_tiny parallel=tp2 data.packed=true precision=bf16",
+    "hybrid delta": "model=nemotron_h_tiny parallel=tp2sp model.num_layers=4 model.hybrid.pattern=MG*- "
+    "model.linear_attention={num_key_heads:4,num_value_heads:8,key_head_dim:16,value_head_dim:16}",
+    "hybrid latent bf16": "model=nemotron_h_tiny parallel=tp2 model.num_layers=4 model.hybrid.pattern=M+-+ "
+    "precision=bf16 model.position_embedding_type=rope model.num_query_groups=null model.qk_layernorm=true "
+    "model.mla={q_lora_rank:32,kv_lora_rank:32,qk_head_dim:16,qk_pos_emb_head_dim:8,v_head_dim:16}",
+    "built as a hybrid": f"parallel=tp2sp {SHORT} model.builder=hybrid model.window_size=16 precision=bf16",
     "hybrid dropout": "model=nemotron_h_tiny parallel=tp2 model.hidden_dropout=0.1",
     "hybrid cp": "model=nemotron_h_tiny parallel=cp2 data.seq_length=160",
     "hybrid cp packed bf16": "model=nemotron_h_tiny parallel=cp2 data.packed=true precision=bf16",

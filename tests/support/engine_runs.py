@@ -36,6 +36,11 @@ CASES: dict[str, dict[str, Any]] = {
     "latent attention pp2": {"ranks": 2, "pp": 2, "model": {**SMALL, "mla": LATENT, "num_query_groups": None}},
     "two predictions more": {"model": {**SMALL, "mtp_num_layers": 2}},
 }
+IN_HALVES = tuple(name for name, case in CASES.items() if "mtp_num_layers" not in case["model"])
+"""Those that megatron-core's hybrid model can be."""
+CASES |= {
+    f"{name}, hybrid": {**CASES[name], "model": {**CASES[name]["model"], "builder": "hybrid"}} for name in IN_HALVES
+}
 
 
 def trained(home: Path, name: str) -> list[tuple[float, float]]:

@@ -94,6 +94,8 @@ def asked(run: RunConfig) -> dict[str, Box]:
     from mtrain.world.fake_world import fake_world
 
     one = alone(run)
+    named = one.model.model_copy(update={"builder": "gpt"})  # of its modules' names, which another builder has not
+    one = one.model_copy(update={"model": named})
     with fake_world(one, 0) as world:
         (chunk,) = blank_model(one, world)
         specs = shard_specs_of(chunk)

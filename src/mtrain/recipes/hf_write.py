@@ -21,7 +21,7 @@ from mtrain.recipes.write import section
 
 TRAINING = frozenset(
     (
-        *("name", "mask_padded_vocab", "attention_dropout", "hidden_dropout", "init_method_std"),
+        *("name", "builder", "mask_padded_vocab", "attention_dropout", "hidden_dropout", "init_method_std"),
         *("embedding_init_method_std", "mtp_num_layers", "mtp_loss_scaling_factor", "moe.aux_loss_coeff"),
         *("moe.z_loss_coeff", "moe.router_load_balancing_type", "moe.router_bias_update_rate"),
         *("moe.router_padding_for_quantization", "moe.input_jitter_eps", "moe.token_dispatcher_type"),
