@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +24,11 @@ FILE = ROOT / "benchmarks" / "data" / "published_throughput.csv"
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
 Row = dict[str, str]
 
-NAMES = {"deepseek_v3_nomtp": "deepseek_v3", "qwen2.5_32b": "qwen25_32b"}
+NAMES = {
+    "deepseek_v3_nomtp": "deepseek_v3",
+    "nemotron3_nano_30b": "nemotron3_nano_30b_a3b",
+    "qwen2.5_32b": "qwen25_32b",
+}
 LONGEST = 1 << 17
 # What rows of Megatron-Bridge leave out, as its own recipes say at the tag of each release: v0.2.0 (25.11), v0.3.0
 # (26.02), v0.4.0 (26.04) and 067f987 (26.06 and later). A row matches (model, gpu, releases).
@@ -64,6 +70,13 @@ OVERLAPPED = {
     ("qwen3_235b_a22b", "b300"): "26.02",
 }
 """Rows up to that release have experts' sends beside computation, with pipelines of virtual stages."""
+PLAIN = (
+    "model=llama3_8b",
+    "parallel=single",
+    "data=mock",
+    "trainer.sample_tokens=0",
+    "cluster.device_memory_gib=4096",
+)
 PER_NODE = {"gb200": 4, "gb300": 4}
 SELECTIVE = 0.45
 """torchtitan's selective recomputation saves every other product and attention: of a forward that is two thirds
@@ -115,7 +128,7 @@ def software(row: Row) -> str:
 
 def base_name(row: Row) -> str:
     """The model that a row trains, without how it does."""
-    return row["model"].removesuffix("_tokendrop").removesuffix("_nomtp")
+    return row["model"].removesuffix("_tokendrop").removesuffix("_nomtp").removesuffix("_lora")
 
 
 def release(row: Row) -> str:
@@ -158,9 +171,7 @@ def overlapped(row: Row) -> bool:
 
 def obstacle(row: Row) -> str | None:
     """Why a row is no configuration of mtrain."""
-    base = row["model"].removesuffix("_tokendrop")
-    if base.endswith("_lora"):
-        return "adapters, which are not counted yet"
+    base = row["model"].removesuffix("_tokendrop").removesuffix("_lora")
     if NAMES.get(base, base) not in choices_of_group("model"):
         return f"{base} is not a model that ships"
     if not (row["tp"] and row["pp"] and row["gbs"] and row["gpus"]):
@@ -192,7 +203,7 @@ def degrees(row: Row) -> dict[str, int]:
 
 def words(row: Row) -> list[str]:
     """The configuration of a row."""
-    name = row["model"].removesuffix("_tokendrop")
+    name = row["model"].removesuffix("_tokendrop").removesuffix("_lora")
     p = degrees(row)
     layout = "".join(f"{'vpp' if key == 'vp' else key}{n}" for key, n in p.items() if (n > 1 and key != "vp") or
                      (key == "vp" and n > 1 and p["pp"] > 1))  # fmt: skip
@@ -211,15 +222,23 @@ def words(row: Row) -> list[str]:
     found += ["parallel.sequence_parallel=true"] if p["tp"] > 1 else []
     found += [f"model.max_position_embeddings={seq}"] if int(seq) > LONGEST else []
     found += ["kernels.default=reference", "kernels.attention=torch"] if "eager" in row["source"] else []
+    # TransformerEngine's fused rotary positions know no scale of yarn; Automodel's experts are no megatron-core's
+    found += ["kernels.rope=reference"] if base_name(row).startswith("gpt_oss") and release(row) else []
+    found += ["kernels.experts=triton"] if "Automodel" in row["source"] and _mixture(row) else []
     found += ["kernels.loss=megatron"] if "core 0.8" in row["source"] else []
     found += ["model.mtp_num_layers=null", "model.mtp_loss_scaling_factor=null"] if name.endswith("_nomtp") else []
+    found += ["peft=lora"] if row["model"].endswith("_lora") else []
     found += _experts(row, p) + _sharded(row) + _again(row) + _stages(row, p)
     return found
 
 
+def _mixture(row: Row) -> bool:
+    return row["ep"] not in ("", "1") or base_name(row).startswith(("qwen3_", "deepseek", "gpt_oss"))
+
+
 def _experts(row: Row, p: dict[str, int]) -> list[str]:
     name = row["model"]
-    if p["ep"] == 1 and not name.startswith(("qwen3_", "deepseek", "gpt_oss")):
+    if not _mixture(row):
         return []
     found = ["parallel.etp=1"]
     if "tokendrop" in name:
@@ -236,15 +255,13 @@ def _flex(row: Row) -> bool:
 
 
 def _sharded(row: Row) -> list[str]:
-    if "FSDP" in row["source"] and row["ep"] in ("", "1"):
+    if "FSDP" in row["source"] and row["ep"] in ("", "1") and not row["model"].endswith("_lora"):
         return ["parallel.fsdp=fsdp2"]
     return ["parallel.distributed_optimizer=true"] if int(row["gpus"]) > int(row["tp"]) * int(row["pp"]) else []
 
 
 def _again(row: Row) -> list[str]:
-    if row["recompute"] == "full" or (
-        not row["recompute"] and "Automodel" in row["source"] and "llama" in row["model"]
-    ):
+    if row["recompute"] == "full" or (not row["recompute"] and "Automodel" in row["source"] and not _mixture(row)):
         return ["parallel.recompute.granularity=full"]
     if "Bridge" in row["source"] and (base_name(row), row["gpu"]) in AGAIN and not whole_iterations(row):
         modules = AGAIN[base_name(row), row["gpu"]]
@@ -259,7 +276,7 @@ def _again(row: Row) -> list[str]:
 
 def layers_of(name: str) -> int:
     """Layers of a model that ships."""
-    base = name.removesuffix("_tokendrop")
+    base = name.removesuffix("_tokendrop").removesuffix("_lora")
     values = yaml.safe_load((ROOT / "conf" / "model" / f"{NAMES.get(base, base)}.yaml").read_text())
     if "num_layers" in values:
         return int(values["num_layers"])
@@ -310,13 +327,47 @@ def contradicted(m: Measured) -> str | None:
     )
 
 
+def _loaded(row: Row) -> RunConfig:
+    """The run of a row; where mtrain refuses its format beside the model, that of 16 bits in the other format."""
+    try:
+        return load(words(row), BIG, {}, to_run=False).run
+    except MtrainError:
+        if row["precision"] == "bf16":
+            raise
+        wide = load(words(row | {"precision": "bf16"}), BIG, {}, to_run=False).run
+        plain = load([f"precision={row['precision']}", f"cluster={row['gpu']}", *PLAIN], BIG, {}, to_run=False).run
+        return wide.model_copy(update={"precision": plain.precision})
+
+
+STATED = ("gpu", "gpus", "precision", "tp", "pp", "vp", "cp", "ep", "mbs", "seq")
+AGREE = 1.5
+"""How far apart two rows of one configuration may be; repetitions differ by 5.8% in the median, and releases by up to
+a fifth."""
+
+
+def disagreeing(found: Sequence[Measured]) -> dict[int, str]:
+    """Rows, by their place, that another row of the same configuration contradicts by more than `AGREE`, and how.
+
+    Nobody can say which of the two is wrong, so both are listed. A batch of more samples is the same configuration,
+    and so are dropped tokens, of which experts compute as many rows.
+    """
+    out: dict[int, str] = {}
+    for (i, one), (j, two) in combinations(enumerate(found), 2):
+        models = [m.row["model"].removesuffix("_tokendrop") for m in (one, two)]
+        stated = [[m.row[key] or "1" for key in STATED] for m in (one, two)]
+        ratio = max(one.tokens / two.tokens, two.tokens / one.tokens)
+        if models[0] == models[1] and stated[0] == stated[1] and ratio > AGREE:
+            out |= {a: f"{b.software} has {b.tokens:.0f}, {ratio:.2f} times apart" for a, b in ((i, two), (j, one))}
+    return out
+
+
 def measured(row: Row) -> Measured | str:
     """A row as a configuration, or why it is none."""
     why = obstacle(row)
     if why:
         return why
     try:
-        run = load(words(row), BIG, {}, to_run=False).run
+        run = _loaded(row)
     except MtrainError as error:
         return str(error).splitlines()[0][:200]
     if whole_iterations(row) and (base_name(row), row["gpu"]) != ("deepseek_v3", "gb200"):  # attention in 8 bits

@@ -38,9 +38,9 @@ def _mixture(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> Tensor:
     rows = _rows(r, moe)
     indices = Tensor(r.split_tokens * moe.router_topk * INDEX)
     marks = r.split_tokens * moe.num_experts
-    # rows are sorted by expert and put back, and once more where those of several ranks meet
+    # rows are sorted by expert and put back; those that are sent by sender before, and once more where they meet
     row = r.model.hidden_size * r.element
-    sorts = 2 + 2 * (r.layout.ep > 1)
+    sorts = 4 if r.layout.ep > 1 and moe.token_dispatcher_type != "flex" else 2
     kept = [Tensor(marks * MASK), Tensor(marks * FP32), indices]
     name = "mlp.dispatch.fixed" if moe.pad_expert_input_to_capacity else "mlp.dispatch"
     g.add(name, kept, moved=sorts * 2 * rows * row, exchanges=_sent(r, moe, rows * row))
@@ -94,6 +94,18 @@ def _sent(r: Rank, moe: MoEConfig, size: int) -> list[Exchange]:
     return found
 
 
+def _biased(r: Rank) -> tuple[int, int]:
+    """Bytes that the biases of experts move beside an element of what the first and the second product give.
+
+    TransformerEngine's product adds the first, and its gradient is a sum of its own. megatron-core multiplies the
+    second with the weights of rows, which are in fp32: a product, a sum, parts put together and rounded.
+    """
+    if not r.model.add_bias_linear:
+        return 0, 0
+    a = r.element
+    return (a, FP32 + (a + 2 * FP32) + 2 * FP32 + (FP32 + a)) if r.words["experts"] == "te" else (2 * a, 2 * a)
+
+
 def _experts(g: Graph, r: Rank, moe: MoEConfig, rows: int) -> None:
     h, a, etp = r.model.hidden_size, r.element, r.layout.etp or r.layout.tp
     width, local = moe.ffn_hidden_size // etp, moe.num_experts // r.layout.ep
@@ -103,8 +115,7 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, rows: int) -> None:
     first, second = (Tensor(local * h * n * a) if stacked else None for n in (up, width))
     sent = Tensor(rows * h * low)
     kept = [*([] if r.frozen else [sent]), *([first] if first else [])]
-    biased = 2 * rows * a * r.model.add_bias_linear  # a bias of each expert is added behind its product
-    products, moved = [Product(each, up, h, local)], biased * up
+    products, moved = [Product(each, up, h, local)], rows * _biased(r)[0] * up
     g.add("mlp.experts.linear_fc1", kept, products, low=True, moved=moved, factors=r.factors)
     beside_experts(g, r, "mlp.experts.linear_fc1", sent, (each, local), (h, up))
     hidden = Tensor(rows * up * a)
@@ -116,7 +127,7 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, rows: int) -> None:
     with g.recomputed("moe_act", hidden, Tensor(rows * FP32), when=again, discarded=True):
         y = activation(g, r, "mlp.experts.activation", hidden, rows * width, weighed=weighed)
     kept = [*([] if r.frozen else [y if low == a else Tensor(rows * width * low)]), *([second] if second else [])]
-    products, moved = [Product(each, h, width, local)], biased * h
+    products, moved = [Product(each, h, width, local)], rows * _biased(r)[1] * h
     g.add("mlp.experts.linear_fc2", kept, products, low=True, moved=moved, factors=r.factors)
     beside_experts(g, r, "mlp.experts.linear_fc2", y, (each, local), (width, h))
     g.discard(y, when=again)

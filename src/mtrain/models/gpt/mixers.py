@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mtrain.config.mla import MLAConfig
 from mtrain.models.attention import Heads, core_attention
 from mtrain.models.gpt.linear_attention import gated_delta_net
 from mtrain.models.graph import FP32, Graph, Tensor
@@ -84,6 +85,15 @@ def _turned(g: Graph, r: Rank, name: str, width: int, rotary: int) -> Tensor:
     return Tensor(r.tokens * width * r.element)
 
 
+def _turned_of_latents(r: Rank, mla: MLAConfig) -> int:
+    """Elements that are read and written for a token and a head. In one kernel a query is turned where it lies, and
+    keys and values are taken from what both were made in; else all are put together once more."""
+    width = mla.qk_head_dim + mla.qk_pos_emb_head_dim
+    if r.words["rope"] == "reference":
+        return 2 * (2 * width + mla.v_head_dim)
+    return 2 * mla.qk_pos_emb_head_dim + (mla.qk_head_dim + mla.v_head_dim) + (width + mla.v_head_dim)
+
+
 def _latent(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
     m, mla, t, a, n = r.model, r.model.mla, r.tokens, r.element, r.heads
     assert mla is not None
@@ -103,7 +113,7 @@ def _latent(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
             column(g, r, f"{place}.linear_q_proj", x, h, n * width)
         column(g, r, f"{place}.linear_kv_up_proj", kv_low, mla.kv_lora_rank, n * (mla.qk_head_dim + mla.v_head_dim))
         tables = [Tensor(r.length * rotary * a) for _ in range(4)]
-        g.add("rotary", tables, moved=2 * t * n * (2 * width + mla.v_head_dim) * a)
+        g.add("rotary", tables, moved=t * n * _turned_of_latents(r, mla) * a)
     q, k, v = (Tensor(t * n * size * a) for size in (width, width, mla.v_head_dim))
     out = core_attention(g, r, Heads(q, k, v, n, n, width, mla.v_head_dim, windowed(r, layer), causal))
     g.discard(q, k, v, when=r.recomputes("mla_up_proj"))

@@ -47,12 +47,14 @@ class Efficiencies:
     """Elements of the inner dimension in whose time a tile is begun and ended."""
     launch_us: float
     """Of the host, for an operation."""
+    call_us: float
+    """Of the host, for a kernel more of an operation, as each expert's: its tensors, and what is hooked to them."""
     pass_us: float
     """Lost by the device in a pass through a mixture of experts: small kernels, and waiting for counts."""
     routing_us: float
     """Of the host, for a pass through a mixture of experts."""
     fixed: float
-    """Share of that where every expert takes as many rows, so that nobody waits for counts."""
+    """Share of that and of further kernels where every expert takes as many rows, so that nobody waits for counts."""
     graphed: float
     """Share of the host's time that is left: 1 without CUDA graphs."""
     latency_us: float
@@ -91,6 +93,7 @@ def reached_by(cluster: ClusterConfig) -> Efficiencies:
         found,
         software=cluster.software or found.software,
         launch_us=cluster.operation_us or found.launch_us,
+        call_us=cluster.operation_us or found.call_us,
         latency_us=cluster.link_latency_us or found.latency_us,
         products={**found.products, **products},
         memory=given.get("memory", found.memory),
@@ -105,7 +108,7 @@ def measured() -> Efficiencies:
     """Of rates that were measured in runs: all of them are reached, and nothing overlaps."""
     found = shipped()
     names = ("grouped", "grouped_low", "attention", "attention_backward", "memory", "fast_link", "network")
-    reached: dict[str, Any] = dict.fromkeys((*names, "blackwell"), 1.0)
+    reached: dict[str, Any] = dict.fromkeys((*names, "blackwell", "fixed"), 1.0)
     lost = dict.fromkeys(("softmax", "waves_lost", "depth_lost", "pass_us", "routing_us", "power"), 0.0)
     products, overlapped = dict.fromkeys(found.products, 1.0), dict.fromkeys(found.overlapped, 0.0)
     return replace(found, **reached, **lost, software="not stated", products=products, overlapped=overlapped)

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 from mtrain.config.formats import bytes_of
-from mtrain.models.graph import Product
 from mtrain.plan.time.device import Device
 from mtrain.plan.time.efficiencies import Efficiencies
 from mtrain.plan.time.work import Linear, Pairs
@@ -15,6 +14,8 @@ TILE_M, TILE_N = 128, 256
 """Of the result, that a multiprocessor makes at once."""
 ATTENTION_TILE, HOST_TILE = 128, 64
 """Queries that attention computes at once; a block on the diagonal is computed whole."""
+ADDED, ADDED_ON_HOST = 8, 16
+"""Bytes of an element of a gradient that a product adds up in fp32; a host writes and reads it once more."""
 PASSES = {"delayed": 1, "tensorwise": 2, "blockwise": 1, "mxfp8": 1, "nvfp4": 2}
 """Times that a tensor is read to be cast: once more where its largest value has to be known first."""
 BACKWARD_PRODUCTS = 2.5
@@ -50,24 +51,22 @@ class Kernels:
         inputs = self._product(p.m, p.k, p.n, p.batch, one)
         if one.factors == "frozen":
             return inputs
-        both = inputs + self._product(p.n, p.k, p.m, p.batch, one)
         if one.factors == "activations":
-            return both
-        return both + self._casts(one, p.m * p.n) + self._added(p)
-
-    def _added(self, p: Product) -> float:
-        """Gradients of weights are read and written in fp32 by the product that makes them; a host writes and reads
-        them once more."""
-        return (16 if self.device.on_host else 8) * p.n * p.k * p.batch / (self.device.memory * self.reached.memory)
+            return inputs + self._product(p.n, p.k, p.m, p.batch, one)
+        weights = self._product(p.n, p.k, p.m, p.batch, one, ADDED_ON_HOST if self.device.on_host else ADDED)
+        return inputs + weights + self._casts(one, p.m * p.n)
 
     def _casts(self, one: Linear, elements: int) -> float:
         """An operand read, and written in low precision as it is and transposed."""
         if not one.low or self.recipe == self.format:
             return 0.0
-        each = self.element * PASSES[self.recipe] + 2 * bytes_of(self.low_format)
+        # a generation that multiplies any layout needs no transpose, unless scales lie along rows
+        copies = 1 if self.device.blackwell and self.recipe in ("delayed", "tensorwise") else 2
+        each = self.element * PASSES[self.recipe] + copies * bytes_of(self.low_format)
         return elements * one.product.batch * each / (self.device.memory * self.reached.memory)
 
-    def _product(self, m: int, n: int, k: int, batch: int, one: Linear) -> float:
+    def _product(self, m: int, n: int, k: int, batch: int, one: Linear, result: int = 0) -> float:
+        """Of products whose result moves so many bytes an element; 0: it is written in the format of activations."""
         low = one.low and self.recipe != self.format
         form = self.low_format if low else self.format
         peak = self.device.peaks[form]
@@ -81,7 +80,7 @@ class Kernels:
         reached *= waves / (waves + e.waves_lost) * k / (k + e.depth_lost)
         arithmetic = 2 * m * n * k * batch / (peak * reached)
         each = 1 if low else self.element
-        moved = batch * (each * (m * k + n * k) + self.element * m * n)
+        moved = batch * (each * (m * k + n * k) + (result or self.element) * m * n)
         return max(arithmetic, moved / (d.memory * e.memory))
 
     def attention(self, pairs: Pairs) -> float:

@@ -46,7 +46,7 @@ class Links:
     reached: Efficiencies
 
     def seconds(self, group: Group, exchange: Exchange, *, once: bool = False) -> float:
-        """Of one exchange; `once`: a row goes to a domain once, however many of its ranks take it."""
+        """Of one exchange; `once`: a row goes to a domain once, and there once to each rank that takes it."""
         if group.size == 1:
             return 0.0
         waits = self.waits(group)
@@ -79,9 +79,9 @@ class Links:
         near = exchange.bytes * (inside - 1) / group.size
         far = exchange.bytes * (1 - 1 / domains)
         if once and exchange.messages > 1:
-            met = domains * (1 - (1 - 1 / domains) ** exchange.messages)
-            far = exchange.bytes / exchange.messages * met * (1 - 1 / domains)
-            near = exchange.bytes * (1 - 1 / inside)
+            row = exchange.bytes / exchange.messages
+            far = row * _met(domains, exchange.messages) * (1 - 1 / domains)
+            near = row * _met(group.size, exchange.messages) * (1 - 1 / inside)
         return max(near / (d.fast * e.fast_link), far / (d.network * e.network))
 
     def sent(self, size: float, stride: int) -> float:
@@ -89,3 +89,8 @@ class Links:
         near = stride < self.device.domain
         rate = self.device.fast * self.reached.fast_link if near else self.device.network * self.reached.network
         return self.reached.latency_us * MICRO + size / rate
+
+
+def _met(places: float, messages: int) -> float:
+    """Of so many places, those that messages go to of which each chooses one at random."""
+    return places * (1 - (1 - 1 / places) ** messages)

@@ -28,6 +28,8 @@ from mtrain.plan.time.update import done_once
 from mtrain.plan.time.work import Linear, Work, total
 
 PARTS = ("gemm", "attention", "memory", "host", "tp", "cp", "ep", "pp", "bubble", "dp", "optimizer", "offload")
+CASTS = 2
+"""Kernels that bring an operand to low precision: its values, and their scales."""
 SHARP = 2.0
 """How sharply the host shows where it is as slow as the device."""
 
@@ -180,7 +182,12 @@ def micro_batch(work: StepWork, stage: Work, device: Device, reached: Efficienci
     speed = reached.speed * (1.0 if work.run.model.moe is None else reached.mixtures)
     parts = {name: value / speed for name, value in parts.items()}
     routed = stage.mixtures - stage.fixed * (1 - reached.fixed)
-    host = (stage.operations * reached.launch_us + routed * reached.routing_us) * reached.graphed * MICRO
+    casts = CASTS * (recipe != p.format)
+    calls = sum(
+        share * (one.products + casts * one.casts) for share, one in ((1, stage.calls), (reached.fixed, stage.padded))
+    )
+    every = calls * reached.call_us + stage.operations * reached.launch_us + routed * reached.routing_us
+    host = every * reached.graphed * MICRO
     computes = sum(parts.values())
     if device.on_host:  # which starts an operation when the one before it is done
         return parts | {"host": host}
@@ -198,7 +205,8 @@ def _exchanged(work: StepWork, stage: Work, device: Device, reached: Efficiencie
     found["ep"] += stage.mixtures * reached.pass_us * MICRO
     if grid.pp > 1:
         each = links.sent(work.sent, grid.world // grid.pp) * 2 * work.run.parallel.vpp
-        found["pp"] = each * (1 - reached.overlapped["pp"])
+        # without virtual stages a stage computes nothing while it sends and waits
+        found["pp"] = each * (1 - reached.overlapped["pp"] * (work.run.parallel.vpp > 1))
     return found
 
 

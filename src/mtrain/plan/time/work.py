@@ -12,6 +12,9 @@ BACKWARD_MOVES = 1.5
 """Bytes that the backward of a memory-bound operation moves, of those of its forward: it reads a gradient more."""
 ATTENTION = "core_attention"
 EXPERTS = "mlp.experts."
+PADDED = "dispatch.fixed"
+CAUSAL = 0.5
+"""Share of the pairs of queries and keys that a causal mask leaves; a window leaves less."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,17 @@ class Pairs:
     flops: float
     width: int
     rows: int
-    """Queries of a head."""
+    """Queries of a head, or keys of its window where those are fewer: what a block at an edge is whole against."""
+
+
+@dataclass
+class Calls:
+    """Kernels that an operation launches beside its first."""
+
+    products: int = 0
+    """Of experts, one for each."""
+    casts: int = 0
+    """Operands that are brought to low precision, where a run has one."""
 
 
 @dataclass
@@ -49,6 +62,10 @@ class Work:
     """Bytes of memory-bound operations."""
     operations: int = 0
     """Operations that the host launches."""
+    calls: Calls = field(default_factory=Calls)
+    """What operations launch beside the first kernel."""
+    padded: Calls = field(default_factory=Calls)
+    """The same in layers whose experts take as many rows each."""
     mixtures: int = 0
     """Passes through a mixture of experts."""
     fixed: int = 0
@@ -62,6 +79,9 @@ class Work:
                 own[key] += times * number
         self.moved += times * other.moved
         self.operations += times * other.operations
+        for name in ("calls", "padded"):
+            own, more = getattr(self, name), getattr(other, name)
+            own.products, own.casts = own.products + times * more.products, own.casts + times * more.casts
         self.mixtures += times * other.mixtures
         self.fixed += times * other.fixed
 
@@ -69,23 +89,24 @@ class Work:
 def work_of(graph: Graph) -> Work:
     """What a graph does in its forward and backward, and once more where it is computed again."""
     done = Work()
+    calls = done.padded if any(op.name.endswith(PADDED) for op in graph.ops) else done.calls
     for op in graph.ops:
         passes = 2 if op.again else 1
         _products(done, op, passes)
         for exchange in op.exchanges:
             done.exchanges[exchange] += passes + 1
         done.moved += op.moved * (passes + BACKWARD_MOVES)
-        done.operations += (passes + 2) * _launched(op)
+        done.operations += (passes + 2) * bool(op.products or op.moved)
+        calls.products += (passes + 2) * max(0, _alike(op) - 1)
+        calls.casts += (passes + 1) * op.low * _alike(op)
         done.mixtures += (passes + 1) * op.name.startswith("mlp.dispatch")
-        done.fixed += (passes + 1) * op.name.endswith("dispatch.fixed")
+        done.fixed += (passes + 1) * op.name.endswith(PADDED)
     return done
 
 
-def _launched(op: Op) -> int:
-    """Calls of the host for one pass; the products of experts are one each."""
-    if op.name.startswith(EXPERTS) and op.products:
-        return sum(product.batch for product in op.products)
-    return 1 if op.products or op.moved else 0
+def _alike(op: Op) -> int:
+    """Products of one pass; those of experts are one each."""
+    return sum(product.batch if op.name.startswith(EXPERTS) else 1 for product in op.products)
 
 
 def _products(done: Work, op: Op, passes: int) -> None:
@@ -93,7 +114,8 @@ def _products(done: Work, op: Op, passes: int) -> None:
         if op.products:
             flops = op.seen * sum(product.flops for product in op.products)
             first = op.products[0]
-            pairs = Pairs(flops, first.k, first.m)
+            rows = first.m if op.seen >= CAUSAL else min(first.m, round(op.seen * first.n))
+            pairs = Pairs(flops, first.k, rows)
             done.attends[pairs] += passes
             done.attends_back[pairs] += 1
         return
