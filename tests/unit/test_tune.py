@@ -6,7 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from mtrain.cli.setup import load
 from mtrain.cli.tune import left_of, overrides, tuned
 from mtrain.config.compose import compose
 from mtrain.config.dump import run_yaml
+from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError
 from mtrain.models.registry import family_of
 from mtrain.plan.rank import worst_stage
@@ -28,7 +29,7 @@ from mtrain.plan.tune import choose
 from mtrain.plan.tune.choose import search
 from mtrain.plan.tune.costs import Costs
 from mtrain.plan.tune.search import Found, Task
-from mtrain.plan.tune.space import AXES, Space, changed
+from mtrain.plan.tune.space import AXES, Change, Space, changed
 from mtrain.plan.tune.split import balanced
 from tests.support.configs import LAPTOP
 from tests.support.covering import some
@@ -65,6 +66,64 @@ def test_the_best_is_the_best_of_all(memory: float) -> None:
     assert len(times) > 10
     assert got.best[0].seconds == min(times)
     assert [layout.seconds for layout in got.best] == sorted(layout.seconds for layout in got.best)
+
+
+def fitting(words: str, said: Mapping[str, Any]) -> Iterator[tuple[Costs, RunConfig, tuple[Change, ...]]]:
+    """Pipelines of a search, with all ways to compute again."""
+    task = found(words, tuple(said.items()), 1)[1]
+    run = task.resolve(task.raw)
+    space, costs = Space(run, dict(said), Costs(run).ends), Costs(run)
+    runs = [run]
+    for axis in ("shards", "context", "micro", "pipeline"):
+        runs = [changed(one, more) for one in runs for more in space.options(axis, one)]
+        runs = [one for one in runs if not space.broken(axis, one)]
+    for one in runs:
+        yield costs, one, tuple(space.options("recompute", one))
+
+
+BOUNDED = {
+    "experts": (
+        "model=deepseek_v2_lite cluster=h100 data.seq_length=4096 trainer.global_batch_size=16",
+        {"parallel.tp": 1, "parallel.cp": 1, "trainer.micro_batch_size": 1},
+    ),
+    "blocks": (
+        ONE_B,
+        {"parallel.recompute.granularity": "full", "parallel.recompute.method": "block",
+         "parallel.recompute.num_layers": 1, "trainer.micro_batch_size": 1},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_no_layout_is_faster_than_its_bounds(name: str) -> None:
+    """Before its stages and its state are chosen; with a bound that is above them the best would be passed over."""
+    words, said = BOUNDED[name]
+    seen = 0
+    for costs, run, ways in fitting(words, said):
+        p, first = run.parallel, costs.flow(run)
+        even = costs.even(run, p.pp)
+        bound = even.seconds + even.micro * (p.pp - 1) / p.vpp
+        sharded = [changed(run, {"parallel.fsdp": kind}) for kind in ("none", "fsdp2")]
+        for way in ways:
+            flow = costs.flow(changed(run, way))
+            assert costs.ideal(run) <= flow.seconds * (1 + 1e-9)
+            assert bound <= flow.seconds * (1 + 1e-9)
+            assert all(a <= b for a, b in zip(even.least, flow.weights, strict=True))
+            for state in sharded:
+                whole = costs.seconds(changed(state, way)) * (1 + 1e-9)
+                assert bound + costs.once(state, even) <= whole
+                assert first.seconds + costs.once(state, first) <= whole
+            seen += 1
+    assert seen > 10
+
+
+def test_a_bound_that_is_above_the_time_loses_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {**PLAIN, **BOUNDED["blocks"][1], "parallel.vpp": 1, "parallel.distributed_optimizer": True}
+    best = [layout.words for layout in found(ONE_B, tuple(said.items()))[0].best]
+    assert any(words.startswith("tp2") for words in best)
+    monkeypatch.setattr(Costs, "_without_blocks", Costs.pieces)  # as if every layer was computed again
+    wrong = search(compose(ONE_B.split()).run, said, LAPTOP, None, 3)[0].best
+    assert not any(layout.words.startswith("tp2") for layout in wrong)
 
 
 def test_a_search_is_the_same_again() -> None:

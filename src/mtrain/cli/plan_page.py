@@ -29,7 +29,8 @@ p { margin: .3rem 0 .8rem; max-width: 60rem; } .dim { opacity: .7; }
 svg { width: 100%; height: auto; display: block; } svg text { fill: currentColor; font: 12px system-ui, sans-serif; }
 table { border-collapse: collapse; margin: .6rem 0; font-variant-numeric: tabular-nums; }
 td, th { padding: .2rem .7rem; border-bottom: 1px solid var(--line); text-align: right; font-weight: normal; }
-th { opacity: .7; } td:first-child, th:first-child { text-align: left; padding-left: 0; }
+th { opacity: .7; } td:first-child, th:first-child { text-align: left; padding-left: 0; } td.how { text-align: left; }
+svg .halo { paint-order: stroke; stroke: Canvas; stroke-width: 4px; stroke-linejoin: round; }
 .key { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; font-size: .85rem; margin: .4rem 0; }
 .key i { display: inline-block; width: .8rem; height: .8rem; border-radius: .15rem; margin-right: .35rem; }
 """
@@ -109,18 +110,20 @@ def _memory(found: Mapping[str, Any]) -> list[str]:
     rows, device = alike(memory["stages"]), memory["device"]
     most = max([memory["peak"]["bytes"], device or 0]) * 1.02
     parts = [part for part in memory["how"] if any(row["parts"][part] for row in rows)]
-    svg = Svg(1000, ROW * len(rows) + 34)
+    svg, peaks = Svg(1000, ROW * len(rows) + 34), list[tuple[float, float, str]]()
     for number, row in enumerate(rows):
-        y, at = 8 + number * ROW, 0.0
+        y, at = 8.0 + number * ROW, 0.0
         svg.text(0, y + 15, f"stage {row['stage']}")
         for part in parts:
             size = row["parts"][part]
             title = f"stage {row['stage']}, {part.replace('_', ' ')}: {bytes_(size)}. {memory['how'][part]}"
             svg.box(110 + 790 * at / most, y, 790 * size / most, ROW - 6, COLOURS[part], title)
             at += size
-        svg.text(116 + 790 * at / most, y + 15, bytes_(row["peak"]))
+        peaks.append((116 + 790 * at / most, y + 15, bytes_(row["peak"])))
     if device:
         svg.rule(110 + 790 * device / most, 2, ROW * len(rows) + 10, f"device: {bytes_(device)}")
+    for x, y, peak in peaks:  # above the line, which would strike them through
+        svg.text(x, y, peak, halo=True)
     return [
         "<h2>Memory of a rank at its peak</h2>",
         f"<p>The peak is on stage {memory['peak']['stage']}, {_text(memory['peak']['where'])}.</p>",
@@ -238,7 +241,8 @@ def _time(found: Mapping[str, Any]) -> list[str]:
     )
     for name, value in parts.items():
         cells = (name, duration(value), share(value / total), time["how"][name])
-        rows.append(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in cells)}</tr>")
+        *numbers, how = map(_text, cells)
+        rows.append(f"<tr>{''.join(f'<td>{number}</td>' for number in numbers)}<td class=how>{how}</td></tr>")
     return [
         "<h2>Time of a step</h2>",
         f"<p>{total:.3f} s, of the slowest stage.</p>",

@@ -39,9 +39,12 @@ class Svg:
         if wide > 0 and high > 0:
             self._parts.append(_box(x, y, wide, high, colour, title, outline))
 
-    def text(self, x: float, y: float, text: str, *, middle: bool = False, colour: str = "") -> None:
-        """A line of text from `x` on, or around it."""
+    def text(
+        self, x: float, y: float, text: str, *, middle: bool = False, colour: str = "", halo: bool = False
+    ) -> None:
+        """A line of text from `x` on, or around it; with a `halo`, over what is drawn there."""
         more = (' text-anchor="middle"' if middle else "") + (f' style="fill:{colour}"' if colour else "")
+        more += ' class="halo"' if halo else ""
         self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>')
 
     def line(self, x: float, y: float, to_x: float, to_y: float, colour: str) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 INDEX, FP32, MASK = 8, 4, 1
 """Bytes of a token id, of a number in fp32 and of a mark in a mask."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Tensor:
     """Memory that has been allocated; two views of it are the same `Tensor`."""
 
@@ -27,8 +27,7 @@ class Tensor:
     """It has no gradient."""
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """`batch` products of matrices [m, k] and [k, n]."""
 
     m: int
@@ -42,8 +41,7 @@ class Product:
         return 2 * self.m * self.n * self.k * self.batch
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """What the ranks of a group send each other."""
 
     axis: Literal["tp", "cp", "ep", "etp"]
@@ -60,8 +58,7 @@ Factors = Literal["weights", "frozen", "activations"]
 """What products multiply activations with: weights, weights that have no gradient, or other activations."""
 
 
-@dataclass(frozen=True)
-class Op:
+class Op(NamedTuple):
     """One operation."""
 
     name: str

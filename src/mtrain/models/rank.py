@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from mtrain.config.devices import facts_of
 from mtrain.config.formats import bytes_of
@@ -71,7 +72,7 @@ class Rank:
         """What linear layers multiply with."""
         return "frozen" if self.frozen else "weights"
 
-    @property
+    @cached_property
     def element(self) -> int:
         """Bytes of an element of an activation."""
         return bytes_of(self.run.precision.format)
@@ -86,12 +87,12 @@ class Rank:
         """Tokens of a sequence over all context-parallel ranks."""
         return self.length * (self.layout.cp if not self.layout.hybrid_context_parallel else 1)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of a micro-batch that attention and MLP compute on here."""
         return self.samples * self.length
 
-    @property
+    @cached_property
     def split_tokens(self) -> int:
         """Those of them that norms and the residual stream have here: a part under sequence parallelism."""
         return self.tokens // self.layout.tp if self.layout.sequence_parallel else self.tokens

@@ -24,15 +24,16 @@ from mtrain.layout.grid import RankGrid
 from mtrain.models.graph import Graph, kept, most_made_again
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
-from mtrain.plan.rank import CONTEXT_BYTES, RESERVE, communication_bytes, quantized_bytes
+from mtrain.plan.rank import CONTEXT_BYTES, RESERVE, communication_bytes
 from mtrain.plan.schedule import most_in_flight
 from mtrain.plan.states import stage_weights
 from mtrain.plan.time.device import Device, device_of
 from mtrain.plan.time.efficiencies import reached_by
 from mtrain.plan.time.step import SHARP, StepWork, frozen_of, micro_batch, weights_of
-from mtrain.plan.time.update import done_once, update_bytes
+from mtrain.plan.time.update import done_once
 from mtrain.plan.time.work import work_of
 from mtrain.plan.tune.space import Change, changed
+from mtrain.plan.tune.state import State, state_of
 
 ONE_STAGE = {
     **{"parallel.pp": 1, "parallel.vpp": 1, "parallel.layers_per_stage": None, "parallel.pipeline_layout": None},
@@ -44,6 +45,8 @@ NONE = {
     "parallel.recompute.granularity": "none",
     **dict.fromkeys(f"parallel.recompute.{key}" for key in ("modules", "method", "num_layers")),
 }
+MOST_AGAIN = 1.5
+"""Times as long that a layer takes at most which is computed again: it exchanges three times in place of twice."""
 Piece = npt.NDArray[np.float64]
 """Of a part of a stage and a micro-batch: seconds of the device, and of the host; bytes that autograd keeps; elements
 of weights of experts, of others, and of those that are not trained. Or a row of that for each of several parts."""
@@ -75,6 +78,17 @@ class Pieces:
     def seconds(self) -> float:
         """Of a whole micro-batch."""
         return float(_took(self.first + self.layers[-1] + self.behind))
+
+    @cached_property
+    def longest(self) -> float:
+        """Seconds of the layer that takes the longest."""
+        return float(_took(np.diff(self.layers, axis=0)).max())
+
+    @cached_property
+    def lightest(self) -> Piece:
+        """Elements of weights of experts and of others that so many layers have at least."""
+        each = np.sort(np.diff(self.layers, axis=0)[:, [EXPERTS, OTHERS]], axis=0)
+        return np.concatenate((np.zeros((1, 2)), each.cumsum(0)))
 
     @cached_property
     def kept(self) -> float:
@@ -109,6 +123,8 @@ class Flow:
     """Of them, for one micro-batch."""
     weights: tuple[float, float]
     """Elements of that rank, of experts and of others."""
+    least: tuple[float, float]
+    """The fewest of any rank."""
     ranks: tuple[tuple[float, float, float], ...]
     """Of ranks that may need the most memory: bytes in flight, elements of experts and of others."""
 
@@ -131,7 +147,43 @@ class Costs:
     def ideal(self, run: RunConfig) -> float:
         """Seconds of a step whose pipeline never waits, and of which nothing is done once."""
         p, t = run.parallel, run.trainer
-        return t.batch * self.pieces(run).seconds * p.tp * p.cp / (t.micro * (p.ranks or 1))
+        return t.batch * self._without_blocks(run).seconds * p.tp * p.cp / (t.micro * (p.ranks or 1))
+
+    def even(self, run: RunConfig, pp: int) -> Flow:
+        """At least what flows through any pipeline of `pp` ranks that never waits.
+
+        Each rank has as much to do; the slowest has the fewest layers with which it can be that, and those of the
+        fewest weights.
+        """
+        pieces, number = self._without_blocks(run), _micro_batches_of(run, pp)
+        most, layers = pieces.seconds / pp, len(pieces.layers) - 1
+        every = pieces.first + pieces.layers[-1] + pieces.behind
+        ends = max(_took(pieces.first), _took(pieces.behind)) if pp > 1 else 0.0
+        fewest = math.ceil(max(0.0, most - MOST_AGAIN * ends) / (MOST_AGAIN * pieces.longest)) if pp > 1 else layers
+        least = pieces.lightest[min(fewest, layers)]
+        ranks = ((0.0, every[EXPERTS] / pp, every[OTHERS] / pp),)
+        weights = float(least[0]), float(least[1])
+        return Flow(number * most, number * most, most, weights, weights, ranks)
+
+    def _without_blocks(self, run: RunConfig) -> Pieces:
+        """Those of a layout; where some layers are computed again, as if none was."""
+        again = run.parallel.recompute
+        blocks = again.granularity == "full" and again.method == "block"
+        return self.pieces(changed(run, NONE) if blocks else run)
+
+    def once(self, run: RunConfig, flow: Flow) -> float:
+        """Seconds of what is done once a step at least, where micro-batches flow so.
+
+        What is computed again hides more of it, and takes longer than that.
+        """
+        grid = RankGrid.of(run)
+        ends = done_once(run, grid, flow.least, self.device, self.reached, flow.computes, math.inf)
+        return sum(ends.values()) / self.reached.speed
+
+    def standing(self, run: RunConfig, flow: Flow) -> float:
+        """Bytes of the rank that has the most, of which nothing moves in a step, at least."""
+        state = self._state(run)
+        return max(state.bytes(experts, others) for _, experts, others in flow.ranks)
 
     def ends(self, run: RunConfig) -> tuple[float, float]:
         """Seconds of what is before the layers and behind them, by those of a layer in the mean."""
@@ -148,6 +200,11 @@ class Costs:
             pieces = self._pieces.get(key) or self.pieces(changed(run, way))
             found.append((pieces.seconds, pieces.kept))
         return found
+
+    @staticmethod
+    def key(run: RunConfig) -> tuple[object, ...]:
+        """All that decides the pieces of a layout."""
+        return _parts_key(run)
 
     def pieces(self, run: RunConfig) -> Pieces:
         """Those of a layout, by all that decides them."""
@@ -223,8 +280,10 @@ class Costs:
             size = (kept + working) * share + ranks[rank, FROZEN] * bytes_of(run.precision.format)
             memory.append((float(size), float(ranks[rank, EXPERTS]), float(ranks[rank, OTHERS])))
         weights = float(ranks[slowest, EXPERTS]), float(ranks[slowest, OTHERS])
+        fewest = ranks.min(0)
+        least = float(fewest[EXPERTS]), float(fewest[OTHERS])
         waits = float(times.sum()) - most
-        return Flow(number * most + waits / p.vpp, number * most, most, weights, tuple(memory))
+        return Flow(number * most + waits / p.vpp, number * most, most, weights, least, tuple(memory))
 
     def _in_flight(self, run: RunConfig, rank: int, number: int) -> npt.NDArray[np.int64]:
         """Micro-batches of each chunk that a pipeline rank has in flight, where every chunk keeps as much."""
@@ -317,43 +376,11 @@ def _cut_key(p: ParallelConfig) -> tuple[Any, ...]:
 
 
 def _micro_batches(run: RunConfig) -> int:
-    return max(1, run.trainer.batch // (run.trainer.micro * run.parallel.dp))
+    return _micro_batches_of(run, run.parallel.pp)
 
 
-@dataclass(frozen=True)
-class State:
-    """Bytes of weights, their copies, gradients and optimizer state on a rank."""
-
-    expert: float
-    """An element of the weights of experts."""
-    other: float
-    quantized: float
-    """More, an element in a number format of fewer bits; not of embedding and output layer."""
-    tables: int
-    """Elements of those two."""
-
-    def bytes(self, experts: float, others: float) -> float:
-        """Of a rank with so many elements of weights."""
-        more = self.quantized * (experts + max(0.0, others - self.tables))
-        return self.expert * experts + self.other * others + more
-
-
-def state_of(run: RunConfig) -> State:
-    """What an element takes where the state is sharded as a layout says."""
-    p, precision = run.parallel, run.precision
-    weights = bytes_of(precision.format) + bytes_of("fp32" if precision.grad_reduce_in_fp32 else precision.format)
-    state = update_bytes(run) * (1 - run.optim.cpu_offload)
-    took = []
-    for copies in _copies(run):
-        sharded = copies // p.hsdp_replicas if p.fsdp != "none" else 1
-        spread = copies // p.hsdp_replicas if p.distributed_optimizer else sharded
-        took.append(weights / max(1, sharded) + state / max(1, spread))
-    tables = 2 * run.model.padded_vocab_size // p.tp * run.model.hidden_size
-    return State(took[0], took[1], quantized_bytes(run), tables)
-
-
-def _copies(run: RunConfig) -> tuple[int, int]:
-    """How many ranks have the same elements of experts, and of others."""
+def _micro_batches_of(run: RunConfig, pp: int) -> int:
+    """Of a step, on a pipeline of so many ranks."""
     p = run.parallel
-    same = max(1, (p.ranks or 1) // (p.pp * p.ep * (p.etp or p.tp)))
-    return same, p.dp * p.cp
+    dp = (p.ranks or 1) // (p.tp * p.cp * pp)
+    return max(1, run.trainer.batch // (run.trainer.micro * max(1, dp)))

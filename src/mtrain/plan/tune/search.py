@@ -7,8 +7,10 @@ little more than what is shown, and nothing better is passed over.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from math import inf
 from typing import Any
 
 from mtrain.config.rules import findings
@@ -92,7 +94,7 @@ class Task:
 
     def room(self) -> float:
         """Bytes that a layout may take."""
-        return float("inf") if self.holds is None else self.holds * (1 - SPARE)
+        return inf if self.holds is None else self.holds * (1 - SPARE)
 
     def planned(self, change: Mapping[str, Any]) -> Layout | None:
         """The layout that is chosen so; None where a rule refuses it."""
@@ -116,18 +118,33 @@ class _Ways:
         return self._flows[number]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Node:
     """A layout as far as it is chosen."""
 
-    run: RunConfig
-    change: dict[str, Any]
+    before: RunConfig
+    """With what was chosen before `more`."""
+    chosen: Change
+    more: Change
+    """What was chosen last."""
     axis: int
     """How many axes are chosen."""
+    bounded: bool = False
+    """Of a pipeline: rules keep it, and its bound is that of its own stages."""
     ways: _Ways | None = None
     way: int = 0
     """Which of them is next; those before it did not fit."""
     planned: Layout | None = None
+
+    @cached_property
+    def run(self) -> RunConfig:
+        """With all that is chosen."""
+        return changed(self.before, self.more)
+
+    @property
+    def change(self) -> Change:
+        """All that is chosen."""
+        return {**self.chosen, **self.more}
 
 
 class Search:
@@ -138,6 +155,9 @@ class Search:
         self.space = Space(run, task.said, self.costs.ends)
         self.looked_at = self.planned = 0
         self.heap: list[tuple[float, int, _Node]] = []
+        self._evens: dict[object, tuple[Flow, float]] = {}
+        self._standing: dict[tuple[object, ...], list[Change]] = {}
+        """Of weights sharded so, over pipelines of so many ranks: how the state may be sharded."""
         self.least: tuple[float, dict[str, Any]] | None = None
         """The fewest bytes of what did not fit, and of which layout."""
 
@@ -145,9 +165,9 @@ class Search:
         """The fastest layouts that fit: of layouts that differ in what is computed again alone, the fastest."""
         if not self.space.wrong:  # bounds are those of the largest micro-batch, which computes the most in a second
             micro = next(iter(self.space.options("micro", self.space.run)), {})
-            self._push(0.0, _Node(changed(self.space.run, micro), {}, 0))
+            self._push(0.0, _Node(changed(self.space.run, micro), {}, {}, 0))
         best: list[Layout] = []
-        while self.heap and len(best) < number:
+        while self.heap and len(best) < number and not (best and self.heap[0][0] == inf):
             node = heapq.heappop(self.heap)[2]
             if node.planned is None:
                 self._go_on(node)
@@ -168,20 +188,61 @@ class Search:
         if node.axis == len(AXES):
             self._plan(node)
         elif node.axis == STATE:
-            self._choose_state(node)
+            (self._choose_state if node.bounded else self._bound)(node)
         else:
             axis = tuple(AXES)[node.axis]
             for more in self.space.options(axis, node.run):
-                child = _Node(changed(node.run, more), {**node.change, **more}, node.axis + 1)
+                child = _Node(node.run, node.change, more, node.axis + 1)
                 if axis == "pipeline":
-                    self._push(SLACK * self.costs.flow(child.run).seconds, child)
+                    self._push(SLACK * self._even(node.run, more["parallel.pp"], more["parallel.vpp"]), child)
                 elif not self.space.broken(axis, child.run):
-                    self._push(SLACK * self.costs.ideal(child.run), child)
+                    self._push(SLACK * (self._begun if axis == "micro" else self.costs.ideal)(child.run), child)
+
+    def _begun(self, run: RunConfig) -> float:
+        """Seconds of a step at least, in any pipeline."""
+        return min((self._even(run, pp, max(vpp)) for pp, vpp in self.space.pipelines(run)), default=inf)
+
+    def _even(self, run: RunConfig, pp: int, vpp: int) -> float:
+        """Seconds of a step at least in any pipeline of `pp` ranks with so many virtual stages."""
+        key = self.costs.key(run), pp
+        if key not in self._evens:
+            flow = self.costs.even(run, pp)
+            self._evens[key] = flow, self._once(changed(run, {"parallel.pp": pp}), flow)
+        flow, once = self._evens[key]
+        return flow.seconds + flow.micro * (pp - 1) / vpp + once
+
+    def _once(self, run: RunConfig, flow: Flow) -> float:
+        """Seconds of what the state takes where it is gathered for each micro-batch or is in host memory, because it
+        does not fit otherwise."""
+        p = run.parallel
+        if (p.ranks or 1) % (p.tp * p.cp * p.pp) or (p.ranks or 1) % ((p.etp or p.tp) * p.ep * p.pp):
+            return inf  # there is no such grid, as the rules will say
+        key = p.tp, p.sequence_parallel, p.ep, p.etp, p.pp
+        if key not in self._standing:
+            self._standing[key] = [state for state, _ in self._fitting(run, flow)]
+        states, plain = self._standing[key], {"parallel.fsdp": "none", "optim.cpu_offload": 0.0}
+        if any(plain.items() <= state.items() for state in states):
+            return 0.0
+        return min((self.costs.once(changed(run, state), flow) for state in states), default=inf)
+
+    def _fitting(self, run: RunConfig, flow: Flow) -> Iterator[tuple[Change, RunConfig]]:
+        """Ways to shard the state that may fit with some of what autograd keeps beside them."""
+        for state in self.space.options("state", run):
+            sharded = changed(run, state)
+            if self._fits(self.costs.standing(sharded, flow)):
+                yield state, sharded
+
+    def _bound(self, node: _Node) -> None:
+        """A pipeline once more, with the time of its own stages and the least that a state which may fit takes once a
+        step; behind all others where none does."""
+        if self.space.broken("pipeline", node.run):
+            return
+        flow, node.bounded = self.costs.flow(node.run), True
+        once = min((self.costs.once(run, flow) for _, run in self._fitting(node.run, flow)), default=inf)
+        self._push(SLACK * (flow.seconds + once), node)
 
     def _choose_state(self, node: _Node) -> None:
         """Each way to shard the state, with what has to be computed again so that it fits."""
-        if self.space.broken("pipeline", node.run):
-            return
         ways = _Ways(self.costs, node.run, self._ways(node.run))
         last = len(ways.changes) - 1
         most, least = ways.flow(0), ways.flow(last)
@@ -190,7 +251,7 @@ class Search:
             kind = state["parallel.fsdp"], state["parallel.distributed_optimizer"]
             if kind in enough:  # without an offload it fits
                 continue
-            child = _Node(changed(node.run, state), {**node.change, **state}, len(AXES), ways)
+            child = _Node(node.run, node.change, state, len(AXES), ways=ways)
             if not self._fits(self.costs.bytes(child.run, most)):
                 size = self.costs.bytes(child.run, least)
                 self._note(size, {**child.change, **ways.changes[last]})
@@ -223,7 +284,7 @@ class Search:
         assert ways is not None
         for number in range(node.way + 1, len(ways.changes)):
             if self._fits(self.costs.bytes(node.run, ways.flow(number))):
-                ahead = _Node(node.run, node.change, len(AXES), ways, number)
+                ahead = _Node(node.before, node.chosen, node.more, len(AXES), ways=ways, way=number)
                 self._push(SLACK * self.costs.seconds(changed(node.run, ways.changes[number])), ahead)
                 return
 
@@ -241,7 +302,7 @@ class Search:
         change = {**node.change, **node.ways.changes[node.way]}
         layout = self.task.planned(change)
         if layout is not None and layout.memory.peak <= self.task.room():
-            self._push(layout.seconds, _Node(node.run, change, node.axis, planned=layout))
+            self._push(layout.seconds, _Node(node.run, change, {}, node.axis, planned=layout))
             return
         if layout is not None:
             self._note(layout.memory.peak, change)

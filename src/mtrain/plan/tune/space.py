@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from mtrain.config.base import Section
@@ -104,7 +105,29 @@ class Space:
 
     def broken(self, axis: str, run: RunConfig) -> bool:
         """Whether a rule that reads an axis, and none of those behind it, refuses `run`."""
-        return any(found.severity == "error" for rule in self._rules[axis] for found in rule(run))
+        return any(self._refuses(rule, run) for rule in self._rules[axis])
+
+    def _refuses(self, rule: Rule, run: RunConfig) -> bool:
+        """Asked once for all runs that have the same in what is chosen and read."""
+        answers, keys = self._answers[rule]
+        values = tuple([getattr(section(run), name) for section, name in keys])
+        if values not in answers:
+            answers[values] = any(found.severity == "error" for found in rule(run))
+        return answers[values]
+
+    @cached_property
+    def _answers(
+        self,
+    ) -> dict[Rule, tuple[dict[tuple[Any, ...], bool], list[tuple[Callable[[RunConfig], Any], str]]]]:
+        """Of each rule what it said, by the keys that are chosen and that it reads."""
+        return {
+            rule: (
+                {},
+                [(attrgetter(key.rpartition(".")[0]), key.rpartition(".")[2]) for key in KEYS if rule.reads_any(key)],
+            )
+            for rules in self._rules.values()
+            for rule in rules
+        }
 
     @cached_property
     def wrong(self) -> bool:
@@ -156,10 +179,15 @@ class Space:
         for micro in self._of("trainer.micro_batch_size", [*reversed(sizes if common % HALVED else halves)]):
             yield {"trainer.micro_batch_size": micro}
 
-    def _pipeline(self, run: RunConfig) -> Iterator[Change]:
+    def pipelines(self, run: RunConfig) -> Iterator[tuple[int, list[int]]]:
+        """Ranks of a pipeline, with the virtual stages that each may have."""
         p, layers = run.parallel, run.model.num_layers
         for pp in self._of("parallel.pp", divisors((p.ranks or 1) // (p.tp * p.cp), layers)):
-            for vpp in self._of("parallel.vpp", chunks(layers, pp)):
+            yield pp, self._of("parallel.vpp", chunks(layers, pp))
+
+    def _pipeline(self, run: RunConfig) -> Iterator[Change]:
+        for pp, chunked in self.pipelines(run):
+            for vpp in chunked:
                 ways = [None] if self.said.keys() & {*SPLIT} else self._splits(run, pp, vpp)
                 for way in ways:
                     keep = {} if self.said.keys() & {*SPLIT} else {"parallel.layers_per_stage": way}
