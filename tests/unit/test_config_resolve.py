@@ -394,7 +394,7 @@ def test_attention_with_bounded_logits_is_not_transformer_engines() -> None:
     gemma = [*ON_A_CLUSTER, "parallel=single", "model=gemma2_9b"]
     for words in ([], ["kernels=te"]):
         found = load([*gemma, *words], THERE, {}).run
-        assert (found.kernels.linear, found.kernels.attention) == ("te", "torch")
+        assert (found.kernels.linear, found.kernels.attention) == ("te", "triton")
     assert "attn_logit_softcapping" in reasons(found, THERE)["attention"]
     assert ("MT409", "kernels.attention") in _errors_on("model=gemma2_9b kernels.attention=te", THERE)
     assert load([*gemma, "model.attn_logit_softcapping=null"], THERE, {}).run.kernels.attention == "te"
