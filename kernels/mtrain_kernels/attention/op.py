@@ -188,7 +188,7 @@ def _decide(call: Call, impl: str, refusals: tuple[tuple[str, str], ...] = ()) -
         if reasons[impl]:
             raise Unavailable(f"attention: {impl} cannot run: {reasons[impl]}")
         return Explanation(impl, "named", {})
-    reasons = {name: reason or backends.unwanted(name, call) for name, reason in reasons.items()}
+    reasons = {name: reason or backends.unwanted(name, call) or "" for name, reason in reasons.items()}
     chosen = next(name for name, reason in reasons.items() if not reason)
     before = list(reasons)[: list(reasons).index(chosen)]
     why = "the first that can, of " + ", ".join(reasons)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mtrain_kernels import tuning
-from mtrain_kernels.runtime import power_of_two
+from mtrain_kernels.runtime import capability, power_of_two
 
 WIDEST = 256  # of a head
 
@@ -66,6 +66,21 @@ TABLES: dict[tuple[str, int], tuple[Tile, ...]] = {
 
 `forward` and `queries`, which makes their gradient, walk over keys, `keys` over queries.
 """
+OLDER: dict[tuple[str, int], Tile] = {
+    ("forward", 64): Tile(128, 64, 8, 3),
+    ("forward", 128): Tile(128, 64, 8, 3),
+    ("forward", 192): Tile(128, 32, 8, 2),
+    ("forward", 256): Tile(64, 32, 8, 2),
+    ("queries", 64): Tile(128, 64, 8, 2),
+    ("queries", 128): Tile(64, 64, 8, 2),
+    ("queries", 192): Tile(32, 64, 8, 2),
+    ("queries", 256): Tile(32, 32, 8, 1),
+    ("keys", 64): Tile(32, 64, 4, 2),
+    ("keys", 128): Tile(64, 64, 8, 2),
+    ("keys", 192): Tile(64, 32, 8, 1),
+    ("keys", 256): Tile(32, 32, 8, 1),
+}
+"""Those of GPUs before sm_90, whose products keep operands in registers."""
 EXACT = {"forward": Tile(32, 32, 4, 1), "queries": Tile(32, 32, 4, 1), "keys": Tile(32, 32, 4, 1)}
 """fp32 without tensor cores."""
 
@@ -76,7 +91,8 @@ def candidates(pass_: str, q: Tensor, v: Tensor) -> tuple[Tile, ...]:
     width = max(widths.first + widths.second, widths.value)
     if q.dtype == torch.float32:
         return (EXACT[pass_],)
-    return TABLES[pass_, next(most for most in (64, 128, 192, WIDEST) if width <= most)]
+    key = pass_, next(most for most in (64, 128, 192, WIDEST) if width <= most)
+    return (OLDER[key],) if 0 < capability(q.device) < 90 else TABLES[key]
 
 
 def tile_for(pass_: str, q: Tensor, v: Tensor, windowed: bool) -> Tile:
