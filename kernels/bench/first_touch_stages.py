@@ -111,7 +111,7 @@ def _compare(walk: Walk, name: str, case: Any, model: Any) -> dict[str, Any]:
     for impl in impls[1:] if walk.dry and len(impls) > 1 else impls:
         given = functools.partial(lambda impl, **i: call(i, impl), impl)
         wanted = functools.partial(lambda **i: call(i, "reference"))
-        tolerance = parity.TOLERANCE[torch.bfloat16] if case.checked else None
+        tolerance = case.tolerance or (parity.TOLERANCE[torch.bfloat16] if case.checked else None)
         try:
             compared[impl] = _agreement(parity, given, wanted, inputs, tolerance)
         except Unavailable as error:
@@ -138,12 +138,17 @@ def _agreement(parity: Any, given: Any, wanted: Any, inputs: dict[str, Any], tol
 
 
 def autotune(walk: Walk, folder: Path) -> Units:
-    """The tiles of grouped products, measured for the experts of a model; later stages and runs take them."""
-    models = ("qwen3_30b_a3b", "deepseek_v3") if "grouped_gemm" in _ops(walk) else ()
-    return {f"grouped_gemm {model}": functools.partial(_tune, walk, model) for model in models}
+    """The tiles of grouped products and of attention, measured for models; later stages and runs take them."""
+    some = {"grouped_gemm": ("qwen3_30b_a3b", "deepseek_v3"), "attention": ("llama3_8b", "deepseek_v3")}
+    return {
+        f"{op} {model}": functools.partial(_tune, walk, op, model)
+        for op, models in some.items()
+        if op in _ops(walk)
+        for model in models
+    }
 
 
-def _tune(walk: Walk, name: str) -> dict[str, str]:
+def _tune(walk: Walk, op: str, name: str) -> dict[str, str]:
     if walk.dry:
         raise Skipped("the interpreter says nothing about speed")
     _needs_device(walk)
@@ -153,6 +158,12 @@ def _tune(walk: Walk, name: str) -> dict[str, str]:
     from triton.testing import do_bench
 
     m, device = MODELS[name], _device()
+    if op == "attention":
+        heads, widths = (m.heads, m.kv_heads), (m.head_dim, 128 if m.head_dim == 192 else m.head_dim)
+        return tune.measure_attention(
+            *(tuning.file_of(device), device, *heads, widths, m.tokens, torch.bfloat16),
+            seconds=lambda call: do_bench(call) / 1e3,
+        )
     sizes = (m.tokens * m.top_k, m.experts, m.hidden, m.expert_ffn)
     return tune.measure(
         tuning.file_of(device), device, *sizes, torch.bfloat16, seconds=lambda call: do_bench(call) / 1e3
@@ -221,6 +232,7 @@ def _launch(
     steps, length = (3, 16) if walk.dry else (STEPS, SEQUENCE)
     words = [f"model={model[0]}", *(f"model.{key}={value}" for key, value in model[1].items())]
     words += ["parallel=single", f"precision={precision}", f"kernels={kernels}", "data=mock"]
+    words += ["kernels.attention=torch"] if kernels == "triton" and not walk.dry else []  # cuDNN's and torch's first
     words += [f"data.seq_length={length}", f"trainer.train_iters={steps}", f"trainer.profile_step={steps}"]
     words += ["trainer.micro_batch_size=1", f"trainer.global_batch_size={1 if walk.dry else 4}"]
     words += ["trainer.eval_iters=0", "trainer.eval_interval=null", "trainer.sample_tokens=0", "log.progress=none"]

@@ -91,7 +91,8 @@ class Case:
     None for an op without gradients. `applies` is False for a model that has no such layer. `rivals` maps a
     library's name to a function that takes the inputs and returns a call of that library without arguments, or
     raises ImportError. Where `call` changes its inputs in place, `checked(inputs, impl)` does so on copies of them
-    with numbers worth comparing, and returns what is to be compared, to the tolerance of bf16.
+    with numbers worth comparing, and returns what is to be compared, to the tolerance of bf16. `tolerance` is that of
+    its results in bf16 where kernels round more than once on the way.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Case:
     applies: Callable[[Model], bool] = lambda model: True
     rivals: Mapping[str, Callable[[dict[str, Any]], Callable[[], Any]]] = field(default_factory=dict)
     checked: Callable[[dict[str, Any], str], Any] | None = None
+    tolerance: float | None = None
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,15 @@ if HAS_TRITON:
         return x.to(dtype)
 
     @triton.jit
+    def dot(a, b, total, EXACT: tl.constexpr):
+        """`total + a b` in fp32; the interpreter's product of bfloat16 is wrong, so it gets fp32."""
+        if INTERPRETED:
+            return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+        if EXACT:
+            return tl.dot(a, b, total, input_precision="ieee")
+        return tl.dot(a, b, total)
+
+    @triton.jit
     def to_bf16(x):
         """fp32 `x` rounded to nearest even in bfloat16."""
         return cast(x, tl.bfloat16)

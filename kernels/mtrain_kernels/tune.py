@@ -1,7 +1,8 @@
 """Measures the variants of kernels on this device and notes the fastest: `python -m mtrain_kernels.tune`.
 
-The grouped products of a layer of experts, forward and backward, are measured with rows shared out evenly. What is
-found goes into the file that `mtrain_kernels.tuning` reads; runs that begin later take it.
+The grouped products of a layer of experts, forward and backward, are measured with rows shared out evenly, and fused
+attention with and without a window. What is found goes into the file that `mtrain_kernels.tuning` reads; runs that
+begin later take it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from mtrain_kernels import tuning
+from mtrain_kernels.attention import tiles as attention_tiles
+from mtrain_kernels.attention.seen import Seen
 from mtrain_kernels.grouped_gemm import tiles
 from mtrain_kernels.registry import MODELS
 from mtrain_kernels.runtime import triton_obstacle
@@ -23,6 +27,13 @@ log = logging.getLogger(__name__)
 
 Seconds = Callable[[Callable[[], object]], float]
 """How long a call takes."""
+
+
+class Variant(Protocol):
+    """One of a table."""
+
+    @property
+    def name(self) -> str: ...
 
 
 def products(rows: int, groups: int, hidden: int, ffn: int) -> list[tuple[str, int, int]]:
@@ -64,6 +75,56 @@ def measure(
     return chosen
 
 
+def measure_attention(
+    path: Path,
+    device: torch.device,
+    heads: int,
+    kv_heads: int,
+    widths: tuple[int, int],
+    tokens: int,
+    dtype: torch.dtype,
+    seconds: Seconds,
+) -> dict[str, str]:
+    """Measures causal attention, `widths` of a head and its values, without a window and with one of an eighth.
+
+    The two passes of the backward are measured together, while the tiles of one of them change. Notes the fastest in
+    the file at `path`: pass -> tile.
+    """
+    before, chosen = tuning.read(path), {}
+    size, value = widths
+    shapes = ((heads, size), (kv_heads, size), (kv_heads, value))
+    q, k, v = (torch.randn(1, n, tokens, width, device=device, dtype=dtype) for n, width in shapes)
+    try:
+        for seen in (Seen(right=0), Seen(tokens // 8, 0)):
+            calls, shape = _attention_calls(q, k, v, seen), attention_tiles.shape_class(q, v, seen.masks_left)
+            for pass_, call in calls.items():
+                kernel = f"attention.{pass_}"
+                taken = _times(kernel, shape, attention_tiles.candidates(pass_, q, v), call, seconds)
+                chosen[f"{kernel} {shape}"] = tuning.fastest(taken)
+                tuning.add(path, kernel, shape, chosen[f"{kernel} {shape}"])
+    finally:
+        tuning.use(before)
+    return chosen
+
+
+def _attention_calls(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen
+) -> dict[str, Callable[[], object]]:
+    """Forward, and backward under the name of each of its passes."""
+    from mtrain_kernels.attention import backward_triton, triton
+
+    scale = q.shape[-1] ** -0.5
+    out, lse = triton.forward(q, k, v, None, seen, scale, 0.0, False)
+
+    def backward() -> object:
+        return backward_triton.backward(out, None, q, k, v, out, lse, seen, scale, 0.0)
+
+    def forward() -> object:
+        return triton.forward(q, k, v, None, seen, scale, 0.0, False)
+
+    return {"forward": forward, "queries": backward, "keys": backward}
+
+
 def _call(kind: str, x: torch.Tensor, n: int, ends: torch.Tensor) -> Callable[[], object]:
     """A product of a kind with random tensors."""
     from mtrain_kernels.grouped_gemm import triton
@@ -81,7 +142,7 @@ def _call(kind: str, x: torch.Tensor, n: int, ends: torch.Tensor) -> Callable[[]
 
 
 def _times(
-    kernel: str, shapes: str, candidates: list[tiles.Tile], call: Callable[[], object], seconds: Seconds
+    kernel: str, shapes: str, candidates: Sequence[Variant], call: Callable[[], object], seconds: Seconds
 ) -> dict[str, float]:
     """How long a call takes with each tile that the device can launch. Raises what the last one did if none can."""
     taken: dict[str, float] = {}
@@ -101,19 +162,13 @@ def _times(
 def main(arguments: list[str] | None = None) -> int:
     """Measures on the first GPU; the exit code is 1 where there is none that Triton serves."""
     parser = argparse.ArgumentParser(prog="python -m mtrain_kernels.tune", description=__doc__)
-    parser.add_argument("--model", choices=[m.name for m in MODELS.values() if m.experts], help="sizes of a layer")
+    parser.add_argument("--model", choices=list(MODELS), help="sizes of a layer")
     parser.add_argument("--rows", type=int, help="copies of tokens that the experts of a rank get")
     parser.add_argument("--experts", type=int, help="experts of a rank")
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--ffn", type=int, help="width of an expert on a rank")
     said = parser.parse_args(arguments)
     model = MODELS[said.model or "qwen3_30b_a3b"]
-    sizes = {
-        "rows": said.rows or model.tokens * model.top_k,
-        "groups": said.experts or model.experts,
-        "hidden": said.hidden or model.hidden,
-        "ffn": said.ffn or model.expert_ffn,
-    }
     device = torch.device("cuda")
     why = triton_obstacle(device) if torch.cuda.is_available() else "there is no GPU here"
     if why is not None:
@@ -121,10 +176,19 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     from triton.testing import do_bench
 
-    found = measure(
-        tuning.file_of(device), device, **sizes, dtype=torch.bfloat16, seconds=lambda call: do_bench(call) / 1e3
-    )
-    print(*(f"{what}: {tile}" for what, tile in found.items()), f"noted in {tuning.file_of(device)}", sep="\n")
+    path = tuning.file_of(device)
+
+    def seconds(call: Callable[[], object]) -> float:
+        return float(do_bench(call)) / 1e3
+
+    widths = (model.head_dim, 128 if model.head_dim == 192 else model.head_dim)  # of MLA values are narrower
+    heads = (model.heads, model.kv_heads)
+    found = measure_attention(path, device, *heads, widths, model.tokens, torch.bfloat16, seconds)
+    if experts := said.experts or model.experts:
+        rows = said.rows or model.tokens * model.top_k
+        hidden, ffn = said.hidden or model.hidden, said.ffn or model.expert_ffn
+        found |= measure(path, device, rows, experts, hidden, ffn, torch.bfloat16, seconds)
+    print(*(f"{what}: {tile}" for what, tile in found.items()), f"noted in {path}", sep="\n")
     return 0
 
 

@@ -16,7 +16,7 @@ from mtrain_kernels.registry import Unavailable
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HERE = ["flash", "math", "reference"]  # those that run on a CPU too
+HERE = ["flash", "math", "reference"]  # those that run on a CPU too, without an interpreter
 EDGES = [0, 4, 5, 12]
 WAYS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -146,11 +146,16 @@ def changed(**fields: Any) -> Call:
         (changed(packed=True), "flash"),
         (changed(packed=True, dropout_p=0.1), "efficient"),
         (changed(masked=True, window=(-1, -1)), "efficient"),
-        (changed(sink=True), "efficient"),
+        (changed(sink=True), "triton"),
+        (changed(sink=True, dropout_p=0.1), "efficient"),
+        (changed(sink=True, masked=True), "efficient"),
         (changed(dtype=torch.float32), "efficient"),
+        (changed(dtype=torch.float32, window=(1024, 0)), "triton"),
         (changed(dtype=torch.float64), "math"),
-        (changed(size=100, value_size=100), "math"),
-        (changed(softcap=30.0), "reference"),
+        (changed(size=100, value_size=100), "triton"),
+        (changed(size=264, value_size=264, sink=True), "efficient"),
+        (changed(softcap=30.0), "triton"),
+        (changed(softcap=30.0, dropout_p=0.1), "reference"),
         (changed(device="cpu"), "flash"),
         (changed(device="cpu", sink=True), "math"),
     ],
@@ -158,9 +163,19 @@ def changed(**fields: Any) -> Call:
 def test_the_rules_choose(call: Call, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "HAS_VARLEN", True)
     monkeypatch.setattr(backends, "HAS_FLASH3", False)
+    monkeypatch.setattr(backends, "HAS_TRITON", True)
     found = op._decide.__wrapped__(call, "auto")
     assert found.chosen == chosen
     assert "not installed" in found.rejected["flash3"]
+
+
+def test_windows_and_packing_are_tritons_where_torch_does_not_know_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "HAS_FLASH3", False)
+    monkeypatch.setattr(backends, "HAS_VARLEN", False)
+    for call in (changed(window=(1024, 0)), changed(packed=True), changed(packed=True, dtype=torch.float16)):
+        for there, chosen in ((True, "triton"), (False, "efficient")):
+            monkeypatch.setattr(backends, "HAS_TRITON", there)
+            assert op._decide.__wrapped__(call, "auto").chosen == chosen
 
 
 def test_flash3_is_first_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,7 @@ def test_what_liger_changes_in_the_process_is_measured_last(touch: ModuleType, t
     assert ["liger" in name for name in names] == [False] * 2 + [True] * 4
 
 
-def test_tiles_are_measured_for_models_of_experts(
+def test_tiles_are_measured_for_models_of_experts_and_of_attention(
     touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import first_touch_stages as stages
@@ -173,11 +173,15 @@ def test_tiles_are_measured_for_models_of_experts(
 
     asked: list[Any] = []
     monkeypatch.setattr(stages, "_needs_device", lambda walk: None)
-    monkeypatch.setattr(tune, "measure", lambda path, device, *sizes, seconds: asked.append(sizes[:4]) or {})
+    for name in ("measure", "measure_attention"):
+        monkeypatch.setattr(tune, name, lambda path, device, *sizes, seconds: asked.append(sizes[:4]) or {})
     assert not stages.autotune(touch.Walk(False, ("norm",)), tmp_path)
     for unit in stages.autotune(touch.Walk(False, ()), tmp_path).values():
         assert unit() == {}
-    assert asked == [(65536, 128, 2048, 768), (65536, 256, 7168, 2048)]
+    assert asked == [
+        *((65536, 128, 2048, 768), (65536, 256, 7168, 2048)),
+        *((32, 8, (128, 128), 8192), (128, 128, (192, 128), 8192)),
+    ]
 
 
 def test_the_bench_measures_the_tiles_that_a_run_takes(

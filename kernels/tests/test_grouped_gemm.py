@@ -110,8 +110,8 @@ def test_what_is_no_number_stays_in_its_row_and_group() -> None:
         ("mask=(r < end)[:, None] & (column < k)", "mask=(r < rows)[:, None] & (column < k - 1)"),
         ("start = tl.minimum(tl.load(ends_ptr + g - 1), rows)", "start = tl.minimum(tl.load(ends_ptr + g), rows)"),
         ("(1, places.shape[1])) if transposed", "(places.shape[1], 1)) if transposed"),
-        ("total = _dot(d_y, x, total, EXACT)", "total = _dot(d_y, x, total * 0, EXACT)"),
-        ("total = _dot(x, w, total, EXACT)", "total = _dot(x, w, total * 0, EXACT)"),
+        ("total = dot(d_y, x, total, EXACT)", "total = dot(d_y, x, total * 0, EXACT)"),
+        ("total = dot(x, w, total, EXACT)", "total = dot(x, w, total * 0, EXACT)"),
     ],
 )
 def test_a_seeded_bug_is_caught(old: str, new: str) -> None:

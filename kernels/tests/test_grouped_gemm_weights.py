@@ -103,7 +103,7 @@ def test_an_activation_in_the_product_is_that_behind_it(counts: list[int], kind:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("up = _dot(x, w, up, EXACT)", "up = _dot(x, w, up * 0, EXACT)"),
+        ("up = dot(x, w, up, EXACT)", "up = dot(x, w, up * 0, EXACT)"),
         ("tl.store(to + width, up, mask=inside)", "tl.store(to + width, gate, mask=inside)"),
         ("lower = place + tl.cast(width, tl.int64) * k", "lower = place"),
         ("value *= tl.load(share_ptr + r", "value += tl.load(share_ptr + r"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from mtrain_kernels import tune, tuning
+from mtrain_kernels.attention import tiles as attention_tiles
 from mtrain_kernels.grouped_gemm import tiles
 
 CPU = torch.device("cpu")
@@ -74,6 +75,27 @@ def test_a_layer_is_measured_and_noted(tmp_path: Path, monkeypatch: pytest.Monke
     for what, name in found.items():
         kind = what.partition(" ")[0].removeprefix("grouped_gemm.")
         assert name == tiles.candidates(kind, X, descriptors=False)[-1].name
+
+
+def test_attention_is_measured_with_and_without_a_window(tmp_path: Path) -> None:
+    slow = itertools.count(1000, -50)
+    path, called = tmp_path / "record.json", []
+
+    def seconds(call: Any) -> float:
+        called.append(call)
+        return float(next(slow))
+
+    found = tune.measure_attention(path, CPU, 2, 1, (16, 8), 16, torch.bfloat16, seconds)
+    q, v = torch.empty(1, 2, 16, 16, dtype=torch.bfloat16), torch.empty(1, 1, 16, 8, dtype=torch.bfloat16)
+    assert len(found) == 6
+    for windowed in (False, True):
+        for pass_ in ("forward", "queries", "keys"):
+            tried = attention_tiles.candidates(pass_, q, v)
+            what = f"attention.{pass_}", attention_tiles.shape_class(q, v, windowed)
+            assert found[" ".join(what)] == tuning.read(path)[what[0]][what[1]] == tried[-1].name
+    tuning.use(tuning.read(path))
+    assert attention_tiles.tile_for("keys", q, v, True).name == found["attention.keys bfloat16 d16 e8 s16 window"]
+    called[0]()
 
 
 def test_a_tile_that_does_not_launch_is_left_out(tmp_path: Path) -> None:

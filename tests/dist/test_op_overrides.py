@@ -177,3 +177,34 @@ def test_steps_with_triton_are_steps_of_the_reference(name: str) -> None:
     assert len(ours) == len(right) == 8
     assert ours == pytest.approx(right, abs=1e-4)
     assert ours != right, "not one bit differs, so Triton did nothing"
+
+
+ATTENTION = {
+    "sinks, windows, packed": ("model=gpt_oss_tiny", "model.kv_channels=16", "data.packed=true", "parallel=single"),
+    "caps": (
+        *("model=gemma2_9b", "model.num_attention_heads=4", "model.num_query_groups=2", "model.kv_channels=24"),
+        "parallel=single",
+    ),
+    "windows in a ring": ("model=gemma_tiny", "parallel=cp2", "parallel.cp_comm_type=p2p"),
+    "sinks in a ring": ("model=gpt_oss_tiny", "model.kv_channels=16", "parallel=cp2", "parallel.cp_comm_type=p2p"),
+    "sinks, keys gathered": ("model=gpt_oss_tiny", "model.kv_channels=16", "parallel=cp2"),
+    "sinks, heads exchanged": ("model=gpt_oss_tiny", "parallel=cp2", "parallel.cp_comm_type=a2a"),
+}
+KINDS = ("reference", "triton")
+CHANGED = {"trainer.train_iters": 10, "data.seq_length": 24, "model.num_layers": 2}
+ATTENDS = (
+    *(word for word in SMALL if word.partition("=")[0] not in CHANGED),
+    *(f"{key}={value}" for key, value in CHANGED.items()),
+    "model.window_size=7",
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ATTENTION)
+def test_ten_steps_with_fused_attention_are_steps_of_the_reference(name: str) -> None:
+    runs = {k: [*ATTENTION[name], *ATTENDS, "kernels=reference", f"kernels.attention={k}"] for k in KINDS}
+    values = interpreted.trained(runs, timeout_s=500)
+    ours, right = values["triton"], values["reference"]
+    assert len(ours) == len(right) == 20
+    assert ours == pytest.approx(right, rel=1e-4)
+    assert ours != right, "not one bit differs, so Triton did nothing"

@@ -80,6 +80,34 @@ def test_the_plan_of_a_recipe_is_within_three_percent_of_its_trace(name: str) ->
         assert abs(off["optimizer"]) < 0.01
 
 
+FUSED = {
+    "sinks": "model=gpt_oss_20b model.moe.num_experts=4 parallel=single",
+    "caps": "model=gemma2_9b parallel=tp2sp",
+    "ring": "model=gpt_oss_20b model.moe.num_experts=4 parallel=cp2 parallel.cp_comm_type=p2p",
+    "gathered": "model=gpt_oss_20b model.moe.num_experts=4 parallel=cp2",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_attention_keeps_no_scores_in_the_plan_and_in_its_trace(name: str) -> None:
+    words = [*FUSED[name].split(), "cluster=h100", "cluster.nodes=1", "cluster.devices_per_node=2", "data=mock"]
+    words += [
+        "kernels=triton",
+        "model.num_layers=2",
+        "data.seq_length=3072",
+        "trainer.micro_batch_size=1",
+        "trainer.global_batch_size=2",
+    ]
+    run = load(words, BIG, {}, to_run=False).run
+    found = traced(run, 0)
+    assert abs(found["difference_percent"]["peak"]) < 3, found["difference_percent"]
+    pairs = {3072, 3072 // run.parallel.cp}
+    shapes = [shape for one in found["operations"] for shape in one["shapes"] if len(shape) > 1]
+    assert not [shape for shape in shapes if set(shape[-2:]) <= pairs], "there is a number for each query and key"
+    assert any(one["op"] == "mtrain.attention" for one in found["operations"])
+
+
 def test_the_page_and_its_data_say_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["recipe=llama/tiny_cpu", "model.num_layers=2", "parallel=pp2", "data.seq_length=64", "rank=1"]
 

@@ -165,6 +165,27 @@ def test_auto_takes_the_first_that_can_run() -> None:
     ), "torch's product is wrong there for experts without tokens"
 
 
+@pytest.mark.parametrize(
+    ("keys", "auto", "triton"),
+    [
+        ({}, "torch", "triton"),
+        ({"model__window_size": 8}, "torch", "triton"),
+        ({"model__softmax_type": "learnable"}, "triton", "triton"),
+        ({"model__attn_logit_softcapping": 50.0}, "triton", "triton"),
+        ({"model__attn_logit_softcapping": 50.0, "model__attention_dropout": 0.1}, "torch", "torch"),
+        ({"model__softmax_type": "learnable", "model__kv_channels": 264}, "torch", "torch"),
+    ],
+)
+def test_attention_is_tritons_where_torch_would_write_scores_out(
+    keys: dict[str, Any], auto: str, triton: str
+) -> None:
+    run = tiny(**keys, precision__dtype="bf16")
+    assert resolve(run, TRITON).kernels.attention == auto
+    assert resolve(tiny(**keys, kernels__default="triton"), TRITON).kernels.attention == triton
+    assert resolve(run, replace(TRITON, triton=False)).kernels.attention == "torch"
+    assert ("torch's kernels know no" in reasons(resolve(run, TRITON), TRITON)["attention"]) == (auto == "triton")
+
+
 def test_experts_are_routed_to_by_lists_where_kernels_do_it_and_nobody_needs_a_map() -> None:
     run = resolve(tiny(model__moe=MOE, precision__dtype="bf16"), TRITON)
     assert routes_by_lists(run)
@@ -394,7 +415,9 @@ def test_attention_with_bounded_logits_is_not_transformer_engines() -> None:
     gemma = [*ON_A_CLUSTER, "parallel=single", "model=gemma2_9b"]
     for words in ([], ["kernels=te"]):
         found = load([*gemma, *words], THERE, {}).run
-        assert (found.kernels.linear, found.kernels.attention) == ("te", "torch")
+        assert (found.kernels.linear, found.kernels.attention) == ("te", "triton")
     assert "attn_logit_softcapping" in reasons(found, THERE)["attention"]
     assert ("MT409", "kernels.attention") in _errors_on("model=gemma2_9b kernels.attention=te", THERE)
+    ours = "model=gemma2_9b model.attention_dropout=0.1 kernels.attention=triton"
+    assert ("MT409", "kernels.attention") in _errors_on(ours, THERE)
     assert load([*gemma, "model.attn_logit_softcapping=null"], THERE, {}).run.kernels.attention == "te"

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mtrain_kernels.attention import reference
+from mtrain_kernels.attention.tiles import WIDEST
+from mtrain_kernels.runtime import HAS_TRITON, triton_obstacle
 
 HALF = (torch.float16, torch.bfloat16)
 HAS_FLASH3 = importlib.util.find_spec("flash_attn_interface") is not None
@@ -57,6 +59,11 @@ class Call(NamedTuple):
     def dense(self) -> bool:
         """Whether every query sees all keys, or all up to its own: what kernels know without a mask."""
         return not self.masked and not self.packed and self.window in ((-1, -1), (-1, 0))
+
+    @property
+    def plain(self) -> bool:
+        """Whether all fused kernels know it: nothing is hidden but what comes later, and scores are as they are."""
+        return self.dense and not self.sink and not self.softcap
 
 
 def describe(
@@ -128,6 +135,23 @@ def _flash(call: Call) -> Iterator[str]:
         yield "knows no cap of scores"
 
 
+def _triton(call: Call) -> Iterator[str]:
+    if call.device != "cuda":
+        yield from filter(None, [triton_obstacle(torch.device(call.device))])
+    elif not HAS_TRITON:
+        yield "triton is not installed"
+    elif call.capability < (8, 0):
+        yield f"needs sm_80 or newer, this is sm_{call.capability[0]}{call.capability[1]}"
+    if call.dtype not in (*HALF, torch.float32):
+        yield f"takes fp32, fp16 and bf16, not {call.dtype}"
+    if max(call.size, call.value_size) > WIDEST:
+        yield f"takes heads of up to {WIDEST}, not {call.size} and {call.value_size}"
+    if call.masked:
+        yield "takes no mask"
+    if call.dropout_p:
+        yield "knows no dropout"
+
+
 def _efficient(call: Call) -> Iterator[str]:
     if call.device != "cuda":
         yield f"runs on CUDA only, the tensors are on {call.device}"
@@ -149,10 +173,29 @@ RULES = {  # in the order in which `auto` tries them: the faster first, see the 
     "flash3": _flash3,
     "cudnn": _cudnn,
     "flash": _flash,
+    "triton": _triton,
     "efficient": _efficient,
     "math": _math,
     "reference": lambda call: iter(()),
 }
+
+
+def order(call: Call) -> list[str]:
+    """The backends as `auto` tries them: ours before the one of torch that needs a number for each pair it hides."""
+    names = list(RULES)
+    if call.plain:
+        names.remove("triton")
+        names.insert(names.index("efficient") + 1, "triton")
+    return names
+
+
+def unwanted(name: str, call: Call) -> str | None:
+    """Why `auto` passes a backend over that can run, or None."""
+    if name == "triton" and call.device == "cpu":
+        return "Triton's interpreter is for tests"
+    return None
+
+
 SDPA = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -11,11 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrain_kernels.attention import backends, reference
+from mtrain_kernels.attention import backends, flash, reference
 from mtrain_kernels.attention.backends import RULES, Call
+from mtrain_kernels.attention.seen import Seen
 from mtrain_kernels.registry import Case, Cost, Implementation, Model, Op, Unavailable
 
 log = logging.getLogger(__name__)
+
+ROUNDED = 3e-2
+"""Tolerance of gradients in bf16: fused kernels round probabilities and their gradients on the way."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ def attention(
     and `mask` stands alone.
 
     Raises `ValueError` where arguments do not fit, `Unavailable` where the named backend cannot run. `auto` takes
-    the first of flash3, cudnn, flash, efficient, math and reference that can; `explain` says which and why.
+    the first of flash3, cudnn, flash, triton, efficient, math and reference that can, and efficient before triton
+    where it needs no mask; `explain` says which and why.
     """
     call = _call(q, k, v, causal, window, mask, sink, softcap, dropout_p, cu_seqlens)
     name = _backend(tuple(call), impl, _torch_refusals(q, k, v, call))
@@ -65,10 +70,27 @@ def attention(
         return backends.by_flash3(q, k, v, call, cu_seqlens, max_seqlen, scale)
     if name == "flash" and call.device == "cuda" and not call.dense:
         return backends.by_varlen(q, k, v, call, cu_seqlens, max_seqlen, scale)
-    seen = backends.seen(call, mask, cu_seqlens, q.device)
+    if name == "triton":
+        seen = Seen.of(call.keys, call.window, cu_seqlens)
+        return flash.attention(q, k, v, seen=seen, sink=sink, softcap=softcap, scale=scale)
+    mask = backends.seen(call, mask, cu_seqlens, q.device)
     if name == "reference":
-        return reference.attention(q, k, v, mask=seen, sink=sink, scale=scale, softcap=softcap, dropout_p=dropout_p)
-    return backends.by_torch(name, q, k, v, call, seen, sink, scale)
+        return reference.attention(q, k, v, mask=mask, sink=sink, scale=scale, softcap=softcap, dropout_p=dropout_p)
+    return backends.by_torch(name, q, k, v, call, mask, sink, scale)
+
+
+def fuses_parts(q: Tensor, v: Tensor, *, dropout_p: float = 0.0, impl: str = "auto") -> bool:
+    """Whether `flash` attends to parts of the keys, or of queries, for ranks that share a sequence.
+
+    That is where `impl` is `triton`, or `auto` may take it. Raises `Unavailable` where it is named and cannot run.
+    """
+    if impl not in ("auto", "triton"):
+        return False
+    call = backends.describe(q, v, v, (-1, -1), False, False, 0.0, dropout_p, False)
+    why = "; ".join(RULES["triton"](call))
+    if why and impl == "triton":
+        raise Unavailable(f"attention: triton cannot run: {why}")
+    return not (why or (impl == "auto" and backends.unwanted("triton", call)))
 
 
 def explain(
@@ -158,7 +180,7 @@ def _decide(call: Call, impl: str, refusals: tuple[tuple[str, str], ...] = ()) -
     """The backend for a call, the same for the same call; said once in the log for each kind of call."""
     if impl not in (*RULES, "auto"):
         raise ValueError(f"attention has no backend {impl!r}; choose one of auto, {', '.join(RULES)}")
-    against = {name: list(rules(call)) for name, rules in RULES.items()}
+    against = {name: list(RULES[name](call)) for name in backends.order(call)}
     for name, reason in refusals:
         against[name].append(reason)
     reasons = {name: "; ".join(found) for name, found in against.items()}
@@ -166,6 +188,7 @@ def _decide(call: Call, impl: str, refusals: tuple[tuple[str, str], ...] = ()) -
         if reasons[impl]:
             raise Unavailable(f"attention: {impl} cannot run: {reasons[impl]}")
         return Explanation(impl, "named", {})
+    reasons = {name: reason or backends.unwanted(name, call) or "" for name, reason in reasons.items()}
     chosen = next(name for name, reason in reasons.items() if not reason)
     before = list(reasons)[: list(reasons).index(chosen)]
     why = "the first that can, of " + ", ".join(reasons)
@@ -182,6 +205,35 @@ def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, A
     return {"q": leaf(model.heads), "k": leaf(model.kv_heads), "v": leaf(model.kv_heads), "causal": True}
 
 
+def _launch(model: Model) -> None:
+    from mtrain_kernels.attention import backward_triton, triton
+
+    def empty(heads: int, width: int) -> Tensor:
+        return triton.token_major(torch.empty(1, heads, model.tokens, 0, dtype=torch.bfloat16, device="meta"), width)
+
+    edges = torch.empty(9, dtype=torch.int32, device="meta")
+    causal, packed = Seen(right=0), Seen.of(model.tokens, (-1, 0), edges)
+    n, g, d = model.heads, model.kv_heads, model.head_dim
+    calls: list[tuple[int, int, Seen, bool, float]] = [(d, d, causal, False, 0.0)]
+    if d == 192:  # MLA
+        calls = [(d, 128, packed, False, 0.0)]
+    elif d == 128:
+        calls.append((64, 64, Seen(127, 0), True, 0.0))
+    for d, e, seen, sinks, softcap in calls:
+        q, k, v, sink = empty(n, d), empty(g, d), empty(g, e), torch.empty(n, device="meta") if sinks else None
+        out, lse = triton.forward(q, k, v, sink, seen, d**-0.5, softcap, False)
+        backward_triton.backward(out, None, q, k, v, out, lse, seen, d**-0.5, softcap)
+
+
+def _make_capped(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Windows, sinks and caps at once, in packed documents: what no kernel of torch's knows."""
+    edges = torch.tensor([0, model.tokens // 3, model.tokens // 2, model.tokens], dtype=torch.int32).to(device)
+    sink = torch.zeros(model.heads, device=device, dtype=dtype).requires_grad_()
+    return _make(model, device, dtype) | {
+        **{"window": (model.tokens // 4, 0), "softcap": 50.0, "sink": sink, "cu_seqlens": edges}
+    }
+
+
 def _cost(products: float, passes: int) -> Any:
     """So many of the two products of a forward pass, causal, and so many passes over q, k, v and the output."""
 
@@ -189,6 +241,19 @@ def _cost(products: float, passes: int) -> Any:
         rows = 2 * m.heads + 2 * m.kv_heads
         flops = int(products * m.heads * m.tokens**2 * m.head_dim)  # one product is 2 s t d, of which half is seen
         return Cost(bytes=passes * 2 * m.tokens * m.head_dim * rows, flops=flops)
+
+    return cost
+
+
+def _capped_cost(products: float, passes: int) -> Any:
+    """That of the pairs of `_make_capped` that are seen."""
+
+    def cost(m: Model) -> Cost:
+        t, w = m.tokens, m.tokens // 4 + 1
+        lengths = (t // 3, t // 2 - t // 3, t - t // 2)
+        pairs = sum(n * min(n, w) - min(n, w) * (min(n, w) - 1) // 2 for n in lengths)
+        whole = _cost(products, passes)(m)
+        return Cost(bytes=whole.bytes, flops=int(products * 2 * m.heads * m.head_dim * pairs))
 
     return cost
 
@@ -216,9 +281,19 @@ OPS = (
                 lambda inputs, impl: attention(**inputs, impl=impl),
                 forward=_cost(2, 1),
                 backward=_cost(5, 2),
+                tolerance=ROUNDED,
+            ),
+            Case(
+                "attention_capped",
+                _make_capped,
+                lambda inputs, impl: attention(**inputs, impl=impl),
+                forward=_capped_cost(2, 1),
+                backward=_capped_cost(5, 2),
+                tolerance=ROUNDED,
             ),
         ),
-        launch=lambda model: None,
+        launch=_launch,
+        aot_models=("llama3_8b", "deepseek_v3"),
         implementations={name: Implementation(name, _device_obstacle(name)) for name in RULES},
     ),
 )

@@ -12,19 +12,9 @@ from torch import Tensor
 from mtrain_kernels.activation.triton import _up, _value_and_slope
 from mtrain_kernels.grouped_gemm.places import Places
 from mtrain_kernels.grouped_gemm.tiles import Tile, tile_for
-from mtrain_kernels.runtime import INTERPRETED, cast, ceil_div, on_device_of, power_of_two, processors
+from mtrain_kernels.runtime import cast, ceil_div, dot, on_device_of, power_of_two, processors
 
 CLEARED = 4096  # elements of rows of nobody that a program clears at once
-
-
-@triton.jit
-def _dot(a, b, total, EXACT: tl.constexpr):
-    """`total + a b` in fp32; the interpreter's product of bfloat16 is wrong, so it gets fp32."""
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
-    if EXACT:
-        return tl.dot(a, b, total, input_precision="ieee")
-    return tl.dot(a, b, total)
 
 
 @triton.jit
@@ -153,7 +143,7 @@ def rows_kernel(
             inner = i + tl.arange(0, K)
             x = _x_tile(x_ptr, r, inner, first, i, end, k, TMA, EVEN)
             w = _w_tile(w_ptr, place, at, c, column, inner, i, n, k, stride_n, stride_k, N, K, TMA, TURNED, EVEN)
-            total = _dot(x, w, total, EXACT)
+            total = dot(x, w, total, EXACT)
         to = y_ptr + r.to(tl.int64)[:, None] * n + column[None, :]
         tl.store(to, cast(total, y_ptr.dtype.element_ty), mask=(r < end)[:, None] & (column < n)[None, :])
     _clear(y_ptr, ends_ptr, rows, n, GROUPS, CLEARED)
@@ -202,10 +192,10 @@ def gated_kernel(
             inner = i + tl.arange(0, K)
             x = _x_tile(x_ptr, r, inner, first, i, end, k, TMA, EVEN)
             w = _w_tile(w_ptr, place, at, c, column, inner, i, width, k, k, 1, N, K, TMA, False, EVEN)
-            gate = _dot(x, w, gate, EXACT)
+            gate = dot(x, w, gate, EXACT)
             lower = place + tl.cast(width, tl.int64) * k
             w = _w_tile(w_ptr, lower, at, width + c, column, inner, i, width, k, k, 1, N, K, TMA, False, EVEN)
-            up = _dot(x, w, up, EXACT)
+            up = dot(x, w, up, EXACT)
         inside = (r < end)[:, None] & (column < width)[None, :]
         gate, up = cast(gate, h_ptr.dtype.element_ty), cast(up, h_ptr.dtype.element_ty)
         to = h_ptr + r.to(tl.int64)[:, None] * (2 * width) + column[None, :]
@@ -269,7 +259,7 @@ def weights_kernel(
                 d_y = tl.load(at, mask=(r < end)[None, :] & (row < n)[:, None], other=0.0)
                 at = x_ptr + r[:, None] * k + column[None, :]
                 x = tl.load(at, mask=(r < end)[:, None] & (column < k)[None, :], other=0.0)
-            total = _dot(d_y, x, total, EXACT)
+            total = dot(d_y, x, total, EXACT)
         to = d_w_ptr + _place(offsets_ptr, step, g, TABLE, ALIGNED)
         to += row.to(tl.int64)[:, None] * k + column[None, :]
         inside = (row < n)[:, None] & (column < k)[None, :]

@@ -15,9 +15,12 @@ class KernelsConfig(Section):
     """RMSNorm and LayerNorm; null: kernels.default."""
     rope: Literal["auto", "reference", "triton"] | None = None
     """Rotary position embedding; null: kernels.default."""
-    attention: Annotated[Literal["auto", "reference", "torch", "te"] | None, Key(aka="attention_backend")] = None
-    """Core attention; torch: the fastest of FlashAttention-3 and torch's kernels that takes a call, with windows and
-    packed documents but no mask where it can; null: kernels.default."""
+    attention: Annotated[
+        Literal["auto", "reference", "torch", "triton", "te"] | None, Key(aka="attention_backend")
+    ] = None
+    """Core attention; torch: the fastest of FlashAttention-3 and torch's kernels that takes a call without a mask of
+    all pairs, and Triton's where none does; triton: ours, with windows, sinks, caps and packed documents, which auto
+    takes for sinks and caps; null: kernels.default."""
     linear: Annotated[Literal["auto", "reference", "triton", "te"] | None, Key(aka="transformer_impl")] = None
     """Row- and column-parallel linear layers; triton: for precision.fp8, with cuBLAS where a tensor has one scale;
     reference: in fp8 the same rounding in plain torch; null: kernels.default."""

@@ -59,7 +59,7 @@ OPERATIONS = (
         lambda r: r.model.mla is not None or r.model.position_embedding_type == "rope",
         "model.position_embedding_type=rope",
     ),
-    Operation("attention", ("te", "torch", "reference")),
+    Operation("attention", ("te", "torch", "triton", "reference")),
     Operation("linear", ("te", "triton", "reference")),
     Operation(
         "activation",
@@ -74,6 +74,10 @@ OPERATIONS = (
     Operation("optimizer", ("triton", "te", "torch", "reference")),
 )
 """All of them, in the order of the keys of `kernels`."""
+
+
+WIDEST_HEAD = 256
+"""Of Triton's attention, as in `mtrain_kernels.attention.tiles`."""
 
 
 def routes_by_lists(run: RunConfig) -> bool:
@@ -169,6 +173,22 @@ def lacks(op: str, word: str, run: RunConfig) -> str | None:
         return "TransformerEngine's attention is not asked for the biases of model.position_embedding_type relative"
     if (op, word) == ("attention", "te") and run.model.attn_logit_softcapping is not None:
         return "TransformerEngine's attention knows no model.attn_logit_softcapping"
+    if (op, word) == ("attention", "triton"):
+        return _fused_attention_lacks(run)
+    return None
+
+
+def _fused_attention_lacks(run: RunConfig) -> str | None:
+    """What a model wants of attention that Triton's kernel has not, or None."""
+    m = run.model
+    if m.position_embedding_type == "relative":
+        return "Triton's attention knows no biases of model.position_embedding_type relative"
+    if m.attention_dropout:
+        return f"Triton's attention knows no dropout, and model.attention_dropout is {m.attention_dropout:g}"
+    latent = m.mla and max(m.mla.qk_head_dim + m.mla.qk_pos_emb_head_dim, m.mla.v_head_dim)
+    width = latent or m.head_dim
+    if width > WIDEST_HEAD:
+        return f"Triton's attention has heads of {WIDEST_HEAD} at most, and those of the model are {width} wide"
     return None
 
 
@@ -213,6 +233,9 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
         return why
     if (op, word) == ("experts", "torch") and (run.cluster.sm or 0) >= 100:
         return "torch's grouped product is wrong for experts without tokens on sm_100 (pytorch issue 172439)"
+    if (op, word) == ("attention", "torch") and obstacle(op, "triton", run, device, machine) is None:
+        what = "sinks" if run.model.softmax_type != "vanilla" else "caps" if run.model.attn_logit_softcapping else ""
+        return f"torch's kernels know no {what} of scores but as a number for each pair" if what else None
     if op == "activation" and word == "triton" and run.kernels.linear == "te":
         return "megatron-core's fused activations go with TransformerEngine's layers"
     return None

@@ -13,9 +13,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
-from mtrain_kernels.attention import op, reference, short
+from mtrain_kernels.attention import flash, op, reference, short
 from mtrain_kernels.attention.partial import merge, partial_attention, with_sink
 from mtrain_kernels.attention.reference import visible
+from mtrain_kernels.attention.seen import Seen, table
 from torch import Tensor, nn
 
 from mtrain.mcore.context import Context
@@ -143,20 +144,29 @@ class CoreAttention(MegatronModule):
             raise NotImplementedError("a padding mask is not sharded over context-parallel ranks")
         blocks = context.positions(query.shape[0], cu_seqlens, query.device)
         q_at = blocks[context.block]
+        fused = op.fuses_parts(query, value, dropout_p=self._dropout_p if self.training else 0.0, impl=self.impl)
         if context.kind == "all_gather":
             key, value = context.gathered(key, value, blocks)
-            mask = self._mask(q_at, torch.arange(key.shape[0], device=query.device), causal, cu_seqlens)
-            return self._attend(query, key, value, mask, False)
+            k_at = torch.arange(key.shape[0], device=query.device)
+            if fused:
+                return self._attend_fused(query, key, value, self._seen(q_at, k_at, causal, cu_seqlens))
+            return self._attend(query, key, value, self._mask(q_at, k_at, causal, cu_seqlens), False)
         sink: Tensor | None = self.softmax_offset
         if sink is not None:
             sink = sink[context.head_slice(query.shape[2])]
         query, key, value = (context.to_heads(x) for x in (query, key, value))
-        if context.outer is None:
-            mask = self._mask(q_at, q_at, causal, cu_seqlens)
-            out = self._attend(query, key, value, mask, False, sink)
+        order = torch.argsort(q_at) if fused and context.inner is not None else None
+        if order is not None:  # the fused kernel wants positions that ascend
+            query, key, value = (x.index_select(0, order) for x in (query, key, value))
+            blocks = blocks.sort(1).values
+            q_at = blocks[context.block]
+        if context.outer is not None:
+            out = self._ring(context, query, key, value, causal, cu_seqlens, blocks, sink, fused)
+        elif fused:
+            out = self._attend_fused(query, key, value, self._seen(q_at, q_at, causal, cu_seqlens), sink)
         else:
-            out = self._ring(context, query, key, value, causal, cu_seqlens, blocks, sink)
-        return context.to_tokens(out)
+            out = self._attend(query, key, value, self._mask(q_at, q_at, causal, cu_seqlens), False, sink)
+        return context.to_tokens(out if order is None else out.index_select(0, torch.argsort(order)))
 
     def _ring(
         self,
@@ -168,6 +178,7 @@ class CoreAttention(MegatronModule):
         cu_seqlens: Tensor | None,
         blocks: Tensor,
         sink: Tensor | None,
+        fused: bool,
     ) -> Tensor:
         """Attention to one block of keys after another, each handed on by the rank before.
 
@@ -176,7 +187,7 @@ class CoreAttention(MegatronModule):
         """
         dropout_p = self._dropout_p if self.training else 0.0
         size, here = blocks.shape[0], context.block
-        options: dict[str, Any] = {"scale": self._scale, "softcap": self.softcap, "dropout_p": dropout_p}
+        options: dict[str, Any] = {"scale": self._scale, "softcap": self.softcap}
         q, both = query.permute(1, 2, 0, 3), torch.cat([key, value], dim=-1)
         out = lse = None
         for step in range(size):
@@ -184,11 +195,16 @@ class CoreAttention(MegatronModule):
                 both = context.pass_on(both)
             k, v = (x.permute(1, 2, 0, 3) for x in both.split([key.shape[-1], value.shape[-1]], dim=-1))
             k_at = blocks[(here - step) % size]
-            mask = self._mask(blocks[here], k_at, causal, cu_seqlens)
-            if mask is None:
-                mask = torch.ones((len(blocks[here]), len(k_at)), dtype=torch.bool, device=q.device)
-            with self._random_state(dropout_p):
-                part = partial_attention(q, k, v, mask=mask, **options)
+            if fused:
+                part = flash.partial_attention(
+                    q, k, v, seen=self._seen(blocks[here], k_at, causal, cu_seqlens), **options
+                )
+            else:
+                mask = self._mask(blocks[here], k_at, causal, cu_seqlens)
+                if mask is None:
+                    mask = torch.ones((len(blocks[here]), len(k_at)), dtype=torch.bool, device=q.device)
+                with self._random_state(dropout_p):
+                    part = partial_attention(q, k, v, mask=mask, dropout_p=dropout_p, **options)
             out, lse = part if out is None or lse is None else merge(out, lse, *part)
         assert out is not None
         assert lse is not None
@@ -219,8 +235,24 @@ class CoreAttention(MegatronModule):
             elif self.impl == "reference":
                 out = reference.attention(q, k, v, **options)
             else:
-                out = op.attention(q, k, v, **options, **(limits or {}), impl=self.impl)
+                impl = "auto" if mask is not None else self.impl  # no kernel that has a name here takes any mask
+                out = op.attention(q, k, v, **options, **(limits or {}), impl=impl)
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+    def _attend_fused(
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Seen, sink: Tensor | None = None
+    ) -> Tensor:
+        """Attention to what a table of positions leaves to be seen, by our fused kernel."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        sink = self.softmax_offset if sink is None else sink
+        out = flash.attention(q, k, v, seen=seen, sink=sink, scale=self._scale, softcap=self.softcap)
+        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+    def _seen(self, q_at: Tensor, k_at: Tensor, causal: bool, cu_seqlens: Tensor | None) -> Seen:
+        """What queries at ascending positions see of keys at such, as `_mask` says it."""
+        left, right = self._window or (-1, -1)
+        window = left, 0 if causal else right
+        return Seen(*window, table=table(q_at, k_at, window, cu_seqlens))
 
     def _random_state(self, dropout_p: float) -> AbstractContextManager[Any]:
         # under sequence parallelism the whole block runs in the tracker's state already

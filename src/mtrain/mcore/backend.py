@@ -194,7 +194,7 @@ def provider(
 
 _WORDS: dict[str, tuple[str | None, ...]] = {
     "norm": ("reference", "triton", "te"),
-    "attention": ("reference", "torch", "te"),
+    "attention": ("reference", "torch", "triton", "te"),
     "linear": ("reference", "triton", "te"),
     "activation": ("reference", "triton", None),
     "experts": ("reference", "triton", "torch", "te", None),

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_utils import get_capacity, get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.moe.router import TopKRouter
+from mtrain_kernels.attention import backends, op
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -62,11 +63,14 @@ def shaped() -> Iterator[None]:
         mock.patch.object(token_dispatcher.MoEAlltoAllTokenDispatcher, "__init__", init),
         mock.patch.object(token_dispatcher, "gather_from_sequence_parallel_region", gather),
         mock.patch.object(schedules, "deallocate_output_tensor", free),
+        mock.patch.object(backends, "triton_obstacle", _unasked),  # of attention that nobody launches
         mock.patch.object(param_and_grad_buffer, "validate_uneven_dtensor", _unasked),
         mock.patch.object(param_and_grad_buffer, "update_uneven_dtensor_chunk_metadata", _unasked),
         mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes),
     ):
+        op._decide.cache_clear()
         yield
+    op._decide.cache_clear()
 
 
 def _tracked() -> dict[str, Any]:
@@ -77,7 +81,7 @@ def _tracked() -> dict[str, Any]:
 
 
 def _unasked(tensor: Any) -> None:
-    """Where parts of other ranks begin, of parts that are not alike: nobody answers, and only checkpoints need it."""
+    """Where parts of other ranks begin, of parts that are not alike, or what is against Triton: nobody answers."""
 
 
 def _in_turn(tokens: int, experts: int, k: int, config: Any) -> Tensor:

@@ -33,9 +33,12 @@ class Heads:
 def core_attention(g: Graph, r: Rank, h: Heads) -> Tensor:
     """Attention; what the output projection reads."""
     with g.recomputed("core_attention", h.q, h.k, h.v, when=r.recomputes("core_attn")):
+        ring = r.layout.cp > 1 and r.layout.cp_comm_type in ("p2p", "a2a+p2p")
+        if ring and r.words["attention"] == "triton":
+            return _fused_ring(g, r, h)
         if r.words["attention"] != "reference":
             return _fused(g, r, h)
-        if r.layout.cp > 1 and r.layout.cp_comm_type in ("p2p", "a2a+p2p"):
+        if ring:
             return _ring(g, r, h)
         return _written_out(g, r, h)
 
@@ -56,6 +59,37 @@ def _fused(g: Graph, r: Rank, h: Heads) -> Tensor:
     keeps, products = [h.q, k, v, out, numbers], _products(r, h, r.length, r.whole, h.n)
     g.add("core_attention", keeps, products, exchanges=_between_ranks(r, h), seen=seen(r, h))
     return out
+
+
+def _fused_ring(g: Graph, r: Rank, h: Heads) -> Tensor:
+    """One block of keys after another by a kernel that holds no scores; results of parts are in fp32."""
+    inner, steps = _around(r)
+    n, groups, s = h.n // inner, max(1, h.groups // inner), r.length * inner
+    rows, out, a = r.samples * n * s, r.samples * n * s * h.v_width * FP32, r.element
+    q = h.q if inner == 1 else Tensor(rows * h.width * a)
+    results = [Tensor(out) for _ in range(steps)]
+    numbers = [Tensor(rows * FP32) for _ in range(steps)]
+    products, exchanges, part = _products(r, h, s, s, n), _between_ranks(r, h), seen(r, h)
+    for i in range(steps):
+        both = Tensor(r.samples * s * groups * (h.width + h.v_width) * a)
+        table = Tensor(4 * s * FP32, constant=True)
+        keeps = [q, both, results[i], numbers[i], table]
+        g.add("core_attention", keeps, products, exchanges=exchanges if i == 0 else [], seen=part)
+    merged, sums = results[0], numbers[0]
+    for i in range(1, steps):
+        shares = [Tensor(rows * FP32) for _ in range(2)]
+        total = Tensor(rows * FP32)
+        g.add("core_attention.merge", [merged, results[i], sums, numbers[i], total, *shares])
+        merged, sums = Tensor(out), total
+    return Tensor(r.tokens * h.n * h.v_width * a)
+
+
+def _around(r: Rank) -> tuple[int, int]:
+    """Ranks that exchange a sequence for heads, and those that pass keys on."""
+    if r.layout.cp_comm_type == "a2a+p2p":
+        inner, outer = r.layout.hierarchical_cp_sizes or (1, r.layout.cp)
+        return inner, outer
+    return 1, r.layout.cp
 
 
 def seen(r: Rank, h: Heads) -> float:
@@ -148,9 +182,7 @@ def _capped(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Tensor]:
 
 def _ring(g: Graph, r: Rank, h: Heads) -> Tensor:
     """One block of keys after another, written out, in fp32."""
-    b, steps, inner = r.samples, r.layout.cp, 1
-    if r.layout.cp_comm_type == "a2a+p2p":
-        inner, steps = r.layout.hierarchical_cp_sizes or (1, r.layout.cp)
+    b, (inner, steps) = r.samples, _around(r)
     n, s = h.n // inner, r.length * inner
     rows, out = b * n * s, b * n * s * h.v_width
     for _ in range(steps):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mtrain.config.devices import CPU
 from mtrain.config.resolve import resolve
 from mtrain.config.run import RunConfig
+from mtrain.models.rank import Rank
 from mtrain.plan.shrink import MACHINE, on_a_cpu
 
 
@@ -12,9 +13,11 @@ def portable(run: RunConfig) -> RunConfig:
     """A resolved run with its model, layout and batch as they are, on synthetic tokens.
 
     TransformerEngine's, Triton's and torch's kernels for a GPU become those of a CPU, which keep what they keep; who
-    makes the loss stays as it was named. Products in eight bits become products in the format beside them.
+    makes the loss stays as it was named, and so does Triton's attention, beside which a CPU's keeps scores. Products
+    in eight bits become products in the format beside them.
     """
     kernels = {**on_a_cpu(run), **({"loss": "megatron"} if run.kernels.loss == "megatron" else {})}
+    kernels |= {"attention": "triton"} if Rank.of(run).words["attention"] == "triton" else {}
     values = {
         "precision": run.precision.unquantized(run.precision.format),
         "data": run.data.model_copy(update={"kind": "mock", "path": None, "blend": None, "blend_weights": None}),

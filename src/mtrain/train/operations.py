@@ -79,6 +79,10 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         return _attention(args[0], args[1], args[2])
     if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return _attention(args[1], args[2], args[3]) * 5 // 2
+    if packet._qualified_op_name == "mtrain::attention":
+        return _attention(args[0], args[1], args[2])
+    if packet._qualified_op_name == "mtrain::attention_backward":
+        return _attention(args[2], args[3], args[4]) * 5 // 2
     formula = flop_registry.get(_IN_PLACE.get(packet, packet))
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 

@@ -28,6 +28,8 @@ from mtrain.train.shapes import Shapes
 aten = torch.ops.aten
 OWN = "mtrain"
 """Operations that `mtrain_kernels` registers."""
+WITHOUT_SCORES = ("mtrain::attention", "mtrain::attention_backward")
+"""Those of them that have no inside but a kernel's: what they read and make is all that there is."""
 PARTS = ("weights", "gradients", "optimizer", "other", "activations", "recompute", "temporary")
 """What a storage is: `other` was there before the step, `temporary` is what autograd does not keep."""
 HOST = "host"
@@ -155,6 +157,12 @@ class Recorder(TorchDispatchMode):
         if self._quiet:
             return func(*args, **kwargs)
         own = OPDEFS.get(func._schema.name) if func.namespace == OWN else None
+        if own is not None and func._schema.name in WITHOUT_SCORES:
+            with self:
+                out = own._abstract_fn(*args, **kwargs)  # type: ignore[misc]
+            place = self._place()
+            self.operations.add(func, place.phase, place.module, args, kwargs, tensors, out)
+            return out
         if own is not None:  # what is inside of an operation of ours is seen as well
             with self:
                 return own._init_fn(*args, **kwargs)

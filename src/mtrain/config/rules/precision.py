@@ -48,10 +48,14 @@ def kernel_runs_on_the_device(key: str) -> Rule:
 
 @rule(
     Code("MT409", example="model.attn_logit_softcapping=50 kernels.attention=te cluster=h100x8 parallel=single"),
-    reads="kernels.attention model.attn_logit_softcapping model.position_embedding_type",
+    reads=(
+        "kernels.attention model.attn_logit_softcapping model.position_embedding_type model.attention_dropout "
+        "model.mla model.kv_channels model.hidden_size model.num_attention_heads model.mla.qk_head_dim "
+        "model.mla.qk_pos_emb_head_dim model.mla.v_head_dim"
+    ),
 )
 def attention_knows_the_cap(run: RunConfig) -> Iterator[Finding]:
-    """Attention that is named bounds its logits where the model says so."""
+    """Attention that is named has what the model asks of it."""
     why = lacks("attention", run.kernels.attention or "", run)
     if why is not None:
         fixes: tuple[Change, ...] = ({"kernels.attention": "torch"}, {"kernels.attention": "reference"})
