@@ -86,7 +86,7 @@ def step_time(run: RunConfig, reached: Efficiencies | None = None) -> StepTime:
 def unknown(run: RunConfig) -> tuple[str, ...]:
     """Keys of the cluster of a resolved run that have to be known to say how long a step takes."""
     p, cluster = run.precision, run.cluster
-    formats = [p.format, p.multiplies_in]
+    formats: list[str] = [p.format, p.multiplies_in]
     orthogonal = OPTIMIZERS[run.optim.name].orthogonal
     formats += [orthogonal(run).format] if orthogonal else []
     found = missing(cluster, tuple(dict.fromkeys(formats)), run.parallel.ranks or 1)
