@@ -261,9 +261,9 @@ class ModelConfig(Section):
     ] = False
     """mtp_num_layers: their loss trains their own layers alone, whose gradient norm is taken and clipped apart.
     With megatron-core 0.19."""
-    mtp_use_repeated_layer: Annotated[bool, Key(when="model.mtp_num_layers>1", flag="--mtp-use-repeated-layer")] = (
-        False
-    )
+    mtp_use_repeated_layer: Annotated[
+        bool, Key(when="model.mtp_num_layers>1", flag="--mtp-use-repeated-layer")
+    ] = False
     """mtp_num_layers above 1: one layer is used so many times, each time on what it gave, with the same weights."""
     final_logit_softcapping: Annotated[
         PositiveFloat | None, Key(effect=Effect.NUMERICS, hf="final_logit_softcapping")

@@ -28,6 +28,19 @@ class ParamGroup:
     """Keys of the torch optimizer's parameter group."""
 
 
+@dataclass(frozen=True)
+class Orthogonal:
+    """Matrices that an update orthogonalises by Newton-Schulz steps."""
+
+    matrices: Callable[[str, tuple[int, ...]], tuple[tuple[int, int], ...]]
+    """Rows and columns of those of a parameter with this name and shape."""
+    steps: int
+    format: str
+    """They are multiplied in."""
+    whole: bool
+    """Gathered from tensor-parallel ranks before."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """The specification of an optimizer: one module of `mtrain.config.optimizers` holds it as `OPTIMIZER`."""
@@ -56,8 +69,8 @@ class Optimizer:
     groups: Callable[[Run], tuple[ParamGroup, ...]] = lambda run: ()
     cannot: Mapping[Feature, str] = field(default_factory=dict)
     """What it cannot be combined with, and why: the clause after a sentence that says so."""
-    matrices: Callable[[Run, str, tuple[int, ...]], tuple[tuple[int, int], ...]] | None = None
-    """Rows and columns of what its update orthogonalises of the parameter `name` of such a shape; None: of none."""
+    orthogonal: Callable[[Run], Orthogonal] | None = None
+    """What its update orthogonalises; None: nothing."""
     of_adamw_lr: float = 1.0
     """Its rate where adamw takes 1, as published rates are those of adamw."""
     usual_lr: tuple[float, float] | None = None

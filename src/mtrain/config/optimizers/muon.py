@@ -1,13 +1,14 @@
 """Muon (Jordan et al. 2024): momentum whose matrices are orthogonalised; AdamW for everything else."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from mtrain.config.base import Beta, Flag, Key, PositiveFloat, Section
 from mtrain.config.formats import MainFormat
-from mtrain.config.optimizer import NO_MATRICES, Optimizer, ParamGroup, Run, only
+from mtrain.config.optimizer import NO_MATRICES, Optimizer, Orthogonal, ParamGroup, Run, only
 from mtrain.config.optimizers import adamw
 
 
@@ -112,6 +113,11 @@ def _matrices(run: Run, name: str, shape: tuple[int, ...]) -> tuple[tuple[int, i
     return tuple((rows // sum(each) * part, columns) for part in each)
 
 
+def _orthogonal(run: Run) -> Orthogonal:
+    muon = run.optim.muon
+    return Orthogonal(partial(_matrices, run), muon.num_ns_steps, muon.ns_dtype, muon.tp_mode != "blockwise")
+
+
 def _build(run: Run) -> tuple[type, dict[str, Any]]:
     from mtrain.devices.dtypes import torch_dtype
     from mtrain.mcore.muon import ParallelMuon
@@ -142,6 +148,6 @@ OPTIMIZER = Optimizer(
         "adapters": "it orthogonalises whole matrices, and those of a fused layer are several in one",
         "cpu_offload": "the processor would take long for its matrix products",
     },
-    matrices=_matrices,
+    orthogonal=_orthogonal,
     megatron_name="muon",
 )

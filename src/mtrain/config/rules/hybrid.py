@@ -85,9 +85,9 @@ SECTION_OF = {kind: f"model.{section}" for kind, section in DESCRIBED.items() if
 
 
 @rule(
-    Code("MT278", example=f"{TINY} model.num_layers=4 model.hybrid.pattern=MG*-"),
+    Code("MT269", example=f"{TINY} model.num_layers=4 model.hybrid.pattern=MG*-"),
     Code(
-        "MT279",
+        "MT270",
         "The section of a kind of layer that the pattern does not have.",
         example=f"{TINY} model.linear_attention={{}}",
     ),
@@ -107,9 +107,9 @@ def attention_is_described(run: RunConfig) -> Iterator[Finding]:
         described, has = getattr(run.model, path.removeprefix("model.")) is not None, kind in h.pattern
         others: Change = {PATTERN: h.pattern.replace(kind, ATTENTION)}
         if has and not described:
-            yield Finding("MT278", PATTERN, f"{kind} is {KINDS[kind]}, and {path} is null", (others, {path: {}}))
+            yield Finding("MT269", PATTERN, f"{kind} is {KINDS[kind]}, and {path} is null", (others, {path: {}}))
         if described and not has:
-            yield Finding("MT279", path, f"{PATTERN} {h.pattern} has no {kind}", ({path: None},))
+            yield Finding("MT270", path, f"{PATTERN} {h.pattern} has no {kind}", ({path: None},))
     if ATTENTION in h.pattern and LATENT in h.pattern:
         rule = f"{ATTENTION} beside {LATENT}: megatron-core builds no model with both kinds of softmax attention"
         without: Change = {PATTERN: h.pattern.replace(LATENT, ATTENTION), "model.mla": None}
@@ -171,7 +171,7 @@ def cp_divides_mamba_heads(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(
-    Code("MT278", example=f"{TINY} precision=fp8_tensorwise cluster=h100 kernels.linear=te"),
+    Code("MT449", example=f"{TINY} precision=fp8_tensorwise cluster=h100 kernels.linear=te"),
     reads="model.family precision.fp8 kernels.linear kernels.default cluster.device",
 )
 def products_in_8_bits_are_ours(run: RunConfig) -> Iterator[Finding]:
@@ -182,7 +182,7 @@ def products_in_8_bits_are_ours(run: RunConfig) -> Iterator[Finding]:
     if _own(run) is None or run.precision.fp8 is None or word not in ("te", "auto") or not cuda:
         return
     rule = f"linear layers of hybrids multiply in 8 bits by kernels of ours, and kernels.linear is {word}"
-    yield Finding("MT278", "kernels.linear", rule, ({"kernels.linear": "triton"},), also=("precision.fp8",))
+    yield Finding("MT449", "kernels.linear", rule, ({"kernels.linear": "triton"},), also=("precision.fp8",))
 
 
 RULES = (

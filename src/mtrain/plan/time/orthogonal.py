@@ -50,14 +50,14 @@ class Matrix:
 def matrices_of(run: RunConfig, held: Iterable[Stage]) -> Counter[Matrix]:
     """Those of the (virtual) stages of a rank; none where the optimizer orthogonalises nothing."""
     optimizer, family, found = OPTIMIZERS[run.optim.name], family_of(run.model), Counter[Matrix]()
-    if optimizer.matrices is None or family.weights is None:
+    if optimizer.orthogonal is None or family.weights is None:
         return found
-    p = run.parallel
-    alone = p if run.optim.muon.tp_mode == "blockwise" else p.model_copy(update={"tp": 1, "etp": 1})
+    p, how = run.parallel, optimizer.orthogonal(run)
+    alone = p.model_copy(update={"tp": 1, "etp": 1}) if how.whole else p
     for stage in held:
         pairs = zip(stage_weights(run, stage), family.weights(run.model, alone, stage), strict=True)
         for weight, whole in pairs:
-            parts = () if weight.frozen else optimizer.matrices(run, weight.name, whole.shape)
+            parts = () if weight.frozen else how.matrices(weight.name, whole.shape)
             if parts:
                 found[Matrix(weight.shape, parts, weight.expert, weight.shape != whole.shape)] += 1
     return found
@@ -100,13 +100,14 @@ def shared_out(matrices: Mapping[Matrix, int], ranks: int) -> set[frozenset[tupl
 
 def _seconds(run: RunConfig, owned: Iterable[tuple[Matrix, int]], device: Device, reached: Efficiencies) -> float:
     """Of one rank's matrices."""
-    form, p = run.optim.muon.ns_dtype or "fp32", run.parallel
-    element, links = bytes_of(form), Links(device, reached)
-    kernels = Kernels(device, reached, form, form, form, element)
+    orthogonal, p, links = OPTIMIZERS[run.optim.name].orthogonal, run.parallel, Links(device, reached)
+    assert orthogonal is not None
+    how = orthogonal(run)
+    kernels = Kernels(device, reached, how.format, how.format, how.format, bytes_of(how.format))
     total = 0.0
     for one, number in owned:
         for rows, columns in one.parts:
-            total += _steps(run.optim.muon.num_ns_steps or 0, number, rows, columns, kernels)
+            total += _steps(how.steps, number, rows, columns, kernels)
         if one.gathered:
             size = sum(rows * columns for rows, columns in one.parts) * FP32
             ranks = Group(p.etp or p.tp if one.expert else p.tp, 1)

@@ -86,8 +86,9 @@ def step_time(run: RunConfig, reached: Efficiencies | None = None) -> StepTime:
 def unknown(run: RunConfig) -> tuple[str, ...]:
     """Keys of the cluster of a resolved run that have to be known to say how long a step takes."""
     p, cluster = run.precision, run.cluster
-    formats = [p.format, p.multiplies_in]
-    formats += [run.optim.muon.ns_dtype or p.format] if OPTIMIZERS[run.optim.name].matrices else []
+    formats: list[str] = [p.format, p.multiplies_in]
+    orthogonal = OPTIMIZERS[run.optim.name].orthogonal
+    formats += [orthogonal(run).format] if orthogonal else []
     found = missing(cluster, tuple(dict.fromkeys(formats)), run.parallel.ranks or 1)
     away = run.optim.cpu_offload > 0 and not facts_of(cluster.device).on_host
     return (*found, "cluster.host_link_gbps") if away and cluster.host_link_gbps is None else found
