@@ -29,7 +29,7 @@ class Over:
 
     stage: int
     needed: int
-    """Bytes, without what the allocator is assumed to hold in pieces."""
+    """Bytes, without what the allocator is assumed to hold in pieces unless that was asked for."""
     parts: dict[str, int]
 
     def largest(self) -> str:
@@ -38,20 +38,28 @@ class Over:
         return ", ".join(f"{name} {bytes_(size)}" for name, size in most)
 
 
-def over(run: RunConfig, holds: int) -> Over | None:
-    """The stage that needs the most, where that is more than a device `holds`; None: it fits, or nobody knows."""
+def over(run: RunConfig, holds: int, *, reserve: bool = False) -> Over | None:
+    """The stage that needs the most, where that is more than a device `holds`; None: it fits, or nobody knows.
+
+    With a `reserve`, what the allocator is assumed to hold in pieces has to fit too.
+    """
     if not _is_small(run):
         return None
     try:
         stages = stage_memories(run)
     except ValueError:  # stages that do not fit the model, of which the rules have said so
         return None
-    worst = max(stages, key=_certain)
-    return Over(worst.stage, _certain(worst), worst.parts) if _certain(worst) > holds else None
+    size = _whole if reserve else _certain
+    worst = max(stages, key=size)
+    return Over(worst.stage, size(worst), worst.parts) if size(worst) > holds else None
 
 
 def _certain(stage: StageMemory) -> int:
     return stage.peak - stage.parts["reserve"]
+
+
+def _whole(stage: StageMemory) -> int:
+    return stage.peak
 
 
 def _is_small(run: RunConfig) -> bool:
@@ -62,12 +70,12 @@ def _is_small(run: RunConfig) -> bool:
 
 
 def cheapest(run: RunConfig, holds: int) -> str:
-    """The first change, of those that cost little before those that cost much, with which the plan fits and no other
-    rule is broken; empty where there is none."""
+    """The first change, of those that cost little before those that cost much, with which all of the plan fits and no
+    other rule is broken; empty where there is none."""
     broken = {finding.code for finding in findings(run)}
     for step in _changes(run):
         changed = apply(run, step)
-        fits = _is_small(changed) and over(changed, holds) is None
+        fits = _is_small(changed) and over(changed, holds, reserve=True) is None
         if fits and {finding.code for finding in findings(changed)} <= broken:
             return " ".join(override(key, value) for key, value in step.items())
     return ""
@@ -105,6 +113,8 @@ def _recomputed(run: RunConfig) -> Iterator[Change]:
     if again.granularity == "none":
         modules = ["layernorm", *["moe_act"] * (m.moe is not None), *["mla_up_proj"] * (m.mla is not None)]
         yield {"parallel.recompute.granularity": "selective", MODULES: modules}
+        more = [*(word for word in modules if word != "moe_act"), "mlp" if m.moe is None else "moe"]
+        yield {"parallel.recompute.granularity": "selective", MODULES: more}
     if again.granularity != "full":
         yield {"parallel.recompute.granularity": "full", **({MODULES: None} if again.modules else {})}
     elif again.method == "block":
