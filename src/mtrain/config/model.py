@@ -259,11 +259,10 @@ class ModelConfig(Section):
     mtp_detach_heads: Annotated[
         bool, Key(feeds="mtp_detach_heads", when="model.mtp_num_layers", effect=Effect.NUMERICS)
     ] = False
-    """mtp_num_layers: their loss trains their own layers alone, whose gradient norm is taken and clipped apart.
-    With megatron-core 0.19."""
-    mtp_use_repeated_layer: Annotated[
-        bool, Key(when="model.mtp_num_layers>1", flag="--mtp-use-repeated-layer")
-    ] = False
+    """mtp_num_layers: their loss trains their own layers alone, with a gradient norm of their own. In 0.19."""
+    mtp_use_repeated_layer: Annotated[bool, Key(when="model.mtp_num_layers>1", flag="--mtp-use-repeated-layer")] = (
+        False
+    )
     """mtp_num_layers above 1: one layer is used so many times, each time on what it gave, with the same weights."""
     final_logit_softcapping: Annotated[
         PositiveFloat | None, Key(effect=Effect.NUMERICS, hf="final_logit_softcapping")
@@ -362,8 +361,7 @@ class ModelConfig(Section):
     @property
     def rotary_constant_to(self) -> float:
         """Tokens up to which rotary frequencies do not depend on the length of a sequence."""
-        scaling = self.rope_scaling
-        if scaling is None or scaling.rope_type not in ("dynamic", "longrope"):
+        if (scaling := self.rope_scaling) is None or scaling.rope_type not in ("dynamic", "longrope"):
             return math.inf
         known = scaling.original_max_position_embeddings if scaling.rope_type == "longrope" else None
         return known or self.max_position_embeddings

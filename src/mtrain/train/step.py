@@ -245,7 +245,8 @@ def _next_step(plan: Sequence[Stage], end: int, place: Place) -> Place | None:
 
 def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:
     """Run the micro-batches of a step; on the last stage, what `sum_loss` reports of each."""
-    stays = not forward_only and parts.run.parallel.fsdp == "none"  # FSDP gathers a weight anew for each use
+    run = parts.run  # FSDP gathers a weight anew for each use, and a captured graph knows nothing of other graphs
+    stays = not forward_only and run.parallel.fsdp == "none" and run.trainer.cuda_graph_impl == "none"
     with weights_stay() if stays else nullcontext():
         return (parts.schedule or run_pipeline)(parts, batches, forward_only=forward_only)
 
