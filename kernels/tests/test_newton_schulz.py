@@ -69,6 +69,12 @@ def test_a_symmetric_product_is_that_of_the_definition(shape: tuple[int, int, in
         compare(inputs(*shape, dtype, added=False))
 
 
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_many_columns_are_added_up_in_fp32_and_rounded_once(impl: str) -> None:
+    found = inputs(1, 8, 1536, torch.bfloat16, added=False)
+    parity.check_format(partial(op.symmetric_product, impl=impl), reference.symmetric_product, found)
+
+
 def test_a_product_is_symmetric_to_the_bit() -> None:
     found = op.symmetric_product(drawn(2, 140, 90, dtype=torch.bfloat16), impl="triton")
     assert torch.equal(found, found.mT)

@@ -30,6 +30,8 @@ UNFIT_FOR_TP2 |= {name: ["parallel.etp=1"] for name in ("gpt_oss_tiny", "gpt_oss
 UNFIT_FOR_TP2 |= {f"mamba2_{size}": ["parallel=single"] for size in ("130m", "370m", "780m", "1.3b", "2.7b")}
 UNFIT_FOR_TP2["mamba2_130m"].append("trainer.global_batch_size=1")
 UNFIT_FOR_TP2["mamba2_370m"].append("trainer.global_batch_size=1")
+UNFIT_FOR_TP2 |= {f"granite4_h_{size}": ["parallel=single"] for size in ("350m", "micro", "tiny", "small")}
+UNFIT_FOR_TP2["granite4_h_350m"].append("trainer.global_batch_size=1")
 UNFIT_FOR_TP2["image_text"] = ["model=llava_tiny"]
 
 

@@ -53,7 +53,8 @@ def test_the_same_seed_draws_the_same_configurations() -> None:
 
 @pytest.mark.parametrize("fault", ["loss", "build"])
 def test_what_does_not_train_is_seen(fault: str) -> None:
-    drawn = next(d for d in cases(50, SEED) if d.raw.parallel.ranks in (None, 1) and d.raw.parallel.tp == 1)
+    alone = (d for d in cases(50, SEED) if d.raw.parallel.ranks in (None, 1) and d.raw.parallel.tp == 1)
+    drawn = next(d for d in alone if (d.raw.optim.name, d.raw.optim.schedule_counts) == ("adamw", "updates"))
     change = {"loss": {"optim": {"lr": 1e38}}, "build": {"model": {"num_query_groups": 3}}}[fault]
     raw = drawn.raw.model_copy(update={k: getattr(drawn.raw, k).model_copy(update=v) for k, v in change.items()})
     assert validated(Drawn(raw)).fault

@@ -149,6 +149,7 @@ ODD: dict[str, Any] = {
     "model.rope_scaling_factor": 8.0,
     "model.window_size": 16,
     "model.linear_attention": {},
+    "model.mup": {"base_hidden_size": 64},
     "model.attention_output_gate": True,
     "model.softmax_scale": 0.5,
     "model.attn_logit_softcapping": 50.0,

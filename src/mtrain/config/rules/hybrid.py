@@ -179,7 +179,7 @@ def products_in_8_bits_are_ours(run: RunConfig) -> Iterator[Finding]:
     k = run.kernels
     word = k.linear or ("reference" if k.default == "reference" else "auto")
     cuda = facts_of(run.cluster.device).cuda_kernels
-    if _own(run) is None or run.precision.fp8 is None or word not in ("te", "auto") or not cuda:
+    if run.model.family != "hybrid" or run.precision.fp8 is None or word not in ("te", "auto") or not cuda:
         return
     rule = f"linear layers of hybrids multiply in 8 bits by kernels of ours, and kernels.linear is {word}"
     yield Finding("MT449", "kernels.linear", rule, ({"kernels.linear": "triton"},), also=("precision.fp8",))
