@@ -57,6 +57,8 @@ POLICY: dict[str, str] = {
     "MT251": "text of one token trains, and there is nothing beside it to learn from",
     **dict.fromkeys(("MT444", "MT445"), "a GPU multiplies blocks of 16; what stands for it on a CPU takes any width"),
     "MT268": "megatron-core's releases count layers of multi-token prediction differently: a window, or none",
+    "MT174": "no CPU copies activations elsewhere: it would train as if nobody had asked",
+    "MT446": "no layer would be left in the format that was named",
     "MT461": "another implementation would update some of the weights, and one was named for all",
     "MT250": "two special tokens with one id train, and mean two things",
     "MT204": "positions that the model was not made for: it trains, and what it learns there is not what was meant",
