@@ -31,11 +31,13 @@ from mtrain.plan.tune.costs import Costs
 from mtrain.plan.tune.search import Found, Task
 from mtrain.plan.tune.space import AXES, Change, Space, changed
 from mtrain.plan.tune.split import balanced
+from mtrain.plan.tune.state import state_of
 from tests.support.configs import LAPTOP
 from tests.support.covering import some
 
 FEW = "model=llama32_1b cluster=h100 data.seq_length=4096"
 ONE_B = f"{FEW} cluster.devices_per_node=4 trainer.global_batch_size=16"
+H100 = ("cluster=h100", "precision=bf16", "optim=adamw")
 PLAIN = {"optim.cpu_offload": 0.0, "parallel.fsdp": "none", "parallel.cp": 1, "trainer.micro_batch_size": 1}
 
 
@@ -227,6 +229,17 @@ def test_auto_is_recorded_as_what_was_chosen(tmp_path: Path) -> None:
     again = load([f"run={file}"], LAPTOP, {}, to_run=False)
     assert again.run.digest() == loaded.run.digest()
     assert again.run.parallel == p
+
+
+def test_main_weights_of_an_offloaded_optimizer_stay_on_the_device() -> None:
+    """Else layouts that do not fit are planned one after the other; a state that FSDP shards is never offloaded."""
+    words = f"model=llama3_8b parallel=dp8 parallel.distributed_optimizer=true {' '.join(H100)}"
+    here, away = (
+        load([*words.split(), f"optim.cpu_offload={part}"], LAPTOP, {}, to_run=False).run for part in (0.0, 1.0)
+    )
+    assert state_of(here).other - state_of(away).other == (4 + 4) / 8
+    offered = list(Space(away, {}, (1.0, 1.0)).options("state", away))
+    assert {change["parallel.fsdp"] for change in offered if change["optim.cpu_offload"]} == {"none"}
 
 
 def test_where_nothing_fits_it_says_what_comes_near_and_what_helps() -> None:

@@ -216,7 +216,7 @@ class Space:
                 kinds += [{"parallel.fsdp": kind, "parallel.distributed_optimizer": False}] if kind != "none" else []
         offloads = [0.0] if run.cluster.host_link_gbps is None else [0.0, 1.0]
         for kind in kinds:
-            for part in self._of("optim.cpu_offload", offloads):
+            for part in self._of("optim.cpu_offload", offloads if kind["parallel.fsdp"] == "none" else [0.0]):
                 yield {**self._overlap(run, kind, replicated=p.dp * p.cp > 1), "optim.cpu_offload": part}
 
     def _overlap(self, run: RunConfig, kind: Change, *, replicated: bool) -> Change:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mtrain.config.formats import bytes_of
 from mtrain.config.run import RunConfig
 from mtrain.plan.rank import quantized_bytes
+from mtrain.plan.states import main_weight_bytes
 from mtrain.plan.time.update import update_bytes
 
 
@@ -32,7 +33,8 @@ def state_of(run: RunConfig) -> State:
     """What an element takes where the state is sharded as a layout says."""
     p, precision = run.parallel, run.precision
     weights = bytes_of(precision.format) + bytes_of("fp32" if precision.grad_reduce_in_fp32 else precision.format)
-    state = update_bytes(run) * (1 - run.optim.cpu_offload)
+    main = main_weight_bytes(run)  # of what is offloaded the moments are in host memory
+    state = main + (update_bytes(run) - main) * (1 - run.optim.cpu_offload)
     took = []
     for copies in _copies(run):
         sharded = copies // p.hsdp_replicas if p.fsdp != "none" else 1
