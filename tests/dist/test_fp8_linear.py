@@ -47,7 +47,8 @@ PROVEN = {
     "blockwise, tp2cp2": "precision=fp8_blockwise parallel=tp2cp2sp",
     "MLA, tp2pp2": f"precision=fp8_tensorwise parallel=tp2pp2 model=deepseek_tiny {LATENT}",
     "packed, tp2pp2": "precision=fp8_tensorwise parallel=tp2pp2 data.packed=true",
-    "hybrid, tp2 sequence parallel": "precision=fp8_tensorwise parallel=tp2sp model=nemotron_h_tiny model.hybrid.num_heads=32",
+    "hybrid, tp2 sequence parallel": "precision=fp8_tensorwise parallel=tp2sp model=nemotron_h_tiny "
+    "model.hybrid.num_heads=32",
     "predicting, tp2": "precision=fp8_tensorwise parallel=tp2 model.mtp_num_layers=1",
 }
 
