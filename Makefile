@@ -44,7 +44,7 @@ $(ENGINE): $(STAMP)
 
 ENGINE_SAMPLE := $(addprefix tests/dist/test_,$(addsuffix .py,engines fields_are_accounted_for core_fields \
   adapter_patches later_releases builders hybrid_patterns convert_boxes layouts_match families_match resume \
-  batch_ramp generation)) \
+  batch_ramp generation mup keys_of_devices)) \
   tests/dist/test_fully_sharded.py::test_a_layout_is_proven tests/unit/test_adapter_hook.py \
   tests/dist/test_op_overrides.py::test_the_loss_in_parts_trains_as_megatrons_from_all_logits \
   tests/dist/test_sparse_experts.py::test_maps_are_followed_by_kernels_as_by_megatron_core \

@@ -383,3 +383,17 @@ def test_one_file_prints() -> None:
                 f"{path}:{node.lineno}: text may come from a file; `errors.say` and `say_page` show what a terminal "  # type: ignore[attr-defined]
                 "would obey"
             )
+
+
+def test_what_waits_for_a_later_release_is_in_its_sample() -> None:
+    said = (ROOT / "Makefile").read_text()
+    sample = said.partition("ENGINE_SAMPLE :=")[2].partition("\n\n")[0]
+    waiting = [
+        path for path in (ROOT / "tests").rglob("test_*.py") if "skipif(not engine.at_least" in path.read_text()
+    ]
+    assert len(waiting) > 2
+    for path in waiting:
+        name = path.stem.removeprefix("test_")
+        assert re.search(rf"\b{name}\b", sample), (
+            f"{path.name} is skipped on the oldest release: add it to ENGINE_SAMPLE"
+        )
