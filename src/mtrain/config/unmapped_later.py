@@ -130,9 +130,8 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     (
         "OptimizerConfig",
         "not offered",
-        "SOAP: its state has other shapes than a weight, which no checkpoint here holds or cuts otherwise, and "
-        "megatron-core's is of the package emerging_optimizers, for Python 3.12",
-        "soap_shampoo_beta soap_precondition_frequency soap_use_kl_shampoo",
+        "optim.soap takes the factors of Shampoo, as its paper does",
+        "soap_use_kl_shampoo",
     ),
     (
         "OptimizerConfig",

@@ -6,11 +6,12 @@ from collections import Counter
 from functools import cache
 
 from mtrain.cli.setup import load
+from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.layout.stages import held_stages
 from mtrain.plan.time import step_time
-from mtrain.plan.time.orthogonal import Matrix, matrices_of, shared_out
+from mtrain.plan.weights import Matrix, matrices_of, shared_out
 
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
 LARGE = "model=llama3_70b cluster=h100x64 data=mock data.seq_length=4096 trainer.global_batch_size=256"
@@ -79,5 +80,8 @@ def test_tables_norms_and_other_optimizers_have_no_matrices() -> None:
 
 def test_a_matrix_that_is_alone_is_not_shared() -> None:
     large, small = (Matrix((n, n), ((n, n),), expert=False, gathered=False) for n in (1024, 64))
-    assert shared_out({large: 1, small: 3}, 4) == {frozenset({(large, 1)}), frozenset({(small, 1)})}
-    assert shared_out({large: 5}, 4) == {frozenset({(large, 1)}), frozenset({(large, 2)})}
+    muon = OPTIMIZERS["muon"].whole_matrices
+    assert muon is not None
+    how = muon(run_of(f"{LARGE} parallel=tp2pp8 optim=muon"))
+    assert shared_out({large: 1, small: 3}, 4, how) == {frozenset({(large, 1)}), frozenset({(small, 1)})}
+    assert shared_out({large: 5}, 4, how) == {frozenset({(large, 1)}), frozenset({(large, 2)})}
