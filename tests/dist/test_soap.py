@@ -16,6 +16,7 @@ from mtrain.plan.states import rank_states
 from mtrain.plan.weights import matrices_of, shared_out, update_of
 from tests.support.covering import some
 from tests.support.forked import RankFailed, run_ranks
+from tests.support.given_gradients import train_on_given
 from tests.support.runs import tiny_run, train_steps, trained, whole_tensors
 
 STEPS = 4
@@ -38,36 +39,6 @@ def _run(soap: dict[str, Any] | None = None, **keys: Any) -> Any:
     return tiny_run(**keys, optim=optim)
 
 
-def _train(run: Any, folder: Path, *, fault: bool = False) -> None:
-    """A job: steps whose gradients are numbers that depend on weight, place and step alone, and a checkpoint."""
-    from mtrain.ckpt import state as ckpt_state
-    from mtrain.mcore import sharding
-    from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.step import train_step
-    from mtrain.world.init import joined
-
-    with joined(run) as world:
-        parts = assemble(run, world, splits_of(run))
-        optimizer = parts.state.optimizer
-        step = optimizer.step
-
-        def given() -> Any:
-            for shard in sharding.gradient_shards(parts.state.chunks, optimizer):
-                seed = sum(map(ord, shard.key)) + parts.state.step
-                whole = torch.randn(shard.global_shape, generator=torch.Generator().manual_seed(seed))
-                box = whole[tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.shape, strict=True))]
-                flat = box.reshape(-1) if shard.flat is None else box.reshape(-1)[shard.flat[0] : shard.flat[1]]
-                shard.tensor.copy_(flat.view(shard.tensor.shape))
-            if fault and world.rank == 1:
-                _mix(optimizer)
-            return step()
-
-        optimizer.step = given
-        for _ in range(STEPS):
-            train_step(parts, stop_requested=False)
-        ckpt_state.save(folder, run, world, parts.state, {})
-
-
 def _mix(optimizer: Any) -> None:
     """The fault: fused weights are gathered as if their rows followed each other on each rank."""
     for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -75,7 +46,7 @@ def _mix(optimizer: Any) -> None:
 
 
 def _made(run: Any, folder: Path, *, fault: bool = False) -> dict[str, torch.Tensor]:
-    run_ranks(run.parallel.ranks or 1, lambda: _train(run, folder, fault=fault))
+    run_ranks(run.parallel.ranks or 1, lambda: train_on_given(run, folder, STEPS, spoil=_mix if fault else None))
     return whole_tensors(folder / f"step_{STEPS:08d}")
 
 
@@ -111,7 +82,8 @@ def test_a_layout_trains_as_one_rank_does(name: str) -> None:
     keys = LAYOUTS[name]
     expected, found = trained(_run(model=keys.get("model")), 3), trained(_run(**keys), 3)
     for (loss, norm), (wanted, wanted_norm) in zip(found, expected, strict=True):
-        assert loss == pytest.approx(wanted, rel=1e-5)
+        # where an expert has few tokens its gradient has directions of rounding alone, which Adam takes for others
+        assert loss == pytest.approx(wanted, rel=1e-4 if keys["model"].get("moe") else 1e-5)
         assert norm == pytest.approx(wanted_norm, rel=1e-3)
 
 

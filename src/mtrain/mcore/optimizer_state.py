@@ -156,8 +156,9 @@ def factors(chunks: list[Any], optimizer: Any) -> Iterator[tuple[LocalParam, Own
 def _known(leaf: Any, own: dict[torch.nn.Parameter, LocalParam]) -> dict[torch.Tensor, LocalParam]:
     """What this rank keeps of a parameter, by what an optimizer of whole matrices knows it as: that of the model, or
     the main weight of a whole one."""
-    sharded = isinstance(leaf, mcore.DistributedOptimizer)
-    return {**own} if sharded else {main: own[param] for param, main, _, _ in _ranges(leaf, own)}
+    if isinstance(leaf, mcore.DistributedOptimizer):
+        return dict(own.items())
+    return {main: own[param] for param, main, _, _ in _ranges(leaf, own)}
 
 
 def refresh_copies(optimizer: Any) -> None:

@@ -1,0 +1,138 @@
+"""Bugs that `engines --fixes` says are kept away by tests, each brought back: what is compared there finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from mtrain.cli import prove
+from mtrain.cli.setup import load
+from mtrain.config import engine
+from tests.museum.exhibit import replace, seeded
+from tests.support.covering import some
+from tests.support.forked import RankFailed, run_ranks
+from tests.support.runs import tiny_run, train_steps, trained
+
+SAYS = engine.at_least(0, 19)
+
+
+def scattered_without_a_gather() -> None:
+    """#5628: embeddings of images and texts are cut for sequence parallelism, and a part of their gradient returns."""
+    from megatron.core.parallel_state import get_tensor_model_parallel_group as group
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        return x.chunk(group().size())[group().rank()]
+
+    replace("mtrain.mcore.image_language_model", "scatter_to_sequence_parallel_region", cut)
+
+
+def replicas_apart() -> None:
+    """#4953: FSDP2 knows the ranks that share weights, and not those that have the same."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from mtrain.mcore import api as mcore
+
+    def mesh(device: torch.device, *, experts: bool) -> DeviceMesh:
+        part = mcore.parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+        return DeviceMesh.from_group(part, device.type)
+
+    replace("mtrain.mcore.fsdp2", "_mesh", mesh)
+
+
+def reduced_in_each_micro_batch() -> None:
+    """#6357: gradients that are sharded alone are reduced behind every micro-batch, as if each were the last."""
+    from mtrain.train import assemble
+
+    real = assemble.configure_schedule_hooks
+
+    def hooks(run: Any, chunks: list[Any], optimizer: Any) -> None:
+        real(run, chunks, optimizer)
+        chunks[0].config.no_sync_func = None
+
+    replace("mtrain.train.assemble", "configure_schedule_hooks", hooks)
+
+
+BUGS: dict[str, tuple[str, Callable[[], None]]] = {
+    "#5628": ("model=llava_tiny parallel=tp2sp", scattered_without_a_gather),
+    "#4953": ("parallel=dp4 parallel.fsdp=fsdp2 parallel.hsdp_replicas=2", replicas_apart),
+    "#6357": ("parallel=dp2 parallel.fsdp=megatron parallel.fsdp_sharding=optim_grads", reduced_in_each_micro_batch),
+}
+"""Row -> the layout that is proven, and what brings the bug back."""
+
+
+@pytest.mark.parametrize("row", some(BUGS, ["#5628"]))
+def test_a_known_bug_is_found_by_the_comparison_that_keeps_it_away(row: str) -> None:
+    words, fault = BUGS[row]
+    argv = words.split()
+    with seeded(fault):
+        rows = prove.compared(prove.shrunk(load(argv).run, argv, 3, "fp32"))
+    assert any(not row.equal for row in rows), prove.table(rows)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["megatron tp2", "megatron optimizer"])
+def test_what_an_evaluation_leaves_gathered_is_found_in_the_step_behind_it(name: str) -> None:
+    """#3155, in layouts of `test_fully_sharded.py`: nothing is freed or waited for around an evaluation."""
+    from tests.dist.test_fully_sharded import LAYOUTS, _run, _use
+
+    run = _run(LAYOUTS[name])
+    run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"eval_iters": 2})})
+
+    def faulty() -> Any:
+        from mtrain.train import generate, step
+
+        step.gathered = generate.gathered = lambda chunks: nullcontext()
+        return _use(run)
+
+    ranks = run.parallel.ranks or 1
+    right = run_ranks(ranks, _use, run)[0]
+    try:
+        wrong = run_ranks(ranks, faulty)[0]
+    except RankFailed:
+        return
+    assert wrong[2] != pytest.approx(right[2], rel=1e-5) or wrong[0] != pytest.approx(right[0], rel=1e-5)
+
+
+@pytest.mark.full
+def test_an_embedding_that_one_stage_takes_for_a_matrix_is_found() -> None:
+    """#5034, beside `test_muon.py`: the stage that predicts further has a copy of the embedding."""
+    model = {"num_layers": 2, "mtp_num_layers": 1, "tie_word_embeddings": True}
+    run = tiny_run(model=model, optim={"name": "muon"}, ranks=2, pp=2)
+    alone = trained(tiny_run(model=model, optim={"name": "muon"}), 3)
+
+    def job() -> list[tuple[float, float]]:
+        from mtrain.config.optimizers import muon
+
+        if torch.distributed.get_rank():
+            muon.NO_MATRICES = ("output_layer",)
+        return train_steps(run, 3)
+
+    expected = [pytest.approx(loss, rel=1e-6) for loss, _ in alone]
+    assert [loss for loss, _ in trained(run, 3)] == expected
+    assert [loss for loss, _ in run_ranks(2, job)[1]] != expected
+
+
+@pytest.mark.parametrize("fault", [False, pytest.param(True, marks=pytest.mark.skipif(SAYS, reason="since 0.19"))])
+def test_every_norm_before_a_mixer_has_the_epsilon_of_the_model(fault: bool) -> None:
+    """#5750: megatron-core 0.16.1's layer does not say it, and a norm has that which its class begins with."""
+    from tests.dist.test_hybrid import hybrid_run
+
+    run = hybrid_run(model={"layernorm_epsilon": 0.25})
+
+    def job() -> set[float]:
+        from mtrain.mcore import api, hybrid_model
+        from mtrain.train.assemble import assemble, splits_of
+        from mtrain.world.init import joined
+
+        if fault:
+            real = hybrid_model.MambaLayerSubmodules
+            hybrid_model.MambaLayerSubmodules = lambda norm, **parts: real(norm=norm.module, **parts)
+        with joined(run) as world:
+            (chunk,) = assemble(run, world, splits_of(run)).state.chunks
+            return {float(layer.norm.eps) for layer in chunk.modules() if isinstance(layer, api.MambaLayer)}
+
+    assert (run_ranks(1, job)[0] == {0.25}) is not fault
