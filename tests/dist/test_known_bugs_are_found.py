@@ -12,16 +12,17 @@ import torch
 from mtrain.cli import prove
 from mtrain.cli.setup import load
 from mtrain.config import engine
+from mtrain.config.model import MoEConfig
 from tests.museum.exhibit import replace, seeded
 from tests.support.covering import some
-from tests.support.forked import RankFailed, run_ranks
+from tests.support.forked import RankFailed, run_alone, run_ranks
 from tests.support.runs import tiny_run, train_steps, trained
 
 SAYS = engine.at_least(0, 19)
 
 
 def scattered_without_a_gather() -> None:
-    """#5628: embeddings of images and texts are cut for sequence parallelism, and a part of their gradient returns."""
+    """#5628: embeddings of images and texts are cut for sequence parallelism, a part of their gradient returns."""
     from megatron.core.parallel_state import get_tensor_model_parallel_group as group
 
     def cut(x: torch.Tensor) -> torch.Tensor:
@@ -43,23 +44,45 @@ def replicas_apart() -> None:
     replace("mtrain.mcore.fsdp2", "_mesh", mesh)
 
 
-def reduced_in_each_micro_batch() -> None:
-    """#6357: gradients that are sharded alone are reduced behind every micro-batch, as if each were the last."""
+def held_back_until_the_last() -> None:
+    """#6357: where optimizer state alone is sharded, gradients wait for a last micro-batch that nobody is told of."""
     from mtrain.train import assemble
 
     real = assemble.configure_schedule_hooks
 
     def hooks(run: Any, chunks: list[Any], optimizer: Any) -> None:
         real(run, chunks, optimizer)
-        chunks[0].config.no_sync_func = None
+        chunks[0].config.no_sync_func = chunks[0].no_sync
 
     replace("mtrain.train.assemble", "configure_schedule_hooks", hooks)
 
 
+def predictions_weighed_by_what_is_left() -> None:
+    """#3159: losses of predictions count for more where rolling leaves fewer tokens of a micro-batch."""
+    from mtrain.mcore import language_model
+
+    real, scaler, share = language_model.LanguageModel._rolled, language_model.MTPLossAutoScaler, [torch.ones(())]
+
+    def rolled(self: Any, x: torch.Tensor, packed: Any) -> Any:
+        out, count = real(self, x, packed)
+        if x.is_floating_point():
+            share[0] = x.sum() / count.clamp(min=1)
+        return out, count
+
+    class Weighed:
+        @staticmethod
+        def apply(head: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+            return scaler.apply(head, share[0] * loss)  # type: ignore[no-any-return]
+
+    replace("mtrain.mcore.language_model:LanguageModel", "_rolled", rolled)
+    replace("mtrain.mcore.language_model", "MTPLossAutoScaler", Weighed)
+
+
 BUGS: dict[str, tuple[str, Callable[[], None]]] = {
     "#5628": ("model=llava_tiny parallel=tp2sp", scattered_without_a_gather),
+    "#3159": ("data.packed=true model.mtp_num_layers=1 parallel=pp2", predictions_weighed_by_what_is_left),
     "#4953": ("parallel=dp4 parallel.fsdp=fsdp2 parallel.hsdp_replicas=2", replicas_apart),
-    "#6357": ("parallel=dp2 parallel.fsdp=megatron parallel.fsdp_sharding=optim_grads", reduced_in_each_micro_batch),
+    "#6357": ("parallel=dp2 parallel.fsdp=megatron parallel.fsdp_sharding=optim", held_back_until_the_last),
 }
 """Row -> the layout that is proven, and what brings the bug back."""
 
@@ -69,7 +92,7 @@ def test_a_known_bug_is_found_by_the_comparison_that_keeps_it_away(row: str) -> 
     words, fault = BUGS[row]
     argv = words.split()
     with seeded(fault):
-        rows = prove.compared(prove.shrunk(load(argv).run, argv, 3, "fp32"))
+        rows = prove.compared(prove.comparable(load(argv).run, argv, 2, "fp32"))
     assert any(not row.equal for row in rows), prove.table(rows)
 
 
@@ -136,3 +159,24 @@ def test_every_norm_before_a_mixer_has_the_epsilon_of_the_model(fault: bool) -> 
             return {float(layer.norm.eps) for layer in chunk.modules() if isinstance(layer, api.MambaLayer)}
 
     assert (run_ranks(1, job)[0] == {0.25}) is not fault
+
+
+def test_the_balancing_loss_is_what_the_key_says_and_no_default() -> None:
+    """#5694: a default of megatron-core's own says how experts are balanced."""
+
+    def handed_over(coefficient: float, *, fault: bool = False) -> float:
+        run = tiny_run(model={"moe": MoEConfig(num_experts=4, ffn_hidden_size=64, aux_loss_coeff=coefficient)})
+
+        def job() -> float:
+            from mtrain.build.transformer import transformer_config
+            from mtrain.config import core_fields
+            from mtrain.devices import registry
+
+            if fault:
+                del core_fields.MOE_FIELDS["moe_aux_loss_coeff"]
+            return float(transformer_config(run, registry.get("cpu")).moe_aux_loss_coeff)
+
+        return float(run_alone(job))
+
+    assert [handed_over(asked) for asked in (0.0, 0.02)] == [0.0, 0.02]
+    assert handed_over(0.02, fault=True) != 0.02
