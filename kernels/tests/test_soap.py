@@ -43,8 +43,8 @@ def plain(weight: Tensor, grads: list[Tensor], sides: tuple[bool, bool] = (True,
         for side, product in enumerate((g @ g.T, g.T @ g)):
             grams[side] = SHAMPOO * grams[side] + (1 - SHAMPOO) * product
             if t == 0 and sides[side]:
-                rows, _, columns = torch.linalg.svd(g, full_matrices=all(sides))
-                bases[side] = (rows, columns.T)[side]
+                rows, _, columns = torch.linalg.svd(g, full_matrices=False)
+                bases[side] = torch.linalg.qr((rows, columns.T)[side], mode="complete").Q
             elif t % EVERY == 0 and sides[side]:
                 found = torch.diagonal(bases[side].T @ grams[side] @ bases[side])
                 order = torch.sort(found, descending=True).indices
@@ -109,6 +109,25 @@ def test_what_is_no_matrix_takes_adamw() -> None:
             optimizer.step()
         ends.append(param.detach())
     assert torch.equal(*ends)
+
+
+def test_a_gradient_of_nothing_begins_with_the_matrix_as_it_stands() -> None:
+    grads = [torch.zeros(4, 6, dtype=torch.float64), *gradients(4, 6, 2)]
+    adam = trained(torch.zeros(4, 6), grads, max_precond_dim=3, precondition_frequency=9)[0]
+    torch.testing.assert_close(trained(torch.zeros(4, 6), grads, precondition_frequency=9)[0], adam)
+
+
+def test_what_fp32_does_not_resolve_moves_no_basis() -> None:
+    """Two gradients that differ in their last digits, of few directions: a step behind them is the same."""
+    few, noise = gradients(8, 8, 1)[0][:, :3] @ gradients(8, 8, 1)[0][:3], gradients(8, 8, 2)
+    ends = [trained(torch.zeros(8, 8), [few + 1e-7 * noise[i], noise[0]], weight_decay=0.0)[0] for i in (0, 1)]
+    assert _off(ends[0], ends[1].double()) < 1e-3
+
+
+def test_a_gradient_that_is_no_number_is_seen_in_the_weights() -> None:
+    grads = gradients(6, 6, 3)
+    grads[0][2, 3] = torch.nan
+    assert trained(torch.ones(6, 6), grads)[0].isnan().all()
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from mtrain.config import engine
 from mtrain.config.model import MoEConfig
 from tests.museum.exhibit import replace, seeded
 from tests.support.covering import some
-from tests.support.forked import RankFailed, run_alone, run_ranks
+from tests.support.forked import run_alone, run_ranks
 from tests.support.runs import tiny_run, train_steps, trained
 
 SAYS = engine.at_least(0, 19)
@@ -97,27 +97,33 @@ def test_a_known_bug_is_found_by_the_comparison_that_keeps_it_away(row: str) -> 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["megatron tp2", "megatron optimizer"])
-def test_what_an_evaluation_leaves_gathered_is_found_in_the_step_behind_it(name: str) -> None:
-    """#3155, in layouts of `test_fully_sharded.py`: nothing is freed or waited for around an evaluation."""
+def test_what_an_evaluation_gathered_is_found_where_it_counts_as_gathered_in_training() -> None:
+    """#3155, in a layout of `test_fully_sharded.py`: the update does not reach what is read behind it."""
     from tests.dist.test_fully_sharded import LAYOUTS, _run, _use
 
-    run = _run(LAYOUTS[name])
+    run = _run(LAYOUTS["megatron tp2"])
     run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"eval_iters": 2})})
 
     def faulty() -> Any:
-        from mtrain.train import generate, step
+        from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import AllGatherPipeline
 
-        step.gathered = generate.gathered = lambda chunks: nullcontext()
+        from mtrain.train import step
+
+        real, evaluated = AllGatherPipeline.reset, [False]
+
+        @contextmanager
+        def kept(chunks: list[Any]) -> Iterator[None]:
+            yield
+            evaluated[0] = True
+
+        step.gathered = kept
+        AllGatherPipeline.reset = lambda self, *args, **more: evaluated[0] or real(self, *args, **more)
         return _use(run)
 
     ranks = run.parallel.ranks or 1
-    right = run_ranks(ranks, _use, run)[0]
-    try:
-        wrong = run_ranks(ranks, faulty)[0]
-    except RankFailed:
-        return
-    assert wrong[2] != pytest.approx(right[2], rel=1e-5) or wrong[0] != pytest.approx(right[0], rel=1e-5)
+    right, wrong = (run_ranks(ranks, *job)[0] for job in ((_use, run), (faulty,)))
+    assert right[0] == wrong[0]
+    assert wrong[2] != pytest.approx(right[2], rel=1e-5)
 
 
 @pytest.mark.full

@@ -12,6 +12,8 @@ from mtrain.config.model import MoEConfig
 from mtrain.errors import CorruptData
 from mtrain.layout.grid import RankGrid
 from mtrain.layout.stages import held_stages
+from mtrain.plan.rank import stage_memories
+from mtrain.plan.report import checkpoint_bytes
 from mtrain.plan.states import rank_states
 from mtrain.plan.weights import matrices_of, shared_out, update_of
 from tests.support.covering import some
@@ -72,6 +74,8 @@ def test_the_same_gradients_make_the_same_bits_in_every_layout(name: str, home: 
     assert expected.keys() == found.keys()
     assert {key.split("/")[1] for key in found if key.startswith("optim/")} >= {"gram_rows", "basis_columns"}
     assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+    run = _run(**LAYOUTS[name])
+    assert checkpoint_bytes(run, stage_memories(run)) == sum(tensor.nbytes for tensor in found.values())
     if name == "dp2 tp2 sharded":
         wrong = _made(_run(**LAYOUTS[name]), tmp_path / "faulty", fault=True)
         assert any("linear_fc1" in key for key in wrong if not torch.equal(expected[key], wrong[key]))

@@ -1,4 +1,4 @@
-"""The time of muon's update: products by hand, ranks that share them, and what is not a matrix."""
+"""The time of muon's and of soap's update: products by hand, ranks that share them, and what is not a matrix."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mtrain.plan.weights import Matrix, matrices_of, shared_out
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
 LARGE = "model=llama3_70b cluster=h100x64 data=mock data.seq_length=4096 trainer.global_batch_size=256"
 LARGE += " trainer.micro_batch_size=1"
+FREQUENCY = "optim.soap.precondition_frequency"
 
 
 @cache
@@ -60,6 +61,29 @@ def test_steps_and_their_format_decide_the_time() -> None:
     run = run_of(f"{LARGE} parallel=tp2pp8 optim=muon optim.muon.ns_dtype=fp32")
     bare = run.cluster.model_copy(update={"peak_tflops": {"bf16": 989.0}})
     assert step_time(run.model_copy(update={"cluster": bare})).missing == ("cluster.peak_tflops.fp32",)
+
+
+def soap_of(words: str, own: str = "") -> float:
+    """Seconds that soap, with keys of its own, takes more than adamw."""
+    return update_of(f"{words} optim=soap {own}") - update_of(words)
+
+
+def test_rotations_take_what_their_operations_take_and_new_bases_their_share() -> None:
+    """In fp32: three turns and an average for each side of at most 10,000; the wider sides of MLPs have none."""
+    h, up, down, keys = 8192, 2 * 28672, 28672, 1024
+    layer = sum(
+        8 * r * c * n for r, c in ((h, h), (h + 2 * keys, h), (up, h), (h, down)) for n in (r, c) if n <= 10000
+    )
+    layout = "parallel=tp2pp8 parallel.distributed_optimizer=false"
+    rarely, often = (soap_of(layout, f"{FREQUENCY}={n}") for n in (10**6, 5))
+    rate = 10 * layer / rarely / 67e12
+    assert 0.4 < rate < 1.0, "ten layers, each matrix whole on both tensor-parallel ranks"
+    assert often > 1.05 * rarely
+    assert soap_of(layout, "optim.soap.max_precond_dim=2000") < 0.2 * rarely
+    shared = soap_of(
+        "parallel=tp2pp8 parallel.distributed_optimizer=true", "optim.soap.precondition_frequency=1000000"
+    )
+    assert 2 < rarely / shared < 4.1, "of four ranks, which send each other more than muon's"
 
 
 def test_tables_norms_and_other_optimizers_have_no_matrices() -> None:

@@ -13,6 +13,8 @@ from mtrain_kernels.optimizer.fused_adam import FusedAdam
 SIDES = ("rows", "columns")
 """What of a matrix has factors: `gram_<side>`, an average of its products with itself, and `basis_<side>`."""
 Factors = dict[str, Tensor]
+RESOLVED = 1e-6
+"""Smallest eigenvalue of a product, as a part of the largest, that fp32 tells from rounding."""
 
 
 def new_factors(shape: Sequence[int], largest: int, device: torch.device) -> Factors:
@@ -120,29 +122,47 @@ class Soap(FusedAdam):
             factors[f"gram_{side}"].lerp_(product, 1 - self.shampoo_beta)
 
     def _begin(self, factors: Factors, grad: Tensor) -> None:
-        """The eigenvectors of both products: singular vectors of the gradient. Those that it has not, of its longer
-        side, are completed by the same reflections, which small changes of it change little."""
+        """The eigenvectors of both products: singular vectors of the gradient.
+
+        What is not finite makes bases that are none, so that weights say so: a decomposition would raise here, in
+        the middle of a step.
+        """
         sides = _of(factors)
-        if sides:
-            rows, _, columns = torch.linalg.svd(grad, full_matrices=len(sides) == len(SIDES))
-            found = {"rows": rows, "columns": columns.mT}
+        if sides and not bool(grad.isfinite().all()):
             for side in sides:
-                factors[f"basis_{side}"].copy_(found[side])
+                factors[f"basis_{side}"].fill_(torch.nan)
+        elif sides:
+            rows, values, columns = torch.linalg.svd(grad, full_matrices=False)
+            vectors = {"rows": rows, "columns": columns.mT}
+            for side in sides:
+                factors[f"basis_{side}"].copy_(_orthonormal(vectors[side], values.square()))
 
     def _followed(self, factors: Factors, square: Tensor) -> Tensor:
         """One power iteration of each basis, its vectors in the order of what they find, as the second moment's."""
         for side in _of(factors):
             gram, basis = factors[f"gram_{side}"], factors[f"basis_{side}"]
             product = gram @ basis
-            order = (basis * product).sum(0).argsort(descending=True, stable=True)
+            values, order = (basis * product).sum(0).sort(descending=True, stable=True)
             square = square.index_select(SIDES.index(side), order)
-            basis.copy_(torch.linalg.qr(product[:, order]).Q)
+            basis.copy_(_orthonormal(product[:, order], values))
         return square
 
 
 def _of(factors: Factors) -> list[str]:
     """The sides of a matrix that have factors."""
     return [side for side in SIDES if f"gram_{side}" in factors]
+
+
+def _orthonormal(vectors: Tensor, values: Tensor) -> Tensor:
+    """A basis [n, n] that begins with what [n, k] vectors span, the largest eigenvalue first.
+
+    Vectors whose eigenvalue is below `RESOLVED` of the largest are left out: in fp32 they are those of rounding. The
+    basis is completed by the reflections of the others, which last digits hardly move.
+    """
+    found = int((values > RESOLVED * values[0]).sum())
+    if not found:
+        return torch.eye(len(vectors), dtype=vectors.dtype, device=vectors.device)
+    return torch.linalg.qr(vectors[:, :found], mode="complete").Q
 
 
 def _turned(factors: Factors, matrix: Tensor, *, back: bool = False) -> Tensor:
