@@ -229,7 +229,7 @@ def test_a_layout_goes_on_from_another_and_changes_no_bit_of_its_state(
 
 
 def _use(run: RunConfig) -> tuple[float, list[int], float]:
-    """Validation loss and generated tokens after two steps, and the loss of the step that follows."""
+    """Validation loss and generated tokens after two steps, and the loss of the second step that follows."""
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.generate import Sampler
     from mtrain.train.step import evaluate, train_step
@@ -242,6 +242,7 @@ def _use(run: RunConfig) -> tuple[float, list[int], float]:
         assert parts.valid_data is not None
         valid = evaluate(parts, parts.valid_data, 2)
         tokens = Sampler(run, world, parts.state.chunks).generate([1, 2, 3], 8, temperature=0)
+        train_step(parts, stop_requested=False)  # its update must reach what was gathered before
         return valid, tokens, train_step(parts, stop_requested=False).loss
 
 

@@ -11,11 +11,13 @@ import torch
 
 from mtrain.config.blocks import pattern
 from mtrain.config.run import RunConfig
-from mtrain.plan.count import parameters
+from mtrain.layout.stages import held_stages
+from mtrain.plan.count import adapter_parameters, parameters
+from mtrain.plan.weights import stage_weights
 from tests.dist.test_builders import DEEPSEEK, built_as
 from tests.support.covering import some
 from tests.support.forked import run_ranks
-from tests.support.runs import train_steps, whole_tensors
+from tests.support.runs import train_steps, trained, whole_tensors
 
 NEMOTRON = "model=nemotron_h_tiny model.num_layers=6"
 DELTA = "model.linear_attention={num_key_heads:4,num_value_heads:8,key_head_dim:16,value_head_dim:16}"
@@ -105,3 +107,25 @@ def test_a_pattern_is_the_transformer_of_the_same_layers(name: str, tmp_path: Pa
     expected, found, wrong = run_ranks(1, _logits, transformer, as_pattern)[0]
     assert torch.equal(found, expected)
     assert not torch.equal(wrong, expected)
+
+
+OF_LATENT = {
+    "adapters": "peft=lora peft.target=[qkv]",
+    "attention computed again": "parallel.recompute.granularity=selective parallel.recompute.modules=[core_attn]",
+}
+
+
+@pytest.mark.parametrize("name", some(OF_LATENT, ["adapters"]))
+def test_latent_attention_of_a_hybrid_is_adapted_and_computed_again(name: str) -> None:
+    """`check` knows layers of latent attention for what they have: queries, keys and values, and a core."""
+    words = f"{PATTERNS['latent attention']} {OF_LATENT[name]}"
+    runs = [built_as("gpt", f"{words} parallel={layout}") for layout in ("single", "tp2sp")]
+    one, many = (trained(run, 2) for run in runs)
+    for found, expected in zip(many, one, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    if name == "adapters":
+        stage = stage_weights(runs[0], held_stages(runs[0])[0][0])
+        adapters = [weight for weight in stage if not weight.frozen]
+        assert sum(weight.numel for weight in adapters) == sum(adapter_parameters(runs[0])) > 0
+    else:
+        assert one == trained(hybrid("latent attention", "single"), 2)

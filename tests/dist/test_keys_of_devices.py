@@ -99,6 +99,32 @@ def test_what_the_rules_refuse_of_its_own_limits_is_not_taken() -> None:
     assert [type(each) for each in _taken(runs)] == [str] * len(runs)
 
 
+def test_layers_are_captured_where_megatron_core_knows_the_micro_batches_of_a_step() -> None:
+    def job() -> list[int]:
+        from unittest import mock
+
+        from megatron.core import num_microbatches_calculator as calculator
+        from megatron.core.transformer import cuda_graphs
+
+        from mtrain.mcore.cuda_graphs import CapturedLayers
+
+        seen = []
+
+        class Helper:
+            def __init__(self, **_: Any) -> None:
+                pass
+
+            def create_cudagraphs(self) -> None:
+                seen.append(cuda_graphs.get_num_microbatches())
+
+        with mock.patch.object(cuda_graphs, "TECudaGraphHelper", Helper):
+            CapturedLayers([mock.Mock()], None, 32, 2, 6).capture(gathers=False)
+        assert calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None
+        return seen
+
+    assert run_alone(job) == [6]
+
+
 @pytest.mark.skipif(not engine.at_least(0, 19), reason="megatron-core can since 0.19")
 def test_a_part_of_the_activations_is_what_0_19_is_told() -> None:
     (found,) = _taken([_offload("core_attn", fraction=0.5)])
@@ -114,6 +140,9 @@ def test_a_part_of_the_activations_is_what_0_19_is_told() -> None:
         (f"{H100} {OFFLOAD}=[attn_proj]", "MT176"),
         (f"{H100} {OFFLOAD}=[moe_act]", "MT176"),
         (f"{H100} {OFFLOAD}=[core_attn] parallel.recompute.granularity=full", "MT176"),
+        (f"{H100} {OFFLOAD}=[core_attn] model.builder=hybrid", "MT176"),
+        (f"{H100} model=mixtral_tiny {OFFLOAD}=[moe_act]", "MT175"),
+        (f"{H100} model=mixtral_tiny {OFFLOAD}=[expert_fc1,moe_act] kernels.experts=te", ""),
         (f"{H100} {OFFLOAD}=[core_attn] trainer.cuda_graph_impl=local", "MT176"),
         (f"{H100} parallel.activation_offload.min_tensor_elements=10", "MT150"),
         (f"{H100} {OFFLOAD}=[core_attn,attn_proj]", ""),

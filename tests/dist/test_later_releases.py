@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from mtrain.config import engine
-from mtrain.config.rules import apply
+from mtrain.config.parallel import RecomputeConfig
+from mtrain.config.resolve import resolve
+from mtrain.config.rules import apply, check
+from mtrain.config.run import RunConfig
+from tests.support.configs import LAPTOP
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
 
@@ -48,3 +52,39 @@ def test_detached_predictions_leave_the_gradients_of_the_model_alone(loss: str, 
     assert all(not torch.allclose(plain[key], grad, rtol=1e-3) for key, grad in together.items() if "layers" in key)
     read = "model/embedding.word_embeddings.weight" if tied else "model/output_layer.weight"
     assert not torch.allclose(plain[read], together[read], rtol=1e-3)
+
+
+def test_layers_that_predict_are_computed_again_for_packed_samples(tmp_path: Path) -> None:
+    """Each of their calls runs twice then, and gradients are those of activations that were kept."""
+    found = {}
+    for granularity in ("none", "full"):
+        again = RecomputeConfig(granularity=granularity)  # type: ignore[arg-type]
+        run = tiny_run(model={"num_layers": 2, "mtp_num_layers": 1}, recompute=again)
+        data = run.data.model_copy(update={"packed": True, "packed_multiple": 1})
+        run = resolve(run.model_copy(update={"data": data}), LAPTOP)
+        assert "MT045" not in {p.code for p in check(run)}
+        found[granularity] = run_ranks(
+            1, lambda run=run: _counted(run, tmp_path / run.parallel.recompute.granularity)
+        )[0]
+    (kept, once), (computed, twice) = found["none"], found["full"]
+    assert twice == 2 * once
+    assert kept == pytest.approx(computed, rel=1e-6)
+    left, right = (whole_tensors(tmp_path / name / "step_00000000") for name in found)
+    for key, gradient in left.items():
+        torch.testing.assert_close(right[key], gradient, rtol=1e-5, atol=1e-7)
+
+
+def _counted(run: RunConfig, folder: Path) -> tuple[list[float], int]:
+    """A step's loss and norm, its gradients, and how often a layer that predicts was called."""
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as Layer
+
+    calls, real = [0], Layer._proj_and_transformer_layer
+
+    def counting(self: object, *args: object, **kwargs: object) -> object:
+        calls[0] += 1
+        assert kwargs["packed_seq_params"] is not None
+        return real(self, *args, **kwargs)
+
+    Layer._proj_and_transformer_layer = counting
+    ((loss, norm),) = train_steps(run, 1, gradients_to=folder)
+    return [loss, norm], calls[0]

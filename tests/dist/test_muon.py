@@ -11,7 +11,7 @@ import torch
 from mtrain.config.model import MoEConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.layout.stages import held_stages
-from mtrain.plan.time.orthogonal import Matrix, matrices_of, shared_out
+from mtrain.plan.weights import Matrix, matrices_of, shared_out, update_of
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, trained, whole_tensors
@@ -138,11 +138,12 @@ def test_each_rank_multiplies_what_the_plan_says(name: str) -> None:
 def _planned(run: Any) -> int:
     """FLOPs of the most that a rank has of each group of parameters."""
     grid, steps, total = RankGrid.of(run), run.optim.muon.num_ns_steps, 0
-    every = matrices_of(run, held_stages(run)[0])
+    every, how = matrices_of(run, held_stages(run)[0]), update_of(run)
+    assert how is not None
     for kind in {(one.expert, len(one.parts)) for one in every}:
         of = {one: number for one, number in every.items() if (one.expert, len(one.parts)) == kind}
         ranks = (grid.edp if kind[0] else grid.dp) if run.parallel.distributed_optimizer else 1
-        total += max(sum(n * _flops(one, steps) for one, n in owned) for owned in shared_out(of, ranks))
+        total += max(sum(n * _flops(one, steps) for one, n in owned) for owned in shared_out(of, ranks, how))
     return total
 
 

@@ -16,7 +16,8 @@ from tests.museum.exhibit import Exhibit, seeded
 from tests.museum.packed import EXHIBITS
 from tests.support.configs import LAPTOP
 from tests.support.covering import some
-from tests.support.runs import tiny_run
+from tests.support.forked import run_ranks
+from tests.support.runs import tiny_run, train_steps
 
 if TYPE_CHECKING:
     from mtrain.train.prove import Row
@@ -54,6 +55,7 @@ LAYOUTS = {
     "model.moe.router_load_balancing_type=aux_loss",
     "MTP, pp2cp2": "parallel=pp2cp2 model.mtp_num_layers=1",
     "recomputed": "parallel=tp2 parallel.recompute.granularity=full parallel.recompute.method=block",
+    "dealt out by work, dp2": "parallel=dp2 data.packing_scheduler=dp_balanced",
     "dynamic context": "parallel=dp4 parallel.hybrid_context_parallel=true",
     "dynamic context, ring": "parallel=tp2dp2sp parallel.hybrid_context_parallel=true parallel.cp_comm_type=p2p",
     "Gemma with caps, cp2 all-to-all": f"{GEMMA} parallel=cp2 parallel.cp_comm_type=a2a "
@@ -111,12 +113,13 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2, 2 micro-batches": (4, {"ranks": 2, "cp": 2}),
     "cp2 ring, 8 micro-batches": (1, {"ranks": 2, "cp": 2, "cp_comm_type": "p2p"}),
     "cp4 all-to-all": (8, {"ranks": 4, "cp": 4, "cp_comm_type": "a2a"}),
+    "dp2, 2 each, dealt out by work": (2, {"ranks": 2, "packing_scheduler": "dp_balanced"}),
     "dp2cp2, 2 each": (2, {"ranks": 4, "cp": 2}),
 }
 """Samples of a micro-batch, and a layout: one global batch of 8."""
 
 
-@pytest.mark.parametrize("name", some(SPLITS, ["dp2cp2, 2 each"]))
+@pytest.mark.parametrize("name", some(SPLITS, ["dp2cp2, 2 each", "dp2, 2 each, dealt out by work"]))
 def test_one_global_batch_has_one_loss_and_one_gradient_in_any_split(name: str, tmp_path: Path) -> None:
     micro, layout = SPLITS[name]
     homes = tmp_path / "one", tmp_path / "many"
@@ -132,9 +135,19 @@ def test_one_global_batch_has_one_loss_and_one_gradient_in_any_split(name: str, 
 
 
 def _packed(micro: int, layout: dict[str, Any]) -> RunConfig:
-    run = tiny_run(trainer={"train_iters": 1, "micro_batch_size": micro}, optim={"warmup_iters": 0}, **layout)
-    packed = {"packed": True, "packed_multiple": 8, "seq_length": 64}
+    of_data = {key: value for key, value in layout.items() if key == "packing_scheduler"}
+    degrees = {key: value for key, value in layout.items() if key not in of_data}
+    run = tiny_run(trainer={"train_iters": 1, "micro_batch_size": micro}, optim={"warmup_iters": 0}, **degrees)
+    packed = {"packed": True, "packed_multiple": 8, "seq_length": 64, **of_data}
     return resolve(run.model_copy(update={"data": run.data.model_copy(update=packed)}), LAPTOP)
+
+
+def test_a_run_that_is_dealt_out_by_work_resumes_bitwise(tmp_path: Path) -> None:
+    run = _packed(2, {"ranks": 2, "packing_scheduler": "dp_balanced"})
+    run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"train_iters": 3})})
+    whole = run_ranks(2, lambda: train_steps(run, 3, save_to=tmp_path, save_after=1))[0]
+    point = tmp_path / "step_00000001"
+    assert run_ranks(2, lambda: train_steps(run, 2, load_from=point))[0] == whole[1:]
 
 
 @pytest.mark.full

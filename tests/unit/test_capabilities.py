@@ -24,6 +24,9 @@ OFFLOADED = "cluster=h100 parallel.activation_offload.modules=[core_attn]"
 ASKED = {
     "optim.skip_above_grad_norm": "optim.skip_above_grad_norm=10",
     "model.mtp_detach_heads": "model.mtp_num_layers=1 model.mtp_detach_heads=true",
+    "data.packed and model.mtp_num_layers and parallel.recompute.granularity=full and "
+    "parallel.recompute.method=uniform": "data=mock data.packed=true model.mtp_num_layers=1 "
+    "parallel.recompute.granularity=full",
     "parallel.activation_offload.fraction": f"{OFFLOADED} parallel.activation_offload.fraction=0.5",
     "parallel.activation_offload.delta_bytes_across_stages": f"{OFFLOADED} parallel=pp2 cluster.devices_per_node=2 "
     "parallel.activation_offload.delta_bytes_across_stages=1048576",

@@ -21,6 +21,7 @@ LOCAL, TE, STEP = (
     f"{GPU} trainer.cuda_graph_impl={word}" for word in ("local", "transformer_engine", "full_iteration")
 )
 EXPERTS = "model=mixtral_tiny"
+MAMBA = "model=nemotron_h_tiny model.num_layers=2 model.hybrid.pattern=MM"
 SCRIPT = (
     "torchrun --nproc-per-node 1 pretrain_gpt.py --num-layers 4 --hidden-size 72 --num-attention-heads 4 "
     "--seq-length 128 --micro-batch-size 1 --lr 1e-3 --vocab-size 1023 --tokenizer-type NullTokenizer --mock-data "
@@ -66,6 +67,8 @@ FINE = (
     f"{LOCAL} {EXPERTS} {PADDED}",
     f"{LOCAL} {EXPERTS} trainer.cuda_graph_modules=[attn,moe_router,moe_preprocess]",
     f"{LOCAL} model.hidden_dropout=0.1 trainer.eval_iters=0",
+    f"{LOCAL} precision=fp16",
+    f"{LOCAL} model=nemotron_h_tiny trainer.cuda_graph_modules=[attn,mlp,mamba]",
 )
 BAD = (
     ("trainer.cuda_graph_impl=local", "MT410", "trainer.cuda_graph_impl"),
@@ -92,6 +95,9 @@ BAD = (
     (f"{LOCAL} data.packed=true", "MT416", "data.packed"),
     (f"{LOCAL} trainer.rampup_batch_size=[8,8,64]", "MT416", "trainer.rampup_batch_size"),
     (f"{LOCAL} model.hidden_dropout=0.1", "MT416", "trainer.eval_iters"),
+    (f"{STEP} precision=fp16", "MT416", "precision.dtype"),
+    (f"{LOCAL} {MAMBA} trainer.cuda_graph_modules=[attn,mamba]", "MT412", "trainer.cuda_graph_modules"),
+    (f"{LOCAL} {MAMBA} trainer.cuda_graph_modules=[mlp]", "MT412", "trainer.cuda_graph_modules"),
     (f"{LOCAL} model=t5_tiny", "MT416", "trainer.cuda_graph_impl"),
     (f"{STEP} {EXPERTS} {PADDED} trainer.loss_average=sample", "MT416", "trainer.cuda_graph_impl"),
     (f"{GPU} trainer.cuda_graph_modules=[attn]", "MT150", "trainer.cuda_graph_modules"),

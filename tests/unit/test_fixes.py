@@ -10,6 +10,7 @@ import pytest
 from mtrain.cli.main import main
 from mtrain.config import engine
 from mtrain.config.codes import codes
+from mtrain.mcore.fix import BROUGHT_BACK
 from mtrain.mcore.fixes import FIXES, Fix
 from mtrain.mcore.patches import PATCHES
 from tests.support.patch_cases import CASES
@@ -29,6 +30,7 @@ def test_what_became_of_it_names_what_there_is(fix: Fix) -> None:
         assert fix.by in codes()
     elif fix.became == "kept by tests":
         assert (ROOT / fix.by).is_file()
+        assert fix.by != BROUGHT_BACK or fix.number in (ROOT / fix.by).read_text(), "it is brought back there"
     else:
         assert not fix.by
         assert fix.why

@@ -202,10 +202,6 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT315", {"data.packed": True, "model.moe": {**MOE, "router_load_balancing_type": "seq_aux_loss"}}),
     ("MT241", {"model.no_rope_freq": 2, "model.mtp_num_layers": 1}),
     ("MT217", {"precision.dtype": "fp16", "model.init_method_std": 5.0}),
-    (
-        "MT319",
-        {"data.packed": True, "model.mtp_num_layers": 1, "parallel.recompute.granularity": "full"},
-    ),
     ("MT404", {"kernels.gradient_accumulation_fusion": True, "parallel.fsdp": "fsdp2", "parallel.ranks": 2}),
     ("MT428", {"optim.cpu_offload": 1.0, "parallel.fsdp": "fsdp2", "parallel.ranks": 2}),
     ("MT201", {"model.hidden_size": 250}),

@@ -13,7 +13,7 @@ from mtrain.config.optimizers import OPTIMIZERS, mup_groups
 from mtrain.config.run import RunConfig
 from mtrain.devices.dtypes import with_dtypes
 from mtrain.mcore import api as mcore
-from mtrain.mcore.optimizer_state import leaf_optimizers, name_states
+from mtrain.mcore.optimizer_state import distribute, name_states
 
 
 def build_optimizer(run: RunConfig, chunks: list[Any]) -> Any:
@@ -25,9 +25,7 @@ def build_optimizer(run: RunConfig, chunks: list[Any]) -> Any:
         config, chunks, config_overrides=overrides, use_gloo_process_groups=False
     )
     name_states(optimizer, tuple(spec.states(run)))
-    for leaf in leaf_optimizers(optimizer):
-        if isinstance(leaf, mcore.DistributedOptimizer) and hasattr(leaf.optimizer, "distribute"):
-            leaf.optimizer.distribute(leaf)  # its updates are of whole matrices
+    distribute(chunks, optimizer)
     if facts_of(run.cluster.device).fused_adam:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             _update_in_one_pass(part.optimizer)

@@ -53,6 +53,18 @@ CAPABILITIES: tuple[Capability, ...] = (
     ),
     Capability(
         "key",
+        "data.packed and model.mtp_num_layers and parallel.recompute.granularity=full "
+        "and parallel.recompute.method=uniform",
+        "layers of multi-token prediction are computed again for packed samples",
+        SINCE_0_19,
+        {
+            "parallel.recompute.granularity": "none",
+            "parallel.recompute.method": None,
+            "parallel.recompute.num_layers": None,
+        },
+    ),
+    Capability(
+        "key",
         "parallel.activation_offload.fraction",
         "a part of the activations that could wait in host memory does",
         SINCE_0_19,

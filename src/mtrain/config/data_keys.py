@@ -131,6 +131,18 @@ class DataConfig(Section):
     packed_multiple: Annotated[PositiveInt | None, Key(when="data.packed=true")] = None
     """packed: documents are padded to a multiple of this many tokens; what no longer fits in the sample is left out.
     null: 2 * cp under context parallelism, else 1."""
+    packing_scheduler: Annotated[
+        Literal["dp_balanced"] | None,
+        Key(
+            when="data.packed=true and parallel.hybrid_context_parallel=false",
+            effect=Effect.PARALLELISM,
+            aka="sequence_packing_scheduler",
+        ),
+    ] = None
+    """packed: which samples of a step a data-parallel rank runs. dp_balanced: those with which ranks have about as
+    much attention in each micro-batch, by the squares of the lengths of documents; every rank reads all samples of a
+    step for that. A step has the same samples and the same loss, but that the balancing loss of experts is one of
+    other micro-batches. null: samples are dealt out in turn."""
     packed_by: Annotated[
         Literal["stream", "first_fit"], Key(when="data.packed=true and data.kind=text|indexed|mock")
     ] = "stream"

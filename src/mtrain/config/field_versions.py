@@ -17,6 +17,8 @@ _RENAMED = {
 }
 _NEW = (
     "OptimizerConfig.grad_norm_skip_threshold",
+    "OptimizerConfig.soap_shampoo_beta",
+    "OptimizerConfig.soap_precondition_frequency",
     "TransformerConfig.mtp_detach_heads",
     "TransformerConfig.activation_offload_fraction",
     "TransformerConfig.delta_offload_bytes_across_pp_ranks",

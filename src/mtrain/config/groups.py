@@ -77,18 +77,18 @@ class _OptimKeys(Section):
     beta1: Annotated[
         Beta, Key(feeds="optimizer.adam_beta1", when=read_by("beta1"), flag=Flag("--adam-beta1", absent=0.9))
     ] = 0.9
-    """adamw, muon: decay of the first moment; lion: its share in an update, of which the gradient has the rest."""
+    """adamw, muon, soap: decay of the first moment; lion: its share in an update, the gradient having the rest."""
     beta2: Annotated[
         Beta, Key(feeds="optimizer.adam_beta2", when=read_by("beta2"), flag=Flag("--adam-beta2", absent=0.999))
     ] = 0.95
-    """adamw, muon: decay of the second moment; lion: of the first."""
+    """adamw, muon, soap: decay of the second moment; lion: of the first."""
     eps: Annotated[
         PositiveFloat,
         Key(
             feeds="optimizer.adam_eps", when=read_by("eps"), flag=Flag("--adam-eps", absent=1e-08), aka="adam_epsilon"
         ),
     ] = 1e-8
-    """adamw, muon: added to the root of the second moment."""
+    """adamw, muon, soap: added to the root of the second moment."""
     exp_avg_dtype: Annotated[MomentFormat, Key(feeds="optimizer.exp_avg_dtype", when=read_by("exp_avg_dtype"))] = (
         "fp32"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal
 
 from mtrain.config.base import Section
@@ -39,6 +40,46 @@ class Orthogonal:
     """They are multiplied in."""
     whole: bool
     """Gathered from tensor-parallel ranks before."""
+    sent: tuple[int, int] = (1, 1)
+    """Numbers of each element that go to the rank that computes it, and back."""
+
+    def work(self, shape: tuple[int, ...]) -> int:
+        """What data-parallel ranks share the matrix of a rank by."""
+        return prod(shape) * min(shape)
+
+    def factor_bytes(self, rows: int, columns: int) -> int:
+        """Of what is kept of a whole matrix beside its elements' state."""
+        return 0
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """Matrices that an update rotates into the eigenbases of their factors."""
+
+    matrices: Callable[[str, tuple[int, ...]], tuple[tuple[int, int], ...]]
+    """Rows and columns of a parameter with this name and shape; none of what is updated as it stands."""
+    longest: int
+    """Side that has factors."""
+    frequency: int
+    """Steps from one update of the bases to the next."""
+    whole: bool
+    """Gathered from tensor-parallel ranks before."""
+    format: str = "fp32"
+    """They are multiplied in."""
+    sent: tuple[int, int] = (3, 2)
+    """Numbers of each element that go to the rank that computes it, and back."""
+
+    def sides(self, *shape: int) -> tuple[int, ...]:
+        """Lengths of the sides that have factors."""
+        return tuple(n for n in shape if n <= self.longest)
+
+    def work(self, shape: tuple[int, ...]) -> int:
+        """What data-parallel ranks share the matrix of a rank by."""
+        return prod(shape) * sum(self.sides(*shape))
+
+    def factor_bytes(self, rows: int, columns: int) -> int:
+        """Of the factors of a whole matrix: an average and a basis of each side, in fp32."""
+        return sum(2 * 4 * n * n for n in self.sides(rows, columns))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +110,8 @@ class Optimizer:
     groups: Callable[[Run], tuple[ParamGroup, ...]] = lambda run: ()
     cannot: Mapping[Feature, str] = field(default_factory=dict)
     """What it cannot be combined with, and why: the clause after a sentence that says so."""
-    orthogonal: Callable[[Run], Orthogonal] | None = None
-    """What its update orthogonalises; None: nothing."""
+    whole_matrices: Callable[[Run], Orthogonal | Rotated] | None = None
+    """What its update makes of whole matrices; None: it knows elements alone."""
     of_adamw_lr: float = 1.0
     """Its rate where adamw takes 1, as published rates are those of adamw."""
     usual_lr: tuple[float, float] | None = None

@@ -130,9 +130,8 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     (
         "OptimizerConfig",
         "not offered",
-        "SOAP: its state has other shapes than a weight, which no checkpoint here holds or cuts otherwise, and "
-        "megatron-core's is of the package emerging_optimizers, for Python 3.12",
-        "soap_shampoo_beta soap_precondition_frequency soap_use_kl_shampoo",
+        "optim.soap takes the factors of Shampoo, as its paper does",
+        "soap_use_kl_shampoo",
     ),
     (
         "OptimizerConfig",
@@ -140,7 +139,14 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
         "megatron-core's own forms of Lion and muon: optim.lion and optim.muon are the same in every release",
         """lion_beta1 lion_beta2
         adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps muon_coefficient_type
-        muon_scalar_optimizer use_layer_wise_distributed_optimizer""",
+        muon_scalar_optimizer""",
+    ),
+    (
+        "OptimizerConfig",
+        "derived",
+        "with parallel.distributed_optimizer every matrix of optim.muon and optim.soap is whole at one data-parallel "
+        "rank for its update, and optim.lion is right on any shard",
+        "use_layer_wise_distributed_optimizer",
     ),
     (
         "OptimizerConfig",

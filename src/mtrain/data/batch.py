@@ -15,6 +15,7 @@ from typing import NotRequired, Protocol, TypedDict, cast
 import numpy as np
 import torch
 
+from mtrain.data.balance import by_work
 from mtrain.data.fim import FillInTheMiddle
 from mtrain.errors import ConfigError, Problem
 
@@ -97,9 +98,9 @@ class GlobalBatches:
     the global one unless it is given.
 
     Micro-batch m of rank r takes the samples consumed + m * (micro * dp_size) + r * micro + j, so the samples
-    of a step are the same for any dp_size. `form` makes a micro-batch of them. Samples from number `limit` on only
-    fill the step: no loss of theirs counts. `average` is `trainer.loss_average`. Raises ConfigError if the global
-    batch cannot be cut evenly.
+    of a step are the same for any dp_size; `balanced` deals those out by the squares of the lengths of their packed
+    documents. `form` makes a micro-batch of them. Samples from number `limit` on only fill the step: no loss of
+    theirs counts. `average` is `trainer.loss_average`. Raises ConfigError if the global batch cannot be cut evenly.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class GlobalBatches:
         form: Form | None = None,
         limit: int | None = None,
         average: str = "token",
+        balanced: bool = False,
     ) -> None:
         stride = micro_batch_size * dp_size
         if global_batch_size % stride or not 0 <= dp_rank < dp_size:
@@ -120,8 +122,7 @@ class GlobalBatches:
             raise ConfigError([Problem("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)])
         self.samples, self.form, self.limit, self.average = samples, form or next_token(), limit, average
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
-        self._offsets = dp_rank * micro_batch_size + np.arange(micro_batch_size)
-        self._stride = stride
+        self._rank, self._ranks, self._stride, self._balanced = dp_rank, dp_size, stride, balanced
 
     def numbers(self, consumed_samples: int, size: int | None = None) -> np.ndarray:
         """Global sample numbers of the step on this rank; int64 [micro-batches, micro_batch_size].
@@ -131,8 +132,19 @@ class GlobalBatches:
         count, rest = divmod(size or self.global_batch_size, self._stride)
         if rest:
             raise ValueError(f"a step of {size} samples is no multiple of {self._stride}, one micro-batch per rank")
-        firsts = consumed_samples + self._stride * np.arange(count, dtype=np.int64)
-        return firsts[:, None] + self._offsets
+        places = np.arange(count * self._stride).reshape(count, self._ranks, -1)
+        if self._balanced:
+            works = [self._work(consumed_samples + first) for first in range(0, places.size, self._stride)]
+            places = by_work(np.concatenate(works), self.micro_batch_size, self._ranks)
+        return consumed_samples + places[:, self._rank]
+
+    def _work(self, first: int) -> np.ndarray:
+        """What attention of the samples from `first` on, one of each place of a micro-batch of all ranks, takes."""
+        numbers = first + np.arange(self._stride, dtype=np.int64)
+        windows = torch.from_numpy(self.samples.batch(numbers))
+        rows = zip(windows.split(1), numbers[:, None], strict=True)
+        bounds = [self.form(tokens, number)["cu_seqlens"].numpy().astype(np.float64) for tokens, number in rows]
+        return np.array([np.square(np.diff(ends)).sum() for ends in bounds])
 
     def microbatches(self, consumed_samples: int, size: int | None = None) -> list[MicroBatch]:
         """The micro-batches of the step of `size` samples that starts after `consumed_samples` samples."""

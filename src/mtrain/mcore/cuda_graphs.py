@@ -23,10 +23,12 @@ def whole_steps(schedule: Callable[..., Any], warmup_steps: int) -> Callable[...
 class CapturedLayers:
     """The layers of the chunks of a rank, captured by TransformerEngine."""
 
-    def __init__(self, chunks: list[Any], optimizer: Any, seq_length: int, micro_batch_size: int) -> None:
+    def __init__(
+        self, chunks: list[Any], optimizer: Any, seq_length: int, micro_batch_size: int, micro_batches: int
+    ) -> None:
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
-        self.chunks = chunks
+        self.chunks, self.micro_batches = chunks, micro_batches
         self.graphs = TECudaGraphHelper(
             model=chunks,
             config=chunks[0].config,
@@ -39,11 +41,16 @@ class CapturedLayers:
         """Capture them between two steps.
 
         `gathers`: hooks of their modules gather weights before they are read; a graph cannot, so megatron-core calls
-        those hooks before it runs one.
+        those hooks before it runs one. How many micro-batches a step has is known to megatron-core meanwhile.
         """
+        from megatron.core import num_microbatches_calculator as calculator
+
         for chunk in self.chunks if gathers else ():
             chunk.disable_forward_pre_hook(param_sync=False)
+        # which nobody else asks here: schedules are told how many micro-batches there are
+        calculator.init_num_microbatches_calculator(0, None, self.micro_batches, 1, 1)
         self.graphs.create_cudagraphs()
+        calculator.unset_num_microbatches_calculator()
         for chunk in self.chunks if gathers else ():
             chunk.enable_forward_pre_hook()
         if gathers:

@@ -30,4 +30,5 @@ OWN_STORE = "no checkpoint of ours is written or read by megatron-core's optimiz
 NOT_OFFERED = "no key feeds it: "
 LAYOUTS = "tests/dist/test_layouts_are_proven.py"
 FULLY_SHARDED = "tests/dist/test_fully_sharded.py"
+BROUGHT_BACK = "tests/dist/test_known_bugs_are_found.py"
 MOE, OPTIM = "transformer/moe", "optimizer/distrib_optimizer.py"

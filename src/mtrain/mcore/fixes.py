@@ -6,7 +6,7 @@ checks every name in it, and that each patch of it has a case that fails without
 
 from __future__ import annotations
 
-from mtrain.mcore.fix import LAYOUTS, MOE, NOT_OFFERED, OPTIM, OWN_STORE, Fix
+from mtrain.mcore.fix import BROUGHT_BACK, LAYOUTS, MOE, NOT_OFFERED, OPTIM, OWN_STORE, Fix
 from mtrain.mcore.fixes_since import SINCE
 
 _LOSS = "gradients are sums over tokens, divided once by those of the global batch, in every layout"
@@ -233,7 +233,7 @@ FIXES: tuple[Fix, ...] = (
         "#5750",
         "the epsilon of Mamba's norm is the default's",
         "kept by tests",
-        "tests/dist/test_hybrid.py",
+        BROUGHT_BACK,
         "stack_spec says the epsilon (mcore/hybrid_model.py)",
         "ssm/mamba_layer.py:85",
         True,
@@ -275,7 +275,7 @@ FIXES: tuple[Fix, ...] = (
         "#5694",
         "a balancing loss is on by default",
         "kept by tests",
-        "tests/dist/test_keys_reach_the_engine.py",
+        BROUGHT_BACK,
         "model.moe.aux_loss_coeff is a key whose value the table hands over in any case",
         "transformer/transformer_config.py:659",
     ),

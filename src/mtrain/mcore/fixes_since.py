@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtrain.mcore.fix import FULLY_SHARDED, LAYOUTS, MOE, NOT_OFFERED, OWN_STORE, Fix
+from mtrain.mcore.fix import BROUGHT_BACK, MOE, NOT_OFFERED, OWN_STORE, Fix
 
 _FSDP, _ADAPTER = "distributed/fsdp/src/megatron_fsdp", "distributed/fsdp/mcore_fsdp_adapter.py"
 _MTP = "transformer/multi_token_prediction.py"
@@ -39,7 +39,7 @@ SINCE: tuple[Fix, ...] = (
         "#3159",
         "losses of predictions weigh less where rolling leaves fewer tokens",
         "kept by tests",
-        LAYOUTS,
+        BROUGHT_BACK,
         "mcore/language_model.py makes them: sums over tokens in every layout and release, as 0.16.1 does it",
         "models/gpt/gpt_model.py:656",
         True,
@@ -75,8 +75,8 @@ SINCE: tuple[Fix, ...] = (
         "#4593",
         "layers that predict are computed again without what packed samples need",
         "refused",
-        "MT319",
-        "",
+        "MT045",
+        "as a capability of 0.19",
         f"{_MTP}:823",
         True,
     ),
@@ -147,7 +147,7 @@ SINCE: tuple[Fix, ...] = (
         "#3155",
         "what an evaluation gathered counts as gathered in training under Megatron-FSDP",
         "kept by tests",
-        FULLY_SHARDED,
+        BROUGHT_BACK,
         "evaluate and Sampler begin with gathered() of mcore/sharding.py, and the step behind them is compared",
         "pipeline_parallel/schedules.py:688",
         True,
@@ -201,7 +201,7 @@ SINCE: tuple[Fix, ...] = (
         "#6357",
         "Megatron-FSDP reduces gradients of each micro-batch where only optimizer state is sharded",
         "kept by tests",
-        FULLY_SHARDED,
+        BROUGHT_BACK,
         "train/assemble.py gives schedules no_sync where gradients are sharded alone; each sharding is compared",
         f"{_FSDP}/megatron_fsdp.py:662",
         False,
@@ -256,7 +256,7 @@ SINCE: tuple[Fix, ...] = (
         "#4953",
         "FSDP2 does not know that replicas are to be summed at the end of a step",
         "kept by tests",
-        FULLY_SHARDED,
+        BROUGHT_BACK,
         "mcore/fsdp2.py is ours, with replicas that FSDP2 sums itself",
         "distributed/torch_fully_sharded_data_parallel.py:28",
         True,
@@ -274,7 +274,7 @@ SINCE: tuple[Fix, ...] = (
         "#5628",
         "embeddings that are not scattered for sequence parallelism are gathered twice",
         "kept by tests",
-        "tests/dist/test_llava.py",
+        BROUGHT_BACK,
         "mcore/image_language_model.py scatters them behind the images",
         "models/gpt/gpt_model.py:313",
         True,
@@ -301,7 +301,7 @@ SINCE: tuple[Fix, ...] = (
         "#5034",
         "the embedding of a stage that predicts is taken for a matrix by muon",
         "kept by tests",
-        "tests/dist/test_muon.py",
+        BROUGHT_BACK,
         "config/optimizers/muon.py knows embeddings by their names on every stage",
         "models/common/language_module/language_module.py:183",
         True,

@@ -13,6 +13,8 @@ from mtrain_kernels.optimizer.fused_adam import MASTER, FusedAdam
 from mtrain.mcore import api as mcore
 from mtrain.mcore.elementwise import Elementwise
 from mtrain.mcore.local_params import LocalParam, local, local_params
+from mtrain.mcore.soap import Owned, ParallelSoap
+from mtrain.mcore.whole_matrices import WholeMatrices
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,34 @@ def state_shards(chunks: list[Any], optimizer: Any) -> Iterator[StateShard]:
             inner = {leaf.optimizer.inner_param_to_orig_param[p]: found for p, found in inner.items()}
         for param, main, start, sharded in _ranges(leaf, own):
             yield StateShard(own[param], main, start, sharded, *inner[main])
+
+
+def distribute(chunks: list[Any], optimizer: Any) -> None:
+    """Tell optimizers of whole matrices where the parts of those are."""
+    own = {k.param: k for chunk in chunks for k in local_params(chunk)}
+    for leaf in leaf_optimizers(optimizer):
+        if isinstance(leaf.optimizer, ParallelSoap):
+            leaf.optimizer.know({id(p): [s.shape[s.lead] for s in k.specs] for p, k in _known(leaf, own).items()})
+        if isinstance(leaf, mcore.DistributedOptimizer) and isinstance(leaf.optimizer, WholeMatrices):
+            leaf.optimizer.distribute(leaf)
+
+
+def factors(chunks: list[Any], optimizer: Any) -> Iterator[tuple[LocalParam, Owned, bool]]:
+    """What is kept of whole matrices on this rank, and whether other data-parallel ranks have those of others."""
+    own = {k.param: k for chunk in chunks for k in local_params(chunk)}
+    for leaf in leaf_optimizers(optimizer):
+        if isinstance(leaf.optimizer, ParallelSoap):
+            known = _known(leaf, own)
+            for found in leaf.optimizer.owned():
+                yield known[found.param], found, isinstance(leaf, mcore.DistributedOptimizer)
+
+
+def _known(leaf: Any, own: dict[torch.nn.Parameter, LocalParam]) -> dict[torch.Tensor, LocalParam]:
+    """What this rank keeps of a parameter, by what an optimizer of whole matrices knows it as: that of the model, or
+    the main weight of a whole one."""
+    if isinstance(leaf, mcore.DistributedOptimizer):
+        return dict(own.items())
+    return {main: own[param] for param, main, _, _ in _ranges(leaf, own)}
 
 
 def refresh_copies(optimizer: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from mtrain.mcore import api as mcore
 from mtrain.mcore.local_params import local_params, unwrap
-from mtrain.mcore.optimizer_state import StateShard, refresh_copies, state_shards
+from mtrain.mcore.optimizer_state import StateShard, factors, refresh_copies, state_shards
 from mtrain.mcore.shard_specs import ShardSpec, shard_specs_of
 
 
@@ -100,7 +100,8 @@ def optimizer_shards(chunks: list[Any], optimizer: Any) -> list[TensorShard]:
     states = list(state_shards(chunks, optimizer))
     for state in states:
         state.allocate()
-    return [shard for state in states for name, tensor in state.tensors() for shard in _state(state, name, tensor)]
+    shards = [shard for state in states for name, tensor in state.tensors() for shard in _state(state, name, tensor)]
+    return shards + list(_factors(chunks, optimizer))
 
 
 def optimizer_shards_to_fill(chunks: list[Any], optimizer: Any) -> Iterator[TensorShard]:
@@ -113,10 +114,31 @@ def optimizer_shards_to_fill(chunks: list[Any], optimizer: Any) -> Iterator[Tens
         for name, tensor in state.tensors():
             yield from _state(state, name, tensor)
             state.store(name, tensor)
+    yield from _factors(chunks, optimizer)
 
 
 def _state(state: StateShard, name: str, tensor: torch.Tensor) -> list[TensorShard]:
     return _pieces(state.local_param.specs, tensor, state.start, sharded=state.sharded, name=name)
+
+
+def _factors(chunks: list[Any], optimizer: Any) -> Iterator[TensorShard]:
+    """What an optimizer keeps of whole matrices: a tensor [n, n] of each side, behind the axes that count layers and
+    experts, and one that counts blocks where those are matrices of their own."""
+    for own, found, sharded in factors(chunks, optimizer):
+        spec = own.specs[0]
+        lead = spec.lead + (found.block is not None)
+        at, of = ((), ()) if found.block is None else ((found.block[0],), (found.block[1],))
+        primary = spec.primary(sharded=sharded) and not found.copy and not (sharded and _copy_index())
+        for name, tensor in found.factors.items():
+            yield TensorShard(
+                key=f"optim/{name}/{spec.key}",
+                global_shape=(*spec.global_shape[: spec.lead], *of, *tensor.shape),
+                offset=(*spec.offset[: spec.lead], *at, 0, 0),
+                shape=(*(1,) * lead, *tensor.shape),
+                tensor=tensor,
+                primary=primary,
+                lead=lead,
+            )
 
 
 def gradient_shards(chunks: list[Any], optimizer: Any) -> list[TensorShard]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 from mtrain.config.devices import facts_of
@@ -18,6 +19,7 @@ from mtrain.plan.count import active_parameters, adapter_parameters, flops_of_to
 from mtrain.plan.rank import HOW, StageMemory, stage_memories
 from mtrain.plan.states import state_bytes_of
 from mtrain.plan.time.report import time_report
+from mtrain.plan.weights import factor_bytes, update_of
 from mtrain.units import GIB
 
 MOST_WORDS = 5
@@ -118,13 +120,16 @@ def _stage(stage: StageMemory) -> dict[str, Any]:
 
 
 def checkpoint_bytes(run: RunConfig, stages: list[StageMemory]) -> int:
-    """Of a checkpoint: every weight once, and its main weight and moments where it is trained."""
-    each, total = bytes_of(run.precision.format), 0
+    """Of a checkpoint: every weight once, and its main weight, moments and factors where it is trained."""
+    each, total, how = bytes_of(run.precision.format), 0, update_of(run)
     for stage in stages:
+        matrices = dict(stage.states.matrices)
         for weight in stage.states.weights:
             if not _again(stage, weight):
                 number = whole(run, weight)
                 total += number * each + (0 if weight.frozen else state_bytes_of(run, weight, number))
+                if how is not None and (one := matrices.get(weight)) is not None:
+                    total += number // sum(map(prod, one.parts)) * factor_bytes(how, one)
     return total
 
 

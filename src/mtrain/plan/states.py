@@ -11,11 +11,11 @@ from math import lcm
 from mtrain.config.formats import bytes_of, is_half
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.run import RunConfig
-from mtrain.config.stages import Stage
 from mtrain.layout.grid import RankGrid
+from mtrain.layout.owners import owners
 from mtrain.layout.stages import held_stages
-from mtrain.models.registry import family_of
 from mtrain.models.weights import Weight
+from mtrain.plan.weights import Matrix, factor_bytes, matrices, stage_weights, update_of
 
 START, END, END_OF_LARGE = 64, 128, 1 << 16
 """Elements that a weight begins at a multiple of, and a bucket ends at, where the optimizer is distributed."""
@@ -43,6 +43,8 @@ class States:
     weights: tuple[Weight, ...]
     buckets: tuple[tuple[Bucket, int], ...]
     """With the ranks that each is sharded over."""
+    matrices: tuple[tuple[Weight, Matrix], ...] = ()
+    """Those that the update takes whole, in the order of the buckets."""
 
     @cached_property
     def numbers(self) -> Counter[str]:
@@ -89,24 +91,21 @@ class States:
                 if here > 0:
                     held += here * main + _moments(self.run, weight, here) * on_device
             total += -(-held // ranks) if sharded else held
-        return round(total)
+        return round(total) + self._factors(data_rank)
 
-
-def stage_weights(run: RunConfig, held: Stage) -> list[Weight]:
-    """The weights of a (virtual) stage on one rank with their adapters, in the order in which the builder makes them.
-
-    Raises:
-        ValueError: the family of the model does not say which these are.
-    """
-    family = family_of(run.model)
-    if family.weights is None:
-        raise ValueError(f"the family {family.name} does not say which weights a stage has")
-    weights = family.weights(run.model, run.parallel, held)
-    if run.peft.kind is None:
-        return list(weights)
-    if family.adapted is None:
-        raise ValueError(f"the family {family.name} does not say which adapters a stage has")
-    return list(family.adapted(weights, run))
+    def _factors(self, data_rank: int) -> int:
+        """Of what the update keeps of whole matrices, each with one of the ranks that share the optimizer."""
+        how, total, p = update_of(self.run), 0, self.run.parallel
+        if how is None:
+            return 0
+        grid = RankGrid.of(self.run)
+        for expert, every in ((False, grid.dp * grid.cp), (True, grid.edp)):
+            found = [one for _, one in self.matrices if one.expert == expert]
+            ranks = max(1, every // p.hsdp_replicas) if p.distributed_optimizer else 1
+            of = owners([how.work(one.shape) for one in found], ranks)
+            own = (one for one, owner in zip(found, of, strict=True) if owner == data_rank % ranks)
+            total += sum(factor_bytes(how, one) for one in own)
+        return total
 
 
 def rank_states(run: RunConfig, stage: int) -> States:
@@ -115,16 +114,17 @@ def rank_states(run: RunConfig, stage: int) -> States:
     Raises:
         ValueError: the family of the model does not say which weights a stage has.
     """
-    every, buckets = list[Weight](), list[tuple[Bucket, int]]()
+    every, buckets, whole = list[Weight](), list[tuple[Bucket, int]](), list[tuple[Weight, Matrix]]()
     grid, copies = RankGrid.of(run), run.parallel.hsdp_replicas
     size = _bucket_size(run, grid, stage)
     for held in held_stages(run)[stage]:
         weights = stage_weights(run, held)
         every += weights
+        whole += reversed(list(matrices(run, held)))
         for expert, ranks in ((False, grid.dp * grid.cp), (True, grid.edp)):
             chosen = [w for w in weights if w.expert == expert and not w.frozen]
             buckets += [(b, max(1, ranks // copies)) for b in _buckets(run, chosen, max(1, ranks // copies), size)]
-    return States(run, tuple(every), tuple(buckets))
+    return States(run, tuple(every), tuple(buckets), tuple(whole))
 
 
 def _bucket_size(run: RunConfig, grid: RankGrid, stage: int) -> int | None:

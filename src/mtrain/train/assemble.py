@@ -162,7 +162,8 @@ def batches(run: RunConfig, world: World, splits: Splits, part: str, limit: int 
     # dynamic context parallelism deals documents out after they are read
     share = (0, 1) if run.parallel.hybrid_context_parallel else (world.coords["dp"], world.grid.dp)
     average = run.trainer.loss_average if part == "train" else "token"
-    return GlobalBatches(getattr(splits, part), run.trainer.batch, run.trainer.micro, *share, form, limit, average)
+    micro, balanced = run.trainer.micro, run.data.packed and run.data.packing_scheduler == "dp_balanced"
+    return GlobalBatches(getattr(splits, part), run.trainer.batch, micro, *share, form, limit, average, balanced)
 
 
 def configure_schedule_hooks(run: RunConfig, chunks: list[Any], optimizer: Any) -> None:

@@ -23,5 +23,6 @@ class Graphs(Hook):
         self.waits -= 1
         if not self.waits:
             run, state = parts.run, parts.state
-            layers = CapturedLayers(state.chunks, state.optimizer, run.data.length, run.trainer.micro)
+            micro, batches = run.trainer.micro, run.trainer.batch // (run.trainer.micro * run.parallel.dp)
+            layers = CapturedLayers(state.chunks, state.optimizer, run.data.length, micro, batches)
             layers.capture(gathers=bool(run.parallel.overlap_param_gather))

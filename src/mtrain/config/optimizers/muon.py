@@ -57,16 +57,17 @@ class MuonConfig(Section):
 
 def is_matrix(param: Any, name: str) -> bool:
     """Whether Muon takes a parameter: a matrix, but for tables that are looked up in and the output layer."""
-    return _takes(name, param.ndim)
+    return takes(name, param.ndim)
 
 
-def _takes(name: str, axes: int) -> bool:
+def takes(name: str, axes: int) -> bool:
+    """The same by its name and number of axes."""
     return axes == 2 and not any(word in name for word in NO_MATRICES)
 
 
 def _states(run: Run, name: str, axes: int) -> Mapping[str, str]:
     """The momentum of a matrix; of everything else the moments of adamw."""
-    return OPTIMIZER.states(run) if _takes(name, axes) else adamw.OPTIMIZER.states(run)
+    return OPTIMIZER.states(run) if takes(name, axes) else adamw.OPTIMIZER.states(run)
 
 
 def _is_qkv(name: str) -> bool:
@@ -104,7 +105,7 @@ def _qkv_rows(run: Run, name: str) -> tuple[int, ...]:
 
 
 def _matrices(run: Run, name: str, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    if not _takes(name, len(shape)):
+    if not takes(name, len(shape)):
         return ()
     rows, columns = shape
     if not (_is_qkv(name) and run.optim.muon.split_qkv):
@@ -125,6 +126,7 @@ def _build(run: Run) -> tuple[type, dict[str, Any]]:
     muon = run.optim.muon
     kept = muon.model_dump(exclude={"split_qkv", "adamw_lr"})
     kept |= {"ns_dtype": torch_dtype(muon.ns_dtype), "qkv_rows": _qkv_rows(run, "") if muon.split_qkv else None}
+    kept["work"] = _orthogonal(run).work
     return ParallelMuon, {**adamw.arguments(run), **kept}
 
 
@@ -148,6 +150,6 @@ OPTIMIZER = Optimizer(
         "adapters": "it orthogonalises whole matrices, and those of a fused layer are several in one",
         "cpu_offload": "the processor would take long for its matrix products",
     },
-    orthogonal=_orthogonal,
+    whole_matrices=_orthogonal,
     megatron_name="muon",
 )

@@ -172,15 +172,9 @@ def sample_needs_text(run: RunConfig) -> Iterator[Finding]:
         "A balancing loss of each sample is not defined for packed samples.",
         example="model=mixtral_tiny data.packed=true model.moe.router_load_balancing_type=seq_aux_loss",
     ),
-    Code(
-        "MT319",
-        "megatron-core cannot compute MTP layers again for packed samples.",
-        example="data.packed=true model.mtp_num_layers=1 parallel.recompute.granularity=full",
-    ),
     reads=(
-        f"data.packed data.packed_multiple data.seq_length model.mtp_num_layers {DP} "
-        "parallel.hybrid_context_parallel parallel.sequence_parallel model.moe.router_load_balancing_type "
-        "parallel.recompute.granularity"
+        f"data.packed data.packed_multiple data.seq_length {DP} "
+        "parallel.hybrid_context_parallel parallel.sequence_parallel model.moe.router_load_balancing_type"
     ),
 )
 def packed_samples(run: RunConfig) -> Iterator[Finding]:
@@ -200,21 +194,6 @@ def packed_samples(run: RunConfig) -> Iterator[Finding]:
         rule = "seq_aux_loss balances each sample, and a packed micro-batch is one long sample"
         aux: Change = {"model.moe.router_load_balancing_type": "aux_loss"}
         yield Finding("MT315", "data.packed", rule, (aux, off))
-    if m.mtp_num_layers and run.parallel.recompute.granularity == "full":
-        rule = "megatron-core cannot compute MTP layers again for packed samples"
-        keep: Change = {
-            "parallel.recompute.granularity": "none",
-            "parallel.recompute.method": None,
-            "parallel.recompute.num_layers": None,
-        }
-        none: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_factor": None}
-        yield Finding(
-            "MT319",
-            "data.packed",
-            rule,
-            (keep, none, off),
-            also=("model.mtp_num_layers", "parallel.recompute.granularity"),
-        )
 
 
 @rule(

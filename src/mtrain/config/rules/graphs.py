@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain.config.devices import facts_of, with_cuda_kernels
+from mtrain.config.hybrid import ATTENTION, DELTA, LATENT, MAMBA, MLP
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
@@ -74,35 +75,33 @@ def graph_modules_are_there(run: RunConfig) -> Iterator[Finding]:
     experts = {"moe", "moe_router", "moe_preprocess"} & set(chosen)
     if experts and m.moe is None:
         why = f"{', '.join(sorted(experts))}: the model has no experts"
-    elif "mlp" in chosen and m.moe is not None and not _has_dense_mlp(run):
-        why = "mlp: every layer of the model has experts"
     elif "mamba" in chosen and m.family != "hybrid":
         why = f"mamba: the family {m.family} has no Mamba-2 layers"
+    elif "mlp" in chosen and m.moe is not None and "mlp" not in _possible(run):
+        why = "mlp: every MLP of the model has experts"
+    elif absent := {"attn", "mlp", "mamba"} & set(chosen) - _possible(run):
+        why = f"{', '.join(sorted(absent))}: no layer of the model has it"
     elif {"moe", "moe_router"} <= set(chosen):
         why = "moe has moe_router in it"
     elif "moe_preprocess" in chosen and "moe_router" not in chosen:
         why = "moe_preprocess comes after moe_router, which is not captured"
     if why is not None:
         left = tuple(word for word in chosen if word in _possible(run))
-        some: Change = {"trainer.cuda_graph_modules": left or ("attn",)}
-        yield Finding("MT412", "trainer.cuda_graph_modules", why, (some, {"trainer.cuda_graph_modules": None}, NONE))
-
-
-def _has_dense_mlp(run: RunConfig) -> bool:
-    m = run.model
-    if m.hybrid is not None:
-        return "-" in m.hybrid.pattern
-    return m.moe is None or m.moe.first_dense_layers > 0
+        some: Change = {"trainer.cuda_graph_modules": left or None}
+        yield Finding("MT412", "trainer.cuda_graph_modules", why, (some, NONE))
 
 
 def _possible(run: RunConfig) -> set[str]:
-    m = run.model
-    return {
-        "attn",
-        *(("mlp",) if _has_dense_mlp(run) else ()),
-        *(("moe_router", "moe_preprocess") if m.moe is not None else ()),
-        *(("mamba",) if m.family == "hybrid" else ()),
-    }
+    m, experts = run.model, ("moe_router", "moe_preprocess")
+    if m.hybrid is not None:
+        has = {word for word, kinds in _OF_KINDS.items() if set(kinds) & set(m.hybrid.pattern)}
+    else:
+        has = {"attn"} | ({"mlp"} if m.moe is None or m.moe.first_dense_layers else set())
+    return has | (set(experts) if m.moe is not None else set())
+
+
+_OF_KINDS = {"attn": (ATTENTION, LATENT, DELTA), "mlp": (MLP,), "mamba": (MAMBA,)}
+"""Part of a layer -> the letters of a hybrid's pattern whose layers have it."""
 
 
 @rule(
@@ -203,6 +202,7 @@ _ALONE: tuple[tuple[str, object, str], ...] = (
     ),
     reads=(
         "trainer.cuda_graph_impl model.family model.moe trainer.loss_average data.kind model.attention_dropout "
+        "precision.dtype "
         f"model.hidden_dropout trainer.eval_iters {' '.join(key for key, _, _ in _ALONE)}"
     ),
 )
@@ -230,6 +230,10 @@ def graphs_replay(run: RunConfig) -> Iterator[Finding]:
     if impl == "full_iteration" and m.moe is not None and (run.data.kind == "sft" or t.loss_average != "token"):
         rule = "the weight of the router's loss is another in each step, and a graph of the whole step keeps one"
         yield Finding("MT416", "trainer.cuda_graph_impl", rule, (NONE,), also=("data.kind", "trainer.loss_average"))
+    if impl == "full_iteration" and run.precision.format == "fp16":
+        rule = "the loss scale of fp16 is another number in later steps, and a graph of the whole step keeps one"
+        bf16: Change = {"precision.dtype": "bf16"}
+        yield Finding("MT416", "precision.dtype", rule, (bf16, NONE), also=(IMPL,))
     if impl == "local" and (m.attention_dropout or m.hidden_dropout) and t.eval_iters:
         rule = "an evaluation runs the same graphs as training, with their dropout"
         yield Finding("MT416", "trainer.eval_iters", rule, ({"trainer.eval_iters": 0}, NONE), also=(IMPL,))

@@ -24,10 +24,10 @@ _H100 = "cluster=h100 cluster.devices_per_node=1 parallel=single"
     Code("MT174", "Activations are copied to the host on streams of CUDA.", example=f"{MODULES}=[core_attn]"),
     Code(
         "MT175",
-        "megatron-core copies activations of TransformerEngine's layers.",
+        "megatron-core copies activations of TransformerEngine's layers, and of its experts.",
         example=f"{MODULES}=[core_attn] kernels.linear=triton {_H100}",
     ),
-    reads=f"{MODULES} cluster.device kernels.linear",
+    reads=f"{MODULES} cluster.device kernels.linear kernels.experts kernels.default model.moe",
 )
 def offload_has_a_device(run: RunConfig) -> Iterator[Finding]:
     """Activations go to host memory from CUDA devices, out of TransformerEngine's layers."""
@@ -40,6 +40,11 @@ def offload_has_a_device(run: RunConfig) -> Iterator[Finding]:
     elif linear not in ("te", "auto", None):
         rule = f"megatron-core copies activations of TransformerEngine's layers, and kernels.linear is {linear}"
         yield Finding("MT175", MODULES, rule, ({"kernels.linear": "te"}, NONE))
+    elif run.model.moe is not None and (word := run.kernels.experts or run.kernels.default) != "te":
+        chosen = [module for module in run.parallel.activation_offload.modules if module in OF_EXPERTS]
+        if chosen:  # `auto` might take others
+            rule = f"experts of ours copy no {' and '.join(chosen)} to the host, and kernels.experts is {word}"
+            yield Finding("MT175", MODULES, rule, ({"kernels.experts": "te"}, NONE))
 
 
 @rule(
@@ -49,7 +54,7 @@ def offload_has_a_device(run: RunConfig) -> Iterator[Finding]:
         example=f"{MODULES}=[attn_proj] {_H100}",
     ),
     reads=(
-        f"{MODULES} model.family model.moe parallel.recompute.granularity parallel.recompute.modules "
+        f"{MODULES} model.family model.builder model.moe parallel.recompute.granularity parallel.recompute.modules "
         "parallel.hybrid_context_parallel trainer.cuda_graph_impl"
     ),
 )
@@ -62,6 +67,9 @@ def offloaded_modules_are_kept(run: RunConfig) -> Iterator[Finding]:
     rest = tuple(word for word in chosen if word not in OF_EXPERTS)
     if m.family != "gpt":
         yield Finding("MT176", MODULES, f"layers of the family {m.family} copy no activations", (NONE,))
+    elif m.builder != "gpt":
+        rule = "megatron-core 0.16.1 copies activations of a GPTModel's layers alone, and model.builder is hybrid"
+        yield Finding("MT176", MODULES, rule, ({"model.builder": "gpt"}, NONE), also=("model.builder",))
     if "attn_proj" in chosen and "core_attn" not in chosen:
         rule = "the input of attn_proj is what core_attn gives, which keeps it for its own backward"
         both: Change = {MODULES: (*chosen, "core_attn")}

@@ -24,7 +24,7 @@ HOW = {
     "pp": "activations to the next stage and gradients back",
     "bubble": "the slowest stage waits while the pipeline fills and drains",
     "dp": "gradients and weights of data-parallel ranks, where no computation hides them",
-    "optimizer": "the update: its state read and written, and matrices orthogonalised (muon)",
+    "optimizer": "the update: its state read and written, and what is made of whole matrices (muon, soap)",
     "offload": "the update in host memory: gradients sent there, state read and written, weights sent back",
 }
 """Of each part of the time: what it is."""

@@ -18,14 +18,14 @@ from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.count import flops_of_token
 from mtrain.plan.rank import stage_kind
-from mtrain.plan.states import stage_weights
 from mtrain.plan.time.device import Device, device_of, missing
 from mtrain.plan.time.efficiencies import Efficiencies, reached_by
 from mtrain.plan.time.kernels import Kernels
 from mtrain.plan.time.links import MICRO, Group, Links
-from mtrain.plan.time.orthogonal import Matrix, matrices_of, orthogonal_seconds
 from mtrain.plan.time.update import done_once
+from mtrain.plan.time.whole_matrices import matrix_seconds
 from mtrain.plan.time.work import Linear, Work, total
+from mtrain.plan.weights import Matrix, matrices_of, stage_weights
 
 PARTS = ("gemm", "attention", "memory", "host", "tp", "cp", "ep", "pp", "bubble", "dp", "optimizer", "offload")
 CASTS = 2
@@ -69,7 +69,7 @@ class StepWork:
     """Bytes from a stage to the next."""
     grid: RankGrid
     matrices: tuple[Mapping[Matrix, int], ...] = ()
-    """What the update orthogonalises of each stage, where it does."""
+    """What the update takes whole of each stage, where it does."""
 
 
 def step_time(run: RunConfig, reached: Efficiencies | None = None) -> StepTime:
@@ -87,8 +87,8 @@ def unknown(run: RunConfig) -> tuple[str, ...]:
     """Keys of the cluster of a resolved run that have to be known to say how long a step takes."""
     p, cluster = run.precision, run.cluster
     formats: list[str] = [p.format, p.multiplies_in]
-    orthogonal = OPTIMIZERS[run.optim.name].orthogonal
-    formats += [orthogonal(run).format] if orthogonal else []
+    matrices = OPTIMIZERS[run.optim.name].whole_matrices
+    formats += [matrices(run).format] if matrices else []
     found = missing(cluster, tuple(dict.fromkeys(formats)), run.parallel.ranks or 1)
     away = run.optim.cpu_offload > 0 and not facts_of(cluster.device).on_host
     return (*found, "cluster.host_link_gbps") if away and cluster.host_link_gbps is None else found
@@ -158,7 +158,7 @@ def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
     parts["bubble"] = (sum(times) - times[slowest]) / p.vpp
     ends = done_once(run, work.grid, work.weights[slowest], device, reached, sum(parts.values()), times[slowest])
     if work.matrices:
-        ends["optimizer"] += orthogonal_seconds(run, work.grid, work.matrices[slowest], device, reached)
+        ends["optimizer"] += matrix_seconds(run, work.grid, work.matrices[slowest], device, reached)
     parts |= {name: value / reached.speed for name, value in ends.items()}
     seconds = sum(parts.values())
     tokens = run.trainer.batch * run.data.length / (p.ranks or 1) / seconds

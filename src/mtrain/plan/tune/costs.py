@@ -26,7 +26,6 @@ from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.rank import CONTEXT_BYTES, RESERVE, communication_bytes
 from mtrain.plan.schedule import most_in_flight
-from mtrain.plan.states import stage_weights
 from mtrain.plan.time.device import Device, device_of
 from mtrain.plan.time.efficiencies import reached_by
 from mtrain.plan.time.step import SHARP, StepWork, frozen_of, micro_batch, weights_of
@@ -34,6 +33,7 @@ from mtrain.plan.time.update import done_once
 from mtrain.plan.time.work import work_of
 from mtrain.plan.tune.space import Change, changed
 from mtrain.plan.tune.state import State, state_of
+from mtrain.plan.weights import stage_weights
 
 ONE_STAGE = {
     **{"parallel.pp": 1, "parallel.vpp": 1, "parallel.layers_per_stage": None, "parallel.pipeline_layout": None},

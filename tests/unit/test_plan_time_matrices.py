@@ -1,4 +1,4 @@
-"""The time of muon's update: products by hand, ranks that share them, and what is not a matrix."""
+"""The time of muon's and of soap's update: products by hand, ranks that share them, and what is not a matrix."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections import Counter
 from functools import cache
 
 from mtrain.cli.setup import load
+from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.layout.stages import held_stages
 from mtrain.plan.time import step_time
-from mtrain.plan.time.orthogonal import Matrix, matrices_of, shared_out
+from mtrain.plan.weights import Matrix, matrices_of, shared_out
 
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
 LARGE = "model=llama3_70b cluster=h100x64 data=mock data.seq_length=4096 trainer.global_batch_size=256"
 LARGE += " trainer.micro_batch_size=1"
+FREQUENCY = "optim.soap.precondition_frequency"
 
 
 @cache
@@ -61,6 +63,29 @@ def test_steps_and_their_format_decide_the_time() -> None:
     assert step_time(run.model_copy(update={"cluster": bare})).missing == ("cluster.peak_tflops.fp32",)
 
 
+def soap_of(words: str, own: str = "") -> float:
+    """Seconds that soap, with keys of its own, takes more than adamw."""
+    return update_of(f"{words} optim=soap {own}") - update_of(words)
+
+
+def test_rotations_take_what_their_operations_take_and_new_bases_their_share() -> None:
+    """In fp32: three turns and an average for each side of at most 10,000; the wider sides of MLPs have none."""
+    h, up, down, keys = 8192, 2 * 28672, 28672, 1024
+    layer = sum(
+        8 * r * c * n for r, c in ((h, h), (h + 2 * keys, h), (up, h), (h, down)) for n in (r, c) if n <= 10000
+    )
+    layout = "parallel=tp2pp8 parallel.distributed_optimizer=false"
+    rarely, often = (soap_of(layout, f"{FREQUENCY}={n}") for n in (10**6, 5))
+    rate = 10 * layer / rarely / 67e12
+    assert 0.4 < rate < 1.0, "ten layers, each matrix whole on both tensor-parallel ranks"
+    assert often > 1.05 * rarely
+    assert soap_of(layout, "optim.soap.max_precond_dim=2000") < 0.2 * rarely
+    shared = soap_of(
+        "parallel=tp2pp8 parallel.distributed_optimizer=true", "optim.soap.precondition_frequency=1000000"
+    )
+    assert 2 < rarely / shared < 4.1, "of four ranks, which send each other more than muon's"
+
+
 def test_tables_norms_and_other_optimizers_have_no_matrices() -> None:
     run = run_of("model=llama3_8b cluster=h100x8 parallel=dp data=mock trainer.global_batch_size=8 optim=muon")
     (held,) = held_stages(run)
@@ -79,5 +104,8 @@ def test_tables_norms_and_other_optimizers_have_no_matrices() -> None:
 
 def test_a_matrix_that_is_alone_is_not_shared() -> None:
     large, small = (Matrix((n, n), ((n, n),), expert=False, gathered=False) for n in (1024, 64))
-    assert shared_out({large: 1, small: 3}, 4) == {frozenset({(large, 1)}), frozenset({(small, 1)})}
-    assert shared_out({large: 5}, 4) == {frozenset({(large, 1)}), frozenset({(large, 2)})}
+    muon = OPTIMIZERS["muon"].whole_matrices
+    assert muon is not None
+    how = muon(run_of(f"{LARGE} parallel=tp2pp8 optim=muon"))
+    assert shared_out({large: 1, small: 3}, 4, how) == {frozenset({(large, 1)}), frozenset({(small, 1)})}
+    assert shared_out({large: 5}, 4, how) == {frozenset({(large, 1)}), frozenset({(large, 2)})}

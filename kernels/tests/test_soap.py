@@ -1,0 +1,139 @@
+"""SOAP: the paper's steps in fp64, sides without a basis, and AdamW beside matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from mtrain_kernels.optimizer.fused_adam import FusedAdam
+from mtrain_kernels.optimizer.soap import Soap
+from torch import Tensor, nn
+
+LR, BETA1, BETA2, SHAMPOO, EPS, DECAY = 0.1, 0.9, 0.95, 0.8, 1e-8, 0.01
+STEPS, EVERY = 8, 3
+
+
+def gradients(rows: int, columns: int, steps: int = STEPS) -> list[Tensor]:
+    """Of a spectrum whose directions are far apart, so that eigenvectors are too: fp64."""
+    draw = torch.Generator().manual_seed(rows + columns)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    left, right = torch.linalg.qr(noise(rows, rows)).Q, torch.linalg.qr(noise(columns, columns)).Q
+    tall, wide = (1.3 ** -torch.arange(n, dtype=torch.float64) for n in (rows, columns))
+    return [left @ (tall[:, None] * noise(rows, columns) * wide) @ right.T for _ in range(steps)]
+
+
+def plain(weight: Tensor, grads: list[Tensor], sides: tuple[bool, bool] = (True, True)) -> tuple[Tensor, Tensor]:
+    """Algorithm 3 of arXiv 2409.11321 in fp64, and its second moment: the first step makes the bases alone."""
+    w, m, v = weight.double(), torch.zeros_like(weight.double()), torch.zeros_like(weight.double())
+    grams, bases = (
+        [torch.zeros(n, n, dtype=torch.float64) for n in w.shape],
+        [torch.eye(n, dtype=torch.float64) for n in w.shape],
+    )
+    for t, g in enumerate(grads):
+        if t:
+            m = BETA1 * m + (1 - BETA1) * g
+            v = BETA2 * v + (1 - BETA2) * (bases[0].T @ g @ bases[1]) ** 2
+            turned = bases[0].T @ m @ bases[1] / (1 - BETA1**t)
+            step = bases[0] @ (turned / ((v / (1 - BETA2**t)).sqrt() + EPS)) @ bases[1].T
+            w = w - LR * DECAY * w - LR * step
+        for side, product in enumerate((g @ g.T, g.T @ g)):
+            grams[side] = SHAMPOO * grams[side] + (1 - SHAMPOO) * product
+            if t == 0 and sides[side]:
+                rows, _, columns = torch.linalg.svd(g, full_matrices=False)
+                bases[side] = torch.linalg.qr((rows, columns.T)[side], mode="complete").Q
+            elif t % EVERY == 0 and sides[side]:
+                found = torch.diagonal(bases[side].T @ grams[side] @ bases[side])
+                order = torch.sort(found, descending=True).indices
+                v = v[order] if side == 0 else v[:, order]
+                bases[side] = torch.linalg.qr(grams[side] @ bases[side][:, order]).Q
+    return w, v
+
+
+def trained(weight: Tensor, grads: list[Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    param = nn.Parameter(weight.clone())
+    keys = {"shampoo_beta": SHAMPOO, "precondition_frequency": EVERY, "betas": (BETA1, BETA2), "weight_decay": DECAY}
+    soap = Soap([{"params": [param], "matrix": "whole"}], LR, eps=EPS, impl="reference", **{**keys, **options})
+    for grad in grads:
+        param.grad = grad.float()
+        soap.step()
+    return param.detach(), soap.state[param]["exp_avg_sq"]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(6, 6), (9, 4), (4, 9)])
+def test_steps_are_those_of_the_paper(rows: int, columns: int) -> None:
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+    grads = gradients(rows, columns)
+    found, expected = trained(weight, grads), plain(weight, grads)
+    assert _off(found[0] - weight, expected[0] - weight) < 1e-4
+    assert _off(found[1], expected[1]) < 1e-4
+    later = trained(weight, grads, precondition_frequency=EVERY + 1)[0]
+    assert _off(later - weight, expected[0] - weight) > 1e-2, "a basis that follows later is found"
+
+
+def _off(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def test_a_long_side_has_no_basis_and_two_leave_adam() -> None:
+    weight = torch.randn(9, 4, generator=torch.Generator().manual_seed(1))
+    grads = gradients(9, 4)
+    one = plain(weight, grads, (False, True))
+    assert _off(trained(weight, grads, max_precond_dim=8)[0] - weight, one[0] - weight) < 1e-4
+    param = nn.Parameter(weight.clone())
+    adam = FusedAdam([param], LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY, impl="reference")
+    for grad in grads[1:]:
+        param.grad = grad.float()
+        adam.step()
+    torch.testing.assert_close(trained(weight, grads, max_precond_dim=3)[0], param.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_rotating_rows_and_columns_of_gradients_rotates_the_update() -> None:
+    grads, draw = gradients(6, 6), torch.Generator().manual_seed(5)
+    left, right = (torch.linalg.qr(torch.randn(6, 6, generator=draw, dtype=torch.float64)).Q for _ in range(2))
+    zero, alone = torch.zeros(6, 6), {"weight_decay": 0.0}
+    turned = trained(zero, [left @ grad @ right.T for grad in grads], **alone)[0].double()
+    assert _off(left.T @ turned @ right, trained(zero, grads, **alone)[0].double()) < 1e-4
+
+
+def test_what_is_no_matrix_takes_adamw() -> None:
+    ends = []
+    for cls in (Soap, FusedAdam):
+        param = nn.Parameter(torch.ones(7))
+        optimizer = cls([{"params": [param]}], 0.1, impl="reference")
+        for step in range(3):
+            param.grad = torch.randn(7, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+        ends.append(param.detach())
+    assert torch.equal(*ends)
+
+
+def test_a_gradient_of_nothing_begins_with_the_matrix_as_it_stands() -> None:
+    grads = [torch.zeros(4, 6, dtype=torch.float64), *gradients(4, 6, 2)]
+    adam = trained(torch.zeros(4, 6), grads, max_precond_dim=3, precondition_frequency=9)[0]
+    torch.testing.assert_close(trained(torch.zeros(4, 6), grads, precondition_frequency=9)[0], adam)
+
+
+def test_what_fp32_does_not_resolve_moves_no_basis() -> None:
+    """Two gradients that differ in their last digits, of few directions: a step behind them is the same."""
+    few, noise = gradients(8, 8, 1)[0][:, :3] @ gradients(8, 8, 1)[0][:3], gradients(8, 8, 2)
+    ends = [trained(torch.zeros(8, 8), [few + 1e-7 * noise[i], noise[0]], weight_decay=0.0)[0] for i in (0, 1)]
+    assert _off(ends[0], ends[1].double()) < 1e-3
+
+
+def test_a_gradient_that_is_no_number_is_seen_in_the_weights() -> None:
+    grads = gradients(6, 6, 3)
+    grads[0][2, 3] = torch.nan
+    assert trained(torch.ones(6, 6), grads)[0].isnan().all()
+
+
+def test_what_cannot_be_is_refused() -> None:
+    param = nn.Parameter(torch.zeros(2, 2))
+    for wrong in ({"shampoo_beta": 1.0}, {"precondition_frequency": 0}, {"max_precond_dim": 0}):
+        with pytest.raises(ValueError, match="out of range"):
+            Soap([param], **wrong)
+    with pytest.raises(ValueError, match="without a gradient"):
+        Soap([{"params": [param], "matrix": "whole"}], impl="reference").step()

@@ -1,0 +1,88 @@
+"""The weights of a stage on a rank, and which of them an update takes whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+
+from mtrain.config.optimizer import Orthogonal, Rotated
+from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.run import RunConfig
+from mtrain.config.stages import Stage
+from mtrain.models.registry import family_of
+from mtrain.models.weights import Weight
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight whose update is made of the whole, and how ranks share it."""
+
+    shape: tuple[int, ...]
+    """Of a rank's part."""
+    parts: tuple[tuple[int, int], ...]
+    """Rows and columns of what is taken for a matrix, gathered as far as the update gathers it."""
+    expert: bool
+    gathered: bool
+
+
+def stage_weights(run: RunConfig, held: Stage) -> list[Weight]:
+    """The weights of a (virtual) stage on one rank with their adapters, in the order in which the builder makes them.
+
+    Raises:
+        ValueError: the family of the model does not say which these are.
+    """
+    family = family_of(run.model)
+    if family.weights is None:
+        raise ValueError(f"the family {family.name} does not say which weights a stage has")
+    weights = family.weights(run.model, run.parallel, held)
+    if run.peft.kind is None:
+        return list(weights)
+    if family.adapted is None:
+        raise ValueError(f"the family {family.name} does not say which adapters a stage has")
+    return list(family.adapted(weights, run))
+
+
+def update_of(run: RunConfig) -> Orthogonal | Rotated | None:
+    """What the update makes of whole matrices; None: it knows elements alone."""
+    whole = OPTIMIZERS[run.optim.name].whole_matrices
+    return None if whole is None else whole(run)
+
+
+def matrices(run: RunConfig, held: Stage) -> Iterator[tuple[Weight, Matrix]]:
+    """Those of a (virtual) stage of a rank, in the order of its weights."""
+    how, family, p = update_of(run), family_of(run.model), run.parallel
+    if how is None or family.weights is None:
+        return
+    alone = p.model_copy(update={"tp": 1, "etp": 1}) if how.whole else p
+    for weight, whole in zip(stage_weights(run, held), family.weights(run.model, alone, held), strict=True):
+        parts = () if weight.frozen else how.matrices(weight.name, whole.shape)
+        if parts:
+            yield weight, Matrix(weight.shape, parts, weight.expert, weight.shape != whole.shape)
+
+
+def matrices_of(run: RunConfig, held: Iterable[Stage]) -> Counter[Matrix]:
+    """Those of the (virtual) stages of a rank; none where the update knows elements alone."""
+    return Counter(one for stage in held for _, one in matrices(run, stage))
+
+
+def factor_bytes(how: Orthogonal | Rotated, one: Matrix) -> int:
+    """Of what is kept of a whole matrix beside the state of its elements."""
+    return sum(how.factor_bytes(*part) for part in one.parts)
+
+
+def shared_out(
+    found: Mapping[Matrix, int], ranks: int, how: Orthogonal | Rotated
+) -> set[frozenset[tuple[Matrix, int]]]:
+    """What each rank computes, as `layout.owners` deals it out; ranks with the same are one."""
+    if ranks == 1:
+        return {frozenset(found.items())}
+    loads, owned = [(0, rank) for rank in range(ranks)], [Counter[Matrix]() for _ in range(ranks)]
+    heapify(loads)
+    for one, number in sorted(found.items(), key=lambda item: -how.work(item[0].shape)):
+        for _ in range(number):
+            load, rank = loads[0]
+            heapreplace(loads, (load + how.work(one.shape), rank))
+            owned[rank][one] += 1
+    return {frozenset(one.items()) for one in owned}

@@ -1,0 +1,198 @@
+"""SOAP makes the same of the same gradients in every layout, and its state is saved, cut otherwise and read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtrain.config.model import MoEConfig
+from mtrain.errors import CorruptData
+from mtrain.layout.grid import RankGrid
+from mtrain.layout.stages import held_stages
+from mtrain.plan.rank import stage_memories
+from mtrain.plan.report import checkpoint_bytes
+from mtrain.plan.states import rank_states
+from mtrain.plan.weights import matrices_of, shared_out, update_of
+from tests.support.covering import some
+from tests.support.forked import RankFailed, run_ranks
+from tests.support.given_gradients import train_on_given
+from tests.support.runs import tiny_run, train_steps, trained, whole_tensors
+
+STEPS = 4
+SOAP = {"precondition_frequency": 2}
+EXPERTS = {"model": {"moe": MoEConfig(num_experts=4, ffn_hidden_size=64), "num_layers": 2}}
+TWO = {"model": {"num_layers": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2 sharded": {"ranks": 2, "distributed_optimizer": True, **TWO},
+    "tp2": {"ranks": 2, "tp": 2, **TWO},
+    "dp2 tp2 sharded": {"ranks": 4, "tp": 2, "distributed_optimizer": True, **TWO},
+    "pp2 tied": {"ranks": 2, "pp": 2, "model": {"tie_word_embeddings": True, "num_layers": 2}},
+    "ep2 sharded": {"ranks": 2, "ep": 2, "distributed_optimizer": True, **EXPERTS},
+    "tp2 etp1": {"ranks": 2, "tp": 2, "etp": 1, "sequence_parallel": True, **EXPERTS},
+    "tp4 with two key/value heads": {"ranks": 4, "tp": 4, "model": {"num_query_groups": 2, "num_layers": 2}},
+}
+
+
+def _run(soap: dict[str, Any] | None = None, **keys: Any) -> Any:
+    optim = {"name": "soap", "soap": {**SOAP, **(soap or {})}, "clip_grad": None, "warmup_iters": 0}
+    return tiny_run(**keys, optim=optim)
+
+
+def _mix(optimizer: Any) -> None:
+    """The fault: fused weights are gathered as if their rows followed each other on each rank."""
+    for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
+        leaf.optimizer._rows = {}
+
+
+def _made(run: Any, folder: Path, *, fault: bool = False) -> dict[str, torch.Tensor]:
+    run_ranks(run.parallel.ranks or 1, lambda: train_on_given(run, folder, STEPS, spoil=_mix if fault else None))
+    return whole_tensors(folder / f"step_{STEPS:08d}")
+
+
+_ALONE: dict[str, dict[str, torch.Tensor]] = {}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("soap")
+
+
+def _alone(keys: dict[str, Any], home: Path) -> dict[str, torch.Tensor]:
+    model = keys.get("model")
+    key = str(model)
+    if key not in _ALONE:
+        _ALONE[key] = _made(_run(model=model), home / str(len(_ALONE)))
+    return _ALONE[key]
+
+
+@pytest.mark.parametrize("name", some(LAYOUTS, ["dp2 tp2 sharded"]))
+def test_the_same_gradients_make_the_same_bits_in_every_layout(name: str, home: Path, tmp_path: Path) -> None:
+    expected, found = _alone(LAYOUTS[name], home), _made(_run(**LAYOUTS[name]), tmp_path)
+    assert expected.keys() == found.keys()
+    assert {key.split("/")[1] for key in found if key.startswith("optim/")} >= {"gram_rows", "basis_columns"}
+    assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+    run = _run(**LAYOUTS[name])
+    assert checkpoint_bytes(run, stage_memories(run)) == sum(tensor.nbytes for tensor in found.values())
+    if name == "dp2 tp2 sharded":
+        wrong = _made(_run(**LAYOUTS[name]), tmp_path / "faulty", fault=True)
+        assert any("linear_fc1" in key for key in wrong if not torch.equal(expected[key], wrong[key]))
+
+
+@pytest.mark.parametrize("name", some(LAYOUTS, ["pp2 tied"]))
+def test_a_layout_trains_as_one_rank_does(name: str) -> None:
+    keys = LAYOUTS[name]
+    expected, found = trained(_run(model=keys.get("model")), 3), trained(_run(**keys), 3)
+    for (loss, norm), (wanted, wanted_norm) in zip(found, expected, strict=True):
+        # where an expert has few tokens its gradient has directions of rounding alone, which Adam takes for others
+        assert loss == pytest.approx(wanted, rel=1e-4 if keys["model"].get("moe") else 1e-5)
+        assert norm == pytest.approx(wanted_norm, rel=1e-3)
+
+
+@pytest.mark.full
+def test_blocks_are_rotated_alone_where_that_is_asked_for_and_belong_to_their_layout(tmp_path: Path) -> None:
+    whole, blocks = (_run({"tp_mode": mode}, **LAYOUTS["tp2"]) for mode in ("duplicated", "blockwise"))
+    a, b = (trained(run, 3)[-1][0] for run in (whole, blocks))
+    assert 1e-6 < abs(a - b) / b < 1e-1
+    run_ranks(2, lambda: train_steps(blocks, 2, save_to=tmp_path))
+    point = tmp_path / "step_00000002"
+    again = run_ranks(2, lambda: train_steps(blocks, 1, load_from=point))[0]
+    assert again == trained(blocks, 3)[2:]
+    with pytest.raises(RankFailed, match=CorruptData.__name__):
+        run_ranks(1, lambda: train_steps(_run(**TWO), 1, load_from=point))
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "fp32, tp": {"ranks": 2, "tp": 2, **TWO},
+    "bf16": {"ranks": 2, "dtype": "bf16", **TWO},
+    "bf16, sharded": {"ranks": 2, "dtype": "bf16", "distributed_optimizer": True, **TWO},
+}
+
+
+@pytest.mark.parametrize("name", some(RESUMED, ["bf16, sharded"]))
+def test_a_resume_changes_no_bit_and_another_layout_goes_on(name: str, tmp_path: Path) -> None:
+    """Saved behind the first step, which made bases, and gone on from over the step that follows them."""
+    keys = RESUMED[name]
+    run, other = _run(**keys), _run(**{**keys, "ranks": 1, "tp": 1, "distributed_optimizer": False})
+    whole = run_ranks(2, lambda: train_steps(run, 4, save_to=tmp_path / "whole", save_after=1))[0]
+    point = tmp_path / "whole/step_00000001"
+    rest = run_ranks(2, lambda: train_steps(run, 3, save_to=tmp_path / "rest", load_from=point))[0]
+    assert rest == whole[1:]
+    _same(tmp_path / "whole/step_00000004", tmp_path / "rest/step_00000004")
+    run_ranks(1, lambda: train_steps(other, 0, save_to=tmp_path / "other", load_from=point))
+    _same(point, tmp_path / "other/step_00000001")
+
+
+def _same(one: Path, other: Path) -> None:
+    left, right = whole_tensors(one), whole_tensors(other)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+@pytest.mark.parametrize(
+    "name", some({n: LAYOUTS[n] for n in ("dp2 tp2 sharded", "ep2 sharded", "tp2 etp1")}, ["ep2 sharded"])
+)
+def test_each_rank_keeps_and_multiplies_what_the_plan_says(name: str) -> None:
+    run = _run({"max_precond_dim": 150}, **LAYOUTS[name])
+
+    def measured() -> tuple[int, list[list[int]]]:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        from mtrain.mcore.optimizer_state import leaf_optimizers
+        from mtrain.train.assemble import assemble, splits_of
+        from mtrain.train.step import train_step
+        from mtrain.world.init import joined
+
+        counted: list[list[int]] = []
+
+        def rotated(multiply: Any) -> Any:
+            def wrapped(*args: Any) -> Any:
+                with FlopCounterMode(display=False) as counter:
+                    out = multiply(*args)
+                counted[-1].append(counter.get_total_flops())
+                return out
+
+            return wrapped
+
+        with joined(run) as world:
+            parts = assemble(run, world, splits_of(run))
+            leaves = leaf_optimizers(parts.state.optimizer)
+            for leaf in leaves:
+                leaf.optimizer.rotated = rotated(leaf.optimizer.rotated)
+            for _ in range(3):
+                counted.append([])
+                train_step(parts, stop_requested=False)
+            tensors = [t for leaf in leaves for _, of, _, _ in leaf.optimizer.owned() for t in of.values()]
+            state = [t for leaf in leaves for of in leaf.optimizer.state.values() for t in of.values()]
+            return sum(t.nbytes for t in (*tensors, *state)), [[sum(step)] for step in counted]
+
+    found = run_ranks(run.parallel.ranks or 1, measured)
+    grid = RankGrid.of(run)
+    for rank, (kept, _) in enumerate(found):
+        at = grid.coords(rank)
+        assert kept == rank_states(run, at["pp"]).optimizer_bytes(at["dp"])
+    planned = _planned(run)
+    assert max(steps[1][0] for _, steps in found) == planned(False)
+    assert max(steps[2][0] for _, steps in found) == planned(True)
+
+
+def _planned(run: Any) -> Any:
+    """Multiplications and additions of products of the rank that has the most; with new bases, or without."""
+    grid, how = RankGrid.of(run), update_of(run)
+    every = matrices_of(run, held_stages(run)[0])
+
+    def flops(new: bool) -> int:
+        total = 0
+        for expert in (False, True):
+            of = {one: number for one, number in every.items() if one.expert == expert}
+            ranks = (grid.edp if expert else grid.dp) if run.parallel.distributed_optimizer else 1
+            total += max(sum(n * _of(one.parts[0], new) for one, n in owned) for owned in shared_out(of, ranks, how))
+        return total
+
+    def _of(shape: tuple[int, int], new: bool) -> int:
+        rows, columns = shape
+        return sum(2 * (4 * rows * columns * n + new * n**3) for n in how.sides(rows, columns))
+
+    return flops
