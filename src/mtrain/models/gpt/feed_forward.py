@@ -89,20 +89,22 @@ def _rows(r: Rank, moe: MoEConfig) -> int:
 def _held(r: Rank, moe: MoEConfig, rows: int) -> int:
     """Rows that the experts of a rank have memory for, where `rows` are tokens'."""
     ep, etp = r.layout.ep, r.layout.etp or r.layout.tp
-    if not moe.padded or ep == 1:
+    gathered = moe.token_dispatcher_type == "allgather"
+    if ep == 1 or not r.by_lists or not (moe.padded or gathered):
         return rows
-    return (
-        etp * ep * room_of(r.split_tokens, moe.router_topk, moe.num_experts // ep, ep, moe.alltoall_capacity_factor)
-    )
+    factor = None if gathered else moe.alltoall_capacity_factor
+    return etp * ep * room_of(r.split_tokens, moe.router_topk, moe.num_experts // ep, ep, factor)
 
 
 def _places(r: Rank, moe: MoEConfig, held: int) -> list[Tensor]:
     """Where rows lie: maps of all experts, or for both ways of each permutation the places of rows and of copies."""
     copies, marks = r.split_tokens * moe.router_topk, r.split_tokens * moe.num_experts
-    if not moe.padded:
+    if not r.by_lists:
         return [Tensor(marks * MASK), Tensor(marks * FP32), Tensor(copies * INDEX)]
-    etp = r.layout.etp or r.layout.tp
-    sizes = [copies, held // etp, held, held] if r.layout.ep > 1 else [copies * etp, held]
+    ep, etp = r.layout.ep, r.layout.etp or r.layout.tp
+    sizes = [copies * etp * ep, held]
+    if ep > 1 and moe.token_dispatcher_type == "alltoall":
+        sizes = [copies, held // etp, held, held]
     return [Tensor(size * (PLACE if r.words["moe_permute"] == "triton" else INDEX)) for size in sizes]
 
 
