@@ -66,6 +66,28 @@ def test_a_plan_is_what_the_lists_say(tokens: int, k: int, experts: int, way: st
     assert found.position.flatten().tolist() == [wanted.index(c) if c in wanted else -1 for c in range(tokens * k)]
 
 
+@pytest.mark.parametrize("room", [0, 3, 9, 40])
+@pytest.mark.parametrize("capacity", [None, 2])
+@pytest.mark.parametrize(("tokens", "k"), [(17, 3), (0, 2), (30, 2)])
+def test_blocks_of_experts_have_rows_of_their_own(tokens: int, k: int, capacity: int | None, room: int) -> None:
+    indices, blocks = impls(tokens, k, 6), 3
+    found = plan(indices, 6, rows=blocks * room, blocks=blocks, capacity=capacity)
+    wanted: list[int] = []
+    for block in range(blocks):
+        owned = torch.where(indices // 2 == block, indices - 2 * block, -1)  # of two experts each
+        wanted += (by_hand(owned, 2, capacity)[0] + [-1] * room)[:room]
+    assert found.source.tolist() == wanted
+    assert found.counts.tolist() == by_hand(indices, 6, capacity)[1]
+    assert found.position.flatten().tolist() == [wanted.index(c) if c in wanted else -1 for c in range(tokens * k)]
+
+
+def test_blocks_divide_experts_and_rows() -> None:
+    for experts, more in ((6, {"blocks": 4}), (6, {"blocks": 3, "rows": 10}), (6, {"blocks": 0})):
+        with pytest.raises(ValueError, match="do not divide"):
+            plan(impls(4, 2, experts), experts, **more)
+    assert plan(impls(4, 2, 6), 6, blocks=3).source.shape == (3 * 8,)
+
+
 def inputs(way: str = "plain", dtype: torch.dtype = torch.float32, sizes: tuple[int, ...] = (17, 3, 7, 37)) -> Any:
     tokens, k, experts, hidden = sizes
     made = plan(impls(tokens, k, experts), experts, **PLANS[way])

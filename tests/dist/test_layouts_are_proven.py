@@ -40,6 +40,8 @@ LAYOUTS = {
     "cp4 hierarchical": "parallel=cp4 parallel.cp_comm_type=a2a+p2p parallel.hierarchical_cp_sizes=[2,2]",
     "ep2": f"{MIXTRAL} parallel=ep2",
     "ep2 allgather dispatcher": f"{MIXTRAL} parallel=ep2 model.moe.token_dispatcher_type=allgather",
+    "ep2tp2 of padded exchanges": f"{MIXTRAL} parallel=tp2ep2etp2sp model.moe.pad_alltoall=true "
+    "model.moe.alltoall_capacity_factor=1.1",
     "ep2tp2 etp1": f"{MIXTRAL} parallel=tp2ep2etp1sp",
     "ep2tp2 etp2": f"{MIXTRAL} parallel=tp2ep2etp2sp",
     "tp2 etp1 without ep": f"{MIXTRAL} parallel=tp2etp1sp",

@@ -115,6 +115,10 @@ KEPT = {
     "few groups": f"parallel=tp4sp {SHORT} model.num_query_groups=2 precision=bf16",
     "fp16 tied pp": f"parallel=pp2tp2 {SHORT} model.tie_word_embeddings=true precision=fp16",
     "mixtral allgather": f"model=mixtral_tiny parallel=tp2ep2sp {SHORT} model.moe.token_dispatcher_type=allgather",
+    "mixtral padded": f"model=mixtral_tiny parallel=tp2ep2sp {SHORT} model.moe.pad_alltoall=true",
+    "mixtral padded etp": f"model=mixtral_tiny parallel=tp2ep2sp parallel.etp=1 {SHORT} precision=bf16 "
+    "model.moe.pad_alltoall=true model.moe.alltoall_capacity_factor=1.9",
+    "mixtral by lists": f"model=mixtral_tiny parallel=single {SHORT} model.moe.pad_alltoall=true",
     "mixtral shared": f"model=mixtral_tiny parallel=ep2 {SHORT} model.moe.shared_expert_intermediate_size=64 "
     "model.moe.shared_expert_gate=true model.moe.z_loss_coeff=0.001",
     "mixtral weighed inputs": f"model=mixtral_tiny parallel=single {SHORT} model.moe.router_topk=1 "

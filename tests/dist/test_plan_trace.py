@@ -19,6 +19,7 @@ from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError
 from mtrain.layout.grid import RankGrid
+from mtrain.plan.rank import stage_memories
 from tests.dist.test_plan_kept import KEPT, planned
 from tests.support.covering import some
 from tests.support.forked import run_alone, run_ranks
@@ -102,6 +103,8 @@ def test_fused_attention_keeps_no_scores_in_the_plan_and_in_its_trace(name: str)
     run = load(words, BIG, {}, to_run=False).run
     found = traced(run, 0)
     assert abs(found["difference_percent"]["peak"]) < 3, found["difference_percent"]
+    if name == "ring":  # what a sink keeps of it is some hundredths
+        assert stage_memories(run)[0].saved == pytest.approx(found["most_saved"], rel=0.005)
     pairs = {3072, 3072 // run.parallel.cp}
     shapes = [shape for one in found["operations"] for shape in one["shapes"] if len(shape) > 1]
     assert not [shape for shape in shapes if set(shape[-2:]) <= pairs], "there is a number for each query and key"

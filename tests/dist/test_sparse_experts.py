@@ -86,9 +86,10 @@ def _gradients(ep: int, kind: str, lists: bool, fault: str) -> dict[str, Tensor]
     from mtrain.mcore import api, dispatch
 
     tiny.start_world(ep=ep)
-    cfg = tiny.config(**{**tiny.MOE, "moe_token_dispatcher_type": kind}, moe_grouped_gemm=True)
+    type_ = "allgather" if kind == "allgather" else "alltoall"
+    cfg = tiny.config(**{**tiny.MOE, "moe_token_dispatcher_type": type_}, moe_grouped_gemm=True)
     cfg.expert_model_parallel_size = ep
-    cfg.sparse_experts = api.Sparse("reference", "reference") if lists else None
+    cfg.sparse_experts = api.Sparse("reference", "reference", padded=kind == "padded") if lists else None
     if fault:
         right = dispatch.row_weights
         dispatch.row_weights = lambda weights, plan: right(weights.flip(0), plan)
@@ -103,7 +104,7 @@ def _gradients(ep: int, kind: str, lists: bool, fault: str) -> dict[str, Tensor]
     return tiny.gradients(model)
 
 
-@pytest.mark.parametrize("kind", ["alltoall", "allgather"])
+@pytest.mark.parametrize("kind", ["alltoall", "allgather", "padded"])
 def test_a_rank_whose_experts_get_nothing_takes_part(kind: str) -> None:
     (expected,) = run_ranks(1, _gradients, 1, "alltoall", False, "")
     for found in run_ranks(2, _gradients, 2, kind, True, ""):
@@ -144,6 +145,9 @@ SMALL = (
     *("model.num_layers=2", "model.vocab_size=128"),
 )
 MIXTRAL = ("model=mixtral_tiny", *SMALL)
+PADDED, FACTOR = "model.moe.pad_alltoall=true", "model.moe.alltoall_capacity_factor=1.5"
+MORE = ("model.moe.shared_expert_intermediate_size=64", "model.moe.shared_expert_overlap=true")
+FULL = "parallel.recompute.granularity=full"
 HYBRID = ("model.hybrid.pattern=*E", "+model.moe={num_experts: 4, ffn_hidden_size: 32}")
 STEPS = {
     "dense": ["kernels=triton", "parallel=tp2sp", *SMALL],
@@ -152,6 +156,8 @@ STEPS = {
     "experts, tp2": ["kernels=triton", "parallel=tp2sp", *MIXTRAL],
     "experts, gathered": ["kernels=triton", "parallel=ep2", "model.moe.token_dispatcher_type=allgather", *MIXTRAL],
     "experts, exchanged": ["kernels=triton", "parallel=tp2ep2sp", *MIXTRAL],
+    "experts, padded": ["kernels=triton", "parallel=tp2ep2sp", *MIXTRAL, PADDED, *MORE],
+    "padded by a factor, again": ["kernels=triton", "parallel=ep2", *MIXTRAL, PADDED, FACTOR, FULL],
     "a hybrid": ["kernels=triton", "parallel=single", "model=nemotron_h_tiny", *SMALL, *HYBRID],
     "maps": ["kernels=reference", "parallel=single", *MIXTRAL],
 }
@@ -177,8 +183,12 @@ TRAINED = (
 
 @pytest.mark.full
 def test_ten_steps_with_triton_on_tp2_ep2_are_steps_of_the_reference() -> None:
-    values = interpreted.trained({k: [*TRAINED, f"kernels={k}"] for k in ("reference", "triton")}, timeout_s=400)
+    kinds = {k: [*TRAINED, f"kernels={k}"] for k in ("reference", "triton")}
+    padded = {f"{k}, padded": [*words, PADDED] for k, words in kinds.items()}
+    values = interpreted.trained(kinds | padded, timeout_s=500)
     ours, right = values["triton"], values["reference"]
     assert len(ours) == len(right) == 20
     assert ours == pytest.approx(right, rel=1e-4)
     assert ours != right, "not one bit differs, so Triton did nothing"
+    assert values["triton, padded"] == ours, "the same rows in the same order"
+    assert values["reference, padded"] == pytest.approx(right, rel=1e-6)

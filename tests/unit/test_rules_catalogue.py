@@ -306,6 +306,13 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
             "cluster.devices_per_node": 1,
         },
     ),
+    *(
+        ("MT215", {"parallel.ep": 2, "model.moe": {**MOE, "pad_alltoall": True, **more}})
+        for more in (
+            {"expert_capacity_factor": 1.0, "pad_expert_input_to_capacity": True},
+            {"router_load_balancing_type": "sinkhorn", "aux_loss_coeff": 0.0},
+        )
+    ),
     ("MT405", {"parallel.ddp_reduce_scatter_with_fp32_accumulation": True}),
     (
         "MT406",
@@ -406,6 +413,8 @@ FINE: list[dict[str, Any]] = [
     {"parallel.fsdp": "fsdp2", "precision.dtype": "fp16", **H100},
     {"optim.cpu_offload": 0.5, "optim.name": "sgd"},
     {"model.moe": {**MOE, "token_dispatcher_type": "flex"}, "parallel.ep": 2, **H100, "cluster.devices_per_node": 2},
+    {"model.moe": {**MOE, "pad_alltoall": True, "alltoall_capacity_factor": 1.5}, "parallel.ep": 2},
+    {"model.moe": {**MOE, "pad_alltoall": True}, **H100, "trainer.cuda_graph_impl": "full_iteration"},
     {"parallel.pp": 2, "parallel.vpp": 2, "parallel.microbatch_group_size_per_vp_stage": 4},
     {"model.no_rope_freq": 2, "model.qk_l2_norm": True, "model.softmax_scale": 0.1},
     {

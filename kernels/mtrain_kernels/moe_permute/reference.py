@@ -14,7 +14,7 @@ class Plan(NamedTuple):
     `position` [t, k]: the row of token t's k-th copy, or -1 if it is dropped. `source` [r]: which copy, counted as
     t * k + j, row r holds, or -1 for a row of padding. `counts` [e]: the rows of each expert, padding included.
     Integers are int32. Rows of one expert are neighbours, in the order of their tokens; rows behind the last
-    expert's belong to nobody.
+    expert's, of each block of them, belong to nobody.
     """
 
     position: Tensor
@@ -23,17 +23,24 @@ class Plan(NamedTuple):
 
 
 def plan(
-    indices: Tensor, experts: int, *, capacity: int | None = None, pad_to: int = 1, rows: int | None = None
+    indices: Tensor,
+    experts: int,
+    *,
+    capacity: int | None = None,
+    pad_to: int = 1,
+    rows: int | None = None,
+    blocks: int = 1,
 ) -> Plan:
     """Sort copies of tokens by expert: `indices` [t, k] names the expert of each copy, a negative one drops it.
 
     An expert keeps its first `capacity` copies and drops the others; its rows are padded to a multiple of `pad_to`
     (grouped FP8 products need 16 or more). `rows` is the number of rows r; without it r is the most there can be,
-    so that nothing waits for the counts to reach the host. Nothing here depends on timing: same input, same plan.
+    so that nothing waits for the counts to reach the host. `blocks` equal runs of experts, as those of as many ranks,
+    have r / blocks rows each, whether they fill them or not. Nothing here depends on timing: same input, same plan.
     Raises `ValueError` where the sizes do not fit; an index of `experts` or more is not looked for and is dropped,
-    and so is a copy for which a given `rows` has no room.
+    and so is a copy for which a given `rows` has no room, though `counts` counts it.
     """
-    require_plan(indices, experts, capacity, pad_to, rows)
+    require_plan(indices, experts, capacity, pad_to, rows, blocks)
     t, k = indices.shape
     flat = indices.reshape(-1).to(torch.int64)
     owner = torch.where((flat < 0) | (flat >= experts), experts, flat)
@@ -44,11 +51,16 @@ def plan(
         held = held.clamp(max=capacity)
     counts = (held + pad_to - 1) // pad_to * pad_to
     starts = counts.cumsum(0) - counts
-    rows = most_rows(t * k, experts, capacity, pad_to) if rows is None else rows
+    rows = blocks * most_rows(t * k, experts // blocks, capacity, pad_to) if rows is None else rows
+    if blocks > 1:
+        first = torch.arange(blocks, device=flat.device)[:, None] * (rows // blocks)
+        starts = (starts.view(blocks, -1) - starts.view(blocks, -1)[:, :1] + first).view(-1)
     beyond = torch.full((1,), rows, device=flat.device)  # where the dropped ones go, and are cut off
     place = torch.arange(t * k, device=flat.device) - edges[by_expert]
     kept = place < torch.cat([held, torch.zeros_like(held[:1])])[by_expert]
     row = torch.where(kept, torch.cat([starts, beyond])[by_expert] + place, rows).clamp(max=rows)
+    if blocks > 1:
+        row = torch.where(row // max(1, rows // blocks) == by_expert // (experts // blocks), row, rows)
     position = torch.empty_like(row).scatter(0, order, row)
     source = torch.full((rows + 1,), -1, device=flat.device).scatter(0, row, order)[:rows]
     position = torch.where(position < rows, position, -1).view(t, k)
@@ -90,12 +102,16 @@ def unpermute(rows: Tensor, plan: Plan, weights: Tensor | None = None) -> Tensor
     return copies.sum(1).to(rows.dtype)
 
 
-def require_plan(indices: Tensor, experts: int, capacity: int | None, pad_to: int, rows: int | None) -> None:
+def require_plan(
+    indices: Tensor, experts: int, capacity: int | None, pad_to: int, rows: int | None, blocks: int
+) -> None:
     """Raise `ValueError` unless the arguments of `plan` belong together."""
     if indices.ndim != 2 or indices.dtype not in (torch.int32, torch.int64) or indices.shape[1] == 0:
         raise ValueError(f"indices must be integers [tokens, k >= 1], not {indices.dtype} {tuple(indices.shape)}")
     if experts < 1 or pad_to < 1 or (capacity is not None and capacity < 0) or (rows is not None and rows < 0):
         raise ValueError(f"experts {experts}, capacity {capacity}, pad_to {pad_to} and rows {rows} must be positive")
+    if blocks < 1 or experts % blocks or (rows or 0) % blocks:
+        raise ValueError(f"{blocks} blocks do not divide experts {experts} and rows {rows}")
     if indices.numel() >= 2**31:
         raise ValueError(f"{indices.numel()} copies of tokens cannot be counted in int32")
 

@@ -64,10 +64,11 @@ def transformer_config(run: RunConfig, device: Device) -> Any:
     config.use_te_activation_func = run.kernels.activation == "triton"
     config.parallel_residual = run.model.parallel_residual
     config.sparse_experts = None
-    if routes_by_lists(run):
-        members = run.model.moe.group_score_topk if run.model.moe else None
-        words = str(run.kernels.moe_router), str(run.kernels.moe_permute)
-        config.sparse_experts = mcore.Sparse(*words, members)
+    if run.model.moe is not None and routes_by_lists(run):
+        moe, words = run.model.moe, (str(run.kernels.moe_router), str(run.kernels.moe_permute))
+        config.sparse_experts = mcore.Sparse(
+            *words, moe.group_score_topk, padded=moe.padded, capacity_factor=moe.alltoall_capacity_factor
+        )
     if run.peft.kind is not None:  # the biases that balance routers are frozen with them
         config.moe_router_bias_update_rate = 0.0
     config.latent_layernorm_epsilon = run.model.mla.layernorm_epsilon if run.model.mla else None

@@ -1,5 +1,6 @@
 """`model.moe`: a mixture of experts. Keys carry megatron-core's names without `moe_`."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -141,7 +142,8 @@ class MoEConfig(Section):
     ] = "alltoall"
     """How tokens travel to the ranks of their experts; flex: by the kernels of `flex_dispatcher_backend`, on GPUs.
     With kernels.moe_router and moe_permute triton, alltoall tells the host how many rows go where, once in a layer,
-    and allgather tells it nothing, with room for the most rows that a rank can get."""
+    unless `pad_alltoall` says that they are as many, and allgather tells it nothing, with room for the most rows
+    that a rank can get."""
     flex_dispatcher_backend: Annotated[
         Literal["deepep", "hybridep", "ncclep"] | None,
         Key(
@@ -179,6 +181,17 @@ class MoEConfig(Section):
         ),
     ] = None
     """expert_capacity_factor: which tokens stay, the most probable or the first ones; null: probs."""
+    pad_alltoall: Annotated[bool, Key(when="model.moe.token_dispatcher_type=alltoall", effect=Effect.PARALLELISM)] = (
+        False
+    )
+    """token_dispatcher_type=alltoall: every rank sends every other one a buffer of one size, with room for the most
+    rows that there can be, or for those of `alltoall_capacity_factor`: no layer tells the host anything, and shapes
+    are the same in every step, as CUDA graphs want them. No token is dropped; experts are not TransformerEngine's."""
+    alltoall_capacity_factor: Annotated[
+        PositiveFloat | None, Key(when="model.moe.pad_alltoall=true", effect=Effect.PARALLELISM)
+    ] = None
+    """pad_alltoall: rows that a rank has room for of every other one, over the even share; a step of training in
+    which there are more ends the run. null, and where nothing is trained: for all that one rank's experts can get."""
     shared_expert_overlap: Annotated[
         bool,
         Key(
@@ -191,8 +204,23 @@ class MoEConfig(Section):
     """Shared experts compute while tokens travel; needs the alltoall dispatcher."""
 
     @property
+    def padded(self) -> bool:
+        """Whether expert-parallel ranks send each other as many rows in every step, and experts are routed to by
+        lists."""
+        return self.pad_alltoall and self.token_dispatcher_type == "alltoall"
+
+    @property
     def group_score_topk(self) -> int | None:
         """How many of its best scores a group of experts is worth; None: there are no groups."""
         if self.router_num_groups is None:
             return None
         return self.router_group_score_topk or min(2, max(1, self.num_experts // self.router_num_groups))
+
+
+def room_of(tokens: int, topk: int, local: int, ranks: int, factor: float | None) -> int:
+    """Rows that go from one rank to each of `ranks` where exchanges are padded: `model.moe.pad_alltoall`.
+
+    `tokens` of the sender take `topk` experts each, of which a rank has `local`; `factor` is over the even share.
+    """
+    most = tokens * min(topk, local)
+    return most if factor is None else min(most, math.ceil(factor * tokens * topk / ranks))

@@ -83,10 +83,13 @@ WIDEST_HEAD = 256
 def routes_by_lists(run: RunConfig) -> bool:
     """Whether experts of a resolved run are routed to by lists of them, so that no layer waits for the device.
 
-    That is where routing and permutation are by kernels, no token is dropped, and nobody else needs a map.
+    That is where routing and permutation are by kernels, or `model.moe.pad_alltoall` asks for it, no token is
+    dropped, and nobody else needs a map.
     """
     moe, k = run.model.moe, run.kernels
-    if moe is None or (k.moe_router, k.moe_permute) != ("triton", "triton") or k.experts == "te":
+    if moe is None or k.experts == "te":
+        return False
+    if (k.moe_router, k.moe_permute) != ("triton", "triton") and not moe.padded:
         return False
     dropless = moe.expert_capacity_factor is None and not moe.router_padding_for_quantization
     return dropless and moe.token_dispatcher_type != "flex" and moe.router_load_balancing_type != "sinkhorn"
@@ -175,6 +178,8 @@ def lacks(op: str, word: str, run: RunConfig) -> str | None:
         return "TransformerEngine's attention knows no model.attn_logit_softcapping"
     if (op, word) == ("attention", "triton"):
         return _fused_attention_lacks(run)
+    if (op, word) == ("experts", "te") and run.model.moe is not None and run.model.moe.padded:
+        return "TransformerEngine's experts want counts of rows on the host, where model.moe.pad_alltoall has none"
     return None
 
 

@@ -3,7 +3,8 @@
 Where tokens are gathered, every size follows from shapes: with expert parallelism 1, and with `allgather` in any
 case, which then has room for the most rows that a rank's experts can get. An exchange between expert-parallel ranks
 (`alltoall`) has to know on the host how many rows go where: one copy of 2 ep + etp integers in each layer, begun
-before the tokens are sorted.
+before the tokens are sorted. One that is padded sends as many rows to each rank, and which of them are tokens'
+follows on the device from how many each expert gets.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
-from mtrain_kernels.moe_permute.op import permute, plan, row_weights, unpermute
+from mtrain_kernels.moe_permute.op import Plan, permute, plan, row_weights, unpermute
 from torch import Tensor
+
+from mtrain.config.experts import room_of
+
+TOO_MANY = "more rows than model.moe.alltoall_capacity_factor allows go from one expert-parallel rank to another"
 
 
 def begin_copy(values: Tensor) -> tuple[Tensor, Any]:
@@ -45,6 +51,9 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         self.local, self.first = local, indices[0]
         self.impl = config.sparse_experts.permute
         self.exchanges = self.ep_size > 1 and config.moe_token_dispatcher_type == "alltoall"
+        self.padded, self.room_factor = config.sparse_experts.padded, config.sparse_experts.capacity_factor
+        self._inputs: list[int] | None = None  # as many rows to and from each rank
+        self._outputs, self._outputs_tp = self._inputs, self._inputs
         self.gathers = not self.exchanges and self.tp_size * self.ep_size > 1
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,9 +64,28 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         tokens = tokens.reshape(-1, tokens.shape[-1])
         if not self.exchanges:
             return tokens, probs
-        self._sent = plan(routing_map, self.config.num_moe_experts)
+        if self.padded:
+            self._sent = self._at_fixed_places(routing_map)
+        else:
+            self._sent = plan(routing_map, self.config.num_moe_experts)
         self._begin_splits(self._sent.counts)
         return permute(tokens, self._sent, impl=self.impl), row_weights(probs, self._sent)
+
+    def _at_fixed_places(self, experts: Tensor) -> Plan:
+        """The plan in which each rank's rows have the same room, whether they fill it or not.
+
+        A factor is for training, computed again or not; where nothing is learnt there is room for all, and a text of
+        few tokens may go where it likes.
+        """
+        learns = torch.is_grad_enabled() or is_checkpointing()
+        factor, ep = self.room_factor if learns else None, self.ep_size
+        (tokens, topk), local = experts.shape, self.local
+        room = room_of(tokens, topk, local, ep, factor)
+        made = plan(experts, self.config.num_moe_experts, rows=ep * room, blocks=ep)
+        if factor is not None:
+            fits = (made.counts.view(ep, -1).sum(1) <= room).all()
+            torch._assert_async(fits, f"{TOO_MANY}, and there is room for {room}")
+        return made
 
     def _begin_splits(self, counts: Tensor) -> None:
         """Tell all ranks how many rows each expert gets from here, and begin to copy what the host has to know."""
@@ -66,6 +94,8 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
             everybodys = gather_from_sequence_parallel_region(counts, group=self.tp_ep_group)
             everybodys = everybodys.view(ep, tp, -1).transpose(0, 1)[..., self.first : self.first + self.local]
             self._chunks = everybodys.reshape(tp * ep, self.local)  # how the rows come in, by sender and expert
+            if self.padded:
+                return
             received = everybodys.sum(-1)
             numbers = torch.cat([counts.view(ep, -1).sum(1), received[self.tp_rank], received.sum(1)])
         self._splits = begin_copy(numbers)
@@ -73,12 +103,8 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send rows to the ranks of their experts, or get all tokens of the ranks that share these experts."""
         if self.exchanges:
-            host, event = self._splits
-            if event is not None:
-                event.synchronize()
-            numbers = host.tolist()
-            self._inputs, self._outputs = numbers[: self.ep_size], numbers[self.ep_size : 2 * self.ep_size]
-            self._outputs_tp = numbers[2 * self.ep_size :]
+            if not self.padded:
+                self._end_splits()
             sizes = (self._outputs, self._inputs)
             return all_to_all(self.ep_group, tokens, *sizes), all_to_all(self.ep_group, probs, *sizes)
         if self.gathers:
@@ -88,6 +114,15 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
                 gather_from_sequence_parallel_region(part, group=self.tp_ep_group) for part in (tokens, probs)
             )
         return tokens, probs
+
+    def _end_splits(self) -> None:
+        """Wait for what was copied to the host."""
+        host, event = self._splits
+        if event is not None:
+            event.synchronize()
+        numbers = host.tolist()
+        self._inputs, self._outputs = numbers[: self.ep_size], numbers[self.ep_size : 2 * self.ep_size]
+        self._outputs_tp = numbers[2 * self.ep_size :]
 
     def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows [r, h] sorted by this rank's experts, how many each has [e], on the device, and their weights [r]."""
@@ -106,17 +141,29 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
                     )
                     for part in (tokens, probs)
                 )
-            if self.local == 1:
+            if self._sorted_by_sender:
                 return tokens, self._chunks.sum(0), probs
-            expert = torch.arange(self.local, device=tokens.device).repeat(self._chunks.shape[0])
-            owner = expert.repeat_interleave(self._chunks.reshape(-1), output_size=tokens.shape[0])
-            self._sorted = plan(owner[:, None], self.local)
+            self._sorted = plan(self._owners(tokens.shape[0])[:, None], self.local)
             probs = probs[:, None]
         return permute(tokens, self._sorted, impl=self.impl), self._sorted.counts, row_weights(probs, self._sorted)
 
+    @property
+    def _sorted_by_sender(self) -> bool:
+        """Whether received rows lie as the experts want them."""
+        return self.exchanges and self.local == 1 and not self.padded
+
+    def _owners(self, rows: int) -> Tensor:
+        """Of each received row its expert among this rank's; of padding, one more than there are."""
+        if self.padded:
+            place = torch.arange(rows // self._chunks.shape[0], device=self._chunks.device)
+            place = place.expand(self._chunks.shape[0], -1).contiguous()
+            return torch.searchsorted(self._chunks.cumsum(1), place, right=True).view(-1)
+        expert = torch.arange(self.local, device=self._chunks.device).repeat(self._chunks.shape[0])
+        return expert.repeat_interleave(self._chunks.reshape(-1), output_size=rows)
+
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Outputs of the experts [r, h] in the order in which they came; of gathered tokens their sums [t, h]."""
-        if not (self.exchanges and self.local == 1):
+        if not self._sorted_by_sender:
             hidden_states = unpermute(hidden_states, self._sorted, impl=self.impl)
         if self.exchanges and self.tp_size > 1:
             hidden_states = self._summed(hidden_states, self.tp_group, self._outputs_tp)

@@ -19,6 +19,10 @@ class Sparse(NamedTuple):
     """That of the permutation of tokens."""
     group_members: int | None = None
     """How many of its best scores a group of experts is worth; None: there are no groups."""
+    padded: bool = False
+    """Whether expert-parallel ranks send each other as many rows in every step."""
+    capacity_factor: float | None = None
+    """How many those are, over the even share; None: the most that there can be."""
 
 
 class Choices:

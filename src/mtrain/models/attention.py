@@ -81,6 +81,8 @@ def _fused_ring(g: Graph, r: Rank, h: Heads) -> Tensor:
         total = Tensor(rows * FP32)
         g.add("core_attention.merge", [merged, results[i], sums, numbers[i], total, *shares])
         merged, sums = Tensor(out), total
+    if r.model.softmax_type != "vanilla":  # each head's sink joins when all parts are there
+        g.add("core_attention.sink", [merged, Tensor(rows * FP32)])
     return Tensor(r.tokens * h.n * h.v_width * a)
 
 

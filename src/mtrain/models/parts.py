@@ -95,7 +95,8 @@ def activation(g: Graph, r: Rank, name: str, x: Tensor, elements: int, *, weighe
     size = elements * r.element
     y, weights = Tensor(size), [Tensor(weighed * FP32)] if weighed else []
     moved = x.bytes + size
-    if fused(r):  # megatron-core's own: one pass, weights included
+    whole = r.words["activation"] == "triton" and r.by_lists  # ours, where it is told the weights
+    if fused(r) or (weighed and whole):  # megatron-core's own: one pass, weights included
         g.add(name, [x, *weights], moved=moved)
         return y
     product = Tensor(size)

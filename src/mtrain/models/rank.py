@@ -8,7 +8,7 @@ from functools import cached_property
 
 from mtrain.config.devices import facts_of
 from mtrain.config.formats import bytes_of
-from mtrain.config.kernels import OPERATIONS, stands_for
+from mtrain.config.kernels import OPERATIONS, routes_by_lists, stands_for
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig, RecomputeModule
 from mtrain.config.run import RunConfig
@@ -115,6 +115,13 @@ class Rank:
         not (`mtrain.mcore.linear`).
         """
         return bool(self.layout.sequence_parallel) and self.host and self.wide and self.layout.fsdp == "none"
+
+    @cached_property
+    def by_lists(self) -> bool:
+        """Whether tokens go to experts by lists of them."""
+        return routes_by_lists(
+            self.run.model_copy(update={"kernels": self.run.kernels.model_copy(update=dict(self.words))})
+        )
 
     def recomputes(self, module: RecomputeModule) -> bool:
         """Whether a module of every layer is computed again in the backward."""

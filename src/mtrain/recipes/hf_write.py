@@ -26,6 +26,7 @@ TRAINING = frozenset(
         *("moe.z_loss_coeff", "moe.router_load_balancing_type", "moe.router_bias_update_rate"),
         *("moe.router_padding_for_quantization", "moe.input_jitter_eps", "moe.token_dispatcher_type"),
         *("moe.flex_dispatcher_backend", "moe.shared_expert_overlap", "bert.masked_share"),
+        *("moe.pad_alltoall", "moe.alltoall_capacity_factor"),
         *("bert.mask_token_id", "bert.cls_token_id", "bert.sep_token_id"),
         *("t5.noise_density", "t5.mean_noise_span_length", "t5.sentinels", "t5.first_sentinel", "t5.start_id"),
         *("t5.end_id", "t5.encoder_length", "t5.decoder_length", "t5.initializer_factor"),

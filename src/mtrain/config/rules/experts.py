@@ -6,12 +6,19 @@ import math
 from collections.abc import Iterator
 
 from mtrain.config.devices import facts_of, with_cuda_kernels
+from mtrain.config.experts import MoEConfig
+from mtrain.config.kernels import lacks
 from mtrain.config.resolve import smallest_world
 from mtrain.config.rules.finding import DP, Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
 
 ALLTOALL: Change = {"model.moe.token_dispatcher_type": "alltoall"}
+DROPLESS: Change = {
+    "model.moe.expert_capacity_factor": None,
+    "model.moe.token_drop_policy": None,
+    "model.moe.pad_expert_input_to_capacity": False,
+}
 
 
 def _ep_fixes(run: RunConfig, legal: list[int]) -> tuple[Change, ...]:
@@ -230,9 +237,63 @@ def flex_dispatcher(run: RunConfig) -> Iterator[Finding]:
         )
 
 
+@rule(
+    Code(
+        "MT215",
+        "A padded exchange sends lists of tokens, of as many on each rank, and drops none.",
+        "Where experts have a capacity, model.moe.pad_expert_input_to_capacity gives one shape.",
+        example="model=mixtral_tiny parallel=ep2 model.moe.pad_alltoall=true model.moe.expert_capacity_factor=1.0",
+    ),
+    Code(
+        "MT216",
+        "Experts of the reference read counts of rows on the host.",
+        severity="warning",
+        example="model=mixtral_tiny parallel=ep2 cluster=h100x8 kernels.experts=reference "
+        "model.moe.pad_alltoall=true",
+    ),
+    reads=(
+        "model.moe.pad_alltoall model.moe.token_dispatcher_type model.moe.expert_capacity_factor "
+        "model.moe.router_padding_for_quantization model.moe.router_load_balancing_type "
+        "parallel.hybrid_context_parallel kernels.experts kernels.default cluster.device"
+    ),
+)
+def padded_exchange(run: RunConfig) -> Iterator[Finding]:
+    """Expert-parallel ranks send each other as many rows where tokens are routed to by lists."""
+    moe, k, key = run.model.moe, run.kernels, "model.moe.pad_alltoall"
+    if moe is None or not moe.padded:
+        return
+    off: Change = {key: False, "model.moe.alltoall_capacity_factor": None}
+    for name, why, other in _unpadded(run, moe):
+        yield Finding("MT215", name, why, (other, off), also=(key,))
+    if (k.experts or k.default) == "reference" and not facts_of(run.cluster.device).on_host:
+        why = "experts of the reference wait for counts of rows, and a padded exchange is there to wait for nothing"
+        yield Finding("MT216", "kernels.experts", why, ({"kernels.experts": "auto"}, off), also=(key,))
+
+
+def _unpadded(run: RunConfig, moe: MoEConfig) -> Iterator[tuple[str, str, Change]]:
+    """Keys that a padded exchange does not go with, why, and what they would have to be."""
+    lists = "and a padded exchange is one of lists"
+    if moe.expert_capacity_factor is not None:
+        why = f"experts with a capacity are routed to by maps, {lists}"
+        yield "model.moe.expert_capacity_factor", why, DROPLESS
+    if moe.router_padding_for_quantization:
+        key = "model.moe.router_padding_for_quantization"
+        yield key, f"a router that pads gives maps, {lists}", {key: False}
+    if moe.router_load_balancing_type == "sinkhorn":
+        key = "model.moe.router_load_balancing_type"
+        yield key, f"sinkhorn gives maps, {lists}", {key: "aux_loss"}
+    if run.parallel.hybrid_context_parallel:
+        why = "ranks have parts of documents of different lengths, and a padded exchange sends as many rows from each"
+        one: Change = {"parallel.hybrid_context_parallel": False, "parallel.max_seqlen_per_dp_cp_rank": None}
+        yield "parallel.hybrid_context_parallel", why, one
+    if run.kernels.experts == "te" and (why := lacks("experts", "te", run) or ""):
+        yield "kernels.experts", why, {"kernels.experts": "auto"}
+
+
 RULES = (
     overlapped_shared_experts,
     flex_dispatcher,
+    padded_exchange,
     expert_axes_need_experts,
     experts_divide,
     expert_grid_is_whole,

@@ -119,7 +119,7 @@ _OF_KINDS = {"attn": (ATTENTION, LATENT, DELTA), "mlp": (MLP,), "mamba": (MAMBA,
     ),
     reads=(
         "trainer.cuda_graph_impl trainer.cuda_graph_modules model.moe model.moe.expert_capacity_factor "
-        "model.moe.pad_expert_input_to_capacity model.moe.token_dispatcher_type "
+        "model.moe.pad_expert_input_to_capacity model.moe.token_dispatcher_type model.moe.pad_alltoall "
         "model.moe.router_padding_for_quantization"
     ),
 )
@@ -128,18 +128,21 @@ def graphs_of_experts(run: RunConfig) -> Iterator[Finding]:
     moe, held = run.model.moe, captured(run)
     if moe is None or (moe.expert_capacity_factor is not None and moe.pad_expert_input_to_capacity):
         return
+    modules = run.trainer.cuda_graph_modules or ()
     padded: Change = {
         "model.moe.expert_capacity_factor": moe.expert_capacity_factor or 1.25,
         "model.moe.pad_expert_input_to_capacity": True,
     }
-    if "moe" in held:
+    whole = moe.padded and "moe" not in modules  # megatron-core captures moe alone with a capacity alone
+    if "moe" in held and not whole:
         rule = "experts get another number of tokens in each step, and a CUDA graph has one shape"
+        if moe.padded:
+            rule = "megatron-core captures moe as a part of a layer where experts are padded to a capacity"
         attn: Change = {"trainer.cuda_graph_impl": "local", "trainer.cuda_graph_modules": ("attn",)}
         yield Finding("MT413", "trainer.cuda_graph_impl", rule, (attn, padded, NONE))
     counts = moe.expert_capacity_factor is not None or moe.router_padding_for_quantization
     if "moe_preprocess" in held and moe.token_dispatcher_type == "alltoall" and counts:
         rule = "the alltoall dispatcher tells the host how many tokens are left of what is dropped or padded"
-        modules = run.trainer.cuda_graph_modules or ()
         less: Change = {"trainer.cuda_graph_modules": tuple(word for word in modules if word != "moe_preprocess")}
         yield Finding("MT414", "trainer.cuda_graph_modules", rule, (less, padded, NONE))
 

@@ -5,11 +5,14 @@ Experts are counted with the load that all of them have alike: a rank whose expe
 
 from __future__ import annotations
 
-from mtrain.config.experts import MoEConfig
+from mtrain.config.experts import MoEConfig, room_of
 from mtrain.models.adapters import beside_experts
 from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
 from mtrain.models.parts import activation, column, row
 from mtrain.models.rank import Rank
+
+PLACE = 4
+"""Bytes of the place of a row."""
 
 
 def feed_forward(g: Graph, r: Rank, x: Tensor, layer: int) -> Tensor:
@@ -36,15 +39,14 @@ def _mixture(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> Tensor:
             _shared(g, r, x, moe.shared_expert_intermediate_size, moe.shared_expert_gate)
     _route(g, r, x, moe)
     rows = _rows(r, moe)
-    indices = Tensor(r.split_tokens * moe.router_topk * INDEX)
-    marks = r.split_tokens * moe.num_experts
+    held = _held(r, moe, rows)
     # rows are sorted by expert and put back; those that are sent by sender before, and once more where they meet
     row = r.model.hidden_size * r.element
     sorts = 4 if r.layout.ep > 1 and moe.token_dispatcher_type != "flex" else 2
-    kept = [Tensor(marks * MASK), Tensor(marks * FP32), indices]
-    name = "mlp.dispatch.fixed" if moe.pad_expert_input_to_capacity else "mlp.dispatch"
-    g.add(name, kept, moved=sorts * 2 * rows * row, exchanges=_sent(r, moe, rows * row))
-    _experts(g, r, moe, rows)
+    fixed = moe.pad_expert_input_to_capacity or moe.padded
+    name = "mlp.dispatch.fixed" if fixed else "mlp.dispatch"
+    g.add(name, _places(r, moe, held), moved=sorts * 2 * held * row, exchanges=_sent(r, moe, held * row))
+    _experts(g, r, moe, rows, held)
     return Tensor(r.split_tokens * r.model.hidden_size * r.element)
 
 
@@ -84,6 +86,28 @@ def _rows(r: Rank, moe: MoEConfig) -> int:
     return round(rows * (factor if moe.pad_expert_input_to_capacity else min(1.0, factor)))
 
 
+def _held(r: Rank, moe: MoEConfig, rows: int) -> int:
+    """Rows that the experts of a rank have memory for, where `rows` are tokens'."""
+    ep, etp = r.layout.ep, r.layout.etp or r.layout.tp
+    gathered = moe.token_dispatcher_type == "allgather"
+    if ep == 1 or not r.by_lists or not (moe.padded or gathered):
+        return rows
+    factor = None if gathered else moe.alltoall_capacity_factor
+    return etp * ep * room_of(r.split_tokens, moe.router_topk, moe.num_experts // ep, ep, factor)
+
+
+def _places(r: Rank, moe: MoEConfig, held: int) -> list[Tensor]:
+    """Where rows lie: maps of all experts, or for both ways of each permutation the places of rows and of copies."""
+    copies, marks = r.split_tokens * moe.router_topk, r.split_tokens * moe.num_experts
+    if not r.by_lists:
+        return [Tensor(marks * MASK), Tensor(marks * FP32), Tensor(copies * INDEX)]
+    ep, etp = r.layout.ep, r.layout.etp or r.layout.tp
+    sizes = [copies * etp * ep, held]
+    if ep > 1 and moe.token_dispatcher_type == "alltoall":
+        sizes = [copies, held // etp, held, held]
+    return [Tensor(size * (PLACE if r.words["moe_permute"] == "triton" else INDEX)) for size in sizes]
+
+
 def _sent(r: Rank, moe: MoEConfig, size: int) -> list[Exchange]:
     """Rows to the ranks of their experts, and back."""
     etp, found = r.layout.etp or r.layout.tp, list[Exchange]()
@@ -106,28 +130,29 @@ def _biased(r: Rank) -> tuple[int, int]:
     return (a, FP32 + (a + 2 * FP32) + 2 * FP32 + (FP32 + a)) if r.words["experts"] == "te" else (2 * a, 2 * a)
 
 
-def _experts(g: Graph, r: Rank, moe: MoEConfig, rows: int) -> None:
+def _experts(g: Graph, r: Rank, moe: MoEConfig, rows: int, held: int) -> None:
+    """Products of `rows` rows, in memory for `held`."""
     h, a, etp = r.model.hidden_size, r.element, r.layout.etp or r.layout.tp
     width, local = moe.ffn_hidden_size // etp, moe.num_experts // r.layout.ep
     up, each = (2 if r.model.gated else 1) * width, rows // local
     low = 1 if r.run.precision.quantized is not None else a
     stacked = r.words["experts"] == "torch"  # its product wants all weights behind each other: a copy is kept
     first, second = (Tensor(local * h * n * a) if stacked else None for n in (up, width))
-    sent = Tensor(rows * h * low)
+    sent = Tensor(held * h * low)
     kept = [*([] if r.frozen else [sent]), *([first] if first else [])]
-    products, moved = [Product(each, up, h, local)], rows * _biased(r)[0] * up
+    products, moved = [Product(each, up, h, local)], held * _biased(r)[0] * up
     g.add("mlp.experts.linear_fc1", kept, products, low=True, moved=moved, factors=r.factors)
     beside_experts(g, r, "mlp.experts.linear_fc1", sent, (each, local), (h, up))
-    hidden = Tensor(rows * up * a)
+    hidden = Tensor(held * up * a)
     again = r.recomputes("moe_act")
-    weighed = rows
+    weighed = held
     if moe.apply_probs_on_input:  # what goes in is weighed, and what comes out with ones
-        g.add("mlp.experts.weighed", [Tensor(rows * h * a), Tensor(rows * FP32), Tensor(rows * FP32)])
+        g.add("mlp.experts.weighed", [Tensor(held * h * a), Tensor(held * FP32), Tensor(held * FP32)])
         weighed = 0
-    with g.recomputed("moe_act", hidden, Tensor(rows * FP32), when=again, discarded=True):
-        y = activation(g, r, "mlp.experts.activation", hidden, rows * width, weighed=weighed)
-    kept = [*([] if r.frozen else [y if low == a else Tensor(rows * width * low)]), *([second] if second else [])]
-    products, moved = [Product(each, h, width, local)], rows * _biased(r)[1] * h
+    with g.recomputed("moe_act", hidden, Tensor(held * FP32), when=again, discarded=True):
+        y = activation(g, r, "mlp.experts.activation", hidden, held * width, weighed=weighed)
+    kept = [*([] if r.frozen else [y if low == a else Tensor(held * width * low)]), *([second] if second else [])]
+    products, moved = [Product(each, h, width, local)], held * _biased(r)[1] * h
     g.add("mlp.experts.linear_fc2", kept, products, low=True, moved=moved, factors=r.factors)
     beside_experts(g, r, "mlp.experts.linear_fc2", y, (each, local), (width, h))
     g.discard(y, when=again)

@@ -98,6 +98,7 @@ def _experts(moe: MoEConfig, p: ParallelConfig, layers: int) -> MoEConfig:
             "router_topk": topk,
             "ffn_hidden_size": 32 * (p.etp or p.tp),
             "shared_expert_intermediate_size": 32 * p.tp if moe.shared_expert_intermediate_size else None,
+            "alltoall_capacity_factor": None,  # routers that learnt nothing choose as they like
             "first_dense_layers": min(moe.first_dense_layers, 1 if layers > 1 else 0),
             "router_num_groups": groups,
             "router_group_topk": 1 if groups and moe.router_group_topk else None,
