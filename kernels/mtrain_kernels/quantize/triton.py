@@ -124,7 +124,7 @@ def load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU: tl.constexpr, A
     x = tl.load(at, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
     if SWIGLU:
         up = tl.load(at + columns, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
-        x = cast(x / (1.0 + tl.exp(-x)) * up, x_ptr.dtype.element_ty).to(tl.float32)
+        x = cast(x * tl.sigmoid(x) * up, x_ptr.dtype.element_ty).to(tl.float32)  # as `activation.triton`
     return x
 
 
@@ -275,6 +275,17 @@ def dequantize_kernel(
     tl.store(out_ptr + at, cast(value * scale, out_ptr.dtype.element_ty), mask=inside)
 
 
+def amax(x: Tensor, swiglu: bool) -> Tensor:
+    """Launches the kernel for amax [1]; `x` as in `quantize_tensorwise`."""
+    rows, columns = x.shape[0], x.shape[1] // (1 + swiglu)
+    grid = (ceil_div(rows, SIDE), ceil_div(columns, SIDE))
+    partial = x.new_zeros(max(1, grid[0] * grid[1]), dtype=torch.float32)
+    if x.numel():
+        with on_device_of(x):
+            amax_kernel[grid](x, partial, rows, columns, x.stride(0), SWIGLU=swiglu, SIDE=SIDE, num_warps=8)
+    return partial.amax(0, keepdim=True)
+
+
 def quantize_tensorwise(
     x: Tensor, m: Tensor | None, format: str, transpose: bool, swiglu: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -285,16 +296,11 @@ def quantize_tensorwise(
     rows, columns = x.shape[0], x.shape[1] // (1 + swiglu)
     mantissa, bias, greatest, _ = FORMATS[format]
     grid = (ceil_div(rows, SIDE), ceil_div(columns, SIDE))
+    m = reference.multiplier(amax(x, swiglu), format) if m is None else m
     q = x.new_empty((rows, columns), dtype=torch.uint8)
     transposed = x.new_empty((columns, rows) if transpose else (0, 0), dtype=torch.uint8)
     partial = x.new_zeros(max(1, grid[0] * grid[1]), dtype=torch.float32)
-    settings = (rows, columns, x.stride(0))
     with on_device_of(x):
-        if m is None:
-            if q.numel():
-                amax_kernel[grid](x, partial, *settings, SWIGLU=swiglu, SIDE=SIDE, num_warps=8)
-            amax = partial.amax(0, keepdim=True)
-            m = reference.multiplier(amax, format)
         if q.numel():
             tensorwise_kernel[grid](
                 x,
@@ -302,7 +308,9 @@ def quantize_tensorwise(
                 q,
                 transposed,
                 partial,
-                *settings,
+                rows,
+                columns,
+                x.stride(0),
                 SWIGLU=swiglu,
                 TRANSPOSE=transpose,
                 MANTISSA=mantissa,
